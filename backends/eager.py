@@ -1,0 +1,29 @@
+"""Runs a region operator by operator: the reference that every other backend is compared with."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import fx
+
+# The boxed calling convention of generated code is private in torch 2.13: `fx.graph._BoxedCodeGen`.
+from torch.fx.graph import _BoxedCodeGen
+
+from .protocol import Compiled
+
+
+class EagerBackend:
+    """Bitwise equal to the eager engine on CPU: the same operators, in the same order, on the same values."""
+
+    name = "eager"
+    bitwise = True
+
+    def decompositions(self) -> None:
+        """None: every operator stays as the engine's functions call it."""
+
+    def compile(self, graph_module: fx.GraphModule, example_inputs: Sequence[torch.Tensor]) -> Compiled:
+        """The graph's own generated code, which frees each value after its last use."""
+        graph_module.graph.set_codegen(_BoxedCodeGen())
+        graph_module.recompile()
+        return graph_module.forward

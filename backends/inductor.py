@@ -1,0 +1,64 @@
+"""Compiles a region with Inductor, below Dynamo and AOTAutograd: the graph that comes here needs neither."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from .protocol import Compiled
+
+
+class MissingCompilerError(RuntimeError):
+    """There is no C++ compiler, which Inductor needs for kernels on the CPU."""
+
+    def __init__(self, tried: Sequence[str]) -> None:
+        super().__init__(
+            f"no C++ compiler found (tried {', '.join(tried)}): install g++ or clang++, or set CXX to one; "
+            'until then use backend="eager"'
+        )
+
+
+class InductorBackend:
+    """``torch._inductor.compile_fx.compile_fx_inner``, written against torch 2.13."""
+
+    name = "inductor"
+    bitwise = False
+
+    def decompositions(self) -> Mapping[Any, Callable[..., Any]]:
+        """Inductor's own table."""
+        from torch._inductor.decomposition import select_decomp_table
+
+        return select_decomp_table()
+
+    def compile(self, graph_module: fx.GraphModule, example_inputs: Sequence[torch.Tensor]) -> Compiled:
+        """Compile, keeping the strides of every output: a gradient's layout is part of what it is.
+
+        Raises:
+            MissingCompilerError: a region for the CPU, and no C++ compiler on the machine.
+        """
+        from torch._inductor.compile_fx import compile_fx_inner
+        from torch._inductor.fx_passes.joint_graph import joint_graph_passes
+
+        if any(value.device.type == "cpu" for value in example_inputs):
+            require_cpp_compiler()
+        output = graph_module.graph.find_nodes(op="output")[0]
+        output.meta["user_visible_output_idxs"] = [
+            index for index, value in enumerate(output.args[0]) if isinstance(value, fx.Node)
+        ]
+        with torch.no_grad():
+            joint_graph_passes(graph_module)
+            return compile_fx_inner(graph_module, list(example_inputs), is_backward=True)
+
+
+def require_cpp_compiler() -> None:
+    """Raise :class:`MissingCompilerError` unless one of the compilers that Inductor would try is there."""
+    from torch._inductor import config
+
+    configured = config.cpp.cxx
+    tried = [name for name in (configured if isinstance(configured, (list, tuple)) else [configured]) if name]
+    if not any(shutil.which(name) for name in tried):
+        raise MissingCompilerError(tried)

@@ -1,0 +1,96 @@
+"""Names of backends, and what is behind them: ours, those of installed packages, and those of ``torch.compile``.
+
+Nothing is imported before it is asked for: a name is looked up in our own table, then among the entry points of the
+group ``compiled_autograd.backends``, and last among ``torch._dynamo.list_backends()``, whose import takes a second.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping, Sequence
+from difflib import get_close_matches
+from importlib.metadata import entry_points
+from typing import Any
+
+import torch
+from torch import fx
+
+from .protocol import Backend, Compiled
+
+ENTRY_POINT_GROUP = "compiled_autograd.backends"
+_OURS = {"eager": "backends.eager:EagerBackend", "inductor": "backends.inductor:InductorBackend"}
+_loaded: dict[str, Backend] = {}
+
+
+class UnknownBackendError(LookupError):
+    """A name that no backend has."""
+
+    def __init__(self, name: str, known: Sequence[str]) -> None:
+        close = get_close_matches(name, known, n=1)
+        hint = f" Did you mean {close[0]!r}?" if close else ""
+        super().__init__(f"there is no backend {name!r}.{hint} Known: {', '.join(sorted(known))}.")
+
+
+class FunctionBackend:
+    """A function ``(GraphModule, example_inputs) -> callable``, as ``torch.compile`` takes it."""
+
+    bitwise = False
+
+    def __init__(self, function: Callable[..., Any], name: str | None = None) -> None:
+        self.function = function
+        self.name = name or str(getattr(function, "__name__", type(function).__name__))
+
+    def decompositions(self) -> Mapping[Any, Callable[..., Any]] | None:
+        """What the function asks for in an attribute ``decompositions``; None where it has none."""
+        return getattr(self.function, "decompositions", None)
+
+    def compile(self, graph_module: fx.GraphModule, example_inputs: Sequence[torch.Tensor]) -> Compiled:
+        """Call the function; what it gives is called with its arguments one by one unless it says that it is boxed."""
+        compiled = self.function(graph_module, list(example_inputs))
+        if not callable(compiled):
+            raise TypeError(f"backend {self.name!r} gave a {type(compiled).__name__}, which cannot be called")
+        if getattr(compiled, "_boxed_call", False):
+            return compiled
+
+        def unboxed(arguments: list[Any]) -> Sequence[Any]:
+            given = tuple(arguments)
+            arguments.clear()
+            outputs = compiled(*given)
+            return outputs if isinstance(outputs, (list, tuple)) else [outputs]
+
+        return unboxed
+
+
+def list_backends() -> list[str]:
+    """Every name that :func:`get_backend` takes, sorted. Imports Dynamo to ask it for its own."""
+    from torch._dynamo import list_backends as list_dynamo_backends
+
+    return sorted({*_OURS, *(point.name for point in entry_points(group=ENTRY_POINT_GROUP)), *list_dynamo_backends()})
+
+
+def get_backend(backend: str | Callable[..., Any]) -> Backend:
+    """The backend with a name, or one made of a function.
+
+    Raises:
+        UnknownBackendError: the name is none that is known; the nearest known one is suggested.
+    """
+    if not isinstance(backend, str):
+        return FunctionBackend(backend)
+    if backend not in _loaded:
+        _loaded[backend] = _load(backend)
+    return _loaded[backend]
+
+
+def _load(name: str) -> Backend:
+    if name in _OURS:
+        module, _, attribute = _OURS[name].partition(":")
+        return getattr(importlib.import_module(module), attribute)()
+    for point in entry_points(group=ENTRY_POINT_GROUP, name=name):
+        loaded = point.load()
+        return loaded() if isinstance(loaded, type) else FunctionBackend(loaded, name)
+    known = list_backends()
+    if name not in known:
+        raise UnknownBackendError(name, known)
+    from torch._dynamo.backends.registry import lookup_backend
+
+    return FunctionBackend(lookup_backend(name), name)

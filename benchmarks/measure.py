@@ -1,0 +1,230 @@
+"""What one child process measures: one model under one runner, side by side with eager on a second copy of the model.
+
+Times are taken around `loss.backward()` alone. An eager step and a runner's step alternate, and which of the two goes
+first alternates too, so that whatever else the machine does falls on both.
+"""
+
+import ctypes
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from benchmarks.models import MakeLoss, build
+from benchmarks.runners import EMPTY_RUNNERS, RUNNERS, NotApplicable, Runner
+
+WARM_PAIRS = 3
+MEMORY_STEPS = 3
+# A gradient is compared with its own size, but not with less than this part of the model's largest gradient: one that
+# would be zero but for rounding has no size of its own.
+SMALLEST_SCALE = 1e-3
+
+
+def now(device: str) -> float:
+    """The time in seconds, after everything that was sent to `device` is done."""
+    if device == "cuda":
+        torch.cuda.synchronize()
+    return time.perf_counter()
+
+
+@dataclass
+class Side:
+    """One copy of the model and the runner that steps it."""
+
+    module: nn.Module
+    make_loss: MakeLoss
+    runner: Runner
+    device: str
+
+    def forward(self) -> Tensor:
+        self.module.zero_grad(set_to_none=True)
+        return self.make_loss(self.module)
+
+    def backward(self, loss: Tensor) -> float:
+        """Seconds of the backward alone: entering the runner's context is not counted."""
+        with self.runner.around():
+            started = now(self.device)
+            loss.backward()
+            return now(self.device) - started
+
+    def step(self) -> float:
+        return self.backward(self.forward())
+
+
+def sides(model: str, seed: int, device: str) -> tuple[Side, Side]:
+    """(eager, other): two copies of `model`, both still under eager, warmed by one step of the first."""
+    pair = [Side(*build(model, seed, device), RUNNERS["eager"](), device) for _ in range(2)]
+    pair[0].step()
+    return pair[0], pair[1]
+
+
+def count_nodes(loss: Tensor) -> int:
+    """The nodes of the tape behind `loss`, those that accumulate into parameters included."""
+    seen = set()
+    waiting = [loss.grad_fn]
+    while waiting:
+        node = waiting.pop()
+        if node is not None and node not in seen:
+            seen.add(node)
+            waiting.extend(following for following, _ in node.next_functions)
+    return len(seen)
+
+
+def gradient_difference(eager: Side, other: Side) -> float:
+    """Largest relative difference of two modules' gradients, by the largest absolute element of each parameter."""
+    expected = {name: parameter.grad for name, parameter in eager.module.named_parameters()}
+    scales = {name: grad.abs().max().item() for name, grad in expected.items() if grad is not None}
+    floor = SMALLEST_SCALE * max(scales.values())
+    worst = 0.0
+    for name, parameter in other.module.named_parameters():
+        grad = expected[name]
+        if grad is None or parameter.grad is None:
+            worst = worst if grad is parameter.grad else float("inf")
+            continue
+        difference = (parameter.grad - grad).abs().max().item()
+        worst = max(worst, difference / max(scales[name], floor))
+    return worst
+
+
+def alternate(eager: Side, other: Side, pairs: int) -> dict[str, float]:
+    """Median backward milliseconds of both and the median of the ratios within each of `pairs` pairs."""
+    times: list[tuple[float, float]] = []
+    for number in range(pairs):
+        if number % 2:
+            second = other.step()
+            first = eager.step()
+        else:
+            first = eager.step()
+            second = other.step()
+        times.append((first, second))
+    return {
+        "eager_ms": 1e3 * statistics.median(first for first, _ in times),
+        "runner_ms": 1e3 * statistics.median(second for _, second in times),
+        "ratio": statistics.median(second / first for first, second in times),
+    }
+
+
+def resident(key: str) -> int:
+    """Bytes of resident memory: `key` is VmRSS for now, VmHWM for the highest since it was last reset."""
+    for line in Path("/proc/self/status").read_text().splitlines():
+        if line.startswith(key + ":"):
+            return 1024 * int(line.split()[1])
+    raise NotApplicable(f"/proc/self/status has no {key}")
+
+
+def cpu_growth(step: Callable[[], Any]) -> int:
+    """Bytes by which resident memory grows at its highest during `step`.
+
+    Memory that was freed but not yet given back would hide the growth, so the allocator is told to give it back first.
+    """
+    libc = ctypes.CDLL(None)
+    if hasattr(libc, "malloc_trim"):
+        libc.malloc_trim(0)
+    Path("/proc/self/clear_refs").write_text("5")
+    before = resident("VmRSS")
+    step()
+    return resident("VmHWM") - before
+
+
+def cuda_growth(step: Callable[[], Any]) -> int:
+    """Bytes by which allocated CUDA memory grows at its highest during `step`."""
+    torch.cuda.synchronize()
+    torch.cuda.reset_peak_memory_stats()
+    before = torch.cuda.memory_allocated()
+    step()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_allocated() - before
+
+
+def peak_bytes(side: Side) -> int | None:
+    """Median over a few steps of the growth of one whole step, gradients included; None where it cannot be read."""
+    growth = cuda_growth if side.device == "cuda" else cpu_growth
+    growths = []
+    try:
+        for _ in range(MEMORY_STEPS):
+            side.module.zero_grad(set_to_none=True)
+            growths.append(growth(side.step))
+    except (OSError, NotApplicable) as error:
+        print(f"peak memory not measured: {error}", file=sys.stderr)
+        return None
+    return int(statistics.median(growths))
+
+
+def measure_steady(model: str, runner_name: str, pairs: int, seed: int, device: str) -> dict[str, Any]:
+    """The first step, the steady state, peak memory and gradients of `runner_name`.
+
+    Seconds: setup_seconds is what it takes to import and make the runner, first_forward_seconds and
+    first_backward_seconds are its first step, with nothing compiled before.
+    """
+    eager, other = sides(model, seed, device)
+    started = now(device)
+    other.runner = RUNNERS[runner_name]()
+    other.make_loss = other.runner.prepare(other.make_loss)
+    set_up = now(device)
+    loss = other.forward()
+    forward_done = now(device)
+    first_backward = other.backward(loss)
+    eager.step()
+    first_difference = gradient_difference(eager, other)
+
+    alternate(eager, other, WARM_PAIRS)
+    steady = alternate(eager, other, pairs)
+    return {
+        "setup_seconds": set_up - started,
+        "first_forward_seconds": forward_done - set_up,
+        "first_backward_seconds": first_backward,
+        **steady,
+        # The first backward and a late one may run different code.
+        "gradient_difference": max(first_difference, gradient_difference(eager, other)),
+        "eager_peak_bytes": peak_bytes(eager),
+        "runner_peak_bytes": peak_bytes(other),
+        "counts": other.runner.counts(),
+    }
+
+
+def measure_hit(model: str, runner_name: str, pairs: int, seed: int, device: str) -> dict[str, Any]:
+    """What a hit costs when the compiled function is empty: milliseconds, and microseconds a node of the tape.
+
+    Freeing what the tape saved is part of it, and with large activations the larger part.
+    """
+    if runner_name not in EMPTY_RUNNERS:
+        raise NotApplicable(f"{runner_name} has no cache of tapes")
+    eager, other = sides(model, seed, device)
+    nodes = count_nodes(eager.forward())
+    other.runner = EMPTY_RUNNERS[runner_name]()
+    alternate(eager, other, WARM_PAIRS)
+    before = other.runner.counts()
+    steady = alternate(eager, other, pairs)
+    after = other.runner.counts()
+    # Whatever else was counted, bypasses above all, would not be the cost of a hit.
+    changed = sorted(name for name in after if name != "hits" and after[name] != before.get(name))
+    if changed:
+        raise NotApplicable(f"not every backward was a hit: {', '.join(f'{n} {after[n]}' for n in changed)}")
+    return {
+        "nodes": nodes,
+        "hit_ms": steady["runner_ms"],
+        "hit_us_per_node": 1e3 * steady["runner_ms"] / nodes,
+        "hit_ratio": steady["ratio"],
+        "hit_counts": after,
+    }
+
+
+MEASUREMENTS: dict[str, Callable[[str, str, int, int, str], dict[str, Any]]] = {
+    "steady": measure_steady,
+    "hit": measure_hit,
+}
+
+
+def run(measurement: str, model: str, runner: str, pairs: int, seed: int, device: str) -> dict[str, Any]:
+    """One measurement as a JSON object; `not_applicable` holds the reason where there is none."""
+    result: dict[str, Any] = {"torch": torch.__version__, "threads": torch.get_num_threads()}
+    try:
+        return result | MEASUREMENTS[measurement](model, runner, pairs, seed, device)
+    except NotApplicable as reason:
+        return result | {"not_applicable": str(reason)}

@@ -1,0 +1,128 @@
+"""The models that the benchmarks run: small enough for two CPU cores, different enough to stress different things.
+
+Each factory draws its weights and its batch from PyTorch's generator and returns (module, make_loss);
+`make_loss(module)` runs the forward and returns the loss, a float scalar. Built twice from one seed, the two modules
+have the same weights, and either make_loss serves both.
+"""
+
+import math
+from collections.abc import Callable
+from itertools import pairwise
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from examples.train_gpt import GPT
+
+MakeLoss = Callable[[nn.Module], Tensor]
+Factory = Callable[[], tuple[nn.Module, MakeLoss]]
+
+
+class ResidualMLP(nn.Module):
+    """Many tiny blocks, about 8 tape nodes each: what it costs is mostly overhead, hardly arithmetic."""
+
+    def __init__(self, blocks: int = 50, width: int = 32) -> None:
+        super().__init__()
+        self.width = width
+        self.layers = nn.ModuleList(nn.Linear(width, width) for _ in range(blocks))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[batch, width] -> the same."""
+        for layer in self.layers:
+            x = x + 0.5 * F.gelu(layer(F.layer_norm(x, (self.width,))))
+        return x
+
+
+class BasicBlock(nn.Module):
+    """Two 3x3 convolutions with batch norm and a residual, as in ResNet-18."""
+
+    def __init__(self, before: int, after: int, stride: int) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(before, after, 3, stride, padding=1, bias=False)
+        self.norm1 = nn.BatchNorm2d(after)
+        self.conv2 = nn.Conv2d(after, after, 3, padding=1, bias=False)
+        self.norm2 = nn.BatchNorm2d(after)
+        self.shortcut: nn.Module = nn.Identity()
+        if stride != 1 or before != after:
+            self.shortcut = nn.Sequential(nn.Conv2d(before, after, 1, stride, bias=False), nn.BatchNorm2d(after))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[batch, before, height, width] -> [batch, after, height / stride, width / stride]."""
+        inner = self.norm2(self.conv2(F.relu(self.norm1(self.conv1(x)))))
+        return F.relu(inner + self.shortcut(x))
+
+
+class ResNet(nn.Module):
+    """ResNet-18 with a quarter of its channels."""
+
+    def __init__(self, classes: int = 10) -> None:
+        super().__init__()
+        layers: list[nn.Module] = [nn.Conv2d(3, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU()]
+        before = 16
+        for after in (16, 32, 64, 128):
+            layers += [BasicBlock(before, after, 1 if after == 16 else 2), BasicBlock(after, after, 1)]
+            before = after
+        self.features = nn.Sequential(*layers)
+        self.head = nn.Linear(before, classes)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[batch, 3, height, width] -> logits [batch, classes]."""
+        return self.head(self.features(x).mean((2, 3)))
+
+
+class UnrolledLSTM(nn.Module):
+    """An LSTM cell called once a time step from Python: a long, narrow tape whose parameters are used at each step."""
+
+    def __init__(self, features: int = 32, hidden: int = 64) -> None:
+        super().__init__()
+        self.hidden = hidden
+        self.cell = nn.LSTMCell(features, hidden)
+        self.head = nn.Linear(hidden, 1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[time, batch, features] -> [batch, 1], read off the last hidden state."""
+        h = c = x.new_zeros(x.shape[1], self.hidden)
+        for step in x.unbind(0):
+            h, c = self.cell(step, (h, c))
+        return self.head(h)
+
+
+def mlp() -> tuple[nn.Module, MakeLoss]:
+    x = torch.randn(32, 32)
+    return ResidualMLP(), lambda module: module(x).square().mean()
+
+
+def gpt() -> tuple[nn.Module, MakeLoss]:
+    tokens, targets = torch.randint(96, (8, 128)), torch.randint(96, (8, 128))
+    module = GPT(vocabulary=96, block_size=128, layers=4, width=128, heads=4)
+    return module, lambda module: F.cross_entropy(module(tokens).flatten(0, 1), targets.flatten())
+
+
+def resnet() -> tuple[nn.Module, MakeLoss]:
+    images, labels = torch.randn(8, 3, 64, 64), torch.randint(10, (8,))
+    return ResNet(), lambda module: F.cross_entropy(module(images), labels)
+
+
+def lstm() -> tuple[nn.Module, MakeLoss]:
+    x, y = torch.randn(64, 16, 32), torch.randn(16, 1)
+    return UnrolledLSTM(), lambda module: F.mse_loss(module(x), y)
+
+
+def pinn() -> tuple[nn.Module, MakeLoss]:
+    """A tanh network fitted to a known function of points (x, t); no derivative of the network itself is taken."""
+    points = torch.rand(16384, 2)
+    solution = torch.sin(math.pi * points[:, :1]) * torch.exp(-points[:, 1:])
+    widths = [2, 128, 128, 128, 128]
+    layers = [layer for before, after in pairwise(widths) for layer in (nn.Linear(before, after), nn.Tanh())]
+    return nn.Sequential(*layers, nn.Linear(128, 1)), lambda module: F.mse_loss(module(points), solution)
+
+
+FACTORIES: dict[str, Factory] = {"mlp": mlp, "gpt": gpt, "resnet": resnet, "lstm": lstm, "pinn": pinn}
+
+
+def build(name: str, seed: int, device: str) -> tuple[nn.Module, MakeLoss]:
+    """The model `name`, weights and batch made from `seed` on `device`."""
+    torch.manual_seed(seed)
+    with torch.device(device):
+        return FACTORIES[name]()

@@ -1,0 +1,129 @@
+"""The ways to run a backward that are compared, each as a context to enter around `loss.backward()`.
+
+Written against torch 2.13, whose own compiled autograd is the private module `torch._dynamo.compiled_autograd`.
+"""
+
+import contextlib
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.fx import GraphModule
+
+from benchmarks.models import MakeLoss
+
+
+class NotApplicable(Exception):
+    """This measurement means nothing for this runner and model; the message says why."""
+
+
+def plain_loss(make_loss: MakeLoss) -> MakeLoss:
+    return make_loss
+
+
+def no_counts() -> dict[str, Any]:
+    return {}
+
+
+@dataclass(frozen=True)
+class Runner:
+    """How to make the loss, what to enter around each backward, and what it counted."""
+
+    around: Callable[[], contextlib.AbstractContextManager]
+    prepare: Callable[[MakeLoss], MakeLoss] = plain_loss
+    counts: Callable[[], dict[str, Any]] = no_counts
+
+
+def eager() -> Runner:
+    return Runner(contextlib.nullcontext)
+
+
+def aot() -> Runner:
+    """torch.compile of the model and its loss, so that the whole tape is AOTAutograd's."""
+    return Runner(contextlib.nullcontext, prepare=lambda make_loss: torch.compile(make_loss))
+
+
+def torch_own(dynamic: bool, compiler: Callable[[GraphModule], Callable[..., Any]] | None = None) -> Runner:
+    """PyTorch's own compiled autograd over Inductor, or over `compiler` where one is given."""
+    from torch._dynamo import compiled_autograd as torch_compiled_autograd
+
+    captures = 0
+
+    def compile_graph(graph_module: GraphModule) -> Callable[..., Any]:
+        nonlocal captures
+        captures += 1
+        if compiler is not None:
+            return compiler(graph_module)
+        return torch.compile(graph_module, backend="inductor", fullgraph=True, dynamic=dynamic)
+
+    return Runner(
+        lambda: torch_compiled_autograd._enable(compile_graph, dynamic=dynamic),
+        counts=lambda: {"captures": captures},
+    )
+
+
+def ours(backend: str | Callable[..., Any]) -> Runner:
+    """compiled_autograd over `backend`; the counts leave out what stayed zero."""
+    import compiled_autograd as ca
+
+    # Nothing kept on disk, so that the first backward is as cold as that of the others.
+    session = ca.enable(backend=backend, cache_dir=False)
+    names = ("hits", "captures", "shape_misses", "structure_misses", "compiles", "bypasses", "failures")
+
+    def counts() -> dict[str, Any]:
+        stats = session.stats()
+        return {name: value for name in names if (value := getattr(stats, name))}
+
+    return Runner(lambda: session, counts=counts)
+
+
+def empty_torch_function(graph_module: GraphModule) -> Callable[..., list[Tensor]]:
+    """What PyTorch's own compiled autograd calls instead of compiled code: it does nothing and returns nothing.
+
+    `.grad` is written inside PyTorch's graph, so a graph made for `loss.backward()` has no outputs.
+    """
+    outputs = graph_module.graph.output_node().args[0]
+    if outputs:
+        raise NotApplicable(f"the captured graph returns {outputs}, which an empty function cannot")
+    # A list and nothing else: the engine checks the type.
+    return lambda *_: []
+
+
+def empty_backend(graph_module: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+    """A backend of ours that computes once and ever after hands out the same tensors.
+
+    Writing `.grad` stays part of what is measured, as it lies outside the compiled function.
+    """
+    outputs: Sequence[Tensor | None] | None = None
+
+    def run(inputs: list[Any]) -> Sequence[Tensor | None]:
+        nonlocal outputs
+        if outputs is None:
+            outputs = graph_module(*inputs)
+        inputs.clear()
+        return outputs
+
+    # PyTorch's mark of a function that takes its inputs in one list and empties it.
+    run._boxed_call = True  # type: ignore[attr-defined]
+    return run
+
+
+RUNNERS: dict[str, Callable[[], Runner]] = {
+    "eager": eager,
+    "ours-eager": lambda: ours("eager"),
+    "ours-inductor": lambda: ours("inductor"),
+    "torch-ca-dynamic": lambda: torch_own(dynamic=True),
+    "torch-ca-static": lambda: torch_own(dynamic=False),
+    "aot": aot,
+}
+
+# The same runners with an empty compiled function: what is left of a backward is the cost of a hit. The two of ours
+# differ in nothing else.
+EMPTY_RUNNERS: dict[str, Callable[[], Runner]] = {
+    "ours-eager": lambda: ours(empty_backend),
+    "ours-inductor": lambda: ours(empty_backend),
+    "torch-ca-dynamic": lambda: torch_own(dynamic=True, compiler=empty_torch_function),
+    "torch-ca-static": lambda: torch_own(dynamic=False, compiler=empty_torch_function),
+}

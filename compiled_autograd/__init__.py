@@ -1,0 +1,54 @@
+"""PyTorch training, faster, without touching how people write it.
+
+>>> import compiled_autograd as ca
+>>> with ca.enable() as session:
+...     loss.backward()
+
+captures the tape that eager autograd recorded, compiles it, and runs that instead of the autograd engine.
+"""
+
+from .versions import TESTED_TORCH, UnsupportedTorchError, check_torch
+
+import torch  # isort: skip
+
+check_torch(torch.__version__)
+
+from .errors import (  # noqa: E402
+    CompiledAutogradError,
+    InvalidSettingError,
+    SettingNotBuiltError,
+    UnknownSettingError,
+    UnsupportedBackwardError,
+)
+from .inspection import TapeView, inspect  # noqa: E402
+from .session import Outcome, Session, Stats, compile_step, disable, enable  # noqa: E402
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "TESTED_TORCH",
+    "CompiledAutogradError",
+    "InvalidSettingError",
+    "Outcome",
+    "Session",
+    "SettingNotBuiltError",
+    "Stats",
+    "TapeView",
+    "UnknownSettingError",
+    "UnsupportedBackwardError",
+    "UnsupportedTorchError",
+    "compile_step",
+    "disable",
+    "enable",
+    "inspect",
+    "reset",
+]
+
+
+def reset() -> None:
+    """Forget every graph in memory, compiled or captured. Sessions keep their counts."""
+    from .engine import forget
+    from .graphs import GRAPHS
+
+    forget()
+    GRAPHS.clear()

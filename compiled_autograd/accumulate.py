@@ -1,0 +1,83 @@
+"""What AccumulateGrad does with ``.grad``, for all leaves of a step at once.
+
+The rules are those of ``torch/csrc/autograd/functions/accumulate_grad.h`` and ``utils/grad_layout_contract.h`` (2.13),
+for grad mode off: a leaf without ``.grad`` keeps the gradient itself if nothing else can see its memory and it has the
+leaf's layout, else a copy in that layout; an existing ``.grad`` is added to in place, unless it is sparse and the
+gradient is not. We are stricter in one point: what a leaf keeps never shares memory with a tensor of the user's.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+# Private in torch 2.13.
+from torch._prims_common import is_non_overlapping_and_dense_or_false as _dense  # isort: skip
+
+_BATCH = 4
+"""From so many in-place additions on, one ``torch._foreach_add_`` does them all."""
+
+
+def obeys_layout(grad: torch.Tensor, leaf: torch.Tensor) -> bool:
+    """Whether ``grad`` has the layout that ``leaf`` wants its ``.grad`` to have; False for anything but strided."""
+    if leaf.layout is not torch.strided or grad.layout is not torch.strided:
+        return False
+    if not _dense(leaf):
+        return grad.is_contiguous()
+    return all(
+        stride != 0 if size == 1 else stride == wanted
+        for size, stride, wanted in zip(grad.shape, grad.stride(), leaf.stride(), strict=True)
+    )
+
+
+def clone_obeying_layout(grad: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
+    """A copy of ``grad`` in the layout that ``leaf`` wants, with ``grad``'s dtype and device."""
+    if leaf.layout is torch.strided and _dense(leaf):
+        return grad.new_empty_strided(leaf.shape, leaf.stride()).copy_(grad)
+    return grad.clone(memory_format=torch.contiguous_format)
+
+
+def own_copy(grad: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
+    """A copy of ``grad`` that ``leaf`` can keep."""
+    if grad.layout is not torch.strided or grad.is_nested:
+        return grad.clone()
+    return clone_obeying_layout(grad, leaf)
+
+
+def accumulate(leaves: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None], owned: Sequence[bool]) -> None:
+    """Give each leaf its gradient, with grad mode off.
+
+    Args:
+        leaves: the tensors whose ``.grad`` is written; one may occur twice.
+        grads: for each leaf a gradient of its shape, or None for an undefined one, which leaves ``.grad`` alone.
+        owned: whether the gradient lies in memory of its own and in the leaf's layout, so that it can be kept.
+    """
+    into: list[torch.Tensor] = []
+    terms: list[torch.Tensor] = []
+    for leaf, grad, own in zip(leaves, grads, owned, strict=True):
+        if grad is None:
+            continue
+        old = leaf.grad
+        if old is None:
+            leaf.grad = grad if own else own_copy(grad, leaf)
+        elif old.layout is not torch.strided and grad.layout is torch.strided:
+            leaf.grad = grad + old
+        else:
+            into.append(old)
+            terms.append(grad)
+    if into:
+        _add_in_place(into, terms)
+
+
+def _add_in_place(into: list[torch.Tensor], terms: list[torch.Tensor]) -> None:
+    distinct = len({id(each) for each in into}) == len(into)
+    if len(into) >= _BATCH and distinct and all(_plain(a) and _plain(b) for a, b in zip(into, terms, strict=True)):
+        torch._foreach_add_(into, terms)
+        return
+    for old, grad in zip(into, terms, strict=True):
+        old.add_(grad)
+
+
+def _plain(tensor: torch.Tensor) -> bool:
+    return type(tensor) is torch.Tensor and tensor.layout is torch.strided

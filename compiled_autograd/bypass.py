@@ -1,0 +1,58 @@
+"""What is known, before the engine is asked, to be the eager engine's: one question for each reason."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+import torch
+
+from shadow_cache import Bypass
+
+CREATE_GRAPH = Bypass("create_graph", hint="a backward that is differentiated again is left to the eager engine")
+BATCHED_GRADS = Bypass("batched_grads", hint="is_grads_batched, vmap and grad transforms are left to the eager engine")
+DISPATCH_MODE = Bypass("dispatch_mode", hint="a TorchDispatchMode is on; leave it, or call backward outside of it")
+ANOMALY_MODE = Bypass(
+    "anomaly_mode", hint="NaNs are looked for node by node; detect_anomaly(check_nan=False) compiles, and keeps traces"
+)
+TRACING = Bypass("tracing", hint="torch.compile, export or jit.trace is tracing this backward itself")
+TORCH_COMPILED_AUTOGRAD = Bypass(
+    "torch_compiled_autograd", hint="PyTorch's own compiled autograd is on; turn it off to use this one"
+)
+OTHER_THREAD = Bypass(
+    "other_thread_in_backward", hint="the engine's seam belongs to the process; the next backward is captured again"
+)
+INSIDE_EAGER = Bypass("inside_eager_backward", hint="a backward called by a hook or function of one that bypassed")
+
+
+def before_capture(create_graph: bool) -> Bypass | None:
+    """The reason to leave a backward to the eager engine; None where there is none yet."""
+    if create_graph:
+        return CREATE_GRAPH
+    for applies, reason in _QUESTIONS:
+        if applies():
+            return reason
+    return None
+
+
+def _anomaly() -> bool:
+    return torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled()
+
+
+def _functorch() -> bool:
+    return torch._C._functorch.peek_interpreter_stack() is not None
+
+
+def _dispatch_mode() -> bool:
+    return torch._C._len_torch_dispatch_stack() > 0
+
+
+def _tracing() -> bool:
+    return torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
+
+
+_QUESTIONS: tuple[tuple[Callable[[], bool], Bypass], ...] = (
+    (_functorch, BATCHED_GRADS),
+    (_dispatch_mode, DISPATCH_MODE),
+    (_anomaly, ANOMALY_MODE),
+    (_tracing, TRACING),
+)

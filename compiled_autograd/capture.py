@@ -1,0 +1,376 @@
+"""The engine's report of a backward, call by call, recorded as a tape graph.
+
+The engine calls the methods of :class:`Capture` (the protocol of ``torch/csrc/dynamo/python_compiled_autograd.cpp``,
+2.13; PyTorch's own user of it is ``torch/_dynamo/compiled_autograd.py``). It runs each node's ``apply_with_saved`` with
+empty stand-ins in place of tensors; we recognise a stand-in by identity when it comes back as an argument.
+
+While a node reports, its saved tensors are swapped out, and an exception would lose them. So nothing here raises into
+the engine but :meth:`Capture.set_node_origin` and :meth:`Capture.end_capture`, which are called between nodes, when the
+tape is whole: what goes wrong elsewhere is kept and raised there, and the eager engine can still run the backward.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, TypeVar
+
+import torch
+from torch import fx
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _pop_mode, _push_mode
+from torch.utils._pytree import tree_map
+
+from shadow_cache import unsupported
+
+from . import ir, symbols
+from .errors import CaptureRefusedError
+
+OPS: dict[str, ir.OpaqueOp] = {}
+"""Every engine function that was bound so far; the engine binds each one once in a process."""
+
+_STAND_INS_AT_ONCE = 512
+_Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+def _keeps_failures(method: _Method) -> _Method:
+    """Keep an exception for the next safe point, and give the engine the stand-ins that it waits for."""
+
+    @functools.wraps(method)
+    def wrapper(self: Capture, *args: Any, **kwargs: Any) -> Any:
+        if self.failure is None:
+            try:
+                return method(self, *args, **kwargs)
+            except Exception as error:  # noqa: BLE001  kept and raised at the next safe point
+                self.failure = error
+        return self.placeholder_result(method.__name__, args)
+
+    return wrapper  # type: ignore[return-value]
+
+
+class Capture:
+    """One capture. Made by the engine through the factory that :mod:`compiled_autograd.engine` sets.
+
+    Args:
+        share_op: called with ``(name, function, is_custom, traceable)`` for each function that the engine binds; gives
+            the name under which it is known.
+        find_op: gives the function that the engine bound under a name before we were there, or None.
+        finish: called with the finished :class:`ir.TapeGraph` and this capture, while the tape is still whole; gives
+            what the engine will keep for the structure and call at each hit.
+    """
+
+    def __init__(
+        self,
+        share_op: Callable[[str, Callable[..., Any], bool, bool], str],
+        find_op: Callable[[str], Callable[..., Any] | None],
+        finish: Callable[[ir.TapeGraph, Capture], tuple[Callable[..., Any], Any]],
+    ) -> None:
+        self.share_op = share_op
+        self.find_op = find_op
+        self.finish = finish
+        self.graph = fx.Graph()
+        self.failure: Exception | None = None
+        self.asked: list[str] = []
+        self.calls: list[ir.TapeCall] = []
+        self.inputs: list[str] = []
+        self.accumulates = True
+        self.objects: dict[int, fx.Node] = {}
+        self._placeholders: dict[str, fx.Node] = {}
+        self._last_placeholder: fx.Node | None = None
+        self._values: dict[int, fx.Node | tuple[fx.Node, int]] = {}
+        self._alive: list[torch.Tensor] = []
+        self._spare: list[torch.Tensor] = []
+        self._mode: _RecordZeros | None = None
+
+    # ---- what the engine calls -------------------------------------------------------------------------------------
+
+    def begin_capture(
+        self,
+        inputs: list[torch.Tensor],
+        sizes: Sequence[int],
+        scalars: list[Any],
+        origins: Any,
+        accumulate_grad: bool,
+        check_nans: bool,
+    ) -> tuple[None, list[torch.Tensor], list[Any], list[Any]]:
+        """The lifted tensors (real ones), sizes and scalars; gives back what stands for them during the capture."""
+        self.accumulates = accumulate_grad
+        stand_ins = []
+        for index, tensor in enumerate(inputs):
+            grad = ", requires_grad" if tensor.requires_grad else ""
+            self.inputs.append(f"{str(tensor.dtype).removeprefix('torch.')} {tensor.device}{grad}")
+            stand_ins.append(self._stand_in(self._placeholder("input", index)))
+        return (
+            None,
+            stand_ins,
+            symbols.sym_ints("size", sizes, self.asked),
+            symbols.sym_ints("scalar", scalars, self.asked),
+        )
+
+    def set_node_origin(self, name: str, index: int, function: Any) -> None:
+        """The engine comes to node ``index`` of its walk: a safe point."""
+        self._leave_mode()
+        self._raise_failure()
+        self.calls.append(ir.TapeCall(index, name.rpartition("::")[2]))
+        if function is not None:
+            # Before it reports a Python function, the engine makes zeros for undefined gradients.
+            self._mode = _RecordZeros(self)
+            self._refill(64)
+            _push_mode(self._mode)
+
+    @_keeps_failures
+    def bind_function(self, name: str, function: Callable[..., Any], is_custom: bool, traceable: bool) -> str:
+        """The engine hands over the function of a kind of node, once in a process."""
+        known = self.share_op(name, function, is_custom, traceable)
+        OPS[known] = ir.OpaqueOp(known, function, traceable)
+        return known
+
+    @_keeps_failures
+    def apply_functional(
+        self, name: str, grads: Sequence[Any], saved: Sequence[Any], metadata: Sequence[Any]
+    ) -> list[torch.Tensor]:
+        """A built-in node, or a C++ custom function: ``ops.<name>(grads, *saved)``, one gradient for each edge."""
+        node = self._call(self._op(name), (list(grads), *saved))
+        return self._results(node, len(metadata))
+
+    @_keeps_failures
+    def validate_outputs(
+        self, name: str, outputs: Sequence[Any], saved: Sequence[Any], metadata: Sequence[Any]
+    ) -> list[torch.Tensor | None]:
+        """After each node: gradients are reduced to the shape, and cast to the dtype, that the next node expects."""
+        if not any(isinstance(output, torch.Tensor) for output in outputs):
+            return list(outputs)
+        node = self._call(self._op(name), (list(outputs), *saved))
+        results: list[torch.Tensor | None] = []
+        for index, output in enumerate(outputs):
+            results.append(None if output is None else self._stand_in((node, index)))
+        return results
+
+    @_keeps_failures
+    def accumulate(self, old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
+        """A second edge brings a gradient to the same input of a node."""
+        before = self._node(old)
+        parts = before.args if before.target is ir.sum_gradients else (before,)
+        return self._stand_in(self._call(ir.sum_gradients, (*parts, new)))
+
+    @_keeps_failures
+    def accumulate_grad(
+        self,
+        variable: torch.Tensor,
+        variable_grad: torch.Tensor | None,
+        grad: torch.Tensor | None,
+        has_post_hooks: bool,
+    ) -> torch.Tensor:
+        """A leaf is reached. The engine then takes the result for the leaf's new ``.grad``."""
+        if grad is not None:
+            self._call(ir.accumulate_grad, (variable, variable_grad, grad))
+        return self._blank()
+
+    @_keeps_failures
+    def proxy_call_backward(
+        self,
+        grads: Sequence[Any],
+        metadata: Sequence[Any],
+        saved: Sequence[Any],
+        ctx_index: int,
+        ctx: Any,
+        state_index: int | None,
+        opaque_indices: list[int],
+    ) -> tuple[torch.Tensor | None, ...]:
+        """A Python ``autograd.Function``: one gradient for each argument of its ``forward``."""
+        expected = [meta is not None for meta in metadata]
+        arguments = (self._placeholder("object", ctx_index), list(saved), expected, *grads)
+        node = self._call(ir.call_backward, arguments)
+        return tuple(self._stand_in((node, index)) if is_tensor else None for index, is_tensor in enumerate(expected))
+
+    @_keeps_failures
+    def call_copy_slices_prologue(self, *args: Any) -> list[torch.Tensor]:
+        """The first half of a write into a view."""
+        return self._results(self._call(ir.copy_slices_prologue, args), 3)
+
+    @_keeps_failures
+    def call_copy_slices_epilogue(
+        self, needs_input_grad: Sequence[bool], result: Any, inner: Sequence[Any], grad_slice: Any
+    ) -> list[torch.Tensor]:
+        """The second half of a write into a view."""
+        node = self._call(ir.copy_slices_epilogue, (list(needs_input_grad), result, list(inner), grad_slice))
+        return self._results(node, len(needs_input_grad))
+
+    def refuse(self, what: str) -> None:
+        """Give up at the next safe point."""
+        if self.failure is None:
+            self.failure = CaptureRefusedError(unsupported(what))
+
+    def unpack_hook(self, hook: int, data: int) -> torch.Tensor:
+        self.refuse("saved-tensor hooks")
+        return self._blank()
+
+    def tensor_pre_hook(self, grads: list[Any], hook: int, index: int) -> list[Any]:
+        self.refuse("tensor hooks")
+        return grads
+
+    def cpp_tensor_pre_hook(self, grads: list[Any], hook: int, index: int) -> list[Any]:
+        self.refuse("C++ tensor hooks, or retains_grad")
+        return grads
+
+    def pre_hook(self, grads: Sequence[Any], hook: int) -> list[Any]:
+        self.refuse("hooks on nodes")
+        return list(grads)
+
+    def post_hook(self, outputs: list[Any], grads: Sequence[Any], hook: int) -> list[Any]:
+        self.refuse("hooks on nodes")
+        return outputs
+
+    def post_acc_grad_hook(self, variable: Any, hook: int) -> list[Any]:
+        self.refuse("post-accumulate-grad hooks")
+        return [variable]
+
+    def bind_backward_state(self, index: int) -> Any:
+        self.refuse("a compiled forward's backward state")
+        return object()
+
+    def log_compile_reasons(self, reasons: list[str]) -> None:
+        """The engine's own account of why it missed; ours is made from the structures."""
+
+    def end_capture(self, outputs: Sequence[Any]) -> tuple[Callable[..., Any], Any]:
+        """Every node has reported: the last safe point, after which the engine lets go of what it saved."""
+        self._leave_mode()
+        self._raise_failure()
+        self.graph.output(self._lift(list(outputs)))
+        if self.asked:
+            raise CaptureRefusedError(unsupported(f"a capture that depends on sizes: {self.asked[0]}"))
+        return self.finish(ir.TapeGraph(self.graph, self.calls, self.inputs, self.accumulates), self)
+
+    def close(self) -> None:
+        """The engine is done with us. After an error of its own it has restored the thread's modes by itself."""
+        self._leave_mode()
+
+    # ---- recording -------------------------------------------------------------------------------------------------
+
+    def _raise_failure(self) -> None:
+        if self.failure is None:
+            return
+        if isinstance(self.failure, CaptureRefusedError):
+            raise self.failure
+        what = f"capture failed: {type(self.failure).__name__}: {self.failure}"
+        raise CaptureRefusedError(unsupported(what)) from self.failure
+
+    def _leave_mode(self) -> None:
+        if self._mode is not None:
+            _pop_mode()
+            self._mode = None
+
+    def placeholder_result(self, method: str, args: Sequence[Any]) -> Any:
+        """After a failure: blank stand-ins in the number that the engine expects of ``method``."""
+        if method == "bind_function":
+            return args[0]
+        if method in ("accumulate", "accumulate_grad", "record_zeros"):
+            return self._blank()
+        counted = {
+            "apply_functional": 3,
+            "validate_outputs": 1,
+            "proxy_call_backward": 1,
+            "call_copy_slices_epilogue": 0,
+        }
+        count = len(args[counted[method]]) if method in counted else 3
+        return [self._blank() for _ in range(count)]
+
+    def _op(self, name: str) -> ir.OpaqueOp:
+        op = OPS.get(name)
+        if op is None:
+            function = self.find_op(name)
+            if function is None:
+                raise CaptureRefusedError(unsupported(f"{name}, which the engine has handed to someone else"))
+            op = OPS[name] = ir.OpaqueOp(name, function)
+        return op
+
+    @_keeps_failures
+    def record_zeros(self, size: Sequence[Any], options: dict[str, Any]) -> torch.Tensor:
+        """Zeros that the engine makes for an undefined gradient of a Python function."""
+        return self._stand_in(self._call(ir.zeros, (list(size), options)))
+
+    def _call(self, target: Any, args: Sequence[Any]) -> fx.Node:
+        node = self.graph.call_function(target, tuple(self._lift(list(args))))
+        node.meta["call"] = self.calls[-1].index
+        return node
+
+    def _results(self, node: fx.Node, count: int) -> list[torch.Tensor]:
+        return [self._stand_in((node, index)) for index in range(count)]
+
+    def _refill(self, count: int) -> None:
+        with _disable_current_modes():
+            self._spare.extend(torch.empty(count).unbind(0))
+
+    def _blank(self) -> torch.Tensor:
+        if not self._spare:
+            self._refill(_STAND_INS_AT_ONCE)
+        stand_in = self._spare.pop()
+        self._alive.append(stand_in)
+        return stand_in
+
+    def _stand_in(self, value: fx.Node | tuple[fx.Node, int]) -> torch.Tensor:
+        stand_in = self._blank()
+        self._values[id(stand_in)] = value
+        return stand_in
+
+    def _node(self, tensor: torch.Tensor) -> fx.Node:
+        value = self._values.get(id(tensor))
+        if value is None:
+            raise CaptureRefusedError(unsupported(f"a tensor that {self.calls[-1].name} keeps for itself"))
+        if isinstance(value, tuple):
+            value = self._values[id(tensor)] = self._item(*value)
+        return value
+
+    def _item(self, node: fx.Node, index: int) -> fx.Node:
+        with self.graph.inserting_after(node):
+            item = self.graph.call_function(ir.operator.getitem, (node, index))
+        item.meta["call"] = node.meta["call"]
+        return item
+
+    def _placeholder(self, kind: str, index: int) -> fx.Node:
+        name = f"{kind}_{index}"
+        node = self._placeholders.get(name)
+        if node is None:
+            last = self._last_placeholder
+            with self.graph.inserting_after(last) if last is not None else self.graph.inserting_before():
+                node = self.graph.placeholder(name)
+            self._placeholders[name] = self._last_placeholder = node
+        return node
+
+    def _symbol(self, symbol: symbols.Symbol) -> Any:
+        kind, *parts = symbol.origin
+        if kind == "constant":
+            return parts[0]
+        if kind in ir.PLACEHOLDERS:
+            return self._placeholder(kind, parts[0])
+        return self._call(symbols.evaluate(kind), [self._symbol(part) for part in parts])
+
+    def _lift(self, value: Any) -> Any:
+        """An argument as the engine gives it -> as the graph has it."""
+        if isinstance(value, torch.Tensor):
+            return self._node(value)
+        if isinstance(value, (list, tuple)):
+            return [self._lift(each) for each in value]
+        symbol = symbols.symbol_of(value)
+        return value if symbol is None else self._symbol(symbol)
+
+
+class _RecordZeros(TorchDispatchMode):
+    """Records the zeros that the engine makes while it prepares a Python function; everything else is refused."""
+
+    def __init__(self, capture: Capture) -> None:
+        super().__init__()
+        self.capture = capture
+
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if function is torch.ops.aten.zeros.default:
+            return self.capture.record_zeros(
+                args[0], {name: kwargs.get(name) for name in ("dtype", "device", "layout")}
+            )
+        self.capture.refuse(f"{function} while the engine prepares {self.capture.calls[-1].name}")
+        return function(*tree_map(_concrete, args), **tree_map(_concrete, kwargs))
+
+
+def _concrete(value: Any) -> Any:
+    symbol = symbols.symbol_of(value)
+    return value if symbol is None else symbol.value

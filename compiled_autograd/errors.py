@@ -1,0 +1,71 @@
+"""One class for each thing that can go wrong in here. A message says what was found, where, and what to do."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from difflib import get_close_matches
+from typing import Any
+
+
+class CompiledAutogradError(Exception):
+    """Base class of this package's own errors."""
+
+
+def nearest(word: str, known: Iterable[str]) -> str:
+    """`` Did you mean 'x'?`` for the nearest known word, or the list of known words."""
+    words = sorted(known)
+    close = get_close_matches(word, words, n=1)
+    return f" Did you mean {close[0]!r}?" if close else f" Known: {', '.join(words)}."
+
+
+class UnknownSettingError(CompiledAutogradError, TypeError):
+    """A setting that does not exist."""
+
+    def __init__(self, name: str, known: Iterable[str]) -> None:
+        super().__init__(f"there is no setting {name!r}.{nearest(name, known)}")
+
+
+class InvalidSettingError(CompiledAutogradError, ValueError):
+    """A setting with a value that it cannot take."""
+
+    def __init__(self, name: str, value: object, allowed: str, where: str) -> None:
+        super().__init__(f"{where}: {name}={value!r} is not possible; {name} is {allowed}.")
+
+
+class SettingNotBuiltError(CompiledAutogradError, NotImplementedError):
+    """A setting whose value has a meaning, but nothing behind it yet."""
+
+    def __init__(self, name: str, value: object, instead: str) -> None:
+        super().__init__(f"{name}={value!r} is not built yet; use {instead}.")
+
+
+class UnsupportedBackwardError(CompiledAutogradError, RuntimeError):
+    """A backward had to bypass, and ``on_unsupported="raise"`` was asked for. No gradient was written."""
+
+    def __init__(self, reason: Any) -> None:
+        super().__init__(
+            f"this backward cannot be captured: {reason}. "
+            'With on_unsupported="eager" (the default) the eager engine would have run it.'
+        )
+        self.reason = reason
+
+
+class IllegalGraphError(CompiledAutogradError, AssertionError):
+    """A tape graph that breaks a rule of :mod:`compiled_autograd.ir`: always a bug of the pass that made it."""
+
+
+class CaptureRefusedError(CompiledAutogradError):
+    """Raised into the engine's seam to give up a capture while the tape is still whole. Never reaches the user."""
+
+    def __init__(self, reason: Any) -> None:
+        super().__init__(str(reason))
+        self.reason = reason
+
+
+class UntraceableError(CompiledAutogradError):
+    """A call of the tape graph that cannot be run under fake tensors; it stays opaque. Never reaches the user."""
+
+    def __init__(self, node: Any, cause: BaseException) -> None:
+        super().__init__(f"{node.name} cannot be traced: {type(cause).__name__}: {cause}")
+        self.node = node
+        self.cause = cause

@@ -1,0 +1,140 @@
+"""A region of the tape graph -> a functional graph of ATen operators, by running it under fake tensors."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from .accumulate import obeys_layout, own_copy
+from .errors import UntraceableError
+from .partition import Region
+
+
+@dataclass(slots=True)
+class Lowered:
+    """A region as ATen operators.
+
+    Attributes:
+        graph_module: its placeholders are the region's tensors, in the order of ``tensors``; its output is a list.
+        examples: fake tensors for the placeholders.
+        tensors: indices into ``region.inputs`` of the tensors that the graph takes (others are sizes or undefined).
+        values: for each of ``region.outputs`` that something but a fresh leaf needs, the index into the graph's
+            output, or None where the gradient is undefined.
+        leaves: for each fresh leaf's ``accumulate_grad`` call, the index into the graph's output of a gradient that
+            the leaf can keep as it is, or None where it is undefined.
+    """
+
+    graph_module: fx.GraphModule
+    examples: Sequence[torch.Tensor]
+    tensors: list[int]
+    values: dict[fx.Node, int | None]
+    leaves: dict[fx.Node, int | None]
+
+
+def lower(
+    region: Region,
+    given: Sequence[Any],
+    fresh_leaves: Mapping[fx.Node, torch.Tensor],
+    decompositions: Mapping[Any, Callable[..., Any]] | None,
+) -> Lowered:
+    """Trace a region with the shapes of ``given``.
+
+    Args:
+        region: what to trace.
+        given: real values for ``region.inputs``: tensors, sizes, or None for an undefined gradient.
+        fresh_leaves: ``accumulate_grad`` calls whose leaf (a strided tensor) has no ``.grad`` yet, and that leaf. They
+            get their gradient in memory of its own, in the leaf's layout, so that the leaf can keep it.
+        decompositions: the table to trace with.
+
+    Raises:
+        UntraceableError: naming the call that cannot be run under fake tensors.
+    """
+    mode = FakeTensorMode(allow_non_fake_inputs=True)
+    tensors = [index for index, value in enumerate(given) if isinstance(value, torch.Tensor)]
+    examples = [mode.from_tensor(given[index], static_shapes=True) for index in tensors]
+    leaves = {call: mode.from_tensor(leaf, static_shapes=True) for call, leaf in fresh_leaves.items()}
+    inside = set(region.nodes)
+    value_positions: dict[fx.Node, int | None] = {}
+    leaf_positions: dict[fx.Node, int | None] = {}
+
+    def run(*fakes: torch.Tensor) -> list[Any]:
+        known: dict[fx.Node, Any] = dict(zip(region.inputs, given, strict=True))
+        known.update((region.inputs[index], fake) for index, fake in zip(tensors, fakes, strict=True))
+        _run_calls(region.nodes, known)
+        results: list[torch.Tensor] = []
+        for node in region.outputs:
+            if any(user not in inside and user not in leaves for user in node.users):
+                value_positions[node] = _append(results, known[node])
+        taken = {_storage(tensor) for tensor in (*fakes, *results)}
+        for call, leaf in leaves.items():
+            grad = known[call.args[2]]  # type: ignore[index]
+            if grad is not None and (_storage(grad) in taken or not obeys_layout(grad, leaf)):
+                grad = own_copy(grad, leaf)  # one more operator of the graph, which a backend can fuse
+            leaf_positions[call] = _append(results, grad)
+            if grad is not None:
+                taken.add(_storage(grad))
+        return results
+
+    with torch.no_grad(), _plain_tracing():
+        graph_module = _trace(run, decompositions, examples)
+        if any(_mutates(node) for node in graph_module.graph.nodes):
+            graph_module = _trace(torch.func.functionalize(graph_module, remove="mutations"), None, examples)
+    graph_module.graph.eliminate_dead_code()
+    graph_module.recompile()
+    return Lowered(graph_module, examples, tensors, value_positions, leaf_positions)
+
+
+def _append(results: list[torch.Tensor], value: torch.Tensor | None) -> int | None:
+    if value is None:
+        return None
+    results.append(value)
+    return len(results) - 1
+
+
+def _run_calls(nodes: Sequence[fx.Node], known: dict[fx.Node, Any]) -> None:
+    """Run opaque calls one after the other; ``known`` has the values so far, and gets the new ones."""
+    for node in nodes:
+        try:
+            known[node] = node.target(*fx.map_arg(node.args, known.__getitem__))  # type: ignore[operator]
+        except Exception as error:
+            raise UntraceableError(node, error) from error
+
+
+def _trace(
+    function: Callable[..., Any], decompositions: Mapping[Any, Callable[..., Any]] | None, examples: Sequence[Any]
+) -> fx.GraphModule:
+    return make_fx(
+        function,
+        decomposition_table=None if decompositions is None else dict(decompositions),
+        tracing_mode="real",
+        _allow_non_fake_inputs=True,
+    )(*examples)
+
+
+@contextlib.contextmanager
+def _plain_tracing() -> Iterator[None]:
+    """Autocast's cache must not keep fake tensors."""
+    before = torch.is_autocast_cache_enabled()
+    torch.set_autocast_cache_enabled(False)
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
+
+
+def _storage(tensor: torch.Tensor) -> int:
+    """Which memory a (fake) tensor lies in."""
+    if tensor.layout is not torch.strided:
+        return id(tensor)
+    return tensor.untyped_storage()._cdata
+
+
+def _mutates(node: fx.Node) -> bool:
+    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable

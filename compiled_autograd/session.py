@@ -1,0 +1,209 @@
+"""Sessions: what a user enables, and the account of what happened inside."""
+
+from __future__ import annotations
+
+import functools
+import threading
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar, overload
+
+from shadow_cache import Bypass, Failure, Miss
+
+from .graphs import CompiledGraph
+from .settings import Settings, resolve
+
+HIT, SHAPE_MISS, STRUCTURE_MISS, BYPASS = "hit", "shape_miss", "structure_miss", "bypass"
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+@dataclass(slots=True)
+class Stats:
+    """Counts of one session. Every backward is one of hit, shape miss, structure miss and bypass.
+
+    Attributes:
+        backwards: how often a backward was asked for.
+        captures: how often the engine reported a tape because it had not met its structure.
+        bypasses: for each reason, how many backwards the eager engine ran.
+        compiles: how many regions were compiled.
+        compile_seconds: seconds spent lowering and compiling, the first run of each region included.
+        failures: how often something of ours failed and a slower way was taken, with the right result.
+    """
+
+    backwards: int = 0
+    captures: int = 0
+    hits: int = 0
+    shape_misses: int = 0
+    structure_misses: int = 0
+    bypasses: dict[str, int] = field(default_factory=dict)
+    compiles: int = 0
+    compile_seconds: float = 0.0
+    failures: int = 0
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What became of one backward.
+
+    Attributes:
+        outcome: ``"hit"``, ``"shape_miss"``, ``"structure_miss"`` or ``"bypass"``.
+        graph: the structure that ran; None for a bypass.
+        reasons: why it was no hit, and what failed on the way.
+        seconds: by stage: ``capture`` (the engine's walk, and its report where it missed), ``lower``, ``compile``,
+            ``run`` (everything after the capture, compiling included).
+    """
+
+    outcome: str
+    graph: CompiledGraph | None = None
+    reasons: tuple[Bypass | Miss | Failure, ...] = ()
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+class Session:
+    """A context manager around ``backward``. It nests, can be entered again, and holds only in the thread it is in."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.last: Outcome | None = None
+        self._stats = Stats()
+        self._graphs: dict[int, CompiledGraph] = {}
+        self._lock = threading.Lock()
+
+    def __enter__(self) -> Session:
+        from .engine import install
+
+        install()
+        _stack().append(self)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        _stack().pop()
+
+    def stats(self) -> Stats:
+        """A copy of the counts so far."""
+        with self._lock:
+            return replace(self._stats, bypasses=dict(self._stats.bypasses))
+
+    def graphs(self) -> list[CompiledGraph]:
+        """The structures that this session captured or compiled, in the order in which it met them."""
+        return list(self._graphs.values())
+
+    def record(self, outcome: Outcome, captured: bool = False, compiles: int = 0) -> None:
+        """Count one backward."""
+        failures = [reason for reason in outcome.reasons if isinstance(reason, Failure)]
+        with self._lock:
+            stats = self._stats
+            stats.backwards += 1
+            stats.captures += captured
+            stats.compiles += compiles
+            stats.failures += len(failures)
+            stats.compile_seconds += outcome.seconds.get("lower", 0.0) + outcome.seconds.get("compile", 0.0)
+            if outcome.outcome == HIT:
+                stats.hits += 1
+            elif outcome.outcome == SHAPE_MISS:
+                stats.shape_misses += 1
+            elif outcome.outcome == STRUCTURE_MISS:
+                stats.structure_misses += 1
+            else:
+                (reason,) = outcome.reasons
+                assert isinstance(reason, Bypass)
+                stats.bypasses[reason.label] = stats.bypasses.get(reason.label, 0) + 1
+            if outcome.graph is not None and outcome.outcome != HIT:
+                self._graphs.setdefault(outcome.graph.number, outcome.graph)
+            self.last = outcome
+        for failure in failures:
+            _warn_once(failure)
+
+
+class _Disabled:
+    """Makes ``disable`` a context manager."""
+
+    def __enter__(self) -> None:
+        _stack().append(None)
+
+    def __exit__(self, *exception: object) -> None:
+        _stack().pop()
+
+
+_local = threading.local()
+_warned: set[str] = set()
+
+
+def _stack() -> list[Session | None]:
+    stack = getattr(_local, "stack", None)
+    if stack is None:
+        stack = _local.stack = []
+    return stack
+
+
+def current() -> Session | None:
+    """The session that the calling thread is in; None outside of any, and inside ``disable``."""
+    stack = getattr(_local, "stack", None)
+    return stack[-1] if stack else None
+
+
+def _warn_once(failure: Failure) -> None:
+    text = str(failure)
+    if text not in _warned:
+        _warned.add(text)
+        warnings.warn(f"compiled_autograd: {text}. Gradients are right; this is only slower.", stacklevel=2)
+
+
+def enable(**settings: Any) -> Session:
+    """Run every ``backward`` inside as a compiled graph.
+
+    Args:
+        backend: ``"inductor"`` (default), ``"eager"``, a name that ``torch._dynamo.list_backends()`` knows, the name of
+            an entry point of the group ``compiled_autograd.backends``, or a function
+            ``(GraphModule, example_inputs) -> callable``.
+        dynamic: None or False; each set of shapes is compiled by itself.
+        on_miss: ``"compile"``.
+        on_unsupported: ``"eager"`` runs what cannot be captured on the eager engine, ``"raise"`` raises
+            :class:`UnsupportedBackwardError`.
+        check: False.
+        cache_dir: None or False; graphs are kept in memory.
+        passes: functions over the ATen graph of each region, in order; each gives a ``GraphModule``, or None where it
+            changed the one it got.
+
+    Each has an environment variable, ``COMPILED_AUTOGRAD_<NAME>``, but for ``passes``.
+
+    Returns:
+        A session, to be used as a context manager, once or again and again.
+
+    Raises:
+        UnknownSettingError, InvalidSettingError, SettingNotBuiltError, UnknownBackendError: see there.
+    """
+    resolved = resolve(settings)
+    if isinstance(resolved.backend, str):
+        from backends import get_backend
+
+        get_backend(resolved.backend)
+    return Session(resolved)
+
+
+def disable() -> _Disabled:
+    """Inside, every ``backward`` runs on the eager engine, uncounted."""
+    return _Disabled()
+
+
+@overload
+def compile_step(function: _F) -> _F: ...
+@overload
+def compile_step(**settings: Any) -> Callable[[_F], _F]: ...
+def compile_step(function: Any = None, **settings: Any) -> Any:
+    """Decorate a training step: every ``backward`` inside it runs as a compiled graph.
+
+    Takes the settings of :func:`enable`. The decorated function has its session in the attribute ``session``.
+    """
+    if function is None:
+        return functools.partial(compile_step, **settings)
+    session = enable(**settings)
+
+    @functools.wraps(function)
+    def step(*args: Any, **kwargs: Any) -> Any:
+        with session:
+            return function(*args, **kwargs)
+
+    step.session = session  # type: ignore[attr-defined]
+    return step

@@ -1,0 +1,128 @@
+"""The settings of a session: their values, their environment variables, and the errors for the wrong ones."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, fields
+from typing import Any
+
+from .errors import InvalidSettingError, SettingNotBuiltError, UnknownSettingError
+
+PREFIX = "COMPILED_AUTOGRAD_"
+_WORDS: dict[str, Any] = {"none": None, "": None, "true": True, "1": True, "false": False, "0": False}
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What a session was asked to do. Two sessions with equal settings share their compiled graphs."""
+
+    backend: str | Callable[..., Any] = "inductor"
+    dynamic: bool | None = None
+    on_miss: str = "compile"
+    on_unsupported: str = "eager"
+    check: bool = False
+    cache_dir: str | os.PathLike[str] | bool | None = None
+    passes: tuple[Callable[..., Any], ...] = ()
+
+    @property
+    def key(self) -> tuple[Any, ...]:
+        """What a compiled variant depends on; the policies (``on_*``) decide only when one is made."""
+        return (self.backend, self.passes)
+
+
+_NAMES = tuple(field.name for field in fields(Settings))
+_FROM_ENVIRONMENT = tuple(name for name in _NAMES if name != "passes")
+
+
+def resolve(given: Mapping[str, Any], environ: Mapping[str, str] | None = None) -> Settings:
+    """Settings from keyword arguments, else from ``COMPILED_AUTOGRAD_<NAME>``, else the defaults.
+
+    Raises:
+        UnknownSettingError: a keyword, or a variable with our prefix, that names no setting.
+        InvalidSettingError: a value that the setting cannot take.
+        SettingNotBuiltError: a value that will have a meaning in a later version.
+    """
+    environ = os.environ if environ is None else environ
+    for name in given:
+        if name not in _NAMES:
+            raise UnknownSettingError(name, _NAMES)
+    values: dict[str, Any] = {}
+    for variable, text in environ.items():
+        if not variable.startswith(PREFIX):
+            continue
+        name = variable[len(PREFIX) :].lower()
+        if name not in _FROM_ENVIRONMENT:
+            raise UnknownSettingError(variable, (PREFIX + known.upper() for known in _FROM_ENVIRONMENT))
+        if name not in given:
+            values[name] = _check(name, _WORDS.get(text.lower(), text), variable)
+    for name, value in given.items():
+        values[name] = _check(name, value, "enable()")
+    return Settings(**values)
+
+
+def _check(name: str, value: Any, where: str) -> Any:
+    return _CHECKS[name](value, where)
+
+
+def _backend(value: Any, where: str) -> Any:
+    if not isinstance(value, str) and not callable(value):
+        raise InvalidSettingError("backend", value, "a name or a function (GraphModule, example_inputs)", where)
+    return value
+
+
+def _dynamic(value: Any, where: str) -> Any:
+    if value not in (None, True, False):
+        raise InvalidSettingError("dynamic", value, "None, True or False", where)
+    if value is True:
+        raise SettingNotBuiltError("dynamic", value, "dynamic=None or False: each set of shapes is compiled by itself")
+    return value
+
+
+def _on_miss(value: Any, where: str) -> Any:
+    allowed = ("compile", "background", "eager", "raise")
+    if value not in allowed:
+        raise InvalidSettingError("on_miss", value, "one of " + ", ".join(map(repr, allowed)), where)
+    if value != "compile":
+        raise SettingNotBuiltError("on_miss", value, 'on_miss="compile"')
+    return value
+
+
+def _on_unsupported(value: Any, where: str) -> Any:
+    if value not in ("eager", "raise"):
+        raise InvalidSettingError("on_unsupported", value, "'eager' or 'raise'", where)
+    return value
+
+
+def _check_setting(value: Any, where: str) -> Any:
+    if value not in (True, False):
+        raise InvalidSettingError("check", value, "True or False", where)
+    if value:
+        raise SettingNotBuiltError("check", value, "check=False")
+    return value
+
+
+def _cache_dir(value: Any, where: str) -> Any:
+    if value is None or value is False:
+        return value
+    if isinstance(value, (str, os.PathLike)):
+        raise SettingNotBuiltError("cache_dir", value, "cache_dir=False: graphs are kept in memory")
+    raise InvalidSettingError("cache_dir", value, "a path, None or False", where)
+
+
+def _passes(value: Any, where: str) -> Any:
+    passes = tuple(value) if isinstance(value, (list, tuple)) else None
+    if passes is None or not all(callable(each) for each in passes):
+        raise InvalidSettingError("passes", value, "a list of functions over a GraphModule", where)
+    return passes
+
+
+_CHECKS: dict[str, Callable[[Any, str], Any]] = {
+    "backend": _backend,
+    "dynamic": _dynamic,
+    "on_miss": _on_miss,
+    "on_unsupported": _on_unsupported,
+    "check": _check_setting,
+    "cache_dir": _cache_dir,
+    "passes": _passes,
+}

@@ -1,0 +1,149 @@
+"""Stand-ins for sizes and scalars while the engine reports a capture.
+
+The engine hands over every size of the tape as an integer and takes back symbols, which it then passes along as
+arguments. All that is asked of a symbol is to be recognised when it comes back, and to be multiplied once or twice (the
+engine computes the number of elements of a view). So instead of a ``ShapeEnv`` with its symbolic algebra, a symbol here
+is an object that knows where it comes from. PyTorch takes any Python object with these methods as the node of a
+``torch.SymInt`` (``torch/csrc/utils/python_symnode.h``, 2.13).
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+_ARITHMETIC: dict[str, Callable[[Any, Any], Any]] = {
+    "add": operator.add,
+    "sub": operator.sub,
+    "mul": operator.mul,
+    "floordiv": operator.floordiv,
+    "mod": operator.mod,
+}
+_COMPARISONS: dict[str, Callable[[Any, Any], bool]] = {
+    name: getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge")
+}
+
+
+class Symbol:
+    """A size or scalar of the tape: ``origin`` says which, ``value`` is what it was in the backward being captured.
+
+    ``origin`` is ``("size", i)``, ``("scalar", i)``, ``("constant", v)`` or ``(operator name, Symbol, Symbol)``.
+    ``asked`` collects every comparison whose outcome the engine wanted to know, since what it did next holds only where
+    the outcome is the same.
+    """
+
+    __slots__ = ("asked", "origin", "value")
+
+    def __init__(self, origin: tuple[Any, ...], value: Any, asked: list[str]) -> None:
+        self.origin = origin
+        self.value = value
+        self.asked = asked
+
+    # What the engine asks about a symbol's kind.
+    def is_int(self) -> bool:
+        return isinstance(self.value, int) and not isinstance(self.value, bool)
+
+    def is_float(self) -> bool:
+        return isinstance(self.value, float)
+
+    def is_bool(self) -> bool:
+        return isinstance(self.value, bool)
+
+    def is_nested_int(self) -> bool:
+        return False
+
+    def is_symbolic(self) -> bool:
+        return True
+
+    def is_constant(self) -> bool:
+        return False
+
+    def has_hint(self) -> bool:
+        return True
+
+    def maybe_as_int(self) -> None:
+        """Never a plain integer: then the engine would take it for a constant."""
+        return None
+
+    def wrap_int(self, value: int) -> Symbol:
+        return Symbol(("constant", value), value, self.asked)
+
+    wrap_float = wrap_bool = wrap_int
+
+    # What the engine asks about its value.
+    def guard_int(self, file: str, line: int) -> int:
+        self.asked.append(f"the value of {self}")
+        return self.value
+
+    guard_float = guard_bool = guard_int
+
+    def expect_true(self, file: str, line: int) -> bool:
+        return bool(self.value)
+
+    expect_size = expect_true
+
+    def guard_size_oblivious(self, file: str, line: int) -> bool:
+        return bool(self.guard_int(file, line))
+
+    def guard_or_false(self, file: str, line: int) -> bool:
+        return bool(self.guard_int(file, line))
+
+    guard_or_true = guard_or_false
+
+    def _graph_repr(self) -> str:
+        return str(self)
+
+    def __str__(self) -> str:
+        first, *rest = self.origin
+        return f"{first}({', '.join(map(str, rest))})" if len(rest) > 1 else f"{first}_{rest[0]}"
+
+    str = __str__
+
+    def __repr__(self) -> str:  # type: ignore[valid-type]
+        return self.__str__()
+
+
+def _arithmetic(name: str, function: Callable[[Any, Any], Any]) -> Callable[[Symbol, Symbol], Symbol]:
+    def method(self: Symbol, other: Symbol) -> Symbol:
+        return Symbol((name, self, other), function(self.value, other.value), self.asked)
+
+    return method
+
+
+def _comparison(name: str, function: Callable[[Any, Any], bool]) -> Callable[[Symbol, Symbol], Symbol]:
+    def method(self: Symbol, other: Symbol) -> Symbol:
+        outcome = function(self.value, other.value)
+        if not (name == "ge" and other.origin == ("constant", 0)):  # every size is at least 0
+            self.asked.append(f"{self} {name} {other}")
+        return Symbol(("constant", outcome), outcome, [])
+
+    return method
+
+
+for _name, _function in _ARITHMETIC.items():
+    setattr(Symbol, _name, _arithmetic(_name, _function))
+for _name, _function in _COMPARISONS.items():
+    setattr(Symbol, _name, _comparison(_name, _function))
+
+
+def sym_ints(kind: str, values: Any, asked: list[str]) -> list[Any]:
+    """One ``torch.SymInt`` (or ``SymFloat``) for each of ``values``, recognisable by :func:`symbol_of`."""
+    return [
+        (torch.SymFloat if isinstance(value, float) else torch.SymInt)(Symbol((kind, index), value, asked))
+        for index, value in enumerate(values)
+    ]
+
+
+def symbol_of(value: Any) -> Symbol | None:
+    """The :class:`Symbol` inside a ``SymInt`` or ``SymFloat``, or None for anything else."""
+    if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)) and isinstance(value.node, Symbol):
+        return value.node
+    return None
+
+
+def evaluate(origin_operator: str) -> Callable[[Any, Any], Any]:
+    """The Python function behind the name of an arithmetic origin."""
+    return _ARITHMETIC[origin_operator]

@@ -1,0 +1,157 @@
+"""Reads the tape from Python, without running it: names, sequence numbers, parameters, source lines.
+
+What is read here advises; it never decides what is computed. The walk is the engine's own: a worklist, last in first
+out, over ``next_functions`` with dependency counts (``_compiled_autograd_impl`` in
+``torch/csrc/dynamo/python_compiled_autograd.cpp``, 2.13). So its nodes come in the order of the seam's report, and can
+be joined to it.
+"""
+
+from __future__ import annotations
+
+import gc
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.autograd.graph import GradientEdge
+
+from . import ir
+
+LEAF = "AccumulateGrad"
+_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)')
+
+
+@dataclass(frozen=True, slots=True)
+class Visited:
+    """One node of the tape."""
+
+    node: Any
+    name: str
+    sequence: int
+
+
+def root_nodes(outputs: Iterable[torch.Tensor | GradientEdge]) -> list[Any]:
+    """The nodes that the gradients of ``outputs`` enter."""
+    return [output.node if isinstance(output, GradientEdge) else _edge(output).node for output in outputs]
+
+
+def _edge(tensor: torch.Tensor) -> GradientEdge:
+    return torch.autograd.graph.get_gradient_edge(tensor)
+
+
+def walk(
+    outputs: Sequence[torch.Tensor | GradientEdge], inputs: Sequence[torch.Tensor | GradientEdge] | None = None
+) -> list[Visited]:
+    """Nodes in the order of the engine's walk, without its root.
+
+    Args:
+        outputs: what ``backward`` is called on.
+        inputs: where given, only nodes on a way to one of them are walked, as for ``autograd.grad``.
+    """
+    roots = root_nodes(outputs)
+    waits = _dependencies(roots)
+    wanted = None if not inputs else _leading_to({id(node) for node in root_nodes(inputs)}, roots)
+    found: list[Visited] = []
+    worklist: list[Any] = []
+    for root in roots:
+        _arrive(root, waits, wanted, worklist)
+    while worklist:
+        node = worklist.pop()
+        found.append(Visited(node, node.name().rpartition("::")[2], node._sequence_nr()))
+        for following, _ in node.next_functions:
+            if following is not None:
+                _arrive(following, waits, wanted, worklist)
+    return found
+
+
+def _arrive(node: Any, waits: dict[Any, int], wanted: set[Any] | None, worklist: list[Any]) -> None:
+    if wanted is not None and node not in wanted:
+        return
+    waits[node] -= 1
+    if waits[node] == 0:
+        worklist.append(node)
+
+
+def _dependencies(roots: Sequence[Any]) -> dict[Any, int]:
+    waits: dict[Any, int] = {}
+    for root in roots:
+        waits[root] = waits.get(root, 0) + 1
+    worklist = list(dict.fromkeys(roots))
+    while worklist:
+        for following, _ in worklist.pop().next_functions:
+            if following is None:
+                continue
+            if following not in waits:
+                waits[following] = 0
+                worklist.append(following)
+            waits[following] += 1
+    return waits
+
+
+def _leading_to(targets: set[int], roots: Sequence[Any]) -> set[Any]:
+    """The nodes from which one of ``targets`` (by ``id``) can be reached, targets included."""
+    came_from: dict[Any, list[Any]] = {}
+    worklist = list(dict.fromkeys(roots))
+    seen = set(worklist)
+    while worklist:
+        node = worklist.pop()
+        for following, _ in node.next_functions:
+            if following is None:
+                continue
+            came_from.setdefault(following, []).append(node)
+            if following not in seen:
+                seen.add(following)
+                worklist.append(following)
+    worklist = [node for node in seen if id(node) in targets]
+    wanted = set(worklist)
+    while worklist:
+        for before in came_from.get(worklist.pop(), ()):
+            if before not in wanted:
+                wanted.add(before)
+                worklist.append(before)
+    return wanted
+
+
+def annotate(calls: Sequence[ir.TapeCall], visited: Sequence[Visited]) -> bool:
+    """Join what was read to what the engine reported; False, and nothing joined, where the two do not agree."""
+    if len(calls) != len(visited) + 1 or any(a.name != b.name for a, b in zip(calls[1:], visited, strict=True)):
+        return False
+    names = parameter_names() if any(each.name == LEAF for each in visited) else {}
+    for call, each in zip(calls[1:], visited, strict=True):
+        call.sequence = each.sequence
+        if each.name == LEAF:
+            call.parameter = names.get(id(each.node.variable))
+        call.source = source_line(each.node)
+    return True
+
+
+def parameter_names() -> dict[int, str]:
+    """``id`` of each parameter of each living module -> its name, seen from the outermost module that has it."""
+    modules = [each for each in gc.get_objects() if _is_module(each)]
+    inner = {id(child) for module in modules for child in module._modules.values() if child is not None}
+    names: dict[int, str] = {}
+    for module in modules:
+        if id(module) not in inner:
+            for name, parameter in module.named_parameters():
+                names.setdefault(id(parameter), name)
+    return names
+
+
+def _is_module(candidate: Any) -> bool:
+    # The type, not isinstance: that asks the object for __class__, and some objects answer by running code.
+    return issubclass(type(candidate), torch.nn.Module) and "_modules" in candidate.__dict__
+
+
+def source_line(node: Any) -> str | None:
+    """``file:line in function`` of the forward that made a node, where anomaly mode recorded it."""
+    trace = node.metadata.get("traceback_")
+    if not trace:
+        return None
+    frames = _FRAME.findall("".join(trace))
+    own = [frame for frame in frames if "/torch/" not in frame[0]]
+    if not own:
+        return None
+    file, line, function = own[-1]
+    return f"{file}:{line} in {function}"

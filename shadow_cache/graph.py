@@ -1,0 +1,124 @@
+"""The shadow graph: a trie in which each captured tape is a path, and tapes share the path as far as they agree.
+
+An edge is the key of one node of the tape: a tuple of named parts, kept whole, so that two keys can be compared and the
+difference shown. A leaf is a structure. Below it stand its variants, one for each set of shapes, ambient state and
+settings that was met. What a variant holds is the caller's: this package knows nothing of autograd.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Generic, TypeVar
+
+from .records import Miss
+
+Key = tuple[str, ...]
+P = TypeVar("P")
+
+
+@dataclass(frozen=True, slots=True)
+class VariantKey:
+    """What one variant of a structure was made for, as named parts.
+
+    ``settings`` and ``ambient`` are compared by value; ``sizes`` are all the sizes and scalars that the tape carries.
+    """
+
+    settings: tuple[Any, ...]
+    ambient: tuple[tuple[str, Any], ...]
+    sizes: tuple[Any, ...]
+
+
+@dataclass(slots=True)
+class Leaf(Generic[P]):
+    """A structure: its number, the number of keys it has, what the caller keeps for it, and its variants."""
+
+    number: int
+    depth: int
+    payload: P
+    variants: list[Any] = field(default_factory=list)
+
+
+@dataclass(slots=True)
+class _TrieNode:
+    children: dict[Key, _TrieNode] = field(default_factory=dict)
+    leaf: Leaf[Any] | None = None
+
+
+class ShadowGraph(Generic[P]):
+    """All structures of a process. Safe to use from several threads."""
+
+    def __init__(self) -> None:
+        self._root = _TrieNode()
+        self._leaves: list[Leaf[P]] = []
+        self._lock = threading.Lock()
+
+    def find(self, keys: Sequence[Key]) -> tuple[Leaf[P] | None, Miss | None]:
+        """The leaf for ``keys``; or None, and a record of where the nearest path parts from them."""
+        with self._lock:
+            node = self._root
+            for depth, key in enumerate(keys):
+                child = node.children.get(key)
+                if child is None:
+                    return None, self._explain(node, key, depth)
+                node = child
+            if node.leaf is None:
+                return None, Miss("new_node", f"node {len(keys)}", old="a longer tape", new="the tape ends")
+            return node.leaf, None
+
+    def insert(self, keys: Sequence[Key], payload: P) -> Leaf[P]:
+        """Add a path; where it is there already, its leaf is given and ``payload`` is not used."""
+        with self._lock:
+            node = self._root
+            for key in keys:
+                node = node.children.setdefault(key, _TrieNode())
+            if node.leaf is None:
+                node.leaf = Leaf(len(self._leaves), len(keys), payload)
+                self._leaves.append(node.leaf)
+            return node.leaf
+
+    def clear(self) -> None:
+        """Forget everything."""
+        with self._lock:
+            self._root = _TrieNode()
+            self._leaves.clear()
+
+    def __iter__(self) -> Iterator[Leaf[P]]:
+        return iter(tuple(self._leaves))
+
+    def __len__(self) -> int:
+        return len(self._leaves)
+
+    @staticmethod
+    def _explain(node: _TrieNode, key: Key, depth: int) -> Miss:
+        if not node.children:
+            return Miss("first_seen") if depth == 0 else Miss("new_node", f"node {depth}", new=key[0])
+        same_name = [other for other in node.children if other[0] == key[0]]
+        other = max(same_name or node.children, key=lambda candidate: _agreement(candidate, key))
+        if other[0] != key[0]:
+            return Miss("new_node", f"node {depth}", old=other[0], new=key[0])
+        for old, new in zip(other, key, strict=False):
+            if old != new:
+                return Miss("node_attribute", f"node {depth} {key[0]}", old=old, new=new)
+        return Miss("node_attribute", f"node {depth} {key[0]}", old=f"{len(other)} parts", new=f"{len(key)} parts")
+
+
+def _agreement(one: Key, other: Key) -> int:
+    return sum(a == b for a, b in zip(one, other, strict=False))
+
+
+def explain_variant(key: VariantKey, known: Sequence[VariantKey]) -> Miss:
+    """Why none of ``known`` serves ``key``: compared with the nearest of them."""
+    if not known:
+        return Miss("first_seen")
+    nearest = max(known, key=lambda other: (other.settings == key.settings, other.ambient == key.ambient))
+    if nearest.settings != key.settings:
+        return Miss("backend_or_settings", old=str(nearest.settings), new=str(key.settings))
+    for (name, old), (_, new) in zip(nearest.ambient, key.ambient, strict=True):
+        if old != new:
+            return Miss("ambient_state", name, old=str(old), new=str(new))
+    for index, (old, new) in enumerate(zip(nearest.sizes, key.sizes, strict=True)):
+        if old != new:
+            return Miss("shape", f"size {index}", old=str(old), new=str(new))
+    return Miss("layout", "an input's strides, or its kind of tensor")

@@ -1,0 +1,54 @@
+"""Why a backward was not a hit: one record, made where it is found, and shown alike wherever it is shown."""
+
+from __future__ import annotations
+
+import msgspec
+
+
+class Bypass(msgspec.Struct, frozen=True):
+    """The eager engine ran this backward. ``kind`` is one of the known reasons, ``what`` says which case of it."""
+
+    kind: str
+    what: str = ""
+    hint: str = ""
+
+    @property
+    def label(self) -> str:
+        """What bypasses are counted under: the kind, and the case where the kind has several."""
+        return f"{self.kind}({self.what})" if self.what else self.kind
+
+    def __str__(self) -> str:
+        return f"{self.label}: {self.hint}" if self.hint else self.label
+
+
+class Miss(msgspec.Struct, frozen=True):
+    """Something was captured or compiled. ``old`` is what the nearest entry has, ``new`` what this backward has."""
+
+    kind: str
+    where: str = ""
+    old: str = ""
+    new: str = ""
+    hint: str = ""
+
+    def __str__(self) -> str:
+        text = f"{self.kind} at {self.where}" if self.where else self.kind
+        if self.old or self.new:
+            text += f": {self.old} -> {self.new}"
+        return f"{text} ({self.hint})" if self.hint else text
+
+
+class Failure(msgspec.Struct, frozen=True):
+    """Something of ours failed; the backward was run all the same, the slower way that ``instead`` names."""
+
+    kind: str
+    where: str
+    error: str
+    instead: str
+
+    def __str__(self) -> str:
+        return f"{self.kind} in {self.where}: {self.error}; {self.instead}"
+
+
+def unsupported(what: str, hint: str = "the eager engine runs it") -> Bypass:
+    """A backward with something in it that cannot be captured."""
+    return Bypass("unsupported", what, hint)

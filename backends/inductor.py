@@ -40,6 +40,7 @@ class InductorBackend:
         Raises:
             MissingCompilerError: a region for the CPU, and no C++ compiler on the machine.
         """
+        from torch._inductor import config
         from torch._inductor.compile_fx import compile_fx_inner
         from torch._inductor.fx_passes.joint_graph import joint_graph_passes
 
@@ -49,7 +50,8 @@ class InductorBackend:
         output.meta["user_visible_output_idxs"] = [
             index for index, value in enumerate(output.args[0]) if isinstance(value, fx.Node)
         ]
-        with torch.no_grad():
+        # Whoever calls us has checked sizes and strides; the generated code need not do it once more at each call.
+        with torch.no_grad(), config.patch(size_asserts=False, alignment_asserts=False):
             joint_graph_passes(graph_module)
             return compile_fx_inner(graph_module, list(example_inputs), is_backward=True)
 

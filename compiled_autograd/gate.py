@@ -1,7 +1,8 @@
 """Who may use the engine's seam, and when: it belongs to the process.
 
-It is set only while nobody else is in backward. A thread that captures holds the seam for the length of the engine's walk; other threads that come to a backward then
-wait, some milliseconds at most. A thread that finds another in backward does not wait for it: it bypasses.
+It is set only while nobody else is in backward. A thread that captures holds it for the length of the engine's walk;
+other threads that come to a backward then wait, some milliseconds at most. A thread that finds another in backward does
+not wait for it: it bypasses.
 """
 
 from __future__ import annotations

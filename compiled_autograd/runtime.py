@@ -8,6 +8,7 @@ each value that steps hand on; a slot is emptied after its last use, so that mem
 from __future__ import annotations
 
 import copy
+import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -101,6 +102,7 @@ class AccumulateStep:
 
 
 Executor = RegionStep | OpaqueStep | AccumulateStep
+_COMPILING = threading.RLock()  # neither tracing nor Inductor can be used by two threads at once
 
 
 class Program:
@@ -150,14 +152,15 @@ class Program:
         """
         slots = given
         slots.extend([None] * (self._size - self._given))
+        steps = self.steps
         position = 0
-        while position < len(self.steps):
-            step = self.steps[position]
+        while position < len(steps):
+            step = steps[position]
             if isinstance(step, RegionStep):
                 try:
                     self._run_region(step, slots, log)
                 except UntraceableError as error:
-                    self._split(position, error)
+                    steps = self._split(steps, position, error)
                     slots.extend([None] * (self._size - len(slots)))
                     continue
             elif isinstance(step, OpaqueStep):
@@ -172,8 +175,10 @@ class Program:
     def _run_region(self, step: RegionStep, slots: Slots, log: RunLog) -> None:
         key = tuple([_kind_of_value(slots[slot]) for slot in step.handed_on])
         if key not in step.compiled:
-            step.compiled[key] = self._first_run(step, slots, log)
-            return
+            with _COMPILING:
+                if key not in step.compiled:
+                    step.compiled[key] = self._first_run(step, slots, log)
+                    return
         compiled = step.compiled[key]
         if compiled is None:
             _interpret(step, slots)
@@ -237,15 +242,15 @@ class Program:
             lowered.graph_module = each(lowered.graph_module) or lowered.graph_module
         return lowered
 
-    def _split(self, position: int, error: UntraceableError) -> None:
-        """A call of a region cannot be traced: it becomes opaque, and the region two."""
-        step = self.steps[position]
+    def _split(self, steps: list[Executor], position: int, error: UntraceableError) -> list[Executor]:
+        """A call of a region cannot be traced: it becomes opaque, and the region two. Other threads keep their steps."""
+        step = steps[position]
         assert isinstance(step, RegionStep)
         error.node.meta["untraceable"] = f"{type(error.cause).__name__}: {error.cause}"
-        self.steps[position : position + 1] = [
-            self._executor(part) for part in cut(step.region.nodes, self.backend.bitwise)
-        ]
+        parts = [self._executor(part) for part in cut(step.region.nodes, self.backend.bitwise)]
+        self.steps = [*steps[:position], *parts, *steps[position + 1 :]]
         self._plan_drops()
+        return self.steps
 
     # ---- planning --------------------------------------------------------------------------------------------------
 

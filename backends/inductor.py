@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from .memory import keep_freed_memory
 from .protocol import Compiled
 
 
@@ -46,6 +47,7 @@ class InductorBackend:
 
         if any(value.device.type == "cpu" for value in example_inputs):
             require_cpp_compiler()
+            keep_freed_memory()
         output = graph_module.graph.find_nodes(op="output")[0]
         output.meta["user_visible_output_idxs"] = [
             index for index, value in enumerate(output.args[0]) if isinstance(value, fx.Node)

@@ -243,7 +243,7 @@ class Program:
         return lowered
 
     def _split(self, steps: list[Executor], position: int, error: UntraceableError) -> list[Executor]:
-        """A call of a region cannot be traced: it becomes opaque, and the region two. Other threads keep their steps."""
+        """A call of a region cannot be traced: it becomes opaque. Other threads keep the steps they run."""
         step = steps[position]
         assert isinstance(step, RegionStep)
         error.node.meta["untraceable"] = f"{type(error.cause).__name__}: {error.cause}"

@@ -76,7 +76,7 @@ class Capture:
         self.calls: list[ir.TapeCall] = []
         self.inputs: list[str] = []
         self.accumulates = True
-        self.objects: dict[int, fx.Node] = {}
+        self.needs_engine = False
         self._placeholders: dict[str, fx.Node] = {}
         self._last_placeholder: fx.Node | None = None
         self._values: dict[int, fx.Node | tuple[fx.Node, int]] = {}
@@ -205,28 +205,48 @@ class Capture:
         if self.failure is None:
             self.failure = CaptureRefusedError(unsupported(what))
 
+    @_keeps_failures
     def unpack_hook(self, hook: int, data: int) -> torch.Tensor:
-        self.refuse("saved-tensor hooks")
-        return self._blank()
+        """A saved tensor that the user packed; the node that is about to report needs it."""
+        packed = self._placeholder("packed", data)
+        return self._stand_in(self._call(ir.unpack_hook, (self._placeholder("object", hook), packed)))
 
+    @_keeps_failures
     def tensor_pre_hook(self, grads: list[Any], hook: int, index: int) -> list[Any]:
-        self.refuse("tensor hooks")
+        """A hook on a tensor, here the one whose gradient enters a node as number ``index``."""
+        grads[index] = self._hooked(ir.tensor_hook, self._placeholder("object", hook), grads[index])
         return grads
 
+    @_keeps_failures
     def cpp_tensor_pre_hook(self, grads: list[Any], hook: int, index: int) -> list[Any]:
-        self.refuse("C++ tensor hooks, or retains_grad")
+        """The same, registered by C++."""
+        self.needs_engine = True
+        grads[index] = self._hooked(ir.cpp_hook, hook, grads[index])
         return grads
 
+    def _hooked(self, target: Any, hook: Any, grad: torch.Tensor | None) -> torch.Tensor | None:
+        node = self._call(target, (hook, grad))
+        return None if grad is None else self._stand_in(node)
+
+    @_keeps_failures
     def pre_hook(self, grads: Sequence[Any], hook: int) -> list[Any]:
-        self.refuse("hooks on nodes")
-        return list(grads)
+        """A hook that sees all gradients that enter a node."""
+        node = self._call(ir.pre_hook, (self._placeholder("object", hook), list(grads)))
+        return self._replaced(node, grads)
 
+    @_keeps_failures
     def post_hook(self, outputs: list[Any], grads: Sequence[Any], hook: int) -> list[Any]:
-        self.refuse("hooks on nodes")
-        return outputs
+        """A hook that sees what a node gave and what it got."""
+        node = self._call(ir.post_hook, (self._placeholder("object", hook), list(outputs), list(grads)))
+        return self._replaced(node, outputs)
 
-    def post_acc_grad_hook(self, variable: Any, hook: int) -> list[Any]:
-        self.refuse("post-accumulate-grad hooks")
+    def _replaced(self, node: fx.Node, before: Sequence[Any]) -> list[torch.Tensor | None]:
+        return [None if grad is None else self._stand_in((node, index)) for index, grad in enumerate(before)]
+
+    @_keeps_failures
+    def post_acc_grad_hook(self, variable: torch.Tensor, hook: int) -> list[Any]:
+        """A hook that sees a leaf after its ``.grad`` was written."""
+        self._call(ir.post_accumulate_hook, (self._placeholder("object", hook), variable))
         return [variable]
 
     def bind_backward_state(self, index: int) -> Any:
@@ -243,7 +263,7 @@ class Capture:
         self.graph.output(self._lift(list(outputs)))
         if self.asked:
             raise CaptureRefusedError(unsupported(f"a capture that depends on sizes: {self.asked[0]}"))
-        return self.finish(ir.TapeGraph(self.graph, self.calls, self.inputs, self.accumulates), self)
+        return self.finish(ir.TapeGraph(self.graph, self.calls, self.inputs, self.accumulates, self.needs_engine), self)
 
     def close(self) -> None:
         """The engine is done with us. After an error of its own it has restored the thread's modes by itself."""
@@ -268,7 +288,9 @@ class Capture:
         """After a failure: blank stand-ins in the number that the engine expects of ``method``."""
         if method == "bind_function":
             return args[0]
-        if method in ("accumulate", "accumulate_grad", "record_zeros"):
+        if method in ("tensor_pre_hook", "cpp_tensor_pre_hook", "pre_hook", "post_hook", "post_acc_grad_hook"):
+            return list(args[0]) if isinstance(args[0], (list, tuple)) else [args[0]]
+        if method in ("accumulate", "accumulate_grad", "record_zeros", "unpack_hook"):
             return self._blank()
         counted = {
             "apply_functional": 3,

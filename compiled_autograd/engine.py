@@ -12,29 +12,30 @@ engine has returned, without its locks, so that a backward inside a backward is 
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch._C import _ImperativeEngine
 from torch.autograd import Variable
 
-from shadow_cache import Bypass, Failure, Miss, unsupported
+from shadow_cache import Bypass, Miss, unsupported
 
 from . import ir, tape
-from .ambient import ambient
 from .bypass import TORCH_COMPILED_AUTOGRAD, before_capture
 from .capture import Capture
 from .errors import CaptureRefusedError, UnsupportedBackwardError
+from .execution import Running, execute, leave_to_engine, running
 from .gate import GATE, threads_running
 from .graphs import GRAPHS, CompiledGraph, Handover
 from .order import in_engine_order
 from .runtime import RunLog
-from .session import BYPASS, HIT, SHAPE_MISS, STRUCTURE_MISS, Outcome, Session, current
+from .session import BYPASS, Outcome, Session, current
 
 _seam = torch._C._dynamo.compiled_autograd
 _UNUSED = (
@@ -58,26 +59,29 @@ class Call:
 
 @dataclass(slots=True)
 class _Capturing:
-    """What is known while a thread holds the seam."""
+    """One attempt to have a backward handed over."""
 
+    session: Session
     call: Call
+    started: float
     capture: Capture | None = None
     handover: Handover | None = None
     miss: Miss | None = None
+    results: list[torch.Tensor | None] | None = None
+    ran: bool = False
 
-
-@dataclass(slots=True)
-class _Running:
-    """What a compiled backward answers to those that ask the engine about it while it runs."""
-
-    checkpoint_valid: bool
-    callbacks: list[Callable[[], None]] = field(default_factory=list)
+    def execute(self) -> list[torch.Tensor | None]:
+        """Run what was handed over."""
+        assert self.handover is not None
+        call, self.ran = self.call, True
+        log = RunLog(seconds={"capture": time.perf_counter() - self.started})
+        state = Running(call.outputs, call.inputs, call.accumulate_grad and not call.inputs, log)
+        return execute(self.session, state, self.handover, self.miss, self.capture is not None)
 
 
 class _Thread(threading.local):
     def __init__(self) -> None:
         self.capturing: _Capturing | None = None
-        self.running: list[_Running] = []
 
 
 _thread = _Thread()
@@ -103,14 +107,25 @@ class Engine(_ImperativeEngine):
 
     def queue_callback(self, callback: Callable[[], None]) -> None:
         """Run ``callback`` when the backward that is running is done."""
-        if _thread.running:
-            _thread.running[-1].callbacks.append(callback)
-        else:
+        state = running()
+        if state is None:
             super().queue_callback(callback)
+        else:
+            state.callbacks.append(callback)
 
     def is_checkpoint_valid(self) -> bool:
         """Whether reentrant checkpointing may run its own backward now."""
-        return _thread.running[-1].checkpoint_valid if _thread.running else super().is_checkpoint_valid()
+        state = running()
+        return super().is_checkpoint_valid() if state is None else state.checkpoint_valid
+
+
+_ANSWERS: dict[str, Callable[..., Any]] = {
+    "_current_graph_task_id": lambda state: state.task_id,
+    "_current_autograd_node": lambda state: state.current_node(),
+    "_will_engine_execute_node": lambda state, node: node in state.node_set,
+}
+"""Questions about the backward that is under way, which Python asks of ``torch._C``: checkpointing, hooks over several
+gradients, FSDP."""
 
 
 def install() -> None:
@@ -119,7 +134,18 @@ def install() -> None:
         return
     code = torch.autograd.graph._engine_run_backward.__code__
     Variable._execution_engine = Engine()
+    for name, answer in _ANSWERS.items():
+        setattr(torch._C, name, _answering(getattr(torch._C, name), answer))
     GATE.expect_unseen(lambda: threads_running(code))
+
+
+def _answering(original: Callable[..., Any], answer: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(original)
+    def function(*args: Any) -> Any:
+        state = running()
+        return original(*args) if state is None else answer(state, *args)
+
+    return function
 
 
 def forget() -> None:
@@ -130,11 +156,13 @@ def forget() -> None:
 def _run(session: Session, call: Call) -> Any:
     reason = before_capture(call.create_graph)
     if reason is None:
-        started = time.perf_counter()
-        handed_over = _capture(call)
-        if isinstance(handed_over, _Capturing):
-            return _execute(session, call, handed_over, time.perf_counter() - started)
-        reason = handed_over
+        capturing = _Capturing(session, call, time.perf_counter())
+        reason = _capture(capturing)
+        if reason is None:
+            results = capturing.execute() if capturing.results is None else capturing.results
+            if not call.allow_unreachable and any(result is None for result in results):
+                raise RuntimeError(_UNUSED)
+            return tuple(results)
     if session.settings.on_unsupported == "raise":
         session.record(Outcome(BYPASS, reasons=(reason,)))
         raise UnsupportedBackwardError(reason)
@@ -153,7 +181,8 @@ def _eager(call: Call) -> Any:
     """The eager engine, as if we were not there."""
     GATE.enter_eager()
     try:
-        return _run_backward(call, call.allow_unreachable)
+        with leave_to_engine():
+            return _run_backward(call, call.allow_unreachable)
     finally:
         GATE.leave_eager()
 
@@ -174,12 +203,12 @@ def _run_backward(call: Call, allow_unreachable: bool) -> Any:
 # ---- the capture ---------------------------------------------------------------------------------------------------
 
 
-def _capture(call: Call) -> _Capturing | Bypass:
+def _capture(capturing: _Capturing) -> Bypass | None:
     """Let the engine walk the tape and hand it over, or give the reason why it stays with the eager engine."""
     reason = GATE.enter_capture()
     if reason is not None:
         return reason
-    capturing = _thread.capturing = _Capturing(call)
+    outer, _thread.capturing = _thread.capturing, capturing
     multithreading = torch._C._is_multithreading_enabled()
     try:
         _forget_what_others_captured()
@@ -188,18 +217,33 @@ def _capture(call: Call) -> _Capturing | Bypass:
             if prior[0] is not None:
                 return TORCH_COMPILED_AUTOGRAD
             torch._C._set_multithreading_enabled(False)
-            _run_backward(call, True)
+            _run_backward(capturing.call, True)
         finally:
             torch._C._set_multithreading_enabled(multithreading)
-            _seam.set_autograd_compiler(*prior)
+            if not capturing.ran:  # else the seam was given back before
+                _seam.set_autograd_compiler(*prior)
     except CaptureRefusedError as refused:
         return refused.reason
-    except Exception as error:  # noqa: BLE001  the engine's own refusals; a mistake of the user's is raised by eager
+    except Exception as error:
+        if capturing.ran:  # inside the engine's call, an error is the user's own
+            raise
         return _refused_by_engine(error)
     finally:
-        _thread.capturing = None
-        GATE.leave_capture()
-    return capturing if capturing.handover is not None else TORCH_COMPILED_AUTOGRAD
+        _thread.capturing = outer
+        if capturing.ran:
+            GATE.leave_eager()
+        else:
+            GATE.leave_capture()
+    return None if capturing.handover is not None else TORCH_COMPILED_AUTOGRAD
+
+
+def _run_inside(capturing: _Capturing) -> list[Any]:
+    """Run while the engine's own call is under way: for other threads this is then a backward of the eager engine."""
+    _seam.set_autograd_compiler(None, False)
+    _thread.capturing = None
+    GATE.change_to_eager()
+    capturing.results = capturing.execute()
+    return capturing.results
 
 
 def _refused_by_engine(error: Exception) -> Bypass:
@@ -227,13 +271,14 @@ def _hand_over(
     graph: CompiledGraph, tensors: list[torch.Tensor], sizes: Any, scalars: Any, objects: Any, packed: Any
 ) -> list[Any]:
     """What the engine calls once it has walked a tape whose structure it knows."""
-    handover = Handover(graph, tensors, list(sizes), list(scalars), objects)
-    if _thread.capturing is None:
-        # PyTorch's own compiled autograd met a structure that we captured before it.
-        return graph(handover)
-    handover.tensors = list(tensors)
+    handover = Handover(graph, list(tensors), list(sizes), list(scalars), objects, packed)
     tensors.clear()
-    _thread.capturing.handover = handover
+    capturing = _thread.capturing
+    if capturing is None:  # PyTorch's own compiled autograd met a structure that we captured before it
+        return graph(handover)
+    capturing.handover = handover
+    if graph.tape.needs_engine:
+        return _run_inside(capturing)
     outputs = graph.tape.graph.find_nodes(op="output")[0].args[0]
     return [None] * len(outputs)
 
@@ -264,39 +309,3 @@ def _forget_what_others_captured() -> None:
         if not count.endswith("(0)"):
             forget()
         _captures_of_others = count
-
-
-# ---- the run -------------------------------------------------------------------------------------------------------
-
-
-def _execute(session: Session, call: Call, capturing: _Capturing, seconds: float) -> tuple[torch.Tensor | None, ...]:
-    handover = capturing.handover
-    assert handover is not None
-    graph, log = handover.graph, RunLog(seconds={"capture": seconds})
-    reasons: list[Miss | Failure] = [] if capturing.miss is None else [capturing.miss]
-    started = time.perf_counter()
-    running = _Running(checkpoint_valid=call.accumulate_grad and not call.inputs)
-    _thread.running.append(running)
-    grad_mode = torch.is_grad_enabled()
-    torch._C._set_grad_enabled(False)
-    try:
-        state = ambient()
-        variant = graph.find(session.settings.key, state, handover)
-        if variant is None:
-            variant, miss = graph.add(session.settings, state, handover)
-            reasons = reasons or [miss]
-        results = variant.program.run(handover.slots(), log)
-        for callback in running.callbacks:
-            callback()
-    finally:
-        torch._C._set_grad_enabled(grad_mode)
-        _thread.running.pop()
-        log.seconds["run"] = time.perf_counter() - started
-        reasons.extend(log.failures)
-        variant_missed = SHAPE_MISS if reasons or log.compiles else HIT
-        outcome = variant_missed if capturing.miss is None else STRUCTURE_MISS
-        captured = capturing.capture is not None
-        session.record(Outcome(outcome, graph, tuple(reasons), log.seconds), captured, log.compiles)
-    if not call.allow_unreachable and any(result is None for result in results):
-        raise RuntimeError(_UNUSED)
-    return tuple(results)

@@ -18,7 +18,7 @@ _classes: WeakKeyDictionary[type, type] = WeakKeyDictionary()
 
 
 def call_backward(
-    ctx: Any, saved: Sequence[torch.Tensor | None], expected: Sequence[bool], grads: Sequence[torch.Tensor | None]
+    ctx: Any, saved: Sequence[torch.Tensor | None], expected: Sequence[bool], *grads: torch.Tensor | None
 ) -> list[torch.Tensor | None]:
     """Run a function's ``backward`` or ``vjp``.
 

@@ -63,6 +63,14 @@ class Gate:
             self._capturing = me
             return None
 
+    def change_to_eager(self) -> None:
+        """Give the seam back, and stay in the engine: the calling thread runs users' code inside the engine's call."""
+        me = threading.get_ident()
+        with self._changed:
+            self._capturing = None
+            self._in_eager[me] = self._in_eager.get(me, 0) + 1
+            self._changed.notify_all()
+
     def leave_capture(self) -> None:
         """Give the seam back."""
         with self._changed:

@@ -32,10 +32,11 @@ class Handover:
     sizes: list[int]
     scalars: list[Any]
     objects: Sequence[Any]
+    packed: Sequence[Any]
 
     def slots(self) -> list[Any]:
         """All of it in one list; the tensors are no longer held by ``self`` afterwards."""
-        slots = [*self.tensors, *self.sizes, *self.scalars, *self.objects]
+        slots = [*self.tensors, *self.sizes, *self.scalars, *self.objects, *self.packed]
         self.tensors.clear()
         return slots
 
@@ -83,7 +84,7 @@ class CompiledGraph:
 
     def __call__(self, handover: Handover) -> list[torch.Tensor | None]:
         """Run the tape graph's calls one by one, without a backend."""
-        given = (handover.tensors, handover.sizes, handover.scalars, handover.objects)
+        given = (handover.tensors, handover.sizes, handover.scalars, handover.objects, handover.packed)
         return interpret(self.tape, dict(zip(ir.PLACEHOLDERS, given, strict=True)))
 
     def find(self, settings: tuple[Any, ...], ambient: Ambient, handover: Handover) -> Variant | None:
@@ -96,7 +97,8 @@ class CompiledGraph:
     def add(self, settings: Settings, ambient: Ambient, handover: Handover) -> tuple[Variant, Miss]:
         """A new variant, not yet compiled, and why none of those that are there serves."""
         key = VariantKey(settings.key, ambient, (*handover.sizes, *handover.scalars))
-        counts = (len(handover.tensors), len(handover.sizes), len(handover.scalars), len(handover.objects))
+        kinds = (handover.tensors, handover.sizes, handover.scalars, handover.objects, handover.packed)
+        counts = [len(values) for values in kinds]
         program = Program(self.tape, get_backend(settings.backend), settings.passes, counts)
         guards = TensorGuards(*handover.tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
         variant = Variant(key, list(handover.sizes), list(handover.scalars), guards, program)

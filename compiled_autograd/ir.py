@@ -17,9 +17,12 @@ import torch
 from torch import fx
 
 from .errors import IllegalGraphError
+from .functions import call_backward
+from .hooks import cpp_hook, post_accumulate_hook, post_hook, pre_hook, tensor_hook, unpack_hook
 
-PLACEHOLDERS = ("input", "size", "scalar", "object")
-"""Kinds of placeholders: tensors, sizes (int), scalars (int or float), Python objects (a function's ``ctx``)."""
+PLACEHOLDERS = ("input", "size", "scalar", "object", "packed")
+"""Kinds of placeholders: tensors, sizes (int), scalars (int or float), Python objects (a function's ``ctx``, a hook),
+and what saved-tensor hooks packed."""
 
 
 class OpaqueOp:
@@ -62,11 +65,6 @@ def sum_gradients(*gradients: torch.Tensor | None) -> torch.Tensor | None:
 
 def accumulate_grad(variable: torch.Tensor, old: torch.Tensor | None, gradient: torch.Tensor | None) -> None:
     """Vocabulary only: :mod:`compiled_autograd.accumulate` does it for all leaves of a region at once."""
-    raise NotImplementedError
-
-
-def call_backward(ctx: Any, saved: Sequence[Any], expected: Any, *gradients: torch.Tensor | None) -> Any:
-    """Vocabulary only: :mod:`compiled_autograd.functions` calls the user's ``backward`` with its real ``ctx``."""
     raise NotImplementedError
 
 
@@ -120,6 +118,9 @@ def zeros(size: Sequence[int], options: dict[str, Any]) -> torch.Tensor:
     return torch.zeros(size, **options)
 
 
+USERS_CODE = frozenset({call_backward, tensor_hook, cpp_hook, pre_hook, post_hook, post_accumulate_hook, unpack_hook})
+"""Calls that run what a user wrote: never traced, never moved, never run twice."""
+
 _ARITHMETIC = frozenset({operator.add, operator.sub, operator.mul, operator.floordiv, operator.mod})
 
 
@@ -151,6 +152,12 @@ RULES: dict[Any, Rule] = {
     sum_gradients: Rule((_TENSOR,), gives="tensor", variadic=True),
     accumulate_grad: Rule((_kinds("tensor"), _TENSOR, _TENSOR), gives="nothing"),
     call_backward: Rule((_kinds("object"), _TENSORS, _TENSORS, _TENSOR), gives="list", variadic=True),
+    tensor_hook: Rule((_kinds("object"), _TENSOR), gives="tensor"),
+    cpp_hook: Rule((_kinds("constant"), _TENSOR), gives="tensor"),
+    pre_hook: Rule((_kinds("object"), _TENSORS), gives="list"),
+    post_hook: Rule((_kinds("object"), _TENSORS, _TENSORS), gives="list"),
+    post_accumulate_hook: Rule((_kinds("object"), _kinds("tensor")), gives="nothing"),
+    unpack_hook: Rule((_kinds("object"), _kinds("packed")), gives="tensor"),
     copy_slices_prologue: Rule(
         (_TENSORS, _TENSORS, _TENSORS, _SIZE, _TENSORS, _TENSORS, _SIZE),
         gives="list",
@@ -236,12 +243,14 @@ class TapeGraph:
         inputs: for each lifted tensor, dtype, device and ``requires_grad``: all that the structure says of it.
         order: indices into ``calls`` in the order in which the eager engine would run them.
         accumulates: True for ``backward``, False for ``autograd.grad``.
+        needs_engine: it has calls that can be run only while the engine's own call is under way.
     """
 
     graph: fx.Graph
     calls: list[TapeCall]
     inputs: list[str]
     accumulates: bool
+    needs_engine: bool = False
     order: list[int] = field(default_factory=list)
 
     def by_call(self) -> dict[int, list[fx.Node]]:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import heapq
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 from torch import fx
@@ -100,7 +101,7 @@ def in_engine_order(tape: ir.TapeGraph) -> ir.TapeGraph:
         if node not in copies:
             emit(node, node.meta["call"])
     graph.node_copy(output, copies.__getitem__)
-    return ir.TapeGraph(graph, tape.calls, tape.inputs, tape.accumulates, order)
+    return replace(tape, graph=graph, order=order)
 
 
 def _call_of(value: Any) -> int:

@@ -60,7 +60,7 @@ def is_opaque(node: fx.Node, bitwise: bool) -> bool:
     Args:
         bitwise: what is traced must be bit for bit what the engine would compute.
     """
-    if node.target is ir.call_backward or "untraceable" in node.meta:
+    if node.target in ir.USERS_CODE or "untraceable" in node.meta:
         return True
     if not isinstance(node.target, ir.OpaqueOp):
         return False

@@ -23,7 +23,6 @@ from shadow_cache import Failure
 from . import ir
 from .accumulate import accumulate
 from .errors import UntraceableError
-from .functions import call_backward
 from .lower import Lowered, lower
 from .partition import Opaque, Region, Step, cut, partition
 
@@ -38,6 +37,8 @@ class RunLog:
     seconds: dict[str, float] = field(default_factory=dict)
     compiles: int = 0
     failures: list[Failure] = field(default_factory=list)
+    call: int = 0
+    """Which node of the tape runs users' code now: an index into ``TapeGraph.calls``."""
 
     def add(self, stage: str, seconds: float) -> None:
         self.seconds[stage] = self.seconds.get(stage, 0.0) + seconds
@@ -112,12 +113,10 @@ class Program:
         tape: the tape graph, in the engine's order.
         backend: what compiles regions.
         passes: functions over each region's ATen graph; each gives a new one, or None where it changed it in place.
-        counts: how many tensors, sizes, scalars and objects the engine hands over.
+        counts: how many values of each kind of placeholder the engine hands over.
     """
 
-    def __init__(
-        self, tape: ir.TapeGraph, backend: Backend, passes: Sequence[Pass], counts: tuple[int, int, int, int]
-    ) -> None:
+    def __init__(self, tape: ir.TapeGraph, backend: Backend, passes: Sequence[Pass], counts: Sequence[int]) -> None:
         self.tape = tape
         self.backend = backend
         self.passes = tuple(passes)
@@ -144,7 +143,7 @@ class Program:
         """Run everything, with grad mode off.
 
         Args:
-            given: tensors, sizes, scalars and objects, one after the other. The list is emptied.
+            given: what the engine handed over, kind after kind. The list is emptied.
             log: is told what was done.
 
         Returns:
@@ -164,6 +163,7 @@ class Program:
                     slots.extend([None] * (self._size - len(slots)))
                     continue
             elif isinstance(step, OpaqueStep):
+                log.call = step.node.meta["call"]
                 _run_opaque(step, slots)
             else:
                 _run_accumulate(step, slots)
@@ -353,11 +353,7 @@ def _interpret(step: RegionStep, slots: Slots) -> None:
 
 def _run_opaque(step: OpaqueStep, slots: Slots) -> None:
     arguments = _filled(step.arguments, slots)
-    if step.node.target is ir.call_backward:
-        ctx, saved, expected, *grads = arguments
-        result = call_backward(ctx, saved, expected, grads)
-    else:
-        result = step.node.target(*arguments)  # type: ignore[operator]
+    result = step.node.target(*arguments)  # type: ignore[operator]
     for slot, index in step.items:
         slots[slot] = result[index]
     if step.result is not None:
@@ -401,9 +397,6 @@ def interpret(tape: ir.TapeGraph, given: Mapping[str, Sequence[Any]]) -> list[to
         if node.target is ir.accumulate_grad:
             leaf, _, grad = arguments
             accumulate([leaf], [grad], [False])
-        elif node.target is ir.call_backward:
-            ctx, saved, expected, *grads = arguments
-            known[node] = call_backward(ctx, saved, expected, grads)
         else:
             known[node] = node.target(*arguments)
     raise ir.IllegalGraphError("a tape graph without an output")

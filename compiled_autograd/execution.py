@@ -1,0 +1,120 @@
+"""Runs what the engine handed over, and answers for the engine while it does.
+
+Users' code that runs inside a backward asks the engine about it: which task this is, which node runs, whether a node
+will. During a compiled backward there is no task of the engine's, so the answers come from here.
+"""
+
+from __future__ import annotations
+
+import itertools
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from shadow_cache import Failure, Miss
+
+from . import tape
+from .ambient import ambient
+from .graphs import Handover
+from .runtime import RunLog
+from .session import HIT, SHAPE_MISS, STRUCTURE_MISS, Outcome, Session
+
+_task_ids = itertools.count(1 << 62)  # far above the engine's own
+
+
+@dataclass
+class Running:
+    """A compiled backward that is under way in this thread."""
+
+    outputs: Sequence[Any]
+    inputs: Sequence[Any]
+    checkpoint_valid: bool
+    log: RunLog
+    task_id: int = field(default_factory=_task_ids.__next__)
+    callbacks: list[Callable[[], None]] = field(default_factory=list)
+
+    @cached_property
+    def nodes(self) -> list[Any]:
+        """The tape's nodes in the order of the walk; read only when somebody asks."""
+        return [each.node for each in tape.walk(self.outputs, self.inputs)]
+
+    @cached_property
+    def node_set(self) -> set[Any]:
+        """The same, to look things up in."""
+        return set(self.nodes)
+
+    def current_node(self) -> Any:
+        """The node whose hooks or function are running."""
+        return self.nodes[self.log.call - 1] if self.log.call else None
+
+
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        self.stack: list[Running] = []
+
+
+_thread = _Thread()
+
+
+def running() -> Running | None:
+    """The innermost compiled backward of the calling thread."""
+    return _thread.stack[-1] if _thread.stack else None
+
+
+def leave_to_engine() -> Any:
+    """Inside, a backward of the eager engine runs, and nobody asks us."""
+    return _Hidden()
+
+
+class _Hidden:
+    def __enter__(self) -> None:
+        self.stack, _thread.stack = _thread.stack, []
+
+    def __exit__(self, *exception: object) -> None:
+        _thread.stack = self.stack
+
+
+def execute(
+    session: Session, state: Running, handover: Handover, miss: Miss | None, captured: bool
+) -> list[torch.Tensor | None]:
+    """Run a backward that was handed over, and record what became of it.
+
+    Args:
+        session: whose settings hold, and who is told.
+        state: what is answered to those who ask meanwhile; its log has the seconds of the capture.
+        handover: what the engine gave.
+        miss: how the structure differs from those known before; None where it was known.
+        captured: whether the engine had to report the tape.
+
+    Returns:
+        What ``autograd.grad`` asked for; empty for ``backward``.
+    """
+    graph, log = handover.graph, state.log
+    reasons: list[Miss | Failure] = [] if miss is None else [miss]
+    started = time.perf_counter()
+    _thread.stack.append(state)
+    grad_mode = torch.is_grad_enabled()
+    torch._C._set_grad_enabled(False)
+    try:
+        surroundings = ambient()
+        variant = graph.find(session.settings.key, surroundings, handover)
+        if variant is None:
+            variant, variant_miss = graph.add(session.settings, surroundings, handover)
+            reasons = reasons or [variant_miss]
+        results = variant.program.run(handover.slots(), log)
+        for callback in state.callbacks:  # one may queue another
+            callback()
+        return results
+    finally:
+        torch._C._set_grad_enabled(grad_mode)
+        _thread.stack.pop()
+        log.seconds["run"] = time.perf_counter() - started
+        reasons.extend(log.failures)
+        variant_missed = SHAPE_MISS if reasons or log.compiles else HIT
+        outcome = variant_missed if miss is None else STRUCTURE_MISS
+        session.record(Outcome(outcome, graph, tuple(reasons), log.seconds), captured, log.compiles)

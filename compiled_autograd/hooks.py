@@ -1,0 +1,85 @@
+"""Calls users' hooks as the engine does: same arguments, same checks of what they give back, same words for mistakes.
+
+The rules are those of ``torch/csrc/autograd/python_hook.cpp`` and ``saved_variable.cpp`` (2.13).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+Grad = torch.Tensor | None
+
+
+def tensor_hook(hook: Callable[[Grad], Any], grad: Grad) -> Grad:
+    """``Tensor.register_hook``: sees the gradient (None where undefined) and may give another in its place."""
+    result = hook(grad)
+    if result is None:
+        return grad
+    _check_single(grad, result, hook)
+    return result
+
+
+def cpp_hook(index: int, grad: Grad) -> Grad:
+    """A hook that C++ registered, ``retain_grad`` among them; only callable while the engine's call is under way."""
+    return torch._C._dynamo.compiled_autograd.call_cpp_tensor_pre_hooks(index, grad)  # type: ignore[arg-type]
+
+
+def pre_hook(hook: Callable[..., Any], grads: Sequence[Grad]) -> tuple[Grad, ...]:
+    """``Node.register_prehook``: sees all gradients that enter a node, and may give others."""
+    return _replaced(tuple(grads), hook(tuple(grads)), hook)
+
+
+def post_hook(hook: Callable[..., Any], outputs: Sequence[Grad], inputs: Sequence[Grad]) -> tuple[Grad, ...]:
+    """``Node.register_hook``: sees what a node gives and what it got, and may replace what it gives."""
+    return _replaced(tuple(outputs), hook(tuple(outputs), tuple(inputs)), hook)
+
+
+def post_accumulate_hook(hook: Callable[[torch.Tensor], Any], leaf: torch.Tensor) -> None:
+    """``Tensor.register_post_accumulate_grad_hook``: sees the leaf, whose ``.grad`` is new; its result is ignored."""
+    hook(leaf)
+
+
+def unpack_hook(hook: Callable[[Any], Any], packed: Any) -> torch.Tensor:
+    """A saved tensor that ``saved_tensors_hooks`` packed, unpacked when the node that needs it is about to run."""
+    result = hook(packed)
+    if not isinstance(result, torch.Tensor):
+        raise TypeError(
+            f"Output of saved tensor unpack_hook expected to be a Tensor but got result of type {type(result)}"
+        )
+    return result
+
+
+def _replaced(before: tuple[Grad, ...], result: Any, hook: Any) -> tuple[Grad, ...]:
+    if result is None:
+        return before
+    if not isinstance(result, tuple):
+        raise TypeError(f"expected tuple, but hook returned '{type(result).__name__}'")
+    if len(result) != len(before):
+        raise RuntimeError(
+            f"hook '{_name(hook)}' has returned an incorrect number of values "
+            f"(got {len(result)}, but expected {len(before)})"
+        )
+    for old, new in zip(before, result, strict=True):
+        _check_single(old, new, hook)
+    return result
+
+
+def _check_single(old: Grad, new: Any, hook: Any) -> None:
+    if new is None:
+        return
+    if old is None:
+        raise RuntimeError("can't replace a None gradient with a non-None value")
+    if not isinstance(new, torch.Tensor):
+        raise TypeError(f"expected Variable, but hook returned '{type(new).__name__}'")
+    if (old.dtype, old.device.type, old.layout) != (new.dtype, new.device.type, new.layout):
+        raise RuntimeError(f"hook '{_name(hook)}' has changed the type of value (was {old.type()} got {new.type()})")
+    if old.shape != new.shape:
+        raise RuntimeError(f"hook '{_name(hook)}' has changed the size of value")
+
+
+def _name(hook: Any) -> str:
+    name = getattr(hook, "__name__", None)
+    return name if isinstance(name, str) else "<unknown>"

@@ -45,12 +45,10 @@ class FunctionBackend:
         return getattr(self.function, "decompositions", None)
 
     def compile(self, graph_module: fx.GraphModule, example_inputs: Sequence[torch.Tensor]) -> Compiled:
-        """Call the function; what it gives is called with its arguments one by one unless it says that it is boxed."""
+        """Call the function; what it gives is called with its arguments one by one, as ``torch.compile`` would."""
         compiled = self.function(graph_module, list(example_inputs))
         if not callable(compiled):
             raise TypeError(f"backend {self.name!r} gave a {type(compiled).__name__}, which cannot be called")
-        if getattr(compiled, "_boxed_call", False):
-            return compiled
 
         def unboxed(arguments: list[Any]) -> Sequence[Any]:
             given = tuple(arguments)
@@ -65,7 +63,8 @@ def list_backends() -> list[str]:
     """Every name that :func:`get_backend` takes, sorted. Imports Dynamo to ask it for its own."""
     from torch._dynamo import list_backends as list_dynamo_backends
 
-    return sorted({*_OURS, *(point.name for point in entry_points(group=ENTRY_POINT_GROUP)), *list_dynamo_backends()})
+    installed = (point.name for point in entry_points(group=ENTRY_POINT_GROUP))
+    return sorted({*_OURS, *installed, *list_dynamo_backends(exclude_tags=())})  # its debugging backends among them
 
 
 def get_backend(backend: str | Callable[..., Any]) -> Backend:

@@ -13,6 +13,16 @@ import torch  # isort: skip
 
 check_torch(torch.__version__)
 
+try:
+    from backends import Backend as _Backend  # noqa: F401
+except ImportError as error:
+    import backends as _other
+
+    raise ImportError(
+        f"compiled_autograd needs its own package 'backends', but {_other.__file__} is found before it: "
+        "rename that one, or put it behind site-packages on sys.path"
+    ) from error
+
 from .errors import (  # noqa: E402
     CompiledAutogradError,
     InvalidSettingError,

@@ -8,6 +8,7 @@ gradient is not. We are stricter in one point: what a leaf keeps never shares me
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
 
 import torch
@@ -15,6 +16,7 @@ import torch
 # Private in torch 2.13.
 from torch._prims_common import is_non_overlapping_and_dense_or_false as _dense  # isort: skip
 
+_OUR_REFERENCES = 3  # the caller's, our argument, and the one of sys.getrefcount
 _BATCH = 4
 """From so many in-place additions on, one ``torch._foreach_add_`` does them all."""
 
@@ -43,6 +45,20 @@ def own_copy(grad: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
     if grad.layout is not torch.strided or grad.is_nested:
         return grad.clone()
     return clone_obeying_layout(grad, leaf)
+
+
+def stealable(grad: torch.Tensor, leaf: torch.Tensor) -> bool:
+    """Whether ``leaf`` can keep a gradient that users' code made: nobody else holds it, or other views of its memory.
+
+    To be called with the one reference to ``grad`` that the caller has.
+    """
+    if type(grad) is not torch.Tensor or not obeys_layout(grad, leaf):
+        return False
+    held_in_cpp = grad._use_count() > 1  # type: ignore[attr-defined]
+    if sys.getrefcount(grad) > _OUR_REFERENCES or held_in_cpp or grad.requires_grad:
+        return False
+    # Two: the tensor's own, and that of the storage object that is made to ask.
+    return torch._C._storage_Use_Count(grad.untyped_storage()._cdata) <= 2
 
 
 def accumulate(leaves: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None], owned: Sequence[bool]) -> None:

@@ -33,6 +33,6 @@ def _autocast() -> Any:
         return None
     return tuple(
         (device, str(torch.get_autocast_dtype(device)))
-        for device in ("cpu", "cuda")
+        for device in ("cpu", "cuda", "xpu", "mps", "mtia", "hpu")
         if torch.is_autocast_enabled(device)
     )

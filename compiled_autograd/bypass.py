@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 
@@ -21,13 +21,25 @@ TORCH_COMPILED_AUTOGRAD = Bypass(
 OTHER_THREAD = Bypass(
     "other_thread_in_backward", hint="the engine's seam belongs to the process; the next backward is captured again"
 )
+_DEEPEST = 16
+DEEP = Bypass("deep_reentrant", hint=f"more than {_DEEPEST} backwards inside one another; eager has threads for that")
 INSIDE_EAGER = Bypass("inside_eager_backward", hint="a backward called by a hook or function of one that bypassed")
 
 
-def before_capture(create_graph: bool) -> Bypass | None:
-    """The reason to leave a backward to the eager engine; None where there is none yet."""
+def before_capture(create_graph: bool, grads: Sequence[torch.Tensor | None], depth: int) -> Bypass | None:
+    """The reason to leave a backward to the eager engine; None where there is none yet.
+
+    Args:
+        create_graph: the backward is to be differentiated again.
+        grads: the gradients that it starts from.
+        depth: in how many compiled backwards of this thread it is called.
+    """
     if create_graph:
         return CREATE_GRAPH
+    if depth > _DEEPEST:
+        return DEEP
+    if any(grad is not None and torch._C._functorch.is_legacy_batchedtensor(grad) for grad in grads):
+        return BATCHED_GRADS
     for applies, reason in _QUESTIONS:
         if applies():
             return reason

@@ -29,6 +29,7 @@ OPS: dict[str, ir.OpaqueOp] = {}
 """Every engine function that was bound so far; the engine binds each one once in a process."""
 
 _STAND_INS_AT_ONCE = 512
+_STRIDED = 0  # the number of torch.strided among layouts, as the engine packs them
 _MOST_EDGES = 2000
 """The engine keeps the length of a node's key in 16 bits (``CacheKey::key_size``), and an edge takes about 15 bytes of
 it: above some 4,000 edges two different structures could be taken for one."""
@@ -77,6 +78,7 @@ class Capture:
         self.inputs: list[str] = []
         self.accumulates = True
         self.needs_engine = False
+        self._unusual: list[int] = []
         self._placeholders: dict[str, fx.Node] = {}
         self._last_placeholder: fx.Node | None = None
         self._values: dict[int, fx.Node | tuple[fx.Node, int]] = {}
@@ -99,6 +101,10 @@ class Capture:
         self.accumulates = accumulate_grad
         stand_ins = []
         for index, tensor in enumerate(inputs):
+            if type(tensor) not in ir.PLAIN_TENSORS:
+                self.refuse(f"tensor subclass {type(tensor).__name__}")
+            if tensor.layout is not torch.strided:
+                self._unusual.append(index)
             grad = ", requires_grad" if tensor.requires_grad else ""
             self.inputs.append(f"{str(tensor.dtype).removeprefix('torch.')} {tensor.device}{grad}")
             stand_ins.append(self._stand_in(self._placeholder("input", index)))
@@ -140,6 +146,9 @@ class Capture:
         self, name: str, outputs: Sequence[Any], saved: Sequence[Any], metadata: Sequence[Any]
     ) -> list[torch.Tensor | None]:
         """After each node: gradients are reduced to the shape, and cast to the dtype, that the next node expects."""
+        for each in metadata:
+            if each is not None and each[0][4] not in (None, _STRIDED):
+                raise CaptureRefusedError(unsupported("gradients that are not strided"))
         if len(outputs) > _MOST_EDGES:
             raise CaptureRefusedError(unsupported(f"a node with more than {_MOST_EDGES} edges"))
         if not any(isinstance(output, torch.Tensor) for output in outputs):
@@ -183,8 +192,12 @@ class Capture:
     ) -> tuple[torch.Tensor | None, ...]:
         """A Python ``autograd.Function``: one gradient for each argument of its ``forward``."""
         expected = [meta is not None for meta in metadata]
-        arguments = (self._placeholder("object", ctx_index), list(saved), expected, *grads)
+        defined = [grad is not None for grad in grads]
+        arguments = (self._placeholder("object", ctx_index), list(saved), expected, defined, *grads)
         node = self._call(ir.call_backward, arguments)
+        for value in node.args[1]:  # type: ignore[union-attr]
+            if isinstance(value, fx.Node) and value.target is ir.unpack_hook:
+                value.target = ir.Packed  # the function unpacks it when it asks for it
         return tuple(self._stand_in((node, index)) if is_tensor else None for index, is_tensor in enumerate(expected))
 
     @_keeps_failures
@@ -261,6 +274,10 @@ class Capture:
         self._leave_mode()
         self._raise_failure()
         self.graph.output(self._lift(list(outputs)))
+        for index in self._unusual:
+            node = self._placeholders.get(f"input_{index}")
+            if node is not None and any(user.target is not ir.accumulate_grad for user in node.users):
+                raise CaptureRefusedError(unsupported("saved tensors that are not strided"))
         if self.asked:
             raise CaptureRefusedError(unsupported(f"a capture that depends on sizes: {self.asked[0]}"))
         return self.finish(ir.TapeGraph(self.graph, self.calls, self.inputs, self.accumulates, self.needs_engine), self)
@@ -299,7 +316,8 @@ class Capture:
             "call_copy_slices_epilogue": 0,
         }
         count = len(args[counted[method]]) if method in counted else 3
-        return [self._blank() for _ in range(count)]
+        blanks = [self._blank() for _ in range(count)]
+        return tuple(blanks) if method == "proxy_call_backward" else blanks  # the engine insists on the kind
 
     def _op(self, name: str) -> ir.OpaqueOp:
         op = OPS.get(name)

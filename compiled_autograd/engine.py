@@ -30,7 +30,7 @@ from . import ir, tape
 from .bypass import TORCH_COMPILED_AUTOGRAD, before_capture
 from .capture import Capture
 from .errors import CaptureRefusedError, UnsupportedBackwardError
-from .execution import Running, execute, leave_to_engine, running
+from .execution import Running, depth, execute, leave_to_engine, running
 from .gate import GATE, threads_running
 from .graphs import GRAPHS, CompiledGraph, Handover
 from .order import in_engine_order
@@ -69,13 +69,17 @@ class _Capturing:
     miss: Miss | None = None
     results: list[torch.Tensor | None] | None = None
     ran: bool = False
+    mistake: bool = False
 
     def execute(self) -> list[torch.Tensor | None]:
         """Run what was handed over."""
         assert self.handover is not None
         call, self.ran = self.call, True
         log = RunLog(seconds={"capture": time.perf_counter() - self.started})
-        state = Running(call.outputs, call.inputs, call.accumulate_grad and not call.inputs, log)
+        checkpoint_valid = call.accumulate_grad and not call.inputs
+        state = Running(
+            call.outputs, call.inputs, call.keep_graph, checkpoint_valid, log, self.handover.graph.tape.order
+        )
         return execute(self.session, state, self.handover, self.miss, self.capture is not None)
 
 
@@ -121,6 +125,8 @@ class Engine(_ImperativeEngine):
 
 _ANSWERS: dict[str, Callable[..., Any]] = {
     "_current_graph_task_id": lambda state: state.task_id,
+    "_autograd._get_current_graph_task_keep_graph": lambda state: state.keep_graph,
+    "_current_graph_task_execution_order": lambda state: state.execution_order(),
     "_current_autograd_node": lambda state: state.current_node(),
     "_will_engine_execute_node": lambda state, node: node in state.node_set,
 }
@@ -134,8 +140,10 @@ def install() -> None:
         return
     code = torch.autograd.graph._engine_run_backward.__code__
     Variable._execution_engine = Engine()
-    for name, answer in _ANSWERS.items():
-        setattr(torch._C, name, _answering(getattr(torch._C, name), answer))
+    for path, answer in _ANSWERS.items():
+        *modules, name = path.split(".")
+        module = functools.reduce(getattr, modules, torch._C)
+        setattr(module, name, _answering(getattr(module, name), answer))
     GATE.expect_unseen(lambda: threads_running(code))
 
 
@@ -154,16 +162,16 @@ def forget() -> None:
 
 
 def _run(session: Session, call: Call) -> Any:
-    reason = before_capture(call.create_graph)
+    capturing = _Capturing(session, call, time.perf_counter())
+    reason = before_capture(call.create_graph, call.grads, depth())
     if reason is None:
-        capturing = _Capturing(session, call, time.perf_counter())
         reason = _capture(capturing)
         if reason is None:
             results = capturing.execute() if capturing.results is None else capturing.results
             if not call.allow_unreachable and any(result is None for result in results):
                 raise RuntimeError(_UNUSED)
             return tuple(results)
-    if session.settings.on_unsupported == "raise":
+    if session.settings.on_unsupported == "raise" and not capturing.mistake:
         session.record(Outcome(BYPASS, reasons=(reason,)))
         raise UnsupportedBackwardError(reason)
     return _bypass(session, call, reason)
@@ -227,6 +235,7 @@ def _capture(capturing: _Capturing) -> Bypass | None:
     except Exception as error:
         if capturing.ran:  # inside the engine's call, an error is the user's own
             raise
+        capturing.mistake = not _is_refusal(error)
         return _refused_by_engine(error)
     finally:
         _thread.capturing = outer
@@ -246,6 +255,11 @@ def _run_inside(capturing: _Capturing) -> list[Any]:
     return capturing.results
 
 
+def _is_refusal(error: Exception) -> bool:
+    """Whether the engine cannot report this tape; else the error is for a mistake of the user's, which eager words."""
+    return isinstance(error, NotImplementedError) or "compiled autograd" in str(error).lower()
+
+
 def _refused_by_engine(error: Exception) -> Bypass:
     first_sentence = str(error).partition("\n")[0].partition(". ")[0]
     return unsupported(f"{type(error).__name__}: {first_sentence[:120]}")
@@ -262,8 +276,11 @@ def _finish(captured: ir.TapeGraph, capture: Capture) -> tuple[Callable[..., Any
     """The report is complete and the tape still whole."""
     capturing = _thread.capturing
     assert capturing is not None
-    tape.annotate(captured.calls, tape.walk(capturing.call.outputs, capturing.call.inputs))
+    visited = tape.walk(capturing.call.outputs, capturing.call.inputs)
+    agrees = tape.join_sequence(captured.calls, visited)
     graph, capturing.miss = GRAPHS.find_or_add(in_engine_order(captured))
+    if agrees and capturing.miss is not None:
+        tape.join_names(captured.calls, visited)
     return _hand_over, graph
 
 

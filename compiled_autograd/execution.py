@@ -19,8 +19,8 @@ import torch
 from shadow_cache import Failure, Miss
 
 from . import tape
-from .ambient import ambient
-from .graphs import Handover
+from .ambient import Ambient, ambient
+from .graphs import CompiledGraph, Handover, Variant
 from .runtime import RunLog
 from .session import HIT, SHAPE_MISS, STRUCTURE_MISS, Outcome, Session
 
@@ -33,8 +33,10 @@ class Running:
 
     outputs: Sequence[Any]
     inputs: Sequence[Any]
+    keep_graph: bool
     checkpoint_valid: bool
     log: RunLog
+    order: Sequence[int]
     task_id: int = field(default_factory=_task_ids.__next__)
     callbacks: list[Callable[[], None]] = field(default_factory=list)
 
@@ -47,6 +49,10 @@ class Running:
     def node_set(self) -> set[Any]:
         """The same, to look things up in."""
         return set(self.nodes)
+
+    def execution_order(self) -> list[Any]:
+        """The same in the order in which they run."""
+        return [self.nodes[index - 1] for index in self.order if index]
 
     def current_node(self) -> Any:
         """The node whose hooks or function are running."""
@@ -64,6 +70,11 @@ _thread = _Thread()
 def running() -> Running | None:
     """The innermost compiled backward of the calling thread."""
     return _thread.stack[-1] if _thread.stack else None
+
+
+def depth() -> int:
+    """How many compiled backwards the calling thread is in."""
+    return len(_thread.stack)
 
 
 def leave_to_engine() -> Any:
@@ -104,9 +115,9 @@ def execute(
         surroundings = ambient()
         variant = graph.find(session.settings.key, surroundings, handover)
         if variant is None:
-            variant, variant_miss = graph.add(session.settings, surroundings, handover)
+            variant, variant_miss = _add(session, graph, surroundings, handover, log)
             reasons = reasons or [variant_miss]
-        results = variant.program.run(handover.slots(), log)
+        results = graph(handover) if variant is None else variant.program.run(handover.slots(), log)
         for callback in state.callbacks:  # one may queue another
             callback()
         return results
@@ -114,7 +125,19 @@ def execute(
         torch._C._set_grad_enabled(grad_mode)
         _thread.stack.pop()
         log.seconds["run"] = time.perf_counter() - started
-        reasons.extend(log.failures)
+        reasons.extend(failure for failure in log.failures if failure not in reasons)
         variant_missed = SHAPE_MISS if reasons or log.compiles else HIT
         outcome = variant_missed if miss is None else STRUCTURE_MISS
         session.record(Outcome(outcome, graph, tuple(reasons), log.seconds), captured, log.compiles)
+
+
+def _add(
+    session: Session, graph: CompiledGraph, surroundings: Ambient, handover: Handover, log: RunLog
+) -> tuple[Variant | None, Miss | Failure]:
+    """A new variant; or None where making one failed, and the tape graph's calls are to be run one by one."""
+    try:
+        return graph.add(session.settings, surroundings, handover)
+    except Exception as error:  # noqa: BLE001  the tape is released by now: the step must go on from the tape graph
+        failure = Failure("plan", repr(graph), f"{type(error).__name__}: {error}", "its calls run one by one")
+        log.failures.append(failure)
+        return None, failure

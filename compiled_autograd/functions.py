@@ -7,25 +7,43 @@ lifted. Everything else about it is what the user made it: identity, attributes,
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any
 from weakref import WeakKeyDictionary
 
 import torch
 
+from .hooks import Grad, unpack_hook
+
 _SAVED = "_compiled_autograd_saved"
 _classes: WeakKeyDictionary[type, type] = WeakKeyDictionary()
 
 
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A saved tensor that the user packed: unpacked each time the function asks for it, as the engine does."""
+
+    hook: Callable[[Any], Any]
+    packed: Any
+
+    def unpack(self) -> torch.Tensor:
+        """Call the user's hook."""
+        return unpack_hook(self.hook, self.packed)
+
+
 def call_backward(
-    ctx: Any, saved: Sequence[torch.Tensor | None], expected: Sequence[bool], *grads: torch.Tensor | None
-) -> list[torch.Tensor | None]:
+    ctx: Any, saved: Sequence[Grad | Packed], expected: Sequence[bool], defined: Sequence[bool], *grads: Grad
+) -> list[Grad]:
     """Run a function's ``backward`` or ``vjp``.
 
     Args:
         ctx: the function's context, an instance of a subclass of ``torch.autograd.function.BackwardCFunction``.
         saved: its saved tensors.
         expected: for each argument of ``forward``, whether it was a tensor.
+        defined: for each output of ``forward``, whether the tape leads a gradient to it. Where it does, but the
+            gradient is undefined in this backward, the function sees zeros.
         grads: for each output of ``forward``, its gradient, or None.
 
     Returns:
@@ -39,27 +57,50 @@ def call_backward(
     ctx.__dict__[_SAVED] = tuple(saved)
     ctx.__class__ = _class_with_saved(own_class)
     try:
-        results = ctx.apply(*grads)
+        results = own_class.apply(ctx, *_materialised(own_class, ctx, defined, grads))
     finally:
         ctx.__class__ = own_class
         ctx.__dict__.pop(_SAVED, None)
     return _checked(own_class.__name__, results, expected)
 
 
+def _materialised(own_class: Any, ctx: Any, defined: Sequence[bool], grads: Sequence[Grad]) -> list[Grad]:
+    """Zeros for gradients that turned out undefined; those that the capture saw as undefined it has dealt with."""
+    result = list(grads)
+    for index, (grad, known) in enumerate(zip(grads, defined, strict=True)):
+        if grad is None and known:
+            metadata = own_class._input_metadata.__get__(ctx)[index]
+            result[index] = torch.zeros(metadata.shape, dtype=metadata.dtype, device=metadata.device)
+    return result
+
+
 def _class_with_saved(own_class: type) -> type:
     made = _classes.get(own_class)
     if made is None:
-        saved = property(lambda self: self.__dict__[_SAVED])
-        body = {"saved_tensors": saved, "saved_variables": saved, "maybe_clear_saved_tensors": _clear, "__slots__": ()}
+        body = {
+            "saved_tensors": property(_saved),
+            "saved_variables": property(_saved_deprecated),
+            "maybe_clear_saved_tensors": _clear,
+            "__slots__": (),
+        }
         made = _classes[own_class] = type(own_class.__name__, (own_class,), body)
     return made
+
+
+def _saved(ctx: Any) -> tuple[Grad, ...]:
+    return tuple(value.unpack() if isinstance(value, Packed) else value for value in ctx.__dict__[_SAVED])
+
+
+def _saved_deprecated(ctx: Any) -> tuple[Grad, ...]:
+    warnings.warn("'saved_variables' is deprecated; use 'saved_tensors'", DeprecationWarning, stacklevel=2)
+    return _saved(ctx)
 
 
 def _clear(ctx: Any) -> None:
     ctx.__dict__[_SAVED] = ()
 
 
-def _checked(name: str, results: Any, expected: Sequence[bool]) -> list[torch.Tensor | None]:
+def _checked(name: str, results: Any, expected: Sequence[bool]) -> list[Grad]:
     grads = list(results) if isinstance(results, tuple) else [results]
     if len(grads) > len(expected) and all(grad is None for grad in grads[len(expected) :]):
         grads = grads[: len(expected)]

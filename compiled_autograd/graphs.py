@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -16,7 +16,7 @@ from shadow_cache import Key, Leaf, Miss, ShadowGraph, VariantKey, explain_varia
 
 from . import ir
 from .ambient import Ambient
-from .runtime import Program, RegionStep, RunLog, interpret
+from .runtime import Program, RegionStep, RunLog, interpret, kind_of_value
 from .settings import Settings
 
 # Checks type, dtype, device, layout, sizes, strides and dispatch keys of many tensors in one call; private in 2.13.
@@ -41,6 +41,15 @@ class Handover:
         return slots
 
 
+def _tensor_check(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
+    """Makes a function that says whether as many tensors have the kinds, sizes and strides that ``tensors`` have."""
+    if all(tensor.layout is torch.strided for tensor in tensors):
+        return TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+    # Asked for the strides of a sparse tensor, TensorGuards ends the process (2.13).
+    expected = [kind_of_value(tensor) for tensor in tensors]
+    return lambda *given: expected == [kind_of_value(tensor) for tensor in given]
+
+
 @dataclass(slots=True, eq=False)
 class Variant:
     """A graph made ready for one set of shapes, ambient state and settings."""
@@ -48,7 +57,7 @@ class Variant:
     key: VariantKey
     sizes: list[int]
     scalars: list[Any]
-    guards: Any
+    check: Callable[..., bool]
     program: Program
 
     def serves(self, settings: tuple[Any, ...], ambient: Ambient, handover: Handover) -> bool:
@@ -58,7 +67,7 @@ class Variant:
             and self.scalars == handover.scalars
             and self.key.ambient == ambient
             and self.key.settings == settings
-            and self.guards.check(*handover.tensors)
+            and self.check(*handover.tensors)
         )
 
     @property
@@ -100,8 +109,8 @@ class CompiledGraph:
         kinds = (handover.tensors, handover.sizes, handover.scalars, handover.objects, handover.packed)
         counts = [len(values) for values in kinds]
         program = Program(self.tape, get_backend(settings.backend), settings.passes, counts)
-        guards = TensorGuards(*handover.tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None)
-        variant = Variant(key, list(handover.sizes), list(handover.scalars), guards, program)
+        check = _tensor_check(handover.tensors)
+        variant = Variant(key, list(handover.sizes), list(handover.scalars), check, program)
         with self._lock:
             miss = explain_variant(key, [other.key for other in self.variants])
             self.variants.append(variant)

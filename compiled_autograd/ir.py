@@ -17,8 +17,11 @@ import torch
 from torch import fx
 
 from .errors import IllegalGraphError
-from .functions import call_backward
+from .functions import Packed, call_backward
 from .hooks import cpp_hook, post_accumulate_hook, post_hook, pre_hook, tensor_hook, unpack_hook
+
+PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+"""Types whose operators are the tensor's own; any other subclass may do anything."""
 
 PLACEHOLDERS = ("input", "size", "scalar", "object", "packed")
 """Kinds of placeholders: tensors, sizes (int), scalars (int or float), Python objects (a function's ``ctx``, a hook),
@@ -118,7 +121,9 @@ def zeros(size: Sequence[int], options: dict[str, Any]) -> torch.Tensor:
     return torch.zeros(size, **options)
 
 
-USERS_CODE = frozenset({call_backward, tensor_hook, cpp_hook, pre_hook, post_hook, post_accumulate_hook, unpack_hook})
+USERS_CODE = frozenset(
+    {call_backward, Packed, tensor_hook, cpp_hook, pre_hook, post_hook, post_accumulate_hook, unpack_hook}
+)
 """Calls that run what a user wrote: never traced, never moved, never run twice."""
 
 _ARITHMETIC = frozenset({operator.add, operator.sub, operator.mul, operator.floordiv, operator.mod})
@@ -151,12 +156,13 @@ RULES: dict[Any, Rule] = {
     OpaqueOp: Rule((_TENSORS, _ANYTHING), gives="list", variadic=True),
     sum_gradients: Rule((_TENSOR,), gives="tensor", variadic=True),
     accumulate_grad: Rule((_kinds("tensor"), _TENSOR, _TENSOR), gives="nothing"),
-    call_backward: Rule((_kinds("object"), _TENSORS, _TENSORS, _TENSOR), gives="list", variadic=True),
+    call_backward: Rule((_kinds("object"), _TENSORS, _TENSORS, _TENSORS, _TENSOR), gives="list", variadic=True),
     tensor_hook: Rule((_kinds("object"), _TENSOR), gives="tensor"),
     cpp_hook: Rule((_kinds("constant"), _TENSOR), gives="tensor"),
     pre_hook: Rule((_kinds("object"), _TENSORS), gives="list"),
     post_hook: Rule((_kinds("object"), _TENSORS, _TENSORS), gives="list"),
     post_accumulate_hook: Rule((_kinds("object"), _kinds("tensor")), gives="nothing"),
+    Packed: Rule((_kinds("object"), _kinds("packed")), gives="packed"),
     unpack_hook: Rule((_kinds("object"), _kinds("packed")), gives="tensor"),
     copy_slices_prologue: Rule(
         (_TENSORS, _TENSORS, _TENSORS, _SIZE, _TENSORS, _TENSORS, _SIZE),
@@ -265,9 +271,7 @@ class TapeGraph:
         """The one text form: stable, and complete but for tensors, sizes and scalars, which are no part of it."""
         lines = [f"tape graph: {len(self.calls)} nodes, {len(self.inputs)} tensors"]
         for node in self.graph.find_nodes(op="placeholder"):
-            kind, index = str(node.target).split("_")
-            if kind == "input":
-                lines.append(f"  {node.target}: {self.inputs[int(index)]}")
+            lines.extend(f"  {line}" for line in self._described(node))
         last = None
         for node, line in self._lines():
             call = node.meta.get("call")
@@ -297,13 +301,25 @@ class TapeGraph:
                 yield node, f"{names[node]} = {target_name(node)}({arguments})"
 
     def structure(self) -> list[tuple[str, ...]]:
-        """The key parts of each node of the tape, in the order of :meth:`readable`: what two equal tapes share."""
+        """The key parts of each node of the tape, in the order of the engine's walk, and of its end.
+
+        A lifted tensor is described where it is first used, so that tapes share their keys as far as they agree.
+        """
         parts: dict[int, list[str]] = {call.index: [call.name] for call in self.calls}
+        described: set[fx.Node] = set()
+        end: list[str] = [f"accumulates={self.accumulates}"]
         for node, line in self._lines():
-            parts[node.meta.get("call", 0)].append(line)
-        parts[0].append(f"accumulates={self.accumulates}")
-        parts[0].extend(self.inputs)
-        return [tuple(part) for part in parts.values()]
+            part = parts[node.meta["call"]] if "call" in node.meta else end
+            part.append(line)
+            for source in node.all_input_nodes:
+                if source.op == "placeholder" and source not in described:
+                    described.add(source)
+                    part.extend(self._described(source))
+        return [*map(tuple, (parts[call.index] for call in self.calls)), ("end", *end)]
+
+    def _described(self, placeholder: fx.Node) -> list[str]:
+        kind, index = str(placeholder.target).split("_")
+        return [f"{placeholder.target}: {self.inputs[int(index)]}"] if kind == "input" else []
 
     def to_networkx(self) -> nx.DiGraph:
         """The tape as a directed graph: nodes are indices into ``calls``; edges go along the flow of gradients.

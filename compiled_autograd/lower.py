@@ -58,8 +58,8 @@ def lower(
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     tensors = [index for index, value in enumerate(given) if isinstance(value, torch.Tensor)]
-    examples = [mode.from_tensor(given[index], static_shapes=True) for index in tensors]
-    leaves = {call: mode.from_tensor(leaf, static_shapes=True) for call, leaf in fresh_leaves.items()}
+    examples = [mode.from_tensor(given[index].detach(), static_shapes=True) for index in tensors]
+    leaves = {call: mode.from_tensor(leaf.detach(), static_shapes=True) for call, leaf in fresh_leaves.items()}
     inside = set(region.nodes)
     value_positions: dict[fx.Node, int | None] = {}
     leaf_positions: dict[fx.Node, int | None] = {}

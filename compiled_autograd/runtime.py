@@ -7,7 +7,6 @@ each value that steps hand on; a slot is emptied after its last use, so that mem
 
 from __future__ import annotations
 
-import copy
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -21,7 +20,7 @@ from backends import Backend
 from shadow_cache import Failure
 
 from . import ir
-from .accumulate import accumulate
+from .accumulate import accumulate, stealable
 from .errors import UntraceableError
 from .lower import Lowered, lower
 from .partition import Opaque, Region, Step, cut, partition
@@ -164,7 +163,7 @@ class Program:
                     continue
             elif isinstance(step, OpaqueStep):
                 log.call = step.node.meta["call"]
-                _run_opaque(step, slots)
+                _run_opaque(step, slots, self.tape.calls[log.call].name)
             else:
                 _run_accumulate(step, slots)
             for slot in step.drops:
@@ -173,7 +172,7 @@ class Program:
         return [None if slot is None else slots[slot] for slot in self._outputs]
 
     def _run_region(self, step: RegionStep, slots: Slots, log: RunLog) -> None:
-        key = tuple([_kind_of_value(slots[slot]) for slot in step.handed_on])
+        key = tuple([kind_of_value(slots[slot]) for slot in step.handed_on])
         if key not in step.compiled:
             with _COMPILING:
                 if key not in step.compiled:
@@ -211,7 +210,7 @@ class Program:
         arguments = [step.inputs[index] for index in lowered.tensors]
         tensors = [slots[slot] for slot in arguments]
         try:
-            aten = fx.GraphModule(lowered.graph_module, copy.copy(lowered.graph_module.graph))
+            aten = _copy(lowered.graph_module)
             call = self.backend.compile(lowered.graph_module, lowered.examples)
             results = _call(call, list(tensors))
         except Exception as error:  # noqa: BLE001  whatever a backend throws, the step goes on
@@ -236,6 +235,9 @@ class Program:
 
     def _lower(self, step: RegionStep, slots: Slots) -> Lowered:
         given = [slots[slot] for slot in step.inputs]
+        for value in given:
+            if isinstance(value, torch.Tensor) and type(value) not in ir.PLAIN_TENSORS:
+                raise TypeError(f"tensor subclass {type(value).__name__}: its operators may do anything")
         leaves = {call: slots[self._slot_of[call.args[0]]] for call in step.fresh}  # type: ignore[index]
         lowered = lower(step.region, given, leaves, self.backend.decompositions())
         for each in self.passes:
@@ -301,8 +303,8 @@ def _running_sums(counts: Sequence[int]) -> list[int]:
     return [sum(counts[:index]) for index in range(len(counts))]
 
 
-def _kind_of_value(value: Any) -> Any:
-    """What a compiled region depends on, of a value that an earlier step made."""
+def kind_of_value(value: Any) -> Any:
+    """What compiled code depends on, of one of its inputs."""
     if not isinstance(value, torch.Tensor):
         return value
     stride = value.stride() if value.layout is torch.strided else None
@@ -325,7 +327,7 @@ def _not_owned(results: Sequence[Any], fresh: Sequence[int], arguments: Sequence
 def _memory(value: Any) -> int | None:
     if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or value.numel() == 0:
         return None
-    if value._is_zerotensor():  # zeros without memory
+    if type(value) not in ir.PLAIN_TENSORS or value._is_zerotensor():  # zeros without memory
         return None
     return value.untyped_storage().data_ptr()
 
@@ -335,6 +337,16 @@ def _call(call: Callable[[list[Any]], Sequence[Any]], arguments: list[Any]) -> S
         with torch._C._DisableAutocast():  # the graph has its casts in it
             return call(arguments)
     return call(arguments)
+
+
+def _copy(graph_module: fx.GraphModule) -> fx.GraphModule:
+    """The graph as it is now, without the fake tensors in its nodes; backends change the one that they get."""
+    graph = fx.Graph()
+    output = graph.graph_copy(graph_module.graph, {})
+    graph.output(output)
+    for node in graph.nodes:
+        node.meta = {}
+    return fx.GraphModule(graph_module, graph)
 
 
 def _failure(stage: str, backend: str, region: Region, error: Exception) -> Failure:
@@ -351,13 +363,27 @@ def _interpret(step: RegionStep, slots: Slots) -> None:
         slots[slot] = known[node]
 
 
-def _run_opaque(step: OpaqueStep, slots: Slots) -> None:
+def _run_opaque(step: OpaqueStep, slots: Slots, name: str) -> None:
     arguments = _filled(step.arguments, slots)
-    result = step.node.target(*arguments)  # type: ignore[operator]
+    try:
+        result = step.node.target(*arguments)  # type: ignore[operator]
+    except RuntimeError as error:
+        raise _in_eagers_words(error, name) from error.__cause__
     for slot, index in step.items:
         slots[slot] = result[index]
     if step.result is not None:
         slots[step.result] = result
+
+
+_TRACING = "[Compiled Autograd Tracing:]"
+
+
+def _in_eagers_words(error: RuntimeError, name: str) -> RuntimeError:
+    """``validate_outputs`` of the seam words its errors for itself; the engine names the node instead."""
+    text = str(error)
+    if not text.startswith(_TRACING):
+        return error
+    return RuntimeError(f"Function {name} returned an {text.removeprefix(_TRACING)}")
 
 
 def _filled(template: Any, slots: Slots) -> Any:
@@ -371,11 +397,15 @@ def _filled(template: Any, slots: Slots) -> Any:
 def _run_accumulate(step: AccumulateStep, slots: Slots) -> None:
     leaves, grads, owned = [], [], []
     for leaf, own, shared in zip(step.leaves, step.owned, step.shared, strict=True):
-        grad = slots[own]
+        grad, own_grad = slots[own], slots[own] is not None
+        if grad is None:
+            grad = slots[shared]
+            slots[shared] = None
+            own_grad = grad is not None and stealable(grad, slots[leaf])
+        slots[own] = None
         leaves.append(slots[leaf])
-        owned.append(grad is not None)
-        grads.append(slots[shared] if grad is None else grad)
-        slots[own] = slots[shared] = None
+        owned.append(own_grad)
+        grads.append(grad)
     accumulate(leaves, grads, owned)
 
 

@@ -10,7 +10,7 @@ from typing import Any
 from .errors import InvalidSettingError, SettingNotBuiltError, UnknownSettingError
 
 PREFIX = "COMPILED_AUTOGRAD_"
-_WORDS: dict[str, Any] = {"none": None, "": None, "true": True, "1": True, "false": False, "0": False}
+_WORDS: dict[str, Any] = {"none": None, "true": True, "1": True, "false": False, "0": False}
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +36,7 @@ _FROM_ENVIRONMENT = tuple(name for name in _NAMES if name != "passes")
 
 
 def resolve(given: Mapping[str, Any], environ: Mapping[str, str] | None = None) -> Settings:
-    """Settings from keyword arguments, else from ``COMPILED_AUTOGRAD_<NAME>``, else the defaults.
+    """Settings from keyword arguments, else from ``COMPILED_AUTOGRAD_<NAME>`` (where not empty), else the defaults.
 
     Raises:
         UnknownSettingError: a keyword, or a variable with our prefix, that names no setting.
@@ -54,7 +54,7 @@ def resolve(given: Mapping[str, Any], environ: Mapping[str, str] | None = None) 
         name = variable[len(PREFIX) :].lower()
         if name not in _FROM_ENVIRONMENT:
             raise UnknownSettingError(variable, (PREFIX + known.upper() for known in _FROM_ENVIRONMENT))
-        if name not in given:
+        if name not in given and text:
             values[name] = _check(name, _WORDS.get(text.lower(), text), variable)
     for name, value in given.items():
         values[name] = _check(name, value, "enable()")
@@ -72,7 +72,7 @@ def _backend(value: Any, where: str) -> Any:
 
 
 def _dynamic(value: Any, where: str) -> Any:
-    if value not in (None, True, False):
+    if value is not None and not isinstance(value, bool):
         raise InvalidSettingError("dynamic", value, "None, True or False", where)
     if value is True:
         raise SettingNotBuiltError("dynamic", value, "dynamic=None or False: each set of shapes is compiled by itself")
@@ -95,7 +95,7 @@ def _on_unsupported(value: Any, where: str) -> Any:
 
 
 def _check_setting(value: Any, where: str) -> Any:
-    if value not in (True, False):
+    if not isinstance(value, bool):
         raise InvalidSettingError("check", value, "True or False", where)
     if value:
         raise SettingNotBuiltError("check", value, "check=False")

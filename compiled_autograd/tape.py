@@ -59,7 +59,9 @@ def walk(
         _arrive(root, waits, wanted, worklist)
     while worklist:
         node = worklist.pop()
-        found.append(Visited(node, node.name().rpartition("::")[2], node._sequence_nr()))
+        # Asked of the type: a function's context may have attributes of these names.
+        name, sequence = type(node).name(node), type(node)._sequence_nr(node)
+        found.append(Visited(node, name.rpartition("::")[2], sequence))
         for following, _ in node.next_functions:
             if following is not None:
                 _arrive(following, waits, wanted, worklist)
@@ -114,17 +116,22 @@ def _leading_to(targets: set[int], roots: Sequence[Any]) -> set[Any]:
     return wanted
 
 
-def annotate(calls: Sequence[ir.TapeCall], visited: Sequence[Visited]) -> bool:
-    """Join what was read to what the engine reported; False, and nothing joined, where the two do not agree."""
+def join_sequence(calls: Sequence[ir.TapeCall], visited: Sequence[Visited]) -> bool:
+    """Join sequence numbers to what the engine reported; False, and nothing joined, where the two do not agree."""
     if len(calls) != len(visited) + 1 or any(a.name != b.name for a, b in zip(calls[1:], visited, strict=True)):
         return False
-    names = parameter_names() if any(each.name == LEAF for each in visited) else {}
     for call, each in zip(calls[1:], visited, strict=True):
         call.sequence = each.sequence
+    return True
+
+
+def join_names(calls: Sequence[ir.TapeCall], visited: Sequence[Visited]) -> None:
+    """Join parameters' names and source lines, after :func:`join_sequence` has found that the two agree."""
+    names = parameter_names() if any(each.name == LEAF for each in visited) else {}
+    for call, each in zip(calls[1:], visited, strict=True):
         if each.name == LEAF:
             call.parameter = names.get(id(each.node.variable))
         call.source = source_line(each.node)
-    return True
 
 
 def parameter_names() -> dict[int, str]:

@@ -7,6 +7,7 @@ settings that was met. What a variant holds is the caller's: this package knows 
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
@@ -32,12 +33,10 @@ class VariantKey:
 
 @dataclass(slots=True)
 class Leaf(Generic[P]):
-    """A structure: its number, the number of keys it has, what the caller keeps for it, and its variants."""
+    """A structure: its number, which no other structure of the process ever has, and what the caller keeps for it."""
 
     number: int
-    depth: int
     payload: P
-    variants: list[Any] = field(default_factory=list)
 
 
 @dataclass(slots=True)
@@ -52,6 +51,7 @@ class ShadowGraph(Generic[P]):
     def __init__(self) -> None:
         self._root = _TrieNode()
         self._leaves: list[Leaf[P]] = []
+        self._numbers = itertools.count()
         self._lock = threading.Lock()
 
     def find(self, keys: Sequence[Key]) -> tuple[Leaf[P] | None, Miss | None]:
@@ -74,7 +74,7 @@ class ShadowGraph(Generic[P]):
             for key in keys:
                 node = node.children.setdefault(key, _TrieNode())
             if node.leaf is None:
-                node.leaf = Leaf(len(self._leaves), len(keys), payload)
+                node.leaf = Leaf(next(self._numbers), payload)
                 self._leaves.append(node.leaf)
             return node.leaf
 
@@ -108,11 +108,16 @@ def _agreement(one: Key, other: Key) -> int:
     return sum(a == b for a, b in zip(one, other, strict=False))
 
 
+def _nearness(other: VariantKey, key: VariantKey) -> tuple[bool, bool, int]:
+    same_sizes = sum(a == b for a, b in zip(other.sizes, key.sizes, strict=False))
+    return (other.settings == key.settings, other.ambient == key.ambient, same_sizes)
+
+
 def explain_variant(key: VariantKey, known: Sequence[VariantKey]) -> Miss:
     """Why none of ``known`` serves ``key``: compared with the nearest of them."""
     if not known:
         return Miss("first_seen")
-    nearest = max(known, key=lambda other: (other.settings == key.settings, other.ambient == key.ambient))
+    nearest = max(known, key=lambda other: _nearness(other, key))
     if nearest.settings != key.settings:
         return Miss("backend_or_settings", old=str(nearest.settings), new=str(key.settings))
     for (name, old), (_, new) in zip(nearest.ambient, key.ambient, strict=True):

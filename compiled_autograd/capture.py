@@ -79,6 +79,7 @@ class Capture:
         self.accumulates = True
         self.needs_engine = False
         self._unusual: list[int] = []
+        self._leaves: list[fx.Node] = []
         self._placeholders: dict[str, fx.Node] = {}
         self._last_placeholder: fx.Node | None = None
         self._values: dict[int, fx.Node | tuple[fx.Node, int]] = {}
@@ -176,7 +177,7 @@ class Capture:
     ) -> torch.Tensor:
         """A leaf is reached. The engine then takes the result for the leaf's new ``.grad``."""
         if grad is not None:
-            self._call(ir.accumulate_grad, (variable, variable_grad, grad))
+            self._leaves.append(self._call(ir.accumulate_grad, (variable, variable_grad, grad)))
         return self._blank()
 
     @_keeps_failures
@@ -251,6 +252,9 @@ class Capture:
     def post_hook(self, outputs: list[Any], grads: Sequence[Any], hook: int) -> list[Any]:
         """A hook that sees what a node gave and what it got."""
         node = self._call(ir.post_hook, (self._placeholder("object", hook), list(outputs), list(grads)))
+        reached = [each for each in self._leaves if each.meta["call"] == node.meta["call"]]
+        if reached:  # of a leaf, the engine does not say what it got
+            node.update_arg(2, [reached[0]])
         return self._replaced(node, outputs)
 
     def _replaced(self, node: fx.Node, before: Sequence[Any]) -> list[torch.Tensor | None]:

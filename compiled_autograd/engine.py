@@ -78,7 +78,13 @@ class _Capturing:
         log = RunLog(seconds={"capture": time.perf_counter() - self.started})
         checkpoint_valid = call.accumulate_grad and not call.inputs
         state = Running(
-            call.outputs, call.inputs, call.keep_graph, checkpoint_valid, log, self.handover.graph.tape.order
+            call.outputs,
+            call.inputs,
+            call.accumulate_grad,
+            call.keep_graph,
+            checkpoint_valid,
+            log,
+            self.handover.graph.tape.order,
         )
         return execute(self.session, state, self.handover, self.miss, self.capture is not None)
 
@@ -128,7 +134,7 @@ _ANSWERS: dict[str, Callable[..., Any]] = {
     "_autograd._get_current_graph_task_keep_graph": lambda state: state.keep_graph,
     "_current_graph_task_execution_order": lambda state: state.execution_order(),
     "_current_autograd_node": lambda state: state.current_node(),
-    "_will_engine_execute_node": lambda state, node: node in state.node_set,
+    "_will_engine_execute_node": lambda state, node: state.will_execute(node),
 }
 """Questions about the backward that is under way, which Python asks of ``torch._C``: checkpointing, hooks over several
 gradients, FSDP."""

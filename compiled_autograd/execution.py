@@ -33,6 +33,7 @@ class Running:
 
     outputs: Sequence[Any]
     inputs: Sequence[Any]
+    accumulates: bool
     keep_graph: bool
     checkpoint_valid: bool
     log: RunLog
@@ -51,8 +52,22 @@ class Running:
         return set(self.nodes)
 
     def execution_order(self) -> list[Any]:
-        """The same in the order in which they run."""
+        """The same in the order in which they run; like the engine, only with multithreading off."""
+        if torch._C._is_multithreading_enabled():
+            raise RuntimeError(
+                "_current_graph_task_execution_order expects the current backward to be executed with multithreading "
+                "disabled, e.g. by running torch.autograd.set_multithreading_enabled(False)"
+            )
         return [self.nodes[index - 1] for index in self.order if index]
+
+    def will_execute(self, node: Any) -> bool:
+        """Whether a node runs in this backward."""
+        if not self.accumulates and type(node).name(node).endswith(tape.LEAF):
+            raise RuntimeError(
+                "A leaf node was passed to _will_engine_execute_node but we are currently running autograd.grad(). "
+                "This is currently not supported."
+            )
+        return node in self.node_set
 
     def current_node(self) -> Any:
         """The node whose hooks or function are running."""
@@ -109,6 +124,7 @@ def execute(
     reasons: list[Miss | Failure] = [] if miss is None else [miss]
     started = time.perf_counter()
     _thread.stack.append(state)
+    saved_hooks = _saved_tensor_hooks()
     grad_mode = torch.is_grad_enabled()
     torch._C._set_grad_enabled(False)
     try:
@@ -123,12 +139,35 @@ def execute(
         return results
     finally:
         torch._C._set_grad_enabled(grad_mode)
+        _restore_saved_tensor_hooks(saved_hooks)
         _thread.stack.pop()
         log.seconds["run"] = time.perf_counter() - started
         reasons.extend(failure for failure in log.failures if failure not in reasons)
         variant_missed = SHAPE_MISS if reasons or log.compiles else HIT
         outcome = variant_missed if miss is None else STRUCTURE_MISS
         session.record(Outcome(outcome, graph, tuple(reasons), log.seconds), captured, log.compiles)
+
+
+def _saved_tensor_hooks() -> list[Any]:
+    """The thread's saved-tensor hooks, outermost first. What users' code does to them ends with the backward."""
+    hooks = []
+    while (top := torch._C._autograd._top_saved_tensors_default_hooks(True)) is not None:
+        hooks.append(top)
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+    hooks.reverse()
+    for pair in hooks:
+        torch._C._autograd._push_saved_tensors_default_hooks(*pair)
+    return hooks
+
+
+def _restore_saved_tensor_hooks(hooks: list[Any]) -> None:
+    now = _saved_tensor_hooks()
+    if now == hooks:
+        return
+    for _ in now:
+        torch._C._autograd._pop_saved_tensors_default_hooks()
+    for pair in hooks:
+        torch._C._autograd._push_saved_tensors_default_hooks(*pair)
 
 
 def _add(

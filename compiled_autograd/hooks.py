@@ -38,8 +38,13 @@ def post_hook(hook: Callable[..., Any], outputs: Sequence[Grad], inputs: Sequenc
 
 
 def post_accumulate_hook(hook: Callable[[torch.Tensor], Any], leaf: torch.Tensor) -> None:
-    """``Tensor.register_post_accumulate_grad_hook``: sees the leaf, whose ``.grad`` is new; its result is ignored."""
-    hook(leaf)
+    """``Tensor.register_post_accumulate_grad_hook``: sees the leaf, whose ``.grad`` is new, and has nothing to give."""
+    result = hook(leaf)
+    if result is None or result is leaf:
+        return
+    if not isinstance(result, torch.Tensor):
+        raise TypeError(f"expected Variable, but hook returned '{type(result).__name__}'")
+    raise RuntimeError("Tensor post accumulate grad hooks should return None.")
 
 
 def unpack_hook(hook: Callable[[Any], Any], packed: Any) -> torch.Tensor:

@@ -66,8 +66,11 @@ def sum_gradients(*gradients: torch.Tensor | None) -> torch.Tensor | None:
     return total
 
 
-def accumulate_grad(variable: torch.Tensor, old: torch.Tensor | None, gradient: torch.Tensor | None) -> None:
-    """Vocabulary only: :mod:`compiled_autograd.accumulate` does it for all leaves of a region at once."""
+def accumulate_grad(leaf: torch.Tensor, old: torch.Tensor | None, gradient: torch.Tensor | None) -> torch.Tensor:
+    """Vocabulary only: :mod:`compiled_autograd.accumulate` does it for all leaves of a region at once.
+
+    Gives the gradient, which is what the leaf keeps if it can.
+    """
     raise NotImplementedError
 
 
@@ -155,7 +158,7 @@ _ANYTHING = _kinds("tensor", "none", "size", "scalar", "constant", "list")
 RULES: dict[Any, Rule] = {
     OpaqueOp: Rule((_TENSORS, _ANYTHING), gives="list", variadic=True),
     sum_gradients: Rule((_TENSOR,), gives="tensor", variadic=True),
-    accumulate_grad: Rule((_kinds("tensor"), _TENSOR, _TENSOR), gives="nothing"),
+    accumulate_grad: Rule((_kinds("tensor"), _TENSOR, _TENSOR), gives="tensor"),
     call_backward: Rule((_kinds("object"), _TENSORS, _TENSORS, _TENSORS, _TENSOR), gives="list", variadic=True),
     tensor_hook: Rule((_kinds("object"), _TENSOR), gives="tensor"),
     cpp_hook: Rule((_kinds("constant"), _TENSOR), gives="tensor"),

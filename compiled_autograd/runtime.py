@@ -395,18 +395,25 @@ def _filled(template: Any, slots: Slots) -> Any:
 
 
 def _run_accumulate(step: AccumulateStep, slots: Slots) -> None:
-    leaves, grads, owned = [], [], []
+    leaves: list[torch.Tensor] = []
+    grads: list[torch.Tensor | None] = []
     for leaf, own, shared in zip(step.leaves, step.owned, step.shared, strict=True):
-        grad, own_grad = slots[own], slots[own] is not None
-        if grad is None:
-            grad = slots[shared]
-            slots[shared] = None
-            own_grad = grad is not None and stealable(grad, slots[leaf])
-        slots[own] = None
-        leaves.append(slots[leaf])
-        owned.append(own_grad)
-        grads.append(grad)
-    accumulate(leaves, grads, owned)
+        grad = slots[own]
+        if grad is not None:
+            if own in step.drops:
+                slots[own] = None
+            leaves.append(slots[leaf])
+            grads.append(grad)
+            continue
+        grad = slots[shared]
+        if grad is not None:
+            if shared in step.drops:  # else a later step needs it, and that reference keeps the leaf from stealing it
+                slots[shared] = None
+            can_keep = stealable(grad, slots[leaf])
+            accumulate([slots[leaf]], [grad], [can_keep])
+            if own not in step.drops:  # a hook of the leaf's node sees what the leaf may have kept
+                slots[own] = grad
+    accumulate(leaves, grads, [True] * len(leaves))
 
 
 def interpret(tape: ir.TapeGraph, given: Mapping[str, Sequence[Any]]) -> list[torch.Tensor | None]:

@@ -1,7 +1,8 @@
 """A pytest plugin that runs each test inside one of the engines, and writes what became of its backwards.
 
 ``CONFORMANCE_ENGINE`` names the engine: ``eager``, ``torch`` (PyTorch's own compiled autograd) or ``ours:<backend>``.
-``CONFORMANCE_RESULT`` names the file to which a line of JSON is added for each test.
+``CONFORMANCE_RESULT`` names the file to which lines of JSON are added, one when a test starts and one when it ends; a
+test that is in it already is not run again, so that after a crash the rest can be run.
 """
 
 from __future__ import annotations
@@ -17,10 +18,7 @@ from typing import Any
 import pytest
 import torch
 
-
-@contextlib.contextmanager
-def _eager() -> Iterator[None]:
-    yield None
+_records = pytest.StashKey[dict[str, Any]]()
 
 
 @contextlib.contextmanager
@@ -43,16 +41,32 @@ def _ours(backend: str) -> Iterator[Any]:
 
 def _engine() -> contextlib.AbstractContextManager[Any]:
     name, _, backend = os.environ["CONFORMANCE_ENGINE"].partition(":")
-    return {"eager": _eager, "torch": _torch}[name]() if name != "ours" else _ours(backend)
+    if name == "ours":
+        return _ours(backend)
+    return _torch() if name == "torch" else contextlib.nullcontext()
 
 
-_records = pytest.StashKey[dict[str, Any]]()
+def _write(record: dict[str, Any]) -> None:
+    with Path(os.environ["CONFORMANCE_RESULT"]).open("a") as file:
+        file.write(json.dumps(record) + "\n")
+
+
+def _name(item: pytest.Item) -> str:
+    return item.nodeid.partition("::")[2]
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """Leave out what was run before a crash."""
+    result = Path(os.environ["CONFORMANCE_RESULT"])
+    done = {json.loads(line)["test"] for line in result.read_text().splitlines()} if result.exists() else set()
+    items[:] = [item for item in items if _name(item) not in done]
 
 
 @pytest.hookimpl(wrapper=True)
 def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
     """Run one test inside the engine."""
-    record = item.stash[_records] = {"test": item.nodeid.partition("::")[2]}
+    record = item.stash[_records] = {"test": _name(item)}
+    _write({**record, "outcome": "crashed"})
     started = time.perf_counter()
     with _engine() as session:
         try:
@@ -70,7 +84,5 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[None]) ->
     report = yield
     if call.when == "call":
         error = "" if call.excinfo is None else call.excinfo.exconly()[:600]
-        record = {**item.stash[_records], "outcome": report.outcome, "error": error}
-        with Path(os.environ["CONFORMANCE_RESULT"]).open("a") as file:
-            file.write(json.dumps(record) + "\n")
+        _write({**item.stash[_records], "outcome": report.outcome, "error": error})
     return report

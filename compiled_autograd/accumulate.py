@@ -52,13 +52,23 @@ def stealable(grad: torch.Tensor, leaf: torch.Tensor) -> bool:
 
     To be called with the one reference to ``grad`` that the caller has.
     """
-    if type(grad) is not torch.Tensor or not obeys_layout(grad, leaf):
+    sparse = grad.layout is torch.sparse_coo
+    if type(grad) is not torch.Tensor or not (sparse or obeys_layout(grad, leaf)):
         return False
     held_in_cpp = grad._use_count() > 1  # type: ignore[attr-defined]
     if sys.getrefcount(grad) > _OUR_REFERENCES or held_in_cpp or grad.requires_grad:
         return False
+    if sparse:
+        return grad._indices().is_contiguous() and grad._values().is_contiguous()
     # Two: the tensor's own, and that of the storage object that is made to ask.
     return torch._C._storage_Use_Count(grad.untyped_storage()._cdata) <= 2
+
+
+def _kept(grad: torch.Tensor) -> torch.Tensor:
+    """What a leaf's ``.grad`` becomes; of a sparse gradient, which cannot be detached, another tensor of the same parts."""
+    if grad.layout is not torch.sparse_coo:
+        return grad
+    return torch._sparse_coo_tensor_unsafe(grad._indices(), grad._values(), grad.shape)
 
 
 def accumulate(leaves: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None], owned: Sequence[bool]) -> None:
@@ -76,7 +86,7 @@ def accumulate(leaves: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | No
             continue
         old = leaf.grad
         if old is None:
-            leaf.grad = grad if own else own_copy(grad, leaf)
+            leaf.grad = _kept(grad) if own else own_copy(grad, leaf)
         elif old.layout is not torch.strided and grad.layout is torch.strided:
             leaf.grad = grad + old
         else:

@@ -29,6 +29,8 @@ class Lowered:
             output, or None where the gradient is undefined.
         leaves: for each fresh leaf's ``accumulate_grad`` call, the index into the graph's output of a gradient that
             the leaf can keep as it is, or None where it is undefined.
+        passed: for the others, the index into ``region.inputs`` of what an earlier step made, and goes to the leaf as
+            it is; whether the leaf can keep it is known only when it is there.
     """
 
     graph_module: fx.GraphModule
@@ -36,6 +38,7 @@ class Lowered:
     tensors: list[int]
     values: dict[fx.Node, int | None]
     leaves: dict[fx.Node, int | None]
+    passed: dict[fx.Node, int]
 
 
 def lower(
@@ -63,6 +66,7 @@ def lower(
     inside = set(region.nodes)
     value_positions: dict[fx.Node, int | None] = {}
     leaf_positions: dict[fx.Node, int | None] = {}
+    passed: dict[fx.Node, int] = {}
 
     def run(*fakes: torch.Tensor) -> list[Any]:
         known: dict[fx.Node, Any] = dict(zip(region.inputs, given, strict=True))
@@ -75,6 +79,10 @@ def lower(
         taken = {_storage(tensor) for tensor in (*fakes, *results)}
         for call, leaf in leaves.items():
             grad = known[call.args[2]]  # type: ignore[index]
+            source = next((index for index, fake in zip(tensors, fakes, strict=True) if fake is grad), None)
+            if source is not None and region.inputs[source].op != "placeholder":
+                passed[call] = source
+                continue
             if grad is not None and (_storage(grad) in taken or not obeys_layout(grad, leaf)):
                 grad = own_copy(grad, leaf)  # one more operator of the graph, which a backend can fuse
             leaf_positions[call] = _append(results, grad)
@@ -88,7 +96,7 @@ def lower(
             graph_module = _trace(torch.func.functionalize(graph_module, remove="mutations"), None, examples)
     graph_module.graph.eliminate_dead_code()
     graph_module.recompile()
-    return Lowered(graph_module, examples, tensors, value_positions, leaf_positions)
+    return Lowered(graph_module, examples, tensors, value_positions, leaf_positions, passed)
 
 
 def _append(results: list[torch.Tensor], value: torch.Tensor | None) -> int | None:

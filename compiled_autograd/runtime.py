@@ -52,7 +52,8 @@ class Specialised:
         call: what it made of it.
         arguments: slots of the tensors that it takes.
         results: slots, and the outputs that go into them.
-        copied: the same for outputs of which a copy goes there, since the backend gave them in shared memory.
+        passed: slots, and those of values that go there as they are.
+        copied: as ``results``, for outputs that the backend gave in memory that something else sees: copies go there.
     """
 
     aten: fx.GraphModule
@@ -60,6 +61,7 @@ class Specialised:
     arguments: list[int]
     results: list[tuple[int, int]]
     copied: list[tuple[int, int]]
+    passed: list[tuple[int, int]]
 
 
 @dataclass(slots=True, eq=False)
@@ -183,6 +185,8 @@ class Program:
             _interpret(step, slots)
             return
         arguments = [slots[slot] for slot in compiled.arguments]
+        for to, source in compiled.passed:
+            slots[to] = slots[source]
         for slot in step.drops:
             slots[slot] = None
         results = _call(compiled.call, arguments)
@@ -222,6 +226,12 @@ class Program:
         log.compiles += 1
         values = [(self._slot_of[node], index) for node, index in lowered.values.items() if index is not None]
         fresh = [(step.fresh[call], index) for call, index in lowered.leaves.items() if index is not None]
+        passed = [
+            (self._slot(call.args[2]), step.inputs[index])  # type: ignore[arg-type]
+            for call, index in lowered.passed.items()
+        ]
+        for to, source in passed:
+            slots[to] = slots[source]
         shared = _not_owned(results, [index for _, index in fresh], tensors)
         for slot, index in values + fresh:
             slots[slot] = results[index].clone() if index in shared else results[index]
@@ -231,6 +241,7 @@ class Program:
             arguments,
             values + [(slot, index) for slot, index in fresh if index not in shared],
             [(slot, index) for slot, index in fresh if index in shared],
+            passed,
         )
 
     def _lower(self, step: RegionStep, slots: Slots) -> Lowered:

@@ -65,7 +65,7 @@ def stealable(grad: torch.Tensor, leaf: torch.Tensor) -> bool:
 
 
 def _kept(grad: torch.Tensor) -> torch.Tensor:
-    """What becomes ``.grad``: a sparse gradient cannot be detached, so of one it is another tensor of the same parts."""
+    """What becomes ``.grad``: of a sparse gradient, which cannot be detached, another tensor of the same parts."""
     if grad.layout is not torch.sparse_coo:
         return grad
     return torch.sparse_coo_tensor(grad._indices(), grad._values(), grad.shape, check_invariants=False)

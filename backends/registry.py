@@ -7,6 +7,7 @@ group ``compiled_autograd.backends``, and last among ``torch._dynamo.list_backen
 from __future__ import annotations
 
 import importlib
+import inspect
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from importlib.metadata import entry_points
@@ -45,18 +46,35 @@ class FunctionBackend:
         return getattr(self.function, "decompositions", None)
 
     def compile(self, graph_module: fx.GraphModule, example_inputs: Sequence[torch.Tensor]) -> Compiled:
-        """Call the function; what it gives is called with its arguments one by one, as ``torch.compile`` would."""
+        """Call the function; what it gives takes its arguments one by one, as ``torch.compile`` calls it.
+
+        Where it has an attribute ``_boxed_call`` and takes one argument, it gets them in a list that it empties.
+        """
         compiled = self.function(graph_module, list(example_inputs))
         if not callable(compiled):
             raise TypeError(f"backend {self.name!r} gave a {type(compiled).__name__}, which cannot be called")
+        return compiled if _is_boxed(compiled) else _Unboxed(compiled)
 
-        def unboxed(arguments: list[Any]) -> Sequence[Any]:
-            given = tuple(arguments)
-            arguments.clear()
-            outputs = compiled(*given)
-            return outputs if isinstance(outputs, (list, tuple)) else [outputs]
 
-        return unboxed
+class _Unboxed:
+    """Calls a function with the arguments of a list."""
+
+    keeps_inputs = True
+
+    def __init__(self, function: Callable[..., Any]) -> None:
+        self.function = function
+
+    def __call__(self, arguments: list[Any]) -> Sequence[Any]:
+        outputs = self.function(*arguments)
+        return outputs if isinstance(outputs, (list, tuple)) else [outputs]
+
+
+def _is_boxed(function: Callable[..., Any]) -> bool:
+    """AOTAutograd marks functions that take ``*args`` as boxed too, so the mark alone says nothing (2.13)."""
+    if not getattr(function, "_boxed_call", False):
+        return False
+    code = getattr(function, "__code__", None)
+    return code is not None and not code.co_flags & inspect.CO_VARARGS and code.co_argcount == 1
 
 
 def list_backends() -> list[str]:

@@ -78,7 +78,9 @@ class Capture:
         self.inputs: list[str] = []
         self.accumulates = True
         self.needs_engine = False
+        self.reporting = False
         self._unusual: list[int] = []
+        self._view: tuple[Any, ...] = ()
         self._leaves: list[fx.Node] = []
         self._placeholders: dict[str, fx.Node] = {}
         self._last_placeholder: fx.Node | None = None
@@ -119,7 +121,9 @@ class Capture:
     def set_node_origin(self, name: str, index: int, function: Any) -> None:
         """The engine comes to node ``index`` of its walk: a safe point."""
         self._leave_mode()
+        self.reporting = False
         self._raise_failure()
+        self.reporting = True
         self.calls.append(ir.TapeCall(index, name.rpartition("::")[2]))
         if function is not None:
             # Before it reports a Python function, the engine makes zeros for undefined gradients.
@@ -204,6 +208,8 @@ class Capture:
     @_keeps_failures
     def call_copy_slices_prologue(self, *args: Any) -> list[torch.Tensor]:
         """The first half of a write into a view."""
+        _, _, _, base_offset, sizes, strides, offset = args
+        self._view = (sizes, strides, offset, base_offset)
         return self._results(self._call(ir.copy_slices_prologue, args), 3)
 
     @_keeps_failures
@@ -211,7 +217,7 @@ class Capture:
         self, needs_input_grad: Sequence[bool], result: Any, inner: Sequence[Any], grad_slice: Any
     ) -> list[torch.Tensor]:
         """The second half of a write into a view."""
-        node = self._call(ir.copy_slices_epilogue, (list(needs_input_grad), result, list(inner), grad_slice))
+        node = self._call(ir.copy_slices_epilogue, (list(needs_input_grad), result, list(inner), *self._view))
         return self._results(node, len(needs_input_grad))
 
     def refuse(self, what: str) -> None:
@@ -276,6 +282,7 @@ class Capture:
     def end_capture(self, outputs: Sequence[Any]) -> tuple[Callable[..., Any], Any]:
         """Every node has reported: the last safe point, after which the engine lets go of what it saved."""
         self._leave_mode()
+        self.reporting = False
         self._raise_failure()
         self.graph.output(self._lift(list(outputs)))
         for index in self._unusual:
@@ -320,8 +327,9 @@ class Capture:
             "call_copy_slices_epilogue": 0,
         }
         count = len(args[counted[method]]) if method in counted else 3
-        blanks = [self._blank() for _ in range(count)]
-        return tuple(blanks) if method == "proxy_call_backward" else blanks  # the engine insists on the kind
+        if method == "proxy_call_backward":  # a tuple, and None for what was no tensor: the engine insists on both
+            return tuple(None if each is None else self._blank() for each in args[1])
+        return [self._blank() for _ in range(count)]
 
     def _op(self, name: str) -> ir.OpaqueOp:
         op = OPS.get(name)

@@ -29,7 +29,7 @@ from shadow_cache import Bypass, Miss, unsupported
 from . import ir, tape
 from .bypass import TORCH_COMPILED_AUTOGRAD, before_capture
 from .capture import Capture
-from .errors import CaptureRefusedError, UnsupportedBackwardError
+from .errors import BrokenCaptureError, CaptureRefusedError, UnsupportedBackwardError
 from .execution import Running, depth, execute, leave_to_engine, running
 from .gate import GATE, threads_running
 from .graphs import GRAPHS, CompiledGraph, Handover
@@ -38,10 +38,6 @@ from .runtime import RunLog
 from .session import BYPASS, Outcome, Session, current
 
 _seam = torch._C._dynamo.compiled_autograd
-_UNUSED = (
-    "One of the differentiated Tensors appears to not have been used in the graph. "
-    "Set allow_unused=True if this is the desired behavior."
-)
 
 
 @dataclass(slots=True)
@@ -174,13 +170,23 @@ def _run(session: Session, call: Call) -> Any:
         reason = _capture(capturing)
         if reason is None:
             results = capturing.execute() if capturing.results is None else capturing.results
-            if not call.allow_unreachable and any(result is None for result in results):
-                raise RuntimeError(_UNUSED)
+            if not call.allow_unreachable:
+                _check_used(results)
             return tuple(results)
     if session.settings.on_unsupported == "raise" and not capturing.mistake:
         session.record(Outcome(BYPASS, reasons=(reason,)))
         raise UnsupportedBackwardError(reason)
     return _bypass(session, call, reason)
+
+
+def _check_used(results: Sequence[torch.Tensor | None]) -> None:
+    """In the words of ``THPEngine_run_backward`` (``torch/csrc/autograd/python_engine.cpp``)."""
+    for index, result in enumerate(results):
+        if result is None:
+            raise RuntimeError(
+                f"The differentiated Tensor at index {index} appears to not have been used in the graph. "
+                "Set allow_unused=True if this is the desired behavior."
+            )
 
 
 def _bypass(session: Session, call: Call, reason: Bypass) -> Any:
@@ -241,6 +247,8 @@ def _capture(capturing: _Capturing) -> Bypass | None:
     except Exception as error:
         if capturing.ran:  # inside the engine's call, an error is the user's own
             raise
+        if capturing.capture is not None and capturing.capture.reporting:
+            raise BrokenCaptureError(capturing.capture.calls[-1].name) from error
         capturing.mistake = not _is_refusal(error)
         return _refused_by_engine(error)
     finally:

@@ -54,6 +54,20 @@ class IllegalGraphError(CompiledAutogradError, AssertionError):
     """A tape graph that breaks a rule of :mod:`compiled_autograd.ir`: always a bug of the pass that made it."""
 
 
+class BrokenCaptureError(CompiledAutogradError, RuntimeError):
+    """The engine failed in the middle of reporting a node, whose saved tensors may be lost with that.
+
+    Running the backward on the eager engine could then give wrong gradients, so it is not run at all.
+    """
+
+    def __init__(self, node: str) -> None:
+        super().__init__(
+            f"the engine failed while it reported {node}, and what that node saved may be lost: "
+            "no gradient was written. Run the forward again, and this backward inside compiled_autograd.disable(); "
+            "please report it as a bug."
+        )
+
+
 class CaptureRefusedError(CompiledAutogradError):
     """Raised into the engine's seam to give up a capture while the tape is still whole. Never reaches the user."""
 

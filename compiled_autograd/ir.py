@@ -85,6 +85,8 @@ def copy_slices_prologue(
 ) -> list[torch.Tensor | None]:
     """The first half of a write into a view: a copy of the base's gradient, the slice in it, and that slice's copy.
 
+    Only the copies are used: a write into the slice would have to be seen in the first.
+
     The rule is ``CopySlices::apply`` (``torch/csrc/autograd/functions/tensor.cpp``, 2.13).
     """
     (grad,) = grads
@@ -100,22 +102,26 @@ def copy_slices_epilogue(
     needs_input_grad: Sequence[bool],
     result: torch.Tensor | None,
     inner: Sequence[torch.Tensor | None],
-    grad_slice: torch.Tensor | None,
+    view_sizes: Sequence[int],
+    view_strides: Sequence[int],
+    view_offset: int,
+    base_offset: int,
 ) -> list[torch.Tensor | None]:
     """The second half: what was written over gets the written function's gradient, the rest keeps the base's.
 
-    An undefined gradient of the written function leaves the base's undefined too, as the engine does.
+    An undefined gradient of the written function leaves the base's undefined too, as the engine does. The slice is
+    written out of place, since the written function may lie in another region than the prologue.
     """
     gradients: list[torch.Tensor | None] = [None] * len(needs_input_grad)
     for index, needed in enumerate(needs_input_grad):
         value = inner[index] if needed and index < len(inner) else None
         if value is None:
             continue
-        if index == 0 and grad_slice is not None:
-            grad_slice.copy_(value)
-            gradients[0] = result
-        elif index > 0:
+        if index > 0:
             gradients[index] = value
+        elif result is not None:
+            value = value.to(result.dtype).expand(view_sizes)
+            gradients[0] = result.as_strided_scatter(value, view_sizes, view_strides, view_offset - base_offset)
     return gradients
 
 
@@ -171,7 +177,10 @@ RULES: dict[Any, Rule] = {
         (_TENSORS, _TENSORS, _TENSORS, _SIZE, _TENSORS, _TENSORS, _SIZE),
         gives="list",
     ),
-    copy_slices_epilogue: Rule((_TENSORS, _kinds("tensor"), _TENSORS, _kinds("tensor")), gives="list"),
+    copy_slices_epilogue: Rule(
+        (_TENSORS, _kinds("tensor"), _TENSORS, _TENSORS, _TENSORS, _SIZE, _SIZE),
+        gives="list",
+    ),
     zeros: Rule((_TENSORS, _kinds("constant")), gives="tensor"),
     operator.getitem: Rule((_TENSORS, _kinds("constant")), gives="tensor"),
     **{function: Rule((_SIZE, _SIZE), gives="size") for function in _ARITHMETIC},

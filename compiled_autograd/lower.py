@@ -61,8 +61,8 @@ def lower(
     """
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     tensors = [index for index, value in enumerate(given) if isinstance(value, torch.Tensor)]
-    examples = [mode.from_tensor(given[index].detach(), static_shapes=True) for index in tensors]
-    leaves = {call: mode.from_tensor(leaf.detach(), static_shapes=True) for call, leaf in fresh_leaves.items()}
+    examples = [_fake(mode, given[index]) for index in tensors]
+    leaves = {call: _fake(mode, leaf) for call, leaf in fresh_leaves.items()}
     inside = set(region.nodes)
     value_positions: dict[fx.Node, int | None] = {}
     leaf_positions: dict[fx.Node, int | None] = {}
@@ -97,6 +97,11 @@ def lower(
     graph_module.graph.eliminate_dead_code()
     graph_module.recompile()
     return Lowered(graph_module, examples, tensors, value_positions, leaf_positions, passed)
+
+
+def _fake(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
+    """A fake tensor without history and ``.grad``; but some of the engine's functions ask what requires grad."""
+    return mode.from_tensor(tensor.detach().requires_grad_(tensor.requires_grad), static_shapes=True)
 
 
 def _append(results: list[torch.Tensor], value: torch.Tensor | None) -> int | None:

@@ -187,9 +187,17 @@ class Program:
         arguments = [slots[slot] for slot in compiled.arguments]
         for to, source in compiled.passed:
             slots[to] = slots[source]
-        for slot in step.drops:
-            slots[slot] = None
-        results = _call(compiled.call, arguments)
+        if not getattr(compiled.call, "keeps_inputs", False):
+            for slot in step.drops:
+                slots[slot] = None
+            results = _call(compiled.call, arguments)
+        else:
+            try:
+                results = _call(compiled.call, arguments)
+            except Exception as error:  # noqa: BLE001  the inputs are still there: the step goes on
+                log.failures.append(_failure("run", self.backend.name, step.region, error))
+                _interpret(step, slots)
+                return
         for slot, index in compiled.results:
             slots[slot] = results[index]
         for slot, index in compiled.copied:
@@ -361,8 +369,9 @@ def _copy(graph_module: fx.GraphModule) -> fx.GraphModule:
 
 
 def _failure(stage: str, backend: str, region: Region, error: Exception) -> Failure:
+    first_line = str(error).partition("\n")[0]
     where = f"backend {backend!r}, a region of {len(region.nodes)} calls"
-    return Failure(stage, where, f"{type(error).__name__}: {error}", "the region's calls run one by one")
+    return Failure(stage, where, f"{type(error).__name__}: {first_line[:300]}", "the region's calls run one by one")
 
 
 def _interpret(step: RegionStep, slots: Slots) -> None:
@@ -417,13 +426,18 @@ def _run_accumulate(step: AccumulateStep, slots: Slots) -> None:
             grads.append(grad)
             continue
         grad = slots[shared]
-        if grad is not None:
-            if shared in step.drops:  # else a later step needs it, and that reference keeps the leaf from stealing it
-                slots[shared] = None
+        if grad is None:
+            continue
+        if shared in step.drops:  # else a later step needs it, and that reference keeps the leaf from stealing it
+            slots[shared] = None
+        if slots[leaf].grad is None:
             can_keep = stealable(grad, slots[leaf])
             accumulate([slots[leaf]], [grad], [can_keep])
-            if own not in step.drops:  # a hook of the leaf's node sees what the leaf may have kept
-                slots[own] = grad
+        else:
+            leaves.append(slots[leaf])
+            grads.append(grad)
+        if own not in step.drops:  # a hook of the leaf's node sees what the leaf may have kept
+            slots[own] = grad
     accumulate(leaves, grads, [True] * len(leaves))
 
 

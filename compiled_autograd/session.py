@@ -78,7 +78,7 @@ class Session:
         return self
 
     def __exit__(self, *exception: object) -> None:
-        _stack().pop()
+        _leave(self)
 
     def stats(self) -> Stats:
         """A copy of the counts so far."""
@@ -110,7 +110,7 @@ class Session:
                 assert isinstance(reason, Bypass)
                 stats.bypasses[reason.label] = stats.bypasses.get(reason.label, 0) + 1
             if outcome.graph is not None and outcome.outcome != HIT:
-                self._graphs.setdefault(outcome.graph.number, outcome.graph)
+                self._graphs.setdefault(id(outcome.graph), outcome.graph)
             self.last = outcome
         for failure in failures:
             _warn_once(failure)
@@ -123,7 +123,7 @@ class _Disabled:
         _stack().append(None)
 
     def __exit__(self, *exception: object) -> None:
-        _stack().pop()
+        _leave(None)
 
 
 _local = threading.local()
@@ -135,6 +135,13 @@ def _stack() -> list[Session | None]:
     if stack is None:
         stack = _local.stack = []
     return stack
+
+
+def _leave(session: Session | None) -> None:
+    """Take the innermost entry of ``session`` away, whatever was entered after it."""
+    stack = _stack()
+    position = max(index for index, entry in enumerate(stack) if entry is session)
+    del stack[position]
 
 
 def current() -> Session | None:

@@ -1,0 +1,27 @@
+"""What every test starts from: nothing captured, nothing warned of, one seed, and a watchdog against deadlocks."""
+
+from __future__ import annotations
+
+import faulthandler
+from collections.abc import Iterator
+
+import pytest
+import torch
+
+import compiled_autograd as ca
+from compiled_autograd import session
+
+WATCHDOG_SECONDS = 300
+
+
+@pytest.fixture(autouse=True)
+def clean_start(request: pytest.FixtureRequest) -> Iterator[None]:
+    """Forget all graphs and warnings, set the seed; a test that hangs ends the run with every thread's stack."""
+    ca.reset()
+    session._warned.clear()
+    torch.manual_seed(0)
+    if request.node.get_closest_marker("slow") is None:
+        faulthandler.dump_traceback_later(WATCHDOG_SECONDS, exit=True)
+    yield
+    faulthandler.cancel_dump_traceback_later()
+    assert not session._stack(), "a session was left on the stack"

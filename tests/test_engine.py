@@ -1,0 +1,612 @@
+"""The choke point, the seam, nesting, bypasses before the capture, and backwards inside backwards."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.autograd import Variable
+from torch.autograd.graph import GradientEdge
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils.checkpoint import checkpoint
+
+import compiled_autograd as ca
+from compiled_autograd.gate import GATE
+
+from .helpers import assert_grads, assert_same, compare, expect, in_subprocess, mlp
+
+_seam = torch._C._dynamo.compiled_autograd
+
+
+def _prior() -> Any:
+    """What the seam is set to; it is left as it was."""
+    prior = _seam.set_autograd_compiler(None, False)
+    _seam.set_autograd_compiler(*prior)
+    return prior[0]
+
+
+@pytest.fixture(autouse=True)
+def seam_restored() -> Iterator[None]:
+    """After every test: the seam unset, nobody in the gate, multithreading as it was, grad mode on."""
+    yield
+    assert _prior() is None
+    assert not GATE._in_eager and GATE._capturing is None
+    assert torch._C._is_multithreading_enabled() and torch.is_grad_enabled()
+
+
+def _square(x: torch.Tensor) -> torch.Tensor:
+    return (x * x).sum()
+
+
+# ---- the choke point -----------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda x: _square(x).backward(),
+        lambda x: torch.autograd.backward(_square(x)),
+        lambda x: torch.autograd.backward([_square(x)], inputs=[x]),
+        lambda x: _square(x).backward(inputs=x),
+        lambda x: torch.autograd.grad(_square(x), x),
+        lambda x: torch.autograd.backward(GradientEdge(_square(x).grad_fn, 0), torch.tensor(1.0)),
+    ],
+)
+def test_every_way_in_is_captured(call: Callable[[torch.Tensor], Any]) -> None:
+    x = torch.randn(3, requires_grad=True)
+    reference = x.detach().clone().requires_grad_()
+    wanted = call(reference)
+    with ca.enable(backend="eager") as session:
+        found = call(x)
+    assert_same([x.grad], [reference.grad])
+    if wanted is not None:
+        assert_same(found, wanted)
+    expect(session.stats(), structure_misses=1, captures=1, compiles=1)
+
+
+def test_outside_of_a_session_nothing_is_captured() -> None:
+    x = torch.randn(3, requires_grad=True)
+    session = ca.enable(backend="eager")
+    with session:
+        pass
+    _square(x).backward()
+    assert isinstance(Variable._execution_engine, torch._C._ImperativeEngine)
+    expect(session.stats())
+    assert session.last is None
+
+
+def test_the_engine_is_replaced_once() -> None:
+    with ca.enable(backend="eager"):
+        first = Variable._execution_engine
+        with ca.enable(backend="eager"):
+            assert Variable._execution_engine is first
+
+
+class _RaisesInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        raise KeyError("the user's own")
+
+
+def test_an_error_of_the_user_is_raised_as_it_is() -> None:
+    x = torch.randn(3, requires_grad=True)
+    with ca.enable(backend="eager") as session:
+        for _ in range(2):
+            with pytest.raises(KeyError, match="the user's own"):
+                _RaisesInBackward.apply(x).sum().backward()
+        assert _prior() is None
+        _square(x).backward()
+    assert x.grad is not None and torch.equal(x.grad, 2 * x.detach())
+    assert session.stats().backwards == 3
+
+
+class _Interrupted(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        raise KeyboardInterrupt
+
+
+def test_an_interrupt_leaves_everything_in_order() -> None:
+    x = torch.randn(3, requires_grad=True)
+    with ca.enable(backend="eager") as session, pytest.raises(KeyboardInterrupt):
+        _Interrupted.apply(x).sum().backward()
+    assert session.stats().backwards == 1
+    with session:
+        _square(x).backward()
+    assert x.grad is not None and torch.equal(x.grad, 2 * x.detach())
+
+
+def test_a_session_is_left_when_its_body_raises() -> None:
+    session = ca.enable(backend="eager")
+    with pytest.raises(ValueError), session:
+        raise ValueError
+    _square(torch.randn(3, requires_grad=True)).backward()
+    expect(session.stats())
+
+
+# ---- nesting -------------------------------------------------------------------------------------------------------
+
+
+def test_the_innermost_session_counts() -> None:
+    x = torch.randn(3, requires_grad=True)
+    outer, inner = ca.enable(backend="eager"), ca.enable(backend="eager")
+    with outer:
+        _square(x).backward()
+        with inner:
+            x.grad = None
+            _square(x).backward()
+        x.grad = None
+        _square(x).backward()
+    expect(outer.stats(), structure_misses=1, hits=1)
+    expect(inner.stats(), hits=1, captures=0, compiles=0)
+
+
+def test_disable_inside_enable_inside_disable() -> None:
+    x = torch.randn(3, requires_grad=True)
+    with ca.enable(backend="eager") as session, ca.disable():
+        _square(x).backward()
+        with session:
+            x.grad = None
+            _square(x).backward()
+        _square(x).backward()
+    expect(session.stats(), structure_misses=1)
+    assert x.grad is not None and torch.equal(x.grad, 4 * x.detach())
+
+
+def test_a_session_can_be_entered_again_and_inside_itself() -> None:
+    x = torch.randn(3, requires_grad=True)
+    session = ca.enable(backend="eager")
+    for _ in range(3):
+        with session, session:
+            x.grad = None
+            _square(x).backward()
+    expect(session.stats(), structure_misses=1, hits=2)
+
+
+def test_disable_can_be_used_again() -> None:
+    x = torch.randn(3, requires_grad=True)
+    off = ca.disable()
+    with ca.enable(backend="eager") as session:
+        for _ in range(2):
+            with off:
+                _square(x).backward()
+    expect(session.stats())
+
+
+# ---- backwards inside backwards ------------------------------------------------------------------------------------
+
+
+class _BackwardInside(torch.autograd.Function):
+    """Its backward differentiates another tape: by ``autograd.grad`` and by ``backward`` into a leaf of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        (x,) = ctx.saved_tensors
+        with torch.enable_grad():
+            inner = x.detach().requires_grad_()
+            inner.sin().sum().backward()
+            (again,) = torch.autograd.grad(inner.sin().sum(), inner)
+        assert inner.grad is not None and torch.equal(inner.grad, again)
+        return grad * again
+
+
+def test_a_backward_inside_a_functions_backward_is_captured_too() -> None:
+    x = torch.randn(5, requires_grad=True)
+    (wanted,) = torch.autograd.grad(_BackwardInside.apply(x * 2).sum(), x)
+    with ca.enable(backend="eager") as session:
+        for _ in range(2):
+            (found,) = torch.autograd.grad(_BackwardInside.apply(x * 2).sum(), x)
+            assert_same([found], [wanted])
+    stats = session.stats()
+    expect(stats, structure_misses=3, hits=3, captures=3)
+
+
+@pytest.mark.parametrize("reentrant", [True, False])
+def test_checkpoint(reentrant: bool) -> None:
+    batch = torch.randn(4, 8)
+
+    def loss(model: Any) -> torch.Tensor:
+        hidden = model[0](batch)
+        hidden = checkpoint(lambda h: F.dropout(model[2](F.gelu(h)), 0.5), hidden, use_reentrant=reentrant)
+        return model[4](hidden).square().mean()
+
+    result = compare(mlp, loss, steps=3, counts=False)
+    if reentrant:  # has a backward of its own
+        expect(result.stats, structure_misses=2, hits=4)
+    else:  # recomputes in saved-tensor hooks
+        expect(result.stats, structure_misses=1, hits=2)
+
+
+def test_reentrant_checkpoint_is_refused_with_inputs_as_eager_does() -> None:
+    x = torch.randn(4, requires_grad=True)
+    for session in (ca.disable(), ca.enable(backend="eager")):
+        y = checkpoint(torch.sin, x * 2, use_reentrant=True)
+        with session, pytest.raises(RuntimeError, match=r"use_reentrant=True"):
+            torch.autograd.grad(y.sum(), x)
+
+
+def test_a_session_entered_by_a_functions_backward() -> None:
+    inner_session = ca.enable(backend="eager")
+
+    class Enters(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            inner = grad.detach().clone().requires_grad_()
+            with torch.enable_grad(), inner_session:
+                return torch.autograd.grad((inner * inner).sum(), inner)[0]
+
+    x = torch.randn(3, requires_grad=True)
+    with ca.enable(backend="eager") as session:
+        (found,) = torch.autograd.grad((Enters.apply(x) * 3).sum(), x)
+    assert torch.equal(found, torch.full_like(x, 6.0))
+    expect(session.stats(), structure_misses=1)
+    expect(inner_session.stats(), structure_misses=1)
+
+
+def test_a_backward_inside_one_that_bypassed_is_inside_eager() -> None:
+    x = torch.randn(3, requires_grad=True)
+    with ca.enable(backend="eager") as session:
+        y = _BackwardInside.apply(x)
+        (found,) = torch.autograd.grad(y.sum(), x, create_graph=True)
+    assert_same([found], torch.autograd.grad(_BackwardInside.apply(x).sum(), x))
+    assert session.stats().bypasses["inside_eager_backward"] == 2
+    assert session.stats().backwards == 3
+
+
+def test_callbacks_run_at_the_end() -> None:
+    order: list[str] = []
+
+    class Queues(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor, name: str) -> torch.Tensor:
+            ctx.label = name
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+            order.append(ctx.label)
+            Variable._execution_engine.queue_callback(lambda: order.append(f"end of {ctx.label}"))
+            return grad, None
+
+    def run() -> list[str]:
+        order.clear()
+        x = torch.randn(3, requires_grad=True)
+        Queues.apply(Queues.apply(x, "first") * 2, "second").sum().backward()
+        order.append("grad" if x.grad is not None else "none")
+        return list(order)
+
+    wanted = run()
+    assert wanted[:2] == ["second", "first"] and wanted[-1] == "grad"
+    with ca.enable(backend="eager") as session:
+        assert run() == wanted
+        assert run() == wanted
+    expect(session.stats(), structure_misses=1, hits=1)
+
+
+def test_a_callback_queued_by_a_callback_runs_too() -> None:
+    def run() -> list[int]:
+        seen: list[int] = []
+
+        class Queues(torch.autograd.Function):
+            @staticmethod
+            def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+                return x.clone()
+
+            @staticmethod
+            def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+                def first() -> None:
+                    seen.append(1)
+                    Variable._execution_engine.queue_callback(lambda: seen.append(2))
+
+                Variable._execution_engine.queue_callback(first)
+                return grad
+
+        Queues.apply(torch.randn(3, requires_grad=True)).sum().backward()
+        return seen
+
+    wanted = run()
+    with ca.enable(backend="eager"):
+        assert run() == wanted == [1, 2]
+
+
+def test_queue_callback_outside_of_a_backward_is_the_engines_error() -> None:
+    with ca.enable(backend="eager"), pytest.raises(RuntimeError, match="Final callbacks can only be installed"):
+        Variable._execution_engine.queue_callback(lambda: None)
+
+
+# ---- keeping the tape ----------------------------------------------------------------------------------------------
+
+
+def test_retain_graph_lets_a_second_backward_run() -> None:
+    x = torch.randn(3, requires_grad=True)
+    loss = _square(x.exp())
+    wanted = torch.autograd.grad(loss, x, retain_graph=True)
+    with ca.enable(backend="eager") as session:
+        for _ in range(3):
+            assert_same(torch.autograd.grad(loss, x, retain_graph=True), wanted)
+        assert_same(torch.autograd.grad(loss, x), wanted)
+        with pytest.raises(RuntimeError) as raised:
+            torch.autograd.grad(loss, x)
+    with pytest.raises(RuntimeError) as eagers:
+        torch.autograd.grad(loss, x)
+    assert str(raised.value) == str(eagers.value) and "a second time" in str(raised.value)
+    stats = session.stats()
+    assert (stats.structure_misses, stats.hits, sum(stats.bypasses.values())) == (1, 3, 1)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        lambda x: torch.autograd.grad(x.sum(), torch.randn(3, requires_grad=True)),
+        lambda x: (x * 2).backward(),
+        lambda x: torch.autograd.grad((x * 2), x, torch.ones(4)),
+        lambda x: torch.autograd.grad((x * 2), x, torch.ones(3, dtype=torch.complex64)),
+        lambda x: x.detach().sum().backward(),
+        lambda x: torch.autograd.grad(x.sum(), []),
+        lambda x: torch.autograd.grad((x.sum(), x.exp().sum()), x, (torch.ones(()),)),
+        lambda x: x.exp().sum().backward(inputs=[]),
+        lambda x: x.exp().sum().backward(inputs=[torch.randn(3)]),
+        lambda x: torch.autograd.grad(x.sum(), torch.randn(3)),
+    ],
+)
+def test_mistakes_are_answered_in_eagers_words(wrong: Callable[[torch.Tensor], Any]) -> None:
+    def message() -> tuple[type, str]:
+        with pytest.raises(Exception) as raised:
+            wrong(torch.randn(3, requires_grad=True))
+        return type(raised.value), str(raised.value)
+
+    wanted = message()
+    with ca.enable(backend="eager"):
+        assert message() == wanted
+
+
+def test_a_saved_tensor_that_was_changed_is_answered_in_eagers_words() -> None:
+    def message() -> str:
+        x = torch.ones(3, requires_grad=True)
+        y = x.exp()
+        loss = y.sum()
+        with torch.no_grad():
+            y.mul_(2)
+        with pytest.raises(RuntimeError) as raised:
+            loss.backward()
+        return str(raised.value)
+
+    wanted = message()
+    assert "modified by an inplace operation" in wanted
+    with ca.enable(backend="eager"):
+        assert message() == wanted
+
+
+# ---- what bypasses before the capture ------------------------------------------------------------------------------
+
+
+class _Passes(TorchDispatchMode):
+    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return function(*args, **(kwargs or {}))
+
+
+def _create_graph(x: torch.Tensor) -> torch.Tensor:
+    (first,) = torch.autograd.grad(_square(x * x), x, create_graph=True)
+    return torch.autograd.grad(first.sum(), x)[0]
+
+
+def _batched(x: torch.Tensor) -> torch.Tensor:
+    return torch.autograd.grad(x * x * 3, x, torch.eye(3), is_grads_batched=True)[0]
+
+
+def _dispatch_mode(x: torch.Tensor) -> torch.Tensor:
+    loss = _square(x)
+    with _Passes():
+        return torch.autograd.grad(loss, x)[0]
+
+
+def _anomaly(x: torch.Tensor) -> torch.Tensor:
+    with torch.autograd.detect_anomaly():
+        return torch.autograd.grad(_square(x), x)[0]
+
+
+def _torch_compiled_autograd(x: torch.Tensor) -> torch.Tensor:
+    from torch._dynamo.compiled_autograd import _enable
+
+    loss = _square(x)
+    with _enable(lambda graph_module: graph_module):
+        return torch.autograd.grad(loss, x)[0]
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+@pytest.mark.parametrize(
+    ("call", "reason", "others"),
+    [
+        (_create_graph, "create_graph", 1),
+        (_batched, "batched_grads", 0),
+        (_dispatch_mode, "dispatch_mode", 0),
+        (_anomaly, "anomaly_mode", 0),
+        (_torch_compiled_autograd, "torch_compiled_autograd", 0),
+    ],
+)
+def test_bypasses_have_a_reason_and_eagers_gradients(call: Callable[..., Any], reason: str, others: int) -> None:
+    x = torch.randn(3, requires_grad=True)
+    with ca.disable():
+        wanted = call(x)
+    with ca.enable(backend="eager") as session:
+        found = call(x)
+    assert_same([found], [wanted])
+    assert session.stats().bypasses == {reason: 1}
+    assert session.stats().backwards == 1 + others
+    assert session.stats().structure_misses == others
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+def test_anomaly_mode_without_nan_checks_compiles() -> None:
+    x = torch.randn(3, requires_grad=True)
+    with ca.enable(backend="eager") as session, torch.autograd.detect_anomaly(check_nan=False):
+        (found,) = torch.autograd.grad(_square(x), x)
+    assert torch.equal(found, 2 * x.detach())
+    expect(session.stats(), structure_misses=1)
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+def test_anomaly_mode_finds_a_nan_as_under_eager() -> None:
+    x = torch.zeros(3, requires_grad=True)
+    with ca.enable(backend="eager"), torch.autograd.detect_anomaly(), pytest.raises(RuntimeError, match="nan values"):
+        (x.sqrt() * 0).sum().backward()
+
+
+@pytest.mark.parametrize("transform", ["grad", "vmap"])
+def test_functional_transforms_inside_a_session(transform: str) -> None:
+    def f(x: torch.Tensor) -> torch.Tensor:
+        return (x.sin() * x).sum()
+
+    x = torch.randn(3, 4)
+    call = torch.func.grad(f) if transform == "grad" else torch.func.vmap(torch.func.grad(f))
+    wanted = call(x)
+    with ca.enable(backend="eager") as session:
+        assert_same([call(x)], [wanted])
+    assert set(session.stats().bypasses) <= {"batched_grads", "create_graph"}
+    assert session.stats().structure_misses == 0
+
+
+def test_raise_instead_of_bypassing() -> None:
+    x = torch.randn(3, requires_grad=True)
+    loss = _square(x)
+    with ca.enable(backend="eager", on_unsupported="raise") as session:
+        with pytest.raises(ca.UnsupportedBackwardError, match="create_graph") as raised:
+            loss.backward(create_graph=True)
+        assert x.grad is None
+        assert raised.value.reason.kind == "create_graph"
+        assert session.stats().bypasses == {"create_graph": 1}
+        loss.backward()  # the tape is whole
+    assert x.grad is not None and torch.equal(x.grad, 2 * x.detach())
+    assert session.stats().backwards == 2
+
+
+def test_raise_for_what_the_capture_refuses() -> None:
+    x = torch.randn(3, requires_grad=True)
+    loss = _square(x.to_sparse().to_dense())
+    with ca.enable(backend="eager", on_unsupported="raise") as session, pytest.raises(ca.UnsupportedBackwardError):
+        loss.backward()
+    assert x.grad is None and session.stats().backwards == 1
+    loss.backward()
+    assert torch.equal(x.grad, 2 * x.detach())  # type: ignore[arg-type]
+
+
+def test_raise_does_not_hide_the_users_own_mistake() -> None:
+    """A second backward through a freed tape is no limit of ours: eager's error is the right answer."""
+    x = torch.randn(3, requires_grad=True)
+    with ca.enable(backend="eager", on_unsupported="raise"):
+        loss = _square(x)
+        loss.backward()
+        with pytest.raises(RuntimeError, match="a second time"):
+            loss.backward()
+
+
+# ---- beside PyTorch's own compiled autograd ------------------------------------------------------------------------
+
+
+def test_pytorchs_own_before_and_after_ours() -> None:
+    """They share the engine's cache of structures: neither may run the other's graph."""
+    from torch._dynamo.compiled_autograd import _enable
+
+    x = torch.randn(3, requires_grad=True)
+    wanted = [2 * x.detach()]
+
+    def theirs() -> Any:
+        with ca.disable(), _enable(lambda graph_module: graph_module):
+            return torch.autograd.grad(_square(x), x)
+
+    def ours() -> Any:
+        with ca.enable(backend="eager") as session:
+            found = torch.autograd.grad(_square(x), x)
+        assert not session.stats().bypasses
+        return found
+
+    for call in (theirs, ours, theirs, ours, ours, theirs):
+        assert_same(call(), wanted)
+
+
+# ---- processes -----------------------------------------------------------------------------------------------------
+
+_FORK = """
+import os, signal, sys, threading
+signal.alarm(60)
+import torch
+import compiled_autograd as ca
+torch.set_num_threads(1)
+x = torch.randn(4, requires_grad=True)
+session = ca.enable(backend="eager")
+with session:
+    (x * x).sum().backward()
+    pid = os.fork()
+    if pid == 0:
+        signal.alarm(30)
+        x.grad = None
+        (x * x).sum().backward()
+        x.grad = None
+        (x.exp() * x).sum().backward()
+        ok = torch.allclose(x.grad, x.detach().exp() * (1 + x.detach()))
+        stats = session.stats()
+        os._exit(0 if ok and stats.backwards == 3 and not stats.bypasses and not stats.failures else 1)
+_, status = os.waitpid(pid, 0)
+sys.exit(os.waitstatus_to_exitcode(status))
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
+def test_a_forked_child_can_go_on() -> None:
+    done = in_subprocess(_FORK)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_fork_made_while_another_thread_is_in_backward_does_not_hang_the_child() -> None:
+    code = _FORK.replace(
+        "    pid = os.fork()",
+        """    entered, leave = threading.Event(), threading.Event()
+    class Waits(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx, x):
+            return x.clone()
+        @staticmethod
+        def backward(ctx, grad):
+            entered.set(); leave.wait(20)
+            return grad
+    def work():
+        Waits.apply(torch.ones(2, requires_grad=True)).sum().backward()
+    thread = threading.Thread(target=work, daemon=True); thread.start(); entered.wait(20)
+    pid = os.fork()""",
+    )
+    done = in_subprocess(code)
+    assert done.returncode == 0, done.stderr
+
+
+def test_a_model_moved_between_sessions_keeps_its_gradients() -> None:
+    reference, model = mlp(), mlp()
+    model.load_state_dict(reference.state_dict())
+    batch = torch.randn(4, 8)
+    for network, context in ((reference, ca.disable()), (model, ca.enable(backend="eager"))):
+        with context:
+            network(batch).sum().backward()
+        network(batch * 2).square().sum().backward()
+    assert_grads(model, reference)
+    assert isinstance(model, nn.Module)

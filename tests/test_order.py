@@ -1,0 +1,203 @@
+"""The order in which the eager engine runs nodes, and sums whose rounding depends on it."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+import compiled_autograd as ca
+from compiled_autograd import order, tape
+
+from .helpers import assert_same, compare, mlp
+
+
+class _Recorded(torch.autograd.Function):
+    """Notes when its backward runs."""
+
+    ran: list[int] = []  # noqa: RUF012
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, number: int) -> torch.Tensor:
+        ctx.number = number
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        _Recorded.ran.append(ctx.number)
+        return grad, None
+
+
+def _branches(x: torch.Tensor) -> torch.Tensor:
+    a, b = x.sin(), x.cos()
+    return (a * b + a.exp() - (b * a).tanh()).sum()
+
+
+def _diamond(x: torch.Tensor) -> torch.Tensor:
+    for _ in range(4):
+        x = x.sin() * x + x
+    return x.sum()
+
+
+def _made_in_another_order(x: torch.Tensor) -> torch.Tensor:
+    late = x.exp()
+    early = x.sin()
+    middle = late * 2
+    return (early.cos() + middle + early * late + x).sum()
+
+
+def _unrolled(x: torch.Tensor) -> torch.Tensor:
+    torch.manual_seed(1)
+    cell = nn.LSTMCell(4, 4)
+    h = c = torch.zeros(3, 4)
+    for step in x.view(2, 3, 4):
+        h, c = cell(step, (h, c))
+    return h.sum() + c.sum()
+
+
+def _several_outputs(x: torch.Tensor) -> torch.Tensor:
+    a, b, c = x.view(4, 6).split(2, dim=1)
+    return (a * c).sum() + (b * a).sum() + x.sum()
+
+
+def _residual(x: torch.Tensor) -> torch.Tensor:
+    torch.manual_seed(1)
+    model = mlp()
+    y = x.view(3, 8)
+    for layer in model[:4]:
+        y = y + F.layer_norm(layer(y), (8,))
+    return y.square().mean()
+
+
+MODELS: list[Callable[[torch.Tensor], torch.Tensor]] = [
+    _branches,
+    _diamond,
+    _made_in_another_order,
+    _unrolled,
+    _several_outputs,
+    _residual,
+]
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_the_order_is_the_one_in_which_eager_runs_the_nodes(model: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    x = torch.randn(24, requires_grad=True)
+    loss = model(x)
+    with ca.enable(backend="eager") as session:
+        loss.backward(retain_graph=True)
+    assert session.last is not None and session.last.graph is not None
+    graph = session.last.graph.tape
+    visited = tape.walk([loss])
+    ran: list[int] = []
+    hooks = [
+        each.node.register_prehook(lambda grads, index=index: ran.append(index))
+        for index, each in enumerate(visited, start=1)
+    ]
+    loss.backward()
+    for hook in hooks:
+        hook.remove()
+    assert len(ran) == len(visited) > 4
+    assert [index for index in graph.order if index != 0] == ran
+    assert order.engine_order(graph) == graph.order
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_the_graphs_calls_stand_in_that_order(model: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    x = torch.randn(24, requires_grad=True)
+    with ca.enable(backend="eager") as session:
+        model(x).backward()
+    assert session.last is not None and session.last.graph is not None
+    graph = session.last.graph.tape
+    seen = list(dict.fromkeys(node.meta["call"] for node in graph.graph.nodes if node.op == "call_function"))
+    position = {index: place for place, index in enumerate(graph.order)}
+    assert [position[index] for index in seen] == sorted(position[index] for index in seen)
+
+
+@pytest.mark.parametrize("model", MODELS)
+def test_gradients_are_bit_for_bit_eagers(model: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    x = torch.randn(24, requires_grad=True)
+    wanted = torch.autograd.grad(model(x), x)
+    with ca.enable(backend="eager") as session:
+        for _ in range(2):
+            assert_same(torch.autograd.grad(model(x), x), wanted)
+    assert session.stats().hits == 1 and session.stats().structure_misses == 1
+
+
+@pytest.mark.parametrize("ways", [2, 3, 4, 7])
+def test_sums_of_many_gradients_are_rounded_as_eager_rounds_them(ways: int) -> None:
+    """Numbers of very different sizes: every other order of the terms gives other bits."""
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        h = x * 1
+        parts = [h.sin() * (10.0 ** (3 * index % 7)) / 3 for index in range(ways)]
+        total = parts[0]
+        for part in parts[1:]:
+            total = total + part * part
+        return total.sum()
+
+    x = torch.randn(50, requires_grad=True)
+    wanted = torch.autograd.grad(loss(x), x)
+    with ca.enable(backend="eager"):
+        for _ in range(2):
+            assert_same(torch.autograd.grad(loss(x), x), wanted)
+
+
+def test_a_planted_wrong_order_of_terms_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The test above would notice: with the terms of sums reversed, bits differ."""
+    from compiled_autograd import ir
+
+    right = ir.sum_gradients.__code__
+
+    def backwards(*gradients: torch.Tensor | None) -> torch.Tensor | None:
+        total = None
+        for gradient in reversed([each for each in gradients if each is not None]):
+            total = gradient if total is None else total + gradient
+        return total
+
+    monkeypatch.setattr(ir.sum_gradients, "__code__", backwards.__code__)
+    assert ir.sum_gradients.__code__ is not right
+    with pytest.raises(AssertionError, match="but eager gives"):
+        test_sums_of_many_gradients_are_rounded_as_eager_rounds_them(7)
+
+
+def test_python_functions_run_in_eagers_order() -> None:
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        first = _Recorded.apply(x, 1)
+        second = _Recorded.apply(x.sin(), 2)
+        third = _Recorded.apply(first * second, 3)
+        return (_Recorded.apply(second, 4) + third + _Recorded.apply(first.exp(), 5)).sum()
+
+    x = torch.randn(4, requires_grad=True)
+    _Recorded.ran.clear()
+    wanted = torch.autograd.grad(loss(x), x)
+    eager = list(_Recorded.ran)
+    with ca.enable(backend="eager"):
+        for _ in range(2):
+            _Recorded.ran.clear()
+            assert_same(torch.autograd.grad(loss(x), x), wanted)
+            assert _Recorded.ran == eager
+    assert sorted(eager) == [1, 2, 3, 4, 5]
+
+
+def test_two_losses_at_once() -> None:
+    batch = torch.randn(4, 8)
+
+    def loss(model: nn.Module) -> torch.Tensor:
+        hidden = model(batch)
+        return hidden.square().mean() + hidden.sin().sum()
+
+    compare(mlp, loss, steps=2)
+
+
+def test_without_sequence_numbers_the_walk_is_kept() -> None:
+    x = torch.randn(24, requires_grad=True)
+    with ca.enable(backend="eager") as session:
+        _branches(x).backward()
+    assert session.last is not None and session.last.graph is not None
+    graph = session.last.graph.tape
+    graph.calls[2].sequence = None
+    assert order.engine_order(graph) == [call.index for call in graph.calls]

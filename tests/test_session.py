@@ -1,0 +1,332 @@
+"""Sessions and their account; ``compile_step``, ``inspect`` and ``reset``."""
+
+from __future__ import annotations
+
+import inspect as python_inspect
+from pathlib import Path
+from typing import Any
+
+import networkx as nx
+import pytest
+import torch
+from torch import nn
+from torch.autograd.graph import get_gradient_edge
+
+import compiled_autograd as ca
+from compiled_autograd.graphs import GRAPHS
+
+from .helpers import expect, mlp
+
+
+def _square(x: torch.Tensor) -> torch.Tensor:
+    return (x * x).sum()
+
+
+def _leaf(*shape: int) -> torch.Tensor:
+    return torch.randn(*(shape or (3,)), requires_grad=True)
+
+
+# ---- counting --------------------------------------------------------------------------------------------------------
+
+
+def test_every_backward_is_counted_exactly_once() -> None:
+    """A mixture of everything that can become of a backward; after each, the four counts add up."""
+    session = ca.enable(backend="eager")
+    hooked = _leaf()
+    hooked.register_hook(lambda grad: grad)
+
+    def fails() -> None:
+        with pytest.raises(RuntimeError):
+            loss = _square(_leaf())
+            loss.backward()
+            loss.backward()
+
+    works: list[Any] = [
+        lambda: _square(_leaf()).backward(),
+        lambda: _square(_leaf()).backward(),
+        lambda: _square(_leaf(4)).backward(),
+        lambda: _square(_leaf().exp()).backward(),
+        lambda: _square(hooked).backward(),
+        lambda: _square(_leaf()).backward(create_graph=True),
+        fails,
+        lambda: torch.autograd.grad(_square(_leaf()), [_leaf()], allow_unused=True),
+    ]
+    outcomes = []
+    with session:
+        for work in works:
+            before = session.stats().backwards
+            work()
+            stats = session.stats()
+            assert stats.backwards - before == (2 if work is fails else 1)
+            total = stats.hits + stats.shape_misses + stats.structure_misses + sum(stats.bypasses.values())
+            assert stats.backwards == total
+            assert session.last is not None
+            outcomes.append(session.last.outcome)
+    assert outcomes[:6] == ["structure_miss", "hit", "shape_miss", "structure_miss", "structure_miss", "bypass"]
+    assert outcomes[6] == "bypass"
+
+
+def test_stats_are_a_copy() -> None:
+    session = ca.enable(backend="eager")
+    before = session.stats()
+    with session:
+        _square(_leaf()).backward(create_graph=True)
+    assert before.backwards == 0 and before.bypasses == {}
+    session.stats().bypasses.clear()
+    assert session.stats().bypasses == {"create_graph": 1}
+
+
+def test_a_session_counts_its_own_though_graphs_are_shared() -> None:
+    first, second = ca.enable(backend="eager"), ca.enable(backend="eager")
+    with first:
+        _square(_leaf()).backward()
+    with second:
+        _square(_leaf()).backward()
+    expect(first.stats(), structure_misses=1, captures=1, compiles=1)
+    expect(second.stats(), hits=1, captures=0, compiles=0)
+    assert second.stats().compile_seconds == 0.0 < first.stats().compile_seconds
+
+
+def test_last() -> None:
+    session = ca.enable(backend="eager")
+    assert session.last is None
+    with session:
+        _square(_leaf()).backward()
+        first = session.last
+        _square(_leaf()).backward()
+        second = session.last
+        _square(_leaf()).backward(create_graph=True)
+        third = session.last
+    assert first is not None and second is not None and third is not None
+    assert (first.outcome, second.outcome, third.outcome) == ("structure_miss", "hit", "bypass")
+    assert [reason.kind for reason in first.reasons] == ["first_seen"]  # type: ignore[union-attr]
+    assert second.reasons == () and second.graph is first.graph and third.graph is None
+    assert str(third.reasons[0]).startswith("create_graph: ")
+    assert set(first.seconds) == {"capture", "lower", "compile", "run"} and set(second.seconds) == {"capture", "run"}
+    assert set(third.seconds) == {"run"}
+    assert all(seconds >= 0 for outcome in (first, second, third) for seconds in outcome.seconds.values())
+
+
+def test_a_structure_miss_says_how_it_differs() -> None:
+    session = ca.enable(backend="eager")
+    with session:
+        _leaf().exp().sum().backward()
+        _leaf().sin().sum().backward()
+    assert session.last is not None
+    (miss,) = session.last.reasons
+    assert (miss.kind, miss.old, miss.new) == ("new_node", "ExpBackward0", "SinBackward0")  # type: ignore[union-attr]
+
+
+def test_graphs_are_those_that_this_session_met_first() -> None:
+    session, other = ca.enable(backend="eager"), ca.enable(backend="eager")
+    with session:
+        _square(_leaf()).backward()
+        _square(_leaf().exp()).backward()
+        _square(_leaf()).backward()
+    with other:
+        _square(_leaf()).backward()
+    graphs = session.graphs()
+    assert len(graphs) == 2 and graphs[1].number == graphs[0].number + 1
+    assert other.graphs() == []
+    assert "ExpBackward0" in graphs[1].readable() and "ExpBackward0" not in graphs[0].readable()
+    assert all(len(graph.variants) == 1 and len(graph.regions) == 1 and len(graph.aten) == 1 for graph in graphs)
+    assert isinstance(graphs[0].to_networkx(), nx.DiGraph)
+    assert "aten.mul" in str(graphs[0].aten[0].graph)
+    assert "nodes, 1 variants" in repr(graphs[0])
+
+
+def test_a_variant_that_another_session_compiles_is_listed_by_it() -> None:
+    session, other = ca.enable(backend="eager"), ca.enable(backend="eager")
+    with session:
+        _square(_leaf(3)).backward()
+    with other:
+        _square(_leaf(4)).backward()
+    assert session.graphs() == other.graphs() and len(session.graphs()[0].variants) == 2
+
+
+# ---- reset -----------------------------------------------------------------------------------------------------------
+
+
+def test_reset_forgets_graphs_and_keeps_counts() -> None:
+    session = ca.enable(backend="eager")
+    with session:
+        _square(_leaf()).backward()
+        assert len(GRAPHS) == 1
+        ca.reset()
+        assert len(GRAPHS) == 0
+        _square(_leaf()).backward()
+    expect(session.stats(), structure_misses=2, captures=2, compiles=2)
+    assert session.last is not None and session.last.reasons[0].kind == "first_seen"
+
+
+def test_a_session_lists_what_it_compiled_after_a_reset() -> None:
+    session = ca.enable(backend="eager")
+    with session:
+        _square(_leaf()).backward()
+        ca.reset()
+        _leaf().exp().sum().backward()
+    assert any("ExpBackward0" in graph.readable() for graph in session.graphs())
+
+
+def test_reset_inside_a_backward() -> None:
+    class Resets(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x * 1
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            ca.reset()
+            return grad * 2
+
+    session = ca.enable(backend="eager")
+    for _ in range(2):
+        x = _leaf()
+        with session:
+            Resets.apply(x.exp()).sin().sum().backward()
+        reference = x.detach().clone().requires_grad_()
+        Resets.apply(reference.exp()).sin().sum().backward()
+        assert torch.equal(x.grad, reference.grad)  # type: ignore[arg-type]
+    assert session.stats().backwards == 2 and not session.stats().bypasses
+
+
+# ---- compile_step ------------------------------------------------------------------------------------------------
+
+
+def test_compile_step_without_arguments(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COMPILED_AUTOGRAD_BACKEND", "eager")
+
+    @ca.compile_step
+    def step(x: torch.Tensor, *, scale: float = 1.0) -> str:
+        """What it does."""
+        (_square(x) * scale).backward()
+        return "done"
+
+    x = _leaf()
+    assert step(x, scale=2.0) == "done" == step(_leaf())
+    assert torch.equal(x.grad, 4 * x.detach())  # type: ignore[arg-type]
+    assert step.__name__ == "step" and step.__doc__ == "What it does."
+    assert list(python_inspect.signature(step).parameters) == ["x", "scale"]
+    assert step.session.stats().backwards == 2  # type: ignore[attr-defined]
+    assert step.session.settings.backend == "eager"  # type: ignore[attr-defined]
+
+
+def test_compile_step_with_settings() -> None:
+    @ca.compile_step(backend="eager", on_unsupported="raise")
+    def step(x: torch.Tensor, create_graph: bool) -> None:
+        _square(x).backward(create_graph=create_graph)
+
+    step(_leaf(), False)
+    with pytest.raises(ca.UnsupportedBackwardError):
+        step(_leaf(), True)
+    expect(step.session.stats(), structure_misses=1, bypasses={"create_graph": 1})  # type: ignore[attr-defined]
+
+
+def test_compile_step_rejects_settings_when_it_decorates() -> None:
+    with pytest.raises(ca.UnknownSettingError, match="Did you mean 'backend'"):
+        ca.compile_step(backnd="eager")(lambda: None)
+
+
+def test_every_backward_of_a_step_is_counted() -> None:
+    @ca.compile_step(backend="eager")
+    def step(x: torch.Tensor) -> None:
+        _square(x).backward()
+        x.grad = None
+        _square(x).backward()
+        torch.autograd.grad(x.exp().sum(), x)
+
+    step(_leaf())
+    expect(step.session.stats(), structure_misses=2, hits=1)  # type: ignore[attr-defined]
+
+
+def test_a_step_that_raises_leaves_its_session() -> None:
+    @ca.compile_step(backend="eager")
+    def step() -> None:
+        raise KeyError("mine")
+
+    with pytest.raises(KeyError, match="mine"):
+        step()
+    _square(_leaf()).backward()
+    expect(step.session.stats())  # type: ignore[attr-defined]
+
+
+# ---- inspect ---------------------------------------------------------------------------------------------------------
+
+
+def test_inspect_runs_nothing() -> None:
+    x = _leaf()
+    loss = _square(x.exp())
+    view = ca.inspect(loss)
+    assert [node.name for node in view.nodes] == ["SumBackward0", "MulBackward0", "ExpBackward0", "AccumulateGrad"]
+    assert x.grad is None
+    loss.backward()
+    assert x.grad is not None
+
+
+def test_inspect_text() -> None:
+    x = _leaf()
+    view = ca.inspect((x.exp() * x).sum())
+    assert view.readable() == (
+        "#0 SumBackward0 -> #1[0]\n#1 MulBackward0 -> #2[0], #3[0]\n#2 ExpBackward0 -> #3[0]\n#3 AccumulateGrad\n"
+    )
+
+
+def test_inspect_names_parameters_and_sources() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
+    with pytest.warns(UserWarning, match="Anomaly Detection"), torch.autograd.detect_anomaly(check_nan=False):
+        loss = model(torch.ones(1, 2)).exp().sum()
+    view = ca.inspect(loss)
+    assert {node.parameter for node in view.nodes if node.parameter} == {"0.weight", "0.bias"}
+    (source,) = [node.source for node in view.nodes if node.name == "ExpBackward0"]
+    assert source is not None and f"{Path(__file__).name}:" in source
+    assert "parameter=0.weight" in view.readable() and f"at {source}" in view.readable()
+
+
+def test_inspect_of_several_outputs_and_edges() -> None:
+    x = _leaf()
+    a, b = x.exp(), x.sin()
+    view = ca.inspect(a, get_gradient_edge(b))
+    assert sorted(node.name for node in view.nodes) == ["AccumulateGrad", "ExpBackward0", "SinBackward0"]
+    graph = view.to_networkx()
+    assert nx.is_directed_acyclic_graph(graph) and graph.number_of_edges() == 2
+    assert {data["name"] for _, data in graph.nodes(data=True)} == {node.name for node in view.nodes}
+
+
+def test_inspect_of_something_without_a_tape_says_so() -> None:
+    with pytest.raises(ValueError, match=r"output 1 does not require grad.*no_grad"):
+        ca.inspect(_leaf().sum(), torch.ones(3))
+
+
+def test_inspect_walks_in_the_order_of_the_capture() -> None:
+    model = mlp(depth=3)
+    loss = model(torch.randn(2, 8)).square().mean()
+    view = ca.inspect(loss)
+    with ca.enable(backend="eager") as session:
+        loss.backward()
+    assert session.last is not None and session.last.graph is not None
+    captured = [call.name for call in session.last.graph.tape.calls[1:]]
+    assert [node.name for node in view.nodes] == captured
+    assert [node.parameter for node in view.nodes] == [call.parameter for call in session.last.graph.tape.calls[1:]]
+
+
+# ---- the public face -------------------------------------------------------------------------------------------------
+
+
+def test_everything_that_is_public_is_there() -> None:
+    assert set(ca.__all__) >= {"enable", "disable", "compile_step", "inspect", "reset", "Session", "Stats", "Outcome"}
+    assert all(hasattr(ca, name) for name in ca.__all__)
+    assert all(getattr(ca, name).__doc__ for name in ca.__all__ if callable(getattr(ca, name)))
+
+
+def test_leaving_sessions_in_another_order_than_they_were_entered() -> None:
+    """As generators and exit stacks do it: each must remove itself, not whatever is on top."""
+    first, second = ca.enable(backend="eager"), ca.enable(backend="eager")
+    first.__enter__()
+    second.__enter__()
+    first.__exit__(None, None, None)
+    try:
+        _square(_leaf()).backward()
+        inside = second.stats().backwards, first.stats().backwards
+    finally:
+        second.__exit__(None, None, None)
+    assert inside == (1, 0)

@@ -1,0 +1,171 @@
+"""Settings: their values, their environment variables, and the errors for the wrong ones."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+
+import compiled_autograd as ca
+from backends import UnknownBackendError
+from compiled_autograd.settings import Settings, resolve
+
+from .helpers import in_subprocess
+
+
+def test_defaults() -> None:
+    assert resolve({}, {}) == Settings("inductor", None, "compile", "eager", False, None, ())
+
+
+@pytest.mark.parametrize(
+    ("wrong", "right"),
+    [("backnd", "backend"), ("dynamics", "dynamic"), ("on_unsuported", "on_unsupported"), ("cachedir", "cache_dir")],
+)
+def test_a_misspelt_setting_suggests_the_nearest(wrong: str, right: str) -> None:
+    with pytest.raises(ca.UnknownSettingError, match=f"'{wrong}'.*Did you mean '{right}'") as raised:
+        ca.enable(**{wrong: None})
+    assert isinstance(raised.value, TypeError) and isinstance(raised.value, ca.CompiledAutogradError)
+
+
+def test_a_setting_like_no_other_lists_the_known() -> None:
+    with pytest.raises(ca.UnknownSettingError, match="Known: backend, cache_dir, check"):
+        ca.enable(zzzzzz=1)
+
+
+def test_settings_are_keyword_only() -> None:
+    with pytest.raises(TypeError):
+        ca.enable("eager")  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("backend", 3),
+        ("backend", None),
+        ("dynamic", "perhaps"),
+        ("on_miss", "explode"),
+        ("on_unsupported", "compile"),
+        ("on_unsupported", None),
+        ("check", "maybe"),
+        ("cache_dir", 3),
+        ("cache_dir", True),
+        ("passes", 3),
+        ("passes", ["not a function"]),
+    ],
+)
+def test_impossible_values_say_what_is_possible(name: str, value: Any) -> None:
+    with pytest.raises(ca.InvalidSettingError) as raised:
+        ca.enable(**{"backend": "eager", name: value})
+    text = str(raised.value)
+    assert f"{name}={value!r}" in text and f"{name} is " in text and "enable()" in text
+    assert isinstance(raised.value, ValueError)
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [
+        ("dynamic", True),
+        ("on_miss", "background"),
+        ("on_miss", "eager"),
+        ("on_miss", "raise"),
+        ("check", True),
+        ("cache_dir", "/somewhere"),
+    ],
+)
+def test_values_without_anything_behind_them_are_rejected(name: str, value: Any) -> None:
+    with pytest.raises(ca.SettingNotBuiltError, match="not built yet; use") as raised:
+        ca.enable(**{"backend": "eager", name: value})
+    assert isinstance(raised.value, NotImplementedError)
+
+
+@pytest.mark.parametrize(
+    "given",
+    [
+        {"dynamic": None},
+        {"dynamic": False},
+        {"on_miss": "compile"},
+        {"on_unsupported": "raise"},
+        {"check": False},
+        {"cache_dir": None},
+        {"cache_dir": False},
+        {"passes": []},
+        {"passes": (print,)},
+    ],
+)
+def test_possible_values_are_taken(given: dict[str, Any]) -> None:
+    (name, value), *_ = given.items()
+    found = getattr(ca.enable(backend="eager", **given).settings, name)
+    assert found == (tuple(value) if name == "passes" else value)
+
+
+def test_environment_variables() -> None:
+    environ = {
+        "COMPILED_AUTOGRAD_BACKEND": "eager",
+        "COMPILED_AUTOGRAD_DYNAMIC": "False",
+        "COMPILED_AUTOGRAD_ON_MISS": "compile",
+        "COMPILED_AUTOGRAD_ON_UNSUPPORTED": "raise",
+        "COMPILED_AUTOGRAD_CHECK": "0",
+        "COMPILED_AUTOGRAD_CACHE_DIR": "none",
+        "HOME": "/nowhere",
+    }
+    assert resolve({}, environ) == Settings("eager", False, "compile", "raise", False, None)
+
+
+def test_arguments_come_before_the_environment() -> None:
+    environ = {"COMPILED_AUTOGRAD_BACKEND": "inductor", "COMPILED_AUTOGRAD_ON_UNSUPPORTED": "nonsense"}
+    assert resolve({"backend": "eager", "on_unsupported": "raise"}, environ).on_unsupported == "raise"
+
+
+def test_a_wrong_environment_variable_is_named() -> None:
+    with pytest.raises(
+        ca.UnknownSettingError, match=r"COMPILED_AUTOGRAD_BACKND.*Did you mean 'COMPILED_AUTOGRAD_BACKEND"
+    ):
+        resolve({}, {"COMPILED_AUTOGRAD_BACKND": "eager"})
+    with pytest.raises(ca.InvalidSettingError, match="COMPILED_AUTOGRAD_CHECK: check='perhaps'"):
+        resolve({}, {"COMPILED_AUTOGRAD_CHECK": "perhaps"})
+    with pytest.raises(ca.SettingNotBuiltError, match="check=True"):
+        resolve({}, {"COMPILED_AUTOGRAD_CHECK": "1"})
+
+
+def test_passes_have_no_environment_variable() -> None:
+    with pytest.raises(ca.UnknownSettingError, match="COMPILED_AUTOGRAD_PASSES"):
+        resolve({}, {"COMPILED_AUTOGRAD_PASSES": "x"})
+
+
+def test_the_environment_is_read_by_enable(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COMPILED_AUTOGRAD_BACKEND", "eager")
+    assert ca.enable().settings.backend == "eager"
+    monkeypatch.setenv("COMPILED_AUTOGRAD_BACKEND", "eagre")
+    with pytest.raises(UnknownBackendError, match="Did you mean 'eager'"):
+        ca.enable()
+
+
+def test_the_environment_in_a_fresh_process() -> None:
+    code = "import compiled_autograd as ca; print(ca.enable().settings.backend)"
+    done = in_subprocess(code, COMPILED_AUTOGRAD_BACKEND="eager")
+    assert done.stdout.strip() == "eager", done.stderr
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "dynamic",
+        "check",
+    ],
+)
+@pytest.mark.parametrize("value", [1, 1.0])
+def test_numbers_that_equal_true_are_as_true(name: str, value: Any) -> None:
+    """``1`` is in ``(None, True, False)``, so it passes the first check; it must not pass for False or None."""
+    with pytest.raises(ca.CompiledAutogradError):
+        ca.enable(backend="eager", **{name: value})
+
+
+def test_settings_that_share_graphs_have_one_key() -> None:
+    assert resolve({"backend": "eager"}, {}).key == resolve({"backend": "eager", "on_unsupported": "raise"}, {}).key
+    assert resolve({"backend": "eager"}, {}).key != resolve({"backend": "inductor"}, {}).key
+    assert resolve({"backend": "eager"}, {}).key != resolve({"backend": "eager", "passes": [print]}, {}).key
+
+
+def test_an_unhashable_value_is_an_error_that_names_it() -> None:
+    with pytest.raises(ca.InvalidSettingError, match="on_miss"):
+        ca.enable(backend="eager", on_miss=["compile"])

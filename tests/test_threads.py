@@ -1,0 +1,274 @@
+"""Several threads at once: sessions belong to a thread, the seam to the process."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import compiled_autograd as ca
+from compiled_autograd import session as sessions
+from compiled_autograd.gate import GATE, threads_running
+
+from .helpers import assert_grads, assert_same, expect, mlp
+
+WAIT = 60.0
+"""Seconds after which a thread counts as hung."""
+
+
+def _in_threads(works: Sequence[Callable[[], Any]]) -> list[Any]:
+    """Run each in a thread of its own; an error in one is raised here, and so is a hang."""
+    results: list[Any] = [None] * len(works)
+    errors: list[BaseException] = []
+
+    def run(index: int, work: Callable[[], Any]) -> None:
+        try:
+            results[index] = work()
+        except BaseException as error:  # noqa: BLE001  raised again in the test's thread
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=each, daemon=True) for each in enumerate(works)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(WAIT)
+    assert not any(thread.is_alive() for thread in threads), "a thread hangs"
+    if errors:
+        raise errors[0]
+    return results
+
+
+def _square(x: torch.Tensor) -> torch.Tensor:
+    return (x * x).sum()
+
+
+def test_a_session_holds_only_in_its_thread() -> None:
+    x = torch.randn(3, requires_grad=True)
+
+    def elsewhere() -> bool:
+        _square(x).backward()
+        return sessions.current() is None
+
+    with ca.enable(backend="eager") as session:
+        assert _in_threads([elsewhere]) == [True]
+    expect(session.stats())
+    assert x.grad is not None and torch.equal(x.grad, 2 * x.detach())
+
+
+def test_one_session_entered_by_several_threads_counts_for_all() -> None:
+    session = ca.enable(backend="eager")
+    with session:  # captured once, so that nobody misses below
+        _square(torch.randn(3, requires_grad=True)).backward()
+
+    def work() -> torch.Tensor:
+        x = torch.randn(3, requires_grad=True)
+        with session:
+            for _ in range(10):
+                x.grad = None
+                _square(x).backward()
+        assert x.grad is not None
+        return x.grad - 2 * x.detach()
+
+    for difference in _in_threads([work] * 4):
+        assert not difference.any()
+    stats = session.stats()
+    assert stats.backwards == 41
+    assert stats.hits + stats.structure_misses + sum(stats.bypasses.values()) == 41
+    assert stats.structure_misses == 1 and set(stats.bypasses) <= {"other_thread_in_backward"}
+
+
+class _Waits(torch.autograd.Function):
+    """Stays in backward until it is told to leave."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, entered: threading.Event, leave: threading.Event) -> torch.Tensor:
+        ctx.events = entered, leave
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        entered, leave = ctx.events
+        entered.set()
+        assert leave.wait(WAIT)
+        return grad, None, None
+
+
+def test_another_thread_in_eager_backward_is_a_reason_to_bypass() -> None:
+    entered, leave = threading.Event(), threading.Event()
+    other = torch.randn(3, requires_grad=True)
+    session = ca.enable(backend="eager")
+    with session:  # so that the other thread's backward is seen
+        pass
+    thread = threading.Thread(target=lambda: _Waits.apply(other, entered, leave).sum().backward(), daemon=True)
+    thread.start()
+    assert entered.wait(WAIT)
+    x = torch.randn(3, requires_grad=True)
+    with session:
+        _square(x).backward()
+    leave.set()
+    thread.join(WAIT)
+    assert not thread.is_alive()
+    expect(session.stats(), bypasses={"other_thread_in_backward": 1})
+    assert x.grad is not None and torch.equal(x.grad, 2 * x.detach())
+    assert other.grad is not None and torch.equal(other.grad, torch.ones(3))
+    with session:
+        x.grad = None
+        _square(x).backward()
+    expect(session.stats(), bypasses={"other_thread_in_backward": 1}, structure_misses=1)
+
+
+def test_another_thread_in_compiled_backward_is_no_reason() -> None:
+    """What was handed over runs outside of the engine, so the seam is free."""
+    entered, leave = threading.Event(), threading.Event()
+    session, mine = ca.enable(backend="eager"), ca.enable(backend="eager")
+
+    def work() -> None:
+        with session:
+            _Waits.apply(torch.randn(3, requires_grad=True), entered, leave).sum().backward()
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    assert entered.wait(WAIT)
+    x = torch.randn(3, requires_grad=True)
+    with mine:
+        _square(x).backward()
+    leave.set()
+    thread.join(WAIT)
+    assert not thread.is_alive()
+    expect(mine.stats(), structure_misses=1)
+    expect(session.stats(), structure_misses=1)
+    assert x.grad is not None and torch.equal(x.grad, 2 * x.detach())
+
+
+def test_a_backward_that_began_before_the_first_enable_is_seen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The gate learns of it by looking at the threads' stacks."""
+    entered, leave = threading.Event(), threading.Event()
+    code = torch.autograd.graph._engine_run_backward.__code__
+
+    def work() -> None:
+        torch._C._ImperativeEngine  # noqa: B018  the engine itself is not replaced in this thread
+        _Waits.apply(torch.randn(3, requires_grad=True), entered, leave).sum().backward()
+
+    thread = threading.Thread(target=work, daemon=True)
+    thread.start()
+    assert entered.wait(WAIT)
+    assert thread.ident in threads_running(code)
+    monkeypatch.setattr(GATE, "_in_eager", {})  # as if it had gone in before there was a gate
+    monkeypatch.setattr(GATE, "_unseen", {thread.ident})
+    monkeypatch.setattr(GATE, "_find_unseen", lambda: threads_running(code), raising=False)
+    x = torch.randn(3, requires_grad=True)
+    with ca.enable(backend="eager") as session:
+        _square(x).backward()
+    monkeypatch.undo()
+    leave.set()
+    thread.join(WAIT)
+    expect(session.stats(), bypasses={"other_thread_in_backward": 1})
+    assert x.grad is not None and torch.equal(x.grad, 2 * x.detach())
+
+
+def test_threads_with_different_models_and_sessions() -> None:
+    references = [mlp(width=8, depth=1 + index) for index in range(4)]
+    batch = torch.randn(4, 8)
+
+    def train(index: int, network: nn.Module, enabled: bool) -> ca.Session | None:
+        session = ca.enable(backend="eager") if enabled else None
+        for _ in range(5):
+            network.zero_grad()
+            with session or ca.disable():
+                network(batch * (index + 1)).square().mean().backward()
+        return session
+
+    import copy
+
+    models = [copy.deepcopy(reference) for reference in references]
+    for index, reference in enumerate(references):
+        train(index, reference, enabled=False)
+    done = _in_threads([lambda i=i, m=m: train(i, m, i % 2 == 0) for i, m in enumerate(models)])
+    for model, reference in zip(models, references, strict=True):
+        assert_grads(model, reference)
+    for session in (each for each in done if each is not None):
+        stats = session.stats()
+        assert stats.backwards == 5 and not stats.failures
+        assert set(stats.bypasses) <= {"other_thread_in_backward"}
+
+
+class _Scale(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        (x,) = ctx.saved_tensors
+        return 2 * x * grad
+
+
+def _tape(kind: int, x: torch.Tensor) -> torch.Tensor:
+    return [
+        lambda: (x * x).sum(),
+        lambda: (x.exp() * x).sum() + x.sum(),
+        lambda: _Scale.apply(x).sin().sum(),
+        lambda: (x.view(2, 2) @ x.view(2, 2)).tanh().sum(),
+    ][kind]()
+
+
+def test_stress_of_eight_threads() -> None:
+    """Eight threads for two seconds; some compile, some do not, one resets now and then. Nothing hangs or is wrong."""
+    inputs = [torch.randn(4) for _ in range(4)]
+    wanted = []
+    for kind in range(4):
+        leaf = inputs[kind].clone().requires_grad_()
+        wanted.append(torch.autograd.grad(_tape(kind, leaf), leaf))
+    ends = time.monotonic() + 2.0
+
+    def work(number: int) -> tuple[int, ca.Stats | None]:
+        session = ca.enable(backend="eager") if number % 3 else None
+        rounds = 0
+        while time.monotonic() < ends or rounds < 4:
+            kind = (number + rounds) % 4
+            leaf = inputs[kind].clone().requires_grad_()
+            with session or ca.disable():
+                assert_same(torch.autograd.grad(_tape(kind, leaf), leaf), wanted[kind])
+            rounds += 1
+            if number == 1 and rounds % 50 == 0:
+                ca.reset()
+        return rounds, session.stats() if session is not None else None
+
+    for rounds, stats in _in_threads([lambda n=n: work(n) for n in range(8)]):
+        if stats is not None:
+            counted = stats.hits + stats.shape_misses + stats.structure_misses + sum(stats.bypasses.values())
+            assert stats.backwards == rounds == counted
+            assert stats.failures == 0
+            assert set(stats.bypasses) <= {"other_thread_in_backward"}
+    assert not GATE._in_eager and GATE._capturing is None
+
+
+def test_two_threads_compile_the_same_structure_once() -> None:
+    start = threading.Barrier(2)
+    compiled: list[int] = []
+
+    def backend(graph_module: Any, example_inputs: Any) -> Any:
+        compiled.append(1)
+        time.sleep(0.05)
+        return graph_module.forward
+
+    session = ca.enable(backend=backend)
+
+    def work() -> torch.Tensor:
+        x = torch.ones(3, requires_grad=True)
+        start.wait(WAIT)
+        with session:
+            _square(x).backward()
+        assert x.grad is not None
+        return x.grad
+
+    assert_same(_in_threads([work, work]), [torch.full((3,), 2.0)] * 2)
+    stats = session.stats()
+    assert stats.backwards == 2 and stats.compiles == len(compiled)
+    assert stats.structure_misses <= 1

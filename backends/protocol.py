@@ -11,7 +11,8 @@ from torch import fx
 Compiled = Callable[[list[Any]], Sequence[Any]]
 """Takes its arguments in a list and empties it, so that each is freed after its last use; gives the outputs.
 
-One that cannot do that says so in an attribute ``keeps_inputs``; if it fails, its region can then be run another way."""
+One that cannot do that says so in an attribute ``keeps_inputs``: if it fails, its region can then be run another way.
+"""
 
 
 class Backend(Protocol):

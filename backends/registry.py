@@ -73,8 +73,8 @@ def _is_boxed(function: Callable[..., Any]) -> bool:
     """AOTAutograd marks functions that take ``*args`` as boxed too, so the mark alone says nothing (2.13)."""
     if not getattr(function, "_boxed_call", False):
         return False
-    code = getattr(function, "__code__", None)
-    return code is not None and not code.co_flags & inspect.CO_VARARGS and code.co_argcount == 1
+    parameters = list(inspect.signature(function).parameters.values())
+    return len(parameters) == 1 and parameters[0].kind is not inspect.Parameter.VAR_POSITIONAL
 
 
 def list_backends() -> list[str]:

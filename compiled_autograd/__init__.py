@@ -24,6 +24,7 @@ except ImportError as error:
     ) from error
 
 from .errors import (  # noqa: E402
+    BrokenCaptureError,
     CompiledAutogradError,
     InvalidSettingError,
     SettingNotBuiltError,
@@ -37,6 +38,7 @@ __version__ = "0.1.0"
 
 __all__ = [
     "TESTED_TORCH",
+    "BrokenCaptureError",
     "CompiledAutogradError",
     "InvalidSettingError",
     "Outcome",

@@ -23,7 +23,9 @@ OTHER_THREAD = Bypass(
 )
 _DEEPEST = 16
 DEEP = Bypass("deep_reentrant", hint=f"more than {_DEEPEST} backwards inside one another; eager has threads for that")
-INSIDE_EAGER = Bypass("inside_eager_backward", hint="a backward called by a hook or function of one that bypassed")
+INSIDE_EAGER = Bypass(
+    "inside_eager_backward", hint="called by a hook or function of a backward that the engine itself runs"
+)
 
 
 def before_capture(create_graph: bool, grads: Sequence[torch.Tensor | None], depth: int) -> Bypass | None:

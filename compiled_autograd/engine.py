@@ -1,5 +1,6 @@
 """The one choke point: every ``backward`` that Python asks for comes through here, and goes to the eager engine or is
-captured. The only file that touches the engine's private API. Written against torch 2.13.
+captured. What is private about the engine is used here, and here alone but for the C++ hooks that
+:mod:`compiled_autograd.hooks` calls. Written against torch 2.13.
 
 ``Tensor.backward``, ``torch.autograd.backward`` and ``torch.autograd.grad`` all end in
 ``Variable._execution_engine.run_backward`` (``torch/autograd/graph.py``). At the first ``enable`` that object is
@@ -7,7 +8,8 @@ replaced by one of a subclass, which passes on everything that no session asks f
 
 The engine's seam (``torch._C._dynamo.compiled_autograd``) is set for one call only. It is used for nothing but to hand
 over: the function that the engine calls on a hit puts everything aside and returns. What was handed over runs after the
-engine has returned, without its locks, so that a backward inside a backward is captured too.
+engine has returned, without its locks, so that a backward inside a backward is captured too. Only a graph with hooks
+that C++ registered, ``retain_grad`` among them, runs before it returns, since those can be called no later.
 """
 
 from __future__ import annotations
@@ -291,7 +293,7 @@ def _finish(captured: ir.TapeGraph, capture: Capture) -> tuple[Callable[..., Any
     capturing = _thread.capturing
     assert capturing is not None
     visited = tape.walk(capturing.call.outputs, capturing.call.inputs)
-    agrees = tape.join_sequence(captured.calls, visited)
+    agrees = tape.join_order(captured.calls, visited, capturing.call.outputs)
     graph, capturing.miss = GRAPHS.find_or_add(in_engine_order(captured))
     if agrees and capturing.miss is not None:
         tape.join_names(captured.calls, visited)

@@ -195,7 +195,7 @@ def rule_of(node: fx.Node) -> Rule | None:
 
 
 def value_kind(value: Any) -> str:
-    """``tensor``, ``size``, ``scalar``, ``object``, ``list``, ``none``, ``nothing`` or ``constant``."""
+    """``tensor``, ``size``, ``scalar``, ``object``, ``packed``, ``list``, ``none``, ``nothing`` or ``constant``."""
     if isinstance(value, fx.Node):
         if value.op == "placeholder":
             kind = str(value.target).split("_")[0]
@@ -242,11 +242,21 @@ def _verify_call(node: fx.Node) -> None:
 
 @dataclass(slots=True)
 class TapeCall:
-    """One node of the tape, as the engine reported it, with what was read of it from Python."""
+    """One node of the tape, as the engine reported it, with what was read of it from Python.
+
+    Attributes:
+        index: its place in the engine's walk; 0 is the root.
+        name: the engine's.
+        sequence: its sequence number; None where it could not be read.
+        edges: indices of the nodes that its gradients go to, edge by edge; None where they could not be read.
+        parameter: for a leaf, the name of the parameter that it writes to, where a living module has it.
+        source: ``file:line in function`` of the forward, where anomaly mode recorded it.
+    """
 
     index: int
     name: str
     sequence: int | None = None
+    edges: list[int] | None = None
     parameter: str | None = None
     source: str | None = None
 

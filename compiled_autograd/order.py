@@ -8,7 +8,6 @@ gradients is rounded; bit for bit equality with eager needs it.
 
 from __future__ import annotations
 
-import heapq
 from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
@@ -18,49 +17,84 @@ from torch import fx
 from . import ir
 
 
+class ReadyQueue:
+    """A binary heap in which equal elements come out as they do from ``std::priority_queue`` of libstdc++.
+
+    All leaves have the same sequence number, so it is the heap's own moves that say in which order their hooks run. The
+    moves are those of ``std::push_heap`` and ``std::pop_heap``; Python's ``heapq`` makes others.
+    """
+
+    def __init__(self, priority: Sequence[int]) -> None:
+        self._priority = priority
+        self._heap: list[int] = []
+
+    def __len__(self) -> int:
+        return len(self._heap)
+
+    def push(self, item: int) -> None:
+        """Add an index into ``priority``."""
+        self._heap.append(item)
+        self._rise(len(self._heap) - 1, 0, item)
+
+    def pop(self) -> int:
+        """Take out the index with the highest priority."""
+        heap = self._heap
+        top, last = heap[0], heap.pop()
+        if heap:
+            self._sink(last)
+        return top
+
+    def _less(self, one: int, other: int) -> bool:
+        return self._priority[one] < self._priority[other]
+
+    def _rise(self, hole: int, top: int, item: int) -> None:
+        heap = self._heap
+        parent = (hole - 1) // 2
+        while hole > top and self._less(heap[parent], item):
+            heap[hole] = heap[parent]
+            hole, parent = parent, (parent - 1) // 2
+        heap[hole] = item
+
+    def _sink(self, item: int) -> None:
+        """Move the hole at the top down along the greater children, then let ``item`` rise from where it ends."""
+        heap, size = self._heap, len(self._heap)
+        hole = child = 0
+        while child < (size - 1) // 2:
+            child = 2 * (child + 1)
+            if self._less(heap[child], heap[child - 1]):
+                child -= 1
+            heap[hole] = heap[child]
+            hole = child
+        if size % 2 == 0 and child == (size - 2) // 2:
+            child = 2 * child + 1
+            heap[hole] = heap[child]
+            hole = child
+        self._rise(hole, 0, item)
+
+
 def engine_order(tape: ir.TapeGraph) -> list[int]:
     """Indices into ``tape.calls`` as the engine's ready queue would bring them.
 
-    Where the sequence number of a node could not be read, the order of the walk is kept: it is a legal one.
+    Where the tape could not be read from Python, the order of the walk is kept: it is a legal one.
     """
-    if any(call.sequence is None for call in tape.calls[1:]):
-        return [call.index for call in tape.calls]
-    waits: dict[int, int] = {call.index: 0 for call in tape.calls}
-    feeds: dict[int, list[int]] = {call.index: [] for call in tape.calls}
-    for after, nodes in tape.by_call().items():
-        for before in _producers(nodes, after):
+    calls = tape.calls
+    if any(call.edges is None for call in calls):
+        return [call.index for call in calls]
+    waits = [0] * len(calls)
+    for call in calls:
+        for after in call.edges or ():
             waits[after] += 1
-            feeds[before].append(after)
-    arrival = 0
-    ready = [(_priority(tape.calls[index]), index) for index, count in waits.items() if count == 0]
-    heapq.heapify(ready)
+    ready = ReadyQueue([call.sequence or 0 for call in calls])
+    ready.push(0)
     order = []
     while ready:
-        index = heapq.heappop(ready)[-1]
+        index = ready.pop()
         order.append(index)
-        for after in feeds[index]:
+        for after in calls[index].edges or ():
             waits[after] -= 1
             if waits[after] == 0:
-                arrival += 1
-                heapq.heappush(ready, (_priority(tape.calls[after]), after))
+                ready.push(after)
     return order
-
-
-def _priority(call: ir.TapeCall) -> int:
-    return -(call.sequence if call.index and call.sequence is not None else 2**64)
-
-
-def _producers(nodes: Sequence[fx.Node], call: int) -> set[int]:
-    found: set[int] = set()
-    # A sum is recorded with the last of the nodes that feed it, but it is the node that takes it that waits for them.
-    worklist = [source for node in nodes if node.target is not ir.sum_gradients for source in node.all_input_nodes]
-    while worklist:
-        node = worklist.pop()
-        if node.target is ir.sum_gradients:
-            worklist.extend(node.all_input_nodes)
-        elif "call" in node.meta and node.meta["call"] != call:
-            found.add(node.meta["call"])
-    return found
 
 
 def in_engine_order(tape: ir.TapeGraph) -> ir.TapeGraph:

@@ -459,6 +459,7 @@ def interpret(tape: ir.TapeGraph, given: Mapping[str, Sequence[Any]]) -> list[to
         if node.target is ir.accumulate_grad:
             leaf, _, grad = arguments
             accumulate([leaf], [grad], [False])
+            known[node] = grad
         else:
             known[node] = node.target(*arguments)
     raise ir.IllegalGraphError("a tape graph without an output")

@@ -1,6 +1,7 @@
 """Reads the tape from Python, without running it: names, sequence numbers, parameters, source lines.
 
-What is read here advises; it never decides what is computed. The walk is the engine's own: a worklist, last in first
+What is read here gives names and an order of execution; which order is legal, and what is computed, the capture alone
+says. The walk is the engine's own: a worklist, last in first
 out, over ``next_functions`` with dependency counts (``_compiled_autograd_impl`` in
 ``torch/csrc/dynamo/python_compiled_autograd.cpp``, 2.13). So its nodes come in the order of the seam's report, and can
 be joined to it.
@@ -116,17 +117,22 @@ def _leading_to(targets: set[int], roots: Sequence[Any]) -> set[Any]:
     return wanted
 
 
-def join_sequence(calls: Sequence[ir.TapeCall], visited: Sequence[Visited]) -> bool:
-    """Join sequence numbers to what the engine reported; False, and nothing joined, where the two do not agree."""
+def join_order(
+    calls: Sequence[ir.TapeCall], visited: Sequence[Visited], outputs: Sequence[torch.Tensor | GradientEdge]
+) -> bool:
+    """Join sequence numbers and edges to what the engine reported; False, and nothing joined, where the two differ."""
     if len(calls) != len(visited) + 1 or any(a.name != b.name for a, b in zip(calls[1:], visited, strict=True)):
         return False
+    index_of = {each.node: call.index for call, each in zip(calls[1:], visited, strict=True)}
+    calls[0].edges = [index_of[node] for node in root_nodes(outputs) if node in index_of]
     for call, each in zip(calls[1:], visited, strict=True):
         call.sequence = each.sequence
+        call.edges = [index_of[node] for node, _ in each.node.next_functions if node in index_of]
     return True
 
 
 def join_names(calls: Sequence[ir.TapeCall], visited: Sequence[Visited]) -> None:
-    """Join parameters' names and source lines, after :func:`join_sequence` has found that the two agree."""
+    """Join parameters' names and source lines, after :func:`join_order` has found that the two agree."""
     names = parameter_names() if any(each.name == LEAF for each in visited) else {}
     for call, each in zip(calls[1:], visited, strict=True):
         if each.name == LEAF:

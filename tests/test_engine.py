@@ -610,3 +610,66 @@ def test_a_model_moved_between_sessions_keeps_its_gradients() -> None:
         network(batch * 2).square().sum().backward()
     assert_grads(model, reference)
     assert isinstance(model, nn.Module)
+
+
+def test_an_engine_that_fails_in_the_middle_of_a_report_writes_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the node saved may be lost then, and eager would compute with that: an error is all that is right."""
+    from compiled_autograd.capture import Capture
+
+    x = torch.randn(3, requires_grad=True)
+    loss = _square(x)
+    monkeypatch.setattr(Capture, "apply_functional", lambda *args: "nothing that the engine can use")
+    with ca.enable(backend="eager") as session, pytest.raises(ca.BrokenCaptureError, match=r"reported SumBackward0"):
+        loss.backward()
+    assert x.grad is None and session.last is None
+
+
+def test_very_deep_reentrant_backwards_are_left_to_eager() -> None:
+    class Deep(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor, depth: int) -> torch.Tensor:
+            ctx.depth = depth
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> Any:
+            if ctx.depth:
+                with torch.enable_grad():
+                    inner = torch.ones(3, requires_grad=True)
+                    Deep.apply(inner, ctx.depth - 1).sum().backward()
+                grad = grad + inner.grad
+            return grad, None
+
+    def run() -> torch.Tensor:
+        x = torch.ones(3, requires_grad=True)
+        return torch.autograd.grad(Deep.apply(x, 30).sum(), x)[0]
+
+    wanted = run()
+    with ca.enable(backend="eager") as session:
+        found = run()
+    assert_same([found], [wanted])
+    stats = session.stats()
+    assert stats.bypasses == {"deep_reentrant": 1, "inside_eager_backward": 13} and stats.backwards == 31
+
+
+def test_a_graph_that_cannot_be_planned_runs_call_by_call(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tape is released by then: whatever fails, the step goes on from the tape graph, hooks and all."""
+    from compiled_autograd.graphs import CompiledGraph
+
+    def run(context: Any) -> list[Any]:
+        torch.manual_seed(0)
+        x = torch.randn(3, requires_grad=True)
+        seen: list[torch.Tensor] = []
+        leaf_node = x.view_as(x).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+        leaf_node.register_hook(lambda into, out: seen.append(out[0].clone()))
+        with context:
+            _square(x).backward()
+        return [x.grad, *seen]
+
+    wanted = run(ca.disable())
+    monkeypatch.setattr(CompiledGraph, "add", lambda *args: 1 / 0)
+    session = ca.enable(backend="eager")
+    with pytest.warns(UserWarning, match="division by zero"):
+        found = run(session)
+    assert_same(found, wanted)
+    expect(session.stats(), structure_misses=1, failures=1)

@@ -73,7 +73,7 @@ def _is_boxed(function: Callable[..., Any]) -> bool:
     """AOTAutograd marks functions that take ``*args`` as boxed too, so the mark alone says nothing (2.13)."""
     if not getattr(function, "_boxed_call", False):
         return False
-    parameters = list(inspect.signature(function).parameters.values())
+    parameters = list(inspect.signature(function, follow_wrapped=False).parameters.values())
     return len(parameters) == 1 and parameters[0].kind is not inspect.Parameter.VAR_POSITIONAL
 
 

@@ -142,6 +142,7 @@ def execute(
         _restore_saved_tensor_hooks(saved_hooks)
         _thread.stack.pop()
         log.seconds["run"] = time.perf_counter() - started
+        reasons.extend(log.misses)
         reasons.extend(failure for failure in log.failures if failure not in reasons)
         variant_missed = SHAPE_MISS if reasons or log.compiles else HIT
         outcome = variant_missed if miss is None else STRUCTURE_MISS

@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from backends import Backend
-from shadow_cache import Failure
+from shadow_cache import Failure, Miss
 
 from . import ir
 from .accumulate import accumulate, stealable
@@ -36,6 +36,7 @@ class RunLog:
     seconds: dict[str, float] = field(default_factory=dict)
     compiles: int = 0
     failures: list[Failure] = field(default_factory=list)
+    misses: list[Miss] = field(default_factory=list)
     call: int = 0
     """Which node of the tape runs users' code now: an index into ``TapeGraph.calls``."""
 
@@ -178,6 +179,8 @@ class Program:
         if key not in step.compiled:
             with _COMPILING:
                 if key not in step.compiled:
+                    if step.compiled:
+                        log.misses.append(_other_kind(step, key, next(reversed(step.compiled))))
                     step.compiled[key] = self._first_run(step, slots, log)
                     return
         compiled = step.compiled[key]
@@ -356,6 +359,16 @@ def _call(call: Callable[[list[Any]], Sequence[Any]], arguments: list[Any]) -> S
         with torch._C._DisableAutocast():  # the graph has its casts in it
             return call(arguments)
     return call(arguments)
+
+
+def _other_kind(step: RegionStep, new: tuple[Any, ...], old: tuple[Any, ...]) -> Miss:
+    """What an earlier step handed on differs in shape, strides, dtype or definedness from what was compiled for."""
+    made = [node for node in step.region.inputs if node.op != "placeholder"]
+    for node, one, other in zip(made, old, new, strict=True):
+        if one != other:
+            source = node.args[0] if isinstance(node.args[0], fx.Node) else node
+            return Miss("layout", f"what {source.name} gave", str(one), str(other))
+    raise ir.IllegalGraphError(f"two equal kinds of inputs taken for different: {new}")
 
 
 def _copy(graph_module: fx.GraphModule) -> fx.GraphModule:

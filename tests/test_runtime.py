@@ -340,3 +340,38 @@ def test_backward_under_no_grad_and_inference_of_grad_mode() -> None:
         assert torch.is_grad_enabled()
     assert x.grad is not None and not x.grad.requires_grad
     assert session.stats().backwards == 2 and not session.stats().failures
+
+
+def test_what_a_function_gives_another_way_is_a_miss_that_says_so() -> None:
+    """The tape is the same, but a function's gradient has other strides: the region behind it is compiled again."""
+
+    class Gives(torch.autograd.Function):
+        turned = False
+
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            return grad.t().contiguous().t() if Gives.turned else grad.contiguous()
+
+    session = ca.enable(backend="eager")
+    for turned, outcome in (
+        (False, "structure_miss"),
+        (False, "hit"),
+        (True, "shape_miss"),
+        (True, "hit"),
+        (False, "hit"),
+    ):
+        Gives.turned = turned
+        x = torch.randn(3, 4, requires_grad=True)
+        loss = (Gives.apply(x.exp()) * torch.randn(3, 4)).sum()
+        (wanted,) = torch.autograd.grad(loss, x, retain_graph=True)
+        with session:
+            (found,) = torch.autograd.grad(loss, x)
+        assert torch.equal(found, wanted)
+        assert session.last is not None and session.last.outcome == outcome
+        if outcome == "shape_miss":
+            (reason,) = session.last.reasons
+            assert "(4, 1)" in str(reason) and "(1, 3)" in str(reason) and "call_backward" in str(reason)

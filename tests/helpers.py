@@ -45,31 +45,34 @@ def _as_plain(value: torch.Tensor) -> torch.Tensor:
     return value.nan_to_num(nan=12345.0) if value.is_floating_point() else value
 
 
-def close(one: torch.Tensor | None, other: torch.Tensor | None, largest: float = 0.0) -> bool:
+def close(one: torch.Tensor | None, other: torch.Tensor | None, largest: float = 0.0, low: bool = False) -> bool:
     """Equal in kind and strides, and within rounding.
 
     Args:
         largest: the largest value among all gradients of the backward. One that is zero but for rounding (a bias before
             batch norm, say) has no scale of its own: its terms had that of the others, and cancelled.
+        low: it was computed in 16 bits, as under autocast, whatever its own dtype.
     """
     if one is None or other is None:
         return one is other
     if (one.dtype, one.shape, one.layout, one.stride()) != (other.dtype, other.shape, other.layout, other.stride()):
         return False
-    low = one.dtype in (torch.bfloat16, torch.float16)
+    low = low or one.dtype in (torch.bfloat16, torch.float16)
     tolerance = 2e-2 if low else 1e-4 if one.dtype in (torch.float32, torch.complex64) else 1e-9
     scale = float(other.abs().max()) if other.numel() else 1.0
     return torch.allclose(one, other, rtol=tolerance, atol=tolerance * max(scale, 1e-3, 0.1 * largest))
 
 
-def assert_same(found: Iterable[Any], wanted: Iterable[Any], names: Sequence[str] = (), bitwise: bool = True) -> None:
+def assert_same(
+    found: Iterable[Any], wanted: Iterable[Any], names: Sequence[str] = (), bitwise: bool = True, low: bool = False
+) -> None:
     """Compare two sequences of gradients."""
     found, wanted = list(found), list(wanted)
     assert len(found) == len(wanted)
     dense = [each for each in wanted if each is not None and each.layout is torch.strided and each.numel()]
     largest = 0.0 if bitwise else max((float(each.abs().max()) for each in dense), default=0.0)
     for index, (one, other) in enumerate(zip(found, wanted, strict=True)):
-        if not (same_bits(one, other) if bitwise else close(one, other, largest)):
+        if not (same_bits(one, other) if bitwise else close(one, other, largest, low)):
             name = names[index] if index < len(names) else f"#{index}"
             raise GradientsDifferError(f"gradient {name}: {_brief(one)}, but eager gives {_brief(other)}")
 
@@ -80,11 +83,11 @@ def _brief(value: torch.Tensor | None) -> str:
     return f"{value.dtype} {tuple(value.shape)} {value.layout} {value.flatten()[:4] if value.numel() else ''}"
 
 
-def assert_grads(model: nn.Module, reference: nn.Module, bitwise: bool = True) -> None:
+def assert_grads(model: nn.Module, reference: nn.Module, bitwise: bool = True, low: bool = False) -> None:
     """Every parameter's ``.grad`` is the reference's."""
     names = [name for name, _ in model.named_parameters()]
     found = [parameter.grad for parameter in model.parameters()]
-    assert_same(found, [parameter.grad for parameter in reference.parameters()], names, bitwise)
+    assert_same(found, [parameter.grad for parameter in reference.parameters()], names, bitwise, low)
 
 
 @dataclass
@@ -136,6 +139,7 @@ def compare(
     learning_rate: float = 0.01,
     keep_grads: bool = False,
     bitwise: bool | None = None,
+    low: bool = False,
     counts: bool = True,
     **settings: Any,
 ) -> Result:
@@ -149,6 +153,7 @@ def compare(
         around: a context manager for forward and backward, such as autocast.
         keep_grads: accumulate ``.grad`` over the steps.
         bitwise: compare bit for bit; by default with ``backend="eager"``.
+        low: the model computes in 16 bits, whatever the dtype of its parameters.
         counts: expect one structure miss, then hits (a second miss where ``.grad`` is kept), and no failure.
         settings: further ones of ``enable``.
     """
@@ -159,7 +164,7 @@ def compare(
     for step in range(steps):
         _step(reference, make_loss, step, around, None)
         _step(model, make_loss, step, around, result.session)
-        assert_grads(model, reference, bitwise)
+        assert_grads(model, reference, bitwise, low)
         result.history.append(result.stats)
         for each in (model, reference):
             _descend(each, learning_rate, keep_grads)

@@ -378,5 +378,6 @@ def test_inductor_in_bf16_autocast(case: Callable[[], Case]) -> None:
         make,
         lambda model: loss(model).float(),
         backend="inductor",
+        low=True,
         around=lambda: torch.autocast("cpu", dtype=torch.bfloat16),
     )

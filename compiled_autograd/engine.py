@@ -42,6 +42,9 @@ from .session import BYPASS, Outcome, Session, current
 _seam = torch._C._dynamo.compiled_autograd
 
 
+_FREED = "Trying to backward through the graph a second time"
+
+
 @dataclass(slots=True)
 class Call:
     """The arguments of one ``run_backward``."""
@@ -249,7 +252,8 @@ def _capture(capturing: _Capturing) -> Bypass | None:
     except Exception as error:
         if capturing.ran:  # inside the engine's call, an error is the user's own
             raise
-        if capturing.capture is not None and capturing.capture.reporting:
+        freed = str(error).startswith(_FREED)  # then there is nothing left to lose, and eager says the same
+        if capturing.capture is not None and capturing.capture.reporting and not freed:
             raise BrokenCaptureError(capturing.capture.calls[-1].name) from error
         capturing.mistake = not _is_refusal(error)
         return _refused_by_engine(error)

@@ -673,3 +673,14 @@ def test_a_graph_that_cannot_be_planned_runs_call_by_call(monkeypatch: pytest.Mo
         found = run(session)
     assert_same(found, wanted)
     expect(session.stats(), structure_misses=1, failures=1)
+
+
+def test_a_freed_tape_is_refused_in_eagers_words_by_nodes_that_look_while_they_report() -> None:
+    x = torch.randn(4, requires_grad=True)
+    y = x * 1
+    y[torch.tensor([0, 2])] = x[:2] * 2
+    loss = y.square().sum()
+    with ca.enable(backend="eager"):
+        loss.backward()
+        with pytest.raises(RuntimeError, match=r"Trying to backward through the graph a second time"):
+            loss.backward()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import threading
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +17,7 @@ from shadow_cache import Key, Leaf, Miss, ShadowGraph, VariantKey, explain_varia
 
 from . import ir
 from .ambient import Ambient
-from .runtime import Program, RegionStep, RunLog, interpret, kind_of_value
+from .runtime import Program, RegionStep, interpret, kind_of_value
 from .settings import Settings
 
 # Checks type, dtype, device, layout, sizes, strides and dispatch keys of many tensors in one call; private in 2.13.
@@ -34,9 +35,13 @@ class Handover:
     objects: Sequence[Any]
     packed: Sequence[Any]
 
+    def kinds(self) -> tuple[Sequence[Any], ...]:
+        """What was given for each kind of placeholder, in the order of :data:`ir.PLACEHOLDERS`."""
+        return (self.tensors, self.sizes, self.scalars, self.objects, self.packed)
+
     def slots(self) -> list[Any]:
         """All of it in one list; the tensors are no longer held by ``self`` afterwards."""
-        slots = [*self.tensors, *self.sizes, *self.scalars, *self.objects, *self.packed]
+        slots = list(itertools.chain(*self.kinds()))
         self.tensors.clear()
         return slots
 
@@ -93,8 +98,7 @@ class CompiledGraph:
 
     def __call__(self, handover: Handover) -> list[torch.Tensor | None]:
         """Run the tape graph's calls one by one, without a backend."""
-        given = (handover.tensors, handover.sizes, handover.scalars, handover.objects, handover.packed)
-        return interpret(self.tape, dict(zip(ir.PLACEHOLDERS, given, strict=True)))
+        return interpret(self.tape, dict(zip(ir.PLACEHOLDERS, handover.kinds(), strict=True)))
 
     def find(self, settings: tuple[Any, ...], ambient: Ambient, handover: Handover) -> Variant | None:
         """The variant for a backward, if there is one."""
@@ -106,8 +110,7 @@ class CompiledGraph:
     def add(self, settings: Settings, ambient: Ambient, handover: Handover) -> tuple[Variant, Miss]:
         """A new variant, not yet compiled, and why none of those that are there serves."""
         key = VariantKey(settings.key, ambient, (*handover.sizes, *handover.scalars))
-        kinds = (handover.tensors, handover.sizes, handover.scalars, handover.objects, handover.packed)
-        counts = [len(values) for values in kinds]
+        counts = [len(values) for values in handover.kinds()]
         program = Program(self.tape, get_backend(settings.backend), settings.passes, counts)
         check = _tensor_check(handover.tensors)
         variant = Variant(key, list(handover.sizes), list(handover.scalars), check, program)
@@ -166,5 +169,3 @@ class Graphs:
 
 
 GRAPHS = Graphs()
-
-__all__ = ["GRAPHS", "CompiledGraph", "Graphs", "Handover", "RunLog", "Variant"]

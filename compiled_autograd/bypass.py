@@ -23,9 +23,7 @@ OTHER_THREAD = Bypass(
 )
 _DEEPEST = 16
 DEEP = Bypass("deep_reentrant", hint=f"more than {_DEEPEST} backwards inside one another; eager has threads for that")
-INSIDE_EAGER = Bypass(
-    "inside_eager_backward", hint="called by a hook or function of a backward that the engine itself runs"
-)
+INSIDE_CAPTURE = Bypass("inside_capture", hint="called by code that runs while the engine walks a tape")
 
 
 def before_capture(create_graph: bool, grads: Sequence[torch.Tensor | None], depth: int) -> Bypass | None:

@@ -29,7 +29,6 @@ OPS: dict[str, ir.OpaqueOp] = {}
 """Every engine function that was bound so far; the engine binds each one once in a process."""
 
 _STAND_INS_AT_ONCE = 512
-_STRIDED = 0  # the number of torch.strided among layouts, as the engine packs them
 _MOST_EDGES = 2000
 """The engine keeps the length of a node's key in 16 bits (``CacheKey::key_size``), and an edge takes about 15 bytes of
 it: above some 4,000 edges two different structures could be taken for one."""
@@ -79,7 +78,6 @@ class Capture:
         self.accumulates = True
         self.needs_engine = False
         self.reporting = False
-        self._unusual: list[int] = []
         self._view: tuple[Any, ...] = ()
         self._leaves: list[fx.Node] = []
         self._placeholders: dict[str, fx.Node] = {}
@@ -104,12 +102,10 @@ class Capture:
         self.accumulates = accumulate_grad
         stand_ins = []
         for index, tensor in enumerate(inputs):
-            if type(tensor) not in ir.PLAIN_TENSORS:
-                self.refuse(f"tensor subclass {type(tensor).__name__}")
-            if tensor.layout is not torch.strided:
-                self._unusual.append(index)
-            grad = ", requires_grad" if tensor.requires_grad else ""
-            self.inputs.append(f"{str(tensor.dtype).removeprefix('torch.')} {tensor.device}{grad}")
+            with torch._C.DisableTorchFunctionSubclass():
+                if tensor.is_nested:
+                    self.refuse("a nested tensor")
+                self.inputs.append(_described(tensor))
             stand_ins.append(self._stand_in(self._placeholder("input", index)))
         return (
             None,
@@ -151,9 +147,6 @@ class Capture:
         self, name: str, outputs: Sequence[Any], saved: Sequence[Any], metadata: Sequence[Any]
     ) -> list[torch.Tensor | None]:
         """After each node: gradients are reduced to the shape, and cast to the dtype, that the next node expects."""
-        for each in metadata:
-            if each is not None and each[0][4] not in (None, _STRIDED):
-                raise CaptureRefusedError(unsupported("gradients that are not strided"))
         if len(outputs) > _MOST_EDGES:
             raise CaptureRefusedError(unsupported(f"a node with more than {_MOST_EDGES} edges"))
         if not any(isinstance(output, torch.Tensor) for output in outputs):
@@ -285,10 +278,6 @@ class Capture:
         self.reporting = False
         self._raise_failure()
         self.graph.output(self._lift(list(outputs)))
-        for index in self._unusual:
-            node = self._placeholders.get(f"input_{index}")
-            if node is not None and any(user.target is not ir.accumulate_grad for user in node.users):
-                raise CaptureRefusedError(unsupported("saved tensors that are not strided"))
         if self.asked:
             raise CaptureRefusedError(unsupported(f"a capture that depends on sizes: {self.asked[0]}"))
         return self.finish(ir.TapeGraph(self.graph, self.calls, self.inputs, self.accumulates, self.needs_engine), self)
@@ -409,6 +398,18 @@ class Capture:
             return [self._lift(each) for each in value]
         symbol = symbols.symbol_of(value)
         return value if symbol is None else self._symbol(symbol)
+
+
+def _described(tensor: torch.Tensor) -> str:
+    """What the structure says of a lifted tensor."""
+    parts = [f"{str(tensor.dtype).removeprefix('torch.')} {tensor.device}"]
+    if tensor.requires_grad:
+        parts.append("requires_grad")
+    if type(tensor) not in ir.PLAIN_TENSORS:
+        parts.append(type(tensor).__qualname__)
+    elif tensor.layout is not torch.strided:
+        parts.append(str(tensor.layout).removeprefix("torch."))
+    return ", ".join(parts)
 
 
 class _RecordZeros(TorchDispatchMode):

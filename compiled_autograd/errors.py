@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from typing import Any
 
@@ -77,9 +77,16 @@ class CaptureRefusedError(CompiledAutogradError):
 
 
 class UntraceableError(CompiledAutogradError):
-    """A call of the tape graph that cannot be run under fake tensors; it stays opaque. Never reaches the user."""
+    """Calls of the tape graph that cannot be run under fake tensors; they stay opaque. Never reaches the user.
 
-    def __init__(self, node: Any, cause: BaseException) -> None:
-        super().__init__(f"{node.name} cannot be traced: {type(cause).__name__}: {cause}")
-        self.node = node
+    Attributes:
+        nodes: the calls.
+        cause: why.
+        always: whether that holds for whatever the calls are given, and not only for what they were given now.
+    """
+
+    def __init__(self, nodes: Sequence[Any], cause: BaseException, always: bool = True) -> None:
+        super().__init__(f"{nodes[0].name} cannot be traced: {type(cause).__name__}: {cause}")
+        self.nodes = nodes
         self.cause = cause
+        self.always = always

@@ -77,6 +77,7 @@ class Running:
 class _Thread(threading.local):
     def __init__(self) -> None:
         self.stack: list[Running] = []
+        self.hidden = 0  # compiled backwards in which an eager one was called that is now under way
 
 
 _thread = _Thread()
@@ -88,8 +89,8 @@ def running() -> Running | None:
 
 
 def depth() -> int:
-    """How many compiled backwards the calling thread is in."""
-    return len(_thread.stack)
+    """How many compiled backwards the calling thread is in, those around an eager one included."""
+    return len(_thread.stack) + _thread.hidden
 
 
 def leave_to_engine() -> Any:
@@ -100,9 +101,11 @@ def leave_to_engine() -> Any:
 class _Hidden:
     def __enter__(self) -> None:
         self.stack, _thread.stack = _thread.stack, []
+        _thread.hidden += len(self.stack)
 
     def __exit__(self, *exception: object) -> None:
         _thread.stack = self.stack
+        _thread.hidden -= len(self.stack)
 
 
 def execute(

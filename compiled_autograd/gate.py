@@ -1,8 +1,9 @@
 """Who may use the engine's seam, and when: it belongs to the process.
 
-It is set only while nobody else is in backward. A thread that captures holds it for the length of the engine's walk;
+It is set only while no other thread is in backward. A thread that captures holds it for the length of the engine's walk;
 other threads that come to a backward then wait, some milliseconds at most. A thread that finds another in backward does
-not wait for it: it bypasses.
+not wait for it: it bypasses. A backward inside one that the eager engine runs in the same thread is captured: until the
+engine has walked its tape, nothing else of that thread runs.
 """
 
 from __future__ import annotations
@@ -15,7 +16,7 @@ from typing import Any
 
 from shadow_cache import Bypass
 
-from .bypass import INSIDE_EAGER, OTHER_THREAD
+from .bypass import INSIDE_CAPTURE, OTHER_THREAD
 
 
 class Gate:
@@ -58,8 +59,10 @@ class Gate:
                 self._changed.wait()
             if self._unseen:
                 self._unseen &= self._find_unseen()
-            if self._in_eager or self._unseen or self._capturing is not None:
-                return INSIDE_EAGER if me in self._in_eager or self._capturing == me else OTHER_THREAD
+            if self._capturing == me:
+                return INSIDE_CAPTURE
+            if self._unseen or any(ident != me for ident in self._in_eager):
+                return OTHER_THREAD
             self._capturing = me
             return None
 

@@ -48,11 +48,20 @@ class Handover:
 
 def _tensor_check(tensors: Sequence[torch.Tensor]) -> Callable[..., bool]:
     """Makes a function that says whether as many tensors have the kinds, sizes and strides that ``tensors`` have."""
-    if all(tensor.layout is torch.strided for tensor in tensors):
-        return TensorGuards(*tensors, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+    plain = [index for index, tensor in enumerate(tensors) if ir.is_plain(tensor)]
+    guards = TensorGuards(*[tensors[index] for index in plain], dynamic_dims_sizes=None, dynamic_dims_strides=None)
+    if len(plain) == len(tensors):
+        return guards.check
     # Asked for the strides of a sparse tensor, TensorGuards ends the process (2.13).
-    expected = [kind_of_value(tensor) for tensor in tensors]
-    return lambda *given: expected == [kind_of_value(tensor) for tensor in given]
+    others = sorted(set(range(len(tensors))).difference(plain))
+    expected = [kind_of_value(tensors[index]) for index in others]
+
+    def check(*given: torch.Tensor) -> bool:
+        if [kind_of_value(given[index]) for index in others] != expected:
+            return False
+        return guards.check(*[given[index] for index in plain])
+
+    return check
 
 
 @dataclass(slots=True, eq=False)

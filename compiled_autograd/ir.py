@@ -23,6 +23,12 @@ from .hooks import cpp_hook, post_accumulate_hook, post_hook, pre_hook, tensor_h
 PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 """Types whose operators are the tensor's own; any other subclass may do anything."""
 
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a strided one of a class whose operators are its own: what can be traced."""
+    return type(tensor) in PLAIN_TENSORS and tensor.layout is torch.strided
+
+
 PLACEHOLDERS = ("input", "size", "scalar", "object", "packed")
 """Kinds of placeholders: tensors, sizes (int), scalars (int or float), Python objects (a function's ``ctx``, a hook),
 and what saved-tensor hooks packed."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -14,6 +15,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from .accumulate import obeys_layout, own_copy
 from .errors import UntraceableError
+from .ir import is_plain
 from .partition import Region
 
 
@@ -57,8 +59,9 @@ def lower(
         decompositions: the table to trace with.
 
     Raises:
-        UntraceableError: naming the call that cannot be run under fake tensors.
+        UntraceableError: naming the calls that cannot be run under fake tensors.
     """
+    _check_plain(region, given)
     mode = FakeTensorMode(allow_non_fake_inputs=True)
     tensors = [index for index, value in enumerate(given) if isinstance(value, torch.Tensor)]
     examples = [_fake(mode, given[index]) for index in tensors]
@@ -99,6 +102,28 @@ def lower(
     return Lowered(graph_module, examples, tensors, value_positions, leaf_positions, passed)
 
 
+def _check_plain(region: Region, given: Sequence[Any]) -> None:
+    """Calls that see a subclass or a sparse tensor, directly or through others, stay as they are."""
+    unusual = {
+        node for node, value in zip(region.inputs, given, strict=True) if isinstance(value, torch.Tensor) and not is_plain(value)
+    }
+    if not unusual:
+        return
+    example = next(value for node, value in zip(region.inputs, given, strict=True) if node in unusual)
+    calls = []
+    for node in region.nodes:
+        if any(source in unusual for source in node.all_input_nodes):
+            unusual.add(node)
+            if node.target is not operator.getitem:
+                calls.append(node)
+    raise UntraceableError(calls, _not_plain(example), always=False)
+
+
+def _not_plain(tensor: torch.Tensor) -> TypeError:
+    kind = type(tensor).__name__
+    return TypeError(f"a {kind} of layout {tensor.layout}" if kind in ("Tensor", "FakeTensor") else f"a {kind}")
+
+
 def _fake(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
     """A fake tensor without history and ``.grad``; but some of the engine's functions ask what requires grad."""
     return mode.from_tensor(tensor.detach().requires_grad_(tensor.requires_grad), static_shapes=True)
@@ -115,9 +140,12 @@ def _run_calls(nodes: Sequence[fx.Node], known: dict[fx.Node, Any]) -> None:
     """Run opaque calls one after the other; ``known`` has the values so far, and gets the new ones."""
     for node in nodes:
         try:
-            known[node] = node.target(*fx.map_arg(node.args, known.__getitem__))  # type: ignore[operator]
+            result = known[node] = node.target(*fx.map_arg(node.args, known.__getitem__))  # type: ignore[operator]
         except Exception as error:
-            raise UntraceableError(node, error) from error
+            raise UntraceableError([node], error) from error
+        for value in result if isinstance(result, (list, tuple)) else (result,):
+            if isinstance(value, torch.Tensor) and value.layout is not torch.strided:
+                raise UntraceableError([node], _not_plain(value))
 
 
 def _trace(

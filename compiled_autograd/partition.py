@@ -8,7 +8,7 @@ it, before anything of the user's runs.
 from __future__ import annotations
 
 import operator
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from dataclasses import dataclass, field
 
 from torch import fx
@@ -54,13 +54,14 @@ BRANCHES_ON_FAKE_TENSORS = frozenset({"ProdBackward0", "ProdBackward1", "MaskedF
 (``areAnyTensorSubclassLike`` in ``torch/csrc/autograd/FunctionsManual.cpp``), and a fake tensor is one."""
 
 
-def is_opaque(node: fx.Node, bitwise: bool) -> bool:
+def is_opaque(node: fx.Node, bitwise: bool, untraceable: Container[fx.Node] = ()) -> bool:
     """Whether a call runs as it is.
 
     Args:
         bitwise: what is traced must be bit for bit what the engine would compute.
+        untraceable: calls that cannot be traced, beside those that say so themselves.
     """
-    if node.target in ir.USERS_CODE or "untraceable" in node.meta:
+    if node.target in ir.USERS_CODE or "untraceable" in node.meta or node in untraceable:
         return True
     if not isinstance(node.target, ir.OpaqueOp):
         return False
@@ -72,7 +73,7 @@ def partition(graph: fx.Graph, bitwise: bool = False) -> list[Step]:
     return cut([node for node in graph.nodes if node.op == "call_function"], bitwise)
 
 
-def cut(nodes: Sequence[fx.Node], bitwise: bool = False) -> list[Step]:
+def cut(nodes: Sequence[fx.Node], bitwise: bool = False, untraceable: Container[fx.Node] = ()) -> list[Step]:
     """Steps for a run of calls. Values used by calls that are not among ``nodes`` become outputs."""
     steps: list[Step] = []
     region: list[fx.Node] = []
@@ -89,9 +90,9 @@ def cut(nodes: Sequence[fx.Node], bitwise: bool = False) -> list[Step]:
     for node in nodes:
         if node.target is ir.accumulate_grad:
             leaves.append(node)
-        elif node.target is operator.getitem and is_opaque(node.args[0], bitwise):  # type: ignore[arg-type]
+        elif node.target is operator.getitem and is_opaque(node.args[0], bitwise, untraceable):  # type: ignore[arg-type]
             continue  # taken by the opaque step itself
-        elif is_opaque(node, bitwise):
+        elif is_opaque(node, bitwise, untraceable):
             flush()
             items = [user for user in node.users if user.target is operator.getitem]
             steps.append(Opaque(node, items))

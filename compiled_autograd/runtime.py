@@ -122,6 +122,7 @@ class Program:
         self.tape = tape
         self.backend = backend
         self.passes = tuple(passes)
+        self.untraceable: dict[fx.Node, str] = {}
         self._slot_of: dict[fx.Node, int] = {}
         starts = dict(zip(ir.PLACEHOLDERS, _running_sums(counts), strict=True))
         self._size = sum(counts)
@@ -168,7 +169,8 @@ class Program:
                 log.call = step.node.meta["call"]
                 _run_opaque(step, slots, self.tape.calls[log.call].name)
             else:
-                _run_accumulate(step, slots)
+                with torch._C.DisableTorchFunctionSubclass():
+                    _run_accumulate(step, slots)
             for slot in step.drops:
                 slots[slot] = None
             position += 1
@@ -257,21 +259,23 @@ class Program:
 
     def _lower(self, step: RegionStep, slots: Slots) -> Lowered:
         given = [slots[slot] for slot in step.inputs]
-        for value in given:
-            if isinstance(value, torch.Tensor) and type(value) not in ir.PLAIN_TENSORS:
-                raise TypeError(f"tensor subclass {type(value).__name__}: its operators may do anything")
         leaves = {call: slots[self._slot_of[call.args[0]]] for call in step.fresh}  # type: ignore[index]
+        leaves = {call: leaf for call, leaf in leaves.items() if ir.is_plain(leaf)}
         lowered = lower(step.region, given, leaves, self.backend.decompositions())
         for each in self.passes:
             lowered.graph_module = each(lowered.graph_module) or lowered.graph_module
         return lowered
 
     def _split(self, steps: list[Executor], position: int, error: UntraceableError) -> list[Executor]:
-        """A call of a region cannot be traced: it becomes opaque. Other threads keep the steps they run."""
+        """Calls of a region cannot be traced: they become opaque. Other threads keep the steps they run."""
         step = steps[position]
         assert isinstance(step, RegionStep)
-        error.node.meta["untraceable"] = f"{type(error.cause).__name__}: {error.cause}"
-        parts = [self._executor(part) for part in cut(step.region.nodes, self.backend.bitwise)]
+        reason = f"{type(error.cause).__name__}: {error.cause}"
+        self.untraceable.update(dict.fromkeys(error.nodes, reason))
+        if error.always:
+            for node in error.nodes:
+                node.meta["untraceable"] = reason
+        parts = [self._executor(part) for part in cut(step.region.nodes, self.backend.bitwise, self.untraceable)]
         self.steps = [*steps[:position], *parts, *steps[position + 1 :]]
         self._plan_drops()
         return self.steps
@@ -329,8 +333,10 @@ def kind_of_value(value: Any) -> Any:
     """What compiled code depends on, of one of its inputs."""
     if not isinstance(value, torch.Tensor):
         return value
-    stride = value.stride() if value.layout is torch.strided else None
-    return (type(value), value.shape, stride, value.dtype, value.device, value.layout, value.is_conj(), value.is_neg())
+    with torch._C.DisableTorchFunctionSubclass():
+        stride = value.stride() if value.layout is torch.strided else None
+        kind = (value.shape, stride, value.dtype, value.device, value.layout, value.is_conj(), value.is_neg())
+    return (type(value), *kind)
 
 
 def _not_owned(results: Sequence[Any], fresh: Sequence[int], arguments: Sequence[Any]) -> set[int]:
@@ -399,7 +405,11 @@ def _interpret(step: RegionStep, slots: Slots) -> None:
 def _run_opaque(step: OpaqueStep, slots: Slots, name: str) -> None:
     arguments = _filled(step.arguments, slots)
     try:
-        result = step.node.target(*arguments)  # type: ignore[operator]
+        if step.node.target in ir.USERS_CODE:
+            result = step.node.target(*arguments)  # type: ignore[operator]
+        else:
+            with torch._C.DisableTorchFunctionSubclass():  # the engine's own operators are not the user's
+                result = step.node.target(*arguments)  # type: ignore[operator]
     except RuntimeError as error:
         raise _in_eagers_words(error, name) from error.__cause__
     for slot, index in step.items:

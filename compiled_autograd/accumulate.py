@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 
@@ -86,14 +87,34 @@ def accumulate(leaves: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | No
             continue
         old = leaf.grad
         if old is None:
-            leaf.grad = _kept(grad) if own else own_copy(grad, leaf)
+            _assign(leaf, _kept(grad) if own else own_copy(grad, leaf))
         elif old.layout is not torch.strided and grad.layout is torch.strided:
-            leaf.grad = grad + old
+            _assign(leaf, grad + old)
         else:
             into.append(old)
             terms.append(grad)
     if into:
         _add_in_place(into, terms)
+
+
+def _assign(leaf: torch.Tensor, grad: torch.Tensor) -> None:
+    """``leaf.grad = grad``, also where Python may not: a sparse leaf with a dense gradient. The engine's node may."""
+    if leaf.layout in (torch.strided, grad.layout):
+        leaf.grad = grad
+        return
+    leaf.grad = None
+    hooks = leaf._post_accumulate_grad_hooks or {}
+    set_aside = dict(hooks)  # they are called later, by whoever runs the tape graph
+    hooks.clear()
+    try:
+        _leaf_node(leaf)(grad)
+    finally:
+        hooks.update(set_aside)
+
+
+def _leaf_node(leaf: torch.Tensor) -> Any:
+    with torch.enable_grad():
+        return leaf.clone().grad_fn.next_functions[0][0]  # type: ignore[union-attr]
 
 
 def _add_in_place(into: list[torch.Tensor], terms: list[torch.Tensor]) -> None:

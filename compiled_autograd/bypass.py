@@ -23,7 +23,9 @@ OTHER_THREAD = Bypass(
 )
 _DEEPEST = 16
 DEEP = Bypass("deep_reentrant", hint=f"more than {_DEEPEST} backwards inside one another; eager has threads for that")
-INSIDE_CAPTURE = Bypass("inside_capture", hint="called by code that runs while the engine walks a tape")
+INSIDE_ENGINE_CALL = Bypass(
+    "inside_engine_call", hint="called inside a backward whose tape has a hook made by C++, as retain_grad makes one"
+)
 
 
 def before_capture(create_graph: bool, grads: Sequence[torch.Tensor | None], depth: int) -> Bypass | None:

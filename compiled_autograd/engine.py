@@ -33,6 +33,7 @@ from .bypass import TORCH_COMPILED_AUTOGRAD, before_capture
 from .capture import Capture
 from .errors import BrokenCaptureError, CaptureRefusedError, UnsupportedBackwardError
 from .execution import Running, depth, execute, leave_to_engine, running
+from .functions import number_of
 from .gate import GATE, threads_running
 from .graphs import GRAPHS, CompiledGraph, Handover
 from .order import in_engine_order
@@ -151,6 +152,9 @@ def install() -> None:
         *modules, name = path.split(".")
         module = functools.reduce(getattr, modules, torch._C)
         setattr(module, name, _answering(getattr(module, name), answer))
+    torch.autograd.Function._compiled_autograd_key = staticmethod(  # type: ignore[method-assign]
+        _key_of_function(torch.autograd.Function._compiled_autograd_key)
+    )
     GATE.expect_unseen(lambda: threads_running(code))
 
 
@@ -161,6 +165,16 @@ def _answering(original: Callable[..., Any], answer: Callable[..., Any]) -> Call
         return original(*args) if state is None else answer(state, *args)
 
     return function
+
+
+def _key_of_function(original: Callable[[Any], tuple[int, ...]]) -> Callable[[Any], tuple[int, ...]]:
+    """What the engine asks of each Python function that it walks over, PyTorch's own captures included."""
+
+    @functools.wraps(original)
+    def key(ctx: Any) -> tuple[int, ...]:
+        return original(ctx) if _thread.capturing is None else (number_of(ctx),)
+
+    return key
 
 
 def forget() -> None:
@@ -260,7 +274,7 @@ def _capture(capturing: _Capturing) -> Bypass | None:
     finally:
         _thread.capturing = outer
         if capturing.ran:
-            GATE.leave_eager()
+            GATE.leave_call()
         else:
             GATE.leave_capture()
     return None if capturing.handover is not None else TORCH_COMPILED_AUTOGRAD

@@ -18,7 +18,19 @@ import torch
 from .hooks import Grad, unpack_hook
 
 _SAVED = "_compiled_autograd_saved"
+_FIRST_NUMBER = 1 << 40  # far above those that PyTorch counts
+_numbers: dict[tuple[str, str], int] = {}
 _classes: WeakKeyDictionary[type, type] = WeakKeyDictionary()
+
+
+def number_of(ctx: Any) -> int:
+    """What stands for a function's class in the engine's key: a number of its name.
+
+    PyTorch numbers the classes themselves, so that one which is made anew at each step would never be met again. A
+    capture needs no more than the name: it gets the ``ctx`` at each run, and its class with it.
+    """
+    function = type(ctx)._forward_cls
+    return _numbers.setdefault((function.__module__, function.__qualname__), _FIRST_NUMBER + len(_numbers))
 
 
 @dataclass(frozen=True, slots=True)

@@ -2,8 +2,8 @@
 
 It is set only while no other thread is in backward. A thread that captures holds it for the length of the engine's walk;
 other threads that come to a backward then wait, some milliseconds at most. A thread that finds another in backward does
-not wait for it: it bypasses. A backward inside one that the eager engine runs in the same thread is captured: until the
-engine has walked its tape, nothing else of that thread runs.
+not wait for it: it bypasses. A backward inside one that the eager engine runs in the same thread is captured: while the
+engine walks its tape, nothing else of that thread runs.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from typing import Any
 
 from shadow_cache import Bypass
 
-from .bypass import INSIDE_CAPTURE, OTHER_THREAD
+from .bypass import INSIDE_ENGINE_CALL, OTHER_THREAD
 
 
 class Gate:
@@ -26,6 +26,7 @@ class Gate:
         self._changed = threading.Condition(threading.Lock())
         self._in_eager: dict[int, int] = {}
         self._capturing: int | None = None
+        self._in_call: set[int] = set()
         self._unseen: set[int] = set()
 
     def expect_unseen(self, in_backward: Callable[[], set[int]]) -> None:
@@ -59,8 +60,8 @@ class Gate:
                 self._changed.wait()
             if self._unseen:
                 self._unseen &= self._find_unseen()
-            if self._capturing == me:
-                return INSIDE_CAPTURE
+            if me in self._in_call:
+                return INSIDE_ENGINE_CALL
             if self._unseen or any(ident != me for ident in self._in_eager):
                 return OTHER_THREAD
             self._capturing = me
@@ -72,7 +73,14 @@ class Gate:
         with self._changed:
             self._capturing = None
             self._in_eager[me] = self._in_eager.get(me, 0) + 1
+            self._in_call.add(me)
             self._changed.notify_all()
+
+    def leave_call(self) -> None:
+        """The engine's call that went on after :meth:`change_to_eager` is over."""
+        with self._changed:
+            self._in_call.discard(threading.get_ident())
+        self.leave_eager()
 
     def leave_capture(self) -> None:
         """Give the seam back."""
@@ -86,6 +94,7 @@ class Gate:
         me = threading.get_ident()
         self._in_eager = {ident: count for ident, count in self._in_eager.items() if ident == me}
         self._capturing = None
+        self._in_call &= {me}
         self._unseen = set()
 
 

@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from .accumulate import obeys_layout, own_copy
+from .cpp_warnings import call_noting_warnings
 from .errors import UntraceableError
 from .ir import is_plain
 from .partition import Region
@@ -105,7 +106,9 @@ def lower(
 def _check_plain(region: Region, given: Sequence[Any]) -> None:
     """Calls that see a subclass or a sparse tensor, directly or through others, stay as they are."""
     unusual = {
-        node for node, value in zip(region.inputs, given, strict=True) if isinstance(value, torch.Tensor) and not is_plain(value)
+        node
+        for node, value in zip(region.inputs, given, strict=True)
+        if isinstance(value, torch.Tensor) and not is_plain(value)
     }
     if not unusual:
         return
@@ -140,9 +143,13 @@ def _run_calls(nodes: Sequence[fx.Node], known: dict[fx.Node, Any]) -> None:
     """Run opaque calls one after the other; ``known`` has the values so far, and gets the new ones."""
     for node in nodes:
         try:
-            result = known[node] = node.target(*fx.map_arg(node.args, known.__getitem__))  # type: ignore[operator]
+            arguments = fx.map_arg(node.args, known.__getitem__)
+            result, warning = call_noting_warnings(node.target, *arguments)  # type: ignore[arg-type]
         except Exception as error:
             raise UntraceableError([node], error) from error
+        if warning is not None:
+            raise UntraceableError([node], warning)  # it is to warn at each step, as under eager
+        known[node] = result
         for value in result if isinstance(result, (list, tuple)) else (result,):
             if isinstance(value, torch.Tensor) and value.layout is not torch.strided:
                 raise UntraceableError([node], _not_plain(value))

@@ -21,6 +21,7 @@ from shadow_cache import Failure, Miss
 
 from . import ir
 from .accumulate import accumulate, stealable
+from .cpp_warnings import issuing_warnings
 from .errors import UntraceableError
 from .lower import Lowered, lower
 from .partition import Opaque, Region, Step, cut, partition
@@ -409,7 +410,7 @@ def _run_opaque(step: OpaqueStep, slots: Slots, name: str) -> None:
             result = step.node.target(*arguments)  # type: ignore[operator]
         else:
             with torch._C.DisableTorchFunctionSubclass():  # the engine's own operators are not the user's
-                result = step.node.target(*arguments)  # type: ignore[operator]
+                result = issuing_warnings(step.node.target, *arguments)  # type: ignore[arg-type]
     except RuntimeError as error:
         raise _in_eagers_words(error, name) from error.__cause__
     for slot, index in step.items:

@@ -35,11 +35,12 @@ class Visited:
 
 def root_nodes(outputs: Iterable[torch.Tensor | GradientEdge]) -> list[Any]:
     """The nodes that the gradients of ``outputs`` enter."""
-    return [output.node if isinstance(output, GradientEdge) else _edge(output).node for output in outputs]
+    with torch._C.DisableTorchFunctionSubclass():
+        return [output.node if isinstance(output, GradientEdge) else _node(output) for output in outputs]
 
 
-def _edge(tensor: torch.Tensor) -> GradientEdge:
-    return torch.autograd.graph.get_gradient_edge(tensor)
+def _node(tensor: torch.Tensor) -> Any:
+    return tensor.grad_fn or torch.autograd.graph.get_gradient_edge(tensor).node
 
 
 def walk(
@@ -53,7 +54,7 @@ def walk(
     """
     roots = root_nodes(outputs)
     waits = _dependencies(roots)
-    wanted = None if not inputs else _leading_to({id(node) for node in root_nodes(inputs)}, roots)
+    wanted = None if not inputs else _leading_to(inputs, roots)
     found: list[Visited] = []
     worklist: list[Any] = []
     for root in roots:
@@ -93,8 +94,20 @@ def _dependencies(roots: Sequence[Any]) -> dict[Any, int]:
     return waits
 
 
-def _leading_to(targets: set[int], roots: Sequence[Any]) -> set[Any]:
-    """The nodes from which one of ``targets`` (by ``id``) can be reached, targets included."""
+def _targets(inputs: Iterable[torch.Tensor | GradientEdge]) -> set[int]:
+    """What ``inputs`` are on the tape, by ``id``: nodes, and for leaves the tensors, since to ask for the node of a leaf
+    runs an operator on it."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return {id(each.node if isinstance(each, GradientEdge) else each.grad_fn or each) for each in inputs}
+
+
+def _is_target(node: Any, targets: set[int]) -> bool:
+    return id(node) in targets or (type(node).name(node).endswith(LEAF) and id(node.variable) in targets)
+
+
+def _leading_to(inputs: Sequence[torch.Tensor | GradientEdge], roots: Sequence[Any]) -> set[Any]:
+    """The nodes from which one of ``inputs`` can be reached, those of ``inputs`` included."""
+    targets = _targets(inputs)
     came_from: dict[Any, list[Any]] = {}
     worklist = list(dict.fromkeys(roots))
     seen = set(worklist)
@@ -107,7 +120,7 @@ def _leading_to(targets: set[int], roots: Sequence[Any]) -> set[Any]:
             if following not in seen:
                 seen.add(following)
                 worklist.append(following)
-    worklist = [node for node in seen if id(node) in targets]
+    worklist = [node for node in seen if _is_target(node, targets)]
     wanted = set(worklist)
     while worklist:
         for before in came_from.get(worklist.pop(), ()):

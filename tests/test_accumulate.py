@@ -486,3 +486,43 @@ def test_warnings_are_eagers() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         _train(lambda: [torch.randn(4, 3).t().requires_grad_()], lambda given: given[0].contiguous().exp().sum())
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_sparse_operands_of_a_product(keep: bool) -> None:
+    """A sparse leaf gets a dense gradient, which Python may not assign to it; its hooks run once a step all the same."""
+
+    def run() -> tuple[list[torch.Tensor | None], list[str]]:
+        torch.manual_seed(0)
+        a = torch.randn(3, 3).to_sparse().detach().requires_grad_()
+        b = torch.randn(3, 3).requires_grad_()
+        seen: list[str] = []
+        a.register_post_accumulate_grad_hook(lambda leaf: seen.append(str(leaf.grad.layout)))  # type: ignore[union-attr]
+        for _ in range(2):
+            if not keep:
+                a.grad = b.grad = None
+            a.mm(b).sum().backward()
+        return [a.grad, b.grad], seen
+
+    wanted, wanted_seen = run()
+    with ca.enable(backend="eager") as session:
+        found, seen = run()
+    assert_same(found, wanted)
+    assert seen == wanted_seen and len(seen) == 2
+    assert session.stats().bypasses == {} and session.stats().backwards == 2
+
+
+@pytest.mark.parametrize("layout", ["to_sparse", "to_sparse_csr", "to_mkldnn"])
+def test_leaves_of_other_layouts(layout: str) -> None:
+    def run() -> torch.Tensor:
+        torch.manual_seed(0)
+        x = getattr(torch.rand(4, 4), layout)().requires_grad_()
+        (grad,) = torch.autograd.grad(x.to_dense(), x, torch.randn(4, 4))
+        return grad
+
+    wanted = run()
+    with ca.enable(backend="eager") as session:
+        found = [run(), run()]
+    for each in found:
+        assert each.layout == wanted.layout and torch.equal(each.to_dense(), wanted.to_dense())
+    expect(session.stats(), structure_misses=1, hits=1)

@@ -359,8 +359,10 @@ def test_saved_tensors_can_be_read_twice_and_after_retain_graph() -> None:
     assert torch.equal(y.grad_fn.saved_tensors[0], x.exp())  # type: ignore[union-attr]
 
 
-def test_a_function_class_made_anew_at_each_step_is_right() -> None:
-    def step(context: Any) -> torch.Tensor:
+def test_a_function_class_made_anew_at_each_step_is_a_hit() -> None:
+    """And it is this step's class that runs, not the one that was captured."""
+
+    def step(context: Any, factor: float) -> torch.Tensor:
         class Fresh(Function):
             @staticmethod
             def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
@@ -368,7 +370,7 @@ def test_a_function_class_made_anew_at_each_step_is_right() -> None:
 
             @staticmethod
             def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-                return grad * 5
+                return grad * factor
 
         x = torch.ones(3, requires_grad=True)
         with context:
@@ -377,10 +379,35 @@ def test_a_function_class_made_anew_at_each_step_is_right() -> None:
         return x.grad
 
     session = ca.enable(backend="eager")
-    wanted = step(ca.disable())
-    for _ in range(3):
-        assert_same([step(session)], [wanted])
-    assert session.stats().backwards == 3 and not session.stats().bypasses
+    for factor in (5.0, 6.0, 7.0):
+        assert_same([step(session, factor)], [step(ca.disable(), factor)])
+    expect(session.stats(), structure_misses=1, hits=2, captures=1)
+
+
+def test_functions_of_one_name_and_different_arguments_are_told_apart() -> None:
+    def make(count: int) -> type[Function]:
+        class Fresh(Function):
+            @staticmethod
+            def forward(ctx: Any, *args: Any) -> Any:
+                return args[0] * count if count == 1 else (args[0] * 2, args[1] * 3)
+
+            @staticmethod
+            def backward(ctx: Any, *grads: torch.Tensor) -> Any:
+                return tuple(grad * (index + 1 + count) for index, grad in enumerate(grads))
+
+        return Fresh
+
+    def grads(count: int) -> tuple[torch.Tensor, ...]:
+        leaves = [torch.ones(3, requires_grad=True) for _ in range(count)]
+        out = make(count).apply(*leaves)
+        total = out.sum() if count == 1 else out[0].sum() + out[1].sum()
+        return torch.autograd.grad(total, leaves)
+
+    with ca.enable(backend="eager") as session:
+        found = [grads(1), grads(2), grads(1), grads(2)]
+    for each, count in zip(found, (1, 2, 1, 2), strict=True):
+        assert_same(each, grads(count))
+    expect(session.stats(), structure_misses=2, hits=2, captures=2)
 
 
 # ---- writes into views -----------------------------------------------------------------------------------------------

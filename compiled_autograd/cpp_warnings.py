@@ -1,0 +1,43 @@
+"""Warnings that PyTorch's C++ code issues inside the engine's functions, as Python's own.
+
+A warning of C++ code becomes one of Python's at the end of the call of PyTorch that it was issued in
+(``HANDLE_TH_ERRORS`` in ``torch/csrc/Exceptions.h``, 2.13). The engine's own calls are such calls; the functions that
+it binds for a capture are not, and their warnings would only be printed.
+"""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+_BY_CPP = "Triggered internally at"
+_one_element = torch.zeros(1, device="cpu")
+
+
+def issuing_warnings(function: Callable[..., Any], *args: Any) -> Any:
+    """Call ``function``; what C++ code warns of meanwhile becomes a Python warning. Costs a microsecond."""
+    results = []
+
+    def call(element: float) -> float:
+        results.append(function(*args))
+        return element
+
+    _one_element.apply_(call)  # type: ignore[no-untyped-call]  # of PyTorch's calls, the one that calls back
+    return results[0]
+
+
+def call_noting_warnings(function: Callable[..., Any], *args: Any) -> tuple[Any, Warning | None]:
+    """Call ``function`` and tell what C++ code warned of, if it did; other warnings are passed on."""
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        result = issuing_warnings(function, *args)
+    noted = None
+    for each in caught:
+        if _BY_CPP in str(each.message):
+            noted = each.message if isinstance(each.message, Warning) else UserWarning(each.message)
+        else:
+            warnings.warn_explicit(each.message, each.category, each.filename, each.lineno, source=each.source)
+    return result, noted

@@ -1,9 +1,9 @@
 """Who may use the engine's seam, and when: it belongs to the process.
 
-It is set only while no other thread is in backward. A thread that captures holds it for the length of the engine's walk;
-other threads that come to a backward then wait, some milliseconds at most. A thread that finds another in backward does
-not wait for it: it bypasses. A backward inside one that the eager engine runs in the same thread is captured: while the
-engine walks its tape, nothing else of that thread runs.
+It is set only while no other thread is in backward. A thread that captures holds it for the length of the engine's
+walk; other threads that come to a backward then wait, some milliseconds at most. A thread that finds another in
+backward does not wait for it: it bypasses. A backward inside one that the eager engine runs in the same thread is
+captured: while the engine walks its tape, nothing else of that thread runs.
 """
 
 from __future__ import annotations

@@ -59,18 +59,18 @@ def is_opaque(node: fx.Node, bitwise: bool, untraceable: Container[fx.Node] = ()
 
     Args:
         bitwise: what is traced must be bit for bit what the engine would compute.
-        untraceable: calls that cannot be traced, beside those that say so themselves.
+        untraceable: calls that have shown that they cannot be traced.
     """
-    if node.target in ir.USERS_CODE or "untraceable" in node.meta or node in untraceable:
+    if node.target in ir.USERS_CODE or node in untraceable:
         return True
     if not isinstance(node.target, ir.OpaqueOp):
         return False
     return not node.target.traceable or (bitwise and node.target.__name__ in BRANCHES_ON_FAKE_TENSORS)
 
 
-def partition(graph: fx.Graph, bitwise: bool = False) -> list[Step]:
+def partition(graph: fx.Graph, bitwise: bool = False, untraceable: Container[fx.Node] = ()) -> list[Step]:
     """All steps of a tape graph, in the order in which they run."""
-    return cut([node for node in graph.nodes if node.op == "call_function"], bitwise)
+    return cut([node for node in graph.nodes if node.op == "call_function"], bitwise, untraceable)
 
 
 def cut(nodes: Sequence[fx.Node], bitwise: bool = False, untraceable: Container[fx.Node] = ()) -> list[Step]:

@@ -117,13 +117,17 @@ class Program:
         backend: what compiles regions.
         passes: functions over each region's ATen graph; each gives a new one, or None where it changed it in place.
         counts: how many values of each kind of placeholder the engine hands over.
+
+    Attributes:
+        steps: what runs, in order.
+        untraceable: calls that stay opaque, and why.
     """
 
     def __init__(self, tape: ir.TapeGraph, backend: Backend, passes: Sequence[Pass], counts: Sequence[int]) -> None:
         self.tape = tape
         self.backend = backend
         self.passes = tuple(passes)
-        self.untraceable: dict[fx.Node, str] = {}
+        self.untraceable = {node: node.meta["untraceable"] for node in tape.graph.nodes if "untraceable" in node.meta}
         self._slot_of: dict[fx.Node, int] = {}
         starts = dict(zip(ir.PLACEHOLDERS, _running_sums(counts), strict=True))
         self._size = sum(counts)
@@ -138,7 +142,8 @@ class Program:
         self._outputs = [
             None if value is None else self._slot(value) for value in tape.graph.find_nodes(op="output")[0].args[0]
         ]
-        self.steps: list[Executor] = [self._executor(step) for step in partition(tape.graph, backend.bitwise)]
+        steps = partition(tape.graph, backend.bitwise, self.untraceable)
+        self.steps: list[Executor] = [self._executor(step) for step in steps]
         self._plan_drops()
 
     # ---- running ---------------------------------------------------------------------------------------------------
@@ -273,7 +278,7 @@ class Program:
         assert isinstance(step, RegionStep)
         reason = f"{type(error.cause).__name__}: {error.cause}"
         self.untraceable.update(dict.fromkeys(error.nodes, reason))
-        if error.always:
+        if error.always:  # then the next variants know it too
             for node in error.nodes:
                 node.meta["untraceable"] = reason
         parts = [self._executor(part) for part in cut(step.region.nodes, self.backend.bitwise, self.untraceable)]

@@ -95,8 +95,8 @@ def _dependencies(roots: Sequence[Any]) -> dict[Any, int]:
 
 
 def _targets(inputs: Iterable[torch.Tensor | GradientEdge]) -> set[int]:
-    """What ``inputs`` are on the tape, by ``id``: nodes, and for leaves the tensors, since to ask for the node of a leaf
-    runs an operator on it."""
+    """What ``inputs`` are on the tape, by ``id``: nodes; for leaves the tensors, since asking for a leaf's node runs an
+    operator on it."""
     with torch._C.DisableTorchFunctionSubclass():
         return {id(each.node if isinstance(each, GradientEdge) else each.grad_fn or each) for each in inputs}
 

@@ -122,9 +122,8 @@ def _note(verdict: Verdict, session: ca.Session) -> None:
         if type(reason).__name__ == "Failure":
             verdict.failures.add(str(reason))
     if session.last.graph is not None:
-        for node in session.last.graph.tape.graph.nodes:
-            if "untraceable" in node.meta:
-                verdict.untraced.add(f"{node.target}: {node.meta['untraceable'].splitlines()[0]}")
+        for node, reason in session.last.graph.variants[-1].program.untraceable.items():
+            verdict.untraced.add(f"{node.target}: {reason.splitlines()[0]}")
 
 
 def _gradient_for(output: torch.Tensor) -> torch.Tensor:

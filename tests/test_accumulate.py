@@ -490,7 +490,7 @@ def test_warnings_are_eagers() -> None:
 
 @pytest.mark.parametrize("keep", [True, False])
 def test_sparse_operands_of_a_product(keep: bool) -> None:
-    """A sparse leaf gets a dense gradient, which Python may not assign to it; its hooks run once a step all the same."""
+    """A sparse leaf gets a dense gradient, which Python may not assign to it; its hooks run once a step."""
 
     def run() -> tuple[list[torch.Tensor | None], list[str]]:
         torch.manual_seed(0)

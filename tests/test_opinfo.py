@@ -11,16 +11,14 @@ from .opinfo import Verdict, check_all, check_module, check_operator, modules, o
 
 _EVERY_OPERATOR, _EVERY_MODULE = 12, 8
 _AT_LEAST_COMPILED = 0.97
-_BYPASSES = {"sparse.sampled_addmm"}  # of the sample: the engine cannot report a sparse CSR tensor
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("op", operators()[::_EVERY_OPERATOR], ids=operator_name)
 def test_a_sample_of_operators(op: Any) -> None:
     verdict = check_operator(op, limit=2)
+    assert verdict.compiled
     assert not verdict.mismatches
-    assert not verdict.failures
-    assert bool(verdict.bypasses) == (verdict.name in _BYPASSES)
 
 
 @pytest.mark.filterwarnings("ignore")

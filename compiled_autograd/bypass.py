@@ -23,6 +23,12 @@ OTHER_THREAD = Bypass(
 )
 _DEEPEST = 16
 DEEP = Bypass("deep_reentrant", hint=f"more than {_DEEPEST} backwards inside one another; eager has threads for that")
+DDP_CPP_REDUCER = Bypass(
+    "ddp_cpp_reducer",
+    hint="DDP's reducer communicates from C++ hooks, which only the eager engine runs, also inside no_sync(). What "
+    "compiles: fully_shard (a mesh of shape (ranks, 1) replicates), Python hooks that communicate, and DDP made under "
+    "torch._dynamo.config.optimize_ddp = 'python_reducer' where every rank uses the same parameters and no buffers",
+)
 INSIDE_CAPTURE = Bypass("inside_capture", hint="called by code that runs while the engine walks a tape")
 
 

@@ -26,6 +26,12 @@ DEEP = Bypass("deep_reentrant", hint=f"more than {_DEEPEST} backwards inside one
 INSIDE_ENGINE_CALL = Bypass(
     "inside_engine_call", hint="called inside a backward whose tape has a hook made by C++, as retain_grad makes one"
 )
+DDP_CPP_REDUCER = Bypass(
+    "ddp_cpp_reducer",
+    hint="DDP's reducer communicates from C++ hooks, which only the eager engine runs, also inside no_sync(). What "
+    "compiles: fully_shard (a mesh of shape (ranks, 1) replicates), Python hooks that communicate, and DDP made under "
+    "torch._dynamo.config.optimize_ddp = 'python_reducer' where every rank uses the same parameters and no buffers",
+)
 
 
 def before_capture(create_graph: bool, grads: Sequence[torch.Tensor | None], depth: int) -> Bypass | None:

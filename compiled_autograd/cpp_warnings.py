@@ -25,7 +25,7 @@ def issuing_warnings(function: Callable[..., Any], *args: Any) -> Any:
         results.append(function(*args))
         return element
 
-    _one_element.apply_(call)  # type: ignore[no-untyped-call]  # of PyTorch's calls, the one that calls back
+    _one_element.apply_(call)  # of PyTorch's calls, the one that calls back
     return results[0]
 
 

@@ -29,7 +29,7 @@ from torch.autograd import Variable
 from shadow_cache import Bypass, Miss, unsupported
 
 from . import ir, tape
-from .bypass import TORCH_COMPILED_AUTOGRAD, before_capture
+from .bypass import DDP_CPP_REDUCER, TORCH_COMPILED_AUTOGRAD, before_capture
 from .capture import Capture
 from .errors import BrokenCaptureError, CaptureRefusedError, UnsupportedBackwardError
 from .execution import Running, depth, execute, leave_to_engine, running
@@ -44,6 +44,9 @@ _seam = torch._C._dynamo.compiled_autograd
 
 
 _FREED = "Trying to backward through the graph a second time"
+_DDP = "C++ DDP Reducer"
+"""What the engine says of the hooks of DDP's reducer (``torch/csrc/distributed/c10d/reducer.cpp``). It refuses them
+while it collects the tape, at every walk and whether or not it knows the structure, so no structure leaves them out."""
 
 
 @dataclass(slots=True)
@@ -295,6 +298,8 @@ def _is_refusal(error: Exception) -> bool:
 
 
 def _refused_by_engine(error: Exception) -> Bypass:
+    if _DDP in str(error):
+        return DDP_CPP_REDUCER
     first_sentence = str(error).partition("\n")[0].partition(". ")[0]
     return unsupported(f"{type(error).__name__}: {first_sentence[:120]}")
 

@@ -23,6 +23,7 @@ from torch.utils._pytree import tree_map
 from shadow_cache import unsupported
 
 from . import ir, symbols
+from .aot import aot_backward
 from .errors import CaptureRefusedError
 
 OPS: dict[str, ir.OpaqueOp] = {}
@@ -193,9 +194,12 @@ class Capture:
         defined = [grad is not None for grad in grads]
         arguments = (self._placeholder("object", ctx_index), list(saved), expected, defined, *grads)
         node = self._call(ir.call_backward, arguments)
-        for value in node.args[1]:  # type: ignore[union-attr]
-            if isinstance(value, fx.Node) and value.target is ir.unpack_hook:
-                value.target = ir.Packed  # the function unpacks it when it asks for it
+        sources = [value for value in node.args[1] if isinstance(value, fx.Node)]  # type: ignore[union-attr]
+        packed = [source for source in sources if source.target is ir.unpack_hook]
+        for value in packed:
+            value.target = ir.Packed  # the function unpacks it when it asks for it
+        if not packed and state_index is None and not opaque_indices:
+            node.target = aot_backward(ctx) or ir.call_backward
         return tuple(self._stand_in((node, index)) if is_tensor else None for index, is_tensor in enumerate(expected))
 
     @_keeps_failures

@@ -69,14 +69,14 @@ def call_backward(
     ctx.__dict__[_SAVED] = tuple(saved)
     ctx.__class__ = _class_with_saved(own_class)
     try:
-        results = own_class.apply(ctx, *_materialised(own_class, ctx, defined, grads))
+        results = own_class.apply(ctx, *materialised(own_class, ctx, defined, grads))
     finally:
         ctx.__class__ = own_class
         ctx.__dict__.pop(_SAVED, None)
-    return _checked(own_class.__name__, results, expected)
+    return checked(own_class.__name__, results, expected)
 
 
-def _materialised(own_class: Any, ctx: Any, defined: Sequence[bool], grads: Sequence[Grad]) -> list[Grad]:
+def materialised(own_class: Any, ctx: Any, defined: Sequence[bool], grads: Sequence[Grad]) -> list[Grad]:
     """Zeros for gradients that turned out undefined; those that the capture saw as undefined it has dealt with."""
     result = list(grads)
     for index, (grad, known) in enumerate(zip(grads, defined, strict=True)):
@@ -112,7 +112,8 @@ def _clear(ctx: Any) -> None:
     ctx.__dict__[_SAVED] = ()
 
 
-def _checked(name: str, results: Any, expected: Sequence[bool]) -> list[Grad]:
+def checked(name: str, results: Any, expected: Sequence[bool]) -> list[Grad]:
+    """What a function gave, as the engine takes it; see :func:`call_backward` for what it refuses."""
     grads = list(results) if isinstance(results, tuple) else [results]
     if len(grads) > len(expected) and all(grad is None for grad in grads[len(expected) :]):
         grads = grads[: len(expected)]

@@ -16,6 +16,7 @@ import networkx as nx
 import torch
 from torch import fx
 
+from .aot import AOTBackward
 from .errors import IllegalGraphError
 from .functions import Packed, call_backward
 from .hooks import cpp_hook, post_accumulate_hook, post_hook, pre_hook, tensor_hook, unpack_hook
@@ -167,11 +168,14 @@ _TENSORS = _kinds("list")
 _SIZE = _kinds("size", "constant")
 _ANYTHING = _kinds("tensor", "none", "size", "scalar", "constant", "list")
 
+_FUNCTION = Rule((_kinds("object"), _TENSORS, _TENSORS, _TENSORS, _TENSOR), gives="list", variadic=True)
+
 RULES: dict[Any, Rule] = {
     OpaqueOp: Rule((_TENSORS, _ANYTHING), gives="list", variadic=True),
     sum_gradients: Rule((_TENSOR,), gives="tensor", variadic=True),
     accumulate_grad: Rule((_kinds("tensor"), _TENSOR, _TENSOR), gives="tensor"),
-    call_backward: Rule((_kinds("object"), _TENSORS, _TENSORS, _TENSORS, _TENSOR), gives="list", variadic=True),
+    AOTBackward: _FUNCTION,
+    call_backward: _FUNCTION,
     tensor_hook: Rule((_kinds("object"), _TENSOR), gives="tensor"),
     cpp_hook: Rule((_kinds("constant"), _TENSOR), gives="tensor"),
     pre_hook: Rule((_kinds("object"), _TENSORS), gives="list"),
@@ -196,8 +200,8 @@ RULES: dict[Any, Rule] = {
 
 def rule_of(node: fx.Node) -> Rule | None:
     """The rule for a call; None where the vocabulary has no such call."""
-    target = OpaqueOp if isinstance(node.target, OpaqueOp) else node.target
-    return RULES.get(target)
+    target = node.target
+    return RULES.get(type(target) if isinstance(target, (OpaqueOp, AOTBackward)) else target)
 
 
 def value_kind(value: Any) -> str:

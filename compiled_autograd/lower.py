@@ -144,7 +144,8 @@ def _run_calls(nodes: Sequence[fx.Node], known: dict[fx.Node, Any]) -> None:
     for node in nodes:
         try:
             arguments = fx.map_arg(node.args, known.__getitem__)
-            result, warning = call_noting_warnings(node.target, *arguments)  # type: ignore[arg-type]
+            function: Any = getattr(node.target, "trace", node.target)
+            result, warning = call_noting_warnings(function, *arguments)
         except Exception as error:
             raise UntraceableError([node], error) from error
         if warning is not None:

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from . import ir
+from .aot import AOTBackward
 
 
 @dataclass(slots=True, eq=False)
@@ -63,6 +64,8 @@ def is_opaque(node: fx.Node, bitwise: bool, untraceable: Container[fx.Node] = ()
     """
     if node.target in ir.USERS_CODE or node in untraceable:
         return True
+    if isinstance(node.target, AOTBackward):
+        return bitwise  # what was compiled together is not taken apart
     if not isinstance(node.target, ir.OpaqueOp):
         return False
     return not node.target.traceable or (bitwise and node.target.__name__ in BRANCHES_ON_FAKE_TENSORS)

@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from .hooks import Grad, unpack_hook
+from .hooks import Grad, unpacked, with_requires_grad
 
 _SAVED = "_compiled_autograd_saved"
 _classes: WeakKeyDictionary[type, type] = WeakKeyDictionary()
@@ -30,7 +30,7 @@ class Packed:
 
     def unpack(self) -> torch.Tensor:
         """Call the user's hook."""
-        return unpack_hook(self.hook, self.packed)
+        return unpacked(self.hook, self.packed)
 
 
 def call_backward(
@@ -92,11 +92,10 @@ def _saved(ctx: Any) -> tuple[Grad, ...]:
     if not any(isinstance(value, Packed) for value in saved):
         return tuple(saved)
     values = [value.unpack() if isinstance(value, Packed) else value for value in saved]
-    requires_grad = _required_grad(ctx, values)
-    return tuple(
-        _with_requires_grad(value, required) if isinstance(packed, Packed) else value
-        for packed, value, required in zip(saved, values, requires_grad, strict=True)
-    )
+    for index, required in enumerate(_required_grad(ctx, values)):
+        if isinstance(saved[index], Packed):
+            values[index] = with_requires_grad(values[index], required)
+    return tuple(values)
 
 
 def _required_grad(ctx: Any, values: Sequence[Grad]) -> list[bool]:
@@ -117,13 +116,6 @@ def _required_grad(ctx: Any, values: Sequence[Grad]) -> list[bool]:
 
 def _looks_like(value: Grad, metadata: Any) -> bool:
     return value is not None and value.dtype == metadata.dtype and tuple(value.shape) == tuple(metadata.shape)
-
-
-def _with_requires_grad(value: Grad, required: bool) -> Grad:
-    if value is None or value.requires_grad == required:
-        return value
-    with torch._C.DisableTorchFunctionSubclass():
-        return value.detach().requires_grad_(required and (value.is_floating_point() or value.is_complex()))
 
 
 def _saved_deprecated(ctx: Any) -> tuple[Grad, ...]:

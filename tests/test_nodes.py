@@ -23,7 +23,7 @@ from torch.utils.checkpoint import (
 
 import compiled_autograd as ca
 
-from .helpers import Result, compare, expect
+from .helpers import Result, both, compare, expect
 
 
 def _leaf(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -70,6 +70,19 @@ def test_packed_tensors_require_grad_as_those_that_were_saved(save: Any, y_requi
             loss.backward()
     assert notes == [notes[0]] * 3 and any(notes[0])
     expect(session.stats(), structure_misses=1, hits=1)
+
+
+@pytest.mark.parametrize("function", [torch.linalg.solve, torch.linalg.solve_triangular, torch.matmul])
+def test_packed_tensors_of_built_in_nodes_require_grad(function: Callable[..., torch.Tensor]) -> None:
+    """Some nodes leave out the gradient of a saved tensor that requires none."""
+    settings = {"upper": True} if function is torch.linalg.solve_triangular else {}
+
+    def make() -> Any:
+        a, b = _leaf(3, 3), _leaf(3, 2)
+        with saved_tensors_hooks(lambda tensor: tensor.clone(), lambda tensor: tensor):
+            return function(a.triu(), b.exp(), **settings).sin().sum(), [a, b]
+
+    expect(both(make), structure_misses=1, hits=1, captures=1)
 
 
 # ---- checkpointing ---------------------------------------------------------------------------------------------------

@@ -3,7 +3,8 @@ compiled forwards, checkpoints, sparse and complex gradients, tensor subclasses,
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import shutil
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -12,6 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.autograd import Function
+from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import (
     CheckpointPolicy,
@@ -23,7 +25,7 @@ from torch.utils.checkpoint import (
 
 import compiled_autograd as ca
 
-from .helpers import Result, both, compare, expect
+from .helpers import Result, assert_same, both, compare, expect
 
 
 def _leaf(*shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
@@ -220,3 +222,404 @@ def test_a_checkpoint_that_is_not_the_same_again_is_answered_in_eagers_words() -
     with ca.disable():
         wanted = message(ca.disable())
     assert message(ca.enable(backend="eager")) == wanted
+
+
+# ---- functions written in Python -------------------------------------------------------------------------------------
+
+
+class _OldStyle(Function):
+    """``forward`` with ctx; a list, a dict and a callable among its arguments."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, scales: list[float], options: dict[str, Any], then: Any) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        ctx.scale = scales[0] * options["times"]
+        return then(x) * ctx.scale
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        (x,) = ctx.saved_tensors
+        return grad * x.cos() * ctx.scale, None, None, None
+
+
+class _NewStyle(Function):
+    """The same with ``setup_context``, and two outputs of which the second is not differentiable."""
+
+    @staticmethod
+    def forward(x: torch.Tensor, scale: float) -> Any:
+        return x.sin() * scale, x > 0
+
+    @staticmethod
+    def setup_context(ctx: Any, inputs: Any, output: Any) -> None:
+        x, ctx.scale = inputs
+        ctx.mark_non_differentiable(output[1])
+        ctx.save_for_backward(x, output[1])
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor, unused: torch.Tensor) -> Any:
+        x, positive = ctx.saved_tensors
+        return torch.where(positive, grad * x.cos() * ctx.scale, 0), None
+
+
+class _WithVmapRule(_NewStyle):
+    """With a rule for vmap, written out; here only its plain backward."""
+
+    @staticmethod
+    def vmap(info: Any, in_dims: Any, x: torch.Tensor, scale: float) -> Any:
+        raise AssertionError("not under vmap")
+
+
+class _WithGeneratedRule(_NewStyle):
+    generate_vmap_rule = True
+
+
+@pytest.mark.parametrize(
+    "apply",
+    [
+        lambda x: _OldStyle.apply(x, [2.0], {"times": 3}, torch.sin),
+        lambda x: _NewStyle.apply(x, 3.0)[0],
+        lambda x: _WithVmapRule.apply(x, 3.0)[0],
+        lambda x: _WithGeneratedRule.apply(x, 3.0)[0],
+    ],
+    ids=["old style", "setup_context", "vmap", "generate_vmap_rule"],
+)
+def test_functions_of_every_style(apply: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def make() -> Any:
+        x = _leaf(5)
+        return (apply(apply(x.exp())) * x).sum(), [x]
+
+    expect(both(make), structure_misses=1, hits=1, captures=1)
+
+
+def test_once_differentiable_refuses_a_second_time_in_eagers_words() -> None:
+    class Once(Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x * 2
+
+        @staticmethod
+        @once_differentiable
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            return grad * 2
+
+    def message() -> str:
+        x = _leaf(4)
+        (first,) = torch.autograd.grad(Once.apply(x).pow(2).sum(), x, create_graph=True)
+        with pytest.raises(RuntimeError) as raised:
+            first.sum().backward()
+        return str(raised.value)
+
+    wanted = message()
+    with ca.enable(backend="eager") as session:
+        assert message() == wanted
+    assert session.stats().bypasses.pop("create_graph") == 1
+    assert session.stats().backwards == 2
+
+
+def _misuse(save: Callable[[Any, torch.Tensor, torch.Tensor], None], load: Callable[[Any], torch.Tensor]) -> Any:
+    class Misuse(Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            root = x.exp()
+            save(ctx, x, root)
+            return root.sin()
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            root = load(ctx)
+            return grad * root.cos() * root
+
+    return Misuse
+
+
+@pytest.mark.parametrize(
+    ("save", "load"),
+    [
+        (lambda ctx, x, root: ctx.save_for_backward(root), lambda ctx: ctx.saved_tensors[0]),
+        (lambda ctx, x, root: setattr(ctx, "root", root), lambda ctx: ctx.root),
+        (lambda ctx, x, root: setattr(ctx, "x", x), lambda ctx: ctx.x.exp()),
+        (lambda ctx, x, root: ctx.save_for_backward(x, x, root), lambda ctx: ctx.saved_tensors[1].exp()),
+        (lambda ctx, x, root: ctx.save_for_backward(x[:2], x[2:]), lambda ctx: torch.cat(ctx.saved_tensors).exp()),
+    ],
+    ids=["an intermediate", "an intermediate on ctx", "an input on ctx", "twice", "views"],
+)
+def test_what_a_function_should_not_save(save: Any, load: Any) -> None:
+    misuse = _misuse(save, load)
+
+    def make() -> Any:
+        x = _leaf(4)
+        return misuse.apply(x * 2).sum(), [x]
+
+    expect(both(make), structure_misses=1, hits=1, captures=1)
+
+
+@pytest.mark.parametrize("saved", ["input", "output"])
+def test_a_tensor_that_was_changed_after_it_was_saved_is_answered_in_eagers_words(saved: str) -> None:
+    class Saves(Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            out = x.exp()
+            ctx.save_for_backward(x if saved == "input" else out)
+            return out
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            return grad * ctx.saved_tensors[0]
+
+    def message() -> str:
+        x = _leaf(4) * 1
+        y = Saves.apply(x)
+        (x if saved == "input" else y).detach().mul_(2)
+        with pytest.raises(RuntimeError) as raised:
+            y.sum().backward()
+        return str(raised.value)
+
+    wanted = message()
+    assert "modified by an inplace operation" in wanted
+    with ca.enable(backend="eager") as session:
+        assert message() == wanted
+    assert session.stats().backwards == 1
+
+
+class _Product(Function):
+    """A matrix product that computes what is needed, and notes what that was."""
+
+    needed: list[Any] = []  # noqa: RUF012  a test's notebook
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, w)
+        return x @ w
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        x, w = ctx.saved_tensors
+        _Product.needed.append(ctx.needs_input_grad)
+        of_x = grad @ w.t() if ctx.needs_input_grad[0] else None
+        return of_x, x.t() @ grad if ctx.needs_input_grad[1] else None
+
+
+@pytest.mark.parametrize("which", ["x", "w"])
+def test_a_function_is_told_what_is_needed_as_under_eager(which: str) -> None:
+    _Product.needed.clear()
+
+    def make() -> Any:
+        x, w = _leaf(3, 4), _leaf(4, 5)
+        x, w = (x.detach(), w) if which == "w" else (x, w.detach())
+        return _Product.apply(x, w).sin().sum(), [x if which == "x" else w]
+
+    expect(both(make), structure_misses=1, hits=1, captures=1)
+    assert _Product.needed == [(which == "x", which == "w")] * 3
+
+
+def test_a_function_is_told_what_is_needed_where_the_call_asks_for_less() -> None:
+    """Eager goes by the forward: what requires grad is needed, asked for or not."""
+    _Product.needed.clear()
+
+    def make() -> Any:
+        x, w = _leaf(3, 4), _leaf(4, 5)
+        return _Product.apply(x, w).sin().sum(), [x]
+
+    expect(both(make), structure_misses=1, hits=1, captures=1)
+    assert _Product.needed == [_Product.needed[0]] * 3
+
+
+def _count(session: ca.Session, name: str) -> int:
+    assert session.last is not None and session.last.graph is not None
+    graphs = session.last.graph.aten
+    return sum(str(node.target).startswith(f"aten.{name}.") for graph in graphs for node in graph.graph.nodes)
+
+
+@pytest.mark.parametrize(
+    ("ask", "products"), [("x", 1), ("w", 1), ("xwb", 2), ("b", 0)], ids=["input", "weight", "all", "bias"]
+)
+def test_what_the_call_does_not_ask_for_is_not_computed(ask: str, products: int) -> None:
+    leaves = {"x": _leaf(3, 4), "w": _leaf(5, 4), "b": _leaf(5)}
+    inputs = [leaves[name] for name in ask]
+    session = ca.enable(backend="eager")
+
+    def loss() -> torch.Tensor:
+        return F.linear(leaves["x"], leaves["w"], leaves["b"]).sin().sum()
+
+    wanted = torch.autograd.grad(loss(), inputs)
+    for _ in range(2):
+        with session:
+            assert_same(torch.autograd.grad(loss(), inputs), wanted)
+        assert _count(session, "mm") == products
+    expect(session.stats(), structure_misses=1, hits=1)
+
+
+def test_backward_into_a_frozen_layer_computes_no_weight_gradient() -> None:
+    model = nn.Sequential(nn.Linear(4, 4), nn.Tanh(), nn.Linear(4, 4).requires_grad_(False))
+    x = torch.randn(3, 4)
+    result = compare(lambda: model, lambda model: model(x).square().mean())
+    assert _count(result.session, "mm") == 2  # through the frozen layer, and the weight of the first
+
+
+# ---- functions written in C++ ----------------------------------------------------------------------------------------
+
+
+_CPP = r"""
+#include <torch/extension.h>
+#include <torch/csrc/autograd/functions/utils.h>
+
+using namespace torch::autograd;
+
+template <bool traceable>
+struct Cube : public Function<Cube<traceable>> {
+  static constexpr bool is_traceable = traceable;
+  static torch::Tensor forward(AutogradContext* ctx, torch::Tensor x, double scale) {
+    ctx->save_for_backward({x});
+    ctx->saved_data["scale"] = scale;
+    return x * x * x * scale;
+  }
+  static variable_list backward(AutogradContext* ctx, variable_list grads) {
+    auto x = ctx->get_saved_variables()[0];
+    return {grads[0] * 3 * x * x * ctx->saved_data["scale"].toDouble(), torch::Tensor()};
+  }
+};
+
+torch::Tensor cube(torch::Tensor x, double scale, bool traceable) {
+  return traceable ? Cube<true>::apply(x, scale) : Cube<false>::apply(x, scale);
+}
+
+struct Doubled : public Node {
+  variable_list apply(variable_list&& grads) override { return {grads[0] * 2}; }
+  std::string name() const override { return "Doubled"; }
+};
+
+torch::Tensor doubled(torch::Tensor x) {
+  auto out = x.detach() * 2;
+  auto node = c10::make_intrusive<Doubled>();
+  node->set_next_edges(collect_next_edges(x));
+  set_history(out, node);
+  return out;
+}
+"""
+
+
+@pytest.fixture(scope="module")
+def extension(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    from torch.utils import cpp_extension
+
+    if shutil.which("ninja") is None or shutil.which(cpp_extension.get_cxx_compiler()) is None:
+        pytest.skip("needs ninja and a C++ compiler")
+    folder = str(tmp_path_factory.mktemp("extension"))
+    name = "compiled_autograd_test_nodes"
+    return cpp_extension.load_inline(name, _CPP, functions=["cube", "doubled"], build_directory=folder)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("traceable", [True, False])
+def test_cpp_functions(traceable: bool, extension: Any) -> None:
+    """The scale is a number of the step: another is another variant."""
+    session = ca.enable(backend="eager")
+    for scale in (2.0, 3.0, 2.0):
+        x = _leaf(4)
+        wanted = torch.autograd.grad(extension.cube(x.sin(), scale, traceable).exp().sum(), x)
+        with session:
+            found = torch.autograd.grad(extension.cube(x.sin(), scale, traceable).exp().sum(), x)
+        assert_same(found, wanted)
+    regions = 1 if traceable else 2
+    expect(session.stats(), structure_misses=1, shape_misses=1, hits=1, captures=1, compiles=2 * regions)
+
+
+@pytest.mark.slow
+def test_a_node_that_cannot_describe_itself_is_left_to_eager(extension: Any) -> None:
+    def make() -> Any:
+        x = _leaf(4)
+        return extension.doubled(x.sin()).exp().sum(), [x]
+
+    reason = "unsupported(NotImplementedError: compiled_args not implemented: Doubled)"
+    expect(both(make), bypasses={reason: 2})
+
+
+def test_nodes_of_cpp_that_are_no_operators() -> None:
+    """Copies to another dtype, and an output whose gradient the engine is told to be undefined."""
+
+    def make() -> Any:
+        x = _leaf(4)
+        y = torch._C._functions.UndefinedGrad()(x.exp())
+        return (x.double().sin() * x.half()).sum() + (y * x).sum(), [x]
+
+    expect(both(make), structure_misses=1, hits=1, captures=1)
+
+
+def test_a_node_that_only_raises_is_answered_in_eagers_words() -> None:
+    """``DelayedError``: what a function that is differentiable once leaves behind."""
+
+    def message() -> str:
+        error = torch._C._functions.DelayedError("not again", 1)
+        with pytest.raises(RuntimeError) as raised:
+            error(_leaf(4).exp()).sum().backward()
+        return str(raised.value)
+
+    wanted = message()
+    with ca.enable(backend="eager") as session:
+        assert message() == wanted
+    assert session.stats().backwards == 1
+
+
+# ---- operators of torch.library --------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def library() -> Iterator[torch.library.Library]:
+    with torch.library._scoped_library("compiled_autograd_test_nodes", "FRAGMENT") as each:
+        yield each
+
+
+@pytest.mark.parametrize("registered_with", ["setup_context", "needs_input_grad"])
+def test_custom_operators_with_register_autograd(library: Any, registered_with: str) -> None:
+    """Their backward is a Python function, which may call custom operators in turn."""
+    name = f"compiled_autograd_test_nodes::power_{registered_with}"
+
+    def power(x: torch.Tensor, y: torch.Tensor, n: int) -> torch.Tensor:
+        return x.pow(n) * y
+
+    operator = torch.library.custom_op(name, power, mutates_args=(), schema="(Tensor x, Tensor y, int n) -> Tensor")
+    operator.register_fake(lambda x, y, n: torch.empty_like(x))
+
+    def setup_context(ctx: Any, inputs: Any, output: torch.Tensor) -> None:
+        x, y, ctx.n = inputs
+        ctx.save_for_backward(x, y)
+
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        x, y = ctx.saved_tensors
+        of_x = ctx.n * operator(x, y, ctx.n - 1) * grad
+        if registered_with == "needs_input_grad" and not ctx.needs_input_grad[1]:
+            return of_x, None, None
+        return of_x, grad * x.pow(ctx.n), None
+
+    operator.register_autograd(backward, setup_context=setup_context)
+
+    def make() -> Any:
+        x, y = _leaf(4), _leaf(4)
+        return operator(x.exp(), y.sin() if registered_with == "setup_context" else y.detach(), 3).sum(), [x]
+
+    expect(both(make), structure_misses=1, hits=1, captures=1)
+
+
+def test_a_custom_operator_that_writes_into_its_argument(library: Any) -> None:
+    @torch.library.custom_op("compiled_autograd_test_nodes::scale_into", mutates_args={"out"})
+    def scale_into(x: torch.Tensor, out: torch.Tensor) -> None:
+        out.copy_(x * 3)
+
+    class Scaled(Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            out = torch.empty_like(x)
+            scale_into(x, out)
+            return out
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            out = torch.empty_like(grad)
+            scale_into(grad, out)
+            return out
+
+    def make() -> Any:
+        x = _leaf(4)
+        return Scaled.apply(x.exp()).sin().sum(), [x]
+
+    expect(both(make), structure_misses=1, hits=1, captures=1)

@@ -15,6 +15,7 @@ from torch import nn
 from torch.autograd import Function
 from torch.autograd.function import once_differentiable
 from torch.autograd.graph import saved_tensors_hooks
+from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import (
     CheckpointPolicy,
     checkpoint,
@@ -623,3 +624,566 @@ def test_a_custom_operator_that_writes_into_its_argument(library: Any) -> None:
         return Scaled.apply(x.exp()).sin().sum(), [x]
 
     expect(both(make), structure_misses=1, hits=1, captures=1)
+
+
+# ---- views and writes into them --------------------------------------------------------------------------------------
+
+
+def _of_a_detached_leaf(x: torch.Tensor) -> torch.Tensor:
+    """The leaf's memory is written through a view that has no tape, before it is used."""
+    x.detach()[0].mul_(2)
+    return x * x
+
+
+def _of_a_leaf_under_no_grad(x: torch.Tensor) -> torch.Tensor:
+    with torch.no_grad():
+        x.view(-1)[1:3].zero_()
+    return x * x
+
+
+def _chain_of_views(x: torch.Tensor) -> torch.Tensor:
+    y = x * 1
+    inner = y.t()[1:].view(-1) if y.t()[1:].is_contiguous() else y[1:].view(-1)[2:]
+    inner[::2].mul_(3)
+    y[0].add_(inner[:4].clone())
+    return y * x
+
+
+def _a_view_written_into_its_base(x: torch.Tensor) -> torch.Tensor:
+    y = x * 1
+    y[0].copy_(y[1])
+    y[1] = y[0].clone() * y[2].clone()
+    return y
+
+
+def _a_view_used_after_its_base_was_written(x: torch.Tensor) -> torch.Tensor:
+    y = x * 1
+    row = y[1]
+    y.mul_(x)
+    return y.sum(0) * row
+
+
+def _a_leaf_written_into_a_buffer(x: torch.Tensor) -> torch.Tensor:
+    buffer = torch.zeros(4, 4)
+    buffer[1:3] = x[:2]
+    buffer[0].copy_(x[3] * 2)
+    return buffer * 3
+
+
+def _unsafe_split(x: torch.Tensor) -> torch.Tensor:
+    """No views by its own account, so its outputs may be written."""
+    first, second = (x * 1).unsafe_split(2)
+    first.mul_(2)
+    return first * second
+
+
+def _detached_view_in_the_middle(x: torch.Tensor) -> torch.Tensor:
+    y = x * 2
+    z = y.detach()[1:].mul(3)
+    y[1:] = z
+    return y * x
+
+
+@pytest.mark.parametrize(
+    "write",
+    [
+        _of_a_detached_leaf,
+        _of_a_leaf_under_no_grad,
+        _chain_of_views,
+        _a_view_written_into_its_base,
+        _a_view_used_after_its_base_was_written,
+        _a_leaf_written_into_a_buffer,
+        _unsafe_split,
+        _detached_view_in_the_middle,
+    ],
+)
+def test_writes_and_views(write: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def make() -> Any:
+        x = _leaf(4, 4)
+        return write(x).sin().sum(), [x]
+
+    expect(both(make), structure_misses=1, hits=1, captures=1)
+
+
+@pytest.mark.parametrize("name", ["unbind", "split", "chunk"])
+def test_several_views_of_one_tensor(name: str) -> None:
+    """Written before they are taken, as eager allows it; what eager forbids, it forbids in the forward."""
+
+    def views(y: torch.Tensor) -> Any:
+        return y.unbind(0) if name == "unbind" else getattr(y, name)(2)
+
+    def make() -> Any:
+        x = _leaf(4, 4)
+        y = x * 1
+        y[1:3].mul_(x[0])
+        parts = views(y)
+        return (parts[0].sin() * parts[-1]).sum() + views(x)[0].exp().sum(), [x]
+
+    expect(both(make), structure_misses=1, hits=1, captures=1)
+    with ca.enable(backend="eager"), pytest.raises(RuntimeError, match="multiple views"):
+        views(_leaf(4, 4) * 1)[0].mul_(2)
+
+
+def test_a_write_under_no_grad_into_one_of_several_views() -> None:
+    """Allowed, and not on the tape; what saved the base's value is told by its version."""
+
+    def make() -> Any:
+        x = _leaf(4, 4)
+        y = x * 1
+        with torch.no_grad():
+            y.unbind(0)[1].mul_(3)
+        return y.sin().sum(), [x]
+
+    expect(both(make), structure_misses=1, hits=1, captures=1)
+
+
+def _complex_leaf() -> torch.Tensor:
+    return _leaf(4, dtype=torch.complex64)
+
+
+def _through_view_as_real(y: torch.Tensor) -> None:
+    torch.view_as_real(y)[:, 0].mul_(3)
+
+
+def _through_real(y: torch.Tensor) -> None:
+    y.real.mul_(3)
+
+
+def _through_conj(y: torch.Tensor) -> None:
+    y.conj().mul_(3j)
+
+
+@pytest.mark.parametrize("write", [_through_view_as_real, _through_real, _through_conj])
+def test_a_write_that_strides_cannot_describe_is_left_to_eager(write: Callable[[torch.Tensor], None]) -> None:
+    """CopySlices keeps a function that makes the view again; the engine cannot report it."""
+
+    def make() -> Any:
+        x = _complex_leaf()
+        y = x * 2
+        write(y)
+        return y.abs().sum(), [x]
+
+    reason = "unsupported(RuntimeError: view_fn not supported by compiled autograd)"
+    expect(both(make), bypasses={reason: 2})
+
+
+def test_views_made_again_are_left_to_eager_and_only_they() -> None:
+    def make(replay: bool) -> Any:
+        x = _leaf(4, 4)
+        with torch.autograd._force_original_view_tracking(replay):
+            y = x * 2
+            y[1:].mul_(3)
+        return y.sin().sum(), [x]
+
+    reason = "unsupported(RuntimeError: view_fn not supported by compiled autograd)"
+    expect(both(lambda: make(True)), bypasses={reason: 2})
+    expect(both(lambda: make(False)), structure_misses=1, hits=1)
+
+
+# ---- sparse and complex gradients ------------------------------------------------------------------------------------
+
+
+def _embedding() -> nn.Module:
+    return nn.ModuleDict({"table": nn.Embedding(10, 4, sparse=True), "head": nn.Linear(4, 3)})
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_a_sparse_embedding_below_a_dense_layer(keep: bool) -> None:
+    words = torch.tensor([1, 3, 3, 7])
+
+    def loss(model: Any) -> torch.Tensor:
+        return model["head"](model["table"](words)).square().mean()
+
+    result = compare(_embedding, loss, keep_grads=keep, counts=False)
+    assert result.model["table"].weight.grad is None or result.model["table"].weight.grad.is_sparse
+    misses = 2 if keep else 1
+    expect(result.stats, structure_misses=misses, hits=3 - misses, captures=misses)
+
+
+def test_a_hook_sees_a_sparse_gradient_and_may_change_it() -> None:
+    words = torch.tensor([1, 3, 3, 7])
+    seen: list[Any] = []
+
+    def hook(grad: torch.Tensor) -> torch.Tensor:
+        seen.append((grad.layout, grad.coalesce().values().sum().item()))
+        return grad * 2
+
+    def loss(model: Any) -> torch.Tensor:
+        handle = model["table"].weight.register_hook(hook)
+        total = model["head"](model["table"](words)).square().mean()
+        model.handle = handle
+        return total
+
+    def make() -> Any:
+        model = _embedding()
+        total = loss(model)
+        return total, [model["table"].weight, model["head"].weight]
+
+    expect(both(make), structure_misses=1, hits=1, captures=1)
+    assert seen == [seen[0]] * 3 and seen[0][0] is torch.sparse_coo
+
+
+def test_products_with_a_sparse_matrix() -> None:
+    pattern = torch.eye(4).to_sparse()
+
+    def make() -> Any:
+        x, values = _leaf(4, 3), _leaf(4)
+        matrix = torch.sparse_coo_tensor(pattern.indices(), values.exp(), (4, 4), check_invariants=False)
+        return (torch.sparse.mm(pattern, x).sin().sum() + torch.sparse.mm(matrix, x)).sum(), [x, values]
+
+    expect(both(make), structure_misses=1, hits=1, captures=1)
+
+
+def test_complex_gradients() -> None:
+    """Real and complex leaves, conjugate views, a real part only, and a hook on a complex gradient."""
+    seen: list[torch.Tensor] = []
+
+    def make() -> Any:
+        z, x = _complex_leaf(), _leaf(4)
+        y = (z.conj() * x).exp()
+        y.register_hook(lambda grad: seen.append(grad) or grad * 1j)
+        return (y.real.sin() + y.imag * z.abs() + torch.fft.fft(x).angle()).sum(), [z, x]
+
+    expect(both(make), structure_misses=1, hits=1, captures=1)
+    assert_same(seen, [seen[0]] * 3)
+
+
+def test_a_complex_gradient_for_a_real_leaf_is_cut() -> None:
+    def loss(model: Any) -> torch.Tensor:
+        return (model.weight * torch.randn(3, 3, dtype=torch.complex64)).abs().sum()
+
+    compare(lambda: nn.Linear(3, 3, bias=False), loss)
+
+
+# ---- tensor subclasses -----------------------------------------------------------------------------------------------
+
+
+class _Wrapped(torch.Tensor):
+    """A subclass around a tensor: every operator comes through it."""
+
+    value: torch.Tensor
+
+    @staticmethod
+    def __new__(cls, value: torch.Tensor) -> _Wrapped:
+        return torch.Tensor._make_wrapper_subclass(  # type: ignore[return-value]
+            cls, value.shape, strides=value.stride(), dtype=value.dtype, device=value.device
+        )
+
+    def __init__(self, value: torch.Tensor) -> None:
+        self.value = value
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        args, kwargs = tree_map_only(cls, lambda each: each.value, (args, kwargs or {}))
+        return tree_map_only(torch.Tensor, cls, function(*args, **kwargs))
+
+
+class _Counting(torch.Tensor):
+    """A subclass that only sees what Python calls."""
+
+    calls: list[str] = []  # noqa: RUF012
+
+    @classmethod
+    def __torch_function__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        _Counting.calls.append(getattr(function, "__name__", str(function)))
+        return super().__torch_function__(function, types, args, kwargs or {})
+
+
+def _made(kind: type[torch.Tensor], *shape: int) -> torch.Tensor:
+    value = torch.randn(*shape)
+    return (_Wrapped(value) if kind is _Wrapped else value.as_subclass(kind)).requires_grad_()
+
+
+def _plain(grad: torch.Tensor) -> torch.Tensor:
+    return grad.value if isinstance(grad, _Wrapped) else grad.as_subclass(torch.Tensor)
+
+
+def _one_leaf(kind: Any) -> Any:
+    x = _made(kind, 3, 4)
+    return (x * 2).sin().sum(), [x]
+
+
+def _beside_a_plain_leaf(kind: Any) -> Any:
+    x, w = _made(kind, 3, 4), _leaf(4, 4)
+    return (x @ w).tanh().sum() + w.exp().sum(), [x, w]
+
+
+def _as_a_weight(kind: Any) -> Any:
+    layer = nn.Linear(4, 4)
+    layer.weight = nn.Parameter(_made(kind, 4, 4).detach())
+    return layer(torch.randn(3, 4)).square().mean(), list(layer.parameters())
+
+
+def _with_hooks(kind: Any) -> Any:
+    x = _made(kind, 3, 4)
+    y = x * 2
+    y.register_hook(lambda grad: grad * 3)
+    x.register_hook(lambda grad: grad * 2)
+    return y.sin().sum(), [x]
+
+
+def _through_a_function(kind: Any) -> Any:
+    x = _made(kind, 4)
+    return _NewStyle.apply(x.exp(), 2.0)[0].sum(), [x]
+
+
+def _checkpointed(kind: Any) -> Any:
+    x = _made(kind, 4)
+    return checkpoint(lambda y: y.sin().exp(), x * 2, use_reentrant=False).sum(), [x]
+
+
+def _with_a_grad(kind: Any) -> Any:
+    x = _made(kind, 4)
+    x.grad = _made(kind, 4).detach()
+    return (x * 2).sin().sum(), [x]
+
+
+_SUBCLASS_CASES = [
+    _one_leaf,
+    _beside_a_plain_leaf,
+    _as_a_weight,
+    _with_hooks,
+    _through_a_function,
+    _checkpointed,
+    _with_a_grad,
+]
+
+
+@pytest.mark.parametrize("kind", [_Wrapped, _Counting], ids=lambda kind: kind.__name__)
+@pytest.mark.parametrize("case", _SUBCLASS_CASES)
+def test_tensor_subclasses(case: Callable[[Any], Any], kind: type[torch.Tensor]) -> None:
+    """Captured; what touches them stays opaque. Gradients are of eager's class, with eager's values."""
+    results, calls = [], []
+    session = ca.enable(backend="eager")
+    for context in (ca.disable(), session, session):
+        torch.manual_seed(0)
+        loss, leaves = case(kind)
+        _Counting.calls.clear()
+        with context:
+            loss.backward()
+        calls.append(list(_Counting.calls))
+        results.append([leaf.grad for leaf in leaves])
+    for found in results[1:]:
+        assert [type(each) for each in found] == [type(each) for each in results[0]]
+        assert_same([_plain(each) for each in found], [_plain(each) for each in results[0]])
+    assert calls == [calls[0]] * 3
+    expect(session.stats(), structure_misses=1, hits=1, captures=1)
+
+
+class _Unwrap(Function):
+    @staticmethod
+    def forward(ctx: Any, x: _Wrapped) -> torch.Tensor:
+        return x.value.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return _Wrapped(grad)
+
+
+def test_a_subclass_below_leaves_what_is_above_to_the_backend() -> None:
+    wrapped, layer = _made(_Wrapped, 4, 4), nn.Linear(4, 4)
+    session = ca.enable(backend="eager")
+    results = []
+    for context in (ca.disable(), session, session):
+        layer.zero_grad()
+        wrapped.grad = None
+        with context:
+            layer(_Unwrap.apply(wrapped.exp())).tanh().sum().backward()
+        results.append([layer.weight.grad, layer.bias.grad, _plain(wrapped.grad)])  # type: ignore[arg-type]
+    assert_same(results[1], results[0])
+    assert_same(results[2], results[0])
+    expect(session.stats(), structure_misses=1, hits=1, captures=1, compiles=1)
+    assert _count(session, "mm") == 2 and _count(session, "tanh_backward") == 1
+
+
+def test_other_classes_are_other_variants() -> None:
+    session = ca.enable(backend="eager")
+    for kind in (_Wrapped, _Counting, torch.Tensor, _Wrapped):
+        torch.manual_seed(0)
+        x = _made(kind, 4) if kind is not torch.Tensor else _leaf(4)
+        with session:
+            x.sin().sum().backward()
+        assert type(x.grad) in (kind, torch.Tensor)
+    assert session.stats().hits == 1 and session.stats().backwards == 4
+
+
+# ---- compiled forwards -----------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def dynamo() -> Iterator[None]:
+    torch._dynamo.reset()
+    yield
+    torch._dynamo.reset()
+
+
+class _CompiledForward(nn.Module):
+    """A part that ``torch.compile`` compiled between two that it did not."""
+
+    def __init__(self, compiled: bool = True) -> None:
+        super().__init__()
+        self.first, self.last = nn.Linear(4, 4), nn.Linear(4, 2)
+        self.middle = nn.Sequential(nn.Linear(4, 6), nn.GELU(), nn.Linear(6, 4))
+
+    def forward(self, x: torch.Tensor, run: Any = None) -> torch.Tensor:
+        """[batch, 4] -> [batch, 2]."""
+        return self.last((run or self.middle)(self.first(x)).tanh())
+
+
+def _compiled_middle(model: Any, x: torch.Tensor) -> torch.Tensor:
+    """Compiled for the model of each side on its own."""
+    if "run" not in model.__dict__:
+        model.__dict__["run"] = torch.compile(model.middle, backend="aot_eager")
+    return model(x, model.run)
+
+
+@pytest.mark.usefixtures("dynamo")
+@pytest.mark.parametrize("keep", [False, True])
+def test_the_backward_of_a_compiled_forward(keep: bool) -> None:
+    """It is one Python function on the tape, called as it is."""
+    x = torch.randn(3, 4)
+    loss = compare(
+        _CompiledForward, lambda model: _compiled_middle(model, x).square().mean(), keep_grads=keep, counts=False
+    )
+    misses = 2 if keep else 1
+    expect(loss.stats, structure_misses=misses, hits=3 - misses, captures=misses)
+    assert "CompiledFunctionBackward" in loss.graph.readable()
+
+
+@pytest.mark.usefixtures("dynamo")
+def test_hooks_around_a_compiled_forward() -> None:
+    x = torch.randn(3, 4)
+    seen: list[Any] = []
+
+    def loss(model: Any) -> torch.Tensor:
+        if "hooked" not in model.__dict__:
+            model.__dict__["hooked"] = True
+            model.middle[0].weight.register_hook(lambda grad: seen.append(grad) or grad * 2)
+            model.middle[2].bias.register_post_accumulate_grad_hook(lambda leaf: seen.append(leaf.grad.clone()))
+        out = _compiled_middle(model, x)
+        out.register_hook(lambda grad: seen.append(grad) or grad.exp())
+        return out.square().mean()
+
+    result = compare(_CompiledForward, loss)
+    assert len(seen) == 3 * 2 * 3 and result.stats.hits == 2
+
+
+@pytest.mark.usefixtures("dynamo")
+def test_a_compiled_forward_differentiated_twice() -> None:
+    x = torch.randn(3, 4)
+
+    def losses(model: Any) -> list[torch.Tensor]:
+        loss = _compiled_middle(model, x).square().mean()
+        return [loss, loss * 2]
+
+    with torch._functorch.config.patch(donated_buffer=False):
+        stats = compare(_CompiledForward, losses, counts=False).stats
+    expect(stats, structure_misses=2, hits=4, captures=2)
+
+
+@pytest.mark.usefixtures("dynamo")
+def test_a_forward_compiled_inside_a_session() -> None:
+    """``torch.compile`` differentiates it to compile its backward: that is no backward of the user's to refuse."""
+    model, x = torch.compile(_CompiledForward(), backend="aot_eager"), torch.randn(3, 4)
+    with ca.enable(backend="eager", on_unsupported="raise") as session:
+        for _ in range(3):
+            model.zero_grad()
+            model(x).square().mean().backward()
+    found = [parameter.grad for parameter in model.parameters()]
+    model.zero_grad()
+    model(x).square().mean().backward()
+    assert_same(found, [parameter.grad for parameter in model.parameters()])
+    expect(session.stats(), structure_misses=1, hits=2, bypasses={"tracing": 1})
+
+
+@pytest.mark.usefixtures("dynamo")
+def test_a_compiled_forward_that_gave_its_buffers_away_says_so_in_eagers_words() -> None:
+    """It asks the engine whether the tape is kept."""
+
+    def message() -> str:
+        model = torch.compile(nn.Sequential(nn.Linear(4, 4), nn.GELU(), nn.Linear(4, 4)), backend="aot_eager")
+        x = torch.randn(3, 4)
+        model(x).square().mean().backward()  # compiles the backward: for one use
+        with pytest.raises(RuntimeError) as raised:
+            model(x).square().mean().backward(retain_graph=True)
+        return str(raised.value)
+
+    wanted = message()
+    assert "donated buffers" in wanted
+    with ca.enable(backend="eager") as session:
+        torch._dynamo.reset()
+        assert message() == wanted
+    expect(session.stats(), structure_misses=2, bypasses={"tracing": 1})
+
+
+@pytest.mark.usefixtures("dynamo")
+@pytest.mark.parametrize("reentrant", [False, True])
+def test_a_checkpoint_around_a_compiled_forward(reentrant: bool) -> None:
+    x = torch.randn(3, 4)
+
+    def loss(model: Any) -> torch.Tensor:
+        return checkpoint(lambda h: _compiled_middle(model, h), x * model.first.bias, use_reentrant=reentrant).sum()
+
+    stats = compare(_CompiledForward, loss, counts=False).stats
+    assert stats.hits == 2 * stats.structure_misses and not stats.bypasses and not stats.failures
+
+
+# ---- autocast --------------------------------------------------------------------------------------------------------
+
+
+class _InBf16(Function):
+    """A function that asks for a dtype in its forward, and has it again in its backward."""
+
+    dtypes: list[torch.dtype] = []  # noqa: RUF012
+
+    @staticmethod
+    @torch.amp.custom_fwd(device_type="cpu")
+    def forward(ctx: Any, x: torch.Tensor, w: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x, w)
+        return x @ w
+
+    @staticmethod
+    @torch.amp.custom_bwd(device_type="cpu")
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        x, w = ctx.saved_tensors
+        of_x, of_w = grad @ w.t(), x.t() @ grad
+        _InBf16.dtypes.append(of_w.dtype)
+        return of_x, of_w
+
+
+def test_a_function_with_autocast_of_its_own() -> None:
+    """``custom_bwd`` puts the forward's autocast back, though the backward runs outside of it."""
+    _InBf16.dtypes.clear()
+
+    def make() -> Any:
+        x, w = _leaf(3, 4), _leaf(4, 5)
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            y = _InBf16.apply(x, w)
+            return F.layer_norm(y, (5,)).float().sin().sum(), [x, w]
+
+    expect(both(make), structure_misses=1, hits=1, captures=1)
+    assert _InBf16.dtypes == [torch.bfloat16] * 3
+
+
+def test_autocast_casts_a_weight_once_for_two_uses() -> None:
+    """Its cast is one node with two edges into it."""
+    x = torch.randn(3, 4)
+
+    def loss(model: Any) -> torch.Tensor:
+        return (model(model(x).tanh()) * model(x)).float().square().mean()
+
+    result = compare(lambda: nn.Linear(4, 4), loss, around=lambda: torch.autocast("cpu", dtype=torch.bfloat16))
+    text = result.graph.readable()
+    assert text.count("sum_gradients") >= 1 and "bfloat16" in text
+
+
+def test_autocast_off_inside_autocast() -> None:
+    x = torch.randn(3, 4)
+
+    def loss(model: Any) -> torch.Tensor:
+        h = model(x)
+        with torch.autocast("cpu", enabled=False):
+            h = model(h.float()).tanh()
+        return model(h).float().square().mean()
+
+    compare(lambda: nn.Linear(4, 4), loss, around=lambda: torch.autocast("cpu", dtype=torch.bfloat16))

@@ -48,7 +48,7 @@ def post_accumulate_hook(hook: Callable[[torch.Tensor], Any], leaf: torch.Tensor
 
 
 def unpack_hook(hook: Callable[[Any], Any], packed: Any) -> torch.Tensor:
-    """A saved tensor that ``saved_tensors_hooks`` packed, unpacked when the built-in node that needs it is about to run.
+    """A saved tensor that ``saved_tensors_hooks`` packed, unpacked when the built-in node that saved it is to run.
 
     Whether it required grad is what the engine remembers and does not report. Some nodes leave out the gradient of what
     does not (``linalg_solve_backward`` in ``FunctionsManual.cpp``): so all do, and what is too much is not used.
@@ -70,7 +70,7 @@ def unpacked(hook: Callable[[Any], Any], packed: Any) -> torch.Tensor:
     result = hook(packed)
     if not isinstance(result, torch.Tensor):
         raise TypeError(
-            f"Output of saved tensor unpack_hook expected to be a Tensor but got result of type {type(result)}"
+            f"Output of saved tensor unpack_hook expected to be a Tensor but got result of type {type(result).__name__}"
         )
     return result
 

@@ -88,6 +88,40 @@ def test_packed_tensors_of_built_in_nodes_require_grad(function: Callable[..., t
     expect(both(make), structure_misses=1, hits=1, captures=1)
 
 
+def _raises(tensor: Any) -> Any:
+    raise ValueError("gone")
+
+
+@pytest.mark.parametrize(
+    "unpack",
+    [_raises, lambda tensor: 3, lambda tensor: tensor.double(), lambda tensor: tensor.to_sparse().to_dense()],
+    ids=["raises", "a number", "another dtype", "made anew"],
+)
+def test_what_an_unpack_hook_gives_is_taken_as_eager_takes_it(unpack: Callable[[Any], Any]) -> None:
+    """Values, errors and their words."""
+
+    def run() -> Any:
+        torch.manual_seed(0)
+        x = _leaf(4)
+        with saved_tensors_hooks(lambda tensor: tensor, unpack):
+            loss = (x.exp() * x).sin().sum()
+        try:
+            return torch.autograd.grad(loss, x)[0]
+        except (ValueError, TypeError) as error:
+            return type(error), str(error)
+
+    wanted = run()
+    session = ca.enable(backend="eager")
+    for _ in range(2):
+        with session:
+            found = run()
+        if isinstance(wanted, torch.Tensor):
+            assert_same([found], [wanted])
+        else:
+            assert found == wanted
+    expect(session.stats(), structure_misses=1, hits=1, captures=1)
+
+
 # ---- checkpointing ---------------------------------------------------------------------------------------------------
 
 

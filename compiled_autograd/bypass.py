@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 
 import torch
+from torch._guards import TracingContext
 
 from shadow_cache import Bypass
 
@@ -67,12 +68,14 @@ def _dispatch_mode() -> bool:
 
 
 def _tracing() -> bool:
-    return torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None
+    if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
+        return True
+    return TracingContext.try_get() is not None  # AOTAutograd differentiates a forward that it compiles
 
 
 _QUESTIONS: tuple[tuple[Callable[[], bool], Bypass], ...] = (
+    (_tracing, TRACING),
     (_functorch, BATCHED_GRADS),
     (_dispatch_mode, DISPATCH_MODE),
     (_anomaly, ANOMALY_MODE),
-    (_tracing, TRACING),
 )

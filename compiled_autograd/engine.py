@@ -29,7 +29,7 @@ from torch.autograd import Variable
 from shadow_cache import Bypass, Miss, unsupported
 
 from . import ir, tape
-from .bypass import DDP_CPP_REDUCER, TORCH_COMPILED_AUTOGRAD, before_capture
+from .bypass import DDP_CPP_REDUCER, TORCH_COMPILED_AUTOGRAD, TRACING, before_capture
 from .capture import Capture
 from .errors import BrokenCaptureError, CaptureRefusedError, UnsupportedBackwardError
 from .execution import Running, depth, execute, leave_to_engine, running
@@ -195,7 +195,7 @@ def _run(session: Session, call: Call) -> Any:
             if not call.allow_unreachable:
                 _check_used(results)
             return tuple(results)
-    if session.settings.on_unsupported == "raise" and not capturing.mistake:
+    if session.settings.on_unsupported == "raise" and not capturing.mistake and reason is not TRACING:
         session.record(Outcome(BYPASS, reasons=(reason,)))
         raise UnsupportedBackwardError(reason)
     return _bypass(session, call, reason)

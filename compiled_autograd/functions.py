@@ -15,7 +15,7 @@ from weakref import WeakKeyDictionary
 
 import torch
 
-from .hooks import Grad, unpack_hook
+from .hooks import Grad, unpacked, with_requires_grad
 
 _SAVED = "_compiled_autograd_saved"
 _FIRST_NUMBER = 1 << 40  # far above those that PyTorch counts
@@ -42,7 +42,7 @@ class Packed:
 
     def unpack(self) -> torch.Tensor:
         """Call the user's hook."""
-        return unpack_hook(self.hook, self.packed)
+        return unpacked(self.hook, self.packed)
 
 
 def call_backward(
@@ -100,7 +100,34 @@ def _class_with_saved(own_class: type) -> type:
 
 
 def _saved(ctx: Any) -> tuple[Grad, ...]:
-    return tuple(value.unpack() if isinstance(value, Packed) else value for value in ctx.__dict__[_SAVED])
+    saved = ctx.__dict__[_SAVED]
+    if not any(isinstance(value, Packed) for value in saved):
+        return tuple(saved)
+    values = [value.unpack() if isinstance(value, Packed) else value for value in saved]
+    for index, required in enumerate(_required_grad(ctx, values)):
+        if isinstance(saved[index], Packed):
+            values[index] = with_requires_grad(values[index], required)
+    return tuple(values)
+
+
+def _required_grad(ctx: Any, values: Sequence[Grad]) -> list[bool]:
+    """Which saved tensors required grad when they were saved, where users' hooks gave them back without it.
+
+    The engine remembers it (``SavedVariable::unpack``, ``torch/csrc/autograd/saved_variable.cpp``) and does not report
+    it. A function that saved its arguments in their order tells by its edges; of another, what looks like an argument
+    or output that requires grad is taken for one. Reentrant checkpointing goes by it.
+    """
+    inputs = [None if node is None else node._input_metadata[index] for node, index in ctx.next_functions]
+    if len(inputs) == len(values) and all(
+        metadata is None or _looks_like(value, metadata) for value, metadata in zip(values, inputs, strict=True)
+    ):
+        return [metadata is not None for metadata in inputs]
+    likely = [metadata for metadata in (*inputs, *ctx._input_metadata) if metadata is not None]
+    return [any(_looks_like(value, metadata) for metadata in likely) for value in values]
+
+
+def _looks_like(value: Grad, metadata: Any) -> bool:
+    return value is not None and value.dtype == metadata.dtype and tuple(value.shape) == tuple(metadata.shape)
 
 
 def _saved_deprecated(ctx: Any) -> tuple[Grad, ...]:

@@ -40,9 +40,10 @@ class Handover:
         return (self.tensors, self.sizes, self.scalars, self.objects, self.packed)
 
     def slots(self) -> list[Any]:
-        """All of it in one list; the tensors are no longer held by ``self`` afterwards."""
+        """All of it in one list, which is then the only holder: what users packed can be as large as any tensor."""
         slots = list(itertools.chain(*self.kinds()))
         self.tensors.clear()
+        self.objects = self.packed = ()
         return slots
 
 

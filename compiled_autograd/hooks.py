@@ -48,11 +48,29 @@ def post_accumulate_hook(hook: Callable[[torch.Tensor], Any], leaf: torch.Tensor
 
 
 def unpack_hook(hook: Callable[[Any], Any], packed: Any) -> torch.Tensor:
-    """A saved tensor that ``saved_tensors_hooks`` packed, unpacked when the node that needs it is about to run."""
+    """A saved tensor that ``saved_tensors_hooks`` packed, unpacked when the built-in node that saved it is to run.
+
+    Whether it required grad is what the engine remembers and does not report. Some nodes leave out the gradient of what
+    does not (``linalg_solve_backward`` in ``FunctionsManual.cpp``): so all do, and what is too much is not used.
+    """
+    return with_requires_grad(unpacked(hook, packed), True)
+
+
+def with_requires_grad(value: torch.Tensor, required: bool) -> torch.Tensor:
+    """``value``, or a tensor in its memory that requires grad, or does not."""
+    required = required and not value.is_inference() and (value.is_floating_point() or value.is_complex())
+    if value.requires_grad == required:
+        return value
+    with torch._C.DisableTorchFunctionSubclass():
+        return value.detach().requires_grad_(required)
+
+
+def unpacked(hook: Callable[[Any], Any], packed: Any) -> torch.Tensor:
+    """What the user's hook gives for what it packed."""
     result = hook(packed)
     if not isinstance(result, torch.Tensor):
         raise TypeError(
-            f"Output of saved tensor unpack_hook expected to be a Tensor but got result of type {type(result)}"
+            f"Output of saved tensor unpack_hook expected to be a Tensor but got result of type {type(result).__name__}"
         )
     return result
 

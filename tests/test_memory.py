@@ -1,0 +1,358 @@
+"""Peak memory is eager's: what is not needed any more is given back as the run goes on, and nothing outlives a step."""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import weakref
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import numpy
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.autograd.graph import saved_tensors_hooks
+from torch.profiler import ProfilerActivity, profile, record_function
+from torch.utils.checkpoint import checkpoint
+
+import compiled_autograd as ca
+
+from .helpers import assert_grads, expect
+
+_BACKWARD = "the backward that is measured"
+
+
+def _peak_of_backward(make_loss: Callable[[], torch.Tensor], around: Any) -> int:
+    """The most bytes that are allocated at once during a backward, of those that the step allocated.
+
+    The profiler reports each allocation and release of the CPU's allocator, which operators and compiled kernels share,
+    so the figure is exact. What the forward saved counts; weights and batch, which were there before, do not.
+    """
+    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
+        loss = make_loss()
+        with record_function(_BACKWARD), around:
+            loss.backward()
+    return _most_at_once(profiler)
+
+
+def _most_at_once(profiler: profile) -> int:
+    sizes: list[tuple[int, int]] = []
+    begins: list[int] = []
+    waiting = list(profiler.profiler.kineto_results.experimental_event_tree())  # type: ignore[union-attr]
+    while waiting:
+        event = waiting.pop()
+        waiting.extend(event.children)
+        if event.tag.name == "Allocation":
+            sizes.append((event.start_time_ns, event.extra_fields.alloc_size))
+        elif event.name == _BACKWARD:
+            begins.append(event.start_time_ns)
+    (begin,) = begins
+    sizes.sort(key=lambda each: each[0])
+    allocated = most = 0
+    for when, size in sizes:
+        allocated += size
+        if when >= begin:
+            most = max(most, allocated)
+    return most
+
+
+def test_the_measure_itself() -> None:
+    """A backward that needs four matrices at once: the measure sees each of them, and what was given back."""
+
+    class NeedsFour(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            ctx.save_for_backward(x.exp())
+            return x.sum()
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            for _ in range(3):
+                torch.ones(2, 100, 100).clone()
+            return ctx.saved_tensors[0] * 2
+
+    x = torch.randn(100, 100, requires_grad=True)
+    matrix = x.numel() * x.element_size()
+    most = _peak_of_backward(lambda: NeedsFour.apply(x), contextlib.nullcontext())
+    assert 5 * matrix <= most < 5.1 * matrix  # what was saved, two in hand, and two of their copy
+
+
+class _Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.linear = nn.Linear(width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[batch, width] -> [batch, width]."""
+        return F.gelu(self.linear(x))
+
+
+class _Attention(nn.Module):
+    """A block of a transformer: most of what it saves is far larger than its input."""
+
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.norms = nn.ModuleList(nn.LayerNorm(width) for _ in range(2))
+        self.qkv, self.out = nn.Linear(width, 3 * width), nn.Linear(width, width)
+        self.up, self.down = nn.Linear(width, 4 * width), nn.Linear(4 * width, width)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[tokens, width] -> [tokens, width]."""
+        q, k, v = self.qkv(self.norms[0](x)).chunk(3, dim=-1)
+        x = x + self.out(torch.softmax(q @ k.t(), dim=-1) @ v)
+        return x + self.down(F.gelu(self.up(self.norms[1](x))))
+
+
+class _Stack(nn.Module):
+    """Blocks one after the other, each checkpointed where ``checkpoints`` says so."""
+
+    def __init__(self, block: type[nn.Module], width: int, depth: int, **checkpoints: Any) -> None:
+        super().__init__()
+        self.blocks = nn.ModuleList(block(width) for _ in range(depth))
+        self.checkpoints = checkpoints
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[batch, width] -> a loss."""
+        for block in self.blocks:
+            x = checkpoint(block, x, **self.checkpoints) if self.checkpoints else block(x)
+        return x.square().mean()
+
+
+def _ratio(
+    model: nn.Module, x: torch.Tensor, backend: str, around: Callable[[], Any] = contextlib.nullcontext
+) -> float:
+    """Peak memory of a hit, in eager's. The steps are compared with eager's too."""
+
+    def make_loss() -> torch.Tensor:
+        model.zero_grad()
+        with around():
+            return model(x)
+
+    eager = _peak_of_backward(make_loss, ca.disable())
+    wanted = [parameter.grad for parameter in model.parameters()]
+    session = ca.enable(backend=backend)
+    with session:
+        make_loss().backward()
+    compiled = _peak_of_backward(make_loss, session)
+    expect(session.stats(), structure_misses=1, hits=1, captures=1)
+    reference = nn.Module()
+    for index, (parameter, grad) in enumerate(zip(model.parameters(), wanted, strict=True)):
+        copied = nn.Parameter(parameter.detach())
+        copied.grad = grad
+        reference.register_parameter(f"p{index}", copied)
+    assert_grads(model, reference, bitwise=backend == "eager")
+    return compiled / eager
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_checkpointing_without_reentrance(backend: str) -> None:
+    """Blocks are recomputed when they are needed, and what they take is given back when they are done."""
+    model = _Stack(_Block, width=256, depth=10, use_reentrant=False)
+    assert _ratio(model, torch.randn(512, 256), backend) <= 1.1
+
+
+def test_checkpointing_saves_what_it_saves_under_eager() -> None:
+    """Else the ratio above would say little."""
+    x = torch.randn(512, 128)
+    plain, saving = _Stack(_Block, 128, 10), _Stack(_Block, 128, 10, use_reentrant=False)
+    session = ca.enable(backend="eager")
+    peaks = []
+    for model in (plain, saving):
+        for _ in range(2):
+            model.zero_grad()
+            most = _peak_of_backward(lambda model=model: model(x), session)  # type: ignore[misc]
+        peaks.append(most)
+    assert peaks[1] < 0.75 * peaks[0]
+
+
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+def test_checkpointing_of_transformer_blocks(backend: str) -> None:
+    model = _Stack(_Attention, width=64, depth=8, use_reentrant=False)
+    assert _ratio(model, torch.randn(256, 64), backend) <= 1.1
+
+
+def test_reentrant_checkpointing() -> None:
+    x = torch.randn(512, 128, requires_grad=True)
+    model = _Stack(_Block, 128, 10, use_reentrant=True)
+    session = ca.enable(backend="eager")
+    peaks = []
+    for context in (ca.disable(), session, session):
+        model.zero_grad()
+        x.grad = None
+        peaks.append(_peak_of_backward(lambda: model(x), context))
+    assert peaks[2] <= 1.1 * peaks[0]
+    stats = session.stats()
+    assert stats.hits + stats.structure_misses == 2 * 11 and not stats.bypasses
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_without_checkpointing(backend: str) -> None:
+    assert _ratio(_Stack(_Block, 256, 8), torch.randn(512, 256), backend) <= 1.1
+
+
+# ---- tensors that the user packed ------------------------------------------------------------------------------------
+
+
+class _Offloaded:
+    """Saved tensors kept outside of torch's memory, or on disk; notes how many of those brought back live at once."""
+
+    def __init__(self, folder: Path | None) -> None:
+        self.folder = folder
+        self.packed = 0
+        self.alive: list[weakref.ref[Any]] = []
+        self.counts: list[int] = []
+
+    def pack(self, tensor: torch.Tensor) -> Any:
+        array = tensor.detach().numpy().copy()
+        if self.folder is None:
+            return array
+        path = self.folder / f"{self.packed}.npy"
+        self.packed += 1
+        numpy.save(path, array)
+        return path
+
+    def unpack(self, packed: Any) -> torch.Tensor:
+        self.alive = [each for each in self.alive if each() is not None]
+        memory = numpy.load(packed) if isinstance(packed, Path) else packed.copy()
+        self.alive.append(weakref.ref(memory))  # lives as long as the tensor in C++, whatever becomes of its wrapper
+        self.counts.append(len(self.alive))
+        return torch.from_numpy(memory)
+
+
+@pytest.mark.parametrize("where", ["memory", "disk"])
+def test_packed_tensors_come_back_one_node_at_a_time(where: str, tmp_path: Path) -> None:
+    x = torch.randn(64, 32)
+    model = _Stack(_Block, width=32, depth=6)
+    session = ca.enable(backend="eager")
+    counts = []
+    for context in (ca.disable(), session, session):
+        offloaded = _Offloaded(tmp_path if where == "disk" else None)
+        model.zero_grad()
+        with saved_tensors_hooks(offloaded.pack, offloaded.unpack):
+            loss = model(x)
+        with context:
+            loss.backward()
+        counts.append(offloaded.counts)
+    assert max(counts[0]) == 2, "a linear layer saves two"
+    assert counts[1:] == [counts[0]] * 2
+    expect(session.stats(), structure_misses=1, hits=1)
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_offloading_keeps_its_benefit(backend: str) -> None:
+    def offload() -> Any:
+        return saved_tensors_hooks(lambda tensor: tensor.detach().numpy().copy(), lambda a: torch.from_numpy(a).clone())
+
+    model = _Stack(_Block, width=192, depth=6)
+    assert _ratio(model, torch.randn(512, 192), backend, offload) <= 1.1
+
+
+# ---- after the step --------------------------------------------------------------------------------------------------
+
+
+def _step_of_a_stack(checkpoints: dict[str, Any]) -> Iterator[Any]:
+    """Yields a loss; then, after its backward, what must be gone once the step is left."""
+    model = _Stack(_Block, 16, 3, **checkpoints)
+    hidden: list[torch.Tensor] = []
+    handles = [block.linear.register_forward_hook(lambda m, i, out: hidden.append(out)) for block in model.blocks]
+    loss = model(torch.randn(4, 16))
+    yield loss
+    gradients = [parameter.grad for parameter in model.parameters()]
+    for handle in handles:
+        handle.remove()
+    yield [*hidden, *gradients, *model.parameters(), loss, model]
+
+
+def _step_with_packed_tensors() -> Iterator[Any]:
+    x, packed, unpacked = torch.randn(8, requires_grad=True), list[torch.Tensor](), list[torch.Tensor]()
+
+    def pack(tensor: torch.Tensor) -> torch.Tensor:
+        packed.append(tensor.clone())
+        return packed[-1]
+
+    def unpack(tensor: torch.Tensor) -> torch.Tensor:
+        unpacked.append(tensor.clone())
+        return unpacked[-1]
+
+    with saved_tensors_hooks(pack, unpack):
+        loss = (x.exp() * x).sin().sum()
+    yield loss
+    assert packed and unpacked
+    yield [*packed, *unpacked, x, x.grad, loss]
+
+
+def _step_with_hooks() -> Iterator[Any]:
+    x, seen = torch.randn(8, requires_grad=True), list[torch.Tensor]()
+    y = x.exp()
+    y.register_hook(lambda grad: seen.append(grad) or grad * 2)
+    x.register_post_accumulate_grad_hook(lambda leaf: seen.append(leaf.grad))  # type: ignore[arg-type]
+    loss = y.sin().sum()
+    yield loss
+    assert len(seen) == 2
+    yield [*seen, y, x, loss]
+
+
+def _step_with_retain_grad() -> Iterator[Any]:
+    x = torch.randn(8, requires_grad=True)
+    y = x.exp()
+    y.retain_grad()
+    loss = y.sin().sum()
+    yield loss
+    yield [y.grad, y, x, x.grad, loss]
+
+
+_STEPS: dict[str, Callable[[], Iterator[Any]]] = {
+    "plain": lambda: _step_of_a_stack({}),
+    "checkpointed": lambda: _step_of_a_stack({"use_reentrant": False}),
+    "packed": _step_with_packed_tensors,
+    "hooks": _step_with_hooks,
+    "retain_grad": _step_with_retain_grad,
+}
+
+
+def _left_alive(make_step: Callable[[], Iterator[Any]], session: ca.Session) -> list[str]:
+    step = make_step()
+    loss = next(step)
+    with session:
+        loss.backward()
+    del loss
+    made = {id(each): weakref.ref(each) for each in next(step)}
+    step.close()
+    del step
+    gc.collect()
+    return [str(type(each())) for each in made.values() if each() is not None]
+
+
+@pytest.mark.parametrize("kind", list(_STEPS))
+def test_a_finished_step_leaves_nothing_alive(kind: str) -> None:
+    session = ca.enable(backend="eager")
+    for _ in range(3):
+        assert _left_alive(_STEPS[kind], session) == []
+    expect(session.stats(), structure_misses=1, hits=2)
+
+
+def test_a_step_that_raised_leaves_nothing_alive() -> None:
+    """Nor anything in the program's slots: they are the run's own."""
+    session = ca.enable(backend="eager")
+
+    def stop(grad: torch.Tensor) -> None:
+        raise KeyError("stop")
+
+    def step() -> list[weakref.ref[Any]]:
+        x = torch.randn(8, requires_grad=True)
+        y = x.exp()
+        y.register_hook(stop)
+        z = y.sin()
+        loss = z.sum()
+        with session, pytest.raises(KeyError, match="stop"):
+            loss.backward()
+        return [weakref.ref(each) for each in (x, y, z, loss)]
+
+    for _ in range(2):
+        held = step()
+        gc.collect()
+        assert [each() for each in held] == [None] * 4
+    assert session.stats().backwards == 2 and not session.stats().bypasses

@@ -9,8 +9,10 @@ be joined to it.
 
 from __future__ import annotations
 
+import functools
 import gc
 import re
+import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Any
@@ -146,11 +148,33 @@ def join_order(
 
 def join_names(calls: Sequence[ir.TapeCall], visited: Sequence[Visited]) -> None:
     """Join parameters' names and source lines, after :func:`join_order` has found that the two agree."""
-    names = parameter_names() if any(each.name == LEAF for each in visited) else {}
+    names = names_of([each.node.variable for each in visited if each.name == LEAF])
     for call, each in zip(calls[1:], visited, strict=True):
         if each.name == LEAF:
             call.parameter = names.get(id(each.node.variable))
         call.source = source_line(each.node)
+
+
+_looked_up: dict[int, tuple[weakref.ref[torch.Tensor], str | None]] = {}
+"""By ``id``, parameters whose name was looked for, and what was found: to search all living objects takes as long as
+hundreds of captures, and is done once for each model."""
+
+
+def names_of(leaves: Sequence[torch.Tensor]) -> dict[int, str]:
+    """``id`` of each leaf that is a parameter of a living module -> its name there."""
+    parameters = [leaf for leaf in leaves if isinstance(leaf, torch.nn.Parameter)]
+    if not all(id(parameter) in _looked_up for parameter in parameters):
+        found = parameter_names()
+        for parameter in parameters:
+            key = id(parameter)
+            forget = functools.partial(_forget, key)
+            _looked_up[key] = (weakref.ref(parameter, forget), found.get(key))
+    names = {id(parameter): _looked_up[id(parameter)][1] for parameter in parameters}
+    return {key: name for key, name in names.items() if name is not None}
+
+
+def _forget(key: int, _: object) -> None:
+    _looked_up.pop(key, None)
 
 
 def parameter_names() -> dict[int, str]:

@@ -13,7 +13,7 @@ import torch
 from torch import fx, nn
 
 import compiled_autograd as ca
-from compiled_autograd import engine, ir
+from compiled_autograd import engine, ir, tape
 from compiled_autograd.errors import IllegalGraphError
 from compiled_autograd.graphs import CompiledGraph
 
@@ -366,3 +366,16 @@ def test_source_lines_are_known_where_anomaly_mode_recorded_them() -> None:
 
 def _here() -> str:
     return "test_source_lines_are_known_where_anomaly_mode_recorded_them"
+
+
+def test_living_modules_are_searched_once_for_each_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A capture of a model whose names are known, or without parameters, searches nothing."""
+    searched: list[int] = []
+    search = tape.parameter_names
+    monkeypatch.setattr(tape, "parameter_names", lambda: (searched.append(1), search())[1])
+    model = nn.Linear(2, 2)
+    captured = [_captured(model(torch.ones(1, 2)).sum()), _captured(model(torch.ones(1, 2)).exp().sum())]
+    for each in captured:
+        assert {call.parameter for call in each.tape.calls} == {None, "weight", "bias"}
+    _captured(torch.ones(2, requires_grad=True).sin().sum())
+    assert len(searched) == 1

@@ -98,8 +98,12 @@ def test_gradcheck(case: str, fast_mode: bool) -> None:
     _expect_captured(session, set())
 
 
-@pytest.mark.parametrize("fast_mode", [False, True])
-@pytest.mark.parametrize("case", list(CASES))
+_SLOWLY = ["product", "write into a view", "function", "index"]
+
+
+@pytest.mark.parametrize(
+    ("case", "fast_mode"), [*((case, True) for case in CASES), *((case, False) for case in _SLOWLY)]
+)
 def test_gradgradcheck(case: str, fast_mode: bool) -> None:
     """The first derivative is left to eager, which makes a tape of it; the backward of that tape is captured."""
     function, inputs = CASES[case]
@@ -119,16 +123,16 @@ def test_batched_gradients() -> None:
 
 @pytest.mark.parametrize("fast_mode", [False, True])
 def test_a_module(fast_mode: bool) -> None:
-    model = mlp(width=3, depth=1, dtype=torch.float64)
+    model = mlp(width=2, depth=1, dtype=torch.float64)
     names = [name for name, _ in model.named_parameters()]
 
     def run(x: torch.Tensor, *parameters: torch.Tensor) -> torch.Tensor:
         return torch.func.functional_call(model, dict(zip(names, parameters, strict=True)), x)
 
-    given = (_input(2, 3), *(parameter.detach().clone().requires_grad_() for parameter in model.parameters()))
+    given = (_input(2, 2), *(parameter.detach().clone().requires_grad_() for parameter in model.parameters()))
     with ca.enable(backend="eager") as session:
         assert gradcheck(run, given, fast_mode=fast_mode)
-        assert gradgradcheck(run, given, fast_mode=fast_mode)
+        assert gradgradcheck(run, given, fast_mode=True)
     _expect_captured(session, {"create_graph"})
 
 

@@ -7,6 +7,7 @@ lifted. Everything else about it is what the user made it: identity, attributes,
 
 from __future__ import annotations
 
+import sys
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ import torch
 from .hooks import Grad, unpacked, with_requires_grad
 
 _SAVED = "_compiled_autograd_saved"
+_OUR_REFERENCES = 2  # that of a list, and the one of sys.getrefcount
 _FIRST_NUMBER = 1 << 40  # far above those that PyTorch counts
 _numbers: dict[tuple[str, str], int] = {}
 _classes: WeakKeyDictionary[type, type] = WeakKeyDictionary()
@@ -105,7 +107,11 @@ def _saved(ctx: Any) -> tuple[Grad, ...]:
         return tuple(saved)
     values = [value.unpack() if isinstance(value, Packed) else value for value in saved]
     for index, required in enumerate(_required_grad(ctx, values)):
-        if isinstance(saved[index], Packed):
+        packed = saved[index]
+        if not isinstance(packed, Packed):
+            continue
+        of_somebody_else = packed.packed is not values[index] and sys.getrefcount(values[index]) > _OUR_REFERENCES
+        if not of_somebody_else:  # a tensor of the user's that comes back as it was saved stays the object that it is
             values[index] = with_requires_grad(values[index], required)
     return tuple(values)
 

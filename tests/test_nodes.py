@@ -1221,3 +1221,24 @@ def test_autocast_off_inside_autocast() -> None:
         return model(h).float().square().mean()
 
     compare(lambda: nn.Linear(4, 4), loss, around=lambda: torch.autocast("cpu", dtype=torch.bfloat16))
+
+
+def test_a_users_tensor_that_comes_back_from_a_checkpoint_is_the_same_object() -> None:
+    seen: list[Any] = []
+
+    class Keeps(Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+            ctx.save_for_backward(y)
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+            seen.append(ctx.saved_tensors[0])
+            return grad, None
+
+    x, y = torch.tensor(1.0, requires_grad=True), torch.tensor(1.0)
+    with ca.enable(backend="eager") as session:
+        checkpoint(Keeps.apply, x, y, use_reentrant=False).backward()
+    assert len(seen) == 1 and seen[0] is y
+    expect(session.stats(), structure_misses=1)

@@ -52,7 +52,7 @@ UNARY: list[Callable[[torch.Tensor], torch.Tensor]] = [
     torch.neg,
     lambda x: x * 0.5,
     lambda x: x.t().reshape(SHAPE),
-    lambda x: x.view(-1).view(SHAPE),
+    lambda x: x.contiguous().view(-1).view(SHAPE),
     lambda x: x.sum(0).expand(SHAPE),
     lambda x: torch.cat([x[:, 2:], x[:, :2]], 1),
     lambda x: x.softmax(-1),

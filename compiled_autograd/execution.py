@@ -69,9 +69,24 @@ class Running:
             )
         return node in self.node_set
 
+    def __post_init__(self) -> None:
+        self.log.late_hooks = self.late_hooks
+
     def current_node(self) -> Any:
         """The node whose hooks or function are running."""
+        self.log.asked.add(self.log.call)
         return self.nodes[self.log.call - 1] if self.log.call else None
+
+    def late_hooks(self, captured: Sequence[Any]) -> list[Any]:
+        """Post-hooks of the running node that are none of ``captured``: registered since the engine walked the tape."""
+        handle = self.nodes[self.log.call - 1].register_hook(_nothing)
+        hooks = handle.hooks_dict_ref()  # all of them lie in one dict, which is to be had no other way
+        handle.remove()
+        return [hook for hook in hooks.values() if not any(hook is known for known in captured)]
+
+
+def _nothing(*args: object) -> None:
+    """A hook that does nothing."""
 
 
 class _Thread(threading.local):

@@ -17,7 +17,8 @@ from shadow_cache import Key, Leaf, Miss, ShadowGraph, VariantKey, explain_varia
 
 from . import ir
 from .ambient import Ambient
-from .runtime import Program, RegionStep, interpret, kind_of_value
+from .interpret import interpret
+from .runtime import Program, RegionStep, kind_of_value
 from .settings import Settings
 
 # Checks type, dtype, device, layout, sizes, strides and dispatch keys of many tensors in one call; private in 2.13.

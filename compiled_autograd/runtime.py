@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +23,7 @@ from . import ir
 from .accumulate import accumulate, stealable
 from .cpp_warnings import issuing_warnings
 from .errors import UntraceableError
+from .interpret import finish
 from .lower import Lowered, lower
 from .partition import Opaque, Region, Step, cut, partition
 
@@ -40,6 +41,10 @@ class RunLog:
     misses: list[Miss] = field(default_factory=list)
     call: int = 0
     """Which node of the tape runs users' code now: an index into ``TapeGraph.calls``."""
+    asked: set[int] = field(default_factory=set)
+    """Nodes whose users' code asked which node is running; it may have registered more hooks on it."""
+    late_hooks: Callable[[Sequence[Any]], list[Any]] = lambda captured: []
+    """Post-hooks of the running node that are none of those captured."""
 
     def add(self, stage: str, seconds: float) -> None:
         self.seconds[stage] = self.seconds.get(stage, 0.0) + seconds
@@ -133,12 +138,15 @@ class Program:
         self._size = sum(counts)
         self._given = self._size
         self._fresh: dict[fx.Node, list[fx.Node]] = {}
+        self._post_hooks: dict[int, list[int]] = {}
         for node in tape.graph.nodes:
             if node.op == "placeholder":
                 kind, index = str(node.target).split("_")
                 self._slot_of[node] = starts[kind] + int(index)
             elif node.target is ir.accumulate_grad and node.args[1] is None:
                 self._fresh.setdefault(node.args[2], []).append(node)
+            elif node.target is ir.post_hook:
+                self._post_hooks.setdefault(node.meta["call"], []).append(self._slot_of[node.args[0]])
         self._outputs = [
             None if value is None else self._slot(value) for value in tape.graph.find_nodes(op="output")[0].args[0]
         ]
@@ -174,6 +182,9 @@ class Program:
             elif isinstance(step, OpaqueStep):
                 log.call = step.node.meta["call"]
                 _run_opaque(step, slots, self.tape.calls[log.call].name)
+                if log.call in log.asked and log.late_hooks(self._captured_hooks(log.call, slots)):
+                    known = {node: slots[slot] for node, slot in self._slot_of.items()}
+                    return finish(self.tape, step.node, known, lambda call: self._captured_hooks(call, slots), log)
             else:
                 with torch._C.DisableTorchFunctionSubclass():
                     _run_accumulate(step, slots)
@@ -181,6 +192,10 @@ class Program:
                 slots[slot] = None
             position += 1
         return [None if slot is None else slots[slot] for slot in self._outputs]
+
+    def _captured_hooks(self, call: int, slots: Slots) -> list[Any]:
+        """The post-hooks that a node had when the engine walked the tape."""
+        return [slots[slot] for slot in self._post_hooks.get(call, ())]
 
     def _run_region(self, step: RegionStep, slots: Slots, log: RunLog) -> None:
         key = tuple([kind_of_value(slots[slot]) for slot in step.handed_on])
@@ -468,27 +483,3 @@ def _run_accumulate(step: AccumulateStep, slots: Slots) -> None:
         if own not in step.drops:  # a hook of the leaf's node sees what the leaf may have kept
             slots[own] = grad
     accumulate(leaves, grads, [True] * len(leaves))
-
-
-def interpret(tape: ir.TapeGraph, given: Mapping[str, Sequence[Any]]) -> list[torch.Tensor | None]:
-    """Run a whole tape graph call by call, for real, with grad mode off: slow, and with nothing in between to fail.
-
-    Args:
-        given: for each kind of placeholder, what the engine handed over.
-    """
-    known: dict[fx.Node, Any] = {}
-    for node in tape.graph.nodes:
-        if node.op == "placeholder":
-            kind, index = str(node.target).split("_")
-            known[node] = given[kind][int(index)]
-            continue
-        arguments = fx.map_arg(node.args, known.__getitem__)
-        if node.op == "output":
-            return list(arguments[0])
-        if node.target is ir.accumulate_grad:
-            leaf, _, grad = arguments
-            accumulate([leaf], [grad], [False])
-            known[node] = grad
-        else:
-            known[node] = node.target(*arguments)
-    raise ir.IllegalGraphError("a tape graph without an output")

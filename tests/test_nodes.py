@@ -1242,3 +1242,41 @@ def test_a_users_tensor_that_comes_back_from_a_checkpoint_is_the_same_object() -
         checkpoint(Keeps.apply, x, y, use_reentrant=False).backward()
     assert len(seen) == 1 and seen[0] is y
     expect(session.stats(), structure_misses=1)
+
+
+@pytest.mark.filterwarnings("ignore:compiled_autograd")
+@pytest.mark.parametrize("before", [False, True])
+def test_a_hook_that_is_registered_while_its_node_is_about_to_run(before: bool) -> None:
+    """As offloading of activations does it. The rest of the backward runs call by call, and is eager's to the bit."""
+    calls: list[Any] = []
+
+    def halves(outputs: Any, inputs: Any) -> Any:
+        calls.append(("late", [each is None for each in inputs]))
+        return tuple(None if output is None else output / 2 for output in outputs)
+
+    def unpack(tensor: torch.Tensor) -> torch.Tensor:
+        torch._C._current_autograd_node().register_hook(halves)
+        return tensor
+
+    def run(context: Any) -> list[torch.Tensor | None]:
+        torch.manual_seed(0)
+        x, y = _leaf(3), _leaf(3)
+        with saved_tensors_hooks(lambda tensor: tensor, unpack):
+            z = x.exp()
+        z.register_hook(lambda grad: calls.append("tensor"))
+        if before:
+            z.grad_fn.register_hook(lambda outputs, inputs: calls.append("early"))  # type: ignore[union-attr]
+        loss = (z * y.sin()).sum()
+        with context:
+            loss.backward()
+        return [x.grad, y.grad]
+
+    session = ca.enable(backend="eager")
+    wanted = run(ca.disable())
+    wanted_calls, calls[:] = list(calls), []
+    for _ in range(2):
+        assert_same(run(session), wanted)
+        assert calls == wanted_calls
+        calls.clear()
+    stats = session.stats()
+    assert stats.bypasses == {} and stats.failures == 2 and stats.captures == 1

@@ -1,0 +1,83 @@
+"""Runs a tape graph's calls one by one, for real, with grad mode off: slow, and with nothing in between to fail."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+
+from shadow_cache import Failure
+
+from . import ir
+from .accumulate import accumulate
+from .hooks import post_hook
+
+if TYPE_CHECKING:
+    from .runtime import RunLog
+
+
+def interpret(tape: ir.TapeGraph, given: Mapping[str, Sequence[Any]]) -> list[torch.Tensor | None]:
+    """Run a whole tape graph.
+
+    Args:
+        given: for each kind of placeholder, what the engine handed over.
+    """
+    known: dict[fx.Node, Any] = {}
+    for node in tape.graph.nodes:
+        if node.op == "placeholder":
+            kind, index = str(node.target).split("_")
+            known[node] = given[kind][int(index)]
+            continue
+        arguments = fx.map_arg(node.args, known.__getitem__)
+        if node.op == "output":
+            return list(arguments[0])
+        known[node] = _run(node, arguments)
+    raise ir.IllegalGraphError("a tape graph without an output")
+
+
+def finish(
+    tape: ir.TapeGraph,
+    last: fx.Node,
+    known: dict[fx.Node, Any],
+    captured: Callable[[int], list[Any]],
+    log: RunLog,
+) -> list[torch.Tensor | None]:
+    """Run the rest of a tape graph, because a node that is about to run was given a hook that the engine has not seen.
+
+    Args:
+        last: the call that was run last.
+        known: what is known of the values before it, as far as the rest needs them.
+        captured: the post-hooks that a node of the tape had when the engine walked it.
+        log: says whose users' code may have registered hooks, and which; is told what runs.
+    """
+    where = f"a hook on {tape.calls[log.call].name}, registered while it was about to run"
+    log.failures.append(Failure("late_hook", where, "the engine had not reported it", "the rest ran call by call"))
+    nodes = list(tape.graph.nodes)
+    ends = {node.meta.get("call"): node for node in nodes if node.target is not operator.getitem}
+    hooks = {call: captured(call) for call in log.asked}
+    for node in nodes[nodes.index(last) + 1 :]:
+        if node.op == "output":
+            return list(fx.map_arg(node.args[0], known.get))
+        if node.target is operator.getitem and node.args[0] not in known:
+            continue  # of a call that ran before: what was taken from it is known
+        log.call = call = node.meta["call"]
+        if call not in hooks:
+            hooks[call] = captured(call)
+        known[node] = _run(node, fx.map_arg(node.args, known.get))
+        if node is ends[call] and call in log.asked and isinstance(known[node], (list, tuple)):
+            # What entered the node the engine keeps only where it had hooks before; elsewhere it has moved on.
+            entered: Any = node.args[2] if node.target is ir.post_hook else []
+            for hook in log.late_hooks(hooks[call]):
+                known[node] = post_hook(hook, known[node], fx.map_arg(entered, known.get))
+    raise ir.IllegalGraphError("a tape graph without an output")
+
+
+def _run(node: fx.Node, arguments: Sequence[Any]) -> Any:
+    if node.target is not ir.accumulate_grad:
+        return node.target(*arguments)  # type: ignore[operator]
+    leaf, _, grad = arguments
+    accumulate([leaf], [grad], [False])
+    return grad

@@ -21,7 +21,7 @@ from shadow_cache import Failure, Miss
 from . import tape
 from .ambient import Ambient, ambient
 from .graphs import CompiledGraph, Handover, Variant
-from .runtime import RunLog
+from .runtime import RunLog, no_hooks
 from .session import HIT, SHAPE_MISS, STRUCTURE_MISS, Outcome, Session
 
 _task_ids = itertools.count(1 << 62)  # far above the engine's own
@@ -68,9 +68,6 @@ class Running:
                 "This is currently not supported."
             )
         return node in self.node_set
-
-    def __post_init__(self) -> None:
-        self.log.late_hooks = self.late_hooks
 
     def current_node(self) -> Any:
         """The node whose hooks or function are running."""
@@ -142,6 +139,7 @@ def execute(
     reasons: list[Miss | Failure] = [] if miss is None else [miss]
     started = time.perf_counter()
     _thread.stack.append(state)
+    log.late_hooks = state.late_hooks
     saved_hooks = _saved_tensor_hooks()
     grad_mode = torch.is_grad_enabled()
     torch._C._set_grad_enabled(False)
@@ -159,6 +157,7 @@ def execute(
         torch._C._set_grad_enabled(grad_mode)
         _restore_saved_tensor_hooks(saved_hooks)
         _thread.stack.pop()
+        log.late_hooks = no_hooks  # else the two hold each other, and the tape with them
         log.seconds["run"] = time.perf_counter() - started
         reasons.extend(log.misses)
         reasons.extend(failure for failure in log.failures if failure not in reasons)

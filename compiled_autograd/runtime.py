@@ -31,6 +31,11 @@ Slots = list[Any]
 Pass = Callable[[fx.GraphModule], fx.GraphModule | None]
 
 
+def no_hooks(captured: Sequence[Any]) -> list[Any]:
+    """Nobody registers hooks while nothing runs."""
+    return []
+
+
 @dataclass(slots=True)
 class RunLog:
     """What one run did besides computing: seconds by stage, regions compiled, and what failed on the way."""
@@ -43,7 +48,7 @@ class RunLog:
     """Which node of the tape runs users' code now: an index into ``TapeGraph.calls``."""
     asked: set[int] = field(default_factory=set)
     """Nodes whose users' code asked which node is running; it may have registered more hooks on it."""
-    late_hooks: Callable[[Sequence[Any]], list[Any]] = lambda captured: []
+    late_hooks: Callable[[Sequence[Any]], list[Any]] = no_hooks
     """Post-hooks of the running node that are none of those captured."""
 
     def add(self, stage: str, seconds: float) -> None:

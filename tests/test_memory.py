@@ -356,3 +356,30 @@ def test_a_step_that_raised_leaves_nothing_alive() -> None:
         gc.collect()
         assert [each() for each in held] == [None] * 4
     assert session.stats().backwards == 2 and not session.stats().bypasses
+
+
+def test_a_finished_backward_keeps_nothing_of_the_tape_even_where_a_hook_asked_which_node_runs() -> None:
+    """Without the garbage collector: a reference cycle would keep activations until it comes by."""
+
+    class Mark:
+        """Lives as long as the node that has it."""
+
+    def step() -> weakref.ref[Mark]:
+        x = torch.randn(3, requires_grad=True)
+        y, mark = x.exp(), Mark()
+        y.register_hook(lambda grad: asked.append(torch._C._current_autograd_node() is not None))
+        y.grad_fn.metadata["mark"] = mark  # type: ignore[union-attr]
+        y.sin().sum().backward()
+        return weakref.ref(mark)
+
+    asked: list[bool] = []
+    gc.collect()
+    gc.disable()
+    try:
+        with ca.enable(backend="eager") as session:
+            _, *left = [step(), step(), step()]  # tracing has cycles of its own
+        assert [each() for each in left] == [None, None]
+    finally:
+        gc.enable()
+    assert asked == [True] * 3
+    expect(session.stats(), structure_misses=1, hits=2)

@@ -57,20 +57,17 @@ def finish(
     log.failures.append(Failure("late_hook", where, "the engine had not reported it", "the rest ran call by call"))
     nodes = list(tape.graph.nodes)
     ends = {node.meta.get("call"): node for node in nodes if node.target is not operator.getitem}
-    hooks = {call: captured(call) for call in log.asked}
     for node in nodes[nodes.index(last) + 1 :]:
         if node.op == "output":
             return list(fx.map_arg(node.args[0], known.get))
         if node.target is operator.getitem and node.args[0] not in known:
             continue  # of a call that ran before: what was taken from it is known
         log.call = call = node.meta["call"]
-        if call not in hooks:
-            hooks[call] = captured(call)
         known[node] = _run(node, fx.map_arg(node.args, known.get))
         if node is ends[call] and call in log.asked and isinstance(known[node], (list, tuple)):
             # What entered the node the engine keeps only where it had hooks before; elsewhere it has moved on.
             entered: Any = node.args[2] if node.target is ir.post_hook else []
-            for hook in log.late_hooks(hooks[call]):
+            for hook in log.late_hooks(captured(call)):
                 known[node] = post_hook(hook, known[node], fx.map_arg(entered, known.get))
     raise ir.IllegalGraphError("a tape graph without an output")
 

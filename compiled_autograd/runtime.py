@@ -379,9 +379,9 @@ def _not_owned(results: Sequence[Any], fresh: Sequence[int], arguments: Sequence
 
 
 def _memory(value: Any) -> int | None:
-    if not isinstance(value, torch.Tensor) or value.layout is not torch.strided or value.numel() == 0:
+    if not isinstance(value, torch.Tensor) or not ir.is_plain(value):
         return None
-    if type(value) not in ir.PLAIN_TENSORS or value._is_zerotensor():  # zeros without memory
+    if value.numel() == 0 or value._is_zerotensor():  # zeros without memory
         return None
     return value.untyped_storage().data_ptr()
 

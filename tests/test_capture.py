@@ -222,17 +222,20 @@ def test_mark_non_differentiable() -> None:
     expect(both(make), structure_misses=1, hits=1)
 
 
+class Doubles(Function):
+    """Writes into its argument."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.mark_dirty(x)
+        return x.mul_(2)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad * 2
+
+
 def test_mark_dirty_writes_in_place() -> None:
-    class Doubles(Function):
-        @staticmethod
-        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-            ctx.mark_dirty(x)
-            return x.mul_(2)
-
-        @staticmethod
-        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-            return grad * 2
-
     def make() -> Any:
         x = _leaf(4)
         y = x * 3
@@ -486,16 +489,6 @@ def test_writes_into_views(write: Callable[[torch.Tensor], None]) -> None:
 
 def test_a_python_function_that_writes_into_a_view() -> None:
     """CopySlices around a Python function."""
-
-    class Doubles(Function):
-        @staticmethod
-        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-            ctx.mark_dirty(x)
-            return x.mul_(2)
-
-        @staticmethod
-        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-            return grad * 2
 
     def make() -> Any:
         x = _leaf(4)

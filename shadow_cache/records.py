@@ -29,11 +29,15 @@ class Miss(msgspec.Struct, frozen=True):
     old: str = ""
     new: str = ""
     hint: str = ""
+    seconds: float = 0.0
+    """What it cost: capturing, lowering and compiling; 0 where that is not known yet."""
 
     def __str__(self) -> str:
         text = f"{self.kind} at {self.where}" if self.where else self.kind
         if self.old or self.new:
             text += f": {self.old} -> {self.new}"
+        if self.seconds:
+            text += f", {self.seconds:.1f} s"
         return f"{text} ({self.hint})" if self.hint else text
 
 

@@ -1,0 +1,137 @@
+"""What the cache on disk holds, as frozen records: structures, the entries made for them, and misses.
+
+The Python interface, the command line and the store itself all speak in these. Times are seconds since the epoch.
+"""
+
+from __future__ import annotations
+
+import msgspec
+
+from .records import Miss
+
+
+class Call(msgspec.Struct, frozen=True):
+    """One node of a tape. ``key`` is its edge in the trie; ``edges`` are indices of the nodes its gradients go to."""
+
+    name: str
+    key: tuple[str, ...]
+    parameter: str | None = None
+    source: str | None = None
+    edges: tuple[int, ...] = ()
+
+
+class Structure(msgspec.Struct, frozen=True):
+    """A tape as it was captured. ``end`` is the last key of its path in the trie, ``text`` the whole tape graph."""
+
+    id: str
+    calls: tuple[Call, ...]
+    end: tuple[str, ...]
+    text: str
+
+    @property
+    def keys(self) -> tuple[tuple[str, ...], ...]:
+        """Its path in the trie."""
+        return (*(call.key for call in self.calls), self.end)
+
+
+class Input(msgspec.Struct, frozen=True):
+    """A saved tensor: where the tape uses it, its dtype and device, and its dimensions: numbers or symbols (``s0``)."""
+
+    where: str
+    dtype: str
+    device: str
+    shape: tuple[str, ...]
+
+
+class Region(msgspec.Struct, frozen=True):
+    """A compiled part of an entry.
+
+    Attributes:
+        calls: how many calls of the tape it holds.
+        artifact: the compiled code: SHA-256 of a file of the store, in hexadecimal.
+        lowered: the ATen graph as text: likewise.
+        plan: how it is fed and what it serves; only who wrote it reads it.
+    """
+
+    calls: int
+    artifact: str
+    lowered: str
+    plan: bytes
+
+
+class Entry(msgspec.Struct, frozen=True):
+    """A structure compiled for one set of shapes, ambient state and settings, on one kind of machine.
+
+    Attributes:
+        id: short, of hexadecimal digits.
+        structure: the id of its :class:`Structure`.
+        loss: the node that the backward begins at.
+        module: the class of the outermost module whose parameters it reaches, where that is known.
+        source: ``file:line in function`` of the backward's caller.
+        nodes: how many nodes the tape has.
+        settings: backend and what else the compiled code depends on, by name.
+        ambient: state of the process that it depends on, by name.
+        environment: versions, compiler and processor, by name.
+        inputs: the saved tensors.
+        dynamic: some of their dimensions are symbols.
+        guards: what must hold of the symbols, as text.
+        plan: what it serves; only who wrote it reads it.
+        regions: its compiled parts.
+        miss: why it was made.
+        seconds: what making it cost.
+        created: when.
+        last_used: when it was stored or loaded last.
+        loads: how often a process found it here.
+        size: of its files, in bytes.
+    """
+
+    id: str
+    structure: str
+    loss: str
+    module: str | None
+    source: str | None
+    nodes: int
+    settings: dict[str, str]
+    ambient: dict[str, str]
+    environment: dict[str, str]
+    inputs: tuple[Input, ...]
+    dynamic: bool
+    guards: tuple[str, ...]
+    plan: bytes
+    regions: tuple[Region, ...]
+    miss: Miss
+    seconds: float
+    created: float
+    last_used: float = 0.0
+    loads: int = 0
+    size: int = 0
+
+    @property
+    def name(self) -> str:
+        """What people know it by: loss, module and source line, as far as they are known."""
+        of = f" of {self.module}" if self.module else ""
+        at = f", {self.source}" if self.source else ""
+        return f"{self.loss}{of}{at}"
+
+
+class MissEntry(msgspec.Struct, frozen=True):
+    """A backward that was no hit: when, what was made for it (None where nothing was), and why."""
+
+    when: float
+    structure: str
+    entry: str | None
+    name: str
+    miss: Miss
+
+
+class StoreStats(msgspec.Struct, frozen=True):
+    """The store in figures. ``seconds_saved`` is what its loads would have cost to compile anew."""
+
+    entries: int
+    structures: int
+    size: int
+    max_size: int
+    loads: int
+    misses: dict[str, int]
+    compile_seconds: float
+    seconds_saved: float

@@ -45,7 +45,7 @@ class InductorBackend:
         from torch._inductor.compile_fx import compile_fx_inner
         from torch._inductor.fx_passes.joint_graph import joint_graph_passes
 
-        if any(value.device.type == "cpu" for value in example_inputs):
+        if any(isinstance(value, torch.Tensor) and value.device.type == "cpu" for value in example_inputs):
             require_cpp_compiler()
             keep_freed_memory()
         output = graph_module.graph.find_nodes(op="output")[0]

@@ -317,9 +317,14 @@ def _finish(captured: ir.TapeGraph, capture: Capture) -> tuple[Callable[..., Any
     assert capturing is not None
     visited = tape.walk(capturing.call.outputs, capturing.call.inputs)
     agrees = tape.join_order(captured.calls, visited, capturing.call.outputs)
-    graph, capturing.miss = GRAPHS.find_or_add(in_engine_order(captured))
-    if agrees and capturing.miss is not None:
-        tape.join_names(captured.calls, visited)
+    ordered = in_engine_order(captured)
+    keys = ordered.structure()
+    graph = GRAPHS.find(keys)
+    if graph is None:
+        if agrees:
+            tape.join_names(captured.calls, visited)
+        capturing.miss = GRAPHS.explain(ordered, keys)
+        graph = GRAPHS.add(ordered, keys)
     return _hand_over, graph
 
 

@@ -321,26 +321,31 @@ class TapeGraph:
             title += f" at {call.source}"
         return title
 
-    def _lines(self) -> Iterator[tuple[fx.Node, str]]:
+    def _lines(self, by_call: bool = False) -> Iterator[tuple[fx.Node, str]]:
+        """Each call with its text. Values are numbered as they come; ``by_call``, within the node that they belong to."""
         names = {node: str(node.target) for node in self.graph.nodes if node.op == "placeholder"}
         placeholders = len(names)
+        counts: dict[int, int] = {}
         for node in self.graph.nodes:
             if node.op == "output":
                 yield node, f"return {_text(node.args[0], names)}"
             elif node.op == "call_function":
-                names[node] = f"%{len(names) - placeholders}"
+                call = node.meta.get("call")
+                counts[call] = counts.get(call, -1) + 1
+                names[node] = f"%{call}.{counts[call]}" if by_call else f"%{len(names) - placeholders}"
                 arguments = ", ".join(_text(argument, names) for argument in node.args)
                 yield node, f"{names[node]} = {target_name(node)}({arguments})"
 
     def structure(self) -> list[tuple[str, ...]]:
         """The key parts of each node of the tape, in the order of the engine's walk, and of its end.
 
-        A lifted tensor is described where it is first used, so that tapes share their keys as far as they agree.
+        A lifted tensor is described where it is first used, and a value is named after its node, so that tapes share
+        their keys as far as they agree.
         """
         parts: dict[int, list[str]] = {call.index: [call.name] for call in self.calls}
         described: set[fx.Node] = set()
         end: list[str] = [f"accumulates={self.accumulates}"]
-        for node, line in self._lines():
+        for node, line in self._lines(by_call=True):
             part = parts[node.meta["call"]] if "call" in node.meta else end
             part.append(line)
             for source in node.all_input_nodes:

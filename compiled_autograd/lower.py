@@ -18,6 +18,7 @@ from .cpp_warnings import call_noting_warnings
 from .errors import UntraceableError
 from .ir import is_plain
 from .partition import Region
+from .shapes import Spec, Symbols, is_static
 
 
 @dataclass(slots=True)
@@ -26,22 +27,24 @@ class Lowered:
 
     Attributes:
         graph_module: its placeholders are the region's tensors, in the order of ``tensors``; its output is a list.
-        examples: fake tensors for the placeholders.
-        tensors: indices into ``region.inputs`` of the tensors that the graph takes (others are sizes or undefined).
+        examples: fake tensors, and symbols for sizes that change, for the placeholders.
+        taken: indices into ``region.inputs`` of what the graph takes (other sizes are numbers in it).
         values: for each of ``region.outputs`` that something but a fresh leaf needs, the index into the graph's
             output, or None where the gradient is undefined.
         leaves: for each fresh leaf's ``accumulate_grad`` call, the index into the graph's output of a gradient that
             the leaf can keep as it is, or None where it is undefined.
         passed: for the others, the index into ``region.inputs`` of what an earlier step made, and goes to the leaf as
             it is; whether the leaf can keep it is known only when it is there.
+        symbols: what stands for sizes that change, and what was found to hold of it.
     """
 
     graph_module: fx.GraphModule
-    examples: Sequence[torch.Tensor]
-    tensors: list[int]
+    examples: Sequence[Any]
+    taken: list[int]
     values: dict[fx.Node, int | None]
     leaves: dict[fx.Node, int | None]
     passed: dict[fx.Node, int]
+    symbols: Symbols
 
 
 def lower(
@@ -49,6 +52,7 @@ def lower(
     given: Sequence[Any],
     fresh_leaves: Mapping[fx.Node, torch.Tensor],
     decompositions: Mapping[Any, Callable[..., Any]] | None,
+    specs: Mapping[fx.Node, Spec | None] | None = None,
 ) -> Lowered:
     """Trace a region with the shapes of ``given``.
 
@@ -58,32 +62,44 @@ def lower(
         fresh_leaves: ``accumulate_grad`` calls whose leaf (a strided tensor) has no ``.grad`` yet, and that leaf. They
             get their gradient in memory of its own, in the leaf's layout, so that the leaf can keep it.
         decompositions: the table to trace with.
+        specs: for inputs and leaves, which of their dimensions change; they become symbols.
 
     Raises:
         UntraceableError: naming the calls that cannot be run under fake tensors.
     """
+    specs = specs or {}
     _check_plain(region, given)
-    mode = FakeTensorMode(allow_non_fake_inputs=True)
-    tensors = [index for index, value in enumerate(given) if isinstance(value, torch.Tensor)]
-    examples = [_fake(mode, given[index]) for index in tensors]
-    leaves = {call: _fake(mode, leaf) for call, leaf in fresh_leaves.items()}
+    symbols = Symbols()
+    mode = symbols.mode()
+    taken_in: list[int] = []
+    examples: list[Any] = []
+    for index, (node, value) in enumerate(zip(region.inputs, given, strict=True)):
+        spec = specs.get(node)
+        if isinstance(value, torch.Tensor):
+            examples.append(_fake(mode, value, spec, symbols, len(examples)))
+        elif not is_static(spec):
+            examples.append(symbols.size(value, spec, len(examples)))  # type: ignore[arg-type]
+        else:
+            continue
+        taken_in.append(index)
+    leaves = {call: _fake(mode, leaf, specs.get(call.args[0]), symbols) for call, leaf in fresh_leaves.items()}  # type: ignore[call-overload]
     inside = set(region.nodes)
     value_positions: dict[fx.Node, int | None] = {}
     leaf_positions: dict[fx.Node, int | None] = {}
     passed: dict[fx.Node, int] = {}
 
-    def run(*fakes: torch.Tensor) -> list[Any]:
+    def run(*fakes: Any) -> list[Any]:
         known: dict[fx.Node, Any] = dict(zip(region.inputs, given, strict=True))
-        known.update((region.inputs[index], fake) for index, fake in zip(tensors, fakes, strict=True))
+        known.update((region.inputs[index], fake) for index, fake in zip(taken_in, fakes, strict=True))
         _run_calls(region.nodes, known)
         results: list[torch.Tensor] = []
         for node in region.outputs:
             if any(user not in inside and user not in leaves for user in node.users):
                 value_positions[node] = _append(results, known[node])
-        taken = {_storage(tensor) for tensor in (*fakes, *results)}
+        taken = {_storage(tensor) for tensor in (*fakes, *results) if isinstance(tensor, torch.Tensor)}
         for call, leaf in leaves.items():
             grad = known[call.args[2]]  # type: ignore[index]
-            source = next((index for index, fake in zip(tensors, fakes, strict=True) if fake is grad), None)
+            source = next((index for index, fake in zip(taken_in, fakes, strict=True) if fake is grad), None)
             if source is not None and region.inputs[source].op != "placeholder":
                 passed[call] = source
                 continue
@@ -100,7 +116,7 @@ def lower(
             graph_module = _trace(torch.func.functionalize(graph_module, remove="mutations"), None, examples)
     graph_module.graph.eliminate_dead_code()
     graph_module.recompile()
-    return Lowered(graph_module, examples, tensors, value_positions, leaf_positions, passed)
+    return Lowered(graph_module, examples, taken_in, value_positions, leaf_positions, passed, symbols)
 
 
 def _check_plain(region: Region, given: Sequence[Any]) -> None:
@@ -127,8 +143,12 @@ def _not_plain(tensor: torch.Tensor) -> TypeError:
     return TypeError(f"a {kind} of layout {tensor.layout}" if kind in ("Tensor", "FakeTensor") else f"a {kind}")
 
 
-def _fake(mode: FakeTensorMode, tensor: torch.Tensor) -> torch.Tensor:
+def _fake(
+    mode: FakeTensorMode, tensor: torch.Tensor, spec: Spec | None, symbols: Symbols, position: int | None = None
+) -> torch.Tensor:
     """A fake tensor without history and ``.grad``; but some of the engine's functions ask what requires grad."""
+    if spec is not None and not is_static(spec):
+        return symbols.tensor(mode, tensor, spec, position)
     return mode.from_tensor(tensor.detach().requires_grad_(tensor.requires_grad), static_shapes=True)
 
 

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -26,6 +26,7 @@ from .errors import UntraceableError
 from .interpret import finish
 from .lower import Lowered, lower
 from .partition import Opaque, Region, Step, cut, partition
+from .shapes import Spec, is_static, spec_of, static_parts, widened
 
 Slots = list[Any]
 Pass = Callable[[fx.GraphModule], fx.GraphModule | None]
@@ -66,6 +67,7 @@ class Specialised:
         results: slots, and the outputs that go into them.
         passed: slots, and those of values that go there as they are.
         copied: as ``results``, for outputs that the backend gave in memory that something else sees: copies go there.
+        holds: says of the arguments whether their sizes are such that this holds; None where nothing changes.
     """
 
     aten: fx.GraphModule
@@ -74,23 +76,32 @@ class Specialised:
     results: list[tuple[int, int]]
     copied: list[tuple[int, int]]
     passed: list[tuple[int, int]]
+    holds: Callable[[Sequence[Any]], bool] | None
 
 
 @dataclass(slots=True, eq=False)
 class RegionStep:
-    """A region, and what was compiled for it: one for each kind of what earlier steps hand to it."""
+    """A region, and what was compiled for it, for each kind of what earlier steps hand to it; newest last."""
 
     region: Region
     inputs: list[int]
     outputs: list[tuple[fx.Node, int]]
     handed_on: list[int]
     fresh: dict[fx.Node, int]
-    compiled: dict[Any, Specialised | None] = field(default_factory=dict)
+    compiled: dict[Any, list[Specialised | None]] = field(default_factory=dict)
     drops: list[int] = field(default_factory=list)
+
+    def made(self) -> Iterator[tuple[fx.Node, int]]:
+        """The inputs that earlier steps made, and their slots."""
+        return ((node, slot) for node, slot in zip(self.region.inputs, self.inputs, strict=True) if not _is_given(node))
+
+    def specialised(self) -> list[Specialised]:
+        """All that was compiled for it."""
+        return [each for some in self.compiled.values() for each in some if each is not None]
 
     def aten(self) -> list[fx.GraphModule]:
         """The ATen graphs that were compiled for it."""
-        return [each.aten for each in self.compiled.values() if each is not None]
+        return [each.aten for each in self.specialised()]
 
 
 @dataclass(slots=True, eq=False)
@@ -116,6 +127,8 @@ class AccumulateStep:
 
 
 Executor = RegionStep | OpaqueStep | AccumulateStep
+_MOST_GUARDED = 8
+"""So many compiled versions of a region are kept beside one another before the oldest goes."""
 _COMPILING = threading.RLock()  # neither tracing nor Inductor can be used by two threads at once
 
 
@@ -127,14 +140,27 @@ class Program:
         backend: what compiles regions.
         passes: functions over each region's ATen graph; each gives a new one, or None where it changed it in place.
         counts: how many values of each kind of placeholder the engine hands over.
+        specs: for placeholders, what they are made for; where another program was there before, also for what its
+            steps hand on.
+        dynamic: some of the specs have a history: what changes becomes a symbol.
 
     Attributes:
         steps: what runs, in order.
         untraceable: calls that stay opaque, and why.
     """
 
-    def __init__(self, tape: ir.TapeGraph, backend: Backend, passes: Sequence[Pass], counts: Sequence[int]) -> None:
+    def __init__(
+        self,
+        tape: ir.TapeGraph,
+        backend: Backend,
+        passes: Sequence[Pass],
+        counts: Sequence[int],
+        specs: Mapping[fx.Node, Spec],
+        dynamic: bool = False,
+    ) -> None:
         self.tape = tape
+        self.specs = dict(specs)
+        self.dynamic = dynamic
         self.backend = backend
         self.passes = tuple(passes)
         self.untraceable = {node: node.meta["untraceable"] for node in tape.graph.nodes if "untraceable" in node.meta}
@@ -203,15 +229,13 @@ class Program:
         return [slots[slot] for slot in self._post_hooks.get(call, ())]
 
     def _run_region(self, step: RegionStep, slots: Slots, log: RunLog) -> None:
-        key = tuple([kind_of_value(slots[slot]) for slot in step.handed_on])
-        if key not in step.compiled:
+        found, compiled = self._find(step, slots)
+        if not found:
             with _COMPILING:
-                if key not in step.compiled:
-                    if step.compiled:
-                        log.misses.append(_other_kind(step, key, next(reversed(step.compiled))))
-                    step.compiled[key] = self._first_run(step, slots, log)
+                found, compiled = self._find(step, slots)
+                if not found:
+                    self._compile(step, slots, log)
                     return
-        compiled = step.compiled[key]
         if compiled is None:
             _interpret(step, slots)
             return
@@ -234,7 +258,36 @@ class Program:
         for slot, index in compiled.copied:
             slots[slot] = results[index].clone()
 
+    def _kind(self, step: RegionStep, slots: Slots) -> tuple[Any, ...]:
+        """What compiled code depends on, of what earlier steps hand on; what changes is left to the guards."""
+        if not self.dynamic:
+            return tuple([kind_of_value(slots[slot]) for slot in step.handed_on])
+        return tuple([kind_of_value(slots[slot], self.specs.get(node)) for node, slot in step.made()])
+
+    def _find(self, step: RegionStep, slots: Slots) -> tuple[bool, Specialised | None]:
+        """What was compiled for the values in hand, if anything was; None where its calls are to run one by one."""
+        for compiled in step.compiled.get(self._kind(step, slots), ()):
+            if compiled is None or compiled.holds is None or compiled.holds([slots[slot] for slot in compiled.arguments]):
+                return True, compiled
+        return False, None
+
     # ---- compiling -------------------------------------------------------------------------------------------------
+
+    def _compile(self, step: RegionStep, slots: Slots, log: RunLog) -> None:
+        """Compile a region for the values in hand, and run it."""
+        before = self._kind(step, slots)
+        known = step.compiled.get(before)
+        if known:
+            log.misses.append(Miss("guard", f"a region of {len(step.region.nodes)} calls", hint="compiled once more"))
+        elif step.compiled:
+            log.misses.append(_other_kind(step, before, next(reversed(step.compiled))))
+        for node, slot in step.made():
+            spec = widened(self.specs.get(node), slots[slot]) if self.dynamic else spec_of(slots[slot])
+            if spec is not None:
+                self.specs[node] = spec
+        kind = self._kind(step, slots)
+        compiled = self._first_run(step, slots, log)
+        step.compiled[kind] = [*step.compiled.get(kind, ())[-_MOST_GUARDED:], compiled]
 
     def _first_run(self, step: RegionStep, slots: Slots, log: RunLog) -> Specialised | None:
         """Lower, compile and run a region. None: the backend failed, and the region's calls ran one by one."""
@@ -250,11 +303,12 @@ class Program:
         finally:
             log.add("lower", time.perf_counter() - started)
         started = time.perf_counter()
-        arguments = [step.inputs[index] for index in lowered.tensors]
+        arguments = [step.inputs[index] for index in lowered.taken]
         tensors = [slots[slot] for slot in arguments]
         try:
             aten = _copy(lowered.graph_module)
             call = self.backend.compile(lowered.graph_module, lowered.examples)
+            holds = lowered.symbols.guard() if self.dynamic else None
             results = _call(call, list(tensors))
         except Exception as error:  # noqa: BLE001  whatever a backend throws, the step goes on
             log.failures.append(_failure("compile", self.backend.name, step.region, error))
@@ -281,13 +335,15 @@ class Program:
             values + [(slot, index) for slot, index in fresh if index not in shared],
             [(slot, index) for slot, index in fresh if index in shared],
             passed,
+            holds,
         )
 
     def _lower(self, step: RegionStep, slots: Slots) -> Lowered:
         given = [slots[slot] for slot in step.inputs]
         leaves = {call: slots[self._slot_of[call.args[0]]] for call in step.fresh}  # type: ignore[index]
         leaves = {call: leaf for call, leaf in leaves.items() if ir.is_plain(leaf)}
-        lowered = lower(step.region, given, leaves, self.backend.decompositions())
+        specs = self.specs if self.dynamic else None
+        lowered = lower(step.region, given, leaves, self.backend.decompositions(), specs)
         for each in self.passes:
             lowered.graph_module = each(lowered.graph_module) or lowered.graph_module
         return lowered
@@ -298,7 +354,7 @@ class Program:
         assert isinstance(step, RegionStep)
         reason = f"{type(error.cause).__name__}: {error.cause}"
         self.untraceable.update(dict.fromkeys(error.nodes, reason))
-        if error.always:  # then the next variants know it too
+        if error.always and not self.dynamic:  # then the next variants know it too
             for node in error.nodes:
                 node.meta["untraceable"] = reason
         parts = [self._executor(part) for part in cut(step.region.nodes, self.backend.bitwise, self.untraceable)]
@@ -319,7 +375,7 @@ class Program:
             fresh = {call: self._slot(call) for node in step.nodes for call in self._fresh.get(node, ())}
             inputs = [self._slot(node) for node in step.inputs]
             outputs = [(node, self._slot(node)) for node in step.outputs]
-            handed_on = [self._slot(node) for node in step.inputs if node.op != "placeholder"]
+            handed_on = [self._slot(node) for node in step.inputs if not _is_given(node)]
             return RegionStep(step, inputs, outputs, handed_on, fresh)
         if isinstance(step, Opaque):
             uses = [self._slot(source) for source in step.node.all_input_nodes]
@@ -347,6 +403,10 @@ class Program:
             kept.update(step.drops)
 
 
+def _is_given(node: fx.Node) -> bool:
+    return node.op == "placeholder"
+
+
 class _Slot(int):
     """A slot's number among the arguments of an opaque call, where a plain int is a constant."""
 
@@ -355,13 +415,16 @@ def _running_sums(counts: Sequence[int]) -> list[int]:
     return [sum(counts[:index]) for index in range(len(counts))]
 
 
-def kind_of_value(value: Any) -> Any:
-    """What compiled code depends on, of one of its inputs."""
+def kind_of_value(value: Any, spec: Spec | None = None) -> Any:
+    """What compiled code depends on, of one of its inputs; of one with a history, without what changes."""
     if not isinstance(value, torch.Tensor):
         return value
     with torch._C.DisableTorchFunctionSubclass():
         stride = value.stride() if value.layout is torch.strided else None
-        kind = (value.shape, stride, value.dtype, value.device, value.layout, value.is_conj(), value.is_neg())
+        shape: Any = value.shape
+        if spec is not None and len(spec) == len(shape) and not is_static(spec):
+            stride, shape = None, tuple([None if part is None else size for part, size in zip(static_parts(spec), shape)])
+        kind = (shape, stride, value.dtype, value.device, value.layout, value.is_conj(), value.is_neg())
     return (type(value), *kind)
 
 
@@ -395,8 +458,7 @@ def _call(call: Callable[[list[Any]], Sequence[Any]], arguments: list[Any]) -> S
 
 def _other_kind(step: RegionStep, new: tuple[Any, ...], old: tuple[Any, ...]) -> Miss:
     """What an earlier step handed on differs in shape, strides, dtype or definedness from what was compiled for."""
-    made = [node for node in step.region.inputs if node.op != "placeholder"]
-    for node, one, other in zip(made, old, new, strict=True):
+    for (node, _), one, other in zip(step.made(), old, new, strict=True):
         if one != other:
             source = node.args[0] if isinstance(node.args[0], fx.Node) else node
             return Miss("layout", f"what {source.name} gave", str(one), str(other))

@@ -67,6 +67,17 @@ class ShadowGraph(Generic[P]):
                 return None, Miss("new_node", f"node {len(keys)}", old="a longer tape", new="the tape ends")
             return node.leaf, None
 
+    def nearest(self, keys: Sequence[Key]) -> tuple[int, Key | None]:
+        """How many of ``keys`` are a known path, and of what follows on that path the key nearest to the next one."""
+        with self._lock:
+            node = self._root
+            for depth, key in enumerate(keys):
+                child = node.children.get(key)
+                if child is None:
+                    return depth, _closest(node, key)
+                node = child
+            return len(keys), None
+
     def insert(self, keys: Sequence[Key], payload: P) -> Leaf[P]:
         """Add a path; where it is there already, its leaf is given and ``payload`` is not used."""
         with self._lock:
@@ -94,14 +105,19 @@ class ShadowGraph(Generic[P]):
     def _explain(node: _TrieNode, key: Key, depth: int) -> Miss:
         if not node.children:
             return Miss("first_seen") if depth == 0 else Miss("new_node", f"node {depth}", new=key[0])
-        same_name = [other for other in node.children if other[0] == key[0]]
-        other = max(same_name or node.children, key=lambda candidate: _agreement(candidate, key))
+        other = _closest(node, key)
+        assert other is not None
         if other[0] != key[0]:
             return Miss("new_node", f"node {depth}", old=other[0], new=key[0])
         for old, new in zip(other, key, strict=False):
             if old != new:
                 return Miss("node_attribute", f"node {depth} {key[0]}", old=old, new=new)
         return Miss("node_attribute", f"node {depth} {key[0]}", old=f"{len(other)} parts", new=f"{len(key)} parts")
+
+
+def _closest(node: _TrieNode, key: Key) -> Key | None:
+    same_name = [other for other in node.children if other[0] == key[0]]
+    return max(same_name or node.children, key=lambda candidate: _agreement(candidate, key), default=None)
 
 
 def _agreement(one: Key, other: Key) -> int:

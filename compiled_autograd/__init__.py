@@ -25,6 +25,7 @@ except ImportError as error:
 
 from .errors import (  # noqa: E402
     BrokenCaptureError,
+    CacheMissError,
     CompiledAutogradError,
     InvalidSettingError,
     SettingNotBuiltError,
@@ -39,6 +40,7 @@ __version__ = "0.1.0"
 __all__ = [
     "TESTED_TORCH",
     "BrokenCaptureError",
+    "CacheMissError",
     "CompiledAutogradError",
     "InvalidSettingError",
     "Outcome",

@@ -27,6 +27,7 @@ DEEP = Bypass("deep_reentrant", hint=f"more than {_DEEPEST} backwards inside one
 INSIDE_ENGINE_CALL = Bypass(
     "inside_engine_call", hint="called inside a backward whose tape has a hook made by C++, as retain_grad makes one"
 )
+ON_MISS = Bypass("on_miss", hint='not in the cache, and on_miss="eager" or "raise" compiles nothing')
 DDP_CPP_REDUCER = Bypass(
     "ddp_cpp_reducer",
     hint="DDP's reducer communicates from C++ hooks, which only the eager engine runs, also inside no_sync(). What "

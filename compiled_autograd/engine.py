@@ -14,6 +14,7 @@ that C++ registered, ``retain_grad`` among them, runs before it returns, since t
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import sys
 import threading
@@ -29,16 +30,18 @@ from torch.autograd import Variable
 from shadow_cache import Bypass, Miss, unsupported
 
 from . import ir, tape
-from .bypass import DDP_CPP_REDUCER, TORCH_COMPILED_AUTOGRAD, TRACING, before_capture
+from .ambient import ambient
+from .bypass import DDP_CPP_REDUCER, ON_MISS, TORCH_COMPILED_AUTOGRAD, TRACING, before_capture
 from .capture import Capture
-from .errors import BrokenCaptureError, CaptureRefusedError, UnsupportedBackwardError
+from .errors import BrokenCaptureError, CacheMissError, CaptureRefusedError, UnsupportedBackwardError
 from .execution import Running, depth, execute, leave_to_engine, running
 from .functions import number_of
 from .gate import GATE, threads_running
-from .graphs import GRAPHS, CompiledGraph, Handover
+from .graphs import GRAPHS, CompiledGraph
+from .log import RunLog
 from .order import in_engine_order
-from .runtime import RunLog
 from .session import BYPASS, Outcome, Session, current
+from .variants import Handover
 
 _seam = torch._C._dynamo.compiled_autograd
 
@@ -61,6 +64,10 @@ class Call:
     allow_unreachable: bool
     accumulate_grad: bool
 
+    def fingerprint(self) -> int:
+        """Of the names of the tape's nodes: tapes with one structure have one, but not only they."""
+        return hash(tuple(visited.name for visited in tape.walk(self.outputs, self.inputs)))
+
 
 @dataclass(slots=True)
 class _Capturing:
@@ -75,6 +82,8 @@ class _Capturing:
     results: list[torch.Tensor | None] | None = None
     ran: bool = False
     mistake: bool = False
+    probe: bool = False
+    """Only look what there is: the tape is kept, and nothing runs."""
 
     def execute(self) -> list[torch.Tensor | None]:
         """Run what was handed over."""
@@ -97,6 +106,7 @@ class _Capturing:
 class _Thread(threading.local):
     def __init__(self) -> None:
         self.capturing: _Capturing | None = None
+        self.crowded = False
 
 
 _thread = _Thread()
@@ -188,6 +198,10 @@ def forget() -> None:
 def _run(session: Session, call: Call) -> Any:
     capturing = _Capturing(session, call, time.perf_counter())
     reason = before_capture(call.create_graph, call.grads, depth())
+    if reason is None and session.settings.on_miss == "raise":
+        _raise_if_missing(session, call)
+    if reason is None and session.settings.on_miss == "eager" and call.fingerprint() in _LEFT_TO_EAGER:
+        reason = ON_MISS
     if reason is None:
         reason = _capture(capturing)
         if reason is None:
@@ -198,7 +212,30 @@ def _run(session: Session, call: Call) -> Any:
     if session.settings.on_unsupported == "raise" and not capturing.mistake and reason is not TRACING:
         session.record(Outcome(BYPASS, reasons=(reason,)))
         raise UnsupportedBackwardError(reason)
-    return _bypass(session, call, reason)
+    return _bypass(session, call, reason, () if capturing.miss is None else (capturing.miss,))
+
+
+_LEFT_TO_EAGER: set[int] = set()
+"""Fingerprints of tapes that ``on_miss="eager"`` found not to be in the cache: the engine need not be asked again."""
+
+
+def _raise_if_missing(session: Session, call: Call) -> None:
+    """With ``on_miss="raise"``: let the engine walk the tape, and keep it, to see whether it would be a hit.
+
+    Raises:
+        CacheMissError: it would not.
+    """
+    probing = _Capturing(session, dataclasses.replace(call, keep_graph=True), time.perf_counter(), probe=True)
+    reason = _capture(probing)
+    misses = [] if probing.miss is None else [probing.miss]
+    if reason is None:
+        assert probing.handover is not None
+        graph, surroundings = probing.handover.graph, ambient()
+        if graph.find(session.settings.key, surroundings, probing.handover) is None:
+            misses = misses or graph.explain(session.settings, surroundings, probing.handover)
+    if misses:
+        session.record(Outcome(BYPASS, reasons=(ON_MISS, *misses)))
+        raise CacheMissError(misses)
 
 
 def _check_used(results: Sequence[torch.Tensor | None]) -> None:
@@ -211,12 +248,12 @@ def _check_used(results: Sequence[torch.Tensor | None]) -> None:
             )
 
 
-def _bypass(session: Session, call: Call, reason: Bypass) -> Any:
+def _bypass(session: Session, call: Call, reason: Bypass, misses: Sequence[Miss] = ()) -> Any:
     started = time.perf_counter()
     try:
         return _eager(call)
     finally:
-        session.record(Outcome(BYPASS, reasons=(reason,), seconds={"run": time.perf_counter() - started}))
+        session.record(Outcome(BYPASS, reasons=(reason, *misses), seconds={"run": time.perf_counter() - started}))
 
 
 def _eager(call: Call) -> Any:
@@ -254,6 +291,9 @@ def _capture(capturing: _Capturing) -> Bypass | None:
     multithreading = torch._C._is_multithreading_enabled()
     try:
         _forget_what_others_captured()
+        if _thread.crowded:
+            _thread.crowded = False
+            forget()
         prior = _seam.set_autograd_compiler(_begin, True)  # type: ignore[arg-type]
         try:
             if prior[0] is not None:
@@ -324,7 +364,13 @@ def _finish(captured: ir.TapeGraph, capture: Capture) -> tuple[Callable[..., Any
         if agrees:
             tape.join_names(captured.calls, visited)
         capturing.miss = GRAPHS.explain(ordered, keys)
-        graph = GRAPHS.add(ordered, keys)
+        if capturing.session.settings.on_miss != "compile":
+            _LEFT_TO_EAGER.add(capturing.call.fingerprint())
+            raise CaptureRefusedError(ON_MISS)
+        graph, crowded = GRAPHS.add(ordered, keys)
+        _LEFT_TO_EAGER.clear()
+        if crowded:  # the engine still knows those that went; it cannot be told to forget some
+            _thread.crowded = True
     return _hand_over, graph
 
 
@@ -338,6 +384,8 @@ def _hand_over(
     if capturing is None:  # PyTorch's own compiled autograd met a structure that we captured before it
         return graph(handover)
     capturing.handover = handover
+    if capturing.probe:
+        return [None] * len(graph.tape.graph.find_nodes(op="output")[0].args[0])
     if graph.tape.needs_engine:
         return _run_inside(capturing)
     outputs = graph.tape.graph.find_nodes(op="output")[0].args[0]

@@ -50,6 +50,21 @@ class UnsupportedBackwardError(CompiledAutogradError, RuntimeError):
         self.reason = reason
 
 
+class CacheMissError(CompiledAutogradError, RuntimeError):
+    """A backward was no hit, and ``on_miss="raise"`` was asked for.
+
+    Attributes:
+        reasons: the records that say why.
+    """
+
+    def __init__(self, reasons: Sequence[Any], ran: bool = False) -> None:
+        what = "; ".join(map(str, reasons))
+        untouched = "No gradient was written, and the tape is whole."
+        written = "Its gradients were computed, call by call." if ran else untouched
+        super().__init__(f"a backward was not in the cache: {what}. {written} on_miss='compile' would compile it.")
+        self.reasons = tuple(reasons)
+
+
 class IllegalGraphError(CompiledAutogradError, AssertionError):
     """A tape graph that breaks a rule of :mod:`compiled_autograd.ir`: always a bug of the pass that made it."""
 

@@ -7,6 +7,7 @@ will. During a compiled backward there is no task of the engine's, so the answer
 from __future__ import annotations
 
 import itertools
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -14,15 +15,19 @@ from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
+import msgspec
 import torch
 
-from shadow_cache import Failure, Miss
+from shadow_cache import Bypass, Failure, Miss
 
 from . import tape
 from .ambient import Ambient, ambient
-from .graphs import CompiledGraph, Handover, Variant
-from .runtime import RunLog, no_hooks
-from .session import HIT, SHAPE_MISS, STRUCTURE_MISS, Outcome, Session
+from .bypass import ON_MISS
+from .errors import CacheMissError
+from .graphs import CompiledGraph
+from .log import RunLog, no_hooks
+from .session import BYPASS, HIT, SHAPE_MISS, STRUCTURE_MISS, Outcome, Session
+from .variants import Handover, Variant
 
 _task_ids = itertools.count(1 << 62)  # far above the engine's own
 
@@ -136,7 +141,9 @@ def execute(
         What ``autograd.grad`` asked for; empty for ``backward``.
     """
     graph, log = handover.graph, state.log
-    reasons: list[Miss | Failure] = [] if miss is None else [miss]
+    reasons: list[Bypass | Miss | Failure] = [] if miss is None else [miss]
+    log.may_compile = session.settings.on_miss == "compile"
+    bypassed = False
     started = time.perf_counter()
     _thread.stack.append(state)
     log.late_hooks = state.late_hooks
@@ -146,9 +153,12 @@ def execute(
     try:
         surroundings = ambient()
         variant = graph.find(session.settings.key, surroundings, handover)
-        if variant is None:
-            variant, variant_miss = _add(session, graph, surroundings, handover, log)
-            reasons = reasons or [variant_miss]
+        if variant is None and log.may_compile:
+            variant, variant_misses = _add(session, graph, surroundings, handover, log)
+            reasons.extend(variant_misses[1:] if miss is not None else variant_misses)
+        elif variant is None:
+            bypassed = True
+            reasons = [ON_MISS, *reasons, *graph.explain(session.settings, surroundings, handover)]
         results = graph(handover) if variant is None else variant.program.run(handover.slots(), log)
         for callback in state.callbacks:  # one may queue another
             callback()
@@ -160,10 +170,18 @@ def execute(
         log.late_hooks = no_hooks  # else the two hold each other, and the tape with them
         log.seconds["run"] = time.perf_counter() - started
         reasons.extend(log.misses)
+        if log.uncompiled:
+            where = f"{log.uncompiled} regions"
+            reasons.append(Miss("guard", where, hint="on_miss does not compile: their calls ran one by one"))
         reasons.extend(failure for failure in log.failures if failure not in reasons)
         variant_missed = SHAPE_MISS if reasons or log.compiles else HIT
-        outcome = variant_missed if miss is None else STRUCTURE_MISS
+        outcome = BYPASS if bypassed else variant_missed if miss is None else STRUCTURE_MISS
+        cost = sum(log.seconds.get(stage, 0.0) for stage in ("lower", "compile"))
+        if reasons and isinstance(reasons[0], Miss):
+            reasons[0] = msgspec.structs.replace(reasons[0], seconds=cost)
         session.record(Outcome(outcome, graph, tuple(reasons), log.seconds), captured, log.compiles)
+        if log.uncompiled and session.settings.on_miss == "raise" and sys.exc_info()[0] is None:
+            raise CacheMissError(reasons, ran=True)
 
 
 def _saved_tensor_hooks() -> list[Any]:
@@ -190,11 +208,11 @@ def _restore_saved_tensor_hooks(hooks: list[Any]) -> None:
 
 def _add(
     session: Session, graph: CompiledGraph, surroundings: Ambient, handover: Handover, log: RunLog
-) -> tuple[Variant | None, Miss | Failure]:
+) -> tuple[Variant | None, Sequence[Miss | Failure]]:
     """A new variant; or None where making one failed, and the tape graph's calls are to be run one by one."""
     try:
         return graph.add(session.settings, surroundings, handover)
     except Exception as error:  # noqa: BLE001  the tape is released by now: the step must go on from the tape graph
         failure = Failure("plan", repr(graph), f"{type(error).__name__}: {error}", "its calls run one by one")
         log.failures.append(failure)
-        return None, failure
+        return None, [failure]

@@ -14,6 +14,13 @@ _HOOKS = ("tensor_hook", "cpp_hook", "pre_hook", "post_hook", "post_accumulate_h
 _ACCUMULATES = re.compile(r"accumulate_grad\(\S+, (?P<old>\S+), ")
 _GRADIENTS = re.compile(r"= ops\.\w+\(\[(?P<grads>[^\]]*)\]")
 _INPUT = re.compile(r"(?P<name>\w+): (?P<dtype>\w+) (?P<device>[\w:]+)(?P<rest>.*)")
+_CALL = re.compile(r"\S+ = (?P<function>\S+?)\((?P<arguments>.*)\)")
+_NAMES = re.compile(r"\b(input|size|scalar|object|packed)_\d+|%\d+\.\d+")
+_SCALAR_TYPES = (
+    *("uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64"),
+    *("complex32", "complex64", "complex128", "bool", "qint8", "quint8", "qint32", "bfloat16"),
+)
+"""By number (``c10/core/ScalarType.h``): ``validate_outputs`` is given the dtype that it casts to as a number."""
 _NEAR = 4
 """How many edges away a parameter may be to name a node after it."""
 
@@ -61,8 +68,68 @@ def structure_miss(tape: ir.TapeGraph, keys: Sequence[Key], depth: int, nearest:
         or _grad_state(tape, depth, old, new, key)
         or _of_input(where, old, new)
         or _undefined(where, old, new)
+        or _of_call(where, old, new)
         or Miss("node_attribute", where, old=old, new=new)
     )
+
+
+def _of_call(where: str, old: str, new: str) -> Miss | None:
+    """The first argument that differs, of two calls of one function."""
+    before, after = _CALL.fullmatch(old), _CALL.fullmatch(new)
+    if before is None or after is None or before["function"] != after["function"]:
+        return None
+    arguments = [_arguments(match["arguments"]) for match in (before, after)]
+    for index, (one, other) in enumerate(zip(*arguments, strict=False)):
+        if _NAMES.sub("", one) == _NAMES.sub("", other):
+            continue
+        if "validate_outputs" in before["function"]:
+            return _of_output(where, one, other)
+        if set(_words(one) + _words(other)) <= {"True", "False"}:
+            hint = "requires_grad of what goes in decides which gradients are computed"
+            texts = [", ".join("yes" if word == "True" else "no" for word in _words(text)) for text in (one, other)]
+            return Miss("node_attribute", f"{where}: which inputs get a gradient", *texts, hint)
+        hint = "a number that the forward passes as a number is part of the structure; as a tensor it would not be"
+        return Miss("node_attribute", f"{where}: argument {index}", one, other, hint if _is_number(other) else "")
+    return None
+
+
+def _of_output(where: str, old: str, new: str) -> Miss:
+    """What the gradients that a node gives are made to be, for the nodes after it."""
+    for kind in ("dtype", "device"):
+        one, other = (_dtypes(text) if kind == "dtype" else _devices(text) for text in (old, new))
+        if one != other:
+            pairs = [(a, b) for a, b in zip(one, other, strict=False) if a != b] or [(str(one), str(other))]
+            return Miss(kind, f"the gradients of {where}", *pairs[0])
+    return Miss("node_attribute", f"the gradients of {where}", old, new)
+
+
+def _dtypes(text: str) -> list[str]:
+    found = re.findall(r"(\d+)\](?=[,\]]|$)", text)
+    return [_SCALAR_TYPES[int(each)] if int(each) < len(_SCALAR_TYPES) else each for each in found]
+
+
+def _devices(text: str) -> list[str]:
+    return re.findall(r"\b(?:cpu|cuda|mps|xpu|meta)(?::\d+)?", text)
+
+
+def _arguments(text: str) -> list[str]:
+    """Split at the commas that no bracket encloses."""
+    parts, depth = [""], 0
+    for letter in text:
+        depth += (letter in "[({") - (letter in "])}")
+        if letter == "," and depth == 0:
+            parts.append("")
+        else:
+            parts[-1] += letter
+    return [part.strip() for part in parts]
+
+
+def _words(text: str) -> list[str]:
+    return re.findall(r"[^\s,\[\]]+", text)
+
+
+def _is_number(text: str) -> bool:
+    return re.fullmatch(r"[-+\d.e]+", text) is not None
 
 
 def _hooks_changed(where: str, nearest: Key, key: Key) -> Miss | None:
@@ -128,6 +195,17 @@ def shape_miss(
                     where = _used_by(tape, f"{kind}_{number}")
                     which = f"{where}, dimension {dim}" if kind == "input" else f"{where}, a size"
                     return Miss("shape", which, old=str(one), new=str(other), hint=hint)
+    return None
+
+
+def layout_miss(
+    tape: ir.TapeGraph, before: Sequence[tuple[int, ...] | None], after: Sequence[tuple[int, ...] | None]
+) -> Miss | None:
+    """Which saved tensor has other strides; None where none has."""
+    for index, (old, new) in enumerate(zip(before, after, strict=True)):
+        if old != new:
+            hint = "contiguous() where it is made would keep one layout"
+            return Miss("layout", f"{_used_by(tape, f'input_{index}')}, strides", str(old), str(new), hint)
     return None
 
 

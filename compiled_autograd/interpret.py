@@ -16,7 +16,7 @@ from .accumulate import accumulate
 from .hooks import post_hook
 
 if TYPE_CHECKING:
-    from .runtime import RunLog
+    from .log import RunLog
 
 
 def interpret(tape: ir.TapeGraph, given: Mapping[str, Sequence[Any]]) -> list[torch.Tensor | None]:

@@ -322,7 +322,7 @@ class TapeGraph:
         return title
 
     def _lines(self, by_call: bool = False) -> Iterator[tuple[fx.Node, str]]:
-        """Each call with its text. Values are numbered as they come; ``by_call``, within the node that they belong to."""
+        """Each call with its text. Values are numbered as they come; ``by_call``, within the node they belong to."""
         names = {node: str(node.target) for node in self.graph.nodes if node.op == "placeholder"}
         placeholders = len(names)
         counts: dict[int, int] = {}

@@ -82,7 +82,7 @@ def lower(
         else:
             continue
         taken_in.append(index)
-    leaves = {call: _fake(mode, leaf, specs.get(call.args[0]), symbols) for call, leaf in fresh_leaves.items()}  # type: ignore[call-overload]
+    leaves = {call: _fake(mode, leaf, specs.get(_leaf(call)), symbols) for call, leaf in fresh_leaves.items()}
     inside = set(region.nodes)
     value_positions: dict[fx.Node, int | None] = {}
     leaf_positions: dict[fx.Node, int | None] = {}
@@ -110,7 +110,8 @@ def lower(
                 taken.add(_storage(grad))
         return results
 
-    with torch.no_grad(), _plain_tracing():
+    # Operators that take no tensor (full) have no fake one among their arguments to tell them that sizes are symbols.
+    with torch.no_grad(), _plain_tracing(), mode if symbols.used else contextlib.nullcontext():
         graph_module = _trace(run, decompositions, examples)
         if any(_mutates(node) for node in graph_module.graph.nodes):
             graph_module = _trace(torch.func.functionalize(graph_module, remove="mutations"), None, examples)
@@ -150,6 +151,13 @@ def _fake(
     if spec is not None and not is_static(spec):
         return symbols.tensor(mode, tensor, spec, position)
     return mode.from_tensor(tensor.detach().requires_grad_(tensor.requires_grad), static_shapes=True)
+
+
+def _leaf(call: fx.Node) -> fx.Node:
+    """The leaf that an ``accumulate_grad`` call writes to."""
+    leaf = call.args[0]
+    assert isinstance(leaf, fx.Node)
+    return leaf
 
 
 def _append(results: list[torch.Tensor], value: torch.Tensor | None) -> int | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
-import warnings
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from typing import Any, TypeVar, overload
@@ -12,6 +12,7 @@ from typing import Any, TypeVar, overload
 from shadow_cache import Bypass, Failure, Miss
 
 from .graphs import CompiledGraph
+from .reporting import count_repeats, tell, warn_of
 from .settings import Settings, resolve
 
 HIT, SHAPE_MISS, STRUCTURE_MISS, BYPASS = "hit", "shape_miss", "structure_miss", "bypass"
@@ -68,6 +69,7 @@ class Session:
         self.last: Outcome | None = None
         self._stats = Stats()
         self._graphs: dict[int, CompiledGraph] = {}
+        self._missed: Counter[tuple[str, str]] = Counter()
         self._lock = threading.Lock()
 
     def __enter__(self) -> Session:
@@ -106,14 +108,17 @@ class Session:
             elif outcome.outcome == STRUCTURE_MISS:
                 stats.structure_misses += 1
             else:
-                (reason,) = outcome.reasons
+                reason = outcome.reasons[0]
                 assert isinstance(reason, Bypass)
                 stats.bypasses[reason.label] = stats.bypasses.get(reason.label, 0) + 1
             if outcome.graph is not None and outcome.outcome != HIT:
                 self._graphs.setdefault(id(outcome.graph), outcome.graph)
             self.last = outcome
-        for failure in failures:
-            _warn_once(failure)
+        tell(outcome, compiles)
+        if outcome.reasons:
+            count_repeats(self._missed, outcome.reasons)
+            for failure in failures:
+                warn_of(failure)
 
 
 class _Disabled:
@@ -127,7 +132,6 @@ class _Disabled:
 
 
 _local = threading.local()
-_warned: set[str] = set()
 
 
 def _stack() -> list[Session | None]:
@@ -150,13 +154,6 @@ def current() -> Session | None:
     return stack[-1] if stack else None
 
 
-def _warn_once(failure: Failure) -> None:
-    text = str(failure)
-    if text not in _warned:
-        _warned.add(text)
-        warnings.warn(f"compiled_autograd: {text}. Gradients are right; this is only slower.", stacklevel=2)
-
-
 def enable(**settings: Any) -> Session:
     """Run every ``backward`` inside as a compiled graph.
 
@@ -164,8 +161,11 @@ def enable(**settings: Any) -> Session:
         backend: ``"inductor"`` (default), ``"eager"``, a name that ``torch._dynamo.list_backends()`` knows, the name of
             an entry point of the group ``compiled_autograd.backends``, or a function
             ``(GraphModule, example_inputs) -> callable``.
-        dynamic: None or False; each set of shapes is compiled by itself.
-        on_miss: ``"compile"``.
+        dynamic: None compiles for the shapes that it meets, and makes symbols of those dimensions that are seen to
+            change, or that ``torch._dynamo.mark_dynamic`` marked; True of all but those of parameters, at once; False
+            of none.
+        on_miss: ``"compile"``; ``"eager"`` compiles nothing, and leaves to eager what is not in the cache; ``"raise"``
+            raises :class:`CacheMissError` then.
         on_unsupported: ``"eager"`` runs what cannot be captured on the eager engine, ``"raise"`` raises
             :class:`UnsupportedBackwardError`.
         check: False.

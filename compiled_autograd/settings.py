@@ -28,7 +28,7 @@ class Settings:
     @property
     def key(self) -> tuple[Any, ...]:
         """What a compiled variant depends on; the policies (``on_*``) decide only when one is made."""
-        return (self.backend, self.passes)
+        return (("backend", self.backend), ("passes", self.passes), ("dynamic", self.dynamic))
 
 
 _NAMES = tuple(field.name for field in fields(Settings))
@@ -74,8 +74,6 @@ def _backend(value: Any, where: str) -> Any:
 def _dynamic(value: Any, where: str) -> Any:
     if value is not None and not isinstance(value, bool):
         raise InvalidSettingError("dynamic", value, "None, True or False", where)
-    if value is True:
-        raise SettingNotBuiltError("dynamic", value, "dynamic=None or False: each set of shapes is compiled by itself")
     return value
 
 
@@ -83,7 +81,7 @@ def _on_miss(value: Any, where: str) -> Any:
     allowed = ("compile", "background", "eager", "raise")
     if value not in allowed:
         raise InvalidSettingError("on_miss", value, "one of " + ", ".join(map(repr, allowed)), where)
-    if value != "compile":
+    if value == "background":
         raise SettingNotBuiltError("on_miss", value, 'on_miss="compile"')
     return value
 

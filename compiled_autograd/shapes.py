@@ -10,7 +10,7 @@ PyTorch's ``ShapeEnv`` keeps the account, and what it has in the end becomes one
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -42,17 +42,40 @@ def widened(spec: Spec | None, value: Any) -> Spec | None:
     found = spec_of(value)
     if spec is None or found is None or len(spec) != len(found):
         return found
-    return tuple((old, new) if type(old) is int and old != new else old for old, new in zip(spec, found, strict=True))
+    pairs = zip(spec, found, strict=True)
+    return tuple((old, int(new)) if isinstance(old, int) and old != new else old for old, new in pairs)  # type: ignore[arg-type]
+
+
+def marked(tensors: Sequence[torch.Tensor], everything: bool) -> set[int]:
+    """Sizes that are to be symbols from the beginning: those of the dimensions that ``torch._dynamo.mark_dynamic``
+    marked, or ``everything`` that is no parameter's."""
+    sizes: set[int] = set()
+    for tensor in tensors:
+        if everything and not _is_parameter(tensor):
+            sizes.update(tensor.shape)
+        sizes.update(tensor.shape[dim] for dim in getattr(tensor, "_dynamo_dynamic_indices", ()))
+    return sizes.difference(_SPECIAL)
+
+
+def promoted(tensor: torch.Tensor, changing: Container[int]) -> Spec:
+    """A spec in which dimensions of the sizes ``changing`` change, but a parameter's do not."""
+    if _is_parameter(tensor):
+        return tuple(tensor.shape)
+    return tuple((size, size) if size in changing else size for size in tensor.shape)
+
+
+def _is_parameter(tensor: torch.Tensor) -> bool:
+    return isinstance(tensor, torch.nn.Parameter) or isinstance(tensor._base, torch.nn.Parameter)
 
 
 def is_static(spec: Spec | None) -> bool:
     """Whether nothing in it changes."""
-    return spec is None or all(type(each) is int for each in spec)
+    return spec is None or all(isinstance(each, int) for each in spec)
 
 
 def static_parts(spec: Spec) -> list[int | None]:
     """Its numbers; None where it has a history."""
-    return [each if type(each) is int else None for each in spec]
+    return [each if isinstance(each, int) else None for each in spec]
 
 
 @dataclass
@@ -62,6 +85,11 @@ class Symbols:
     env: ShapeEnv = field(default_factory=ShapeEnv)
     _by_history: dict[tuple[History, int], sympy.Symbol] = field(default_factory=dict)
     _bindings: list[tuple[str, Any]] = field(default_factory=list)
+
+    @property
+    def used(self) -> bool:
+        """Whether anything changes."""
+        return bool(self._by_history)
 
     def mode(self) -> FakeTensorMode:
         """A mode whose fake tensors may have these symbols."""
@@ -85,14 +113,14 @@ class Symbols:
         return size
 
     def _size(self, spec: int | History, value: int) -> Any:
-        if type(spec) is int or value in _SPECIAL:
+        if isinstance(spec, int) or value in _SPECIAL:
             return value
-        symbol = self._by_history.get((spec, value))  # type: ignore[arg-type]
+        symbol = self._by_history.get((spec, value))
         source = ConstantSource(f"s{len(self._by_history)}")
         if symbol is None:
-            symbol = self.env.create_symbol(value, source, DimDynamic.DYNAMIC)  # type: ignore[assignment]
-            self._by_history[spec, value] = symbol  # type: ignore[index, assignment]
-        return self.env.create_symintnode(symbol, hint=value, source=source)  # type: ignore[arg-type]
+            symbol = self.env.create_symbol(value, source, DimDynamic.DYNAMIC)
+            self._by_history[spec, value] = symbol
+        return self.env.create_symintnode(symbol, hint=value, source=source)
 
     def guard(self) -> Callable[[Sequence[Any]], bool]:
         """A function of the region's arguments: whether what was compiled holds for them.
@@ -113,10 +141,10 @@ class Symbols:
         body = "\n    ".join([*lines, f"return {' and '.join(conditions) or True}"])
         source = f"def guard(a):\n    {body}\n"
         namespace: dict[str, Any] = {"math": math}
-        exec(compile(source, "<guards of a region>", "exec"), namespace)  # noqa: S102  our own text, of sizes alone
+        exec(compile(source, "<guards of a region>", "exec"), namespace)
         guard = namespace["guard"]
         guard.__doc__ = source
-        return guard  # type: ignore[no-any-return]
+        return guard
 
     def conditions(self, symbols: Iterable[sympy.Symbol]) -> list[Any]:
         """What must hold of the symbols, beside where they come from."""
@@ -137,7 +165,7 @@ def _expression(value: Any) -> Any:
 
 
 def _printed(expression: Any) -> str:
-    return PythonPrinter().doprint(expression)  # type: ignore[no-any-return]
+    return PythonPrinter().doprint(expression)
 
 
 def _strides(tensor: torch.Tensor, sizes: Sequence[Any]) -> list[Any]:
@@ -149,4 +177,3 @@ def _strides(tensor: torch.Tensor, sizes: Sequence[Any]) -> list[Any]:
             strides[dim] = expected
             expected, value = expected * sizes[dim], value * tensor.shape[dim]
     return strides
-

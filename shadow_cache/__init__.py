@@ -5,6 +5,7 @@ Nothing here imports torch: what a leaf holds is given by its user.
 
 from .graph import Key, Leaf, ShadowGraph, VariantKey, explain_variant
 from .records import Bypass, Failure, Miss, unsupported
+from .watch import TooManyCompilesError, assert_max_compiles
 
 __all__ = [
     "Bypass",
@@ -13,7 +14,9 @@ __all__ = [
     "Leaf",
     "Miss",
     "ShadowGraph",
+    "TooManyCompilesError",
     "VariantKey",
+    "assert_max_compiles",
     "explain_variant",
     "unsupported",
 ]

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -26,7 +26,7 @@ class VariantKey:
     ``settings`` and ``ambient`` are compared by value; ``sizes`` are all the sizes and scalars that the tape carries.
     """
 
-    settings: tuple[Any, ...]
+    settings: tuple[tuple[str, Any], ...]
     ambient: tuple[tuple[str, Any], ...]
     sizes: tuple[Any, ...]
 
@@ -89,6 +89,19 @@ class ShadowGraph(Generic[P]):
                 self._leaves.append(node.leaf)
             return node.leaf
 
+    def remove(self, numbers: Container[int]) -> None:
+        """Forget structures, and the parts of their paths that no other has."""
+        with self._lock:
+            self._leaves = [leaf for leaf in self._leaves if leaf.number not in numbers]
+            paths: list[tuple[_TrieNode, Key | None, _TrieNode | None]] = [(self._root, None, None)]
+            for node, _, _ in paths:  # grows while it is read: each node after its parent
+                paths.extend((child, key, node) for key, child in node.children.items())
+            for node, key, parent in reversed(paths):
+                if node.leaf is not None and node.leaf.number in numbers:
+                    node.leaf = None
+                if parent is not None and key is not None and node.leaf is None and not node.children:
+                    del parent.children[key]
+
     def clear(self) -> None:
         """Forget everything."""
         with self._lock:
@@ -134,11 +147,13 @@ def explain_variant(key: VariantKey, known: Sequence[VariantKey]) -> Miss:
     if not known:
         return Miss("first_seen")
     nearest = max(known, key=lambda other: _nearness(other, key))
-    if nearest.settings != key.settings:
-        return Miss("backend_or_settings", old=str(nearest.settings), new=str(key.settings))
-    for (name, old), (_, new) in zip(nearest.ambient, key.ambient, strict=True):
-        if old != new:
-            return Miss("ambient_state", name, old=str(old), new=str(new))
+    for kind, before, after in (
+        ("backend_or_settings", nearest.settings, key.settings),
+        ("ambient_state", nearest.ambient, key.ambient),
+    ):
+        for (name, old), (_, new) in zip(before, after, strict=True):
+            if old != new:
+                return Miss(kind, name, old=str(old), new=str(new))
     for index, (old, new) in enumerate(zip(nearest.sizes, key.sizes, strict=True)):
         if old != new:
             return Miss("shape", f"size {index}", old=str(old), new=str(new))

@@ -37,7 +37,7 @@ class Miss(msgspec.Struct, frozen=True):
         if self.old or self.new:
             text += f": {self.old} -> {self.new}"
         if self.seconds:
-            text += f", {self.seconds:.1f} s"
+            text += f", {self.seconds:.1f} s" if self.seconds >= 1 else f", {1000 * self.seconds:.0f} ms"
         return f"{text} ({self.hint})" if self.hint else text
 
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import compiled_autograd as ca
-from compiled_autograd import session
+from compiled_autograd import reporting, session
 
 WATCHDOG_SECONDS = 300
 
@@ -18,7 +18,7 @@ WATCHDOG_SECONDS = 300
 def clean_start(request: pytest.FixtureRequest) -> Iterator[None]:
     """Forget all graphs and warnings, set the seed; a test that hangs ends the run with every thread's stack."""
     ca.reset()
-    session._warned.clear()
+    reporting._warned.clear()
     torch.manual_seed(0)
     if request.node.get_closest_marker("slow") is None:
         faulthandler.dump_traceback_later(WATCHDOG_SECONDS, exit=True)

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 import compiled_autograd as ca
-from compiled_autograd import ir, lower, partition, runtime
+from compiled_autograd import ir, lower, partition, runtime, specialise
 from compiled_autograd.graphs import CompiledGraph
 
 from .helpers import GradientsDifferError, assert_same, both, compare, expect, mlp
@@ -339,7 +339,7 @@ def test_a_planted_wrong_lowering_of_one_region_is_caught(region: int, monkeypat
             _flips_a_sign(lowered.graph_module)
         return lowered
 
-    monkeypatch.setattr(runtime, "lower", wrong)
+    monkeypatch.setattr(specialise, "lower", wrong)
 
     def loss(model: nn.Module) -> torch.Tensor:
         return _Doubles.apply(model(torch.ones(2, 8)).sin()).cos().mean()

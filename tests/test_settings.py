@@ -64,10 +64,7 @@ def test_impossible_values_say_what_is_possible(name: str, value: Any) -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("dynamic", True),
         ("on_miss", "background"),
-        ("on_miss", "eager"),
-        ("on_miss", "raise"),
         ("check", True),
         ("cache_dir", "/somewhere"),
     ],

@@ -127,7 +127,7 @@ def test_threads_that_insert_the_same_path_get_one_leaf() -> None:
 
 
 def _variant(settings: str = "eager", threads: int = 2, sizes: tuple[Any, ...] = (3, 4)) -> VariantKey:
-    return VariantKey((settings,), (("autocast", None), ("threads", threads)), sizes)
+    return VariantKey((("backend", settings),), (("autocast", None), ("threads", threads)), sizes)
 
 
 @pytest.mark.parametrize(
@@ -136,7 +136,7 @@ def _variant(settings: str = "eager", threads: int = 2, sizes: tuple[Any, ...] =
         (_variant(), [], Miss("first_seen")),
         (_variant(sizes=(3, 5)), [_variant()], Miss("shape", "size 1", old="4", new="5")),
         (_variant(threads=1), [_variant()], Miss("ambient_state", "threads", old="2", new="1")),
-        (_variant("x"), [_variant()], Miss("backend_or_settings", old="('eager',)", new="('x',)")),
+        (_variant("x"), [_variant()], Miss("backend_or_settings", "backend", "eager", "x")),
         (_variant(), [_variant()], Miss("layout", "an input's strides, or its kind of tensor")),
         (_variant(sizes=(9, 9)), [_variant("x"), _variant(threads=1), _variant()], Miss("shape", "size 0", "3", "9")),
     ],

@@ -1,0 +1,38 @@
+"""What one run did besides computing."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from shadow_cache import Failure, Miss
+
+
+def no_hooks(captured: Sequence[Any]) -> list[Any]:
+    """Nobody registers hooks while nothing runs."""
+    return []
+
+
+@dataclass(slots=True)
+class RunLog:
+    """What one run did besides computing: seconds by stage, regions compiled, and what failed on the way."""
+
+    seconds: dict[str, float] = field(default_factory=dict)
+    may_compile: bool = True
+    """Else a region that is not compiled for what it is given runs call by call, and ``uncompiled`` counts it."""
+    compiles: int = 0
+    loads: int = 0
+    """Regions found in the store on disk."""
+    uncompiled: int = 0
+    failures: list[Failure] = field(default_factory=list)
+    misses: list[Miss] = field(default_factory=list)
+    call: int = 0
+    """Which node of the tape runs users' code now: an index into ``TapeGraph.calls``."""
+    asked: set[int] = field(default_factory=set)
+    """Nodes whose users' code asked which node is running; it may have registered more hooks on it."""
+    late_hooks: Callable[[Sequence[Any]], list[Any]] = no_hooks
+    """Post-hooks of the running node that are none of those captured."""
+
+    def add(self, stage: str, seconds: float) -> None:
+        self.seconds[stage] = self.seconds.get(stage, 0.0) + seconds

@@ -1,0 +1,268 @@
+"""A region and the values in hand -> a compiled region: looked up among those that are there, else lowered, compiled,
+and run for the first time.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import fx
+
+from backends import Backend
+from shadow_cache import Failure, Miss
+
+from . import ir
+from .errors import UntraceableError
+from .log import RunLog
+from .lower import Lowered, lower
+from .partition import Region
+from .shapes import Spec, is_static, spec_of, static_parts, widened
+from .steps import RegionStep, Slots, Specialised, Wiring
+
+Pass = Callable[[fx.GraphModule], fx.GraphModule | None]
+COMPILING = threading.RLock()  # neither tracing nor Inductor can be used by two threads at once
+_MOST_GUARDED = 8
+"""So many compiled versions of a region are kept beside one another before the oldest goes."""
+
+
+@dataclass(slots=True)
+class AtHand:
+    """An ATen graph that was made in this process."""
+
+    module: fx.GraphModule
+
+    def graph_module(self) -> fx.GraphModule:
+        """The graph."""
+        return self.module
+
+
+class Specialiser:
+    """Compiles regions.
+
+    Args:
+        backend: what compiles them.
+        passes: functions over each region's ATen graph; each gives a new one, or None where it changed it in place.
+        specs: for placeholders, what they are made for; where another program was there before, also for what its
+            steps hand on.
+        dynamic: some of the specs have a history: what changes becomes a symbol.
+    """
+
+    def __init__(
+        self, backend: Backend, passes: Sequence[Pass], specs: Mapping[fx.Node, Spec], dynamic: bool = False
+    ) -> None:
+        self.backend = backend
+        self.passes = tuple(passes)
+        self.specs = dict(specs)
+        self.dynamic = dynamic
+
+    # ---- looking up ------------------------------------------------------------------------------------------------
+
+    def kind(self, step: RegionStep, slots: Slots) -> tuple[Any, ...]:
+        """What compiled code depends on, of what earlier steps hand on; what changes is left to the guards."""
+        if not self.dynamic:
+            return tuple([kind_of_value(slots[slot]) for slot in step.handed_on])
+        if step.each_shape:
+            return tuple([kind_of_value(slots[slot]) for slot in step.inputs])
+        return tuple([kind_of_value(slots[slot], self.specs.get(node)) for node, slot in step.made()])
+
+    def find(self, step: RegionStep, slots: Slots) -> tuple[bool, Specialised | None]:
+        """What was compiled for the values in hand, if anything was; None where its calls are to run one by one."""
+        for compiled in step.compiled.get(self.kind(step, slots), ()):
+            if (
+                compiled is None
+                or compiled.holds is None
+                or compiled.holds([slots[slot] for slot in compiled.arguments])
+            ):
+                return True, compiled
+        return False, None
+
+    # ---- compiling -------------------------------------------------------------------------------------------------
+
+    def specialise(self, step: RegionStep, slots: Slots, log: RunLog) -> bool:
+        """Compile a region for the values in hand, and run it. False: the backend failed, and nothing ran.
+
+        Raises:
+            UntraceableError: some of its calls cannot be traced.
+        """
+        before = self.kind(step, slots)
+        if step.compiled.get(before):
+            log.misses.append(Miss("guard", f"a region of {len(step.region.nodes)} calls", hint="compiled once more"))
+        elif step.compiled:
+            log.misses.append(_other_kind(step, before, next(reversed(step.compiled))))
+        for node, slot in step.made():
+            spec = widened(self.specs.get(node), slots[slot]) if self.dynamic else spec_of(slots[slot])
+            if spec is not None:
+                self.specs[node] = spec
+        compiled = self._first_run(step, slots, log)
+        kind = self.kind(step, slots)
+        step.compiled[kind] = [*step.compiled.get(kind, ())[-_MOST_GUARDED:], compiled]
+        return compiled is not None
+
+    def _first_run(self, step: RegionStep, slots: Slots, log: RunLog) -> Specialised | None:
+        symbols = self.dynamic and not step.each_shape
+        try:
+            return self._attempt(step, slots, log, self.specs if symbols else None)
+        except UntraceableError as error:
+            if not symbols:
+                raise
+            failed = failure_of("symbols", self.backend.name, step.region, error.cause)
+        except _Failed as error:
+            failed = error.failure
+        if not symbols:
+            log.failures.append(failed)
+            return None
+        step.each_shape = True
+        compiled = self._first_run(step, slots, log)
+        if compiled is not None:
+            instead = "each set of shapes is compiled by itself"
+            log.failures.append(Failure("symbols", failed.where, failed.error, instead))
+        return compiled
+
+    def _attempt(
+        self, step: RegionStep, slots: Slots, log: RunLog, specs: Mapping[fx.Node, Spec] | None
+    ) -> Specialised:
+        """Lower, compile and run a region; what it gave lies in its slots then."""
+        started = time.perf_counter()
+        try:
+            lowered = self._lower(step, slots, specs)
+        except UntraceableError:
+            raise
+        except Exception as error:
+            raise _Failed(failure_of("lower", self.backend.name, step.region, error)) from error
+        finally:
+            log.add("lower", time.perf_counter() - started)
+        started = time.perf_counter()
+        tensors = [slots[step.inputs[index]] for index in lowered.taken]
+        try:
+            aten = _copy(lowered.graph_module)
+            call = self.backend.compile(lowered.graph_module, lowered.examples)
+            holds = lowered.symbols.guard() if specs is not None else None
+            results = run_compiled(call, list(tensors))
+        except Exception as error:
+            raise _Failed(failure_of("compile", self.backend.name, step.region, error)) from error
+        finally:
+            log.add("compile", time.perf_counter() - started)
+        log.compiles += 1
+        wiring = _wiring(step, lowered, results, tensors)
+        compiled = step.bind(AtHand(aten), call, wiring, self.kind(step, slots), holds)
+        pass_on(compiled, slots)
+        store_results(compiled, results, slots)
+        return compiled
+
+    def _lower(self, step: RegionStep, slots: Slots, specs: Mapping[fx.Node, Spec] | None) -> Lowered:
+        given = [slots[slot] for slot in step.inputs]
+        leaves = {fresh.call: slots[fresh.leaf] for fresh in step.fresh}
+        leaves = {call: leaf for call, leaf in leaves.items() if ir.is_plain(leaf)}
+        lowered = lower(step.region, given, leaves, self.backend.decompositions(), specs)
+        for each in self.passes:
+            lowered.graph_module = each(lowered.graph_module) or lowered.graph_module
+        return lowered
+
+
+class _Failed(Exception):
+    """Lowering or compiling failed."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(str(failure))
+        self.failure = failure
+
+
+def run_compiled(call: Callable[[list[Any]], Sequence[Any]], arguments: list[Any]) -> Sequence[Any]:
+    """Call something compiled."""
+    if torch._C._is_any_autocast_enabled():
+        with torch._C._DisableAutocast():  # the graph has its casts in it
+            return call(arguments)
+    return call(arguments)
+
+
+def pass_on(compiled: Specialised, slots: Slots) -> None:
+    """Put what goes to leaves as it is where they look for it."""
+    for to, source in compiled.passed:
+        slots[to] = slots[source]
+
+
+def store_results(compiled: Specialised, results: Sequence[Any], slots: Slots) -> None:
+    """Put what a compiled region gave where the steps after it look for it."""
+    for slot, index in compiled.results:
+        slots[slot] = results[index]
+    for slot, index in compiled.copied:
+        slots[slot] = results[index].clone()
+
+
+def _wiring(step: RegionStep, lowered: Lowered, results: Sequence[Any], arguments: Sequence[Any]) -> Wiring:
+    positions = {fresh.call: position for position, fresh in enumerate(step.fresh)}
+    outputs = {node: position for position, (node, _) in enumerate(step.outputs)}
+    fresh = [(positions[call], index) for call, index in lowered.leaves.items() if index is not None]
+    shared = _not_owned(results, [index for _, index in fresh], arguments)
+    return Wiring(
+        taken=tuple(lowered.taken),
+        values=tuple((outputs[node], index) for node, index in lowered.values.items() if index is not None),
+        fresh=tuple((position, index) for position, index in fresh if index not in shared),
+        copied=tuple((position, index) for position, index in fresh if index in shared),
+        passed=tuple((positions[call], index) for call, index in lowered.passed.items()),
+    )
+
+
+def kind_of_value(value: Any, spec: Spec | None = None) -> Any:
+    """What compiled code depends on, of one of its inputs; of one with a history, without what changes."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    with torch._C.DisableTorchFunctionSubclass():
+        stride = value.stride() if value.layout is torch.strided else None
+        shape: Any = value.shape
+        if spec is not None and len(spec) == len(shape) and not is_static(spec):
+            parts = zip(static_parts(spec), shape, strict=True)
+            stride, shape = None, tuple([None if part is None else size for part, size in parts])
+        kind = (shape, stride, value.dtype, value.device, value.layout, value.is_conj(), value.is_neg())
+    return (type(value), *kind)
+
+
+def _not_owned(results: Sequence[Any], fresh: Sequence[int], arguments: Sequence[Any]) -> set[int]:
+    """Which fresh gradients a backend gave in memory that something else sees, against what the graph says."""
+    seen = {_memory(value) for value in arguments}
+    seen.update(_memory(value) for index, value in enumerate(results) if index not in set(fresh))
+    shared = set()
+    for index in fresh:
+        memory = _memory(results[index])
+        if memory is not None and memory in seen:
+            shared.add(index)
+        seen.add(memory)
+    return shared
+
+
+def _memory(value: Any) -> int | None:
+    if not isinstance(value, torch.Tensor) or not ir.is_plain(value):
+        return None
+    if value.numel() == 0 or value._is_zerotensor():  # zeros without memory
+        return None
+    return value.untyped_storage().data_ptr()
+
+
+def _other_kind(step: RegionStep, new: tuple[Any, ...], old: tuple[Any, ...]) -> Miss:
+    """What an earlier step handed on differs in shape, strides, dtype or definedness from what was compiled for."""
+    for (node, _), one, other in zip(step.made(), old, new, strict=True):
+        if one != other:
+            source = node.args[0] if isinstance(node.args[0], fx.Node) else node
+            return Miss("layout", f"what {source.name} gave", str(one), str(other))
+    raise ir.IllegalGraphError(f"two equal kinds of inputs taken for different: {new}")
+
+
+def _copy(graph_module: fx.GraphModule) -> fx.GraphModule:
+    """The graph as it is now, without the fake tensors in its nodes; backends change the one that they get."""
+    graph = fx.Graph()
+    output = graph.graph_copy(graph_module.graph, {})
+    graph.output(output)
+    for node in graph.nodes:
+        node.meta = {}
+    return fx.GraphModule(graph_module, graph)
+
+
+def failure_of(stage: str, backend: str, region: Region, error: BaseException) -> Failure:
+    first_line = str(error).partition("\n")[0]
+    where = f"backend {backend!r}, a region of {len(region.nodes)} calls"
+    return Failure(stage, where, f"{type(error).__name__}: {first_line[:300]}", "the region's calls run one by one")

@@ -1,0 +1,268 @@
+"""A tape graph planned: the steps of a run, the slots that values lie in between them, and when each slot is emptied.
+
+There is a slot for each lifted tensor, size, scalar and object that the engine hands over, and for each value that one
+step hands to another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import msgspec
+from torch import fx
+
+from . import ir
+from .partition import Opaque, Region, Step, cut, partition
+
+Slots = list[Any]
+
+
+class Lowering(Protocol):
+    """The ATen graph of something compiled, at hand or in the store."""
+
+    def graph_module(self) -> fx.GraphModule:
+        """The graph."""
+
+
+class Wiring(msgspec.Struct, frozen=True):
+    """How a compiled region is fed, in terms of the region alone: indices into its inputs, its outputs, its fresh
+    leaves, and into what the compiled function gives.
+
+    Attributes:
+        taken: the inputs that it takes, in order.
+        values: outputs of the region, and which result each of them is.
+        fresh: fresh leaves, and which result is the gradient that each of them keeps.
+        copied: likewise, where the backend gave it in memory that something else sees: the leaf keeps a copy.
+        passed: fresh leaves, and the input that goes there as it is.
+    """
+
+    taken: tuple[int, ...]
+    values: tuple[tuple[int, int], ...]
+    fresh: tuple[tuple[int, int], ...]
+    copied: tuple[tuple[int, int], ...]
+    passed: tuple[tuple[int, int], ...]
+
+
+@dataclass(slots=True)
+class Specialised:
+    """A compiled region for one set of inputs.
+
+    Attributes:
+        aten: the graph that the backend was given.
+        call: what it made of it.
+        wiring: how it is fed.
+        kind: what it was compiled for, of what earlier steps hand on.
+        arguments: slots of the tensors and sizes that it takes.
+        results: slots, and the outputs that go into them.
+        copied: as ``results``, for those that are copied.
+        passed: slots, and those of values that go there as they are.
+        holds: says of the arguments whether their sizes are such that this holds; None where nothing changes.
+    """
+
+    aten: Lowering
+    call: Callable[[list[Any]], Sequence[Any]]
+    wiring: Wiring
+    kind: tuple[Any, ...]
+    arguments: list[int]
+    results: list[tuple[int, int]]
+    copied: list[tuple[int, int]]
+    passed: list[tuple[int, int]]
+    holds: Callable[[Sequence[Any]], bool] | None
+
+
+@dataclass(slots=True)
+class FreshLeaf:
+    """A leaf without a ``.grad`` that a region makes the gradient of: the ``accumulate_grad`` call, the leaf's slot,
+    that of a gradient which the leaf can keep, and that of one which it may have to copy."""
+
+    call: fx.Node
+    leaf: int
+    owned: int
+    shared: int
+
+
+@dataclass(slots=True, eq=False)
+class RegionStep:
+    """A region, and what was compiled for it, for each kind of what earlier steps hand to it; newest last.
+
+    ``place`` is the region's first call and the number of its calls; ``each_shape`` says that it could not be compiled
+    with symbols, so that each set of shapes is compiled by itself.
+    """
+
+    region: Region
+    place: tuple[int, int]
+    inputs: list[int]
+    outputs: list[tuple[fx.Node, int]]
+    handed_on: list[int]
+    fresh: list[FreshLeaf]
+    compiled: dict[Any, list[Specialised | None]] = field(default_factory=dict)
+    each_shape: bool = False
+    drops: list[int] = field(default_factory=list)
+
+    def made(self) -> Iterator[tuple[fx.Node, int]]:
+        """The inputs that earlier steps made, and their slots."""
+        return ((node, slot) for node, slot in zip(self.region.inputs, self.inputs, strict=True) if not is_given(node))
+
+    def specialised(self) -> list[Specialised]:
+        """All that was compiled for it."""
+        return [each for some in self.compiled.values() for each in some if each is not None]
+
+    def aten(self) -> list[fx.GraphModule]:
+        """The ATen graphs that were compiled for it."""
+        return [each.aten.graph_module() for each in self.specialised()]
+
+    def bind(
+        self,
+        aten: Lowering,
+        call: Callable[[list[Any]], Sequence[Any]],
+        wiring: Wiring,
+        kind: tuple[Any, ...],
+        holds: Callable[[Sequence[Any]], bool] | None,
+    ) -> Specialised:
+        """Join something compiled to this step's slots."""
+        results = [(self.outputs[position][1], index) for position, index in wiring.values]
+        results += [(self.fresh[position].owned, index) for position, index in wiring.fresh]
+        return Specialised(
+            aten,
+            call,
+            wiring,
+            kind,
+            [self.inputs[position] for position in wiring.taken],
+            results,
+            [(self.fresh[position].owned, index) for position, index in wiring.copied],
+            [(self.fresh[position].shared, self.inputs[source]) for position, source in wiring.passed],
+            holds,
+        )
+
+
+@dataclass(slots=True, eq=False)
+class OpaqueStep:
+    """A call that runs as it is."""
+
+    node: fx.Node
+    arguments: Any
+    uses: list[int]
+    items: list[tuple[int, int]]
+    result: int | None
+    drops: list[int] = field(default_factory=list)
+
+
+@dataclass(slots=True, eq=False)
+class AccumulateStep:
+    """Leaves, and for each the slot of a gradient that it can keep, and of one that it must copy."""
+
+    leaves: list[int]
+    owned: list[int]
+    shared: list[int]
+    drops: list[int] = field(default_factory=list)
+
+
+Executor = RegionStep | OpaqueStep | AccumulateStep
+
+
+class Plan:
+    """The steps of a tape graph.
+
+    Args:
+        tape: the tape graph, in the engine's order.
+        counts: how many values of each kind of placeholder the engine hands over.
+        bitwise: what is compiled must be bit for bit what the engine would compute.
+        untraceable: calls that stay opaque beside those that always do, and why.
+
+    Attributes:
+        steps: what runs, in order.
+        size: how many slots there are; the first ``given`` of them are filled by the engine.
+        slot_of: the slot of each value that has one.
+        outputs: slots of what the caller asked for; None for what stays undefined.
+        post_hooks: by node of the tape, the slots of its post-hooks.
+    """
+
+    def __init__(
+        self, tape: ir.TapeGraph, counts: Sequence[int], bitwise: bool, untraceable: dict[fx.Node, str]
+    ) -> None:
+        self.bitwise = bitwise
+        self.untraceable = untraceable
+        self.slot_of: dict[fx.Node, int] = {}
+        starts = dict(zip(ir.PLACEHOLDERS, _running_sums(counts), strict=True))
+        self.size = self.given = sum(counts)
+        self.post_hooks: dict[int, list[int]] = {}
+        self._fresh: dict[fx.Node, list[fx.Node]] = {}
+        self._positions: dict[fx.Node, int] = {}
+        for position, node in enumerate(tape.graph.nodes):
+            self._positions[node] = position
+            if node.op == "placeholder":
+                kind, index = str(node.target).split("_")
+                self.slot_of[node] = starts[kind] + int(index)
+            elif node.target is ir.accumulate_grad and node.args[1] is None:
+                self._fresh.setdefault(node.args[2], []).append(node)
+            elif node.target is ir.post_hook:
+                self.post_hooks.setdefault(node.meta["call"], []).append(self.slot_of[node.args[0]])
+        self.outputs = [
+            None if value is None else self._slot(value) for value in tape.graph.find_nodes(op="output")[0].args[0]
+        ]
+        self.steps: list[Executor] = [self._executor(step) for step in partition(tape.graph, bitwise, untraceable)]
+        self._plan_drops()
+
+    def split(self, steps: list[Executor], position: int, untraceable: dict[fx.Node, str]) -> list[Executor]:
+        """Steps in which some calls of the region at ``position`` are opaque. Other threads keep the steps they run."""
+        step = steps[position]
+        assert isinstance(step, RegionStep)
+        self.untraceable.update(untraceable)
+        parts = [self._executor(part) for part in cut(step.region.nodes, self.bitwise, self.untraceable)]
+        self.steps = [*steps[:position], *parts, *steps[position + 1 :]]
+        self._plan_drops()
+        return self.steps
+
+    def _slot(self, node: fx.Node) -> int:
+        if node not in self.slot_of:
+            self.slot_of[node] = self.size
+            self.size += 1
+        return self.slot_of[node]
+
+    def _executor(self, step: Step) -> Executor:
+        if isinstance(step, Region):
+            calls = [call for node in step.nodes for call in self._fresh.get(node, ())]
+            fresh = [FreshLeaf(call, *map(self._slot, (call.args[0], call, call.args[2]))) for call in calls]  # type: ignore[arg-type]
+            place = (self._positions[step.nodes[0]], len(step.nodes))
+            inputs = [self._slot(node) for node in step.inputs]
+            outputs = [(node, self._slot(node)) for node in step.outputs]
+            handed_on = [self._slot(node) for node in step.inputs if not is_given(node)]
+            return RegionStep(step, place, inputs, outputs, handed_on, fresh)
+        if isinstance(step, Opaque):
+            uses = [self._slot(source) for source in step.node.all_input_nodes]
+            items = [(self._slot(item), int(str(item.args[1]))) for item in step.items]
+            arguments = fx.map_arg(step.node.args, lambda node: Slot(self._slot(node)))
+            result = self._slot(step.node) if len(step.items) < len(step.node.users) else None
+            return OpaqueStep(step.node, arguments, uses, items, result)
+        return AccumulateStep(
+            [self._slot(call.args[0]) for call in step.nodes],  # type: ignore[arg-type]
+            [self._slot(call) for call in step.nodes],
+            [self._slot(call.args[2]) for call in step.nodes],  # type: ignore[arg-type]
+        )
+
+    def _plan_drops(self) -> None:
+        """After which step each slot can be emptied."""
+        kept = set(self.outputs)
+        for step in reversed(self.steps):
+            if isinstance(step, RegionStep):
+                uses = step.inputs
+            elif isinstance(step, OpaqueStep):
+                uses = step.uses
+            else:
+                uses = [*step.leaves, *step.owned, *step.shared]
+            step.drops = [slot for slot in dict.fromkeys(uses) if slot not in kept]
+            kept.update(step.drops)
+
+
+def is_given(node: fx.Node) -> bool:
+    return node.op == "placeholder"
+
+
+class Slot(int):
+    """A slot's number among the arguments of an opaque call, where a plain int is a constant."""
+
+
+def _running_sums(counts: Sequence[int]) -> list[int]:
+    return [sum(counts[:index]) for index in range(len(counts))]

@@ -106,8 +106,6 @@ def _store(compiled: Any) -> Stored:
     devices = sorted(compiled.device_types - {"cpu"})
     if devices:
         raise CannotStoreError(f"it has code for {', '.join(devices)}, and only code for the CPU is stored")
-    if compiled.fx_kwargs.get("cpp_wrapper"):
-        raise CannotStoreError("its wrapper is C++ (cpp_wrapper), and only those in Python are stored")
     for kind in ("frozen_param_names", "torchbind_constants", "opaque_value_type_classes"):
         if getattr(compiled, kind):
             raise CannotStoreError(f"it has {kind}: {', '.join(getattr(compiled, kind))}")

@@ -15,6 +15,8 @@ from .artifacts import CannotStoreError, Stored, dotted_names, reference, tensor
 from .kernels import library_of
 
 _ENTRY = "call"
+_INDUCTORS = ("torch._inductor.hooks", "torch._inductor.utils", "torch._inductor.codegen.memory_planning")
+"""Modules of Inductor that stored code may import: none of them compiles. (Code that needs none is the rule.)"""
 _COMPILER = "async_compile"
 _EXTERN = "extern_kernels"
 """Operators that are called as they are; most are functions of torch, each under its own name."""
@@ -42,6 +44,7 @@ def store(source: str, live: Mapping[str, Any], constants: Mapping[str, Any]) ->
         if name in constants or name == _EXTERN:
             continue
         if made_by is None:
+            _check_import(statement)
             kept[statement.lineno] = statement
         elif made_by != "cpp_pybinding":
             raise CannotStoreError(f"its kernel {name} was made by {made_by}, and only kernels for the CPU are stored")
@@ -108,6 +111,17 @@ def _needed(bindings: Mapping[str, ast.stmt]) -> set[str]:
 
 def _names(statement: ast.AST) -> set[str]:
     return {node.id for node in ast.walk(statement) if isinstance(node, ast.Name)}
+
+
+def _check_import(statement: ast.stmt) -> None:
+    """A wrapper in C++ (``cpp_wrapper``) asks ``codecache`` for its library; other devices have other such modules."""
+    if isinstance(statement, ast.ImportFrom):
+        modules = [statement.module or "."]
+    else:
+        modules = [alias.name for alias in statement.names] if isinstance(statement, ast.Import) else []
+    for module in modules:
+        if module not in (*_INDUCTORS, "torch", "math", "cmath", "random", "os", "tempfile", "ctypes"):
+            raise CannotStoreError(f"its code imports {module}, which may compile when it is run")
 
 
 def _made_by(statement: ast.stmt) -> str | None:

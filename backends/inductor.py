@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from .artifacts import CannotStoreError, Stored, from_bytes, link, tensors_from_bytes, to_bytes
 from .memory import keep_freed_memory
 from .protocol import Compiled
 
@@ -56,6 +57,63 @@ class InductorBackend:
         with torch.no_grad(), config.patch(size_asserts=False, alignment_asserts=False):
             joint_graph_passes(graph_module)
             return compile_fx_inner(graph_module, list(example_inputs), is_backward=True)
+
+    def save(self, compiled: Compiled) -> bytes | None:
+        """The generated Python code and its compiled kernels, where all of it runs on the CPU."""
+        try:
+            return to_bytes(_store(compiled), self.name)
+        except CannotStoreError:
+            return None
+
+    def why_not_saved(self, compiled: Compiled) -> str | None:
+        """Why :meth:`save` gives None."""
+        try:
+            _store(compiled)
+        except CannotStoreError as error:
+            return str(error)
+        return None
+
+    def load(self, data: bytes) -> Compiled:
+        """Run the code with its kernels. Neither Inductor is imported nor a compiler looked for."""
+        from .kernels import load_kernels
+
+        stored = from_bytes(data, self.name)
+        kernels = load_kernels(stored.libraries)
+        constants = tensors_from_bytes(stored.constants)
+        given = {name: kernels[digest] for name, digest in stored.kernels.items()}
+        keep_freed_memory()
+        return link(stored, {**constants, **given})["call"]
+
+    def environment(self) -> dict[str, str]:
+        """Processor, threads, C library, how torch was built, Inductor's settings."""
+        from .environment import environment
+
+        return environment()
+
+
+def _store(compiled: Any) -> Stored:
+    """What is stored of a ``torch._inductor.output_code.CompiledFxGraph``.
+
+    Raises:
+        CannotStoreError: it has kernels for a GPU, or something around its generated code.
+    """
+    from torch._inductor.output_code import CompiledFxGraph
+
+    from .wrappers import store
+
+    if not isinstance(compiled, CompiledFxGraph):
+        raise CannotStoreError(f"it is a {type(compiled).__name__}, not what Inductor made (or was loaded itself)")
+    devices = sorted(compiled.device_types - {"cpu"})
+    if devices:
+        raise CannotStoreError(f"it has code for {', '.join(devices)}, and only code for the CPU is stored")
+    for kind in ("frozen_param_names", "torchbind_constants", "opaque_value_type_classes"):
+        if getattr(compiled, kind):
+            raise CannotStoreError(f"it has {kind}: {', '.join(getattr(compiled, kind))}")
+    call = compiled.current_callable
+    live = getattr(getattr(call, "__func__", call), "__globals__", {})
+    if live.get("call") != call:
+        raise CannotStoreError(f"Inductor has put {call!r} around its generated code")
+    return store(compiled.source_code, live, compiled.constants or {})
 
 
 def require_cpp_compiler() -> None:

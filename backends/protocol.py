@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, runtime_checkable
 
 import torch
 from torch import fx
@@ -32,3 +32,29 @@ class Backend(Protocol):
             graph_module: its placeholders are tensors, its output is a list of tensors and None.
             example_inputs: fake tensors with the shapes, strides, dtypes and devices of the inputs.
         """
+
+
+@runtime_checkable
+class Storing(Protocol):
+    """What a backend can do besides, where what it compiled can be kept for another process.
+
+    ``isinstance(backend, Storing)`` asks whether it has these methods.
+    """
+
+    def save(self, compiled: Compiled) -> bytes | None:
+        """What :meth:`Backend.compile` gave, as bytes; None where it cannot be stored."""
+
+    def why_not_saved(self, compiled: Compiled) -> str | None:
+        """Why :meth:`save` gives None for it; None where it does not."""
+
+    def load(self, data: bytes) -> Compiled:
+        """Undo :meth:`save`, in any process with the same :meth:`environment`, without compiling anything.
+
+        The bytes hold code. The caller has made sure that nobody but this user could have written them.
+
+        Raises:
+            ArtifactError: they cannot be used.
+        """
+
+    def environment(self) -> dict[str, str]:
+        """Named parts on which a stored artifact depends, beside the versions of torch and Python."""

@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from .artifacts import ArtifactError
 from .protocol import Backend, Compiled
 
 ENTRY_POINT_GROUP = "compiled_autograd.backends"
@@ -54,6 +55,21 @@ class FunctionBackend:
         if not callable(compiled):
             raise TypeError(f"backend {self.name!r} gave a {type(compiled).__name__}, which cannot be called")
         return compiled if _is_boxed(compiled) else _Unboxed(compiled)
+
+    def save(self, compiled: Compiled) -> None:
+        """None: what a function made is only known to itself."""
+
+    def why_not_saved(self, compiled: Compiled) -> str:
+        """The same for all."""
+        return f"backend {self.name!r} is a function, which says nothing of how to store what it made"
+
+    def load(self, data: bytes) -> Compiled:
+        """Never: nothing was stored."""
+        raise ArtifactError(f"backend {self.name!r} is a function and has stored none")
+
+    def environment(self) -> dict[str, str]:
+        """Nothing is stored, so nothing depends on anything."""
+        return {}
 
 
 class _Unboxed:

@@ -1,0 +1,219 @@
+"""What a backend compiled, as bytes: generated Python source, and all that it needs, by name or by value.
+
+An artifact is a line that names the format and the backend, a SHA-256, and one msgpack record. Nothing in it is a
+pickle. Its source and its libraries are code all the same, which loading runs: whoever calls ``load`` has made sure
+whose bytes they are. The checksum here finds damage, not malice.
+"""
+
+from __future__ import annotations
+
+import ast
+import functools
+import hashlib
+import importlib
+import io
+import pickle
+import types
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import msgspec
+import torch
+
+_STABLE_MODULES = ("torch", "math", "operator", "_operator")
+FORMAT = 1
+"""Part of an artifact's first line; another number is another format."""
+
+
+class ArtifactError(RuntimeError):
+    """The bytes of an artifact cannot be used here; what was compiled must be compiled again."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(f"a stored artifact cannot be used: {what}; compile its graph again")
+        self.what = what
+
+
+class CannotStoreError(Exception):
+    """What a backend compiled cannot be put into bytes; the text says why. ``save`` gives None for it."""
+
+
+class Stored(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """The content of an artifact.
+
+    Attributes:
+        source: Python source, which is run in a namespace of its own.
+        names: names in that namespace, and where what they name is imported from (``module:qualified.name``). One with
+            a dot is an attribute of a plain namespace object.
+        needs: dotted names in the source that must exist, such as those of operators.
+        constants: tensors by name, as ``torch.save`` writes them; empty for none.
+        kernels: names of compiled functions, and the SHA-256 of the library that each is in.
+        libraries: shared libraries by SHA-256.
+    """
+
+    source: str
+    names: dict[str, str]
+    needs: list[str]
+    constants: bytes = b""
+    kernels: dict[str, str] = {}
+    libraries: dict[str, bytes] = {}
+
+
+# ---- bytes -------------------------------------------------------------------------------------------------------
+
+
+def to_bytes(stored: Stored, backend: str) -> bytes:
+    """An artifact of the backend with this name."""
+    body = msgspec.msgpack.encode(stored)
+    return b"".join([_first_line(backend), hashlib.sha256(body).digest(), body])
+
+
+def from_bytes(data: bytes, backend: str) -> Stored:
+    """Undo :func:`to_bytes`.
+
+    Raises:
+        ArtifactError: the bytes are damaged, of another format, or another backend's.
+    """
+    line, _, rest = data[:200].partition(b"\n")
+    expected = _first_line(backend)
+    if line + b"\n" != expected:
+        raise ArtifactError(f"it begins with {line[:60]!r}, not {expected[:-1]!r}" if rest else "it is no artifact")
+    checksum, body = data[len(expected) :][:32], data[len(expected) + 32 :]
+    if hashlib.sha256(body).digest() != checksum:
+        raise ArtifactError(f"it is damaged: its {len(body)} bytes do not have their checksum")
+    try:
+        return msgspec.msgpack.decode(body, type=Stored)
+    except msgspec.MsgspecError as error:
+        raise ArtifactError(f"it has no record that is known: {error}") from error
+
+
+def _first_line(backend: str) -> bytes:
+    return f"compiled region, format {FORMAT}, backend {backend}\n".encode()
+
+
+# ---- names -------------------------------------------------------------------------------------------------------
+
+
+def reference(name: str, value: Any) -> str:
+    """Where ``value``, which the source calls ``name``, can be imported from: a module of torch or Python.
+
+    A name in a user's own module, ``__main__`` above all, may be another function in another process.
+
+    Raises:
+        CannotStoreError: nowhere.
+    """
+    if isinstance(value, types.ModuleType):
+        return f"{value.__name__}:"
+    own = getattr(value, "__name__", "")
+    candidates = [
+        f"torch:{own}",
+        f"math:{name}",
+        f"{getattr(value, '__module__', '')}:{getattr(value, '__qualname__', own)}",
+        f"torch:ops.{str(value).replace('::', '.')}",  # an operator, or all its overloads
+    ]
+    for candidate in candidates:
+        if candidate.partition(":")[0].partition(".")[0] not in _STABLE_MODULES:
+            continue
+        try:
+            if resolve(candidate) is value:
+                return candidate
+        except ArtifactError:
+            continue
+    raise CannotStoreError(f"its code uses {name} = {value!r}, which neither torch nor Python has under a name")
+
+
+def resolve(text: str) -> Any:
+    """What :func:`reference` named.
+
+    Raises:
+        ArtifactError: it is not there.
+    """
+    module, _, qualified = text.partition(":")
+    try:
+        value = importlib.import_module(module)
+        for part in qualified.split(".") if qualified else ():
+            value = getattr(value, part)
+    except (ImportError, AttributeError) as error:
+        raise ArtifactError(f"it needs {text}, which is not here ({error})") from error
+    return value
+
+
+def dotted_names(trees: Iterable[ast.AST], roots: Iterable[str]) -> list[str]:
+    """The longest attribute chains in the code (``torch.ops.aten.mm.default``) that begin with one of ``roots``."""
+    known = set(roots)
+    found: dict[str, None] = {}
+    inner: set[int] = set()
+    for tree in trees:
+        for node in ast.walk(tree):  # outer nodes come first
+            if not isinstance(node, ast.Attribute) or id(node) in inner:
+                continue
+            parts: list[str] = []
+            at: ast.AST = node
+            while isinstance(at, ast.Attribute):
+                inner.add(id(at))
+                parts.append(at.attr)
+                at = at.value
+            if isinstance(at, ast.Name) and at.id in known:
+                found[".".join([at.id, *reversed(parts)])] = None
+    return list(found)
+
+
+# ---- tensors -----------------------------------------------------------------------------------------------------
+
+
+def tensors_to_bytes(tensors: Mapping[str, Any]) -> bytes:
+    """Constants, with their strides and whatever memory they share.
+
+    Raises:
+        CannotStoreError: one of them is no plain tensor with values.
+    """
+    for name, value in tensors.items():
+        if type(value) not in (torch.Tensor, torch.nn.Parameter):
+            raise CannotStoreError(f"its constant {name} is a {type(value).__name__}, not a plain tensor")
+    if not tensors:
+        return b""
+    buffer = io.BytesIO()
+    torch.save({name: value.detach() for name, value in tensors.items()}, buffer)
+    return buffer.getvalue()
+
+
+def tensors_from_bytes(data: bytes) -> dict[str, torch.Tensor]:
+    """Undo :func:`tensors_to_bytes`; other objects than tensors are refused.
+
+    Raises:
+        ArtifactError: they cannot be read here, as those for a device that is not there.
+    """
+    if not data:
+        return {}
+    try:
+        return torch.load(io.BytesIO(data), weights_only=True)
+    except (RuntimeError, pickle.UnpicklingError) as error:
+        raise ArtifactError(f"its constants cannot be read ({error})") from error
+
+
+# ---- running the source ------------------------------------------------------------------------------------------
+
+
+def link(stored: Stored, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Run the source in a new namespace that has ``given`` and whatever the artifact names.
+
+    Raises:
+        ArtifactError: something that it needs is not here, or the source cannot be run.
+    """
+    namespace: dict[str, Any] = {"__name__": "compiled_region", **given}
+    filename = f"<stored region {hashlib.sha256(stored.source.encode()).hexdigest()[:16]}>"
+    try:
+        for name, where in stored.names.items():
+            owner, _, attribute = name.rpartition(".")
+            if owner:
+                setattr(namespace.setdefault(owner, types.SimpleNamespace()), attribute, resolve(where))
+            else:
+                namespace[name] = resolve(where)
+        exec(compile(stored.source, filename, "exec"), namespace)
+        for name in stored.needs:
+            root, *parts = name.split(".")
+            functools.reduce(getattr, parts, namespace[root])
+    except ArtifactError:
+        raise
+    except Exception as error:
+        raise ArtifactError(f"its code cannot be run here ({type(error).__name__}: {error})") from error
+    return namespace

@@ -1,0 +1,88 @@
+"""What Inductor's code for the CPU depends on beside its graph and the versions of torch and Python (torch 2.13).
+
+What it was compiled *with* is no part of it: a library that any compiler made either loads or does not, and the loader
+says so. (The machine that loads may have no compiler at all.) What it was compiled *for* is, as a wrong processor shows
+only when an instruction is met.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import platform
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+_VARIABLES = ("TORCHINDUCTOR_", "TORCHDYNAMO_", "TORCH_COMPILE_", "INDUCTOR_")
+"""Beginnings of the names of environment variables that ``torch/_inductor/config.py`` reads its defaults from."""
+_NO_CODE = ("TORCHINDUCTOR_CACHE_DIR", "TORCHINDUCTOR_COMPILE_THREADS", "TORCHINDUCTOR_WORKER_START")
+"""Variables that change where and how code is compiled, not the code."""
+_NO_CODE_SETTINGS = ("trace.", "compile_threads", "worker_", "cpp.cxx")
+"""As above: beginnings of settings."""
+
+
+def environment() -> dict[str, str]:
+    """Named parts, each a short text. Costs a millisecond, and does not import Inductor."""
+    return {
+        "machine": platform.machine(),
+        # Inductor compiles with -march=native: any instruction of this processor may be in it.
+        "instructions": _digest(_instructions()),
+        # Whichever of them ATen uses, ATEN_CPU_CAPABILITY heeded; Inductor chooses its vectors by it.
+        "cpu_capability": torch.backends.cpu.get_cpu_capability(),
+        # Loops are split for that many, and the number stands in the code.
+        "threads": str(torch.get_num_threads()),
+        # Kernels are linked against both. A library for another one would be refused; so each keeps its own.
+        "libc": "-".join(platform.libc_ver()),
+        "libtorch": _digest(f"{torch.version.git_version}\n{torch.__config__.show()}"),
+        "inductor_settings": _digest(repr(_settings())),
+    }
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+def _instructions() -> str:
+    """The processor's features: the kernel's list where there is one, else torch's, which is shorter."""
+    try:
+        with Path("/proc/cpuinfo").open() as lines:
+            for line in lines:  # those of the first processor, without reading on
+                if line.partition(":")[0].strip().lower() in ("flags", "features"):
+                    return " ".join(sorted(line.partition(":")[2].split()))
+    except OSError:
+        pass  # other systems have no such file
+    return repr(sorted(torch.cpu.get_capabilities().items()))
+
+
+def _settings() -> list[tuple[str, str]]:
+    """Inductor's settings that are not at their defaults, and the variables that change the defaults.
+
+    A process that has not imported Inductor has changed none of its settings: it need not be imported to see that.
+    """
+    found = [
+        (name, value)
+        for name, value in os.environ.items()
+        if name.startswith(_VARIABLES) and not name.startswith(_NO_CODE)
+    ]
+    config = sys.modules.get("torch._inductor.config")
+    entries: dict[str, Any] = {} if config is None else config._config
+    for name, entry in entries.items():
+        if entry.alias is None and not name.startswith(_NO_CODE_SETTINGS):
+            default, value = _value(entry, with_users=False), _value(entry, with_users=True)
+            if value != default:
+                found.append((name, repr(value)))
+    return sorted(found)
+
+
+def _value(entry: Any, with_users: bool) -> Any:
+    """As ``ConfigModule._get_dict`` reads an entry of it."""
+    from torch.utils._config_module import _UNSET_SENTINEL
+
+    of_user = entry.user_override.get() if with_users else _UNSET_SENTINEL
+    for value in (entry.env_value_force, of_user, entry.env_value_default):
+        if value is not _UNSET_SENTINEL:
+            return value
+    return entry.default

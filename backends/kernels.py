@@ -1,0 +1,103 @@
+"""Compiled kernels for the CPU, which Inductor made (torch 2.13): from functions to shared libraries, and back.
+
+Inductor's own loader looks for a library in its cache folder, by a hash of the source and the compiler's command line;
+to know those it runs the compiler. Here a library is known by the hash of its bytes, and no compiler is asked.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import importlib.machinery
+import importlib.util
+import os
+import shutil
+import sys
+import tempfile
+import threading
+import types
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from .artifacts import ArtifactError, CannotStoreError
+
+Kernel = Callable[..., Any]
+_ENTRY = "kernel"
+"""The function in each library, and what ``PyInit_`` is followed by: ``CppPythonBindingsCodeCache.entry_function``."""
+_loaded: dict[str, Kernel] = {}
+_LOADING = threading.Lock()
+
+
+def library_of(name: str, kernel: Any) -> bytes:
+    """The shared library that a kernel lies in.
+
+    Raises:
+        CannotStoreError: it is no compiled function for the CPU, or its file is gone.
+    """
+    module = getattr(kernel, "__self__", None)
+    path = getattr(module, "__file__", None)
+    if not isinstance(kernel, types.BuiltinFunctionType) or kernel.__name__ != _ENTRY or path is None:
+        raise CannotStoreError(f"its kernel {name} is a {type(kernel).__name__}, not a compiled function for the CPU")
+    try:
+        return Path(path).read_bytes()
+    except OSError as error:
+        raise CannotStoreError(f"the file of its kernel {name} cannot be read ({error})") from error
+
+
+def load_kernels(libraries: Mapping[str, bytes]) -> dict[str, Kernel]:
+    """The kernels of libraries, by SHA-256. One that this process has loaded before is not loaded again.
+
+    The libraries are written into a new folder that only this user can enter, and deleted once they are loaded: no
+    other process can change what is loaded, and none finds a file there that it did not write.
+
+    Raises:
+        ArtifactError: a library is not what its hash says, or cannot be loaded on this machine.
+    """
+    with _LOADING:
+        missing = {digest: data for digest, data in libraries.items() if digest not in _loaded}
+        for digest, data in missing.items():
+            if hashlib.sha256(data).hexdigest() != digest:
+                raise ArtifactError(f"its library {digest[:16]} has other content than its name says")
+        if missing:
+            # Where `PyInit_kernel` finds the function that reads a tensor's address. It is the same for the life of the
+            # process, and Inductor leaves it there too.
+            address = torch._C._dynamo.guards._torchinductor_pyobject_tensor_data_ptr  # type: ignore[attr-defined]
+            os.environ["_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"] = str(address)
+            # Inductor asks the system for AMX registers when it looks for a processor's vectors; without that, a kernel
+            # that uses them dies. Where there are none, this does nothing.
+            torch.cpu._init_amx()
+            with _private_folder() as folder:
+                for digest, data in missing.items():
+                    _loaded[digest] = _load(folder, digest, data)
+        return {digest: _loaded[digest] for digest in libraries}
+
+
+@contextlib.contextmanager
+def _private_folder() -> Any:
+    folder = tempfile.mkdtemp(prefix="compiled-region-")  # mode 0700
+    try:
+        yield Path(folder)
+    finally:
+        # The memory that was mapped stays. Windows refuses to delete a library that is loaded: then it stays too.
+        shutil.rmtree(folder, ignore_errors=True)
+
+
+def _load(folder: Path, digest: str, data: bytes) -> Kernel:
+    # The loader of the system takes a path, and Python a path and a name, for one library for ever: both have the hash.
+    path = folder / f"{digest}{importlib.machinery.EXTENSION_SUFFIXES[-1]}"
+    name = f"compiled_region_{digest}.{_ENTRY}"
+    path.write_bytes(data)
+    path.chmod(0o700)
+    spec = importlib.util.spec_from_file_location(name, path)
+    if spec is None or spec.loader is None:
+        raise ArtifactError(f"Python on {sys.platform} knows no way to load {path.name}")
+    try:
+        module = importlib.util.module_from_spec(spec)
+        spec.loader.exec_module(module)
+        return getattr(module, _ENTRY)
+    except (ImportError, OSError, AttributeError) as error:
+        hint = f" (if {folder.parent} is mounted noexec, set TMPDIR to a folder that is not)"
+        raise ArtifactError(f"its library {digest[:16]} cannot be loaded: {error}{hint}") from error

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import shutil
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -54,7 +55,8 @@ class InductorBackend:
             index for index, value in enumerate(output.args[0]) if isinstance(value, fx.Node)
         ]
         # Whoever calls us has checked sizes and strides; the generated code need not do it once more at each call.
-        with torch.no_grad(), config.patch(size_asserts=False, alignment_asserts=False):
+        unasserted = config.patch(size_asserts=False, alignment_asserts=False)
+        with torch.no_grad(), unasserted, _convolutions_of_any_size(example_inputs):
             joint_graph_passes(graph_module)
             return compile_fx_inner(graph_module, list(example_inputs), is_backward=True)
 
@@ -89,6 +91,32 @@ class InductorBackend:
         from .environment import environment
 
         return environment()
+
+
+@contextlib.contextmanager
+def _convolutions_of_any_size(example_inputs: Sequence[Any]) -> Iterator[None]:
+    """Where sizes are symbols, let the backward of a convolution be a plain call.
+
+    Inductor's lowering of it (``_inductor/kernel/conv.py``, 2.13) asks for the input's strides as numbers, which makes
+    numbers of the image's height and width; without Triton it ends in that plain call anyhow.
+    """
+    if not any(isinstance(size, torch.SymInt) for value in example_inputs for size in _sizes(value)):
+        yield
+        return
+    from torch._inductor import lowering
+    from torch._inductor.kernel.conv import aten_convolution_backward_fallback
+
+    overload = torch.ops.aten.convolution_backward.default
+    before = lowering.lowerings[overload]
+    lowering.lowerings[overload] = aten_convolution_backward_fallback
+    try:
+        yield
+    finally:
+        lowering.lowerings[overload] = before
+
+
+def _sizes(value: Any) -> Sequence[Any]:
+    return value.shape if isinstance(value, torch.Tensor) else (value,)
 
 
 def _store(compiled: Any) -> Stored:

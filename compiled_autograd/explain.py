@@ -87,7 +87,7 @@ def _of_call(where: str, old: str, new: str) -> Miss | None:
         if set(_words(one) + _words(other)) <= {"True", "False"}:
             hint = "requires_grad of what goes in decides which gradients are computed"
             texts = [", ".join("yes" if word == "True" else "no" for word in _words(text)) for text in (one, other)]
-            return Miss("node_attribute", f"{where}: which inputs get a gradient", *texts, hint)
+            return Miss("node_attribute", f"{where}: which inputs get a gradient", texts[0], texts[1], hint)
         hint = "a number that the forward passes as a number is part of the structure; as a tensor it would not be"
         return Miss("node_attribute", f"{where}: argument {index}", one, other, hint if _is_number(other) else "")
     return None

@@ -6,7 +6,7 @@ import contextlib
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
@@ -18,7 +18,10 @@ from .cpp_warnings import call_noting_warnings
 from .errors import UntraceableError
 from .ir import is_plain
 from .partition import Region
-from .shapes import Spec, Symbols, is_static
+from .shapes import Spec, is_static
+
+if TYPE_CHECKING:
+    from .symbolic import Symbols
 
 
 @dataclass(slots=True)
@@ -35,7 +38,7 @@ class Lowered:
             the leaf can keep as it is, or None where it is undefined.
         passed: for the others, the index into ``region.inputs`` of what an earlier step made, and goes to the leaf as
             it is; whether the leaf can keep it is known only when it is there.
-        symbols: what stands for sizes that change, and what was found to hold of it.
+        symbols: what stands for sizes that change, and what was found to hold of it; None where nothing does.
     """
 
     graph_module: fx.GraphModule
@@ -44,7 +47,7 @@ class Lowered:
     values: dict[fx.Node, int | None]
     leaves: dict[fx.Node, int | None]
     passed: dict[fx.Node, int]
-    symbols: Symbols
+    symbols: Symbols | None
 
 
 def lower(
@@ -69,15 +72,15 @@ def lower(
     """
     specs = specs or {}
     _check_plain(region, given)
-    symbols = Symbols()
-    mode = symbols.mode()
+    symbols = None if all(is_static(spec) for spec in specs.values()) else _symbols()
+    mode = FakeTensorMode(allow_non_fake_inputs=True) if symbols is None else symbols.mode()
     taken_in: list[int] = []
     examples: list[Any] = []
     for index, (node, value) in enumerate(zip(region.inputs, given, strict=True)):
         spec = specs.get(node)
         if isinstance(value, torch.Tensor):
             examples.append(_fake(mode, value, spec, symbols, len(examples)))
-        elif not is_static(spec):
+        elif symbols is not None and not is_static(spec):
             examples.append(symbols.size(value, spec, len(examples)))  # type: ignore[arg-type]
         else:
             continue
@@ -111,13 +114,19 @@ def lower(
         return results
 
     # Operators that take no tensor (full) have no fake one among their arguments to tell them that sizes are symbols.
-    with torch.no_grad(), _plain_tracing(), mode if symbols.used else contextlib.nullcontext():
+    with torch.no_grad(), _plain_tracing(), mode if symbols is not None else contextlib.nullcontext():
         graph_module = _trace(run, decompositions, examples)
         if any(_mutates(node) for node in graph_module.graph.nodes):
             graph_module = _trace(torch.func.functionalize(graph_module, remove="mutations"), None, examples)
     graph_module.graph.eliminate_dead_code()
     graph_module.recompile()
     return Lowered(graph_module, examples, taken_in, value_positions, leaf_positions, passed, symbols)
+
+
+def _symbols() -> Symbols:
+    from .symbolic import Symbols
+
+    return Symbols()
 
 
 def _check_plain(region: Region, given: Sequence[Any]) -> None:
@@ -145,10 +154,10 @@ def _not_plain(tensor: torch.Tensor) -> TypeError:
 
 
 def _fake(
-    mode: FakeTensorMode, tensor: torch.Tensor, spec: Spec | None, symbols: Symbols, position: int | None = None
+    mode: FakeTensorMode, tensor: torch.Tensor, spec: Spec | None, symbols: Symbols | None, position: int | None = None
 ) -> torch.Tensor:
     """A fake tensor without history and ``.grad``; but some of the engine's functions ask what requires grad."""
-    if spec is not None and not is_static(spec):
+    if symbols is not None and spec is not None and not is_static(spec):
         return symbols.tensor(mode, tensor, spec, position)
     return mode.from_tensor(tensor.detach().requires_grad_(tensor.requires_grad), static_shapes=True)
 

@@ -1,30 +1,23 @@
-"""Dimensions that change: which of them a program takes as they come, the symbols that stand for them while a region is
-traced, and the guards that say for which shapes the result holds.
+"""Which sizes a program is made for, and which it takes as they come.
 
 A *spec* says of one value what a program was made for: of a tensor its dimensions, of a size the one number. Each is a
-number, or a *history*: the two values that were seen when it was found to change. Dimensions with one history share a
-symbol. What holds of the symbols is found out while a region is traced and compiled (equal, divisible, at least two);
-PyTorch's ``ShapeEnv`` keeps the account, and what it has in the end becomes one generated function.
+number, or a *history*: the two values that were seen when it was found to change, or one value twice where it was said
+to change from the beginning. Dimensions with one history share a symbol (:mod:`compiled_autograd.symbolic`). What holds
+of the symbols is a guard, one generated function.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Iterable, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Callable, Container, Sequence
+from dataclasses import dataclass
 from typing import Any
 
-import sympy
 import torch
-from torch._dynamo.source import ConstantSource
-from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
-from torch.utils._sympy.numbers import int_oo
-from torch.utils._sympy.printers import PythonPrinter
 
 History = tuple[int, int]
 Spec = tuple[int | History, ...]
-_SPECIAL = (0, 1)
+SPECIAL = (0, 1)
 """Sizes for which operators do other things; they are never symbols."""
 
 
@@ -54,7 +47,7 @@ def marked(tensors: Sequence[torch.Tensor], everything: bool) -> set[int]:
         if everything and not _is_parameter(tensor):
             sizes.update(tensor.shape)
         sizes.update(tensor.shape[dim] for dim in getattr(tensor, "_dynamo_dynamic_indices", ()))
-    return sizes.difference(_SPECIAL)
+    return sizes.difference(SPECIAL)
 
 
 def promoted(tensor: torch.Tensor, changing: Container[int]) -> Spec:
@@ -78,102 +71,32 @@ def static_parts(spec: Spec) -> list[int | None]:
     return [each if isinstance(each, int) else None for each in spec]
 
 
-@dataclass
-class Symbols:
-    """The symbols of one region's trace."""
+@dataclass(frozen=True)
+class Guard:
+    """Whether something compiled holds for its arguments.
 
-    env: ShapeEnv = field(default_factory=ShapeEnv)
-    _by_history: dict[tuple[History, int], sympy.Symbol] = field(default_factory=dict)
-    _bindings: list[tuple[str, Any]] = field(default_factory=list)
+    Attributes:
+        names: assignments of the symbols, such as ``s0 = a[3].size(1)``.
+        conditions: what must hold, as expressions of Python.
+        function: says so of the arguments, in microseconds.
+    """
 
-    @property
-    def used(self) -> bool:
-        """Whether anything changes."""
-        return bool(self._by_history)
+    names: tuple[str, ...]
+    conditions: tuple[str, ...]
+    function: Callable[[Sequence[Any]], bool]
 
-    def mode(self) -> FakeTensorMode:
-        """A mode whose fake tensors may have these symbols."""
-        return FakeTensorMode(allow_non_fake_inputs=True, shape_env=self.env)
-
-    def tensor(self, mode: FakeTensorMode, tensor: torch.Tensor, spec: Spec, position: int | None) -> torch.Tensor:
-        """A fake tensor for argument number ``position``; None for a leaf, which is none of the arguments."""
-        sizes = [self._size(each, size) for each, size in zip(spec, tensor.shape, strict=True)]
-        strides = _strides(tensor, sizes)
-        if position is not None:
-            self._bindings.extend((f"a[{position}].size({dim})", size) for dim, size in enumerate(sizes))
-            self._bindings.extend((f"a[{position}].stride({dim})", stride) for dim, stride in enumerate(strides))
-        with mode:
-            fake = torch.empty_strided(sizes, strides, dtype=tensor.dtype, device=tensor.device)
-        return fake.requires_grad_(tensor.requires_grad)
-
-    def size(self, value: int, spec: Spec, position: int) -> Any:
-        """A size that is argument number ``position``."""
-        size = self._size(spec[0], value)
-        self._bindings.append((f"a[{position}]", size))
-        return size
-
-    def _size(self, spec: int | History, value: int) -> Any:
-        if isinstance(spec, int) or value in _SPECIAL:
-            return value
-        symbol = self._by_history.get((spec, value))
-        source = ConstantSource(f"s{len(self._by_history)}")
-        if symbol is None:
-            symbol = self.env.create_symbol(value, source, DimDynamic.DYNAMIC)
-            self._by_history[spec, value] = symbol
-        return self.env.create_symintnode(symbol, hint=value, source=source)
-
-    def guard(self) -> Callable[[Sequence[Any]], bool]:
-        """A function of the region's arguments: whether what was compiled holds for them.
-
-        Its text is in its ``__doc__``.
-        """
-        names: dict[sympy.Symbol, str] = {}
-        lines, checks = [], []
-        for text, value in self._bindings:
-            expression = _expression(value)
-            if expression in self._by_history.values() and expression not in names:
-                names[expression] = str(expression)
-                lines.append(f"{expression} = {text}")
-            else:
-                checks.append((text, expression))
-        conditions = [f"{text} == {_printed(expression)}" for text, expression in checks]
-        conditions += [_printed(condition) for condition in self.conditions(names)]
-        body = "\n    ".join([*lines, f"return {' and '.join(conditions) or True}"])
-        source = f"def guard(a):\n    {body}\n"
-        namespace: dict[str, Any] = {"math": math}
-        exec(compile(source, "<guards of a region>", "exec"), namespace)
-        guard = namespace["guard"]
-        guard.__doc__ = source
-        return guard
-
-    def conditions(self, symbols: Iterable[sympy.Symbol]) -> list[Any]:
-        """What must hold of the symbols, beside where they come from."""
-        conditions = [guard.expr for guard in self.env.guards]
-        for symbol in symbols:
-            bounds = self.env.var_to_range[symbol]
-            conditions.append(sympy.Ge(symbol, bounds.lower))
-            if bounds.upper != int_oo:
-                conditions.append(sympy.Le(symbol, bounds.upper))
-            replaced = self.env.replace(symbol)
-            if replaced != symbol:
-                conditions.append(sympy.Eq(symbol, replaced))
-        return list(dict.fromkeys(condition for condition in conditions if condition != sympy.true))
+    def broken(self, arguments: Sequence[Any]) -> str:
+        """The first condition that does not hold; empty where all do."""
+        values: dict[str, Any] = {"a": arguments, "math": math}
+        for line in self.names:
+            name, _, text = line.partition(" = ")
+            values[name] = eval(text, values)
+        return next((text for text in self.conditions if not eval(text, values)), "")
 
 
-def _expression(value: Any) -> Any:
-    return value.node._expr if isinstance(value, torch.SymInt) else sympy.Integer(value)
-
-
-def _printed(expression: Any) -> str:
-    return PythonPrinter().doprint(expression)
-
-
-def _strides(tensor: torch.Tensor, sizes: Sequence[Any]) -> list[Any]:
-    """The tensor's strides, as products of ``sizes`` where they are such."""
-    strides: list[Any] = list(tensor.stride())
-    expected, value = 1, 1
-    for dim in sorted(range(tensor.dim()), key=lambda dim: (strides[dim], tensor.shape[dim])):
-        if tensor.stride(dim) == value:
-            strides[dim] = expected
-            expected, value = expected * sizes[dim], value * tensor.shape[dim]
-    return strides
+def guard_of(names: Sequence[str], conditions: Sequence[str]) -> Guard:
+    """A guard, from its text."""
+    body = "\n    ".join([*names, f"return {' and '.join(conditions) or True}"])
+    namespace: dict[str, Any] = {"math": math}
+    exec(compile(f"def guard(a):\n    {body}\n", "<guards of a region>", "exec"), namespace)
+    return Guard(tuple(names), tuple(conditions), namespace["guard"])

@@ -75,8 +75,8 @@ class Specialiser:
         for compiled in step.compiled.get(self.kind(step, slots), ()):
             if (
                 compiled is None
-                or compiled.holds is None
-                or compiled.holds([slots[slot] for slot in compiled.arguments])
+                or compiled.guard is None
+                or compiled.guard.function([slots[slot] for slot in compiled.arguments])
             ):
                 return True, compiled
         return False, None
@@ -90,8 +90,8 @@ class Specialiser:
             UntraceableError: some of its calls cannot be traced.
         """
         before = self.kind(step, slots)
-        if step.compiled.get(before):
-            log.misses.append(Miss("guard", f"a region of {len(step.region.nodes)} calls", hint="compiled once more"))
+        if known := [compiled for compiled in step.compiled.get(before, ()) if compiled is not None]:
+            log.misses.append(_guard_miss(step, known[-1], slots))
         elif step.compiled:
             log.misses.append(_other_kind(step, before, next(reversed(step.compiled))))
         for node, slot in step.made():
@@ -141,7 +141,7 @@ class Specialiser:
         try:
             aten = _copy(lowered.graph_module)
             call = self.backend.compile(lowered.graph_module, lowered.examples)
-            holds = lowered.symbols.guard() if specs is not None else None
+            guard = None if lowered.symbols is None else lowered.symbols.guard()
             results = run_compiled(call, list(tensors))
         except Exception as error:
             raise _Failed(failure_of("compile", self.backend.name, step.region, error)) from error
@@ -149,7 +149,7 @@ class Specialiser:
             log.add("compile", time.perf_counter() - started)
         log.compiles += 1
         wiring = _wiring(step, lowered, results, tensors)
-        compiled = step.bind(AtHand(aten), call, wiring, self.kind(step, slots), holds)
+        compiled = step.bind(AtHand(aten), call, wiring, self.kind(step, slots), guard)
         pass_on(compiled, slots)
         store_results(compiled, results, slots)
         return compiled
@@ -243,11 +243,21 @@ def _memory(value: Any) -> int | None:
     return value.untyped_storage().data_ptr()
 
 
+def _guard_miss(step: RegionStep, compiled: Specialised, slots: Slots) -> Miss:
+    """What was found to hold of the symbols when the region was compiled does not hold now."""
+    assert compiled.guard is not None
+    broken = compiled.guard.broken([slots[slot] for slot in compiled.arguments])
+    symbols = "; ".join(line for line in compiled.guard.names if line.partition(" ")[0] in broken)
+    where = f"a region of {len(step.region.nodes)} calls"
+    return Miss("guard", where, old=f"{broken}, where {symbols}" if symbols else broken, new="does not hold")
+
+
 def _other_kind(step: RegionStep, new: tuple[Any, ...], old: tuple[Any, ...]) -> Miss:
     """What an earlier step handed on differs in shape, strides, dtype or definedness from what was compiled for."""
-    for (node, _), one, other in zip(step.made(), old, new, strict=True):
+    nodes = step.region.inputs if step.each_shape else [node for node, _ in step.made()]
+    for node, one, other in zip(nodes, old, new, strict=True):
         if one != other:
-            source = node.args[0] if isinstance(node.args[0], fx.Node) else node
+            source = node.args[0] if node.args and isinstance(node.args[0], fx.Node) else node
             return Miss("layout", f"what {source.name} gave", str(one), str(other))
     raise ir.IllegalGraphError(f"two equal kinds of inputs taken for different: {new}")
 

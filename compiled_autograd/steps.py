@@ -15,6 +15,7 @@ from torch import fx
 
 from . import ir
 from .partition import Opaque, Region, Step, cut, partition
+from .shapes import Guard
 
 Slots = list[Any]
 
@@ -58,7 +59,7 @@ class Specialised:
         results: slots, and the outputs that go into them.
         copied: as ``results``, for those that are copied.
         passed: slots, and those of values that go there as they are.
-        holds: says of the arguments whether their sizes are such that this holds; None where nothing changes.
+        guard: says of the arguments whether their sizes are such that this holds; None where nothing changes.
     """
 
     aten: Lowering
@@ -69,7 +70,7 @@ class Specialised:
     results: list[tuple[int, int]]
     copied: list[tuple[int, int]]
     passed: list[tuple[int, int]]
-    holds: Callable[[Sequence[Any]], bool] | None
+    guard: Guard | None
 
 
 @dataclass(slots=True)
@@ -119,7 +120,7 @@ class RegionStep:
         call: Callable[[list[Any]], Sequence[Any]],
         wiring: Wiring,
         kind: tuple[Any, ...],
-        holds: Callable[[Sequence[Any]], bool] | None,
+        guard: Guard | None,
     ) -> Specialised:
         """Join something compiled to this step's slots."""
         results = [(self.outputs[position][1], index) for position, index in wiring.values]
@@ -133,7 +134,7 @@ class RegionStep:
             results,
             [(self.fresh[position].owned, index) for position, index in wiring.copied],
             [(self.fresh[position].shared, self.inputs[source]) for position, source in wiring.passed],
-            holds,
+            guard,
         )
 
 

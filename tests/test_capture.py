@@ -906,12 +906,12 @@ def test_the_capture_knows_nothing_of_fake_tensors() -> None:
 
 
 def test_the_capture_works_where_fake_tensors_cannot_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    from compiled_autograd import shapes
+    from compiled_autograd import lower
 
     def none_today(*args: Any, **kwargs: Any) -> Any:
         raise MemoryError("no fake tensors today")
 
-    monkeypatch.setattr(shapes, "FakeTensorMode", none_today)
+    monkeypatch.setattr(lower, "FakeTensorMode", none_today)
     x = _leaf(4)
     wanted = torch.autograd.grad((x.exp() * x).sum(), x)
     with ca.enable(backend="eager") as session, pytest.warns(UserWarning, match="no fake tensors today"):

@@ -1,0 +1,113 @@
+"""The symbols that stand for sizes that change while a region is traced, and what is found to hold of them.
+
+What holds (equal, divisible, at least two) is found out while a region is traced and compiled; PyTorch's ``ShapeEnv``
+keeps the account, and what it has in the end becomes a guard. Imported only where something changes: it takes a second.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import sympy
+import torch
+from torch._dynamo.source import ConstantSource
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+from torch.utils._sympy.numbers import int_oo
+from torch.utils._sympy.printers import PythonPrinter
+
+from .shapes import SPECIAL, Guard, History, Spec, guard_of
+
+
+@dataclass
+class Symbols:
+    """The symbols of one region's trace."""
+
+    env: ShapeEnv = field(default_factory=ShapeEnv)
+    _by_history: dict[tuple[History, int], sympy.Symbol] = field(default_factory=dict)
+    _bindings: list[tuple[str, Any]] = field(default_factory=list)
+
+    @property
+    def used(self) -> bool:
+        """Whether anything changes."""
+        return bool(self._by_history)
+
+    def mode(self) -> FakeTensorMode:
+        """A mode whose fake tensors may have these symbols."""
+        return FakeTensorMode(allow_non_fake_inputs=True, shape_env=self.env)
+
+    def tensor(self, mode: FakeTensorMode, tensor: torch.Tensor, spec: Spec, position: int | None) -> torch.Tensor:
+        """A fake tensor for argument number ``position``; None for a leaf, which is none of the arguments."""
+        sizes = [self._size(each, size) for each, size in zip(spec, tensor.shape, strict=True)]
+        strides = _strides(tensor, sizes)
+        if position is not None:
+            self._bindings.extend((f"a[{position}].size({dim})", size) for dim, size in enumerate(sizes))
+            self._bindings.extend((f"a[{position}].stride({dim})", stride) for dim, stride in enumerate(strides))
+        with mode:
+            fake = torch.empty_strided(sizes, strides, dtype=tensor.dtype, device=tensor.device)
+        return fake.requires_grad_(tensor.requires_grad)
+
+    def size(self, value: int, spec: Spec, position: int) -> Any:
+        """A size that is argument number ``position``."""
+        size = self._size(spec[0], value)
+        self._bindings.append((f"a[{position}]", size))
+        return size
+
+    def _size(self, spec: int | History, value: int) -> Any:
+        if isinstance(spec, int) or value in SPECIAL:
+            return value
+        symbol = self._by_history.get((spec, value))
+        source = ConstantSource(f"s{len(self._by_history)}")
+        if symbol is None:
+            symbol = self.env.create_symbol(value, source, DimDynamic.DYNAMIC)
+            self._by_history[spec, value] = symbol
+        return self.env.create_symintnode(symbol, hint=value, source=source)
+
+    def guard(self) -> Guard:
+        """A function of the region's arguments: whether what was compiled holds for them."""
+        names: dict[sympy.Symbol, str] = {}
+        lines, checks = [], []
+        for text, value in self._bindings:
+            expression = _expression(value)
+            if expression in self._by_history.values() and expression not in names:
+                names[expression] = str(expression)
+                lines.append(f"{expression} = {text}")
+            else:
+                checks.append((text, expression))
+        conditions = [f"{text} == {_printed(expression)}" for text, expression in checks]
+        conditions += [_printed(condition) for condition in self.conditions(names)]
+        return guard_of(lines, conditions)
+
+    def conditions(self, symbols: Iterable[sympy.Symbol]) -> list[Any]:
+        """What must hold of the symbols, beside where they come from."""
+        conditions = [guard.expr for guard in self.env.guards]
+        for symbol in symbols:
+            bounds = self.env.var_to_range[symbol]
+            conditions.append(sympy.Ge(symbol, bounds.lower))
+            if bounds.upper != int_oo:
+                conditions.append(sympy.Le(symbol, bounds.upper))
+            replaced = self.env.replace(symbol)
+            if replaced != symbol:
+                conditions.append(sympy.Eq(symbol, replaced))
+        return list(dict.fromkeys(condition for condition in conditions if condition != sympy.true))
+
+
+def _expression(value: Any) -> Any:
+    return value.node._expr if isinstance(value, torch.SymInt) else sympy.Integer(value)
+
+
+def _printed(expression: Any) -> str:
+    return PythonPrinter().doprint(expression)
+
+
+def _strides(tensor: torch.Tensor, sizes: Sequence[Any]) -> list[Any]:
+    """The tensor's strides, as products of ``sizes`` where they are such."""
+    strides: list[Any] = list(tensor.stride())
+    expected, value = 1, 1
+    for dim in sorted(range(tensor.dim()), key=lambda dim: (strides[dim], tensor.shape[dim])):
+        if tensor.stride(dim) == value:
+            strides[dim] = expected
+            expected, value = expected * sizes[dim], value * tensor.shape[dim]
+    return strides

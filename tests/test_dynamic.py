@@ -1,0 +1,251 @@
+"""Sizes that change: one variant for all of them, exactly the dimensions that changed, and guards that are kept."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+
+import pytest
+import torch
+import torch.nn.functional as F
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import nn
+
+import compiled_autograd as ca
+from compiled_autograd.session import Session
+
+from .helpers import assert_grads, assert_same, expect
+
+Batch = tuple[torch.Tensor, ...]
+
+
+def _transformer() -> nn.Module:
+    layer = nn.TransformerEncoderLayer(16, 2, 32, dropout=0.0, batch_first=True)
+    return nn.Sequential(nn.Embedding(20, 16), layer, nn.LayerNorm(16), nn.Linear(16, 20))
+
+
+def _tokens(generator: random.Random) -> Batch:
+    batch, length = generator.randint(2, 9), generator.randint(2, 17)
+    return torch.randint(20, (batch, length)), torch.randint(20, (batch * length,))
+
+
+def _token_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
+    tokens, targets = batch
+    return F.cross_entropy(model(tokens).flatten(0, 1), targets)
+
+
+def _cnn() -> nn.Module:
+    return nn.Sequential(
+        *(nn.Conv2d(3, 8, 3, padding=1), nn.BatchNorm2d(8), nn.ReLU(), nn.MaxPool2d(2)),
+        *(nn.Conv2d(8, 8, 3, stride=2), nn.ReLU(), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 5)),
+    )
+
+
+def _images(generator: random.Random) -> Batch:
+    size = generator.choice(range(12, 41, 2))
+    return torch.randn(4, 3, size, size), torch.randint(5, (4,))
+
+
+def _image_loss(model: nn.Module, batch: Batch) -> torch.Tensor:
+    images, targets = batch
+    return F.cross_entropy(model(images), targets)
+
+
+def _train(
+    make: Callable[[], nn.Module],
+    draw: Callable[[random.Random], Batch],
+    loss: Callable[[nn.Module, Batch], torch.Tensor],
+    session: Session,
+    steps: int = 30,
+    bitwise: bool = True,
+) -> None:
+    """The same batches on eager and in the session; gradients are compared at each step."""
+    torch.manual_seed(0)
+    plain = make()
+    model = make()
+    model.load_state_dict(plain.state_dict())
+    generator = random.Random(0)
+    for _ in range(steps):
+        batch = draw(generator)
+        for each in (plain, model):
+            each.zero_grad()
+            value = loss(each, batch)
+            with session if each is model else ca.disable():
+                value.backward()
+        assert_grads(model, plain, bitwise)
+
+
+def test_random_batch_sizes_and_lengths_need_two_compiles() -> None:
+    session = ca.enable(backend="eager")
+    _train(_transformer, _tokens, _token_loss, session)
+    expect(session.stats(), structure_misses=1, shape_misses=1, hits=28, captures=1, compiles=2)
+
+
+def test_random_image_sizes_need_at_most_three_compiles() -> None:
+    session = ca.enable(backend="eager")
+    _train(_cnn, _images, _image_loss, session)
+    stats = session.stats()
+    assert stats.compiles <= 3
+    expect(stats, structure_misses=1, shape_misses=stats.compiles - 1, captures=1, hits=30 - stats.compiles)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("make", "draw", "loss"), [(_transformer, _tokens, _token_loss), (_cnn, _images, _image_loss)])
+def test_the_same_with_inductor(
+    make: Callable[[], nn.Module],
+    draw: Callable[[random.Random], Batch],
+    loss: Callable[[nn.Module, Batch], torch.Tensor],
+) -> None:
+    session = ca.enable(backend="inductor")
+    _train(make, draw, loss, session, bitwise=False)
+    stats = session.stats()
+    assert stats.compiles <= 3
+    expect(stats, structure_misses=1, shape_misses=stats.compiles - 1, captures=1, hits=30 - stats.compiles)
+
+
+def test_a_list_of_another_length_is_another_structure_and_comes_back_as_a_hit() -> None:
+    layer = nn.Linear(4, 4)
+    session = ca.enable(backend="eager")
+    for length in (1, 2, 3, 2, 1, 3):
+        x = torch.randn(2, 4)
+        losses = []
+        for compiled in (False, True):
+            layer.zero_grad()
+            y = sum(layer(x * factor).tanh() for factor in range(1, length + 1))
+            with session if compiled else ca.disable():
+                y.sum().backward()
+            losses.append([layer.weight.grad, layer.bias.grad])
+        assert_same(*losses)
+    expect(session.stats(), structure_misses=3, hits=3, compiles=3)
+
+
+def _backward(session: Session, *shape: int, dims: tuple[int, ...] = ()) -> None:
+    weight = nn.Parameter(torch.linspace(-1, 1, 12).reshape(3, 4))
+    x = torch.randn(*shape)
+    for dim in dims:
+        torch._dynamo.mark_dynamic(x, dim)
+    expected = torch.autograd.grad((x @ weight).tanh().sum(), weight)
+    with session:
+        (x @ weight).tanh().sum().backward()
+    assert_same([weight.grad], expected)
+
+
+def _dims(session: Session) -> list[tuple[int | str, ...]]:
+    """Of the newest variant, the dimensions of the lifted tensors; "s" where one changes."""
+    (graph,) = session.graphs()
+    return [tuple(d if isinstance(d, int) else "s" for d in spec) for spec in graph.variants[-1].shapes.tensors]
+
+
+def test_only_the_dimension_that_changed_is_a_symbol() -> None:
+    session = ca.enable(backend="eager")
+    _backward(session, 5, 2, 3)
+    _backward(session, 5, 7, 3)
+    changing = {spec for spec in _dims(session) if "s" in spec}
+    assert changing == {(5, "s", 4), ("s", 3)}  # what tanh saved; the input, which matmul folds
+    for size in (9, 4, 100):
+        _backward(session, 5, size, 3)
+    expect(session.stats(), structure_misses=1, shape_misses=1, hits=3, compiles=2)
+    _backward(session, 6, 8, 3)  # the other one
+    for first, second in ((7, 9), (3, 5), (5, 3)):
+        _backward(session, first, second, 3)
+    expect(session.stats(), structure_misses=1, shape_misses=2, hits=6, compiles=3)
+
+
+def test_a_miss_names_the_dimension_and_says_that_it_is_free_now() -> None:
+    session = ca.enable(backend="eager")
+    _backward(session, 5, 3)
+    _backward(session, 6, 3)
+    assert session.last is not None
+    (miss,) = session.last.reasons
+    assert (miss.kind, miss.old, miss.new, miss.hint) == ("shape", "5", "6", "any size from now on")
+    assert "dimension 0" in miss.where and "Backward0" in miss.where and miss.seconds > 0
+
+
+def test_sizes_of_zero_and_one_are_never_symbols() -> None:
+    session = ca.enable(backend="eager")
+    for size in (4, 5, 1, 6, 1, 0, 7, 0):
+        _backward(session, size, 3)
+    stats = session.stats()
+    assert stats.structure_misses == 1 and stats.compiles == 4 and stats.hits == 4
+
+
+def test_dynamic_false_never_makes_symbols() -> None:
+    session = ca.enable(backend="eager", dynamic=False)
+    for size in (4, 5, 6, 4, 5, 6):
+        _backward(session, size, 3)
+    expect(session.stats(), structure_misses=1, shape_misses=2, hits=3, compiles=3)
+    assert not any(variant.shapes.dynamic for graph in session.graphs() for variant in graph.variants)
+
+
+def test_dynamic_true_makes_symbols_at_once_but_not_of_parameters() -> None:
+    session = ca.enable(backend="eager", dynamic=True)
+    for size in (5, 6, 17):
+        _backward(session, size, 3)
+    expect(session.stats(), structure_misses=1, hits=2, compiles=1)
+    assert (3, 4) in _dims(session) or (4, 3) in _dims(session)
+
+
+def test_mark_dynamic_is_respected() -> None:
+    session = ca.enable(backend="eager")
+    for size in (5, 6, 17):
+        _backward(session, size, 3, dims=(0,))
+    expect(session.stats(), structure_misses=1, hits=2, compiles=1)
+
+
+def test_a_guard_that_does_not_hold_is_not_served() -> None:
+    """The view makes the product of two sizes a third; another sum of sizes with the same product is no hit."""
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        return (x.reshape(-1, 2).exp() * x.reshape(-1, 2).sum(0)).sum()
+
+    session = ca.enable(backend="eager")
+    for rows, columns in ((3, 4), (5, 6), (2, 10), (10, 4), (7, 8)):
+        x = torch.randn(rows, columns, requires_grad=True)
+        expected = torch.autograd.grad(loss(x), x)
+        with session:
+            assert_same(torch.autograd.grad(loss(x), x), expected)
+    expect(session.stats(), structure_misses=1, shape_misses=1, hits=3)
+
+
+def test_a_region_that_symbols_cannot_describe_is_compiled_for_each_set_of_shapes(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    from compiled_autograd import specialise
+
+    right = specialise.lower
+
+    def no_symbols(*args: object) -> object:
+        if args[-1]:
+            raise RuntimeError("symbols are not for me")
+        return right(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(specialise, "lower", no_symbols)
+    session = ca.enable(backend="eager")
+    with pytest.warns(UserWarning, match="symbols are not for me"):
+        for size in (4, 5, 6, 4, 5, 6):
+            _backward(session, size, 3)
+    expect(session.stats(), structure_misses=1, compiles=3, hits=3, shape_misses=2, failures=1)
+
+
+shapes = st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), min_size=2, max_size=6)
+
+
+@settings(max_examples=25, deadline=None)
+@given(shapes, st.sampled_from(["matmul", "view", "cat", "norm"]))
+def test_whatever_the_shapes_gradients_are_those_of_eager(sizes: list[tuple[int, int]], what: str) -> None:
+    """Shapes that pass the guards are served rightly, and those that do not are not served by them."""
+    losses: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+        "matmul": lambda x: (x @ x.t()).tanh().sum(),
+        "view": lambda x: (x.reshape(-1).exp() * x.t().reshape(-1)).sum(),
+        "cat": lambda x: torch.cat([x, x.exp()], 0).pow(2).mean(0).sum(),
+        "norm": lambda x: F.layer_norm(x, x.shape[1:]).sin().sum(),
+    }
+    ca.reset()
+    session = ca.enable(backend="eager")
+    for size in sizes:
+        x = torch.randn(*size, dtype=torch.float64, requires_grad=True)
+        expected = torch.autograd.grad(losses[what](x), x)
+        with session:
+            assert_same(torch.autograd.grad(losses[what](x), x), expected)
+    assert session.stats().bypasses == {} and session.stats().failures == 0

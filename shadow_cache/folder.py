@@ -60,14 +60,15 @@ class Folder:
         self.files = self.path / "files"
         self.temporary = self.path / "temporary"
         self.read_only = False
-        self.prepare(create=create)
+        self.create = create
+        self.prepare()
 
-    def prepare(self, *, create: bool) -> None:
+    def prepare(self) -> None:
         """Look at the folder and make what it lacks. Asked again before the index is opened anew."""
         if self._given.is_symlink() and not is_ours(self._given.lstat()):
             raise StoreRefusedError(self._given, "it is a symbolic link of someone else's", f"Use {self.path} itself")
         try:
-            if create:
+            if self.create:
                 self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
             status = self.path.lstat()
         except FileNotFoundError:
@@ -110,15 +111,24 @@ class Folder:
         if fcntl is None or self.read_only:
             yield
             return
-        try:
-            handle = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | _FLAGS, 0o600)
-        except OSError as error:
-            raise self.unavailable(error) from error
+        handle = self._open_lock()
         try:
             self._wait_for_lock(handle, (fcntl.LOCK_EX if alone else fcntl.LOCK_SH) | fcntl.LOCK_NB)
             yield
         finally:
             os.close(handle)
+
+    def _open_lock(self) -> int:
+        for last in (False, True):
+            try:
+                return os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | _FLAGS, 0o600)
+            except FileNotFoundError as error:
+                if last:
+                    raise self.unavailable(error) from error
+                self.prepare()  # the whole folder was removed: that is a way to begin anew
+            except OSError as error:
+                raise self.unavailable(error) from error
+        raise AssertionError("the second time returns or raises")
 
     def _wait_for_lock(self, handle: int, how: int) -> None:
         # Not for ever: a child that was forked while the lock was held keeps it as long as it lives.

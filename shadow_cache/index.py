@@ -58,9 +58,8 @@ class _Process:
 class Index:
     """The database of a :class:`Folder`. ``reasons`` are what was found damaged by this object, oldest first."""
 
-    def __init__(self, folder: Folder, *, create: bool) -> None:
+    def __init__(self, folder: Folder) -> None:
         self._folder = folder
-        self._create = create
         self._file = folder.index / "index.db"
         self._processes: dict[int, _Process] = {}
         self._closed = False
@@ -146,9 +145,9 @@ class Index:
         process.connection = process.opened = process.durable = None
 
     def _connect(self, process: _Process) -> sqlite3.Connection:
-        self._folder.prepare(create=self._create)
+        self._folder.prepare()
         if _identity(self._file) is None:
-            if not self._create:
+            if not self._folder.create:
                 raise StoreMissingError(self._folder.path)
             self._create_file()
         refuse_unless_plain(self._file, folder=False)

@@ -55,7 +55,7 @@ class Store:
 
     def __init__(self, path: Path, *, max_size: int, create: bool) -> None:
         self._folder = Folder(path, create=create)
-        self._index = Index(self._folder, create=create)
+        self._index = Index(self._folder)
         self.path = self._folder.path
         self.max_size = max_size
         self._tidied = False

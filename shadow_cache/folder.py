@@ -76,8 +76,10 @@ class Folder:
         except OSError as error:
             raise self.unavailable(error) from error
         self._refuse_others(status)
-        self.read_only = not os.access(self.path, os.W_OK | os.X_OK)
-        for part in (self.files, self.temporary, self.index):
+        parts = (self.files, self.temporary, self.index)
+        there = [self.path, *(part for part in parts if os.path.lexists(part))]
+        self.read_only = not all(os.access(part, os.W_OK | os.X_OK) for part in there)
+        for part in parts:
             if not self.read_only:
                 try:
                     part.mkdir(mode=0o700, exist_ok=True)

@@ -80,9 +80,10 @@ class Folder:
         there = [self.path, *(part for part in parts if os.path.lexists(part))]
         self.read_only = not all(os.access(part, os.W_OK | os.X_OK) for part in there)
         for part in parts:
-            if not self.read_only:
+            if not self.read_only and not os.path.lexists(part):
                 try:
                     part.mkdir(mode=0o700, exist_ok=True)
+                    _sync_folder(self.path)
                 except FileExistsError:
                     pass  # something that is no folder: refused below
                 except OSError as error:
@@ -240,8 +241,8 @@ class Folder:
         return old
 
     def set_aside(self) -> list[Path]:
-        """Damaged indexes that were moved aside."""
-        return [path for path in _listed(self.path) if path.name.startswith("index.corrupt-")]
+        """Damaged indexes that were moved aside, and new ones that did not come to take their place."""
+        return [path for path in _listed(self.path) if path.name.startswith(("index.corrupt-", "index.new-"))]
 
 
 def is_old(status: os.stat_result) -> bool:

@@ -278,7 +278,9 @@ def test_damage_while_it_is_open(copy: Path) -> None:
     """Another process has moved the index aside: who had it open goes on in the new one."""
     with shadow_cache.open(copy) as first, shadow_cache.open(copy) as second:
         assert len(first.entries()) == len(second.entries()) == COUNT
-        first._index._replace(first._index._process(), _corrupt())
+        process = first._index._process()
+        first._index._replace(process, _corrupt(), process.opened)
+        assert len(list(copy.glob("index.corrupt-*"))) == 1 and not list(copy.glob("index.new-*"))
         second.add(*made(COUNT))
         assert {entry.id for entry in first.entries()} == {f"{number:06x}" for number in range(COUNT + 1)}
         shutil.rmtree(copy)

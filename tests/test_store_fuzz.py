@@ -279,7 +279,9 @@ def test_damage_while_it_is_open(copy: Path) -> None:
     with shadow_cache.open(copy) as first, shadow_cache.open(copy) as second:
         assert len(first.entries()) == len(second.entries()) == COUNT
         process = first._index._process()
-        first._index._replace(process, _corrupt(), process.opened)
+        seen = process.opened
+        first._index._replace(process, _corrupt(), seen)
+        first._index._replace(process, _corrupt(), seen)  # by then it is another index, which stays
         assert len(list(copy.glob("index.corrupt-*"))) == 1 and not list(copy.glob("index.new-*"))
         second.add(*made(COUNT))
         assert {entry.id for entry in first.entries()} == {f"{number:06x}" for number in range(COUNT + 1)}
@@ -341,7 +343,24 @@ def test_two_writers(tmp_path: Path) -> None:
         assert one.entries() == other.entries() and not one.verify()
 
 
-def test_nothing_but_store_errors(copy: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_that_is_removed_while_an_entry_with_it_is_added(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with shadow_cache.open(tmp_path / "store") as one, shadow_cache.open(tmp_path / "store") as other:
+        one.add(*made(3))
+        write = one._folder.write
+
+        def write_and_be_overtaken(digest: str, data: bytes) -> None:
+            write(digest, data)
+            if digest == made(3)[1].regions[0].lowered and other.remove(["000003"]):
+                assert one._folder.size(digest) is None, "no entry named it at that moment"
+
+        monkeypatch.setattr(one._folder, "write", write_and_be_overtaken)
+        one.add(*made(4))  # the same lowered graph
+        assert [stored(entry) for entry in one.entries()] == [made(4)[1]] and not one.verify()
+
+
+def test_nothing_but_store_errors(copy: Path) -> None:
     """A folder taken away altogether, by something that is no folder."""
     with shadow_cache.open(copy) as store:
         shutil.rmtree(copy)

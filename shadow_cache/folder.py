@@ -105,8 +105,9 @@ class Folder:
     def unavailable(self, error: Exception) -> StoreUnavailableError:
         """``error`` in the words of the store."""
         found = (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
-        do = "Free space, make it writable, or name another folder"
-        return StoreUnavailableError(self.path, found[:1].lower() + found[1:], do)
+        locked = isinstance(error, BlockingIOError) or "locked" in found
+        do = "End the process that holds it" if locked else "Free space, make it writable"
+        return StoreUnavailableError(self.path, found[:1].lower() + found[1:], f"{do}, or name another folder")
 
     @contextmanager
     def locked(self, *, alone: bool = False) -> Iterator[None]:

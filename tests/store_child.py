@@ -100,6 +100,10 @@ def kill_in(folder: str, trials: int, rng: random.Random) -> int:
             for number in numbers[-3:]:
                 for digest, data in made(number, SIZE)[2].items():
                     assert store.read(digest) == data
+            # What it was at when it was killed can be stored by the next one.
+            unfinished = numbers[-1] + 1 if numbers else trial * 1000
+            store.add(*made(unfinished, SIZE))
+            reported.add(unfinished)
     check(folder, reported)
     return len(reported)
 

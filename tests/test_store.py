@@ -390,12 +390,16 @@ def test_a_store_can_be_used_on_both_sides_of_a_fork(tmp_path: Path) -> None:
     done = in_child(f"""
         store = shadow_cache.open({str(tmp_path / "store")!r})
         store.add(*made(1))
+        connection = store._index._process().connection
+        held = sys.getrefcount(connection)
         children = []
         for number in range(2, 6):
             pid = os.fork()
             if not pid:
                 assert len(store.find("s1")) == 1
                 store.add(*made(number))
+                assert store._index._process().connection is not connection
+                assert sys.getrefcount(connection) > held, "nothing must close it here, the interpreter's end neither"
                 sys.exit(0)  # the whole way through the end of the interpreter
             children.append(pid)
             store.add(*made(number + 10))

@@ -1,0 +1,284 @@
+"""The index: a sqlite database in WAL mode, one connection for a process, and what is done when it is damaged.
+
+Rows are read and written by functions of a connection, given to :meth:`Index.read` and :meth:`Index.write`; they may be
+called twice. Errors of sqlite become those of the store here, and nowhere else.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sqlite3
+import threading
+import time
+from collections.abc import Callable
+from contextlib import closing, suppress
+from pathlib import Path
+from typing import TypeVar
+from urllib.parse import quote
+
+from .entries import MissEntry
+from .errors import StoreError, StoreMissingError, StoreNewerError, StoreUnavailableError
+from .folder import BUSY_SECONDS, Folder, refuse_unless_plain
+from .records import Miss
+from .rows import TABLES, put_miss
+from .salvage import salvage
+
+SCHEMA = 1
+T = TypeVar("T")
+
+# sqlite's primary result codes for what lies outside the database: PERM, BUSY, LOCKED, NOMEM, READONLY, INTERRUPT,
+# IOERR, FULL, CANTOPEN, PROTOCOL, NOLFS, AUTH. All our statements are fixed, so that anything else ("no such table",
+# a constraint that does not hold) says as much of the database as CORRUPT and NOTADB do.
+_OUTSIDE = {3, 5, 6, 7, 8, 9, 10, 13, 14, 15, 22, 23}
+_SHORT_READ = 522  # an IOERR: the file ends before its last page
+_OUTSIDE_WORDS = ("locked", "readonly", "read-only", "full", "unable to open", "disk I/O error", "interrupted")
+
+
+class _Process:
+    """What belongs to one process: its connection, the file that it is to, and a lock for the threads."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.connection: sqlite3.Connection | None = None
+        self.opened: tuple[int, int] | None = None
+        self.durable: bool | None = None
+
+
+class Index:
+    """The database of a :class:`Folder`. ``reasons`` are what was found damaged by this object, oldest first."""
+
+    def __init__(self, folder: Folder) -> None:
+        self._folder = folder
+        self._file = folder.index / "index.db"
+        self._processes: dict[int, _Process] = {}
+        self._closed = False
+        self.reasons: list[MissEntry] = []
+        self.read(lambda connection: None)
+
+    def read(self, work: Callable[[sqlite3.Connection], T]) -> T:
+        """What ``work`` gives. It should fetch all that it asks for."""
+        return self._run(work, write=False, durable=False)
+
+    def write(self, work: Callable[[sqlite3.Connection], T], *, durable: bool = False) -> T:
+        """What ``work`` gives, in one transaction; ``durable`` if it must outlast a loss of power too."""
+        return self._run(work, write=True, durable=durable)
+
+    def close(self) -> None:
+        """Close this process's connection."""
+        self._closed = True
+        process = self._process()
+        with process.lock:
+            self._disconnect(process)
+
+    # ---- one connection for a process --------------------------------------------------------------------------------
+
+    def _process(self) -> _Process:
+        pid = os.getpid()
+        process = self._processes.get(pid)
+        if process is None:
+            for inherited in list(self._processes.values()):
+                _never_close(inherited.connection)
+            process = self._processes.setdefault(pid, _Process())
+        return process
+
+    def _run(self, work: Callable[[sqlite3.Connection], T], *, write: bool, durable: bool) -> T:
+        if self._closed:
+            raise StoreUnavailableError(self._folder.path, "it was closed", "Open it anew")
+        process = self._process()
+        for last in (False, True):
+            seen = None
+            try:
+                with process.lock, self._folder.locked():
+                    try:
+                        connection = self._connected(process)
+                        return self._transaction(process, connection, work, durable) if write else work(connection)
+                    finally:
+                        seen = process.opened
+            except sqlite3.Error as error:
+                if not _is_damage(error) or self._folder.read_only or last:
+                    raise self._folder.unavailable(error) from error
+                self._replace(process, error, seen)
+        raise AssertionError("the second time returns or raises")
+
+    @staticmethod
+    def _transaction(
+        process: _Process, connection: sqlite3.Connection, work: Callable[[sqlite3.Connection], T], durable: bool
+    ) -> T:
+        if process.durable != durable:
+            connection.execute(f"PRAGMA synchronous = {'FULL' if durable else 'NORMAL'}")
+            process.durable = durable
+        connection.execute("BEGIN IMMEDIATE")
+        try:
+            result = work(connection)
+            connection.execute("COMMIT")
+        except BaseException:
+            with suppress(sqlite3.Error):  # the first error says more
+                connection.execute("ROLLBACK")
+            raise
+        return result
+
+    def _connected(self, process: _Process) -> sqlite3.Connection:
+        """The connection, made anew where the file is no longer the one that it is to."""
+        if process.connection is not None:
+            if self._folder.read_only or process.opened == _identity(self._file):
+                return process.connection
+            self._disconnect(process)
+        if self._folder.read_only:
+            process.connection = self._connect_read_only()
+        else:
+            process.connection = self._connect(process)
+        return process.connection
+
+    @staticmethod
+    def _disconnect(process: _Process) -> None:
+        if process.connection is not None:
+            with suppress(sqlite3.Error):
+                process.connection.close()
+        process.connection = process.opened = process.durable = None
+
+    def _connect(self, process: _Process) -> sqlite3.Connection:
+        self._folder.prepare()
+        if _identity(self._file) is None:
+            if not self._folder.create:
+                raise StoreMissingError(self._folder.path)
+            self._create_file(self._file)
+        refuse_unless_plain(self._file, folder=False)
+        self._refuse_newer(_version_in_header(self._file))
+        process.opened = _identity(self._file)
+        connection = _open(self._file, "mode=rw")
+        try:
+            version = connection.execute("PRAGMA user_version").fetchone()[0]
+            self._refuse_newer(version)
+            if version != SCHEMA:
+                _make(connection)
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    def _create_file(self, file: Path) -> None:
+        try:
+            os.close(os.open(file, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o600))
+        except OSError as error:
+            raise self._folder.unavailable(error) from error
+
+    def _connect_read_only(self) -> sqlite3.Connection:
+        if _identity(self._file) is None:
+            raise StoreMissingError(self._folder.path)
+        refuse_unless_plain(self._file, folder=False)
+        # In a folder where sqlite can make no files of its own, it reads only what is declared never to change. If it
+        # does change, checksums tell.
+        for mode in ("mode=ro", "immutable=1"):
+            connection = _open(self._file, mode)
+            try:
+                version = connection.execute("PRAGMA user_version").fetchone()[0]
+                self._refuse_newer(version)
+                return connection
+            except (sqlite3.Error, StoreNewerError) as error:
+                connection.close()
+                if mode == "immutable=1" or isinstance(error, StoreNewerError):
+                    raise
+        raise AssertionError("the last mode returns or raises")
+
+    def _refuse_newer(self, version: int) -> None:
+        if version > SCHEMA:
+            raise StoreNewerError(self._folder.path, version, SCHEMA)
+
+    # ---- damage ------------------------------------------------------------------------------------------------------
+
+    def _replace(self, process: _Process, error: sqlite3.Error, seen: tuple[int, int] | None) -> None:
+        """Put a new index, with what can still be read, in place of the damaged one, which is moved aside."""
+        with process.lock, self._folder.locked(alone=True):
+            if seen != _identity(self._file):
+                return  # another process or thread was first
+            self._disconnect(process)
+            token = f"{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{os.urandom(3).hex()}"
+            fresh, aside = (self._folder.path / f"index.{word}-{token}" for word in ("new", "corrupt"))
+            try:
+                # Whole before it takes the place: a process that ends in here loses nothing.
+                fresh.mkdir(mode=0o700)
+                self._create_file(fresh / self._file.name)
+                with (
+                    closing(_open(self._file, "mode=rw")) as old,
+                    closing(_open(fresh / self._file.name, "mode=rw")) as new,
+                ):
+                    _make(new)
+                    count = salvage(self._folder, old, new)
+                    hint = f"{count} entries were saved from it; see {aside.name}"
+                    miss = Miss("corrupt", "the index", old="a database", new=str(error), hint=hint)
+                    reason = MissEntry(time.time(), "", None, "index", miss)
+                    put_miss(new, reason)
+                self._folder.index.rename(aside)
+                fresh.rename(self._folder.index)
+            except StoreError:
+                shutil.rmtree(fresh, ignore_errors=True)
+                raise
+            except (OSError, sqlite3.Error) as failed:
+                shutil.rmtree(fresh, ignore_errors=True)
+                raise self._folder.unavailable(failed) from error
+            self.reasons.append(reason)
+
+
+def _open(file: Path, how: str) -> sqlite3.Connection:
+    connection = sqlite3.connect(
+        f"file:{quote(str(file))}?{how}", uri=True, timeout=BUSY_SECONDS, isolation_level=None, check_same_thread=False
+    )
+    # Damaged text must not raise: what it says is then not what was stored, and the row's checksum tells.
+    connection.text_factory = lambda data: data.decode(errors="replace")
+    return connection
+
+
+def _never_close(connection: sqlite3.Connection | None) -> None:
+    """Keep a connection that a fork left in this process: sqlite allows it neither to be used nor to be closed here.
+
+    One more reference than there is keeps it through the end of the interpreter too.
+    """
+    if connection is not None:
+        import ctypes
+
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(connection))
+
+
+def _make(connection: sqlite3.Connection) -> None:
+    deadline = time.monotonic() + BUSY_SECONDS
+    while True:  # sqlite does not wait by itself when the journal's mode is changed
+        try:
+            connection.execute("PRAGMA journal_mode = WAL")
+            break
+        except sqlite3.OperationalError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.01)
+    connection.execute("BEGIN IMMEDIATE")
+    try:
+        for statement in TABLES.split(";"):
+            connection.execute(statement)
+        connection.execute(f"PRAGMA user_version = {SCHEMA}")
+        connection.execute("COMMIT")
+    except BaseException:
+        with suppress(sqlite3.Error):
+            connection.execute("ROLLBACK")
+        raise
+
+
+def _identity(file: Path) -> tuple[int, int] | None:
+    try:
+        status = file.lstat()
+    except FileNotFoundError:
+        return None
+    return status.st_dev, status.st_ino
+
+
+def _version_in_header(file: Path) -> int:
+    """The schema as the file's header has it (bytes 60 to 64 of the format), read before sqlite touches the file."""
+    with file.open("rb") as opened:
+        header = opened.read(64)
+    return int.from_bytes(header[60:64], "big") if header[:16] == b"SQLite format 3\0" else 0
+
+
+def _is_damage(error: sqlite3.Error) -> bool:
+    code = getattr(error, "sqlite_errorcode", None)  # Python 3.11 and later
+    if code is None:
+        return not any(word in str(error) for word in _OUTSIDE_WORDS)
+    return code == _SHORT_READ or code & 0xFF not in _OUTSIDE

@@ -60,9 +60,11 @@ __all__ = [
 
 
 def reset() -> None:
-    """Forget every graph in memory, compiled or captured. Sessions keep their counts."""
+    """Forget every graph in memory, compiled or captured. Sessions keep their counts, the store on disk its entries."""
+    from .disk import close_all
     from .engine import forget
     from .graphs import GRAPHS
 
     forget()
     GRAPHS.clear()
+    close_all()

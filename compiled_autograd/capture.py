@@ -12,6 +12,7 @@ tape is whole: what goes wrong elsewhere is kept and raised there, and the eager
 from __future__ import annotations
 
 import functools
+import re
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
@@ -33,6 +34,7 @@ _STAND_INS_AT_ONCE = 512
 _MOST_EDGES = 2000
 """The engine keeps the length of a node's key in 16 bits (``CacheKey::key_size``), and an edge takes about 15 bytes of
 it: above some 4,000 edges two different structures could be taken for one."""
+_BUILT_IN = r"(torch::autograd::)?\w+?(Backward|BackwardAutogradNestedTensor)\d*|validate_outputs"
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
@@ -132,7 +134,7 @@ class Capture:
     def bind_function(self, name: str, function: Callable[..., Any], is_custom: bool, traceable: bool) -> str:
         """The engine hands over the function of a kind of node, once in a process."""
         known = self.share_op(name, function, is_custom, traceable)
-        OPS[known] = ir.OpaqueOp(known, function, traceable)
+        OPS[known] = ir.OpaqueOp(known, function, traceable, is_custom)
         return known
 
     @_keeps_failures
@@ -330,7 +332,7 @@ class Capture:
             function = self.find_op(name)
             if function is None:
                 raise CaptureRefusedError(unsupported(f"{name}, which the engine has handed to someone else"))
-            op = OPS[name] = ir.OpaqueOp(name, function)
+            op = OPS[name] = ir.OpaqueOp(name, function, custom=not re.fullmatch(_BUILT_IN, name))
         return op
 
     @_keeps_failures

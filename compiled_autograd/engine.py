@@ -27,14 +27,15 @@ import torch
 from torch._C import _ImperativeEngine
 from torch.autograd import Variable
 
-from shadow_cache import Bypass, Miss, unsupported
+from shadow_cache import Bypass, Key, Miss, unsupported
 
 from . import ir, tape
 from .ambient import ambient
 from .bypass import DDP_CPP_REDUCER, ON_MISS, TORCH_COMPILED_AUTOGRAD, TRACING, before_capture
 from .capture import Capture
+from .disk import disk_for
 from .errors import BrokenCaptureError, CacheMissError, CaptureRefusedError, UnsupportedBackwardError
-from .execution import Running, depth, execute, leave_to_engine, running
+from .execution import Running, depth, execute, find_variant, leave_to_engine, running
 from .functions import number_of
 from .gate import GATE, threads_running
 from .graphs import GRAPHS, CompiledGraph
@@ -231,8 +232,11 @@ def _raise_if_missing(session: Session, call: Call) -> None:
     if reason is None:
         assert probing.handover is not None
         graph, surroundings = probing.handover.graph, ambient()
-        if graph.find(session.settings.key, surroundings, probing.handover) is None:
-            misses = misses or graph.explain(session.settings, surroundings, probing.handover)
+        variant, other = find_variant(session, graph, surroundings, probing.handover)
+        if variant is not None:
+            misses = []
+        else:
+            misses = misses or [other] if other else graph.explain(session.settings, surroundings, probing.handover)
     if misses:
         session.record(Outcome(BYPASS, reasons=(ON_MISS, *misses)))
         raise CacheMissError(misses)
@@ -364,7 +368,7 @@ def _finish(captured: ir.TapeGraph, capture: Capture) -> tuple[Callable[..., Any
         if agrees:
             tape.join_names(captured.calls, visited)
         capturing.miss = GRAPHS.explain(ordered, keys)
-        if capturing.session.settings.on_miss != "compile":
+        if capturing.session.settings.on_miss != "compile" and not _stored(capturing.session, ordered, keys):
             _LEFT_TO_EAGER.add(capturing.call.fingerprint())
             raise CaptureRefusedError(ON_MISS)
         graph, crowded = GRAPHS.add(ordered, keys)
@@ -372,6 +376,11 @@ def _finish(captured: ir.TapeGraph, capture: Capture) -> tuple[Callable[..., Any
         if crowded:  # the engine still knows those that went; it cannot be told to forget some
             _thread.crowded = True
     return _hand_over, graph
+
+
+def _stored(session: Session, ordered: ir.TapeGraph, keys: Sequence[Key]) -> bool:
+    disk = disk_for(session.settings)
+    return disk is not None and disk.knows(ordered, keys)
 
 
 def _hand_over(

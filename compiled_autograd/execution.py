@@ -23,6 +23,7 @@ from shadow_cache import Bypass, Failure, Miss
 from . import tape
 from .ambient import Ambient, ambient
 from .bypass import ON_MISS
+from .disk import disk_for
 from .errors import CacheMissError
 from .graphs import CompiledGraph
 from .log import RunLog, no_hooks
@@ -152,7 +153,12 @@ def execute(
     torch._C._set_grad_enabled(False)
     try:
         surroundings = ambient()
-        variant = graph.find(session.settings.key, surroundings, handover)
+        variant, other = find_variant(session, graph, surroundings, handover)
+        if variant is not None and variant.entry is not None:
+            miss, reasons = None, []  # another process has met this structure
+        elif variant is None and miss is not None:
+            miss = other or _nearest_stored(session, graph, miss)
+            reasons = [miss]
         if variant is None and log.may_compile:
             variant, variant_misses = _add(session, graph, surroundings, handover, log)
             reasons.extend(variant_misses[1:] if miss is not None else variant_misses)
@@ -179,9 +185,42 @@ def execute(
         cost = sum(log.seconds.get(stage, 0.0) for stage in ("lower", "compile"))
         if reasons and isinstance(reasons[0], Miss):
             reasons[0] = msgspec.structs.replace(reasons[0], seconds=cost)
+        if variant is not None and log.compiles:
+            _store(session, graph, variant, surroundings, reasons, cost)
         session.record(Outcome(outcome, graph, tuple(reasons), log.seconds), captured, log.compiles)
         if log.uncompiled and session.settings.on_miss == "raise" and sys.exc_info()[0] is None:
             raise CacheMissError(reasons, ran=True)
+
+
+def find_variant(
+    session: Session, graph: CompiledGraph, surroundings: Ambient, handover: Handover
+) -> tuple[Variant | None, Miss | None]:
+    """What serves a backward, in memory or in the store on disk; or None, and why what the store has does not."""
+    variant = graph.find(session.settings.key, surroundings, handover)
+    disk = None if variant is not None else disk_for(session.settings)
+    return (variant, None) if disk is None else disk.find(graph, session.settings, surroundings, handover)
+
+
+def _nearest_stored(session: Session, graph: CompiledGraph, miss: Miss) -> Miss:
+    """A structure miss, told by the store where this process has nothing to compare with."""
+    disk = disk_for(session.settings) if miss.kind == "first_seen" else None
+    return miss if disk is None else disk.explain(graph.tape) or miss
+
+
+def _store(
+    session: Session,
+    graph: CompiledGraph,
+    variant: Variant,
+    surroundings: Ambient,
+    reasons: Sequence[Bypass | Miss | Failure],
+    seconds: float,
+) -> None:
+    """Keep what was compiled for other processes."""
+    disk = disk_for(session.settings)
+    if disk is None:
+        return
+    misses = [reason for reason in reasons if isinstance(reason, Miss)]
+    variant.not_stored = disk.save(graph, variant, session.settings, surroundings, misses, seconds)
 
 
 def _saved_tensor_hooks() -> list[Any]:

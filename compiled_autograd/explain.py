@@ -210,8 +210,11 @@ def layout_miss(
 
 
 def _used_by(tape: ir.TapeGraph, name: str) -> str:
-    for node in tape.graph.find_nodes(op="placeholder"):
-        if node.target == name:
-            for user in node.users:
-                return f"{place(tape, user.meta['call'])}: {name}"
-    return name
+    call = uses(tape).get(name)
+    return name if call is None else f"{place(tape, call)}: {name}"
+
+
+def uses(tape: ir.TapeGraph) -> dict[str, int]:
+    """For each placeholder the first node of the tape that uses it."""
+    placeholders = tape.graph.find_nodes(op="placeholder")
+    return {str(node.target): user.meta["call"] for node in placeholders for user in list(node.users)[:1]}

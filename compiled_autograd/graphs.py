@@ -24,7 +24,7 @@ from .settings import Settings
 from .shapes import Spec
 from .specialise import Pass
 from .steps import RegionStep
-from .variants import Handover, Shapes, Variant, tensor_check
+from .variants import Handover, Shapes, Variant, tensor_check, tensor_plans
 
 MOST_VARIANTS = 32
 """So many variants of one structure are kept; see also :data:`MOST_STRUCTURES`."""
@@ -42,6 +42,7 @@ class CompiledGraph:
         variants: what was compiled of it, for each set of shapes, ambient state and settings.
         number: counts the structures of the process.
         used: orders the structures by their last use.
+        structure: its id in the store on disk, once somebody has asked for it.
         evicted: its variants were let go of, because there were too many structures.
     """
 
@@ -50,6 +51,7 @@ class CompiledGraph:
     variants: list[Variant] = field(default_factory=list)
     used: int = 0
     evicted: bool = False
+    structure: str | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __call__(self, handover: Handover) -> list[torch.Tensor | None]:
@@ -77,6 +79,7 @@ class CompiledGraph:
             misses = [self._why(key, before, handover, shapes.dynamic)]
             specs.update(shapes.of_placeholders(self.tape))
             variant = self.make(key, get_backend(settings.backend), settings.passes, handover, shapes, specs)
+            variant.tensors = tensor_plans(shapes, handover.tensors)
             misses += self.keep(variant)
         return variant, misses
 

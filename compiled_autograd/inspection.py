@@ -70,7 +70,7 @@ def inspect(*outputs: torch.Tensor | GradientEdge) -> TapeView:
             )
     visited = tape.walk(outputs)
     index_of = {each.node: index for index, each in enumerate(visited)}
-    names = tape.parameter_names()
+    names = {key: name for key, (name, _) in tape.parameter_names().items()}
     nodes = []
     for each in visited:
         edges = tuple(

@@ -42,12 +42,13 @@ class OpaqueOp:
     gradients, one for each edge to a next node. It reads nothing else, so it can be run later, or under fake tensors.
     """
 
-    __slots__ = ("__name__", "function", "traceable")
+    __slots__ = ("__name__", "custom", "function", "traceable")
 
-    def __init__(self, name: str, function: Callable[..., Any], traceable: bool = True) -> None:
+    def __init__(self, name: str, function: Callable[..., Any], traceable: bool = True, custom: bool = False) -> None:
         self.__name__ = name
         self.function = function
         self.traceable = traceable
+        self.custom = custom  # of a user's C++, which another process may have in another version
 
     __module__ = "compiled_autograd.ops"
 
@@ -260,6 +261,7 @@ class TapeCall:
         sequence: its sequence number; None where it could not be read.
         edges: indices of the nodes that its gradients go to, edge by edge; None where they could not be read.
         parameter: for a leaf, the name of the parameter that it writes to, where a living module has it.
+        module: the class of the outermost module that has it.
         source: ``file:line in function`` of the forward, where anomaly mode recorded it.
     """
 
@@ -268,6 +270,7 @@ class TapeCall:
     sequence: int | None = None
     edges: list[int] | None = None
     parameter: str | None = None
+    module: str | None = None
     source: str | None = None
 
 

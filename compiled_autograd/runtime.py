@@ -121,13 +121,15 @@ class Program:
 
     def _run_region(self, step: RegionStep, slots: Slots, log: RunLog) -> None:
         found, compiled = self.specialiser.find(step, slots)
-        if not found and not log.may_compile:
-            log.uncompiled += 1
-            _interpret(step, slots)
-            return
         if not found:
             with COMPILING:
                 found, compiled = self.specialiser.find(step, slots)
+                if not found and self.specialiser.load(step, slots, log):
+                    found, compiled = self.specialiser.find(step, slots)
+                if not found and not log.may_compile:
+                    log.uncompiled += 1
+                    _interpret(step, slots)
+                    return
                 if not found:
                     if not self.specialiser.specialise(step, slots, log):
                         _interpret(step, slots)

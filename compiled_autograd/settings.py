@@ -104,7 +104,7 @@ def _cache_dir(value: Any, where: str) -> Any:
     if value is None or value is False:
         return value
     if isinstance(value, (str, os.PathLike)):
-        raise SettingNotBuiltError("cache_dir", value, "cache_dir=False: graphs are kept in memory")
+        return os.fspath(value)
     raise InvalidSettingError("cache_dir", value, "a path, None or False", where)
 
 

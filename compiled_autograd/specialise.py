@@ -4,6 +4,9 @@ and run for the first time.
 
 from __future__ import annotations
 
+import math
+import operator
+import re
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -13,8 +16,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from backends import Backend
-from shadow_cache import Failure, Miss
+from backends import ArtifactError, Backend
+from shadow_cache import Failure, Miss, StoreError
 
 from . import ir
 from .errors import UntraceableError
@@ -22,7 +25,7 @@ from .log import RunLog
 from .lower import Lowered, lower
 from .partition import Region
 from .shapes import Spec, is_static, spec_of, static_parts, widened
-from .steps import RegionStep, Slots, Specialised, Wiring
+from .steps import RegionPlan, RegionStep, Slots, Specialised, Wiring
 
 Pass = Callable[[fx.GraphModule], fx.GraphModule | None]
 COMPILING = threading.RLock()  # neither tracing nor Inductor can be used by two threads at once
@@ -39,6 +42,32 @@ class AtHand:
     def graph_module(self) -> fx.GraphModule:
         """The graph."""
         return self.module
+
+    def text(self) -> str:
+        """The graph as code of Python."""
+        return self.module.graph.python_code("self").src
+
+
+@dataclass(slots=True)
+class Shelved:
+    """A compiled region in the store on disk: how it is fed, and the names of its files there."""
+
+    plan: RegionPlan
+    artifact: str
+    lowered: str
+    code: str = ""
+
+    def graph_module(self) -> fx.GraphModule:
+        """The ATen graph, made of its text. Constants in it are empty tensors."""
+        return graph_of(self.code)
+
+
+@dataclass(slots=True)
+class Shelf:
+    """What the store has of one variant, by the place of the region; and what gives a file of the store."""
+
+    regions: Mapping[tuple[int, int], Sequence[Shelved]]
+    read: Callable[[str], bytes]
 
 
 class Specialiser:
@@ -59,6 +88,7 @@ class Specialiser:
         self.passes = tuple(passes)
         self.specs = dict(specs)
         self.dynamic = dynamic
+        self.shelf: Shelf | None = None
 
     # ---- looking up ------------------------------------------------------------------------------------------------
 
@@ -80,6 +110,32 @@ class Specialiser:
             ):
                 return True, compiled
         return False, None
+
+    def load(self, step: RegionStep, slots: Slots, log: RunLog) -> bool:
+        """Take what the store on disk has for the values in hand, if it has; :meth:`find` finds it then."""
+        if self.shelf is None:
+            return False
+        for shelved in self.shelf.regions.get(step.place, ()):
+            step.each_shape = step.each_shape or shelved.plan.each_shape
+            kind = self.kind(step, slots)
+            if shelved.plan.kind != repr(kind):
+                continue
+            started = time.perf_counter()
+            try:
+                shelved.code = self.shelf.read(shelved.lowered).decode()
+                call = self.backend.load(self.shelf.read(shelved.artifact))  # type: ignore[attr-defined]
+                compiled = step.bind(shelved, call, shelved.plan.wiring, kind, shelved.plan.guard())
+            except (StoreError, ArtifactError) as error:
+                where = f"a region of {len(step.region.nodes)} calls in the store"
+                log.misses.append(Miss("corrupt", where, old="stored", new=str(error), hint="it is compiled again"))
+                continue
+            finally:
+                log.add("load", time.perf_counter() - started)
+            if compiled.guard is None or compiled.guard.function([slots[slot] for slot in compiled.arguments]):
+                step.compiled[kind] = [*step.compiled.get(kind, ()), compiled]
+                log.loads += 1
+                return True
+        return False
 
     # ---- compiling -------------------------------------------------------------------------------------------------
 
@@ -192,6 +248,21 @@ def store_results(compiled: Specialised, results: Sequence[Any], slots: Slots) -
         slots[slot] = results[index]
     for slot, index in compiled.copied:
         slots[slot] = results[index].clone()
+
+
+def graph_of(code: str) -> fx.GraphModule:
+    """The graph of a text that :meth:`AtHand.text` gave."""
+    names = sorted(set(re.findall(r"\bself\.(\w+)", code)))
+    root = torch.nn.Module()
+    for name in names:
+        root.register_buffer(name, torch.empty(0))
+    namespace: dict[str, Any] = {"torch": torch, "device": torch.device, "inf": math.inf, "nan": math.nan}
+    namespace.update({"operator": operator, "_operator": operator, "math": math, "fx_pytree": fx._pytree})
+    exec(compile(code, "<an ATen graph>", "exec"), namespace)
+    module = type("Lowered", (torch.nn.Module,), {"forward": namespace["forward"]})()
+    for name, buffer in root.named_buffers():
+        module.register_buffer(name, buffer)
+    return fx.symbolic_trace(module)
 
 
 def _wiring(step: RegionStep, lowered: Lowered, results: Sequence[Any], arguments: Sequence[Any]) -> Wiring:

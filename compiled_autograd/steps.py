@@ -15,7 +15,7 @@ from torch import fx
 
 from . import ir
 from .partition import Opaque, Region, Step, cut, partition
-from .shapes import Guard
+from .shapes import Guard, guard_of
 
 Slots = list[Any]
 
@@ -44,6 +44,21 @@ class Wiring(msgspec.Struct, frozen=True):
     fresh: tuple[tuple[int, int], ...]
     copied: tuple[tuple[int, int], ...]
     passed: tuple[tuple[int, int], ...]
+
+
+class RegionPlan(msgspec.Struct, frozen=True):
+    """Which region was compiled, for what, and how it is fed."""
+
+    place: tuple[int, int]
+    kind: str
+    each_shape: bool
+    wiring: Wiring
+    names: tuple[str, ...] | None
+    conditions: tuple[str, ...]
+
+    def guard(self) -> Guard | None:
+        """Whether it holds for its arguments; None where nothing changes."""
+        return None if self.names is None else guard_of(self.names, self.conditions)
 
 
 @dataclass(slots=True)
@@ -136,6 +151,14 @@ class RegionStep:
             [(self.fresh[position].shared, self.inputs[source]) for position, source in wiring.passed],
             guard,
         )
+
+
+def region_plan(step: RegionStep, compiled: Specialised) -> RegionPlan:
+    """The plan of a compiled region."""
+    guard = compiled.guard
+    names = None if guard is None else guard.names
+    conditions = () if guard is None else guard.conditions
+    return RegionPlan(step.place, repr(compiled.kind), step.each_shape, compiled.wiring, names, conditions)
 
 
 @dataclass(slots=True, eq=False)

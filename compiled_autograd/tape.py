@@ -150,17 +150,19 @@ def join_names(calls: Sequence[ir.TapeCall], visited: Sequence[Visited]) -> None
     """Join parameters' names and source lines, after :func:`join_order` has found that the two agree."""
     names = names_of([each.node.variable for each in visited if each.name == LEAF])
     for call, each in zip(calls[1:], visited, strict=True):
-        if each.name == LEAF:
-            call.parameter = names.get(id(each.node.variable))
+        if each.name == LEAF and id(each.node.variable) in names:
+            call.parameter, call.module = names[id(each.node.variable)]
         call.source = source_line(each.node)
 
 
-_looked_up: dict[int, tuple[weakref.ref[torch.Tensor], str | None]] = {}
+Name = tuple[str, str]
+"""A parameter's name in the outermost module that has it, and that module's class."""
+_looked_up: dict[int, tuple[weakref.ref[torch.Tensor], Name | None]] = {}
 """By ``id``, parameters whose name was looked for, and what was found: to search all living objects takes as long as
 hundreds of captures, and is done once for each model."""
 
 
-def names_of(leaves: Sequence[torch.Tensor]) -> dict[int, str]:
+def names_of(leaves: Sequence[torch.Tensor]) -> dict[int, Name]:
     """``id`` of each leaf that is a parameter of a living module -> its name there."""
     parameters = [leaf for leaf in leaves if isinstance(leaf, torch.nn.Parameter)]
     if not all(id(parameter) in _looked_up for parameter in parameters):
@@ -177,15 +179,15 @@ def _forget(key: int, _: object) -> None:
     _looked_up.pop(key, None)
 
 
-def parameter_names() -> dict[int, str]:
+def parameter_names() -> dict[int, Name]:
     """``id`` of each parameter of each living module -> its name, seen from the outermost module that has it."""
     modules = [each for each in gc.get_objects() if _is_module(each)]
     inner = {id(child) for module in modules for child in module._modules.values() if child is not None}
-    names: dict[int, str] = {}
+    names: dict[int, Name] = {}
     for module in modules:
         if id(module) not in inner:
             for name, parameter in module.named_parameters():
-                names.setdefault(id(parameter), name)
+                names.setdefault(id(parameter), (name, type(module).__name__))
     return names
 
 

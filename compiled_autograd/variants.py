@@ -7,6 +7,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
+import msgspec
 import torch
 from torch import fx
 
@@ -116,11 +117,46 @@ def _strides(handover: Handover) -> list[tuple[int, ...] | None]:
     return [tensor.stride() if ir.is_plain(tensor) else None for tensor in handover.tensors]
 
 
+class TensorPlan(msgspec.Struct, frozen=True, array_like=True):
+    """A lifted tensor: its spec, its strides where nothing of it changes, and what operators on it depend on."""
+
+    spec: Spec
+    strides: tuple[int, ...] | None
+    kind: str
+
+    def serves(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is like the one that this was made of."""
+        if not ir.is_plain(tensor) or not fits(self.spec, tensor.shape) or self.kind != _kind(tensor):
+            return False
+        return self.strides is None or self.strides == tensor.stride()
+
+
+def tensor_plans(shapes: Shapes, tensors: Sequence[torch.Tensor]) -> list[TensorPlan] | None:
+    """Of all lifted tensors; None where one is of a kind that is not stored."""
+    plans = []
+    for spec, tensor in zip(shapes.tensors, tensors, strict=True):
+        if not ir.is_plain(tensor):
+            return None
+        plans.append(TensorPlan(spec, tuple(tensor.stride()) if is_static(spec) else None, _kind(tensor)))
+    return plans
+
+
+def fits(spec: Spec, sizes: Sequence[int]) -> bool:
+    """Whether sizes are as many as those of ``spec``, and those that do not change as they were."""
+    pairs = zip(spec, sizes, strict=False)
+    return len(spec) == len(sizes) and all(part == size or not isinstance(part, int) for part, size in pairs)
+
+
+def _kind(tensor: torch.Tensor) -> str:
+    return f"{type(tensor).__name__} {tensor.dtype} {tensor.device} {torch._C._dispatch_keys(tensor)}"
+
+
 @dataclass(slots=True, eq=False)
 class Variant:
     """A graph made ready for one set of shapes, ambient state and settings.
 
-    ``used`` orders variants by their last use; ``entry`` is the id of what the store on disk has of it.
+    ``used`` orders variants by their last use. ``entry`` is the id of what the store on disk has of it, ``not_stored``
+    why it has nothing, and ``tensors`` says of the lifted tensors what the store must know; None of unusual ones.
     """
 
     key: VariantKey
@@ -130,6 +166,8 @@ class Variant:
     program: Program
     used: int = 0
     entry: str | None = None
+    not_stored: str = ""
+    tensors: Sequence[TensorPlan] | None = None
 
     def serves(self, settings: tuple[Any, ...], ambient: Ambient, handover: Handover) -> bool:
         """Whether this variant is the one for a backward; microseconds, and no Python work for each tensor."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import faulthandler
+import os
 from collections.abc import Iterator
 
 import pytest
@@ -12,6 +13,7 @@ import compiled_autograd as ca
 from compiled_autograd import reporting, session
 
 WATCHDOG_SECONDS = 300
+os.environ["COMPILED_AUTOGRAD_CACHE_DIR"] = "false"  # tests of the store name a folder of their own
 
 
 @pytest.fixture(autouse=True)

@@ -1,19 +1,88 @@
 """The shadow graph of captured tapes: what was seen, what was made for it, and why something was made again.
 
-Nothing here imports torch: what a leaf holds is given by its user.
+Nothing here imports torch: what a leaf holds is given by its user. The store on disk is imported when it is asked for.
 """
 
+from __future__ import annotations
+
+import importlib
+from os import PathLike
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from .entries import Call, Entry, Input, MissEntry, Problem, Region, StoreStats, Structure
+from .errors import (
+    DamagedArchiveError,
+    DamagedEntryError,
+    InvalidEntryError,
+    StoreError,
+    StoreMissingError,
+    StoreNewerError,
+    StoreRefusedError,
+    StoreUnavailableError,
+)
 from .graph import Key, Leaf, ShadowGraph, VariantKey, explain_variant
 from .records import Bypass, Failure, Miss, unsupported
 
+if TYPE_CHECKING:
+    from .store import Store
+
 __all__ = [
     "Bypass",
+    "Call",
+    "DamagedArchiveError",
+    "DamagedEntryError",
+    "Entry",
     "Failure",
+    "Input",
+    "InvalidEntryError",
     "Key",
     "Leaf",
     "Miss",
+    "MissEntry",
+    "Problem",
+    "Region",
     "ShadowGraph",
+    "Store",
+    "StoreError",
+    "StoreMissingError",
+    "StoreNewerError",
+    "StoreRefusedError",
+    "StoreStats",
+    "StoreUnavailableError",
+    "Structure",
     "VariantKey",
+    "default_dir",
     "explain_variant",
+    "open",
     "unsupported",
 ]
+
+
+def open(path: str | PathLike[str] | None = None, *, max_size: int = 2 << 30, create: bool = True) -> Store:
+    """Open the store in the folder ``path`` (None: :func:`default_dir`), and make it if ``create``.
+
+    Its files have ``max_size`` bytes at most; the least recently used entries go first.
+
+    Raises:
+        StoreRefusedError: the folder is someone else's, or others can read or write it.
+        StoreNewerError: a newer version of this package made it.
+        StoreMissingError: it is not there, and ``create`` is False.
+        StoreUnavailableError: it cannot be made or read.
+    """
+    from .store import Store
+
+    return Store(default_dir() if path is None else Path(path), max_size=max_size, create=create)
+
+
+def default_dir() -> Path:
+    """Where the store is unless another place is named: the user's cache folder, by the convention of the system."""
+    import platformdirs
+
+    return platformdirs.user_cache_path("compiled_autograd", appauthor=False)
+
+
+def __getattr__(name: str) -> Any:
+    if name == "Store":  # sqlite is imported with it
+        return importlib.import_module(".store", __name__).Store
+    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")

@@ -135,3 +135,11 @@ class StoreStats(msgspec.Struct, frozen=True):
     misses: dict[str, int]
     compile_seconds: float
     seconds_saved: float
+
+
+class Problem(msgspec.Struct, frozen=True):
+    """Something wrong with the store: ``where`` is an entry's id or a file, ``what`` is wrong, and what to ``do``."""
+
+    where: str
+    what: str
+    do: str

@@ -1,0 +1,262 @@
+"""The folder of the store: whose it is, and its files, each named by the SHA-256 of what it holds.
+
+    files/ab/ab12...    what entries name
+    temporary/          files that are being written
+    index/index.db      the index, with sqlite's own files (index.py)
+    lock                held shared by whoever opens or writes the index, alone by whoever replaces it
+
+What is in here is run as code, so only its owner may be able to write it; on Windows, which has no modes, that is left
+to the rights of the user's own folder. No symbolic link inside is followed.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import re
+import secrets
+import stat
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+
+from .errors import DamagedEntryError, StoreMissingError, StoreRefusedError, StoreUnavailableError
+
+try:
+    import fcntl
+except ImportError:  # Windows: there a folder in use cannot be renamed, which is what the lock is for
+    fcntl = None  # type: ignore[assignment]
+
+_DIGEST = re.compile(r"[0-9a-f]{64}\Z")
+_LEFT_OVER_SECONDS = 3600.0
+_FLAGS = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
+
+
+def is_digest(name: str) -> bool:
+    """Whether ``name`` can be the name of a file of the store."""
+    return _DIGEST.match(name) is not None
+
+
+def is_ours(status: os.stat_result) -> bool:
+    """Whether a file belongs to who runs this process. On Windows nothing can be said, and it is taken for so."""
+    return not hasattr(os, "geteuid") or status.st_uid == os.geteuid()
+
+
+class Folder:
+    """The store's place on disk. ``read_only`` where this process may not write there.
+
+    Raises:
+        StoreRefusedError: it, or a part of it, belongs to someone else, or others can read or write it.
+        StoreMissingError: it is not there, and ``create`` is False.
+        StoreUnavailableError: it cannot be made.
+    """
+
+    def __init__(self, path: Path, *, create: bool) -> None:
+        self._given = path.expanduser().absolute()
+        self.path = Path(os.path.realpath(self._given))
+        self.index = self.path / "index"
+        self.files = self.path / "files"
+        self.temporary = self.path / "temporary"
+        self.read_only = False
+        self.prepare(create=create)
+
+    def prepare(self, *, create: bool) -> None:
+        """Look at the folder and make what it lacks. Asked again before the index is opened anew."""
+        if self._given.is_symlink() and not is_ours(self._given.lstat()):
+            raise StoreRefusedError(self._given, "it is a symbolic link of someone else's", f"Use {self.path} itself")
+        try:
+            if create:
+                self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+            status = self.path.lstat()
+        except FileNotFoundError:
+            raise StoreMissingError(self.path) from None
+        except OSError as error:
+            raise self.unavailable(error) from error
+        self._refuse_others(status)
+        self.read_only = not os.access(self.path, os.W_OK | os.X_OK)
+        for part in (self.files, self.temporary, self.index):
+            if not self.read_only:
+                try:
+                    part.mkdir(mode=0o700, exist_ok=True)
+                except FileExistsError:
+                    pass  # something that is no folder: refused below
+                except OSError as error:
+                    raise self.unavailable(error) from error
+            if os.path.lexists(part):
+                refuse_unless_plain(part, folder=True)
+
+    def _refuse_others(self, status: os.stat_result) -> None:
+        if not stat.S_ISDIR(status.st_mode):
+            raise StoreRefusedError(self.path, "it is no folder", "Name another place")
+        if not is_ours(status):
+            found = f"it belongs to user {status.st_uid}, and this process runs as user {os.geteuid()}"
+            raise StoreRefusedError(self.path, found, "Name a folder of your own")
+        mode = stat.S_IMODE(status.st_mode)
+        if hasattr(os, "geteuid") and mode & 0o077:
+            found = f"its mode is {mode:04o}, so that others can read or write it"
+            raise StoreRefusedError(self.path, found, f"If nobody did, run: chmod 700 {self.path}")
+
+    def unavailable(self, error: Exception) -> StoreUnavailableError:
+        """``error`` in the words of the store."""
+        found = (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
+        do = "Free space, make it writable, or name another folder"
+        return StoreUnavailableError(self.path, found[:1].lower() + found[1:], do)
+
+    @contextmanager
+    def locked(self, *, alone: bool = False) -> Iterator[None]:
+        """Hold the lock, shared or alone. It is let go with the process, however that ends."""
+        if fcntl is None or self.read_only:
+            yield
+            return
+        try:
+            handle = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | _FLAGS, 0o600)
+        except OSError as error:
+            raise self.unavailable(error) from error
+        try:
+            fcntl.flock(handle, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+            yield
+        finally:
+            os.close(handle)
+
+    # ---- files -------------------------------------------------------------------------------------------------------
+
+    def file(self, digest: str) -> Path:
+        """Where the file of that name is."""
+        return self.files / digest[:2] / digest
+
+    def write(self, digest: str, data: bytes) -> None:
+        """Store ``data`` durably: its bytes, then its name. Raises StoreUnavailableError."""
+        target = self.file(digest)
+        try:
+            if not target.parent.is_dir() or target.parent.is_symlink():
+                target.parent.mkdir(mode=0o700, exist_ok=True)
+                _sync_folder(self.files)
+            refuse_unless_plain(target.parent, folder=True)
+            if not self._has(target, data):
+                self._replace(target, data)
+            _sync_folder(target.parent)
+        except OSError as error:
+            raise self.unavailable(error) from error
+
+    def _has(self, target: Path, data: bytes) -> bool:
+        try:
+            return target.lstat().st_size == len(data) and _read(target) == data
+        except (OSError, StoreRefusedError):
+            return False  # not there, or not to be read: it is written anew
+
+    def _replace(self, target: Path, data: bytes) -> None:
+        temporary = self.temporary / f"{os.getpid()}-{secrets.token_hex(8)}"
+        try:
+            handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _FLAGS, 0o600)
+            with os.fdopen(handle, "wb", buffering=0) as file:
+                left = memoryview(data)
+                while left:
+                    left = left[file.write(left) :]
+                os.fsync(handle)
+            temporary.replace(target)
+        except BaseException:
+            with suppress(OSError):
+                temporary.unlink()
+            raise
+
+    def size(self, digest: str) -> int | None:
+        """The size of the file of that name in bytes, or None if there is none; what it holds is not read."""
+        if not is_digest(digest):
+            return None
+        try:
+            status = self.file(digest).lstat()
+        except OSError:
+            return None
+        return status.st_size if stat.S_ISREG(status.st_mode) else None
+
+    def read(self, digest: str) -> bytes:
+        """What was stored under that name. Raises DamagedEntryError for anything else."""
+        if not is_digest(digest):
+            raise DamagedEntryError(repr(digest), "this is no name of a file: it should be 64 hexadecimal digits")
+        target = self.file(digest)
+        name = str(target.relative_to(self.path))
+        try:
+            refuse_unless_plain(target.parent, folder=True)
+            data = _read(target)
+        except FileNotFoundError:
+            raise DamagedEntryError(name, "it is not there") from None
+        except StoreRefusedError as error:
+            raise DamagedEntryError(name, str(error)) from error
+        except OSError as error:
+            raise DamagedEntryError(name, f"it cannot be read: {error.strerror}") from error
+        found = hashlib.sha256(data).hexdigest()
+        if found != digest:
+            raise DamagedEntryError(name, f"its {len(data)} bytes have the SHA-256 {found[:12]}..., not its name")
+        return data
+
+    def remove(self, digest: str) -> None:
+        """Remove a file, where it is there. Raises StoreUnavailableError."""
+        try:
+            self.file(digest).unlink(missing_ok=True)
+        except OSError as error:
+            raise self.unavailable(error) from error
+
+    def all_files(self) -> Iterator[tuple[Path, os.stat_result]]:
+        """Everything below ``files/`` that is no sub folder, whatever its name."""
+        for sub in _listed(self.files):
+            for path in _listed(sub) if not sub.is_symlink() and sub.is_dir() else [sub]:
+                with suppress(FileNotFoundError):  # another process removed it meanwhile
+                    yield path, path.lstat()
+
+    def left_over(self) -> list[Path]:
+        """Temporary files so old that whoever wrote them is gone."""
+        old = []
+        for path in _listed(self.temporary):
+            with suppress(FileNotFoundError):
+                if is_old(path.lstat()):
+                    old.append(path)
+        return old
+
+    def set_aside(self) -> list[Path]:
+        """Damaged indexes that were moved aside."""
+        return [path for path in _listed(self.path) if path.name.startswith("index.corrupt-")]
+
+
+def is_old(status: os.stat_result) -> bool:
+    """Whether a file is so old that no process can be about to use it."""
+    return abs(time.time() - status.st_mtime) > _LEFT_OVER_SECONDS
+
+
+def refuse_unless_plain(path: Path, *, folder: bool) -> None:
+    """Raise StoreRefusedError unless ``path`` is a folder or file, no link, and of this user."""
+    status = path.lstat()
+    kind = "folder" if folder else "file"
+    if not (stat.S_ISDIR if folder else stat.S_ISREG)(status.st_mode):
+        raise StoreRefusedError(path, f"it is no plain {kind}", "Remove it")
+    if not is_ours(status):
+        raise StoreRefusedError(path, f"this {kind} belongs to user {status.st_uid}", "Remove it")
+
+
+def _read(path: Path) -> bytes:
+    handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | _FLAGS)
+    with os.fdopen(handle, "rb") as file:
+        status = os.fstat(handle)
+        if not stat.S_ISREG(status.st_mode):
+            raise StoreRefusedError(path, "it is no plain file", "Remove it")
+        if not is_ours(status):
+            raise StoreRefusedError(path, f"this file belongs to user {status.st_uid}", "Remove it")
+        return file.read()
+
+
+def _listed(path: Path) -> list[Path]:
+    try:
+        return sorted(path.iterdir())
+    except (FileNotFoundError, NotADirectoryError):
+        return []
+
+
+def _sync_folder(path: Path) -> None:
+    """Make names in a folder durable. Windows cannot, and need not."""
+    if os.name != "posix":
+        return
+    handle = os.open(path, os.O_RDONLY | _FLAGS)
+    try:
+        os.fsync(handle)
+    finally:
+        os.close(handle)

@@ -1,0 +1,306 @@
+"""The index: a sqlite database in WAL mode, one connection for a process, and what is done when it is damaged.
+
+Rows are read and written by functions of a connection, given to :meth:`Index.read` and :meth:`Index.write`; they may be
+called twice. Errors of sqlite become those of the store here, and nowhere else.
+"""
+
+from __future__ import annotations
+
+import os
+import sqlite3
+import threading
+import time
+from collections.abc import Callable
+from contextlib import closing, suppress
+from pathlib import Path
+from typing import TypeVar
+from urllib.parse import quote
+
+from .entries import MissEntry
+from .errors import StoreMissingError, StoreNewerError, StoreUnavailableError
+from .folder import Folder, refuse_unless_plain
+from .records import Miss
+from .rows import (
+    SELECT_ENTRY,
+    SELECT_MISS,
+    SELECT_STRUCTURE,
+    TABLES,
+    digests,
+    entry_of,
+    miss_of,
+    put_entry,
+    put_miss,
+    put_structure,
+    structure_of,
+)
+
+SCHEMA = 1
+BUSY_SECONDS = 30.0
+T = TypeVar("T")
+
+# sqlite's primary result codes for what lies outside the database: PERM, BUSY, LOCKED, NOMEM, READONLY, INTERRUPT,
+# IOERR, FULL, CANTOPEN, PROTOCOL, NOLFS, AUTH. All our statements are fixed, so that anything else ("no such table",
+# a constraint that does not hold) says as much of the database as CORRUPT and NOTADB do.
+_OUTSIDE = {3, 5, 6, 7, 8, 9, 10, 13, 14, 15, 22, 23}
+_SHORT_READ = 522  # an IOERR: the file ends before its last page
+_OUTSIDE_WORDS = ("locked", "readonly", "read-only", "full", "unable to open", "disk I/O error", "interrupted")
+
+# Connections that a fork left in a child. sqlite allows them neither to be used nor to be closed there.
+_inherited: list[sqlite3.Connection] = []
+
+
+class _Process:
+    """What belongs to one process: its connection, the file that it is to, and a lock for the threads."""
+
+    def __init__(self) -> None:
+        self.lock = threading.RLock()
+        self.connection: sqlite3.Connection | None = None
+        self.opened: tuple[int, int] | None = None
+        self.durable: bool | None = None
+
+
+class Index:
+    """The database of a :class:`Folder`. ``reasons`` are what was found damaged by this object, oldest first."""
+
+    def __init__(self, folder: Folder, *, create: bool) -> None:
+        self._folder = folder
+        self._create = create
+        self._file = folder.index / "index.db"
+        self._processes: dict[int, _Process] = {}
+        self._closed = False
+        self.reasons: list[MissEntry] = []
+        self.read(lambda connection: None)
+
+    def read(self, work: Callable[[sqlite3.Connection], T]) -> T:
+        """What ``work`` gives. It should fetch all that it asks for."""
+        return self._run(work, write=False, durable=False)
+
+    def write(self, work: Callable[[sqlite3.Connection], T], *, durable: bool = False) -> T:
+        """What ``work`` gives, in one transaction; ``durable`` if it must outlast a loss of power too."""
+        return self._run(work, write=True, durable=durable)
+
+    def close(self) -> None:
+        """Close this process's connection."""
+        self._closed = True
+        process = self._process()
+        with process.lock:
+            self._disconnect(process)
+
+    # ---- one connection for a process --------------------------------------------------------------------------------
+
+    def _process(self) -> _Process:
+        pid = os.getpid()
+        process = self._processes.get(pid)
+        if process is None:
+            for other in list(self._processes.values()):
+                if other.connection is not None:
+                    _inherited.append(other.connection)
+            process = self._processes.setdefault(pid, _Process())
+        return process
+
+    def _run(self, work: Callable[[sqlite3.Connection], T], *, write: bool, durable: bool) -> T:
+        if self._closed:
+            raise StoreUnavailableError(self._folder.path, "it was closed", "Open it anew")
+        process = self._process()
+        for last in (False, True):
+            try:
+                with process.lock, self._folder.locked():
+                    connection = self._connected(process)
+                    return self._transaction(process, connection, work, durable) if write else work(connection)
+            except sqlite3.Error as error:
+                if not _is_damage(error) or self._folder.read_only or last:
+                    raise self._folder.unavailable(error) from error
+                with process.lock:
+                    self._replace(process, error)
+        raise AssertionError("the second time returns or raises")
+
+    @staticmethod
+    def _transaction(
+        process: _Process, connection: sqlite3.Connection, work: Callable[[sqlite3.Connection], T], durable: bool
+    ) -> T:
+        if process.durable != durable:
+            connection.execute(f"PRAGMA synchronous = {'FULL' if durable else 'NORMAL'}")
+            process.durable = durable
+        connection.execute("BEGIN IMMEDIATE")
+        try:
+            result = work(connection)
+            connection.execute("COMMIT")
+        except BaseException:
+            with suppress(sqlite3.Error):  # the first error says more
+                connection.execute("ROLLBACK")
+            raise
+        return result
+
+    def _connected(self, process: _Process) -> sqlite3.Connection:
+        """The connection, made anew where the file is no longer the one that it is to."""
+        if process.connection is not None:
+            if self._folder.read_only or process.opened == _identity(self._file):
+                return process.connection
+            self._disconnect(process)
+        if self._folder.read_only:
+            process.connection = self._connect_read_only()
+        else:
+            process.connection = self._connect(process)
+        return process.connection
+
+    @staticmethod
+    def _disconnect(process: _Process) -> None:
+        if process.connection is not None:
+            with suppress(sqlite3.Error):
+                process.connection.close()
+        process.connection = process.opened = process.durable = None
+
+    def _connect(self, process: _Process) -> sqlite3.Connection:
+        self._folder.prepare(create=self._create)
+        if _identity(self._file) is None:
+            if not self._create:
+                raise StoreMissingError(self._folder.path)
+            self._create_file()
+        refuse_unless_plain(self._file, folder=False)
+        self._refuse_newer(_version_in_header(self._file))
+        process.opened = _identity(self._file)
+        connection = _open(self._file, "mode=rw")
+        try:
+            version = connection.execute("PRAGMA user_version").fetchone()[0]
+            self._refuse_newer(version)
+            if version != SCHEMA:
+                _make(connection)
+        except BaseException:
+            connection.close()
+            raise
+        return connection
+
+    def _create_file(self) -> None:
+        try:
+            os.close(os.open(self._file, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o600))
+        except OSError as error:
+            raise self._folder.unavailable(error) from error
+
+    def _connect_read_only(self) -> sqlite3.Connection:
+        if _identity(self._file) is None:
+            raise StoreMissingError(self._folder.path)
+        refuse_unless_plain(self._file, folder=False)
+        # In a folder where sqlite can make no files of its own, it reads only what is declared never to change. If it
+        # does change, checksums tell.
+        for mode in ("mode=ro", "immutable=1"):
+            connection = _open(self._file, mode)
+            try:
+                version = connection.execute("PRAGMA user_version").fetchone()[0]
+                self._refuse_newer(version)
+                return connection
+            except (sqlite3.Error, StoreNewerError) as error:
+                connection.close()
+                if mode == "immutable=1" or isinstance(error, StoreNewerError):
+                    raise
+        raise AssertionError("the last mode returns or raises")
+
+    def _refuse_newer(self, version: int) -> None:
+        if version > SCHEMA:
+            raise StoreNewerError(self._folder.path, version, SCHEMA)
+
+    # ---- damage ------------------------------------------------------------------------------------------------------
+
+    def _replace(self, process: _Process, error: sqlite3.Error) -> None:
+        """Move a damaged index aside, begin a new one, and take over what can still be read."""
+        opened = process.opened
+        with self._folder.locked(alone=True):
+            self._disconnect(process)
+            if opened is not None and opened != _identity(self._file):
+                return  # another process was first
+            stamp = time.strftime("%Y%m%dT%H%M%S", time.gmtime())
+            aside = self._folder.path / f"index.corrupt-{stamp}-{os.urandom(3).hex()}"
+            try:
+                self._folder.index.rename(aside)
+            except OSError as failed:
+                raise self._folder.unavailable(failed) from error
+            connection = self._connect(process)
+            process.connection = connection
+            saved = self._transaction(process, connection, lambda new: self._salvage(aside / "index.db", new), True)
+            miss = Miss("corrupt", "the index", old="a database", new=str(error), hint=f"{saved}; see {aside.name}")
+            reason = MissEntry(time.time(), "", None, "index", miss)
+            self.reasons.append(reason)
+            self._transaction(process, connection, lambda new: put_miss(new, reason), True)
+
+    def _salvage(self, file: Path, new: sqlite3.Connection) -> str:
+        """Copy the rows whose checksums hold. Pages that cannot be read are gone round from both ends."""
+        count = 0
+        with closing(_open(file, "mode=rw")) as old:
+            for row in _rows(old, SELECT_STRUCTURE):
+                structure = structure_of(row)
+                if structure is not None:
+                    put_structure(new, structure)
+            for row in _rows(old, SELECT_ENTRY):
+                entry = entry_of(row)
+                if entry is not None:
+                    sizes = {name: self._folder.size(name) for name in digests(entry)}
+                    whole = {name: size for name, size in sizes.items() if size is not None}
+                    if len(whole) == len(sizes):
+                        put_entry(new, entry, whole, entry.last_used, entry.loads)
+                        count += 1
+            for row in sorted(_rows(old, SELECT_MISS), key=lambda row: row[0] if isinstance(row[0], int) else 0):
+                missed = miss_of(row)
+                if missed is not None:
+                    put_miss(new, missed)
+        return f"{count} entries were saved from it"
+
+
+def _open(file: Path, how: str) -> sqlite3.Connection:
+    connection = sqlite3.connect(
+        f"file:{quote(str(file))}?{how}", uri=True, timeout=BUSY_SECONDS, isolation_level=None, check_same_thread=False
+    )
+    # Damaged text must not raise: what it says is then not what was stored, and the row's checksum tells.
+    connection.text_factory = lambda data: data.decode(errors="replace")
+    return connection
+
+
+def _make(connection: sqlite3.Connection) -> None:
+    deadline = time.monotonic() + BUSY_SECONDS
+    while True:  # sqlite does not wait by itself when the journal's mode is changed
+        try:
+            connection.execute("PRAGMA journal_mode = WAL")
+            break
+        except sqlite3.OperationalError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.01)
+    connection.execute("BEGIN IMMEDIATE")
+    try:
+        for statement in TABLES.split(";"):
+            connection.execute(statement)
+        connection.execute(f"PRAGMA user_version = {SCHEMA}")
+        connection.execute("COMMIT")
+    except BaseException:
+        with suppress(sqlite3.Error):
+            connection.execute("ROLLBACK")
+        raise
+
+
+def _rows(connection: sqlite3.Connection, select: str) -> list[tuple]:
+    rows: dict[object, tuple] = {}
+    for order in ("ASC", "DESC"):
+        with suppress(sqlite3.Error):  # the end of what can be read from this side
+            for row in connection.execute(f"{select} ORDER BY number {order}"):
+                rows[row[0]] = row
+    return list(rows.values())
+
+
+def _identity(file: Path) -> tuple[int, int] | None:
+    try:
+        status = file.lstat()
+    except FileNotFoundError:
+        return None
+    return status.st_dev, status.st_ino
+
+
+def _version_in_header(file: Path) -> int:
+    """The schema as the file's header has it (bytes 60 to 64 of the format), read before sqlite touches the file."""
+    with file.open("rb") as opened:
+        header = opened.read(64)
+    return int.from_bytes(header[60:64], "big") if header[:16] == b"SQLite format 3\0" else 0
+
+
+def _is_damage(error: sqlite3.Error) -> bool:
+    code = getattr(error, "sqlite_errorcode", None)  # Python 3.11 and later
+    if code is None:
+        return not any(word in str(error) for word in _OUTSIDE_WORDS)
+    return code == _SHORT_READ or code & 0xFF not in _OUTSIDE

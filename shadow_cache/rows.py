@@ -1,0 +1,125 @@
+"""Records as rows of the index: msgpack with a checksum beside it: a flipped byte is found before it is used."""
+
+from __future__ import annotations
+
+import hashlib
+from sqlite3 import Connection
+from typing import Any, TypeVar
+
+import msgspec
+
+from .entries import Entry, MissEntry, Structure
+
+TABLES = """
+CREATE TABLE IF NOT EXISTS structures (
+    number INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, record BLOB NOT NULL, checksum BLOB NOT NULL);
+CREATE TABLE IF NOT EXISTS entries (
+    number INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, structure TEXT NOT NULL, record BLOB NOT NULL,
+    checksum BLOB NOT NULL, size INTEGER NOT NULL, loads INTEGER NOT NULL, last_used REAL NOT NULL,
+    seconds REAL NOT NULL);
+CREATE INDEX IF NOT EXISTS entries_by_structure ON entries (structure);
+CREATE INDEX IF NOT EXISTS entries_by_use ON entries (last_used);
+CREATE TABLE IF NOT EXISTS names (
+    entry INTEGER NOT NULL, digest TEXT NOT NULL, size INTEGER NOT NULL, PRIMARY KEY (entry, digest)) WITHOUT ROWID;
+CREATE INDEX IF NOT EXISTS names_by_digest ON names (digest);
+CREATE TABLE IF NOT EXISTS misses (
+    number INTEGER PRIMARY KEY, kind TEXT NOT NULL, record BLOB NOT NULL, checksum BLOB NOT NULL);
+"""
+
+KEPT_MISSES = 10_000
+
+SELECT_ENTRY = "SELECT number, id, structure, record, checksum, size, loads, last_used FROM entries"
+SELECT_STRUCTURE = "SELECT number, id, record, checksum FROM structures"
+SELECT_MISS = "SELECT number, record, checksum FROM misses"
+
+R = TypeVar("R", Entry, Structure, MissEntry)
+_decoders: dict[type, msgspec.msgpack.Decoder[Any]] = {
+    kind: msgspec.msgpack.Decoder(kind) for kind in (Entry, Structure, MissEntry)
+}
+
+
+def encode(record: Any, name: str) -> tuple[bytes, bytes]:
+    """``record`` and its checksum, which covers ``name`` too: what makes the row the one that it is."""
+    data = msgspec.msgpack.encode(record)
+    return data, _checksum(name, data)
+
+
+def decode(kind: type[R], name: str, data: Any, checksum: Any) -> R | None:
+    """The record, or None if anything of it is not as it was stored."""
+    if not isinstance(data, bytes) or checksum != _checksum(name, data):
+        return None
+    try:
+        return _decoders[kind].decode(data)
+    except msgspec.DecodeError:  # whole, but of a version that wrote other fields
+        return None
+
+
+def _checksum(name: str, data: bytes) -> bytes:
+    return hashlib.sha256(name.encode(errors="replace") + b"\0" + data).digest()
+
+
+def entry_of(row: tuple[Any, ...]) -> Entry | None:
+    """The entry of a row of SELECT_ENTRY, with what is counted beside it; None if it is damaged."""
+    _, id_, structure, data, checksum, size, loads, last_used = row
+    if not (isinstance(id_, str) and isinstance(size, int) and isinstance(loads, int) and isinstance(last_used, float)):
+        return None
+    entry = decode(Entry, f"entry {id_}", data, checksum)
+    if entry is None or entry.id != id_ or entry.structure != structure:
+        return None
+    return msgspec.structs.replace(entry, size=size, loads=loads, last_used=last_used)
+
+
+def structure_of(row: tuple[Any, ...]) -> Structure | None:
+    """The structure of a row of SELECT_STRUCTURE; None if it is damaged."""
+    _, id_, data, checksum = row
+    return decode(Structure, f"structure {id_}", data, checksum)
+
+
+def miss_of(row: tuple[Any, ...]) -> MissEntry | None:
+    """The miss of a row of SELECT_MISS; None if it is damaged."""
+    return decode(MissEntry, "miss", row[1], row[2])
+
+
+def digests(entry: Entry) -> set[str]:
+    """The files that an entry names. An empty name is no file."""
+    return {name for region in entry.regions for name in (region.artifact, region.lowered) if name}
+
+
+def put_structure(connection: Connection, structure: Structure) -> None:
+    """Insert a structure, or put it right."""
+    data, checksum = encode(structure, f"structure {structure.id}")
+    connection.execute(
+        "INSERT INTO structures (id, record, checksum) VALUES (?, ?, ?) ON CONFLICT (id) DO UPDATE"
+        " SET record = excluded.record, checksum = excluded.checksum"
+        " WHERE record IS NOT excluded.record OR checksum IS NOT excluded.checksum",
+        (structure.id, data, checksum),
+    )
+
+
+def put_entry(
+    connection: Connection, entry: Entry, sizes: dict[str, int], last_used: float, loads: int = 0
+) -> tuple[int, list[str]]:
+    """Insert an entry, or put it in place of the one with its id, whose loads it keeps.
+
+    Gives the row's number, and the files that it named before.
+    """
+    data, checksum = encode(entry, f"entry {entry.id}")
+    connection.execute(
+        "INSERT INTO entries (id, structure, record, checksum, size, loads, last_used, seconds)"
+        " VALUES (?, ?, ?, ?, ?, ?, ?, ?) ON CONFLICT (id) DO UPDATE SET structure = excluded.structure,"
+        " record = excluded.record, checksum = excluded.checksum, size = excluded.size,"
+        " last_used = excluded.last_used, seconds = excluded.seconds",
+        (entry.id, entry.structure, data, checksum, sum(sizes.values()), loads, last_used, float(entry.seconds)),
+    )
+    (number,) = connection.execute("SELECT number FROM entries WHERE id = ?", (entry.id,)).fetchone()
+    before = [name for (name,) in connection.execute("SELECT digest FROM names WHERE entry = ?", (number,)).fetchall()]
+    connection.execute("DELETE FROM names WHERE entry = ?", (number,))
+    connection.executemany("INSERT INTO names VALUES (?, ?, ?)", [(number, *each) for each in sizes.items()])
+    return number, before
+
+
+def put_miss(connection: Connection, miss: MissEntry) -> None:
+    """Append a miss; the oldest go."""
+    data, checksum = encode(miss, "miss")
+    connection.execute("INSERT INTO misses (kind, record, checksum) VALUES (?, ?, ?)", (miss.miss.kind, data, checksum))
+    connection.execute("DELETE FROM misses WHERE number <= (SELECT max(number) FROM misses) - ?", (KEPT_MISSES,))

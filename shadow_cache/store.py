@@ -1,0 +1,388 @@
+"""The store: entries on disk that outlive the process, an index of them, and the files that they name.
+
+Whatever is given back is what was stored, or it is not given back: every row has a checksum, every file is named by
+its own. Several processes and threads may use one folder. A store raises :class:`StoreError` and nothing else.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import sqlite3
+import time
+from collections.abc import Callable, Iterable, Mapping
+from contextlib import suppress
+from pathlib import Path
+from types import TracebackType
+from typing import Any
+
+import msgspec
+
+from .entries import Entry, MissEntry, StoreStats, Structure
+from .errors import DamagedEntryError, InvalidEntryError, StoreUnavailableError
+from .folder import Folder, is_old
+from .index import Index
+from .records import Miss
+from .rows import (
+    SELECT_ENTRY,
+    SELECT_MISS,
+    SELECT_STRUCTURE,
+    digests,
+    entry_of,
+    miss_of,
+    put_entry,
+    put_miss,
+    put_structure,
+    structure_of,
+)
+
+_TIDY_SECONDS = 86400.0
+_TOTAL_SIZE = "SELECT coalesce(sum(size), 0) FROM (SELECT max(size) AS size FROM names GROUP BY digest)"
+_LAST_USED_FIRST = "ORDER BY last_used DESC, number DESC"
+
+
+class Store:
+    """An open store. Use :func:`shadow_cache.open`.
+
+    Attributes:
+        path: its folder.
+        max_size: how many bytes its files may have together; the index comes on top.
+        read_only: this process may not write there; ``loaded`` and ``record`` then do nothing.
+    """
+
+    def __init__(self, path: Path, *, max_size: int, create: bool) -> None:
+        self._folder = Folder(path, create=create)
+        self._index = Index(self._folder, create=create)
+        self.path = self._folder.path
+        self.max_size = max_size
+        self._tidied = False
+
+    @property
+    def read_only(self) -> bool:
+        return self._folder.read_only
+
+    @property
+    def damage(self) -> tuple[MissEntry, ...]:
+        """What this object found damaged and left out, oldest first. It is among the misses too."""
+        return tuple(self._index.reasons)
+
+    def close(self) -> None:
+        """Close it; what is called afterwards raises StoreUnavailableError."""
+        self._index.close()
+
+    def __enter__(self) -> Store:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    # ---- reading -----------------------------------------------------------------------------------------------------
+
+    def entries(self) -> tuple[Entry, ...]:
+        """All entries, last used first."""
+        return self._entries(f"{SELECT_ENTRY} {_LAST_USED_FIRST}")
+
+    def find(self, structure: str) -> tuple[Entry, ...]:
+        """The entries of one structure, last used first."""
+        return self._entries(f"{SELECT_ENTRY} WHERE structure = ? {_LAST_USED_FIRST}", structure)
+
+    def structure(self, id: str) -> Structure | None:
+        """The structure of that id, or None."""
+        found = self._good("structures", structure_of, f"{SELECT_STRUCTURE} WHERE id = ?", id)
+        return found[0] if found else None
+
+    def misses(self, limit: int | None = None) -> tuple[MissEntry, ...]:
+        """The last misses, newest first. The store keeps 10,000."""
+        count = -1 if limit is None else limit
+        return tuple(self._good("misses", miss_of, f"{SELECT_MISS} ORDER BY number DESC LIMIT ?", count))
+
+    def stats(self) -> StoreStats:
+        """The store in figures."""
+
+        def work(connection: sqlite3.Connection) -> StoreStats:
+            entries, loads, seconds, saved = connection.execute(
+                "SELECT count(*), total(loads), total(seconds), total(loads * seconds) FROM entries"
+            ).fetchone()
+            (structures,) = connection.execute("SELECT count(*) FROM structures").fetchone()
+            (size,) = connection.execute(_TOTAL_SIZE).fetchone()
+            misses = connection.execute("SELECT kind, count(*) FROM misses GROUP BY kind ORDER BY kind").fetchall()
+            return StoreStats(entries, structures, int(size), self.max_size, int(loads), dict(misses), seconds, saved)
+
+        return self._index.read(work)
+
+    def read(self, digest: str) -> bytes:
+        """The bytes of a file. Raises DamagedEntryError if they are not what was stored; the entries that name the
+        file are then dropped."""
+        try:
+            return self._folder.read(digest)
+        except DamagedEntryError as error:
+            if not self.read_only:
+                with suppress(StoreUnavailableError):  # the next reader finds the damage again
+                    self._drop_file(digest)
+            raise error
+
+    def _entries(self, select: str, *arguments: Any) -> tuple[Entry, ...]:
+        return tuple(self._good("entries", entry_of, select, *arguments))
+
+    def _good(self, table: str, decode: Callable[[tuple], Any], select: str, *arguments: Any) -> list[Any]:
+        """The records of the rows that are as they were stored. The others are dropped, with a reason."""
+        rows = self._index.read(lambda connection: connection.execute(select, arguments).fetchall())
+        records = [decode(row) for row in rows]
+        bad = [row for row, record in zip(rows, records, strict=True) if record is None]
+        if bad:
+            self._drop_rows(table, bad)
+        return [record for record in records if record is not None]
+
+    # ---- damage ------------------------------------------------------------------------------------------------------
+
+    def _drop_rows(self, table: str, rows: list[tuple]) -> None:
+        reasons = [_damaged(table, row) for row in rows]
+        known = {(reason.entry, reason.miss.where) for reason in self._index.reasons}
+        self._index.reasons += [reason for reason in reasons if (reason.entry, reason.miss.where) not in known]
+        if self.read_only:
+            return
+        checksum = 4 if table == "entries" else -1
+
+        def work(connection: sqlite3.Connection) -> list[str]:
+            gone: list[str] = []
+            for row, reason in zip(rows, reasons, strict=True):
+                # Only if it still is that row: another process may have stored it anew.
+                found = connection.execute(
+                    f"DELETE FROM {table} WHERE number IS ? AND checksum IS ?", (row[0], row[checksum])
+                )
+                if found.rowcount:
+                    put_miss(connection, reason)
+                    if table == "entries":
+                        gone += _forget_names(connection, row[0])
+            return gone
+
+        with suppress(StoreUnavailableError):  # they are left out all the same, and the next reader drops them
+            self._remove_files(self._index.write(work))
+
+    def _drop_file(self, digest: str) -> None:
+        def work(connection: sqlite3.Connection) -> list[str]:
+            try:
+                self._folder.read(digest)
+                return []  # another process has put it right
+            except DamagedEntryError as error:
+                found = error.found
+            rows = connection.execute(
+                f"{SELECT_ENTRY} WHERE number IN (SELECT entry FROM names WHERE digest = ?)", (digest,)
+            ).fetchall()
+            gone: list[str] = []
+            for row in rows:
+                entry = entry_of(row)
+                miss = Miss("corrupt", f"file {digest[:12]}", old="what was stored", new=found, hint="it is made anew")
+                reason = MissEntry(time.time(), str(row[2]), str(row[1]), entry.name if entry else "", miss)
+                self._index.reasons.append(reason)
+                put_miss(connection, reason)
+                gone += _delete_entry(connection, row[0])
+            return [*gone, digest]
+
+        self._remove_files(self._index.write(work))
+
+    # ---- writing -----------------------------------------------------------------------------------------------------
+
+    def add(self, structure: Structure, entry: Entry, files: Mapping[str, bytes]) -> Entry:
+        """Store an entry and the files that its regions name, in place of the one with its id, if there is one.
+
+        Whatever ends the process, or the machine, after this has returned: the entry is complete. Then the least
+        recently used entries go until the files are no more than ``max_size``; never this one.
+
+        Raises:
+            InvalidEntryError: ``files`` are not those that the entry names, or do not match their names.
+            StoreUnavailableError: the disk is full, the folder is read-only, and the like; nothing was stored.
+        """
+        _refuse_mismatch(structure, entry, files)
+        if self.read_only:
+            raise StoreUnavailableError(self.path, "this process may only read it", "Name a folder of your own")
+        self._tidy()
+        for digest, data in files.items():
+            self._folder.write(digest, data)
+        sizes = {digest: len(data) for digest, data in files.items()}
+        now = time.time()
+
+        def work(connection: sqlite3.Connection) -> tuple[int, list[str]]:
+            for digest, data in files.items():
+                # A file that was there already may have been removed meanwhile, with the last entry that named it.
+                # Files are removed in transactions only (_remove_files), so what is here now stays.
+                if self._folder.size(digest) != len(data):
+                    self._folder.write(digest, data)
+            put_structure(connection, structure)
+            number, before = put_entry(connection, entry, sizes, now)
+            gone = _evict(connection, self.max_size, f"max_size={self.max_size}", keep=number)
+            (loads,) = connection.execute("SELECT loads FROM entries WHERE number = ?", (number,)).fetchone()
+            return int(loads), [*before, *gone]
+
+        loads, gone = self._index.write(work, durable=True)
+        with suppress(StoreUnavailableError):  # the entry is stored; files that stay are found again by _tidy
+            self._remove_files(gone)
+        return msgspec.structs.replace(entry, last_used=now, loads=loads, size=sum(sizes.values()))
+
+    def loaded(self, entry_id: str) -> None:
+        """Count one more load of an entry, which is then the one used last."""
+        if not self.read_only:
+            statement = "UPDATE entries SET loads = loads + 1, last_used = ? WHERE id = ?"
+            self._index.write(lambda connection: connection.execute(statement, (time.time(), entry_id)))
+
+    def record(self, miss: MissEntry) -> None:
+        """Keep a miss."""
+        if not self.read_only:
+            self._index.write(lambda connection: put_miss(connection, miss))
+
+    def remove(self, ids: Iterable[str], reason: str = "removed") -> int:
+        """Remove entries; gives how many there were. Files go when no entry names them.
+
+        A ``reason`` other than the default is kept as a miss of that kind, so that what is made anew can be explained.
+        """
+        wanted = tuple(ids)
+
+        def work(connection: sqlite3.Connection) -> tuple[int, list[str]]:
+            gone: list[str] = []
+            count = 0
+            for id_ in wanted:
+                for row in connection.execute(f"{SELECT_ENTRY} WHERE id = ?", (id_,)).fetchall():
+                    count += 1
+                    if reason != "removed":
+                        put_miss(connection, _went(row, reason, ""))
+                    gone += _delete_entry(connection, row[0])
+            return count, gone
+
+        count, gone = self._index.write(work, durable=True)
+        self._remove_files(gone)
+        return count
+
+    def prune(
+        self, older_than: float | None = None, max_size: int | None = None, dry_run: bool = False
+    ) -> tuple[Entry, ...]:
+        """Remove entries that were not used for ``older_than`` seconds, then the least recently used ones until the
+        files have no more than ``max_size`` bytes (None: the store's own limit); and files that no entry names.
+
+        Gives the entries that go, in the order in which they go; with ``dry_run`` none does.
+        """
+        limit = self.max_size if max_size is None else max_size
+        entries = self.entries()[::-1]
+        going = [entry for entry in entries if older_than is not None and entry.last_used < time.time() - older_than]
+        left = entries[len(going) :]
+        over = self._index.read(lambda connection: _over(connection, limit, {entry.id for entry in going}))
+        chosen = (*going, *(entry for entry in left if entry.id in over))
+        if not dry_run:
+            self.remove([entry.id for entry in chosen], "evicted")
+            self._remove_unnamed()
+        return chosen
+
+    # ---- files that no entry names -----------------------------------------------------------------------------------
+
+    def _remove_files(self, candidates: Iterable[str]) -> None:
+        """Remove those that no entry names. The index is held meanwhile, so that none can begin to."""
+        unique = sorted(set(candidates))
+
+        def work(connection: sqlite3.Connection) -> None:
+            for digest in unique:
+                if connection.execute("SELECT 1 FROM names WHERE digest = ?", (digest,)).fetchone() is None:
+                    self._folder.remove(digest)
+
+        if unique:
+            self._index.write(work)
+
+    def _remove_unnamed(self) -> None:
+        """Remove what a process that ended in the middle left behind, once it is old."""
+        for path in self._folder.left_over():
+            with suppress(OSError):  # as old as it is, it can wait
+                path.unlink()
+        self._remove_files(
+            path.name
+            for path, status in self._folder.all_files()
+            if is_old(status) and path == self._folder.file(path.name)
+        )
+
+    def _tidy(self) -> None:
+        """Once in a process, and once a day at most."""
+        if self._tidied:
+            return
+        self._tidied = True
+        mark = self._folder.temporary / ".tidied"
+        with suppress(OSError):  # nothing that an entry needs
+            if mark.exists() and abs(time.time() - mark.stat().st_mtime) < _TIDY_SECONDS:
+                return
+            mark.touch(mode=0o600)
+            self._remove_unnamed()
+
+
+def _refuse_mismatch(structure: Structure, entry: Entry, files: Mapping[str, bytes]) -> None:
+    if entry.structure != structure.id:
+        raise InvalidEntryError(f"entry {entry.id} is of structure {entry.structure!r}, and {structure.id!r} was given")
+    named = digests(entry)
+    if named != set(files):
+        missing, unnamed = sorted(named - set(files)), sorted(set(files) - named)
+        raise InvalidEntryError(f"entry {entry.id}: files not given: {missing}, files not named: {unnamed}")
+    for digest, data in files.items():
+        found = hashlib.sha256(data).hexdigest()
+        if found != digest:
+            raise InvalidEntryError(f"entry {entry.id}: the bytes given for file {digest} have the SHA-256 {found}")
+
+
+def _damaged(table: str, row: tuple) -> MissEntry:
+    id_, structure = {"entries": (row[1], row[2]), "structures": (None, row[1]), "misses": (None, "")}[table]
+    miss = Miss("corrupt", f"row {row[0]} of {table}", old="what was stored", new="other bytes", hint="it was dropped")
+    return MissEntry(time.time(), str(structure), None if id_ is None else str(id_), "", miss)
+
+
+def _went(row: tuple, kind: str, why: str) -> MissEntry:
+    entry = entry_of(row)
+    return MissEntry(time.time(), str(row[2]), str(row[1]), entry.name if entry else "", Miss(kind, hint=why))
+
+
+def _forget_names(connection: sqlite3.Connection, number: Any) -> list[str]:
+    names = [name for (name,) in connection.execute("SELECT digest FROM names WHERE entry = ?", (number,)).fetchall()]
+    connection.execute("DELETE FROM names WHERE entry = ?", (number,))
+    return names
+
+
+def _delete_entry(connection: sqlite3.Connection, number: Any) -> list[str]:
+    """Delete an entry, and its structure where it was the last of it; gives the files that it named."""
+    connection.execute(
+        "DELETE FROM structures WHERE id = (SELECT structure FROM entries WHERE number = ?) AND NOT EXISTS"
+        " (SELECT 1 FROM entries WHERE structure = structures.id AND number IS NOT ?)",
+        (number, number),
+    )
+    connection.execute("DELETE FROM entries WHERE number = ?", (number,))
+    return _forget_names(connection, number)
+
+
+def _over(connection: sqlite3.Connection, limit: int, gone: set[str], keep: int | None = None) -> dict[str, int]:
+    """Which entries go, id -> number, least recently used first, until the files of the rest are within ``limit``."""
+    named = connection.execute(
+        "SELECT id, number, digest, names.size FROM entries JOIN names ON entry = number ORDER BY last_used, number"
+    ).fetchall()
+    users: dict[str, int] = {}
+    total = 0
+    rest: dict[str, tuple[int, list[tuple[str, int]]]] = {}
+    for id_, number, digest, size in named:
+        if id_ not in gone:
+            users[digest] = users.get(digest, 0) + 1
+            total += size if users[digest] == 1 else 0
+            rest.setdefault(id_, (number, []))[1].append((digest, size))
+    over: dict[str, int] = {}
+    for id_, (number, files) in rest.items():
+        if total <= limit:
+            break
+        if number == keep:
+            continue
+        over[id_] = number
+        for digest, size in files:
+            users[digest] -= 1
+            total -= size if not users[digest] else 0
+    return over
+
+
+def _evict(connection: sqlite3.Connection, limit: int, why: str, keep: int) -> list[str]:
+    (total,) = connection.execute(_TOTAL_SIZE).fetchone()
+    gone: list[str] = []
+    if total > limit:
+        for number in _over(connection, limit, set(), keep).values():
+            row = connection.execute(f"{SELECT_ENTRY} WHERE number = ?", (number,)).fetchone()
+            put_miss(connection, _went(row, "evicted", f"the files were over {why}"))
+            gone += _delete_entry(connection, number)
+    return gone

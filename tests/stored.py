@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import hashlib
-from pathlib import Path
 from typing import Any
+
+import msgspec
+import pytest
 
 from shadow_cache.entries import Call, Entry, Input, MissEntry, Region, Structure
 from shadow_cache.records import Miss
+from shadow_cache.store import Store
 
 NOW = 1_750_000_000.0
 MINUTE, HOUR, DAY = 60.0, 3600.0, 86400.0
@@ -31,7 +34,9 @@ def _calls(loss: str, weight_grad: str) -> tuple[Call, ...]:
         Call("AddmmBackward0", ("AddmmBackward0", "%6 = ops.AddmmBackward0([%5], 1, 1)"), edges=(10, 5, 3)),
         Call("TBackward0", ("TBackward0", "%15 = ops.TBackward0([%13])"), edges=(4,)),
         Call("AccumulateGrad", ("AccumulateGrad", weight_grad), "2.weight"),
-        Call("TanhBackward0", ("TanhBackward0", "%20 = ops.TanhBackward0([%12])"), None, "model.py:12 in forward", (6,)),
+        Call(
+            "TanhBackward0", ("TanhBackward0", "%20 = ops.TanhBackward0([%12])"), None, "model.py:12 in forward", (6,)
+        ),
         Call("AddmmBackward0", ("AddmmBackward0", "%24 = ops.AddmmBackward0([%23], 1, 1)"), edges=(9, 7)),
         Call("TBackward0", ("TBackward0", "%32 = ops.TBackward0([%30])"), edges=(8,)),
         Call("AccumulateGrad", ("AccumulateGrad", "%36 = accumulate_grad(input_6, None, %35)"), "0.weight"),
@@ -104,15 +109,25 @@ GRAD = Miss("grad_state", "node 4 AccumulateGrad", "None", "Tensor", "call zero_
 FIRST = _entry("3fa91c", MEAN, "train.py:41 in step", "32", Miss("first_seen", seconds=17.3))
 DYNAMIC = _entry(
     *("3fb07e", MEAN, "train.py:41 in step", "s0", BATCH),
-    **{"dynamic": True, "guards": ("s0 > 1", "s0 <= 4096"), "seconds": 19.84, "created": NOW - HOUR, "loads": 3},
+    dynamic=True,
+    guards=("s0 > 1", "s0 <= 4096"),
+    seconds=19.84,
+    created=NOW - HOUR,
+    loads=3,
 )
 ADDED = _entry(
     *("81c0d2", MEAN_ADDED, "train.py:58 in accumulate", "32", GRAD),
-    **{"settings": {"backend": "eager", "passes": "()"}, "seconds": 0.231, "last_used": NOW - 40 * DAY, "loads": 0},
+    settings={"backend": "eager", "passes": "()"},
+    seconds=0.231,
+    last_used=NOW - 40 * DAY,
+    loads=0,
 )
 MSE_ENTRY = _entry(
     *("e2a944", MSE, "evaluate.py:9 in main", "32", Miss("new_node", "node 1", "MeanBackward0", "MseLossBackward0")),
-    **{"seconds": 121.0, "created": NOW - 3 * DAY, "last_used": NOW - 3 * DAY, "loads": 1},
+    seconds=121.0,
+    created=NOW - 3 * DAY,
+    last_used=NOW - 3 * DAY,
+    loads=1,
 )
 ENTRIES = (FIRST, DYNAMIC, ADDED, MSE_ENTRY)
 
@@ -124,7 +139,9 @@ MISSES = {
     ),
     "grad_state": GRAD,
     "hooks_changed": Miss("hooks_changed", "node 4 AccumulateGrad", "", "tensor_hook", "", 15.5),
-    "undefined_gradients": Miss("undefined_gradients", "node 2 AddmmBackward0", "[defined, None]", "[defined, defined]"),
+    "undefined_gradients": Miss(
+        "undefined_gradients", "node 2 AddmmBackward0", "[defined, None]", "[defined, defined]"
+    ),
     "shape": BATCH,
     "dtype": Miss("dtype", "node 2 AddmmBackward0, mat1", "float32", "bfloat16", "", 14.0),
     "device": Miss("device", "node 2 AddmmBackward0, mat1", "cpu", "cuda:0", "", 31.0),
@@ -142,3 +159,19 @@ MISSES = {
 def missed(miss: Miss, entry: Entry | None = DYNAMIC, when: float = NOW - 3 * MINUTE) -> MissEntry:
     """As the store keeps it, for the tape of ``FIRST``."""
     return MissEntry(when, MEAN.id, entry.id if entry else None, FIRST.name, miss)
+
+
+def fill(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Add all of it at the times that the records say."""
+    by_id = {structure.id: structure for structure in STRUCTURES}
+    for entry in sorted(ENTRIES, key=lambda entry: entry.last_used):
+        monkeypatch.setattr("time.time", lambda when=entry.last_used: when)
+        (region,) = entry.regions
+        files = {region.artifact: artifact(entry.id), region.lowered: ATEN.encode()}
+        store.add(by_id[entry.structure], entry, files)
+        for _ in range(entry.loads):
+            store.loaded(entry.id)
+    monkeypatch.setattr("time.time", lambda: NOW)
+    store.record(missed(FIRST.miss, FIRST, NOW - 2 * HOUR))
+    store.record(missed(BATCH, DYNAMIC, NOW - HOUR))
+    store.record(missed(msgspec.structs.replace(BATCH, new="50", seconds=0.0), DYNAMIC, NOW - 3 * MINUTE))

@@ -11,8 +11,8 @@ from collections.abc import Sequence
 import click
 import rich_click
 
-from . import explain, keep, look, system
 from ..errors import StoreError
+from . import explain, keep, look, system
 from .base import Fault, Verbs, View, options, pass_view
 
 VERBS = (
@@ -23,10 +23,13 @@ VERBS = (
 )
 
 
-@rich_click.group(cls=Verbs, context_settings={
+@rich_click.group(
+    cls=Verbs,
+    context_settings={
         "help_option_names": ["-h", "--help"],
         "rich_help_config": {"text_paragraph_linebreaks": "\n\n", "style_helptext": ""},
-    })
+    },
+)
 @options
 @rich_click.version_option(package_name="compiled-autograd", message="%(version)s")
 @pass_view

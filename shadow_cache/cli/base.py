@@ -6,10 +6,10 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
 
 import click
 import rich_click
@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from ..store import Store
 
 CACHE_DIR_VARIABLE = "COMPILED_AUTOGRAD_CACHE_DIR"
+_NO_PATHS = ("", "none", "false", "0")  # what the setting takes beside a path: no place is named by these
 _CANDIDATES = 8
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -51,22 +52,32 @@ class View:
         except shadow_cache.StoreMissingError:
             raise Fault(self.nothing) from None
 
+    @property
+    def _exists(self) -> bool:
+        try:
+            return self.store is not None
+        except Fault:
+            return False
+
     @cached_property
     def entries(self) -> tuple[Entry, ...]:
         """All entries, last used first; none where there is no store."""
-        return self.store.entries() if self.path.is_dir() else ()
+        return self.store.entries() if self._exists else ()
 
     @cached_property
     def misses(self) -> tuple[MissEntry, ...]:
         """All misses that are kept, newest first."""
-        return self.store.misses() if self.path.is_dir() else ()
+        return self.store.misses() if self._exists else ()
 
     @property
     def path(self) -> Path:
         """Where the store is, or would be."""
         import shadow_cache
 
-        return self.cache_dir or shadow_cache.default_dir()
+        text = os.environ.get(CACHE_DIR_VARIABLE, "")
+        if self.cache_dir is None and text.lower() not in _NO_PATHS:
+            return Path(text).expanduser()
+        return (self.cache_dir or shadow_cache.default_dir()).expanduser()
 
     @property
     def nothing(self) -> str:
@@ -130,6 +141,10 @@ class View:
         """To standard output, without colours where it is no terminal; nothing at all where there is no text."""
         if text:
             click.echo(render.for_encoding(text, sys.stdout.encoding), color=colours(sys.stdout))
+
+    def fail(self) -> NoReturn:
+        """End with exit code 1; what there is to say has been said."""
+        raise click.exceptions.Exit(1)
 
     def note(self, text: str) -> None:
         """For people only, beside the output proper."""
@@ -196,10 +211,9 @@ def cache_dir_option(function: _F) -> _F:
     return rich_click.option(
         "--cache-dir",
         type=click.Path(file_okay=False, path_type=Path),
-        envvar=CACHE_DIR_VARIABLE,
         expose_value=False,
         callback=_set("cache_dir"),
-        help=f"The cache to look into.  [default: that of this user; also ${CACHE_DIR_VARIABLE}]",
+        help=f"The cache to look into.  [default: ${CACHE_DIR_VARIABLE}, or that of this user]",
     )(function)
 
 
@@ -218,7 +232,7 @@ def options(function: _F) -> _F:
 pass_view = click.make_pass_decorator(View, ensure=True)
 
 
-def ids(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> Sequence[CompletionItem]:
+def ids(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem[Any]]:
     """For the shell: ids that begin so, with names."""
     view = ctx.find_root().ensure_object(View)
     return [CompletionItem(entry.id, help=entry.name) for entry in view.entries if entry.id.startswith(incomplete)]

@@ -62,7 +62,10 @@ def varying(entries: list[Entry]) -> dict[str, list[Change]]:
     for entry in entries:
         sections = (("settings", entry.settings), ("ambient", entry.ambient), ("environment", entry.environment))
         flat = {(section, name): value for section, values in sections for name, value in values.items()}
-        parts.append({**flat, **{("inputs", name): value for name, value in inputs(entry).items()}})
+        for name, each in _named(entry).items():
+            flat["inputs", f"{name} shape"] = f"[{', '.join(each.shape)}]"
+            flat["inputs", f"{name} dtype"] = f"{each.dtype} {each.device}"
+        parts.append(flat)
     names = dict.fromkeys(name for each in parts for name in each)
     differing = [name for name in names if len({each.get(name) for each in parts}) > 1]
     return {
@@ -78,13 +81,7 @@ def variant(entry: Entry) -> str:
 
 def inputs(entry: Entry) -> dict[str, str]:
     """The saved tensors by where they are used."""
-    named: dict[str, str] = {}
-    for each in entry.inputs:
-        name, number = each.where, 2
-        while name in named:
-            name, number = f"{each.where} ({number})", number + 1
-        named[name] = describe(each)
-    return named
+    return {name: describe(each) for name, each in _named(entry).items()}
 
 
 def describe(each: Input) -> str:
@@ -100,6 +97,17 @@ def parting(old: Structure, new: Structure) -> Parting | None:
             mine, others = parts[0] if parts else (f"{len(one)} parts", f"{len(other)} parts")
             return Parting(index, _call(old, index), _call(new, index), mine, others)
     return None
+
+
+def _named(entry: Entry) -> dict[str, Input]:
+    """Numbers tell those apart that are used at the same place."""
+    named: dict[str, Input] = {}
+    for each in entry.inputs:
+        name, number = each.where, 2
+        while name in named:
+            name, number = f"{each.where} ({number})", number + 1
+        named[name] = each
+    return named
 
 
 def _call(structure: Structure, index: int) -> Call | None:

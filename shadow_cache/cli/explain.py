@@ -165,7 +165,7 @@ def _difference(old: Entry, new: Entry, found: Difference) -> Iterator[str]:
         yield f"  the same, {render.identifier(old.structure)}, {render.plural(old.nodes, 'node')}"
         return
     same = render.plural(found.parting.index, "node")
-    yield f"  {render.identifier(old.structure)} and {render.identifier(new.structure)}: the first {same} are the same"
+    yield f"  {render.identifier(old.structure)} and {render.identifier(new.structure)} part after {same}"
     for sign, style, call, part in (
         ("-", render.old, found.parting.old, found.parting.old_part),
         ("+", render.new, found.parting.new, found.parting.new_part),

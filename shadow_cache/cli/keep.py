@@ -90,7 +90,7 @@ def verify(view: View) -> None:
     count = len(view.entries)
     view.out(problems, (str(problem) for problem in problems), lambda: _verified(problems, count))
     if problems:
-        click.get_current_context().exit(1)
+        view.fail()
 
 
 def _verified(problems: Iterable[Any], count: int) -> Iterator[str]:

@@ -76,7 +76,7 @@ def ls(
             view.note(f"none of {render.plural(len(stored), 'entry', 'entries')} is so; leave out a filter.")
         else:
             view.note(view.nothing)
-        click.get_current_context().exit(1)
+        view.fail()
 
 
 def _listed(view: View, entries: list[Entry], stored: int) -> Iterator[str]:
@@ -193,7 +193,7 @@ def tree(view: View) -> None:
     view.out(branches, by_structure, lambda: _tree(branches, by_structure))
     if not entries:
         view.note(view.nothing)
-        click.get_current_context().exit(1)
+        view.fail()
 
 
 def _tree(branches: tuple[Branch, ...], by_structure: dict[str, list[Entry]]) -> Iterator[str]:
@@ -224,7 +224,7 @@ def _run(branch: Branch) -> str:
     if branch.parent is None:
         names = f"{branch.nodes[0]} to {branch.nodes[-1]}" if count > 1 else "".join(branch.nodes)
         shared = render.dim(f"… {render.plural(count, 'node')} shared")
-        return f"{shared} {names}".rstrip()
+        return f"{shared}, {names}" if names else shared
     if not count:
         return f"the tape ends: {render.clip(branch.differs, _CLIP)}" if branch.differs else "the tape ends"
     what = f": {render.clip(branch.differs, _CLIP)}" if branch.differs else ""
@@ -262,7 +262,7 @@ def stats(view: View) -> None:
 
 
 def _stats(view: View, figures: StoreStats) -> Iterable[str]:
-    full = f" of {render.size(figures.max_size)} ({figures.size / figures.max_size:.0%})" if figures.max_size else ""
+    full = f" of {render.size(figures.max_size)} ({figures.size / figures.max_size:.1%})" if figures.max_size else ""
     structures = render.plural(figures.structures, "structure")
     yield from render.pairs(
         [

@@ -27,8 +27,8 @@ def size(count: float) -> str:
 
 
 def seconds(value: float) -> str:
-    """A duration: ``4 ms``, ``17.3 s``, ``2 min 5 s``, ``1 h 4 min``."""
-    if value < 0.0995:
+    """A duration: ``231 ms``, ``17.3 s``, ``2 min 5 s``, ``1 h 4 min``."""
+    if value < 0.9995:
         return f"{value * 1000:.0f} ms"
     if value < 99.95:
         return f"{value:.1f} s"

@@ -81,7 +81,8 @@ def _compiler() -> str:
 
 @click.command(cls=Verb)
 @click.argument("shell", type=click.Choice(("bash", "zsh", "fish")))
-def completion(shell: str) -> None:
+@click.pass_context
+def completion(ctx: click.Context, shell: str) -> None:
     """Print the script that completes verbs, options and ids.
 
     Prints code for the shell; have it read at each start.
@@ -95,5 +96,4 @@ def completion(shell: str) -> None:
     completer = get_completion_class(shell)
     if completer is None:
         raise click.UsageError(f"click has no completion for {shell}.")
-    root = click.get_current_context().find_root().command
-    sys.stdout.write(completer(root, {}, "shadow-cache", "_SHADOW_CACHE_COMPLETE").source())
+    sys.stdout.write(completer(ctx.find_root().command, {}, "shadow-cache", "_SHADOW_CACHE_COMPLETE").source())

@@ -9,8 +9,11 @@ import msgspec
 
 from .records import Miss
 
+# Of calls and inputs there are hundreds in an entry, and no cycle can begin at one (gc=False): to list a thousand
+# entries takes the garbage collector longer than everything else otherwise.
 
-class Call(msgspec.Struct, frozen=True):
+
+class Call(msgspec.Struct, frozen=True, gc=False):
     """One node of a tape. ``key`` is its edge in the trie; ``edges`` are indices of the nodes its gradients go to."""
 
     name: str
@@ -34,7 +37,7 @@ class Structure(msgspec.Struct, frozen=True):
         return (*(call.key for call in self.calls), self.end)
 
 
-class Input(msgspec.Struct, frozen=True):
+class Input(msgspec.Struct, frozen=True, gc=False):
     """A saved tensor: where the tape uses it, its dtype and device, and its dimensions: numbers or symbols (``s0``)."""
 
     where: str

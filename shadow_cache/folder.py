@@ -29,7 +29,8 @@ except ImportError:  # Windows: there a folder in use cannot be renamed, which i
     fcntl = None  # type: ignore[assignment]
 
 _DIGEST = re.compile(r"[0-9a-f]{64}\Z")
-_LEFT_OVER_SECONDS = 3600.0
+_OLD_SECONDS = 3600.0
+BUSY_SECONDS = 30.0
 _FLAGS = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os, "O_BINARY", 0)
 
 
@@ -114,10 +115,23 @@ class Folder:
         except OSError as error:
             raise self.unavailable(error) from error
         try:
-            fcntl.flock(handle, fcntl.LOCK_EX if alone else fcntl.LOCK_SH)
+            self._wait_for_lock(handle, (fcntl.LOCK_EX if alone else fcntl.LOCK_SH) | fcntl.LOCK_NB)
             yield
         finally:
             os.close(handle)
+
+    def _wait_for_lock(self, handle: int, how: int) -> None:
+        # Not for ever: a child that was forked while the lock was held keeps it as long as it lives.
+        deadline = time.monotonic() + BUSY_SECONDS
+        while True:
+            try:
+                return fcntl.flock(handle, how)
+            except BlockingIOError as error:
+                if time.monotonic() > deadline:
+                    raise self.unavailable(error) from error
+                time.sleep(0.01)
+            except OSError as error:
+                raise self.unavailable(error) from error
 
     # ---- files -------------------------------------------------------------------------------------------------------
 
@@ -220,7 +234,7 @@ class Folder:
 
 def is_old(status: os.stat_result) -> bool:
     """Whether a file is so old that no process can be about to use it."""
-    return abs(time.time() - status.st_mtime) > _LEFT_OVER_SECONDS
+    return abs(time.time() - status.st_mtime) > _OLD_SECONDS
 
 
 def refuse_unless_plain(path: Path, *, folder: bool) -> None:

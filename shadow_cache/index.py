@@ -18,7 +18,7 @@ from urllib.parse import quote
 
 from .entries import MissEntry
 from .errors import StoreMissingError, StoreNewerError, StoreUnavailableError
-from .folder import Folder, refuse_unless_plain
+from .folder import BUSY_SECONDS, Folder, refuse_unless_plain
 from .records import Miss
 from .rows import (
     SELECT_ENTRY,
@@ -35,7 +35,6 @@ from .rows import (
 )
 
 SCHEMA = 1
-BUSY_SECONDS = 30.0
 T = TypeVar("T")
 
 # sqlite's primary result codes for what lies outside the database: PERM, BUSY, LOCKED, NOMEM, READONLY, INTERRUPT,
@@ -44,9 +43,6 @@ T = TypeVar("T")
 _OUTSIDE = {3, 5, 6, 7, 8, 9, 10, 13, 14, 15, 22, 23}
 _SHORT_READ = 522  # an IOERR: the file ends before its last page
 _OUTSIDE_WORDS = ("locked", "readonly", "read-only", "full", "unable to open", "disk I/O error", "interrupted")
-
-# Connections that a fork left in a child. sqlite allows them neither to be used nor to be closed there.
-_inherited: list[sqlite3.Connection] = []
 
 
 class _Process:
@@ -92,9 +88,8 @@ class Index:
         pid = os.getpid()
         process = self._processes.get(pid)
         if process is None:
-            for other in list(self._processes.values()):
-                if other.connection is not None:
-                    _inherited.append(other.connection)
+            for inherited in list(self._processes.values()):
+                _never_close(inherited.connection)
             process = self._processes.setdefault(pid, _Process())
         return process
 
@@ -251,6 +246,17 @@ def _open(file: Path, how: str) -> sqlite3.Connection:
     # Damaged text must not raise: what it says is then not what was stored, and the row's checksum tells.
     connection.text_factory = lambda data: data.decode(errors="replace")
     return connection
+
+
+def _never_close(connection: sqlite3.Connection | None) -> None:
+    """Keep a connection that a fork left in this process: sqlite allows it neither to be used nor to be closed here.
+
+    One more reference than there is keeps it through the end of the interpreter too.
+    """
+    if connection is not None:
+        import ctypes
+
+        ctypes.pythonapi.Py_IncRef(ctypes.py_object(connection))
 
 
 def _make(connection: sqlite3.Connection) -> None:

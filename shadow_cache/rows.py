@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 from sqlite3 import Connection
 from typing import Any, TypeVar
 
@@ -27,7 +28,7 @@ CREATE TABLE IF NOT EXISTS misses (
 """
 
 KEPT_MISSES = 10_000
-
+_NO_TIME = float(1 << 35)  # seconds: more than a thousand years from now
 SELECT_ENTRY = "SELECT number, id, structure, record, checksum, size, loads, last_used FROM entries"
 SELECT_STRUCTURE = "SELECT number, id, record, checksum FROM structures"
 SELECT_MISS = "SELECT number, record, checksum FROM misses"
@@ -63,10 +64,17 @@ def entry_of(row: tuple[Any, ...]) -> Entry | None:
     _, id_, structure, data, checksum, size, loads, last_used = row
     if not (isinstance(id_, str) and isinstance(size, int) and isinstance(loads, int) and isinstance(last_used, float)):
         return None
+    if size < 0 or loads < 0 or not 0 <= last_used < _NO_TIME:
+        return None
     entry = decode(Entry, f"entry {id_}", data, checksum)
     if entry is None or entry.id != id_ or entry.structure != structure:
         return None
     return msgspec.structs.replace(entry, size=size, loads=loads, last_used=last_used)
+
+
+def whole(total: float) -> int:
+    """A sum over a column as an int; 0 where a damaged number made it none."""
+    return int(total) if math.isfinite(total) else 0
 
 
 def structure_of(row: tuple[Any, ...]) -> Structure | None:

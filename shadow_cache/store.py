@@ -11,17 +11,20 @@ import sqlite3
 import time
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
+from os import PathLike
 from pathlib import Path
 from types import TracebackType
 from typing import Any
 
 import msgspec
 
-from .entries import Entry, MissEntry, StoreStats, Structure
+from .archive import export, import_
+from .entries import Entry, MissEntry, Problem, StoreStats, Structure
 from .errors import DamagedEntryError, InvalidEntryError, StoreUnavailableError
 from .folder import Folder, is_old
 from .index import Index
 from .records import Miss
+from .removal import TOTAL_SIZE, damaged, delete_entry, evict, forget_names, over, went
 from .rows import (
     SELECT_ENTRY,
     SELECT_MISS,
@@ -33,10 +36,11 @@ from .rows import (
     put_miss,
     put_structure,
     structure_of,
+    whole,
 )
+from .verify import verify
 
 _TIDY_SECONDS = 86400.0
-_TOTAL_SIZE = "SELECT coalesce(sum(size), 0) FROM (SELECT max(size) AS size FROM names GROUP BY digest)"
 _LAST_USED_FIRST = "ORDER BY last_used DESC, number DESC"
 
 
@@ -105,9 +109,10 @@ class Store:
                 "SELECT count(*), total(loads), total(seconds), total(loads * seconds) FROM entries"
             ).fetchone()
             (structures,) = connection.execute("SELECT count(*) FROM structures").fetchone()
-            (size,) = connection.execute(_TOTAL_SIZE).fetchone()
+            (size,) = connection.execute(TOTAL_SIZE).fetchone()
             misses = connection.execute("SELECT kind, count(*) FROM misses GROUP BY kind ORDER BY kind").fetchall()
-            return StoreStats(entries, structures, int(size), self.max_size, int(loads), dict(misses), seconds, saved)
+            counts = {str(kind): count for kind, count in misses}
+            return StoreStats(entries, structures, whole(size), self.max_size, whole(loads), counts, seconds, saved)
 
         return self._index.read(work)
 
@@ -137,7 +142,7 @@ class Store:
     # ---- damage ------------------------------------------------------------------------------------------------------
 
     def _drop_rows(self, table: str, rows: list[tuple]) -> None:
-        reasons = [_damaged(table, row) for row in rows]
+        reasons = [damaged(table, row) for row in rows]
         known = {(reason.entry, reason.miss.where) for reason in self._index.reasons}
         self._index.reasons += [reason for reason in reasons if (reason.entry, reason.miss.where) not in known]
         if self.read_only:
@@ -154,7 +159,7 @@ class Store:
                 if found.rowcount:
                     put_miss(connection, reason)
                     if table == "entries":
-                        gone += _forget_names(connection, row[0])
+                        gone += forget_names(connection, row[0])
             return gone
 
         with suppress(StoreUnavailableError):  # they are left out all the same, and the next reader drops them
@@ -177,7 +182,7 @@ class Store:
                 reason = MissEntry(time.time(), str(row[2]), str(row[1]), entry.name if entry else "", miss)
                 self._index.reasons.append(reason)
                 put_miss(connection, reason)
-                gone += _delete_entry(connection, row[0])
+                gone += delete_entry(connection, row[0])
             return [*gone, digest]
 
         self._remove_files(self._index.write(work))
@@ -211,7 +216,7 @@ class Store:
                     self._folder.write(digest, data)
             put_structure(connection, structure)
             number, before = put_entry(connection, entry, sizes, now)
-            gone = _evict(connection, self.max_size, f"max_size={self.max_size}", keep=number)
+            gone = evict(connection, self._folder, self.max_size, keep=number)
             (loads,) = connection.execute("SELECT loads FROM entries WHERE number = ?", (number,)).fetchone()
             return int(loads), [*before, *gone]
 
@@ -245,8 +250,8 @@ class Store:
                 for row in connection.execute(f"{SELECT_ENTRY} WHERE id = ?", (id_,)).fetchall():
                     count += 1
                     if reason != "removed":
-                        put_miss(connection, _went(row, reason, ""))
-                    gone += _delete_entry(connection, row[0])
+                        put_miss(connection, went(row, reason, ""))
+                    gone += delete_entry(connection, row[0])
             return count, gone
 
         count, gone = self._index.write(work, durable=True)
@@ -265,12 +270,38 @@ class Store:
         entries = self.entries()[::-1]
         going = [entry for entry in entries if older_than is not None and entry.last_used < time.time() - older_than]
         left = entries[len(going) :]
-        over = self._index.read(lambda connection: _over(connection, limit, {entry.id for entry in going}))
-        chosen = (*going, *(entry for entry in left if entry.id in over))
+        excess = self._index.read(
+            lambda connection: over(connection, self._folder, limit, {entry.id for entry in going})
+        )
+        chosen = (*going, *(entry for entry in left if entry.id in excess))
         if not dry_run:
             self.remove([entry.id for entry in chosen], "evicted")
             self._remove_unnamed()
         return chosen
+
+    # ---- the whole of it ---------------------------------------------------------------------------------------------
+
+    def verify(self) -> tuple[Problem, ...]:
+        """Read every row and every file, and say what is wrong. Nothing is changed."""
+        return verify(self._folder, self._index)
+
+    def export(self, file: str | PathLike[str], ids: Iterable[str] | None = None) -> int:
+        """Write entries (all, or those of ``ids``) with their files into one file; gives how many.
+
+        Raises InvalidEntryError for an id that is not there, and OSError if ``file`` cannot be written.
+        """
+        return export(self, Path(file), ids)
+
+    def import_(self, file: str | PathLike[str]) -> int:
+        """Add the entries of an exported file; gives how many. It holds code that will be run: take it from no one
+        whom you would not let run code.
+
+        Raises:
+            DamagedArchiveError: it is no such file, or parts of it were refused, which it names. Others were added.
+            StoreUnavailableError: as for :meth:`add`.
+            OSError: ``file`` cannot be read.
+        """
+        return import_(self, Path(file))
 
     # ---- files that no entry names -----------------------------------------------------------------------------------
 
@@ -321,68 +352,3 @@ def _refuse_mismatch(structure: Structure, entry: Entry, files: Mapping[str, byt
         found = hashlib.sha256(data).hexdigest()
         if found != digest:
             raise InvalidEntryError(f"entry {entry.id}: the bytes given for file {digest} have the SHA-256 {found}")
-
-
-def _damaged(table: str, row: tuple) -> MissEntry:
-    id_, structure = {"entries": (row[1], row[2]), "structures": (None, row[1]), "misses": (None, "")}[table]
-    miss = Miss("corrupt", f"row {row[0]} of {table}", old="what was stored", new="other bytes", hint="it was dropped")
-    return MissEntry(time.time(), str(structure), None if id_ is None else str(id_), "", miss)
-
-
-def _went(row: tuple, kind: str, why: str) -> MissEntry:
-    entry = entry_of(row)
-    return MissEntry(time.time(), str(row[2]), str(row[1]), entry.name if entry else "", Miss(kind, hint=why))
-
-
-def _forget_names(connection: sqlite3.Connection, number: Any) -> list[str]:
-    names = [name for (name,) in connection.execute("SELECT digest FROM names WHERE entry = ?", (number,)).fetchall()]
-    connection.execute("DELETE FROM names WHERE entry = ?", (number,))
-    return names
-
-
-def _delete_entry(connection: sqlite3.Connection, number: Any) -> list[str]:
-    """Delete an entry, and its structure where it was the last of it; gives the files that it named."""
-    connection.execute(
-        "DELETE FROM structures WHERE id = (SELECT structure FROM entries WHERE number = ?) AND NOT EXISTS"
-        " (SELECT 1 FROM entries WHERE structure = structures.id AND number IS NOT ?)",
-        (number, number),
-    )
-    connection.execute("DELETE FROM entries WHERE number = ?", (number,))
-    return _forget_names(connection, number)
-
-
-def _over(connection: sqlite3.Connection, limit: int, gone: set[str], keep: int | None = None) -> dict[str, int]:
-    """Which entries go, id -> number, least recently used first, until the files of the rest are within ``limit``."""
-    named = connection.execute(
-        "SELECT id, number, digest, names.size FROM entries JOIN names ON entry = number ORDER BY last_used, number"
-    ).fetchall()
-    users: dict[str, int] = {}
-    total = 0
-    rest: dict[str, tuple[int, list[tuple[str, int]]]] = {}
-    for id_, number, digest, size in named:
-        if id_ not in gone:
-            users[digest] = users.get(digest, 0) + 1
-            total += size if users[digest] == 1 else 0
-            rest.setdefault(id_, (number, []))[1].append((digest, size))
-    over: dict[str, int] = {}
-    for id_, (number, files) in rest.items():
-        if total <= limit:
-            break
-        if number == keep:
-            continue
-        over[id_] = number
-        for digest, size in files:
-            users[digest] -= 1
-            total -= size if not users[digest] else 0
-    return over
-
-
-def _evict(connection: sqlite3.Connection, limit: int, why: str, keep: int) -> list[str]:
-    (total,) = connection.execute(_TOTAL_SIZE).fetchone()
-    gone: list[str] = []
-    if total > limit:
-        for number in _over(connection, limit, set(), keep).values():
-            row = connection.execute(f"{SELECT_ENTRY} WHERE number = ?", (number,)).fetchone()
-            put_miss(connection, _went(row, "evicted", f"the files were over {why}"))
-            gone += _delete_entry(connection, number)
-    return gone

@@ -1,0 +1,141 @@
+"""Entries in one file, to take them to other machines; and from there into their stores.
+
+    magic, 16 bytes | length of the table, 8 bytes | SHA-256 of the table, 32 bytes | table | members, one by one
+
+The table is msgpack: name, size in bytes and SHA-256 of each member. Members are structures, entries and files.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import os
+import secrets
+from collections.abc import Iterable
+from contextlib import suppress
+from pathlib import Path
+from typing import TYPE_CHECKING, BinaryIO, TypeVar
+
+import msgspec
+
+from .entries import Entry, Structure
+from .errors import DamagedArchiveError, DamagedEntryError, InvalidEntryError
+from .rows import digests
+
+if TYPE_CHECKING:
+    from .store import Store
+
+_MAGIC = b"shadow cache 1\n\0"
+R = TypeVar("R", Entry, Structure)
+_Table = list[tuple[str, int, str]]
+
+
+def export(store: Store, file: Path, ids: Iterable[str] | None) -> int:
+    """Write entries with their structures and files; gives how many. Damaged ones are dropped, and not counted."""
+    entries = {entry.id: entry for entry in store.entries()}
+    if ids is not None:
+        wanted = tuple(dict.fromkeys(ids))
+        missing = [id_ for id_ in wanted if id_ not in entries]
+        if missing:
+            raise InvalidEntryError(f"{store.path} has no entry {', '.join(missing)}; entries() says what it has")
+        entries = {id_: entries[id_] for id_ in wanted}
+    parts: dict[str, bytes | None] = {}  # None: a file of the store, read again when it is written
+    table: dict[str, tuple[str, int, str]] = {}
+    count = 0
+    for entry in entries.values():
+        structure = store.structure(entry.structure)
+        sizes = {}
+        with suppress(DamagedEntryError):  # the store has dropped the entry, and has kept why
+            sizes = {digest: len(store.read(digest)) for digest in digests(entry)}
+        if structure is None or len(sizes) != len(digests(entry)):
+            continue
+        count += 1
+        for name, record in ((f"structure {structure.id}", structure), (f"entry {entry.id}", entry)):
+            data = msgspec.msgpack.encode(record)
+            parts[name], table[name] = data, (name, len(data), hashlib.sha256(data).hexdigest())
+        for digest, size in sizes.items():
+            parts[f"file {digest}"], table[f"file {digest}"] = None, (f"file {digest}", size, digest)
+    packed = msgspec.msgpack.encode(list(table.values()))
+    temporary = file.with_name(f".{file.name}.{secrets.token_hex(4)}")
+    try:
+        with temporary.open("xb") as out:
+            out.write(_MAGIC + len(packed).to_bytes(8, "big") + hashlib.sha256(packed).digest() + packed)
+            for name, part in parts.items():
+                out.write(store.read(name.removeprefix("file ")) if part is None else part)
+            out.flush()
+            os.fsync(out.fileno())
+        temporary.replace(file)
+    except BaseException:
+        with suppress(OSError):
+            temporary.unlink()
+        raise
+    return count
+
+
+def import_(store: Store, file: Path) -> int:
+    """Add the entries of ``file``, the least recently used first; gives how many."""
+    with file.open("rb") as opened:
+        archive = _Archive(file, opened)
+        count = 0
+        refused: list[str] = []
+        for name in reversed(archive.names("entry ")):
+            try:
+                entry = archive.record(name, Entry)
+                structure = archive.record(f"structure {entry.structure}", Structure)
+                store.add(structure, entry, {digest: archive.read(f"file {digest}") for digest in digests(entry)})
+                count += 1
+            except _RefusedError as error:
+                refused.append(f"{name}: {error}")
+            except InvalidEntryError as error:
+                refused.append(str(error))
+        if refused:
+            raise DamagedArchiveError(file, refused, count)
+    return count
+
+
+class _RefusedError(Exception):
+    """A member that is not as it was written."""
+
+
+class _Archive:
+    """The members of an exported file, each checked when it is read."""
+
+    def __init__(self, path: Path, file: BinaryIO) -> None:
+        self._file = file
+        if file.read(len(_MAGIC)) != _MAGIC:
+            raise DamagedArchiveError(path, ["the whole file: it does not begin as an exported cache does"])
+        size = int.from_bytes(file.read(8), "big")
+        checksum = file.read(32)
+        left = path.stat().st_size - file.tell()
+        packed = file.read(size) if size <= left else b""
+        if hashlib.sha256(packed).digest() != checksum:
+            raise DamagedArchiveError(path, ["the whole file: its table of contents does not match its checksum"])
+        self._members: dict[str, tuple[int, int, str]] = {}
+        offset = file.tell()
+        try:
+            table = msgspec.msgpack.decode(packed, type=_Table)
+        except msgspec.DecodeError as error:
+            raise DamagedArchiveError(path, [f"the whole file: another version wrote it ({error})"]) from error
+        for name, length, digest in table:
+            self._members[name] = (offset, length, digest)
+            offset += length
+
+    def names(self, prefix: str) -> list[str]:
+        return [name for name in self._members if name.startswith(prefix)]
+
+    def read(self, name: str) -> bytes:
+        if name not in self._members:
+            raise _RefusedError(f"{name} is not in the file")
+        offset, length, digest = self._members[name]
+        self._file.seek(offset)
+        data = self._file.read(length)
+        if len(data) != length:
+            raise _RefusedError(f"{name} is cut: {len(data)} of {length} bytes are there")
+        if hashlib.sha256(data).hexdigest() != digest:
+            raise _RefusedError(f"{name} does not match its checksum")
+        return data
+
+    def record(self, name: str, kind: type[R]) -> R:
+        try:
+            return msgspec.msgpack.decode(self.read(name), type=kind)
+        except msgspec.DecodeError as error:
+            raise _RefusedError(f"{name} was written by another version: {error}") from error

@@ -1,0 +1,76 @@
+"""The store looked through: every row, every file, every checksum. Nothing is changed."""
+
+from __future__ import annotations
+
+import sqlite3
+from collections.abc import Iterator
+
+from .entries import Problem
+from .errors import DamagedEntryError
+from .folder import Folder, is_old
+from .index import Index
+from .rows import SELECT_ENTRY, SELECT_MISS, SELECT_STRUCTURE, digests, entry_of, miss_of, structure_of
+
+_DROPPED = "nothing: it is dropped when it is met, and made anew"
+_PRUNE = "prune; it goes then"
+
+
+def verify(folder: Folder, index: Index) -> tuple[Problem, ...]:
+    """What is wrong with the store, the index first."""
+    return index.read(lambda connection: (*_rows(folder, connection), *_files(folder, connection)))
+
+
+def _rows(folder: Folder, connection: sqlite3.Connection) -> Iterator[Problem]:
+    for (line,) in connection.execute("PRAGMA integrity_check(20)").fetchall():
+        if line != "ok":
+            do = f"export what can be read, remove {folder.path}, and import it again"
+            yield Problem("index", line, do)
+    structures = set()
+    for row in connection.execute(SELECT_STRUCTURE).fetchall():
+        structures.add(row[1])
+        if structure_of(row) is None:
+            yield Problem(f"structure {row[1]}", "its row does not match its checksum", _DROPPED)
+    for row in connection.execute(SELECT_MISS).fetchall():
+        if miss_of(row) is None:
+            yield Problem(f"miss {row[0]}", "its row does not match its checksum", _DROPPED)
+    damage: dict[str, str | None] = {}
+    for row in connection.execute(SELECT_ENTRY).fetchall():
+        entry = entry_of(row)
+        if entry is None:
+            yield Problem(str(row[1]), "its row does not match its checksum", _DROPPED)
+            continue
+        if entry.structure not in structures:
+            yield Problem(
+                entry.id, f"its structure {entry.structure} is not there", "remove it, so that it is made anew"
+            )
+        named = connection.execute("SELECT digest FROM names WHERE entry = ?", (row[0],)).fetchall()
+        if {name for (name,) in named} != digests(entry):
+            yield Problem(entry.id, "the index counts other files as its own", "remove it, so that it is made anew")
+        for digest in sorted(digests(entry)):
+            if digest not in damage:
+                damage[digest] = _damage(folder, digest)
+            found = damage[digest]
+            if found is not None:
+                yield Problem(entry.id, f"file {digest}: {found}", _DROPPED)
+
+
+def _damage(folder: Folder, digest: str) -> str | None:
+    try:
+        folder.read(digest)
+    except DamagedEntryError as error:
+        return error.found
+    return None
+
+
+def _files(folder: Folder, connection: sqlite3.Connection) -> Iterator[Problem]:
+    named = {name for (name,) in connection.execute("SELECT digest FROM names").fetchall()}
+    for path, status in folder.all_files():
+        where = str(path.relative_to(folder.path))
+        if path != folder.file(path.name):
+            yield Problem(where, "no file of the store has such a name", "remove it")
+        elif path.name not in named and is_old(status):
+            yield Problem(where, "no entry names it", _PRUNE)
+    for path in folder.left_over():
+        yield Problem(str(path.relative_to(folder.path)), "whoever wrote it did not come to an end", _PRUNE)
+    for path in folder.set_aside():
+        yield Problem(path.name, "an index in which damage was found, moved aside", "remove it once you have seen it")

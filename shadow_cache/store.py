@@ -19,7 +19,7 @@ from typing import Any
 import msgspec
 
 from .archive import export, import_
-from .entries import Entry, MissEntry, Problem, StoreStats, Structure
+from .entries import Entry, MissEntry, Problem, StoreStats, Structure, Summary
 from .errors import DamagedEntryError, InvalidEntryError, StoreUnavailableError
 from .folder import Folder, is_old
 from .index import Index
@@ -36,6 +36,7 @@ from .rows import (
     put_miss,
     put_structure,
     structure_of,
+    summary_of,
     whole,
 )
 from .verify import verify
@@ -86,6 +87,10 @@ class Store:
     def entries(self) -> tuple[Entry, ...]:
         """All entries, last used first."""
         return self._entries(f"{SELECT_ENTRY} {_LAST_USED_FIRST}")
+
+    def summaries(self) -> tuple[Summary, ...]:
+        """All entries without what is long in them, last used first: what a list needs."""
+        return tuple(self._good("entries", summary_of, f"{SELECT_ENTRY} {_LAST_USED_FIRST}"))
 
     def find(self, structure: str) -> tuple[Entry, ...]:
         """The entries of one structure, last used first."""

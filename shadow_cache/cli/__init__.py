@@ -64,4 +64,7 @@ def main(args: Sequence[str] | None = None) -> None:
     except StoreError as error:
         Fault(str(error)).show()
         sys.exit(Fault.exit_code)
+    except OSError as error:
+        Fault(f"{error.filename or 'input or output'}: {error.strerror or error}").show()
+        sys.exit(Fault.exit_code)
     sys.exit(code if isinstance(code, int) else 0)

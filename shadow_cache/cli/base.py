@@ -15,7 +15,7 @@ import click
 import rich_click
 from click.shell_completion import CompletionItem
 
-from ..entries import Entry, MissEntry, Structure
+from ..entries import Entry, MissEntry, Structure, Summary
 from . import render
 
 if TYPE_CHECKING:
@@ -60,9 +60,9 @@ class View:
             return False
 
     @cached_property
-    def entries(self) -> tuple[Entry, ...]:
+    def entries(self) -> tuple[Summary, ...]:
         """All entries, last used first; none where there is no store."""
-        return self.store.entries() if self._exists else ()
+        return self.store.summaries() if self._exists else ()
 
     @cached_property
     def misses(self) -> tuple[MissEntry, ...]:
@@ -92,7 +92,14 @@ class View:
     def entry(self, prefix: str) -> Entry:
         """The one entry whose id begins so."""
         known = {entry.id: entry for entry in self.entries}
-        return known[self.complete(prefix, {id: entry.name for id, entry in known.items()}, "entry")]
+        return self.whole(known[self.complete(prefix, {id: entry.name for id, entry in known.items()}, "entry")])
+
+    def whole(self, summary: Summary) -> Entry:
+        """The entry of a summary."""
+        for entry in self.store.find(summary.structure):
+            if entry.id == summary.id:
+                return entry
+        raise Fault(f"entry {summary.id} has just been removed.")
 
     def entry_or_structure(self, prefix: str) -> Entry | Structure:
         """The one entry or structure whose id begins so."""
@@ -100,7 +107,7 @@ class View:
         names = {entry.structure: f"structure of {entry.name}" for entry in self.entries}
         names |= {id: entry.name for id, entry in known.items()}
         found = self.complete(prefix, names, "entry or structure")
-        return known.get(found) or self.structure(found)
+        return self.whole(known[found]) if found in known else self.structure(found)
 
     def structure(self, id: str) -> Structure:
         """The structure of that whole id."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
-from ..entries import Call, Entry, Input, Structure
+from ..entries import Call, Entry, Input, Structure, Summary
 
 
 class Change(msgspec.Struct, frozen=True):
@@ -56,7 +58,7 @@ def difference(old: Entry, new: Entry, old_structure: Structure, new_structure: 
     return Difference(old.id, new.id, tuple(changes), None if same else parting(old_structure, new_structure))
 
 
-def varying(entries: list[Entry]) -> dict[str, list[Change]]:
+def varying(entries: Sequence[Entry]) -> dict[str, list[Change]]:
     """For each entry, by id, what tells it from the others of the same structure, as changes without ``old``."""
     parts: list[dict[tuple[str, str], str]] = []
     for entry in entries:
@@ -74,7 +76,7 @@ def varying(entries: list[Entry]) -> dict[str, list[Change]]:
     }
 
 
-def variant(entry: Entry) -> str:
+def variant(entry: Entry | Summary) -> str:
     """``static`` or ``dynamic``."""
     return "dynamic" if entry.dynamic else "static"
 

@@ -45,18 +45,19 @@ def why(view: View, id: str | None, last: bool) -> None:
     """
     if id is not None and last:
         raise click.UsageError("give an ID or --last, not both.")
-    misses = view.misses
     if id is None:
-        if not misses:
+        newest = next(iter(view.store.misses(1)), None)
+        if newest is None:
             raise Fault(f"no miss is recorded in {view.path}.")
-        newest = misses[0]
         view.out(newest, [newest.miss.kind], lambda: _last(view, newest))
         return
+    misses = view.misses
     entries = {entry.id: entry for entry in view.entries}
     names = {miss.entry: f"{miss.name}, not stored any more" for miss in reversed(misses) if miss.entry}
     names |= {id: entry.name for id, entry in entries.items()}
     whole = view.complete(id, names, "entry")
-    found = Why(entries.get(whole), tuple(miss for miss in misses if miss.entry == whole))
+    entry = view.whole(entries[whole]) if whole in entries else None
+    found = Why(entry, tuple(miss for miss in misses if miss.entry == whole))
     kinds = [found.entry.miss.kind] if found.entry else [miss.miss.kind for miss in found.misses]
     view.out(found, kinds, lambda: _why(view, whole, names[whole], found))
 

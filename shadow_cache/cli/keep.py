@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import TypeVar
 
 import rich_click as click
 
-from ..entries import Entry
+from ..entries import Entry, Problem, Summary
 from . import render
-from .base import Verb, View, ids, options, pass_view
+from .base import Fault, Verb, View, ids, options, pass_view
 
 _T = TypeVar("_T")
 
@@ -25,7 +25,7 @@ def _parsed(parse: Callable[[str], _T]) -> Callable[[click.Context, click.Parame
     return callback
 
 
-def _told(verb: str, entries: Iterable[Entry]) -> Iterator[str]:
+def _told(verb: str, entries: Iterable[Entry | Summary]) -> Iterator[str]:
     entries = list(entries)
     yield from (f"{render.identifier(entry.id)}  {entry.name}, {render.size(entry.size)}" for entry in entries)
     size = render.size(sum(entry.size for entry in entries))
@@ -87,15 +87,15 @@ def verify(view: View) -> None:
       shadow-cache verify --format quiet || echo damaged
     """
     problems = view.store.verify()
-    count = len(view.entries)
-    view.out(problems, (str(problem) for problem in problems), lambda: _verified(problems, count))
+    count = view.store.stats().entries
+    view.out(problems, (problem.where for problem in problems), lambda: _verified(problems, count))
     if problems:
         view.fail()
 
 
-def _verified(problems: Iterable[Any], count: int) -> Iterator[str]:
-    problems = list(problems)
-    yield from (render.old(str(problem)) for problem in problems)
+def _verified(problems: Sequence[Problem], count: int) -> Iterator[str]:
+    for problem in problems:
+        yield f"{render.bold(problem.where)}: {render.old(problem.what)}. {problem.do}."
     if problems:
         yield render.dim(render.plural(len(problems), "problem"))
     else:
@@ -118,6 +118,8 @@ def export(view: View, file: Path, id: tuple[str, ...]) -> None:
       shadow-cache export one.tar 3fa9
     """
     entries = [view.entry(prefix) for prefix in id] if id else view.entries
+    if not entries:
+        raise Fault(view.nothing)
     view.store.export(file, [entry.id for entry in entries])
     view.out(entries, (entry.id for entry in entries), lambda: _told("exported", entries))
 
@@ -129,12 +131,23 @@ def export(view: View, file: Path, id: tuple[str, ...]) -> None:
 def import_(view: View, file: Path) -> None:
     """Add the entries of FILE, which export has written.
 
-    Prints what was added. Each is used only where versions, processor and settings agree with those it was made for.
+    Prints what is new. Each is used only where versions, processor and settings agree with those it was made for.
     Import only what you trust: compiled code is run.
 
     \b
     Examples:
       shadow-cache import warm.tar
     """
-    entries = view.store.import_(file)
-    view.out(entries, (entry.id for entry in entries), lambda: _told("imported", entries))
+    import shadow_cache
+
+    before = {entry.id for entry in view.entries}
+    with shadow_cache.open(view.path) as store:
+        count = store.import_(file)
+        entries = [entry for entry in store.summaries() if entry.id not in before]
+    view.out(entries, (entry.id for entry in entries), lambda: _imported(count, entries))
+
+
+def _imported(count: int, entries: Sequence[Summary]) -> Iterator[str]:
+    yield from _told("added", entries)
+    if count > len(entries):
+        yield render.dim(f"replaced {render.plural(count - len(entries), 'entry', 'entries')} of the same ids")

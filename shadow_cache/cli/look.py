@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import rich_click as click
 
-from ..entries import Entry, StoreStats, Structure
+from ..entries import Entry, StoreStats, Structure, Summary
 from ..kinds import explain
 from . import render
 from .base import Verb, View, ids, options, pass_view
@@ -16,7 +16,7 @@ from .trie import Branch, fold, guides
 
 _BAR = 20
 _CLIP = 100
-_KEYS: dict[str, Callable[[Entry], Any]] = {
+_KEYS: dict[str, Callable[[Summary], Any]] = {
     "used": lambda entry: -entry.last_used,
     "created": lambda entry: -entry.created,
     "size": lambda entry: -entry.size,
@@ -79,7 +79,7 @@ def ls(
         view.fail()
 
 
-def _listed(view: View, entries: list[Entry], stored: int) -> Iterator[str]:
+def _listed(view: View, entries: list[Summary], stored: int) -> Iterator[str]:
     if not entries:
         return
     header = ("ID", "NAME", "SHAPES", "NODES", "BACKEND", "COST", "SIZE", "LOADS", "USED")
@@ -154,7 +154,7 @@ def _entry(view: View, entry: Entry) -> Iterator[str]:
 
 
 def _structure(view: View, structure: Structure) -> Iterator[str]:
-    entries = [entry for entry in view.entries if entry.structure == structure.id]
+    entries = view.store.find(structure.id)
     name = entries[0].name if entries else "no entry"
     yield f"{render.identifier(structure.id)}  structure of {render.bold(name)}"
     yield ""
@@ -185,18 +185,15 @@ def tree(view: View) -> None:
       shadow-cache tree
       shadow-cache tree --format quiet    ids of the structures
     """
-    entries = view.entries
-    by_structure: dict[str, list[Entry]] = {}
-    for entry in entries:
-        by_structure.setdefault(entry.structure, []).append(entry)
+    by_structure = {entry.structure: view.store.find(entry.structure) for entry in view.entries}
     branches = fold(view.structure(id) for id in by_structure)
     view.out(branches, by_structure, lambda: _tree(branches, by_structure))
-    if not entries:
+    if not by_structure:
         view.note(view.nothing)
         view.fail()
 
 
-def _tree(branches: tuple[Branch, ...], by_structure: dict[str, list[Entry]]) -> Iterator[str]:
+def _tree(branches: tuple[Branch, ...], by_structure: dict[str, tuple[Entry, ...]]) -> Iterator[str]:
     if not branches:
         return
     count = sum(len(entries) for entries in by_structure.values())
@@ -232,7 +229,7 @@ def _run(branch: Branch) -> str:
     return f"#{branch.start} {branch.nodes[0]}{what}{more}"
 
 
-def _variants(entries: list[Entry], before: str) -> Iterator[str]:
+def _variants(entries: Sequence[Entry], before: str) -> Iterator[str]:
     apart = varying(entries)
     for index, entry in enumerate(entries):
         told = [f"{change.name} {change.new}" for change in apart[entry.id] if change.name != "backend"]

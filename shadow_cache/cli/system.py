@@ -8,7 +8,6 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
-from importlib import metadata
 
 import rich_click as click
 from click.shell_completion import get_completion_class
@@ -55,6 +54,8 @@ def env(view: View) -> None:
 
 
 def _environment(view: View) -> Iterator[tuple[str, str]]:
+    from importlib import metadata  # 12 ms, for this verb alone
+
     yield "python", f"{platform.python_version()} ({platform.python_implementation()})"
     for package in _PACKAGES:
         try:

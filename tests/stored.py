@@ -133,7 +133,7 @@ ENTRIES = (FIRST, DYNAMIC, ADDED, MSE_ENTRY)
 
 MISSES = {
     "first_seen": Miss("first_seen", seconds=17.3),
-    "new_node": Miss("new_node", "node 5", "TanhBackward0", "ReluBackward0", "", 17.9),
+    "new_node": Miss("new_node", "node 5", "ReluBackward0", "TanhBackward0", "", 17.9),
     "node_attribute": Miss(
         "node_attribute", "node 5 TanhBackward0", "[True], 2", "[True], 3", "the exponent is a constant", 17.2
     ),

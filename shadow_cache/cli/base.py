@@ -31,7 +31,7 @@ class Fault(click.ClickException):
     """Something was not found, or is wrong with the store: exit code 1."""
 
     def show(self, file: Any = None) -> None:
-        click.echo(f"{render.old('error:')} {self.message}", file=file or sys.stderr, color=colours(sys.stderr))
+        click.echo(f"{render.old('Error:')} {self.message}", file=file or sys.stderr, color=colours(sys.stderr))
 
 
 class View:

@@ -53,7 +53,7 @@ def difference(old: Entry, new: Entry, old_structure: Structure, new_structure: 
         *_changes("ambient", old.ambient, new.ambient),
         *_changes("environment", old.environment, new.environment),
         *_changes("inputs", inputs(old), inputs(new), only_common=not same),
-        *_changes("kind", {"variant": variant(old), **_guards(old)}, {"variant": variant(new), **_guards(new)}),
+        *_changes("variant", {"shapes": variant(old), **_guards(old)}, {"shapes": variant(new), **_guards(new)}),
     ]
     return Difference(old.id, new.id, tuple(changes), None if same else parting(old_structure, new_structure))
 

@@ -16,6 +16,7 @@ from .base import Fault, Verb, View, cache_dir_option, ids, options, pass_view
 from .difference import Change, Difference, difference, variant
 
 _NODE = re.compile(r"(?:\bnode |#)(\d+)\b")
+_OPERATION = re.compile(r"\w*Backward\d*\b|AccumulateGrad|GraphRoot")
 
 
 class Why(msgspec.Struct, frozen=True):
@@ -76,7 +77,8 @@ def _last(view: View, newest: MissEntry) -> Iterator[str]:
         words = "nothing that is kept on disk"
     stored = any(entry.structure == newest.structure for entry in entries.values())
     structure = view.structure(newest.structure) if stored else None
-    yield from render.pairs([*_explained(newest.miss, structure), ("made", words)])
+    gone = made is None and newest.miss.kind in ("evicted", "corrupt")  # then it says what was lost, not what was made
+    yield from render.pairs([*_explained(newest.miss, structure), ("lost" if gone else "made", words)])
 
 
 def _why(view: View, id: str, name: str, found: Why) -> Iterator[str]:
@@ -104,7 +106,7 @@ def _why(view: View, id: str, name: str, found: Why) -> Iterator[str]:
 
 def _explained(miss: Miss, structure: Structure | None) -> list[tuple[str, str]]:
     kind = explain(miss.kind)
-    rows = [("what", f"{render.bold(miss.kind)}: {kind.means}")]
+    rows = [("kind", render.bold(miss.kind)), ("means", kind.means)]
     if miss.where:
         rows.append(("where", "\n".join((miss.where, *_place(miss.where, structure)))))
     if miss.old or miss.new:
@@ -122,7 +124,10 @@ def _place(where: str, structure: Structure | None) -> list[str]:
     if found is None or structure is None or int(found[1]) >= len(structure.calls):
         return []
     call = structure.calls[int(found[1])]
-    operation = [] if call.name in where else [call.name]
+    named = _OPERATION.findall(where)
+    if named and call.name not in named:
+        return []  # a number of another tape
+    operation = [] if named else [call.name]
     parameter = [f"parameter {call.parameter}"] if call.parameter and call.parameter not in where else []
     return [*operation, *parameter, *([call.source] if call.source and call.source not in where else [])]
 
@@ -151,8 +156,8 @@ def diff(view: View, a: str, b: str) -> None:
 
 
 def _difference(old: Entry, new: Entry, found: Difference) -> Iterator[str]:
-    yield f"{render.identifier(old.id)}  {old.name}"
-    yield f"{render.identifier(new.id)}  {new.name}"
+    yield f"{render.old('-')} {render.identifier(old.id)}  {old.name}"
+    yield f"{render.new('+')} {render.identifier(new.id)}  {new.name}"
     sections: dict[str, list[Change]] = {}
     for change in found.changes:
         sections.setdefault(change.section, []).append(change)

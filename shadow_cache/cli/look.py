@@ -185,7 +185,7 @@ def tree(view: View) -> None:
       shadow-cache tree
       shadow-cache tree --format quiet    ids of the structures
     """
-    by_structure = {entry.structure: view.store.find(entry.structure) for entry in view.entries}
+    by_structure = {id: view.store.find(id) for id in dict.fromkeys(entry.structure for entry in view.entries)}
     branches = fold(view.structure(id) for id in by_structure)
     view.out(branches, by_structure, lambda: _tree(branches, by_structure))
     if not by_structure:

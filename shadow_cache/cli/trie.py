@@ -9,6 +9,7 @@ import msgspec
 from ..entries import Structure
 
 Key = tuple[str, ...]
+_Path = tuple[Structure, tuple[Key, ...]]
 
 
 class Branch(msgspec.Struct, frozen=True):
@@ -34,20 +35,20 @@ class Branch(msgspec.Struct, frozen=True):
 def fold(structures: Iterable[Structure]) -> tuple[Branch, ...]:
     """All of them as branches, each after its parent. Flat, because a tape of many lengths makes a deep trie."""
     branches: list[Branch] = []
-    waiting: list[tuple[int | None, int, str, list[Structure]]] = [
-        (None, 0, "", group) for group in reversed(_groups(list(structures), 0))
+    paths = [(structure, structure.keys) for structure in structures]
+    waiting: list[tuple[int | None, int, str, list[_Path]]] = [
+        (None, 0, "", group) for group in reversed(_groups(paths, 0))
     ]
     while waiting:
         parent, start, differs, group = waiting.pop()
-        paths = [structure.keys for structure in group]
-        stop = _shared(paths, start)
-        names = tuple(_names(group[0], start, stop))
-        alone = group[0].id if len(group) == 1 else None
+        first = group[0][0]
+        stop = _shared([keys for _, keys in group], start)
         index = len(branches)
-        branches.append(Branch(parent, start, names, differs, len(group), alone))
+        alone = first.id if len(group) == 1 else None
+        branches.append(Branch(parent, start, tuple(_names(first, start, stop)), differs, len(group), alone))
         if alone is None:
             groups = _groups(group, stop)
-            differences = _differences([each[0].keys[stop] for each in groups])
+            differences = _differences([each[0][1][stop] for each in groups])
             pairs = zip(groups, differences, strict=True)
             waiting += [(index, stop, difference, each) for each, difference in reversed(list(pairs))]
     return tuple(branches)
@@ -68,10 +69,10 @@ def guides(branches: Sequence[Branch]) -> Iterator[tuple[Branch, str, str]]:
         yield branch, before + ("└─ " if is_last else "├─ "), below[index]
 
 
-def _groups(structures: list[Structure], depth: int) -> list[list[Structure]]:
-    by_key: dict[Key, list[Structure]] = {}
-    for structure in structures:
-        by_key.setdefault(structure.keys[depth], []).append(structure)
+def _groups(paths: list[_Path], depth: int) -> list[list[_Path]]:
+    by_key: dict[Key, list[_Path]] = {}
+    for path in paths:
+        by_key.setdefault(path[1][depth], []).append(path)
     return list(by_key.values())
 
 

@@ -59,7 +59,7 @@ KINDS: dict[str, Kind] = {
     ),
     "variant_limit": Kind(
         "The structure had as many variants as it may have.",
-        "Raise the limit, set `dynamic=True`, or pad inputs so that fewer sizes occur.",
+        "Set `dynamic=True`, or pad inputs so that fewer sizes occur.",
     ),
     "ambient_state": Kind(
         "State of the process that the code depends on was different: autocast, determinism, threads and the like.",

@@ -105,7 +105,7 @@ def _entry(id: str, structure: Structure, source: str, batch: str, miss: Miss, *
 
 
 BATCH = Miss("shape", "node 2 AddmmBackward0, mat1, dim 0", "32", "48", "dim 0 is dynamic from now on", 19.84)
-GRAD = Miss("grad_state", "node 4 AccumulateGrad", "None", "Tensor", "call zero_grad() before each backward", 16.1)
+GRAD = Miss("grad_state", "node 4 AccumulateGrad", "None", "Tensor", "call zero_grad() before each backward", 0.231)
 FIRST = _entry("3fa91c", MEAN, "train.py:41 in step", "32", Miss("first_seen", seconds=17.3))
 DYNAMIC = _entry(
     *("3fb07e", MEAN, "train.py:41 in step", "s0", BATCH),
@@ -119,6 +119,7 @@ ADDED = _entry(
     *("81c0d2", MEAN_ADDED, "train.py:58 in accumulate", "32", GRAD),
     settings={"backend": "eager", "passes": "()"},
     seconds=0.231,
+    created=NOW - 40 * DAY,
     last_used=NOW - 40 * DAY,
     loads=0,
 )

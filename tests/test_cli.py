@@ -5,6 +5,7 @@
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -577,7 +578,7 @@ def test_json_has_what_was_stored(run: Run) -> None:
 
 
 def test_quiet_is_one_value_a_line(run: Run) -> None:
-    assert run("ls", "--format", "quiet", "--sort", "created").out == "3fb07e\n3fa91c\n81c0d2\ne2a944\n"
+    assert run("ls", "--format", "quiet", "--sort", "created").out == "3fb07e\n3fa91c\ne2a944\n81c0d2\n"
     assert run("--format", "quiet", "ls").out == run("ls", "--format", "quiet").out
     assert run("show", "3fa", "--format", "quiet").out == "3fa91c\n"
     assert sorted(run("tree", "--format", "quiet").out.split()) == sorted(each.id for each in stored.STRUCTURES)
@@ -771,3 +772,34 @@ def test_python_m(filled: Path) -> None:
 
 def test_all_verbs_are_there() -> None:
     assert " ".join(str(verb.name) for verb in VERBS) == VERB_NAMES
+
+
+# ---- the guide -------------------------------------------------------------------------------------------------------
+
+_GUIDE = ROOT / "docs" / "command_line.md"
+_CONSOLE = re.compile(r"(?<=^```console\n).*?(?=^```$)", re.MULTILINE | re.DOTALL)
+_KINDS = re.compile(r"(?<=^<!-- kinds -->\n).*?(?=^## )", re.MULTILINE | re.DOTALL)
+
+
+def test_the_guide_shows_what_is_printed(run: Run, cache: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Runs each command of ``docs/command_line.md``, in their order, on one cache."""
+    monkeypatch.chdir(cache.parent)
+
+    def shown(block: re.Match[str]) -> str:
+        parts = []
+        for line in block[0].splitlines():
+            if line.startswith("$ shadow-cache "):
+                ran = run(*line.split()[2:], cache=cache)
+                said = (ran.out + ran.err).rstrip("\n")
+                parts.append(f"{line}\n{said}\n".replace(str(cache), "/home/me/.cache/compiled_autograd"))
+        return "\n".join(parts)
+
+    rows = [f"| `{name}` | {kind.means} | {kind.do} |\n" for name, kind in kinds.KINDS.items()]
+    table = "\n| kind | what it means | what you can do |\n|---|---|---|\n" + "".join(rows) + "\n"
+    text = _GUIDE.read_text()
+    fresh = _KINDS.sub(lambda found: table, _CONSOLE.sub(shown, text))
+    if os.environ.get("EXPECTTEST_ACCEPT"):
+        _GUIDE.write_text(fresh)
+    assert fresh == _GUIDE.read_text()
+    verbs = set(re.findall(r"`(\w+)`|shadow-cache (\w+)", text))
+    assert {str(verb.name) for verb in VERBS} <= {name for pair in verbs for name in pair}

@@ -60,14 +60,15 @@ class Folder:
         self.files = self.path / "files"
         self.temporary = self.path / "temporary"
         self.read_only = False
-        self.prepare(create=create)
+        self.create = create
+        self.prepare()
 
-    def prepare(self, *, create: bool) -> None:
+    def prepare(self) -> None:
         """Look at the folder and make what it lacks. Asked again before the index is opened anew."""
         if self._given.is_symlink() and not is_ours(self._given.lstat()):
             raise StoreRefusedError(self._given, "it is a symbolic link of someone else's", f"Use {self.path} itself")
         try:
-            if create:
+            if self.create:
                 self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
             status = self.path.lstat()
         except FileNotFoundError:
@@ -75,11 +76,14 @@ class Folder:
         except OSError as error:
             raise self.unavailable(error) from error
         self._refuse_others(status)
-        self.read_only = not os.access(self.path, os.W_OK | os.X_OK)
-        for part in (self.files, self.temporary, self.index):
-            if not self.read_only:
+        parts = (self.files, self.temporary, self.index)
+        there = [self.path, *(part for part in parts if os.path.lexists(part))]
+        self.read_only = not all(os.access(part, os.W_OK | os.X_OK) for part in there)
+        for part in parts:
+            if not self.read_only and not os.path.lexists(part):
                 try:
                     part.mkdir(mode=0o700, exist_ok=True)
+                    _sync_folder(self.path)
                 except FileExistsError:
                     pass  # something that is no folder: refused below
                 except OSError as error:
@@ -101,8 +105,9 @@ class Folder:
     def unavailable(self, error: Exception) -> StoreUnavailableError:
         """``error`` in the words of the store."""
         found = (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
-        do = "Free space, make it writable, or name another folder"
-        return StoreUnavailableError(self.path, found[:1].lower() + found[1:], do)
+        locked = isinstance(error, BlockingIOError) or "locked" in found
+        do = "End the process that holds it" if locked else "Free space, make it writable"
+        return StoreUnavailableError(self.path, found[:1].lower() + found[1:], f"{do}, or name another folder")
 
     @contextmanager
     def locked(self, *, alone: bool = False) -> Iterator[None]:
@@ -110,15 +115,24 @@ class Folder:
         if fcntl is None or self.read_only:
             yield
             return
-        try:
-            handle = os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | _FLAGS, 0o600)
-        except OSError as error:
-            raise self.unavailable(error) from error
+        handle = self._open_lock()
         try:
             self._wait_for_lock(handle, (fcntl.LOCK_EX if alone else fcntl.LOCK_SH) | fcntl.LOCK_NB)
             yield
         finally:
             os.close(handle)
+
+    def _open_lock(self) -> int:
+        for last in (False, True):
+            try:
+                return os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | _FLAGS, 0o600)
+            except FileNotFoundError as error:
+                if last:
+                    raise self.unavailable(error) from error
+                self.prepare()  # the whole folder was removed: that is a way to begin anew
+            except OSError as error:
+                raise self.unavailable(error) from error
+        raise AssertionError("the second time returns or raises")
 
     def _wait_for_lock(self, handle: int, how: int) -> None:
         # Not for ever: a child that was forked while the lock was held keeps it as long as it lives.
@@ -228,8 +242,8 @@ class Folder:
         return old
 
     def set_aside(self) -> list[Path]:
-        """Damaged indexes that were moved aside."""
-        return [path for path in _listed(self.path) if path.name.startswith("index.corrupt-")]
+        """Damaged indexes that were moved aside, and new ones that did not come to take their place."""
+        return [path for path in _listed(self.path) if path.name.startswith(("index.corrupt-", "index.new-"))]
 
 
 def is_old(status: os.stat_result) -> bool:

@@ -7,6 +7,7 @@ called twice. Errors of sqlite become those of the store here, and nowhere else.
 from __future__ import annotations
 
 import os
+import shutil
 import sqlite3
 import threading
 import time
@@ -17,22 +18,11 @@ from typing import TypeVar
 from urllib.parse import quote
 
 from .entries import MissEntry
-from .errors import StoreMissingError, StoreNewerError, StoreUnavailableError
+from .errors import StoreError, StoreMissingError, StoreNewerError, StoreUnavailableError
 from .folder import BUSY_SECONDS, Folder, refuse_unless_plain
 from .records import Miss
-from .rows import (
-    SELECT_ENTRY,
-    SELECT_MISS,
-    SELECT_STRUCTURE,
-    TABLES,
-    digests,
-    entry_of,
-    miss_of,
-    put_entry,
-    put_miss,
-    put_structure,
-    structure_of,
-)
+from .rows import TABLES, put_miss
+from .salvage import salvage
 
 SCHEMA = 1
 T = TypeVar("T")
@@ -58,9 +48,8 @@ class _Process:
 class Index:
     """The database of a :class:`Folder`. ``reasons`` are what was found damaged by this object, oldest first."""
 
-    def __init__(self, folder: Folder, *, create: bool) -> None:
+    def __init__(self, folder: Folder) -> None:
         self._folder = folder
-        self._create = create
         self._file = folder.index / "index.db"
         self._processes: dict[int, _Process] = {}
         self._closed = False
@@ -98,15 +87,18 @@ class Index:
             raise StoreUnavailableError(self._folder.path, "it was closed", "Open it anew")
         process = self._process()
         for last in (False, True):
+            seen = None
             try:
                 with process.lock, self._folder.locked():
-                    connection = self._connected(process)
-                    return self._transaction(process, connection, work, durable) if write else work(connection)
+                    try:
+                        connection = self._connected(process)
+                        return self._transaction(process, connection, work, durable) if write else work(connection)
+                    finally:
+                        seen = process.opened
             except sqlite3.Error as error:
                 if not _is_damage(error) or self._folder.read_only or last:
                     raise self._folder.unavailable(error) from error
-                with process.lock:
-                    self._replace(process, error)
+                self._replace(process, error, seen)
         raise AssertionError("the second time returns or raises")
 
     @staticmethod
@@ -146,11 +138,11 @@ class Index:
         process.connection = process.opened = process.durable = None
 
     def _connect(self, process: _Process) -> sqlite3.Connection:
-        self._folder.prepare(create=self._create)
+        self._folder.prepare()
         if _identity(self._file) is None:
-            if not self._create:
+            if not self._folder.create:
                 raise StoreMissingError(self._folder.path)
-            self._create_file()
+            self._create_file(self._file)
         refuse_unless_plain(self._file, folder=False)
         self._refuse_newer(_version_in_header(self._file))
         process.opened = _identity(self._file)
@@ -165,9 +157,9 @@ class Index:
             raise
         return connection
 
-    def _create_file(self) -> None:
+    def _create_file(self, file: Path) -> None:
         try:
-            os.close(os.open(self._file, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o600))
+            os.close(os.open(file, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o600))
         except OSError as error:
             raise self._folder.unavailable(error) from error
 
@@ -195,48 +187,37 @@ class Index:
 
     # ---- damage ------------------------------------------------------------------------------------------------------
 
-    def _replace(self, process: _Process, error: sqlite3.Error) -> None:
-        """Move a damaged index aside, begin a new one, and take over what can still be read."""
-        opened = process.opened
-        with self._folder.locked(alone=True):
+    def _replace(self, process: _Process, error: sqlite3.Error, seen: tuple[int, int] | None) -> None:
+        """Put a new index, with what can still be read, in place of the damaged one, which is moved aside."""
+        with process.lock, self._folder.locked(alone=True):
+            if seen != _identity(self._file):
+                return  # another process or thread was first
             self._disconnect(process)
-            if opened is not None and opened != _identity(self._file):
-                return  # another process was first
-            stamp = time.strftime("%Y%m%dT%H%M%S", time.gmtime())
-            aside = self._folder.path / f"index.corrupt-{stamp}-{os.urandom(3).hex()}"
+            token = f"{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{os.urandom(3).hex()}"
+            fresh, aside = (self._folder.path / f"index.{word}-{token}" for word in ("new", "corrupt"))
             try:
+                # Whole before it takes the place: a process that ends in here loses nothing.
+                fresh.mkdir(mode=0o700)
+                self._create_file(fresh / self._file.name)
+                with (
+                    closing(_open(self._file, "mode=rw")) as old,
+                    closing(_open(fresh / self._file.name, "mode=rw")) as new,
+                ):
+                    _make(new)
+                    count = salvage(self._folder, old, new)
+                    hint = f"{count} entries were saved from it; see {aside.name}"
+                    miss = Miss("corrupt", "the index", old="a database", new=str(error), hint=hint)
+                    reason = MissEntry(time.time(), "", None, "index", miss)
+                    put_miss(new, reason)
                 self._folder.index.rename(aside)
-            except OSError as failed:
+                fresh.rename(self._folder.index)
+            except StoreError:
+                shutil.rmtree(fresh, ignore_errors=True)
+                raise
+            except (OSError, sqlite3.Error) as failed:
+                shutil.rmtree(fresh, ignore_errors=True)
                 raise self._folder.unavailable(failed) from error
-            connection = self._connect(process)
-            process.connection = connection
-            saved = self._transaction(process, connection, lambda new: self._salvage(aside / "index.db", new), True)
-            miss = Miss("corrupt", "the index", old="a database", new=str(error), hint=f"{saved}; see {aside.name}")
-            reason = MissEntry(time.time(), "", None, "index", miss)
             self.reasons.append(reason)
-            self._transaction(process, connection, lambda new: put_miss(new, reason), True)
-
-    def _salvage(self, file: Path, new: sqlite3.Connection) -> str:
-        """Copy the rows whose checksums hold. Pages that cannot be read are gone round from both ends."""
-        count = 0
-        with closing(_open(file, "mode=rw")) as old:
-            for row in _rows(old, SELECT_STRUCTURE):
-                structure = structure_of(row)
-                if structure is not None:
-                    put_structure(new, structure)
-            for row in _rows(old, SELECT_ENTRY):
-                entry = entry_of(row)
-                if entry is not None:
-                    sizes = {name: self._folder.size(name) for name in digests(entry)}
-                    whole = {name: size for name, size in sizes.items() if size is not None}
-                    if len(whole) == len(sizes):
-                        put_entry(new, entry, whole, entry.last_used, entry.loads)
-                        count += 1
-            for row in sorted(_rows(old, SELECT_MISS), key=lambda row: row[0] if isinstance(row[0], int) else 0):
-                missed = miss_of(row)
-                if missed is not None:
-                    put_miss(new, missed)
-        return f"{count} entries were saved from it"
 
 
 def _open(file: Path, how: str) -> sqlite3.Connection:
@@ -279,15 +260,6 @@ def _make(connection: sqlite3.Connection) -> None:
         with suppress(sqlite3.Error):
             connection.execute("ROLLBACK")
         raise
-
-
-def _rows(connection: sqlite3.Connection, select: str) -> list[tuple]:
-    rows: dict[object, tuple] = {}
-    for order in ("ASC", "DESC"):
-        with suppress(sqlite3.Error):  # the end of what can be read from this side
-            for row in connection.execute(f"{select} ORDER BY number {order}"):
-                rows[row[0]] = row
-    return list(rows.values())
 
 
 def _identity(file: Path) -> tuple[int, int] | None:

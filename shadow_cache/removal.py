@@ -1,17 +1,20 @@
 """What leaves the index: damaged rows, entries that were removed, entries over the size limit; and what goes with them.
 
-All functions work inside a transaction of their caller, who then removes the files that they give, where no entry names
-them any more.
+Rows go inside a transaction of the caller, and files afterwards, in another one, where no entry names them any more: a
+process that ends in between leaves files without entries, never entries without files.
 """
 
 from __future__ import annotations
 
 import sqlite3
 import time
+from collections.abc import Iterable
+from contextlib import suppress
 from typing import Any
 
 from .entries import MissEntry
-from .folder import Folder
+from .folder import Folder, is_old
+from .index import Index
 from .records import Miss
 from .rows import SELECT_ENTRY, entry_of, put_miss
 
@@ -90,3 +93,25 @@ def evict(connection: sqlite3.Connection, folder: Folder, limit: int, keep: int)
             put_miss(connection, went(row, "evicted", f"the files had more than max_size={limit} bytes"))
             gone += delete_entry(connection, number)
     return gone
+
+
+def remove_files(folder: Folder, index: Index, candidates: Iterable[str]) -> None:
+    """Remove those that no entry names. The index is held meanwhile, so that none can begin to."""
+    unique = sorted(set(candidates))
+
+    def work(connection: sqlite3.Connection) -> None:
+        for digest in unique:
+            if connection.execute("SELECT 1 FROM names WHERE digest = ?", (digest,)).fetchone() is None:
+                folder.remove(digest)
+
+    if unique:
+        index.write(work)
+
+
+def remove_unnamed(folder: Folder, index: Index) -> None:
+    """Remove what a process that ended in the middle left behind, once it is old."""
+    for path in folder.left_over():
+        with suppress(OSError):  # as old as it is, it can wait
+            path.unlink()
+    files = [(path, status) for path, status in folder.all_files() if path == folder.file(path.name)]
+    remove_files(folder, index, (path.name for path, status in files if is_old(status)))

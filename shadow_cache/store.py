@@ -21,10 +21,10 @@ import msgspec
 from .archive import export, import_
 from .entries import Entry, MissEntry, Problem, StoreStats, Structure, Summary
 from .errors import DamagedEntryError, InvalidEntryError, StoreUnavailableError
-from .folder import Folder, is_old
+from .folder import Folder
 from .index import Index
 from .records import Miss
-from .removal import TOTAL_SIZE, damaged, delete_entry, evict, forget_names, over, went
+from .removal import TOTAL_SIZE, damaged, delete_entry, evict, forget_names, over, remove_files, remove_unnamed, went
 from .rows import (
     SELECT_ENTRY,
     SELECT_MISS,
@@ -56,7 +56,7 @@ class Store:
 
     def __init__(self, path: Path, *, max_size: int, create: bool) -> None:
         self._folder = Folder(path, create=create)
-        self._index = Index(self._folder, create=create)
+        self._index = Index(self._folder)
         self.path = self._folder.path
         self.max_size = max_size
         self._tidied = False
@@ -168,7 +168,7 @@ class Store:
             return gone
 
         with suppress(StoreUnavailableError):  # they are left out all the same, and the next reader drops them
-            self._remove_files(self._index.write(work))
+            remove_files(self._folder, self._index, self._index.write(work))
 
     def _drop_file(self, digest: str) -> None:
         def work(connection: sqlite3.Connection) -> list[str]:
@@ -190,7 +190,7 @@ class Store:
                 gone += delete_entry(connection, row[0])
             return [*gone, digest]
 
-        self._remove_files(self._index.write(work))
+        remove_files(self._folder, self._index, self._index.write(work))
 
     # ---- writing -----------------------------------------------------------------------------------------------------
 
@@ -216,7 +216,7 @@ class Store:
         def work(connection: sqlite3.Connection) -> tuple[int, list[str]]:
             for digest, data in files.items():
                 # A file that was there already may have been removed meanwhile, with the last entry that named it.
-                # Files are removed in transactions only (_remove_files), so what is here now stays.
+                # Files are removed in transactions only (remove_files), so what is here now stays.
                 if self._folder.size(digest) != len(data):
                     self._folder.write(digest, data)
             put_structure(connection, structure)
@@ -227,7 +227,7 @@ class Store:
 
         loads, gone = self._index.write(work, durable=True)
         with suppress(StoreUnavailableError):  # the entry is stored; files that stay are found again by _tidy
-            self._remove_files(gone)
+            remove_files(self._folder, self._index, gone)
         return msgspec.structs.replace(entry, last_used=now, loads=loads, size=sum(sizes.values()))
 
     def loaded(self, entry_id: str) -> None:
@@ -260,7 +260,7 @@ class Store:
             return count, gone
 
         count, gone = self._index.write(work, durable=True)
-        self._remove_files(gone)
+        remove_files(self._folder, self._index, gone)
         return count
 
     def prune(
@@ -281,7 +281,7 @@ class Store:
         chosen = (*going, *(entry for entry in left if entry.id in excess))
         if not dry_run:
             self.remove([entry.id for entry in chosen], "evicted")
-            self._remove_unnamed()
+            remove_unnamed(self._folder, self._index)
         return chosen
 
     # ---- the whole of it ---------------------------------------------------------------------------------------------
@@ -308,31 +308,6 @@ class Store:
         """
         return import_(self, Path(file))
 
-    # ---- files that no entry names -----------------------------------------------------------------------------------
-
-    def _remove_files(self, candidates: Iterable[str]) -> None:
-        """Remove those that no entry names. The index is held meanwhile, so that none can begin to."""
-        unique = sorted(set(candidates))
-
-        def work(connection: sqlite3.Connection) -> None:
-            for digest in unique:
-                if connection.execute("SELECT 1 FROM names WHERE digest = ?", (digest,)).fetchone() is None:
-                    self._folder.remove(digest)
-
-        if unique:
-            self._index.write(work)
-
-    def _remove_unnamed(self) -> None:
-        """Remove what a process that ended in the middle left behind, once it is old."""
-        for path in self._folder.left_over():
-            with suppress(OSError):  # as old as it is, it can wait
-                path.unlink()
-        self._remove_files(
-            path.name
-            for path, status in self._folder.all_files()
-            if is_old(status) and path == self._folder.file(path.name)
-        )
-
     def _tidy(self) -> None:
         """Once in a process, and once a day at most."""
         if self._tidied:
@@ -343,7 +318,7 @@ class Store:
             if mark.exists() and abs(time.time() - mark.stat().st_mtime) < _TIDY_SECONDS:
                 return
             mark.touch(mode=0o600)
-            self._remove_unnamed()
+            remove_unnamed(self._folder, self._index)
 
 
 def _refuse_mismatch(structure: Structure, entry: Entry, files: Mapping[str, bytes]) -> None:

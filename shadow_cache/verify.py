@@ -12,6 +12,7 @@ from .index import Index
 from .rows import SELECT_ENTRY, SELECT_MISS, SELECT_STRUCTURE, digests, entry_of, miss_of, structure_of
 
 _DROPPED = "nothing: it is dropped when it is met, and made anew"
+_REMOVE = "remove it, so that it is made anew"
 _PRUNE = "prune; it goes then"
 
 
@@ -23,35 +24,35 @@ def verify(folder: Folder, index: Index) -> tuple[Problem, ...]:
 def _rows(folder: Folder, connection: sqlite3.Connection) -> Iterator[Problem]:
     for (line,) in connection.execute("PRAGMA integrity_check(20)").fetchall():
         if line != "ok":
-            do = f"export what can be read, remove {folder.path}, and import it again"
-            yield Problem("index", line, do)
-    structures = set()
+            yield Problem("index", line, f"export what can be read, remove {folder.path}, and import it again")
     for row in connection.execute(SELECT_STRUCTURE).fetchall():
-        structures.add(row[1])
         if structure_of(row) is None:
             yield Problem(f"structure {row[1]}", "its row does not match its checksum", _DROPPED)
     for row in connection.execute(SELECT_MISS).fetchall():
         if miss_of(row) is None:
             yield Problem(f"miss {row[0]}", "its row does not match its checksum", _DROPPED)
-    damage: dict[str, str | None] = {}
     for row in connection.execute(SELECT_ENTRY).fetchall():
-        entry = entry_of(row)
-        if entry is None:
-            yield Problem(str(row[1]), "its row does not match its checksum", _DROPPED)
-            continue
-        if entry.structure not in structures:
-            yield Problem(
-                entry.id, f"its structure {entry.structure} is not there", "remove it, so that it is made anew"
-            )
-        named = connection.execute("SELECT digest FROM names WHERE entry = ?", (row[0],)).fetchall()
-        if {name for (name,) in named} != digests(entry):
-            yield Problem(entry.id, "the index counts other files as its own", "remove it, so that it is made anew")
-        for digest in sorted(digests(entry)):
-            if digest not in damage:
-                damage[digest] = _damage(folder, digest)
-            found = damage[digest]
-            if found is not None:
-                yield Problem(entry.id, f"file {digest}: {found}", _DROPPED)
+        problems = list(_entry(folder, connection, row))
+        # Only what is still there: another process may have removed it, or stored it anew, after it was listed.
+        same = "SELECT 1 FROM entries WHERE number = ? AND checksum IS ?"
+        if problems and connection.execute(same, (row[0], row[4])).fetchone():
+            yield from problems
+
+
+def _entry(folder: Folder, connection: sqlite3.Connection, row: tuple) -> Iterator[Problem]:
+    entry = entry_of(row)
+    if entry is None:
+        yield Problem(str(row[1]), "its row does not match its checksum", _DROPPED)
+        return
+    if connection.execute("SELECT 1 FROM structures WHERE id = ?", (entry.structure,)).fetchone() is None:
+        yield Problem(entry.id, f"its structure {entry.structure} is not there", _REMOVE)
+    named = connection.execute("SELECT digest FROM names WHERE entry = ?", (row[0],)).fetchall()
+    if {name for (name,) in named} != digests(entry):
+        yield Problem(entry.id, "the index counts other files as its own", _REMOVE)
+    for digest in sorted(digests(entry)):
+        found = _damage(folder, digest)
+        if found is not None:
+            yield Problem(entry.id, f"file {digest}: {found}", _DROPPED)
 
 
 def _damage(folder: Folder, digest: str) -> str | None:

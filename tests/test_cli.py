@@ -25,7 +25,7 @@ from shadow_cache.cli.explain import Why
 from shadow_cache.cli.trie import Branch
 from shadow_cache.entries import Entry, MissEntry, Problem, StoreStats, Structure, Summary
 
-from . import stored
+from . import cli_records as stored
 from .helpers import ROOT, in_subprocess
 
 GOLDEN = Path(__file__).parent / "golden" / "cli"
@@ -48,7 +48,7 @@ Run = Callable[..., Ran]
 
 @pytest.fixture(scope="module")
 def filled(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A cache with the records of ``stored.py``; not to be changed."""
+    """A cache with the records of ``cli_records.py``; not to be changed."""
     path = tmp_path_factory.mktemp("cli") / "cache"
     with pytest.MonkeyPatch.context() as monkeypatch, shadow_cache.open(path) as store:
         stored.fill(store, monkeypatch)
@@ -637,6 +637,13 @@ Error: there is no entry whose id begins with 'zz'; there are:
 def test_without_a_cache_nothing_is_found_and_nothing_is_made(verb: str, run: Run, tmp_path: Path) -> None:
     ran = run(*verb.split(), cache=tmp_path / "none")
     assert ran.code == 1 and ran.out == "" and "nothing is stored in" in ran.err
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_a_folder_without_a_cache_is_left_as_it_is(run: Run, tmp_path: Path) -> None:
+    tmp_path.chmod(0o700)
+    ran = run("ls", cache=tmp_path)
+    assert ran.code == 1 and "nothing is stored in" in ran.err
     assert list(tmp_path.iterdir()) == []
 
 

@@ -11,7 +11,7 @@ from shadow_cache.cli.difference import parting, varying
 from shadow_cache.cli.trie import fold, guides
 from shadow_cache.entries import Call, Structure
 
-from . import stored
+from . import cli_records as stored
 
 HOUR, DAY = 3600.0, 86400.0
 

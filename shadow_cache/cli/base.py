@@ -47,6 +47,8 @@ class View:
         """The store, opened; :class:`Fault` where there is none, and none is made."""
         import shadow_cache
 
+        if not (self.path / "index").is_dir():  # to open a folder is to make what it lacks of a store
+            raise Fault(self.nothing)
         try:
             return shadow_cache.open(self.path, create=False)
         except shadow_cache.StoreMissingError:

@@ -91,7 +91,7 @@ def _listed(view: View, entries: list[Summary], stored: int) -> Iterator[str]:
         )
         for entry in entries
     ]
-    yield from render.table(header, rows, right=(3, 5, 6, 7), flexible=1, width=view.width)
+    yield from render.table(header, rows, right=(3, 5, 6, 7), flexible=1, spare=(3, 6, 4, 2), width=view.width)
     of = f" of {stored:,}" if stored > len(entries) else ""
     cost = render.seconds(sum(entry.seconds for entry in entries))
     size = render.size(sum(entry.size for entry in entries))

@@ -11,6 +11,7 @@ import click
 _SIZES = {"": 1, "B": 1, "K": 1e3, "KB": 1e3, "M": 1e6, "MB": 1e6, "G": 1e9, "GB": 1e9, "T": 1e12, "TB": 1e12}
 _SIZES |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 _AGES = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
+_NAME_WIDTH = 40
 _UNITS = (("year", 365 * 86400), ("month", 30 * 86400), ("day", 86400), ("hour", 3600), ("minute", 60))
 
 # For a stream that cannot encode the characters on the left.
@@ -60,6 +61,14 @@ def plural(count: int, noun: str, nouns: str = "") -> str:
 def clip(text: str, width: int) -> str:
     """``text``, cut to ``width`` characters."""
     return text if len(text) <= width else f"{text[: max(width - 1, 1)]}…"
+
+
+def clip_middle(text: str, width: int) -> str:
+    """``text``, with so much left out of its middle that it has ``width`` characters: both ends of a name tell."""
+    if len(text) <= width:
+        return text
+    end = (width - 1) // 2
+    return f"{text[: width - 1 - end]}…{text[len(text) - end :]}"
 
 
 def parse_size(text: str) -> int:
@@ -120,6 +129,7 @@ def table(
     rows: Sequence[Sequence[str]],
     right: Collection[int] = (),
     flexible: int | None = None,
+    spare: Sequence[int] = (),
     width: int | None = None,
     indent: str = "",
 ) -> list[str]:
@@ -130,19 +140,26 @@ def table(
         rows: the cells, unstyled; the first column is shown as ids are.
         right: which columns are numbers, and end at the right.
         flexible: the column that is cut where the lines would be longer than ``width``.
+        spare: columns that are left out, in this order, before that one is cut to less than 40 characters.
         width: of the terminal; None where lines may be as long as they are.
         indent: before each line.
     """
-    columns = range(len(header))
+    columns = list(range(len(header)))
     widths = [max(len(row[column]) for row in (header, *rows)) for column in columns]
     if flexible is not None and width is not None:
-        others = sum(widths) - widths[flexible] + 2 * (len(widths) - 1) + len(indent)
+        dropped = iter(spare)
+        while True:
+            others = sum(widths[column] + 2 for column in columns if column != flexible) + len(indent)
+            column = next(dropped, -1) if width - others < min(widths[flexible], _NAME_WIDTH) else -1
+            if column < 0:
+                break
+            columns.remove(column)
         widths[flexible] = min(widths[flexible], max(width - others, 12))
 
     def line(row: Sequence[str], is_header: bool) -> str:
         cells = []
         for column in columns:
-            text = clip(row[column], widths[column]) if column == flexible else row[column]
+            text = clip_middle(row[column], widths[column]) if column == flexible else row[column]
             space = " " * (widths[column] - len(text))
             shown = dim(text) if is_header else identifier(text) if column == 0 else text
             cells.append(space + shown if column in right else shown + space)

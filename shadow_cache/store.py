@@ -21,7 +21,7 @@ import msgspec
 from .archive import export, import_
 from .entries import Entry, MissEntry, Problem, StoreStats, Structure, Summary
 from .errors import DamagedEntryError, InvalidEntryError, StoreUnavailableError
-from .folder import Folder
+from .folder import Folder, is_digest
 from .index import Index
 from .records import Miss
 from .removal import TOTAL_SIZE, damaged, delete_entry, evict, forget_names, over, remove_files, remove_unnamed, went
@@ -127,7 +127,7 @@ class Store:
         try:
             return self._folder.read(digest)
         except DamagedEntryError as error:
-            if not self.read_only:
+            if is_digest(digest) and not self.read_only:
                 with suppress(StoreUnavailableError):  # the next reader finds the damage again
                     self._drop_file(digest)
             raise error

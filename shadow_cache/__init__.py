@@ -10,7 +10,7 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .entries import Call, Entry, Input, MissEntry, Problem, Region, StoreStats, Structure
+from .entries import Call, Entry, Input, MissEntry, Problem, Region, StoreStats, Structure, Summary
 from .errors import (
     DamagedArchiveError,
     DamagedEntryError,
@@ -52,6 +52,7 @@ __all__ = [
     "StoreStats",
     "StoreUnavailableError",
     "Structure",
+    "Summary",
     "TooManyCompilesError",
     "VariantKey",
     "assert_max_compiles",

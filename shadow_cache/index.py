@@ -22,7 +22,7 @@ from .errors import StoreError, StoreMissingError, StoreNewerError, StoreUnavail
 from .folder import BUSY_SECONDS, Folder, refuse_unless_plain
 from .records import Miss
 from .rows import TABLES, put_miss
-from .salvage import salvage
+from .salvage import SQLITE_ERRORS, salvage
 
 SCHEMA = 1
 T = TypeVar("T")
@@ -83,19 +83,21 @@ class Index:
         return process
 
     def _run(self, work: Callable[[sqlite3.Connection], T], *, write: bool, durable: bool) -> T:
-        if self._closed:
-            raise StoreUnavailableError(self._folder.path, "it was closed", "Open it anew")
         process = self._process()
         for last in (False, True):
             seen = None
             try:
                 with process.lock, self._folder.locked():
+                    if self._closed:
+                        raise StoreUnavailableError(self._folder.path, "it was closed", "Open it anew")
                     try:
                         connection = self._connected(process)
                         return self._transaction(process, connection, work, durable) if write else work(connection)
                     finally:
                         seen = process.opened
-            except sqlite3.Error as error:
+            except (sqlite3.ProgrammingError, sqlite3.InterfaceError):
+                raise  # a mistake of the caller's, a value of the wrong type: it says nothing of the database
+            except SQLITE_ERRORS as error:
                 if not _is_damage(error) or self._folder.read_only or last:
                     raise self._folder.unavailable(error) from error
                 self._replace(process, error, seen)
@@ -113,7 +115,7 @@ class Index:
             result = work(connection)
             connection.execute("COMMIT")
         except BaseException:
-            with suppress(sqlite3.Error):  # the first error says more
+            with suppress(*SQLITE_ERRORS):  # the first error says more
                 connection.execute("ROLLBACK")
             raise
         return result
@@ -133,7 +135,7 @@ class Index:
     @staticmethod
     def _disconnect(process: _Process) -> None:
         if process.connection is not None:
-            with suppress(sqlite3.Error):
+            with suppress(*SQLITE_ERRORS):
                 process.connection.close()
         process.connection = process.opened = process.durable = None
 
@@ -175,7 +177,7 @@ class Index:
                 version = connection.execute("PRAGMA user_version").fetchone()[0]
                 self._refuse_newer(version)
                 return connection
-            except (sqlite3.Error, StoreNewerError) as error:
+            except (*SQLITE_ERRORS, StoreNewerError) as error:
                 connection.close()
                 if mode == "immutable=1" or isinstance(error, StoreNewerError):
                     raise
@@ -187,7 +189,7 @@ class Index:
 
     # ---- damage ------------------------------------------------------------------------------------------------------
 
-    def _replace(self, process: _Process, error: sqlite3.Error, seen: tuple[int, int] | None) -> None:
+    def _replace(self, process: _Process, error: Exception, seen: tuple[int, int] | None) -> None:
         """Put a new index, with what can still be read, in place of the damaged one, which is moved aside."""
         with process.lock, self._folder.locked(alone=True):
             if seen != _identity(self._file):
@@ -214,7 +216,7 @@ class Index:
             except StoreError:
                 shutil.rmtree(fresh, ignore_errors=True)
                 raise
-            except (OSError, sqlite3.Error) as failed:
+            except (OSError, *SQLITE_ERRORS) as failed:
                 shutil.rmtree(fresh, ignore_errors=True)
                 raise self._folder.unavailable(failed) from error
             self.reasons.append(reason)
@@ -257,7 +259,7 @@ def _make(connection: sqlite3.Connection) -> None:
         connection.execute(f"PRAGMA user_version = {SCHEMA}")
         connection.execute("COMMIT")
     except BaseException:
-        with suppress(sqlite3.Error):
+        with suppress(*SQLITE_ERRORS):
             connection.execute("ROLLBACK")
         raise
 
@@ -277,7 +279,9 @@ def _version_in_header(file: Path) -> int:
     return int.from_bytes(header[60:64], "big") if header[:16] == b"SQLite format 3\0" else 0
 
 
-def _is_damage(error: sqlite3.Error) -> bool:
+def _is_damage(error: Exception) -> bool:
+    if isinstance(error, UnicodeDecodeError):
+        return True
     code = getattr(error, "sqlite_errorcode", None)  # Python 3.11 and later
     if code is None:
         return not any(word in str(error) for word in _OUTSIDE_WORDS)

@@ -9,7 +9,7 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from .entries import Entry, MissEntry, Structure
+from .entries import Entry, MissEntry, Structure, Summary
 
 TABLES = """
 CREATE TABLE IF NOT EXISTS structures (
@@ -33,9 +33,10 @@ SELECT_ENTRY = "SELECT number, id, structure, record, checksum, size, loads, las
 SELECT_STRUCTURE = "SELECT number, id, record, checksum FROM structures"
 SELECT_MISS = "SELECT number, record, checksum FROM misses"
 
-R = TypeVar("R", Entry, Structure, MissEntry)
+R = TypeVar("R", Entry, Summary, Structure, MissEntry)
+E = TypeVar("E", Entry, Summary)
 _decoders: dict[type, msgspec.msgpack.Decoder[Any]] = {
-    kind: msgspec.msgpack.Decoder(kind) for kind in (Entry, Structure, MissEntry)
+    kind: msgspec.msgpack.Decoder(kind) for kind in (Entry, Summary, Structure, MissEntry)
 }
 
 
@@ -61,12 +62,21 @@ def _checksum(name: str, data: bytes) -> bytes:
 
 def entry_of(row: tuple[Any, ...]) -> Entry | None:
     """The entry of a row of SELECT_ENTRY, with what is counted beside it; None if it is damaged."""
+    return _entry_of(Entry, row)
+
+
+def summary_of(row: tuple[Any, ...]) -> Summary | None:
+    """The same without what is long in it."""
+    return _entry_of(Summary, row)
+
+
+def _entry_of(kind: type[E], row: tuple[Any, ...]) -> E | None:
     _, id_, structure, data, checksum, size, loads, last_used = row
     if not (isinstance(id_, str) and isinstance(size, int) and isinstance(loads, int) and isinstance(last_used, float)):
         return None
     if size < 0 or loads < 0 or not 0 <= last_used < _NO_TIME:
         return None
-    entry = decode(Entry, f"entry {id_}", data, checksum)
+    entry = decode(kind, f"entry {id_}", data, checksum)
     if entry is None or entry.id != id_ or entry.structure != structure:
         return None
     return msgspec.structs.replace(entry, size=size, loads=loads, last_used=last_used)

@@ -19,6 +19,9 @@ from .rows import (
     structure_of,
 )
 
+# A damaged name in an error's message is no text, and Python then says that instead of the error.
+SQLITE_ERRORS = (sqlite3.Error, UnicodeDecodeError)
+
 
 def salvage(folder: Folder, old: sqlite3.Connection, new: sqlite3.Connection) -> int:
     """Copy structures, entries whose files are there, and misses; gives how many entries."""
@@ -48,7 +51,7 @@ def _rows(connection: sqlite3.Connection, select: str) -> list[tuple]:
     """All rows of a table that can be read: pages that cannot are come up to from both ends."""
     rows: dict[object, tuple] = {}
     for order in ("ASC", "DESC"):
-        with suppress(sqlite3.Error):  # the end of what can be read from this side
+        with suppress(*SQLITE_ERRORS):  # the end of what can be read from this side
             for row in connection.execute(f"{select} ORDER BY number {order}"):
                 rows[row[0]] = row
     return list(rows.values())

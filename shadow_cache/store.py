@@ -19,9 +19,9 @@ from typing import Any
 import msgspec
 
 from .archive import export, import_
-from .entries import Entry, MissEntry, Problem, StoreStats, Structure
+from .entries import Entry, MissEntry, Problem, StoreStats, Structure, Summary
 from .errors import DamagedEntryError, InvalidEntryError, StoreUnavailableError
-from .folder import Folder
+from .folder import Folder, is_digest
 from .index import Index
 from .records import Miss
 from .removal import TOTAL_SIZE, damaged, delete_entry, evict, forget_names, over, remove_files, remove_unnamed, went
@@ -36,6 +36,7 @@ from .rows import (
     put_miss,
     put_structure,
     structure_of,
+    summary_of,
     whole,
 )
 from .verify import verify
@@ -87,6 +88,10 @@ class Store:
         """All entries, last used first."""
         return self._entries(f"{SELECT_ENTRY} {_LAST_USED_FIRST}")
 
+    def summaries(self) -> tuple[Summary, ...]:
+        """All entries without what is long in them, last used first: what a list needs."""
+        return tuple(self._good("entries", summary_of, f"{SELECT_ENTRY} {_LAST_USED_FIRST}"))
+
     def find(self, structure: str) -> tuple[Entry, ...]:
         """The entries of one structure, last used first."""
         return self._entries(f"{SELECT_ENTRY} WHERE structure = ? {_LAST_USED_FIRST}", structure)
@@ -122,7 +127,7 @@ class Store:
         try:
             return self._folder.read(digest)
         except DamagedEntryError as error:
-            if not self.read_only:
+            if is_digest(digest) and not self.read_only:
                 with suppress(StoreUnavailableError):  # the next reader finds the damage again
                     self._drop_file(digest)
             raise error

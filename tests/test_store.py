@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import os
 import shutil
+import sqlite3
 import subprocess
 import tempfile
 import textwrap
@@ -182,6 +183,28 @@ def test_an_entry_and_files_that_do_not_belong_together(store: Store, change, me
 def test_a_name_that_is_no_file(store: Store, name: str) -> None:
     with pytest.raises(DamagedEntryError):
         store.read(name)
+
+
+def test_a_damaged_name_leads_nowhere(tmp_path: Path) -> None:
+    with shadow_cache.open(tmp_path / "folder" / "store") as store:
+        name = "../../other"
+        other = store._folder.file(name).resolve()
+        assert other == tmp_path / "other"
+        other.write_text("not of the store")
+        with pytest.raises(DamagedEntryError):
+            store.read(name)
+        store.add(*made(1))
+        damage = "UPDATE names SET digest = ? WHERE digest = ?"
+        store._index.write(lambda index: index.execute(damage, (name, made(1)[1].regions[0].artifact)))
+        assert store.remove(["000001"]) == 1
+        assert other.exists()
+
+
+def test_a_mistake_of_the_caller_is_no_damage(store: Store) -> None:
+    store.add(*made(1))
+    with pytest.raises((sqlite3.ProgrammingError, sqlite3.InterfaceError)):
+        store.find(("s1",))  # type: ignore[arg-type]
+    assert len(store.find("s1")) == 1 and not store.damage
 
 
 # ---- removing --------------------------------------------------------------------------------------------------------

@@ -228,6 +228,17 @@ def test_a_table_that_is_gone_is_damage(copy: Path) -> None:
         assert store.damage[0].miss.kind == "corrupt" and "names" in store.damage[0].miss.new
 
 
+def test_a_name_in_the_schema_that_is_no_text(copy: Path) -> None:
+    """sqlite's message then is no text either, and Python raises that instead."""
+    index = copy / "index" / "index.db"
+    data = index.read_bytes()
+    index.write_bytes(
+        data.replace(b"CREATE INDEX entries_by_use ON entries", b"CREATE INDEX entries_by_use ON entr\xf3es")
+    )
+    listed, whole = look(copy)
+    assert listed == whole or list(copy.glob("index.corrupt-*"))
+
+
 @pytest.mark.parametrize("in_log", [False, True])
 def test_a_schema_from_the_future_is_not_touched(copy: Path, in_log: bool) -> None:
     import sqlite3

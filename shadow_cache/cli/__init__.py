@@ -1,0 +1,70 @@
+"""The command line ``shadow-cache``: what is compiled, what was hit, why something was compiled again, what it cost.
+
+Nothing here imports torch.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+import click
+import rich_click
+
+from ..errors import StoreError
+from . import explain, keep, look, system
+from .base import Fault, Verbs, View, options, pass_view
+
+VERBS = (
+    *(look.ls, look.show, look.tree, look.stats),
+    *(explain.why, explain.diff, explain.graph),
+    *(keep.rm, keep.prune, keep.verify, keep.export, keep.import_),
+    *(system.dir_, system.env, system.completion),
+)
+
+
+@rich_click.group(
+    cls=Verbs,
+    context_settings={
+        "help_option_names": ["-h", "--help"],
+        "rich_help_config": {"text_paragraph_linebreaks": "\n\n", "style_helptext": ""},
+    },
+)
+@options
+@rich_click.version_option(package_name="compiled-autograd", message="%(version)s")
+@pass_view
+def cli(view: View) -> None:
+    """Look into the cache of compiled backwards.
+
+    What is compiled, what was hit, why something was compiled again, what it cost. An id may be cut short, as long as
+    no other begins so. Exit codes: 0 all is well, 1 nothing was found or a problem was, 2 wrong usage.
+
+    \b
+    Examples:
+      shadow-cache ls                    what is compiled
+      shadow-cache why                   why the last backward that was no hit was none
+      shadow-cache tree                  how the tapes differ
+      shadow-cache ls --format json      for scripts
+    """
+
+
+for _verb in VERBS:
+    cli.add_command(_verb)
+
+
+def main(args: Sequence[str] | None = None) -> None:
+    """Run the command line and exit; ``args`` are those of the process unless they are given."""
+    try:
+        code = cli.main(args, prog_name="shadow-cache", standalone_mode=False)
+    except click.Abort:
+        sys.exit(130)
+    except click.ClickException as error:
+        error.show()
+        sys.exit(error.exit_code)
+    except StoreError as error:
+        Fault(str(error)).show()
+        sys.exit(Fault.exit_code)
+    except OSError as error:
+        Fault(f"{error.filename or 'input or output'}: {error.strerror or error}").show()
+        sys.exit(Fault.exit_code)
+    sys.exit(code if isinstance(code, int) else 0)

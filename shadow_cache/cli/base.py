@@ -1,0 +1,247 @@
+"""What all verbs share: the store they look into, the three formats, abbreviated ids, plain help in pipes."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import time
+from collections.abc import Callable, Iterable
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+
+import click
+import rich_click
+from click.shell_completion import CompletionItem
+
+from ..entries import Entry, MissEntry, Structure, Summary
+from . import render
+
+if TYPE_CHECKING:
+    from ..store import Store
+
+CACHE_DIR_VARIABLE = "COMPILED_AUTOGRAD_CACHE_DIR"
+_NO_PATHS = ("", "none", "false", "0")  # what the setting takes beside a path: no place is named by these
+_CANDIDATES = 8
+_F = TypeVar("_F", bound=Callable[..., Any])
+
+
+class Fault(click.ClickException):
+    """Something was not found, or is wrong with the store: exit code 1."""
+
+    def show(self, file: Any = None) -> None:
+        click.echo(f"{render.old('Error:')} {self.message}", file=file or sys.stderr, color=colours(sys.stderr))
+
+
+class View:
+    """What one call of the command line was asked to look into, and how to show it."""
+
+    def __init__(self) -> None:
+        self.format = "human"
+        self.cache_dir: Path | None = None
+        self.now = time.time()
+
+    @cached_property
+    def store(self) -> Store:
+        """The store, opened; :class:`Fault` where there is none, and none is made."""
+        import shadow_cache
+
+        if not (self.path / "index").is_dir():  # to open a folder is to make what it lacks of a store
+            raise Fault(self.nothing)
+        try:
+            return shadow_cache.open(self.path, create=False)
+        except shadow_cache.StoreMissingError:
+            raise Fault(self.nothing) from None
+
+    @property
+    def _exists(self) -> bool:
+        try:
+            return self.store is not None
+        except Fault:
+            return False
+
+    @cached_property
+    def entries(self) -> tuple[Summary, ...]:
+        """All entries, last used first; none where there is no store."""
+        return self.store.summaries() if self._exists else ()
+
+    @cached_property
+    def misses(self) -> tuple[MissEntry, ...]:
+        """All misses that are kept, newest first."""
+        return self.store.misses() if self._exists else ()
+
+    @property
+    def path(self) -> Path:
+        """Where the store is, or would be."""
+        import shadow_cache
+
+        text = os.environ.get(CACHE_DIR_VARIABLE, "")
+        if self.cache_dir is None and text.lower() not in _NO_PATHS:
+            return Path(text).expanduser()
+        return (self.cache_dir or shadow_cache.default_dir()).expanduser()
+
+    @property
+    def nothing(self) -> str:
+        """What to say where nothing is."""
+        return f"nothing is stored in {self.path}."
+
+    @property
+    def width(self) -> int | None:
+        """Of the terminal; None where the output goes elsewhere, and its lines may be of any length."""
+        return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
+
+    def entry(self, prefix: str) -> Entry:
+        """The one entry whose id begins so."""
+        known = {entry.id: entry for entry in self.entries}
+        return self.whole(known[self.complete(prefix, {id: entry.name for id, entry in known.items()}, "entry")])
+
+    def whole(self, summary: Summary) -> Entry:
+        """The entry of a summary."""
+        for entry in self.store.find(summary.structure):
+            if entry.id == summary.id:
+                return entry
+        raise Fault(f"entry {summary.id} has just been removed.")
+
+    def entry_or_structure(self, prefix: str) -> Entry | Structure:
+        """The one entry or structure whose id begins so."""
+        known = {entry.id: entry for entry in self.entries}
+        names = {entry.structure: f"structure of {entry.name}" for entry in self.entries}
+        names |= {id: entry.name for id, entry in known.items()}
+        found = self.complete(prefix, names, "entry or structure")
+        return self.whole(known[found]) if found in known else self.structure(found)
+
+    def structure(self, id: str) -> Structure:
+        """The structure of that whole id."""
+        found = self.store.structure(id)
+        if found is None:
+            raise Fault(f"structure {id} cannot be read; `shadow-cache verify` says what is damaged.")
+        return found
+
+    def complete(self, prefix: str, names: dict[str, str], noun: str) -> str:
+        """The whole id; :class:`Fault` with candidates, id and name, where ``prefix`` is that of none or several."""
+        if prefix in names:
+            return prefix
+        if not names:
+            raise Fault(f"there is no {noun} {prefix!r}: {self.nothing}")
+        found = [id for id in names if id.startswith(prefix.lower())]
+        if len(found) == 1:
+            return found[0]
+        if found:
+            what = f"{prefix!r} is the beginning of {len(found)} ids; write more of it:"
+        else:
+            what = f"there is no {noun} whose id begins with {prefix!r}; there are:"
+        candidates = found or list(names)
+        lines = [f"  {id}  {names[id]}" for id in candidates[:_CANDIDATES]]
+        if len(candidates) > _CANDIDATES:
+            lines.append(f"  and {len(candidates) - _CANDIDATES} more; `shadow-cache ls` lists them")
+        raise Fault("\n".join([what, *lines]))
+
+    def out(self, record: Any, quiet: Iterable[str], human: Callable[[], Iterable[str]]) -> None:
+        """Show ``record`` as JSON, the ids or values in ``quiet`` one a line, or the lines that ``human`` makes."""
+        if self.format == "json":
+            import msgspec
+
+            self.print(msgspec.json.format(msgspec.json.encode(record), indent=2).decode())
+        else:
+            self.print("\n".join(quiet if self.format == "quiet" else human()))
+
+    def print(self, text: str) -> None:
+        """To standard output, without colours where it is no terminal; nothing at all where there is no text."""
+        if text:
+            click.echo(render.for_encoding(text, sys.stdout.encoding), color=colours(sys.stdout))
+
+    def fail(self) -> NoReturn:
+        """End with exit code 1; what there is to say has been said."""
+        raise click.exceptions.Exit(1)
+
+    def note(self, text: str) -> None:
+        """For people only, beside the output proper."""
+        if self.format == "human":
+            click.echo(text, err=True)
+
+
+def colours(stream: Any) -> bool:
+    """Whether to colour what goes to ``stream``: a terminal, without ``NO_COLOR``; or ``FORCE_COLOR``."""
+    if os.environ.get("NO_COLOR"):
+        return False
+    return bool(os.environ.get("FORCE_COLOR")) or stream.isatty()
+
+
+def _in_pipe(formatter: Any) -> bool:
+    return type(formatter) is click.HelpFormatter
+
+
+class _Context(rich_click.RichContext):
+    def make_formatter(self, error_mode: bool = False) -> Any:
+        """rich-click's panels are as wide as the terminal; where there is none, help is plain and 100 wide."""
+        return super().make_formatter(error_mode) if sys.stdout.isatty() else click.HelpFormatter(width=100)
+
+
+class Verb(rich_click.RichCommand):
+    """A command whose help is plain text where it does not go to a terminal."""
+
+    context_class = _Context
+
+    def format_help_text(self, ctx: Any, formatter: Any) -> None:
+        (click.Command if _in_pipe(formatter) else rich_click.RichCommand).format_help_text(self, ctx, formatter)
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        (click.Command if _in_pipe(formatter) else rich_click.RichCommand).format_options(self, ctx, formatter)
+
+    def format_epilog(self, ctx: Any, formatter: Any) -> None:
+        (click.Command if _in_pipe(formatter) else rich_click.RichCommand).format_epilog(self, ctx, formatter)
+
+
+class Verbs(Verb, rich_click.RichGroup):
+    """All verbs, in the order in which they were added."""
+
+    command_class = Verb
+
+    def format_options(self, ctx: Any, formatter: Any) -> None:
+        super().format_options(ctx, formatter)
+        if _in_pipe(formatter):
+            click.Group.format_commands(self, ctx, formatter)
+
+    def list_commands(self, ctx: click.Context) -> list[str]:
+        return list(self.commands)
+
+
+def _set(attribute: str) -> Callable[[click.Context, click.Parameter, Any], None]:
+    def callback(ctx: click.Context, parameter: click.Parameter, value: Any) -> None:
+        if value is not None:
+            setattr(ctx.find_root().ensure_object(View), attribute, value)
+
+    return callback
+
+
+def cache_dir_option(function: _F) -> _F:
+    """``--cache-dir``, on the program and on each verb."""
+    return rich_click.option(
+        "--cache-dir",
+        type=click.Path(file_okay=False, path_type=Path),
+        expose_value=False,
+        callback=_set("cache_dir"),
+        help=f"The cache to look into.  [default: ${CACHE_DIR_VARIABLE}, or that of this user]",
+    )(function)
+
+
+def options(function: _F) -> _F:
+    """``--format`` and ``--cache-dir``, on the program and on each verb."""
+    formats = rich_click.option(
+        "--format",
+        type=click.Choice(("human", "json", "quiet")),
+        expose_value=False,
+        callback=_set("format"),
+        help="human: for reading. json: records. quiet: one id or value a line.  [default: human]",
+    )
+    return formats(cache_dir_option(function))
+
+
+pass_view = click.make_pass_decorator(View, ensure=True)
+
+
+def ids(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem[Any]]:
+    """For the shell: ids that begin so, with names."""
+    view = ctx.find_root().ensure_object(View)
+    return [CompletionItem(entry.id, help=entry.name) for entry in view.entries if entry.id.startswith(incomplete)]

@@ -1,0 +1,129 @@
+"""What two entries differ in, as records."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+
+from ..entries import Call, Entry, Input, Structure, Summary
+
+
+class Change(msgspec.Struct, frozen=True):
+    """One named part that differs; an empty text where one of the two does not have it."""
+
+    section: str
+    name: str
+    old: str
+    new: str
+
+
+class Parting(msgspec.Struct, frozen=True):
+    """The first node at which two tapes differ.
+
+    Attributes:
+        index: of the node, on either tape; as many nodes are the same.
+        old: the node of the first tape; None where that tape has ended.
+        new: that of the second.
+        old_part: the first part of its key that differs.
+        new_part: likewise.
+    """
+
+    index: int
+    old: Call | None
+    new: Call | None
+    old_part: str
+    new_part: str
+
+
+class Difference(msgspec.Struct, frozen=True):
+    """Two entries by id, what differs in them, and where their tapes part (None: they have the same)."""
+
+    old: str
+    new: str
+    changes: tuple[Change, ...]
+    parting: Parting | None
+
+
+def difference(old: Entry, new: Entry, old_structure: Structure, new_structure: Structure) -> Difference:
+    """All that tells ``new`` from ``old``."""
+    same = old.structure == new.structure
+    changes = [
+        *_changes("settings", old.settings, new.settings),
+        *_changes("ambient", old.ambient, new.ambient),
+        *_changes("environment", old.environment, new.environment),
+        *_changes("inputs", inputs(old), inputs(new), only_common=not same),
+        *_changes("variant", {"shapes": variant(old), **_guards(old)}, {"shapes": variant(new), **_guards(new)}),
+    ]
+    return Difference(old.id, new.id, tuple(changes), None if same else parting(old_structure, new_structure))
+
+
+def varying(entries: Sequence[Entry]) -> dict[str, list[Change]]:
+    """For each entry, by id, what tells it from the others of the same structure, as changes without ``old``."""
+    parts: list[dict[tuple[str, str], str]] = []
+    for entry in entries:
+        sections = (("settings", entry.settings), ("ambient", entry.ambient), ("environment", entry.environment))
+        flat = {(section, name): value for section, values in sections for name, value in values.items()}
+        for name, each in _named(entry).items():
+            flat["inputs", f"{name} shape"] = f"[{', '.join(each.shape)}]"
+            flat["inputs", f"{name} dtype"] = f"{each.dtype} {each.device}"
+        parts.append(flat)
+    names = dict.fromkeys(name for each in parts for name in each)
+    differing = [name for name in names if len({each.get(name) for each in parts}) > 1]
+    return {
+        entry.id: [Change(*name, "", each[name]) for name in differing if name in each]
+        for entry, each in zip(entries, parts, strict=True)
+    }
+
+
+def variant(entry: Entry | Summary) -> str:
+    """``static`` or ``dynamic``."""
+    return "dynamic" if entry.dynamic else "static"
+
+
+def inputs(entry: Entry) -> dict[str, str]:
+    """The saved tensors by where they are used."""
+    return {name: describe(each) for name, each in _named(entry).items()}
+
+
+def describe(each: Input) -> str:
+    """``float32[32, 64] cpu``."""
+    return f"{each.dtype}[{', '.join(each.shape)}] {each.device}"
+
+
+def parting(old: Structure, new: Structure) -> Parting | None:
+    """Where two tapes part; None where they do not."""
+    for index, (one, other) in enumerate(zip(old.keys, new.keys, strict=False)):
+        if one != other:
+            parts = [pair for pair in zip(one, other, strict=False) if pair[0] != pair[1]]
+            mine, others = parts[0] if parts else (f"{len(one)} parts", f"{len(other)} parts")
+            return Parting(index, _call(old, index), _call(new, index), mine, others)
+    return None
+
+
+def _named(entry: Entry) -> dict[str, Input]:
+    """Numbers tell those apart that are used at the same place."""
+    named: dict[str, Input] = {}
+    for each in entry.inputs:
+        name, number = each.where, 2
+        while name in named:
+            name, number = f"{each.where} ({number})", number + 1
+        named[name] = each
+    return named
+
+
+def _call(structure: Structure, index: int) -> Call | None:
+    return structure.calls[index] if index < len(structure.calls) else None
+
+
+def _guards(entry: Entry) -> dict[str, str]:
+    return {"guards": ", ".join(entry.guards)} if entry.guards else {}
+
+
+def _changes(section: str, old: dict[str, str], new: dict[str, str], only_common: bool = False) -> list[Change]:
+    names = [name for name in dict.fromkeys((*old, *new)) if not only_common or (name in old and name in new)]
+    return [
+        Change(section, name, old.get(name, ""), new.get(name, ""))
+        for name in names
+        if old.get(name, "") != new.get(name, "")
+    ]

@@ -1,0 +1,283 @@
+"""``ls``, ``show``, ``tree``, ``stats``: what is in the cache."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any
+
+import rich_click as click
+
+from ..entries import Entry, StoreStats, Structure, Summary
+from ..kinds import explain
+from . import render
+from .base import Verb, View, ids, options, pass_view
+from .difference import describe, variant, varying
+from .trie import Branch, fold, guides
+
+_BAR = 20
+_CLIP = 100
+_KEYS: dict[str, Callable[[Summary], Any]] = {
+    "used": lambda entry: -entry.last_used,
+    "created": lambda entry: -entry.created,
+    "size": lambda entry: -entry.size,
+    "cost": lambda entry: -entry.seconds,
+    "loads": lambda entry: -entry.loads,
+    "name": lambda entry: entry.name.lower(),
+}
+
+
+@click.command(cls=Verb)
+@click.option(
+    "--sort", type=click.Choice(tuple(_KEYS)), default="used", show_default=True, help="Largest or newest first."
+)
+@click.option("--reverse", is_flag=True, help="Turn the order round.")
+@click.option("--limit", type=click.IntRange(min=0), help="Only so many.")
+@click.option("--backend", help="Only those of this backend.")
+@click.option("--loss", help="Only those whose loss has this text in its name.")
+@click.option("--name", help="Only those with this text in their loss, module or source line.")
+@click.option("--dynamic/--static", default=None, help="Only those with symbols for sizes, or without.")
+@options
+@pass_view
+def ls(
+    view: View,
+    sort: str,
+    reverse: bool,
+    limit: int | None,
+    backend: str | None,
+    loss: str | None,
+    name: str | None,
+    dynamic: bool | None,
+) -> None:
+    """List what is compiled.
+
+    Prints a line for each entry: its id, what people know it by (loss, module, source line), whether its sizes are
+    symbols, nodes of its tape, backend, what compiling it cost, its size, how often a process loaded it, and when last.
+
+    \b
+    Examples:
+      shadow-cache ls
+      shadow-cache ls --sort cost --limit 10
+      shadow-cache ls --name train.py --static
+      shadow-cache rm $(shadow-cache ls --backend eager --format quiet)
+    """
+    stored = view.entries
+    found = [
+        entry
+        for entry in stored
+        if (backend is None or entry.settings.get("backend") == backend)
+        and (loss is None or loss.lower() in entry.loss.lower())
+        and (name is None or name.lower() in entry.name.lower())
+        and (dynamic is None or entry.dynamic == dynamic)
+    ]
+    found = sorted(found, key=_KEYS[sort], reverse=reverse)[:limit]
+    view.out(found, (entry.id for entry in found), lambda: _listed(view, found, len(stored)))
+    if not found:
+        if stored:
+            view.note(f"none of {render.plural(len(stored), 'entry', 'entries')} is so; leave out a filter.")
+        else:
+            view.note(view.nothing)
+        view.fail()
+
+
+def _listed(view: View, entries: list[Summary], stored: int) -> Iterator[str]:
+    if not entries:
+        return
+    header = ("ID", "NAME", "SHAPES", "NODES", "BACKEND", "COST", "SIZE", "LOADS", "USED")
+    rows = [
+        (
+            *(entry.id, entry.name, variant(entry), f"{entry.nodes:,}", entry.settings.get("backend", "")),
+            *(render.seconds(entry.seconds), render.size(entry.size), f"{entry.loads:,}"),
+            render.ago(entry.last_used, view.now),
+        )
+        for entry in entries
+    ]
+    yield from render.table(header, rows, right=(3, 5, 6, 7), flexible=1, spare=(3, 6, 4, 2), width=view.width)
+    of = f" of {stored:,}" if stored > len(entries) else ""
+    cost = render.seconds(sum(entry.seconds for entry in entries))
+    size = render.size(sum(entry.size for entry in entries))
+    yield ""
+    yield render.dim(f"{render.plural(len(entries), 'entry', 'entries')}{of}, {size}, {cost} of compiling")
+
+
+@click.command(cls=Verb)
+@click.argument("id", shell_complete=ids)
+@options
+@pass_view
+def show(view: View, id: str) -> None:
+    """Show everything about one entry, or about a structure.
+
+    Prints what it is known by, why it was made, what it cost and was good for, and all it depends on: settings, state
+    of the process, versions, saved tensors, conditions on sizes; then its regions.
+
+    \b
+    Examples:
+      shadow-cache show 3fa9
+      shadow-cache show 3fa9 --format json
+    """
+    found = view.entry_or_structure(id)
+    if isinstance(found, Entry):
+        view.out(found, [found.id], lambda: _entry(view, found))
+    else:
+        view.out(found, [found.id], lambda: _structure(view, found))
+
+
+def _entry(view: View, entry: Entry) -> Iterator[str]:
+    saved = f", saved {render.seconds(entry.loads * entry.seconds)}" if entry.loads else ""
+    yield f"{render.identifier(entry.id)}  {render.bold(entry.name)}"
+    yield ""
+    yield from render.pairs(
+        [
+            ("made", f"{render.ago(entry.created, view.now)}, {render.date(entry.created)}"),
+            ("why", f"{entry.miss}"),
+            ("cost", render.seconds(entry.seconds)),
+            ("used", f"{render.ago(entry.last_used, view.now)}, loaded {render.plural(entry.loads, 'time')}{saved}"),
+            ("size", f"{render.size(entry.size)} in {render.plural(len(entry.regions), 'region')}"),
+            ("shapes", variant(entry)),
+            ("structure", f"{render.identifier(entry.structure)}, {render.plural(entry.nodes, 'node')}"),
+        ]
+    )
+    sections = (("settings", entry.settings), ("ambient", entry.ambient), ("environment", entry.environment))
+    for title, values in sections:
+        if values:
+            yield from ("", render.bold(title), *render.pairs(values.items()))
+    if entry.inputs:
+        yield from ("", render.bold("inputs"), *render.pairs((each.where, describe(each)) for each in entry.inputs))
+    if entry.guards:
+        yield from ("", render.bold("guards"), *(f"  {guard}" for guard in entry.guards))
+    if entry.regions:
+        rows = [
+            (str(number), f"{region.calls:,}", region.artifact[:12], region.lowered[:12])
+            for number, region in enumerate(entry.regions)
+        ]
+        yield from ("", render.bold("regions"))
+        yield from render.table(("REGION", "CALLS", "CODE", "ATEN"), rows, right=(1,), indent="  ")
+
+
+def _structure(view: View, structure: Structure) -> Iterator[str]:
+    entries = view.store.find(structure.id)
+    name = entries[0].name if entries else "no entry"
+    yield f"{render.identifier(structure.id)}  structure of {render.bold(name)}"
+    yield ""
+    parameters = sum(call.parameter is not None for call in structure.calls)
+    yield from render.pairs(
+        [("nodes", f"{len(structure.calls):,}"), ("parameters", f"{parameters:,}"), ("entries", f"{len(entries):,}")]
+    )
+    yield from ("", render.bold("entries"), *_variants(entries, "  "))
+    yield ""
+    rows = [
+        (f"#{index}", call.name, call.parameter or "", call.source or "") for index, call in enumerate(structure.calls)
+    ]
+    yield from render.table(("NODE", "OPERATION", "PARAMETER", "SOURCE"), rows)
+
+
+@click.command(cls=Verb)
+@options
+@pass_view
+def tree(view: View) -> None:
+    """Show how the tapes differ.
+
+    Prints the trie of structures. What tapes share is told once, as a number of nodes; where they part stands the first
+    node that differs, and what differs in it. Leaves are structures, with the entries that were compiled of each and
+    what tells these apart.
+
+    \b
+    Examples:
+      shadow-cache tree
+      shadow-cache tree --format quiet    ids of the structures
+    """
+    by_structure = {id: view.store.find(id) for id in dict.fromkeys(entry.structure for entry in view.entries)}
+    branches = fold(view.structure(id) for id in by_structure)
+    view.out(branches, by_structure, lambda: _tree(branches, by_structure))
+    if not by_structure:
+        view.note(view.nothing)
+        view.fail()
+
+
+def _tree(branches: tuple[Branch, ...], by_structure: dict[str, tuple[Entry, ...]]) -> Iterator[str]:
+    if not branches:
+        return
+    count = sum(len(entries) for entries in by_structure.values())
+    structures = render.plural(len(by_structure), "structure")
+    yield render.dim(f"{structures}, {render.plural(count, 'entry', 'entries')}")
+    for branch, first, below in guides(branches):
+        if branch.parent is None:
+            yield ""
+        if branch.structure is None:
+            yield f"{first}{_run(branch)}{'' if branch.parent is None else f', {branch.shared} structures'}"
+            continue
+        entries = by_structure[branch.structure]
+        nodes = render.plural(branch.start + len(branch.nodes), "node")
+        leaf = f"{render.identifier(branch.structure)}  {render.bold(entries[0].name)}, {nodes}"
+        if branch.parent is None:
+            yield leaf
+        else:
+            yield f"{first}{_run(branch)}"
+            yield f"{below}{leaf}"
+        yield from _variants(entries, below)
+
+
+def _run(branch: Branch) -> str:
+    count = len(branch.nodes)
+    if branch.parent is None:
+        names = f"{branch.nodes[0]} to {branch.nodes[-1]}" if count > 1 else "".join(branch.nodes)
+        shared = render.dim(f"… {render.plural(count, 'node')} shared")
+        return f"{shared}, {names}" if names else shared
+    if not count:
+        return f"the tape ends: {render.clip(branch.differs, _CLIP)}" if branch.differs else "the tape ends"
+    what = f": {render.clip(branch.differs, _CLIP)}" if branch.differs else ""
+    more = render.dim(f" … {render.plural(count - 1, 'more node')}") if count > 1 else ""
+    return f"#{branch.start} {branch.nodes[0]}{what}{more}"
+
+
+def _variants(entries: Sequence[Entry], before: str) -> Iterator[str]:
+    apart = varying(entries)
+    for index, entry in enumerate(entries):
+        told = [f"{change.name} {change.new}" for change in apart[entry.id] if change.name != "backend"]
+        more = f" and {len(told) - 3} more" if len(told) > 3 else ""
+        guide = "└─ " if index == len(entries) - 1 else "├─ "
+        words = [entry.settings.get("backend", ""), variant(entry), render.seconds(entry.seconds)]
+        words += [render.size(entry.size), *(render.clip(text, _CLIP) for text in told[:3])]
+        yield f"{before}{guide}{render.identifier(entry.id)}  {', '.join(word for word in words if word)}{more}"
+
+
+@click.command(cls=Verb)
+@options
+@pass_view
+def stats(view: View) -> None:
+    """Show the cache in figures.
+
+    Prints how much is stored and how much may be, how often processes found what they needed and what that saved, and
+    how often something was compiled anew, by the reason for it. With --format quiet, the size in bytes.
+
+    \b
+    Examples:
+      shadow-cache stats
+      shadow-cache stats --format json
+    """
+    figures = view.store.stats()
+    view.out(figures, [str(figures.size)], lambda: _stats(view, figures))
+
+
+def _stats(view: View, figures: StoreStats) -> Iterable[str]:
+    full = f" of {render.size(figures.max_size)} ({figures.size / figures.max_size:.1%})" if figures.max_size else ""
+    structures = render.plural(figures.structures, "structure")
+    yield from render.pairs(
+        [
+            ("cache", str(view.path)),
+            ("entries", f"{figures.entries:,} of {structures}"),
+            ("size", f"{render.size(figures.size)}{full}"),
+            ("compiling", f"{render.seconds(figures.compile_seconds)} to make what is stored"),
+            ("loads", f"{figures.loads:,}, which saved {render.seconds(figures.seconds_saved)} of compiling"),
+        ],
+        indent="",
+    )
+    if not figures.misses:
+        return
+    yield ""
+    yield render.bold(f"{render.plural(sum(figures.misses.values()), 'miss', 'misses')}, by reason")
+    most = max(figures.misses.values())
+    kinds = sorted(figures.misses.items(), key=lambda kind: (-kind[1], kind[0]))
+    width, digits = max(len(kind) for kind, _ in kinds), len(f"{most:,}")
+    for kind, count in kinds:
+        bar = "▇" * max(1, round(_BAR * count / most))
+        yield f"  {kind:<{width}}  {count:>{digits},}  {bar:<{_BAR}}  {render.dim(explain(kind).means)}"

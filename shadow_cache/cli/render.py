@@ -1,0 +1,177 @@
+"""Sizes, times, tables and colours for people. Nothing here knows the store; only ``table`` may be told a width."""
+
+from __future__ import annotations
+
+import datetime
+import re
+from collections.abc import Collection, Iterable, Sequence
+
+import click
+
+_SIZES = {"": 1, "B": 1, "K": 1e3, "KB": 1e3, "M": 1e6, "MB": 1e6, "G": 1e9, "GB": 1e9, "T": 1e12, "TB": 1e12}
+_SIZES |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
+_AGES = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
+_NAME_WIDTH = 40
+_UNITS = (("year", 365 * 86400), ("month", 30 * 86400), ("day", 86400), ("hour", 3600), ("minute", 60))
+
+# For a stream that cannot encode the characters on the left.
+_ASCII = str.maketrans({"├": "|", "└": "`", "│": "|", "─": "-", "…": "~", "→": ">", "▇": "#"})
+
+
+def size(count: float) -> str:
+    """Bytes, with decimal units: ``3.2 MB``."""
+    for unit in ("B", "kB", "MB", "GB"):
+        if count < 999.95 or (unit == "B" and count < 1000):
+            return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
+        count /= 1000
+    return f"{count:.1f} TB"
+
+
+def seconds(value: float) -> str:
+    """A duration: ``231 ms``, ``17.3 s``, ``2 min 5 s``, ``1 h 4 min``."""
+    if value < 0.9995:
+        return f"{value * 1000:.0f} ms"
+    if value < 99.95:
+        return f"{value:.1f} s"
+    whole = round(value)
+    if whole < 3600:
+        return f"{whole // 60} min {whole % 60} s"
+    return f"{whole // 3600} h {whole % 3600 // 60} min"
+
+
+def ago(when: float, now: float) -> str:
+    """How long before ``now``: ``2 hours ago``; both are seconds since the epoch."""
+    past = now - when
+    for unit, length in _UNITS:
+        if past >= length:
+            return f"{plural(int(past // length), unit)} ago"
+    return "just now"
+
+
+def date(when: float) -> str:
+    """A point in time, UTC: ``2024-05-01 12:30 UTC``."""
+    return f"{datetime.datetime.fromtimestamp(when, datetime.timezone.utc):%Y-%m-%d %H:%M} UTC"
+
+
+def plural(count: int, noun: str, nouns: str = "") -> str:
+    """``1 entry``, ``2 entries``; ``nouns`` where an ``s`` does not make the plural."""
+    return f"{count:,} {noun if count == 1 else nouns or noun + 's'}"
+
+
+def clip(text: str, width: int) -> str:
+    """``text``, cut to ``width`` characters."""
+    return text if len(text) <= width else f"{text[: max(width - 1, 1)]}…"
+
+
+def clip_middle(text: str, width: int) -> str:
+    """``text``, with so much left out of its middle that it has ``width`` characters: both ends of a name tell."""
+    if len(text) <= width:
+        return text
+    end = (width - 1) // 2
+    return f"{text[: width - 1 - end]}…{text[len(text) - end :]}"
+
+
+def parse_size(text: str) -> int:
+    """Bytes of ``2GB``, ``500 MB`` or ``1.5GiB``; ValueError with what is allowed for anything else."""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
+    if found is None or found[2].upper() not in _SIZES:
+        raise ValueError(f"{text!r} is not a size; write a number and B, kB, MB, GB, TB, KiB, MiB or GiB, as 2GB.")
+    return int(float(found[1]) * _SIZES[found[2].upper()])
+
+
+def parse_age(text: str) -> float:
+    """Seconds of ``30d``, ``12h`` or ``2w``; ValueError with what is allowed for anything else."""
+    found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]+)\s*", text)
+    if found is None or found[2] not in _AGES:
+        raise ValueError(f"{text!r} is not a length of time; write a number and s, m, h, d or w, as 30d.")
+    return float(found[1]) * _AGES[found[2]]
+
+
+def bold(text: str) -> str:
+    return click.style(text, bold=True)
+
+
+def dim(text: str) -> str:
+    return click.style(text, dim=True)
+
+
+def identifier(text: str) -> str:
+    return click.style(text, fg="yellow")
+
+
+def old(text: str) -> str:
+    return click.style(text, fg="red")
+
+
+def new(text: str) -> str:
+    return click.style(text, fg="green")
+
+
+def change(before: str, after: str) -> str:
+    """``before -> after``."""
+    return f"{old(before or 'nothing')} -> {new(after or 'nothing')}"
+
+
+def pairs(rows: Iterable[tuple[str, str]], indent: str = "  ") -> list[str]:
+    """Names and values in two columns; a value of several lines goes on below itself."""
+    rows = list(rows)
+    width = max((len(name) for name, _ in rows), default=0)
+    lines = []
+    for name, value in rows:
+        first, *others = value.split("\n")
+        lines.append(f"{indent}{dim(name)}{' ' * (width - len(name))}  {first}".rstrip())
+        lines += [f"{indent}{' ' * width}  {other}" for other in others]
+    return lines
+
+
+def table(
+    header: Sequence[str],
+    rows: Sequence[Sequence[str]],
+    right: Collection[int] = (),
+    flexible: int | None = None,
+    spare: Sequence[int] = (),
+    width: int | None = None,
+    indent: str = "",
+) -> list[str]:
+    """Columns as wide as what stands in them.
+
+    Args:
+        header: the names of the columns.
+        rows: the cells, unstyled; the first column is shown as ids are.
+        right: which columns are numbers, and end at the right.
+        flexible: the column that is cut where the lines would be longer than ``width``.
+        spare: columns that are left out, in this order, before that one is cut to less than 40 characters.
+        width: of the terminal; None where lines may be as long as they are.
+        indent: before each line.
+    """
+    columns = list(range(len(header)))
+    widths = [max(len(row[column]) for row in (header, *rows)) for column in columns]
+    if flexible is not None and width is not None:
+        dropped = iter(spare)
+        while True:
+            others = sum(widths[column] + 2 for column in columns if column != flexible) + len(indent)
+            column = next(dropped, -1) if width - others < min(widths[flexible], _NAME_WIDTH) else -1
+            if column < 0:
+                break
+            columns.remove(column)
+        widths[flexible] = min(widths[flexible], max(width - others, 12))
+
+    def line(row: Sequence[str], is_header: bool) -> str:
+        cells = []
+        for column in columns:
+            text = clip_middle(row[column], widths[column]) if column == flexible else row[column]
+            space = " " * (widths[column] - len(text))
+            shown = dim(text) if is_header else identifier(text) if column == 0 else text
+            cells.append(space + shown if column in right else shown + space)
+        return (indent + "  ".join(cells)).rstrip()
+
+    return [line(header, True), *(line(row, False) for row in rows)]
+
+
+def for_encoding(text: str, encoding: str | None) -> str:
+    """``text`` as a stream of that encoding can take it: without lines and dots that are not ASCII, where need be."""
+    try:
+        text.encode(encoding or "utf-8")
+    except UnicodeEncodeError:
+        return text.translate(_ASCII).encode("ascii", "backslashreplace").decode()
+    return text

@@ -1,0 +1,100 @@
+"""``dir``, ``env``, ``completion``: where the cache is, what it runs on, and help for the shell."""
+
+from __future__ import annotations
+
+import os
+import platform
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+
+import rich_click as click
+from click.shell_completion import get_completion_class
+
+from . import render
+from .base import Verb, View, options, pass_view
+
+_PACKAGES = ("torch", "compiled-autograd", "msgspec", "rich-click")
+
+
+@click.command(cls=Verb, name="dir")
+@options
+@pass_view
+def dir_(view: View) -> None:
+    """Print the folder of the cache.
+
+    Prints one path, whether or not anything is there yet.
+
+    \b
+    Examples:
+      shadow-cache dir
+      du -sh "$(shadow-cache dir)"
+    """
+    path = str(view.path)
+    view.out(path, [path], lambda: [path])
+
+
+@click.command(cls=Verb)
+@options
+@pass_view
+def env(view: View) -> None:
+    """Print what a report of a bug should say.
+
+    Prints versions of Python, torch and this package, platform, C++ compiler, the folder of the cache and its size, and
+    settings from the environment.
+
+    \b
+    Examples:
+      shadow-cache env
+      shadow-cache env --format json
+    """
+    found = dict(_environment(view))
+    view.out(found, (f"{name}={value}" for name, value in found.items()), lambda: render.pairs(found.items(), ""))
+
+
+def _environment(view: View) -> Iterator[tuple[str, str]]:
+    from importlib import metadata  # 12 ms, for this verb alone
+
+    yield "python", f"{platform.python_version()} ({platform.python_implementation()})"
+    for package in _PACKAGES:
+        try:
+            yield package, metadata.version(package)
+        except metadata.PackageNotFoundError:
+            yield package, "not installed"
+    yield "platform", platform.platform()
+    yield "machine", f"{platform.machine()}, {os.cpu_count()} cores"
+    yield "compiler", _compiler()
+    yield "cache", str(view.path)
+    yield "cache size", render.size(view.store.stats().size) if view.path.is_dir() else "nothing is stored"
+    yield from ((name, value) for name, value in sorted(os.environ.items()) if name.startswith("COMPILED_AUTOGRAD_"))
+
+
+def _compiler() -> str:
+    """The first line of what the C++ compiler that Inductor would take says of itself."""
+    for name in filter(None, (os.environ.get("CXX"), "g++", "clang++")):
+        path = shutil.which(name)
+        if path is not None:
+            said = subprocess.run([path, "--version"], capture_output=True, text=True, check=False).stdout
+            return said.splitlines()[0] if said else path
+    return "none found; backend inductor needs g++ or clang++, or one that CXX names"
+
+
+@click.command(cls=Verb)
+@click.argument("shell", type=click.Choice(("bash", "zsh", "fish")))
+@click.pass_context
+def completion(ctx: click.Context, shell: str) -> None:
+    """Print the script that completes verbs, options and ids.
+
+    Prints code for the shell; have it read at each start.
+
+    \b
+    Examples:
+      eval "$(shadow-cache completion bash)"                                        in ~/.bashrc
+      eval "$(shadow-cache completion zsh)"                                         in ~/.zshrc
+      shadow-cache completion fish > ~/.config/fish/completions/shadow-cache.fish
+    """
+    completer = get_completion_class(shell)
+    if completer is None:
+        raise click.UsageError(f"click has no completion for {shell}.")
+    sys.stdout.write(completer(ctx.find_root().command, {}, "shadow-cache", "_SHADOW_CACHE_COMPLETE").source())

@@ -16,7 +16,6 @@ from __future__ import annotations
 
 import dataclasses
 import functools
-import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -42,6 +41,7 @@ from .graphs import GRAPHS, CompiledGraph
 from .log import RunLog
 from .order import in_engine_order
 from .session import BYPASS, Outcome, Session, current
+from .sharing import captures_of_others, find_op, share_op
 from .variants import Handover
 
 _seam = torch._C._dynamo.compiled_autograd
@@ -351,7 +351,7 @@ def _refused_by_engine(error: Exception) -> Bypass:
 def _begin() -> Capture:
     """The engine has not met this structure."""
     assert _thread.capturing is not None
-    _thread.capturing.capture = Capture(_share_op, _find_op, _finish)
+    _thread.capturing.capture = Capture(share_op, find_op, _finish)
     return _thread.capturing.capture
 
 
@@ -401,29 +401,13 @@ def _hand_over(
     return [None] * len(outputs)
 
 
-def _share_op(name: str, function: Callable[..., Any], is_custom: bool, traceable: bool) -> str:
-    """The engine binds each function once in a process, so PyTorch's own compiled autograd must be told of it too."""
-    from torch._dynamo.compiled_autograd import ops
-
-    return ops.add(name, function, is_custom, traceable)
-
-
-def _find_op(name: str) -> Callable[..., Any] | None:
-    """A function that the engine bound for PyTorch's own compiled autograd before we were there."""
-    from torch._dynamo.compiled_autograd import ops
-
-    return ops.get(name) if hasattr(ops, name) else None
-
-
-_captures_of_others = ""
+_seen_of_others = 0
 
 
 def _forget_what_others_captured() -> None:
     """The engine would give us graphs that PyTorch's own compiled autograd captured since we last looked."""
-    global _captures_of_others
-    others = sys.modules.get("torch._dynamo.compiled_autograd")
-    count = repr(others.COMPILE_COUNTER) if others is not None else _captures_of_others
-    if count != _captures_of_others:
-        if not count.endswith("(0)"):
-            forget()
-        _captures_of_others = count
+    global _seen_of_others
+    count = captures_of_others()
+    if count != _seen_of_others:
+        forget()
+        _seen_of_others = count

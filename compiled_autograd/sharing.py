@@ -1,0 +1,93 @@
+"""Shares what the engine hands out once in a process with PyTorch's own compiled autograd (``torch._dynamo``, 2.13).
+
+The engine binds each of its functions once, to whoever captures first, and keeps one cache of structures for all. So
+PyTorch's own is told of the functions that were bound for us, and we look up those that were bound for it. Its module
+takes more than a second to import; until somebody else imports it, what it must be told is kept for it.
+"""
+
+from __future__ import annotations
+
+import importlib.abc
+import importlib.machinery
+import sys
+from collections import Counter
+from collections.abc import Callable, Sequence
+from types import ModuleType
+from typing import Any
+
+_OTHERS = "torch._dynamo.compiled_autograd"
+_pending: list[tuple[str, Callable[..., Any], bool, bool]] = []
+_custom: Counter[str] = Counter()
+
+
+def share_op(name: str, function: Callable[..., Any], is_custom: bool, traceable: bool) -> str:
+    """A function was bound for us. Gives the name under which both of us know it."""
+    others = sys.modules.get(_OTHERS)
+    if others is not None and not _pending:
+        return str(others.ops.add(name, function, is_custom, traceable))
+    _pending.append((name, function, is_custom, traceable))
+    if not any(isinstance(finder, _Watch) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _Watch())
+    if not is_custom:
+        return name
+    counted = f"CppNode{name}"  # as OpNamespace.add names it, and will when it is told
+    _custom[counted] += 1
+    return f"{counted}{_custom[counted] - 1}"
+
+
+def find_op(name: str) -> Callable[..., Any] | None:
+    """A function that the engine bound for PyTorch's own compiled autograd before we were there."""
+    others = sys.modules.get(_OTHERS)
+    found = getattr(others.ops, name, None) if others is not None else None
+    return found if callable(found) else None
+
+
+def captures_of_others() -> int:
+    """How often PyTorch's own compiled autograd has captured."""
+    others = sys.modules.get(_OTHERS)
+    return 0 if others is None else int(repr(others.COMPILE_COUNTER).strip("count()"))
+
+
+def _tell_when_asked(others: ModuleType) -> None:
+    """Have PyTorch's own look here for functions that it misses: it is asked to know them only after all of
+    ``torch._dynamo`` has been imported."""
+    namespace = type(others.ops)
+
+    class Shared(namespace):  # type: ignore[misc, valid-type]
+        def __getattr__(self, name: str) -> Any:
+            if not _pending:
+                raise AttributeError(name)
+            waiting = list(_pending)
+            _pending.clear()
+            for each in waiting:
+                super().add(*each)
+            return getattr(self, name)
+
+    others.ops.__class__ = Shared
+
+
+class _Watch(importlib.abc.MetaPathFinder):
+    """Waits for the module to be imported, and tells it then."""
+
+    def find_spec(
+        self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
+    ) -> importlib.machinery.ModuleSpec | None:
+        if fullname != _OTHERS:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.machinery.PathFinder.find_spec(fullname, path, target)
+        if spec is not None and spec.loader is not None:
+            spec.loader = _Telling(spec.loader)
+        return spec
+
+
+class _Telling(importlib.abc.Loader):
+    def __init__(self, loader: Any) -> None:
+        self._loader = loader
+
+    def create_module(self, spec: importlib.machinery.ModuleSpec) -> ModuleType | None:
+        return self._loader.create_module(spec)
+
+    def exec_module(self, module: ModuleType) -> None:
+        self._loader.exec_module(module)
+        _tell_when_asked(module)

@@ -132,6 +132,25 @@ def test_much_damage_at_random(pattern: Path, tmp_path: Path) -> None:
     assert counts["whole"] > 1000 * COUNT * 0.6
 
 
+def test_damage_to_the_log(tmp_path: Path) -> None:
+    """What a killed writer had stored is in sqlite's log, and not in the database yet."""
+    rng = random.Random(3)
+    with shadow_cache.open(tmp_path / "writer") as store:
+        for number in range(COUNT):
+            store.add(*made(number))
+        shutil.copytree(tmp_path / "writer", tmp_path / "killed")
+    assert look(Path(shutil.copytree(tmp_path / "killed", tmp_path / "whole"))) == (set(range(COUNT)),) * 2
+    found = []
+    for trial in range(30):
+        path = Path(shutil.copytree(tmp_path / "killed", tmp_path / str(trial)))
+        (flip if trial % 2 else cut)(path / "index" / "index.db-wal", rng, *((1,) if trial % 2 else ()))
+        (path / "index" / "index.db-shm").unlink()
+        listed, whole = look(path)
+        assert listed == whole == set(range(len(listed))), "what was stored before the damage"
+        found.append(len(listed))
+    assert max(found) > COUNT // 2
+
+
 # ---- damage of one kind ----------------------------------------------------------------------------------------------
 
 

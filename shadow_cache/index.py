@@ -15,14 +15,13 @@ from collections.abc import Callable
 from contextlib import closing, suppress
 from pathlib import Path
 from typing import TypeVar
-from urllib.parse import quote
 
 from .entries import MissEntry
 from .errors import StoreError, StoreMissingError, StoreNewerError, StoreUnavailableError
 from .folder import BUSY_SECONDS, Folder, refuse_unless_plain
 from .records import Miss
 from .rows import TABLES, put_miss
-from .salvage import SQLITE_ERRORS, salvage
+from .salvage import SQLITE_ERRORS, open_index, salvage
 
 SCHEMA = 1
 T = TypeVar("T")
@@ -148,7 +147,7 @@ class Index:
         refuse_unless_plain(self._file, folder=False)
         self._refuse_newer(_version_in_header(self._file))
         process.opened = _identity(self._file)
-        connection = _open(self._file, "mode=rw")
+        connection = open_index(self._file, "mode=rw")
         try:
             version = connection.execute("PRAGMA user_version").fetchone()[0]
             self._refuse_newer(version)
@@ -172,7 +171,7 @@ class Index:
         # In a folder where sqlite can make no files of its own, it reads only what is declared never to change. If it
         # does change, checksums tell.
         for mode in ("mode=ro", "immutable=1"):
-            connection = _open(self._file, mode)
+            connection = open_index(self._file, mode)
             try:
                 version = connection.execute("PRAGMA user_version").fetchone()[0]
                 self._refuse_newer(version)
@@ -200,13 +199,11 @@ class Index:
             try:
                 # Whole before it takes the place: a process that ends in here loses nothing.
                 fresh.mkdir(mode=0o700)
-                self._create_file(fresh / self._file.name)
-                with (
-                    closing(_open(self._file, "mode=rw")) as old,
-                    closing(_open(fresh / self._file.name, "mode=rw")) as new,
-                ):
+                file = fresh / self._file.name
+                self._create_file(file)
+                with closing(open_index(file, "mode=rw")) as new:
                     _make(new)
-                    count = salvage(self._folder, old, new)
+                    count = salvage(self._folder, self._file, new, file)
                     hint = f"{count} entries were saved from it; see {aside.name}"
                     miss = Miss("corrupt", "the index", old="a database", new=str(error), hint=hint)
                     reason = MissEntry(time.time(), "", None, "index", miss)
@@ -220,15 +217,6 @@ class Index:
                 shutil.rmtree(fresh, ignore_errors=True)
                 raise self._folder.unavailable(failed) from error
             self.reasons.append(reason)
-
-
-def _open(file: Path, how: str) -> sqlite3.Connection:
-    connection = sqlite3.connect(
-        f"file:{quote(str(file))}?{how}", uri=True, timeout=BUSY_SECONDS, isolation_level=None, check_same_thread=False
-    )
-    # Damaged text must not raise: what it says is then not what was stored, and the row's checksum tells.
-    connection.text_factory = lambda data: data.decode(errors="replace")
-    return connection
 
 
 def _never_close(connection: sqlite3.Connection | None) -> None:

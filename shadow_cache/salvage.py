@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import shutil
 import sqlite3
-from contextlib import suppress
+from contextlib import closing, suppress
+from pathlib import Path
+from urllib.parse import quote
 
-from .folder import Folder
+from .folder import BUSY_SECONDS, Folder
 from .rows import (
     SELECT_ENTRY,
     SELECT_MISS,
@@ -23,28 +26,67 @@ from .rows import (
 SQLITE_ERRORS = (sqlite3.Error, UnicodeDecodeError)
 
 
-def salvage(folder: Folder, old: sqlite3.Connection, new: sqlite3.Connection) -> int:
-    """Copy structures, entries whose files are there, and misses; gives how many entries."""
-    count = 0
-    new.execute("BEGIN IMMEDIATE")
-    for row in _rows(old, SELECT_STRUCTURE):
-        structure = structure_of(row)
-        if structure is not None:
-            put_structure(new, structure)
-    for row in _rows(old, SELECT_ENTRY):
-        entry = entry_of(row)
-        if entry is not None:
-            sizes = {name: folder.size(name) for name in digests(entry)}
-            whole = {name: size for name, size in sizes.items() if size is not None}
-            if len(whole) == len(sizes):
-                put_entry(new, entry, whole, entry.last_used, entry.loads)
-                count += 1
-    for row in sorted(_rows(old, SELECT_MISS)):
-        miss = miss_of(row)
-        if miss is not None:
-            put_miss(new, miss)
-    new.execute("COMMIT")
-    return count
+def open_index(file: Path, how: str) -> sqlite3.Connection:
+    """A connection to an index, damaged or not."""
+    connection = sqlite3.connect(
+        f"file:{quote(str(file))}?{how}", uri=True, timeout=BUSY_SECONDS, isolation_level=None, check_same_thread=False
+    )
+    # Damaged text must not raise: what it says is then not what was stored, and the row's checksum tells.
+    connection.text_factory = lambda data: data.decode(errors="replace")
+    return connection
+
+
+def salvage(folder: Folder, damaged: Path, new: sqlite3.Connection, new_file: Path) -> int:
+    """Copy what can be read of ``damaged`` into the index ``new``, which is empty; gives the count of entries.
+
+    Where nothing can be read, it may be for the first page, which holds the header and the schema: it is tried once
+    more with that of the new index, whose tables begin at the same pages.
+    """
+    new.execute("PRAGMA wal_checkpoint(TRUNCATE)")
+    (size,) = new.execute("PRAGMA page_size").fetchone()
+    first = bytearray(new_file.read_bytes()[:size])
+    first[92:96] = bytes(4)  # the header's count of pages does not hold: sqlite then asks for the file's size
+    repaired = new_file.with_name("repaired.db")
+    try:
+        rows, entries = _copy_rows(folder, damaged, new)
+        if not rows:
+            repaired.write_bytes(first + damaged.read_bytes()[size:])
+            log = damaged.with_name(f"{damaged.name}-wal")
+            if log.exists():
+                shutil.copyfile(log, repaired.with_name(f"{repaired.name}-wal"))
+            rows, entries = _copy_rows(folder, repaired, new)
+        return entries
+    finally:
+        for file in new_file.parent.glob("repaired.db*"):
+            file.unlink(missing_ok=True)
+
+
+def _copy_rows(folder: Folder, source: Path, new: sqlite3.Connection) -> tuple[int, int]:
+    """Copy structures, entries whose files are there, and misses; gives how many rows there were, and entries."""
+    entries = 0
+    with closing(open_index(source, "mode=rw")) as old:
+        with suppress(*SQLITE_ERRORS):  # read what there is of a schema in which something is damaged
+            old.execute("PRAGMA writable_schema = ON")
+        new.execute("BEGIN IMMEDIATE")
+        tables = [_rows(old, select) for select in (SELECT_STRUCTURE, SELECT_ENTRY, SELECT_MISS)]
+        for row in tables[0]:
+            structure = structure_of(row)
+            if structure is not None:
+                put_structure(new, structure)
+        for row in tables[1]:
+            entry = entry_of(row)
+            if entry is not None:
+                sizes = {name: folder.size(name) for name in digests(entry)}
+                whole = {name: size for name, size in sizes.items() if size is not None}
+                if len(whole) == len(sizes):
+                    put_entry(new, entry, whole, entry.last_used, entry.loads)
+                    entries += 1
+        for row in sorted(tables[2]):
+            miss = miss_of(row)
+            if miss is not None:
+                put_miss(new, miss)
+        new.execute("COMMIT")
+    return sum(map(len, tables)), entries
 
 
 def _rows(connection: sqlite3.Connection, select: str) -> list[tuple]:

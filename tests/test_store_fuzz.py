@@ -132,6 +132,25 @@ def test_much_damage_at_random(pattern: Path, tmp_path: Path) -> None:
     assert counts["whole"] > 1000 * COUNT * 0.6
 
 
+def test_damage_to_the_log(tmp_path: Path) -> None:
+    """What a killed writer had stored is in sqlite's log, and not in the database yet."""
+    rng = random.Random(3)
+    with shadow_cache.open(tmp_path / "writer") as store:
+        for number in range(COUNT):
+            store.add(*made(number))
+        shutil.copytree(tmp_path / "writer", tmp_path / "killed")
+    assert look(Path(shutil.copytree(tmp_path / "killed", tmp_path / "whole"))) == (set(range(COUNT)),) * 2
+    found = []
+    for trial in range(30):
+        path = Path(shutil.copytree(tmp_path / "killed", tmp_path / str(trial)))
+        (flip if trial % 2 else cut)(path / "index" / "index.db-wal", rng, *((1,) if trial % 2 else ()))
+        (path / "index" / "index.db-shm").unlink()
+        listed, whole = look(path)
+        assert listed == whole == set(range(len(listed))), "what was stored before the damage"
+        found.append(len(listed))
+    assert max(found) > COUNT // 2
+
+
 # ---- damage of one kind ----------------------------------------------------------------------------------------------
 
 
@@ -162,6 +181,27 @@ def test_every_flipped_byte_of_an_artifact_is_found(copy: Path) -> None:
     with shadow_cache.open(copy) as store:
         assert [entry.id for entry in store.entries()] == ["000000"], "the others were dropped, this one stored again"
         assert store.stats().misses["corrupt"] == COUNT
+
+
+def test_damage_to_the_first_page_costs_nothing(pattern: Path, tmp_path: Path) -> None:
+    """It holds the header and the schema, without which sqlite reads nothing."""
+    index = pattern / "index" / "index.db"
+    first = index.read_bytes()[:4096]
+    places = [0, 7, 16, 30, 100, 103, 105, first.index(b"names_by_digest"), first.index(b"checksum BLOB"), -30]
+    for number, place in enumerate(places):
+        path = Path(shutil.copytree(pattern, tmp_path / str(number)))
+        data = bytearray(index.read_bytes())
+        data[range(4096)[place]] ^= 0x81
+        (path / "index" / "index.db").write_bytes(data)
+        with shadow_cache.open(path) as store:
+            assert {int(entry.id, 16): entry.loads for entry in store.entries()} == {
+                number: number in (1, 5, 6) for number in range(COUNT)
+            }, place
+            assert not list((path / "index").glob("repaired*")) and store.stats().misses["evicted"] == 1
+    path = Path(shutil.copytree(pattern, tmp_path / "page"))
+    (path / "index" / "index.db").write_bytes(bytes(4096) + index.read_bytes()[4096:])
+    listed, whole = look(path)
+    assert listed == whole == set(range(COUNT))
 
 
 def test_an_index_that_is_no_database_is_moved_aside(copy: Path) -> None:
@@ -236,7 +276,7 @@ def test_a_name_in_the_schema_that_is_no_text(copy: Path) -> None:
         data.replace(b"CREATE INDEX entries_by_use ON entries", b"CREATE INDEX entries_by_use ON entr\xf3es")
     )
     listed, whole = look(copy)
-    assert listed == whole or list(copy.glob("index.corrupt-*"))
+    assert listed == whole == set(range(COUNT)) and len(list(copy.glob("index.corrupt-*"))) == 1
 
 
 @pytest.mark.parametrize("in_log", [False, True])

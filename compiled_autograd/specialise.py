@@ -29,6 +29,9 @@ from .steps import RegionPlan, RegionStep, Slots, Specialised, Wiring
 
 Pass = Callable[[fx.GraphModule], fx.GraphModule | None]
 COMPILING = threading.RLock()  # neither tracing nor Inductor can be used by two threads at once
+_MOST_OPAQUE = 4
+"""So many calls stay opaque because they cannot be traced with symbols, before a region is rather compiled for each
+set of shapes by itself."""
 _MOST_GUARDED = 8
 """So many compiled versions of a region are kept beside one another before the oldest goes."""
 
@@ -89,6 +92,7 @@ class Specialiser:
         self.specs = dict(specs)
         self.dynamic = dynamic
         self.shelf: Shelf | None = None
+        self._opaque = 0
 
     # ---- looking up ------------------------------------------------------------------------------------------------
 
@@ -164,6 +168,10 @@ class Specialiser:
         try:
             return self._attempt(step, slots, log, self.specs if symbols else None)
         except UntraceableError as error:
+            if symbols and self._opaque < _MOST_OPAQUE:  # of such calls there are few; the rest is for all sizes
+                self._opaque += 1
+                error.always = False
+                raise
             if not symbols:
                 raise
             failed = failure_of("symbols", self.backend.name, step.region, error.cause)

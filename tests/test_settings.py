@@ -66,7 +66,6 @@ def test_impossible_values_say_what_is_possible(name: str, value: Any) -> None:
     [
         ("on_miss", "background"),
         ("check", True),
-        ("cache_dir", "/somewhere"),
     ],
 )
 def test_values_without_anything_behind_them_are_rejected(name: str, value: Any) -> None:

@@ -7,7 +7,8 @@ from collections.abc import Sequence
 import torch
 from torch import fx
 
-# The boxed calling convention of generated code is private in torch 2.13: `fx.graph._BoxedCodeGen`.
+# Private in torch 2.13: modules whose code is made when it is asked for, and the boxed calling convention of that code.
+from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.graph import _BoxedCodeGen
 
 from .protocol import Compiled
@@ -26,4 +27,5 @@ class EagerBackend:
         """The graph's own generated code, which frees each value after its last use."""
         graph_module.graph.set_codegen(_BoxedCodeGen())
         graph_module.recompile()
+        _LazyGraphModule.force_recompile(graph_module)
         return graph_module.forward

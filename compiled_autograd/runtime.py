@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from backends import Backend
 from shadow_cache import Failure, Miss
@@ -410,7 +411,7 @@ def _copy(graph_module: fx.GraphModule) -> fx.GraphModule:
     graph.output(output)
     for node in graph.nodes:
         node.meta = {}
-    return fx.GraphModule(graph_module, graph)
+    return _LazyGraphModule(graph_module, graph)
 
 
 def _failure(stage: str, backend: str, region: Region, error: Exception) -> Failure:

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import os
+import signal
 import subprocess
 import sys
 import tempfile
@@ -82,6 +83,8 @@ class Job:
         for _ in range(_MOST_CRASHES):
             before = records.stat().st_size
             ended = subprocess.run(command, cwd=self.folder, env=environment, capture_output=True, check=False)
+            if -ended.returncode in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):
+                raise SystemExit(f"{engine}: ended by a signal; the same command with --records goes on from here")
             if ended.returncode in (0, 1, 5) or records.stat().st_size == before:
                 break
         tests = read(records)

@@ -25,6 +25,7 @@ from shadow_cache import unsupported
 from . import ir, symbols
 from .aot import aot_backward
 from .errors import CaptureRefusedError
+from .pieces import UNBIND
 
 OPS: dict[str, ir.OpaqueOp] = {}
 """Every engine function that was bound so far; the engine binds each one once in a process."""
@@ -153,6 +154,7 @@ class Capture:
         if not any(isinstance(output, torch.Tensor) for output in outputs):
             return list(outputs)
         node = self._call(self._op(name), (list(outputs), *saved))
+        self._tell_size(node)
         results: list[torch.Tensor | None] = []
         for index, output in enumerate(outputs):
             results.append(None if output is None else self._stand_in((node, index)))
@@ -342,6 +344,17 @@ class Capture:
         node = self.graph.call_function(target, tuple(self._lift(list(args))))
         node.meta["call"] = self.calls[-1].index
         return node
+
+    def _tell_size(self, validate: fx.Node) -> None:
+        """Tell the size of what a forward cut to a function that must know it, and of which only its output says it."""
+        outputs: Any = validate.args[0]
+        node: Any = outputs[0].args[0] if isinstance(outputs[0], fx.Node) and outputs[0].args else None
+        if node is None or getattr(node.target, "__name__", None) not in UNBIND:
+            return
+        metadata: Any = validate.args[1]
+        size = metadata[0][1][node.args[2]]
+        if not isinstance(size, fx.Node) or size.op == "placeholder":  # else it is worked out after this call
+            node.args = (*node.args, size)
 
     def _results(self, node: fx.Node, count: int) -> list[torch.Tensor]:
         return [self._stand_in((node, index)) for index in range(count)]

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
+from types import SimpleNamespace
 
 import torch
 from torch import fx
@@ -24,8 +26,10 @@ class EagerBackend:
         """None: every operator stays as the engine's functions call it."""
 
     def compile(self, graph_module: fx.GraphModule, example_inputs: Sequence[torch.Tensor]) -> Compiled:
-        """The graph's own generated code, which frees each value after its last use."""
+        """The graph's own generated code, which frees each value after its last use. Of the graph, nothing is kept."""
         graph_module.graph.set_codegen(_BoxedCodeGen())
         graph_module.recompile()
         _LazyGraphModule.force_recompile(graph_module)
-        return graph_module.forward
+        constants = {str(node.target) for node in graph_module.graph.find_nodes(op="get_attr")}
+        module = SimpleNamespace(**{name: getattr(graph_module, name) for name in constants})
+        return functools.partial(type(graph_module).forward, module)

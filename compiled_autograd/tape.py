@@ -12,6 +12,7 @@ from __future__ import annotations
 import functools
 import gc
 import re
+import time
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -159,18 +160,27 @@ _looked_up: dict[int, tuple[weakref.ref[torch.Tensor], str | None]] = {}
 """By ``id``, parameters whose name was looked for, and what was found: to search all living objects takes as long as
 hundreds of captures, and is done once for each model."""
 
+_LONG, _SHARE = 0.3, 0.05
+"""Among millions of objects a search takes as long as a thousand captures. After one that took more than ``_LONG``
+seconds of the process's time, another model has no names until searches take no more than this share of that time."""
+_next_search = 0.0
+
 
 def names_of(leaves: Sequence[torch.Tensor]) -> dict[int, str]:
     """``id`` of each leaf that is a parameter of a living module -> its name there."""
+    global _next_search
     parameters = [leaf for leaf in leaves if isinstance(leaf, torch.nn.Parameter)]
-    if not all(id(parameter) in _looked_up for parameter in parameters):
+    started = time.process_time()
+    if not all(id(parameter) in _looked_up for parameter in parameters) and started >= _next_search:
         found = parameter_names()
+        ended = time.process_time()
+        _next_search = ended + (ended - started) / _SHARE if ended - started > _LONG else 0.0
         for parameter in parameters:
             key = id(parameter)
             forget = functools.partial(_forget, key)
             _looked_up[key] = (weakref.ref(parameter, forget), found.get(key))
-    names = {id(parameter): _looked_up[id(parameter)][1] for parameter in parameters}
-    return {key: name for key, name in names.items() if name is not None}
+    known = {id(parameter): _looked_up[id(parameter)][1] for parameter in parameters if id(parameter) in _looked_up}
+    return {key: name for key, name in known.items() if name is not None}
 
 
 def _forget(key: int, _: object) -> None:

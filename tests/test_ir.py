@@ -379,3 +379,15 @@ def test_living_modules_are_searched_once_for_each_model(monkeypatch: pytest.Mon
         assert {call.parameter for call in each.tape.calls} == {None, "weight", "bias"}
     _captured(torch.ones(2, requires_grad=True).sin().sum())
     assert len(searched) == 1
+
+
+def test_a_search_that_takes_long_is_not_made_for_every_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tape, "_LONG", 0.0)
+    monkeypatch.setattr(tape, "_SHARE", 1e-6)
+    monkeypatch.setattr(tape, "_next_search", 0.0)
+    models = [nn.Linear(2, 2) for _ in range(2)]
+    leaves = [list(model.parameters()) for model in models]
+    assert [sorted(tape.names_of(each).values()) for each in leaves] == [["bias", "weight"], []]
+    assert sorted(tape.names_of(leaves[0]).values()) == ["bias", "weight"]
+    monkeypatch.setattr(tape, "_next_search", 0.0)
+    assert sorted(tape.names_of(leaves[1]).values()) == ["bias", "weight"]

@@ -371,8 +371,8 @@ def _here() -> str:
 def test_living_modules_are_searched_once_for_each_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """A capture of a model whose names are known, or without parameters, searches nothing."""
     searched: list[int] = []
-    search = tape.parameter_names
-    monkeypatch.setattr(tape, "parameter_names", lambda: (searched.append(1), search())[1])
+    search = tape.parameter_places
+    monkeypatch.setattr(tape, "parameter_places", lambda: (searched.append(1), search())[1])
     model = nn.Linear(2, 2)
     captured = [_captured(model(torch.ones(1, 2)).sum()), _captured(model(torch.ones(1, 2)).exp().sum())]
     for each in captured:
@@ -391,3 +391,23 @@ def test_a_search_that_takes_long_is_not_made_for_every_model(monkeypatch: pytes
     assert sorted(tape.names_of(leaves[0]).values()) == ["bias", "weight"]
     monkeypatch.setattr(tape, "_next_search", 0.0)
     assert sorted(tape.names_of(leaves[1]).values()) == ["bias", "weight"]
+
+
+def test_parameters_can_be_swapped_after_they_were_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``swap_tensors`` refuses a tensor that anything refers to weakly."""
+    monkeypatch.setattr(tape, "_next_search", 0.0)
+    model, lone = nn.Linear(2, 2), nn.Parameter(torch.ones(2))
+    captured = _captured((model(torch.ones(1, 2)) * lone).sum())
+    assert {call.parameter for call in captured.tape.calls} == {None, "weight", "bias"}
+    del captured
+    for tensor in (*model.parameters(), lone):
+        torch.utils.swap_tensors(tensor, nn.Parameter(torch.zeros_like(tensor)))
+
+
+def test_names_follow_what_the_module_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tape, "_next_search", 0.0)
+    model = nn.Linear(2, 2)
+    weight = model.weight
+    assert tape.names_of([weight]) == {id(weight): "weight"}
+    model.weight = nn.Parameter(torch.ones(2, 2))
+    assert tape.names_of([weight, model.weight]) == {id(model.weight): "weight"}

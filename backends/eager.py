@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
-from types import SimpleNamespace
 
 import torch
 from torch import fx
@@ -26,10 +24,10 @@ class EagerBackend:
         """None: every operator stays as the engine's functions call it."""
 
     def compile(self, graph_module: fx.GraphModule, example_inputs: Sequence[torch.Tensor]) -> Compiled:
-        """The graph's own generated code, which frees each value after its last use. Of the graph, nothing is kept."""
+        """The graph's own generated code, which frees each value after its last use."""
         graph_module.graph.set_codegen(_BoxedCodeGen())
         graph_module.recompile()
         _LazyGraphModule.force_recompile(graph_module)
-        constants = {str(node.target) for node in graph_module.graph.find_nodes(op="get_attr")}
-        module = SimpleNamespace(**{name: getattr(graph_module, name) for name in constants})
-        return functools.partial(type(graph_module).forward, module)
+        for node in graph_module.graph.nodes:
+            node.meta = {}  # fake tensors, and much else that nobody needs any more
+        return graph_module.forward

@@ -25,7 +25,7 @@ from shadow_cache import unsupported
 from . import ir, symbols
 from .aot import aot_backward
 from .errors import CaptureRefusedError
-from .pieces import UNBIND
+from .pieces import FITTED, UNBIND
 
 OPS: dict[str, ir.OpaqueOp] = {}
 """Every engine function that was bound so far; the engine binds each one once in a process."""
@@ -250,17 +250,24 @@ class Capture:
     @_keeps_failures
     def pre_hook(self, grads: Sequence[Any], hook: int) -> list[Any]:
         """A hook that sees all gradients that enter a node."""
+        self._refuse_pieces()
         node = self._call(ir.pre_hook, (self._placeholder("object", hook), list(grads)))
         return self._replaced(node, grads)
 
     @_keeps_failures
     def post_hook(self, outputs: list[Any], grads: Sequence[Any], hook: int) -> list[Any]:
         """A hook that sees what a node gave and what it got."""
+        self._refuse_pieces()
         node = self._call(ir.post_hook, (self._placeholder("object", hook), list(outputs), list(grads)))
         reached = [each for each in self._leaves if each.meta["call"] == node.meta["call"]]
         if reached:  # of a leaf, the engine does not say what it got
             node.update_arg(2, [reached[0]])
         return self._replaced(node, outputs)
+
+    def _refuse_pieces(self) -> None:
+        """The engine's key does not say how many gradients such a node gets, and a hook would see it."""
+        if self.calls[-1].name in FITTED:
+            self.refuse(f"a hook on {self.calls[-1].name}, which sees a gradient for each piece")
 
     def _replaced(self, node: fx.Node, before: Sequence[Any]) -> list[torch.Tensor | None]:
         return [None if grad is None else self._stand_in((node, index)) for index, grad in enumerate(before)]

@@ -767,6 +767,20 @@ def test_the_number_of_unused_pieces_follows_from_the_sizes(cut: Any, used: tupl
         assert (stats.shape_misses + stats.structure_misses, stats.hits, stats.bypasses) == (1, 1, {})
 
 
+@pytest.mark.parametrize("kind", ["register_prehook", "register_hook"])
+def test_a_hook_that_sees_the_unused_pieces_is_left_to_eager(kind: str) -> None:
+    seen = []
+    session = ca.enable(backend="eager")
+    for rows in (5, 3):
+        x = _leaf(rows, 4)
+        piece = (x * 1).unbind(0)[0]
+        getattr(piece.grad_fn, kind)(lambda *grads: seen.append(len(grads[-1])))
+        with session:
+            piece.sum().backward()
+    assert seen == [5, 3]
+    assert list(session.stats().bypasses.values()) == [2]
+
+
 @pytest.mark.parametrize("name", ["unbind", "split", "chunk"])
 def test_several_views_of_one_tensor(name: str) -> None:
     """Written before they are taken, as eager allows it; what eager forbids, it forbids in the forward."""

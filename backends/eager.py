@@ -10,7 +10,8 @@ from typing import Any
 import torch
 from torch import fx
 
-# The boxed calling convention of generated code is private in torch 2.13: `fx.graph._BoxedCodeGen`.
+# Private in torch 2.13: modules whose code is made when it is asked for, and the boxed calling convention of that code.
+from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.graph import _BoxedCodeGen
 
 from .artifacts import (
@@ -40,6 +41,9 @@ class EagerBackend:
         """The graph's own generated code, which frees each value after its last use."""
         graph_module.graph.set_codegen(_BoxedCodeGen())
         graph_module.recompile()
+        _LazyGraphModule.force_recompile(graph_module)
+        for node in graph_module.graph.nodes:
+            node.meta = {}  # fake tensors, and much else that nobody needs any more
         return graph_module.forward
 
     def save(self, compiled: Compiled) -> bytes | None:

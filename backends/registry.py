@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx._lazy_graph_module import _LazyGraphModule  # private in torch 2.13
 
 from .artifacts import ArtifactError
 from .protocol import Backend, Compiled
@@ -51,6 +52,7 @@ class FunctionBackend:
 
         Where it has an attribute ``_boxed_call`` and takes one argument, it gets them in a list that it empties.
         """
+        _LazyGraphModule.force_recompile(graph_module)  # what keeps its `forward` is to have the real one
         compiled = self.function(graph_module, list(example_inputs))
         if not callable(compiled):
             raise TypeError(f"backend {self.name!r} gave a {type(compiled).__name__}, which cannot be called")

@@ -26,6 +26,7 @@ from shadow_cache import unsupported
 from . import ir, symbols
 from .aot import aot_backward
 from .errors import CaptureRefusedError
+from .pieces import FITTED, UNBIND
 
 OPS: dict[str, ir.OpaqueOp] = {}
 """Every engine function that was bound so far; the engine binds each one once in a process."""
@@ -155,6 +156,7 @@ class Capture:
         if not any(isinstance(output, torch.Tensor) for output in outputs):
             return list(outputs)
         node = self._call(self._op(name), (list(outputs), *saved))
+        self._tell_size(node)
         results: list[torch.Tensor | None] = []
         for index, output in enumerate(outputs):
             results.append(None if output is None else self._stand_in((node, index)))
@@ -250,17 +252,24 @@ class Capture:
     @_keeps_failures
     def pre_hook(self, grads: Sequence[Any], hook: int) -> list[Any]:
         """A hook that sees all gradients that enter a node."""
+        self._refuse_pieces()
         node = self._call(ir.pre_hook, (self._placeholder("object", hook), list(grads)))
         return self._replaced(node, grads)
 
     @_keeps_failures
     def post_hook(self, outputs: list[Any], grads: Sequence[Any], hook: int) -> list[Any]:
         """A hook that sees what a node gave and what it got."""
+        self._refuse_pieces()
         node = self._call(ir.post_hook, (self._placeholder("object", hook), list(outputs), list(grads)))
         reached = [each for each in self._leaves if each.meta["call"] == node.meta["call"]]
         if reached:  # of a leaf, the engine does not say what it got
             node.update_arg(2, [reached[0]])
         return self._replaced(node, outputs)
+
+    def _refuse_pieces(self) -> None:
+        """The engine's key does not say how many gradients such a node gets, and a hook would see it."""
+        if self.calls[-1].name in FITTED:
+            self.refuse(f"a hook on {self.calls[-1].name}, which sees a gradient for each piece")
 
     def _replaced(self, node: fx.Node, before: Sequence[Any]) -> list[torch.Tensor | None]:
         return [None if grad is None else self._stand_in((node, index)) for index, grad in enumerate(before)]
@@ -344,6 +353,17 @@ class Capture:
         node = self.graph.call_function(target, tuple(self._lift(list(args))))
         node.meta["call"] = self.calls[-1].index
         return node
+
+    def _tell_size(self, validate: fx.Node) -> None:
+        """Tell the size of what a forward cut to a function that must know it, and of which only its output says it."""
+        outputs: Any = validate.args[0]
+        node: Any = outputs[0].args[0] if isinstance(outputs[0], fx.Node) and outputs[0].args else None
+        if node is None or getattr(node.target, "__name__", None) not in UNBIND:
+            return
+        metadata: Any = validate.args[1]
+        size = metadata[0][1][node.args[2]]
+        if not isinstance(size, fx.Node) or size.op == "placeholder":  # else it is worked out after this call
+            node.args = (*node.args, size)
 
     def _results(self, node: fx.Node, count: int) -> list[torch.Tensor]:
         return [self._stand_in((node, index)) for index in range(count)]

@@ -29,15 +29,35 @@ def issuing_warnings(function: Callable[..., Any], *args: Any) -> Any:
     return results[0]
 
 
-def call_noting_warnings(function: Callable[..., Any], *args: Any) -> tuple[Any, Warning | None]:
-    """Call ``function`` and tell what C++ code warned of, if it did; other warnings are passed on."""
-    with warnings.catch_warnings(record=True) as caught:
+class Noting:
+    """Within it, :meth:`call` tells what C++ code warned of. All other warnings are passed on at its end."""
+
+    def __enter__(self) -> Noting:
+        self._passed_on: list[warnings.WarningMessage] = []
+        self._catching = warnings.catch_warnings(record=True)
+        caught = self._catching.__enter__()
+        assert caught is not None  # it records
+        self._caught = caught
         warnings.simplefilter("always")
-        result = issuing_warnings(function, *args)
-    noted = None
-    for each in caught:
-        if _BY_CPP in str(each.message):
-            noted = each.message if isinstance(each.message, Warning) else UserWarning(each.message)
-        else:
+        return self
+
+    def __exit__(self, *exception: Any) -> None:
+        self._noted()
+        self._catching.__exit__(*exception)
+        for each in self._passed_on:
             warnings.warn_explicit(each.message, each.category, each.filename, each.lineno, source=each.source)
-    return result, noted
+
+    def call(self, function: Callable[..., Any], *args: Any) -> tuple[Any, Warning | None]:
+        """Call ``function``, and tell what C++ code warned of meanwhile, if it did."""
+        result = issuing_warnings(function, *args)
+        return result, self._noted() if self._caught else None
+
+    def _noted(self) -> Warning | None:
+        noted = None
+        for each in self._caught:
+            if _BY_CPP in str(each.message):
+                noted = each.message if isinstance(each.message, Warning) else UserWarning(each.message)
+            else:
+                self._passed_on.append(each)
+        self._caught.clear()
+        return noted

@@ -70,13 +70,17 @@ def inspect(*outputs: torch.Tensor | GradientEdge) -> TapeView:
             )
     visited = tape.walk(outputs)
     index_of = {each.node: index for index, each in enumerate(visited)}
-    names = {key: name for key, (name, _) in tape.parameter_names().items()}
+    places = tape.parameter_places()
     nodes = []
     for each in visited:
         edges = tuple(
             None if following is None else (index_of[following], int(number))
             for following, number in each.node.next_functions
         )
-        parameter = names.get(id(each.node.variable)) if each.name == tape.LEAF else None
-        nodes.append(TapeNode(each.name, each.sequence, parameter, tape.source_line(each.node), edges))
+        place = places.get(id(each.node.variable)) if each.name == tape.LEAF else None
+        nodes.append(
+            TapeNode(
+                each.name, each.sequence, None if place is None else place.name, tape.source_line(each.node), edges
+            )
+        )
     return TapeView(tuple(nodes))

@@ -20,6 +20,7 @@ from .aot import AOTBackward
 from .errors import IllegalGraphError
 from .functions import Packed, call_backward
 from .hooks import cpp_hook, post_accumulate_hook, post_hook, pre_hook, tensor_hook, unpack_hook
+from .pieces import FITTED
 
 PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 """Types whose operators are the tensor's own; any other subclass may do anything."""
@@ -42,18 +43,19 @@ class OpaqueOp:
     gradients, one for each edge to a next node. It reads nothing else, so it can be run later, or under fake tensors.
     """
 
-    __slots__ = ("__name__", "custom", "function", "traceable")
+    __slots__ = ("__name__", "custom", "fitted", "function", "traceable")
 
     def __init__(self, name: str, function: Callable[..., Any], traceable: bool = True, custom: bool = False) -> None:
         self.__name__ = name
         self.function = function
         self.traceable = traceable
         self.custom = custom  # of a user's C++, which another process may have in another version
+        self.fitted = FITTED.get(name)
 
     __module__ = "compiled_autograd.ops"
 
     def __call__(self, *args: Any) -> Any:
-        return self.function(*args)
+        return self.function(*(args if self.fitted is None else self.fitted(*args)))
 
     def __repr__(self) -> str:
         return f"ops.{self.__name__}"

@@ -11,14 +11,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from .accumulate import obeys_layout, own_copy
-from .cpp_warnings import call_noting_warnings
+from .cpp_warnings import Noting
 from .errors import UntraceableError
 from .ir import is_plain
 from .partition import Region
 from .shapes import Spec, is_static
+from .tracing import trace
 
 if TYPE_CHECKING:
     from .symbolic import Symbols
@@ -115,9 +115,9 @@ def lower(
 
     # Operators that take no tensor (full) have no fake one among their arguments to tell them that sizes are symbols.
     with torch.no_grad(), _plain_tracing(), mode if symbols is not None else contextlib.nullcontext():
-        graph_module = _trace(run, decompositions, examples)
+        graph_module = trace(run, decompositions, examples)
         if any(_mutates(node) for node in graph_module.graph.nodes):
-            graph_module = _trace(torch.func.functionalize(graph_module, remove="mutations"), None, examples)
+            graph_module = trace(torch.func.functionalize(graph_module, remove="mutations"), None, examples)
     graph_module.graph.eliminate_dead_code()
     graph_module.recompile()
     return Lowered(graph_module, examples, taken_in, value_positions, leaf_positions, passed, symbols)
@@ -178,30 +178,24 @@ def _append(results: list[torch.Tensor], value: torch.Tensor | None) -> int | No
 
 def _run_calls(nodes: Sequence[fx.Node], known: dict[fx.Node, Any]) -> None:
     """Run opaque calls one after the other; ``known`` has the values so far, and gets the new ones."""
-    for node in nodes:
-        try:
-            arguments = fx.map_arg(node.args, known.__getitem__)
-            function: Any = getattr(node.target, "trace", node.target)
-            result, warning = call_noting_warnings(function, *arguments)
-        except Exception as error:
-            raise UntraceableError([node], error) from error
-        if warning is not None:
-            raise UntraceableError([node], warning)  # it is to warn at each step, as under eager
-        known[node] = result
-        for value in result if isinstance(result, (list, tuple)) else (result,):
-            if isinstance(value, torch.Tensor) and value.layout is not torch.strided:
-                raise UntraceableError([node], _not_plain(value))
-
-
-def _trace(
-    function: Callable[..., Any], decompositions: Mapping[Any, Callable[..., Any]] | None, examples: Sequence[Any]
-) -> fx.GraphModule:
-    return make_fx(
-        function,
-        decomposition_table=None if decompositions is None else dict(decompositions),
-        tracing_mode="real",
-        _allow_non_fake_inputs=True,
-    )(*examples)
+    with Noting() as noting:
+        for node in nodes:
+            if node.target is operator.getitem:
+                made, index = node.args
+                known[node] = known[made][index]  # type: ignore[index]
+                continue
+            try:
+                arguments = fx.map_arg(node.args, known.__getitem__)
+                function: Any = getattr(node.target, "trace", node.target)
+                result, warning = noting.call(function, *arguments)
+            except Exception as error:
+                raise UntraceableError([node], error) from error
+            if warning is not None:
+                raise UntraceableError([node], warning)  # it is to warn at each step, as under eager
+            known[node] = result
+            for value in result if isinstance(result, (list, tuple)) else (result,):
+                if isinstance(value, torch.Tensor) and value.layout is not torch.strided:
+                    raise UntraceableError([node], _not_plain(value))
 
 
 @contextlib.contextmanager

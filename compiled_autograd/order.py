@@ -10,7 +10,6 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import Any
 
 from torch import fx
 
@@ -98,45 +97,38 @@ def engine_order(tape: ir.TapeGraph) -> list[int]:
 
 
 def in_engine_order(tape: ir.TapeGraph) -> ir.TapeGraph:
-    """The same tape graph with its calls, and the terms of its sums, in the engine's order."""
+    """The tape graph with its calls, and the terms of its sums, in the engine's order. Its nodes are moved there."""
     order = engine_order(tape)
     position = {index: place for place, index in enumerate(order)}
     groups = tape.by_call()
-    copies: dict[fx.Node, fx.Node] = {}
-    graph = fx.Graph()
-    for node in tape.graph.nodes:
-        if node.op == "placeholder":
-            copies[node] = graph.node_copy(node)
+    call_of = {node: node.meta.get("call", 0) for node in tape.graph.nodes}
+    output = tape.graph.find_nodes(op="output")[0]
+    done = set(tape.graph.find_nodes(op="placeholder"))
 
     def emit(root: fx.Node, call: int) -> None:
         stack = [root]
         while stack:
             node = stack[-1]
-            missing = [source for source in node.all_input_nodes if source not in copies]
+            missing = [source for source in node.all_input_nodes if source not in done]
             if missing:
                 stack.extend(missing)
                 continue
             stack.pop()
-            if node in copies:
+            if node in done:
                 continue
-            copy = graph.node_copy(node, copies.__getitem__)
-            copies[node] = copy
+            done.add(node)
+            output.prepend(node)
             if node.target is ir.sum_gradients:
-                terms = sorted(range(len(node.args)), key=lambda i: position[_call_of(node.args[i])])
-                copy.args = tuple(copy.args[i] for i in terms)
-                copy.meta["call"] = call
+                node.args = tuple(sorted(node.args, key=lambda term: position[call_of[term]]))
+                node.meta["call"] = call
 
     for index in order:
         for node in groups.get(index, ()):
             if node.target is not ir.sum_gradients:
                 emit(node, index)
-    output = tape.graph.find_nodes(op="output")[0]
     for node in output.all_input_nodes:
-        if node not in copies:
+        if node not in done:
             emit(node, node.meta["call"])
-    graph.node_copy(output, copies.__getitem__)
-    return replace(tape, graph=graph, order=order)
-
-
-def _call_of(value: Any) -> int:
-    return value.meta.get("call", 0)
+    for node in [node for node in tape.graph.nodes if node not in done and node is not output][::-1]:
+        tape.graph.erase_node(node)  # a sum to which another term came
+    return replace(tape, order=order)

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from backends import ArtifactError, Backend
 from shadow_cache import Failure, Miss, StoreError
@@ -348,7 +349,7 @@ def _copy(graph_module: fx.GraphModule) -> fx.GraphModule:
     graph.output(output)
     for node in graph.nodes:
         node.meta = {}
-    return fx.GraphModule(graph_module, graph)
+    return _LazyGraphModule(graph_module, graph)
 
 
 def failure_of(stage: str, backend: str, region: Region, error: BaseException) -> Failure:

@@ -56,7 +56,7 @@ class Symbols:
         return size
 
     def _size(self, spec: int | History, value: int) -> Any:
-        if isinstance(spec, int) or value in SPECIAL:
+        if isinstance(spec, int) or value in SPECIAL or value < 0:
             return value
         symbol = self._by_history.get((spec, value))
         source = ConstantSource(f"s{len(self._by_history)}")

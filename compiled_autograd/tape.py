@@ -9,9 +9,9 @@ be joined to it.
 
 from __future__ import annotations
 
-import functools
 import gc
 import re
+import time
 import weakref
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
@@ -148,47 +148,93 @@ def join_order(
 
 def join_names(calls: Sequence[ir.TapeCall], visited: Sequence[Visited]) -> None:
     """Join parameters' names and source lines, after :func:`join_order` has found that the two agree."""
-    names = names_of([each.node.variable for each in visited if each.name == LEAF])
+    names = places_of([each.node.variable for each in visited if each.name == LEAF])
     for call, each in zip(calls[1:], visited, strict=True):
         if each.name == LEAF and id(each.node.variable) in names:
-            call.parameter, call.module = names[id(each.node.variable)]
+            place = names[id(each.node.variable)]
+            call.parameter, call.module = place.name, place.outermost
         call.source = source_line(each.node)
 
 
-Name = tuple[str, str]
-"""A parameter's name in the outermost module that has it, and that module's class."""
-_looked_up: dict[int, tuple[weakref.ref[torch.Tensor], Name | None]] = {}
-"""By ``id``, parameters whose name was looked for, and what was found: to search all living objects takes as long as
-hundreds of captures, and is done once for each model."""
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a parameter was found: its name from the outermost module, that one's class, and the module that has it as
+    ``attribute``."""
+
+    name: str
+    outermost: str
+    module: weakref.ref[torch.nn.Module]
+    attribute: str
+
+    def has(self, parameter: torch.Tensor) -> bool:
+        """Whether it is still there."""
+        module = self.module()
+        return module is not None and module._parameters.get(self.attribute) is parameter
 
 
-def names_of(leaves: Sequence[torch.Tensor]) -> dict[int, Name]:
-    """``id`` of each leaf that is a parameter of a living module -> its name there."""
+_found: dict[int, Place] = {}
+_in_no_module: set[tuple[int, int]] = set()
+"""What was found of parameters, by ``id``, and those that were looked for in vain, by ``id`` and memory: to search all
+living objects takes as long as hundreds of captures, and is done once for each model. No parameter is referred to, not
+even weakly: ``torch.utils.swap_tensors``, by which ``Module.to`` may move them, refuses one that is."""
+_MOST_IN_NO_MODULE = 10_000
+
+_LONG, _SHARE = 0.3, 0.05
+"""Among millions of objects a search takes as long as a thousand captures. After one that took more than ``_LONG``
+seconds of the process's time, another model has no names until searches take no more than this share of that time."""
+_next_search = 0.0
+
+
+def places_of(leaves: Sequence[torch.Tensor]) -> dict[int, Place]:
+    """``id`` of each leaf that is a parameter of a living module -> where it is."""
     parameters = [leaf for leaf in leaves if isinstance(leaf, torch.nn.Parameter)]
-    if not all(id(parameter) in _looked_up for parameter in parameters):
-        found = parameter_names()
-        for parameter in parameters:
-            key = id(parameter)
-            forget = functools.partial(_forget, key)
-            _looked_up[key] = (weakref.ref(parameter, forget), found.get(key))
-    names = {id(parameter): _looked_up[id(parameter)][1] for parameter in parameters}
-    return {key: name for key, name in names.items() if name is not None}
+    if not all(_is_known(parameter) for parameter in parameters):
+        _search(parameters)
+    return {key: _found[key] for key in map(id, parameters) if key in _found}
 
 
-def _forget(key: int, _: object) -> None:
-    _looked_up.pop(key, None)
+def _is_known(parameter: torch.Tensor) -> bool:
+    key = id(parameter)
+    if key in _found and not _found[key].has(parameter):
+        del _found[key]
+    return key in _found or (ir.is_plain(parameter) and (key, parameter.data_ptr()) in _in_no_module)
 
 
-def parameter_names() -> dict[int, Name]:
-    """``id`` of each parameter of each living module -> its name, seen from the outermost module that has it."""
+def _search(parameters: Sequence[torch.Tensor]) -> None:
+    global _next_search
+    started = time.process_time()
+    if started < _next_search:
+        return
+    places = parameter_places()
+    ended = time.process_time()
+    _next_search = ended + (ended - started) / _SHARE if ended - started > _LONG else 0.0
+    if len(_in_no_module) > _MOST_IN_NO_MODULE:
+        _in_no_module.clear()
+    for key in [key for key, place in _found.items() if place.module() is None]:
+        del _found[key]
+    for parameter in parameters:
+        if id(parameter) in places:
+            _found[id(parameter)] = places[id(parameter)]
+        elif ir.is_plain(parameter):
+            _in_no_module.add((id(parameter), parameter.data_ptr()))
+
+
+def parameter_places() -> dict[int, Place]:
+    """``id`` of each parameter of each living module -> where it is, seen from the outermost module that has it."""
     modules = [each for each in gc.get_objects() if _is_module(each)]
     inner = {id(child) for module in modules for child in module._modules.values() if child is not None}
-    names: dict[int, Name] = {}
-    for module in modules:
-        if id(module) not in inner:
-            for name, parameter in module.named_parameters():
-                names.setdefault(id(parameter), (name, type(module).__name__))
-    return names
+    places: dict[int, Place] = {}
+    for outermost in modules:
+        if id(outermost) in inner:
+            continue
+        for path, module in outermost.named_modules():
+            for attribute, parameter in module._parameters.items():
+                if parameter is not None:
+                    name = f"{path}.{attribute}" if path else attribute
+                    places.setdefault(
+                        id(parameter), Place(name, type(outermost).__name__, weakref.ref(module), attribute)
+                    )
+    return places
 
 
 def _is_module(candidate: Any) -> bool:

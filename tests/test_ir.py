@@ -371,11 +371,47 @@ def _here() -> str:
 def test_living_modules_are_searched_once_for_each_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """A capture of a model whose names are known, or without parameters, searches nothing."""
     searched: list[int] = []
-    search = tape.parameter_names
-    monkeypatch.setattr(tape, "parameter_names", lambda: (searched.append(1), search())[1])
+    search = tape.parameter_places
+    monkeypatch.setattr(tape, "parameter_places", lambda: (searched.append(1), search())[1])
     model = nn.Linear(2, 2)
     captured = [_captured(model(torch.ones(1, 2)).sum()), _captured(model(torch.ones(1, 2)).exp().sum())]
     for each in captured:
         assert {call.parameter for call in each.tape.calls} == {None, "weight", "bias"}
     _captured(torch.ones(2, requires_grad=True).sin().sum())
     assert len(searched) == 1
+
+
+def test_a_search_that_takes_long_is_not_made_for_every_model(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tape, "_LONG", 0.0)
+    monkeypatch.setattr(tape, "_SHARE", 1e-6)
+    monkeypatch.setattr(tape, "_next_search", 0.0)
+    models = [nn.Linear(2, 2) for _ in range(2)]
+    leaves = [list(model.parameters()) for model in models]
+    assert [sorted(_names(each).values()) for each in leaves] == [["bias", "weight"], []]
+    assert sorted(place.name for place in tape.places_of(leaves[0]).values()) == ["bias", "weight"]
+    monkeypatch.setattr(tape, "_next_search", 0.0)
+    assert sorted(place.name for place in tape.places_of(leaves[1]).values()) == ["bias", "weight"]
+
+
+def test_parameters_can_be_swapped_after_they_were_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    """``swap_tensors`` refuses a tensor that anything refers to weakly."""
+    monkeypatch.setattr(tape, "_next_search", 0.0)
+    model, lone = nn.Linear(2, 2), nn.Parameter(torch.ones(2))
+    captured = _captured((model(torch.ones(1, 2)) * lone).sum())
+    assert {call.parameter for call in captured.tape.calls} == {None, "weight", "bias"}
+    del captured
+    for tensor in (*model.parameters(), lone):
+        torch.utils.swap_tensors(tensor, nn.Parameter(torch.zeros_like(tensor)))
+
+
+def test_names_follow_what_the_module_has(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tape, "_next_search", 0.0)
+    model = nn.Linear(2, 2)
+    weight = model.weight
+    assert _names([weight]) == {id(weight): "weight"}
+    model.weight = nn.Parameter(torch.ones(2, 2))
+    assert _names([weight, model.weight]) == {id(model.weight): "weight"}
+
+
+def _names(leaves: list[torch.Tensor]) -> dict[int, str]:
+    return {key: place.name for key, place in tape.places_of(leaves).items()}

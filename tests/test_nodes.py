@@ -739,6 +739,48 @@ def test_writes_and_views(write: Callable[[torch.Tensor], torch.Tensor]) -> None
     expect(both(make), structure_misses=1, hits=1, captures=1)
 
 
+@pytest.mark.parametrize("used", [(0,), (1,), (1, 0)])
+@pytest.mark.parametrize(
+    "cut",
+    [
+        lambda x: x.unbind(0),
+        lambda x: x.mT.unbind(-1),
+        lambda x: torch.unbind_copy(x, 0),
+        lambda x: x.split(3),
+        lambda x: torch.split_copy(x, 3),
+        lambda x: x.unsafe_split(3),
+        lambda x: x.chunk(2),
+        lambda x: x.split_with_sizes([3, x.shape[0] - 3]),
+    ],
+)
+def test_the_number_of_unused_pieces_follows_from_the_sizes(cut: Any, used: tuple[int, ...]) -> None:
+    """The engine takes tapes for the same that differ in nothing but how many pieces there are that nobody used."""
+    ca.reset()
+    for rows in (5, 7, 4, 11):
+
+        def make(rows: int = rows) -> Any:
+            x = _leaf(rows, 4)
+            pieces = cut(x * 1)
+            return sum((i + 2) * pieces[i].sin().sum() for i in used), [x]
+
+        stats = both(make)
+        assert (stats.shape_misses + stats.structure_misses, stats.hits, stats.bypasses) == (1, 1, {})
+
+
+@pytest.mark.parametrize("kind", ["register_prehook", "register_hook"])
+def test_a_hook_that_sees_the_unused_pieces_is_left_to_eager(kind: str) -> None:
+    seen = []
+    session = ca.enable(backend="eager")
+    for rows in (5, 3):
+        x = _leaf(rows, 4)
+        piece = (x * 1).unbind(0)[0]
+        getattr(piece.grad_fn, kind)(lambda *grads: seen.append(len(grads[-1])))
+        with session:
+            piece.sum().backward()
+    assert seen == [5, 3]
+    assert list(session.stats().bypasses.values()) == [2]
+
+
 @pytest.mark.parametrize("name", ["unbind", "split", "chunk"])
 def test_several_views_of_one_tensor(name: str) -> None:
     """Written before they are taken, as eager allows it; what eager forbids, it forbids in the forward."""

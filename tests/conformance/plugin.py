@@ -2,7 +2,9 @@
 
 ``CONFORMANCE_ENGINE`` names the engine: ``eager``, ``torch`` (PyTorch's own compiled autograd) or ``ours:<backend>``.
 ``CONFORMANCE_RESULT`` names the file to which lines of JSON are added, one when a test starts and one when it ends; a
-test that is in it already is not run again, so that after a crash the rest can be run.
+test that is in it already is not run again, so that after a crash the rest can be run. One that began and never ended
+is tried a second time: it may have been the run that was ended. ``CONFORMANCE_ONLY`` may name a file with the names of
+the tests to run.
 """
 
 from __future__ import annotations
@@ -55,11 +57,25 @@ def _name(item: pytest.Item) -> str:
     return item.nodeid.partition("::")[2]
 
 
+def read(records: Path) -> dict[str, dict[str, Any]]:
+    """For each test its last record; ``started`` in it says how often the test was begun."""
+    tests: dict[str, dict[str, Any]] = {}
+    for line in records.read_text().splitlines():
+        record = json.loads(line)
+        started = tests.get(record["test"], {}).get("started", 0) + (record["outcome"] == "crashed")
+        tests[record["test"]] = {**record, "started": started}
+    return tests
+
+
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Leave out what was run before a crash."""
-    result = Path(os.environ["CONFORMANCE_RESULT"])
-    done = {json.loads(line)["test"] for line in result.read_text().splitlines()} if result.exists() else set()
+    """Leave out what has its record."""
+    tests = read(Path(os.environ["CONFORMANCE_RESULT"]))
+    done = {name for name, record in tests.items() if record["outcome"] != "crashed" or record["started"] > 1}
     items[:] = [item for item in items if _name(item) not in done]
+    only = os.environ.get("CONFORMANCE_ONLY")
+    if only is not None:
+        wanted = set(Path(only).read_text().splitlines())
+        items[:] = [item for item in items if _name(item) in wanted]
 
 
 @pytest.hookimpl(wrapper=True)

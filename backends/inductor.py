@@ -30,6 +30,7 @@ class InductorBackend:
 
     name = "inductor"
     bitwise = False
+    slow = True
 
     def decompositions(self) -> Mapping[Any, Callable[..., Any]]:
         """Inductor's own table."""

@@ -27,6 +27,7 @@ DEEP = Bypass("deep_reentrant", hint=f"more than {_DEEPEST} backwards inside one
 INSIDE_ENGINE_CALL = Bypass(
     "inside_engine_call", hint="called inside a backward whose tape has a hook made by C++, as retain_grad makes one"
 )
+COMPILING = Bypass("compiling", hint="it is being compiled in the background; a later step switches over")
 ON_MISS = Bypass("on_miss", hint='not in the cache, and on_miss="eager" or "raise" compiles nothing')
 DDP_CPP_REDUCER = Bypass(
     "ddp_cpp_reducer",

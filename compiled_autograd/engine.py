@@ -30,7 +30,8 @@ from shadow_cache import Bypass, Key, Miss, unsupported
 
 from . import ir, tape
 from .ambient import ambient
-from .bypass import DDP_CPP_REDUCER, ON_MISS, TORCH_COMPILED_AUTOGRAD, TRACING, before_capture
+from .background import BACKGROUND
+from .bypass import COMPILING, DDP_CPP_REDUCER, ON_MISS, TORCH_COMPILED_AUTOGRAD, TRACING, before_capture
 from .capture import Capture
 from .disk import disk_for
 from .errors import BrokenCaptureError, CacheMissError, CaptureRefusedError, UnsupportedBackwardError
@@ -66,8 +67,8 @@ class Call:
     accumulate_grad: bool
 
     def fingerprint(self) -> int:
-        """Of the names of the tape's nodes: tapes with one structure have one, but not only they."""
-        return hash(tuple(visited.name for visited in tape.walk(self.outputs, self.inputs)))
+        """See :func:`tape.fingerprint`."""
+        return tape.fingerprint(self.outputs, self.inputs)
 
 
 @dataclass(slots=True)
@@ -201,6 +202,8 @@ def _run(session: Session, call: Call) -> Any:
     reason = before_capture(call.create_graph, call.grads, depth())
     if reason is None and session.settings.on_miss == "raise":
         _raise_if_missing(session, call)
+    if reason is None and session.settings.on_miss == "background" and BACKGROUND.busy:
+        reason = COMPILING if BACKGROUND.busy_with(call.fingerprint()) else None
     if reason is None and session.settings.on_miss == "eager" and call.fingerprint() in _LEFT_TO_EAGER:
         reason = ON_MISS
     if reason is None:
@@ -368,7 +371,7 @@ def _finish(captured: ir.TapeGraph, capture: Capture) -> tuple[Callable[..., Any
         if agrees:
             tape.join_names(captured.calls, visited)
         capturing.miss = GRAPHS.explain(ordered, keys)
-        if capturing.session.settings.on_miss != "compile" and not _stored(capturing.session, ordered, keys):
+        if capturing.session.settings.on_miss in ("eager", "raise") and not _stored(capturing.session, ordered, keys):
             _LEFT_TO_EAGER.add(capturing.call.fingerprint())
             raise CaptureRefusedError(ON_MISS)
         graph, crowded = GRAPHS.add(ordered, keys)

@@ -22,6 +22,7 @@ from shadow_cache import Bypass, Failure, Miss
 
 from . import tape
 from .ambient import Ambient, ambient
+from .background import BACKGROUND
 from .bypass import ON_MISS
 from .disk import disk_for
 from .errors import CacheMissError
@@ -51,6 +52,11 @@ class Running:
     def nodes(self) -> list[Any]:
         """The tape's nodes in the order of the walk; read only when somebody asks."""
         return [each.node for each in tape.walk(self.outputs, self.inputs)]
+
+    @cached_property
+    def fingerprint(self) -> int:
+        """See :func:`tape.fingerprint`."""
+        return tape.fingerprint(self.outputs, self.inputs)
 
     @cached_property
     def node_set(self) -> set[Any]:
@@ -144,6 +150,8 @@ def execute(
     graph, log = handover.graph, state.log
     reasons: list[Bypass | Miss | Failure] = [] if miss is None else [miss]
     log.may_compile = session.settings.on_miss == "compile"
+    if session.settings.on_miss == "background":
+        log.submit = lambda program, step, slots: BACKGROUND.submit(program, step, slots, state.fingerprint)
     bypassed = False
     started = time.perf_counter()
     _thread.stack.append(state)
@@ -159,7 +167,7 @@ def execute(
         elif variant is None and miss is not None:
             miss = other or _nearest_stored(session, graph, miss)
             reasons = [miss]
-        if variant is None and log.may_compile:
+        if variant is None and session.settings.on_miss in ("compile", "background"):
             variant, variant_misses = _add(session, graph, surroundings, handover, log)
             reasons.extend(variant_misses[1:] if miss is not None else variant_misses)
         elif variant is None:
@@ -177,10 +185,10 @@ def execute(
         log.seconds["run"] = time.perf_counter() - started
         reasons.extend(log.misses)
         if log.uncompiled:
-            where = f"{log.uncompiled} regions"
-            reasons.append(Miss("guard", where, hint="on_miss does not compile: their calls ran one by one"))
+            waits = "they are compiled in the background" if log.submit is not None else "on_miss does not compile"
+            reasons.append(Miss("guard", f"{log.uncompiled} regions", hint=f"{waits}; their calls ran one by one"))
         reasons.extend(failure for failure in log.failures if failure not in reasons)
-        variant_missed = SHAPE_MISS if reasons or log.compiles else HIT
+        variant_missed = SHAPE_MISS if reasons or log.compiles > log.background else HIT
         outcome = BYPASS if bypassed else variant_missed if miss is None else STRUCTURE_MISS
         cost = sum(log.seconds.get(stage, 0.0) for stage in ("lower", "compile"))
         if reasons and isinstance(reasons[0], Miss):

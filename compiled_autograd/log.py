@@ -22,6 +22,8 @@ class RunLog:
     may_compile: bool = True
     """Else a region that is not compiled for what it is given runs call by call, and ``uncompiled`` counts it."""
     compiles: int = 0
+    background: int = 0
+    """How many of them were compiled in the background before this run."""
     loads: int = 0
     """Regions found in the store on disk."""
     uncompiled: int = 0
@@ -33,6 +35,17 @@ class RunLog:
     """Nodes whose users' code asked which node is running; it may have registered more hooks on it."""
     late_hooks: Callable[[Sequence[Any]], list[Any]] = no_hooks
     """Post-hooks of the running node that are none of those captured."""
+
+    submit: Callable[[Any, Any, list[Any]], None] | None = None
+    """With ``on_miss="background"``, what is told of a program's region that is not compiled for the values in hand."""
+
+    def take(self, other: RunLog) -> None:
+        """What was done in the background since the last run."""
+        self.compiles += other.compiles
+        self.background += other.compiles
+        self.failures.extend(other.failures)
+        for stage, seconds in other.seconds.items():
+            self.add(stage, seconds)
 
     def add(self, stage: str, seconds: float) -> None:
         self.seconds[stage] = self.seconds.get(stage, 0.0) + seconds

@@ -24,7 +24,7 @@ from .interpret import finish
 from .log import RunLog
 from .shapes import Spec
 from .specialise import COMPILING, Pass, Specialiser, failure_of, pass_on, run_compiled, store_results
-from .steps import AccumulateStep, Executor, OpaqueStep, Plan, RegionStep, Slot, Slots
+from .steps import AccumulateStep, Executor, OpaqueStep, Plan, RegionStep, Slot, Slots, Specialised
 
 
 class Program:
@@ -81,6 +81,8 @@ class Program:
             The gradients that ``autograd.grad`` asked for; empty for ``backward``.
         """
         plan, slots = self.plan, given
+        while self.specialiser.finished:
+            log.take(self.specialiser.finished.pop())
         slots.extend([None] * (plan.size - plan.given))
         steps = plan.steps
         position = 0
@@ -119,22 +121,39 @@ class Program:
                 node.meta["untraceable"] = reason
         return dict.fromkeys(error.nodes, reason)
 
+    def _obtain(self, step: RegionStep, slots: Slots, log: RunLog) -> tuple[bool, Specialised | None]:
+        """Find what was not there a moment ago, load it or compile it."""
+        specialiser = self.specialiser
+        if not COMPILING.acquire(blocking=log.submit is None):
+            return False, None  # something is being compiled in the background
+        try:
+            found, compiled = specialiser.find(step, slots)
+            if not found and specialiser.load(step, slots, log):
+                found, compiled = specialiser.find(step, slots)
+            if not found and log.may_compile:
+                found, compiled = True, specialiser.specialise(step, slots, log)
+        finally:
+            COMPILING.release()
+        if not found and log.submit is not None:
+            log.submit(self, step, slots)
+        return found, compiled
+
+    def leave_opaque(self, step: RegionStep, error: UntraceableError) -> None:
+        """Calls of a region have shown that they cannot be traced, while nothing runs."""
+        steps = self.plan.steps
+        if step in steps:
+            self.plan.split(steps, steps.index(step), self._untraceable(error))
+
     def _run_region(self, step: RegionStep, slots: Slots, log: RunLog) -> None:
         found, compiled = self.specialiser.find(step, slots)
         if not found:
-            with COMPILING:
-                found, compiled = self.specialiser.find(step, slots)
-                if not found and self.specialiser.load(step, slots, log):
-                    found, compiled = self.specialiser.find(step, slots)
-                if not found and not log.may_compile:
-                    log.uncompiled += 1
-                    _interpret(step, slots)
-                    return
-                if not found:
-                    if not self.specialiser.specialise(step, slots, log):
-                        _interpret(step, slots)
-                    return
+            found, compiled = self._obtain(step, slots, log)
+        if compiled is not None and not compiled.checked:
+            if self.specialiser.first_run(step, compiled, slots, log) is not None:
+                return
+            compiled = None
         if compiled is None:
+            log.uncompiled += not found
             _interpret(step, slots)
             return
         arguments = [slots[slot] for slot in compiled.arguments]

@@ -11,6 +11,7 @@ from typing import Any, TypeVar, overload
 
 from shadow_cache import Bypass, Failure, Miss
 
+from .background import BACKGROUND
 from .graphs import CompiledGraph
 from .reporting import count_repeats, tell, warn_of
 from .settings import Settings, resolve
@@ -86,6 +87,17 @@ class Session:
         """A copy of the counts so far."""
         with self._lock:
             return replace(self._stats, bypasses=dict(self._stats.bypasses))
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until nothing is being compiled in the background.
+
+        Args:
+            timeout: seconds; None for as long as it takes.
+
+        Returns:
+            False where it took longer.
+        """
+        return BACKGROUND.wait(timeout)
 
     def graphs(self) -> list[CompiledGraph]:
         """The structures that this session captured or compiled, in the order in which it met them."""
@@ -164,8 +176,9 @@ def enable(**settings: Any) -> Session:
         dynamic: None compiles for the shapes that it meets, and makes symbols of those dimensions that are seen to
             change, or that ``torch._dynamo.mark_dynamic`` marked; True of all but those of parameters, at once; False
             of none.
-        on_miss: ``"compile"``; ``"eager"`` compiles nothing, and leaves to eager what is not in the cache; ``"raise"``
-            raises :class:`CacheMissError` then.
+        on_miss: ``"compile"``; ``"background"`` compiles beside the training, and leaves what is not ready to eager
+            (:meth:`Session.wait` waits for it); ``"eager"`` compiles nothing, and leaves to eager what is not in the
+            cache; ``"raise"`` raises :class:`CacheMissError` then.
         on_unsupported: ``"eager"`` runs what cannot be captured on the eager engine, ``"raise"`` raises
             :class:`UnsupportedBackwardError`.
         check: False.

@@ -81,8 +81,6 @@ def _on_miss(value: Any, where: str) -> Any:
     allowed = ("compile", "background", "eager", "raise")
     if value not in allowed:
         raise InvalidSettingError("on_miss", value, "one of " + ", ".join(map(repr, allowed)), where)
-    if value == "background":
-        raise SettingNotBuiltError("on_miss", value, 'on_miss="compile"')
     return value
 
 

@@ -13,11 +13,12 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import torch
 from torch import fx
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
-from backends import ArtifactError, Backend
+from backends import ArtifactError, Backend, Compiled
 from shadow_cache import Failure, Miss, StoreError
 
 from . import ir
@@ -74,6 +75,14 @@ class Shelf:
     read: Callable[[str], bytes]
 
 
+Compile = Callable[[Backend, fx.GraphModule, Sequence[Any]], Compiled]
+
+
+def compile_here(backend: Backend, graph_module: fx.GraphModule, examples: Sequence[Any]) -> Compiled:
+    """Compile in this thread."""
+    return backend.compile(graph_module, examples)
+
+
 class Specialiser:
     """Compiles regions.
 
@@ -93,6 +102,7 @@ class Specialiser:
         self.specs = dict(specs)
         self.dynamic = dynamic
         self.shelf: Shelf | None = None
+        self.finished: list[RunLog] = []
         self._opaque = 0
 
     # ---- looking up ------------------------------------------------------------------------------------------------
@@ -144,8 +154,10 @@ class Specialiser:
 
     # ---- compiling -------------------------------------------------------------------------------------------------
 
-    def specialise(self, step: RegionStep, slots: Slots, log: RunLog) -> bool:
-        """Compile a region for the values in hand, and run it. False: the backend failed, and nothing ran.
+    def specialise(
+        self, step: RegionStep, slots: Slots, log: RunLog, compile: Compile = compile_here
+    ) -> Specialised | None:
+        """Compile a region for the values in hand. None: the backend failed.
 
         Raises:
             UntraceableError: some of its calls cannot be traced.
@@ -159,15 +171,35 @@ class Specialiser:
             spec = widened(self.specs.get(node), slots[slot]) if self.dynamic else spec_of(slots[slot])
             if spec is not None:
                 self.specs[node] = spec
-        compiled = self._first_run(step, slots, log)
+        compiled = self._attempts(step, slots, log, compile)
         kind = self.kind(step, slots)
         step.compiled[kind] = [*step.compiled.get(kind, ())[-_MOST_GUARDED:], compiled]
-        return compiled is not None
+        return compiled
 
-    def _first_run(self, step: RegionStep, slots: Slots, log: RunLog) -> Specialised | None:
+    def first_run(self, step: RegionStep, compiled: Specialised, slots: Slots, log: RunLog) -> Specialised | None:
+        """Run what was just compiled. None: it failed, and the region's calls are to run one by one."""
+        started = time.perf_counter()
+        arguments = [slots[slot] for slot in compiled.arguments]
+        checked: Specialised | None = None
+        try:
+            results = run_compiled(compiled.call, list(arguments))
+            wiring = _owned(compiled.wiring, results, arguments)
+            checked = step.bind(compiled.aten, compiled.call, wiring, compiled.kind, compiled.guard)
+        except Exception as error:  # noqa: BLE001  whatever a backend throws, the step goes on
+            log.failures.append(failure_of("compile", self.backend.name, step.region, error))
+        else:
+            pass_on(checked, slots)
+            store_results(checked, results, slots)
+        finally:
+            log.add("compile", time.perf_counter() - started)
+        known = step.compiled[compiled.kind]
+        step.compiled[compiled.kind] = [checked if each is compiled else each for each in known]
+        return checked
+
+    def _attempts(self, step: RegionStep, slots: Slots, log: RunLog, compile: Compile) -> Specialised | None:
         symbols = self.dynamic and not step.each_shape
         try:
-            return self._attempt(step, slots, log, self.specs if symbols else None)
+            return self._attempt(step, slots, log, compile, self.specs if symbols else None)
         except UntraceableError as error:
             if symbols and self._opaque < _MOST_OPAQUE:  # of such calls there are few; the rest is for all sizes
                 self._opaque += 1
@@ -182,16 +214,16 @@ class Specialiser:
             log.failures.append(failed)
             return None
         step.each_shape = True
-        compiled = self._first_run(step, slots, log)
+        compiled = self._attempts(step, slots, log, compile)
         if compiled is not None:
             instead = "each set of shapes is compiled by itself"
             log.failures.append(Failure("symbols", failed.where, failed.error, instead))
         return compiled
 
     def _attempt(
-        self, step: RegionStep, slots: Slots, log: RunLog, specs: Mapping[fx.Node, Spec] | None
+        self, step: RegionStep, slots: Slots, log: RunLog, compile: Compile, specs: Mapping[fx.Node, Spec] | None
     ) -> Specialised:
-        """Lower, compile and run a region; what it gave lies in its slots then."""
+        """Lower and compile a region."""
         started = time.perf_counter()
         try:
             lowered = self._lower(step, slots, specs)
@@ -202,21 +234,17 @@ class Specialiser:
         finally:
             log.add("lower", time.perf_counter() - started)
         started = time.perf_counter()
-        tensors = [slots[step.inputs[index]] for index in lowered.taken]
         try:
             aten = _copy(lowered.graph_module)
-            call = self.backend.compile(lowered.graph_module, lowered.examples)
+            call = compile(self.backend, lowered.graph_module, lowered.examples)
             guard = None if lowered.symbols is None else lowered.symbols.guard()
-            results = run_compiled(call, list(tensors))
         except Exception as error:
             raise _Failed(failure_of("compile", self.backend.name, step.region, error)) from error
         finally:
             log.add("compile", time.perf_counter() - started)
         log.compiles += 1
-        wiring = _wiring(step, lowered, results, tensors)
-        compiled = step.bind(AtHand(aten), call, wiring, self.kind(step, slots), guard)
-        pass_on(compiled, slots)
-        store_results(compiled, results, slots)
+        compiled = step.bind(AtHand(aten), call, _wiring(step, lowered), self.kind(step, slots), guard)
+        compiled.checked = False
         return compiled
 
     def _lower(self, step: RegionStep, slots: Slots, specs: Mapping[fx.Node, Spec] | None) -> Lowered:
@@ -274,17 +302,25 @@ def graph_of(code: str) -> fx.GraphModule:
     return fx.symbolic_trace(module)
 
 
-def _wiring(step: RegionStep, lowered: Lowered, results: Sequence[Any], arguments: Sequence[Any]) -> Wiring:
+def _wiring(step: RegionStep, lowered: Lowered) -> Wiring:
     positions = {fresh.call: position for position, fresh in enumerate(step.fresh)}
     outputs = {node: position for position, (node, _) in enumerate(step.outputs)}
-    fresh = [(positions[call], index) for call, index in lowered.leaves.items() if index is not None]
-    shared = _not_owned(results, [index for _, index in fresh], arguments)
     return Wiring(
         taken=tuple(lowered.taken),
         values=tuple((outputs[node], index) for node, index in lowered.values.items() if index is not None),
-        fresh=tuple((position, index) for position, index in fresh if index not in shared),
-        copied=tuple((position, index) for position, index in fresh if index in shared),
+        fresh=tuple((positions[call], index) for call, index in lowered.leaves.items() if index is not None),
+        copied=(),
         passed=tuple((positions[call], index) for call, index in lowered.passed.items()),
+    )
+
+
+def _owned(wiring: Wiring, results: Sequence[Any], arguments: Sequence[Any]) -> Wiring:
+    """The same, once it was seen which gradients the backend gives in memory that something else sees."""
+    shared = _not_owned(results, [index for _, index in wiring.fresh], arguments)
+    return msgspec.structs.replace(
+        wiring,
+        fresh=tuple(pair for pair in wiring.fresh if pair[1] not in shared),
+        copied=tuple(pair for pair in wiring.fresh if pair[1] in shared),
     )
 
 

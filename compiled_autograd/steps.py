@@ -75,6 +75,7 @@ class Specialised:
         copied: as ``results``, for those that are copied.
         passed: slots, and those of values that go there as they are.
         guard: says of the arguments whether their sizes are such that this holds; None where nothing changes.
+        checked: it has run, and what it gives in memory that something else sees is known.
     """
 
     aten: Lowering
@@ -86,6 +87,7 @@ class Specialised:
     copied: list[tuple[int, int]]
     passed: list[tuple[int, int]]
     guard: Guard | None
+    checked: bool = True
 
 
 @dataclass(slots=True)

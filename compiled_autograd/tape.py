@@ -72,6 +72,13 @@ def walk(
     return found
 
 
+def fingerprint(
+    outputs: Sequence[torch.Tensor | GradientEdge], inputs: Sequence[torch.Tensor | GradientEdge] | None = None
+) -> int:
+    """Of the names of a tape's nodes: tapes with one structure have one fingerprint, but not only they."""
+    return hash(tuple([visited.name for visited in walk(outputs, inputs)]))
+
+
 def _arrive(node: Any, waits: dict[Any, int], wanted: set[Any] | None, worklist: list[Any]) -> None:
     if wanted is not None and node not in wanted:
         return

@@ -1,0 +1,128 @@
+"""Compiles beside the training: ``on_miss="background"``.
+
+A step that misses runs without a backend. What it would have compiled is lowered by a thread, which works from tensors
+without memory, and compiled by a process of lower priority; a later step finds it there. Until then, backwards of such
+tapes stay with the eager engine: they are known by a fingerprint, read before the engine is asked.
+"""
+
+from __future__ import annotations
+
+import os
+import queue
+import threading
+from collections import Counter
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from . import ir
+from .errors import UntraceableError
+from .log import RunLog
+from .remote import compile_elsewhere
+from .reporting import warn_of
+from .specialise import COMPILING, failure_of
+from .steps import RegionStep, Slots
+
+if TYPE_CHECKING:
+    from .runtime import Program
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """A region to be compiled, and what stands for the values that it was met with."""
+
+    program: Program
+    step: RegionStep
+    slots: Slots
+    kind: tuple[Any, ...]
+    tape: int
+
+
+class Background:
+    """One thread of the process that compiles what others hand to it."""
+
+    def __init__(self) -> None:
+        self._jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
+        self._changed = threading.Condition()
+        self._tapes: Counter[int] = Counter()
+        self._submitted: set[tuple[int, tuple[Any, ...]]] = set()
+        self._thread: threading.Thread | None = None
+
+    def busy_with(self, tape: int) -> bool:
+        """Whether something of the tapes with this fingerprint is being compiled."""
+        return tape in self._tapes
+
+    @property
+    def busy(self) -> bool:
+        """Whether anything is being compiled."""
+        return bool(self._tapes)
+
+    def submit(self, program: Program, step: RegionStep, slots: Slots, tape: int) -> None:
+        """Have a region compiled for the values in hand, unless that is under way. Milliseconds."""
+        kind = program.specialiser.kind(step, slots)
+        with self._changed:
+            if (id(step), kind) in self._submitted:
+                return
+            self._submitted.add((id(step), kind))
+            self._tapes[tape] += 1
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, name="compiled_autograd", daemon=True)
+                self._thread.start()
+        needed = {*step.inputs, *(fresh.leaf for fresh in step.fresh)}
+        stand_ins = [memoryless(value) if slot in needed else None for slot, value in enumerate(slots)]
+        self._jobs.put(Job(program, step, stand_ins, kind, tape))
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Until nothing is being compiled; False where that took more than ``timeout`` seconds."""
+        with self._changed:
+            return self._changed.wait_for(lambda: not self._tapes, timeout)
+
+    def reset_after_fork(self) -> None:
+        """In a forked child the thread does not live on; what it had to do is met again."""
+        self.__init__()  # type: ignore[misc]
+
+    def _work(self) -> None:
+        while True:
+            job = self._jobs.get()
+            try:
+                _compile(job)
+            finally:
+                with self._changed:
+                    self._submitted.discard((id(job.step), job.kind))
+                    self._tapes[job.tape] -= 1
+                    if not self._tapes[job.tape]:
+                        del self._tapes[job.tape]
+                    self._changed.notify_all()
+            del job
+
+
+def _compile(job: Job) -> None:
+    specialiser, log = job.program.specialiser, RunLog()
+    try:
+        with COMPILING, torch.no_grad():
+            specialiser.specialise(job.step, job.slots, log, compile_elsewhere)
+    except UntraceableError as error:
+        job.program.leave_opaque(job.step, error)
+    except Exception as error:  # noqa: BLE001  the thread must live on; the region's calls go on one by one
+        log.failures.append(failure_of("compile", specialiser.backend.name, job.step.region, error))
+        job.step.compiled[job.kind] = [None]
+    for failure in log.failures:
+        warn_of(failure)
+    specialiser.finished.append(log)
+
+
+def memoryless(value: Any) -> Any:
+    """A tensor with everything that a trace asks for, but no memory; what is no plain tensor, or a parameter, stays."""
+    if not isinstance(value, torch.Tensor) or not ir.is_plain(value) or type(value) is not torch.Tensor:
+        return value
+    if value.is_conj() or value.is_neg() or value._is_zerotensor():
+        return value
+    twin = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+    twin.untyped_storage().resize_(0)
+    return twin.requires_grad_(value.requires_grad)
+
+
+BACKGROUND = Background()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=BACKGROUND.reset_after_fork)

@@ -1,0 +1,151 @@
+"""Compiles a region in another process, so that this one's interpreter and cores are left to the training.
+
+The graph goes there as text with the shapes of its inputs, and comes back as an artifact. What cannot go that way
+(sizes that are symbols, constants in the graph, backends that store nothing) is compiled here.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from pathlib import Path
+from typing import IO, Any
+
+import msgspec
+import torch
+from torch import fx
+
+from backends import ArtifactError, Backend, Compiled, Storing
+
+from .reporting import warn_once
+
+
+class Request(msgspec.Struct):
+    """A graph to be compiled, and the state of the process that it depends on."""
+
+    backend: str
+    code: str
+    inputs: list[tuple[list[int], list[int], str, str]]
+    threads: int
+    deterministic: tuple[bool, bool, bool]
+    matmul_precision: str
+    default_dtype: str
+
+
+class Reply(msgspec.Struct):
+    """What was made of it, and in what environment; else the error."""
+
+    artifact: bytes | None
+    environment: dict[str, str]
+    error: str = ""
+
+
+def compile_elsewhere(backend: Backend, graph_module: fx.GraphModule, examples: Sequence[Any]) -> Compiled:
+    """As ``backend.compile``, but in the other process where that can be."""
+    request = _request(backend, graph_module, examples)
+    if request is not None:
+        assert isinstance(backend, Storing)
+        try:
+            reply = WORKER.ask(request)
+            if reply.artifact is not None and reply.environment == backend.environment():
+                return backend.load(reply.artifact)
+        except (OSError, EOFError, msgspec.DecodeError, ArtifactError) as error:
+            warn_once(f"the process that compiles in the background failed, and compiling goes on in this one: {error}")
+            WORKER.stop()
+    return backend.compile(graph_module, examples)
+
+
+def _request(backend: Backend, graph_module: fx.GraphModule, examples: Sequence[Any]) -> Request | None:
+    if not getattr(backend, "slow", False) or not isinstance(backend, Storing):
+        return None
+    if graph_module.graph.find_nodes(op="get_attr"):
+        return None
+    inputs = []
+    for example in examples:
+        if not isinstance(example, torch.Tensor) or any(isinstance(size, torch.SymInt) for size in example.shape):
+            return None
+        inputs.append((list(example.shape), list(example.stride()), str(example.dtype), str(example.device)))
+    return Request(
+        backend.name,
+        graph_module.graph.python_code("self").src,
+        inputs,
+        torch.get_num_threads(),
+        (
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+            torch._C._get_deterministic_fill_uninitialized_memory(),
+        ),
+        torch.get_float32_matmul_precision(),
+        str(torch.get_default_dtype()),
+    )
+
+
+class Worker:
+    """The other process; started when it is first needed."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._lock = threading.Lock()
+
+    def ask(self, request: Request) -> Reply:
+        """Have something compiled; takes as long as that takes.
+
+        Raises:
+            OSError, EOFError: the process could not be started, or ended.
+        """
+        with self._lock:
+            if self._process is None:
+                self._process = _start()
+                atexit.register(self.stop)
+            assert self._process.stdin is not None and self._process.stdout is not None
+            send(self._process.stdin, msgspec.msgpack.encode(request))
+            return msgspec.msgpack.decode(receive(self._process.stdout), type=Reply)
+
+    def stop(self) -> None:
+        """End the process."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.wait()
+
+
+def _start() -> subprocess.Popen[bytes]:
+    root = str(Path(__file__).parents[1])
+    path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
+    environment = {**os.environ, "PYTHONPATH": path, "TORCHINDUCTOR_COMPILE_THREADS": "1", "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "compiled_autograd.worker"]
+    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
+
+
+def send(stream: IO[bytes], data: bytes) -> None:
+    """Write a message: its length, then the bytes."""
+    stream.write(len(data).to_bytes(8, "little") + data)
+    stream.flush()
+
+
+def receive(stream: IO[bytes]) -> bytes:
+    """Read a message.
+
+    Raises:
+        EOFError: the other end was closed.
+    """
+    head = stream.read(8)
+    data = stream.read(int.from_bytes(head, "little")) if len(head) == 8 else b""
+    if len(head) < 8 or len(data) < int.from_bytes(head, "little"):
+        raise EOFError("it ended before it had answered")
+    return data
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """The dtype with a name such as ``torch.float32``."""
+    found = getattr(torch, re.sub(r"^torch\.", "", name))
+    assert isinstance(found, torch.dtype)
+    return found
+
+
+WORKER = Worker()

@@ -68,8 +68,8 @@ def ours(backend: str | Callable[..., Any]) -> Runner:
     """compiled_autograd over `backend`; the counts leave out what stayed zero."""
     import compiled_autograd as ca
 
-    # Nothing kept on disk, so that the first backward is as cold as that of the others.
-    session = ca.enable(backend=backend, cache_dir=False)
+    # Nothing kept on disk, so that the first backward is as cold as that of the others; and no step left to eager.
+    session = ca.enable(backend=backend, cache_dir=False, tune=False)
     names = ("hits", "captures", "shape_misses", "structure_misses", "compiles", "bypasses", "failures")
 
     def counts() -> dict[str, Any]:

@@ -64,7 +64,9 @@ def reset() -> None:
     from .disk import close_all
     from .engine import forget
     from .graphs import GRAPHS
+    from .tuning import TUNING
 
     forget()
     GRAPHS.clear()
+    TUNING.clear()
     close_all()

@@ -101,7 +101,8 @@ def _compile(job: Job) -> None:
     specialiser, log = job.program.specialiser, RunLog()
     try:
         with COMPILING, torch.no_grad():
-            specialiser.specialise(job.step, job.slots, log, compile_elsewhere)
+            if not specialiser.load(job.step, job.slots, log):
+                specialiser.specialise(job.step, job.slots, log, compile_elsewhere)
     except UntraceableError as error:
         job.program.leave_opaque(job.step, error)
     except Exception as error:  # noqa: BLE001  the thread must live on; the region's calls go on one by one

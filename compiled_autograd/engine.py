@@ -43,6 +43,7 @@ from .log import RunLog
 from .order import in_engine_order
 from .session import BYPASS, Outcome, Session, current
 from .sharing import captures_of_others, find_op, share_op
+from .tuning import TUNING
 from .variants import Handover
 
 _seam = torch._C._dynamo.compiled_autograd
@@ -204,6 +205,10 @@ def _run(session: Session, call: Call) -> Any:
         _raise_if_missing(session, call)
     if reason is None and session.settings.on_miss == "background" and BACKGROUND.busy:
         reason = COMPILING if BACKGROUND.busy_with(call.fingerprint()) else None
+    trial = None
+    if reason is None and TUNING.active and session.settings.tune:
+        trial = TUNING.find(call.fingerprint(), session.settings.key)
+        reason = None if trial is None else trial.reason()
     if reason is None and session.settings.on_miss == "eager" and call.fingerprint() in _LEFT_TO_EAGER:
         reason = ON_MISS
     if reason is None:
@@ -213,10 +218,22 @@ def _run(session: Session, call: Call) -> Any:
             if not call.allow_unreachable:
                 _check_used(results)
             return tuple(results)
-    if session.settings.on_unsupported == "raise" and not capturing.mistake and reason is not TRACING:
+    if trial is not None and reason is not None:
+        return _on_trial(session, call, reason)
+    policy = reason in (TRACING, ON_MISS, COMPILING)
+    if session.settings.on_unsupported == "raise" and not capturing.mistake and not policy:
         session.record(Outcome(BYPASS, reasons=(reason,)))
         raise UnsupportedBackwardError(reason)
     return _bypass(session, call, reason, () if capturing.miss is None else (capturing.miss,))
+
+
+def _on_trial(session: Session, call: Call, reason: Bypass) -> Any:
+    """The eager engine's turn, timed."""
+    tape_name = call.fingerprint()  # the tape is gone afterwards
+    started = time.perf_counter()
+    results = _bypass(session, call, reason)
+    TUNING.eager(tape_name, session.settings.key, time.perf_counter() - started)
+    return results
 
 
 _LEFT_TO_EAGER: set[int] = set()

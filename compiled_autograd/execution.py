@@ -29,6 +29,7 @@ from .errors import CacheMissError
 from .graphs import CompiledGraph
 from .log import RunLog, no_hooks
 from .session import BYPASS, HIT, SHAPE_MISS, STRUCTURE_MISS, Outcome, Session
+from .tuning import TUNING
 from .variants import Handover, Variant
 
 _task_ids = itertools.count(1 << 62)  # far above the engine's own
@@ -195,6 +196,8 @@ def execute(
             reasons[0] = msgspec.structs.replace(reasons[0], seconds=cost)
         if variant is not None and log.compiles:
             _store(session, graph, variant, surroundings, reasons, cost)
+        if variant is not None and outcome == HIT and session.settings.tune:
+            TUNING.hit(variant, log.seconds["capture"] + log.seconds["run"], lambda: state.fingerprint)
         session.record(Outcome(outcome, graph, tuple(reasons), log.seconds), captured, log.compiles)
         if log.uncompiled and session.settings.on_miss == "raise" and sys.exc_info()[0] is None:
             raise CacheMissError(reasons, ran=True)

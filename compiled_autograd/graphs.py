@@ -97,7 +97,8 @@ class CompiledGraph:
         counts = [len(values) for values in handover.kinds()]
         program = Program(self.tape, backend, passes, counts, specs, shapes.dynamic, untraceable or {})
         check = tensor_check(handover.tensors, shapes.tensors)
-        return Variant(key, shapes, list(handover.scalars), check, program, next(_uses))
+        devices = frozenset(tensor.device.type for tensor in handover.tensors)
+        return Variant(key, shapes, list(handover.scalars), check, program, next(_uses), devices=devices)
 
     def keep(self, variant: Variant) -> list[Miss]:
         """Add a variant; where there are too many of them then, the least recently used goes."""

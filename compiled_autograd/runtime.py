@@ -124,16 +124,16 @@ class Program:
     def _obtain(self, step: RegionStep, slots: Slots, log: RunLog) -> tuple[bool, Specialised | None]:
         """Find what was not there a moment ago, load it or compile it."""
         specialiser = self.specialiser
-        if not COMPILING.acquire(blocking=log.submit is None):
-            return False, None  # something is being compiled in the background
-        try:
-            found, compiled = specialiser.find(step, slots)
-            if not found and specialiser.load(step, slots, log):
+        found, compiled = False, None
+        if COMPILING.acquire(blocking=log.submit is None):  # else something is being compiled in the background
+            try:
                 found, compiled = specialiser.find(step, slots)
-            if not found and log.may_compile:
-                found, compiled = True, specialiser.specialise(step, slots, log)
-        finally:
-            COMPILING.release()
+                if not found and specialiser.load(step, slots, log):
+                    found, compiled = specialiser.find(step, slots)
+                if not found and log.may_compile:
+                    found, compiled = True, specialiser.specialise(step, slots, log)
+            finally:
+                COMPILING.release()
         if not found and log.submit is not None:
             log.submit(self, step, slots)
         return found, compiled

@@ -182,6 +182,9 @@ def enable(**settings: Any) -> Session:
         on_unsupported: ``"eager"`` runs what cannot be captured on the eager engine, ``"raise"`` raises
             :class:`UnsupportedBackwardError`.
         check: False.
+        tune: whether variants that have served for a while are timed against the eager engine, and the faster one
+            goes on (not with deterministic algorithms, and on the CPU alone). Timed and slower backwards count as
+            bypasses, ``tuning`` and ``not_worth_it``.
         cache_dir: None or False; graphs are kept in memory.
         passes: functions over the ATen graph of each region, in order; each gives a ``GraphModule``, or None where it
             changed the one it got.

@@ -22,6 +22,7 @@ class Settings:
     on_miss: str = "compile"
     on_unsupported: str = "eager"
     check: bool = False
+    tune: bool = True
     cache_dir: str | os.PathLike[str] | bool | None = None
     passes: tuple[Callable[..., Any], ...] = ()
 
@@ -98,6 +99,12 @@ def _check_setting(value: Any, where: str) -> Any:
     return value
 
 
+def _tune(value: Any, where: str) -> Any:
+    if not isinstance(value, bool):
+        raise InvalidSettingError("tune", value, "True or False", where)
+    return value
+
+
 def _cache_dir(value: Any, where: str) -> Any:
     if value is None or value is False:
         return value
@@ -119,6 +126,7 @@ _CHECKS: dict[str, Callable[[Any, str], Any]] = {
     "on_miss": _on_miss,
     "on_unsupported": _on_unsupported,
     "check": _check_setting,
+    "tune": _tune,
     "cache_dir": _cache_dir,
     "passes": _passes,
 }

@@ -27,6 +27,10 @@ if TYPE_CHECKING:
 from torch._C._dynamo.guards import TensorGuards  # isort: skip
 
 
+WARM = 16
+"""So many hits come before a variant is first timed against eager."""
+
+
 @dataclass(slots=True)
 class Handover:
     """What the engine gave for one backward, in the order of the tape graph's placeholders."""
@@ -155,6 +159,9 @@ def _kind(tensor: torch.Tensor) -> str:
 class Variant:
     """A graph made ready for one set of shapes, ambient state and settings.
 
+    ``hits`` counts how often it served, and at ``next_trial`` of them it is timed against eager. ``devices`` are the
+    types of devices that its tensors are on.
+
     ``used`` orders variants by their last use. ``entry`` is the id of what the store on disk has of it, ``not_stored``
     why it has nothing, and ``tensors`` says of the lifted tensors what the store must know; None of unusual ones.
     """
@@ -165,6 +172,9 @@ class Variant:
     check: Callable[..., bool]
     program: Program
     used: int = 0
+    hits: int = 0
+    next_trial: int = WARM
+    devices: frozenset[str] = frozenset()
     entry: str | None = None
     not_stored: str = ""
     tensors: Sequence[TensorPlan] | None = None

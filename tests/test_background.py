@@ -1,0 +1,223 @@
+"""``on_miss="background"``: eager while something is compiled beside it, and a switch that changes no gradient."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import fx, nn
+
+import compiled_autograd as ca
+from compiled_autograd import background, remote
+from compiled_autograd.session import Session
+
+from .helpers import assert_grads, expect, mlp
+
+
+def _step(session: Session, model: nn.Module, reference: nn.Module, x: torch.Tensor, bitwise: bool = True) -> None:
+    for each in (model, reference):
+        each.zero_grad()
+        loss = each(x).square().mean()
+        with session if each is model else ca.disable():
+            loss.backward()
+    assert_grads(model, reference, bitwise)
+
+
+def _twins(make: Callable[[], nn.Module] = mlp) -> tuple[nn.Module, nn.Module]:
+    model, reference = make(), make()
+    reference.load_state_dict(model.state_dict())
+    return model, reference
+
+
+def test_the_missing_step_runs_at_once_and_a_later_one_switches_over() -> None:
+    session = ca.enable(backend="eager", on_miss="background")
+    model, reference = _twins()
+    x = torch.randn(4, 8)
+    _step(session, model, reference, x)
+    assert session.last is not None and session.last.outcome == "structure_miss"
+    assert session.stats().compiles == 0
+    assert session.wait(60)
+    for _ in range(3):
+        _step(session, model, reference, x)
+    assert session.last.outcome == "hit"
+    expect(session.stats(), structure_misses=1, hits=3, captures=1, compiles=1)
+
+
+class _Slow:
+    """A backend that compiles when it is let."""
+
+    def __init__(self) -> None:
+        import threading
+
+        self.let = threading.Event()
+
+    def __call__(self, graph_module: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
+        assert self.let.wait(60)
+        return graph_module.forward
+
+
+def test_meanwhile_backwards_stay_with_the_eager_engine() -> None:
+    backend = _Slow()
+    session = ca.enable(backend=backend, on_miss="background")
+    model, reference = _twins()
+    x = torch.randn(4, 8)
+    for _ in range(4):
+        _step(session, model, reference, x)
+    expect(session.stats(), structure_misses=1, bypasses={"compiling": 3}, captures=1, compiles=0)
+    assert not session.wait(0.01)
+    # Another structure is captured all the same.
+    loss = (model(x) * 2).sum()
+    with session:
+        loss.backward()
+    assert session.stats().structure_misses == 2
+    backend.let.set()
+    assert session.wait(60)
+    _step(session, model, reference, x)
+    assert session.last is not None and session.last.outcome == "hit"
+
+
+def test_other_shapes_are_compiled_in_the_background_too() -> None:
+    session = ca.enable(backend="eager", on_miss="background")
+    model, reference = _twins()
+    for size in (4, 4, 5, 5, 6, 7, 4):
+        _step(session, model, reference, torch.randn(size, 8))
+        assert session.wait(60)
+    expect(session.stats(), structure_misses=1, shape_misses=1, hits=5, compiles=2)
+
+
+class _Doubles(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return grad * 2
+
+
+class _WithFunction(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.before, self.after = nn.Linear(8, 8), nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.after(_Doubles.apply(self.before(x)).tanh())
+
+
+def test_regions_between_opaque_calls_are_compiled_each_by_itself() -> None:
+    session = ca.enable(backend="eager", on_miss="background")
+    model, reference = _twins(_WithFunction)
+    x = torch.randn(4, 8)
+    for _ in range(3):
+        _step(session, model, reference, x)
+        assert session.wait(60)
+    expect(session.stats(), structure_misses=1, hits=2, compiles=2)
+
+
+def test_a_call_that_cannot_be_traced_stays_opaque() -> None:
+    """``_cdist_backward`` with nonzero is data-dependent."""
+    session = ca.enable(backend="eager", on_miss="background")
+    weight = nn.Parameter(torch.randn(6))
+    mask = torch.tensor([True, False, True, True, False, True])
+    for _ in range(5):
+        expected = torch.autograd.grad(weight.exp()[mask].sin().prod(), weight)
+        loss = weight.exp()[mask].sin().prod()
+        with session:
+            (found,) = torch.autograd.grad(loss, weight)
+        assert torch.equal(found, expected[0])
+        assert session.wait(60)
+    assert session.last is not None and session.last.outcome == "hit"
+    assert session.stats().failures == 0
+
+
+def test_a_backend_that_fails_leaves_the_calls_one_by_one(recwarn: pytest.WarningsRecorder) -> None:
+    def fails(graph_module: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
+        raise ValueError("no such graph for me")
+
+    session = ca.enable(backend=fails, on_miss="background")
+    model, reference = _twins()
+    x = torch.randn(4, 8)
+    for _ in range(3):
+        _step(session, model, reference, x)
+        assert session.wait(60)
+    stats = session.stats()
+    assert stats.failures == 1 and stats.compiles == 0 and stats.bypasses == {}
+    assert any("no such graph for me" in str(warning.message) for warning in recwarn)
+
+
+def test_nothing_of_a_step_is_kept_while_it_waits() -> None:
+    tensor = torch.randn(1000, 1000)
+    twin = background.memoryless(tensor.t())
+    assert (twin.shape, twin.stride(), twin.dtype) == (tensor.t().shape, tensor.t().stride(), tensor.dtype)
+    assert twin.untyped_storage().nbytes() == 0
+    parameter = nn.Parameter(torch.ones(2))
+    assert background.memoryless(parameter) is parameter
+    assert background.memoryless(3) == 3
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_child_goes_on() -> None:
+    session = ca.enable(backend="eager", on_miss="background")
+    model, reference = _twins()
+    x = torch.randn(4, 8)
+    _step(session, model, reference, x)
+    child = os.fork()
+    if child == 0:
+        status = 1
+        try:
+            assert session.wait(1)
+            _step(session, model, reference, x)
+            status = 0
+        finally:
+            os._exit(status)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+    assert session.wait(60)
+
+
+def test_what_was_compiled_in_the_background_is_stored(tmp_path: Path) -> None:
+    model, reference = _twins()
+    x = torch.randn(4, 8)
+    session = ca.enable(backend="eager", on_miss="background", cache_dir=tmp_path)
+    _step(session, model, reference, x)
+    assert session.wait(60)
+    _step(session, model, reference, x)
+    ca.reset()
+    again = ca.enable(backend="eager", on_miss="background", cache_dir=tmp_path)
+    _step(again, model, reference, x)
+    expect(again.stats(), hits=1, compiles=0)
+
+
+def test_messages_are_whole_or_refused() -> None:
+    import io
+
+    stream = io.BytesIO()
+    remote.send(stream, b"a message")
+    data = stream.getvalue()
+    assert remote.receive(io.BytesIO(data)) == b"a message"
+    for cut in (0, 3, 8, len(data) - 1):
+        with pytest.raises(EOFError):
+            remote.receive(io.BytesIO(data[:cut]))
+
+
+@pytest.mark.slow
+def test_inductor_compiles_in_another_process() -> None:
+    session = ca.enable(backend="inductor", on_miss="background")
+    model, reference = _twins()
+    x = torch.randn(4, 8)
+    _step(session, model, reference, x, bitwise=False)
+    assert session.wait(300)
+    assert remote.WORKER._process is not None and remote.WORKER._process.poll() is None
+    _step(session, model, reference, x, bitwise=False)
+    expect(session.stats(), structure_misses=1, hits=1, compiles=1)
+    # The process is killed: the next graph is compiled here, with a warning.
+    remote.WORKER._process.kill()
+    remote.WORKER._process.wait()
+    loss = (model(x) * 3).square().sum()
+    with session, pytest.warns(UserWarning, match="goes on in this one"):
+        loss.backward()
+        assert session.wait(300)
+    remote.WORKER.stop()

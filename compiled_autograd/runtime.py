@@ -219,18 +219,23 @@ def _filled(template: Any, slots: Slots) -> Any:
 def _run_accumulate(step: AccumulateStep, slots: Slots) -> None:
     leaves: list[torch.Tensor] = []
     grads: list[torch.Tensor | None] = []
+    dropped = step.dropped
     for leaf, own, shared in zip(step.leaves, step.owned, step.shared, strict=True):
         grad = slots[own]
         if grad is not None:
-            if own in step.drops:
+            if own in dropped:
                 slots[own] = None
-            leaves.append(slots[leaf])
-            grads.append(grad)
+            variable = slots[leaf]
+            if variable.grad is None:  # a region made it for this leaf: both are strided
+                variable.grad = grad
+            else:
+                leaves.append(variable)
+                grads.append(grad)
             continue
         grad = slots[shared]
         if grad is None:
             continue
-        if shared in step.drops:  # else a later step needs it, and that reference keeps the leaf from stealing it
+        if shared in dropped:  # else a later step needs it, and that reference keeps the leaf from stealing it
             slots[shared] = None
         if slots[leaf].grad is None:
             can_keep = stealable(grad, slots[leaf])
@@ -238,6 +243,6 @@ def _run_accumulate(step: AccumulateStep, slots: Slots) -> None:
         else:
             leaves.append(slots[leaf])
             grads.append(grad)
-        if own not in step.drops:  # a hook of the leaf's node sees what the leaf may have kept
+        if own not in dropped:  # a hook of the leaf's node sees what the leaf may have kept
             slots[own] = grad
     accumulate(leaves, grads, [True] * len(leaves))

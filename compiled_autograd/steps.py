@@ -177,12 +177,16 @@ class OpaqueStep:
 
 @dataclass(slots=True, eq=False)
 class AccumulateStep:
-    """Leaves, and for each the slot of a gradient that it can keep, and of one that it must copy."""
+    """Leaves, and for each the slot of a gradient that it can keep, and of one that it must copy.
+
+    ``dropped`` are the slots of ``drops``, to be asked quickly.
+    """
 
     leaves: list[int]
     owned: list[int]
     shared: list[int]
     drops: list[int] = field(default_factory=list)
+    dropped: frozenset[int] = frozenset()
 
 
 Executor = RegionStep | OpaqueStep | AccumulateStep
@@ -279,6 +283,8 @@ class Plan:
             else:
                 uses = [*step.leaves, *step.owned, *step.shared]
             step.drops = [slot for slot in dict.fromkeys(uses) if slot not in kept]
+            if isinstance(step, AccumulateStep):
+                step.dropped = frozenset(step.drops)
             kept.update(step.drops)
 
 

@@ -764,7 +764,8 @@ def test_the_number_of_unused_pieces_follows_from_the_sizes(cut: Any, used: tupl
             return sum((i + 2) * pieces[i].sin().sum() for i in used), [x]
 
         stats = both(make)
-        assert (stats.shape_misses + stats.structure_misses, stats.hits, stats.bypasses) == (1, 1, {})
+        misses = stats.shape_misses + stats.structure_misses
+        assert misses <= 1 and (misses + stats.hits, stats.bypasses) == (2, {})
 
 
 @pytest.mark.parametrize("kind", ["register_prehook", "register_hook"])

@@ -15,6 +15,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from .accumulate import obeys_layout, own_copy
 from .cpp_warnings import Noting
 from .errors import UntraceableError
+from .functional import made_functional, mutates
 from .ir import is_plain
 from .partition import Region
 from .shapes import Spec, is_static
@@ -116,7 +117,8 @@ def lower(
     # Operators that take no tensor (full) have no fake one among their arguments to tell them that sizes are symbols.
     with torch.no_grad(), _plain_tracing(), mode if symbols is not None else contextlib.nullcontext():
         graph_module = trace(run, decompositions, examples)
-        if any(_mutates(node) for node in graph_module.graph.nodes):
+        graph_module.graph.eliminate_dead_code()
+        if any(mutates(node) for node in graph_module.graph.nodes) and not made_functional(graph_module.graph):
             graph_module = trace(torch.func.functionalize(graph_module, remove="mutations"), None, examples)
     graph_module.graph.eliminate_dead_code()
     graph_module.recompile()
@@ -214,7 +216,3 @@ def _storage(tensor: torch.Tensor) -> int:
     if tensor.layout is not torch.strided:
         return id(tensor)
     return tensor.untyped_storage()._cdata
-
-
-def _mutates(node: fx.Node) -> bool:
-    return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable

@@ -10,6 +10,7 @@ the tests to run.
 from __future__ import annotations
 
 import contextlib
+import gc
 import json
 import os
 import time
@@ -46,6 +47,12 @@ def _engine() -> contextlib.AbstractContextManager[Any]:
     if name == "ours":
         return _ours(backend)
     return _torch() if name == "torch" else contextlib.nullcontext()
+
+
+def _leave_to_rest() -> None:
+    """What a test left, graphs above all, is not looked at again in every later collection of garbage."""
+    gc.collect()
+    gc.freeze()
 
 
 def _write(record: dict[str, Any]) -> None:
@@ -92,6 +99,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
             if session is not None:
                 stats = session.stats()
                 record |= {"backwards": stats.backwards, "bypasses": stats.bypasses, "failures": stats.failures}
+            _leave_to_rest()
 
 
 @pytest.hookimpl(wrapper=True)

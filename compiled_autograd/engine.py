@@ -379,8 +379,9 @@ def _finish(captured: ir.TapeGraph, capture: Capture) -> tuple[Callable[..., Any
     """The report is complete and the tape still whole."""
     capturing = _thread.capturing
     assert capturing is not None
-    visited = tape.walk(capturing.call.outputs, capturing.call.inputs)
-    agrees = tape.join_order(captured.calls, visited, capturing.call.outputs)
+    short = len(captured.calls) <= tape.LONGEST
+    visited = tape.walk(capturing.call.outputs, capturing.call.inputs) if short else []
+    agrees = short and tape.join_order(captured.calls, visited, capturing.call.outputs)
     ordered = in_engine_order(captured)
     keys = ordered.structure()
     graph = GRAPHS.find(keys)

@@ -61,13 +61,18 @@ def inspect(*outputs: torch.Tensor | GradientEdge) -> TapeView:
     """The tape below ``outputs``: what ``backward`` on them would run. Nothing is run, and nothing is kept of it.
 
     Raises:
-        ValueError: an output without a tape: it does not require grad.
+        ValueError: an output without a tape (it does not require grad), or one with more than 10,000 nodes.
     """
     for index, output in enumerate(outputs):
         if isinstance(output, torch.Tensor) and not output.requires_grad:
             raise ValueError(
                 f"output {index} does not require grad, so no tape leads to it; was it made under no_grad?"
             )
+    if len(tape.first_nodes(outputs)) > tape.LONGEST:
+        raise ValueError(
+            f"the tape has more than {tape.LONGEST:,} nodes; PyTorch may end the process when so long a tape is freed "
+            "after it was looked at from Python. Inspect a part of the model"
+        )
     visited = tape.walk(outputs)
     index_of = {each.node: index for index, each in enumerate(visited)}
     places = tape.parameter_places()

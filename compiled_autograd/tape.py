@@ -23,6 +23,10 @@ from torch.autograd.graph import GradientEdge
 from . import ir
 
 LEAF = "AccumulateGrad"
+LONGEST = 10_000
+"""So many nodes of a tape are read from Python at most. A node that was once seen from Python is freed by recursion
+(2.13): a tape that is a chain of some 50,000 nodes, walked over ``next_functions`` and then dropped, overflows a stack
+of 8 MiB and ends the process, with PyTorch alone."""
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)')
 
 
@@ -79,17 +83,23 @@ def fingerprint(
 
     Read before the engine is asked, at each step: some 0.4 microseconds a node.
     """
-    names = [str(len(inputs or ()))]
+    names = [type(node).name(node) for node in first_nodes(outputs)]
+    return hash((len(inputs or ()), *names))
+
+
+def first_nodes(outputs: Iterable[torch.Tensor | GradientEdge]) -> list[Any]:
+    """Nodes of the tape, one more than :data:`LONGEST` at most, in no order of any meaning."""
     worklist = root_nodes(outputs)
     seen = set(worklist)
-    while worklist:
+    found: list[Any] = []
+    while worklist and len(found) <= LONGEST:
         node = worklist.pop()
-        names.append(type(node).name(node))
+        found.append(node)
         for following, _ in node.next_functions:
             if following is not None and following not in seen:
                 seen.add(following)
                 worklist.append(following)
-    return hash(tuple(names))
+    return found
 
 
 def _arrive(node: Any, waits: dict[Any, int], wanted: set[Any] | None, worklist: list[Any]) -> None:

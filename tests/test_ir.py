@@ -415,3 +415,24 @@ def test_names_follow_what_the_module_has(monkeypatch: pytest.MonkeyPatch) -> No
 
 def _names(leaves: list[torch.Tensor]) -> dict[int, str]:
     return {key: place.name for key, place in tape.places_of(leaves).items()}
+
+
+def test_a_long_tape_is_not_read_from_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Freed after that, it would overflow the stack (2.13); it has no names then, and runs in the walk's order."""
+    monkeypatch.setattr(tape, "LONGEST", 6)
+    model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 1))
+    x = torch.randn(2, 3)
+    expected = torch.autograd.grad(model(x).sum(), list(model.parameters()))
+    monkeypatch.setattr(tape, "walk", None)
+    with ca.enable(backend="eager") as session:
+        for _ in range(2):
+            model.zero_grad()
+            model(x).sum().backward()
+    assert (session.stats().structure_misses, session.stats().hits) == (1, 1)
+    assert all(torch.equal(p.grad, g) for p, g in zip(model.parameters(), expected, strict=True) if p.grad is not None)
+    assert session.last is not None and session.last.graph is not None
+    assert {call.parameter for call in session.last.graph.tape.calls} == {None}
+    assert len(tape.first_nodes([model(x).sum()])) == 7
+    assert tape.fingerprint([model(x).sum()]) == tape.fingerprint([model(x).sum()])
+    with pytest.raises(ValueError, match="more than 6 nodes"):
+        ca.inspect(model(x).sum())

@@ -28,6 +28,7 @@ from shadow_cache import Entry, Miss, MissEntry, Region, ShadowGraph, StoreError
 from . import ir
 from .ambient import Ambient
 from .explain import structure_miss
+from .explain_variants import state_hint, stored_miss, text_of_part
 from .labels import caller, guards_of, inputs_of, loss_of, module_of, structure_of
 from .plans import VariantPlan, plan_of, shapes_of, structure_id
 from .reporting import warn_once
@@ -97,14 +98,18 @@ class Disk:
             return None, None
         state = _state(settings, surroundings)
         nearest: Miss | None = None
+        other_shapes: VariantPlan | None = None
         for entry in entries:
             miss = _other_state(entry, state)
             if miss is None:
                 plan = msgspec.msgpack.decode(entry.plan, type=VariantPlan)
                 if plan.serves(handover):
                     return self._load(graph, settings, surroundings, handover, entry, plan), None
+                other_shapes = other_shapes or plan
                 continue
             nearest = nearest or miss
+        if other_shapes is not None:
+            nearest = stored_miss(graph.tape, other_shapes, handover)
         return None, nearest
 
     def _load(
@@ -144,7 +149,7 @@ class Disk:
             _give_up(error)
             return False
 
-    def explain(self, tape_graph: ir.TapeGraph) -> Miss | None:
+    def explain(self, tape_graph: ir.TapeGraph, shapes: Sequence[Sequence[int]] = ()) -> Miss | None:
         """How a structure that nobody knows differs from the nearest of those in the store; None if it has none."""
         known: ShadowGraph[None] = ShadowGraph()
         try:
@@ -155,7 +160,7 @@ class Disk:
         except StoreError:  # whoever wants to store something says so
             return None
         keys = tape_graph.structure()
-        return structure_miss(tape_graph, keys, *known.nearest(keys)) if len(known) else None
+        return structure_miss(tape_graph, keys, *known.nearest(keys), shapes) if len(known) else None
 
     # ---- storing ---------------------------------------------------------------------------------------------------
 
@@ -280,7 +285,7 @@ def _state(settings: Settings, surroundings: Ambient) -> State:
     assert isinstance(backend, Storing)
     environment = {**_versions(), **backend.environment()}
     chosen = {"backend": str(settings.backend), "dynamic": str(settings.dynamic)}
-    return chosen, {name: str(value) for name, value in surroundings}, environment
+    return chosen, {name: text_of_part(name, value) for name, value in surroundings}, environment
 
 
 def _other_state(entry: Entry, state: State) -> Miss | None:
@@ -289,7 +294,8 @@ def _other_state(entry: Entry, state: State) -> Miss | None:
     for kind, old, new in zip(kinds, (entry.settings, entry.ambient, entry.environment), state, strict=True):
         for name in sorted({*old, *new}):
             if old.get(name) != new.get(name):
-                return Miss(kind, name, old=old.get(name, "nothing"), new=new.get(name, "nothing"))
+                texts = old.get(name, "nothing"), new.get(name, "nothing")
+                return Miss(kind, name, *texts, hint=state_hint(kind))
     return None
 
 

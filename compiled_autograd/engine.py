@@ -367,7 +367,7 @@ def _finish(captured: ir.TapeGraph, capture: Capture) -> tuple[Callable[..., Any
     if graph is None:
         if agrees:
             tape.join_names(captured.calls, visited)
-        capturing.miss = GRAPHS.explain(ordered, keys)
+        capturing.miss = GRAPHS.explain(ordered, keys, capture.shapes)
         if capturing.session.settings.on_miss != "compile" and not _stored(capturing.session, ordered, keys):
             _LEFT_TO_EAGER.add(capturing.call.fingerprint())
             raise CaptureRefusedError(ON_MISS)

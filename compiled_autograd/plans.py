@@ -60,7 +60,7 @@ def plan_of(variant: Variant, positions: dict[Any, int]) -> VariantPlan:
 def shapes_of(plan: VariantPlan, handover: Handover) -> Shapes:
     """The shapes of a plan that serves a backward."""
     shapes = Shapes.of(handover)
-    return Shapes([tensor.spec for tensor in plan.tensors], plan.sizes, shapes.strides)
+    return Shapes([tensor.spec for tensor in plan.tensors], plan.sizes, shapes.strides, shapes.kinds)
 
 
 def structure_id(tape: ir.TapeGraph, keys: Iterable[Sequence[str]]) -> str:

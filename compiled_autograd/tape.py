@@ -153,6 +153,32 @@ def join_names(calls: Sequence[ir.TapeCall], visited: Sequence[Visited]) -> None
         if each.name == LEAF and id(each.node.variable) in names:
             call.parameter, call.module = names[id(each.node.variable)]
         call.source = source_line(each.node)
+        call.saved = saved_by(each.node)
+
+
+_saved_names: weakref.WeakKeyDictionary[type, tuple[tuple[str, bool], ...]] = weakref.WeakKeyDictionary()
+
+
+def saved_by(node: Any) -> tuple[tuple[str, str | None], ...]:
+    """What a built-in node saved, by its names for it, in its order: the text of each constant, None for tensors.
+
+    Tensors are not read: that would run the hooks that pack them.
+    """
+    cls = type(node)
+    if cls not in _saved_names:
+        names = [name for name in vars(cls) if name.startswith("_saved_")]
+        _saved_names[cls] = tuple((name, f"_raw{name}" in vars(cls)) for name in names)
+    return tuple(
+        (name.removeprefix("_saved_"), None if is_tensor else ir.text_of(_signed(getattr(node, name))))
+        for name, is_tensor in _saved_names[cls]
+    )
+
+
+def _signed(value: Any) -> Any:
+    """Negative numbers in lists come as unsigned ones of 64 bits."""
+    if isinstance(value, tuple):
+        return [_signed(each) for each in value]
+    return value - (1 << 64) if type(value) is int and value >= 1 << 63 else value
 
 
 Name = tuple[str, str]

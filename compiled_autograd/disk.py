@@ -24,12 +24,14 @@ from torch import fx
 import shadow_cache
 from backends import Storing, get_backend
 from shadow_cache import Entry, Miss, MissEntry, Region, ShadowGraph, StoreError, VariantKey
+from shadow_cache.entries import name_of
 
 from . import ir
 from .ambient import Ambient
 from .explain import structure_miss
 from .explain_variants import state_hint, stored_miss, text_of_part
 from .labels import caller, guards_of, inputs_of, loss_of, module_of, structure_of
+from .places import title
 from .plans import VariantPlan, plan_of, shapes_of, structure_id
 from .reporting import warn_once
 from .settings import Settings
@@ -45,6 +47,8 @@ if TYPE_CHECKING:
 
 _NEIGHBOURS = 16
 """So many structures of the store are compared with one that neither it nor this process knows."""
+_LATEST = 1000
+"""So many of the store's misses are looked through for what it lost."""
 _opened: dict[str, Disk | None] = {}
 
 
@@ -162,6 +166,20 @@ class Disk:
         keys = tape_graph.structure()
         return structure_miss(tape_graph, keys, *known.nearest(keys), shapes) if len(known) else None
 
+    def lost(self, graph: CompiledGraph) -> Miss | None:
+        """Whether the store had something of a structure that was removed, or found to be damaged; None if it had not.
+
+        What is said last of a structure counts: the store keeps such reasons among its misses.
+        """
+        try:
+            said = next((each for each in self.store.misses(_LATEST) if each.structure == _id(graph)), None)
+        except StoreError:
+            return None
+        if said is None or said.miss.kind not in ("evicted", "corrupt"):
+            return None
+        where, hint = said.miss.where or title(graph.tape), said.miss.hint or "it was in the cache, and was removed"
+        return msgspec.structs.replace(said.miss, where=where, hint=hint, seconds=0.0)
+
     # ---- storing ---------------------------------------------------------------------------------------------------
 
     def save(
@@ -180,7 +198,7 @@ class Disk:
         """
         why_not = self._save(graph, variant, settings, surroundings, misses, seconds)
         entry = None if why_not else variant.entry
-        name = ", ".join(part for part in (loss_of(graph.tape), caller()) if part)
+        name = name_of(loss_of(graph.tape), module_of(graph.tape), caller())
         for miss in misses:
             record = MissEntry(time.time(), _id(graph), entry, name, miss)
             self._quietly(lambda record=record: self.store.record(record))

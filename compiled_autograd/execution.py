@@ -210,7 +210,7 @@ def _nearest_stored(session: Session, handover: Handover, miss: Miss, log: RunLo
     with torch._C.DisableTorchFunctionSubclass():
         shapes = [tuple(tensor.shape) for tensor in handover.tensors]
     try:
-        return disk.explain(handover.graph.tape, shapes) or miss
+        return disk.lost(handover.graph) or disk.explain(handover.graph.tape, shapes) or miss
     except Exception as error:  # noqa: BLE001  the tape is released by now, and only the reason is not known
         what = f"{type(error).__name__}: {error}"
         log.failures.append(Failure("explain", repr(handover.graph), what, "the reason is that of this process alone"))

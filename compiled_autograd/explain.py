@@ -148,12 +148,12 @@ def _of_input(tape: ir.TapeGraph, depth: int, old: str, new: str, shapes: Sequen
     before, after = _INPUT.fullmatch(old), _INPUT.fullmatch(new)
     if before is None or after is None:
         return None
-    where = value_name(tape, after["name"])
+    where = "the loss" if depth == 0 else value_name(tape, after["name"])
     for kind in ("dtype", "device"):
         if before[kind] != after[kind]:
             return Miss(kind, where, old=before[kind], new=after[kind], hint=_one(kind))
     texts = [match["rest"].lstrip(", ") or "no requires_grad" for match in (before, after)]
-    return Miss("node_attribute", where, old=texts[0], new=texts[1])
+    return Miss("node_attribute", value_name(tape, after["name"]), old=texts[0], new=texts[1])
 
 
 def _one(kind: str) -> str:

@@ -47,6 +47,7 @@ class CompiledGraph:
         number: counts the structures of the process.
         used: orders the structures by their last use.
         structure: its id in the store on disk, once somebody has asked for it.
+        identity: the hash of its keys.
         evicted: its variants were let go of, because there were too many structures.
     """
 
@@ -56,6 +57,7 @@ class CompiledGraph:
     used: int = 0
     evicted: bool = False
     structure: str | None = None
+    identity: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __call__(self, handover: Handover) -> list[torch.Tensor | None]:
@@ -184,6 +186,7 @@ class Graphs:
 
     def __init__(self) -> None:
         self._shadow: ShadowGraph[CompiledGraph] = ShadowGraph()
+        self._gone: set[int] = set()  # hashes of structures that had to go, to say so when one comes back
 
     def find(self, keys: Sequence[Key]) -> CompiledGraph | None:
         """The graph of a structure, if it was captured before."""
@@ -196,6 +199,8 @@ class Graphs:
         Args:
             shapes: of the lifted tensors, to be shown.
         """
+        if hash(tuple(keys)) in self._gone:
+            return Miss("evicted", title(tape), hint=_EVICTED)
         return structure_miss(tape, keys, *self._shadow.nearest(keys), shapes)
 
     def add(self, tape: ir.TapeGraph, keys: Sequence[Key]) -> tuple[CompiledGraph, bool]:
@@ -203,17 +208,20 @@ class Graphs:
         added: Leaf[CompiledGraph] = self._shadow.insert(keys, CompiledGraph(tape))
         added.payload.number = added.number
         added.payload.used = next(_uses)
+        added.payload.identity = hash(tuple(keys))
         if len(self._shadow) <= MOST_STRUCTURES:
             return added.payload, False
         oldest = sorted(self, key=lambda graph: graph.used)[: MOST_STRUCTURES // 2]
         for graph in oldest:
             graph.evict()
+        self._gone.update(graph.identity for graph in oldest)
         self._shadow.remove({graph.number for graph in oldest})
         return added.payload, True
 
     def clear(self) -> None:
         """Forget all of them."""
         self._shadow.clear()
+        self._gone.clear()
 
     def __iter__(self) -> Iterator[CompiledGraph]:
         return (leaf.payload for leaf in self._shadow)

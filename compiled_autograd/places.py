@@ -23,7 +23,7 @@ _OF_VIEWS = (
 
 
 def place(tape: ir.TapeGraph, index: int) -> str:
-    """A node of the tape as people know it: its number, its name, the parameter or layer it belongs to, and its line."""
+    """A node of the tape as people know it: its number, its name, the parameter or layer it belongs to, its line."""
     call = tape.calls[index]
     if index == 0:
         return "where the backward starts"
@@ -99,7 +99,9 @@ def value_name(tape: ir.TapeGraph, name: str) -> str:
     user = next(iter(node.users), None) if node is not None else None
     while user is not None and user.op == "call_function" and ir.rule_of(user) is not None:
         if ir.rule_of(user).gives not in ("size", "packed"):  # type: ignore[union-attr]
-            return argument_of(tape, user, _position(user, node))
+            dim = _dimension(user.args, node) if str(name).startswith("size_") else None
+            text = argument_of(tape, user, _position(user, node))
+            return text if dim is None else f"{text}, dimension {dim}"
         node, user = user, next(iter(user.users), None)  # a size computed of sizes, or what a hook unpacks
     return "a value that nothing uses"
 
@@ -113,6 +115,18 @@ def node_name(tape: ir.TapeGraph, node: fx.Node) -> str:
         assert isinstance(source, fx.Node)
         return f"gradient {index} from {place(tape, source.meta['call'])}"
     return f"what {place(tape, node.meta['call'])} gave"
+
+
+def _dimension(argument: Any, node: Any) -> int | None:
+    """The place of a size in the innermost list that has it; None where it stands alone."""
+    for each in argument:
+        if isinstance(each, (list, tuple)):
+            if node in each:
+                return each.index(node)
+            found = _dimension(each, node)
+            if found is not None:
+                return found
+    return None
 
 
 def _position(user: fx.Node, node: Any) -> int:

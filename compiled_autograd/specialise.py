@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from backends import ArtifactError, Backend
-from shadow_cache import Failure, Miss, StoreError
+from shadow_cache import DamagedEntryError, Failure, Miss, StoreError
 
 from . import ir
 from .errors import UntraceableError
@@ -132,8 +132,9 @@ class Specialiser:
                 call = self.backend.load(self.shelf.read(shelved.artifact))  # type: ignore[attr-defined]
                 compiled = step.bind(shelved, call, shelved.plan.wiring, kind, shelved.plan.guard())
             except (StoreError, ArtifactError) as error:
-                where = f"a region of {len(step.region.nodes)} calls in the store"
-                log.misses.append(Miss("corrupt", where, old="stored", new=str(error), hint="it is compiled again"))
+                where = f"the stored code of {len(step.region.nodes)} calls"
+                found = error.found if isinstance(error, DamagedEntryError) else str(error)
+                log.misses.append(Miss("corrupt", where, "what was stored", found, "it is compiled again"))
                 continue
             finally:
                 log.add("load", time.perf_counter() - started)

@@ -66,8 +66,8 @@ class Call:
     accumulate_grad: bool
 
     def fingerprint(self) -> int:
-        """Of the names of the tape's nodes: tapes with one structure have one, but not only they."""
-        return hash(tuple(visited.name for visited in tape.walk(self.outputs, self.inputs)))
+        """Of what can be read of the tape from Python: tapes with one structure have one, but not only they."""
+        return tape.fingerprint(self.outputs, self.inputs, self.accumulate_grad)
 
 
 @dataclass(slots=True)
@@ -191,9 +191,29 @@ def _key_of_function(original: Callable[[Any], tuple[int, ...]]) -> Callable[[An
     return key
 
 
+class _Handle:
+    """What the engine keeps for a structure. It never lets go of it, even when it forgets (2.13): so this lets go."""
+
+    __slots__ = ("graph",)
+
+    def __init__(self, graph: CompiledGraph) -> None:
+        self.graph: CompiledGraph | None = graph
+
+    def __call__(self, handover: Handover) -> list[torch.Tensor | None]:
+        """Run it. The engine insists on something that can be called."""
+        assert self.graph is not None, "the engine called what it had forgotten"
+        return self.graph(handover)
+
+
+_handles: list[_Handle] = []
+"""All that the engine was given since it last forgot."""
+
+
 def forget() -> None:
     """Drop the engine's own cache of structures, which is shared with PyTorch's compiled autograd."""
     _seam.clear_cache()
+    while _handles:
+        _handles.pop().graph = None
 
 
 def _run(session: Session, call: Call) -> Any:
@@ -355,7 +375,7 @@ def _begin() -> Capture:
     return _thread.capturing.capture
 
 
-def _finish(captured: ir.TapeGraph, capture: Capture) -> tuple[Callable[..., Any], CompiledGraph]:
+def _finish(captured: ir.TapeGraph, capture: Capture) -> tuple[Callable[..., Any], _Handle]:
     """The report is complete and the tape still whole."""
     capturing = _thread.capturing
     assert capturing is not None
@@ -375,7 +395,9 @@ def _finish(captured: ir.TapeGraph, capture: Capture) -> tuple[Callable[..., Any
         _LEFT_TO_EAGER.clear()
         if crowded:  # the engine still knows those that went; it cannot be told to forget some
             _thread.crowded = True
-    return _hand_over, graph
+    handle = _Handle(graph)
+    _handles.append(handle)
+    return _hand_over, handle
 
 
 def _stored(session: Session, ordered: ir.TapeGraph, keys: Sequence[Key]) -> bool:
@@ -384,9 +406,11 @@ def _stored(session: Session, ordered: ir.TapeGraph, keys: Sequence[Key]) -> boo
 
 
 def _hand_over(
-    graph: CompiledGraph, tensors: list[torch.Tensor], sizes: Any, scalars: Any, objects: Any, packed: Any
+    handle: _Handle, tensors: list[torch.Tensor], sizes: Any, scalars: Any, objects: Any, packed: Any
 ) -> list[Any]:
     """What the engine calls once it has walked a tape whose structure it knows."""
+    graph = handle.graph
+    assert graph is not None, "the engine called what it had forgotten"
     handover = Handover(graph, list(tensors), list(sizes), list(scalars), objects, packed)
     tensors.clear()
     capturing = _thread.capturing

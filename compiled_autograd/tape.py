@@ -132,6 +132,23 @@ def _leading_to(inputs: Sequence[torch.Tensor | GradientEdge], roots: Sequence[A
     return wanted
 
 
+def fingerprint(
+    outputs: Sequence[torch.Tensor | GradientEdge], inputs: Sequence[torch.Tensor | GradientEdge], accumulates: bool
+) -> int:
+    """A number for what can be read of a tape from Python: nodes, their constants, and which leaves have a ``.grad``.
+
+    Tapes with one structure and one set of sizes have one number. Hooks, dtypes and undefined gradients are not in it.
+    """
+    parts: list[Any] = [accumulates]
+    for visited in walk(outputs, inputs):
+        parts.append(visited.name)
+        if visited.name == LEAF:
+            parts.append(visited.node.variable.grad is None)
+        else:
+            parts.extend(saved_by(visited.node))
+    return hash(tuple(parts))
+
+
 def join_order(
     calls: Sequence[ir.TapeCall], visited: Sequence[Visited], outputs: Sequence[torch.Tensor | GradientEdge]
 ) -> bool:

@@ -33,6 +33,7 @@ MOST_VARIANTS = 32
 """So many variants of one structure are kept; see also :data:`MOST_STRUCTURES`."""
 MOST_STRUCTURES = 512
 """So many structures are kept. Where there are more, the half that was used last stays."""
+_MOST_GONE = 100_000
 _EVICTED = "it was compiled before, and went because others were used since"
 _uses = itertools.count(1)
 
@@ -215,6 +216,8 @@ class Graphs:
         for graph in oldest:
             graph.evict()
         self._gone.update(graph.identity for graph in oldest)
+        if len(self._gone) > _MOST_GONE:
+            self._gone.clear()
         self._shadow.remove({graph.number for graph in oldest})
         return added.payload, True
 

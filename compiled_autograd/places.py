@@ -41,7 +41,7 @@ def title(tape: ir.TapeGraph) -> str:
 
 
 def _nodes(tape: ir.TapeGraph) -> str:
-    count = len(tape.calls) - 1  # without the root, which is no node of the user's
+    count = len(tape.calls)  # the root is one of them, as in the tape graph's text
     return "1 node" if count == 1 else f"{count} nodes"
 
 

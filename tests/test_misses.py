@@ -22,6 +22,8 @@ from compiled_autograd.explain import structure_miss
 from shadow_cache import Key, Miss, MissEntry, kinds
 from shadow_cache.cli import main
 
+from .helpers import ROOT
+
 GOLDEN = Path(__file__).parent / "golden" / "misses"
 RAW = re.compile(
     r"%\d|\bops\.|\b(?:input|size|scalar|object|packed)_\d|\ba\[\d|<[\w ]|\bs\d+\b|DispatchKey|torch\.Size"
@@ -445,8 +447,8 @@ def test_what_is_asked_for() -> None:
         assert session.last is not None
         texts.append(str(msgspec.structs.replace(session.last.reasons[0], seconds=0.0, hint="")))  # type: ignore[type-var]
     assert texts[1:] == [
-        "node_attribute at what was called, for SumBackward0, 4 nodes: backward() -> autograd.grad()",
-        "node_attribute at what autograd.grad() was asked for, of SumBackward0, 4 nodes: "
+        "node_attribute at what was called, for SumBackward0, 5 nodes: backward() -> autograd.grad()",
+        "node_attribute at what autograd.grad() was asked for, of SumBackward0, 5 nodes: "
         "gradient 0 from #2 MulBackward0, gradient 1 from #2 MulBackward0 -> "
         "gradient 1 from #2 MulBackward0, gradient 0 from #2 MulBackward0",
         "node_attribute at #2 MulBackward0: which inputs get a gradient: yes, yes -> no, yes",
@@ -544,3 +546,17 @@ def test_what_breaks_an_explanation_breaks_no_step(tmp_path: Path, monkeypatch: 
     assert steps.session.last is not None
     assert [reason.kind for reason in steps.session.last.reasons] == ["first_seen", "explain"]
     steps.same_gradients(lambda y: y.sin().mean())
+
+
+# ---- the guide -------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("kind", kinds.KINDS)
+def test_the_guide_has_what_is_really_printed(kind: str) -> None:
+    guide = (ROOT / "docs" / "misses.md").read_text()
+    _, _, section = guide.partition(f"## `{kind}`\n")
+    section = section.partition("\n## ")[0]
+    explained = kinds.explain(kind)
+    line = (GOLDEN / f"{kind}.txt").read_text().splitlines()[0]
+    assert f"```\n{line}\n```" in section
+    assert explained.means in section and explained.do in section

@@ -59,7 +59,7 @@ def test_the_log_has_a_line_for_each_miss() -> None:
     assert ran.returncode == 0, ran.stderr
     lines = [line.partition("_miss: ")[2] for line in ran.stderr.splitlines() if "_miss: " in line]
     begins = [
-        "first_seen at SumBackward0, 3 nodes, ",
+        "first_seen at SumBackward0, 4 nodes, ",
         "node_attribute at #2 PowBackward0: saved exponent: 2 -> 3, ",
         "shape at saved self of #2 PowBackward0, dimension 0: 3 -> 4, ",
     ]
@@ -138,7 +138,7 @@ def test_more_compiles_than_allowed() -> None:
     assert caught.value.compiles == 2
     first, *lines = str(caught.value).splitlines()
     assert first == "2 regions were compiled where at most 1 were allowed; why:"
-    assert lines[0].startswith("  first_seen at SumBackward0, 3 nodes, ")
+    assert lines[0].startswith("  first_seen at SumBackward0, 4 nodes, ")
     assert lines[1].startswith("  new_node at #2 SinBackward0: ExpBackward0 -> SinBackward0, ")
 
 

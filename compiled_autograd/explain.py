@@ -31,6 +31,7 @@ _CALL = re.compile(r"\S+ = (?P<function>\S+?)\((?P<arguments>.*)\)")
 _NAMES = re.compile(r"\b(?:input|size|scalar|object|packed)_\d+|%\d+\.\d+(?:\.\d+)?")
 _VALUE = re.compile(r"%(?P<call>\d+)\.\d+(?:\.(?P<edge>\d+))?")
 _OPTIONS = re.compile(r"\[(?:[^\[\]]*, )?(?P<device>(?:cpu|cuda|mps|xpu|meta)(?::\d+)?), (?P<dtype>\d+), [^\[\]]*\]")
+_NUMBERS = re.compile(r"\d+|\[[\d, ]*\]")
 _SCALAR_TYPES = (
     *("uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64"),
     *("complex32", "complex64", "complex128", "bool", "qint8", "quint8", "qint32", "bfloat16"),
@@ -97,9 +98,11 @@ def structure_miss(
         return Miss("new_node", where, old=nearest[0], new=key[0], hint=_WAY_HINT)
     found = _hooks_changed(where, nearest, key)
     pairs = [(old or "", new or "") for old, new in zip_longest(nearest, key) if old != new]
-    for explain in (_grad_state, _of_input, _undefined, _of_call):
-        for old, new in pairs:
+    for old, new in pairs:  # the first that differs tells: the lines after it may have moved
+        for explain in (_grad_state, _of_input, _undefined, _of_call):
             found = found or explain(tape, depth, old, new, shapes)
+    for old, new in pairs:
+        found = found or _of_dtypes(tape, depth, old, new)
     return found or _wiring(tape, depth, nearest, key)
 
 
@@ -197,9 +200,25 @@ def _of_call(tape: ir.TapeGraph, depth: int, old: str, new: str, shapes: Sequenc
             hint = "requires_grad of what goes in decides which gradients are computed"
             return Miss("node_attribute", f"{where}: which inputs get a gradient", _yes(one), _yes(other), hint)
         name = argument_name(tape, depth, function, index)
+        if name is None and _NUMBERS.fullmatch(one) and _NUMBERS.fullmatch(other):
+            continue  # a dtype or a count, which what follows tells better; else see _of_dtypes
         what = f"{where}: {name}" if name else f"{where}: what it saved"
         return _of_options(what, one, other) or _of_argument(what, one, other)
     return _same_tensor(tape, depth, function, *arguments)
+
+
+def _of_dtypes(tape: ir.TapeGraph, depth: int, old: str, new: str) -> Miss | None:
+    """Numbers that a built-in node has beside what it saved: dtypes of what went in."""
+    before, after = _CALL.fullmatch(old), _CALL.fullmatch(new)
+    if before is None or after is None or not after["function"].startswith("ops."):
+        return None
+    for one, other in zip(_arguments(before["arguments"]), _arguments(after["arguments"]), strict=False):
+        if one != other and _NUMBERS.fullmatch(one) and _NUMBERS.fullmatch(other):
+            texts = next(((a, b) for a, b in zip(_words(one), _words(other), strict=False) if a != b), None)
+            if texts is not None:
+                what = f"{place(tape, depth)}: what went in"
+                return Miss("dtype", what, _dtype(texts[0]), _dtype(texts[1]), _one("dtype"))
+    return None
 
 
 def _of_argument(what: str, old: str, new: str) -> Miss:
@@ -216,6 +235,8 @@ def _described(text: str, noun: str = "") -> str:
     if not names:
         return f"0 {noun}s" if noun and text == "[]" else text
     noun = noun or "size" if names[0].startswith("size_") else "number" if names[0].startswith("scalar_") else "tensor"
+    if noun == "tensor" and not text.startswith("["):
+        return "a tensor"
     return f"{len(names)} {noun}{'' if len(names) == 1 else 's'}"
 
 

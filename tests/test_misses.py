@@ -409,6 +409,20 @@ PAIRS: dict[str, tuple[Loss, Loss]] = {
         lambda a, b: nn.functional.dropout(a, 0.5, training=False) * 1,
     ),
     "einsum": (lambda a, b: torch.einsum("ij,jk->ik", a, b), lambda a, b: torch.einsum("ij,kj->ik", a, b)),
+    "a mask": (
+        lambda a, b: nn.functional.scaled_dot_product_attention(a[None, None], b[None, None], b[None, None]),
+        lambda a, b: nn.functional.scaled_dot_product_attention(
+            a[None, None], b[None, None], b[None, None], attn_mask=torch.zeros(4, 4)
+        ),
+    ),
+    "a weight": (
+        lambda a, b: nn.functional.layer_norm(a, (4,)),
+        lambda a, b: nn.functional.layer_norm(a, (4,), torch.ones(4)),
+    ),
+    "a sum with integers": (
+        lambda a, b: a + torch.ones(4, 4),
+        lambda a, b: a + torch.ones(4, 4, dtype=torch.int64),
+    ),
     "norm": (lambda a, b: a.norm(2), lambda a, b: a.norm(3)),
 }
 

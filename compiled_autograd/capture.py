@@ -79,6 +79,7 @@ class Capture:
         self.asked: list[str] = []
         self.calls: list[ir.TapeCall] = []
         self.inputs: list[str] = []
+        self.shapes: list[tuple[int, ...]] = []
         self.accumulates = True
         self.needs_engine = False
         self.reporting = False
@@ -110,6 +111,7 @@ class Capture:
                 if tensor.is_nested:
                     self.refuse("a nested tensor")
                 self.inputs.append(_described(tensor))
+                self.shapes.append(tuple(tensor.shape))
             stand_ins.append(self._stand_in(self._placeholder("input", index)))
         return (
             None,

@@ -24,11 +24,14 @@ from torch import fx
 import shadow_cache
 from backends import Storing, get_backend
 from shadow_cache import Entry, Miss, MissEntry, Region, ShadowGraph, StoreError, VariantKey
+from shadow_cache.entries import name_of
 
 from . import ir
 from .ambient import Ambient
 from .explain import structure_miss
+from .explain_variants import state_hint, stored_miss, text_of_part
 from .labels import caller, guards_of, inputs_of, loss_of, module_of, structure_of
+from .places import title
 from .plans import VariantPlan, plan_of, shapes_of, structure_id
 from .reporting import warn_once
 from .settings import Settings
@@ -44,6 +47,8 @@ if TYPE_CHECKING:
 
 _NEIGHBOURS = 16
 """So many structures of the store are compared with one that neither it nor this process knows."""
+_LATEST = 1000
+"""So many of the store's misses are looked through for what it lost."""
 _opened: dict[str, Disk | None] = {}
 
 
@@ -97,14 +102,18 @@ class Disk:
             return None, None
         state = _state(settings, surroundings)
         nearest: Miss | None = None
+        other_shapes: VariantPlan | None = None
         for entry in entries:
             miss = _other_state(entry, state)
             if miss is None:
                 plan = msgspec.msgpack.decode(entry.plan, type=VariantPlan)
                 if plan.serves(handover):
                     return self._load(graph, settings, surroundings, handover, entry, plan), None
+                other_shapes = other_shapes or plan
                 continue
             nearest = nearest or miss
+        if other_shapes is not None:
+            nearest = stored_miss(graph.tape, other_shapes, handover)
         return None, nearest
 
     def _load(
@@ -144,7 +153,7 @@ class Disk:
             _give_up(error)
             return False
 
-    def explain(self, tape_graph: ir.TapeGraph) -> Miss | None:
+    def explain(self, tape_graph: ir.TapeGraph, shapes: Sequence[Sequence[int]] = ()) -> Miss | None:
         """How a structure that nobody knows differs from the nearest of those in the store; None if it has none."""
         known: ShadowGraph[None] = ShadowGraph()
         try:
@@ -155,7 +164,21 @@ class Disk:
         except StoreError:  # whoever wants to store something says so
             return None
         keys = tape_graph.structure()
-        return structure_miss(tape_graph, keys, *known.nearest(keys)) if len(known) else None
+        return structure_miss(tape_graph, keys, *known.nearest(keys), shapes) if len(known) else None
+
+    def lost(self, graph: CompiledGraph) -> Miss | None:
+        """Whether the store had something of a structure that was removed, or found to be damaged; None if it had not.
+
+        What is said last of a structure counts: the store keeps such reasons among its misses.
+        """
+        try:
+            said = next((each for each in self.store.misses(_LATEST) if each.structure == _id(graph)), None)
+        except StoreError:
+            return None
+        if said is None or said.miss.kind not in ("evicted", "corrupt"):
+            return None
+        where, hint = said.miss.where or title(graph.tape), said.miss.hint or "it was in the cache, and was removed"
+        return msgspec.structs.replace(said.miss, where=where, hint=hint, seconds=0.0)
 
     # ---- storing ---------------------------------------------------------------------------------------------------
 
@@ -175,7 +198,7 @@ class Disk:
         """
         why_not = self._save(graph, variant, settings, surroundings, misses, seconds)
         entry = None if why_not else variant.entry
-        name = ", ".join(part for part in (loss_of(graph.tape), caller()) if part)
+        name = name_of(loss_of(graph.tape), module_of(graph.tape), caller())
         for miss in misses:
             record = MissEntry(time.time(), _id(graph), entry, name, miss)
             self._quietly(lambda record=record: self.store.record(record))
@@ -280,7 +303,7 @@ def _state(settings: Settings, surroundings: Ambient) -> State:
     assert isinstance(backend, Storing)
     environment = {**_versions(), **backend.environment()}
     chosen = {"backend": str(settings.backend), "dynamic": str(settings.dynamic)}
-    return chosen, {name: str(value) for name, value in surroundings}, environment
+    return chosen, {name: text_of_part(name, value) for name, value in surroundings}, environment
 
 
 def _other_state(entry: Entry, state: State) -> Miss | None:
@@ -289,7 +312,8 @@ def _other_state(entry: Entry, state: State) -> Miss | None:
     for kind, old, new in zip(kinds, (entry.settings, entry.ambient, entry.environment), state, strict=True):
         for name in sorted({*old, *new}):
             if old.get(name) != new.get(name):
-                return Miss(kind, name, old=old.get(name, "nothing"), new=new.get(name, "nothing"))
+                texts = old.get(name, "nothing"), new.get(name, "nothing")
+                return Miss(kind, name, *texts, hint=state_hint(kind))
     return None
 
 

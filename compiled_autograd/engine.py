@@ -71,6 +71,10 @@ class Call:
         """See :func:`tape.fingerprint`."""
         return tape.fingerprint(self.outputs, self.inputs)
 
+    def description(self) -> int:
+        """Of what can be read of the tape from Python: tapes with one structure have one, but not only they."""
+        return tape.description(self.outputs, self.inputs, self.accumulate_grad)
+
 
 @dataclass(slots=True)
 class _Capturing:
@@ -193,9 +197,29 @@ def _key_of_function(original: Callable[[Any], tuple[int, ...]]) -> Callable[[An
     return key
 
 
+class _Handle:
+    """What the engine keeps for a structure. It never lets go of it, even when it forgets (2.13): so this lets go."""
+
+    __slots__ = ("graph",)
+
+    def __init__(self, graph: CompiledGraph) -> None:
+        self.graph: CompiledGraph | None = graph
+
+    def __call__(self, handover: Handover) -> list[torch.Tensor | None]:
+        """Run it. The engine insists on something that can be called."""
+        assert self.graph is not None, "the engine called what it had forgotten"
+        return self.graph(handover)
+
+
+_handles: list[_Handle] = []
+"""All that the engine was given since it last forgot."""
+
+
 def forget() -> None:
     """Drop the engine's own cache of structures, which is shared with PyTorch's compiled autograd."""
     _seam.clear_cache()
+    while _handles:
+        _handles.pop().graph = None
 
 
 def _run(session: Session, call: Call) -> Any:
@@ -209,7 +233,7 @@ def _run(session: Session, call: Call) -> Any:
     if reason is None and TUNING.active and session.settings.tune:
         trial = TUNING.find(call.fingerprint(), session.settings.key)
         reason = None if trial is None else trial.reason()
-    if reason is None and session.settings.on_miss == "eager" and call.fingerprint() in _LEFT_TO_EAGER:
+    if reason is None and session.settings.on_miss == "eager" and call.description() in _LEFT_TO_EAGER:
         reason = ON_MISS
     if reason is None:
         reason = _capture(capturing)
@@ -237,7 +261,7 @@ def _on_trial(session: Session, call: Call, reason: Bypass) -> Any:
 
 
 _LEFT_TO_EAGER: set[int] = set()
-"""Fingerprints of tapes that ``on_miss="eager"`` found not to be in the cache: the engine need not be asked again."""
+"""Descriptions of tapes that ``on_miss="eager"`` found not to be in the cache: the engine need not be asked again."""
 
 
 def _raise_if_missing(session: Session, call: Call) -> None:
@@ -375,7 +399,7 @@ def _begin() -> Capture:
     return _thread.capturing.capture
 
 
-def _finish(captured: ir.TapeGraph, capture: Capture) -> tuple[Callable[..., Any], CompiledGraph]:
+def _finish(captured: ir.TapeGraph, capture: Capture) -> tuple[Callable[..., Any], _Handle]:
     """The report is complete and the tape still whole."""
     capturing = _thread.capturing
     assert capturing is not None
@@ -388,15 +412,17 @@ def _finish(captured: ir.TapeGraph, capture: Capture) -> tuple[Callable[..., Any
     if graph is None:
         if agrees:
             tape.join_names(captured.calls, visited)
-        capturing.miss = GRAPHS.explain(ordered, keys)
+        capturing.miss = GRAPHS.explain(ordered, keys, capture.shapes)
         if capturing.session.settings.on_miss in ("eager", "raise") and not _stored(capturing.session, ordered, keys):
-            _LEFT_TO_EAGER.add(capturing.call.fingerprint())
+            _LEFT_TO_EAGER.add(capturing.call.description())
             raise CaptureRefusedError(ON_MISS)
         graph, crowded = GRAPHS.add(ordered, keys)
         _LEFT_TO_EAGER.clear()
         if crowded:  # the engine still knows those that went; it cannot be told to forget some
             _thread.crowded = True
-    return _hand_over, graph
+    handle = _Handle(graph)
+    _handles.append(handle)
+    return _hand_over, handle
 
 
 def _stored(session: Session, ordered: ir.TapeGraph, keys: Sequence[Key]) -> bool:
@@ -405,9 +431,11 @@ def _stored(session: Session, ordered: ir.TapeGraph, keys: Sequence[Key]) -> boo
 
 
 def _hand_over(
-    graph: CompiledGraph, tensors: list[torch.Tensor], sizes: Any, scalars: Any, objects: Any, packed: Any
+    handle: _Handle, tensors: list[torch.Tensor], sizes: Any, scalars: Any, objects: Any, packed: Any
 ) -> list[Any]:
     """What the engine calls once it has walked a tape whose structure it knows."""
+    graph = handle.graph
+    assert graph is not None, "the engine called what it had forgotten"
     handover = Handover(graph, list(tensors), list(sizes), list(scalars), objects, packed)
     tensors.clear()
     capturing = _thread.capturing

@@ -166,7 +166,7 @@ def execute(
         if variant is not None and variant.entry is not None:
             miss, reasons = None, []  # another process has met this structure
         elif variant is None and miss is not None:
-            miss = other or _nearest_stored(session, graph, miss)
+            miss = other or _nearest_stored(session, handover, miss, log)
             reasons = [miss]
         if variant is None and session.settings.on_miss in ("compile", "background"):
             variant, variant_misses = _add(session, graph, surroundings, handover, log)
@@ -193,12 +193,13 @@ def execute(
         outcome = BYPASS if bypassed else variant_missed if miss is None else STRUCTURE_MISS
         cost = sum(log.seconds.get(stage, 0.0) for stage in ("lower", "compile"))
         if reasons and isinstance(reasons[0], Miss):
-            reasons[0] = msgspec.structs.replace(reasons[0], seconds=cost)
+            walk = log.seconds.get("capture", 0.0) if captured else 0.0
+            reasons[0] = msgspec.structs.replace(reasons[0], seconds=cost + walk)
         if variant is not None and log.compiles:
             _store(session, graph, variant, surroundings, reasons, cost)
         if variant is not None and outcome == HIT and session.settings.tune:
             TUNING.hit(variant, log.seconds["capture"] + log.seconds["run"], lambda: state.fingerprint)
-        session.record(Outcome(outcome, graph, tuple(reasons), log.seconds), captured, log.compiles)
+        session.record(Outcome(outcome, graph, tuple(reasons), log.seconds), captured, log.compiles, log.loads)
         if log.uncompiled and session.settings.on_miss == "raise" and sys.exc_info()[0] is None:
             raise CacheMissError(reasons, ran=True)
 
@@ -212,10 +213,19 @@ def find_variant(
     return (variant, None) if disk is None else disk.find(graph, session.settings, surroundings, handover)
 
 
-def _nearest_stored(session: Session, graph: CompiledGraph, miss: Miss) -> Miss:
+def _nearest_stored(session: Session, handover: Handover, miss: Miss, log: RunLog) -> Miss:
     """A structure miss, told by the store where this process has nothing to compare with."""
     disk = disk_for(session.settings) if miss.kind == "first_seen" else None
-    return miss if disk is None else disk.explain(graph.tape) or miss
+    if disk is None:
+        return miss
+    with torch._C.DisableTorchFunctionSubclass():
+        shapes = [tuple(tensor.shape) for tensor in handover.tensors]
+    try:
+        return disk.lost(handover.graph) or disk.explain(handover.graph.tape, shapes) or miss
+    except Exception as error:  # noqa: BLE001  the tape is released by now, and only the reason is not known
+        what = f"{type(error).__name__}: {error}"
+        log.failures.append(Failure("explain", repr(handover.graph), what, "the reason is that of this process alone"))
+        return miss
 
 
 def _store(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -13,12 +14,14 @@ import torch
 from torch import fx
 
 from backends import Backend, get_backend
-from shadow_cache import Key, Leaf, Miss, ShadowGraph, VariantKey, explain_variant
+from shadow_cache import Key, Leaf, Miss, ShadowGraph, VariantKey
 
 from . import ir
 from .ambient import Ambient
-from .explain import layout_miss, shape_miss, structure_miss
+from .explain import structure_miss
+from .explain_variants import layout_miss, scalar_miss, shape_miss, state_miss, tensor_miss
 from .interpret import interpret
+from .places import node_name, title
 from .runtime import Program
 from .settings import Settings
 from .shapes import Spec
@@ -30,6 +33,8 @@ MOST_VARIANTS = 32
 """So many variants of one structure are kept; see also :data:`MOST_STRUCTURES`."""
 MOST_STRUCTURES = 512
 """So many structures are kept. Where there are more, the half that was used last stays."""
+_MOST_GONE = 100_000
+_EVICTED = "it was compiled before, and went because others were used since"
 _uses = itertools.count(1)
 
 
@@ -43,6 +48,7 @@ class CompiledGraph:
         number: counts the structures of the process.
         used: orders the structures by their last use.
         structure: its id in the store on disk, once somebody has asked for it.
+        identity: the hash of its keys.
         evicted: its variants were let go of, because there were too many structures.
     """
 
@@ -52,6 +58,7 @@ class CompiledGraph:
     used: int = 0
     evicted: bool = False
     structure: str | None = None
+    identity: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __call__(self, handover: Handover) -> list[torch.Tensor | None]:
@@ -97,6 +104,7 @@ class CompiledGraph:
         counts = [len(values) for values in handover.kinds()]
         program = Program(self.tape, backend, passes, counts, specs, shapes.dynamic, untraceable or {})
         check = tensor_check(handover.tensors, shapes.tensors)
+        program.specialiser.name_of = functools.partial(node_name, self.tape)
         devices = frozenset(tensor.device.type for tensor in handover.tensors)
         return Variant(key, shapes, list(handover.scalars), check, program, next(_uses), devices=devices)
 
@@ -109,7 +117,8 @@ class CompiledGraph:
         oldest = min(self.variants, key=lambda each: each.used)
         self.variants = [each for each in self.variants if each is not oldest]
         hint = "dynamic=None makes one variant serve many sizes; what was evicted is compiled again when it comes back"
-        return [Miss("variant_limit", repr(self), f"{MOST_VARIANTS} variants", "the least recently used went", hint)]
+        new = f"{MOST_VARIANTS + 1}, of which the least recently used went"
+        return [Miss("variant_limit", title(self.tape), f"{MOST_VARIANTS} variants", new, hint)]
 
     def evict(self) -> None:
         """Let go of everything that was compiled."""
@@ -132,15 +141,25 @@ class CompiledGraph:
         return key, None
 
     def _why(self, key: VariantKey, before: Variant | None, handover: Handover, dynamic: bool) -> Miss:
+        if not self.variants:
+            if self.evicted:
+                return Miss("evicted", title(self.tape), hint=_EVICTED)
+            return Miss("first_seen", title(self.tape))
+        nearest = before or self._in_this_state(key)
+        if nearest is None:
+            return state_miss(key, [other.key for other in self.variants])
+        old, new = nearest.shapes, Shapes.of(handover)
+        miss = tensor_miss(self.tape, old.kinds, new.kinds)
         if before is not None:
-            old, new = before.shapes, Shapes.of(handover)
-            miss = shape_miss(self.tape, (old.tensors, old.sizes), (new.tensors, new.sizes), dynamic)
+            miss = shape_miss(self.tape, (old.tensors, old.sizes), (new.tensors, new.sizes), dynamic) or miss
             miss = miss or layout_miss(self.tape, old.strides, new.strides)
-            if miss is not None:
-                return miss
-        if self.evicted and not self.variants:
-            return Miss("evicted", repr(self), hint="it was compiled before, and then the least recently used")
-        return explain_variant(key, [other.key for other in self.variants])
+        miss = miss or scalar_miss(self.tape, nearest.scalars, handover.scalars)
+        return miss or Miss("layout", f"a saved tensor of {title(self.tape)}", "a kind of tensor", "another kind")
+
+    def _in_this_state(self, key: VariantKey) -> Variant | None:
+        """The newest variant with the settings and the ambient state of ``key``."""
+        state = (key.settings, key.ambient)
+        return next((each for each in reversed(self.variants) if (each.key.settings, each.key.ambient) == state), None)
 
     @property
     def aten(self) -> list[fx.GraphModule]:
@@ -169,32 +188,44 @@ class Graphs:
 
     def __init__(self) -> None:
         self._shadow: ShadowGraph[CompiledGraph] = ShadowGraph()
+        self._gone: set[int] = set()  # hashes of structures that had to go, to say so when one comes back
 
     def find(self, keys: Sequence[Key]) -> CompiledGraph | None:
         """The graph of a structure, if it was captured before."""
         leaf, _ = self._shadow.find(keys)
         return None if leaf is None else leaf.payload
 
-    def explain(self, tape: ir.TapeGraph, keys: Sequence[Key]) -> Miss:
-        """How a structure differs from the nearest of those that were captured before."""
-        return structure_miss(tape, keys, *self._shadow.nearest(keys))
+    def explain(self, tape: ir.TapeGraph, keys: Sequence[Key], shapes: Sequence[Sequence[int]] = ()) -> Miss:
+        """How a structure differs from the nearest of those that were captured before.
+
+        Args:
+            shapes: of the lifted tensors, to be shown.
+        """
+        if hash(tuple(keys)) in self._gone:
+            return Miss("evicted", title(tape), hint=_EVICTED)
+        return structure_miss(tape, keys, *self._shadow.nearest(keys), shapes)
 
     def add(self, tape: ir.TapeGraph, keys: Sequence[Key]) -> tuple[CompiledGraph, bool]:
         """A graph for a new structure; and whether others had to go for it, of which the engine still knows."""
         added: Leaf[CompiledGraph] = self._shadow.insert(keys, CompiledGraph(tape))
         added.payload.number = added.number
         added.payload.used = next(_uses)
+        added.payload.identity = hash(tuple(keys))
         if len(self._shadow) <= MOST_STRUCTURES:
             return added.payload, False
         oldest = sorted(self, key=lambda graph: graph.used)[: MOST_STRUCTURES // 2]
         for graph in oldest:
             graph.evict()
+        self._gone.update(graph.identity for graph in oldest)
+        if len(self._gone) > _MOST_GONE:
+            self._gone.clear()
         self._shadow.remove({graph.number for graph in oldest})
         return added.payload, True
 
     def clear(self) -> None:
         """Forget all of them."""
         self._shadow.clear()
+        self._gone.clear()
 
     def __iter__(self) -> Iterator[CompiledGraph]:
         return (leaf.payload for leaf in self._shadow)

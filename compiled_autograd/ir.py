@@ -265,6 +265,7 @@ class TapeCall:
         parameter: for a leaf, the name of the parameter that it writes to, where a living module has it.
         module: the class of the outermost module that has it.
         source: ``file:line in function`` of the forward, where anomaly mode recorded it.
+        saved: names of what the node saved, with its text; None for tensors. Only for people: nothing is decided by it.
     """
 
     index: int
@@ -274,6 +275,7 @@ class TapeCall:
     parameter: str | None = None
     module: str | None = None
     source: str | None = None
+    saved: tuple[tuple[str, str | None], ...] = ()
 
 
 @dataclass(slots=True)
@@ -334,6 +336,8 @@ class TapeGraph:
         for node in self.graph.nodes:
             if node.op == "output":
                 yield node, f"return {_text(node.args[0], names)}"
+            elif by_call and node.target is operator.getitem:
+                names[node] = f"{names[node.args[0]]}.{node.args[1]}"  # in whatever order they are taken
             elif node.op == "call_function":
                 call = node.meta.get("call")
                 counts[call] = counts.get(call, -1) + 1
@@ -349,7 +353,8 @@ class TapeGraph:
         """
         parts: dict[int, list[str]] = {call.index: [call.name] for call in self.calls}
         described: set[fx.Node] = set()
-        end: list[str] = [f"accumulates={self.accumulates}"]
+        parts[0].append(f"accumulates={self.accumulates}")
+        end: list[str] = []
         for node, line in self._lines(by_call=True):
             part = parts[node.meta["call"]] if "call" in node.meta else end
             part.append(line)
@@ -388,6 +393,11 @@ def target_name(node: fx.Node) -> str:
     if isinstance(node.target, OpaqueOp):
         return repr(node.target)
     return str(getattr(node.target, "__name__", node.target))
+
+
+def text_of(value: Any) -> str:
+    """A constant, as the text form has it."""
+    return _text(value, {})
 
 
 def _text(value: Any, names: dict[fx.Node, str]) -> str:

@@ -11,7 +11,7 @@ import torch
 from shadow_cache import Call, Input, Structure
 
 from . import ir
-from .explain import place, uses
+from .places import place, uses
 from .shapes import is_static
 from .variants import Variant
 

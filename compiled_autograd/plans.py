@@ -7,6 +7,7 @@ Calls and values are named by their position in the tape graph, which is a part 
 from __future__ import annotations
 
 import hashlib
+import operator
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -60,7 +61,7 @@ def plan_of(variant: Variant, positions: dict[Any, int]) -> VariantPlan:
 def shapes_of(plan: VariantPlan, handover: Handover) -> Shapes:
     """The shapes of a plan that serves a backward."""
     shapes = Shapes.of(handover)
-    return Shapes([tensor.spec for tensor in plan.tensors], plan.sizes, shapes.strides)
+    return Shapes([tensor.spec for tensor in plan.tensors], plan.sizes, shapes.strides, shapes.kinds)
 
 
 def structure_id(tape: ir.TapeGraph, keys: Iterable[Sequence[str]]) -> str:
@@ -68,5 +69,9 @@ def structure_id(tape: ir.TapeGraph, keys: Iterable[Sequence[str]]) -> str:
     digest = hashlib.sha256()
     for key in keys:
         digest.update(msgspec.msgpack.encode(key))
-    digest.update(msgspec.msgpack.encode([node.meta.get("call", -1) for node in tape.graph.nodes]))
+    positions = {node: position for position, node in enumerate(tape.graph.nodes)}
+    for node in positions:  # plans name nodes by their positions
+        sources = [positions[source] for source in node.all_input_nodes]
+        item = node.args[1] if node.target is operator.getitem else -1
+        digest.update(msgspec.msgpack.encode((node.meta.get("call", -1), sources, item)))
     return digest.hexdigest()[:32]

@@ -30,6 +30,7 @@ class Stats:
         bypasses: for each reason, how many backwards the eager engine ran.
         compiles: how many regions were compiled.
         compile_seconds: seconds spent lowering and compiling, the first run of each region included.
+        loads: how many regions were found in the store on disk, where another process had compiled them.
         failures: how often something of ours failed and a slower way was taken, with the right result.
     """
 
@@ -41,6 +42,7 @@ class Stats:
     bypasses: dict[str, int] = field(default_factory=dict)
     compiles: int = 0
     compile_seconds: float = 0.0
+    loads: int = 0
     failures: int = 0
 
 
@@ -53,7 +55,7 @@ class Outcome:
         graph: the structure that ran; None for a bypass.
         reasons: why it was no hit, and what failed on the way.
         seconds: by stage: ``capture`` (the engine's walk, and its report where it missed), ``lower``, ``compile``,
-            ``run`` (everything after the capture, compiling included).
+            ``load`` (from the store on disk), ``run`` (everything after the capture, all of these included).
     """
 
     outcome: str
@@ -103,7 +105,7 @@ class Session:
         """The structures that this session captured or compiled, in the order in which it met them."""
         return list(self._graphs.values())
 
-    def record(self, outcome: Outcome, captured: bool = False, compiles: int = 0) -> None:
+    def record(self, outcome: Outcome, captured: bool = False, compiles: int = 0, loads: int = 0) -> None:
         """Count one backward."""
         failures = [reason for reason in outcome.reasons if isinstance(reason, Failure)]
         with self._lock:
@@ -111,6 +113,7 @@ class Session:
             stats.backwards += 1
             stats.captures += captured
             stats.compiles += compiles
+            stats.loads += loads
             stats.failures += len(failures)
             stats.compile_seconds += outcome.seconds.get("lower", 0.0) + outcome.seconds.get("compile", 0.0)
             if outcome.outcome == HIT:
@@ -127,10 +130,10 @@ class Session:
                 self._graphs.setdefault(id(outcome.graph), outcome.graph)
             self.last = outcome
         tell(outcome, compiles)
-        if outcome.reasons:
+        if compiles:
             count_repeats(self._missed, outcome.reasons)
-            for failure in failures:
-                warn_of(failure)
+        for failure in failures:
+            warn_of(failure)
 
 
 class _Disabled:

@@ -19,10 +19,11 @@ from torch import fx
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from backends import ArtifactError, Backend, Compiled
-from shadow_cache import Failure, Miss, StoreError
+from shadow_cache import DamagedEntryError, Failure, Miss, StoreError
 
 from . import ir
 from .errors import UntraceableError
+from .explain_variants import guard_miss, handed_on_miss
 from .log import RunLog
 from .lower import Lowered, lower
 from .partition import Region
@@ -103,6 +104,7 @@ class Specialiser:
         self.dynamic = dynamic
         self.shelf: Shelf | None = None
         self.finished: list[RunLog] = []
+        self.name_of: Callable[[fx.Node], str] = str  # for people
         self._opaque = 0
 
     # ---- looking up ------------------------------------------------------------------------------------------------
@@ -141,8 +143,9 @@ class Specialiser:
                 call = self.backend.load(self.shelf.read(shelved.artifact))  # type: ignore[attr-defined]
                 compiled = step.bind(shelved, call, shelved.plan.wiring, kind, shelved.plan.guard())
             except (StoreError, ArtifactError) as error:
-                where = f"a region of {len(step.region.nodes)} calls in the store"
-                log.misses.append(Miss("corrupt", where, old="stored", new=str(error), hint="it is compiled again"))
+                where = f"the stored code of {len(step.region.nodes)} calls"
+                found = error.found if isinstance(error, DamagedEntryError) else str(error)
+                log.misses.append(Miss("corrupt", where, "what was stored", found, "it is compiled again"))
                 continue
             finally:
                 log.add("load", time.perf_counter() - started)
@@ -164,9 +167,9 @@ class Specialiser:
         """
         before = self.kind(step, slots)
         if known := [compiled for compiled in step.compiled.get(before, ()) if compiled is not None]:
-            log.misses.append(_guard_miss(step, known[-1], slots))
+            log.misses.append(self._guard_miss(step, known[-1], slots))
         elif step.compiled:
-            log.misses.append(_other_kind(step, before, next(reversed(step.compiled))))
+            log.misses.append(self._other_kind(step, before, next(reversed(step.compiled))))
         for node, slot in step.made():
             spec = widened(self.specs.get(node), slots[slot]) if self.dynamic else spec_of(slots[slot])
             if spec is not None:
@@ -195,6 +198,20 @@ class Specialiser:
         known = step.compiled[compiled.kind]
         step.compiled[compiled.kind] = [checked if each is compiled else each for each in known]
         return checked
+
+    def _guard_miss(self, step: RegionStep, compiled: Specialised, slots: Slots) -> Miss:
+        """What was found to hold of the symbols when the region was compiled does not hold now."""
+        assert compiled.guard is not None
+        nodes = [step.region.inputs[step.inputs.index(slot)] for slot in compiled.arguments]
+        return guard_miss(compiled.guard, [slots[slot] for slot in compiled.arguments], list(map(self.name_of, nodes)))
+
+    def _other_kind(self, step: RegionStep, new: tuple[Any, ...], old: tuple[Any, ...]) -> Miss:
+        """What an earlier step handed on differs in shape, strides, dtype or definedness from what was compiled for."""
+        nodes = step.region.inputs if step.each_shape else [node for node, _ in step.made()]
+        for node, one, other in zip(nodes, old, new, strict=True):
+            if one != other:
+                return handed_on_miss(self.name_of(node), one, other)
+        raise ir.IllegalGraphError(f"two equal kinds of inputs taken for different: {new}")
 
     def _attempts(self, step: RegionStep, slots: Slots, log: RunLog, compile: Compile) -> Specialised | None:
         symbols = self.dynamic and not step.each_shape
@@ -357,25 +374,6 @@ def _memory(value: Any) -> int | None:
     if value.numel() == 0 or value._is_zerotensor():  # zeros without memory
         return None
     return value.untyped_storage().data_ptr()
-
-
-def _guard_miss(step: RegionStep, compiled: Specialised, slots: Slots) -> Miss:
-    """What was found to hold of the symbols when the region was compiled does not hold now."""
-    assert compiled.guard is not None
-    broken = compiled.guard.broken([slots[slot] for slot in compiled.arguments])
-    symbols = "; ".join(line for line in compiled.guard.names if line.partition(" ")[0] in broken)
-    where = f"a region of {len(step.region.nodes)} calls"
-    return Miss("guard", where, old=f"{broken}, where {symbols}" if symbols else broken, new="does not hold")
-
-
-def _other_kind(step: RegionStep, new: tuple[Any, ...], old: tuple[Any, ...]) -> Miss:
-    """What an earlier step handed on differs in shape, strides, dtype or definedness from what was compiled for."""
-    nodes = step.region.inputs if step.each_shape else [node for node, _ in step.made()]
-    for node, one, other in zip(nodes, old, new, strict=True):
-        if one != other:
-            source = node.args[0] if node.args and isinstance(node.args[0], fx.Node) else node
-            return Miss("layout", f"what {source.name} gave", str(one), str(other))
-    raise ir.IllegalGraphError(f"two equal kinds of inputs taken for different: {new}")
 
 
 def _copy(graph_module: fx.GraphModule) -> fx.GraphModule:

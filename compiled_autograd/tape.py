@@ -162,6 +162,25 @@ def _leading_to(inputs: Sequence[torch.Tensor | GradientEdge], roots: Sequence[A
     return wanted
 
 
+def description(
+    outputs: Sequence[torch.Tensor | GradientEdge], inputs: Sequence[torch.Tensor | GradientEdge], accumulates: bool
+) -> int:
+    """A number for what can be read of a tape from Python: nodes, their constants, and which leaves have a ``.grad``.
+
+    Tapes with one structure and one set of sizes have one number. Hooks, dtypes and undefined gradients are not in it.
+    """
+    if len(first_nodes(outputs)) > LONGEST:
+        return fingerprint(outputs, inputs)
+    parts: list[Any] = [accumulates]
+    for visited in walk(outputs, inputs):
+        parts.append(visited.name)
+        if visited.name == LEAF:
+            parts.append(visited.node.variable.grad is None)
+        else:
+            parts.extend(saved_by(visited.node))
+    return hash(tuple(parts))
+
+
 def join_order(
     calls: Sequence[ir.TapeCall], visited: Sequence[Visited], outputs: Sequence[torch.Tensor | GradientEdge]
 ) -> bool:
@@ -184,6 +203,32 @@ def join_names(calls: Sequence[ir.TapeCall], visited: Sequence[Visited]) -> None
             place = names[id(each.node.variable)]
             call.parameter, call.module = place.name, place.outermost
         call.source = source_line(each.node)
+        call.saved = saved_by(each.node)
+
+
+_saved_names: weakref.WeakKeyDictionary[type, tuple[tuple[str, bool], ...]] = weakref.WeakKeyDictionary()
+
+
+def saved_by(node: Any) -> tuple[tuple[str, str | None], ...]:
+    """What a built-in node saved, by its names for it, in its order: the text of each constant, None for tensors.
+
+    Tensors are not read: that would run the hooks that pack them.
+    """
+    cls = type(node)
+    if cls not in _saved_names:
+        names = [name for name in vars(cls) if name.startswith("_saved_")]
+        _saved_names[cls] = tuple((name, f"_raw{name}" in vars(cls)) for name in names)
+    return tuple(
+        (name.removeprefix("_saved_"), None if is_tensor else ir.text_of(_signed(getattr(node, name))))
+        for name, is_tensor in _saved_names[cls]
+    )
+
+
+def _signed(value: Any) -> Any:
+    """Negative numbers in lists come as unsigned ones of 64 bits."""
+    if isinstance(value, tuple):
+        return [_signed(each) for each in value]
+    return value - (1 << 64) if type(value) is int and value >= 1 << 63 else value
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,6 +15,7 @@ from shadow_cache import VariantKey
 
 from . import ir
 from .ambient import Ambient
+from .explain_variants import kind_text
 from .runtime import Program
 from .shapes import Spec, is_static, marked, promoted, static_parts, widened
 from .specialise import kind_of_value
@@ -58,12 +59,14 @@ class Handover:
 class Shapes:
     """What one variant was made for: a spec for each lifted tensor, and one for all sizes.
 
-    ``strides`` are those of the tensors that it was made with; None for one that has none.
+    ``strides`` are those of the tensors that it was made with, None for one that has none; ``kinds`` say for people
+    what else those tensors were.
     """
 
     tensors: list[Spec]
     sizes: Spec
     strides: list[tuple[int, ...] | None]
+    kinds: list[str] = field(default_factory=list)
     dynamic: bool = False
     _static_sizes: list[tuple[int, int]] = field(default_factory=list)
     _sizes: list[int] | None = None
@@ -87,7 +90,7 @@ class Shapes:
         if changing:
             tensors = [promoted(tensor, changing) for tensor in handover.tensors]
             sizes = tuple((size, size) if size in changing else size for size in handover.sizes)
-        return Shapes(tensors, sizes, _strides(handover))
+        return Shapes(tensors, sizes, _strides(handover), _kinds(handover))
 
     def fits(self, handover: Handover) -> bool:
         """Whether as many tensors of as many dimensions were handed over."""
@@ -97,7 +100,8 @@ class Shapes:
         """With a history for whatever differs from what was handed over."""
         pairs = zip(self.tensors, handover.tensors, strict=True)
         tensors = [widened(spec, tensor) or () for spec, tensor in pairs]
-        return Shapes(tensors, widened(self.sizes, tuple(handover.sizes)) or (), _strides(handover))
+        sizes = widened(self.sizes, tuple(handover.sizes)) or ()
+        return Shapes(tensors, sizes, _strides(handover), _kinds(handover))
 
     def serves(self, sizes: list[int]) -> bool:
         """Whether the sizes that do not change are as they were."""
@@ -119,6 +123,10 @@ class Shapes:
 
 def _strides(handover: Handover) -> list[tuple[int, ...] | None]:
     return [tensor.stride() if ir.is_plain(tensor) else None for tensor in handover.tensors]
+
+
+def _kinds(handover: Handover) -> list[str]:
+    return [kind_text(tensor) for tensor in handover.tensors]
 
 
 class TensorPlan(msgspec.Struct, frozen=True, array_like=True):

@@ -112,7 +112,7 @@ class Entry(msgspec.Struct, frozen=True):
     @property
     def name(self) -> str:
         """What people know it by: loss, module and source line, as far as they are known."""
-        return _name(self.loss, self.module, self.source)
+        return name_of(self.loss, self.module, self.source)
 
 
 class Summary(msgspec.Struct, frozen=True):
@@ -136,10 +136,11 @@ class Summary(msgspec.Struct, frozen=True):
     @property
     def name(self) -> str:
         """As that of the entry."""
-        return _name(self.loss, self.module, self.source)
+        return name_of(self.loss, self.module, self.source)
 
 
-def _name(loss: str, module: str | None, source: str | None) -> str:
+def name_of(loss: str, module: str | None, source: str | None) -> str:
+    """What people know an entry by: loss, module and source line, as far as they are known."""
     of = f" of {module}" if module else ""
     at = f", {source}" if source else ""
     return f"{loss}{of}{at}"

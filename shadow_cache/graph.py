@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -142,8 +142,15 @@ def _nearness(other: VariantKey, key: VariantKey) -> tuple[bool, bool, int]:
     return (other.settings == key.settings, other.ambient == key.ambient, same_sizes)
 
 
-def explain_variant(key: VariantKey, known: Sequence[VariantKey]) -> Miss:
-    """Why none of ``known`` serves ``key``: compared with the nearest of them."""
+def _said(name: str, value: Any) -> str:
+    return str(value)
+
+
+def explain_variant(key: VariantKey, known: Sequence[VariantKey], said: Callable[[str, Any], str] = _said) -> Miss:
+    """Why none of ``known`` serves ``key``: compared with the nearest of them.
+
+    ``said(name, value)`` is the text of a setting, or of a part of the ambient state.
+    """
     if not known:
         return Miss("first_seen")
     nearest = max(known, key=lambda other: _nearness(other, key))
@@ -153,7 +160,7 @@ def explain_variant(key: VariantKey, known: Sequence[VariantKey]) -> Miss:
     ):
         for (name, old), (_, new) in zip(before, after, strict=True):
             if old != new:
-                return Miss(kind, name, old=str(old), new=str(new))
+                return Miss(kind, name, old=said(name, old), new=said(name, new))
     for index, (old, new) in enumerate(zip(nearest.sizes, key.sizes, strict=True)):
         if old != new:
             return Miss("shape", f"size {index}", old=str(old), new=str(new))

@@ -158,7 +158,8 @@ def test_a_miss_names_the_dimension_and_says_that_it_is_free_now() -> None:
     _backward(session, 6, 3)
     assert session.last is not None
     (miss,) = session.last.reasons
-    assert (miss.kind, miss.old, miss.new, miss.hint) == ("shape", "5", "6", "any size from now on")
+    hint = "now dynamic: 5 -> 6, in 2 tensors; other such sizes are hits"
+    assert (miss.kind, miss.old, miss.new, miss.hint) == ("shape", "5", "6", hint)
     assert "dimension 0" in miss.where and "Backward0" in miss.where and miss.seconds > 0
 
 

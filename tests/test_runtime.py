@@ -374,4 +374,4 @@ def test_what_a_function_gives_another_way_is_a_miss_that_says_so() -> None:
         assert session.last is not None and session.last.outcome == outcome
         if outcome == "shape_miss":
             (reason,) = session.last.reasons
-            assert "(4, 1)" in str(reason) and "(1, 3)" in str(reason) and "call_backward" in str(reason)
+            assert "(4, 1)" in str(reason) and "(1, 3)" in str(reason) and "GivesBackward" in str(reason)

@@ -159,9 +159,11 @@ def execute(
         elif variant is None and miss is not None:
             miss = other or _nearest_stored(session, graph, miss)
             reasons = [miss]
+        elif variant is None and other is not None and (not graph.variants or other.kind == "corrupt"):
+            reasons = [other]  # it says more than what this process can compare with
         if variant is None and log.may_compile:
             variant, variant_misses = _add(session, graph, surroundings, handover, log)
-            reasons.extend(variant_misses[1:] if miss is not None else variant_misses)
+            reasons.extend(variant_misses[1:] if reasons else variant_misses)
         elif variant is None:
             bypassed = True
             reasons = [ON_MISS, *reasons, *graph.explain(session.settings, surroundings, handover)]
@@ -202,9 +204,9 @@ def find_variant(
 
 
 def _nearest_stored(session: Session, graph: CompiledGraph, miss: Miss) -> Miss:
-    """A structure miss, told by the store where this process has nothing to compare with."""
-    disk = disk_for(session.settings) if miss.kind == "first_seen" else None
-    return miss if disk is None else disk.explain(graph.tape) or miss
+    """A structure miss, told by the store where it knows more."""
+    disk = disk_for(session.settings)
+    return miss if disk is None else disk.explain(graph, miss)
 
 
 def _store(
@@ -212,7 +214,7 @@ def _store(
     graph: CompiledGraph,
     variant: Variant,
     surroundings: Ambient,
-    reasons: Sequence[Bypass | Miss | Failure],
+    reasons: list[Bypass | Miss | Failure],
     seconds: float,
 ) -> None:
     """Keep what was compiled for other processes."""
@@ -220,7 +222,11 @@ def _store(
     if disk is None:
         return
     misses = [reason for reason in reasons if isinstance(reason, Miss)]
-    variant.not_stored = disk.save(graph, variant, session.settings, surroundings, misses, seconds)
+    try:
+        variant.not_stored = disk.save(graph, variant, session.settings, surroundings, misses, seconds)
+    except Exception as error:  # noqa: BLE001  the step is done: what cannot be stored is compiled again elsewhere
+        variant.not_stored = f"{type(error).__name__}: {error}"
+        reasons.append(Failure("store", repr(graph), variant.not_stored, "it is kept in memory alone"))
 
 
 def _saved_tensor_hooks() -> list[Any]:

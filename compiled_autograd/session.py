@@ -111,7 +111,7 @@ class Session:
                 reason = outcome.reasons[0]
                 assert isinstance(reason, Bypass)
                 stats.bypasses[reason.label] = stats.bypasses.get(reason.label, 0) + 1
-            if outcome.graph is not None and outcome.outcome != HIT:
+            if outcome.graph is not None and (captured or outcome.outcome != HIT):
                 self._graphs.setdefault(id(outcome.graph), outcome.graph)
             self.last = outcome
         tell(outcome, compiles)

@@ -169,7 +169,8 @@ def enable(**settings: Any) -> Session:
         on_unsupported: ``"eager"`` runs what cannot be captured on the eager engine, ``"raise"`` raises
             :class:`UnsupportedBackwardError`.
         check: False.
-        cache_dir: None or False; graphs are kept in memory.
+        cache_dir: the folder in which compiled graphs outlive the process; None is the user's cache folder, False keeps
+            them in memory.
         passes: functions over the ATen graph of each region, in order; each gives a ``GraphModule``, or None where it
             changed the one it got.
 

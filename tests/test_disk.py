@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import gc
 import os
+import threading
 import warnings
 import weakref
 from collections.abc import Callable, Iterator
@@ -263,6 +264,34 @@ def test_a_call_that_cannot_be_traced_is_not_tried_again(folder: Path, monkeypat
     assert before.compiles == 3 and len(tried) == 2
     expect(_again(static, folder).stats(), hits=1, compiles=0)
     assert len(tried) == 2
+
+
+def test_threads_that_come_at_once_find_it(folder: Path) -> None:
+    """Some may load what another is loading, and keep it twice; none compiles."""
+    right = wanted(_sines)
+    _run(_sines, folder)
+    restart()
+    session = ca.enable(backend="eager", cache_dir=folder)
+    together, results = threading.Barrier(4), []
+
+    def work() -> None:
+        generator = torch.Generator().manual_seed(0)
+        x = torch.randn(3, generator=generator).requires_grad_()
+        loss = x.sin().exp().sum()
+        together.wait()
+        with session:
+            results.append(torch.autograd.grad(loss, x))
+
+    workers = [threading.Thread(target=work) for _ in range(4)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    for result in results:
+        assert_same(result, right)
+    stats = session.stats()
+    assert len(results) == stats.backwards == 4 and stats.compiles == 0 and stats.failures == 0
+    assert stats.hits + stats.bypasses.get("other_thread_in_backward", 0) == 4 and stats.hits
 
 
 _FORK = """

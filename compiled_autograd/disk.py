@@ -9,16 +9,13 @@ from __future__ import annotations
 
 import functools
 import hashlib
-import platform
-import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import msgspec
-import torch
 from torch import fx
 
 import shadow_cache
@@ -29,15 +26,16 @@ from shadow_cache.entries import name_of
 from . import ir
 from .ambient import Ambient
 from .explain import structure_miss
-from .explain_variants import state_hint, stored_miss, text_of_part
+from .explain_variants import stored_miss
 from .labels import caller, guards_of, inputs_of, loss_of, module_of, structure_of
 from .places import title
 from .plans import VariantPlan, plan_of, shapes_of, structure_id
 from .reporting import warn_once
 from .settings import Settings
 from .shapes import Spec
-from .specialise import Shelf, Shelved
+from .specialise import MOST_GUARDED, Shelf, Shelved
 from .steps import RegionPlan, region_plan
+from .surroundings import differences, is_repeatable, state_of, why_not_stored
 from .variants import Handover, Variant
 
 if TYPE_CHECKING:
@@ -81,10 +79,17 @@ def _give_up(error: StoreError) -> None:
 
 @dataclass(eq=False)
 class Disk:
-    """A store, and what this process makes of it."""
+    """A store, and what this process makes of it.
+
+    Attributes:
+        usable: it can be read.
+        writable: it can be written too; where it could not be once, it is not tried again.
+    """
 
     store: Store
     usable: bool = True
+    writable: bool = True
+    _told: int = 0
 
     # ---- finding ---------------------------------------------------------------------------------------------------
 
@@ -92,29 +97,32 @@ class Disk:
         self, graph: CompiledGraph, settings: Settings, surroundings: Ambient, handover: Handover
     ) -> tuple[Variant | None, Miss | None]:
         """A variant for a backward that another process made; or None, and why what is there does not serve."""
-        if not self.usable or not _can_be_stored(graph.tape, settings):
+        if not self.usable or why_not_stored(graph.tape, settings):
             return None, None
-        try:
-            entries = self.store.find(_id(graph))
-        except StoreError as error:
-            self.usable = False
-            _give_up(error)
-            return None, None
-        state = _state(settings, surroundings)
-        nearest: Miss | None = None
-        other_shapes: VariantPlan | None = None
-        for entry in entries:
-            miss = _other_state(entry, state)
-            if miss is None:
+        entries = self._find(_id(graph))
+        state = state_of(settings, surroundings)
+        other_shapes: Miss | None = None
+        other_states: list[list[Miss]] = []
+        for entry in sorted(entries, key=lambda entry: entry.dynamic):  # of one for all sizes and one for these, this
+            differing = differences(entry, state)
+            if differing:
+                other_states.append(differing)
+                continue
+            try:
                 plan = msgspec.msgpack.decode(entry.plan, type=VariantPlan)
                 if plan.serves(handover):
                     return self._load(graph, settings, surroundings, handover, entry, plan), None
-                other_shapes = other_shapes or plan
-                continue
-            nearest = nearest or miss
-        if other_shapes is not None:
-            nearest = stored_miss(graph.tape, other_shapes, handover)
-        return None, nearest
+                other_shapes = other_shapes or stored_miss(graph.tape, plan, handover)
+            except Exception as error:  # noqa: BLE001  the tape is released by now: it is compiled again, and says so
+                found = f"{type(error).__name__}: {error}"
+                other_shapes = Miss("corrupt", f"entry {entry.id}", "stored", found, "it is made anew")
+        nearest = min(other_states, key=len, default=[None])[0]
+        return None, self._damaged(_id(graph)) or other_shapes or nearest
+
+    def _damaged(self, structure: str) -> Miss | None:
+        """What was found damaged since this was asked last, if it can have been of this structure."""
+        found, self._told = self.store.damage[self._told :], len(self.store.damage)
+        return next((each.miss for each in found if each.structure in (structure, "")), None)
 
     def _load(
         self,
@@ -141,30 +149,43 @@ class Disk:
         variant.entry = entry.id
         variant.tensors = plan.tensors
         graph.keep(variant)
-        self._quietly(lambda: self.store.loaded(entry.id))
+        self._write(lambda: self.store.loaded(entry.id))
         return variant
 
     def knows(self, tape_graph: ir.TapeGraph, keys: Sequence[shadow_cache.Key]) -> bool:
         """Whether it has anything of a structure."""
-        try:
-            return self.usable and bool(self.store.find(structure_id(tape_graph, keys)))
-        except StoreError as error:
-            self.usable = False
-            _give_up(error)
-            return False
+        return bool(self._find(structure_id(tape_graph, keys)))
 
-    def explain(self, tape_graph: ir.TapeGraph, shapes: Sequence[Sequence[int]] = ()) -> Miss | None:
-        """How a structure that nobody knows differs from the nearest of those in the store; None if it has none."""
+    def explain(self, graph: CompiledGraph, miss: Miss, shapes: Sequence[Sequence[int]] = ()) -> Miss:
+        """Why the store has nothing of a structure: it went, or how it differs from the nearest of those there.
+
+        Args:
+            graph: the structure.
+            miss: how it differs from those that this process knows; given back where the store knows no more.
+            shapes: of the lifted tensors.
+        """
+        if not self.usable:
+            return miss
+        if (lost := self.lost(graph)) is not None:
+            return lost
+        if miss.kind != "first_seen":
+            return miss
         known: ShadowGraph[None] = ShadowGraph()
         try:
-            ids = dict.fromkeys(entry.structure for entry in self.store.entries())
+            ids = dict.fromkeys(summary.structure for summary in self.store.summaries())
             for structure in map(self.store.structure, list(ids)[:_NEIGHBOURS]):
                 if structure is not None:
                     known.insert(structure.keys, None)
         except StoreError:  # whoever wants to store something says so
-            return None
-        keys = tape_graph.structure()
-        return structure_miss(tape_graph, keys, *known.nearest(keys), shapes) if len(known) else None
+            return miss
+        if not len(known):
+            return miss
+        keys = graph.tape.structure()
+        depth, nearest = known.nearest(keys)
+        if depth == len(keys):
+            hint = "its branches were made in another order in the forward; rounding and hooks depend on it"
+            return Miss("node_attribute", "the order of execution", "that of another process", "another", hint)
+        return structure_miss(graph.tape, keys, depth, nearest, shapes)
 
     def lost(self, graph: CompiledGraph) -> Miss | None:
         """Whether the store had something of a structure that was removed, or found to be damaged; None if it had not.
@@ -201,7 +222,7 @@ class Disk:
         name = name_of(loss_of(graph.tape), module_of(graph.tape), caller())
         for miss in misses:
             record = MissEntry(time.time(), _id(graph), entry, name, miss)
-            self._quietly(lambda record=record: self.store.record(record))
+            self._write(functools.partial(self.store.record, record))
         return why_not
 
     def _save(
@@ -213,32 +234,38 @@ class Disk:
         misses: Sequence[Miss],
         seconds: float,
     ) -> str:
-        if not self.usable:
+        if not self.usable or not self.writable:
             return "the store cannot be used"
-        if not _can_be_stored(graph.tape, settings):
-            return "passes, backends without a name and C++ functions of users are not stored"
+        if why_not := why_not_stored(graph.tape, settings):
+            return why_not
         if variant.tensors is None:
             return "a saved tensor is of a kind that is not stored"
         backend = get_backend(settings.backend)
         assert isinstance(backend, Storing)
+        state = state_of(settings, surroundings)
+        served = msgspec.msgpack.encode((variant.tensors, variant.shapes.sizes, variant.scalars))
+        identity = hashlib.sha256(msgspec.msgpack.encode((_id(graph), state)) + served).hexdigest()[:12]
         files: dict[str, bytes] = {}
         regions: list[Region] = []
         for step in variant.regions:
             for compiled in step.specialised():
-                artifact, lowered = self._files(backend, compiled)
+                if not is_repeatable(compiled.kind):
+                    return "a function or hook handed on a value that its text does not tell"
+                if isinstance(compiled.aten, Shelved):
+                    continue  # the entry has it
+                artifact = backend.save(compiled.call)
                 if artifact is None:
                     return backend.why_not_saved(compiled.call) or "its backend does not say why"
+                lowered = compiled.aten.text().encode()
                 digests = [hashlib.sha256(data).hexdigest() for data in (artifact, lowered)]
                 files.update(zip(digests, (artifact, lowered), strict=True))
                 encoded = msgspec.msgpack.encode(region_plan(step, compiled))
                 regions.append(Region(len(step.region.nodes), digests[0], digests[1], encoded))
+        regions += self._kept(_id(graph), identity, variant, {region.plan for region in regions}, files)
         positions = {node: position for position, node in enumerate(graph.tape.graph.nodes)}
         plan = msgspec.msgpack.encode(plan_of(variant, positions))
-        state = _state(settings, surroundings)
-        served = msgspec.msgpack.encode((variant.tensors, variant.shapes.sizes, variant.scalars))
-        identity = hashlib.sha256(msgspec.msgpack.encode((_id(graph), state)) + served).hexdigest()
         entry = Entry(
-            id=identity[:12],
+            id=identity,
             structure=_id(graph),
             loss=loss_of(graph.tape),
             module=module_of(graph.tape),
@@ -259,79 +286,52 @@ class Disk:
         try:
             self.store.add(structure_of(graph.tape, _id(graph)), entry, files)
         except StoreError as error:
-            self.usable = False
-            _give_up(error)
+            self._write_no_more(error)
             return str(error)
         variant.entry = entry.id
         return ""
 
-    def _files(self, backend: Storing, compiled: Any) -> tuple[bytes | None, bytes]:
-        lowering = compiled.aten
-        if isinstance(lowering, Shelved):
-            return self.store.read(lowering.artifact), self.store.read(lowering.lowered)
-        return backend.save(compiled.call), lowering.text().encode()
+    def _kept(
+        self, structure: str, identity: str, variant: Variant, plans: set[bytes], files: dict[str, bytes]
+    ) -> Iterator[Region]:
+        """What the store has of a variant beside what was compiled of it here; puts its files into ``files``.
 
-    def _quietly(self, work: Any) -> None:
-        """Write what nobody will miss."""
-        if not self.usable:
-            return
+        That may be what this process loaded, or did not come to need, or what another one has added meanwhile.
+        """
+        room = {step.place: MOST_GUARDED for step in variant.regions}
+        for entry in self._find(structure):
+            for region in entry.regions if entry.id == identity else ():
+                place = msgspec.msgpack.decode(region.plan, type=RegionPlan).place
+                if region.plan in plans or not room.get(place):
+                    continue
+                try:
+                    kept = {digest: self.store.read(digest) for digest in (region.artifact, region.lowered)}
+                except StoreError:
+                    continue  # who needs it compiles it
+                files.update(kept)
+                room[place] -= 1
+                yield region
+
+    def _find(self, structure: str) -> Sequence[Entry]:
+        """The entries of a structure; none where the store cannot be read."""
         try:
-            work()
+            return self.store.find(structure) if self.usable else ()
         except StoreError as error:
             self.usable = False
             _give_up(error)
+            return ()
 
+    def _write(self, work: Callable[[], object]) -> None:
+        """Write what nobody will miss."""
+        if self.usable and self.writable:
+            try:
+                work()
+            except StoreError as error:
+                self._write_no_more(error)
 
-def _can_be_stored(tape_graph: ir.TapeGraph, settings: Settings) -> bool:
-    """Whether what a graph compiles to depends on nothing but what the key of an entry says."""
-    if settings.passes or not isinstance(settings.backend, str):
-        return False
-    if not isinstance(get_backend(settings.backend), Storing):
-        return False
-    return not any(
-        isinstance(node.target, ir.AOTBackward) or (isinstance(node.target, ir.OpaqueOp) and node.target.custom)
-        for node in tape_graph.graph.nodes
-    )
-
-
-State = tuple[dict[str, str], dict[str, str], dict[str, str]]
-
-
-def _state(settings: Settings, surroundings: Ambient) -> State:
-    """Settings, ambient state and environment, as named parts."""
-    backend = get_backend(settings.backend)
-    assert isinstance(backend, Storing)
-    environment = {**_versions(), **backend.environment()}
-    chosen = {"backend": str(settings.backend), "dynamic": str(settings.dynamic)}
-    return chosen, {name: text_of_part(name, value) for name, value in surroundings}, environment
-
-
-def _other_state(entry: Entry, state: State) -> Miss | None:
-    """The first part in which an entry was made under another state."""
-    kinds = ("backend_or_settings", "ambient_state", "environment")
-    for kind, old, new in zip(kinds, (entry.settings, entry.ambient, entry.environment), state, strict=True):
-        for name in sorted({*old, *new}):
-            if old.get(name) != new.get(name):
-                texts = old.get(name, "nothing"), new.get(name, "nothing")
-                return Miss(kind, name, *texts, hint=state_hint(kind))
-    return None
-
-
-@functools.cache
-def _versions() -> Mapping[str, str]:
-    import backends
-
-    from . import __version__
-
-    digest = hashlib.sha256()
-    for module in (sys.modules[__package__], backends, shadow_cache):
-        for file in sorted(Path(str(module.__file__)).parent.glob("*.py")):
-            digest.update(file.read_bytes())
-    return {
-        "package": f"{__version__} {digest.hexdigest()[:12]}",
-        "torch": f"{torch.__version__} {torch.version.git_version}",
-        "python": f"{platform.python_implementation()} {platform.python_version()}",
-    }
+    def _write_no_more(self, error: StoreError) -> None:
+        self.writable = False
+        warn_once(f"the cache on disk cannot be written, and what is compiled from now on is kept in memory: {error}")
 
 
 def _id(graph: CompiledGraph) -> str:

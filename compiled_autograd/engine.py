@@ -220,6 +220,7 @@ def forget() -> None:
     _seam.clear_cache()
     while _handles:
         _handles.pop().graph = None
+    _LEFT_TO_EAGER.clear()
 
 
 def _run(session: Session, call: Call) -> Any:
@@ -280,7 +281,9 @@ def _raise_if_missing(session: Session, call: Call) -> None:
         if variant is not None:
             misses = []
         else:
-            misses = misses or [other] if other else graph.explain(session.settings, surroundings, probing.handover)
+            new = bool(misses) or not graph.variants  # to this process: then the store knows more
+            explained = graph.explain(session.settings, surroundings, probing.handover)
+            misses = [other] if other is not None and new else misses or explained
     if misses:
         session.record(Outcome(BYPASS, reasons=(ON_MISS, *misses)))
         raise CacheMissError(misses)

@@ -168,9 +168,11 @@ def execute(
         elif variant is None and miss is not None:
             miss = other or _nearest_stored(session, handover, miss, log)
             reasons = [miss]
+        elif variant is None and other is not None and (not graph.variants or other.kind == "corrupt"):
+            reasons = [other]  # it says more than what this process can compare with
         if variant is None and session.settings.on_miss in ("compile", "background"):
             variant, variant_misses = _add(session, graph, surroundings, handover, log)
-            reasons.extend(variant_misses[1:] if miss is not None else variant_misses)
+            reasons.extend(variant_misses[1:] if reasons else variant_misses)
         elif variant is None:
             bypassed = True
             reasons = [ON_MISS, *reasons, *graph.explain(session.settings, surroundings, handover)]
@@ -214,14 +216,14 @@ def find_variant(
 
 
 def _nearest_stored(session: Session, handover: Handover, miss: Miss, log: RunLog) -> Miss:
-    """A structure miss, told by the store where this process has nothing to compare with."""
-    disk = disk_for(session.settings) if miss.kind == "first_seen" else None
+    """A structure miss, told by the store where it knows more."""
+    disk = disk_for(session.settings)
     if disk is None:
         return miss
     with torch._C.DisableTorchFunctionSubclass():
         shapes = [tuple(tensor.shape) for tensor in handover.tensors]
     try:
-        return disk.lost(handover.graph) or disk.explain(handover.graph.tape, shapes) or miss
+        return disk.explain(handover.graph, miss, shapes)
     except Exception as error:  # noqa: BLE001  the tape is released by now, and only the reason is not known
         what = f"{type(error).__name__}: {error}"
         log.failures.append(Failure("explain", repr(handover.graph), what, "the reason is that of this process alone"))
@@ -233,7 +235,7 @@ def _store(
     graph: CompiledGraph,
     variant: Variant,
     surroundings: Ambient,
-    reasons: Sequence[Bypass | Miss | Failure],
+    reasons: list[Bypass | Miss | Failure],
     seconds: float,
 ) -> None:
     """Keep what was compiled for other processes."""
@@ -241,7 +243,11 @@ def _store(
     if disk is None:
         return
     misses = [reason for reason in reasons if isinstance(reason, Miss)]
-    variant.not_stored = disk.save(graph, variant, session.settings, surroundings, misses, seconds)
+    try:
+        variant.not_stored = disk.save(graph, variant, session.settings, surroundings, misses, seconds)
+    except Exception as error:  # noqa: BLE001  the step is done: what cannot be stored is compiled again elsewhere
+        variant.not_stored = f"{type(error).__name__}: {error}"
+        reasons.append(Failure("store", repr(graph), variant.not_stored, "it is kept in memory alone"))
 
 
 def _saved_tensor_hooks() -> list[Any]:

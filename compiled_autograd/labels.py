@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Any
@@ -35,8 +36,8 @@ def module_of(tape_graph: ir.TapeGraph) -> str | None:
 
 def caller() -> str | None:
     """``file:line in function`` of whoever called backward: the innermost frame that is neither ours nor torch's."""
-    ours = str(Path(__file__).parent)
-    torchs = str(Path(str(torch.__file__)).parent)
+    ours = f"{Path(__file__).parent}{os.sep}"
+    torchs = f"{Path(str(torch.__file__)).parent}{os.sep}"
     frame: Any = sys._getframe()
     while frame is not None:
         file = frame.f_code.co_filename

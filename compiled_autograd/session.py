@@ -126,7 +126,7 @@ class Session:
                 reason = outcome.reasons[0]
                 assert isinstance(reason, Bypass)
                 stats.bypasses[reason.label] = stats.bypasses.get(reason.label, 0) + 1
-            if outcome.graph is not None and outcome.outcome != HIT:
+            if outcome.graph is not None and (captured or outcome.outcome != HIT):
                 self._graphs.setdefault(id(outcome.graph), outcome.graph)
             self.last = outcome
         tell(outcome, compiles)
@@ -188,7 +188,8 @@ def enable(**settings: Any) -> Session:
         tune: whether variants that have served for a while are timed against the eager engine, and the faster one
             goes on (not with deterministic algorithms, and on the CPU alone). Timed and slower backwards count as
             bypasses, ``tuning`` and ``not_worth_it``.
-        cache_dir: None or False; graphs are kept in memory.
+        cache_dir: the folder in which compiled graphs outlive the process; None is the user's cache folder, False keeps
+            them in memory.
         passes: functions over the ATen graph of each region, in order; each gives a ``GraphModule``, or None where it
             changed the one it got.
 

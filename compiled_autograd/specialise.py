@@ -35,7 +35,7 @@ COMPILING = threading.RLock()  # neither tracing nor Inductor can be used by two
 _MOST_OPAQUE = 4
 """So many calls stay opaque because they cannot be traced with symbols, before a region is rather compiled for each
 set of shapes by itself."""
-_MOST_GUARDED = 8
+MOST_GUARDED = 8
 """So many compiled versions of a region are kept beside one another before the oldest goes."""
 
 
@@ -66,6 +66,10 @@ class Shelved:
     def graph_module(self) -> fx.GraphModule:
         """The ATen graph, made of its text. Constants in it are empty tensors."""
         return graph_of(self.code)
+
+    def text(self) -> str:
+        """The graph as code of Python."""
+        return self.code
 
 
 @dataclass(slots=True)
@@ -176,7 +180,7 @@ class Specialiser:
                 self.specs[node] = spec
         compiled = self._attempts(step, slots, log, compile)
         kind = self.kind(step, slots)
-        step.compiled[kind] = [*step.compiled.get(kind, ())[-_MOST_GUARDED:], compiled]
+        step.compiled[kind] = [*step.compiled.get(kind, ())[-MOST_GUARDED:], compiled]
         return compiled
 
     def first_run(self, step: RegionStep, compiled: Specialised, slots: Slots, log: RunLog) -> Specialised | None:

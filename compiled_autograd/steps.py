@@ -26,6 +26,9 @@ class Lowering(Protocol):
     def graph_module(self) -> fx.GraphModule:
         """The graph."""
 
+    def text(self) -> str:
+        """The graph as code of Python."""
+
 
 class Wiring(msgspec.Struct, frozen=True):
     """How a compiled region is fed, in terms of the region alone: indices into its inputs, its outputs, its fresh

@@ -234,11 +234,12 @@ def both(make: Callable[[], tuple[Any, Sequence[Any]]], backend: Any = "eager", 
 
 
 def in_subprocess(code: str, timeout: float = 120, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run Python code in a fresh process, with the project importable."""
-    environ = {**os.environ, "PYTHONPATH": str(ROOT), **environment}
+    """Run Python code in a fresh process, with the project importable, and without the user's cache on disk."""
+    environ = {**os.environ, "PYTHONPATH": str(ROOT)}
     for name in list(environ):
-        if name.startswith("COMPILED_AUTOGRAD_") and name not in environment:
+        if name.startswith("COMPILED_AUTOGRAD_"):
             del environ[name]
+    environ |= {"COMPILED_AUTOGRAD_CACHE_DIR": "false", **environment}
     return subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, env=environ, timeout=timeout, check=False
     )

@@ -224,6 +224,10 @@ def _of_dtypes(tape: ir.TapeGraph, depth: int, old: str, new: str) -> Miss | Non
 def _of_argument(what: str, old: str, new: str) -> Miss:
     if _NAMES.search(old) or _NAMES.search(new):
         is_size = "size_" in old + new
+        if old.startswith("[[") and new.startswith("[["):  # the sizes of several tensors
+            counts = [len(_arguments(each[1:-1])) for each in (old, new)]
+            if counts[0] != counts[1]:
+                return Miss("node_attribute", what, f"{counts[0]} tensors", f"{counts[1]} tensors", _WAY_HINT)
         texts = [_described(each, "dimension" if is_size and old.startswith("[") else "") for each in (old, new)]
         return Miss("shape" if is_size else "node_attribute", what, texts[0], texts[1])
     return Miss("node_attribute", what, old, new, NUMBER_HINT if _is_number(new) or _is_number(old) else "")

@@ -630,7 +630,7 @@ def test_damage_to_a_file_is_a_miss_and_mends_itself(folder: Path, name: str, wh
     _DAMAGE[name](path)
     session = _again(static, folder)
     expect(session.stats(), shape_misses=1, compiles=1)
-    assert _reason(session).kind == "corrupt" and path.name[:12] in str(_reason(session))
+    assert _reason(session).kind == "corrupt" and "stored" in str(_reason(session))
     expect(_again(static, folder).stats(), hits=1, compiles=0)
     with shadow_cache.open(folder) as store:
         assert store.verify() == ()

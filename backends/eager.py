@@ -49,30 +49,39 @@ class EagerBackend:
     def save(self, compiled: Compiled) -> bytes | None:
         """The generated code and the graph's constants."""
         try:
-            return to_bytes(_store(compiled), self.name)
+            return to_bytes(store_graph(compiled), self.name)
         except CannotStoreError:
             return None
 
     def why_not_saved(self, compiled: Compiled) -> str | None:
         """Why :meth:`save` gives None."""
         try:
-            _store(compiled)
+            store_graph(compiled)
         except CannotStoreError as error:
             return str(error)
         return None
 
     def load(self, data: bytes) -> Compiled:
         """Run the code; nothing is traced, and there is no graph."""
-        stored = from_bytes(data, self.name)
-        forward = link(stored, {})["forward"]
-        return types.MethodType(forward, types.SimpleNamespace(**tensors_from_bytes(stored.constants)))
+        return run_graph(from_bytes(data, self.name))
 
     def environment(self) -> dict[str, str]:
         """Nothing: calls of operators are the same on every machine."""
         return {}
 
 
-def _store(compiled: Any) -> Stored:
+def run_graph(stored: Stored) -> Compiled:
+    """Undo :func:`store_graph`."""
+    forward = link(stored, {})["forward"]
+    return types.MethodType(forward, types.SimpleNamespace(**tensors_from_bytes(stored.constants)))
+
+
+def store_graph(compiled: Any) -> Stored:
+    """What is stored of a graph's own code.
+
+    Raises:
+        CannotStoreError: it is not such code, or has something in it that no other process has.
+    """
     graph_module = getattr(compiled, "__self__", None)
     if not isinstance(graph_module, fx.GraphModule):
         raise CannotStoreError(f"it is a {type(compiled).__name__} of no graph (or was loaded itself)")

@@ -11,8 +11,12 @@ import torch
 from torch import fx
 
 from .artifacts import CannotStoreError, Stored, from_bytes, link, tensors_from_bytes, to_bytes
+from .eager import EagerBackend, run_graph, store_graph
 from .memory import keep_freed_memory
 from .protocol import Compiled
+
+_CALL = "def call("
+"""What Inductor's generated code has; that of a graph without calls is the graph's own."""
 
 
 class MissingCompilerError(RuntimeError):
@@ -59,6 +63,8 @@ class InductorBackend:
         unasserted = config.patch(size_asserts=False, alignment_asserts=False)
         with torch.no_grad(), unasserted, _convolutions_of_any_size(example_inputs):
             joint_graph_passes(graph_module)
+            if not any(node.op.startswith("call") for node in graph_module.graph.nodes):
+                return EagerBackend().compile(graph_module, example_inputs)  # as Inductor does, but it can be stored
             return compile_fx_inner(graph_module, list(example_inputs), is_backward=True)
 
     def save(self, compiled: Compiled) -> bytes | None:
@@ -81,6 +87,8 @@ class InductorBackend:
         from .kernels import load_kernels
 
         stored = from_bytes(data, self.name)
+        if _CALL not in stored.source:
+            return run_graph(stored)
         kernels = load_kernels(stored.libraries)
         constants = tensors_from_bytes(stored.constants)
         given = {name: kernels[digest] for name, digest in stored.kernels.items()}
@@ -130,6 +138,8 @@ def _store(compiled: Any) -> Stored:
 
     from .wrappers import store
 
+    if isinstance(getattr(compiled, "__self__", None), fx.GraphModule):
+        return store_graph(compiled)
     if not isinstance(compiled, CompiledFxGraph):
         raise CannotStoreError(f"it is a {type(compiled).__name__}, not what Inductor made (or was loaded itself)")
     devices = sorted(compiled.device_types - {"cpu"})

@@ -403,3 +403,20 @@ def test_the_number_of_threads_is_part_of_the_environment() -> None:
 def test_operators_depend_on_no_machine() -> None:
     backend: Any = backends.get_backend("eager")
     assert isinstance(backend, backends.Storing) and backend.environment() == {}
+
+
+def test_inductor_stores_a_graph_without_calls() -> None:
+    """Inductor makes a plain function of one, which could not be stored, and with it not what is around it."""
+
+    def swap(x: torch.Tensor, y: torch.Tensor) -> list[torch.Tensor]:
+        return [y, x]
+
+    backend = backends.get_backend("inductor")
+    assert isinstance(backend, backends.Storing)
+    x, y = torch.randn(2), torch.randn(3)
+    compiled = backend.compile(torch.fx.symbolic_trace(swap), [x, y])
+    data = backend.save(compiled)
+    assert data is not None
+    for call in (compiled, backend.load(data)):
+        given = [x, y]
+        assert [each.shape for each in call(given)] == [(3,), (2,)] and given == []

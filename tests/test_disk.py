@@ -24,7 +24,7 @@ from compiled_autograd.capture import OPS
 from compiled_autograd.variants import Variant
 from shadow_cache import Miss, MissEntry, StoreError
 
-from .helpers import ROOT, assert_same, expect, in_subprocess, mlp
+from .helpers import assert_same, expect, in_subprocess, mlp
 from .stored import BACKWARDS, Backwards, found, grads, restart, sizes, static, wanted
 
 
@@ -193,18 +193,6 @@ def test_a_variant_in_memory_does_not_hide_those_in_the_store(folder: Path) -> N
     restart()
     session = _run(lambda around: sizes(around, [6, 5, 4, 6]), folder, dynamic=False)
     expect(session.stats(), structure_misses=1, hits=3, compiles=1)
-
-
-def _products(around: Callable[[], Any], shapes: list[tuple[int, int]]) -> list[torch.Tensor]:
-    """The view makes the product of two sizes even; what is odd breaks the guard."""
-    result = []
-    for rows, columns in shapes:
-        x = torch.randn(rows, columns, requires_grad=True)
-        y = x.expand(2, rows, columns) if rows * columns % 2 else x
-        loss = (y.reshape(-1, 2).exp() * y.reshape(-1, 2).sum(0)).sum()
-        with around():
-            result += torch.autograd.grad(loss, x)
-    return result
 
 
 def test_a_guard_that_fails_adds_a_region_to_what_is_stored(folder: Path) -> None:
@@ -867,7 +855,3 @@ def test_every_miss_is_a_record_in_the_store(folder: Path) -> None:
     assert all(each.entry is not None and "tests/stored.py" in each.name for each in recorded)
     assert {each.entry for each in recorded} == {entry.id for entry in _entries(folder)}
     assert all(isinstance(each.miss, Miss) and each.miss.seconds > 0 for each in recorded)
-
-
-def test_the_folder_of_the_tests_is_not_the_users() -> None:
-    assert os.environ["COMPILED_AUTOGRAD_CACHE_DIR"] == "false" and (ROOT / "tests" / "stored.py").exists()

@@ -96,7 +96,7 @@ def _trials(filled: Path, tmp_path: Path, trials: int, seed: int) -> int:
 
 
 def test_damage_between_two_processes(filled: Path, tmp_path: Path) -> None:
-    assert _trials(filled, tmp_path, 12, seed=0) > 0
+    assert _trials(filled, tmp_path, 8, seed=0) > 0
 
 
 @pytest.mark.slow

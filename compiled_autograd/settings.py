@@ -22,9 +22,9 @@ class Settings:
     on_miss: str = "compile"
     on_unsupported: str = "eager"
     check: bool = False
-    tune: bool = True
     cache_dir: str | os.PathLike[str] | bool | None = None
     passes: tuple[Callable[..., Any], ...] = ()
+    tune: bool = True
 
     @property
     def key(self) -> tuple[Any, ...]:

@@ -194,6 +194,7 @@ class Specialiser:
             checked = step.bind(compiled.aten, compiled.call, wiring, compiled.kind, compiled.guard)
         except Exception as error:  # noqa: BLE001  whatever a backend throws, the step goes on
             log.failures.append(failure_of("compile", self.backend.name, step.region, error))
+            log.compiles -= 1  # what cannot run does not count
         else:
             pass_on(checked, slots)
             store_results(checked, results, slots)

@@ -17,7 +17,7 @@ from torch import nn
 
 import compiled_autograd as ca
 import shadow_cache
-from compiled_autograd import disk, graphs
+from compiled_autograd import disk, graphs, surroundings
 from compiled_autograd.explain import structure_miss
 from shadow_cache import Key, Miss, MissEntry, kinds
 from shadow_cache.cli import main
@@ -153,11 +153,11 @@ def _backend_or_settings(steps: Steps, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _environment(steps: Steps, monkeypatch: pytest.MonkeyPatch) -> None:
-    versions = disk._versions()
+    versions = surroundings.versions()
     with monkeypatch.context() as earlier:
-        earlier.setattr(disk, "_versions", lambda: {**versions, "torch": "2.12.1"})
+        earlier.setattr(surroundings, "versions", lambda: {**versions, "torch": "2.12.1"})
         steps.run(_exp)
-    monkeypatch.setattr(disk, "_versions", lambda: {**versions, "torch": "2.13.0"})
+    monkeypatch.setattr(surroundings, "versions", lambda: {**versions, "torch": "2.13.0"})
     steps.new_process()
     steps.run(_exp)
 

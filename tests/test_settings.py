@@ -64,7 +64,6 @@ def test_impossible_values_say_what_is_possible(name: str, value: Any) -> None:
 @pytest.mark.parametrize(
     ("name", "value"),
     [
-        ("on_miss", "background"),
         ("check", True),
     ],
 )

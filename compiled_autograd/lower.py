@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import logging
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,6 +24,9 @@ from .tracing import trace
 
 if TYPE_CHECKING:
     from .symbolic import Symbols
+
+
+_FAKE_LOG = logging.getLogger("torch._subclasses.fake_tensor")
 
 
 @dataclass(slots=True)
@@ -202,13 +206,16 @@ def _run_calls(nodes: Sequence[fx.Node], known: dict[fx.Node, Any]) -> None:
 
 @contextlib.contextmanager
 def _plain_tracing() -> Iterator[None]:
-    """Autocast's cache must not keep fake tensors."""
-    before = torch.is_autocast_cache_enabled()
+    """Autocast's cache must not keep fake tensors, and an operator that has no fake result is no error to be logged:
+    the call stays opaque, and says so."""
+    before, disabled = torch.is_autocast_cache_enabled(), _FAKE_LOG.disabled
     torch.set_autocast_cache_enabled(False)
+    _FAKE_LOG.disabled = True
     try:
         yield
     finally:
         torch.set_autocast_cache_enabled(before)
+        _FAKE_LOG.disabled = disabled
 
 
 def _storage(tensor: torch.Tensor) -> int:

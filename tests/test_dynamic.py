@@ -229,6 +229,23 @@ def test_a_region_that_symbols_cannot_describe_is_compiled_for_each_set_of_shape
     expect(session.stats(), structure_misses=1, compiles=3, hits=3, shape_misses=2, failures=1)
 
 
+def test_a_call_that_symbols_cannot_describe_stays_opaque_and_logs_nothing(capfd: pytest.CaptureFixture[str]) -> None:
+    session = ca.enable(backend="eager")
+    for size in (4, 6, 9, 11):
+        x = torch.randn(1, 2, size, size, requires_grad=True)
+        gradients = []
+        for around in (ca.disable(), session):
+            loss = F.interpolate(x * 2, scale_factor=2.0, mode="bilinear").exp().sum()
+            with around:
+                gradients.append(torch.autograd.grad(loss, x))
+        assert_same(*gradients)
+    (graph,) = session.graphs()
+    untraceable = graph.variants[-1].program.untraceable
+    assert [node.target.__name__ for node in untraceable] == ["UpsampleBilinear2DBackward0"]
+    assert session.stats().failures == 0 and session.stats().hits > 0
+    assert "Traceback" not in "".join(capfd.readouterr())
+
+
 shapes = st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), min_size=2, max_size=6)
 
 

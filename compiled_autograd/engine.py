@@ -38,9 +38,10 @@ from .errors import BrokenCaptureError, CacheMissError, CaptureRefusedError, Uns
 from .execution import Running, depth, execute, find_variant, leave_to_engine, running
 from .functions import number_of
 from .gate import GATE, threads_running
-from .graphs import GRAPHS, CompiledGraph
+from .graphs import GRAPHS, MOST_STRUCTURES, CompiledGraph
 from .log import RunLog
 from .order import in_engine_order
+from .reporting import warn_once
 from .session import BYPASS, Outcome, Session, current
 from .sharing import captures_of_others, find_op, share_op
 from .tuning import TUNING
@@ -423,6 +424,10 @@ def _finish(captured: ir.TapeGraph, capture: Capture) -> tuple[Callable[..., Any
         _LEFT_TO_EAGER.clear()
         if crowded:  # the engine still knows those that went; it cannot be told to forget some
             _thread.crowded = True
+            warn_once(
+                f"more than {MOST_STRUCTURES} structures were captured, and the half used least recently was let go of. "
+                "Where a tape is another at every step, ca.disable() around its backward saves capturing it"
+            )
     handle = _Handle(graph)
     _handles.append(handle)
     return _hand_over, handle

@@ -425,7 +425,7 @@ def _finish(captured: ir.TapeGraph, capture: Capture) -> tuple[Callable[..., Any
         if crowded:  # the engine still knows those that went; it cannot be told to forget some
             _thread.crowded = True
             warn_once(
-                f"more than {MOST_STRUCTURES} structures were captured, and the half used least recently was let go of. "
+                f"more than {MOST_STRUCTURES} structures were captured, and the half used least recently was let go. "
                 "Where a tape is another at every step, ca.disable() around its backward saves capturing it"
             )
     handle = _Handle(graph)

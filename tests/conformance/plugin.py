@@ -38,7 +38,7 @@ def _torch() -> Iterator[None]:
 def _ours(backend: str) -> Iterator[Any]:
     import compiled_autograd as ca
 
-    with ca.enable(backend=backend, cache_dir=False) as session:
+    with ca.enable(backend=backend, cache_dir=False, tune=False) as session:
         yield session
 
 

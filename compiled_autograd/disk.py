@@ -203,6 +203,13 @@ class Disk:
 
     # ---- storing ---------------------------------------------------------------------------------------------------
 
+    def record(self, graph: CompiledGraph, entry: str | None, misses: Sequence[Miss]) -> None:
+        """Keep why something was compiled, and the id of the entry that was made of it; None where none was."""
+        name = name_of(loss_of(graph.tape), module_of(graph.tape), caller())
+        for miss in misses:
+            record = MissEntry(time.time(), _id(graph), entry, name, miss)
+            self._write(functools.partial(self.store.record, record))
+
     def save(
         self,
         graph: CompiledGraph,
@@ -217,23 +224,6 @@ class Disk:
         Returns:
             Why it was not stored; empty where it was.
         """
-        why_not = self._save(graph, variant, settings, surroundings, misses, seconds)
-        entry = None if why_not else variant.entry
-        name = name_of(loss_of(graph.tape), module_of(graph.tape), caller())
-        for miss in misses:
-            record = MissEntry(time.time(), _id(graph), entry, name, miss)
-            self._write(functools.partial(self.store.record, record))
-        return why_not
-
-    def _save(
-        self,
-        graph: CompiledGraph,
-        variant: Variant,
-        settings: Settings,
-        surroundings: Ambient,
-        misses: Sequence[Miss],
-        seconds: float,
-    ) -> str:
         if not self.usable or not self.writable:
             return "the store cannot be used"
         if why_not := why_not_stored(graph.tape, settings):

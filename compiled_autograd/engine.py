@@ -231,10 +231,12 @@ def _run(session: Session, call: Call) -> Any:
         _raise_if_missing(session, call)
     if reason is None and session.settings.on_miss == "background" and BACKGROUND.busy:
         reason = COMPILING if BACKGROUND.busy_with(call.fingerprint()) else None
-    trial = None
     if reason is None and TUNING.active and session.settings.tune:
-        trial = TUNING.find(call.fingerprint(), session.settings.key)
-        reason = None if trial is None else trial.reason()
+        tape_name = call.fingerprint()  # the tape is gone once eager has run
+        trial = TUNING.find(tape_name, session.settings.key)
+        eagers_turn = None if trial is None else trial.reason()
+        if eagers_turn is not None:
+            return _on_trial(session, call, eagers_turn, tape_name)
     if reason is None and session.settings.on_miss == "eager" and call.description() in _LEFT_TO_EAGER:
         reason = ON_MISS
     if reason is None:
@@ -244,8 +246,6 @@ def _run(session: Session, call: Call) -> Any:
             if not call.allow_unreachable:
                 _check_used(results)
             return tuple(results)
-    if trial is not None and reason is not None:
-        return _on_trial(session, call, reason)
     policy = reason in (TRACING, ON_MISS, COMPILING)
     if session.settings.on_unsupported == "raise" and not capturing.mistake and not policy:
         session.record(Outcome(BYPASS, reasons=(reason,)))
@@ -253,9 +253,8 @@ def _run(session: Session, call: Call) -> Any:
     return _bypass(session, call, reason, () if capturing.miss is None else (capturing.miss,))
 
 
-def _on_trial(session: Session, call: Call, reason: Bypass) -> Any:
+def _on_trial(session: Session, call: Call, reason: Bypass, tape_name: int) -> Any:
     """The eager engine's turn, timed."""
-    tape_name = call.fingerprint()  # the tape is gone afterwards
     started = time.perf_counter()
     results = _bypass(session, call, reason)
     TUNING.eager(tape_name, session.settings.key, time.perf_counter() - started)
@@ -450,9 +449,7 @@ def _hand_over(
     if capturing is None:  # PyTorch's own compiled autograd met a structure that we captured before it
         return graph(handover)
     capturing.handover = handover
-    if capturing.probe:
-        return [None] * len(graph.tape.graph.find_nodes(op="output")[0].args[0])
-    if graph.tape.needs_engine:
+    if graph.tape.needs_engine and not capturing.probe:
         return _run_inside(capturing)
     outputs = graph.tape.graph.find_nodes(op="output")[0].args[0]
     return [None] * len(outputs)

@@ -245,6 +245,7 @@ def _store(
     misses = [reason for reason in reasons if isinstance(reason, Miss)]
     try:
         variant.not_stored = disk.save(graph, variant, session.settings, surroundings, misses, seconds)
+        disk.record(graph, None if variant.not_stored else variant.entry, misses)
     except Exception as error:  # noqa: BLE001  the step is done: what cannot be stored is compiled again elsewhere
         variant.not_stored = f"{type(error).__name__}: {error}"
         reasons.append(Failure("store", repr(graph), variant.not_stored, "it is kept in memory alone"))

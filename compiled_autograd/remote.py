@@ -106,6 +106,10 @@ class Worker:
             send(self._process.stdin, msgspec.msgpack.encode(request))
             return msgspec.msgpack.decode(receive(self._process.stdout), type=Reply)
 
+    def forget(self) -> None:
+        """In a forked child: the process is the parent's, who would read the answers to what the child asks."""
+        self._process, self._lock = None, threading.Lock()
+
     def stop(self) -> None:
         """End the process."""
         process, self._process = self._process, None
@@ -149,3 +153,5 @@ def dtype_of(name: str) -> torch.dtype:
 
 
 WORKER = Worker()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=WORKER.forget)

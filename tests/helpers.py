@@ -251,3 +251,17 @@ def mlp(width: int = 8, depth: int = 2, dtype: torch.dtype = torch.float32) -> n
     for _ in range(depth):
         layers += [nn.Linear(width, width), nn.GELU()]
     return nn.Sequential(*layers, nn.Linear(width, 3)).to(dtype)
+
+
+class Squares(torch.autograd.Function):
+    """A function of Python that saves its argument."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        (x,) = ctx.saved_tensors
+        return 2 * x * grad

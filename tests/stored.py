@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import compiled_autograd as ca
 from compiled_autograd import reporting
 
-from .helpers import mlp
+from .helpers import Squares, mlp
 
 Grads = list[torch.Tensor | None]
 Around = Callable[[], contextlib.AbstractContextManager[Any]]
@@ -43,20 +43,6 @@ def found(backwards: Backwards, session: ca.Session) -> Grads:
 
 def grads(model: nn.Module) -> Grads:
     return [None if each.grad is None else each.grad.clone() for each in model.parameters()]
-
-
-class Doubles(torch.autograd.Function):
-    """A function of Python."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(x)
-        return x * x
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        (x,) = ctx.saved_tensors
-        return 2 * x * grad
 
 
 def static(around: Around) -> Grads:
@@ -93,7 +79,7 @@ def regions(around: Around) -> Grads:
         if index == 2:
             x.register_hook(lambda grad: grad * 2)
         if index == 4:
-            x = Doubles.apply(x)
+            x = Squares.apply(x)
         if index == 5:
             assert x.grad_fn is not None
             x.grad_fn.register_prehook(lambda gradients: tuple(each + 1 for each in gradients))
@@ -148,22 +134,17 @@ def accumulated(around: Around) -> Grads:
     return grads(model)
 
 
-def autocast(around: Around) -> Grads:
+def autocast(around: Around, inside: bool = False) -> Grads:
     model = mlp()
     with torch.autocast("cpu", dtype=torch.bfloat16):
         loss = model(torch.randn(4, 8)).float().square().mean()
-    with around():
+    with torch.autocast("cpu", dtype=torch.bfloat16, enabled=inside), around():
         loss.backward()
     return grads(model)
 
 
 def autocast_inside(around: Around) -> Grads:
-    model = mlp()
-    with torch.autocast("cpu", dtype=torch.bfloat16):
-        loss = model(torch.randn(4, 8)).float().square().mean()
-        with around():
-            loss.backward()
-    return grads(model)
+    return autocast(around, inside=True)
 
 
 def shared(around: Around) -> Grads:

@@ -15,7 +15,7 @@ import compiled_autograd as ca
 from compiled_autograd import background, remote
 from compiled_autograd.session import Session
 
-from .helpers import assert_grads, expect, in_subprocess, mlp
+from .helpers import Squares, assert_grads, expect, in_subprocess, mlp
 
 
 def _step(session: Session, model: nn.Module, reference: nn.Module, x: torch.Tensor, bitwise: bool = True) -> None:
@@ -89,23 +89,13 @@ def test_other_shapes_are_compiled_in_the_background_too() -> None:
     expect(session.stats(), structure_misses=1, shape_misses=1, hits=5, compiles=2)
 
 
-class _Doubles(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        return x * 2
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        return grad * 2
-
-
 class _WithFunction(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.before, self.after = nn.Linear(8, 8), nn.Linear(8, 8)
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        return self.after(_Doubles.apply(self.before(x)).tanh())
+        return self.after(Squares.apply(self.before(x)).tanh())
 
 
 def test_regions_between_opaque_calls_are_compiled_each_by_itself() -> None:
@@ -193,6 +183,32 @@ assert session.wait(60)
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_forked_child_goes_on() -> None:
     result = in_subprocess(_FORKS, OMP_NUM_THREADS="1")
+    assert result.returncode == 0, result.stderr
+
+
+_FORKS_BESIDE_A_WORKER = """
+import os
+import subprocess
+import sys
+from compiled_autograd import remote
+
+worker = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
+remote.WORKER._process = worker
+child = os.fork()
+if child == 0:
+    mine = remote.WORKER._process
+    remote.WORKER.stop()
+    os._exit(0 if mine is None else 1)
+assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+assert remote.WORKER._process is worker and worker.poll() is None
+remote.WORKER.stop()
+assert worker.poll() is not None
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_child_does_not_use_the_parents_process() -> None:
+    result = in_subprocess(_FORKS_BESIDE_A_WORKER)
     assert result.returncode == 0, result.stderr
 
 

@@ -15,7 +15,7 @@ import compiled_autograd as ca
 from compiled_autograd import session as sessions
 from compiled_autograd.gate import GATE, threads_running
 
-from .helpers import assert_grads, assert_same, expect, mlp
+from .helpers import Squares, assert_grads, assert_same, expect, mlp
 
 WAIT = 60.0
 """Seconds after which a thread counts as hung."""
@@ -197,23 +197,11 @@ def test_threads_with_different_models_and_sessions() -> None:
         assert set(stats.bypasses) <= {"other_thread_in_backward"}
 
 
-class _Scale(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
-        ctx.save_for_backward(x)
-        return x * x
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
-        (x,) = ctx.saved_tensors
-        return 2 * x * grad
-
-
 def _tape(kind: int, x: torch.Tensor) -> torch.Tensor:
     return [
         lambda: (x * x).sum(),
         lambda: (x.exp() * x).sum() + x.sum(),
-        lambda: _Scale.apply(x).sin().sum(),
+        lambda: Squares.apply(x).sin().sum(),
         lambda: (x.view(2, 2) @ x.view(2, 2)).tanh().sum(),
     ][kind]()
 

@@ -95,3 +95,20 @@ def test_a_decision_holds_for_its_settings_alone() -> None:
     assert _run(ca.enable(backend=_slow, tune=True), weight, 12)[-1] == "not_worth_it"
     assert _run(ca.enable(backend="eager", tune=False), weight, 3)[-1] == "hit"
     assert _run(ca.enable(backend=_slow, tune=False), weight, 3)[-1] == "hit"
+
+
+def test_what_cannot_be_captured_during_a_trial_is_no_turn_of_eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It is refused as it would be without the trial, and its time counts for nothing."""
+    from compiled_autograd import bypass
+    from compiled_autograd.gate import GATE
+
+    session = ca.enable(backend=_slow, tune=True, on_unsupported="raise")
+    weight = nn.Parameter(torch.randn(8))
+    assert _run(session, weight, 6)[-2:] == ["tuning", "hit"]
+    _run(session, weight, 1)  # eager's turn; the next is to be compiled
+    with monkeypatch.context() as refused:
+        refused.setattr(GATE, "enter_capture", lambda: bypass.OTHER_THREAD)
+        with session, pytest.raises(ca.UnsupportedBackwardError, match="other_thread"):
+            (weight.exp() * weight).sum().backward()
+    (trial,) = tuning.TUNING._trials.values()
+    assert (len(trial.eager), len(trial.compiled)) == (2, 2)

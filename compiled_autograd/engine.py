@@ -38,7 +38,7 @@ from .errors import BrokenCaptureError, CacheMissError, CaptureRefusedError, Uns
 from .execution import Running, depth, execute, find_variant, leave_to_engine, running
 from .functions import number_of
 from .gate import GATE, threads_running
-from .graphs import GRAPHS, MOST_STRUCTURES, CompiledGraph
+from .graphs import GRAPHS, MOST_NODES, MOST_STRUCTURES, CompiledGraph
 from .log import RunLog
 from .order import in_engine_order
 from .reporting import warn_once
@@ -424,8 +424,9 @@ def _finish(captured: ir.TapeGraph, capture: Capture) -> tuple[Callable[..., Any
         if crowded:  # the engine still knows those that went; it cannot be told to forget some
             _thread.crowded = True
             warn_once(
-                f"more than {MOST_STRUCTURES} structures were captured, and the half used least recently was let go. "
-                "Where a tape is another at every step, ca.disable() around its backward saves capturing it"
+                f"more than {MOST_STRUCTURES} structures were captured, or more than {MOST_NODES} nodes in all, and "
+                "the half used least recently was let go. Where a tape is another at every step, ca.disable() around "
+                "its backward saves capturing it"
             )
     handle = _Handle(graph)
     _handles.append(handle)

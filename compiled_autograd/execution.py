@@ -20,7 +20,7 @@ import torch
 
 from shadow_cache import Bypass, Failure, Miss
 
-from . import tape
+from . import ir, tape
 from .ambient import Ambient, ambient
 from .background import BACKGROUND
 from .bypass import ON_MISS
@@ -28,6 +28,7 @@ from .disk import disk_for
 from .errors import CacheMissError
 from .graphs import CompiledGraph
 from .log import RunLog, no_hooks
+from .profiling import Profile
 from .session import BYPASS, HIT, SHAPE_MISS, STRUCTURE_MISS, Outcome, Session
 from .tuning import TUNING
 from .variants import Handover, Variant
@@ -53,6 +54,12 @@ class Running:
     def nodes(self) -> list[Any]:
         """The tape's nodes in the order of the walk; read only when somebody asks."""
         return [each.node for each in tape.walk(self.outputs, self.inputs)]
+
+    def profile(self, tape_graph: ir.TapeGraph) -> Profile:
+        """What shows the events of this backward to a profiler."""
+        short = len(tape_graph.calls) <= tape.LONGEST
+        sequences = [type(node)._sequence_nr(node) for node in self.nodes] if short else []
+        return Profile([call.name for call in tape_graph.calls], sequences)
 
     @cached_property
     def fingerprint(self) -> int:
@@ -153,6 +160,8 @@ def execute(
     log.may_compile = session.settings.on_miss == "compile"
     if session.settings.on_miss == "background":
         log.submit = lambda program, step, slots: BACKGROUND.submit(program, step, slots, state.fingerprint)
+    if torch.autograd._profiler_enabled():
+        log.profile = state.profile(graph.tape)
     bypassed = False
     started = time.perf_counter()
     _thread.stack.append(state)

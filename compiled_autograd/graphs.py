@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import bisect
 import functools
 import itertools
 import threading
@@ -32,13 +33,15 @@ from .variants import Handover, Shapes, Variant, tensor_check, tensor_plans
 MOST_VARIANTS = 32
 """So many variants of one structure are kept; see also :data:`MOST_STRUCTURES`."""
 MOST_STRUCTURES = 512
-"""So many structures are kept. Where there are more, the half that was used last stays."""
+MOST_NODES = 200_000
+"""So many structures are kept, and so many nodes of tapes in all; some 20 KiB each. Where there are more, the half that
+was used last stays."""
 _MOST_GONE = 100_000
 _EVICTED = "it was compiled before, and went because others were used since"
 _uses = itertools.count(1)
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class CompiledGraph:
     """A structure, as :meth:`Session.graphs` gives it.
 
@@ -211,16 +214,25 @@ class Graphs:
         added.payload.number = added.number
         added.payload.used = next(_uses)
         added.payload.identity = hash(tuple(keys))
-        if len(self._shadow) <= MOST_STRUCTURES:
-            return added.payload, False
-        oldest = sorted(self, key=lambda graph: graph.used)[: MOST_STRUCTURES // 2]
+        oldest = self._too_many()
         for graph in oldest:
             graph.evict()
         self._gone.update(graph.identity for graph in oldest)
         if len(self._gone) > _MOST_GONE:
             self._gone.clear()
         self._shadow.remove({graph.number for graph in oldest})
-        return added.payload, True
+        return added.payload, bool(oldest)
+
+    def _too_many(self) -> list[CompiledGraph]:
+        """Those that are to go; never the newest."""
+        newest_first = sorted(self, key=lambda graph: graph.used, reverse=True)
+        until = list(itertools.accumulate(len(graph.tape.calls) for graph in newest_first))
+        if len(until) <= MOST_STRUCTURES and until[-1] <= MOST_NODES:
+            return []
+        kept = MOST_STRUCTURES + 1 - MOST_STRUCTURES // 2
+        if until[-1] > MOST_NODES:
+            kept = min(kept, max(1, bisect.bisect_right(until, MOST_NODES // 2)))
+        return newest_first[kept:]
 
     def clear(self) -> None:
         """Forget all of them."""

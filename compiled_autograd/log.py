@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from shadow_cache import Failure, Miss
+
+if TYPE_CHECKING:
+    from .profiling import Profile
 
 
 def no_hooks(captured: Sequence[Any]) -> list[Any]:
@@ -36,6 +39,8 @@ class RunLog:
     late_hooks: Callable[[Sequence[Any]], list[Any]] = no_hooks
     """Post-hooks of the running node that are none of those captured."""
 
+    profile: Profile | None = None
+    """Where a profiler looks on, what shows it the events."""
     submit: Callable[[Any, Any, list[Any]], None] | None = None
     """With ``on_miss="background"``, what is told of a program's region that is not compiled for the values in hand."""
 

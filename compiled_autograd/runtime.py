@@ -7,6 +7,7 @@ each value that steps hand on; a slot is emptied after its last use, so that mem
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -22,9 +23,12 @@ from .cpp_warnings import issuing_warnings
 from .errors import UntraceableError
 from .interpret import finish
 from .log import RunLog
+from .profiling import Profile
 from .shapes import Spec
 from .specialise import COMPILING, Pass, Specialiser, failure_of, pass_on, run_compiled, store_results
 from .steps import AccumulateStep, Executor, OpaqueStep, Plan, RegionStep, Slot, Slots, Specialised
+
+_NOTHING = contextlib.nullcontext()
 
 
 class Program:
@@ -97,7 +101,8 @@ class Program:
                     continue
             elif isinstance(step, OpaqueStep):
                 log.call = step.node.meta["call"]
-                _run_opaque(step, slots, self.tape.calls[log.call].name)
+                with log.profile.call(step.node) if log.profile is not None else _NOTHING:
+                    _run_opaque(step, slots, self.tape.calls[log.call].name)
                 if log.call in log.asked and log.late_hooks(self._captured_hooks(log.call, slots)):
                     known = {node: slots[slot] for node, slot in plan.slot_of.items()}
                     return finish(self.tape, step.node, known, lambda call: self._captured_hooks(call, slots), log)
@@ -148,6 +153,16 @@ class Program:
         found, compiled = self.specialiser.find(step, slots)
         if not found:
             found, compiled = self._obtain(step, slots, log)
+        profile = log.profile
+        if profile is not None and compiled is not None and self.plan.bitwise:
+            _interpret(step, slots, profile)
+            return
+        with _NOTHING if profile is None else profile.region(step.region.nodes):
+            self._run_found(step, found, compiled, slots, log)
+
+    def _run_found(
+        self, step: RegionStep, found: bool, compiled: Specialised | None, slots: Slots, log: RunLog
+    ) -> None:
         if compiled is not None and not compiled.checked:
             if self.specialiser.first_run(step, compiled, slots, log) is not None:
                 return
@@ -172,11 +187,27 @@ class Program:
         store_results(compiled, results, slots)
 
 
-def _interpret(step: RegionStep, slots: Slots) -> None:
-    """Run a region's opaque calls one by one, for real."""
-    known = {node: slots[slot] for node, slot in zip(step.region.inputs, step.inputs, strict=True)}
-    for node in step.region.nodes:
+def _interpret(step: RegionStep, slots: Slots, profile: Profile | None = None) -> None:
+    """Run a region's opaque calls one by one, for real. Each value is freed after its last use, as under eager."""
+    region = step.region
+    known = {node: slots[slot] for node, slot in zip(region.inputs, step.inputs, strict=True)}
+    for slot in step.drops:
+        slots[slot] = None
+    last_use = {source: node for node in region.nodes for source in node.all_input_nodes}
+    for node in region.outputs:
+        last_use.pop(node, None)
+
+    def run(node: fx.Node) -> None:
         known[node] = node.target(*fx.map_arg(node.args, known.__getitem__))  # type: ignore[operator]
+        for source in node.all_input_nodes:
+            if last_use.get(source) is node:
+                del known[source]
+
+    if profile is not None:
+        profile.node_by_node(region.nodes, run)
+    else:
+        for node in region.nodes:
+            run(node)
     for node, slot in step.outputs:
         slots[slot] = known[node]
 

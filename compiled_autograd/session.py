@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import threading
+import weakref
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
@@ -71,7 +72,7 @@ class Session:
         self.settings = settings
         self.last: Outcome | None = None
         self._stats = Stats()
-        self._graphs: dict[int, CompiledGraph] = {}
+        self._graphs: weakref.WeakValueDictionary[int, CompiledGraph] = weakref.WeakValueDictionary()
         self._missed: Counter[tuple[str, str]] = Counter()
         self._lock = threading.Lock()
 
@@ -102,7 +103,10 @@ class Session:
         return BACKGROUND.wait(timeout)
 
     def graphs(self) -> list[CompiledGraph]:
-        """The structures that this session captured or compiled, in the order in which it met them."""
+        """The structures that this session captured or compiled, in the order in which it met them.
+
+        Those that the process has let go of since are not among them, see :data:`graphs.MOST_STRUCTURES`.
+        """
         return list(self._graphs.values())
 
     def record(self, outcome: Outcome, captured: bool = False, compiles: int = 0, loads: int = 0) -> None:

@@ -423,17 +423,41 @@ def test_the_least_recently_used_structures_go(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_what_went_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Also where the session that compiled it goes on."""
     monkeypatch.setattr(graphs, "MOST_STRUCTURES", 2)
-    _backward(ca.enable(backend="eager"), torch.exp)
+    session = ca.enable(backend="eager")
+    _backward(session, torch.exp)
     (graph,) = GRAPHS
     (compiled,) = graph.regions[0].specialised()
     gone = [weakref.ref(graph.tape.graph), weakref.ref(compiled.aten.graph_module())]
     del graph, compiled
-    session = ca.enable(backend="eager")
     for loss in (torch.sin, torch.cos, torch.tanh):
         _backward(session, loss)
     gc.collect()
     assert [each() for each in gone] == [None, None]
+    assert session.graphs() == list(GRAPHS)
+
+
+def test_structures_of_too_many_nodes_go(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(graphs, "MOST_NODES", 16)  # each tape has 3, and the root
+    session = ca.enable(backend="eager")
+    with pytest.warns(UserWarning, match="half used least recently"):
+        for loss in (torch.exp, torch.sin, torch.cos, torch.tanh, torch.sigmoid):
+            _backward(session, loss)
+    assert [len(graph.tape.calls) for graph in GRAPHS] == [4, 4]
+    for loss, outcome in ((torch.tanh, "hit"), (torch.exp, "structure_miss")):
+        _backward(session, loss)
+        assert session.last is not None and session.last.outcome == outcome
+    assert _kinds(session) == ["evicted"]
+
+
+def test_a_structure_of_too_many_nodes_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As long as no other one comes."""
+    monkeypatch.setattr(graphs, "MOST_NODES", 2)
+    session = ca.enable(backend="eager")
+    for _ in range(3):
+        _backward(session, torch.exp)
+    expect(session.stats(), structure_misses=1, hits=2, captures=1)
 
 
 def test_many_structures_of_a_model(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -26,6 +26,7 @@ import torch
 from torch._C import _ImperativeEngine
 from torch.autograd import Variable
 
+from backends import get_backend
 from shadow_cache import Bypass, Key, Miss, unsupported
 
 from . import ir, tape
@@ -40,7 +41,7 @@ from .functions import number_of
 from .gate import GATE, threads_running
 from .graphs import GRAPHS, MOST_NODES, MOST_STRUCTURES, CompiledGraph
 from .log import RunLog
-from .order import in_engine_order
+from .order import in_engine_order, order_shows, reordered
 from .reporting import warn_once
 from .session import BYPASS, Outcome, Session, current
 from .sharing import captures_of_others, find_op, share_op
@@ -198,13 +199,46 @@ def _key_of_function(original: Callable[[Any], tuple[int, ...]]) -> Callable[[An
     return key
 
 
-class _Handle:
-    """What the engine keeps for a structure. It never lets go of it, even when it forgets (2.13): so this lets go."""
+_MOST_ORDERS = 64
+"""So many ways in which a tape's nodes were made are kept, before they are forgotten and looked at anew."""
 
-    __slots__ = ("graph",)
+
+class _Handle:
+    """What the engine keeps for a structure. It never lets go of it, even when it forgets (2.13): so this lets go.
+
+    The engine does not ask in which order the nodes of a tape were made, on which the order depends in which they run:
+    ``orders`` has the graph for each way in which they were.
+    """
+
+    __slots__ = ("graph", "orders", "shows", "shows_bitwise")
 
     def __init__(self, graph: CompiledGraph) -> None:
         self.graph: CompiledGraph | None = graph
+        self.orders: dict[tuple[int, ...], CompiledGraph] = {}
+        self.shows = order_shows(graph.tape, bitwise=False)
+        self.shows_bitwise = order_shows(graph.tape, bitwise=True)
+
+    def forget(self) -> None:
+        """Let go."""
+        self.graph = None
+        self.orders.clear()
+
+    def in_order(self, capturing: _Capturing) -> CompiledGraph:
+        """The graph for the order of the tape that was handed over."""
+        assert self.graph is not None
+        settings = capturing.session.settings
+        if not self.shows and not (self.shows_bitwise and get_backend(settings.backend).bitwise):
+            return self.graph
+        made_when = tape.made_when(capturing.call.outputs)
+        graph = self.orders.get(made_when)
+        if graph is None:
+            graph, is_kept = _in_other_order(capturing, self.graph)
+            if not is_kept:
+                return graph
+            if len(self.orders) >= _MOST_ORDERS:
+                self.orders.clear()
+            self.orders[made_when] = graph
+        return graph
 
     def __call__(self, handover: Handover) -> list[torch.Tensor | None]:
         """Run it. The engine insists on something that can be called."""
@@ -220,7 +254,7 @@ def forget() -> None:
     """Drop the engine's own cache of structures, which is shared with PyTorch's compiled autograd."""
     _seam.clear_cache()
     while _handles:
-        _handles.pop().graph = None
+        _handles.pop().forget()
     _LEFT_TO_EAGER.clear()
 
 
@@ -419,18 +453,42 @@ def _finish(captured: ir.TapeGraph, capture: Capture) -> tuple[Callable[..., Any
         if capturing.session.settings.on_miss in ("eager", "raise") and not _stored(capturing.session, ordered, keys):
             _LEFT_TO_EAGER.add(capturing.call.description())
             raise CaptureRefusedError(ON_MISS)
-        graph, crowded = GRAPHS.add(ordered, keys)
-        _LEFT_TO_EAGER.clear()
-        if crowded:  # the engine still knows those that went; it cannot be told to forget some
-            _thread.crowded = True
-            warn_once(
-                f"more than {MOST_STRUCTURES} structures were captured, or more than {MOST_NODES} nodes in all, and "
-                "the half used least recently was let go. Where a tape is another at every step, ca.disable() around "
-                "its backward saves capturing it"
-            )
+        graph = _new_graph(ordered, keys)
     handle = _Handle(graph)
     _handles.append(handle)
     return _hand_over, handle
+
+
+def _new_graph(ordered: ir.TapeGraph, keys: Sequence[Key]) -> CompiledGraph:
+    graph, crowded = GRAPHS.add(ordered, keys)
+    _LEFT_TO_EAGER.clear()
+    if crowded:  # the engine still knows those that went; it cannot be told to forget some
+        _thread.crowded = True
+        warn_once(
+            f"more than {MOST_STRUCTURES} structures were captured, or more than {MOST_NODES} nodes in all, and "
+            "the half used least recently was let go. Where a tape is another at every step, ca.disable() around "
+            "its backward saves capturing it"
+        )
+    return graph
+
+
+def _in_other_order(capturing: _Capturing, graph: CompiledGraph) -> tuple[CompiledGraph, bool]:
+    """The graph for a tape of a known structure whose nodes were made when those of no earlier one were.
+
+    Also whether it is kept: not if the policy is to compile nothing.
+    """
+    call = capturing.call
+    ordered = reordered(graph.tape, [each.sequence for each in tape.walk(call.outputs, call.inputs)])
+    if ordered is graph.tape:
+        return graph, True
+    keys = ordered.structure()
+    known = GRAPHS.find(keys)
+    if known is not None:
+        return known, True
+    capturing.miss = GRAPHS.explain(ordered, keys, other_order=True)
+    if capturing.session.settings.on_miss in ("eager", "raise") and not _stored(capturing.session, ordered, keys):
+        return CompiledGraph(ordered), False
+    return _new_graph(ordered, keys), True
 
 
 def _stored(session: Session, ordered: ir.TapeGraph, keys: Sequence[Key]) -> bool:
@@ -449,6 +507,7 @@ def _hand_over(
     capturing = _thread.capturing
     if capturing is None:  # PyTorch's own compiled autograd met a structure that we captured before it
         return graph(handover)
+    graph = handover.graph = handle.in_order(capturing)
     capturing.handover = handover
     if graph.tape.needs_engine and not capturing.probe:
         return _run_inside(capturing)

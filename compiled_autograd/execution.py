@@ -184,7 +184,7 @@ def execute(
             reasons.extend(variant_misses[1:] if reasons else variant_misses)
         elif variant is None:
             bypassed = True
-            reasons = [ON_MISS, *reasons, *graph.explain(session.settings, surroundings, handover)]
+            reasons = [ON_MISS, *(reasons or graph.explain(session.settings, surroundings, handover))]
         results = graph(handover) if variant is None else variant.program.run(handover.slots(), log)
         for callback in state.callbacks:  # one may queue another
             callback()

@@ -61,6 +61,8 @@ _GRAD_HINT = (
 )
 _WAY_HINT = "the forward took another way here; each way that it takes is compiled once"
 _HOOKS_HINT = "register hooks once, before the first backward; with and without are two structures, each compiled once"
+_ORDER = "order: "
+_ORDER_HINT = "the forward computed its branches in another order; each order is compiled once"
 _UNDEFINED_HINT = "each set of outputs that a loss uses is compiled once"
 
 
@@ -79,7 +81,7 @@ def structure_miss(
     if depth == 0 and nearest is None:
         return Miss("first_seen", title(tape))
     if depth == len(keys):
-        return Miss("node_attribute", f"the order in which {title(tape)} run", "another order", "this order")
+        return _of_end(tape, keys[-1], keys[-1])
     key = keys[depth]
     old_ends, new_ends = nearest is None or nearest[0] == "end", depth == len(tape.calls)
     if old_ends and new_ends:
@@ -378,13 +380,22 @@ def _source(tape: ir.TapeGraph, value: re.Match[str]) -> str:
 
 
 def _of_end(tape: ir.TapeGraph, nearest: Key, key: Key) -> Miss:
-    """All nodes are the same, and what is asked for is not."""
+    """All nodes are the same, and what is asked for is not, or the order in which they run."""
+    asked = [[line for line in each if not line.startswith(_ORDER)] for each in (nearest, key)]
+    if asked[0] == asked[1]:
+        return order_miss(tape)
     texts = []
     for each in (nearest, key):
         returned = next((line for line in each if line.startswith("return ")), "return []")
         parts = _arguments(returned.removeprefix("return [").removesuffix("]"))
         texts.append(", ".join(_source(tape, value) if (value := _VALUE.fullmatch(part)) else "none" for part in parts))
     return Miss("node_attribute", f"what autograd.grad() was asked for, of {title(tape)}", texts[0], texts[1])
+
+
+def order_miss(tape: ir.TapeGraph) -> Miss:
+    """The structure is known, but its nodes run in another order."""
+    what = f"the order in which nodes run, of {title(tape)}"
+    return Miss("node_attribute", what, "another order", "this order", _ORDER_HINT)
 
 
 def _called(root: Key) -> str:

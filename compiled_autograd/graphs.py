@@ -19,7 +19,7 @@ from shadow_cache import Key, Leaf, Miss, ShadowGraph, VariantKey
 
 from . import ir
 from .ambient import Ambient
-from .explain import structure_miss
+from .explain import order_miss, structure_miss
 from .explain_variants import layout_miss, scalar_miss, shape_miss, state_miss, tensor_miss
 from .interpret import interpret
 from .places import node_name, title
@@ -198,14 +198,19 @@ class Graphs:
         leaf, _ = self._shadow.find(keys)
         return None if leaf is None else leaf.payload
 
-    def explain(self, tape: ir.TapeGraph, keys: Sequence[Key], shapes: Sequence[Sequence[int]] = ()) -> Miss:
+    def explain(
+        self, tape: ir.TapeGraph, keys: Sequence[Key], shapes: Sequence[Sequence[int]] = (), other_order: bool = False
+    ) -> Miss:
         """How a structure differs from the nearest of those that were captured before.
 
         Args:
             shapes: of the lifted tensors, to be shown.
+            other_order: it is known to differ from one of them in nothing but the order in which its nodes run.
         """
         if hash(tuple(keys)) in self._gone:
             return Miss("evicted", title(tape), hint=_EVICTED)
+        if other_order:
+            return order_miss(tape)
         return structure_miss(tape, keys, *self._shadow.nearest(keys), shapes)
 
     def add(self, tape: ir.TapeGraph, keys: Sequence[Key]) -> tuple[CompiledGraph, bool]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import networkx as nx
@@ -306,6 +306,17 @@ class TapeGraph:
                 groups.setdefault(node.meta["call"], []).append(node)
         return groups
 
+    @property
+    def runs_users_code(self) -> bool:
+        """Whether it has hooks or Python functions."""
+        return any(node.target in USERS_CODE for node in self.graph.nodes)
+
+    def copy(self, calls: list[TapeCall]) -> TapeGraph:
+        """The same calls of a graph of its own, with other facts about the tape's nodes."""
+        graph = fx.Graph()
+        graph.output(graph.graph_copy(self.graph, {}))
+        return replace(self, graph=graph, calls=calls)
+
     def readable(self) -> str:
         """The one text form: stable, and complete but for tensors, sizes and scalars, which are no part of it."""
         lines = [f"tape graph: {len(self.calls)} nodes, {len(self.inputs)} tensors"]
@@ -349,20 +360,39 @@ class TapeGraph:
         """The key parts of each node of the tape, in the order of the engine's walk, and of its end.
 
         A lifted tensor is described where it is first used, and a value is named after its node, so that tapes share
-        their keys as far as they agree.
+        their keys as far as they agree. Of the order in which nodes run it says what users' code can see.
         """
-        parts: dict[int, list[str]] = {call.index: [call.name] for call in self.calls}
-        described: set[fx.Node] = set()
-        parts[0].append(f"accumulates={self.accumulates}")
-        end: list[str] = []
+        lines: dict[int | None, list[tuple[fx.Node, str]]] = {call.index: [] for call in self.calls}
         for node, line in self._lines(by_call=True):
-            part = parts[node.meta["call"]] if "call" in node.meta else end
-            part.append(line)
-            for source in node.all_input_nodes:
-                if source.op == "placeholder" and source not in described:
-                    described.add(source)
-                    part.extend(self._described(source))
-        return [*map(tuple, (parts[call.index] for call in self.calls)), ("end", *end)]
+            lines.setdefault(node.meta.get("call"), []).append((node, line))
+        described: set[fx.Node] = set()
+        keys = []
+        for call in (*(call.index for call in self.calls), None):
+            part = ["end"] if call is None else [self.calls[call].name]
+            if call == 0:
+                part.append(f"accumulates={self.accumulates}")
+            for node, line in lines.get(call, ()):
+                part.append(line)
+                for source in node.all_input_nodes:
+                    if source.op == "placeholder" and source not in described:
+                        described.add(source)
+                        part.extend(self._described(source))
+            if call is None:
+                part.extend(self._seen_order())
+            keys.append(tuple(part))
+        return keys
+
+    def _seen_order(self) -> list[str]:
+        """Where users' code runs, the order of nodes that have some, or write to a leaf; unless it is the walk's."""
+        if not self.runs_users_code:
+            return []
+        shows = {
+            node.meta["call"]
+            for node in self.graph.nodes
+            if node.target in USERS_CODE or node.target is accumulate_grad
+        }
+        seen = [index for index in self.order if index in shows]
+        return [] if seen == sorted(seen) else [f"order: {seen}"]
 
     def _described(self, placeholder: fx.Node) -> list[str]:
         kind, index = str(placeholder.target).split("_")

@@ -71,12 +71,11 @@ class ReadyQueue:
         self._rise(hole, 0, item)
 
 
-def engine_order(tape: ir.TapeGraph) -> list[int]:
-    """Indices into ``tape.calls`` as the engine's ready queue would bring them.
+def engine_order(calls: Sequence[ir.TapeCall]) -> list[int]:
+    """Indices into the calls of a tape as the engine's ready queue would bring them.
 
     Where the tape could not be read from Python, the order of the walk is kept: it is a legal one.
     """
-    calls = tape.calls
     if any(call.edges is None for call in calls):
         return [call.index for call in calls]
     waits = [0] * len(calls)
@@ -98,7 +97,7 @@ def engine_order(tape: ir.TapeGraph) -> list[int]:
 
 def in_engine_order(tape: ir.TapeGraph) -> ir.TapeGraph:
     """The tape graph with its calls, and the terms of its sums, in the engine's order. Its nodes are moved there."""
-    order = engine_order(tape)
+    order = engine_order(tape.calls)
     position = {index: place for place, index in enumerate(order)}
     groups = tape.by_call()
     call_of = {node: node.meta.get("call", 0) for node in tape.graph.nodes}
@@ -132,3 +131,30 @@ def in_engine_order(tape: ir.TapeGraph) -> ir.TapeGraph:
     for node in [node for node in tape.graph.nodes if node not in done and node is not output][::-1]:
         tape.graph.erase_node(node)  # a sum to which another term came
     return replace(tape, order=order)
+
+
+def order_shows(tape: ir.TapeGraph, bitwise: bool) -> bool:
+    """Whether anybody could tell in which order the nodes of a tape run: users' code, or how a sum is rounded.
+
+    Args:
+        bitwise: sums are to be rounded as eager rounds them.
+    """
+    if any(call.edges is None for call in tape.calls):
+        return False  # then it is that of the walk, always
+    return tape.runs_users_code or (
+        bitwise and any(node.target is ir.sum_gradients and len(node.args) > 2 for node in tape.graph.nodes)
+    )
+
+
+def reordered(tape: ir.TapeGraph, sequences: Sequence[int]) -> ir.TapeGraph:
+    """A tape graph for a tape of the same structure whose nodes have other sequence numbers.
+
+    Args:
+        sequences: of the nodes in the order of the walk, the root left out.
+
+    Returns:
+        The same tape graph, where they run in the same order.
+    """
+    numbers = (None, *sequences)
+    calls = [replace(call, sequence=number) for call, number in zip(tape.calls, numbers, strict=True)]
+    return tape if engine_order(calls) == tape.order else in_engine_order(tape.copy(calls))

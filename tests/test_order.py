@@ -13,7 +13,7 @@ from torch import nn
 import compiled_autograd as ca
 from compiled_autograd import order, tape
 
-from .helpers import assert_same, compare, mlp
+from .helpers import assert_same, compare, expect, mlp
 
 
 class _Recorded(torch.autograd.Function):
@@ -102,7 +102,7 @@ def test_the_order_is_the_one_in_which_eager_runs_the_nodes(model: Callable[[tor
         hook.remove()
     assert len(ran) == len(visited) > 4
     assert [index for index in graph.order if index != 0] == ran
-    assert order.engine_order(graph) == graph.order
+    assert order.engine_order(graph.calls) == graph.order
 
 
 @pytest.mark.parametrize("model", MODELS)
@@ -200,4 +200,127 @@ def test_without_sequence_numbers_the_walk_is_kept() -> None:
     assert session.last is not None and session.last.graph is not None
     graph = session.last.graph.tape
     graph.calls[2].sequence = None
-    assert order.engine_order(graph) == [call.index for call in graph.calls]
+    assert order.engine_order(graph.calls) == [call.index for call in graph.calls]
+
+
+# ---- a later tape of the same structure, made in another order -----------------------------------------------------
+
+
+def _two_ways(x: torch.Tensor, first: int, noted: list[int], between: int = 0) -> torch.Tensor:
+    """One structure, whichever branch is computed first; a hook on each."""
+    branches: list[torch.Tensor] = [x, x]
+    for index in (first, 1 - first):
+        branches[index] = x.sin()
+        branches[index].register_hook(lambda grad, index=index: noted.append(index))
+        for _ in range(between):
+            (x * 2).exp()
+    return (branches[0] * branches[1]).sum()
+
+
+def test_hooks_run_in_eagers_order_at_each_step() -> None:
+    x = torch.randn(4, requires_grad=True)
+    session = ca.enable(backend="eager")
+    outcomes = []
+    for first in (0, 1, 0, 1, 1, 0):
+        eager: list[int] = []
+        wanted = torch.autograd.grad(_two_ways(x, first, eager), x)
+        ours: list[int] = []
+        loss = _two_ways(x, first, ours)
+        with session:
+            assert_same(torch.autograd.grad(loss, x), wanted)
+        assert ours == eager == [1 - first, first]
+        assert session.last is not None
+        outcomes.append(session.last.outcome)
+    assert outcomes == ["structure_miss", "structure_miss", "hit", "hit", "hit", "hit"]
+    expect(session.stats(), structure_misses=2, hits=4, captures=1)
+
+
+def test_another_order_says_so() -> None:
+    x = torch.randn(4, requires_grad=True)
+    session = ca.enable(backend="eager")
+    for first in (0, 1):
+        with session:
+            _two_ways(x, first, []).backward()
+        x.grad = None
+    assert session.last is not None
+    assert [str(reason).partition(", ")[0] for reason in session.last.reasons] == [
+        "node_attribute at the order in which nodes run"
+    ]
+
+
+def test_what_else_the_forward_makes_is_no_other_order() -> None:
+    x = torch.randn(4, requires_grad=True)
+    session = ca.enable(backend="eager")
+    for between in range(100):
+        noted: list[int] = []
+        loss = _two_ways(x, 0, noted, between % 70)
+        with session:
+            torch.autograd.grad(loss, x)
+        assert noted == [1, 0]
+    expect(session.stats(), structure_misses=1, hits=99, captures=1)
+
+
+def test_a_sequence_number_that_was_set_is_respected_at_each_step() -> None:
+    x = torch.randn(4, requires_grad=True)
+    session = ca.enable(backend="eager")
+
+    def loss(urgent: int | None, noted: list[int]) -> torch.Tensor:
+        branches = [_Recorded.apply(x, index) for index in range(3)]
+        if urgent is not None:
+            branches[urgent].grad_fn._set_sequence_nr(1 << 40)
+        return (branches[0] * branches[1] * branches[2]).sum()
+
+    for urgent in (None, 0, 1, None, 2, 0):
+        _Recorded.ran.clear()
+        wanted = torch.autograd.grad(loss(urgent, []), x)
+        eager = list(_Recorded.ran)
+        _Recorded.ran.clear()
+        with session:
+            assert_same(torch.autograd.grad(loss(urgent, []), x), wanted)
+        assert _Recorded.ran == eager
+    assert session.stats().captures == 1
+
+
+def test_sums_are_rounded_in_eagers_order_at_each_step() -> None:
+    x = torch.randn(50, requires_grad=True)
+    session = ca.enable(backend="eager")
+
+    def loss(order: tuple[int, ...]) -> torch.Tensor:
+        h = x * 1
+        parts = [h] * 4
+        for index in order:
+            parts[index] = h.sin()
+        return sum((part * 10.0 ** (3 * index)).sum() for index, part in enumerate(parts))  # type: ignore[return-value]
+
+    different = set()
+    for order_made in ((0, 1, 2, 3), (2, 0, 3, 1), (3, 2, 1, 0), (0, 1, 2, 3), (2, 0, 3, 1)):
+        wanted = torch.autograd.grad(loss(order_made), x)
+        different.add(tuple(wanted[0].tolist()))
+        with session:
+            assert_same(torch.autograd.grad(loss(order_made), x), wanted)
+    assert len(different) > 1
+    expect(session.stats(), structure_misses=3, hits=2, captures=1)
+
+
+@pytest.mark.parametrize("policy", ["eager", "raise", "background"])
+def test_another_order_under_each_policy(policy: str) -> None:
+    x = torch.randn(4, requires_grad=True)
+    with ca.enable(backend="eager"):
+        torch.autograd.grad(_two_ways(x, 0, []), x)
+    session = ca.enable(backend="eager", on_miss=policy)
+    for _ in range(2):
+        noted: list[int] = []
+        wanted = torch.autograd.grad(_two_ways(x, 1, []), x)
+        with session:
+            if policy == "raise":
+                with pytest.raises(ca.CacheMissError, match="the order in which"):
+                    torch.autograd.grad(_two_ways(x, 1, noted), x)
+                assert noted == []
+                continue
+            assert_same(torch.autograd.grad(_two_ways(x, 1, noted), x), wanted)
+        assert noted == [0, 1]
+        session.wait()
+    assert session.stats().captures == 0
+    if policy == "eager":
+        expect(session.stats(), bypasses={"on_miss": 2})
+        assert session.last is not None and "the order in which nodes run" in str(session.last.reasons[1])

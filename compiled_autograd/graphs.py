@@ -33,7 +33,7 @@ from .variants import Handover, Shapes, Variant, tensor_check, tensor_plans
 MOST_VARIANTS = 32
 """So many variants of one structure are kept; see also :data:`MOST_STRUCTURES`."""
 MOST_STRUCTURES = 512
-MOST_NODES = 200_000
+MOST_NODES = 100_000
 """So many structures are kept, and so many nodes of tapes in all; some 20 KiB each. Where there are more, the half that
 was used last stays."""
 _MOST_GONE = 100_000

@@ -22,6 +22,7 @@ from torch import fx
 
 from backends import ArtifactError, Backend, Compiled, Storing
 
+from .likeness import InputKind, kinds_of_inputs
 from .reporting import warn_once
 
 
@@ -30,7 +31,7 @@ class Request(msgspec.Struct):
 
     backend: str
     code: str
-    inputs: list[tuple[list[int], list[int], str, str]]
+    inputs: list[InputKind]
     threads: int
     deterministic: tuple[bool, bool, bool]
     matmul_precision: str
@@ -63,13 +64,9 @@ def compile_elsewhere(backend: Backend, graph_module: fx.GraphModule, examples: 
 def _request(backend: Backend, graph_module: fx.GraphModule, examples: Sequence[Any]) -> Request | None:
     if not getattr(backend, "slow", False) or not isinstance(backend, Storing):
         return None
-    if graph_module.graph.find_nodes(op="get_attr"):
+    inputs = kinds_of_inputs(graph_module, examples)
+    if inputs is None:
         return None
-    inputs = []
-    for example in examples:
-        if not isinstance(example, torch.Tensor) or any(isinstance(size, torch.SymInt) for size in example.shape):
-            return None
-        inputs.append((list(example.shape), list(example.stride()), str(example.dtype), str(example.device)))
     return Request(
         backend.name,
         graph_module.graph.python_code("self").src,

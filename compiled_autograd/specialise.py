@@ -9,8 +9,8 @@ import operator
 import re
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable, Hashable, Mapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
@@ -24,6 +24,7 @@ from shadow_cache import DamagedEntryError, Failure, Miss, StoreError
 from . import ir
 from .errors import UntraceableError
 from .explain_variants import guard_miss, handed_on_miss
+from .likeness import likeness
 from .log import RunLog
 from .lower import Lowered, lower
 from .partition import Region
@@ -78,6 +79,17 @@ class Shelf:
 
     regions: Mapping[tuple[int, int], Sequence[Shelved]]
     read: Callable[[str], bytes]
+    loaded: dict[str, Compiled] = field(default_factory=dict)
+
+    def load(self, backend: Backend, artifact: str) -> Compiled:
+        """An artifact; several regions may have the same.
+
+        Raises:
+            StoreError, ArtifactError: it cannot be read, or not be used.
+        """
+        if artifact not in self.loaded:
+            self.loaded[artifact] = backend.load(self.read(artifact))  # type: ignore[attr-defined]
+        return self.loaded[artifact]
 
 
 Compile = Callable[[Backend, fx.GraphModule, Sequence[Any]], Compiled]
@@ -110,6 +122,7 @@ class Specialiser:
         self.finished: list[RunLog] = []
         self.name_of: Callable[[fx.Node], str] = str  # for people
         self._opaque = 0
+        self._made: dict[Hashable, Compiled] = {}
 
     # ---- looking up ------------------------------------------------------------------------------------------------
 
@@ -144,7 +157,7 @@ class Specialiser:
             started = time.perf_counter()
             try:
                 shelved.code = self.shelf.read(shelved.lowered).decode()
-                call = self.backend.load(self.shelf.read(shelved.artifact))  # type: ignore[attr-defined]
+                call = self.shelf.load(self.backend, shelved.artifact)
                 compiled = step.bind(shelved, call, shelved.plan.wiring, kind, shelved.plan.guard())
             except (StoreError, ArtifactError) as error:
                 where = f"the stored code of {len(step.region.nodes)} calls"
@@ -194,7 +207,8 @@ class Specialiser:
             checked = step.bind(compiled.aten, compiled.call, wiring, compiled.kind, compiled.guard)
         except Exception as error:  # noqa: BLE001  whatever a backend throws, the step goes on
             log.failures.append(failure_of("compile", self.backend.name, step.region, error))
-            log.compiles -= 1  # what cannot run does not count
+            log.compiles -= 1  # what cannot run does not count, nor serve another region
+            self._made = {like: call for like, call in self._made.items() if call is not compiled.call}
         else:
             pass_on(checked, slots)
             store_results(checked, results, slots)
@@ -258,16 +272,26 @@ class Specialiser:
         started = time.perf_counter()
         try:
             aten = _copy(lowered.graph_module)
-            call = compile(self.backend, lowered.graph_module, lowered.examples)
+            call = self._compile(lowered, compile, log)
             guard = None if lowered.symbols is None else lowered.symbols.guard()
         except Exception as error:
             raise _Failed(failure_of("compile", self.backend.name, step.region, error)) from error
         finally:
             log.add("compile", time.perf_counter() - started)
-        log.compiles += 1
         compiled = step.bind(AtHand(aten), call, _wiring(step, lowered), self.kind(step, slots), guard)
         compiled.checked = False
         return compiled
+
+    def _compile(self, lowered: Lowered, compile: Compile, log: RunLog) -> Compiled:
+        """Compile an ATen graph; or take what was made of one that is the same, as repeated layers have them."""
+        like = likeness(lowered.graph_module, lowered.examples) if getattr(self.backend, "slow", False) else None
+        if like is not None and like in self._made:
+            return self._made[like]
+        call = compile(self.backend, lowered.graph_module, lowered.examples)
+        log.compiles += 1
+        if like is not None:
+            self._made[like] = call
+        return call
 
     def _lower(self, step: RegionStep, slots: Slots, specs: Mapping[fx.Node, Spec] | None) -> Lowered:
         given = [slots[slot] for slot in step.inputs]

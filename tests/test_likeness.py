@@ -1,0 +1,154 @@
+"""Regions that are the same are compiled once."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils.checkpoint import checkpoint
+
+import compiled_autograd as ca
+from backends.eager import EagerBackend
+from compiled_autograd.likeness import likeness
+from compiled_autograd.specialise import Specialised
+
+from .helpers import assert_grads, expect
+
+LAYERS = 5
+
+
+class _Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(8)
+        self.linear = nn.Linear(8, 8)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return x + F.gelu(self.linear(self.norm(x)))
+
+
+def _model() -> nn.ModuleList:
+    torch.manual_seed(0)
+    return nn.ModuleList(_Block() for _ in range(LAYERS))
+
+
+def _loss(layers: nn.ModuleList) -> torch.Tensor:
+    x = torch.linspace(-1, 1, 24).view(3, 8).requires_grad_()
+    for layer in layers:
+        x = checkpoint(layer, x, use_reentrant=False)
+    return x.square().sum()
+
+
+def _compiled(session: ca.Session) -> list[Specialised]:
+    assert session.last is not None and session.last.graph is not None
+    return [each for region in session.last.graph.regions for each in region.specialised()]
+
+
+@pytest.fixture
+def slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(EagerBackend, "slow", True, raising=False)
+
+
+@pytest.mark.usefixtures("slow")
+def test_repeated_layers_are_compiled_once() -> None:
+    model, reference = _model(), _model()
+    _loss(reference).backward()
+    with ca.enable(backend="eager") as session:
+        for _ in range(2):
+            model.zero_grad()
+            _loss(model).backward()
+            assert_grads(model, reference)
+    compiled = _compiled(session)
+    distinct = len({id(each.call) for each in compiled})
+    assert len(compiled) > 3 * LAYERS - 3 and distinct <= 7
+    expect(session.stats(), structure_misses=1, hits=1, captures=1, compiles=distinct)
+
+
+def test_where_compiling_takes_no_time_each_is_compiled() -> None:
+    with ca.enable(backend="eager") as session:
+        _loss(_model()).backward()
+    compiled = _compiled(session)
+    assert len({id(each.call) for each in compiled}) == len(compiled) == session.stats().compiles
+
+
+@pytest.mark.usefixtures("slow")
+def test_repeated_layers_are_loaded_once(tmp_path: Path) -> None:
+    model, reference = _model(), _model()
+    _loss(reference).backward()
+    with ca.enable(backend="eager", cache_dir=tmp_path) as session:
+        _loss(model).backward()
+    compiled = len(_compiled(session))
+    ca.reset()
+    model.zero_grad()
+    with ca.enable(backend="eager", cache_dir=tmp_path) as session:
+        _loss(model).backward()
+    assert_grads(model, reference)
+    expect(session.stats(), hits=1, captures=1, compiles=0)
+    loaded = _compiled(session)
+    assert session.stats().loads == len(loaded) == compiled
+    assert len({id(each.call) for each in loaded}) <= 7
+
+
+@pytest.mark.usefixtures("slow")
+def test_what_fails_serves_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each region whose code cannot run runs call by call, and none of them counts."""
+
+    def broken(self: EagerBackend, graph_module: Any, example_inputs: Any) -> Any:
+        def run(arguments: list[Any]) -> Any:
+            raise ValueError("broken")
+
+        return run
+
+    monkeypatch.setattr(EagerBackend, "compile", broken)
+    model, reference = _model(), _model()
+    _loss(reference).backward()
+    with ca.enable(backend="eager") as session, pytest.warns(UserWarning, match="broken"):
+        _loss(model).backward()
+    assert_grads(model, reference)
+    assert session.stats().compiles == 0 and session.stats().failures > 1
+
+
+# ---- what is the same ------------------------------------------------------------------------------------------------
+
+
+def _likeness(function: Any, *examples: Any) -> Any:
+    return likeness(make_fx(function)(*examples), examples)
+
+
+def test_the_same_operators_on_the_same_kinds() -> None:
+    x, y = torch.randn(3, 4), torch.randn(3, 4)
+    assert _likeness(lambda a: [a.sin() * 2], x) == _likeness(lambda a: [a.sin() * 2], y) is not None
+
+
+@pytest.mark.parametrize(
+    ("one", "other"),
+    [
+        (torch.randn(3, 4), torch.randn(4, 3)),
+        (torch.randn(3, 4), torch.randn(4, 3).t()),
+        (torch.randn(3, 4), torch.randn(3, 4, dtype=torch.float64)),
+        (torch.randn(3, 4), torch.randn(3, 4, device="meta")),
+        (torch.randn(2, dtype=torch.complex64), torch.randn(2, dtype=torch.complex64).conj()),
+    ],
+)
+def test_other_inputs_are_another(one: torch.Tensor, other: torch.Tensor) -> None:
+    graph = make_fx(lambda x: [x * x])(one)
+    assert None is not likeness(graph, [one]) != likeness(graph, [other]) is not None
+
+
+def test_other_operators_and_numbers_are_another() -> None:
+    x = torch.randn(3, 4)
+    functions = [lambda a: [a.sin()], lambda a: [a.cos()], lambda a: [a * 2], lambda a: [a * 3]]
+    assert len({_likeness(function, x) for function in functions}) == 4
+
+
+def test_constants_and_symbols_are_never_the_same() -> None:
+    x, constant = torch.randn(3, 4), torch.randn(4)
+    assert _likeness(lambda a: [a * constant], x) is None
+    symbolic = make_fx(lambda a: [a.sin()], tracing_mode="symbolic")(x)
+    fake = next(iter(symbolic.graph.nodes)).meta["val"]
+    assert likeness(symbolic, [fake]) is None

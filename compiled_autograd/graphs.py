@@ -220,13 +220,15 @@ class Graphs:
         added.payload.used = next(_uses)
         added.payload.identity = hash(tuple(keys))
         oldest = self._too_many()
+        if not oldest:
+            return added.payload, False
         for graph in oldest:
             graph.evict()
         self._gone.update(graph.identity for graph in oldest)
         if len(self._gone) > _MOST_GONE:
             self._gone.clear()
         self._shadow.remove({graph.number for graph in oldest})
-        return added.payload, bool(oldest)
+        return added.payload, True
 
     def _too_many(self) -> list[CompiledGraph]:
         """Those that are to go; never the newest."""

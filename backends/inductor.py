@@ -10,6 +10,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from . import instruction_sets
 from .artifacts import CannotStoreError, Stored, from_bytes, link, tensors_from_bytes, to_bytes
 from .eager import EagerBackend, run_graph, store_graph
 from .memory import keep_freed_memory
@@ -40,6 +41,7 @@ class InductorBackend:
         """Inductor's own table."""
         from torch._inductor.decomposition import select_decomp_table
 
+        instruction_sets.ask()  # tracing comes next
         return select_decomp_table()
 
     def compile(self, graph_module: fx.GraphModule, example_inputs: Sequence[torch.Tensor]) -> Compiled:

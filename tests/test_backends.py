@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import warnings
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -339,3 +340,28 @@ def test_a_missing_compiler_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch)
     assert_grads(model, reference)
     assert session.stats().failures == 1
     assert any("no C++ compiler found" in str(each.message) for each in caught)
+
+
+_PICKED = """
+import os
+from pathlib import Path
+from backends import instruction_sets
+from torch._inductor.cpu_vec_isa import pick_vec_isa
+if {asked}:
+    instruction_sets.ask()
+print(pick_vec_isa(), pick_vec_isa().build_arch_flags())
+print(sorted(path.name for path in Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]).rglob("*.so")))
+"""
+
+
+@pytest.mark.slow
+def test_instruction_sets_are_found_as_without_asking_early(tmp_path: Path) -> None:
+    """The same one is picked, and nothing is compiled that Inductor would not compile, nor twice."""
+    answers = []
+    for asked in (False, True):
+        folder = tmp_path / str(asked)
+        folder.mkdir()
+        done = in_subprocess(_PICKED.format(asked=asked), TORCHINDUCTOR_CACHE_DIR=str(folder))
+        assert done.returncode == 0, done.stderr
+        answers.append(done.stdout)
+    assert answers[0] == answers[1] and ".so" in answers[0]

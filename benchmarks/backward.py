@@ -21,8 +21,8 @@ from pathlib import Path
 from rich.console import Console
 
 from benchmarks import picture, targets
-from benchmarks.tables import WITHOUT_HITS, model_table, problems, summary_table, targets_table
-from benchmarks.targets import Result
+from benchmarks.tables import model_table, problems, summary_table, targets_table
+from benchmarks.targets import WITHOUT_HITS, Result
 
 # Named here again because whoever only wants --help should not wait for torch to load.
 MODELS = ("mlp", "gpt", "resnet", "lstm", "pinn")

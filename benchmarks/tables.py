@@ -2,9 +2,7 @@
 
 from rich.table import Table
 
-from benchmarks.targets import REFERENCE, Result, geometric_means, rows
-
-WITHOUT_HITS = ("eager", "aot")
+from benchmarks.targets import REFERENCE, WITHOUT_HITS, Result, geometric_means, rows
 
 
 def number(result: Result, name: str, form: str, scale: float = 1.0) -> str:

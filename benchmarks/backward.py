@@ -3,13 +3,12 @@
     python -m benchmarks.backward
     python -m benchmarks.backward --models mlp gpt --runners ours-inductor torch-ca-static --json results.json
 
-See `benchmarks.models` for the models, `benchmarks.runners` for the runners and `benchmarks.measure` for what is
-measured and how.
+See `benchmarks.models` for the models, `benchmarks.runners` for the runners, `benchmarks.measure` for what is measured
+and how, and `benchmarks.tables` and `benchmarks.picture` for what is made of it.
 """
 
 import argparse
 import json
-import math
 import os
 import platform
 import signal
@@ -18,19 +17,18 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
-from rich.table import Table
+
+from benchmarks import picture, targets
+from benchmarks.tables import model_table, problems, summary_table, targets_table
+from benchmarks.targets import WITHOUT_HITS, Result
 
 # Named here again because whoever only wants --help should not wait for torch to load.
 MODELS = ("mlp", "gpt", "resnet", "lstm", "pinn")
 RUNNERS = ("eager", "ours-eager", "ours-inductor", "torch-ca-dynamic", "torch-ca-static", "aot")
 MEASUREMENTS = ("steady", "hit")
-WITHOUT_HITS = ("eager", "aot")
 CACHE_FOLDERS = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
-
-Result = dict[str, Any]
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -40,6 +38,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--pairs", type=int, default=30, help="pairs of an eager and a runner's step that are timed")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds that one process may take")
     parser.add_argument("--json", type=Path, help="write all results to this file")
+    parser.add_argument("--picture", type=Path, help="draw the results to this file, .svg or .png (needs matplotlib)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--child", choices=MEASUREMENTS, help="measure here, in this process, and print one JSON line")
@@ -48,6 +47,11 @@ def parse_arguments() -> argparse.Namespace:
         parser.error(f"--pairs {args.pairs}: at least one pair is needed")
     if args.child and (len(args.models), len(args.runners)) != (1, 1):
         parser.error("--child measures one model under one runner")
+    if args.picture:
+        try:
+            picture.check(args.picture)
+        except picture.PictureError as error:
+            parser.error(f"--picture {error}")
     return args
 
 
@@ -101,83 +105,11 @@ def measure_both(model: str, runner: str, args: argparse.Namespace) -> Result:
     return result | {renamed.get(name, name): value for name, value in hit.items()}
 
 
-def number(result: Result, name: str, form: str, scale: float = 1.0) -> str:
-    value = result.get(name)
-    return "-" if value is None else format(scale * value, form)
-
-
-def first_step(result: Result) -> str:
-    """Seconds from choosing the runner to the end of its first backward: to `aot`, most of it is the forward."""
-    if "first_backward_seconds" not in result:
-        return "-"
-    return f"{sum(result[f'{part}_seconds'] for part in ('setup', 'first_forward', 'first_backward')):.1f}"
-
-
-def notes(result: Result) -> str:
-    said = ["failed"] if "failed" in result else []
-    said += ["hit failed"] if "hit_failed" in result else []
-    said += [f"{name} {value}" for name, value in result.get("counts", {}).items()]
-    return ", ".join(said)
-
-
-def problems(result: Result) -> list[str]:
-    """Why some of the numbers are missing, one line each."""
-    found = [f"{result['runner']}: {result[name]}" for name in ("failed", "not_applicable") if name in result]
-    if "hit_failed" in result:
-        found.append(f"{result['runner']}, hit: {result['hit_failed']}")
-    if "hit_not_applicable" in result and result["runner"] not in WITHOUT_HITS:
-        found.append(f"{result['runner']}, hit n/a: {result['hit_not_applicable']}")
-    return found
-
-
-def model_table(model: str, results: list[Result]) -> Table:
-    nodes = next((f", {result['nodes']} nodes" for result in results if "nodes" in result), "")
-    table = Table(title=f"{model}{nodes}")
-    for heading in ("runner", "first step s", "first backward s", "eager ms", "runner ms", "ratio"):
-        table.add_column(heading, no_wrap=heading == "runner", justify="left" if heading == "runner" else "right")
-    for heading in ("hit ms", "hit us/node", "peak MB eager", "peak MB", "grad diff"):
-        table.add_column(heading, justify="right")
-    table.add_column("notes", overflow="fold")
-    for result in results:
-        table.add_row(
-            result["runner"],
-            first_step(result),
-            number(result, "first_backward_seconds", ".2f"),
-            number(result, "eager_ms", ".2f"),
-            number(result, "runner_ms", ".2f"),
-            number(result, "ratio", ".3f"),
-            number(result, "hit_ms", ".3f"),
-            number(result, "hit_us_per_node", ".2f"),
-            number(result, "eager_peak_bytes", ".1f", 1e-6),
-            number(result, "runner_peak_bytes", ".1f", 1e-6),
-            number(result, "gradient_difference", ".1e"),
-            notes(result),
-        )
-    return table
-
-
-def summary_table(results: list[Result], runners: list[str]) -> Table:
-    table = Table("runner", "answered", "geomean ratio", "worst ratio", "worst first step s", "worst grad diff")
-    table.title = "Summary: backward against eager, below 1 is faster"
-    for runner in runners:
-        own = [result for result in results if result["runner"] == runner]
-        answered = [result for result in own if "ratio" in result]
-        row = [runner, f"{len(answered)} of {len(own)}"]
-        if answered:
-            ratios = [result["ratio"] for result in answered]
-            row.append(f"{math.exp(sum(map(math.log, ratios)) / len(ratios)):.3f}")
-            row.append(f"{max(ratios):.3f}")
-            row.append(max((first_step(result) for result in answered), key=float))
-            row.append(f"{max(result['gradient_difference'] for result in answered):.1e}")
-        table.add_row(*row)
-    return table
-
-
 def write_json(results: list[Result], args: argparse.Namespace) -> None:
-    """All that was measured, times in the units their names say, beside what it was measured on."""
+    """All that was measured, times in the units their names say, beside what it was measured on and what it says."""
     environment = {"python": platform.python_version(), "machine": platform.platform(), "cpus": os.cpu_count()}
     options = {name: getattr(args, name) for name in ("pairs", "timeout", "device", "seed")}
-    content = {"environment": environment, "options": options, "results": results}
+    content = {"environment": environment, "options": options, "results": results, "targets": targets.rows(results)}
     args.json.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
@@ -189,7 +121,7 @@ def main() -> int:
     console = Console()
     if not console.is_terminal:
         # A file has no width to fit into, and the default of 80 columns would break every row.
-        console.width = 180
+        console.width = 220
     results: list[Result] = []
     total = len(args.models) * len(args.runners)
     for model in args.models:
@@ -204,7 +136,10 @@ def main() -> int:
         console.print(model_table(model, own))
         for problem in (line for result in own for line in problems(result)):
             console.print(problem, markup=False, highlight=False)
+    console.print(targets_table(results))
     console.print(summary_table(results, args.runners))
+    if args.picture:
+        picture.draw(results, args.picture)
     return 1 if any("failed" in result or "hit_failed" in result for result in results) else 0
 
 

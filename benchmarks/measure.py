@@ -4,18 +4,17 @@ Times are taken around `loss.backward()` alone. An eager step and a runner's ste
 first alternates too, so that whatever else the machine does falls on both.
 """
 
-import ctypes
 import statistics
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
-from pathlib import Path
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
+from benchmarks import floor, memory
 from benchmarks.models import MakeLoss, build
 from benchmarks.runners import EMPTY_RUNNERS, RUNNERS, NotApplicable, Runner
 
@@ -80,7 +79,7 @@ def gradient_difference(eager: Side, other: Side) -> float:
     """Largest relative difference of two modules' gradients, by the largest absolute element of each parameter."""
     expected = {name: parameter.grad for name, parameter in eager.module.named_parameters()}
     scales = {name: grad.abs().max().item() for name, grad in expected.items() if grad is not None}
-    floor = SMALLEST_SCALE * max(scales.values())
+    smallest = SMALLEST_SCALE * max(scales.values())
     worst = 0.0
     for name, parameter in other.module.named_parameters():
         grad = expected[name]
@@ -88,7 +87,7 @@ def gradient_difference(eager: Side, other: Side) -> float:
             worst = worst if grad is parameter.grad else float("inf")
             continue
         difference = (parameter.grad - grad).abs().max().item()
-        worst = max(worst, difference / max(scales[name], floor))
+        worst = max(worst, difference / max(scales[name], smallest))
     return worst
 
 
@@ -110,54 +109,30 @@ def alternate(eager: Side, other: Side, pairs: int) -> dict[str, float]:
     }
 
 
-def resident(key: str) -> int:
-    """Bytes of resident memory: `key` is VmRSS for now, VmHWM for the highest since it was last reset."""
-    for line in Path("/proc/self/status").read_text().splitlines():
-        if line.startswith(key + ":"):
-            return 1024 * int(line.split()[1])
-    raise NotApplicable(f"/proc/self/status has no {key}")
-
-
-def cpu_growth(step: Callable[[], Any]) -> int:
-    """Bytes by which resident memory grows at its highest during `step`.
-
-    Memory that was freed but not yet given back would hide the growth, so the allocator is told to give it back first.
-    """
-    libc = ctypes.CDLL(None)
-    if hasattr(libc, "malloc_trim"):
-        libc.malloc_trim(0)
-    Path("/proc/self/clear_refs").write_text("5")
-    before = resident("VmRSS")
-    step()
-    return resident("VmHWM") - before
-
-
-def cuda_growth(step: Callable[[], Any]) -> int:
-    """Bytes by which allocated CUDA memory grows at its highest during `step`."""
-    torch.cuda.synchronize()
-    torch.cuda.reset_peak_memory_stats()
-    before = torch.cuda.memory_allocated()
-    step()
-    torch.cuda.synchronize()
-    return torch.cuda.max_memory_allocated() - before
-
-
-def peak_bytes(side: Side) -> int | None:
-    """Median over a few steps of the growth of one whole step, gradients included; None where it cannot be read."""
-    growth = cuda_growth if side.device == "cuda" else cpu_growth
+def grown_bytes(side: Side) -> int | None:
+    """Median over a few steps of what one whole step adds, gradients included; None where it cannot be read."""
     growths = []
     try:
         for _ in range(MEMORY_STEPS):
             side.module.zero_grad(set_to_none=True)
-            growths.append(growth(side.step))
+            growths.append(memory.growth(side.step, side.device))
     except (OSError, NotApplicable) as error:
         print(f"peak memory not measured: {error}", file=sys.stderr)
         return None
     return int(statistics.median(growths))
 
 
+def allocated_bytes(side: Side) -> int:
+    """Median over a few steps of the most that is allocated at once during the backward."""
+    peaks = []
+    for _ in range(MEMORY_STEPS):
+        side.module.zero_grad(set_to_none=True)
+        peaks.append(memory.peak_of_backward(side.forward, side.runner.around(), side.device))
+    return int(statistics.median(peaks))
+
+
 def measure_steady(model: str, runner_name: str, pairs: int, seed: int, device: str) -> dict[str, Any]:
-    """The first step, the steady state, peak memory and gradients of `runner_name`.
+    """The first step, the steady state, peak memory and gradients of `runner_name`, and the floor of `model`.
 
     Seconds: setup_seconds is what it takes to import and make the runner, first_forward_seconds and
     first_backward_seconds are its first step, with nothing compiled before.
@@ -182,8 +157,12 @@ def measure_steady(model: str, runner_name: str, pairs: int, seed: int, device: 
         **steady,
         # The first backward and a late one may run different code.
         "gradient_difference": max(first_difference, gradient_difference(eager, other)),
-        "eager_peak_bytes": peak_bytes(eager),
-        "runner_peak_bytes": peak_bytes(other),
+        "eager_peak_bytes": grown_bytes(eager),
+        "runner_peak_bytes": grown_bytes(other),
+        # The profiler last: it leaves memory of its own behind, and slows whatever runs under it.
+        **floor.measure(eager.step, eager.forward, device),
+        "eager_allocated_bytes": allocated_bytes(eager),
+        "runner_allocated_bytes": allocated_bytes(other),
         "counts": other.runner.counts(),
     }
 

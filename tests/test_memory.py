@@ -15,48 +15,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 from torch.autograd.graph import saved_tensors_hooks
-from torch.profiler import ProfilerActivity, profile, record_function
 from torch.utils.checkpoint import checkpoint
 
 import compiled_autograd as ca
+from benchmarks.memory import peak_of_backward
 
 from .helpers import assert_grads, expect
-
-_BACKWARD = "the backward that is measured"
-
-
-def _peak_of_backward(make_loss: Callable[[], torch.Tensor], around: Any) -> int:
-    """The most bytes that are allocated at once during a backward, of those that the step allocated.
-
-    The profiler reports each allocation and release of the CPU's allocator, which operators and compiled kernels share,
-    so the figure is exact. What the forward saved counts; weights and batch, which were there before, do not.
-    """
-    with profile(activities=[ProfilerActivity.CPU], profile_memory=True) as profiler:
-        loss = make_loss()
-        with record_function(_BACKWARD), around:
-            loss.backward()
-    return _most_at_once(profiler)
-
-
-def _most_at_once(profiler: profile) -> int:
-    sizes: list[tuple[int, int]] = []
-    begins: list[int] = []
-    waiting = list(profiler.profiler.kineto_results.experimental_event_tree())  # type: ignore[union-attr]
-    while waiting:
-        event = waiting.pop()
-        waiting.extend(event.children)
-        if event.tag.name == "Allocation":
-            sizes.append((event.start_time_ns, event.extra_fields.alloc_size))
-        elif event.name == _BACKWARD:
-            begins.append(event.start_time_ns)
-    (begin,) = begins
-    sizes.sort(key=lambda each: each[0])
-    allocated = most = 0
-    for when, size in sizes:
-        allocated += size
-        if when >= begin:
-            most = max(most, allocated)
-    return most
 
 
 def test_the_measure_itself() -> None:
@@ -76,7 +40,7 @@ def test_the_measure_itself() -> None:
 
     x = torch.randn(100, 100, requires_grad=True)
     matrix = x.numel() * x.element_size()
-    most = _peak_of_backward(lambda: NeedsFour.apply(x), contextlib.nullcontext())
+    most = peak_of_backward(lambda: NeedsFour.apply(x), contextlib.nullcontext())
     assert 5 * matrix <= most < 5.1 * matrix  # what was saved, two in hand, and two of their copy
 
 
@@ -131,12 +95,12 @@ def _ratio(
         with around():
             return model(x)
 
-    eager = _peak_of_backward(make_loss, ca.disable())
+    eager = peak_of_backward(make_loss, ca.disable())
     wanted = [parameter.grad for parameter in model.parameters()]
     session = ca.enable(backend=backend)
     with session:
         make_loss().backward()
-    compiled = _peak_of_backward(make_loss, session)
+    compiled = peak_of_backward(make_loss, session)
     expect(session.stats(), structure_misses=1, hits=1, captures=1)
     reference = nn.Module()
     for index, (parameter, grad) in enumerate(zip(model.parameters(), wanted, strict=True)):
@@ -163,7 +127,7 @@ def test_checkpointing_saves_what_it_saves_under_eager() -> None:
     for model in (plain, saving):
         for _ in range(2):
             model.zero_grad()
-            most = _peak_of_backward(lambda model=model: model(x), session)  # type: ignore[misc]
+            most = peak_of_backward(lambda model=model: model(x), session)  # type: ignore[misc]
         peaks.append(most)
     assert peaks[1] < 0.75 * peaks[0]
 
@@ -182,7 +146,7 @@ def test_reentrant_checkpointing() -> None:
     for context in (ca.disable(), session, session):
         model.zero_grad()
         x.grad = None
-        peaks.append(_peak_of_backward(lambda: model(x), context))
+        peaks.append(peak_of_backward(lambda: model(x), context))
     assert peaks[2] <= 1.1 * peaks[0]
     stats = session.stats()
     assert stats.hits + stats.structure_misses == 2 * 11 and not stats.bypasses

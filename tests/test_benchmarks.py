@@ -1,0 +1,285 @@
+"""What `benchmarks.backward` measures beside times, and what it makes of its results. No time is asserted."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import sys
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from rich.console import Console
+from rich.table import Table
+from torch import nn
+
+from benchmarks import backward, floor, measure, models, picture, tables, targets
+from benchmarks.memory import most_at_once, peak_of_backward
+
+from .helpers import in_subprocess
+
+# ---- the floor -------------------------------------------------------------------------------------------------------
+
+PRODUCTS = """
+mm addmm bmm baddbmm baddbmm_ mv dot _scaled_mm _grouped_mm convolution_backward mkldnn_convolution
+cudnn_convolution_transpose _slow_conv2d_backward _conv_depthwise2d mkldnn_linear_backward_weights
+_scaled_dot_product_flash_attention_for_cpu_backward _scaled_dot_product_efficient_attention_backward
+_scaled_dot_product_cudnn_attention_backward _flash_attention_backward
+"""
+# Composite operators too: what they call is met by itself.
+OTHERS = """
+add mul addmul sum t native_layer_norm_backward matmul linear conv2d _convert_indices_from_coo_to_csr mm_extra
+_scaled_dot_product_attention_math scaled_dot_product_attention _fused_sdp_choice
+"""
+
+
+def test_what_no_fusion_shortens() -> None:
+    names = [*PRODUCTS.split(), *OTHERS.split()]
+    assert [name for name in names if floor.is_product(f"aten::{name}")] == PRODUCTS.split()
+    assert floor.is_product("mkldnn::_linear_pointwise")
+    # What calls a product has its time, and more.
+    assert not any(map(floor.is_product, ("mm", "MmBackward0", "autograd::engine::evaluate_function: MmBackward0")))
+
+
+def test_the_products_of_a_known_backward() -> None:
+    """Those of its forward, which are others, are not among them."""
+    linear, convolution = nn.Linear(4, 4), nn.Conv2d(1, 2, 3)
+    x, image = torch.randn(2, 3, 8, 4), torch.randn(1, 1, 8, 8)
+
+    def make_loss() -> torch.Tensor:
+        y = linear(x)
+        attended = F.scaled_dot_product_attention(y, y, y)
+        return torch.bmm(attended[0], attended[1].mT).sum() + convolution(image).exp().sum()
+
+    found = floor.profiled_products(make_loss, "cpu")
+    attention = "aten::_scaled_dot_product_flash_attention_for_cpu_backward"
+    assert set(found) == {"aten::mm", "aten::bmm", "aten::convolution_backward", attention}
+    assert min(found.values()) > 0
+
+
+def _event(name: str, start: float, duration: float, parent: Any = None) -> Any:
+    return SimpleNamespace(
+        name=name,
+        device_type=torch.autograd.DeviceType.CPU,
+        time_range=SimpleNamespace(start=start),
+        cpu_time_total=duration,
+        device_time_total=10 * duration,
+        cpu_parent=parent,
+    )
+
+
+def test_a_product_counts_once_and_with_what_it_calls() -> None:
+    mark = _event(floor._BACKWARD, 10.0, 100.0)
+    outer = _event("aten::_scaled_dot_product_flash_attention_for_cpu_backward", 20.0, 30.0)
+    between = _event("aten::matmul", 21.0, 9.0, outer)
+    inner = _event("aten::mm", 22.0, 8.0, between)
+    events = [_event("aten::mm", 5.0, 4.0), mark, outer, between, inner, _event("aten::mm", 60.0, 2.0, mark)]
+    kernel = _event("aten::mm", 70.0, 1.0)
+    kernel.device_type = torch.autograd.DeviceType.CUDA  # its operator already has its time
+    events.append(kernel)
+    assert floor.seconds_by_product(events, "cpu") == pytest.approx({outer.name: 30e-6, "aten::mm": 2e-6})
+    assert floor.seconds_by_product(events, "cuda") == pytest.approx({outer.name: 300e-6, "aten::mm": 20e-6})
+
+
+def test_the_floor_is_the_median_of_the_shares(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(floor, "STEPS", 3)
+    products = iter([{"warm": 9.0}, {"a": 1.0, "b": 1.0}, {"a": 3.0}, {"a": 2.0, "b": 2.0}])
+    monkeypatch.setattr(floor, "profiled_products", lambda *_: next(products))
+    wholes = iter([4.0, 4.0, 16.0])
+    assert floor.measure(lambda: next(wholes), lambda: torch.ones(()), "cpu") == {
+        "floor": 0.5,
+        "floor_ms": {"a": 2000.0, "b": 1000.0},
+    }
+
+
+# ---- memory ----------------------------------------------------------------------------------------------------------
+
+
+def test_most_at_once() -> None:
+    changes = [(1, 100, 50), (2, 200, 30), (3, 200, -30), (5, 300, 20), (6, 100, -50), (7, 400, 10), (8, 400, -10)]
+    assert most_at_once(changes, begin=4) == 70
+    assert most_at_once(changes, begin=0) == 80
+    assert most_at_once(changes, begin=6) == 70, "what is alive when it begins counts"
+    assert most_at_once(changes, begin=9) == 20
+    assert most_at_once([(1, 100, 50), (2, 999, -40), (3, 300, 5)], begin=0) == 55, "999 was not the step's"
+    assert most_at_once([], begin=0) == 0
+
+
+def test_what_an_earlier_profile_saw_is_not_taken_off() -> None:
+    """The profiler reports the release of what an earlier profile saw allocated: of the gradient, here."""
+    x = torch.randn(1000, requires_grad=True)
+
+    def make_loss() -> torch.Tensor:
+        x.grad = None
+        return x.exp().sum()
+
+    first, second = (peak_of_backward(make_loss, contextlib.nullcontext()) for _ in range(2))
+    assert first == second >= 2 * 4000
+
+
+# ---- the whole -------------------------------------------------------------------------------------------------------
+
+
+def test_what_one_process_measures(monkeypatch: pytest.MonkeyPatch) -> None:
+    def tiny() -> tuple[nn.Module, models.MakeLoss]:
+        x = torch.randn(64, 32)
+        return nn.Linear(32, 32), lambda module: module(x).exp().sum()
+
+    monkeypatch.setitem(models.FACTORIES, "tiny", tiny)
+    monkeypatch.setattr(floor, "STEPS", 1)
+    result = measure.run("steady", "tiny", "ours-eager", 1, 0, "cpu")
+    assert result["counts"].pop("hits") > 5 and result["counts"] == {
+        "captures": 1,
+        "structure_misses": 1,
+        "compiles": 1,
+    }
+    assert set(result["floor_ms"]) == {"aten::mm"} and result["floor"] > 0
+    # At once: what exp saved, its gradient, and the gradient of its input.
+    assert 2 * 64 * 32 * 4 <= result["eager_allocated_bytes"] < 4 * 64 * 32 * 4
+    (row,) = targets.rows([{"model": "tiny", "runner": "ours-eager"} | result])
+    assert row["allocated_ratio"] == result["runner_allocated_bytes"] / result["eager_allocated_bytes"]
+    assert row["floor"] == result["floor"] and row["hit_ms"] is None
+
+
+def test_reading_the_help_loads_neither_torch_nor_matplotlib() -> None:
+    ended = in_subprocess(
+        "import sys, benchmarks.backward, benchmarks.picture; print(sys.modules.keys() & {'torch', 'matplotlib'})"
+    )
+    assert ended.stdout == "set()\n", ended.stderr
+
+
+# ---- what is made of results -----------------------------------------------------------------------------------------
+
+
+def _result(model: str, runner: str, ratio: float, first: float, hit: float | None, allocated: int) -> dict[str, Any]:
+    result: dict[str, Any] = {
+        "model": model,
+        "runner": runner,
+        "setup_seconds": 0.5,
+        "first_forward_seconds": 0.25,
+        "first_backward_seconds": first,
+        "eager_ms": 4.0,
+        "runner_ms": 4.0 * ratio,
+        "ratio": ratio,
+        "floor": 0.25,
+        "gradient_difference": 1e-6,
+        "eager_allocated_bytes": 2_000_000,
+        "runner_allocated_bytes": allocated,
+    }
+    return result if hit is None else result | {"nodes": 401, "hit_ms": hit, "hit_us_per_node": 2.0, "hit_ratio": hit}
+
+
+RESULTS = [
+    _result("mlp", "ours-inductor", 0.5, 10.0, 0.8, 1_000_000),
+    _result("mlp", "torch-ca-static", 0.75, 20.0, 0.4, 2_000_000),
+    _result("mlp", "aot", 0.3, 0.1, None, 500_000),
+    _result("gpt", "ours-inductor", 2.0, 8.0, 0.9, 4_000_000),
+    {"model": "gpt", "runner": "torch-ca-static", "failed": "no answer in 600 s"},
+]
+
+
+def test_rows_against_the_targets() -> None:
+    found = {(row["model"], row["runner"]): row for row in targets.rows(RESULTS)}
+    assert found["mlp", "ours-inductor"] == {
+        "model": "mlp",
+        "runner": "ours-inductor",
+        "ratio": 0.5,
+        "floor": 0.25,
+        "first_backward_seconds": 10.0,
+        "first_to_reference": 0.5,
+        "hit_ms": 0.8,
+        "hit_to_reference": 2.0,
+        "hit_to_eager": 0.8,
+        "allocated_ratio": 0.5,
+    }
+    assert found["mlp", "torch-ca-static"]["first_to_reference"] == 1.0
+    assert found["mlp", "aot"]["hit_to_reference"] is None
+    assert found["mlp", "aot"]["first_to_reference"] is None, "most of its compiling is in the forward"
+    assert found["gpt", "ours-inductor"]["first_to_reference"] is None, "the reference gave no answer"
+    assert {value for name, value in found["gpt", "torch-ca-static"].items() if name not in ("model", "runner")} == {
+        None
+    }
+
+
+def test_geometric_means() -> None:
+    means = targets.geometric_means(targets.rows(RESULTS), "ours-inductor")
+    assert means["ratio"] == pytest.approx(1.0) and means["allocated_ratio"] == pytest.approx(1.0)
+    assert means["first_to_reference"] == pytest.approx(0.5), "of the one model that has it"
+    assert targets.geometric_means(targets.rows(RESULTS), "eager")["ratio"] is None
+    assert targets.geometric_mean([0.0, 1.0]) == 0.0
+
+
+def _lines(table: Table) -> list[list[str]]:
+    console = Console(file=io.StringIO(), width=240)
+    console.print(table)
+    shown = console.file.getvalue()  # type: ignore[attr-defined]
+    return [[cell.strip() for cell in line.split("│")[1:-1]] for line in shown.splitlines() if "│" in line]
+
+
+def test_the_table_of_targets() -> None:
+    lines = _lines(tables.targets_table(RESULTS))
+    assert lines[0] == ["mlp", "ours-inductor", "0.500", "0.250", "10.00", "0.50", "0.800", "2.00", "0.80", "0.500"]
+    assert lines[4] == ["gpt", "torch-ca-static", *"-" * 8]
+    assert lines[5] == ["geomean", "ours-inductor", "1.000", "0.250", "-", "0.50", "-", "2.00", "0.85", "1.000"]
+    assert [line[1] for line in lines[5:]] == ["ours-inductor", "torch-ca-static", "aot"]
+
+
+def test_the_other_tables() -> None:
+    (ours, *_) = _lines(tables.model_table("mlp", RESULTS[:3]))
+    assert ours[:10] == ["ours-inductor", "10.8", "10.00", "4.00", "2.00", "0.500", "0.250", "0.800", "2.00", "-"]
+    assert ours[11:14] == ["2.0", "1.0", "1.0e-06"]
+    summary = _lines(tables.summary_table(RESULTS, ["ours-inductor", "torch-ca-static"]))
+    assert summary[0] == ["ours-inductor", "2 of 2", "1.000", "2.000", "10.8", "1.0e-06"]
+    assert summary[1][:2] == ["torch-ca-static", "1 of 2"]
+    assert tables.problems(RESULTS[4]) == ["torch-ca-static: no answer in 600 s"]
+
+
+# ---- the picture -----------------------------------------------------------------------------------------------------
+
+
+def test_the_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Drawn from what `--json` writes, twice alike."""
+    pytest.importorskip("matplotlib")
+    written = tmp_path / "results.json"
+    backward.write_json(RESULTS, SimpleNamespace(json=written, pairs=2, timeout=1.0, device="cpu", seed=0))  # type: ignore[arg-type]
+    assert json.loads(written.read_text())["targets"] == targets.rows(RESULTS)
+    for name in ("one.svg", "two.svg", "three.png"):
+        monkeypatch.setattr(sys, "argv", ["picture", str(written), str(tmp_path / name)])
+        assert picture.main() == 0
+    drawn = (tmp_path / "one.svg").read_text()
+    for text in ("mlp", "gpt", "ours-inductor", "torch-ca-static", "0.75", "20.0", "floor"):
+        assert text in drawn
+    assert drawn == (tmp_path / "two.svg").read_text()
+    assert (tmp_path / "three.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_without_matplotlib_it_says_what_to_install(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """And says so before anything is measured."""
+    monkeypatch.setitem(sys.modules, "matplotlib", None)
+    monkeypatch.setattr(sys, "argv", ["backward", "--picture", str(tmp_path / "out.svg")])
+    with pytest.raises(SystemExit):
+        backward.main()
+    assert "pip install 'compiled-autograd[benchmarks]'" in capsys.readouterr().err
+
+
+def test_what_cannot_be_drawn(tmp_path: Path) -> None:
+    with pytest.raises(picture.PictureError, match=r"out\.pdf: a picture's name ends in \.svg or \.png"):
+        picture.draw(RESULTS, tmp_path / "out.pdf")
+    with pytest.raises(picture.PictureError, match="there is no folder"):
+        picture.draw(RESULTS, tmp_path / "nowhere" / "out.svg")
+    with pytest.raises(picture.PictureError, match=r"none\.json: No such file"):
+        picture.read(tmp_path / "none.json")
+    other = tmp_path / "other.json"
+    for content in ("{", "[]", '{"results": [{"model": "mlp"}]}', '{"results": 3}'):
+        other.write_text(content)
+        with pytest.raises(picture.PictureError, match="not a file that"):
+            picture.read(other)
+    other.write_text('{"results": []}')
+    with pytest.raises(picture.PictureError, match="no results"):
+        picture.read(other)

@@ -120,11 +120,14 @@ def lower(
 
     # Operators that take no tensor (full) have no fake one among their arguments to tell them that sizes are symbols.
     with torch.no_grad(), _plain_tracing(), mode if symbols is not None else contextlib.nullcontext():
-        graph_module = trace(run, decompositions, examples)
+        names = [_name(position, given[index]) for position, index in enumerate(taken_in)]
+        graph_module = trace(run, decompositions, examples, names)
         graph_module.graph.eliminate_dead_code()
         if any(mutates(node) for node in graph_module.graph.nodes) and not made_functional(graph_module.graph):
-            graph_module = trace(torch.func.functionalize(graph_module, remove="mutations"), None, examples)
+            graph_module = trace(torch.func.functionalize(graph_module, remove="mutations"), None, examples, names)
     graph_module.graph.eliminate_dead_code()
+    if symbols is None:  # else a tensor may be there for its sizes
+        _take_what_is_used(graph_module.graph, taken_in, examples)
     graph_module.recompile()
     return Lowered(graph_module, examples, taken_in, value_positions, leaf_positions, passed, symbols)
 
@@ -173,6 +176,21 @@ def _leaf(call: fx.Node) -> fx.Node:
     leaf = call.args[0]
     assert isinstance(leaf, fx.Node)
     return leaf
+
+
+def _take_what_is_used(graph: fx.Graph, taken_in: list[int], examples: list[Any]) -> None:
+    """Drop inputs that nothing is computed of: a backend's code would hold them to its end."""
+    for position, placeholder in reversed(list(enumerate(graph.find_nodes(op="placeholder")))):
+        if not placeholder.users:
+            graph.erase_node(placeholder)
+            del taken_in[position], examples[position]
+
+
+def _name(position: int, value: Any) -> str:
+    """Of a placeholder. Inductor takes it that what is named ``arg`` outlives the graph, and plans the order of what it
+    runs so that all else can be freed early (``is_nonfreeable_buffers`` in ``torch/_inductor/utils.py``, 2.13)."""
+    owner = value._base if isinstance(value, torch.Tensor) and value._is_view() else value
+    return f"{'arg' if isinstance(owner, torch.nn.Parameter) else 'saved'}{position}_1"
 
 
 def _append(results: list[torch.Tensor], value: torch.Tensor | None) -> int | None:

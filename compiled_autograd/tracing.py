@@ -21,6 +21,7 @@ def trace(
     function: Callable[..., Sequence[Any]],
     decompositions: Mapping[Any, Callable[..., Any]] | None,
     examples: Sequence[Any],
+    names: Sequence[str] | None = None,
 ) -> fx.GraphModule:
     """The operators that ``function(*examples)`` calls.
 
@@ -28,6 +29,7 @@ def trace(
         function: gives a list of tensors.
         decompositions: operators that are recorded as what these functions call.
         examples: fake tensors, which become the graph's placeholders.
+        names: of the placeholders.
 
     Returns:
         A module whose code is made when it is first asked for.
@@ -48,7 +50,8 @@ def trace(
         tracer.root = torch.nn.Module()
         tracer.graph = fx.Graph(tracer_cls=PythonKeyTracer)
         tracer.tensor_attrs = {}
-        placeholders = [tracer.create_proxy("placeholder", f"arg{i}_1", (), {}) for i in range(len(examples))]
+        names = names or [f"arg{index}_1" for index in range(len(examples))]
+        placeholders = [tracer.create_proxy("placeholder", name, (), {}) for name in names]
         track_tensor_tree(list(examples), placeholders, constant=None, tracer=tracer)
         with mode, _set_make_fx_tracer(making):
             results = [tracer.unwrap_proxy(result) for result in function(*examples)]

@@ -381,3 +381,22 @@ def test_a_planted_wrong_layout_is_caught(monkeypatch: pytest.MonkeyPatch) -> No
     monkeypatch.setattr(specialise, "run_compiled", wrong)
     with pytest.raises(GradientsDifferError):
         compare(mlp, lambda model: model(torch.ones(2, 8)).square().sum(), steps=1)
+
+
+def test_what_a_region_takes_is_used_and_named_after_who_keeps_it() -> None:
+    """Of the first argument of ``nll_loss`` the tape keeps the tensor, and its backward asks for the sizes alone."""
+    model = nn.Linear(4, 3)
+    with ca.enable(backend="eager") as session:
+        F.cross_entropy(model(torch.randn(5, 4).sin()), torch.tensor([0, 2, 1, 0, 1])).backward()
+    (region,) = _last(session).regions
+    (compiled,) = region.specialised()
+    placeholders = compiled.aten.graph_module().graph.find_nodes(op="placeholder")
+    assert len(placeholders) == len(compiled.arguments) < len(region.inputs)
+    assert all(node.users for node in placeholders)
+    assert {str(node.target)[:3] for node in placeholders} == {"sav"}  # the weight is only written to
+    x = torch.randn(5, 4, requires_grad=True)
+    with ca.enable(backend="eager") as session:
+        model(x).sum().backward()
+    (region,) = _last(session).regions
+    names = [str(node.target) for node in region.aten()[0].graph.find_nodes(op="placeholder")]
+    assert sorted(name.rstrip("_1234567890") for name in names) == ["arg", "saved", "saved"]

@@ -19,6 +19,7 @@ from torch.utils.checkpoint import checkpoint
 
 import compiled_autograd as ca
 from benchmarks.memory import peak_of_backward
+from benchmarks.models import build
 
 from .helpers import assert_grads, expect
 
@@ -347,3 +348,22 @@ def test_a_finished_backward_keeps_nothing_of_the_tape_even_where_a_hook_asked_w
         gc.enable()
     assert asked == [True] * 3
     expect(session.stats(), structure_misses=1, hits=2)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(("name", "most"), [("mlp", 1.0), ("gpt", 1.0), ("pinn", 0.9), ("lstm", 1.0), ("resnet", 1.02)])
+def test_the_benchmarks_models(name: str, most: float) -> None:
+    """The ResNet's two branches are summed in one kernel with what follows: both wait for it."""
+    model, loss = build(name, 0, "cpu")
+    session = ca.enable()
+
+    def make_loss() -> torch.Tensor:
+        model.zero_grad()
+        return loss(model)
+
+    make_loss().backward()
+    eager = peak_of_backward(make_loss, contextlib.nullcontext())
+    with session:
+        make_loss().backward()
+    assert peak_of_backward(make_loss, session) <= most * eager
+    expect(session.stats(), structure_misses=1, hits=1, captures=1)

@@ -1,20 +1,21 @@
 """What one child process measures: one model under one runner, side by side with eager on a second copy of the model.
 
-Times are taken around `loss.backward()` alone. An eager step and a runner's step alternate, and which of the two goes
-first alternates too, so that whatever else the machine does falls on both.
+Times are taken around `loss.backward()` alone. Steps of eager and of the runner alternate, and which of them goes first
+changes too, so that whatever else the machine does falls on all.
 """
 
 import statistics
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor, nn
 
 from benchmarks import floor, memory
+from benchmarks.apart import EagerApart
 from benchmarks.models import MakeLoss, build
 from benchmarks.runners import EMPTY_RUNNERS, RUNNERS, NotApplicable, Runner
 
@@ -56,9 +57,14 @@ class Side:
         return self.backward(self.forward())
 
 
+def eager_side(model: str, seed: int, device: str) -> Side:
+    """A copy of `model` under eager."""
+    return Side(*build(model, seed, device), RUNNERS["eager"](), device)
+
+
 def sides(model: str, seed: int, device: str) -> tuple[Side, Side]:
     """(eager, other): two copies of `model`, both still under eager, warmed by one step of the first."""
-    pair = [Side(*build(model, seed, device), RUNNERS["eager"](), device) for _ in range(2)]
+    pair = [eager_side(model, seed, device) for _ in range(2)]
     pair[0].step()
     return pair[0], pair[1]
 
@@ -91,22 +97,27 @@ def gradient_difference(eager: Side, other: Side) -> float:
     return worst
 
 
-def alternate(eager: Side, other: Side, pairs: int) -> dict[str, float]:
-    """Median backward milliseconds of both and the median of the ratios within each of `pairs` pairs."""
-    times: list[tuple[float, float]] = []
-    for number in range(pairs):
-        if number % 2:
-            second = other.step()
-            first = eager.step()
-        else:
-            first = eager.step()
-            second = other.step()
-        times.append((first, second))
-    return {
-        "eager_ms": 1e3 * statistics.median(first for first, _ in times),
-        "runner_ms": 1e3 * statistics.median(second for _, second in times),
-        "ratio": statistics.median(second / first for first, second in times),
-    }
+class Steps(Protocol):
+    """Something that makes one step after the other."""
+
+    def step(self) -> float:
+        """Seconds of one backward."""
+
+
+def alternate(all_sides: Sequence[Steps], rounds: int) -> list[list[float]]:
+    """Seconds of each side's backwards, round by round; in each round another side goes first."""
+    times: list[list[float]] = [[] for _ in all_sides]
+    for number in range(rounds):
+        for index in range(len(all_sides)):
+            which = (index + number) % len(all_sides)
+            times[which].append(all_sides[which].step())
+    return times
+
+
+def compare(eager: Sequence[float], other: Sequence[float]) -> tuple[float, float, float]:
+    """Median milliseconds of both, and the median over rounds of the second's time by the first's."""
+    ratios = [second / first for first, second in zip(eager, other, strict=True)]
+    return 1e3 * statistics.median(eager), 1e3 * statistics.median(other), statistics.median(ratios)
 
 
 def grown_bytes(side: Side) -> int | None:
@@ -134,6 +145,9 @@ def allocated_bytes(side: Side) -> int:
 def measure_steady(model: str, runner_name: str, pairs: int, seed: int, device: str) -> dict[str, Any]:
     """The first step, the steady state, peak memory and gradients of `runner_name`, and the floor of `model`.
 
+    Eager is timed in a process of its own (eager_ms, ratio), and in this one beside the runner (eager_here_ms,
+    ratio_here).
+
     Seconds: setup_seconds is what it takes to import and make the runner, first_forward_seconds and
     first_backward_seconds are its first step, with nothing compiled before.
     """
@@ -148,13 +162,20 @@ def measure_steady(model: str, runner_name: str, pairs: int, seed: int, device: 
     eager.step()
     first_difference = gradient_difference(eager, other)
 
-    alternate(eager, other, WARM_PAIRS)
-    steady = alternate(eager, other, pairs)
-    return {
+    with EagerApart(model, seed, device) as apart:
+        alternate([apart, eager, other], WARM_PAIRS)
+        times = alternate([apart, eager, other], pairs)
+    eager_ms, runner_ms, ratio = compare(times[0], times[2])
+    eager_here_ms, _, ratio_here = compare(times[1], times[2])
+    result = {
         "setup_seconds": set_up - started,
         "first_forward_seconds": forward_done - set_up,
         "first_backward_seconds": first_backward,
-        **steady,
+        "eager_ms": eager_ms,
+        "runner_ms": runner_ms,
+        "ratio": ratio,
+        "eager_here_ms": eager_here_ms,
+        "ratio_here": ratio_here,
         # The first backward and a late one may run different code.
         "gradient_difference": max(first_difference, gradient_difference(eager, other)),
         "eager_peak_bytes": grown_bytes(eager),
@@ -165,6 +186,8 @@ def measure_steady(model: str, runner_name: str, pairs: int, seed: int, device: 
         "runner_allocated_bytes": allocated_bytes(other),
         "counts": other.runner.counts(),
     }
+    # The products are those of eager here; the ratio, and so its floor, is to eager in its own process.
+    return result | {"floor": result["floor"] * eager_here_ms / eager_ms}
 
 
 def measure_hit(model: str, runner_name: str, pairs: int, seed: int, device: str) -> dict[str, Any]:
@@ -177,9 +200,9 @@ def measure_hit(model: str, runner_name: str, pairs: int, seed: int, device: str
     eager, other = sides(model, seed, device)
     nodes = count_nodes(eager.forward())
     other.runner = EMPTY_RUNNERS[runner_name]()
-    alternate(eager, other, WARM_PAIRS)
+    alternate([eager, other], WARM_PAIRS)
     before = other.runner.counts()
-    steady = alternate(eager, other, pairs)
+    _, hit_ms, hit_ratio = compare(*alternate([eager, other], pairs))
     after = other.runner.counts()
     # Whatever else was counted, bypasses above all, would not be the cost of a hit.
     changed = sorted(name for name in after if name != "hits" and after[name] != before.get(name))
@@ -187,9 +210,9 @@ def measure_hit(model: str, runner_name: str, pairs: int, seed: int, device: str
         raise NotApplicable(f"not every backward was a hit: {', '.join(f'{n} {after[n]}' for n in changed)}")
     return {
         "nodes": nodes,
-        "hit_ms": steady["runner_ms"],
-        "hit_us_per_node": 1e3 * steady["runner_ms"] / nodes,
-        "hit_ratio": steady["ratio"],
+        "hit_ms": hit_ms,
+        "hit_us_per_node": 1e3 * hit_ms / nodes,
+        "hit_ratio": hit_ratio,
         "hit_counts": after,
     }
 

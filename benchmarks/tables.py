@@ -38,7 +38,7 @@ def model_table(model: str, results: list[Result]) -> Table:
     """What was measured of one model, a row for each runner."""
     nodes = next((f", {result['nodes']} nodes" for result in results if "nodes" in result), "")
     table = _table(f"{model}{nodes}", "runner")
-    for heading in ("first step s", "first backward s", "eager ms", "runner ms", "ratio", "floor", "hit ms"):
+    for heading in ("first step s", "first backward s", "eager ms", "runner ms", "ratio", "here", "floor", "hit ms"):
         table.add_column(heading, justify="right")
     for heading in ("hit us/node", "peak MB eager", "peak MB", "alloc MB eager", "alloc MB", "grad diff"):
         table.add_column(heading, justify="right")
@@ -51,6 +51,7 @@ def model_table(model: str, results: list[Result]) -> Table:
             number(result, "eager_ms", ".2f"),
             number(result, "runner_ms", ".2f"),
             number(result, "ratio", ".3f"),
+            number(result, "ratio_here", ".3f"),
             number(result, "floor", ".3f"),
             number(result, "hit_ms", ".3f"),
             number(result, "hit_us_per_node", ".2f"),

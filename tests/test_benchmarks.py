@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import json
+import os
 import sys
 from pathlib import Path
 from types import SimpleNamespace
@@ -18,6 +19,7 @@ from rich.table import Table
 from torch import nn
 
 from benchmarks import backward, floor, measure, models, picture, tables, targets
+from benchmarks.apart import EagerApart
 from benchmarks.memory import most_at_once, peak_of_backward
 
 from .helpers import in_subprocess
@@ -283,3 +285,34 @@ def test_what_cannot_be_drawn(tmp_path: Path) -> None:
     other.write_text('{"results": []}')
     with pytest.raises(picture.PictureError, match="no results"):
         picture.read(other)
+
+
+# ---- eager in a process of its own -----------------------------------------------------------------------------------
+
+
+def test_eager_steps_in_another_process() -> None:
+    with EagerApart("pinn", 0, "cpu") as apart:
+        assert apart._process.pid != os.getpid()
+        assert all(seconds > 0 for seconds in (apart.step(), apart.step()))
+    assert apart._process.returncode == 0
+
+
+def test_a_process_that_ends_says_so() -> None:
+    with pytest.raises(RuntimeError, match=r"benchmarks.apart no_model 0 cpu ended with status 1"):
+        EagerApart("no_model", 0, "cpu").__enter__()
+
+
+def test_sides_take_turns_at_going_first() -> None:
+    order: list[int] = []
+
+    def side(number: int) -> Any:
+        def step() -> float:
+            order.append(number)
+            return float(10 * number + len(order))
+
+        return SimpleNamespace(step=step)
+
+    times = measure.alternate([side(0), side(1), side(2)], 3)
+    assert order == [0, 1, 2, 1, 2, 0, 2, 0, 1]
+    assert times == [[1.0, 6.0, 8.0], [12.0, 14.0, 19.0], [23.0, 25.0, 27.0]]
+    assert measure.compare([1.0, 2.0, 4.0], [2.0, 2.0, 2.0]) == (2000.0, 2000.0, 1.0)

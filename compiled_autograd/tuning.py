@@ -21,6 +21,8 @@ import torch
 
 from shadow_cache import Bypass, Timing
 
+from .places import title
+from .reporting import tell_decision
 from .variants import Variant
 
 SAMPLES = 7
@@ -129,6 +131,7 @@ class Tuning:
         if not timing.on_eager:
             self._trials.pop(key, None)
             variant.next_trial = variant.hits + 10 * AGAIN
+        tell_decision(title(variant.program.tape), timing)
         if variant.disk is not None and variant.entry is not None:
             variant.disk.timed(variant.entry, timing)
 

@@ -84,6 +84,11 @@ class Timing(msgspec.Struct, frozen=True, gc=False):
         """The eager engine goes on."""
         return self.goes_on == "eager"
 
+    @property
+    def winner(self) -> str:
+        """What goes on, in words."""
+        return "eager" if self.on_eager else "the compiled graph"
+
     def __str__(self) -> str:
         figures = f"eager takes {self.eager:.2f} ms, the compiled graph {self.compiled:.2f} ms"
         return f"{figures} (medians of {self.samples} each)"

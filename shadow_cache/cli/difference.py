@@ -89,8 +89,7 @@ def left_to_eager(entry: Entry | Summary) -> bool:
 
 def timed(timing: Timing, now: float) -> str:
     """When, what was found, and which goes on."""
-    which = "eager" if timing.on_eager else "the compiled graph"
-    return f"{render.ago(timing.when, now)}: {timing}; {which} goes on"
+    return f"{render.ago(timing.when, now)}: {timing}; {timing.winner} goes on"
 
 
 def inputs(entry: Entry) -> dict[str, str]:

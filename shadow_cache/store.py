@@ -144,6 +144,8 @@ class Store:
     def _timed(self, entries: list[_E], where: str = "", *arguments: Any) -> tuple[_E, ...]:
         """The same with their timings."""
         found = self._index.read(lambda connection: timings(connection, where, *arguments)) if entries else {}
+        if not found:
+            return tuple(entries)
         return tuple(msgspec.structs.replace(each, timing=found.get(each.id)) for each in entries)
 
     def _good(self, table: str, decode: Callable[[tuple], Any], select: str, *arguments: Any) -> list[Any]:

@@ -20,7 +20,7 @@ from torch import fx
 
 import shadow_cache
 from backends import Storing, get_backend
-from shadow_cache import Entry, Miss, MissEntry, Region, ShadowGraph, StoreError, VariantKey
+from shadow_cache import Entry, Miss, MissEntry, Region, ShadowGraph, StoreError, Timing, VariantKey
 from shadow_cache.entries import name_of
 
 from . import ir
@@ -146,7 +146,7 @@ class Disk:
             region_plan = msgspec.msgpack.decode(region.plan, type=RegionPlan)
             shelved.setdefault(region_plan.place, []).append(Shelved(region_plan, region.artifact, region.lowered))
         variant.program.specialiser.shelf = Shelf(shelved, self.store.read)
-        variant.entry = entry.id
+        variant.entry, variant.disk, variant.timing = entry.id, self, entry.timing
         variant.tensors = plan.tensors
         graph.keep(variant)
         self._write(lambda: self.store.loaded(entry.id))
@@ -209,6 +209,10 @@ class Disk:
         for miss in misses:
             record = MissEntry(time.time(), _id(graph), entry, name, miss)
             self._write(functools.partial(self.store.record, record))
+
+    def timed(self, entry: str, timing: Timing) -> None:
+        """Keep how a variant with an entry did against eager."""
+        self._write(lambda: self.store.timed(entry, timing))
 
     def save(
         self,
@@ -278,7 +282,7 @@ class Disk:
         except StoreError as error:
             self._write_no_more(error)
             return str(error)
-        variant.entry = entry.id
+        variant.entry, variant.disk = entry.id, self
         return ""
 
     def _kept(

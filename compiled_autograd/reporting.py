@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 
 import torch
 
-from shadow_cache import Bypass, Failure, Miss, watch
+from shadow_cache import Bypass, Failure, Miss, Timing, watch
 
 if TYPE_CHECKING:
     from .session import Outcome
@@ -30,12 +30,22 @@ def tell(outcome: Outcome, compiles: int) -> None:
     watch.note(compiles, [str(reason) for reason in outcome.reasons])
     if not outcome.reasons or not _log.isEnabledFor(logging.INFO):
         return
+    took = ", ".join(f"{stage} {seconds:.3g} s" for stage, seconds in outcome.seconds.items())
+    _say(f"{outcome.outcome}: {'; '.join(map(str, outcome.reasons))} [{took}]")
+
+
+def tell_decision(what: str, timing: Timing) -> None:
+    """One line for a tape that was timed against eager."""
+    if _log.isEnabledFor(logging.INFO):
+        _say(f"timed {what}: {timing}; {timing.winner} goes on")
+
+
+def _say(line: str) -> None:
     if not _log.hasHandlers():
         handler = logging.StreamHandler(sys.stderr)
         handler.setFormatter(logging.Formatter("[compiled_autograd] %(message)s"))
         _log.addHandler(handler)
-    took = ", ".join(f"{stage} {seconds:.3g} s" for stage, seconds in outcome.seconds.items())
-    _log.info("%s: %s [%s]", outcome.outcome, "; ".join(map(str, outcome.reasons)), took)
+    _log.info("%s", line)
 
 
 def count_repeats(counts: Counter[tuple[str, str]], reasons: Iterable[Bypass | Miss | Failure]) -> None:

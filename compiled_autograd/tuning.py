@@ -2,6 +2,9 @@
 goes on. Decided anew from time to time. ``tune=False`` turns it off, and so do deterministic algorithms, since it
 would make rounding depend on the clock; on devices that compute asynchronously nothing is timed.
 
+What was decided stands in ``Variant.timing``, and beside the variant's entry in the store on disk. It is there to be
+seen: another process, on a machine that has more or less to do, times anew.
+
 A trial lets backwards of one tape run on either in turn. Which tape it is must be known before the engine is asked, so
 tapes are told apart by their fingerprint alone: variants of one structure for several shapes share a decision.
 """
@@ -9,14 +12,17 @@ tapes are told apart by their fingerprint alone: variants of one structure for s
 from __future__ import annotations
 
 import statistics
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from shadow_cache import Bypass
+from shadow_cache import Bypass, Timing
 
+from .places import title
+from .reporting import tell_decision
 from .variants import Variant
 
 SAMPLES = 7
@@ -52,15 +58,20 @@ class Trial:
             return self.verdict
         return TIMED if len(self.eager) < len(self.compiled) else None
 
-    def decide(self) -> bool:
-        """Once both were timed often enough: whether the compiled graph goes on."""
+    @property
+    def samples(self) -> int:
+        """How often each was timed, at least."""
+        return min(len(self.eager), len(self.compiled))
+
+    def decide(self) -> Timing:
+        """Once both were timed often enough: which goes on."""
         eager, compiled = (1e3 * statistics.median(times) for times in (self.eager, self.compiled))
-        if compiled <= WORTH * eager:
-            return True
-        figures = f"eager takes {eager:.2f} ms, the compiled graph {compiled:.2f} ms"
-        self.verdict = Bypass("not_worth_it", hint=f"{figures}; timed again from time to time")
-        self.left = AGAIN
-        return False
+        goes_on = "compiled" if compiled <= WORTH * eager else "eager"
+        timing = Timing(eager, compiled, self.samples, time.time(), goes_on)
+        if timing.on_eager:
+            self.verdict = Bypass("not_worth_it", hint=f"{timing}; timed again from time to time")
+            self.left = AGAIN
+        return timing
 
 
 class Tuning:
@@ -113,9 +124,16 @@ class Tuning:
         self._trials.clear()
 
     def _judge(self, key: tuple[int, Any], trial: Trial) -> None:
-        if min(len(trial.eager), len(trial.compiled)) >= SAMPLES and trial.decide():
+        if trial.samples < SAMPLES:
+            return
+        variant = trial.variant
+        variant.timing = timing = trial.decide()
+        if not timing.on_eager:
             self._trials.pop(key, None)
-            trial.variant.next_trial = trial.variant.hits + 10 * AGAIN
+            variant.next_trial = variant.hits + 10 * AGAIN
+        tell_decision(title(variant.program.tape), timing)
+        if variant.disk is not None and variant.entry is not None:
+            variant.disk.timed(variant.entry, timing)
 
 
 def _can_be_timed(variant: Variant) -> bool:

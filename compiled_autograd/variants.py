@@ -11,7 +11,7 @@ import msgspec
 import torch
 from torch import fx
 
-from shadow_cache import VariantKey
+from shadow_cache import Timing, VariantKey
 
 from . import ir
 from .ambient import Ambient
@@ -22,6 +22,7 @@ from .specialise import kind_of_value
 from .steps import RegionStep
 
 if TYPE_CHECKING:
+    from .disk import Disk
     from .graphs import CompiledGraph
 
 # Checks type, dtype, device, layout, sizes, strides and dispatch keys of many tensors in one call; private in 2.13.
@@ -170,8 +171,12 @@ class Variant:
     ``hits`` counts how often it served, and at ``next_trial`` of them it is timed against eager. ``devices`` are the
     types of devices that its tensors are on.
 
-    ``used`` orders variants by their last use. ``entry`` is the id of what the store on disk has of it, ``not_stored``
-    why it has nothing, and ``tensors`` says of the lifted tensors what the store must know; None of unusual ones.
+    ``timing`` says how it did when it was last timed: in this process, or, until then, in the one that the store on
+    disk heard it from. None where it never was.
+
+    ``used`` orders variants by their last use. ``entry`` is the id of what the store on disk (``disk``) has of it,
+    ``not_stored`` why it has nothing, and ``tensors`` says of the lifted tensors what the store must know; None of
+    unusual ones.
     """
 
     key: VariantKey
@@ -183,7 +188,9 @@ class Variant:
     hits: int = 0
     next_trial: int = WARM
     devices: frozenset[str] = frozenset()
+    timing: Timing | None = None
     entry: str | None = None
+    disk: Disk | None = None
     not_stored: str = ""
     tensors: Sequence[TensorPlan] | None = None
 

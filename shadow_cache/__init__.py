@@ -10,7 +10,7 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .entries import Call, Entry, Input, MissEntry, Problem, Region, StoreStats, Structure, Summary
+from .entries import Call, Entry, Input, MissEntry, Problem, Region, StoreStats, Structure, Summary, Timing
 from .errors import (
     DamagedArchiveError,
     DamagedEntryError,
@@ -53,6 +53,7 @@ __all__ = [
     "StoreUnavailableError",
     "Structure",
     "Summary",
+    "Timing",
     "TooManyCompilesError",
     "VariantKey",
     "assert_max_compiles",

@@ -62,6 +62,38 @@ class Region(msgspec.Struct, frozen=True):
     plan: bytes
 
 
+class Timing(msgspec.Struct, frozen=True, gc=False):
+    """What ``tune`` found when it ran an entry and the eager engine in turn.
+
+    Attributes:
+        eager: the median of the eager engine's backwards, in milliseconds.
+        compiled: that of the entry's.
+        samples: so many backwards of each, at least.
+        when: it was decided.
+        goes_on: ``"eager"`` or ``"compiled"``: what such backwards ran on from then on, in the process that timed them.
+    """
+
+    eager: float
+    compiled: float
+    samples: int
+    when: float
+    goes_on: str
+
+    @property
+    def on_eager(self) -> bool:
+        """The eager engine goes on."""
+        return self.goes_on == "eager"
+
+    @property
+    def winner(self) -> str:
+        """What goes on, in words."""
+        return "eager" if self.on_eager else "the compiled graph"
+
+    def __str__(self) -> str:
+        figures = f"eager takes {self.eager:.2f} ms, the compiled graph {self.compiled:.2f} ms"
+        return f"{figures} (medians of {self.samples} each)"
+
+
 class Entry(msgspec.Struct, frozen=True):
     """A structure compiled for one set of shapes, ambient state and settings, on one kind of machine.
 
@@ -86,6 +118,7 @@ class Entry(msgspec.Struct, frozen=True):
         last_used: when it was stored or loaded last.
         loads: how often a process found it here.
         size: of its files, in bytes.
+        timing: how it did against the eager engine, when it was last timed; None where it never was.
     """
 
     id: str
@@ -108,6 +141,7 @@ class Entry(msgspec.Struct, frozen=True):
     last_used: float = 0.0
     loads: int = 0
     size: int = 0
+    timing: Timing | None = None
 
     @property
     def name(self) -> str:
@@ -132,6 +166,7 @@ class Summary(msgspec.Struct, frozen=True):
     last_used: float = 0.0
     loads: int = 0
     size: int = 0
+    timing: Timing | None = None
 
     @property
     def name(self) -> str:
@@ -157,7 +192,11 @@ class MissEntry(msgspec.Struct, frozen=True):
 
 
 class StoreStats(msgspec.Struct, frozen=True):
-    """The store in figures. ``seconds_saved`` is what its loads would have cost to compile anew."""
+    """The store in figures.
+
+    ``seconds_saved`` is what its loads would have cost to compile anew. Of the ``timed`` entries, so many are slower
+    than the eager engine, which goes on for them: ``left_to_eager``.
+    """
 
     entries: int
     structures: int
@@ -167,6 +206,8 @@ class StoreStats(msgspec.Struct, frozen=True):
     misses: dict[str, int]
     compile_seconds: float
     seconds_saved: float
+    timed: int = 0
+    left_to_eager: int = 0
 
 
 class Problem(msgspec.Struct, frozen=True):

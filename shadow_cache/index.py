@@ -23,7 +23,8 @@ from .records import Miss
 from .rows import TABLES, put_miss
 from .salvage import SQLITE_ERRORS, open_index, salvage
 
-SCHEMA = 1
+SCHEMA = 2
+"""2 has the table of timings. An older store gets what it lacks when it is opened (:func:`_make`); its rows stay."""
 T = TypeVar("T")
 
 # sqlite's primary result codes for what lies outside the database: PERM, BUSY, LOCKED, NOMEM, READONLY, INTERRUPT,

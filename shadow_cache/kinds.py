@@ -84,6 +84,13 @@ KINDS: dict[str, Kind] = {
 }
 
 
+NOT_WORTH_IT = Kind(
+    "It was timed against the eager engine, and that is faster: such backwards go there, and count as bypasses.",
+    "Nothing: it is timed again from time to time, and in each process; `tune=False` runs it compiled all the same.",
+)
+"""What stands beside an entry that is left to eager. It is no kind of miss: nothing was compiled for it."""
+
+
 def explain(kind: str) -> Kind:
     """What is known of ``kind``; a kind that a newer version wrote is said to be one."""
     return KINDS.get(kind) or Kind(

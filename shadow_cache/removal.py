@@ -18,6 +18,7 @@ from .index import Index
 from .records import Miss
 from .rows import SELECT_ENTRY, entry_of, put_miss
 
+_TIMINGS_OF_NONE = "DELETE FROM timings WHERE entry NOT IN (SELECT id FROM entries)"
 TOTAL_SIZE = "SELECT total(size) FROM (SELECT max(size) AS size FROM names GROUP BY digest)"
 
 
@@ -48,6 +49,7 @@ def delete_entry(connection: sqlite3.Connection, number: Any) -> list[str]:
         " (SELECT 1 FROM entries WHERE structure = structures.id AND number IS NOT ?)",
         (number, number),
     )
+    connection.execute("DELETE FROM timings WHERE entry = (SELECT id FROM entries WHERE number = ?)", (number,))
     connection.execute("DELETE FROM entries WHERE number = ?", (number,))
     return forget_names(connection, number)
 
@@ -113,5 +115,6 @@ def remove_unnamed(folder: Folder, index: Index) -> None:
     for path in folder.left_over():
         with suppress(OSError):  # as old as it is, it can wait
             path.unlink()
+    index.write(lambda connection: connection.execute(_TIMINGS_OF_NONE))
     files = [(path, status) for path, status in folder.all_files() if path == folder.file(path.name)]
     remove_files(folder, index, (path.name for path, status in files if is_old(status)))

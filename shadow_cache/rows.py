@@ -9,8 +9,9 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from .entries import Entry, MissEntry, Structure, Summary
+from .entries import Entry, MissEntry, Structure, Summary, Timing
 
+# A table that a later schema added stands last: salvage.py counts on the earlier ones to begin at the same pages.
 TABLES = """
 CREATE TABLE IF NOT EXISTS structures (
     number INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, record BLOB NOT NULL, checksum BLOB NOT NULL);
@@ -25,18 +26,23 @@ CREATE TABLE IF NOT EXISTS names (
 CREATE INDEX IF NOT EXISTS names_by_digest ON names (digest);
 CREATE TABLE IF NOT EXISTS misses (
     number INTEGER PRIMARY KEY, kind TEXT NOT NULL, record BLOB NOT NULL, checksum BLOB NOT NULL);
+CREATE TABLE IF NOT EXISTS timings (
+    number INTEGER PRIMARY KEY, entry TEXT NOT NULL UNIQUE, record BLOB NOT NULL, checksum BLOB NOT NULL);
 """
+HAS_TIMINGS = 2
+"""The first schema with that table. An older store that may only be read stays without it."""
 
 KEPT_MISSES = 10_000
 _NO_TIME = float(1 << 35)  # seconds: more than a thousand years from now
 SELECT_ENTRY = "SELECT number, id, structure, record, checksum, size, loads, last_used FROM entries"
 SELECT_STRUCTURE = "SELECT number, id, record, checksum FROM structures"
 SELECT_MISS = "SELECT number, record, checksum FROM misses"
+SELECT_TIMING = "SELECT number, entry, record, checksum FROM timings"
 
-R = TypeVar("R", Entry, Summary, Structure, MissEntry)
+R = TypeVar("R", Entry, Summary, Structure, MissEntry, Timing)
 E = TypeVar("E", Entry, Summary)
 _decoders: dict[type, msgspec.msgpack.Decoder[Any]] = {
-    kind: msgspec.msgpack.Decoder(kind) for kind in (Entry, Summary, Structure, MissEntry)
+    kind: msgspec.msgpack.Decoder(kind) for kind in (Entry, Summary, Structure, MissEntry, Timing)
 }
 
 
@@ -79,7 +85,7 @@ def _entry_of(kind: type[E], row: tuple[Any, ...]) -> E | None:
     entry = decode(kind, f"entry {id_}", data, checksum)
     if entry is None or entry.id != id_ or entry.structure != structure:
         return None
-    return msgspec.structs.replace(entry, size=size, loads=loads, last_used=last_used)
+    return msgspec.structs.replace(entry, size=size, loads=loads, last_used=last_used, timing=None)
 
 
 def whole(total: float) -> int:
@@ -96,6 +102,21 @@ def structure_of(row: tuple[Any, ...]) -> Structure | None:
 def miss_of(row: tuple[Any, ...]) -> MissEntry | None:
     """The miss of a row of SELECT_MISS; None if it is damaged."""
     return decode(MissEntry, "miss", row[1], row[2])
+
+
+def timing_of(row: tuple[Any, ...]) -> Timing | None:
+    """The timing of a row of SELECT_TIMING; None if it is damaged."""
+    _, entry, data, checksum = row
+    return decode(Timing, f"timing of {entry}", data, checksum)
+
+
+def timings(connection: Connection, where: str = "", *arguments: Any) -> dict[str, Timing]:
+    """Timings by the ids of their entries. What is damaged is left out: it is only as long as nobody times anew."""
+    if connection.execute("PRAGMA user_version").fetchone()[0] < HAS_TIMINGS:
+        return {}
+    rows = connection.execute(f"{SELECT_TIMING} {where}", arguments).fetchall()
+    found = {row[1]: timing_of(row) for row in rows}
+    return {entry: timing for entry, timing in found.items() if timing is not None}
 
 
 def digests(entry: Entry) -> set[str]:
@@ -134,6 +155,16 @@ def put_entry(
     connection.execute("DELETE FROM names WHERE entry = ?", (number,))
     connection.executemany("INSERT INTO names VALUES (?, ?, ?)", [(number, *each) for each in sizes.items()])
     return number, before
+
+
+def put_timing(connection: Connection, entry: str, timing: Timing) -> None:
+    """Keep how an entry was timed, in place of the time before; nothing where the entry is gone."""
+    data, checksum = encode(timing, f"timing of {entry}")
+    connection.execute(
+        "INSERT INTO timings (entry, record, checksum) SELECT id, ?, ? FROM entries WHERE id = ?"
+        " ON CONFLICT (entry) DO UPDATE SET record = excluded.record, checksum = excluded.checksum",
+        (data, checksum, entry),
+    )
 
 
 def put_miss(connection: Connection, miss: MissEntry) -> None:

@@ -13,13 +13,16 @@ from .rows import (
     SELECT_ENTRY,
     SELECT_MISS,
     SELECT_STRUCTURE,
+    SELECT_TIMING,
     digests,
     entry_of,
     miss_of,
     put_entry,
     put_miss,
     put_structure,
+    put_timing,
     structure_of,
+    timing_of,
 )
 
 # A damaged name in an error's message is no text, and Python then says that instead of the error.
@@ -39,54 +42,67 @@ def open_index(file: Path, how: str) -> sqlite3.Connection:
 def salvage(folder: Folder, damaged: Path, new: sqlite3.Connection, new_file: Path) -> int:
     """Copy what can be read of ``damaged`` into the index ``new``, which is empty; gives the count of entries.
 
-    Where nothing can be read, it may be for the first page, which holds the header and the schema: it is tried once
-    more with that of the new index, whose tables begin at the same pages.
+    Where nothing can be read of a table, it may be for the first page, which holds the header and the schema: it is
+    tried once more with that of the new index, whose tables begin at the same pages.
     """
+    tables = _tables(damaged)
+    if not all(tables):
+        repaired = new_file.with_name("repaired.db")
+        try:
+            _repair(damaged, new, new_file, repaired)
+            tables = [rows or others for rows, others in zip(tables, _tables(repaired), strict=True)]
+        finally:
+            for file in new_file.parent.glob("repaired.db*"):
+                file.unlink(missing_ok=True)
+    return _copy_rows(folder, tables, new)
+
+
+def _repair(damaged: Path, new: sqlite3.Connection, new_file: Path, repaired: Path) -> None:
+    """Write ``damaged`` with the first page of the new index to ``repaired``."""
     new.execute("PRAGMA wal_checkpoint(TRUNCATE)")
     (size,) = new.execute("PRAGMA page_size").fetchone()
     first = bytearray(new_file.read_bytes()[:size])
     first[92:96] = bytes(4)  # the header's count of pages does not hold: sqlite then asks for the file's size
-    repaired = new_file.with_name("repaired.db")
-    try:
-        rows, entries = _copy_rows(folder, damaged, new)
-        if not rows:
-            repaired.write_bytes(first + damaged.read_bytes()[size:])
-            log = damaged.with_name(f"{damaged.name}-wal")
-            if log.exists():
-                shutil.copyfile(log, repaired.with_name(f"{repaired.name}-wal"))
-            rows, entries = _copy_rows(folder, repaired, new)
-        return entries
-    finally:
-        for file in new_file.parent.glob("repaired.db*"):
-            file.unlink(missing_ok=True)
+    repaired.write_bytes(first + damaged.read_bytes()[size:])
+    log = damaged.with_name(f"{damaged.name}-wal")
+    if log.exists():
+        shutil.copyfile(log, repaired.with_name(f"{repaired.name}-wal"))
 
 
-def _copy_rows(folder: Folder, source: Path, new: sqlite3.Connection) -> tuple[int, int]:
-    """Copy structures, entries whose files are there, and misses; gives how many rows there were, and entries."""
-    entries = 0
+def _tables(source: Path) -> list[list[tuple]]:
+    """The rows that can be read of each table."""
     with closing(open_index(source, "mode=rw")) as old:
         with suppress(*SQLITE_ERRORS):  # read what there is of a schema in which something is damaged
             old.execute("PRAGMA writable_schema = ON")
-        new.execute("BEGIN IMMEDIATE")
-        tables = [_rows(old, select) for select in (SELECT_STRUCTURE, SELECT_ENTRY, SELECT_MISS)]
-        for row in tables[0]:
-            structure = structure_of(row)
-            if structure is not None:
-                put_structure(new, structure)
-        for row in tables[1]:
-            entry = entry_of(row)
-            if entry is not None:
-                sizes = {name: folder.size(name) for name in digests(entry)}
-                whole = {name: size for name, size in sizes.items() if size is not None}
-                if len(whole) == len(sizes):
-                    put_entry(new, entry, whole, entry.last_used, entry.loads)
-                    entries += 1
-        for row in sorted(tables[2]):
-            miss = miss_of(row)
-            if miss is not None:
-                put_miss(new, miss)
-        new.execute("COMMIT")
-    return sum(map(len, tables)), entries
+        return [_rows(old, select) for select in (SELECT_STRUCTURE, SELECT_ENTRY, SELECT_MISS, SELECT_TIMING)]
+
+
+def _copy_rows(folder: Folder, tables: list[list[tuple]], new: sqlite3.Connection) -> int:
+    """Copy structures, entries whose files are there, misses, and timings of those entries; gives how many entries."""
+    entries = 0
+    new.execute("BEGIN IMMEDIATE")
+    for row in tables[0]:
+        structure = structure_of(row)
+        if structure is not None:
+            put_structure(new, structure)
+    for row in tables[1]:
+        entry = entry_of(row)
+        if entry is not None:
+            sizes = {name: folder.size(name) for name in digests(entry)}
+            whole = {name: size for name, size in sizes.items() if size is not None}
+            if len(whole) == len(sizes):
+                put_entry(new, entry, whole, entry.last_used, entry.loads)
+                entries += 1
+    for row in sorted(tables[2]):
+        miss = miss_of(row)
+        if miss is not None:
+            put_miss(new, miss)
+    for row in tables[3]:
+        timing = timing_of(row)
+        if timing is not None:
+            put_timing(new, row[1], timing)
+    new.execute("COMMIT")
+    return entries
 
 
 def _rows(connection: sqlite3.Connection, select: str) -> list[tuple]:

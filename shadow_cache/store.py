@@ -14,12 +14,12 @@ from contextlib import suppress
 from os import PathLike
 from pathlib import Path
 from types import TracebackType
-from typing import Any
+from typing import Any, TypeVar
 
 import msgspec
 
 from .archive import export, import_
-from .entries import Entry, MissEntry, Problem, StoreStats, Structure, Summary
+from .entries import Entry, MissEntry, Problem, StoreStats, Structure, Summary, Timing
 from .errors import DamagedEntryError, InvalidEntryError, StoreUnavailableError
 from .folder import Folder, is_digest
 from .index import Index
@@ -35,13 +35,16 @@ from .rows import (
     put_entry,
     put_miss,
     put_structure,
+    put_timing,
     structure_of,
     summary_of,
+    timings,
     whole,
 )
 from .verify import verify
 
 _TIDY_SECONDS = 86400.0
+_E = TypeVar("_E", Entry, Summary)
 _LAST_USED_FIRST = "ORDER BY last_used DESC, number DESC"
 
 
@@ -51,7 +54,7 @@ class Store:
     Attributes:
         path: its folder.
         max_size: how many bytes its files may have together; the index comes on top.
-        read_only: this process may not write there; ``loaded`` and ``record`` then do nothing.
+        read_only: this process may not write there; ``loaded``, ``timed`` and ``record`` then do nothing.
     """
 
     def __init__(self, path: Path, *, max_size: int, create: bool) -> None:
@@ -86,15 +89,16 @@ class Store:
 
     def entries(self) -> tuple[Entry, ...]:
         """All entries, last used first."""
-        return self._entries(f"{SELECT_ENTRY} {_LAST_USED_FIRST}")
+        return self._timed(self._good("entries", entry_of, f"{SELECT_ENTRY} {_LAST_USED_FIRST}"))
 
     def summaries(self) -> tuple[Summary, ...]:
         """All entries without what is long in them, last used first: what a list needs."""
-        return tuple(self._good("entries", summary_of, f"{SELECT_ENTRY} {_LAST_USED_FIRST}"))
+        return self._timed(self._good("entries", summary_of, f"{SELECT_ENTRY} {_LAST_USED_FIRST}"))
 
     def find(self, structure: str) -> tuple[Entry, ...]:
         """The entries of one structure, last used first."""
-        return self._entries(f"{SELECT_ENTRY} WHERE structure = ? {_LAST_USED_FIRST}", structure)
+        found = self._good("entries", entry_of, f"{SELECT_ENTRY} WHERE structure = ? {_LAST_USED_FIRST}", structure)
+        return self._timed(found, "WHERE entry IN (SELECT id FROM entries WHERE structure = ?)", structure)
 
     def structure(self, id: str) -> Structure | None:
         """The structure of that id, or None."""
@@ -117,7 +121,12 @@ class Store:
             (size,) = connection.execute(TOTAL_SIZE).fetchone()
             misses = connection.execute("SELECT kind, count(*) FROM misses GROUP BY kind ORDER BY kind").fetchall()
             counts = {str(kind): count for kind, count in misses}
-            return StoreStats(entries, structures, whole(size), self.max_size, whole(loads), counts, seconds, saved)
+            timed = timings(connection, "WHERE entry IN (SELECT id FROM entries)").values()
+            return StoreStats(
+                *(entries, structures, whole(size), self.max_size, whole(loads), counts, seconds, saved),
+                timed=len(timed),
+                left_to_eager=sum(timing.on_eager for timing in timed),
+            )
 
         return self._index.read(work)
 
@@ -132,8 +141,12 @@ class Store:
                     self._drop_file(digest)
             raise error
 
-    def _entries(self, select: str, *arguments: Any) -> tuple[Entry, ...]:
-        return tuple(self._good("entries", entry_of, select, *arguments))
+    def _timed(self, entries: list[_E], where: str = "", *arguments: Any) -> tuple[_E, ...]:
+        """The same with their timings."""
+        found = self._index.read(lambda connection: timings(connection, where, *arguments)) if entries else {}
+        if not found:
+            return tuple(entries)
+        return tuple(msgspec.structs.replace(each, timing=found.get(each.id)) for each in entries)
 
     def _good(self, table: str, decode: Callable[[tuple], Any], select: str, *arguments: Any) -> list[Any]:
         """The records of the rows that are as they were stored. The others are dropped, with a reason."""
@@ -213,7 +226,7 @@ class Store:
         sizes = {digest: len(data) for digest, data in files.items()}
         now = time.time()
 
-        def work(connection: sqlite3.Connection) -> tuple[int, list[str]]:
+        def work(connection: sqlite3.Connection) -> tuple[int, Timing | None, list[str]]:
             for digest, data in files.items():
                 # A file that was there already may have been removed meanwhile, with the last entry that named it.
                 # Files are removed in transactions only (remove_files), so what is here now stays.
@@ -223,18 +236,24 @@ class Store:
             number, before = put_entry(connection, entry, sizes, now)
             gone = evict(connection, self._folder, self.max_size, keep=number)
             (loads,) = connection.execute("SELECT loads FROM entries WHERE number = ?", (number,)).fetchone()
-            return int(loads), [*before, *gone]
+            timing = timings(connection, "WHERE entry = ?", entry.id).get(entry.id)
+            return int(loads), timing, [*before, *gone]
 
-        loads, gone = self._index.write(work, durable=True)
+        loads, timing, gone = self._index.write(work, durable=True)
         with suppress(StoreUnavailableError):  # the entry is stored; files that stay are found again by _tidy
             remove_files(self._folder, self._index, gone)
-        return msgspec.structs.replace(entry, last_used=now, loads=loads, size=sum(sizes.values()))
+        return msgspec.structs.replace(entry, last_used=now, loads=loads, size=sum(sizes.values()), timing=timing)
 
     def loaded(self, entry_id: str) -> None:
         """Count one more load of an entry, which is then the one used last."""
         if not self.read_only:
             statement = "UPDATE entries SET loads = loads + 1, last_used = ? WHERE id = ?"
             self._index.write(lambda connection: connection.execute(statement, (time.time(), entry_id)))
+
+    def timed(self, entry_id: str, timing: Timing) -> None:
+        """Keep how an entry did against the eager engine, in place of what is known; nothing where it is gone."""
+        if not self.read_only:
+            self._index.write(lambda connection: put_timing(connection, entry_id, timing))
 
     def record(self, miss: MissEntry) -> None:
         """Keep a miss."""

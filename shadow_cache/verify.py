@@ -9,9 +9,21 @@ from .entries import Problem
 from .errors import DamagedEntryError
 from .folder import Folder, is_old
 from .index import Index
-from .rows import SELECT_ENTRY, SELECT_MISS, SELECT_STRUCTURE, digests, entry_of, miss_of, structure_of
+from .rows import (
+    HAS_TIMINGS,
+    SELECT_ENTRY,
+    SELECT_MISS,
+    SELECT_STRUCTURE,
+    SELECT_TIMING,
+    digests,
+    entry_of,
+    miss_of,
+    structure_of,
+    timing_of,
+)
 
 _DROPPED = "nothing: it is dropped when it is met, and made anew"
+_UNTIMED = "nothing: it is left out until it is timed anew"
 _REMOVE = "remove it, so that it is made anew"
 _PRUNE = "prune; it goes then"
 
@@ -37,6 +49,10 @@ def _rows(folder: Folder, connection: sqlite3.Connection) -> Iterator[Problem]:
         same = "SELECT 1 FROM entries WHERE number = ? AND checksum IS ?"
         if problems and connection.execute(same, (row[0], row[4])).fetchone():
             yield from problems
+    if connection.execute("PRAGMA user_version").fetchone()[0] >= HAS_TIMINGS:
+        for row in connection.execute(SELECT_TIMING).fetchall():
+            if timing_of(row) is None:
+                yield Problem(str(row[1]), "how it was timed does not match its checksum", _UNTIMED)
 
 
 def _entry(folder: Folder, connection: sqlite3.Connection, row: tuple) -> Iterator[Problem]:

@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import pytest
 
-from shadow_cache.entries import Call, Entry, Input, MissEntry, Region, Structure
+from shadow_cache.entries import Call, Entry, Input, MissEntry, Region, Structure, Timing
 from shadow_cache.records import Miss
 from shadow_cache.store import Store
 
@@ -114,6 +114,7 @@ DYNAMIC = _entry(
     seconds=19.84,
     created=NOW - HOUR,
     loads=3,
+    timing=Timing(0.62, 0.41, 7, NOW - 50 * MINUTE, "compiled"),
 )
 ADDED = _entry(
     *("81c0d2", MEAN_ADDED, "train.py:58 in accumulate", "32", GRAD),
@@ -122,6 +123,7 @@ ADDED = _entry(
     created=NOW - 40 * DAY,
     last_used=NOW - 40 * DAY,
     loads=0,
+    timing=Timing(0.18, 0.31, 7, NOW - 40 * DAY, "eager"),
 )
 MSE_ENTRY = _entry(
     *("e2a944", MSE, "evaluate.py:9 in main", "32", Miss("new_node", "node 1", "MeanBackward0", "MseLossBackward0")),
@@ -172,6 +174,8 @@ def fill(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
         store.add(by_id[entry.structure], entry, files)
         for _ in range(entry.loads):
             store.loaded(entry.id)
+        if entry.timing is not None:
+            store.timed(entry.id, entry.timing)
     monkeypatch.setattr("time.time", lambda: NOW)
     store.record(missed(FIRST.miss, FIRST, NOW - 2 * HOUR))
     store.record(missed(BATCH, DYNAMIC, NOW - HOUR))

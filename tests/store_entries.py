@@ -6,7 +6,7 @@ import hashlib
 
 import msgspec
 
-from shadow_cache.entries import Call, Entry, Input, Region, Structure
+from shadow_cache.entries import Call, Entry, Input, Region, Structure, Timing
 from shadow_cache.records import Miss
 
 Made = tuple[Structure, Entry, dict[str, bytes]]
@@ -50,4 +50,9 @@ def made(number: int, size: int = 2000, structures: int = 5) -> Made:
 
 def stored(entry: Entry) -> Entry:
     """An entry without what the store counts, to be compared with what was given."""
-    return msgspec.structs.replace(entry, size=0, loads=0, last_used=0.0)
+    return msgspec.structs.replace(entry, size=0, loads=0, last_used=0.0, timing=None)
+
+
+def timed(number: int) -> Timing:
+    """What to give to ``Store.timed``. Eager goes on for odd numbers."""
+    return Timing(2.0 + number, 4.0, 7, 1.7e9 + number, "eager" if number % 2 else "compiled")

@@ -23,7 +23,7 @@ from shadow_cache.cli import VERBS, main
 from shadow_cache.cli.difference import Difference
 from shadow_cache.cli.explain import Why
 from shadow_cache.cli.trie import Branch
-from shadow_cache.entries import Entry, MissEntry, Problem, StoreStats, Structure, Summary
+from shadow_cache.entries import Entry, MissEntry, Problem, StoreStats, Structure, Summary, Timing
 
 from . import cli_records as stored
 from .helpers import ROOT, in_subprocess
@@ -118,11 +118,11 @@ def test_ls(run: Run) -> None:
     assert_expected_inline(
         run("ls").out,
         """\
-ID      NAME                                                    SHAPES   NODES  BACKEND        COST    SIZE  LOADS  USED
-3fb07e  MeanBackward0 of Sequential, train.py:41 in step        dynamic     11  inductor     19.8 s  3.1 MB      3  5 minutes ago
+ID      NAME                                                    SHAPES   NODES  BACKEND        COST    SIZE  LOADS  USED           RUNS
+3fb07e  MeanBackward0 of Sequential, train.py:41 in step        dynamic     11  inductor     19.8 s  3.1 MB      3  5 minutes ago  compiled
 3fa91c  MeanBackward0 of Sequential, train.py:41 in step        static      11  inductor     17.3 s  3.2 MB     12  5 minutes ago
 e2a944  MseLossBackward0 of Sequential, evaluate.py:9 in main   static      11  inductor  2 min 1 s  1.9 MB      1  3 days ago
-81c0d2  MeanBackward0 of Sequential, train.py:58 in accumulate  static      11  eager        231 ms  4.8 kB      0  1 month ago
+81c0d2  MeanBackward0 of Sequential, train.py:58 in accumulate  static      11  eager        231 ms  4.8 kB      0  1 month ago    on eager
 
 4 entries, 8.2 MB, 2 min 38 s of compiling
 """,
@@ -133,9 +133,9 @@ def test_ls_says_what_was_left_out(run: Run) -> None:
     assert_expected_inline(
         run("ls", "--sort", "cost", "--limit", "2").out,
         """\
-ID      NAME                                                   SHAPES   NODES  BACKEND        COST    SIZE  LOADS  USED
+ID      NAME                                                   SHAPES   NODES  BACKEND        COST    SIZE  LOADS  USED           RUNS
 e2a944  MseLossBackward0 of Sequential, evaluate.py:9 in main  static      11  inductor  2 min 1 s  1.9 MB      1  3 days ago
-3fb07e  MeanBackward0 of Sequential, train.py:41 in step       dynamic     11  inductor     19.8 s  3.1 MB      3  5 minutes ago
+3fb07e  MeanBackward0 of Sequential, train.py:41 in step       dynamic     11  inductor     19.8 s  3.1 MB      3  5 minutes ago  compiled
 
 2 entries of 4, 5.0 MB, 2 min 21 s of compiling
 """,
@@ -152,6 +152,7 @@ def test_show(run: Run) -> None:
   why        shape at node 2 AddmmBackward0, mat1, dim 0: 32 -> 48, 19.8 s (dim 0 is dynamic from now on)
   cost       19.8 s
   used       5 minutes ago, loaded 3 times, saved 59.5 s
+  timed      50 minutes ago: eager takes 0.62 ms, the compiled graph 0.41 ms (medians of 7 each); the compiled graph goes on
   size       3.1 MB in 1 region
   shapes     dynamic
   structure  5e1fab90c2d4, 11 nodes
@@ -240,6 +241,52 @@ def test_why_of_an_entry(run: Run) -> None:
   1 hour ago     shape  node 2 AddmmBackward0, mat1, dim 0  32 -> 48  19.8 s
 """,
     )
+
+
+def test_what_is_left_to_eager(run: Run, cache: Path) -> None:
+    assert run("ls", "--slower", "--format", "quiet").out == "81c0d2\n"
+    assert run("ls", "--slower", "--dynamic").code == 1
+    assert_expected_inline(
+        run("why", "81").out.partition("\n\n  made")[0],
+        """\
+81c0d2  MeanBackward0 of Sequential, train.py:58 in accumulate
+
+  runs   on eager
+  kind   not_worth_it
+  means  It was timed against the eager engine, and that is faster: such backwards go there, and count as bypasses.
+  timed  1 month ago: eager takes 0.18 ms, the compiled graph 0.31 ms (medians of 7 each); eager goes on
+  do     Nothing: it is timed again from time to time, and in each process; `tune=False` runs it compiled all the same.""",
+    )
+    with shadow_cache.open(cache) as store:
+        store.timed("3fb07e", Timing(0.5, 0.625, 7, stored.NOW, "eager"))
+    *_, made, but = run("why", cache=cache).out.splitlines()
+    assert made.startswith("  made   entry 3fb07e")
+    assert but.startswith(
+        "  but    it is left to eager, timed just now: eager takes 0.50 ms, the compiled graph 0.62 ms"
+    )
+    assert "of which 2 slower" in run("stats", cache=cache).out
+
+
+def test_what_was_never_timed_says_nothing_of_it(run: Run, cache: Path) -> None:
+    assert "timed" not in run("show", "e2").out and "RUNS" not in run("ls", "--loss", "mse").out
+    run("rm", "3fb", "81", cache=cache)
+    assert "RUNS" not in run("ls", cache=cache).out and "\ntimed" not in run("stats", cache=cache).out
+    assert run("ls", "--slower", cache=cache).code == 1
+
+
+def test_figures_of_the_clock_for_programs(run: Run) -> None:
+    listed = msgspec.json.decode(run("ls", "--format", "json").out)
+    assert {each["id"]: each["timing"] and each["timing"]["goes_on"] for each in listed} == {
+        "3fb07e": "compiled",
+        "81c0d2": "eager",
+        "3fa91c": None,
+        "e2a944": None,
+    }
+    shown = msgspec.json.decode(run("show", "81", "--format", "json").out)["timing"]
+    when = stored.NOW - 40 * stored.DAY
+    assert shown == {"eager": 0.18, "compiled": 0.31, "samples": 7, "when": when, "goes_on": "eager"}
+    figures = msgspec.json.decode(run("stats", "--format", "json").out)
+    assert (figures["timed"], figures["left_to_eager"]) == (2, 1)
 
 
 def test_why_of_an_entry_that_was_made_without_a_record(run: Run) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import random
+import re
 import shutil
 import subprocess
 import sys
@@ -17,20 +18,21 @@ import shadow_cache
 from shadow_cache import DamagedEntryError, Store, StoreError, StoreNewerError, StoreRefusedError
 
 from .helpers import ROOT
-from .store_entries import made, stored
+from .store_entries import made, stored, timed
 
 COUNT = 12
 
 
 @pytest.fixture(scope="module")
 def pattern(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """A store of a few entries, to be copied and damaged. Three were loaded, and one was evicted."""
+    """A store of a few entries, to be copied and damaged. Three were loaded and timed, and one was evicted."""
     path = tmp_path_factory.mktemp("pattern") / "store"
     with shadow_cache.open(path) as store:
         for number in range(COUNT):
             store.add(*made(number))
         for number in (1, 5, 6):
             store.loaded(f"{number:06x}")
+            store.timed(f"{number:06x}", timed(number))
         store.add(*made(COUNT))
         store.remove([f"{COUNT:06x}"], "evicted")
     return path
@@ -54,7 +56,7 @@ def look(path: Path) -> tuple[set[int], set[int]]:
         for entry in (*entries, *found):
             number = int(entry.id, 16)
             structure, expected, files = made(number)
-            assert number < COUNT and stored(entry) == expected
+            assert number < COUNT and stored(entry) == expected and entry.timing in (None, timed(number))
             assert store.structure(entry.structure) in (None, structure)
             listed.add(number)
             try:
@@ -187,15 +189,16 @@ def test_damage_to_the_first_page_costs_nothing(pattern: Path, tmp_path: Path) -
     """It holds the header and the schema, without which sqlite reads nothing."""
     index = pattern / "index" / "index.db"
     first = index.read_bytes()[:4096]
-    places = [0, 7, 16, 30, 100, 103, 105, first.index(b"names_by_digest"), first.index(b"checksum BLOB"), -30]
+    places = [0, 7, 16, 30, 100, 103, 105, first.index(b"names_by_digest"), -30]
+    places += [found.start() for found in re.finditer(b"checksum BLOB", first)]  # of each table
     for number, place in enumerate(places):
         path = Path(shutil.copytree(pattern, tmp_path / str(number)))
         data = bytearray(index.read_bytes())
         data[range(4096)[place]] ^= 0x81
         (path / "index" / "index.db").write_bytes(data)
         with shadow_cache.open(path) as store:
-            assert {int(entry.id, 16): entry.loads for entry in store.entries()} == {
-                number: number in (1, 5, 6) for number in range(COUNT)
+            assert {int(entry.id, 16): (entry.loads, entry.timing) for entry in store.entries()} == {
+                number: (1, timed(number)) if number in (1, 5, 6) else (0, None) for number in range(COUNT)
             }, place
             assert not list((path / "index").glob("repaired*")) and store.stats().misses["evicted"] == 1
     path = Path(shutil.copytree(pattern, tmp_path / "page"))
@@ -289,7 +292,7 @@ def test_a_schema_from_the_future_is_not_touched(copy: Path, in_log: bool) -> No
     if not in_log:
         connection.close()
     before = {file: file.read_bytes() for file in copy.rglob("*") if file.is_file() and file.suffix == ".db"}
-    with pytest.raises(StoreNewerError, match="schema 7, and this version knows 1"):
+    with pytest.raises(StoreNewerError, match="schema 7, and this version knows 2"):
         shadow_cache.open(copy)
     assert before == {file: file.read_bytes() for file in before}
     assert not list(copy.glob("index.corrupt-*"))

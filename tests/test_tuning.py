@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import os
 import time
+import warnings
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,10 +14,15 @@ import torch
 from torch import fx, nn
 
 import compiled_autograd as ca
-from compiled_autograd import tuning, variants
+import shadow_cache
+from compiled_autograd import reporting, tuning, variants
 from compiled_autograd.session import Session
+from compiled_autograd.tuning import Trial, Tuning
+from compiled_autograd.variants import Variant
+from shadow_cache import StoreError, Timing
 
 from .helpers import assert_same
+from .stored import restart
 
 
 @pytest.fixture(autouse=True)
@@ -112,3 +120,167 @@ def test_what_cannot_be_captured_during_a_trial_is_no_turn_of_eager(monkeypatch:
             (weight.exp() * weight).sum().backward()
     (trial,) = tuning.TUNING._trials.values()
     assert (len(trial.eager), len(trial.compiled)) == (2, 2)
+
+
+# ---- the decision, and where it stands -------------------------------------------------------------------------------
+
+NOW = 1.75e9
+
+
+@pytest.fixture
+def clock(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
+    """Milliseconds that each kind of backward is said to take; to be changed."""
+    takes = {"eager": 2.0, "compiled": 3.0}
+    hit, eager = Tuning.hit, Tuning.eager
+
+    def hit_at(self: Tuning, variant: Variant, seconds: float, tape: Callable[[], int]) -> None:
+        hit(self, variant, takes["compiled"] / 1e3, tape)
+
+    def eager_at(self: Tuning, tape: int, settings: tuple[Any, ...], seconds: float) -> None:
+        eager(self, tape, settings, takes["eager"] / 1e3)
+
+    monkeypatch.setattr(Tuning, "hit", hit_at)
+    monkeypatch.setattr(Tuning, "eager", eager_at)
+    monkeypatch.setattr(tuning.time, "time", lambda: NOW)
+    return takes
+
+
+def _variants(session: Session) -> list[Variant]:
+    return [variant for graph in session.graphs() for variant in graph.variants]
+
+
+def _stored(folder: Path) -> list[Timing | None]:
+    with shadow_cache.open(folder) as store:
+        return [entry.timing for entry in store.entries()]
+
+
+@pytest.mark.parametrize(
+    ("eager", "compiled", "goes_on"),
+    [
+        ([1.0, 9.0, 1.0], [2.0, 2.0, 2.0], "eager"),
+        ([1.0, 1.0, 9.0], [1.02, 1.02, 1.02], "compiled"),
+        ([1.0, 1.0, 1.0], [1.03, 1.03, 0.0], "eager"),
+        ([1.0, 1.0, 1.0, 1.0], [0.5, 0.5, 8.0], "compiled"),
+    ],
+)
+def test_medians_decide(eager: list[float], compiled: list[float], goes_on: str) -> None:
+    trial = Trial(None, [each / 1e3 for each in eager], [each / 1e3 for each in compiled])  # type: ignore[arg-type]
+    timing = trial.decide()
+    assert (timing.eager, timing.compiled) == (pytest.approx(1.0), pytest.approx(sorted(compiled)[1]))
+    assert (timing.samples, timing.goes_on) == (3, goes_on) and timing.when == pytest.approx(time.time(), abs=60)
+    assert (trial.verdict is not None) == timing.on_eager == (goes_on == "eager")
+    assert trial.verdict is None or trial.verdict.hint == f"{timing}; timed again from time to time"
+
+
+def test_a_decision_for_eager_is_stored(tmp_path: Path, clock: dict[str, float]) -> None:
+    session = ca.enable(backend="eager", tune=True, cache_dir=tmp_path / "cache")
+    weight = nn.Parameter(torch.randn(8))
+    _run(session, weight, 8)
+    (variant,) = _variants(session)
+    assert variant.timing is None and _stored(tmp_path / "cache") == [None], "not decided yet"
+    assert _run(session, weight, 4) == ["tuning", *["not_worth_it"] * 3]
+    timing = Timing(2.0, 3.0, 3, NOW, "eager")
+    assert variant.timing == timing and _stored(tmp_path / "cache") == [timing]
+    assert session.last is not None and session.last.reasons[0].hint.startswith(
+        "eager takes 2.00 ms, the compiled graph 3.00 ms (medians of 3 each)"
+    )
+    assert session.stats().bypasses == {"tuning": 3, "not_worth_it": 3}
+
+
+def test_a_decision_for_the_compiled_graph_is_stored_too(tmp_path: Path, clock: dict[str, float]) -> None:
+    clock["compiled"] = 1.0
+    session = ca.enable(backend="eager", tune=True, cache_dir=tmp_path / "cache")
+    assert _run(session, nn.Parameter(torch.randn(8)), 12)[-3:] == ["hit"] * 3
+    timing = Timing(2.0, 1.0, 3, NOW, "compiled")
+    assert [each.timing for each in _variants(session)] == _stored(tmp_path / "cache") == [timing]
+
+
+def test_the_last_decision_is_what_is_stored(tmp_path: Path, clock: dict[str, float]) -> None:
+    session = ca.enable(backend="eager", tune=True, cache_dir=tmp_path / "cache")
+    weight = nn.Parameter(torch.randn(8))
+    assert _run(session, weight, 14)[-1] == "not_worth_it"
+    clock["compiled"] = 1.5
+    labels = _run(session, weight, 12)
+    assert labels[:6] == ["hit", "tuning"] * 3 and set(labels[6:]) == {"hit"}
+    assert _stored(tmp_path / "cache") == [Timing(2.0, 1.5, 3, NOW, "compiled")]
+
+
+def test_in_a_new_process_it_is_seen_but_not_taken_over(tmp_path: Path, clock: dict[str, float]) -> None:
+    weight = nn.Parameter(torch.randn(8))
+    settings = {"backend": "eager", "tune": True, "cache_dir": tmp_path / "cache"}
+    assert _run(ca.enable(**settings), weight, 12)[-1] == "not_worth_it"
+    before = Timing(2.0, 3.0, 3, NOW, "eager")
+    restart()
+    clock["eager"] = 9.0
+    session = ca.enable(**settings)
+    assert _run(session, weight, 3) == ["hit"] * 3 and session.stats().compiles == 0
+    (variant,) = _variants(session)
+    assert variant.timing == before and _stored(tmp_path / "cache") == [before], "the figures are there all the same"
+    assert _run(session, weight, 8) == [*["tuning", "hit"] * 2, "tuning", *["hit"] * 3]
+    assert variant.timing == Timing(9.0, 3.0, 3, NOW, "compiled") and _stored(tmp_path / "cache") == [variant.timing]
+
+
+def test_it_goes_where_the_entry_is(tmp_path: Path, clock: dict[str, float]) -> None:
+    """Sessions with one backend share graphs, whatever folders they have."""
+    one, two = (ca.enable(backend="eager", tune=True, cache_dir=tmp_path / name) for name in ("one", "two"))
+    weight = nn.Parameter(torch.randn(8))
+    _run(one, weight, 2)
+    assert _run(two, weight, 10)[-1] == "not_worth_it"
+    assert _stored(tmp_path / "one") == [Timing(2.0, 3.0, 3, NOW, "eager")] and not (tmp_path / "two").exists()
+
+
+def test_without_an_entry_the_variant_has_it_alone(tmp_path: Path, clock: dict[str, float]) -> None:
+    session = ca.enable(backend=lambda graph_module, examples: graph_module, tune=True, cache_dir=tmp_path / "cache")
+    assert _run(session, nn.Parameter(torch.randn(8)), 12)[-1] == "not_worth_it"
+    (variant,) = _variants(session)
+    assert variant.not_stored and variant.timing == Timing(2.0, 3.0, 3, NOW, "eager")
+
+
+def test_a_decision_that_cannot_be_written_changes_nothing(
+    tmp_path: Path, clock: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    from shadow_cache.store import Store
+
+    def fails(*arguments: Any) -> None:
+        raise StoreError("the disk is gone")
+
+    session = ca.enable(backend="eager", tune=True, cache_dir=tmp_path / "cache")
+    monkeypatch.setattr(Store, "timed", fails)
+    weight = nn.Parameter(torch.randn(8))
+    with pytest.warns(UserWarning, match="cannot be written.*the disk is gone"):
+        labels = _run(session, weight, 12)
+    assert labels[9:] == ["not_worth_it"] * 3 and session.stats().failures == 0
+    assert _variants(session)[0].timing == Timing(2.0, 3.0, 3, NOW, "eager")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        assert _run(session, weight, 12)[-1] == "not_worth_it", "decided anew, and not warned of again"
+    monkeypatch.undo()
+    assert _stored(tmp_path / "cache") == [None]
+
+
+def test_a_folder_that_may_only_be_read(
+    tmp_path: Path, clock: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    settings = {"backend": "eager", "tune": True, "cache_dir": tmp_path / "cache"}
+    weight = nn.Parameter(torch.randn(8))
+    _run(ca.enable(**settings), weight, 2)
+    restart()
+    access = os.access
+    with monkeypatch.context() as patch, warnings.catch_warnings():
+        warnings.simplefilter("error")
+        patch.setattr(os, "access", lambda path, mode: mode == os.R_OK and access(path, mode))
+        session = ca.enable(**settings)
+        assert _run(session, weight, 12)[-1] == "not_worth_it"
+        assert _variants(session)[0].timing is not None
+    restart()
+    assert _stored(tmp_path / "cache") == [None]
+
+
+def test_the_log_has_a_line_for_each_decision(clock: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> None:
+    lines: list[str] = []
+    monkeypatch.setattr(reporting._log, "isEnabledFor", lambda level: True)
+    monkeypatch.setattr(reporting, "_say", lines.append)
+    _run(ca.enable(backend="eager", tune=True), nn.Parameter(torch.randn(8)), 12)
+    (line,) = [line for line in lines if line.startswith("timed ")]
+    assert line.startswith("timed SumBackward0, ") and line.endswith("; eager goes on")
+    assert "eager takes 2.00 ms, the compiled graph 3.00 ms (medians of 3 each)" in line

@@ -6,7 +6,8 @@ from collections.abc import Sequence
 
 import msgspec
 
-from ..entries import Call, Entry, Input, Structure, Summary
+from ..entries import Call, Entry, Input, Structure, Summary, Timing
+from . import render
 
 
 class Change(msgspec.Struct, frozen=True):
@@ -79,6 +80,16 @@ def varying(entries: Sequence[Entry]) -> dict[str, list[Change]]:
 def variant(entry: Entry | Summary) -> str:
     """``static`` or ``dynamic``."""
     return "dynamic" if entry.dynamic else "static"
+
+
+def left_to_eager(entry: Entry | Summary) -> bool:
+    """It was timed, and the eager engine is faster, and goes on."""
+    return entry.timing is not None and entry.timing.on_eager
+
+
+def timed(timing: Timing, now: float) -> str:
+    """When, what was found, and which goes on."""
+    return f"{render.ago(timing.when, now)}: {timing}; {timing.winner} goes on"
 
 
 def inputs(entry: Entry) -> dict[str, str]:

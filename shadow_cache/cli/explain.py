@@ -8,12 +8,12 @@ from collections.abc import Iterator
 import msgspec
 import rich_click as click
 
-from ..entries import Entry, MissEntry, Structure
-from ..kinds import explain
+from ..entries import Entry, MissEntry, Structure, Timing
+from ..kinds import NOT_WORTH_IT, explain
 from ..records import Miss
 from . import graphs, render
 from .base import Fault, Verb, View, cache_dir_option, ids, options, pass_view
-from .difference import Change, Difference, difference, variant
+from .difference import Change, Difference, difference, left_to_eager, timed, variant
 
 _NODE = re.compile(r"(?:\bnode |#)(\d+)\b")
 _OPERATION = re.compile(r"\w*Backward\d*\b|AccumulateGrad|GraphRoot")
@@ -32,11 +32,11 @@ class Why(msgspec.Struct, frozen=True):
 @options
 @pass_view
 def why(view: View, id: str | None, last: bool) -> None:
-    """Say why something was compiled.
+    """Say why something was compiled, or why it does not run compiled.
 
     Prints what was new and what that means, where (node, parameter, source line), what the nearest entry has and what
-    came instead, what it cost, what one can do, and what was made for it. With an ID: why that entry was made, and all
-    misses recorded for it.
+    came instead, what it cost, what one can do, and what was made for it; and whether that is left to eager, because it
+    is slower. With an ID: the same of that entry, why it was made, and all misses recorded for it.
 
     \b
     Examples:
@@ -78,13 +78,19 @@ def _last(view: View, newest: MissEntry) -> Iterator[str]:
     stored = any(entry.structure == newest.structure for entry in entries.values())
     structure = view.structure(newest.structure) if stored else None
     gone = made is None and newest.miss.kind in ("evicted", "corrupt")  # then it says what was lost, not what was made
-    yield from render.pairs([*_explained(newest.miss, structure), ("lost" if gone else "made", words)])
+    rows = [*_explained(newest.miss, structure), ("lost" if gone else "made", words)]
+    if made is not None and made.timing is not None and left_to_eager(made):
+        rows.append(("but", f"it is left to eager, timed {timed(made.timing, view.now)}"))
+    yield from render.pairs(rows)
 
 
 def _why(view: View, id: str, name: str, found: Why) -> Iterator[str]:
     yield f"{render.identifier(id)}  {render.bold(name)}"
     yield ""
     if found.entry is not None:
+        if found.entry.timing is not None and left_to_eager(found.entry):
+            yield from render.pairs(_left_to_eager(found.entry.timing, view.now))
+            yield ""
         miss = msgspec.structs.replace(found.entry.miss, seconds=found.entry.miss.seconds or found.entry.seconds)
         structure = view.structure(found.entry.structure)
         yield from render.pairs([("made", render.ago(found.entry.created, view.now)), *_explained(miss, structure)])
@@ -102,6 +108,11 @@ def _why(view: View, id: str, name: str, found: Why) -> Iterator[str]:
         for each in found.misses
     ]
     yield from render.table(("WHEN", "KIND", "WHERE", "CHANGE", "COST"), rows, right=(4,), indent="  ")
+
+
+def _left_to_eager(timing: Timing, now: float) -> list[tuple[str, str]]:
+    why = [("runs", "on eager"), ("kind", render.bold("not_worth_it")), ("means", NOT_WORTH_IT.means)]
+    return [*why, ("timed", timed(timing, now)), ("do", NOT_WORTH_IT.do)]
 
 
 def _explained(miss: Miss, structure: Structure | None) -> list[tuple[str, str]]:

@@ -11,7 +11,7 @@ from ..entries import Entry, StoreStats, Structure, Summary
 from ..kinds import explain
 from . import render
 from .base import Verb, View, ids, options, pass_view
-from .difference import describe, variant, varying
+from .difference import describe, left_to_eager, timed, variant, varying
 from .trie import Branch, fold, guides
 
 _BAR = 20
@@ -36,6 +36,7 @@ _KEYS: dict[str, Callable[[Summary], Any]] = {
 @click.option("--loss", help="Only those whose loss has this text in its name.")
 @click.option("--name", help="Only those with this text in their loss, module or source line.")
 @click.option("--dynamic/--static", default=None, help="Only those with symbols for sizes, or without.")
+@click.option("--slower", is_flag=True, help="Only those that were slower than eager, which goes on for them.")
 @options
 @pass_view
 def ls(
@@ -47,17 +48,20 @@ def ls(
     loss: str | None,
     name: str | None,
     dynamic: bool | None,
+    slower: bool,
 ) -> None:
     """List what is compiled.
 
     Prints a line for each entry: its id, what people know it by (loss, module, source line), whether its sizes are
-    symbols, nodes of its tape, backend, what compiling it cost, its size, how often a process loaded it, and when last.
+    symbols, nodes of its tape, backend, what compiling it cost, its size, how often a process loaded it, and when last;
+    where entries were timed against eager, which of the two goes on.
 
     \b
     Examples:
       shadow-cache ls
       shadow-cache ls --sort cost --limit 10
       shadow-cache ls --name train.py --static
+      shadow-cache ls --slower                    what does not run compiled, because eager is faster
       shadow-cache rm $(shadow-cache ls --backend eager --format quiet)
     """
     stored = view.entries
@@ -68,6 +72,7 @@ def ls(
         and (loss is None or loss.lower() in entry.loss.lower())
         and (name is None or name.lower() in entry.name.lower())
         and (dynamic is None or entry.dynamic == dynamic)
+        and (not slower or left_to_eager(entry))
     ]
     found = sorted(found, key=_KEYS[sort], reverse=reverse)[:limit]
     view.out(found, (entry.id for entry in found), lambda: _listed(view, found, len(stored)))
@@ -82,16 +87,20 @@ def ls(
 def _listed(view: View, entries: list[Summary], stored: int) -> Iterator[str]:
     if not entries:
         return
-    header = ("ID", "NAME", "SHAPES", "NODES", "BACKEND", "COST", "SIZE", "LOADS", "USED")
+    header = ["ID", "NAME", "SHAPES", "NODES", "BACKEND", "COST", "SIZE", "LOADS", "USED"]
     rows = [
-        (
+        [
             *(entry.id, entry.name, variant(entry), f"{entry.nodes:,}", entry.settings.get("backend", "")),
             *(render.seconds(entry.seconds), render.size(entry.size), f"{entry.loads:,}"),
             render.ago(entry.last_used, view.now),
-        )
+        ]
         for entry in entries
     ]
-    yield from render.table(header, rows, right=(3, 5, 6, 7), flexible=1, spare=(3, 6, 4, 2), width=view.width)
+    if any(entry.timing for entry in entries):  # else the column would be empty: tune=False, or all is new
+        header.append("RUNS")
+        for row, entry in zip(rows, entries, strict=True):
+            row.append("on eager" if left_to_eager(entry) else "compiled" if entry.timing else "")
+    yield from render.table(header, rows, right=(3, 5, 6, 7), flexible=1, spare=(3, 6, 4, 2, 7), width=view.width)
     of = f" of {stored:,}" if stored > len(entries) else ""
     cost = render.seconds(sum(entry.seconds for entry in entries))
     size = render.size(sum(entry.size for entry in entries))
@@ -106,8 +115,9 @@ def _listed(view: View, entries: list[Summary], stored: int) -> Iterator[str]:
 def show(view: View, id: str) -> None:
     """Show everything about one entry, or about a structure.
 
-    Prints what it is known by, why it was made, what it cost and was good for, and all it depends on: settings, state
-    of the process, versions, saved tensors, conditions on sizes; then its regions.
+    Prints what it is known by, why it was made, what it cost and was good for, how it did against eager when it was
+    timed last, and all it depends on: settings, state of the process, versions, saved tensors, conditions on sizes;
+    then its regions.
 
     \b
     Examples:
@@ -131,6 +141,7 @@ def _entry(view: View, entry: Entry) -> Iterator[str]:
             ("why", f"{entry.miss}"),
             ("cost", render.seconds(entry.seconds)),
             ("used", f"{render.ago(entry.last_used, view.now)}, loaded {render.plural(entry.loads, 'time')}{saved}"),
+            *([("timed", timed(entry.timing, view.now))] if entry.timing else []),
             ("size", f"{render.size(entry.size)} in {render.plural(len(entry.regions), 'region')}"),
             ("shapes", variant(entry)),
             ("structure", f"{render.identifier(entry.structure)}, {render.plural(entry.nodes, 'node')}"),
@@ -236,7 +247,8 @@ def _variants(entries: Sequence[Entry], before: str) -> Iterator[str]:
         more = f" and {len(told) - 3} more" if len(told) > 3 else ""
         guide = "└─ " if index == len(entries) - 1 else "├─ "
         words = [entry.settings.get("backend", ""), variant(entry), render.seconds(entry.seconds)]
-        words += [render.size(entry.size), *(render.clip(text, _CLIP) for text in told[:3])]
+        words += [render.size(entry.size), "runs on eager" if left_to_eager(entry) else ""]
+        words += [*(render.clip(text, _CLIP) for text in told[:3])]
         yield f"{before}{guide}{render.identifier(entry.id)}  {', '.join(word for word in words if word)}{more}"
 
 
@@ -246,8 +258,9 @@ def _variants(entries: Sequence[Entry], before: str) -> Iterator[str]:
 def stats(view: View) -> None:
     """Show the cache in figures.
 
-    Prints how much is stored and how much may be, how often processes found what they needed and what that saved, and
-    how often something was compiled anew, by the reason for it. With --format quiet, the size in bytes.
+    Prints how much is stored and how much may be, how often processes found what they needed and what that saved, how
+    many entries are slower than eager, and how often something was compiled anew, by the reason for it. With --format
+    quiet, the size in bytes.
 
     \b
     Examples:
@@ -256,6 +269,11 @@ def stats(view: View) -> None:
     """
     figures = view.store.stats()
     view.out(figures, [str(figures.size)], lambda: _stats(view, figures))
+
+
+def _timed(figures: StoreStats) -> str:
+    entries = render.plural(figures.timed, "entry", "entries")
+    return f"{entries} against eager, of which {figures.left_to_eager:,} slower and left to it"
 
 
 def _stats(view: View, figures: StoreStats) -> Iterable[str]:
@@ -268,6 +286,7 @@ def _stats(view: View, figures: StoreStats) -> Iterable[str]:
             ("size", f"{render.size(figures.size)}{full}"),
             ("compiling", f"{render.seconds(figures.compile_seconds)} to make what is stored"),
             ("loads", f"{figures.loads:,}, which saved {render.seconds(figures.seconds_saved)} of compiling"),
+            *([("timed", _timed(figures))] if figures.timed else []),
         ],
         indent="",
     )

@@ -16,6 +16,8 @@ from torch import fx
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.experimental.proxy_tensor import PythonKeyTracer, _MakefxTracer, _set_make_fx_tracer, track_tensor_tree
 
+from .seam import decomposing
+
 
 def trace(
     function: Callable[..., Sequence[Any]],
@@ -50,7 +52,7 @@ def trace(
         tracer.tensor_attrs = {}
         placeholders = [tracer.create_proxy("placeholder", f"arg{i}_1", (), {}) for i in range(len(examples))]
         track_tensor_tree(list(examples), placeholders, constant=None, tracer=tracer)
-        with mode, _set_make_fx_tracer(making):
+        with decomposing(making.decomposition_table), mode, _set_make_fx_tracer(making):
             results = [tracer.unwrap_proxy(result) for result in function(*examples)]
         tracer.create_node("output", "output", (tracer.create_arg(results),), {})
     return _LazyGraphModule(tracer.root, tracer.graph, "region")

@@ -12,8 +12,9 @@ from .opinfo import Verdict, check_all, check_module, check_operator, modules, o
 _EVERY_OPERATOR, _EVERY_MODULE = 12, 8
 _AT_LEAST_COMPILED = 0.97
 _ONLY_STATIC = {"linalg.householder_product"}
-"""Their backward takes no symbols for sizes, which counts as a failure: each set of shapes is compiled by itself. (Which
-operators are in the sample differs with the version of PyTorch, whose list it is.)"""
+"""Their backward takes no symbols for sizes, which counts as a failure: each set of shapes is compiled by itself.
+Which operators the sample has differs with the version of PyTorch, whose list it is.
+"""
 
 
 @pytest.mark.filterwarnings("ignore")

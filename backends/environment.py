@@ -16,6 +16,8 @@ from typing import Any
 
 import torch
 
+from .versions import user_override
+
 _VARIABLES = ("TORCHINDUCTOR_", "TORCHDYNAMO_", "TORCH_COMPILE_", "INDUCTOR_")
 """Beginnings of the names of environment variables that ``torch/_inductor/config.py`` reads its defaults from."""
 _NO_CODE = ("TORCHINDUCTOR_CACHE_DIR", "TORCHINDUCTOR_COMPILE_THREADS", "TORCHINDUCTOR_WORKER_START")
@@ -81,7 +83,7 @@ def _value(entry: Any, with_users: bool) -> Any:
     """As ``ConfigModule._get_dict`` reads an entry of it."""
     from torch.utils._config_module import _UNSET_SENTINEL
 
-    of_user = entry.user_override.get() if with_users else _UNSET_SENTINEL
+    of_user = user_override(entry) if with_users else _UNSET_SENTINEL
     for value in (entry.env_value_force, of_user, entry.env_value_default):
         if value is not _UNSET_SENTINEL:
             return value

@@ -15,6 +15,7 @@ from .artifacts import CannotStoreError, Stored, from_bytes, link, tensors_from_
 from .eager import EagerBackend, run_graph, store_graph
 from .memory import keep_freed_memory
 from .protocol import Compiled
+from .versions import plain_convolution_backward
 
 _CALL = "def call("
 """What Inductor's generated code has; that of a graph without calls is the graph's own."""
@@ -111,15 +112,16 @@ def _convolutions_of_any_size(example_inputs: Sequence[Any]) -> Iterator[None]:
     Inductor's lowering of it (``_inductor/kernel/conv.py``, 2.13) asks for the input's strides as numbers, which makes
     numbers of the image's height and width; without Triton it ends in that plain call anyhow.
     """
-    if not any(isinstance(size, torch.SymInt) for value in example_inputs for size in _sizes(value)):
+    dynamic = any(isinstance(size, torch.SymInt) for value in example_inputs for size in _sizes(value))
+    plain = plain_convolution_backward() if dynamic else None
+    if plain is None:
         yield
         return
     from torch._inductor import lowering
-    from torch._inductor.kernel.conv import aten_convolution_backward_fallback
 
     overload = torch.ops.aten.convolution_backward.default
     before = lowering.lowerings[overload]
-    lowering.lowerings[overload] = aten_convolution_backward_fallback
+    lowering.lowerings[overload] = plain
     try:
         yield
     finally:

@@ -15,6 +15,7 @@ from torch import fx
 
 from .functions import call_backward, checked, materialised
 from .hooks import Grad
+from .seam import aot_epilogue, aot_prologue, has_aot_prologue
 
 
 class AOTBackward:
@@ -34,8 +35,8 @@ class AOTBackward:
         """Run its graph, operator by operator. Of ``ctx`` nothing is used but what all calls have in common."""
         tangents = materialised(type(ctx), ctx, defined, grads)
         with torch._C._DisableAutocast():  # the graph has its casts in it
-            arguments = self.function._bw_prologue_fn(tuple(saved), [], [], tangents)
-            results = self.function._bw_epilogue_fn(_Reshaping(self.graph_module).run(*arguments))
+            arguments = aot_prologue(self.function, saved, tangents)
+            results = aot_epilogue(self.function, _Reshaping(self.graph_module).run(*arguments))
         return checked(self.__name__, tuple(results), expected)
 
 
@@ -52,7 +53,7 @@ class _Reshaping(fx.Interpreter):
 def aot_backward(ctx: Any) -> AOTBackward | None:
     """The backward to inline for a function's ``ctx``; None for others, and where it needs more than tensors."""
     function = type(ctx)._forward_cls
-    if getattr(function, "_aot_id", None) is None or not hasattr(function, "_bw_prologue_fn"):
+    if getattr(function, "_aot_id", None) is None or not has_aot_prologue(function):
         return None
     metadata = function.metadata
     if ctx.symints or function.maybe_subclass_metadata is not None:

@@ -27,6 +27,7 @@ from . import ir, symbols
 from .aot import aot_backward
 from .errors import CaptureRefusedError
 from .pieces import FITTED, UNBIND
+from .seam import reports_leaf
 
 OPS: dict[str, ir.OpaqueOp] = {}
 """Every engine function that was bound so far; the engine binds each one once in a process."""
@@ -171,6 +172,7 @@ class Capture:
         parts = before.args if before.target is ir.sum_gradients else (before,)
         return self._stand_in(self._call(ir.sum_gradients, (*parts, new)))
 
+    @reports_leaf
     @_keeps_failures
     def accumulate_grad(
         self,

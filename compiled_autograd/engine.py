@@ -43,6 +43,7 @@ from .graphs import GRAPHS, MOST_NODES, MOST_STRUCTURES, CompiledGraph
 from .log import RunLog
 from .order import in_engine_order, order_shows, reordered
 from .reporting import warn_once
+from .seam import words_for_unused
 from .session import BYPASS, Outcome, Session, current
 from .sharing import captures_of_others, find_op, share_op
 from .tuning import TUNING
@@ -324,13 +325,9 @@ def _raise_if_missing(session: Session, call: Call) -> None:
 
 
 def _check_used(results: Sequence[torch.Tensor | None]) -> None:
-    """In the words of ``THPEngine_run_backward`` (``torch/csrc/autograd/python_engine.cpp``)."""
     for index, result in enumerate(results):
         if result is None:
-            raise RuntimeError(
-                f"The differentiated Tensor at index {index} appears to not have been used in the graph. "
-                "Set allow_unused=True if this is the desired behavior."
-            )
+            raise RuntimeError(words_for_unused(index))
 
 
 def _bypass(session: Session, call: Call, reason: Bypass, misses: Sequence[Miss] = ()) -> Any:

@@ -19,6 +19,7 @@ from .errors import UntraceableError
 from .functional import made_functional, mutates
 from .ir import is_plain
 from .partition import Region
+from .seam import prepare_fake_tensors
 from .shapes import Spec, is_static
 from .tracing import trace
 
@@ -77,6 +78,7 @@ def lower(
     """
     specs = specs or {}
     _check_plain(region, given)
+    prepare_fake_tensors()
     symbols = None if all(is_static(spec) for spec in specs.values()) else _symbols()
     mode = FakeTensorMode(allow_non_fake_inputs=True) if symbols is None else symbols.mode()
     taken_in: list[int] = []

@@ -15,6 +15,7 @@ from torch import fx
 
 from . import ir
 from .aot import AOTBackward
+from .seam import NOT_TRACED
 
 
 @dataclass(slots=True, eq=False)
@@ -68,7 +69,9 @@ def is_opaque(node: fx.Node, bitwise: bool, untraceable: Container[fx.Node] = ()
         return bitwise  # what was compiled together is not taken apart
     if not isinstance(node.target, ir.OpaqueOp):
         return False
-    return not node.target.traceable or (bitwise and node.target.__name__ in BRANCHES_ON_FAKE_TENSORS)
+    if not node.target.traceable or node.target.__name__ in NOT_TRACED:
+        return True
+    return bitwise and node.target.__name__ in BRANCHES_ON_FAKE_TENSORS
 
 
 def partition(graph: fx.Graph, bitwise: bool = False, untraceable: Container[fx.Node] = ()) -> list[Step]:

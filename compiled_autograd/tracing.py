@@ -16,6 +16,8 @@ from torch import fx
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.experimental.proxy_tensor import PythonKeyTracer, _MakefxTracer, _set_make_fx_tracer, track_tensor_tree
 
+from .seam import decomposing
+
 
 def trace(
     function: Callable[..., Sequence[Any]],
@@ -53,7 +55,7 @@ def trace(
         names = names or [f"arg{index}_1" for index in range(len(examples))]
         placeholders = [tracer.create_proxy("placeholder", name, (), {}) for name in names]
         track_tensor_tree(list(examples), placeholders, constant=None, tracer=tracer)
-        with mode, _set_make_fx_tracer(making):
+        with decomposing(making.decomposition_table), mode, _set_make_fx_tracer(making):
             results = [tracer.unwrap_proxy(result) for result in function(*examples)]
         tracer.create_node("output", "output", (tracer.create_arg(results),), {})
     return _LazyGraphModule(tracer.root, tracer.graph, "region")

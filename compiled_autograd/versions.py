@@ -1,15 +1,15 @@
-"""Which PyTorch this package was written against, and the refusal to run on any other.
+"""Which versions of PyTorch this package was tried on, and the refusal to run on any other.
 
 The engine's capture seam is private and changes without notice: a version that was never tried could give a wrong
-gradient instead of an error, so the range is closed on both ends.
+gradient instead of an error, so the range is closed on both ends. Where those inside it differ, see ``seam.py``.
 """
 
 from __future__ import annotations
 
 import re
 
-TESTED_TORCH = ">=2.13,<2.14"
-_LOWEST, _BEYOND = (2, 13), (2, 14)
+TESTED_TORCH = ">=2.11,<2.14"
+_LOWEST, _BEYOND = (2, 11), (2, 14)
 
 
 class UnsupportedTorchError(ImportError):
@@ -22,8 +22,13 @@ class UnsupportedTorchError(ImportError):
         )
 
 
+def release(version: str) -> tuple[int, int]:
+    """``torch.__version__`` -> (2, 13), say; (0, 0) where it does not begin with two numbers."""
+    found = re.match(r"(\d+)\.(\d+)", version)
+    return (0, 0) if found is None else (int(found[1]), int(found[2]))
+
+
 def check_torch(version: str) -> None:
     """Raise :class:`UnsupportedTorchError` unless ``version`` (``torch.__version__``) is in the tested range."""
-    release = re.match(r"(\d+)\.(\d+)", version)
-    if release is None or not _LOWEST <= (int(release[1]), int(release[2])) < _BEYOND:
+    if not _LOWEST <= release(version) < _BEYOND:
         raise UnsupportedTorchError(version)

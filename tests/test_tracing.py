@@ -36,6 +36,12 @@ def test_the_graph_is_that_of_make_fx(table: dict[Any, Any] | None) -> None:
         assert sorted({*one.meta} - {"torch_fn"}) == sorted({*other.meta} - {"torch_fn"})
 
 
+def test_no_table_is_left_behind() -> None:
+    trace(_function, get_decompositions([torch.ops.aten.tanh_backward]), _examples())
+    for found in (trace(_function, None, _examples()), make_fx(_function)(*_examples())):
+        assert "aten.tanh_backward" in found.code
+
+
 def test_what_is_traced_runs() -> None:
     real = [torch.rand(3, 4), torch.rand(3, 4, dtype=torch.double)]
     for one, other in zip(trace(_function, None, _examples())(*real), _function(*real), strict=True):

@@ -1,0 +1,34 @@
+"""Where the versions of PyTorch that are supported differ, for what compiles: no other file of this folder asks which
+of them this is. Everything else is written against the newest (2.13).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+_VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
+
+
+def user_override(entry: Any) -> Any:
+    """What the user set an entry of a module of settings to, or ``_UNSET_SENTINEL``.
+
+    Since 2.12 each thread has its own, in a ``ContextVar``. Before, there is one for all
+    (``torch/utils/_config_module.py``).
+    """
+    return entry.user_override.get() if _VERSION >= (2, 12) else entry.user_override
+
+
+def plain_convolution_backward() -> Callable[..., Any] | None:
+    """What Inductor is to make a plain call of the backward of a convolution with; None where it makes nothing else.
+
+    Since 2.13 Inductor has a lowering of its own (``torch/_inductor/kernel/conv.py``), which can fall back on the plain
+    call. Before, there was only that (``torch/_inductor/lowering.py``).
+    """
+    if _VERSION < (2, 13):
+        return None
+    from torch._inductor.kernel.conv import aten_convolution_backward_fallback
+
+    return aten_convolution_backward_fallback

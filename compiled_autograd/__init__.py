@@ -61,6 +61,7 @@ __all__ = [
 
 def reset() -> None:
     """Forget every graph in memory, compiled or captured. Sessions keep their counts, the store on disk its entries."""
+    from .churn import CHURN
     from .disk import close_all
     from .engine import forget
     from .graphs import GRAPHS
@@ -69,4 +70,5 @@ def reset() -> None:
     forget()
     GRAPHS.clear()
     TUNING.clear()
+    CHURN.clear()
     close_all()

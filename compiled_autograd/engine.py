@@ -32,8 +32,17 @@ from shadow_cache import Bypass, Key, Miss, unsupported
 from . import ir, tape
 from .ambient import ambient
 from .background import BACKGROUND
-from .bypass import COMPILING, DDP_CPP_REDUCER, ON_MISS, TORCH_COMPILED_AUTOGRAD, TRACING, before_capture
+from .bypass import (
+    COMPILING,
+    DDP_CPP_REDUCER,
+    EVERY_TAPE_NEW,
+    ON_MISS,
+    TORCH_COMPILED_AUTOGRAD,
+    TRACING,
+    before_capture,
+)
 from .capture import Capture
+from .churn import CHURN
 from .disk import disk_for
 from .errors import BrokenCaptureError, CacheMissError, CaptureRefusedError, UnsupportedBackwardError
 from .execution import Running, depth, execute, find_variant, leave_to_engine, running
@@ -281,7 +290,7 @@ def _run(session: Session, call: Call) -> Any:
             if not call.allow_unreachable:
                 _check_used(results)
             return tuple(results)
-    policy = reason in (TRACING, ON_MISS, COMPILING)
+    policy = reason in (TRACING, ON_MISS, COMPILING, EVERY_TAPE_NEW)
     if session.settings.on_unsupported == "raise" and not capturing.mistake and not policy:
         session.record(Outcome(BYPASS, reasons=(reason,)))
         raise UnsupportedBackwardError(reason)
@@ -429,6 +438,9 @@ def _refused_by_engine(error: Exception) -> Bypass:
 def _begin() -> Capture:
     """The engine has not met this structure."""
     assert _thread.capturing is not None
+    settings = _thread.capturing.session.settings
+    if settings.tune and settings.on_miss in ("compile", "background") and CHURN.refuses():
+        raise CaptureRefusedError(EVERY_TAPE_NEW)
     _thread.capturing.capture = Capture(share_op, find_op, _finish)
     return _thread.capturing.capture
 
@@ -451,6 +463,9 @@ def _finish(captured: ir.TapeGraph, capture: Capture) -> tuple[Callable[..., Any
             _LEFT_TO_EAGER.add(capturing.call.description())
             raise CaptureRefusedError(ON_MISS)
         graph = _new_graph(ordered, keys)
+        CHURN.captured(graph)
+    else:
+        graph.came_back = True
     handle = _Handle(graph)
     _handles.append(handle)
     return _hand_over, handle
@@ -505,6 +520,7 @@ def _hand_over(
     if capturing is None:  # PyTorch's own compiled autograd met a structure that we captured before it
         return graph(handover)
     graph = handover.graph = handle.in_order(capturing)
+    graph.came_back = graph.came_back or (capturing.capture is None and capturing.miss is None)
     capturing.handover = handover
     if graph.tape.needs_engine and not capturing.probe:
         return _run_inside(capturing)

@@ -53,6 +53,7 @@ class CompiledGraph:
         structure: its id in the store on disk, once somebody has asked for it.
         identity: the hash of its keys.
         evicted: its variants were let go of, because there were too many structures.
+        came_back: it was met again after it was captured.
     """
 
     tape: ir.TapeGraph
@@ -60,6 +61,7 @@ class CompiledGraph:
     variants: list[Variant] = field(default_factory=list)
     used: int = 0
     evicted: bool = False
+    came_back: bool = False
     structure: str | None = None
     identity: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)

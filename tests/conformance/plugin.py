@@ -1,6 +1,7 @@
 """A pytest plugin that runs each test inside one of the engines, and writes what became of its backwards.
 
-``CONFORMANCE_ENGINE`` names the engine: ``eager``, ``torch`` (PyTorch's own compiled autograd) or ``ours:<backend>``.
+``CONFORMANCE_ENGINE`` names the engine: ``eager``, ``torch`` (PyTorch's own compiled autograd), ``ours:<backend>``, or
+``ours:<backend>:tune``, which leaves to eager what is not worth it.
 ``CONFORMANCE_RESULT`` names the file to which lines of JSON are added, one when a test starts and one when it ends; a
 test that is in it already is not run again, so that after a crash the rest can be run. One that began and never ended
 is tried a second time: it may have been the run that was ended. ``CONFORMANCE_ONLY`` may name a file with the names of
@@ -35,17 +36,17 @@ def _torch() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _ours(backend: str) -> Iterator[Any]:
+def _ours(backend: str, tune: bool) -> Iterator[Any]:
     import compiled_autograd as ca
 
-    with ca.enable(backend=backend, cache_dir=False, tune=False) as session:
+    with ca.enable(backend=backend, cache_dir=False, tune=tune) as session:
         yield session
 
 
 def _engine() -> contextlib.AbstractContextManager[Any]:
-    name, _, backend = os.environ["CONFORMANCE_ENGINE"].partition(":")
+    name, *settings = os.environ["CONFORMANCE_ENGINE"].split(":")
     if name == "ours":
-        return _ours(backend)
+        return _ours(settings[0], "tune" in settings[1:])
     return _torch() if name == "torch" else contextlib.nullcontext()
 
 

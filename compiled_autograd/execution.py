@@ -173,7 +173,7 @@ def execute(
         surroundings = ambient()
         variant, other = find_variant(session, graph, surroundings, handover)
         if variant is not None and variant.entry is not None:
-            miss, reasons = None, []  # another process has met this structure
+            miss, reasons, graph.came_back = None, [], True  # another process has met this structure
         elif variant is None and miss is not None:
             miss = other or _nearest_stored(session, handover, miss, log)
             reasons = [miss]

@@ -191,7 +191,8 @@ def enable(**settings: Any) -> Session:
         check: False.
         tune: whether variants that have served for a while are timed against the eager engine, and the faster one
             goes on (not with deterministic algorithms, and on the CPU alone). Timed and slower backwards count as
-            bypasses, ``tuning`` and ``not_worth_it``.
+            bypasses, ``tuning`` and ``not_worth_it``. And whether tapes are left to eager where each is of another
+            structure (``every_tape_new``).
         cache_dir: the folder in which compiled graphs outlive the process; None is the user's cache folder, False keeps
             them in memory.
         passes: functions over the ATen graph of each region, in order; each gives a ``GraphModule``, or None where it

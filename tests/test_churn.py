@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Iterator
+from pathlib import Path
 
 import pytest
 import torch
@@ -79,6 +80,16 @@ def test_what_the_settings_say(settings: dict[str, bool | str]) -> None:
     session, losses = ca.enable(backend="eager", **settings), _losses()
     outcomes = [_step(session, next(losses)) for _ in range(WINDOW + 2)]
     assert outcomes[-1] == ("every_tape_new" if settings["tune"] else "structure_miss")
+
+
+def test_what_the_store_has_came_back(tmp_path: Path) -> None:
+    losses = list(_losses())[: WINDOW + 3]
+    before = ca.enable(backend="eager", tune=False, cache_dir=tmp_path)
+    assert {_step(before, loss) for loss in losses} == {"structure_miss"}
+    ca.reset()
+    after = ca.enable(backend="eager", tune=True, cache_dir=tmp_path)
+    assert [_step(after, loss) for loss in losses] == ["hit"] * len(losses)
+    assert after.stats().loads == len(losses)
 
 
 def test_a_reset_forgets() -> None:

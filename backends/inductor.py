@@ -42,8 +42,11 @@ class InductorBackend:
         """Inductor's own table."""
         from torch._inductor.decomposition import select_decomp_table
 
-        instruction_sets.ask()  # tracing comes next
         return select_decomp_table()
+
+    def prepare(self) -> None:
+        """Begin what takes long and needs no graph."""
+        instruction_sets.ask()
 
     def compile(self, graph_module: fx.GraphModule, example_inputs: Sequence[torch.Tensor]) -> Compiled:
         """Compile, keeping the strides of every output: a gradient's layout is part of what it is.

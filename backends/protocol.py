@@ -23,6 +23,8 @@ class Backend(Protocol):
     """Whether what it computes is, on CPU, bit for bit what the graph's operators compute one by one."""
 
     # An attribute ``slow``, where it is there and true, says that compiling takes long enough to be worth a process.
+    # A method ``prepare()``, where it is there, is called before a graph is traced that is then compiled in this
+    # process.
 
     def decompositions(self) -> Mapping[Any, Callable[..., Any]] | None:
         """The decompositions that the ATen graph should be traced with; None for none."""

@@ -7,6 +7,7 @@ tapes stay with the eager engine: they are known by a fingerprint, read before t
 
 from __future__ import annotations
 
+import atexit
 import os
 import queue
 import threading
@@ -15,12 +16,16 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from backends import Backend
 
 from . import ir
 from .errors import UntraceableError
 from .log import RunLog
 from .remote import compile_elsewhere
 from .reporting import warn_of
+from .seam import prepare_fake_tensors
 from .specialise import COMPILING, failure_of
 from .steps import RegionStep, Slots
 
@@ -39,11 +44,15 @@ class Job:
     tape: int
 
 
+_LAST_SECONDS = 2.0
+"""So long the process waits for the thread when it ends."""
+
+
 class Background:
     """One thread of the process that compiles what others hand to it."""
 
     def __init__(self) -> None:
-        self._jobs: queue.SimpleQueue[Job] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
         self._changed = threading.Condition()
         self._tapes: Counter[int] = Counter()
         self._submitted: set[tuple[int, tuple[Any, ...]]] = set()
@@ -78,6 +87,13 @@ class Background:
         with self._changed:
             return self._changed.wait_for(lambda: not self._tapes, timeout)
 
+    def stop(self) -> None:
+        """End the thread, if it is idle or nearly so: one that is in the middle of C++ at exit ends the process."""
+        thread = self._thread
+        if thread is not None:
+            self._jobs.put(None)
+            thread.join(_LAST_SECONDS)
+
     def reset_after_fork(self) -> None:
         """In a forked child the thread does not live on; what it had to do is met again."""
         self.__init__()  # type: ignore[misc]
@@ -85,6 +101,8 @@ class Background:
     def _work(self) -> None:
         while True:
             job = self._jobs.get()
+            if job is None:
+                return
             try:
                 _compile(job)
             finally:
@@ -97,9 +115,23 @@ class Background:
             del job
 
 
+_IMPORTING = threading.RLock()
+"""Held while the thread imports: a child that is forked meanwhile would never get the locks of the modules."""
+
+
+def _import_first(backend: Backend) -> None:
+    """Import what is imported when something is first traced."""
+    with _IMPORTING:
+        prepare_fake_tensors()
+        FakeTensorMode()
+        if getattr(backend, "slow", False):
+            backend.decompositions()
+
+
 def _compile(job: Job) -> None:
     specialiser, log = job.program.specialiser, RunLog()
     try:
+        _import_first(specialiser.backend)
         with COMPILING, torch.no_grad():
             if not specialiser.load(job.step, job.slots, log):
                 specialiser.specialise(job.step, job.slots, log, compile_elsewhere)
@@ -125,5 +157,8 @@ def memoryless(value: Any) -> Any:
 
 
 BACKGROUND = Background()
+atexit.register(BACKGROUND.stop)
 if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_IMPORTING.acquire, after_in_parent=_IMPORTING.release)
+    os.register_at_fork(after_in_child=_IMPORTING.release)
     os.register_at_fork(after_in_child=BACKGROUND.reset_after_fork)

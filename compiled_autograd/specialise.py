@@ -261,6 +261,8 @@ class Specialiser:
     ) -> Specialised:
         """Lower and compile a region."""
         started = time.perf_counter()
+        if compile is compile_here and hasattr(self.backend, "prepare"):
+            self.backend.prepare()
         try:
             lowered = self._lower(step, slots, specs)
         except UntraceableError:

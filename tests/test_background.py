@@ -14,6 +14,7 @@ from torch import fx, nn
 import compiled_autograd as ca
 from compiled_autograd import background, remote
 from compiled_autograd.session import Session
+from compiled_autograd.versions import release
 
 from .helpers import Squares, assert_grads, expect, in_subprocess, mlp
 
@@ -181,6 +182,9 @@ assert session.wait(60)
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+@pytest.mark.skipif(
+    release(torch.__version__) < (2, 12), reason="in 2.11 the child's thread may not end: see the README"
+)
 def test_a_forked_child_goes_on() -> None:
     result = in_subprocess(_FORKS, OMP_NUM_THREADS="1")
     assert result.returncode == 0, result.stderr

@@ -1,0 +1,77 @@
+"""How a backward's cost grows with its tape: one long chain of two small operators, captured once and hit after that.
+
+    python -m benchmarks.scale                     # 1,000, 10,000 and 100,000 nodes, two minutes
+    python -m benchmarks.scale --nodes 1000 10000
+
+Microseconds a node of the tape: of the first backward the capture (the engine's walk and report, the tape graph, the
+key) and all of it, with `backend="eager"`, which compiles nothing long; of a hit the engine's walk, and all of it; of
+eager's own backward. Linear is what is the same at each length.
+"""
+
+import argparse
+import statistics
+import sys
+import time
+
+import torch
+from rich.console import Console
+from rich.table import Table
+
+import compiled_autograd as ca
+
+HITS = 5
+
+
+def chain(leaf: torch.Tensor, nodes: int) -> torch.Tensor:
+    """A loss whose tape has about as many nodes."""
+    x = leaf
+    for _ in range(nodes // 2):
+        x = (x * 0.999).sin()
+    return x.sum()
+
+
+def seconds(loss: torch.Tensor) -> float:
+    started = time.perf_counter()
+    loss.backward()
+    return time.perf_counter() - started
+
+
+def measure(nodes: int) -> list[float]:
+    """Seconds: capture, first backward, a hit's walk, a hit, eager; medians where there are several."""
+    leaf = torch.randn(4, requires_grad=True)
+    session = ca.enable(backend="eager", cache_dir=False, tune=False)
+    hits, walks = [], []
+    with session:
+        first = seconds(chain(leaf, nodes))
+        assert session.last is not None
+        capture = session.last.seconds["capture"]
+        for _ in range(HITS):
+            leaf.grad = None
+            hits.append(seconds(chain(leaf, nodes)))
+            assert session.last.outcome == "hit", session.last
+            walks.append(session.last.seconds["capture"])
+    eager = []
+    for _ in range(HITS):
+        leaf.grad = None
+        eager.append(seconds(chain(leaf, nodes)))
+    ca.reset()
+    return [capture, first, statistics.median(walks), statistics.median(hits), statistics.median(eager)]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--nodes", nargs="+", type=int, default=[1_000, 10_000, 100_000])
+    args = parser.parse_args()
+    if min(args.nodes) < 2:
+        parser.error(f"--nodes {min(args.nodes)}: a tape has two at least")
+    torch.set_num_threads(1)  # the operators are too small for more
+    table = Table("nodes", *("capture", "first backward", "hit: walk", "hit", "eager"))
+    table.title = "Microseconds a node"
+    for nodes in args.nodes:
+        table.add_row(f"{nodes:,}", *(f"{1e6 * each / nodes:.2f}" for each in measure(nodes)))
+    Console().print(table)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

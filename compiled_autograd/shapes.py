@@ -96,7 +96,8 @@ class Guard:
 
 def guard_of(names: Sequence[str], conditions: Sequence[str]) -> Guard:
     """A guard, from its text."""
-    body = "\n    ".join([*names, f"return {' and '.join(conditions) or True}"])
+    all_hold = " and ".join(f"({condition})" for condition in conditions)  # one may be an "or"
+    body = "\n    ".join([*names, f"return {all_hold or True}"])
     namespace: dict[str, Any] = {"math": math}
     exec(compile(f"def guard(a):\n    {body}\n", "<guards of a region>", "exec"), namespace)
     return Guard(tuple(names), tuple(conditions), namespace["guard"])

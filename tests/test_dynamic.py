@@ -14,6 +14,7 @@ from torch import nn
 
 import compiled_autograd as ca
 from compiled_autograd.session import Session
+from compiled_autograd.shapes import guard_of
 
 from .helpers import assert_grads, assert_same, expect
 
@@ -267,3 +268,14 @@ def test_whatever_the_shapes_gradients_are_those_of_eager(sizes: list[tuple[int,
         with session:
             assert_same(torch.autograd.grad(losses[what](x), x), expected)
     assert session.stats().bypasses == {} and session.stats().failures == 0
+
+
+# ---- guards ----------------------------------------------------------------------------------------------------------
+
+
+def test_each_condition_of_a_guard_must_hold() -> None:
+    """Also where one of them is an ``or``, as sympy prints it."""
+    guard = guard_of(["s0 = a[0]"], ["a[1] == 1", "s0 == 2 or s0 > 4", "a[2] == 3"])
+    assert guard.function([2, 1, 3]) and guard.function([5, 1, 3])
+    assert not any(guard.function(values) for values in ([2, 0, 3], [5, 0, 3], [5, 1, 2], [3, 1, 3], [2, 1, 4]))
+    assert guard.broken([5, 0, 3]) == "a[1] == 1"

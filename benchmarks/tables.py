@@ -4,6 +4,33 @@ from rich.table import Table
 
 from benchmarks.targets import REFERENCE, WITHOUT_HITS, Result, geometric_means, rows
 
+# Heading, name in the results, form, and scale where it is not 1.
+_MODEL = (
+    ("first backward s", "first_backward_seconds", ".2f"),
+    ("eager ms", "eager_ms", ".2f"),
+    ("runner ms", "runner_ms", ".2f"),
+    ("ratio", "ratio", ".3f"),
+    ("here", "ratio_here", ".3f"),
+    ("floor", "floor", ".3f"),
+    ("hit ms", "hit_ms", ".3f"),
+    ("hit us/node", "hit_us_per_node", ".2f"),
+    ("peak MB eager", "eager_peak_bytes", ".1f", 1e-6),
+    ("peak MB", "runner_peak_bytes", ".1f", 1e-6),
+    ("alloc MB eager", "eager_allocated_bytes", ".1f", 1e-6),
+    ("alloc MB", "runner_allocated_bytes", ".1f", 1e-6),
+    ("grad diff", "gradient_difference", ".1e"),
+)
+_TARGETS = (
+    ("ratio", "ratio", ".3f"),
+    ("floor", "floor", ".3f"),
+    ("first backward s", "first_backward_seconds", ".2f"),
+    ("by static's", "first_to_reference", ".2f"),
+    ("hit ms", "hit_ms", ".3f"),
+    ("by static's", "hit_to_reference", ".2f"),
+    ("by eager's", "hit_to_eager", ".2f"),
+    ("alloc by eager's", "allocated_ratio", ".3f"),
+)
+
 
 def number(result: Result, name: str, form: str, scale: float = 1.0) -> str:
     value = result.get(name)
@@ -37,46 +64,23 @@ def problems(result: Result) -> list[str]:
 def model_table(model: str, results: list[Result]) -> Table:
     """What was measured of one model, a row for each runner."""
     nodes = next((f", {result['nodes']} nodes" for result in results if "nodes" in result), "")
-    table = _table(f"{model}{nodes}", "runner")
-    for heading in ("first step s", "first backward s", "eager ms", "runner ms", "ratio", "here", "floor", "hit ms"):
-        table.add_column(heading, justify="right")
-    for heading in ("hit us/node", "peak MB eager", "peak MB", "alloc MB eager", "alloc MB", "grad diff"):
-        table.add_column(heading, justify="right")
+    table = _table(f"{model}{nodes}", ["runner"], ["first step s", *_headings(_MODEL)])
     table.add_column("notes", overflow="fold")
     for result in results:
-        table.add_row(
-            result["runner"],
-            first_step(result),
-            number(result, "first_backward_seconds", ".2f"),
-            number(result, "eager_ms", ".2f"),
-            number(result, "runner_ms", ".2f"),
-            number(result, "ratio", ".3f"),
-            number(result, "ratio_here", ".3f"),
-            number(result, "floor", ".3f"),
-            number(result, "hit_ms", ".3f"),
-            number(result, "hit_us_per_node", ".2f"),
-            number(result, "eager_peak_bytes", ".1f", 1e-6),
-            number(result, "runner_peak_bytes", ".1f", 1e-6),
-            number(result, "eager_allocated_bytes", ".1f", 1e-6),
-            number(result, "runner_allocated_bytes", ".1f", 1e-6),
-            number(result, "gradient_difference", ".1e"),
-            notes(result),
-        )
+        table.add_row(result["runner"], first_step(result), *_cells(result, _MODEL), notes(result))
     return table
 
 
 def targets_table(results: list[Result]) -> Table:
     """Each model and runner against the floor, eager and PyTorch's own; below them each runner's geometric means."""
     found = rows(results)
-    table = _table(f"Against the floor, eager and {REFERENCE} (below 1 is better)", "model", "runner")
-    for heading in ("ratio", "floor", "first backward s", "by static's", "hit ms", "by static's", "by eager's"):
-        table.add_column(heading, justify="right")
-    table.add_column("alloc by eager's", justify="right")
+    title = f"Against the floor, eager and {REFERENCE} (below 1 is better)"
+    table = _table(title, ["model", "runner"], _headings(_TARGETS))
     for index, row in enumerate(found):
         last = index + 1 == len(found) or found[index + 1]["model"] != row["model"]
-        table.add_row(row["model"], row["runner"], *_cells(row), end_section=last)
+        table.add_row(row["model"], row["runner"], *_cells(row, _TARGETS), end_section=last)
     for runner in dict.fromkeys(row["runner"] for row in found):
-        table.add_row("geomean", runner, *_cells(geometric_means(found, runner)))
+        table.add_row("geomean", runner, *_cells(geometric_means(found, runner), _TARGETS))
     return table
 
 
@@ -97,21 +101,18 @@ def summary_table(results: list[Result], runners: list[str]) -> Table:
     return table
 
 
-def _table(title: str, *names: str) -> Table:
+def _table(title: str, names: list[str], figures: list[str]) -> Table:
     table = Table(title=title)
-    for name in names:
-        table.add_column(name, no_wrap=True)
+    for heading in names:
+        table.add_column(heading, no_wrap=True)
+    for heading in figures:
+        table.add_column(heading, justify="right")
     return table
 
 
-def _cells(row: Result) -> list[str]:
-    return [
-        number(row, "ratio", ".3f"),
-        number(row, "floor", ".3f"),
-        number(row, "first_backward_seconds", ".2f"),
-        number(row, "first_to_reference", ".2f"),
-        number(row, "hit_ms", ".3f"),
-        number(row, "hit_to_reference", ".2f"),
-        number(row, "hit_to_eager", ".2f"),
-        number(row, "allocated_ratio", ".3f"),
-    ]
+def _headings(columns: tuple[tuple, ...]) -> list[str]:
+    return [heading for heading, *_ in columns]
+
+
+def _cells(result: Result, columns: tuple[tuple, ...]) -> list[str]:
+    return [number(result, *column) for _, *column in columns]

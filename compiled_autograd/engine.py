@@ -439,7 +439,7 @@ def _begin() -> Capture:
     """The engine has not met this structure."""
     assert _thread.capturing is not None
     settings = _thread.capturing.session.settings
-    if settings.tune and settings.on_miss in ("compile", "background") and CHURN.refuses():
+    if settings.tune and settings.compiles and CHURN.refuses():
         raise CaptureRefusedError(EVERY_TAPE_NEW)
     _thread.capturing.capture = Capture(share_op, find_op, _finish)
     return _thread.capturing.capture
@@ -459,7 +459,7 @@ def _finish(captured: ir.TapeGraph, capture: Capture) -> tuple[Callable[..., Any
         if agrees:
             tape.join_names(captured.calls, visited)
         capturing.miss = GRAPHS.explain(ordered, keys, capture.shapes)
-        if capturing.session.settings.on_miss in ("eager", "raise") and not _stored(capturing.session, ordered, keys):
+        if not _may_be_kept(capturing.session, ordered, keys):
             _LEFT_TO_EAGER.add(capturing.call.description())
             raise CaptureRefusedError(ON_MISS)
         graph = _new_graph(ordered, keys)
@@ -498,14 +498,15 @@ def _in_other_order(capturing: _Capturing, graph: CompiledGraph) -> tuple[Compil
     if known is not None:
         return known, True
     capturing.miss = GRAPHS.explain(ordered, keys, other_order=True)
-    if capturing.session.settings.on_miss in ("eager", "raise") and not _stored(capturing.session, ordered, keys):
+    if not _may_be_kept(capturing.session, ordered, keys):
         return CompiledGraph(ordered), False
     return _new_graph(ordered, keys), True
 
 
-def _stored(session: Session, ordered: ir.TapeGraph, keys: Sequence[Key]) -> bool:
-    disk = disk_for(session.settings)
-    return disk is not None and disk.knows(ordered, keys)
+def _may_be_kept(session: Session, ordered: ir.TapeGraph, keys: Sequence[Key]) -> bool:
+    """Whether something will be made of a new structure: compiled, or taken from the store on disk."""
+    disk = None if session.settings.compiles else disk_for(session.settings)
+    return session.settings.compiles or (disk is not None and disk.knows(ordered, keys))
 
 
 def _hand_over(

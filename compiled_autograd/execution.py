@@ -179,7 +179,7 @@ def execute(
             reasons = [miss]
         elif variant is None and other is not None and (not graph.variants or other.kind == "corrupt"):
             reasons = [other]  # it says more than what this process can compare with
-        if variant is None and session.settings.on_miss in ("compile", "background"):
+        if variant is None and session.settings.compiles:
             variant, variant_misses = _add(session, graph, surroundings, handover, log)
             reasons.extend(variant_misses[1:] if reasons else variant_misses)
         elif variant is None:

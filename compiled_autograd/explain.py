@@ -81,7 +81,7 @@ def structure_miss(
     if depth == 0 and nearest is None:
         return Miss("first_seen", title(tape))
     if depth == len(keys):
-        return _of_end(tape, keys[-1], keys[-1])
+        return order_miss(tape)
     key = keys[depth]
     old_ends, new_ends = nearest is None or nearest[0] == "end", depth == len(tape.calls)
     if old_ends and new_ends:

@@ -362,25 +362,24 @@ class TapeGraph:
         A lifted tensor is described where it is first used, and a value is named after its node, so that tapes share
         their keys as far as they agree. Of the order in which nodes run it says what users' code can see.
         """
-        lines: dict[int | None, list[tuple[fx.Node, str]]] = {call.index: [] for call in self.calls}
+        lines: dict[int | None, list[tuple[fx.Node, str]]] = {}
         for node, line in self._lines(by_call=True):
             lines.setdefault(node.meta.get("call"), []).append((node, line))
         described: set[fx.Node] = set()
-        keys = []
-        for call in (*(call.index for call in self.calls), None):
-            part = ["end"] if call is None else [self.calls[call].name]
-            if call == 0:
-                part.append(f"accumulates={self.accumulates}")
+
+        def key(call: int | None, *begin: str) -> tuple[str, ...]:
+            parts = list(begin)
             for node, line in lines.get(call, ()):
-                part.append(line)
+                parts.append(line)
                 for source in node.all_input_nodes:
                     if source.op == "placeholder" and source not in described:
                         described.add(source)
-                        part.extend(self._described(source))
-            if call is None:
-                part.extend(self._seen_order())
-            keys.append(tuple(part))
-        return keys
+                        parts.extend(self._described(source))
+            return tuple(parts)
+
+        root, *others = self.calls
+        keys = [key(0, root.name, f"accumulates={self.accumulates}"), *(key(call.index, call.name) for call in others)]
+        return [*keys, (*key(None, "end"), *self._seen_order())]
 
     def _seen_order(self) -> list[str]:
         """Where users' code runs, the order of nodes that have some, or write to a leaf; unless it is the walk's."""

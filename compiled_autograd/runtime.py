@@ -7,7 +7,6 @@ each value that steps hand on; a slot is emptied after its last use, so that mem
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
@@ -27,8 +26,6 @@ from .profiling import Profile
 from .shapes import Spec
 from .specialise import COMPILING, Pass, Specialiser, failure_of, pass_on, run_compiled, store_results
 from .steps import AccumulateStep, Executor, OpaqueStep, Plan, RegionStep, Slot, Slots, Specialised
-
-_NOTHING = contextlib.nullcontext()
 
 
 class Program:
@@ -101,8 +98,12 @@ class Program:
                     continue
             elif isinstance(step, OpaqueStep):
                 log.call = step.node.meta["call"]
-                with log.profile.call(step.node) if log.profile is not None else _NOTHING:
-                    _run_opaque(step, slots, self.tape.calls[log.call].name)
+                name = self.tape.calls[log.call].name
+                if log.profile is None:
+                    _run_opaque(step, slots, name)
+                else:
+                    with log.profile.call(step.node):
+                        _run_opaque(step, slots, name)
                 if log.call in log.asked and log.late_hooks(self._captured_hooks(log.call, slots)):
                     known = {node: slots[slot] for node, slot in plan.slot_of.items()}
                     return finish(self.tape, step.node, known, lambda call: self._captured_hooks(call, slots), log)
@@ -153,12 +154,13 @@ class Program:
         found, compiled = self.specialiser.find(step, slots)
         if not found:
             found, compiled = self._obtain(step, slots, log)
-        profile = log.profile
-        if profile is not None and compiled is not None and self.plan.bitwise:
-            _interpret(step, slots, profile)
-            return
-        with _NOTHING if profile is None else profile.region(step.region.nodes):
+        if log.profile is None:
             self._run_found(step, found, compiled, slots, log)
+        elif compiled is not None and self.plan.bitwise:
+            _interpret(step, slots, log.profile)
+        else:
+            with log.profile.region(step.region.nodes):
+                self._run_found(step, found, compiled, slots, log)
 
     def _run_found(
         self, step: RegionStep, found: bool, compiled: Specialised | None, slots: Slots, log: RunLog

@@ -27,6 +27,11 @@ class Settings:
     tune: bool = True
 
     @property
+    def compiles(self) -> bool:
+        """Whether what is not in the cache is compiled, now or in the background."""
+        return self.on_miss in ("compile", "background")
+
+    @property
     def key(self) -> tuple[Any, ...]:
         """What a compiled variant depends on; the policies (``on_*``) decide only when one is made."""
         return (("backend", self.backend), ("passes", self.passes), ("dynamic", self.dynamic))

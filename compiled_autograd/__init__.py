@@ -63,9 +63,9 @@ def reset() -> None:
     """Forget every graph in memory, compiled or captured. Sessions keep their counts, the store on disk its entries."""
     from .churn import CHURN
     from .disk import close_all
-    from .engine import forget
     from .graphs import GRAPHS
     from .tuning import TUNING
+    from .walk import forget
 
     forget()
     GRAPHS.clear()

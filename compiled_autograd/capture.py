@@ -56,7 +56,7 @@ def _keeps_failures(method: _Method) -> _Method:
 
 
 class Capture:
-    """One capture. Made by the engine through the factory that :mod:`compiled_autograd.engine` sets.
+    """One capture. Made by the engine through the factory that :mod:`compiled_autograd.walk` sets.
 
     Args:
         share_op: called with ``(name, function, is_custom, traceable)`` for each function that the engine binds; gives

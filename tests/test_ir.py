@@ -13,7 +13,7 @@ import torch
 from torch import fx, nn
 
 import compiled_autograd as ca
-from compiled_autograd import engine, ir, tape
+from compiled_autograd import ir, tape, walk
 from compiled_autograd.errors import IllegalGraphError
 from compiled_autograd.graphs import CompiledGraph
 
@@ -113,7 +113,7 @@ def test_every_graph_is_legal_before_and_after_it_is_put_in_order(
     make: Callable[[], torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checked: list[str] = []
-    in_order = engine.in_engine_order
+    in_order = walk.in_engine_order
 
     def checking(tape: ir.TapeGraph) -> ir.TapeGraph:
         ir.verify(tape.graph)
@@ -125,7 +125,7 @@ def test_every_graph_is_legal_before_and_after_it_is_put_in_order(
         assert len(after) <= len(before) and set(after) == set(before)
         return ordered
 
-    monkeypatch.setattr(engine, "in_engine_order", checking)
+    monkeypatch.setattr(walk, "in_engine_order", checking)
     ir.verify(_captured(make()).tape.graph)
     assert checked == ["both"]
 

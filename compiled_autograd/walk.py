@@ -1,0 +1,360 @@
+"""Has the engine walk a tape and hand it over. What is private about the seam is used here, and here alone but for the
+C++ hooks that :mod:`compiled_autograd.hooks` calls. Written against torch 2.13.
+
+The engine's seam (``torch._C._dynamo.compiled_autograd``) is set for one call only. It is used for nothing but to hand
+over: the function that the engine calls on a hit puts everything aside and returns. What was handed over runs after the
+engine has returned, without its locks, so that a backward inside a backward is captured too. Only a graph with hooks
+that C++ registered, ``retain_grad`` among them, runs before it returns, since those can be called no later.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch._C import _ImperativeEngine
+from torch.autograd import Variable
+
+from backends import get_backend
+from shadow_cache import Bypass, Key, Miss, unsupported
+
+from . import ir, tape
+from .bypass import DDP_CPP_REDUCER, EVERY_TAPE_NEW, ON_MISS, TORCH_COMPILED_AUTOGRAD
+from .capture import Capture
+from .churn import CHURN
+from .disk import disk_for
+from .errors import BrokenCaptureError, CaptureRefusedError
+from .execution import Running, execute
+from .gate import GATE
+from .graphs import GRAPHS, MOST_NODES, MOST_STRUCTURES, CompiledGraph
+from .log import RunLog
+from .order import in_engine_order, order_shows, reordered
+from .reporting import warn_once
+from .session import Session
+from .sharing import captures_of_others, find_op, share_op
+from .variants import Handover
+
+_seam = torch._C._dynamo.compiled_autograd
+
+_FREED = "Trying to backward through the graph a second time"
+_DDP = "C++ DDP Reducer"
+"""What the engine says of the hooks of DDP's reducer (``torch/csrc/distributed/c10d/reducer.cpp``). It refuses them
+while it collects the tape, at every walk and whether or not it knows the structure, so no structure leaves them out."""
+
+
+@dataclass(slots=True)
+class Call:
+    """The arguments of one ``run_backward``."""
+
+    outputs: Sequence[Any]
+    grads: Sequence[torch.Tensor | None]
+    keep_graph: bool
+    create_graph: bool
+    inputs: Sequence[Any]
+    allow_unreachable: bool
+    accumulate_grad: bool
+
+    def fingerprint(self) -> int:
+        """See :func:`tape.fingerprint`."""
+        return tape.fingerprint(self.outputs, self.inputs)
+
+    def description(self) -> int:
+        """Of what can be read of the tape from Python: tapes with one structure have one, but not only they."""
+        return tape.description(self.outputs, self.inputs, self.accumulate_grad)
+
+
+@dataclass(slots=True)
+class Attempt:
+    """One attempt to have a backward handed over."""
+
+    session: Session
+    call: Call
+    started: float
+    capture: Capture | None = None
+    handover: Handover | None = None
+    miss: Miss | None = None
+    results: list[torch.Tensor | None] | None = None
+    ran: bool = False
+    mistake: bool = False
+    probe: bool = False
+    """Only look what there is: the tape is kept, and nothing runs."""
+
+    def execute(self) -> list[torch.Tensor | None]:
+        """Run what was handed over."""
+        assert self.handover is not None
+        call, self.ran = self.call, True
+        log = RunLog(seconds={"capture": time.perf_counter() - self.started})
+        checkpoint_valid = call.accumulate_grad and not call.inputs
+        state = Running(
+            call.outputs,
+            call.inputs,
+            call.accumulate_grad,
+            call.keep_graph,
+            checkpoint_valid,
+            log,
+            self.handover.graph.tape.order,
+        )
+        return execute(self.session, state, self.handover, self.miss, self.capture is not None)
+
+
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        self.attempt: Attempt | None = None
+        self.crowded = False
+
+
+_thread = _Thread()
+
+
+def walking() -> bool:
+    """Whether the engine walks a tape for us, in this thread."""
+    return _thread.attempt is not None
+
+
+LEFT_TO_EAGER: set[int] = set()
+"""Descriptions of tapes that ``on_miss="eager"`` found not to be in the cache: the engine need not be asked again."""
+
+
+_MOST_ORDERS = 64
+"""So many ways in which a tape's nodes were made are kept, before they are forgotten and looked at anew."""
+
+
+class _Handle:
+    """What the engine keeps for a structure. It never lets go of it, even when it forgets (2.13): so this lets go.
+
+    The engine does not ask in which order the nodes of a tape were made, on which the order depends in which they run:
+    ``orders`` has the graph for each way in which they were.
+    """
+
+    __slots__ = ("graph", "orders", "shows", "shows_bitwise")
+
+    def __init__(self, graph: CompiledGraph) -> None:
+        self.graph: CompiledGraph | None = graph
+        self.orders: dict[tuple[int, ...], CompiledGraph] = {}
+        self.shows = order_shows(graph.tape, bitwise=False)
+        self.shows_bitwise = order_shows(graph.tape, bitwise=True)
+
+    def forget(self) -> None:
+        """Let go."""
+        self.graph = None
+        self.orders.clear()
+
+    def in_order(self, attempt: Attempt) -> CompiledGraph:
+        """The graph for the order of the tape that was handed over."""
+        assert self.graph is not None
+        settings = attempt.session.settings
+        if not self.shows and not (self.shows_bitwise and get_backend(settings.backend).bitwise):
+            return self.graph
+        made_when = tape.made_when(attempt.call.outputs)
+        graph = self.orders.get(made_when)
+        if graph is None:
+            graph, is_kept = _in_other_order(attempt, self.graph)
+            if not is_kept:
+                return graph
+            if len(self.orders) >= _MOST_ORDERS:
+                self.orders.clear()
+            self.orders[made_when] = graph
+        return graph
+
+    def __call__(self, handover: Handover) -> list[torch.Tensor | None]:
+        """Run it. The engine insists on something that can be called."""
+        assert self.graph is not None, "the engine called what it had forgotten"
+        return self.graph(handover)
+
+
+_handles: list[_Handle] = []
+"""All that the engine was given since it last forgot."""
+
+
+def forget() -> None:
+    """Drop the engine's own cache of structures, which is shared with PyTorch's compiled autograd."""
+    _seam.clear_cache()
+    while _handles:
+        _handles.pop().forget()
+    LEFT_TO_EAGER.clear()
+
+
+def run_backward(call: Call, allow_unreachable: bool) -> Any:
+    """The engine's own."""
+    return _ImperativeEngine.run_backward(
+        Variable._execution_engine,
+        call.outputs,
+        call.grads,
+        call.keep_graph,
+        call.create_graph,
+        call.inputs,
+        allow_unreachable=allow_unreachable,
+        accumulate_grad=call.accumulate_grad,
+    )
+
+
+def ask_engine(attempt: Attempt) -> Bypass | None:
+    """Let the engine walk the tape and hand it over, or give the reason why it stays with the eager engine."""
+    reason = GATE.enter_capture()
+    if reason is not None:
+        return reason
+    outer, _thread.attempt = _thread.attempt, attempt
+    multithreading = torch._C._is_multithreading_enabled()
+    try:
+        _forget_what_others_captured()
+        if _thread.crowded:
+            _thread.crowded = False
+            forget()
+        prior = _seam.set_autograd_compiler(_begin, True)  # type: ignore[arg-type]
+        try:
+            if prior[0] is not None:
+                return TORCH_COMPILED_AUTOGRAD
+            torch._C._set_multithreading_enabled(False)
+            run_backward(attempt.call, True)
+        finally:
+            torch._C._set_multithreading_enabled(multithreading)
+            if not attempt.ran:  # else the seam was given back before
+                _seam.set_autograd_compiler(*prior)
+    except CaptureRefusedError as refused:
+        return refused.reason
+    except Exception as error:
+        if attempt.ran:  # inside the engine's call, an error is the user's own
+            raise
+        freed = str(error).startswith(_FREED)  # then there is nothing left to lose, and eager says the same
+        if attempt.capture is not None and attempt.capture.reporting and not freed:
+            raise BrokenCaptureError(attempt.capture.calls[-1].name) from error
+        attempt.mistake = not _is_refusal(error)
+        return _refused_by_engine(error)
+    finally:
+        _thread.attempt = outer
+        if attempt.ran:
+            GATE.leave_call()
+        else:
+            GATE.leave_capture()
+    return None if attempt.handover is not None else TORCH_COMPILED_AUTOGRAD
+
+
+def _run_inside(attempt: Attempt) -> list[Any]:
+    """Run while the engine's own call is under way: for other threads this is then a backward of the eager engine."""
+    _seam.set_autograd_compiler(None, False)
+    _thread.attempt = None
+    GATE.change_to_eager()
+    attempt.results = attempt.execute()
+    return attempt.results
+
+
+def _is_refusal(error: Exception) -> bool:
+    """Whether the engine cannot report this tape; else the error is for a mistake of the user's, which eager words."""
+    return isinstance(error, NotImplementedError) or "compiled autograd" in str(error).lower()
+
+
+def _refused_by_engine(error: Exception) -> Bypass:
+    if _DDP in str(error):
+        return DDP_CPP_REDUCER
+    first_sentence = str(error).partition("\n")[0].partition(". ")[0]
+    return unsupported(f"{type(error).__name__}: {first_sentence[:120]}")
+
+
+def _begin() -> Capture:
+    """The engine has not met this structure."""
+    assert _thread.attempt is not None
+    settings = _thread.attempt.session.settings
+    if settings.tune and settings.compiles and CHURN.refuses():
+        raise CaptureRefusedError(EVERY_TAPE_NEW)
+    _thread.attempt.capture = Capture(share_op, find_op, _finish)
+    return _thread.attempt.capture
+
+
+def _finish(captured: ir.TapeGraph, capture: Capture) -> tuple[Callable[..., Any], _Handle]:
+    """The report is complete and the tape still whole."""
+    attempt = _thread.attempt
+    assert attempt is not None
+    short = len(captured.calls) <= tape.LONGEST
+    visited = tape.walk(attempt.call.outputs, attempt.call.inputs) if short else []
+    agrees = short and tape.join_order(captured.calls, visited, attempt.call.outputs)
+    ordered = in_engine_order(captured)
+    keys = ordered.structure()
+    graph = GRAPHS.find(keys)
+    if graph is None:
+        if agrees:
+            tape.join_names(captured.calls, visited)
+        attempt.miss = GRAPHS.explain(ordered, keys, capture.shapes)
+        if not _may_be_kept(attempt.session, ordered, keys):
+            LEFT_TO_EAGER.add(attempt.call.description())
+            raise CaptureRefusedError(ON_MISS)
+        graph = _new_graph(ordered, keys)
+        CHURN.captured(graph)
+    else:
+        graph.came_back = True
+    handle = _Handle(graph)
+    _handles.append(handle)
+    return _hand_over, handle
+
+
+def _new_graph(ordered: ir.TapeGraph, keys: Sequence[Key]) -> CompiledGraph:
+    graph, crowded = GRAPHS.add(ordered, keys)
+    LEFT_TO_EAGER.clear()
+    if crowded:  # the engine still knows those that went; it cannot be told to forget some
+        _thread.crowded = True
+        warn_once(
+            f"more than {MOST_STRUCTURES} structures were captured, or more than {MOST_NODES} nodes in all, and "
+            "the half used least recently was let go. Where a tape is another at every step, ca.disable() around "
+            "its backward saves capturing it"
+        )
+    return graph
+
+
+def _in_other_order(attempt: Attempt, graph: CompiledGraph) -> tuple[CompiledGraph, bool]:
+    """The graph for a tape of a known structure whose nodes were made when those of no earlier one were.
+
+    Also whether it is kept: not if the policy is to compile nothing.
+    """
+    call = attempt.call
+    ordered = reordered(graph.tape, [each.sequence for each in tape.walk(call.outputs, call.inputs)])
+    if ordered is graph.tape:
+        return graph, True
+    keys = ordered.structure()
+    known = GRAPHS.find(keys)
+    if known is not None:
+        return known, True
+    attempt.miss = GRAPHS.explain(ordered, keys, other_order=True)
+    if not _may_be_kept(attempt.session, ordered, keys):
+        return CompiledGraph(ordered), False
+    return _new_graph(ordered, keys), True
+
+
+def _may_be_kept(session: Session, ordered: ir.TapeGraph, keys: Sequence[Key]) -> bool:
+    """Whether something will be made of a new structure: compiled, or taken from the store on disk."""
+    disk = None if session.settings.compiles else disk_for(session.settings)
+    return session.settings.compiles or (disk is not None and disk.knows(ordered, keys))
+
+
+def _hand_over(
+    handle: _Handle, tensors: list[torch.Tensor], sizes: Any, scalars: Any, objects: Any, packed: Any
+) -> list[Any]:
+    """What the engine calls once it has walked a tape whose structure it knows."""
+    graph = handle.graph
+    assert graph is not None, "the engine called what it had forgotten"
+    handover = Handover(graph, list(tensors), list(sizes), list(scalars), objects, packed)
+    tensors.clear()
+    attempt = _thread.attempt
+    if attempt is None:  # PyTorch's own compiled autograd met a structure that we captured before it
+        return graph(handover)
+    graph = handover.graph = handle.in_order(attempt)
+    graph.came_back = graph.came_back or (attempt.capture is None and attempt.miss is None)
+    attempt.handover = handover
+    if graph.tape.needs_engine and not attempt.probe:
+        return _run_inside(attempt)
+    outputs = graph.tape.graph.find_nodes(op="output")[0].args[0]
+    return [None] * len(outputs)
+
+
+_seen_of_others = 0
+
+
+def _forget_what_others_captured() -> None:
+    """The engine would give us graphs that PyTorch's own compiled autograd captured since we last looked."""
+    global _seen_of_others
+    count = captures_of_others()
+    if count != _seen_of_others:
+        forget()
+        _seen_of_others = count

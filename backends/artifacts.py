@@ -21,7 +21,7 @@ import msgspec
 import torch
 
 _STABLE_MODULES = ("torch", "math", "operator", "_operator")
-FORMAT = 1
+FORMAT = 2
 """Part of an artifact's first line; another number is another format."""
 
 
@@ -46,7 +46,7 @@ class Stored(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
             a dot is an attribute of a plain namespace object.
         needs: dotted names in the source that must exist, such as those of operators.
         constants: tensors by name, as ``torch.save`` writes them; empty for none.
-        kernels: names of compiled functions, and the SHA-256 of the library that each is in.
+        kernels: names of compiled functions, the SHA-256 of the library that each is in, and its name there.
         libraries: shared libraries by SHA-256.
     """
 
@@ -54,7 +54,7 @@ class Stored(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     names: dict[str, str]
     needs: list[str]
     constants: bytes = b""
-    kernels: dict[str, str] = {}
+    kernels: dict[str, tuple[str, str]] = {}
     libraries: dict[str, bytes] = {}
 
 

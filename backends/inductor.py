@@ -12,6 +12,7 @@ from torch import fx
 
 from . import instruction_sets
 from .artifacts import CannotStoreError, Stored, from_bytes, link, tensors_from_bytes, to_bytes
+from .batch import together
 from .eager import EagerBackend, run_graph, store_graph
 from .memory import keep_freed_memory
 from .protocol import Compiled
@@ -67,7 +68,7 @@ class InductorBackend:
         ]
         # Whoever calls us has checked sizes and strides; the generated code need not do it once more at each call.
         unasserted = config.patch(size_asserts=False, alignment_asserts=False)
-        with torch.no_grad(), unasserted, _convolutions_of_any_size(example_inputs):
+        with torch.no_grad(), unasserted, together(), _convolutions_of_any_size(example_inputs):
             joint_graph_passes(graph_module)
             if not any(node.op.startswith("call") for node in graph_module.graph.nodes):
                 return EagerBackend().compile(graph_module, example_inputs)  # as Inductor does, but it can be stored
@@ -95,9 +96,9 @@ class InductorBackend:
         stored = from_bytes(data, self.name)
         if _CALL not in stored.source:
             return run_graph(stored)
-        kernels = load_kernels(stored.libraries)
+        kernels = load_kernels(stored.libraries, stored.kernels.values())
         constants = tensors_from_bytes(stored.constants)
-        given = {name: kernels[digest] for name, digest in stored.kernels.items()}
+        given = {name: kernels[place] for name, place in stored.kernels.items()}
         keep_freed_memory()
         return link(stored, {**constants, **given})["call"]
 

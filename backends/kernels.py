@@ -11,12 +11,13 @@ import hashlib
 import importlib.machinery
 import importlib.util
 import os
+import re
 import shutil
 import sys
 import tempfile
 import threading
 import types
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -25,40 +26,50 @@ import torch
 from .artifacts import ArtifactError, CannotStoreError
 
 Kernel = Callable[..., Any]
-_ENTRY = "kernel"
-"""The function in each library, and what ``PyInit_`` is followed by: ``CppPythonBindingsCodeCache.entry_function``."""
-_loaded: dict[str, Kernel] = {}
+Place = tuple[str, str]
+"""Where a kernel is: the SHA-256 of its library, and its name there."""
+ENTRY = "kernel"
+"""The function in a library, and what ``PyInit_`` is followed by: ``CppPythonBindingsCodeCache.entry_function``. A
+library with more of them has a number behind the others, see :mod:`backends.batch`."""
+_ENTRY_FORM = re.compile(rf"{ENTRY}(_\d+)?")
+_loaded: dict[Place, Kernel] = {}
 _LOADING = threading.Lock()
 
 
-def library_of(name: str, kernel: Any) -> bytes:
-    """The shared library that a kernel lies in.
+def library_of(name: str, kernel: Any) -> tuple[bytes, str]:
+    """The shared library that a kernel lies in, and its name there.
 
     Raises:
         CannotStoreError: it is no compiled function for the CPU, or its file is gone.
     """
     module = getattr(kernel, "__self__", None)
     path = getattr(module, "__file__", None)
-    if not isinstance(kernel, types.BuiltinFunctionType) or kernel.__name__ != _ENTRY or path is None:
+    entry = getattr(kernel, "__name__", "")
+    if not isinstance(kernel, types.BuiltinFunctionType) or not _ENTRY_FORM.fullmatch(entry) or path is None:
         raise CannotStoreError(f"its kernel {name} is a {type(kernel).__name__}, not a compiled function for the CPU")
     try:
-        return Path(path).read_bytes()
+        return Path(path).read_bytes(), entry
     except OSError as error:
         raise CannotStoreError(f"the file of its kernel {name} cannot be read ({error})") from error
 
 
-def load_kernels(libraries: Mapping[str, bytes]) -> dict[str, Kernel]:
-    """The kernels of libraries, by SHA-256. One that this process has loaded before is not loaded again.
+def load_kernels(libraries: Mapping[str, bytes], wanted: Iterable[Place]) -> dict[Place, Kernel]:
+    """Kernels of libraries. One that this process has loaded before is not loaded again.
 
     The libraries are written into a new folder that only this user can enter, and deleted once they are loaded: no
     other process can change what is loaded, and none finds a file there that it did not write.
+
+    Args:
+        libraries: by SHA-256.
+        wanted: the SHA-256 of its library and its name there, of each kernel.
 
     Raises:
         ArtifactError: a library is not what its hash says, or cannot be loaded on this machine.
     """
     with _LOADING:
-        missing = {digest: data for digest, data in libraries.items() if digest not in _loaded}
-        for digest, data in missing.items():
+        missing = sorted({place for place in wanted if place not in _loaded})
+        needed = {digest: libraries[digest] for digest, _ in missing}
+        for digest, data in needed.items():
             if hashlib.sha256(data).hexdigest() != digest:
                 raise ArtifactError(f"its library {digest[:16]} has other content than its name says")
         if missing:
@@ -70,9 +81,11 @@ def load_kernels(libraries: Mapping[str, bytes]) -> dict[str, Kernel]:
             # that uses them dies. Where there are none, this does nothing.
             torch.cpu._init_amx()
             with _private_folder() as folder:
-                for digest, data in missing.items():
-                    _loaded[digest] = _load(folder, digest, data)
-        return {digest: _loaded[digest] for digest in libraries}
+                for digest, data in needed.items():
+                    _write(folder, digest, data)
+                for digest, entry in missing:
+                    _loaded[digest, entry] = _load(folder, digest, entry)
+        return {place: _loaded[place] for place in wanted}
 
 
 @contextlib.contextmanager
@@ -85,19 +98,35 @@ def _private_folder() -> Any:
         shutil.rmtree(folder, ignore_errors=True)
 
 
-def _load(folder: Path, digest: str, data: bytes) -> Kernel:
-    # The loader of the system takes a path, and Python a path and a name, for one library for ever: both have the hash.
-    path = folder / f"{digest}{importlib.machinery.EXTENSION_SUFFIXES[-1]}"
-    name = f"compiled_region_{digest}.{_ENTRY}"
+def _path(folder: Path, digest: str) -> Path:
+    return folder / f"{digest}{importlib.machinery.EXTENSION_SUFFIXES[-1]}"
+
+
+def _write(folder: Path, digest: str, data: bytes) -> None:
+    path = _path(folder, digest)
     path.write_bytes(data)
     path.chmod(0o700)
-    spec = importlib.util.spec_from_file_location(name, path)
-    if spec is None or spec.loader is None:
-        raise ArtifactError(f"Python on {sys.platform} knows no way to load {path.name}")
+
+
+def _load(folder: Path, digest: str, entry: str) -> Kernel:
+    # The loader of the system takes a path, and Python a path and a name, for one library for ever: both have the hash.
+    path = _path(folder, digest)
     try:
-        module = importlib.util.module_from_spec(spec)
-        spec.loader.exec_module(module)
-        return getattr(module, _ENTRY)
+        return kernel_in(str(path), f"compiled_region_{digest}.", entry)
     except (ImportError, OSError, AttributeError) as error:
         hint = f" (if {folder.parent} is mounted noexec, set TMPDIR to a folder that is not)"
         raise ArtifactError(f"its library {digest[:16]} cannot be loaded: {error}{hint}") from error
+
+
+def kernel_in(path: str, prefix: str, entry: str) -> Kernel:
+    """A function of a library, each of which is a module of its own to Python.
+
+    Raises:
+        ImportError, OSError, AttributeError: it cannot be loaded, or has no such function.
+    """
+    spec = importlib.util.spec_from_file_location(f"{prefix}{entry}", path)
+    if spec is None or spec.loader is None:
+        raise ImportError(f"Python on {sys.platform} knows no way to load {Path(path).name}")
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return getattr(module, entry)

@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from .artifacts import CannotStoreError, Stored, dotted_names, reference, tensors_to_bytes
-from .kernels import library_of
+from .kernels import Place, library_of
 
 _ENTRY = "call"
 _INDUCTORS = ("torch._inductor.hooks", "torch._inductor.utils", "torch._inductor.codegen.memory_planning")
@@ -36,7 +36,7 @@ def store(source: str, live: Mapping[str, Any], constants: Mapping[str, Any]) ->
     bindings = _bindings(ast.parse(source))
     needed = _needed(bindings)
     kept: dict[int, ast.stmt] = {}
-    kernels: dict[str, str] = {}
+    kernels: dict[str, Place] = {}
     libraries: dict[str, bytes] = {}
     for name in needed:
         statement = bindings[name]
@@ -49,9 +49,10 @@ def store(source: str, live: Mapping[str, Any], constants: Mapping[str, Any]) ->
         elif made_by != "cpp_pybinding":
             raise CannotStoreError(f"its kernel {name} was made by {made_by}, and only kernels for the CPU are stored")
         else:
-            library = library_of(name, live.get(name))
-            kernels[name] = hashlib.sha256(library).hexdigest()
-            libraries[kernels[name]] = library
+            library, entry = library_of(name, live.get(name))
+            digest = hashlib.sha256(library).hexdigest()
+            kernels[name] = digest, entry
+            libraries[digest] = library
     statements = [kept[line] for line in sorted(kept)]
     externs = sorted({name.split(".")[1] for name in dotted_names(statements, [_EXTERN])})
     return Stored(

@@ -73,6 +73,7 @@ def measure_apart(measurement: str, model: str, runner: str, args: argparse.Name
     command += ["--runners", runner, "--pairs", str(args.pairs), "--seed", str(args.seed), "--device", args.device]
     with tempfile.TemporaryDirectory(prefix="benchmark-", ignore_cleanup_errors=True) as folder:
         environment = os.environ | {variable: f"{folder}/{variable.lower()}" for variable in CACHE_FOLDERS}
+        environment["TMPDIR"] = folder  # where Inductor keeps headers that it has compiled
         process = subprocess.Popen(
             command,
             env=environment,

@@ -256,13 +256,13 @@ def test_a_library_is_loaded_once_by_many_threads(nothing_loaded: None, monkeypa
     data = _artifact("inductor", "arithmetic")
     stored = artifacts.from_bytes(data, "inductor")
     assert len(stored.kernels) > 1 and stored.constants
-    loads: list[str] = []
+    loads: list[kernels.Place] = []
     load = kernels._load
 
-    def spy(folder: Path, digest: str, library: bytes) -> Any:
-        loads.append(digest)
+    def spy(folder: Path, digest: str, entry: str) -> Any:
+        loads.append((digest, entry))
         assert folder.stat().st_mode & 0o777 == 0o700
-        return load(folder, digest, library)
+        return load(folder, digest, entry)
 
     monkeypatch.setattr(kernels, "_load", spy)
     threads = [threading.Thread(target=_load, args=("inductor", data)) for _ in range(4)]
@@ -270,7 +270,8 @@ def test_a_library_is_loaded_once_by_many_threads(nothing_loaded: None, monkeypa
         thread.start()
     for thread in threads:
         thread.join()
-    assert sorted(loads) == sorted(stored.libraries)
+    assert sorted(loads) == sorted(set(stored.kernels.values()))
+    assert {digest for digest, _ in loads} == stored.libraries.keys()
 
 
 def test_a_graph_without_kernels_brings_none() -> None:
@@ -307,7 +308,8 @@ def test_a_library_that_does_not_fit_is_refused(nothing_loaded: None) -> None:
     with pytest.raises(ArtifactError, match="other content than its name says"):
         _load("inductor", artifacts.to_bytes(stored, "inductor"))
     with pytest.raises(ArtifactError, match=r"cannot be loaded.*TMPDIR"):
-        kernels.load_kernels({kernels.hashlib.sha256(b"other").hexdigest(): b"other"})
+        digest = kernels.hashlib.sha256(b"other").hexdigest()
+        kernels.load_kernels({digest: b"other"}, [(digest, kernels.ENTRY)])
     assert not kernels._loaded
 
 

@@ -350,18 +350,20 @@ from torch._inductor.cpu_vec_isa import pick_vec_isa
 if {asked}:
     instruction_sets.ask()
 print(pick_vec_isa(), pick_vec_isa().build_arch_flags())
-print(sorted(path.name for path in Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]).rglob("*.so")))
+print(*sorted(path.name for path in Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]).rglob("*.so")))
 """
 
 
 @pytest.mark.slow
 def test_instruction_sets_are_found_as_without_asking_early(tmp_path: Path) -> None:
-    """The same one is picked, and nothing is compiled that Inductor would not compile, nor twice."""
+    """The same one is picked, and nothing is compiled that Inductor would not compile: no more than the widest."""
     answers = []
     for asked in (False, True):
         folder = tmp_path / str(asked)
         folder.mkdir()
         done = in_subprocess(_PICKED.format(asked=asked), TORCHINDUCTOR_CACHE_DIR=str(folder))
         assert done.returncode == 0, done.stderr
-        answers.append(done.stdout)
-    assert answers[0] == answers[1] and ".so" in answers[0]
+        answers.append(done.stdout.splitlines()[-2:])
+    (picked, compiled), (picked_early, compiled_early) = answers
+    assert picked_early == picked
+    assert compiled_early and set(compiled_early.split()) <= set(compiled.split())

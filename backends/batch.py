@@ -1,0 +1,186 @@
+"""Compiles the kernels of a region together (torch 2.13).
+
+Inductor gives each kernel to the C++ compiler as a file of its own, and reading the headers takes longer than most
+kernels do. Here as many files are made as Inductor compiles at once, each with its share of the kernels; they are what
+Inductor would compile, one after the other, each in a namespace of its own. A kernel that this process has compiled
+before is not compiled again.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import heapq
+import logging
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .kernels import ENTRY, Kernel, kernel_in
+
+_log = logging.getLogger(__name__)
+_INCLUDED = ("Python.h", "sstream", "cstdlib", "cerrno")
+_HEADERS = ("#define PY_SSIZE_T_CLEAN", *(f"#include <{header}>" for header in _INCLUDED))
+"""What Inductor's bindings include, which is read before any namespace begins."""
+
+
+@dataclass(frozen=True)
+class _Source:
+    """A kernel as Inductor generates it: the types of its arguments, and its code, with a function named ``kernel``."""
+
+    argument_types: tuple[str, ...]
+    code: str
+
+    def includes(self) -> list[str]:
+        """The lines that must stand outside of any namespace."""
+        return [line for line in self.code.splitlines() if line.startswith("#include")]
+
+    def as_entry(self, entry: str) -> str:
+        """The code under another name, with what Python needs to call it."""
+        from torch._inductor.codecache import CppPythonBindingsCodeCache as Cache
+
+        arguments = ", ".join(
+            f"parse_arg<{kind.replace('const ', '')}>(args, {index})" for index, kind in enumerate(self.argument_types)
+        )
+        bindings = Cache.suffix_template.format(
+            arg_len=len(self.argument_types),
+            call_entry_func=f"{entry}({arguments}); Py_RETURN_NONE;",
+            entry_func=entry,
+            extra_parse_arg="",
+        )
+        body = "\n".join(line for line in self.code.splitlines() if not line.startswith("#include"))
+        return f"namespace of_{entry} {{\n#define {ENTRY} {entry}\n{body}\n#undef {ENTRY}\n{bindings}\n}}\n"
+
+
+class _Batch:
+    """The kernels of one region, which are compiled when the first of them is asked for."""
+
+    def __init__(self) -> None:
+        self._waiting: list[_Source] = []
+        self._compiled: dict[_Source, Kernel] = {}
+
+    def add(self, source: _Source) -> Any:
+        """What Inductor takes for a kernel that is being compiled."""
+        from torch._inductor.codecache import LambdaFuture
+
+        self._waiting.append(source)
+        return LambdaFuture(lambda: self._result(source))
+
+    def _result(self, source: _Source) -> Kernel:
+        if self._waiting:
+            sources, self._waiting = list(dict.fromkeys(self._waiting)), []
+            self._compiled.update({each: _known[each] for each in sources if _is_known(each)})
+            self._compiled.update(_compile([each for each in sources if each not in self._compiled]))
+            _known.update(self._compiled)
+        return self._compiled[source]
+
+
+_known: dict[_Source, Kernel] = {}
+"""All that this process has compiled so."""
+
+
+def _is_known(source: _Source) -> bool:
+    """Whether a kernel was compiled, and its library is still there, for the store to read."""
+    return source in _known and Path(_known[source].__self__.__file__).exists()  # type: ignore[attr-defined]
+
+
+class _Thread(threading.local):
+    batch: _Batch | None = None
+
+
+_thread = _Thread()
+
+
+@contextlib.contextmanager
+def together() -> Iterator[None]:
+    """Inside, in this thread, Inductor's kernels for the CPU are compiled together."""
+    _install()
+    outer, _thread.batch = _thread.batch, _Batch()
+    try:
+        yield
+    finally:
+        _thread.batch = outer
+
+
+@functools.cache
+def _install() -> None:
+    from torch._inductor.async_compile import AsyncCompile, get_compile_threads
+
+    alone = AsyncCompile.cpp_pybinding
+
+    @functools.wraps(alone)
+    def cpp_pybinding(self: Any, argtypes: list[str], source_code: str) -> Any:
+        if _thread.batch is None or get_compile_threads() <= 1:  # with one thread, Inductor waits for nothing
+            return alone(self, argtypes, source_code)
+        return _thread.batch.add(_Source(tuple(argtypes), source_code))
+
+    AsyncCompile.cpp_pybinding = cpp_pybinding  # type: ignore[method-assign]
+
+
+def _compile(sources: Sequence[_Source]) -> dict[_Source, Kernel]:
+    from torch._inductor.async_compile import get_compile_threads
+    from torch._inductor.exc import CppCompileError
+
+    files = _shares(sources, get_compile_threads())
+    compiled: dict[_Source, Kernel] = {}
+    for share, result in [(share, _start(share)) for share in files]:
+        try:
+            compiled.update(result())
+        except CppCompileError as error:
+            if len(share) == 1:
+                raise
+            _log.debug("%d kernels could not be compiled together, and are compiled one by one: %s", len(share), error)
+            for alone in [_start([source]) for source in share]:
+                compiled.update(alone())
+    return compiled
+
+
+def _shares(sources: Sequence[_Source], count: int) -> list[list[_Source]]:
+    """At most ``count`` lists of kernels whose codes are about as long."""
+    shares: list[list[_Source]] = [[] for _ in range(min(count, len(sources)))]
+    lengths = [(0, index) for index in range(len(shares))]
+    for source in sorted(sources, key=lambda each: -len(each.code)):
+        length, index = heapq.heappop(lengths)
+        shares[index].append(source)
+        heapq.heappush(lengths, (length + len(source.code), index))
+    return shares
+
+
+def _start(sources: Sequence[_Source]) -> Callable[[], dict[_Source, Kernel]]:
+    """Begin to compile one file; what is returned waits for its kernels."""
+    from torch._inductor import config
+    from torch._inductor.async_compile import AsyncCompile
+    from torch._inductor.codecache import CppPythonBindingsCodeCache as Cache
+
+    with config.patch(cpp_cache_precompile_headers=config.cpp_cache_precompile_headers and _headers_pay()):
+        if len(sources) == 1:
+            (source,) = sources
+            kernel = Cache.load_pybinding_async(source.argument_types, source.code, submit_fn=AsyncCompile.submit)
+            return lambda: {source: kernel()}
+        entries = [ENTRY, *(f"{ENTRY}_{index}" for index in range(1, len(sources)))]
+        headers = [*dict.fromkeys(line for source in sources for line in source.includes()), *_HEADERS]
+        parts = [source.as_entry(entry) for source, entry in zip(sources, entries, strict=True)]
+        result = Cache.load_async("\n".join([*headers, *parts]), "cpu", submit_fn=AsyncCompile.submit)
+
+    def kernels() -> dict[_Source, Kernel]:
+        module = result()
+        prefix = module.__name__.removesuffix(ENTRY)
+        return {
+            source: getattr(module, entry) if entry == ENTRY else kernel_in(str(module.__file__), prefix, entry)
+            for source, entry in zip(sources, entries, strict=True)
+        }
+
+    return kernels
+
+
+def _headers_pay() -> bool:
+    """Whether headers are to be compiled ahead: where it was done before, or this process compiles a second time.
+
+    Inductor does it before it compiles the first file, and keeps them for all processes; it takes longer than what is
+    then saved on the first files.
+    """
+    from torch._inductor.codecache import _HEADER_DIR
+
+    return bool(_known) or any(Path(_HEADER_DIR).glob("*.gch"))

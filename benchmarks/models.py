@@ -1,4 +1,5 @@
-"""The models that the benchmarks run: small enough for two CPU cores, different enough to stress different things.
+"""The models that the benchmarks run: different enough to stress different things, and, but for one that is there for
+GPUs, small enough for two CPU cores.
 
 Each factory draws its weights and its batch from PyTorch's generator and returns (module, make_loss);
 `make_loss(module)` runs the forward and returns the loss, a float scalar. Built twice from one seed, the two modules
@@ -118,7 +119,21 @@ def pinn() -> tuple[nn.Module, MakeLoss]:
     return nn.Sequential(*layers, nn.Linear(128, 1)), lambda module: F.mse_loss(module(points), solution)
 
 
-FACTORIES: dict[str, Factory] = {"mlp": mlp, "gpt": gpt, "resnet": resnet, "lstm": lstm, "pinn": pinn}
+def gpt_100m() -> tuple[nn.Module, MakeLoss]:
+    """A GPT of 111 million parameters in bfloat16, as large as a GPU is trained on: minutes for each step of a CPU."""
+    tokens, targets = torch.randint(16384, (8, 1024)), torch.randint(16384, (8, 1024))
+    module = GPT(vocabulary=16384, block_size=1024, layers=12, width=768, heads=12).to(torch.bfloat16)
+    return module, lambda module: F.cross_entropy(module(tokens).flatten(0, 1).float(), targets.flatten())
+
+
+FACTORIES: dict[str, Factory] = {
+    "mlp": mlp,
+    "gpt": gpt,
+    "resnet": resnet,
+    "lstm": lstm,
+    "pinn": pinn,
+    "gpt-100m": gpt_100m,
+}
 
 
 def build(name: str, seed: int, device: str) -> tuple[nn.Module, MakeLoss]:

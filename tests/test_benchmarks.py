@@ -324,6 +324,9 @@ def test_sides_take_turns_at_going_first() -> None:
         return SimpleNamespace(step=step)
 
     times = measure.alternate([side(0), side(1), side(2)], 3)
-    assert order == [0, 1, 2, 1, 2, 0, 2, 0, 1]
-    assert times == [[1.0, 6.0, 8.0], [12.0, 14.0, 19.0], [23.0, 25.0, 27.0]]
+    in_a_turn = measure.SETTLING_STEPS + measure.TURN_STEPS
+    assert order[::in_a_turn] == [0, 1, 2, 1, 2, 0, 2, 0, 1]
+    assert order == [number for number in order[::in_a_turn] for _ in range(in_a_turn)]
+    # The mean of the last two of a turn's five steps, each of which took the number of steps before it and itself.
+    assert times == [[4.5, 29.5, 39.5], [19.5, 29.5, 54.5], [34.5, 44.5, 54.5]]
     assert measure.compare([1.0, 2.0, 4.0], [2.0, 2.0, 2.0]) == (2000.0, 2000.0, 1.0)

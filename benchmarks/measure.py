@@ -179,7 +179,7 @@ def measure_steady(model: str, runner_name: str, pairs: int, seed: int, device: 
     eager = eager_side(model, seed, device)
     alternate([eager, other], WARM_PAIRS)
     eager_here_ms, _, ratio_here = compare(*alternate([eager, other], pairs))
-    result = {
+    return {
         "setup_seconds": set_up - started,
         "first_forward_seconds": forward_done - set_up,
         "first_backward_seconds": first_backward,
@@ -198,8 +198,6 @@ def measure_steady(model: str, runner_name: str, pairs: int, seed: int, device: 
         "runner_allocated_bytes": allocated_bytes(other),
         "counts": other.runner.counts(),
     }
-    # The products are those of eager here; the ratio, and so its floor, is to eager in its own process.
-    return result | {"floor": result["floor"] * eager_here_ms / eager_ms}
 
 
 def measure_hit(model: str, runner_name: str, pairs: int, seed: int, device: str) -> dict[str, Any]:

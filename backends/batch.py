@@ -18,6 +18,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .environment import inductor_settings
 from .kernels import ENTRY, Kernel, kernel_in
 
 _log = logging.getLogger(__name__)
@@ -28,10 +29,14 @@ _HEADERS = ("#define PY_SSIZE_T_CLEAN", *(f"#include <{header}>" for header in _
 
 @dataclass(frozen=True)
 class _Source:
-    """A kernel as Inductor generates it: the types of its arguments, and its code, with a function named ``kernel``."""
+    """A kernel as Inductor generates it: the types of its arguments, and its code, with a function named ``kernel``.
+
+    ``settings`` are Inductor's, on which the compiler's flags depend.
+    """
 
     argument_types: tuple[str, ...]
     code: str
+    settings: str = ""
 
     def includes(self) -> list[str]:
         """The lines that must stand outside of any namespace."""
@@ -58,13 +63,15 @@ class _Batch:
     """The kernels of one region, which are compiled when the first of them is asked for."""
 
     def __init__(self) -> None:
+        self._settings = inductor_settings()
         self._waiting: list[_Source] = []
         self._compiled: dict[_Source, Kernel] = {}
 
-    def add(self, source: _Source) -> Any:
+    def add(self, argument_types: Sequence[str], code: str) -> Any:
         """What Inductor takes for a kernel that is being compiled."""
         from torch._inductor.codecache import LambdaFuture
 
+        source = _Source(tuple(argument_types), code, self._settings)
         self._waiting.append(source)
         return LambdaFuture(lambda: self._result(source))
 
@@ -114,7 +121,7 @@ def _install() -> None:
     def cpp_pybinding(self: Any, argtypes: list[str], source_code: str) -> Any:
         if _thread.batch is None or get_compile_threads() <= 1:  # with one thread, Inductor waits for nothing
             return alone(self, argtypes, source_code)
-        return _thread.batch.add(_Source(tuple(argtypes), source_code))
+        return _thread.batch.add(argtypes, source_code)
 
     AsyncCompile.cpp_pybinding = cpp_pybinding  # type: ignore[method-assign]
 

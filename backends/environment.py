@@ -39,8 +39,13 @@ def environment() -> dict[str, str]:
         # Kernels are linked against both. A library for another one would be refused; so each keeps its own.
         "libc": "-".join(platform.libc_ver()),
         "libtorch": _digest(f"{torch.version.git_version}\n{torch.__config__.show()}"),
-        "inductor_settings": _digest(repr(_settings())),
+        "inductor_settings": inductor_settings(),
     }
+
+
+def inductor_settings() -> str:
+    """A digest of Inductor's settings that are not at their defaults."""
+    return _digest(repr(_settings()))
 
 
 def _digest(text: str) -> str:

@@ -81,15 +81,21 @@ def test_a_kernel_is_compiled_once_in_a_process(monkeypatch: pytest.MonkeyPatch)
     def grads() -> tuple[torch.Tensor, ...]:
         return torch.autograd.grad(sum(weight.softmax(0).tanh().exp().sum() for weight in weights), weights)
 
-    wanted = grads()
-    for _ in range(2):
+    def compiled() -> int:
         ca.reset()
+        asked.clear()
         with ca.enable(backend="inductor") as session:
             found = grads()
         assert session.stats().compiles == 1
         for one, other in zip(found, wanted, strict=True):
             torch.testing.assert_close(one, other)
-    assert asked[0] > 0 and sum(asked[1:]) == 0
+        return sum(asked)
+
+    wanted = grads()
+    first = compiled()
+    assert first > 0 and compiled() == 0
+    with torch._inductor.config.patch({"cpp.enable_floating_point_contract_flag": "fast"}):  # another flag
+        assert compiled() == first
 
 
 def test_shares_are_about_as_long() -> None:

@@ -13,13 +13,22 @@ from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch._subclasses.fake_tensor import FakeTensor
 
-# Private in torch 2.13.
-from torch._prims_common import is_non_overlapping_and_dense_or_false as _dense  # isort: skip
-
+_DENSE = torch.ops.aten.is_non_overlapping_and_dense.default
 _OUR_REFERENCES = 3  # the caller's, our argument, and the one of sys.getrefcount
 _BATCH = 4
 """From so many in-place additions on, one ``torch._foreach_add_`` does them all."""
+
+
+def _dense(tensor: torch.Tensor) -> bool:
+    """Whether a strided tensor's elements lie side by side, in whatever order."""
+    if isinstance(tensor, FakeTensor):  # sizes may be symbols
+        # Private in torch 2.13. It imports sympy, which takes half a second: traces have done so before.
+        from torch._prims_common import is_non_overlapping_and_dense_or_false
+
+        return is_non_overlapping_and_dense_or_false(tensor)
+    return _DENSE(tensor)
 
 
 def obeys_layout(grad: torch.Tensor, leaf: torch.Tensor) -> bool:

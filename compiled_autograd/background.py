@@ -8,10 +8,13 @@ tapes stay with the eager engine: they are known by a fingerprint, read before t
 from __future__ import annotations
 
 import atexit
+import contextlib
 import os
 import queue
+import sys
 import threading
 from collections import Counter
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -104,7 +107,8 @@ class Background:
             if job is None:
                 return
             try:
-                _compile(job)
+                with _yielding():
+                    _compile(job)
             finally:
                 with self._changed:
                     self._submitted.discard((id(job.step), job.kind))
@@ -113,6 +117,24 @@ class Background:
                         del self._tapes[job.tape]
                     self._changed.notify_all()
             del job
+
+
+_SWITCH_INTERVAL = 5e-4
+"""Seconds for which the thread keeps the interpreter's lock while others want it; Python's default is ten times that.
+
+An eager backward wants it for each tensor that it frees and that Python knows: some hundred times in a step."""
+
+
+@contextlib.contextmanager
+def _yielding() -> Iterator[None]:
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(min(before, _SWITCH_INTERVAL))
+    during = sys.getswitchinterval()
+    try:
+        yield
+    finally:
+        if sys.getswitchinterval() == during:  # else somebody has set another meanwhile
+            sys.setswitchinterval(before)
 
 
 _IMPORTING = threading.RLock()

@@ -15,7 +15,7 @@ import compiled_autograd as ca
 from compiled_autograd import accumulate as module
 from compiled_autograd.accumulate import accumulate, obeys_layout
 
-from .helpers import assert_same, compare, expect, mlp, same_bits
+from .helpers import assert_same, compare, expect, in_subprocess, mlp, same_bits
 
 Step = Callable[[list[torch.Tensor]], torch.Tensor]
 
@@ -526,3 +526,18 @@ def test_leaves_of_other_layouts(layout: str) -> None:
     for each in found:
         assert each.layout == wanted.layout and torch.equal(each.to_dense(), wanted.to_dense())
     expect(session.stats(), structure_misses=1, hits=1)
+
+
+def test_no_sympy_is_imported_where_nothing_is_traced() -> None:
+    """It takes half a second, in the middle of a step that does not wait for a compiler."""
+    done = in_subprocess(
+        """
+import sys, torch
+from compiled_autograd.accumulate import obeys_layout
+assert obeys_layout(torch.ones(3, 4), torch.ones(3, 4)) and not obeys_layout(torch.ones(4, 3).t(), torch.ones(3, 4))
+assert obeys_layout(torch.ones(3, 4), torch.ones(3, 8)[:, ::2])  # not dense: then it is contiguous
+print("sympy" in sys.modules)
+"""
+    )
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.strip() == "False"

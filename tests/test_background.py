@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -259,3 +260,22 @@ def test_inductor_compiles_in_another_process() -> None:
         loss.backward()
         assert session.wait(300)
     remote.WORKER.stop()
+
+
+def test_the_thread_lets_others_have_the_interpreter_soon(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A training beside it asks for the lock some hundred times in a step; afterwards all is as it was."""
+    before = sys.getswitchinterval()
+    seen: list[float] = []
+    compile_job = background._compile
+
+    def spy(job: background.Job) -> None:
+        seen.append(sys.getswitchinterval())
+        compile_job(job)
+
+    monkeypatch.setattr(background, "_compile", spy)
+    model = mlp()
+    with ca.enable(backend="eager", on_miss="background") as session:
+        model(torch.randn(2, 8)).sum().backward()
+    session.wait()
+    assert seen and max(seen) < before
+    assert sys.getswitchinterval() == before

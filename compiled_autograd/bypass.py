@@ -29,7 +29,7 @@ INSIDE_ENGINE_CALL = Bypass(
 )
 COMPILING = Bypass("compiling", hint="it is being compiled in the background; a later step switches over")
 EVERY_TAPE_NEW = Bypass(
-    "every_tape_new", hint="the last structures that were captured were met once each; tune=False captures every one"
+    "every_tape_new", hint="the last structures that were captured hardly came back; tune=False captures every one"
 )
 ON_MISS = Bypass("on_miss", hint='not in the cache, and on_miss="eager" or "raise" compiles nothing')
 DDP_CPP_REDUCER = Bypass(

@@ -1,8 +1,9 @@
-"""Structures that never come back. Where every tape is another, none is worth capturing: capture and compile are paid
-at each step, and nothing is ever hit. ``tune=False`` turns this off.
+"""Structures that hardly ever come back. Where every tape is another, or is met two or three times, none is worth
+capturing: capture and compile are paid again and again for a few hits. ``tune=False`` turns this off.
 
-Once as many structures as :data:`WINDOW` were captured one after the other, and none of them was met again, the next
-ones are left to the eager engine, but for one now and then: if that one comes back, all are captured again.
+Once as many structures as :data:`WINDOW` were captured one after the other, and none of them was met again often, the
+next ones are left to the eager engine, but for one now and then: if one of the last does come back, all are captured
+again.
 """
 
 from __future__ import annotations
@@ -10,10 +11,10 @@ from __future__ import annotations
 import weakref
 from collections import deque
 
-from .graphs import CompiledGraph
+from .graphs import OFTEN, CompiledGraph
 
 WINDOW = 32
-"""So many structures must have been met once."""
+"""So many structures must have been met a few times at most."""
 FIRST_PROBE, LAST_PROBE = 16, 1024
 """One of so many new structures is captured all the same: at first, and at last; the number doubles with each."""
 
@@ -30,7 +31,7 @@ class Churn:
 
     def refuses(self) -> bool:
         """Whether the structure that the engine is about to report shall be left to it."""
-        if len(self._last) < WINDOW or any(_came_back(graph()) for graph in self._last):
+        if len(self._last) < WINDOW or any(_pays(graph()) for graph in self._last):
             self._left, self._spacing = 0, FIRST_PROBE
             return False
         self._left += 1
@@ -45,8 +46,8 @@ class Churn:
         self._left, self._spacing = 0, FIRST_PROBE
 
 
-def _came_back(graph: CompiledGraph | None) -> bool:
-    return graph is not None and graph.came_back
+def _pays(graph: CompiledGraph | None) -> bool:
+    return graph is not None and graph.met >= OFTEN
 
 
 CHURN = Churn()

@@ -26,7 +26,7 @@ from .background import BACKGROUND
 from .bypass import ON_MISS
 from .disk import disk_for
 from .errors import CacheMissError
-from .graphs import CompiledGraph
+from .graphs import OFTEN, CompiledGraph
 from .log import RunLog, no_hooks
 from .profiling import Profile
 from .session import BYPASS, HIT, SHAPE_MISS, STRUCTURE_MISS, Outcome, Session
@@ -173,7 +173,7 @@ def execute(
         surroundings = ambient()
         variant, other = find_variant(session, graph, surroundings, handover)
         if variant is not None and variant.entry is not None:
-            miss, reasons, graph.came_back = None, [], True  # another process has met this structure
+            miss, reasons, graph.met = None, [], max(graph.met, OFTEN)  # another process has met this structure
         elif variant is None and miss is not None:
             miss = other or _nearest_stored(session, handover, miss, log)
             reasons = [miss]

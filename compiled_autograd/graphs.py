@@ -36,6 +36,8 @@ MOST_STRUCTURES = 512
 MOST_NODES = 100_000
 """So many structures are kept, and so many nodes of tapes in all; some 20 KiB each. Where there are more, the half that
 was used last stays."""
+OFTEN = 3
+"""A structure that was met again so often may be worth what it costs to capture and compile it."""
 _MOST_GONE = 100_000
 _EVICTED = "it was compiled before, and went because others were used since"
 _uses = itertools.count(1)
@@ -53,7 +55,7 @@ class CompiledGraph:
         structure: its id in the store on disk, once somebody has asked for it.
         identity: the hash of its keys.
         evicted: its variants were let go of, because there were too many structures.
-        came_back: it was met again after it was captured.
+        met: how often it was met again after it was captured; at least :data:`OFTEN` if other processes met it.
     """
 
     tape: ir.TapeGraph
@@ -61,7 +63,7 @@ class CompiledGraph:
     variants: list[Variant] = field(default_factory=list)
     used: int = 0
     evicted: bool = False
-    came_back: bool = False
+    met: int = 0
     structure: str | None = None
     identity: int = 0
     _lock: threading.Lock = field(default_factory=threading.Lock)

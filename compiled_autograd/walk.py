@@ -284,7 +284,7 @@ def _finish(captured: ir.TapeGraph, capture: Capture) -> tuple[Callable[..., Any
         graph = _new_graph(ordered, keys)
         CHURN.captured(graph)
     else:
-        graph.came_back = True
+        graph.met += 1
     handle = _Handle(graph)
     _handles.append(handle)
     return _hand_over, handle
@@ -340,7 +340,7 @@ def _hand_over(
     if attempt is None:  # PyTorch's own compiled autograd met a structure that we captured before it
         return graph(handover)
     graph = handover.graph = handle.in_order(attempt)
-    graph.came_back = graph.came_back or (attempt.capture is None and attempt.miss is None)
+    graph.met += attempt.capture is None and attempt.miss is None
     attempt.handover = handover
     if graph.tape.needs_engine and not attempt.probe:
         return _run_inside(attempt)

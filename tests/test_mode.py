@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -157,6 +158,25 @@ def test_cuda_graphs_that_the_user_has_set_are_copied_out_of_too(monkeypatch: py
     with config.patch({"triton.cudagraphs": True}):
         assert isinstance(InductorBackend().compile(*_graph("cuda")), CopiedOut)
         assert not isinstance(InductorBackend().compile(*_graph("cpu")), CopiedOut)
+
+
+def test_inductor_finds_the_manager_that_it_tells_of_the_backward(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without one, compiling a backward for which Inductor decides against CUDA graphs fails."""
+    from torch._inductor import cudagraph_trees
+    from torch._inductor.output_code import maybe_handle_backward_generation
+
+    managers: dict[int, Any] = {}
+    told: list[int] = []
+
+    def get_manager(device: int, create_if_none_exists: bool = True) -> Any:
+        if create_if_none_exists:
+            managers[device] = SimpleNamespace(set_to_running_backward=lambda: told.append(device))
+        return managers.get(device)
+
+    monkeypatch.setattr(cudagraph_trees, "get_manager", get_manager)
+    graph: Any = SimpleNamespace(current_callable=lambda inputs: inputs, fx_kwargs={"is_backward": True})
+    maybe_handle_backward_generation(graph, cuda_graphs.running_backward(1))
+    assert graph.current_callable(["input"]) == ["input"] and told == [1]
 
 
 def test_the_device_of_a_graph() -> None:

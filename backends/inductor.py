@@ -13,8 +13,10 @@ from torch import fx
 from . import instruction_sets
 from .artifacts import CannotStoreError, Stored, from_bytes, link, tensors_from_bytes, to_bytes
 from .batch import together
+from .cuda_graphs import CopiedOut, cuda_device, made_by_inductor, running_backward
 from .eager import EagerBackend, run_graph, store_graph
 from .memory import keep_freed_memory
+from .modes import CUDA_GRAPHS, DEFAULT, name_in, options_of
 from .protocol import Compiled
 from .versions import plain_convolution_backward
 
@@ -33,11 +35,18 @@ class MissingCompilerError(RuntimeError):
 
 
 class InductorBackend:
-    """``torch._inductor.compile_fx.compile_fx_inner``, written against torch 2.13."""
+    """``torch._inductor.compile_fx.compile_fx_inner``, written against torch 2.13.
 
-    name = "inductor"
+    Args:
+        mode: as ``torch.compile`` has it, one of :data:`backends.modes.MODES`.
+    """
+
     bitwise = False
     slow = True
+
+    def __init__(self, mode: str = DEFAULT) -> None:
+        self.mode = mode
+        self.name = name_in(mode)
 
     def decompositions(self) -> Mapping[Any, Callable[..., Any]]:
         """Inductor's own table."""
@@ -66,13 +75,19 @@ class InductorBackend:
         output.meta["user_visible_output_idxs"] = [
             index for index, value in enumerate(output.args[0]) if isinstance(value, fx.Node)
         ]
-        # Whoever calls us has checked sizes and strides; the generated code need not do it once more at each call.
-        unasserted = config.patch(size_asserts=False, alignment_asserts=False)
-        with torch.no_grad(), unasserted, together(), _convolutions_of_any_size(example_inputs):
+        device = cuda_device(graph_module)
+        settings = config.patch(_settings(self.mode, device is not None))
+        with torch.no_grad(), settings, together(), _convolutions_of_any_size(example_inputs):
             joint_graph_passes(graph_module)
             if not any(node.op.startswith("call") for node in graph_module.graph.nodes):
                 return EagerBackend().compile(graph_module, example_inputs)  # as Inductor does, but it can be stored
-            return compile_fx_inner(graph_module, list(example_inputs), is_backward=True)
+            # The mode's settings are read here alone: what runs later has them in its code.
+            if device is None or not config.triton.cudagraphs:
+                return compile_fx_inner(graph_module, list(example_inputs), is_backward=True)
+            boxed = running_backward(device)
+            inputs = list(example_inputs)
+            compiled = compile_fx_inner(graph_module, inputs, is_backward=True, boxed_forward_device_index=boxed)
+            return CopiedOut(compiled, device)
 
     def save(self, compiled: Compiled) -> bytes | None:
         """The generated Python code and its compiled kernels, where all of it runs on the CPU."""
@@ -107,6 +122,15 @@ class InductorBackend:
         from .environment import environment
 
         return environment()
+
+
+def _settings(mode: str, on_cuda: bool) -> dict[str, Any]:
+    """What is set of Inductor's settings while a region is compiled."""
+    # Whoever calls us has checked sizes and strides; the generated code need not do it once more at each call.
+    chosen = {"size_asserts": False, "alignment_asserts": False, **options_of(mode)}
+    if not on_cuda:  # Inductor would find out in the end
+        chosen.pop(CUDA_GRAPHS, None)
+    return chosen
 
 
 @contextlib.contextmanager
@@ -146,6 +170,7 @@ def _store(compiled: Any) -> Stored:
 
     from .wrappers import store
 
+    compiled = made_by_inductor(compiled)
     if isinstance(getattr(compiled, "__self__", None), fx.GraphModule):
         return store_graph(compiled)
     if not isinstance(compiled, CompiledFxGraph):

@@ -18,10 +18,15 @@ from torch import fx
 from torch.fx._lazy_graph_module import _LazyGraphModule  # private in torch 2.13
 
 from .artifacts import ArtifactError
+from .modes import MODES, name_in
 from .protocol import Backend, Compiled
 
 ENTRY_POINT_GROUP = "compiled_autograd.backends"
-_OURS = {"eager": "backends.eager:EagerBackend", "inductor": "backends.inductor:InductorBackend"}
+_OURS: dict[str, tuple[str, tuple[str, ...]]] = {
+    "eager": ("backends.eager:EagerBackend", ()),
+    **{name_in(mode): ("backends.inductor:InductorBackend", (mode,)) for mode in MODES},
+}
+"""By name: a class, and what it is made with."""
 _loaded: dict[str, Backend] = {}
 
 
@@ -104,7 +109,7 @@ def list_backends() -> list[str]:
 
 
 def get_backend(backend: str | Callable[..., Any]) -> Backend:
-    """The backend with a name, or one made of a function.
+    """The backend with a name, or one made of a function. ``inductor:max-autotune`` is Inductor in that mode.
 
     Raises:
         UnknownBackendError: the name is none that is known; the nearest known one is suggested.
@@ -118,8 +123,9 @@ def get_backend(backend: str | Callable[..., Any]) -> Backend:
 
 def _load(name: str) -> Backend:
     if name in _OURS:
-        module, _, attribute = _OURS[name].partition(":")
-        return getattr(importlib.import_module(module), attribute)()
+        where, arguments = _OURS[name]
+        module, _, attribute = where.partition(":")
+        return getattr(importlib.import_module(module), attribute)(*arguments)
     for point in entry_points(group=ENTRY_POINT_GROUP, name=name):
         loaded = point.load()
         return loaded() if isinstance(loaded, type) else FunctionBackend(loaded, name)

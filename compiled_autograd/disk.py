@@ -139,7 +139,7 @@ class Disk:
         specs.update(shapes.of_placeholders(graph.tape))
         untraceable = {nodes[position]: reason for position, reason in plan.untraceable}
         key = VariantKey(settings.key, surroundings, (*handover.sizes, *handover.scalars))
-        backend = get_backend(settings.backend)
+        backend = get_backend(settings.backend_in_mode)
         variant = graph.make(key, backend, (), handover, shapes, specs, untraceable)
         shelved: dict[tuple[int, int], list[Shelved]] = {}
         for region in entry.regions:
@@ -234,7 +234,7 @@ class Disk:
             return why_not
         if variant.tensors is None:
             return "a saved tensor is of a kind that is not stored"
-        backend = get_backend(settings.backend)
+        backend = get_backend(settings.backend_in_mode)
         assert isinstance(backend, Storing)
         state = state_of(settings, surroundings)
         served = msgspec.msgpack.encode((variant.tensors, variant.shapes.sizes, variant.scalars))

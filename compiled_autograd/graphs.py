@@ -92,7 +92,7 @@ class CompiledGraph:
                 specs.update(before.program.specialiser.specs)
             misses = [self._why(key, before, handover, shapes.dynamic)]
             specs.update(shapes.of_placeholders(self.tape))
-            variant = self.make(key, get_backend(settings.backend), settings.passes, handover, shapes, specs)
+            variant = self.make(key, get_backend(settings.backend_in_mode), settings.passes, handover, shapes, specs)
             variant.tensors = tensor_plans(shapes, handover.tensors)
             misses += self.keep(variant)
         return variant, misses

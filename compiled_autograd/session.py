@@ -180,6 +180,10 @@ def enable(**settings: Any) -> Session:
         backend: ``"inductor"`` (default), ``"eager"``, a name that ``torch._dynamo.list_backends()`` knows, the name of
             an entry point of the group ``compiled_autograd.backends``, or a function
             ``(GraphModule, example_inputs) -> callable``.
+        mode: of ``"inductor"``, as ``torch.compile`` has it: ``"default"``; ``"reduce-overhead"``, with CUDA graphs;
+            ``"max-autotune"``, which times several kernels for an operator and takes the fastest, with CUDA graphs;
+            ``"max-autotune-no-cudagraphs"``. What each sets is ``torch._inductor.list_mode_options(mode)``. Results of
+            CUDA graphs are copied, so that gradients are nobody else's memory.
         dynamic: None compiles for the shapes that it meets, and makes symbols of those dimensions that are seen to
             change, or that ``torch._dynamo.mark_dynamic`` marked; True of all but those of parameters, at once; False
             of none.
@@ -207,10 +211,10 @@ def enable(**settings: Any) -> Session:
         UnknownSettingError, InvalidSettingError, SettingNotBuiltError, UnknownBackendError: see there.
     """
     resolved = resolve(settings)
-    if isinstance(resolved.backend, str):
+    if isinstance(resolved.backend_in_mode, str):
         from backends import get_backend
 
-        get_backend(resolved.backend)
+        get_backend(resolved.backend_in_mode)
     return Session(resolved)
 
 

@@ -7,6 +7,8 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
 from typing import Any
 
+from backends.modes import DEFAULT, MODES, WITH_MODES, name_in
+
 from .errors import InvalidSettingError, SettingNotBuiltError, UnknownSettingError
 
 PREFIX = "COMPILED_AUTOGRAD_"
@@ -25,6 +27,12 @@ class Settings:
     cache_dir: str | os.PathLike[str] | bool | None = None
     passes: tuple[Callable[..., Any], ...] = ()
     tune: bool = True
+    mode: str = DEFAULT
+
+    @property
+    def backend_in_mode(self) -> str | Callable[..., Any]:
+        """The backend as the registry knows it: Inductor has a name for each mode."""
+        return self.backend if self.mode == DEFAULT else name_in(self.mode)
 
     @property
     def compiles(self) -> bool:
@@ -34,7 +42,7 @@ class Settings:
     @property
     def key(self) -> tuple[Any, ...]:
         """What a compiled variant depends on; the policies (``on_*``) decide only when one is made."""
-        return (("backend", self.backend), ("passes", self.passes), ("dynamic", self.dynamic))
+        return (("backend", self.backend_in_mode), ("passes", self.passes), ("dynamic", self.dynamic))
 
 
 _NAMES = tuple(field.name for field in fields(Settings))
@@ -46,7 +54,7 @@ def resolve(given: Mapping[str, Any], environ: Mapping[str, str] | None = None) 
 
     Raises:
         UnknownSettingError: a keyword, or a variable with our prefix, that names no setting.
-        InvalidSettingError: a value that the setting cannot take.
+        InvalidSettingError: a value that the setting cannot take, by itself or beside the others.
         SettingNotBuiltError: a value that will have a meaning in a later version.
     """
     environ = os.environ if environ is None else environ
@@ -64,7 +72,9 @@ def resolve(given: Mapping[str, Any], environ: Mapping[str, str] | None = None) 
             values[name] = _check(name, _WORDS.get(text.lower(), text), variable)
     for name, value in given.items():
         values[name] = _check(name, value, "enable()")
-    return Settings(**values)
+    settings = Settings(**values)
+    _check_mode(settings, "enable()" if "mode" in given else PREFIX + "MODE")
+    return settings
 
 
 def _check(name: str, value: Any, where: str) -> Any:
@@ -110,6 +120,20 @@ def _tune(value: Any, where: str) -> Any:
     return value
 
 
+def _mode(value: Any, where: str) -> Any:
+    if value not in MODES:
+        raise InvalidSettingError("mode", value, "one of " + ", ".join(map(repr, MODES)), where)
+    return value
+
+
+def _check_mode(settings: Settings, where: str) -> None:
+    """Only one backend has modes."""
+    if settings.mode != DEFAULT and settings.backend != WITH_MODES:
+        allowed = f"{DEFAULT!r} with backend={settings.backend!r}"
+        do = f"leave it out, or set backend={WITH_MODES!r}, which alone has modes"
+        raise InvalidSettingError("mode", settings.mode, f"{allowed}: {do}", where)
+
+
 def _cache_dir(value: Any, where: str) -> Any:
     if value is None or value is False:
         return value
@@ -134,4 +158,5 @@ _CHECKS: dict[str, Callable[[Any, str], Any]] = {
     "tune": _tune,
     "cache_dir": _cache_dir,
     "passes": _passes,
+    "mode": _mode,
 }

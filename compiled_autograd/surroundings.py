@@ -28,10 +28,10 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 def state_of(settings: Settings, surroundings: Ambient) -> State:
     """Settings, ambient state and environment, as named parts. The backend is a :class:`Storing` one."""
-    backend = get_backend(settings.backend)
+    backend = get_backend(settings.backend_in_mode)
     assert isinstance(backend, Storing)
     environment = {**versions(), **backend.environment()}
-    chosen = {"backend": str(settings.backend), "dynamic": str(settings.dynamic)}
+    chosen = {"backend": str(settings.backend_in_mode), "dynamic": str(settings.dynamic)}
     return chosen, {name: text_of_part(name, value) for name, value in surroundings}, environment
 
 
@@ -52,7 +52,7 @@ def why_not_stored(tape: ir.TapeGraph, settings: Settings) -> str:
         return "passes are functions, which may be others in another process"
     if not isinstance(settings.backend, str):
         return "the backend is a function, which may be another in another process"
-    if not isinstance(get_backend(settings.backend), Storing):
+    if not isinstance(get_backend(settings.backend_in_mode), Storing):
         return f"backend {settings.backend!r} cannot store what it compiles"
     for node in tape.graph.nodes:
         if isinstance(node.target, ir.AOTBackward):

@@ -147,7 +147,7 @@ class _Handle:
         """The graph for the order of the tape that was handed over."""
         assert self.graph is not None
         settings = attempt.session.settings
-        if not self.shows and not (self.shows_bitwise and get_backend(settings.backend).bitwise):
+        if not self.shows and not (self.shows_bitwise and get_backend(settings.backend_in_mode).bitwise):
             return self.graph
         made_when = tape.made_when(attempt.call.outputs)
         graph = self.orders.get(made_when)

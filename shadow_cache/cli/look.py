@@ -32,7 +32,7 @@ _KEYS: dict[str, Callable[[Summary], Any]] = {
 )
 @click.option("--reverse", is_flag=True, help="Turn the order round.")
 @click.option("--limit", type=click.IntRange(min=0), help="Only so many.")
-@click.option("--backend", help="Only those of this backend.")
+@click.option("--backend", help="Only those of this backend, in its mode: inductor, inductor:max-autotune.")
 @click.option("--loss", help="Only those whose loss has this text in its name.")
 @click.option("--name", help="Only those with this text in their loss, module or source line.")
 @click.option("--dynamic/--static", default=None, help="Only those with symbols for sizes, or without.")

@@ -114,16 +114,18 @@ RUNNERS: dict[str, Callable[[], Runner]] = {
     "eager": eager,
     "ours-eager": lambda: ours("eager"),
     "ours-inductor": lambda: ours("inductor"),
+    "ours-cuda-graphs": lambda: ours("inductor:reduce-overhead"),
     "torch-ca-dynamic": lambda: torch_own(dynamic=True),
     "torch-ca-static": lambda: torch_own(dynamic=False),
     "aot": aot,
 }
 
-# The same runners with an empty compiled function: what is left of a backward is the cost of a hit. The two of ours
-# differ in nothing else.
+# The same runners with an empty compiled function: what is left of a backward is the cost of a hit. Ours differ in
+# nothing else.
 EMPTY_RUNNERS: dict[str, Callable[[], Runner]] = {
     "ours-eager": lambda: ours(empty_backend),
     "ours-inductor": lambda: ours(empty_backend),
+    "ours-cuda-graphs": lambda: ours(empty_backend),
     "torch-ca-dynamic": lambda: torch_own(dynamic=True, compiler=empty_torch_function),
     "torch-ca-static": lambda: torch_own(dynamic=False, compiler=empty_torch_function),
 }

@@ -107,7 +107,14 @@ class _Thread:
 
     def at(self, number: int) -> Streams:
         """The streams under which a node was recorded."""
-        return self.changes[bisect.bisect_right(self.changes, number, key=lambda change: change[0]) - 1][1]
+        return self.changes[self._find(number)][1]
+
+    def during(self, lowest: int, highest: int) -> set[Streams]:
+        """All under which the nodes between two, these included, were recorded."""
+        return {streams for _, streams in self.changes[self._find(lowest) : self._find(highest) + 1]}
+
+    def _find(self, number: int) -> int:
+        return bisect.bisect_right(self.changes, number, key=lambda change: change[0]) - 1
 
     def only(self, streams: Streams) -> bool:
         """Whether all was recorded under these."""
@@ -192,11 +199,18 @@ class Watch:
         nodes = first_nodes(outputs)
         if len(nodes) > LONGEST:
             return on_other_streams(f"some node of a tape of more than {LONGEST} nodes")
+        numbers = [number for node in nodes if (number := type(node)._sequence_nr(node)) != LEAF_NUMBER]
+        if not numbers:
+            return None
+        lowest, highest = min(numbers), max(numbers)
+        here = {DEFAULT, now}
+        if mine.during(lowest, highest) == {now} and all(each.during(lowest, highest) <= here for each in others):
+            return None
         for node in nodes:
             number = type(node)._sequence_nr(node)
             if number == LEAF_NUMBER:
                 continue
-            if mine.at(number) != now or any(each.at(number) not in (DEFAULT, now) for each in others):
+            if mine.at(number) != now or any(each.at(number) not in here for each in others):
                 return on_other_streams(type(node).name(node).rpartition("::")[2])
         return None
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import random
 import threading
 from collections.abc import Callable, Iterator
 from typing import Any
@@ -200,8 +201,11 @@ def test_streams_that_accelerator_sets(watch: Watch) -> None:
 
 
 def test_a_stream_as_context_manager(watch: Watch) -> None:
-    def entered() -> Any:
-        return torch.Stream.__new__(torch.Stream)
+    @contextlib.contextmanager
+    def entered() -> Iterator[None]:  # a stream itself cannot be made without a device
+        stream = torch.Stream.__enter__(None)  # type: ignore[arg-type]
+        yield
+        torch.Stream.__exit__(stream, None, None, None)
 
     expect(steps(ca.enable(backend="eager"), entered), bypasses={"cuda_streams": 3})
 
@@ -310,6 +314,27 @@ def test_a_tape_too_long_to_read(watch: Watch, monkeypatch: pytest.MonkeyPatch) 
     assert "more than 1 nodes" in str(session.last.reasons[0])  # type: ignore[union-attr]
 
 
+def test_any_order_of_parts_and_streams(watch: Watch) -> None:
+    """A tape of some parts of what was recorded: compiled where they, and nothing else, say so."""
+    draw = random.Random(0)
+    outcomes = set()
+    for _ in range(300):
+        kept: list[tuple[int, torch.Tensor]] = []
+        for _ in range(draw.randint(1, 6)):
+            number = draw.choice((0, 0, SIDE, OTHER))
+            with on_stream(number):
+                part = W.clone().requires_grad_().sin().sum()
+                if draw.random() < 0.5:
+                    kept.append((number, part))
+        where = draw.choice((0, SIDE))
+        with on_stream(where):
+            total = torch.stack([W.sum().requires_grad_() * 2, *(part for _, part in kept)]).sum()
+            reason = watch.reason([total])
+        assert (reason is not None) == any(number != where for number, _ in kept)
+        outcomes.add((where, reason is None))
+    assert len(outcomes) == 4
+
+
 def test_changes_are_kept_of_the_last_ones_only() -> None:
     one, other = ((0, SIDE),), ((0, OTHER),)
     thread = _Thread(DEFAULT, 10, DEFAULT)
@@ -319,6 +344,8 @@ def test_changes_are_kept_of_the_last_ones_only() -> None:
     assert len(thread.changes) <= streams._MOST_CHANGES
     assert thread.at(5) is UNKNOWN and thread.at(5009) == one and thread.at(5008) == other
     assert thread.at(9999) == one
+    assert thread.during(5008, 5009) == {one, other} and thread.during(5009, 9999) == {one}
+    assert thread.during(3, 4) == {UNKNOWN}
 
 
 def test_changes_between_which_nothing_was_recorded_vanish() -> None:

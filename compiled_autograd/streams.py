@@ -29,6 +29,7 @@ import ctypes
 import functools
 import gc
 import os
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -134,7 +135,7 @@ class Watch:
         self._local = threading.local()
         self._lock = threading.Lock()
         self._threads: list[_Thread] = []
-        self._before: Streams = DEFAULT
+        self._unsure: set[int] = set()
         self._by_engine: set[Streams] = set()
         self._undo: list[Callable[[], None]] = []
 
@@ -151,7 +152,7 @@ class Watch:
             return
         streams = _current_streams()
         if streams != DEFAULT or (torch.cuda._initialized and _memory_on_other_streams()):
-            self._before = UNKNOWN
+            self._unsure = set(sys._current_frames())  # the threads whose nodes so far may lie on any stream
         self.in_use = True
         self._look()
         for name in _SETTERS:
@@ -222,8 +223,8 @@ class Watch:
             mine.look(number, streams)
         else:
             # Nobody set this thread's streams since we began to watch, but the engine sets those of its own unseen.
-            inside = _engines_task() != -1
-            before = UNKNOWN if inside or self._before is UNKNOWN else streams
+            unsure = _engines_task() != -1 or threading.get_ident() in self._unsure
+            before = UNKNOWN if unsure else streams
             mine = self._local.thread = _Thread(before, number, streams)
         self._list(mine)
         return mine

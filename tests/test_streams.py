@@ -274,8 +274,13 @@ def test_what_was_recorded_before(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatc
     bypasses = {"cuda_streams": 1} if memory else {}
     expect(session.stats(), bypasses=bypasses, structure_misses=not memory)
     stats = steps(session)
-    watch.stop()
     assert stats.hits + stats.structure_misses == 4 - memory
+    younger: list[ca.Stats] = []  # of a thread that began later, all is known
+    thread = threading.Thread(target=lambda: younger.append(steps(ca.enable(backend="eager"))))
+    thread.start()
+    thread.join()
+    watch.stop()
+    assert len(watch._threads) == memory
 
 
 def test_an_allocator_that_gives_no_account(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:

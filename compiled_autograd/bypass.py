@@ -38,6 +38,21 @@ DDP_CPP_REDUCER = Bypass(
     "compiles: fully_shard (a mesh of shape (ranks, 1) replicates), Python hooks that communicate, and DDP made under "
     "torch._dynamo.config.optimize_ddp = 'python_reducer' where every rank uses the same parameters and no buffers",
 )
+STREAM_CAPTURE = Bypass(
+    "stream_capture", hint="a CUDA graph is being captured on this stream, which compiling or copying would spoil"
+)
+CUDA_DEVICES = Bypass(
+    "cuda_devices", hint="the tape lies on several CUDA devices; the eager engine has a thread for each of them"
+)
+
+
+def on_other_streams(what: str) -> Bypass:
+    """Part of the tape was recorded on another CUDA stream than the current one, or may have been: ``what`` was."""
+    return Bypass(
+        "cuda_streams",
+        hint=f"{what} may not have been recorded on the CUDA stream that backward is called on, and only the eager "
+        "engine makes streams wait for one another; forward and backward under one torch.cuda.stream compile",
+    )
 
 
 def before_capture(create_graph: bool, grads: Sequence[torch.Tensor | None], depth: int) -> Bypass | None:

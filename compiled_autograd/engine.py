@@ -29,6 +29,7 @@ from .functions import number_of
 from .gate import GATE, threads_running
 from .seam import words_for_unused
 from .session import BYPASS, Outcome, Session, current
+from .streams import WATCH
 from .tuning import TUNING
 from .walk import LEFT_TO_EAGER, Attempt, Call, ask_engine, run_backward, walking
 
@@ -90,6 +91,7 @@ def install() -> None:
         _key_of_function(torch.autograd.Function._compiled_autograd_key)
     )
     GATE.expect_unseen(lambda: threads_running(code))
+    WATCH.install()
 
 
 def _answering(original: Callable[..., Any], answer: Callable[..., Any]) -> Callable[..., Any]:
@@ -114,6 +116,8 @@ def _key_of_function(original: Callable[[Any], tuple[int, ...]]) -> Callable[[An
 def _run(session: Session, call: Call) -> Any:
     attempt = Attempt(session, call, time.perf_counter())
     reason = before_capture(call.create_graph, call.grads, depth())
+    if reason is None and WATCH.in_use:
+        reason = WATCH.reason(call.outputs)
     if reason is None and session.settings.on_miss == "raise":
         _raise_if_missing(session, call)
     if reason is None and session.settings.on_miss == "background" and BACKGROUND.busy:
@@ -188,6 +192,8 @@ def _bypass(session: Session, call: Call, reason: Bypass, misses: Sequence[Miss]
 
 def _eager(call: Call) -> Any:
     """The eager engine, as if we were not there."""
+    if WATCH.in_use and call.create_graph:
+        WATCH.differentiable(call.outputs)
     GATE.enter_eager()
     try:
         with leave_to_engine():

@@ -289,6 +289,7 @@ class TapeGraph:
         order: indices into ``calls`` in the order in which the eager engine would run them.
         accumulates: True for ``backward``, False for ``autograd.grad``.
         needs_engine: it has calls that can be run only while the engine's own call is under way.
+        cuda_device: the index of the CUDA device that it lies on; None where it lies on none.
     """
 
     graph: fx.Graph
@@ -297,6 +298,7 @@ class TapeGraph:
     accumulates: bool
     needs_engine: bool = False
     order: list[int] = field(default_factory=list)
+    cuda_device: int | None = None
 
     def by_call(self) -> dict[int, list[fx.Node]]:
         """The graph's calls, grouped by the node of the tape that they belong to, in the graph's order."""

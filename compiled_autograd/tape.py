@@ -27,7 +27,7 @@ LONGEST = 10_000
 """So many nodes of a tape are read from Python at most. A node that was once seen from Python is freed by recursion
 (2.13): a tape that is a chain of some 50,000 nodes, walked over ``next_functions`` and then dropped, overflows a stack
 of 8 MiB and ends the process, with PyTorch alone."""
-_OF_LEAVES = 2**64 - 1
+LEAF_NUMBER = 2**64 - 1
 """The sequence number of all leaves, which makes them go first."""
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)')
 
@@ -93,7 +93,7 @@ def made_when(outputs: Sequence[torch.Tensor | GradientEdge]) -> tuple[int, ...]
     """When the nodes of a tape were made, counted from the first: tapes of one structure for which this is the same run
     in the same order. Some 0.5 microseconds a node."""
     numbers = [type(node)._sequence_nr(node) for node in first_nodes(outputs)]
-    return tuple([number - numbers[0] if number < _OF_LEAVES else 0 for number in numbers])
+    return tuple([number - numbers[0] if number < LEAF_NUMBER else 0 for number in numbers])
 
 
 def first_nodes(outputs: Iterable[torch.Tensor | GradientEdge]) -> list[Any]:

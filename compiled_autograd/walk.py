@@ -26,6 +26,7 @@ from . import ir, tape
 from .bypass import DDP_CPP_REDUCER, EVERY_TAPE_NEW, ON_MISS, TORCH_COMPILED_AUTOGRAD
 from .capture import Capture
 from .churn import CHURN
+from .devices import cuda_device, on_device
 from .disk import disk_for
 from .errors import BrokenCaptureError, CaptureRefusedError
 from .execution import Running, execute
@@ -98,7 +99,8 @@ class Attempt:
             log,
             self.handover.graph.tape.order,
         )
-        return execute(self.session, state, self.handover, self.miss, self.capture is not None)
+        with on_device(self.handover.graph.tape.cuda_device):
+            return execute(self.session, state, self.handover, self.miss, self.capture is not None)
 
 
 class _Thread(threading.local):
@@ -268,6 +270,7 @@ def _finish(captured: ir.TapeGraph, capture: Capture) -> tuple[Callable[..., Any
     """The report is complete and the tape still whole."""
     attempt = _thread.attempt
     assert attempt is not None
+    captured.cuda_device = cuda_device(captured)
     short = len(captured.calls) <= tape.LONGEST
     visited = tape.walk(attempt.call.outputs, attempt.call.inputs) if short else []
     agrees = short and tape.join_order(captured.calls, visited, attempt.call.outputs)

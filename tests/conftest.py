@@ -28,3 +28,24 @@ def clean_start(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     faulthandler.cancel_dump_traceback_later()
     assert not session._stack(), "a session was left on the stack"
+
+
+def _require_cuda() -> None:
+    if not torch.cuda.is_available():
+        pytest.skip(f"needs a CUDA device, and torch {torch.__version__} finds none")
+
+
+@pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+    """Where a test computes. What it asserts holds on both, so that its logic is tried on the CPU by default."""
+    if request.param == "cuda":
+        _require_cuda()
+        monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    return request.param
+
+
+@pytest.fixture
+def cuda() -> str:
+    """For what only a CUDA device has; such a test is marked ``gpu``."""
+    _require_cuda()
+    return "cuda"

@@ -1,0 +1,278 @@
+"""Around training on a CUDA device: memory, the store, compiling in the background, profiles, streams, devices.
+
+What runs on the CPU too has its logic tried there by default; ``python -m pytest -m gpu`` runs the rest.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.profiler import ProfilerActivity, profile
+
+import compiled_autograd as ca
+from benchmarks.memory import peak_of_backward
+from compiled_autograd import reporting
+
+from .helpers import Squares, assert_grads, assert_same, expect, mlp
+
+BACKENDS = ["eager", pytest.param("inductor", marks=pytest.mark.slow)]
+
+
+class Twins:
+    """Two copies of a model, one on eager and one in a session."""
+
+    def __init__(self, device: str, session: ca.Session, make: Callable[[], nn.Module] = mlp) -> None:
+        self.session, self.device = session, device
+        self.model = make().to(device)
+        self.reference = copy.deepcopy(self.model)
+
+    def step(self, forward: Any = contextlib.nullcontext, backward: Any = contextlib.nullcontext) -> None:
+        """One backward of each, in contexts that hold for both; gradients agree."""
+        x = torch.randn(4, 8, device=self.device)
+        for each, around in ((self.reference, ca.disable()), (self.model, self.session)):
+            each.zero_grad()
+            with forward():
+                loss = each(x).square().mean()
+            with around, backward():
+                loss.backward()
+        bitwise = self.device == "cpu" and self.session.settings.backend == "eager"
+        assert_grads(self.model, self.reference, bitwise)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_compiled_in_the_background(device: str, backend: str) -> None:
+    session = ca.enable(backend=backend, on_miss="background")
+    twins = Twins(device, session)
+    twins.step()
+    assert session.stats().structure_misses == 1
+    assert session.wait(200)
+    for _ in range(3):
+        twins.step()
+    expect(session.stats(), structure_misses=1, hits=3, captures=1, compiles=1)
+
+
+def _restart() -> None:
+    """As in another process."""
+    ca.reset()
+    reporting._warned.clear()
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_the_store_on_disk(device: str, backend: str, tmp_path: Path) -> None:
+    """Inductor's code for a GPU is not stored, and says so; all else is found again."""
+    counts = []
+    for _ in range(2):
+        _restart()
+        session = ca.enable(backend=backend, cache_dir=tmp_path)
+        twins = Twins(device, session)
+        twins.step()
+        twins.step()
+        counts.append(session.stats())
+        not_stored = session.graphs()[0].variants[0].not_stored if session.graphs() else ""
+    expect(counts[0], structure_misses=1, hits=1, captures=1, compiles=1)
+    if backend == "inductor" and device == "cuda":
+        assert "only code for the CPU is stored" in not_stored
+        expect(counts[1], structure_misses=1, hits=1, captures=1, compiles=1)
+    else:
+        assert not_stored == ""
+        expect(counts[1], hits=2, captures=1, compiles=0)
+        assert counts[1].loads == 1
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_peak_memory_is_eagers(device: str, backend: str) -> None:
+    session = ca.enable(backend=backend)
+    model = mlp(width=256, depth=8).to(device)
+    x = torch.randn(512, 256, device=device)
+
+    def make_loss() -> torch.Tensor:
+        model.zero_grad()
+        return model(x).square().mean()
+
+    for around in (ca.disable(), session):  # what libraries allocate once is not counted
+        loss = make_loss()
+        with around:
+            loss.backward()
+    eager = peak_of_backward(make_loss, ca.disable(), device)
+    wanted = [parameter.grad for parameter in model.parameters()]
+    compiled = peak_of_backward(make_loss, session, device)
+    assert_same([parameter.grad for parameter in model.parameters()], wanted, bitwise=False)
+    expect(session.stats(), structure_misses=1, hits=1, captures=1)
+    assert compiled <= 1.1 * eager
+
+
+def test_events_in_a_profile(device: str) -> None:
+    x = torch.randn(3, device=device, requires_grad=True)
+    x.register_hook(lambda grad: None)
+    activities = [ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if device == "cuda" else [])]
+    with ca.enable(backend="eager") as session, profile(activities=activities) as profiler:
+        (Squares.apply(x) * 2).sum().backward()
+    expect(session.stats(), structure_misses=1, captures=1, compiles=2)
+    names = [event.name for event in profiler.events()]
+    for name in ("SumBackward0", "MulBackward0", "SquaresBackward", "tensor_hook of AccumulateGrad"):
+        assert name in names
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_one_region_is_one_event(device: str, backend: str) -> None:
+    session = ca.enable(backend=lambda graph_module, examples: graph_module) if backend == "eager" else None
+    session = session or ca.enable(backend=backend)
+    twins = Twins(device, session)
+    with profile(activities=[ProfilerActivity.CPU]) as profiler:
+        twins.step()
+    names = [event.name for event in profiler.events()]
+    assert sum(name.startswith("compiled_autograd: ") for name in names) == 1
+    expect(session.stats(), structure_misses=1, captures=1, compiles=1)
+
+
+def _ordered(stream: Any) -> Any:
+    """A context on another stream, before and after which the two wait for one another."""
+
+    @contextlib.contextmanager
+    def context() -> Iterator[None]:
+        current = torch.cuda.current_stream()
+        stream.wait_stream(current)
+        with torch.cuda.stream(stream):
+            yield
+        current.wait_stream(stream)
+
+    return context
+
+
+@pytest.fixture
+def session(cuda: str) -> ca.Session:
+    """Of a process that has CUDA in use, with what other tests did on streams forgotten."""
+    torch.zeros(1, device=cuda)
+    return ca.enable(backend="eager")
+
+
+@pytest.mark.gpu
+def test_forward_on_another_stream(session: ca.Session) -> None:
+    twins = Twins("cuda", session)
+    side = _ordered(torch.cuda.Stream())
+    for _ in range(3):
+        twins.step(forward=side)
+    expect(session.stats(), bypasses={"cuda_streams": 3})
+    twins.step()
+    twins.step()
+    expect(session.stats(), bypasses={"cuda_streams": 3}, structure_misses=1, hits=1)
+
+
+@pytest.mark.gpu
+def test_backward_on_another_stream(session: ca.Session) -> None:
+    twins = Twins("cuda", session)
+    for _ in range(3):
+        twins.step(backward=_ordered(torch.cuda.Stream()))
+    expect(session.stats(), bypasses={"cuda_streams": 3})
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("entered", ["torch.cuda.stream", "torch.cuda.Stream", "torch.Stream", "torch.accelerator"])
+def test_all_ways_to_a_stream_are_seen(session: ca.Session, entered: str) -> None:
+    @contextlib.contextmanager
+    def by_accelerator() -> Iterator[None]:
+        before = torch.accelerator.current_stream()
+        torch.accelerator.set_stream(torch.Stream(device="cuda"))
+        yield
+        torch.accelerator.set_stream(before)
+
+    contexts: dict[str, Callable[[], Any]] = {
+        "torch.cuda.stream": lambda: torch.cuda.stream(torch.cuda.Stream()),
+        "torch.cuda.Stream": lambda: torch.cuda.Stream(),
+        "torch.Stream": lambda: torch.Stream(device="cuda"),
+        "torch.accelerator": by_accelerator,
+    }
+
+    @contextlib.contextmanager
+    def context() -> Iterator[None]:
+        torch.cuda.synchronize()
+        with contexts[entered]():
+            assert torch.cuda.current_stream() != torch.cuda.default_stream()
+            yield
+        assert torch.cuda.current_stream() == torch.cuda.default_stream()
+        torch.cuda.synchronize()
+
+    Twins("cuda", session).step(forward=context)
+    expect(session.stats(), bypasses={"cuda_streams": 1})
+
+
+@pytest.mark.gpu
+def test_a_whole_loop_on_one_stream(session: ca.Session) -> None:
+    with _ordered(torch.cuda.Stream())():
+        twins = Twins("cuda", session)
+        for _ in range(3):
+            twins.step()
+    expect(session.stats(), structure_misses=1, hits=2)
+
+
+@pytest.mark.gpu
+def test_a_prefetcher_costs_nothing(session: ca.Session) -> None:
+    twins = Twins("cuda", session)
+    stream = torch.cuda.Stream()
+    for _ in range(3):
+        with torch.cuda.stream(stream):
+            torch.randn(1000).pin_memory().to("cuda", non_blocking=True)
+        twins.step()
+    expect(session.stats(), structure_misses=1, hits=2)
+
+
+@pytest.mark.gpu
+def test_while_a_cuda_graph_is_captured(session: ca.Session) -> None:
+    """As in PyTorch's own example of it: some steps on a side stream first, then one that is captured, then replays."""
+    model = mlp().to("cuda")
+    x = torch.randn(4, 8, device="cuda")
+
+    def step() -> None:
+        model.zero_grad(set_to_none=True)
+        with session:
+            model(x).square().mean().backward()
+
+    stream = torch.cuda.Stream()
+    with _ordered(stream)(), ca.disable():
+        for _ in range(3):
+            model(x).square().mean().backward()
+    model.zero_grad(set_to_none=True)
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        step()
+    expect(session.stats(), bypasses={"stream_capture": 1})
+    x.copy_(torch.randn_like(x))
+    graph.replay()
+    found = [parameter.grad.clone() for parameter in model.parameters() if parameter.grad is not None]
+    wanted = torch.autograd.grad(model(x).square().mean(), list(model.parameters()))
+    assert_same(found, wanted, bitwise=False)
+
+
+@pytest.fixture
+def two(cuda: str) -> None:
+    if torch.cuda.device_count() < 2:
+        pytest.skip("needs two CUDA devices")
+
+
+@pytest.mark.gpu
+def test_a_tape_on_two_devices(session: ca.Session, two: None) -> None:
+    first, last = nn.Linear(8, 8, device="cuda:0"), nn.Linear(8, 3, device="cuda:1")
+    for _ in range(2):
+        with session:
+            last(first(torch.ones(4, 8, device="cuda:0")).to("cuda:1")).sum().backward()
+    expect(session.stats(), bypasses={"cuda_devices": 2})
+
+
+@pytest.mark.gpu
+def test_a_tape_on_a_device_that_is_not_the_current_one(session: ca.Session, two: None) -> None:
+    twins = Twins("cuda:1", session)
+    devices = []
+    for each in (twins.reference, twins.model):
+        each[0].weight.register_hook(lambda grad: devices.append(torch.empty(1, device="cuda").device))
+    for _ in range(3):
+        twins.step()
+    assert torch.cuda.current_device() == 0
+    assert devices == [torch.device("cuda", 1)] * 6
+    expect(session.stats(), structure_misses=1, hits=2)

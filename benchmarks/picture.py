@@ -87,7 +87,7 @@ def draw(results: list[Result], file: Path) -> None:
 
 
 def _ratios(axes: Any, by_cell: dict[tuple[str, str], Result], models: list[str], runners: list[str]) -> None:
-    label: str | None = "floor: no fusion goes below"
+    label: str | None = "floor: the part of eager in products"
     for row, place, height in _bars(axes, by_cell, models, runners, "ratio", "{:.2f}", beyond="floor"):
         if row.get("floor") is not None:
             ends = place - 0.5 * height, place + 0.5 * height

@@ -1,7 +1,8 @@
 """Compiles a region in another process, so that this one's interpreter and cores are left to the training.
 
 The graph goes there as text with the shapes of its inputs, and comes back as an artifact. What cannot go that way
-(sizes that are symbols, constants in the graph, backends that store nothing) is compiled here.
+(sizes that are symbols, constants in the graph, other devices than the CPU, backends that store nothing) is compiled
+here.
 """
 
 from __future__ import annotations
@@ -64,6 +65,8 @@ def compile_elsewhere(backend: Backend, graph_module: fx.GraphModule, examples: 
 def _request(backend: Backend, graph_module: fx.GraphModule, examples: Sequence[Any]) -> Request | None:
     if not getattr(backend, "slow", False) or not isinstance(backend, Storing):
         return None
+    if any(isinstance(value, torch.Tensor) and value.device.type != "cpu" for value in examples):
+        return None  # its code could not be brought back
     inputs = kinds_of_inputs(graph_module, examples)
     if inputs is None:
         return None

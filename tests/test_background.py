@@ -13,6 +13,7 @@ import torch
 from torch import fx, nn
 
 import compiled_autograd as ca
+from backends import get_backend
 from compiled_autograd import background, remote
 from compiled_autograd.session import Session
 from compiled_autograd.versions import release
@@ -279,3 +280,13 @@ def test_the_thread_lets_others_have_the_interpreter_soon(monkeypatch: pytest.Mo
     session.wait()
     assert seen and max(seen) < before
     assert sys.getswitchinterval() == before
+
+
+def test_only_code_for_the_cpu_is_compiled_in_another_process() -> None:
+    """That for other devices is not stored, so it could not be brought back, and would be compiled twice."""
+    graph_module = fx.symbolic_trace(lambda x: [x.sin()])
+    backend = get_backend("inductor")
+    for device, goes in (("cpu", True), ("meta", False)):
+        x = torch.empty(3, device=device)
+        graph_module.graph.find_nodes(op="placeholder")[0].meta["val"] = x
+        assert (remote._request(backend, graph_module, [x]) is not None) is goes

@@ -337,8 +337,7 @@ def _hand_over(
     """What the engine calls once it has walked a tape whose structure it knows."""
     graph = handle.graph
     assert graph is not None, "the engine called what it had forgotten"
-    handover = Handover(graph, list(tensors), list(sizes), list(scalars), objects, packed)
-    tensors.clear()
+    handover = Handover(graph, tensors, sizes, scalars, objects, packed)
     attempt = _thread.attempt
     if attempt is None:  # PyTorch's own compiled autograd met a structure that we captured before it
         return graph(handover)

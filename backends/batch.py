@@ -65,7 +65,6 @@ class _Batch:
     def __init__(self) -> None:
         self._settings = inductor_settings()
         self._waiting: list[_Source] = []
-        self._compiled: dict[_Source, Kernel] = {}
 
     def add(self, argument_types: Sequence[str], code: str) -> Any:
         """What Inductor takes for a kernel that is being compiled."""
@@ -77,11 +76,9 @@ class _Batch:
 
     def _result(self, source: _Source) -> Kernel:
         if self._waiting:
-            sources, self._waiting = list(dict.fromkeys(self._waiting)), []
-            self._compiled.update({each: _known[each] for each in sources if _is_known(each)})
-            self._compiled.update(_compile([each for each in sources if each not in self._compiled]))
-            _known.update(self._compiled)
-        return self._compiled[source]
+            sources, self._waiting = dict.fromkeys(self._waiting), []
+            _known.update(_compile([each for each in sources if not _is_known(each)]))
+        return _known[source]
 
 
 _known: dict[_Source, Kernel] = {}
@@ -132,14 +129,14 @@ def _compile(sources: Sequence[_Source]) -> dict[_Source, Kernel]:
 
     files = _shares(sources, get_compile_threads())
     compiled: dict[_Source, Kernel] = {}
-    for share, result in [(share, _start(share)) for share in files]:
+    for share, result in zip(files, _start_all(files), strict=True):
         try:
             compiled.update(result())
         except CppCompileError as error:
             if len(share) == 1:
                 raise
             _log.debug("%d kernels could not be compiled together, and are compiled one by one: %s", len(share), error)
-            for alone in [_start([source]) for source in share]:
+            for alone in _start_all([[source] for source in share]):
                 compiled.update(alone())
     return compiled
 
@@ -155,21 +152,27 @@ def _shares(sources: Sequence[_Source], count: int) -> list[list[_Source]]:
     return shares
 
 
+def _start_all(files: Sequence[Sequence[_Source]]) -> list[Callable[[], dict[_Source, Kernel]]]:
+    """Begin to compile each file."""
+    from torch._inductor import config
+
+    with config.patch(cpp_cache_precompile_headers=config.cpp_cache_precompile_headers and _headers_pay()):
+        return [_start(sources) for sources in files]
+
+
 def _start(sources: Sequence[_Source]) -> Callable[[], dict[_Source, Kernel]]:
     """Begin to compile one file; what is returned waits for its kernels."""
-    from torch._inductor import config
     from torch._inductor.async_compile import AsyncCompile
     from torch._inductor.codecache import CppPythonBindingsCodeCache as Cache
 
-    with config.patch(cpp_cache_precompile_headers=config.cpp_cache_precompile_headers and _headers_pay()):
-        if len(sources) == 1:
-            (source,) = sources
-            kernel = Cache.load_pybinding_async(source.argument_types, source.code, submit_fn=AsyncCompile.submit)
-            return lambda: {source: kernel()}
-        entries = [ENTRY, *(f"{ENTRY}_{index}" for index in range(1, len(sources)))]
-        headers = [*dict.fromkeys(line for source in sources for line in source.includes()), *_HEADERS]
-        parts = [source.as_entry(entry) for source, entry in zip(sources, entries, strict=True)]
-        result = Cache.load_async("\n".join([*headers, *parts]), "cpu", submit_fn=AsyncCompile.submit)
+    if len(sources) == 1:
+        (source,) = sources
+        kernel = Cache.load_pybinding_async(source.argument_types, source.code, submit_fn=AsyncCompile.submit)
+        return lambda: {source: kernel()}
+    entries = [ENTRY, *(f"{ENTRY}_{index}" for index in range(1, len(sources)))]
+    headers = [*dict.fromkeys(line for source in sources for line in source.includes()), *_HEADERS]
+    parts = [source.as_entry(entry) for source, entry in zip(sources, entries, strict=True)]
+    result = Cache.load_async("\n".join([*headers, *parts]), "cpu", submit_fn=AsyncCompile.submit)
 
     def kernels() -> dict[_Source, Kernel]:
         module = result()

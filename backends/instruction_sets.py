@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor, wait
+from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -42,7 +42,6 @@ def ask() -> None:
 
     @functools.wraps(find)
     def find_when_answered() -> list[cpu_vec_isa.VecISA]:
-        wait([answer])
         return answer.result() if answer.exception() is None else find()
 
     for name in ("cache_info", "cache_clear"):

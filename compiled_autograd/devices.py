@@ -19,6 +19,8 @@ from .bypass import CUDA_DEVICES
 from .errors import CaptureRefusedError
 from .ir import TapeGraph
 
+_AS_IT_IS = nullcontext()
+
 
 def cuda_device(tape: TapeGraph) -> int | None:
     """The index of the one CUDA device that a captured tape lies on; None where it lies on none.
@@ -50,4 +52,4 @@ def _devices_in(value: Any) -> Iterator[torch.device]:
 
 def on_device(index: int | None) -> AbstractContextManager[Any]:
     """Inside, the device of that index is the current one; None leaves it as it is."""
-    return nullcontext() if index is None else torch.cuda.device(index)
+    return _AS_IT_IS if index is None else torch.cuda.device(index)

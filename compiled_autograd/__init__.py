@@ -64,6 +64,7 @@ def reset() -> None:
     from .churn import CHURN
     from .disk import close_all
     from .graphs import GRAPHS
+    from .traced_calls import TRACED
     from .tuning import TUNING
     from .walk import forget
 
@@ -71,4 +72,5 @@ def reset() -> None:
     GRAPHS.clear()
     TUNING.clear()
     CHURN.clear()
+    TRACED.clear()
     close_all()

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import logging
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
@@ -16,11 +17,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from .accumulate import obeys_layout, own_copy
 from .cpp_warnings import Noting
 from .errors import UntraceableError
+from .fakes import Fakes
 from .functional import made_functional, mutates
 from .ir import is_plain
 from .partition import Region
 from .seam import prepare_fake_tensors
 from .shapes import Spec, is_static
+from .traced_calls import TracedCalls
 from .tracing import trace
 
 if TYPE_CHECKING:
@@ -81,18 +84,19 @@ def lower(
     prepare_fake_tensors()
     symbols = None if all(is_static(spec) for spec in specs.values()) else _symbols()
     mode = FakeTensorMode(allow_non_fake_inputs=True) if symbols is None else symbols.mode()
+    fakes = Fakes(mode)
     taken_in: list[int] = []
     examples: list[Any] = []
     for index, (node, value) in enumerate(zip(region.inputs, given, strict=True)):
         spec = specs.get(node)
         if isinstance(value, torch.Tensor):
-            examples.append(_fake(mode, value, spec, symbols, len(examples)))
+            examples.append(_fake(fakes, value, spec, symbols, len(examples)))
         elif symbols is not None and not is_static(spec):
             examples.append(symbols.size(value, spec, len(examples)))  # type: ignore[arg-type]
         else:
             continue
         taken_in.append(index)
-    leaves = {call: _fake(mode, leaf, specs.get(_leaf(call)), symbols) for call, leaf in fresh_leaves.items()}
+    leaves = {call: _fake(fakes, leaf, specs.get(_leaf(call)), symbols) for call, leaf in fresh_leaves.items()}
     inside = set(region.nodes)
     value_positions: dict[fx.Node, int | None] = {}
     leaf_positions: dict[fx.Node, int | None] = {}
@@ -101,7 +105,7 @@ def lower(
     def run(*fakes: Any) -> list[Any]:
         known: dict[fx.Node, Any] = dict(zip(region.inputs, given, strict=True))
         known.update((region.inputs[index], fake) for index, fake in zip(taken_in, fakes, strict=True))
-        _run_calls(region.nodes, known)
+        _run_calls(region.nodes, known, None if symbols is not None else TracedCalls(decompositions))
         results: list[torch.Tensor] = []
         for node in region.outputs:
             if any(user not in inside and user not in leaves for user in node.users):
@@ -165,12 +169,11 @@ def _not_plain(tensor: torch.Tensor) -> TypeError:
 
 
 def _fake(
-    mode: FakeTensorMode, tensor: torch.Tensor, spec: Spec | None, symbols: Symbols | None, position: int | None = None
+    fakes: Fakes, tensor: torch.Tensor, spec: Spec | None, symbols: Symbols | None, position: int | None = None
 ) -> torch.Tensor:
-    """A fake tensor without history and ``.grad``; but some of the engine's functions ask what requires grad."""
     if symbols is not None and spec is not None and not is_static(spec):
-        return symbols.tensor(mode, tensor, spec, position)
-    return mode.from_tensor(tensor.detach().requires_grad_(tensor.requires_grad), static_shapes=True)
+        return symbols.tensor(fakes.mode, tensor, spec, position)
+    return fakes.of(tensor)
 
 
 def _leaf(call: fx.Node) -> fx.Node:
@@ -202,7 +205,7 @@ def _append(results: list[torch.Tensor], value: torch.Tensor | None) -> int | No
     return len(results) - 1
 
 
-def _run_calls(nodes: Sequence[fx.Node], known: dict[fx.Node, Any]) -> None:
+def _run_calls(nodes: Sequence[fx.Node], known: dict[fx.Node, Any], traced: TracedCalls | None) -> None:
     """Run opaque calls one after the other; ``known`` has the values so far, and gets the new ones."""
     with Noting() as noting:
         for node in nodes:
@@ -210,18 +213,25 @@ def _run_calls(nodes: Sequence[fx.Node], known: dict[fx.Node, Any]) -> None:
                 made, index = node.args
                 known[node] = known[made][index]  # type: ignore[index]
                 continue
+            function: Any = getattr(node.target, "trace", node.target)
+            run = functools.partial(_warned, noting, function)
             try:
                 arguments = fx.map_arg(node.args, known.__getitem__)
-                function: Any = getattr(node.target, "trace", node.target)
-                result, warning = noting.call(function, *arguments)
+                result = run(*arguments) if traced is None else traced.call(node.target, arguments, run)
             except Exception as error:
                 raise UntraceableError([node], error) from error
-            if warning is not None:
-                raise UntraceableError([node], warning)  # it is to warn at each step, as under eager
             known[node] = result
             for value in result if isinstance(result, (list, tuple)) else (result,):
                 if isinstance(value, torch.Tensor) and value.layout is not torch.strided:
                     raise UntraceableError([node], _not_plain(value))
+
+
+def _warned(noting: Noting, function: Callable[..., Any], *arguments: Any) -> Any:
+    """Call a function; what C++ code warns of is raised: it is to warn at each step, as under eager."""
+    result, warning = noting.call(function, *arguments)
+    if warning is not None:
+        raise warning
+    return result
 
 
 @contextlib.contextmanager

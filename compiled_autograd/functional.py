@@ -1,17 +1,21 @@
-"""In-place operators of an ATen graph -> operators that give a new tensor, where nothing else sees the memory.
+"""In-place operators of an ATen graph -> operators that give a new tensor.
 
-Most of those in a backward write into what the operator before them made (``masked_fill_``, ``div_``). To put these in
-place takes a fifth of the time that ``torch.func.functionalize`` takes, which traces the graph once more; what is
-left over is left to it.
+A write into what one operator made becomes an operator that gives the written tensor. Where it went through a view,
+what it gave is put back in place (``slice`` -> ``slice_scatter``), up to the tensor that owns the memory. What is used
+later and lies in that memory is taken anew from there. ``torch.func.functionalize`` does the same by tracing the graph
+once more, which takes five times as long as the trace; it remains for what is not understood here.
 """
 
 from __future__ import annotations
 
-import itertools
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import fx
+
+_aten = torch.ops.aten
 
 
 def mutates(node: fx.Node) -> bool:
@@ -25,36 +29,195 @@ def made_functional(graph: fx.Graph) -> bool:
     Args:
         graph: as it was traced, with a fake tensor in each node's ``meta["val"]``.
     """
-    position = {node: place for place, node in enumerate(graph.nodes)}
-    sharing: dict[int, list[fx.Node]] = {}
-    for node in graph.nodes:
-        for value in _tensors(node.meta.get("val")):
-            sharing.setdefault(value.untyped_storage()._cdata, []).append(node)
-    found = []
-    for node in graph.nodes:
-        if not mutates(node):
-            continue
-        operator, value = _functional(node.target), node.meta.get("val")
-        if operator is None or not isinstance(value, torch.Tensor):
-            return False
-        if not _is_chain(sharing[value.untyped_storage()._cdata], position):
-            return False
-        new = _called(operator, node, value)
-        if new is None:
-            return False
-        found.append((node, operator, new))
-    for node, operator, new in found:
-        with graph.inserting_before(node):
-            replacement = graph.call_function(operator, node.args, node.kwargs)
-        replacement.meta = {**node.meta, "val": new}
-        node.replace_all_uses_with(replacement)
-        graph.erase_node(node)
+    writes = _Writes(graph)
+    try:
+        writes.replace()
+    except _NotUnderstoodError:
+        writes.undo()
+        return False
     return True
 
 
-def _tensors(value: Any) -> list[torch.Tensor]:
-    values = value if isinstance(value, (list, tuple)) else [value]
-    return [each for each in values if isinstance(each, torch.Tensor) and each.layout is torch.strided]
+class _NotUnderstoodError(Exception):
+    """Something about the memory that is written to."""
+
+
+@dataclass(slots=True, eq=False)
+class _Memory:
+    """Memory that is written to.
+
+    Attributes:
+        version: how often it was written to so far.
+        seen: some tensor lies in it.
+    """
+
+    version: int = 0
+    seen: bool = False
+
+
+@dataclass(slots=True, eq=False)
+class _Seen:
+    """A tensor in such memory.
+
+    Attributes:
+        memory: where it lies.
+        parent: what it is a view of; None for what owns the memory.
+        view: the node that makes it of ``parent``, or None where that is not understood.
+        value: the node that has what is in it, as of ``version``.
+        version: of the memory.
+    """
+
+    memory: _Memory
+    parent: _Seen | None
+    view: fx.Node | None
+    value: fx.Node
+    version: int
+
+
+class _Writes:
+    """What is done to a graph."""
+
+    def __init__(self, graph: fx.Graph) -> None:
+        self._graph = graph
+        self._memories: dict[int, _Memory] = {}
+        self._seen: dict[fx.Node, _Seen] = {}
+        self._made: list[fx.Node] = []
+        self._before: list[tuple[fx.Node, Any, Any]] = []  # arguments that were replaced
+
+    def replace(self) -> None:
+        """Replace all of them.
+
+        Raises:
+            _NotUnderstoodError: one cannot be.
+        """
+        nodes = list(self._graph.nodes)
+        writing = [node for node in nodes if mutates(node)]
+        self._memories = {_storage(node): _Memory() for node in writing}
+        for node in nodes:
+            first = self._seen.get(node.args[0]) if node.args and isinstance(node.args[0], fx.Node) else None
+            with self._graph.inserting_before(node):
+                self._take_what_is_there_now(node)
+                if mutates(node):
+                    self._seen[node] = self._write(node, first)
+                elif isinstance(node.meta.get("val"), torch.Tensor) and _has_storage(node.meta["val"]):
+                    self._see(node, first)
+        for node in reversed(writing):
+            self._graph.erase_node(node)
+
+    def undo(self) -> None:
+        """Make the graph what it was."""
+        for node, args, kwargs in reversed(self._before):
+            node.args, node.kwargs = args, kwargs
+        for node in reversed(self._made):
+            self._graph.erase_node(node)
+
+    def _take_what_is_there_now(self, node: fx.Node) -> None:
+        used = [each for each in node.all_input_nodes if each in self._seen]
+        now = {each: self._now(self._seen[each]) for each in used}
+        if all(value is each for each, value in now.items()):
+            return
+        self._before.append((node, node.args, node.kwargs))
+        node.args = fx.map_arg(node.args, lambda each: now.get(each, each))
+        node.kwargs = fx.map_arg(node.kwargs, lambda each: now.get(each, each))
+
+    def _now(self, seen: _Seen) -> fx.Node:
+        """The node that has what is in a tensor at this place of the graph."""
+        if seen.version != seen.memory.version:
+            if seen.view is None or seen.parent is None:
+                raise _NotUnderstoodError
+            seen.value = self._call(seen.view.target, (self._now(seen.parent), *seen.view.args[1:]), seen.view.kwargs)
+            seen.version = seen.memory.version
+        return seen.value
+
+    def _see(self, node: fx.Node, parent: _Seen | None) -> None:
+        """A node gives a tensor; is it in memory that is written to?"""
+        memory = self._memories.get(_storage(node))
+        if memory is None:
+            return
+        if memory.seen:
+            if parent is not None and parent.memory is not memory:
+                raise _NotUnderstoodError
+            view = node if parent is not None and _is_view(node, parent) else None
+            if view is None and memory.version:
+                raise _NotUnderstoodError
+            self._seen[node] = _Seen(memory, parent, view, node, memory.version)
+        elif node.op == "call_function":
+            memory.seen = True
+            self._seen[node] = _Seen(memory, None, None, node, memory.version)
+        else:
+            raise _NotUnderstoodError  # what the caller has
+
+    def _write(self, node: fx.Node, to: _Seen | None) -> _Seen:
+        operator = _functional(node.target)
+        if operator is None or to is None or to.memory is not self._memories[_storage(node)]:
+            raise _NotUnderstoodError
+        value = self._call(operator, node.args, node.kwargs, node.meta)
+        if not _alike(value, node, stride=to.parent is None):
+            raise _NotUnderstoodError
+        at = to
+        while at.parent is not None:
+            whole = self._now(at.parent)
+            value = self._put_back(at, whole, value)
+            if not _alike(value, whole, stride=at.parent.parent is None):
+                raise _NotUnderstoodError
+            at = at.parent
+        at.memory.version += 1
+        at.value, at.version = value, at.memory.version
+        return to
+
+    def _put_back(self, seen: _Seen, whole: fx.Node, value: fx.Node) -> fx.Node:
+        """``whole`` with ``value`` where ``seen`` lies in it."""
+        if seen.view is None:
+            raise _NotUnderstoodError
+        target, rest = seen.view.target, seen.view.args[1:]
+        if seen.view.kwargs:
+            raise _NotUnderstoodError
+        if target in _SCATTERS:
+            return self._call(_SCATTERS[target], (whole, value, *rest), {})
+        if target in _INVERSES:
+            call = _INVERSES[target](whole.meta["val"], *rest)
+            if call is not None:
+                return self._call(call[0], (value, *call[1:]), {})
+        raise _NotUnderstoodError
+
+    def _call(self, operator: Any, args: Any, kwargs: Any, meta: dict[str, Any] | None = None) -> fx.Node:
+        node = self._graph.call_function(operator, args, kwargs)
+        self._made.append(node)
+        if any("val" not in each.meta for each in node.all_input_nodes):
+            raise _NotUnderstoodError
+        arguments, keywords = fx.map_arg((node.args, node.kwargs), lambda each: each.meta["val"])
+        node.meta = {**(meta or {}), "val": operator(*arguments, **keywords)}
+        return node
+
+
+def _has_storage(tensor: torch.Tensor) -> bool:
+    return tensor.layout is torch.strided
+
+
+def _storage(node: fx.Node) -> int:
+    value = node.meta.get("val")
+    if not isinstance(value, torch.Tensor) or not _has_storage(value):
+        raise _NotUnderstoodError
+    return value.untyped_storage()._cdata
+
+
+def _is_view(node: fx.Node, parent: _Seen) -> bool:
+    """Whether a node is a view of its first argument that can be taken again of another tensor like that."""
+    if not isinstance(node.target, torch._ops.OpOverload):
+        return False
+    if any(isinstance(each, fx.Node) for each in node.all_input_nodes[1:]):
+        return False
+    if node.target is _aten.as_strided.default:  # of the memory, not of the tensor: only of one that is all of it
+        return parent.parent is None and parent.value.meta["val"].storage_offset() == 0
+    return True
+
+
+def _alike(node: fx.Node, other: fx.Node, stride: bool) -> bool:
+    one, two = node.meta["val"], other.meta["val"]
+    if not isinstance(one, torch.Tensor) or (one.is_conj(), one.is_neg()) != (two.is_conj(), two.is_neg()):
+        return False
+    same = (one.dtype, one.shape, one.device) == (two.dtype, two.shape, two.device)
+    return same and (not stride or one.stride() == two.stride())
 
 
 def _functional(target: Any) -> Any:
@@ -66,7 +229,7 @@ def _functional(target: Any) -> Any:
         return None
     if len(schema.returns) != 1 or torch.Tag.nondeterministic_seeded in target.tags:
         return None
-    packet = getattr(torch.ops.aten, name[:-1], None)
+    packet = getattr(_aten, name[:-1], None)
     for overload in () if packet is None else packet.overloads():
         candidate = getattr(packet, overload)
         if _takes(candidate._schema) == _takes(schema) and not _aliases(candidate._schema):
@@ -82,23 +245,40 @@ def _aliases(schema: Any) -> bool:
     return any(each.alias_info is not None for each in (*schema.arguments, *schema.returns))
 
 
-def _is_chain(nodes: list[fx.Node], position: dict[fx.Node, int]) -> bool:
-    """Whether memory was made by one operator and then written by one after the other, each used before the next."""
-    if nodes[0].op != "call_function" or mutates(nodes[0]):
-        return False
-    for before, node in itertools.pairwise(nodes):
-        if not mutates(node) or node.args[0] is not before:
-            return False
-        if any(position[user] > position[node] for user in before.users):
-            return False
-    return True
+_SCATTERS = {
+    _aten.slice.Tensor: _aten.slice_scatter.default,
+    _aten.select.int: _aten.select_scatter.default,
+    _aten.diagonal.default: _aten.diagonal_scatter.default,
+    _aten.as_strided.default: _aten.as_strided_scatter.default,
+}
+"""For a view of a part, what puts a part in place; both take the same arguments after their tensors."""
 
 
-def _called(operator: Any, node: fx.Node, value: torch.Tensor) -> torch.Tensor | None:
-    """What the operator gives in place of ``value``; None where that has another dtype or another layout."""
-    if any("val" not in each.meta for each in node.all_input_nodes):
-        return None
-    arguments, keywords = fx.map_arg((node.args, node.kwargs), lambda each: each.meta["val"])
-    new = operator(*arguments, **keywords)
-    same = (new.dtype, new.shape, new.device, new.stride()) == (value.dtype, value.shape, value.device, value.stride())
-    return new if same else None
+def _unview(whole: torch.Tensor, *_: Any) -> Any:
+    return (_aten.view.default, list(whole.shape)) if whole.is_contiguous() else None
+
+
+def _unpermute(whole: torch.Tensor, dims: Any) -> Any:
+    dims = [dim % whole.dim() for dim in dims]
+    return (_aten.permute.default, [dims.index(dim) for dim in range(len(dims))])
+
+
+def _unsqueeze(whole: torch.Tensor, dim: int) -> Any:
+    return (_aten.unsqueeze.default, dim) if whole.dim() and whole.shape[dim] == 1 else None
+
+
+_INVERSES: dict[Any, Callable[..., Any]] = {
+    _aten.view.default: _unview,
+    _aten._unsafe_view.default: _unview,
+    _aten._reshape_alias.default: _unview,
+    _aten.t.default: lambda whole: (_aten.t.default,),
+    _aten.transpose.int: lambda whole, *dims: (_aten.transpose.int, *dims),
+    _aten.permute.default: _unpermute,
+    _aten.unsqueeze.default: lambda whole, dim: (_aten.squeeze.dim, dim),
+    _aten.squeeze.dim: _unsqueeze,
+    _aten.view_as_real.default: lambda whole: (_aten.view_as_complex.default,),
+    _aten.view_as_complex.default: lambda whole: (_aten.view_as_real.default,),
+    _aten.alias.default: lambda whole: (_aten.alias.default,),
+    _aten.detach.default: lambda whole: (_aten.detach.default,),
+}
+"""For a view of the whole, what makes the whole of it again, with its arguments; None where nothing does."""

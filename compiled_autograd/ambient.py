@@ -6,6 +6,8 @@ from typing import Any
 
 import torch
 
+from . import nans
+
 Ambient = tuple[tuple[str, Any], ...]
 
 
@@ -16,6 +18,7 @@ def ambient() -> Ambient:
         ("deterministic", torch._C._get_deterministic_algorithms()),
         ("deterministic_warn_only", torch._C._get_deterministic_algorithms_warn_only()),
         ("deterministic_fill", torch._C._get_deterministic_fill_uninitialized_memory()),
+        ("check_nan", nans.looked_for()),
         ("default_dtype", torch.get_default_dtype()),
         ("matmul_precision", torch._C._get_float32_matmul_precision()),
         ("threads", torch.get_num_threads()),  # generated CPU kernels have it baked in

@@ -12,9 +12,6 @@ from shadow_cache import Bypass
 CREATE_GRAPH = Bypass("create_graph", hint="a backward that is differentiated again is left to the eager engine")
 BATCHED_GRADS = Bypass("batched_grads", hint="is_grads_batched, vmap and grad transforms are left to the eager engine")
 DISPATCH_MODE = Bypass("dispatch_mode", hint="a TorchDispatchMode is on; leave it, or call backward outside of it")
-ANOMALY_MODE = Bypass(
-    "anomaly_mode", hint="NaNs are looked for node by node; detect_anomaly(check_nan=False) compiles, and keeps traces"
-)
 TRACING = Bypass("tracing", hint="torch.compile, export or jit.trace is tracing this backward itself")
 TORCH_COMPILED_AUTOGRAD = Bypass(
     "torch_compiled_autograd", hint="PyTorch's own compiled autograd is on; turn it off to use this one"
@@ -75,10 +72,6 @@ def before_capture(create_graph: bool, grads: Sequence[torch.Tensor | None], dep
     return None
 
 
-def _anomaly() -> bool:
-    return torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled()
-
-
 def _functorch() -> bool:
     return torch._C._functorch.peek_interpreter_stack() is not None
 
@@ -97,5 +90,4 @@ _QUESTIONS: tuple[tuple[Callable[[], bool], Bypass], ...] = (
     (_tracing, TRACING),
     (_functorch, BATCHED_GRADS),
     (_dispatch_mode, DISPATCH_MODE),
-    (_anomaly, ANOMALY_MODE),
 )

@@ -20,7 +20,7 @@ import torch
 
 from shadow_cache import Bypass, Failure, Miss
 
-from . import ir, tape
+from . import ir, nans, tape
 from .ambient import Ambient, ambient
 from .background import BACKGROUND
 from .bypass import ON_MISS
@@ -186,9 +186,14 @@ def execute(
             bypassed = True
             reasons = [ON_MISS, *(reasons or graph.explain(session.settings, surroundings, handover))]
         results = graph(handover) if variant is None else variant.program.run(handover.slots(), log)
+        log.call = 0
         for callback in state.callbacks:  # one may queue another
             callback()
         return results
+    except Exception:
+        if log.call and torch.is_anomaly_enabled():
+            nans.tell_of_forward(state.nodes[log.call - 1])
+        raise
     finally:
         torch._C._set_grad_enabled(grad_mode)
         _restore_saved_tensor_hooks(saved_hooks)

@@ -17,7 +17,7 @@ from torch import fx
 from backends import Backend, get_backend
 from shadow_cache import Key, Leaf, Miss, ShadowGraph, VariantKey
 
-from . import ir
+from . import ir, nans
 from .ambient import Ambient
 from .explain import order_miss, structure_miss
 from .explain_variants import layout_miss, scalar_miss, shape_miss, state_miss, tensor_miss
@@ -109,7 +109,8 @@ class CompiledGraph:
     ) -> Variant:
         """A variant whose regions are not compiled yet."""
         counts = [len(values) for values in handover.kinds()]
-        program = Program(self.tape, backend, passes, counts, specs, shapes.dynamic, untraceable or {})
+        checked = nans.givers(self.tape.graph) if dict(key.ambient)["check_nan"] else {}
+        program = Program(self.tape, backend, passes, counts, specs, shapes.dynamic, untraceable or {}, checked)
         check = tensor_check(handover.tensors, shapes.tensors)
         program.specialiser.name_of = functools.partial(node_name, self.tape)
         devices = frozenset(tensor.device.type for tensor in handover.tensors)

@@ -11,7 +11,7 @@ from torch import fx
 
 from shadow_cache import Failure
 
-from . import ir
+from . import ir, nans
 from .accumulate import accumulate
 from .hooks import post_hook
 
@@ -24,7 +24,11 @@ def interpret(tape: ir.TapeGraph, given: Mapping[str, Sequence[Any]]) -> list[to
 
     Args:
         given: for each kind of placeholder, what the engine handed over.
+
+    Raises:
+        RuntimeError: NaNs are looked for, and a node of the tape gave one.
     """
+    givers = nans.givers(tape.graph) if nans.looked_for() else {}
     known: dict[fx.Node, Any] = {}
     for node in tape.graph.nodes:
         if node.op == "placeholder":
@@ -35,6 +39,8 @@ def interpret(tape: ir.TapeGraph, given: Mapping[str, Sequence[Any]]) -> list[to
         if node.op == "output":
             return list(arguments[0])
         known[node] = _run(node, arguments)
+        if node in givers:
+            _check(tape, givers[node], known[node])
     raise ir.IllegalGraphError("a tape graph without an output")
 
 
@@ -44,6 +50,7 @@ def finish(
     known: dict[fx.Node, Any],
     captured: Callable[[int], list[Any]],
     log: RunLog,
+    givers: Mapping[fx.Node, int],
 ) -> list[torch.Tensor | None]:
     """Run the rest of a tape graph, because a node that is about to run was given a hook that the engine has not seen.
 
@@ -52,6 +59,10 @@ def finish(
         known: what is known of the values before it, as far as the rest needs them.
         captured: the post-hooks that a node of the tape had when the engine walked it.
         log: says whose users' code may have registered hooks, and which; is told what runs.
+        givers: calls in whose results NaNs are looked for, and the nodes of the tape that they belong to.
+
+    Raises:
+        RuntimeError: a node of the tape gave a NaN.
     """
     where = f"a hook on {tape.calls[log.call].name}, registered while it was about to run"
     log.failures.append(Failure("late_hook", where, "the engine had not reported it", "the rest ran call by call"))
@@ -69,7 +80,16 @@ def finish(
             entered: Any = node.args[2] if node.target is ir.post_hook else []
             for hook in log.late_hooks(captured(call)):
                 known[node] = post_hook(hook, known[node], fx.map_arg(entered, known.get))
+        if node in givers:
+            _check(tape, call, known[node])
     raise ir.IllegalGraphError("a tape graph without an output")
+
+
+def _check(tape: ir.TapeGraph, call: int, given: Sequence[Any]) -> None:
+    try:
+        nans.check(call, given)
+    except nans.NaNFoundError as found:
+        raise nans.in_the_engines_words(found, tape.calls[call].name) from None
 
 
 def _run(node: fx.Node, arguments: Sequence[Any]) -> Any:

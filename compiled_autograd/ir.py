@@ -207,6 +207,11 @@ def rule_of(node: fx.Node) -> Rule | None:
     return RULES.get(type(target) if isinstance(target, (OpaqueOp, AOTBackward)) else target)
 
 
+def is_validation(call: fx.Node) -> bool:
+    """Whether a call fits what a node gives to the nodes after it: their shapes, dtypes and devices."""
+    return isinstance(call.target, OpaqueOp) and "validate_outputs" in call.target.__name__
+
+
 def value_kind(value: Any) -> str:
     """``tensor``, ``size``, ``scalar``, ``object``, ``packed``, ``list``, ``none``, ``nothing`` or ``constant``."""
     if isinstance(value, fx.Node):

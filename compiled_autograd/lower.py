@@ -8,6 +8,7 @@ import logging
 import operator
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -20,6 +21,7 @@ from .errors import UntraceableError
 from .fakes import Fakes
 from .functional import made_functional, mutates
 from .ir import is_plain
+from .nans import Place, flags
 from .partition import Region
 from .seam import prepare_fake_tensors
 from .shapes import Spec, is_static
@@ -47,6 +49,8 @@ class Lowered:
             the leaf can keep as it is, or None where it is undefined.
         passed: for the others, the index into ``region.inputs`` of what an earlier step made, and goes to the leaf as
             it is; whether the leaf can keep it is known only when it is there.
+        flags: where NaNs are looked for: nodes of the tape, and numbers of what they give. If there are any, the last
+            output is a boolean tensor with as many elements.
         symbols: what stands for sizes that change, and what was found to hold of it; None where nothing does.
     """
 
@@ -56,6 +60,7 @@ class Lowered:
     values: dict[fx.Node, int | None]
     leaves: dict[fx.Node, int | None]
     passed: dict[fx.Node, int]
+    flags: list[Place]
     symbols: Symbols | None
 
 
@@ -65,6 +70,7 @@ def lower(
     fresh_leaves: Mapping[fx.Node, torch.Tensor],
     decompositions: Mapping[Any, Callable[..., Any]] | None,
     specs: Mapping[fx.Node, Spec | None] | None = None,
+    givers: Mapping[fx.Node, int] = MappingProxyType({}),
 ) -> Lowered:
     """Trace a region with the shapes of ``given``.
 
@@ -75,6 +81,7 @@ def lower(
             get their gradient in memory of its own, in the leaf's layout, so that the leaf can keep it.
         decompositions: the table to trace with.
         specs: for inputs and leaves, which of their dimensions change; they become symbols.
+        givers: calls in whose results NaNs are looked for, and the nodes of the tape that they belong to.
 
     Raises:
         UntraceableError: naming the calls that cannot be run under fake tensors.
@@ -101,6 +108,7 @@ def lower(
     value_positions: dict[fx.Node, int | None] = {}
     leaf_positions: dict[fx.Node, int | None] = {}
     passed: dict[fx.Node, int] = {}
+    places: list[Place] = []
 
     def run(*fakes: Any) -> list[Any]:
         known: dict[fx.Node, Any] = dict(zip(region.inputs, given, strict=True))
@@ -122,6 +130,9 @@ def lower(
             leaf_positions[call] = _append(results, grad)
             if grad is not None:
                 taken.add(_storage(grad))
+        if givers:
+            places[:], found = flags(region.nodes, givers, known)
+            results.extend([torch.stack(found)] if found else [])
         return results
 
     # Operators that take no tensor (full) have no fake one among their arguments to tell them that sizes are symbols.
@@ -135,7 +146,7 @@ def lower(
     if symbols is None:  # else a tensor may be there for its sizes
         _take_what_is_used(graph_module.graph, taken_in, examples)
     graph_module.recompile()
-    return Lowered(graph_module, examples, taken_in, value_positions, leaf_positions, passed, symbols)
+    return Lowered(graph_module, examples, taken_in, value_positions, leaf_positions, passed, places, symbols)
 
 
 def _symbols() -> Symbols:

@@ -149,7 +149,7 @@ def argument_of(tape: ir.TapeGraph, call: fx.Node, position: int) -> str:
         return (leaf, f".grad of {leaf}", f"the gradient of {leaf}")[position]
     if call.target is ir.copy_slices_prologue:
         return f"{_OF_VIEWS[position]} in {where}"
-    if is_validation(call):
+    if ir.is_validation(call):
         if call.meta["call"] != 0:
             return f"the gradient from {where}"
         return "the gradient that the backward starts from" if position == 0 else "the loss"
@@ -160,11 +160,6 @@ def argument_of(tape: ir.TapeGraph, call: fx.Node, position: int) -> str:
         return f"what {where} saved"
     kinds = {"call_backward": "saved tensors", "Packed": "saved tensors", "unpack_hook": "saved tensors"}
     return f"{kinds.get(ir.target_name(call), 'an input')} of {where}"
-
-
-def is_validation(call: fx.Node) -> bool:
-    """Whether a call fits what a node gives to the nodes after it: their shapes, dtypes and devices."""
-    return isinstance(call.target, ir.OpaqueOp) and "validate_outputs" in call.target.__name__
 
 
 def readable(name: str) -> str:

@@ -16,12 +16,13 @@ from torch import fx
 
 from backends import Backend
 
-from . import ir
+from . import ir, nans
 from .accumulate import accumulate, stealable
 from .cpp_warnings import issuing_warnings
 from .errors import UntraceableError
 from .interpret import finish
 from .log import RunLog
+from .nans import NaNFoundError
 from .profiling import Profile
 from .shapes import Spec
 from .specialise import COMPILING, Pass, Specialiser, failure_of, pass_on, run_compiled, store_results
@@ -40,6 +41,7 @@ class Program:
             steps hand on.
         dynamic: some of the specs have a history: what changes becomes a symbol.
         untraceable: calls that are known not to be traceable, and why, beside those that ``tape`` says it of.
+        givers: calls in whose results NaNs are looked for, and the nodes of the tape that they belong to.
 
     Attributes:
         plan: what runs, in order.
@@ -55,11 +57,12 @@ class Program:
         specs: Mapping[fx.Node, Spec],
         dynamic: bool = False,
         untraceable: Mapping[fx.Node, str] = MappingProxyType({}),
+        givers: Mapping[fx.Node, int] = MappingProxyType({}),
     ) -> None:
         self.tape = tape
         self.specialiser = Specialiser(backend, passes, specs, dynamic)
         known = {node: node.meta["untraceable"] for node in tape.graph.nodes if "untraceable" in node.meta}
-        self.plan = Plan(tape, counts, backend.bitwise, {**known, **untraceable})
+        self.plan = Plan(tape, counts, backend.bitwise, {**known, **untraceable}, givers)
 
     @property
     def steps(self) -> list[Executor]:
@@ -80,6 +83,9 @@ class Program:
 
         Returns:
             The gradients that ``autograd.grad`` asked for; empty for ``backward``.
+
+        Raises:
+            RuntimeError: NaNs are looked for, and a node of the tape gave one.
         """
         plan, slots = self.plan, given
         while self.specialiser.finished:
@@ -90,23 +96,34 @@ class Program:
         while position < len(steps):
             step = steps[position]
             if isinstance(step, RegionStep):
+                log.call = 0
                 try:
                     self._run_region(step, slots, log)
                 except UntraceableError as error:
                     steps = plan.split(steps, position, self._untraceable(error))
                     slots.extend([None] * (plan.size - len(slots)))
                     continue
+                except NaNFoundError as found:
+                    self._accumulate_before(found, steps[position + 1 :], slots)
+                    raise self._nan(found, log) from None
             elif isinstance(step, OpaqueStep):
                 log.call = step.node.meta["call"]
                 name = self.tape.calls[log.call].name
                 if log.profile is None:
-                    _run_opaque(step, slots, name)
+                    result = _run_opaque(step, slots, name)
                 else:
                     with log.profile.call(step.node):
-                        _run_opaque(step, slots, name)
+                        result = _run_opaque(step, slots, name)
+                if step.node in plan.givers:
+                    try:
+                        nans.check(log.call, result)
+                    except NaNFoundError as found:
+                        raise self._nan(found, log) from None
                 if log.call in log.asked and log.late_hooks(self._captured_hooks(log.call, slots)):
                     known = {node: slots[slot] for node, slot in plan.slot_of.items()}
-                    return finish(self.tape, step.node, known, lambda call: self._captured_hooks(call, slots), log)
+                    return finish(
+                        self.tape, step.node, known, lambda call: self._captured_hooks(call, slots), log, plan.givers
+                    )
             else:
                 with torch._C.DisableTorchFunctionSubclass():
                     _run_accumulate(step, slots)
@@ -114,6 +131,17 @@ class Program:
                 slots[slot] = None
             position += 1
         return [None if slot is None else slots[slot] for slot in plan.outputs]
+
+    def _nan(self, found: NaNFoundError, log: RunLog) -> RuntimeError:
+        log.call = found.call
+        return nans.in_the_engines_words(found, self.tape.calls[found.call].name)
+
+    def _accumulate_before(self, found: NaNFoundError, after: Sequence[Executor], slots: Slots) -> None:
+        """Write the leaves that the eager engine would have written before the node ran that gave a NaN."""
+        before = frozenset(self.tape.order[: self.tape.order.index(found.call)])
+        if after and isinstance(after[0], AccumulateStep):
+            with torch._C.DisableTorchFunctionSubclass():
+                _run_accumulate(after[0].of(before), slots)
 
     def _captured_hooks(self, call: int, slots: Slots) -> list[Any]:
         """The post-hooks that a node had when the engine walked the tape."""
@@ -201,20 +229,24 @@ def _interpret(step: RegionStep, slots: Slots, profile: Profile | None = None) -
 
     def run(node: fx.Node) -> None:
         known[node] = node.target(*fx.map_arg(node.args, known.__getitem__))  # type: ignore[operator]
+        if node in step.givers:
+            nans.check(step.givers[node], known[node])
         for source in node.all_input_nodes:
             if last_use.get(source) is node:
                 del known[source]
 
-    if profile is not None:
-        profile.node_by_node(region.nodes, run)
-    else:
-        for node in region.nodes:
-            run(node)
-    for node, slot in step.outputs:
-        slots[slot] = known[node]
+    try:
+        if profile is not None:
+            profile.node_by_node(region.nodes, run)
+        else:
+            for node in region.nodes:
+                run(node)
+    finally:  # of a NaN, what came before it goes to its leaves
+        for node, slot in step.outputs:
+            slots[slot] = known.get(node)
 
 
-def _run_opaque(step: OpaqueStep, slots: Slots, name: str) -> None:
+def _run_opaque(step: OpaqueStep, slots: Slots, name: str) -> Any:
     arguments = _filled(step.arguments, slots)
     try:
         if step.node.target in ir.USERS_CODE:
@@ -228,6 +260,7 @@ def _run_opaque(step: OpaqueStep, slots: Slots, name: str) -> None:
         slots[slot] = result[index]
     if step.result is not None:
         slots[step.result] = result
+    return result
 
 
 _TRACING = "[Compiled Autograd Tracing:]"

@@ -27,6 +27,7 @@ from .explain_variants import guard_miss, handed_on_miss
 from .likeness import likeness
 from .log import RunLog
 from .lower import Lowered, lower
+from .nans import NaNFoundError
 from .partition import Region
 from .shapes import Spec, is_static, spec_of, static_parts, widened
 from .steps import RegionPlan, RegionStep, Slots, Specialised, Wiring
@@ -209,13 +210,13 @@ class Specialiser:
             log.failures.append(failure_of("compile", self.backend.name, step.region, error))
             log.compiles -= 1  # what cannot run does not count, nor serve another region
             self._made = {like: call for like, call in self._made.items() if call is not compiled.call}
-        else:
-            pass_on(checked, slots)
-            store_results(checked, results, slots)
         finally:
             log.add("compile", time.perf_counter() - started)
         known = step.compiled[compiled.kind]
         step.compiled[compiled.kind] = [checked if each is compiled else each for each in known]
+        if checked is not None:
+            pass_on(checked, slots)
+            store_results(checked, results, slots)
         return checked
 
     def _guard_miss(self, step: RegionStep, compiled: Specialised, slots: Slots) -> Miss:
@@ -299,7 +300,7 @@ class Specialiser:
         given = [slots[slot] for slot in step.inputs]
         leaves = {fresh.call: slots[fresh.leaf] for fresh in step.fresh}
         leaves = {call: leaf for call, leaf in leaves.items() if ir.is_plain(leaf)}
-        lowered = lower(step.region, given, leaves, self.backend.decompositions(), specs)
+        lowered = lower(step.region, given, leaves, self.backend.decompositions(), specs, step.givers)
         for each in self.passes:
             lowered.graph_module = each(lowered.graph_module) or lowered.graph_module
         return lowered
@@ -328,11 +329,17 @@ def pass_on(compiled: Specialised, slots: Slots) -> None:
 
 
 def store_results(compiled: Specialised, results: Sequence[Any], slots: Slots) -> None:
-    """Put what a compiled region gave where the steps after it look for it."""
+    """Put what a compiled region gave where the steps after it look for it.
+
+    Raises:
+        NaNFoundError: NaNs are looked for, and a node of the tape gave one.
+    """
     for slot, index in compiled.results:
         slots[slot] = results[index]
     for slot, index in compiled.copied:
         slots[slot] = results[index].clone()
+    if compiled.flags and results[-1].any():
+        raise NaNFoundError(compiled.flags[results[-1].tolist().index(True)])
 
 
 def graph_of(code: str) -> fx.GraphModule:
@@ -359,7 +366,15 @@ def _wiring(step: RegionStep, lowered: Lowered) -> Wiring:
         fresh=tuple((positions[call], index) for call, index in lowered.leaves.items() if index is not None),
         copied=(),
         passed=tuple((positions[call], index) for call, index in lowered.passed.items()),
+        flags=_flags(step, lowered),
     )
+
+
+def _flags(step: RegionStep, lowered: Lowered) -> tuple[tuple[int, int], ...]:
+    if not lowered.flags:
+        return ()
+    position = {step.givers[node]: place for place, node in enumerate(step.region.nodes) if node in step.givers}
+    return tuple((position[call], number) for call, number in lowered.flags)
 
 
 def _owned(wiring: Wiring, results: Sequence[Any], arguments: Sequence[Any]) -> Wiring:

@@ -6,7 +6,7 @@ step hands to another.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -40,6 +40,8 @@ class Wiring(msgspec.Struct, frozen=True):
         fresh: fresh leaves, and which result is the gradient that each of them keeps.
         copied: likewise, where the backend gave it in memory that something else sees: the leaf keeps a copy.
         passed: fresh leaves, and the input that goes there as it is.
+        flags: where NaNs are looked for: calls of the region, and numbers of what they give. What was found is the
+            last result.
     """
 
     taken: tuple[int, ...]
@@ -47,6 +49,7 @@ class Wiring(msgspec.Struct, frozen=True):
     fresh: tuple[tuple[int, int], ...]
     copied: tuple[tuple[int, int], ...]
     passed: tuple[tuple[int, int], ...]
+    flags: tuple[tuple[int, int], ...] = ()
 
 
 class RegionPlan(msgspec.Struct, frozen=True):
@@ -77,6 +80,7 @@ class Specialised:
         results: slots, and the outputs that go into them.
         copied: as ``results``, for those that are copied.
         passed: slots, and those of values that go there as they are.
+        flags: nodes of the tape, and numbers of what they give, where NaNs are looked for; as in the last result.
         guard: says of the arguments whether their sizes are such that this holds; None where nothing changes.
         checked: it has run, and what it gives in memory that something else sees is known.
     """
@@ -89,6 +93,7 @@ class Specialised:
     results: list[tuple[int, int]]
     copied: list[tuple[int, int]]
     passed: list[tuple[int, int]]
+    flags: list[tuple[int, int]]
     guard: Guard | None
     checked: bool = True
 
@@ -109,7 +114,8 @@ class RegionStep:
     """A region, and what was compiled for it, for each kind of what earlier steps hand to it; newest last.
 
     ``place`` is the region's first call and the number of its calls; ``each_shape`` says that it could not be compiled
-    with symbols, so that each set of shapes is compiled by itself.
+    with symbols, so that each set of shapes is compiled by itself. ``givers`` are the calls in whose results NaNs are
+    looked for, and the nodes of the tape that they belong to.
     """
 
     region: Region
@@ -118,6 +124,7 @@ class RegionStep:
     outputs: list[tuple[fx.Node, int]]
     handed_on: list[int]
     fresh: list[FreshLeaf]
+    givers: Mapping[fx.Node, int]
     compiled: dict[Any, list[Specialised | None]] = field(default_factory=dict)
     each_shape: bool = False
     drops: list[int] = field(default_factory=list)
@@ -154,6 +161,7 @@ class RegionStep:
             results,
             [(self.fresh[position].owned, index) for position, index in wiring.copied],
             [(self.fresh[position].shared, self.inputs[source]) for position, source in wiring.passed],
+            [(self.region.nodes[position].meta["call"], number) for position, number in wiring.flags],
             guard,
         )
 
@@ -180,7 +188,8 @@ class OpaqueStep:
 
 @dataclass(slots=True, eq=False)
 class AccumulateStep:
-    """Leaves, and for each the slot of a gradient that it can keep, and of one that it must copy.
+    """Leaves, their nodes of the tape, and for each the slot of a gradient that it can keep, and of one that it must
+    copy.
 
     ``dropped`` are the slots of ``drops``, to be asked quickly.
     """
@@ -188,8 +197,17 @@ class AccumulateStep:
     leaves: list[int]
     owned: list[int]
     shared: list[int]
+    calls: list[int]
     drops: list[int] = field(default_factory=list)
     dropped: frozenset[int] = frozenset()
+
+    def of(self, calls: Container[int]) -> AccumulateStep:
+        """The same for some of the leaves; nothing is dropped."""
+        kept = [index for index, call in enumerate(self.calls) if call in calls]
+        leaves, owned, shared, of = (
+            [column[index] for index in kept] for column in (self.leaves, self.owned, self.shared, self.calls)
+        )
+        return AccumulateStep(leaves, owned, shared, of)
 
 
 Executor = RegionStep | OpaqueStep | AccumulateStep
@@ -203,6 +221,7 @@ class Plan:
         counts: how many values of each kind of placeholder the engine hands over.
         bitwise: what is compiled must be bit for bit what the engine would compute.
         untraceable: calls that stay opaque beside those that always do, and why.
+        givers: calls in whose results NaNs are looked for, and the nodes of the tape that they belong to.
 
     Attributes:
         steps: what runs, in order.
@@ -213,9 +232,15 @@ class Plan:
     """
 
     def __init__(
-        self, tape: ir.TapeGraph, counts: Sequence[int], bitwise: bool, untraceable: dict[fx.Node, str]
+        self,
+        tape: ir.TapeGraph,
+        counts: Sequence[int],
+        bitwise: bool,
+        untraceable: dict[fx.Node, str],
+        givers: Mapping[fx.Node, int],
     ) -> None:
         self.bitwise = bitwise
+        self.givers = givers
         self.untraceable = untraceable
         self.slot_of: dict[fx.Node, int] = {}
         starts = dict(zip(ir.PLACEHOLDERS, _running_sums(counts), strict=True))
@@ -262,7 +287,7 @@ class Plan:
             inputs = [self._slot(node) for node in step.inputs]
             outputs = [(node, self._slot(node)) for node in step.outputs]
             handed_on = [self._slot(node) for node in step.inputs if not is_given(node)]
-            return RegionStep(step, place, inputs, outputs, handed_on, fresh)
+            return RegionStep(step, place, inputs, outputs, handed_on, fresh, self.givers)
         if isinstance(step, Opaque):
             uses = [self._slot(source) for source in step.node.all_input_nodes]
             items = [(self._slot(item), int(str(item.args[1]))) for item in step.items]
@@ -273,6 +298,7 @@ class Plan:
             [self._slot(call.args[0]) for call in step.nodes],  # type: ignore[arg-type]
             [self._slot(call) for call in step.nodes],
             [self._slot(call.args[2]) for call in step.nodes],  # type: ignore[arg-type]
+            [call.meta["call"] for call in step.nodes],
         )
 
     def _plan_drops(self) -> None:

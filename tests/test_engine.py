@@ -423,11 +423,6 @@ def _dispatch_mode(x: torch.Tensor) -> torch.Tensor:
         return torch.autograd.grad(loss, x)[0]
 
 
-def _anomaly(x: torch.Tensor) -> torch.Tensor:
-    with torch.autograd.detect_anomaly():
-        return torch.autograd.grad(_square(x), x)[0]
-
-
 def _torch_compiled_autograd(x: torch.Tensor) -> torch.Tensor:
     from torch._dynamo.compiled_autograd import _enable
 
@@ -436,14 +431,12 @@ def _torch_compiled_autograd(x: torch.Tensor) -> torch.Tensor:
         return torch.autograd.grad(loss, x)[0]
 
 
-@pytest.mark.filterwarnings("ignore:Anomaly Detection")
 @pytest.mark.parametrize(
     ("call", "reason", "others"),
     [
         (_create_graph, "create_graph", 1),
         (_batched, "batched_grads", 0),
         (_dispatch_mode, "dispatch_mode", 0),
-        (_anomaly, "anomaly_mode", 0),
         (_torch_compiled_autograd, "torch_compiled_autograd", 0),
     ],
 )
@@ -457,22 +450,6 @@ def test_bypasses_have_a_reason_and_eagers_gradients(call: Callable[..., Any], r
     assert session.stats().bypasses == {reason: 1}
     assert session.stats().backwards == 1 + others
     assert session.stats().structure_misses == others
-
-
-@pytest.mark.filterwarnings("ignore:Anomaly Detection")
-def test_anomaly_mode_without_nan_checks_compiles() -> None:
-    x = torch.randn(3, requires_grad=True)
-    with ca.enable(backend="eager") as session, torch.autograd.detect_anomaly(check_nan=False):
-        (found,) = torch.autograd.grad(_square(x), x)
-    assert torch.equal(found, 2 * x.detach())
-    expect(session.stats(), structure_misses=1)
-
-
-@pytest.mark.filterwarnings("ignore:Anomaly Detection")
-def test_anomaly_mode_finds_a_nan_as_under_eager() -> None:
-    x = torch.zeros(3, requires_grad=True)
-    with ca.enable(backend="eager"), torch.autograd.detect_anomaly(), pytest.raises(RuntimeError, match="nan values"):
-        (x.sqrt() * 0).sum().backward()
 
 
 @pytest.mark.parametrize("transform", ["grad", "vmap"])

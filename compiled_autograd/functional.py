@@ -255,7 +255,9 @@ _SCATTERS = {
 
 
 def _unview(whole: torch.Tensor, *_: Any) -> Any:
-    return (_aten.view.default, list(whole.shape)) if whole.is_contiguous() else None
+    if not all(type(size) is int for size in whole.shape) or not whole.is_contiguous():
+        return None  # a symbol would have to be some node of the graph
+    return (_aten.view.default, list(whole.shape))
 
 
 def _unpermute(whole: torch.Tensor, dims: Any) -> Any:

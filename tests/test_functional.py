@@ -9,6 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from compiled_autograd.functional import made_functional, mutates
 from compiled_autograd.tracing import trace
@@ -130,6 +131,23 @@ def test_what_something_else_sees_is_left_as_it_is(function: Function) -> None:
     before = str(module.graph)
     assert not made_functional(module.graph)
     assert str(module.graph) == before
+
+
+def test_a_size_that_is_a_symbol_is_no_constant_of_the_graph() -> None:
+    def through_a_view(x: torch.Tensor) -> list[torch.Tensor]:
+        y = x * 2
+        y.view(-1).mul_(3)
+        return [y]
+
+    shapes = ShapeEnv()
+    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=shapes)
+    with torch.no_grad():
+        module = trace(through_a_view, None, [mode.from_tensor(torch.ones(4, 3))])
+    module.graph.eliminate_dead_code()
+    before = str(module.graph)
+    assert not made_functional(module.graph)
+    assert str(module.graph) == before
+    assert made_functional(_graph(through_a_view).graph)
 
 
 def test_strides_are_kept() -> None:

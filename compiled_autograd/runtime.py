@@ -109,16 +109,14 @@ class Program:
             elif isinstance(step, OpaqueStep):
                 log.call = step.node.meta["call"]
                 name = self.tape.calls[log.call].name
-                if log.profile is None:
-                    result = _run_opaque(step, slots, name)
-                else:
-                    with log.profile.call(step.node):
-                        result = _run_opaque(step, slots, name)
-                if step.node in plan.givers:
-                    try:
-                        nans.check(log.call, result)
-                    except NaNFoundError as found:
-                        raise self._nan(found, log) from None
+                try:
+                    if log.profile is None:
+                        _run_opaque(step, slots, name, plan.givers)
+                    else:
+                        with log.profile.call(step.node):
+                            _run_opaque(step, slots, name, plan.givers)
+                except NaNFoundError as found:
+                    raise self._nan(found, log) from None
                 if log.call in log.asked and log.late_hooks(self._captured_hooks(log.call, slots)):
                     known = {node: slots[slot] for node, slot in plan.slot_of.items()}
                     return finish(
@@ -246,7 +244,7 @@ def _interpret(step: RegionStep, slots: Slots, profile: Profile | None = None) -
             slots[slot] = known.get(node)
 
 
-def _run_opaque(step: OpaqueStep, slots: Slots, name: str) -> Any:
+def _run_opaque(step: OpaqueStep, slots: Slots, name: str, givers: Mapping[fx.Node, int]) -> None:
     arguments = _filled(step.arguments, slots)
     try:
         if step.node.target in ir.USERS_CODE:
@@ -260,7 +258,8 @@ def _run_opaque(step: OpaqueStep, slots: Slots, name: str) -> Any:
         slots[slot] = result[index]
     if step.result is not None:
         slots[step.result] = result
-    return result
+    if step.node in givers:
+        nans.check(givers[step.node], result)
 
 
 _TRACING = "[Compiled Autograd Tracing:]"

@@ -22,6 +22,7 @@ from backends import ArtifactError, Backend, Compiled
 from shadow_cache import DamagedEntryError, Failure, Miss, StoreError
 
 from . import ir
+from .collecting import RARELY
 from .errors import UntraceableError
 from .explain_variants import guard_miss, handed_on_miss
 from .likeness import likeness
@@ -98,7 +99,8 @@ Compile = Callable[[Backend, fx.GraphModule, Sequence[Any]], Compiled]
 
 def compile_here(backend: Backend, graph_module: fx.GraphModule, examples: Sequence[Any]) -> Compiled:
     """Compile in this thread."""
-    return backend.compile(graph_module, examples)
+    with RARELY:
+        return backend.compile(graph_module, examples)
 
 
 class Specialiser:
@@ -263,9 +265,11 @@ class Specialiser:
         """Lower and compile a region."""
         started = time.perf_counter()
         if compile is compile_here and hasattr(self.backend, "prepare"):
-            self.backend.prepare()
+            with RARELY:
+                self.backend.prepare()
         try:
-            lowered = self._lower(step, slots, specs)
+            with RARELY:
+                lowered = self._lower(step, slots, specs)
         except UntraceableError:
             raise
         except Exception as error:

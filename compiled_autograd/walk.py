@@ -26,6 +26,7 @@ from . import ir, tape
 from .bypass import DDP_CPP_REDUCER, EVERY_TAPE_NEW, ON_MISS, TORCH_COMPILED_AUTOGRAD
 from .capture import Capture
 from .churn import CHURN
+from .collecting import RARELY
 from .devices import cuda_device, on_device
 from .disk import disk_for
 from .errors import BrokenCaptureError, CaptureRefusedError
@@ -81,8 +82,21 @@ class Attempt:
     results: list[torch.Tensor | None] | None = None
     ran: bool = False
     mistake: bool = False
+    _reports: bool = False
     probe: bool = False
     """Only look what there is: the tape is kept, and nothing runs."""
+
+    def begin_capture(self, capture: Capture) -> None:
+        """The engine is about to report."""
+        self.capture = capture
+        RARELY.__enter__()
+        self._reports = True
+
+    def end_capture(self) -> None:
+        """The engine has reported all, or given up; or it has nothing to report."""
+        if self._reports:
+            self._reports = False
+            RARELY.__exit__()
 
     def execute(self) -> list[torch.Tensor | None]:
         """Run what was handed over."""
@@ -227,6 +241,7 @@ def ask_engine(attempt: Attempt) -> Bypass | None:
         attempt.mistake = not _is_refusal(error)
         return _refused_by_engine(error)
     finally:
+        attempt.end_capture()
         _thread.attempt = outer
         if attempt.ran:
             GATE.leave_call()
@@ -237,6 +252,7 @@ def ask_engine(attempt: Attempt) -> Bypass | None:
 
 def _run_inside(attempt: Attempt) -> list[Any]:
     """Run while the engine's own call is under way: for other threads this is then a backward of the eager engine."""
+    attempt.end_capture()
     _seam.set_autograd_compiler(None, False)
     _thread.attempt = None
     GATE.change_to_eager()
@@ -262,8 +278,9 @@ def _begin() -> Capture:
     settings = _thread.attempt.session.settings
     if settings.tune and settings.compiles and CHURN.refuses():
         raise CaptureRefusedError(EVERY_TAPE_NEW)
-    _thread.attempt.capture = Capture(share_op, find_op, _finish)
-    return _thread.attempt.capture
+    capture = Capture(share_op, find_op, _finish)
+    _thread.attempt.begin_capture(capture)
+    return capture
 
 
 def _finish(captured: ir.TapeGraph, capture: Capture) -> tuple[Callable[..., Any], _Handle]:

@@ -1,0 +1,54 @@
+"""Python's search for reference cycles, made rare while a graph is captured, traced or compiled.
+
+Graphs are many small objects that live on. To make them sets off the search again and again, which finds nothing and
+takes longer the more lives in the process: an eighth of a first backward where nothing else does, and for its length no
+other thread runs. Here it comes after as many new objects as make it worth while.
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+
+RARE = (200_000, 20, 100)
+"""Thresholds of ``gc.set_threshold``: new objects before the young are searched, and so many such searches before the
+older ones are."""
+
+
+class _Rarely:
+    """To be entered; by several threads at a time, and several times."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._entered = 0
+        self._before = self._set = gc.get_threshold()
+
+    def __enter__(self) -> None:
+        with self._lock:
+            self._entered += 1
+            if self._entered == 1:
+                self._before = gc.get_threshold()
+                if self._before[0] == 0:  # the user has turned it off
+                    self._set = self._before
+                    return
+                self._set = tuple(max(pair) for pair in zip(RARE, self._before, strict=True))  # type: ignore[assignment]
+                gc.set_threshold(*self._set)
+
+    def __exit__(self, *exception: object) -> None:
+        with self._lock:
+            self._entered -= 1
+            if self._entered == 0 and gc.get_threshold() == self._set:  # else somebody else has set it meanwhile
+                gc.set_threshold(*self._before)
+
+    def reset_after_fork(self) -> None:
+        """In a forked child nothing is being made."""
+        self._lock = threading.Lock()
+        if self._entered and gc.get_threshold() == self._set:
+            gc.set_threshold(*self._before)
+        self._entered = 0
+
+
+RARELY = _Rarely()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=RARELY.reset_after_fork)

@@ -355,7 +355,7 @@ def _recorded(made: Sequence[fx.Node], result: Any, given: _Arguments, tracer: A
         if position is not None:
             return _Argument(position)
         slot = get_proxy_slot(value, tracer, None)
-        if slot is None or slot.constant is not None:
+        if slot is None or slot.constant is not None or slot.proxy.node not in index:
             raise _NotACopyError
         return _Result(value_of(value), index[slot.proxy.node])
 

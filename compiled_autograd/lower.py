@@ -21,7 +21,7 @@ from .errors import UntraceableError
 from .fakes import Fakes
 from .functional import made_functional, mutates
 from .ir import is_plain
-from .nans import Place, flags
+from .nans import Flags, Place
 from .partition import Region
 from .seam import prepare_fake_tensors
 from .shapes import Spec, is_static
@@ -108,12 +108,12 @@ def lower(
     value_positions: dict[fx.Node, int | None] = {}
     leaf_positions: dict[fx.Node, int | None] = {}
     passed: dict[fx.Node, int] = {}
-    places: list[Place] = []
+    flags = Flags(givers)
 
     def run(*fakes: Any) -> list[Any]:
         known: dict[fx.Node, Any] = dict(zip(region.inputs, given, strict=True))
         known.update((region.inputs[index], fake) for index, fake in zip(taken_in, fakes, strict=True))
-        _run_calls(region.nodes, known, None if symbols is not None else TracedCalls(decompositions))
+        _run_calls(region.nodes, known, None if symbols is not None else TracedCalls(decompositions), flags)
         results: list[torch.Tensor] = []
         for node in region.outputs:
             if any(user not in inside and user not in leaves for user in node.users):
@@ -130,9 +130,8 @@ def lower(
             leaf_positions[call] = _append(results, grad)
             if grad is not None:
                 taken.add(_storage(grad))
-        if givers:
-            places[:], found = flags(region.nodes, givers, known)
-            results.extend([torch.stack(found)] if found else [])
+        if flags.found:
+            results.append(torch.stack(flags.found))
         return results
 
     # Operators that take no tensor (full) have no fake one among their arguments to tell them that sizes are symbols.
@@ -146,7 +145,7 @@ def lower(
     if symbols is None:  # else a tensor may be there for its sizes
         _take_what_is_used(graph_module.graph, taken_in, examples)
     graph_module.recompile()
-    return Lowered(graph_module, examples, taken_in, value_positions, leaf_positions, passed, places, symbols)
+    return Lowered(graph_module, examples, taken_in, value_positions, leaf_positions, passed, flags.places, symbols)
 
 
 def _symbols() -> Symbols:
@@ -216,7 +215,7 @@ def _append(results: list[torch.Tensor], value: torch.Tensor | None) -> int | No
     return len(results) - 1
 
 
-def _run_calls(nodes: Sequence[fx.Node], known: dict[fx.Node, Any], traced: TracedCalls | None) -> None:
+def _run_calls(nodes: Sequence[fx.Node], known: dict[fx.Node, Any], traced: TracedCalls | None, flags: Flags) -> None:
     """Run opaque calls one after the other; ``known`` has the values so far, and gets the new ones."""
     with Noting() as noting:
         for node in nodes:
@@ -235,6 +234,7 @@ def _run_calls(nodes: Sequence[fx.Node], known: dict[fx.Node, Any], traced: Trac
             for value in result if isinstance(result, (list, tuple)) else (result,):
                 if isinstance(value, torch.Tensor) and value.layout is not torch.strided:
                     raise UntraceableError([node], _not_plain(value))
+            flags.look(node, result)
 
 
 def _warned(noting: Noting, function: Callable[..., Any], *arguments: Any) -> Any:

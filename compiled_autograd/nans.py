@@ -37,28 +37,35 @@ def givers(graph: fx.Graph) -> dict[fx.Node, int]:
     return {node: call for call, node in last.items()}
 
 
-def flags(
-    nodes: Sequence[fx.Node], checked: Mapping[fx.Node, int], known: Mapping[fx.Node, Any]
-) -> tuple[list[Place], list[torch.Tensor]]:
-    """To be traced: for each gradient that nodes of the tape give, whether there is a NaN in it.
+class Flags:
+    """Within a trace: for each gradient that nodes of the tape give, whether there is a NaN in it.
 
     Args:
-        nodes: the calls of a region.
-        checked: what :func:`givers` gave.
-        known: what these calls gave.
+        givers: what :func:`givers` gave.
 
-    Returns:
-        Places, and for each of them a boolean tensor of one element. What several nodes hand on is looked at once.
+    Attributes:
+        places: where was looked.
+        found: for each of them, a boolean tensor of one element.
     """
-    places, found = [], []
-    seen: set[int] = set()
-    for node in nodes:
-        for index, value in enumerate(known[node] if node in checked else ()):
-            if isinstance(value, torch.Tensor) and id(value) not in seen:
-                seen.add(id(value))
-                places.append((checked[node], index))
-                found.append(torch.isnan(value).any())
-    return places, found
+
+    def __init__(self, givers: Mapping[fx.Node, int]) -> None:
+        self._givers = givers
+        self._seen: list[torch.Tensor] = []
+        self._ids: set[int] = set()
+        self.places: list[Place] = []
+        self.found: list[torch.Tensor] = []
+
+    def look(self, node: fx.Node, given: Any) -> None:
+        """A call was traced, and gave this. What several nodes hand on is looked at once."""
+        call = self._givers.get(node)
+        if call is None:
+            return
+        for index, value in enumerate(given):
+            if isinstance(value, torch.Tensor) and id(value) not in self._ids:
+                self._seen.append(value)  # else another one may come to have its id
+                self._ids.add(id(value))
+                self.places.append((call, index))
+                self.found.append(torch.isnan(value).any())
 
 
 class NaNFoundError(Exception):

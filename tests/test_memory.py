@@ -215,6 +215,20 @@ def test_offloading_keeps_its_benefit(backend: str) -> None:
     assert _ratio(model, torch.randn(512, 192), backend, offload) <= 1.1
 
 
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_looking_for_nans_holds_no_gradients(backend: str) -> None:
+    class Scaled(nn.Linear):
+        def forward(self, x: torch.Tensor) -> torch.Tensor:
+            x = super().forward(x)
+            for _ in range(20):
+                x = x * 1.1  # nothing is saved, and each has a gradient of its own
+            return x.mean()
+
+    with torch.autograd.detect_anomaly():
+        assert _ratio(Scaled(192, 192), torch.randn(512, 192), backend) <= 1.05
+
+
 # ---- after the step --------------------------------------------------------------------------------------------------
 
 

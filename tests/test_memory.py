@@ -216,8 +216,7 @@ def test_offloading_keeps_its_benefit(backend: str) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:Anomaly Detection")
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
-def test_looking_for_nans_holds_no_gradients(backend: str) -> None:
+def test_looking_for_nans_holds_no_gradients() -> None:
     class Scaled(nn.Linear):
         def forward(self, x: torch.Tensor) -> torch.Tensor:
             x = super().forward(x)
@@ -226,7 +225,8 @@ def test_looking_for_nans_holds_no_gradients(backend: str) -> None:
             return x.mean()
 
     with torch.autograd.detect_anomaly():
-        assert _ratio(Scaled(192, 192), torch.randn(512, 192), backend) <= 1.05
+        assert _ratio(Scaled(192, 192), torch.randn(512, 192), "eager") <= 1.05
+        assert _ratio(_Stack(_Block, width=192, depth=6), torch.randn(512, 192), "inductor") <= 1.05
 
 
 # ---- after the step --------------------------------------------------------------------------------------------------

@@ -205,8 +205,8 @@ def _is_view(node: fx.Node, parent: _Seen) -> bool:
     """Whether a node is a view of its first argument that can be taken again of another tensor like that."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return False
-    if any(isinstance(each, fx.Node) for each in node.all_input_nodes[1:]):
-        return False
+    if any(isinstance(each.meta.get("val"), torch.Tensor) for each in node.all_input_nodes if each is not node.args[0]):
+        return False  # others are sizes
     if node.target is _aten.as_strided.default:  # of the memory, not of the tensor: only of one that is all of it
         return parent.parent is None and parent.value.meta["val"].storage_offset() == 0
     return True

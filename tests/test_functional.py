@@ -133,6 +133,34 @@ def test_what_something_else_sees_is_left_as_it_is(function: Function) -> None:
     assert str(module.graph) == before
 
 
+def _of_changing_sizes(x: torch.Tensor) -> list[torch.Tensor]:
+    rows, columns = x.shape
+    y = x * 2
+    y[1:, : columns - 1].mul_(3)
+    y[2].sub_(x[0])
+    y.diagonal().fill_(1)
+    seen = y[:, 2] * 1
+    y.t()[: rows // 2].add_(1)
+    z = x.new_empty_strided(x.shape, x.stride()).copy_(x)
+    z.as_strided((rows, columns - 1), (columns, 1), 0).tanh_()
+    return [y, seen, z]
+
+
+def test_sizes_that_are_symbols() -> None:
+    mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=ShapeEnv())
+    with torch.no_grad():
+        module = trace(_of_changing_sizes, None, [mode.from_tensor(torch.ones(6, 5))])
+        module.graph.eliminate_dead_code()
+        assert made_functional(module.graph)
+    module.graph.lint()
+    module.recompile()
+    assert not any(mutates(node) for node in module.graph.nodes)
+    for rows, columns in ((6, 5), (9, 7)):
+        x = torch.randn(rows, columns)
+        for found, wanted in zip(module(x.clone()), _of_changing_sizes(x.clone()), strict=True):
+            assert torch.equal(found, wanted) and found.stride() == wanted.stride()
+
+
 def test_a_size_that_is_a_symbol_is_no_constant_of_the_graph() -> None:
     def through_a_view(x: torch.Tensor) -> list[torch.Tensor]:
         y = x * 2

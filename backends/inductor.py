@@ -76,7 +76,7 @@ class InductorBackend:
             index for index, value in enumerate(output.args[0]) if isinstance(value, fx.Node)
         ]
         device = cuda_device(graph_module)
-        settings = config.patch(_settings(self.mode, device is not None))
+        settings = config.patch(_settings(self.mode, graph_module, device is not None))
         with torch.no_grad(), settings, together(), _convolutions_of_any_size(example_inputs):
             joint_graph_passes(graph_module)
             if not any(node.op.startswith("call") for node in graph_module.graph.nodes):
@@ -124,12 +124,16 @@ class InductorBackend:
         return environment()
 
 
-def _settings(mode: str, on_cuda: bool) -> dict[str, Any]:
+def _settings(mode: str, graph_module: fx.GraphModule, on_cuda: bool) -> dict[str, Any]:
     """What is set of Inductor's settings while a region is compiled."""
     # Whoever calls us has checked sizes and strides; the generated code need not do it once more at each call.
     chosen = {"size_asserts": False, "alignment_asserts": False, **options_of(mode)}
-    if not on_cuda:  # Inductor would find out in the end
-        chosen.pop(CUDA_GRAPHS, None)
+    if not on_cuda:
+        chosen.pop(CUDA_GRAPHS, None)  # Inductor would find out in the end
+        if graph_module.graph.find_nodes(op="call_function", target=torch.ops.aten.convolution_backward.default):
+            # A sum that several kernels need is made once. Else each adds the terms anew, and as long as one of them is
+            # to come all terms are held: of feature maps, more memory than eager's, and no time is won.
+            chosen["realize_reads_threshold"] = 2
     return chosen
 
 

@@ -365,7 +365,7 @@ def test_a_finished_backward_keeps_nothing_of_the_tape_even_where_a_hook_asked_w
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("name", "most"), [("mlp", 1.0), ("gpt", 1.0), ("pinn", 0.9), ("lstm", 1.0), ("resnet", 1.02)])
+@pytest.mark.parametrize(("name", "most"), [("mlp", 1.0), ("gpt", 1.0), ("pinn", 0.9), ("lstm", 1.0), ("resnet", 1.0)])
 def test_the_benchmarks_models(name: str, most: float) -> None:
     """The ResNet's two branches are summed in one kernel with what follows: both wait for it."""
     model, loss = build(name, 0, "cpu")

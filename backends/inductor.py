@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -15,13 +16,17 @@ from .artifacts import CannotStoreError, Stored, from_bytes, link, tensors_from_
 from .batch import together
 from .cuda_graphs import CopiedOut, cuda_device, made_by_inductor, running_backward
 from .eager import EagerBackend, run_graph, store_graph
+from .kernels import library_of, load_kernels
 from .memory import keep_freed_memory
 from .modes import CUDA_GRAPHS, DEFAULT, name_in, options_of
 from .protocol import Compiled
+from .straight_line import StraightLine
 from .versions import plain_convolution_backward
 
 _CALL = "def call("
 """What Inductor's generated code has; that of a graph without calls is the graph's own."""
+_PROGRAMS = "straight line"
+"""Where an artifact has what makes straight-line programs, among its kernels; no kernel can be called so."""
 
 
 class MissingCompilerError(RuntimeError):
@@ -77,13 +82,14 @@ class InductorBackend:
         ]
         device = cuda_device(graph_module)
         settings = config.patch(_settings(self.mode, graph_module, device is not None))
-        with torch.no_grad(), settings, together(), _convolutions_of_any_size(example_inputs):
+        with torch.no_grad(), settings, together() as batch, _convolutions_of_any_size(example_inputs):
             joint_graph_passes(graph_module)
             if not any(node.op.startswith("call") for node in graph_module.graph.nodes):
                 return EagerBackend().compile(graph_module, example_inputs)  # as Inductor does, but it can be stored
             # The mode's settings are read here alone: what runs later has them in its code.
             if device is None or not config.triton.cudagraphs:
-                return compile_fx_inner(graph_module, list(example_inputs), is_backward=True)
+                compiled = compile_fx_inner(graph_module, list(example_inputs), is_backward=True)
+                return _straight(compiled, batch) if _of_numbers_on_cpu(compiled, example_inputs) else compiled
             boxed = running_backward(device)
             inputs = list(example_inputs)
             compiled = compile_fx_inner(graph_module, inputs, is_backward=True, boxed_forward_device_index=boxed)
@@ -106,16 +112,17 @@ class InductorBackend:
 
     def load(self, data: bytes) -> Compiled:
         """Run the code with its kernels. Neither Inductor is imported nor a compiler looked for."""
-        from .kernels import load_kernels
-
         stored = from_bytes(data, self.name)
         if _CALL not in stored.source:
             return run_graph(stored)
         kernels = load_kernels(stored.libraries, stored.kernels.values())
         constants = tensors_from_bytes(stored.constants)
         given = {name: kernels[place] for name, place in stored.kernels.items()}
+        make_program = given.pop(_PROGRAMS, None)
         keep_freed_memory()
-        return link(stored, {**constants, **given})["call"]
+        namespace = link(stored, {**constants, **given})
+        call = namespace["call"]
+        return call if make_program is None else StraightLine(call, stored.source, namespace, make_program)
 
     def environment(self) -> dict[str, str]:
         """Processor, threads, C library, how torch was built, Inductor's settings."""
@@ -164,6 +171,24 @@ def _sizes(value: Any) -> Sequence[Any]:
     return value.shape if isinstance(value, torch.Tensor) else (value,)
 
 
+def _of_numbers_on_cpu(compiled: Any, example_inputs: Sequence[Any]) -> bool:
+    """Whether all sizes are numbers, and all that runs does so on the CPU."""
+    numbers = all(type(size) is int for value in example_inputs for size in (*_sizes(value), *_strides(value)))
+    return numbers and getattr(compiled, "device_types", None) == {"cpu"}
+
+
+def _strides(value: Any) -> Sequence[Any]:
+    return value.stride() if isinstance(value, torch.Tensor) and value.layout is torch.strided else ()
+
+
+def _straight(compiled: Any, batch: Any) -> Compiled:
+    """The same, to be run as a straight-line program."""
+    call = compiled.current_callable
+    namespace = getattr(getattr(call, "__func__", call), "__globals__", {})
+    make_program = batch.maker_of_programs() if namespace.get("call") == call else None  # else it is wrapped
+    return compiled if make_program is None else StraightLine(compiled, compiled.source_code, namespace, make_program)
+
+
 def _store(compiled: Any) -> Stored:
     """What is stored of a ``torch._inductor.output_code.CompiledFxGraph``.
 
@@ -174,6 +199,13 @@ def _store(compiled: Any) -> Stored:
 
     from .wrappers import store
 
+    if isinstance(compiled, StraightLine):
+        stored = _store(compiled.compiled)
+        library, entry = library_of("of straight-line programs", compiled.make_program)
+        digest = hashlib.sha256(library).hexdigest()
+        stored.kernels[_PROGRAMS] = digest, entry
+        stored.libraries[digest] = library
+        return stored
     compiled = made_by_inductor(compiled)
     if isinstance(getattr(compiled, "__self__", None), fx.GraphModule):
         return store_graph(compiled)

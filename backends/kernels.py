@@ -7,6 +7,7 @@ to know those it runs the compiler. Here a library is known by the hash of its b
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import hashlib
 import importlib.machinery
 import importlib.util
@@ -33,6 +34,8 @@ ENTRY = "kernel"
 library with more of them has a number behind the others, see :mod:`backends.batch`."""
 _ENTRY_FORM = re.compile(rf"{ENTRY}(_\d+)?")
 _loaded: dict[Place, Kernel] = {}
+_addresses: dict[tuple[str, str], int] = {}
+"""By file and name, of what this process has loaded: the file may be gone by now."""
 _LOADING = threading.Lock()
 
 
@@ -129,4 +132,20 @@ def kernel_in(path: str, prefix: str, entry: str) -> Kernel:
         raise ImportError(f"Python on {sys.platform} knows no way to load {Path(path).name}")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
-    return getattr(module, entry)
+    kernel = getattr(module, entry)
+    address_of(kernel)
+    return kernel
+
+
+def address_of(kernel: Any) -> int | None:
+    """Where the function lies that a kernel calls with the addresses of its arguments; None for anything else."""
+    path, entry = getattr(getattr(kernel, "__self__", None), "__file__", None), getattr(kernel, "__name__", "")
+    if not isinstance(kernel, types.BuiltinFunctionType) or not _ENTRY_FORM.fullmatch(entry) or path is None:
+        return None
+    if (path, entry) not in _addresses:
+        try:
+            function = getattr(ctypes.CDLL(path), entry)  # it is loaded already
+        except (OSError, AttributeError):  # the file is gone, or it is no kernel
+            return None
+        _addresses[path, entry] = ctypes.cast(function, ctypes.c_void_p).value or 0
+    return _addresses[path, entry] or None

@@ -125,8 +125,8 @@ class Program:
             else:
                 with torch._C.DisableTorchFunctionSubclass():
                     _run_accumulate(step, slots)
-            for slot in step.drops:
-                slots[slot] = None
+            if not isinstance(step, RegionStep):  # those have done it before they ran
+                _drop(step, slots)
             position += 1
         return [None if slot is None else slots[slot] for slot in plan.outputs]
 
@@ -193,6 +193,7 @@ class Program:
     ) -> None:
         if compiled is not None and not compiled.checked:
             if self.specialiser.first_run(step, compiled, slots, log) is not None:
+                _drop(step, slots)
                 return
             compiled = None
         if compiled is None:
@@ -202,12 +203,12 @@ class Program:
         arguments = [slots[slot] for slot in compiled.arguments]
         pass_on(compiled, slots)
         if not getattr(compiled.call, "keeps_inputs", False):
-            for slot in step.drops:
-                slots[slot] = None
+            _drop(step, slots)
             results = run_compiled(compiled.call, arguments)
         else:
             try:
                 results = run_compiled(compiled.call, arguments)
+                _drop(step, slots)
             except Exception as error:  # noqa: BLE001  the inputs are still there: the step goes on
                 log.failures.append(failure_of("run", self.specialiser.backend.name, step.region, error))
                 _interpret(step, slots)
@@ -215,12 +216,17 @@ class Program:
         store_results(compiled, results, slots)
 
 
+def _drop(step: Executor, slots: Slots) -> None:
+    """Empty the slots that no later step reads."""
+    for slot in step.drops:
+        slots[slot] = None
+
+
 def _interpret(step: RegionStep, slots: Slots, profile: Profile | None = None) -> None:
     """Run a region's opaque calls one by one, for real. Each value is freed after its last use, as under eager."""
     region = step.region
     known = {node: slots[slot] for node, slot in zip(region.inputs, step.inputs, strict=True)}
-    for slot in step.drops:
-        slots[slot] = None
+    _drop(step, slots)
     last_use = {source: node for node in region.nodes for source in node.all_input_nodes}
     for node in region.outputs:
         last_use.pop(node, None)

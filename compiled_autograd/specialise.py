@@ -19,10 +19,10 @@ from torch import fx
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from backends import ArtifactError, Backend, Compiled
+from backends.collecting import RARELY
 from shadow_cache import DamagedEntryError, Failure, Miss, StoreError
 
 from . import ir
-from .collecting import RARELY
 from .errors import UntraceableError
 from .explain_variants import guard_miss, handed_on_miss
 from .likeness import likeness

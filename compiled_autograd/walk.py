@@ -20,13 +20,13 @@ from torch._C import _ImperativeEngine
 from torch.autograd import Variable
 
 from backends import get_backend
+from backends.collecting import RARELY
 from shadow_cache import Bypass, Key, Miss, unsupported
 
 from . import ir, tape
 from .bypass import DDP_CPP_REDUCER, EVERY_TAPE_NEW, ON_MISS, TORCH_COMPILED_AUTOGRAD
 from .capture import Capture
 from .churn import CHURN
-from .collecting import RARELY
 from .devices import cuda_device, on_device
 from .disk import disk_for
 from .errors import BrokenCaptureError, CaptureRefusedError

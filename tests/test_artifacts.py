@@ -274,9 +274,11 @@ def test_a_library_is_loaded_once_by_many_threads(nothing_loaded: None, monkeypa
     assert {digest for digest, _ in loads} == stored.libraries.keys()
 
 
-def test_a_graph_without_kernels_brings_none() -> None:
+def test_a_graph_without_kernels_brings_what_makes_programs_alone() -> None:
     stored = artifacts.from_bytes(_artifact("inductor", "only_matmul"), "inductor")
-    assert stored.libraries == stored.kernels == {} and stored.names == {"extern_kernels.mm": "torch:mm"}
+    assert stored.names == {"extern_kernels.mm": "torch:mm"}
+    ((name, (digest, _)),) = stored.kernels.items()
+    assert not name.isidentifier() and stored.libraries.keys() == {digest}
 
 
 # ---- what cannot be used -----------------------------------------------------------------------------------------
@@ -354,7 +356,7 @@ def test_what_has_other_parts_than_code_for_the_cpu_cannot_be_stored(monkeypatch
         ("source_code", "torch.ops.load_library('x')\ncall = 1", "not known: torch.ops.load_library"),
     ):
         with monkeypatch.context() as patch:
-            patch.setattr(compiled, attribute, value)
+            patch.setattr(compiled.compiled, attribute, value)
             with pytest.raises(AssertionError, match=reason):
                 raise AssertionError(_why_not(backend, compiled))
 

@@ -387,7 +387,7 @@ with ca.enable(mode="max-autotune", cache_dir={folder!r}) as session:
         found = torch.autograd.grad(loss(), leaves)
 stats, variant = session.stats(), session.last.graph.variants[0]
 call = variant.regions[0].specialised()[0].call
-source = getattr(call, "source_code", "")
+source = getattr(getattr(call, "compiled", call), "source_code", "")
 print(json.dumps(dict(
     close=all(torch.allclose(a, b, atol=1e-5) for a, b in zip(found, wanted)),
     templates=source.count("_micro_gemm("), kernels=source.count("cpp_pybinding("), files=files,
@@ -408,7 +408,7 @@ def test_max_autotuned_kernels_compile_together_and_are_found_by_another_process
     first = _tuned(tmp_path)
     assert first["close"] and first["templates"] > 0 and not first["not_stored"]
     assert (first["compiles"], first["hits"], first["failures"]) == (1, 2, 0)
-    assert len(first["files"]) == 2 and sum(first["files"]) == first["kernels"] > 2
+    assert len(first["files"]) == 2 and sum(first["files"]) == first["kernels"] + 1 > 3  # and what makes programs
     again = _tuned(tmp_path)
     assert again["close"] and again["files"] == []
     assert (again["compiles"], again["loads"], again["hits"], again["failures"]) == (0, 1, 3, 0)
@@ -419,7 +419,7 @@ def test_max_autotuned_kernels_that_cannot_be_compiled_together_are_compiled_one
     result = _tuned(tmp_path, before='batch._HEADERS = ("#error not together",)')
     assert result["close"] and result["templates"] > 0 and not result["not_stored"]
     assert (result["compiles"], result["hits"], result["failures"]) == (1, 2, 0)
-    assert max(result["files"]) > 1 and result["files"].count(1) == result["kernels"]
+    assert max(result["files"]) > 1 and result["files"].count(1) == result["kernels"] + 1
 
 
 @pytest.mark.slow

@@ -1,0 +1,370 @@
+"""From the Python code that Inductor generates (torch 2.13) to the instructions of a straight-line program.
+
+An instruction is a tuple:
+
+- ``("call", function, slots, constants, result, has_address)``: call a Python function with what lies in ``slots``, and
+  after that ``constants``; keep the result in slot ``result`` (-1: nowhere).
+- ``("kernel", address, memory)``: ``memory`` has a slot and an offset in bytes for each argument, one after the other.
+- ``("product", address, in_double, transpose_a, transpose_b, m, n, k, lda, ldb, ldc, alpha, beta, memory)``: BLAS.
+- ``("copy", bytes, memory)``: to the first from the second.
+- ``("drop", slots)``: let go of what lies there.
+"""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import re
+import textwrap
+from collections import Counter
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import Any
+
+import torch
+
+from .kernels import address_of
+from .products import Value, in_blas, is_dense
+from .protocol import Compiled
+
+MOST_ARGUMENTS = 64
+"""So many arguments may a kernel have, ``most_arguments`` in the C++ code."""
+Instruction = tuple[Any, ...]
+MakeProgram = Callable[[int, Sequence[int], list[Instruction], Sequence[int]], Compiled]
+"""Number of slots, inputs whose address is needed, instructions, slots of the outputs (-1 for None); gives what runs
+it, which takes its arguments in a list and empties it."""
+
+
+class UnknownCodeError(Exception):
+    """Generated code has something that this file does not know; it runs as Python then."""
+
+
+def _value_of_input(slot: int, value: Any) -> Value:
+    plain = isinstance(value, torch.Tensor) and value.layout is torch.strided
+    if not plain or value.is_neg() or value.is_conj() or value._is_zerotensor():
+        return Value(slot)
+    return Value(slot, tuple(value.shape), value.stride(), 0, value.dtype)
+
+
+def translated(source: str, namespace: Mapping[str, Any], arguments: Sequence[Any]) -> Translation:
+    """The instructions of the function ``call`` in generated code.
+
+    Args:
+        namespace: what its names are.
+        arguments: of one run; the sizes and strides of all others must be the same.
+
+    Raises:
+        UnknownCodeError: there is a statement, or an expression, of a form that is not known.
+    """
+    body = _body_of_call(source)
+    translation = Translation(namespace, arguments)
+    for position, statement in enumerate(body):
+        translation.statement(statement, itertools.islice(body, position + 1, None))
+    return translation
+
+
+def _body_of_call(source: str) -> list[ast.stmt]:
+    """The statements of the function ``call``. Most of the code is kernels, and is not read."""
+    found = list(re.finditer(r"^( *)def call\(.*\):\n", source, re.MULTILINE))
+    if len(found) != 1:
+        raise UnknownCodeError(f"it has {len(found)} functions named call")
+    lines = source[found[0].start() :].splitlines()
+    indented = f"{found[0][1]} "
+    end = next((at for at, line in enumerate(lines) if at and line.strip() and not line.startswith(indented)), None)
+    (function,) = ast.parse(textwrap.dedent("\n".join(lines[:end]))).body
+    assert isinstance(function, ast.FunctionDef)
+    return function.body
+
+
+class Translation:
+    """Instructions in the making, and what the names stand for at this point of the code.
+
+    Attributes:
+        instructions: as the docstring of this module has them.
+        outputs: the slot of each output, -1 for None.
+    """
+
+    def __init__(self, namespace: Mapping[str, Any], arguments: Sequence[Any]) -> None:
+        self.instructions: list[Instruction] = []
+        self.outputs: list[int] | None = None
+        self._namespace = dict(namespace)
+        self._inputs = [_value_of_input(slot, value) for slot, value in enumerate(arguments)]
+        self._names: dict[str, Value] = {}
+        self._held: Counter[int] = Counter()  # by slot, how many names it has
+        self._objects = [*self._inputs]  # by slot, what lies there
+        self._addressed: set[int] = set()
+        self._allocations: dict[int, int] = {}  # by slot of memory that no Python has seen: the index of its allocation
+        self._following: Iterable[ast.stmt] = ()
+
+    def made_by(self, make_program: MakeProgram) -> Compiled:
+        """The program."""
+        if self.outputs is None:
+            raise UnknownCodeError("it returns nothing")
+        inputs = [slot for slot in range(len(self._inputs)) if slot in self._addressed]
+        unused = self._allocations.keys() - self._addressed
+        instructions = [
+            (*each[:-1], each[-2] in self._addressed) if each[0] == "call" else each
+            for each in self.instructions
+            if each[0] != "call" or each[-2] not in unused
+        ]
+        return make_program(len(self._objects), tuple(inputs), instructions, tuple(self.outputs))
+
+    def statement(self, statement: ast.stmt, following: Iterable[ast.stmt] = ()) -> None:
+        """Translate one statement, after which ``following`` come."""
+        self._following = following
+        if isinstance(statement, ast.Delete):
+            for target in statement.targets:
+                self._forget(_name(target))
+        elif isinstance(statement, ast.Return):
+            self._return(statement.value)
+        elif isinstance(statement, ast.Assign) and len(statement.targets) == 1:
+            self._assign(statement.targets[0], statement.value)
+        elif isinstance(statement, ast.Expr):
+            self._expression(statement.value)
+        else:
+            raise UnknownCodeError(f"a statement: {ast.unparse(statement)[:80]}")
+
+    # ---- statements
+
+    def _assign(self, target: ast.expr, expression: ast.expr) -> None:
+        if isinstance(target, ast.Tuple) and isinstance(expression, ast.Name) and expression.id == "args":
+            if len(target.elts) != len(self._inputs):
+                raise UnknownCodeError(f"it takes {len(target.elts)} arguments of {len(self._inputs)}")
+            for each, value in zip(target.elts, self._inputs, strict=True):
+                self._bind(_name(each), value)
+            return
+        name = _name(target)
+        value = self._allocated(expression) or self._known(expression) or self._called(expression)
+        self._bind(name, value)
+
+    def _expression(self, expression: ast.expr) -> None:
+        if isinstance(expression, ast.Constant) or ast.unparse(expression) == "args.clear()":
+            return
+        if isinstance(expression, ast.Call):
+            instructions = self._kernel(expression) or self._product(expression)
+            if instructions:
+                self.instructions.extend(instructions)
+                return
+        self._called(expression, is_kept=False)
+
+    def _return(self, expression: ast.expr | None) -> None:
+        if not isinstance(expression, ast.Tuple):
+            raise UnknownCodeError("it returns no tuple")
+        self.outputs = []
+        for each in expression.elts:
+            if isinstance(each, ast.Constant) and each.value is None:
+                self.outputs.append(-1)
+            else:
+                self.outputs.append(self._object(self._known(each) or self._called(each)))
+
+    def _bind(self, name: str, value: Value) -> None:
+        self._held[value.slot] += 1
+        if name in self._names:
+            self._forget(name)
+        self._names[name] = value
+
+    def _forget(self, name: str) -> None:
+        if name not in self._names:
+            raise UnknownCodeError(f"{name} is not known where it is deleted")
+        slot = self._names.pop(name).slot
+        self._held[slot] -= 1
+        if not self._held[slot]:
+            self._drop([slot])
+
+    def _drop(self, slots: Sequence[int]) -> None:
+        if self.instructions and self.instructions[-1][0] == "drop":
+            slots = (*self.instructions.pop()[1], *slots)
+        self.instructions.append(("drop", tuple(slots)))
+
+    # ---- expressions
+
+    def _known(self, expression: ast.expr) -> Value | None:
+        """Of a name, or of other sizes and strides over one's memory; None for anything else."""
+        if isinstance(expression, ast.Name):
+            return self._names.get(expression.id)
+        arguments = _arguments(expression, "reinterpret_tensor")
+        if arguments is None or len(arguments) != 4:
+            return None
+        of, constants = self._known(arguments[0]), _constants(arguments[1:])
+        if of is None or of.dtype is None or constants is None:
+            return None
+        sizes, strides, offset = constants
+        return Value(of.slot, sizes, strides, of.offset + offset, of.dtype)
+
+    def _allocated(self, expression: ast.expr) -> Value | None:
+        """New memory of known sizes."""
+        arguments = _arguments(expression, "empty_strided_cpu")
+        if arguments is None or len(arguments) != 3:
+            return None
+        constants, dtype = _constants(arguments[:2]), self._namespace_value(arguments[2])
+        if constants is None or not isinstance(dtype, torch.dtype):
+            return None
+        sizes, strides = constants
+        value = self._new(Value(-1, sizes, strides, 0, dtype))
+        self._allocations[value.slot] = len(self.instructions)
+        self.instructions.append(self._allocation(value))
+        return value
+
+    def _allocation(self, value: Value) -> Instruction:
+        function = self._namespace["empty_strided_cpu"]
+        return ("call", function, (), (value.sizes, value.strides, value.dtype), value.slot, False)
+
+    def _new(self, value: Value) -> Value:
+        """The same in a slot of its own."""
+        made = Value(len(self._objects), value.sizes, value.strides, 0, value.dtype)
+        self._objects.append(made)
+        return made
+
+    def _object(self, value: Value) -> int:
+        """The slot of a Python object that is what ``value`` says."""
+        there = self._objects[value.slot]
+        allocation = self._allocations.pop(value.slot, None)
+        if value == there:
+            return value.slot
+        if allocation is not None and value.offset == 0 and value.bytes == there.bytes:
+            self.instructions[allocation] = self._allocation(value)  # nobody has seen what it was
+            self._objects[value.slot] = value
+            return value.slot
+        made = self._new(value)
+        constants = (value.sizes, value.strides, value.offset)
+        function = self._namespace["reinterpret_tensor"]
+        self.instructions.append(("call", function, (value.slot,), constants, made.slot, False))
+        return made.slot
+
+    def _called(self, expression: ast.expr, is_kept: bool = True) -> Value:
+        """Whatever else: Python computes it, from the objects that it names."""
+        for node in ast.walk(expression):
+            if isinstance(node, (ast.Lambda, ast.NamedExpr, ast.comprehension, ast.Await, ast.Yield, ast.YieldFrom)):
+                raise UnknownCodeError(f"an expression: {ast.unparse(expression)[:80]}")
+        named = dict.fromkeys(node.id for node in ast.walk(expression) if isinstance(node, ast.Name))
+        taken = [name for name in named if name in self._names]
+        text = f"lambda {', '.join(taken)}: {ast.unparse(expression)}"
+        function = eval(compile(text, "<generated code>", "eval"), self._namespace)
+        slots = [self._object(self._names[name]) for name in taken]
+        value = self._new(Value(-1)) if is_kept else None
+        result = -1 if value is None else value.slot
+        self.instructions.append(("call", function, tuple(slots), (), result, False))
+        views = [slot for name, slot in zip(taken, slots, strict=True) if slot != self._names[name].slot]
+        if views:
+            self._drop(views)
+        return value or Value(-1)
+
+    def _namespace_value(self, expression: ast.expr) -> Any:
+        """What a dotted name is that the code did not make itself; None where there is no such thing."""
+        if isinstance(expression, ast.Attribute):
+            return getattr(self._namespace_value(expression.value), expression.attr, None)
+        if isinstance(expression, ast.Name) and expression.id not in self._names:
+            return self._namespace.get(expression.id)
+        return None
+
+    # ---- what is called by its address
+
+    def _memory(self, values: Sequence[Value]) -> tuple[int, ...]:
+        self._addressed.update(value.slot for value in values)
+        return tuple(number for value in values for number in value.memory)
+
+    def _kernel(self, call: ast.Call) -> list[Instruction] | None:
+        """A kernel of Inductor's, of which all arguments are addresses."""
+        address = address_of(self._namespace_value(call.func))
+        values = [self._known(argument) for argument in call.args]
+        tensors = [value for value in values if value is not None and value.dtype is not None]
+        if address is None or call.keywords or len(tensors) != len(values) or len(values) > MOST_ARGUMENTS:
+            return None
+        return [("kernel", address, self._memory(tensors))]
+
+    def _product(self, call: ast.Call) -> list[Instruction] | None:
+        """``mm`` and ``addmm`` as BLAS computes them."""
+        function = self._namespace_value(call.func)
+        if function is not torch.mm and function is not torch.addmm:
+            return None
+        values = [self._known(argument) for argument in call.args]
+        keywords = {keyword.arg: keyword.value for keyword in call.keywords}
+        out = self._known(keywords.pop("out")) if "out" in keywords else None
+        tensors = [value for value in (out, *values) if value is not None and value.dtype is not None]
+        factors = {name: _constants([value]) for name, value in keywords.items()}
+        if len(tensors) != len(values) + 1 or not factors.keys() <= {"alpha", "beta"} or None in factors.values():
+            return None
+        alpha, beta = (float((factors.get(name) or (1,))[0]) for name in ("alpha", "beta"))
+        to, *added, left, right = tensors
+        product = in_blas(to, left, right, alpha, 0.0 if function is torch.mm else beta)
+        if product is None or any(value.dtype != to.dtype for value in tensors):
+            return None
+        copy: list[Instruction] = []
+        for term in added:
+            if not is_dense(to) or (term.sizes, term.strides) != (to.sizes, to.strides):
+                return None
+            if term.memory == to.memory or beta == 0:
+                continue
+            if self._exchange(term, to):
+                to = term
+            else:
+                copy = [("copy", to.bytes, self._memory([to, term]))]
+        *plain, first, second = product
+        return [*copy, ("product", *plain, self._memory([first, second, to]))]
+
+    def _exchange(self, one: Value, other: Value) -> bool:
+        """Let two pieces of memory change places where neither has been seen, and nobody reads again what is in one.
+
+        A sum can then be computed in the memory of its first term.
+        """
+        names = {
+            value: [name for name in self._names if self._names[name].slot == value.slot] for value in (one, other)
+        }
+        for value in (one, other):
+            alike = all(self._names[name] == value for name in names[value])
+            if value.slot not in self._allocations or value != self._objects[value.slot] or not alike:
+                return False
+        if not _is_overwritten(names[one], self._following):
+            return False
+        for value, place in ((one, other), (other, one)):
+            self._names.update(dict.fromkeys(names[value], place))
+            self._held[place.slot] = len(names[value])
+        return True
+
+
+def _is_overwritten(names: Sequence[str], statements: Iterable[ast.stmt]) -> bool:
+    """Whether the first thing that uses memory, whatever its name is by then, computes a product into it."""
+    alive = set(names)
+    for statement in statements:
+        if not alive:
+            return True
+        if isinstance(statement, ast.Delete):
+            alive.difference_update(map(_name, statement.targets))
+            continue
+        if isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Name):
+            if statement.value.id in alive:
+                alive.add(_name(statement.targets[0]))
+            continue
+        used = [node.id for node in ast.walk(statement) if isinstance(node, ast.Name) and node.id in alive]
+        if used:
+            return len(used) == 1 and _product_into(statement) == used[0]
+    return True
+
+
+def _product_into(statement: ast.stmt) -> str | None:
+    """The name of what a product is computed into; None for other statements."""
+    if not isinstance(statement, ast.Expr) or not isinstance(statement.value, ast.Call):
+        return None
+    out = {keyword.arg: keyword.value for keyword in statement.value.keywords}.get("out")
+    function = ast.unparse(statement.value.func)
+    is_product = function in ("extern_kernels.mm", "extern_kernels.addmm")
+    return out.id if is_product and isinstance(out, ast.Name) else None
+
+
+def _name(target: ast.expr) -> str:
+    if not isinstance(target, ast.Name):
+        raise UnknownCodeError(f"it assigns to {ast.unparse(target)[:80]}")
+    return target.id
+
+
+def _arguments(expression: ast.expr, name: str) -> list[ast.expr] | None:
+    """Those of a call of a function of this name, without keywords; None for any other expression."""
+    if not isinstance(expression, ast.Call) or not isinstance(expression.func, ast.Name) or expression.keywords:
+        return None
+    return expression.args if expression.func.id == name else None
+
+
+def _constants(expressions: Sequence[ast.expr]) -> list[Any] | None:
+    try:
+        return [ast.literal_eval(expression) for expression in expressions]
+    except ValueError:
+        return None

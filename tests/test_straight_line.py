@@ -1,0 +1,321 @@
+"""Generated code run as a straight-line program gives what it gives as Python, and lets go of memory where it does."""
+
+from __future__ import annotations
+
+import ctypes
+import itertools
+import random
+import types
+import weakref
+from typing import Any
+
+import pytest
+import torch
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from backends import batch, products
+from backends.inductor import InductorBackend
+from backends.straight_line import StraightLine
+from backends.translation import UnknownCodeError, translated
+
+_empty = torch._C._dynamo.guards._empty_strided_cpu
+_view = torch._C._dynamo.guards._reinterpret_tensor
+
+
+@pytest.fixture(scope="module")
+def make_program() -> Any:
+    """The function of ``straight_line.cpp``."""
+    with batch.together() as together:
+        return together.maker_of_programs()
+
+
+def _namespace(**more: Any) -> dict[str, Any]:
+    extern = types.SimpleNamespace(mm=torch.mm, addmm=torch.addmm, bmm=torch.bmm)
+    names = {"torch": torch, "empty_strided_cpu": _empty, "reinterpret_tensor": _view, "extern_kernels": extern}
+    return {**names, **more}
+
+
+def _code(*lines: str, takes: str = "a, b") -> str:
+    return "\n    ".join(["def call(args):", f"{takes} = args", "args.clear()", *lines]) + "\n"
+
+
+def _both(make_program: Any, code: str, inputs: list[Any], **names: Any) -> tuple[Any, Any, Any]:
+    """What the code gives as Python and as a program, each from its own copy of the inputs; and the translation."""
+    namespace = _namespace(**names)
+    exec(compile(code, "<test>", "exec"), namespace)
+
+    expected = namespace["call"]([_clone(each) for each in inputs])
+    given = [_clone(each) for each in inputs]
+    translation = translated(code, namespace, given)
+    program = translation.made_by(make_program)
+    result = program(given)
+    assert given == []
+    for one, other in zip(expected, result, strict=True):
+        if isinstance(one, torch.Tensor):
+            assert (one.shape, one.stride()) == (other.shape, other.stride())
+            assert one.storage_offset() == other.storage_offset()
+            torch.testing.assert_close(other, one, rtol=0, atol=0, equal_nan=True)
+        else:
+            assert one == other
+    return expected, result, translation
+
+
+def _clone(value: Any) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return value
+    copy = torch.empty(value.untyped_storage().nbytes() // value.element_size(), dtype=value.dtype)
+    copy.copy_(torch.empty(0, dtype=value.dtype).set_(value.untyped_storage()))
+    return copy.as_strided(value.shape, value.stride(), value.storage_offset())
+
+
+def _kinds(translation: Any) -> list[str]:
+    return [each[0] for each in translation.instructions]
+
+
+def _matrix(rows: int, columns: int, layout: str, dtype: torch.dtype) -> torch.Tensor:
+    if layout == "rows":
+        return torch.randn(rows, columns, dtype=dtype)
+    if layout == "columns":
+        return torch.randn(columns, rows, dtype=dtype).t()
+    if layout == "padded":
+        return torch.randn(rows, columns + 3, dtype=dtype)[:, 1 : columns + 1]
+    if layout == "padded columns":
+        return torch.randn(columns, rows + 2, dtype=dtype)[:, 2:].t()
+    if layout == "expanded":
+        return torch.randn(1, columns, dtype=dtype).expand(rows, columns)
+    return torch.randn(rows, columns, 2, dtype=dtype)[..., 0]  # "apart"
+
+
+LAYOUTS = ("rows", "columns", "padded", "padded columns", "expanded", "apart")
+
+
+@pytest.mark.skipif(not products.products(), reason="products are torch's own here")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_products_are_those_of_torch_bit_for_bit(make_program: Any, dtype: torch.dtype) -> None:
+    torch.manual_seed(0)
+    direct = 0
+    sizes = [(1, 1, 1), (1, 5, 3), (5, 1, 3), (5, 3, 1), (1, 1, 7), (16, 64, 33), (40, 7, 128)]
+    for (m, n, k), one, other, out in itertools.product(sizes, LAYOUTS, LAYOUTS, ((1, 0), (0, 1))):
+        a, b = _matrix(m, k, one, dtype), _matrix(k, n, other, dtype)
+        strides = (n, 1) if out == (1, 0) else (1, m)
+        code = _code(
+            f"c = empty_strided_cpu(({m}, {n}), {strides}, {dtype})",
+            "extern_kernels.mm(a, b, out=c)",
+            "del a",
+            "return (c, )",
+        )
+        direct += "product" in _kinds(_both(make_program, code, [a, b])[2])
+    assert direct > 0.5 * len(sizes) * len(LAYOUTS) ** 2 * 2
+
+
+@pytest.mark.skipif(not products.products(), reason="products are torch's own here")
+@pytest.mark.parametrize(("alpha", "beta"), [(1, 1), (2.5, 0.5), (1, 0), (0, 1), (-1, 2)])
+def test_a_sum_with_a_product_leaves_its_first_term_alone(make_program: Any, alpha: float, beta: float) -> None:
+    code = _code(
+        "d = empty_strided_cpu((4, 5), (5, 1), torch.float32)",
+        f"extern_kernels.addmm(c, a, reinterpret_tensor(b, (3, 5), (1, 3), 0), alpha={alpha}, beta={beta}, out=d)",
+        "return (d, c)",
+        takes="a, b, c",
+    )
+    inputs = [torch.randn(4, 3), torch.randn(15), torch.randn(4, 5)]
+    *_, translation = _both(make_program, code, inputs)
+    assert _kinds(translation) == ["call", *(["copy"] if beta else []), "product"]
+
+
+def test_a_bias_is_added_as_torch_does(make_program: Any) -> None:
+    code = _code(
+        "d = empty_strided_cpu((4, 5), (5, 1), torch.float32)",
+        "extern_kernels.addmm(c, a, b, alpha=1, beta=1, out=d)",
+        "return (d, )",
+        takes="a, b, c",
+    )
+    *_, translation = _both(make_program, code, [torch.randn(4, 3), torch.randn(3, 5), torch.randn(5)])
+    assert _kinds(translation) == ["call", "call"]
+
+
+def _sums(*between: str, returned: str = "e, ") -> str:
+    """Two sums one after the other, in two pieces of memory that take turns."""
+    return _code(
+        "c = empty_strided_cpu((4, 5), (5, 1), torch.float32)",
+        "extern_kernels.mm(a, b, out=c)",
+        "d = empty_strided_cpu((4, 5), (5, 1), torch.float32)",
+        "extern_kernels.addmm(c, a, b, alpha=1, beta=1, out=d)",
+        *between,
+        "e = c; del c  # reuse",
+        "extern_kernels.addmm(d, a, b, alpha=1, beta=1, out=e)",
+        "del d",
+        f"return ({returned})",
+    )
+
+
+@pytest.mark.skipif(not products.products(), reason="products are torch's own here")
+def test_sums_are_computed_in_one_piece_of_memory(make_program: Any) -> None:
+    inputs = [torch.randn(4, 3), torch.randn(3, 5)]
+    *_, translation = _both(make_program, _sums(), inputs)
+    assert _kinds(translation).count("copy") == 0
+    for between in (["x = c + 1", "del x"], ["x = reinterpret_tensor(c, (20, ), (1, ), 0)", "y = x + 1", "del x"]):
+        *_, translation = _both(make_program, _sums(*between), inputs)
+        assert _kinds(translation).count("copy") >= 1
+    *_, translation = _both(make_program, _sums(returned="e, reinterpret_tensor(e, (20, ), (1, ), 0)"), inputs)
+    assert _kinds(translation).count("copy") == 0
+
+
+def test_outputs_are_views_inputs_and_none(make_program: Any) -> None:
+    code = _code(
+        "c = empty_strided_cpu((2, 2), (2, 1), torch.float32)",
+        "extern_kernels.mm(a, a, out=c)",
+        "d = reinterpret_tensor(c, (4, ), (1, ), 0); del c  # reuse",
+        "return (reinterpret_tensor(d, (2, ), (2, ), 1), b, None, d, reinterpret_tensor(d, (4, ), (1, ), 0), a)",
+    )
+    _, result, _ = _both(make_program, code, [torch.randn(2, 2), 7])
+    assert result[0].untyped_storage().data_ptr() == result[3].untyped_storage().data_ptr()
+
+
+def test_what_is_let_go_is_gone(make_program: Any) -> None:
+    alive: list[bool] = []
+    gone: list[weakref.ref[Any]] = []
+    code = _code(
+        "look()",
+        "del a",
+        "c = b + 1",
+        "look()",
+        "del b",
+        "look()",
+        "return (c, )",
+    )
+    namespace = _namespace(look=lambda: alive.append(gone[len(alive) // 2]() is not None))
+    inputs = [torch.randn(2), torch.randn(2)]
+    program = translated(code, namespace, inputs).made_by(make_program)
+    gone[:] = [weakref.ref(inputs[0]), weakref.ref(inputs[1])]
+    program(inputs)
+    assert alive == [True, False, False]
+
+
+def test_an_error_is_told_and_everything_let_go(make_program: Any) -> None:
+    code = _code("c = fail(a)", "return (c, )")
+
+    def fail(_: Any) -> None:
+        raise KeyError("here")
+
+    inputs = [torch.randn(2), torch.randn(2)]
+    seen = [weakref.ref(each) for each in inputs]
+    program = translated(code, _namespace(fail=fail), inputs).made_by(make_program)
+    with pytest.raises(KeyError, match="here"):
+        program(inputs)
+    assert inputs == []
+    assert [each() for each in seen] == [None, None]
+    with pytest.raises(TypeError, match="list"):
+        program(3)
+
+
+@pytest.mark.parametrize(
+    "lines",
+    [
+        ["for x in a: pass", "return (a, )"],
+        ["c, d = b", "return (a, )"],
+        ["c = [x for x in b]", "return (a, )"],
+        ["return a"],
+        ["c = a + 1"],
+        ["del c", "return (a, )"],
+    ],
+)
+def test_what_is_not_known_runs_as_python(make_program: Any, lines: list[str]) -> None:
+    code = _code(*lines)
+    with pytest.raises(UnknownCodeError):
+        translated(code, _namespace(), [torch.randn(2), torch.randn(2)]).made_by(make_program)
+    ran = []
+    line = StraightLine(lambda arguments: ran.append(arguments.clear()) or [1], code, _namespace(), make_program)
+    for _ in range(4):
+        assert line([torch.randn(2), torch.randn(2)]) == [1]
+    assert line.program is None
+    assert line.why_not
+    assert len(ran) == 4
+
+
+def _region(rows: int = 6) -> tuple[Any, list[torch.Tensor]]:
+    def region(x: torch.Tensor, w: torch.Tensor, y: torch.Tensor) -> list[torch.Tensor]:
+        g = torch.tanh(x) * 2
+        h = g @ w
+        return [g.t() @ y, h.sum(0), torch.relu(h) * 3]
+
+    inputs = [torch.randn(rows, 4), torch.randn(4, 5), torch.randn(rows, 5)]
+    decompositions = dict(InductorBackend().decompositions())
+    return make_fx(region, decompositions, tracing_mode="fake")(*inputs), inputs
+
+
+def test_what_inductor_makes_of_a_region_is_a_program_from_the_second_run_on() -> None:
+    graph_module, inputs = _region()
+    expected = graph_module(*inputs)
+    backend = InductorBackend()
+    compiled = backend.compile(graph_module, inputs)
+    data = backend.save(compiled)
+    assert data is not None
+    for each in (compiled, backend.load(data)):
+        assert isinstance(each, StraightLine)
+        for run in range(4):
+            given = list(inputs)
+            results = each(given)
+            assert given == []
+            assert (each.program is not None) == (run > 0), each.why_not
+            torch.testing.assert_close(list(results), list(expected))
+    other = [torch.randn_like(value) for value in inputs]  # other memory, the same program
+    torch.testing.assert_close(list(compiled(list(other))), list(graph_module(*other)))
+    with torch.profiler.profile() as profile:
+        compiled(list(inputs))
+    assert sum(event.count for event in profile.key_averages() if event.key == "aten::mm") == 2
+
+
+def test_where_products_are_rounded_torch_computes_them() -> None:
+    graph_module, inputs = _region()
+    compiled = InductorBackend().compile(graph_module, inputs)
+    for _ in range(2):
+        compiled(list(inputs))
+    calls = []
+    program, compiled.program = compiled.program, lambda arguments: calls.append(1) or program(arguments)
+    compiled(list(inputs))
+    torch.backends.mkldnn.matmul.fp32_precision = "bf16"
+    try:
+        compiled(list(inputs))
+    finally:
+        torch.backends.mkldnn.matmul.fp32_precision = "none"
+    compiled(list(inputs))
+    assert len(calls) == 2
+
+
+def test_random_programs(make_program: Any) -> None:
+    """Statements in random order: allocations, sums, aliases, views and Python calls."""
+    for seed in range(150):
+        choose = random.Random(seed)
+        torch.manual_seed(seed)
+        lines, names = [], ["c0"]
+        lines += ["c0 = empty_strided_cpu((4, 4), (4, 1), torch.float32)", "extern_kernels.mm(a, b, out=c0)"]
+        for number in range(1, 14):
+            new, old = f"c{number}", choose.choice(names)
+            kind = choose.choice(("sum", "sum", "reuse", "into", "python", "view", "delete"))
+            if kind == "sum":
+                lines.append(f"{new} = empty_strided_cpu((4, 4), (4, 1), torch.float32)")
+                lines.append(f"extern_kernels.addmm({old}, a, b, alpha=1, beta=1, out={new})")
+            elif kind == "into" and len(names) > 1:
+                other = choose.choice([name for name in names if name != old])
+                lines.append(f"extern_kernels.addmm({old}, a, b, alpha=1, beta=1, out={other})")
+                continue
+            elif kind == "reuse":
+                lines.append(f"{new} = {old}; del {old}  # reuse")
+                names.remove(old)
+            elif kind == "python":
+                lines.append(f"{new} = {old} * 0.5")
+            elif kind == "view":
+                lines.append(f"{new} = reinterpret_tensor({old}, (4, 4), (1, 4), 0).clone()")
+            else:
+                if len(names) > 1:
+                    lines.append(f"del {old}")
+                    names.remove(old)
+                continue
+            names.append(new)
+        code = _code(*lines, f"return ({', '.join(names)}, )")
+        _both(make_program, code, [torch.randn(4, 4), torch.randn(4, 4)])
+
+
+def test_blas_is_found_where_torch_has_it() -> None:
+    if torch.backends.mkl.is_available() and ctypes.sizeof(ctypes.c_void_p) == 8:
+        assert products.products() or not products.platform.machine().startswith("x86")

@@ -20,7 +20,6 @@ from typing import Any
 
 from .environment import inductor_settings
 from .kernels import ENTRY, Kernel, kernel_in
-from .straight_line import SOURCE
 
 _log = logging.getLogger(__name__)
 _INCLUDED = ("Python.h", "sstream", "cstdlib", "cerrno")
@@ -56,19 +55,8 @@ class _Source:
             entry_func=entry,
             extra_parse_arg="",
         )
-        body = self._without_includes()
+        body = "\n".join(line for line in self.code.splitlines() if not line.startswith("#include"))
         return f"namespace of_{entry} {{\n#define {ENTRY} {entry}\n{body}\n#undef {ENTRY}\n{bindings}\n}}\n"
-
-    def _without_includes(self) -> str:
-        return "\n".join(line for line in self.code.splitlines() if not line.startswith("#include"))
-
-
-@dataclass(frozen=True)
-class _Whole(_Source):
-    """Code that has all that Python needs in it, and ``ENTRY`` where its name is to stand."""
-
-    def as_entry(self, entry: str) -> str:
-        return f"namespace of_{entry} {{\n{self._without_includes().replace('ENTRY', entry)}\n}}\n"
 
 
 class _Batch:
@@ -76,7 +64,7 @@ class _Batch:
 
     def __init__(self) -> None:
         self._settings = inductor_settings()
-        self._waiting: list[_Source] = [] if _programs() in _refused else [_programs()]
+        self._waiting: list[_Source] = []
 
     def add(self, argument_types: Sequence[str], code: str) -> Any:
         """What Inductor takes for a kernel that is being compiled."""
@@ -86,30 +74,15 @@ class _Batch:
         self._waiting.append(source)
         return LambdaFuture(lambda: self._result(source))
 
-    def maker_of_programs(self) -> Kernel | None:
-        """The function of ``straight_line.cpp``, which is compiled along with the kernels; None where it cannot be."""
-        self._compile()
-        return _known.get(_programs())
-
     def _result(self, source: _Source) -> Kernel:
-        self._compile()
-        return _known[source]
-
-    def _compile(self) -> None:
         if self._waiting:
             sources, self._waiting = dict.fromkeys(self._waiting), []
             _known.update(_compile([each for each in sources if not _is_known(each)]))
-
-
-@functools.cache
-def _programs() -> _Whole:
-    return _Whole((), SOURCE.read_text(encoding="utf-8"))
+        return _known[source]
 
 
 _known: dict[_Source, Kernel] = {}
 """All that this process has compiled so."""
-_refused: set[_Source] = set()
-"""What the compiler refused, and nothing needs."""
 
 
 def _is_known(source: _Source) -> bool:
@@ -125,12 +98,12 @@ _thread = _Thread()
 
 
 @contextlib.contextmanager
-def together() -> Iterator[_Batch]:
+def together() -> Iterator[None]:
     """Inside, in this thread, Inductor's kernels for the CPU are compiled together."""
     _install()
     outer, _thread.batch = _thread.batch, _Batch()
     try:
-        yield _thread.batch
+        yield
     finally:
         _thread.batch = outer
 
@@ -158,29 +131,14 @@ def _compile(sources: Sequence[_Source]) -> dict[_Source, Kernel]:
     compiled: dict[_Source, Kernel] = {}
     for share, result in zip(files, _start_all(files), strict=True):
         try:
-            compiled.update(_finished(share, result))
+            compiled.update(result())
         except CppCompileError as error:
             if len(share) == 1:
                 raise
             _log.debug("%d kernels could not be compiled together, and are compiled one by one: %s", len(share), error)
-            each_alone = [[source] for source in share]
-            for alone, result_alone in zip(each_alone, _start_all(each_alone), strict=True):
-                compiled.update(_finished(alone, result_alone))
+            for alone in _start_all([[source] for source in share]):
+                compiled.update(alone())
     return compiled
-
-
-def _finished(share: list[_Source], result: Callable[[], dict[_Source, Kernel]]) -> dict[_Source, Kernel]:
-    """Wait for the compiler. It may refuse what makes programs: then there are none."""
-    from torch._inductor.exc import CppCompileError
-
-    try:
-        return result()
-    except CppCompileError as error:
-        if share != [_programs()]:
-            raise
-        _log.debug("generated code runs as Python: %s", error)
-        _refused.update(share)
-        return {}
 
 
 def _shares(sources: Sequence[_Source], count: int) -> list[list[_Source]]:
@@ -204,18 +162,17 @@ def _start_all(files: Sequence[Sequence[_Source]]) -> list[Callable[[], dict[_So
 
 def _start(sources: Sequence[_Source]) -> Callable[[], dict[_Source, Kernel]]:
     """Begin to compile one file; what is returned waits for its kernels."""
-    from torch._inductor.async_compile import AsyncCompile, get_compile_threads
+    from torch._inductor.async_compile import AsyncCompile
     from torch._inductor.codecache import CppPythonBindingsCodeCache as Cache
 
-    if len(sources) == 1 and type(sources[0]) is _Source:
+    if len(sources) == 1:
         (source,) = sources
         kernel = Cache.load_pybinding_async(source.argument_types, source.code, submit_fn=AsyncCompile.submit)
         return lambda: {source: kernel()}
     entries = [ENTRY, *(f"{ENTRY}_{index}" for index in range(1, len(sources)))]
     headers = [*dict.fromkeys(line for source in sources for line in source.includes()), *_HEADERS]
     parts = [source.as_entry(entry) for source, entry in zip(sources, entries, strict=True)]
-    submit = AsyncCompile.submit if get_compile_threads() > 1 else None
-    result = Cache.load_async("\n".join([*headers, *parts]), "cpu", submit_fn=submit)
+    result = Cache.load_async("\n".join([*headers, *parts]), "cpu", submit_fn=AsyncCompile.submit)
 
     def kernels() -> dict[_Source, Kernel]:
         module = result()

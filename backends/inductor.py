@@ -16,9 +16,10 @@ from .artifacts import CannotStoreError, Stored, from_bytes, link, tensors_from_
 from .batch import together
 from .cuda_graphs import CopiedOut, cuda_device, made_by_inductor, running_backward
 from .eager import EagerBackend, run_graph, store_graph
-from .kernels import library_of, load_kernels
+from .kernels import ENTRY, load_kernels
 from .memory import keep_freed_memory
 from .modes import CUDA_GRAPHS, DEFAULT, name_in, options_of
+from .program_library import begin, library
 from .protocol import Compiled
 from .straight_line import StraightLine
 from .versions import plain_convolution_backward
@@ -62,6 +63,7 @@ class InductorBackend:
     def prepare(self) -> None:
         """Begin what takes long and needs no graph."""
         instruction_sets.ask()
+        begin()
 
     def compile(self, graph_module: fx.GraphModule, example_inputs: Sequence[torch.Tensor]) -> Compiled:
         """Compile, keeping the strides of every output: a gradient's layout is part of what it is.
@@ -75,6 +77,7 @@ class InductorBackend:
 
         if any(isinstance(value, torch.Tensor) and value.device.type == "cpu" for value in example_inputs):
             require_cpp_compiler()
+            begin()
             keep_freed_memory()
         output = graph_module.graph.find_nodes(op="output")[0]
         output.meta["user_visible_output_idxs"] = [
@@ -82,14 +85,14 @@ class InductorBackend:
         ]
         device = cuda_device(graph_module)
         settings = config.patch(_settings(self.mode, graph_module, device is not None))
-        with torch.no_grad(), settings, together() as batch, _convolutions_of_any_size(example_inputs):
+        with torch.no_grad(), settings, together(), _convolutions_of_any_size(example_inputs):
             joint_graph_passes(graph_module)
             if not any(node.op.startswith("call") for node in graph_module.graph.nodes):
                 return EagerBackend().compile(graph_module, example_inputs)  # as Inductor does, but it can be stored
             # The mode's settings are read here alone: what runs later has them in its code.
             if device is None or not config.triton.cudagraphs:
                 compiled = compile_fx_inner(graph_module, list(example_inputs), is_backward=True)
-                return _straight(compiled, batch) if _of_numbers_on_cpu(compiled, example_inputs) else compiled
+                return _straight(compiled) if _of_numbers_on_cpu(compiled, example_inputs) else compiled
             boxed = running_backward(device)
             inputs = list(example_inputs)
             compiled = compile_fx_inner(graph_module, inputs, is_backward=True, boxed_forward_device_index=boxed)
@@ -181,12 +184,14 @@ def _strides(value: Any) -> Sequence[Any]:
     return value.stride() if isinstance(value, torch.Tensor) and value.layout is torch.strided else ()
 
 
-def _straight(compiled: Any, batch: Any) -> Compiled:
+def _straight(compiled: Any) -> Compiled:
     """The same, to be run as a straight-line program."""
     call = compiled.current_callable
     namespace = getattr(getattr(call, "__func__", call), "__globals__", {})
-    make_program = batch.maker_of_programs() if namespace.get("call") == call else None  # else it is wrapped
-    return compiled if make_program is None else StraightLine(compiled, compiled.source_code, namespace, make_program)
+    programs = library() if namespace.get("call") == call else None  # else there is something around it
+    if programs is None:
+        return compiled
+    return StraightLine(compiled, compiled.source_code, namespace, programs.make_program, programs.content)
 
 
 def _store(compiled: Any) -> Stored:
@@ -201,10 +206,9 @@ def _store(compiled: Any) -> Stored:
 
     if isinstance(compiled, StraightLine):
         stored = _store(compiled.compiled)
-        library, entry = library_of("of straight-line programs", compiled.make_program)
-        digest = hashlib.sha256(library).hexdigest()
-        stored.kernels[_PROGRAMS] = digest, entry
-        stored.libraries[digest] = library
+        digest = hashlib.sha256(compiled.library).hexdigest()
+        stored.kernels[_PROGRAMS] = digest, ENTRY
+        stored.libraries[digest] = compiled.library
         return stored
     compiled = made_by_inductor(compiled)
     if isinstance(getattr(compiled, "__self__", None), fx.GraphModule):

@@ -76,10 +76,7 @@ def load_kernels(libraries: Mapping[str, bytes], wanted: Iterable[Place]) -> dic
             if hashlib.sha256(data).hexdigest() != digest:
                 raise ArtifactError(f"its library {digest[:16]} has other content than its name says")
         if missing:
-            # Where `PyInit_kernel` finds the function that reads a tensor's address. It is the same for the life of the
-            # process, and Inductor leaves it there too.
-            address = torch._C._dynamo.guards._torchinductor_pyobject_tensor_data_ptr  # type: ignore[attr-defined]
-            os.environ["_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"] = str(address)
+            tell_libraries()
             # Inductor asks the system for AMX registers when it looks for a processor's vectors; without that, a kernel
             # that uses them dies. Where there are none, this does nothing.
             torch.cpu._init_amx()
@@ -89,6 +86,15 @@ def load_kernels(libraries: Mapping[str, bytes], wanted: Iterable[Place]) -> dic
                 for digest, entry in missing:
                     _loaded[digest, entry] = _load(folder, digest, entry)
         return {place: _loaded[place] for place in wanted}
+
+
+def tell_libraries() -> None:
+    """Leave for ``PyInit_kernel`` where the function lies that reads a tensor's address.
+
+    It is the same for the life of the process, and Inductor leaves it there too.
+    """
+    address = torch._C._dynamo.guards._torchinductor_pyobject_tensor_data_ptr  # type: ignore[attr-defined]
+    os.environ["_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"] = str(address)
 
 
 @contextlib.contextmanager

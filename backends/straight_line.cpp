@@ -1,14 +1,18 @@
 // Runs a straight-line program: the statements of Inductor's generated `call`, without Python between them.
 //
-// `ENTRY` stands for a name of this file's own, since it is compiled in one file with kernels (`backends/batch.py`).
-// `ENTRY(slots, inputs, instructions, outputs)` makes a function of a program, which takes its arguments in a list,
-// empties that list, and returns a tuple, as `call` does. What an instruction is made of: `backends/translation.py`.
+// `kernel(slots, inputs, instructions, outputs)` makes a function of a program, which takes its arguments in a list,
+// empties that list, and returns a tuple, as `call` does. (All libraries that `backends/kernels.py` loads have that
+// name.) What an instruction is made of: `backends/translation.py`.
 //
 // Values are Python objects in slots. Beside each slot stands the address of its tensor's memory, for the instructions
 // that take addresses: kernels, products and copies.
 
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
 #include <chrono>
 #include <cstdint>
+#include <cstdlib>
 #include <cstring>
 #include <exception>
 #include <memory>
@@ -326,12 +330,12 @@ static PyObject* make_program(PyObject*, PyObject* arguments) {
   });
 }
 
-static PyMethodDef methods[] = {{"ENTRY", make_program, METH_VARARGS, nullptr}, {nullptr, nullptr, 0, nullptr}};
-static struct PyModuleDef module_definition = {PyModuleDef_HEAD_INIT, "ENTRY", nullptr, -1, methods};
+static PyMethodDef methods[] = {{"kernel", make_program, METH_VARARGS, nullptr}, {nullptr, nullptr, 0, nullptr}};
+static struct PyModuleDef module_definition = {PyModuleDef_HEAD_INIT, "kernel", nullptr, -1, methods};
 
 }  // namespace
 
-PyMODINIT_FUNC PyInit_ENTRY(void) {
+PyMODINIT_FUNC PyInit_kernel(void) {
   const char* address = std::getenv("_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR");  // where Inductor's kernels have it from
   if (address == nullptr) {
     PyErr_SetString(PyExc_RuntimeError, "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR must be set");

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Mapping, Sequence
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,7 +21,6 @@ from .protocol import Compiled
 from .translation import MakeProgram, UnknownCodeError, translated
 
 _log = logging.getLogger(__name__)
-SOURCE = Path(__file__).with_suffix(".cpp")
 
 
 class StraightLine:
@@ -33,14 +31,23 @@ class StraightLine:
     Args:
         compiled: what Inductor made of a region whose sizes are numbers.
         source: the generated code; ``namespace`` is the one that it was run in.
-        make_program: the function of ``straight_line.cpp``.
+        make_program: the function of ``straight_line.cpp``; ``library`` is what it is in, where that can be stored.
+
+    Attributes:
+        program: what runs; None as long as it is Python, and ``why_not`` says why.
     """
 
     def __init__(
-        self, compiled: Compiled, source: str, namespace: Mapping[str, Any], make_program: MakeProgram
+        self,
+        compiled: Compiled,
+        source: str,
+        namespace: Mapping[str, Any],
+        make_program: MakeProgram,
+        library: bytes = b"",
     ) -> None:
         self.compiled = compiled
         self.make_program = make_program
+        self.library = library
         self.program: Compiled | None = None
         self.why_not = "it has not run yet"
         self._runs = 0

@@ -143,14 +143,15 @@ class _Handle:
     """What the engine keeps for a structure. It never lets go of it, even when it forgets (2.13): so this lets go.
 
     The engine does not ask in which order the nodes of a tape were made, on which the order depends in which they run:
-    ``orders`` has the graph for each way in which they were.
+    ``orders`` has the graph for each way in which they were. ``outputs`` is how many results the engine is to be given.
     """
 
-    __slots__ = ("graph", "orders", "shows", "shows_bitwise")
+    __slots__ = ("graph", "orders", "outputs", "shows", "shows_bitwise")
 
     def __init__(self, graph: CompiledGraph) -> None:
         self.graph: CompiledGraph | None = graph
         self.orders: dict[tuple[int, ...], CompiledGraph] = {}
+        self.outputs = len(graph.tape.graph.find_nodes(op="output")[0].args[0])
         self.shows = order_shows(graph.tape, bitwise=False)
         self.shows_bitwise = order_shows(graph.tape, bitwise=True)
 
@@ -363,8 +364,7 @@ def _hand_over(
     attempt.handover = handover
     if graph.tape.needs_engine and not attempt.probe:
         return _run_inside(attempt)
-    outputs = graph.tape.graph.find_nodes(op="output")[0].args[0]
-    return [None] * len(outputs)
+    return [None] * handle.outputs
 
 
 _seen_of_others = 0

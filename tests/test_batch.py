@@ -32,10 +32,9 @@ with ca.enable(backend="inductor") as session:
     for _ in range(2):
         found = torch.autograd.grad(loss(), weights)
 stats = session.stats()
-call = session.last.graph.variants[0].regions[0].specialised()[0].call
 print(json.dumps(dict(
     close=all(torch.allclose(a, b, atol=1e-6) for a, b in zip(found, wanted)),
-    kernels=getattr(call, "compiled", call).source_code.count("cpp_pybinding("),
+    kernels=session.last.graph.variants[0].regions[0].specialised()[0].call.compiled.source_code.count("cpp_pybinding("),
     files=len(list(Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]).rglob("*.main.cpp"))),
     compiles=stats.compiles, hits=stats.hits, failures=stats.failures)))
 """
@@ -57,14 +56,14 @@ def test_as_many_files_are_compiled_as_inductor_compiles_at_once(tmp_path: Path)
 @pytest.mark.slow
 def test_what_cannot_be_compiled_together_is_compiled_one_by_one(tmp_path: Path) -> None:
     result = _run(tmp_path, before='batch._HEADERS = ("#error not together",)')
-    assert result["close"] and result["kernels"] < result["files"] <= result["kernels"] + 3  # and those that failed
+    assert result["close"] and result["kernels"] < result["files"] <= result["kernels"] + 2  # and those that failed
     assert (result["compiles"], result["hits"], result["failures"]) == (1, 1, 0)
 
 
 @pytest.mark.slow
 def test_with_one_thread_inductor_compiles_as_ever(tmp_path: Path) -> None:
     result = _run(tmp_path, threads=1)
-    assert result["close"] and result["files"] == result["kernels"] + 1  # and what makes programs
+    assert result["close"] and result["files"] == result["kernels"]
     assert (result["compiles"], result["hits"], result["failures"]) == (1, 1, 0)
 
 
@@ -73,7 +72,7 @@ def test_a_kernel_is_compiled_once_in_a_process(monkeypatch: pytest.MonkeyPatch)
     compile_all = batch._compile
 
     def counted(sources: list[batch._Source]) -> dict[batch._Source, batch.Kernel]:
-        asked.append(sum(type(source) is batch._Source for source in sources))
+        asked.append(len(sources))
         return compile_all(sources)
 
     monkeypatch.setattr(batch, "_compile", counted)

@@ -408,7 +408,7 @@ def test_max_autotuned_kernels_compile_together_and_are_found_by_another_process
     first = _tuned(tmp_path)
     assert first["close"] and first["templates"] > 0 and not first["not_stored"]
     assert (first["compiles"], first["hits"], first["failures"]) == (1, 2, 0)
-    assert len(first["files"]) == 2 and sum(first["files"]) == first["kernels"] + 1 > 3  # and what makes programs
+    assert len(first["files"]) == 2 and sum(first["files"]) == first["kernels"] > 2
     again = _tuned(tmp_path)
     assert again["close"] and again["files"] == []
     assert (again["compiles"], again["loads"], again["hits"], again["failures"]) == (0, 1, 3, 0)
@@ -419,7 +419,7 @@ def test_max_autotuned_kernels_that_cannot_be_compiled_together_are_compiled_one
     result = _tuned(tmp_path, before='batch._HEADERS = ("#error not together",)')
     assert result["close"] and result["templates"] > 0 and not result["not_stored"]
     assert (result["compiles"], result["hits"], result["failures"]) == (1, 2, 0)
-    assert max(result["files"]) > 1 and result["files"].count(1) == result["kernels"] + 1
+    assert max(result["files"]) > 1 and result["files"].count(1) == result["kernels"]
 
 
 @pytest.mark.slow

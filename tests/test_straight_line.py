@@ -13,7 +13,7 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from backends import batch, products
+from backends import inductor, products, program_library
 from backends.inductor import InductorBackend
 from backends.straight_line import StraightLine
 from backends.translation import UnknownCodeError, translated
@@ -25,8 +25,9 @@ _view = torch._C._dynamo.guards._reinterpret_tensor
 @pytest.fixture(scope="module")
 def make_program() -> Any:
     """The function of ``straight_line.cpp``."""
-    with batch.together() as together:
-        return together.maker_of_programs()
+    library = program_library.library()
+    assert library is not None
+    return library.make_program
 
 
 def _namespace(**more: Any) -> dict[str, Any]:
@@ -319,3 +320,26 @@ def test_random_programs(make_program: Any) -> None:
 def test_blas_is_found_where_torch_has_it() -> None:
     if torch.backends.mkl.is_available() and ctypes.sizeof(ctypes.c_void_p) == 8:
         assert products.products() or not products.platform.machine().startswith("x86")
+
+
+def test_without_a_library_generated_code_stays_python(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(program_library, "_FLAGS", ("-std=no-such-standard",))
+    assert program_library._compiled() is None
+    monkeypatch.setattr(inductor, "library", lambda: None)
+    graph_module, inputs = _region()
+    expected = graph_module(*inputs)
+    backend = InductorBackend()
+    compiled = backend.compile(graph_module, inputs)
+    data = backend.save(compiled)
+    assert data is not None
+    for each in (compiled, backend.load(data)):
+        assert not isinstance(each, StraightLine)
+        torch.testing.assert_close(list(each(list(inputs))), list(expected))
+
+
+def test_what_is_wrong_with_instructions_is_said(make_program: Any) -> None:
+    for instructions, error in (([("leap",)], ValueError), ([()], TypeError), (["drop"], TypeError), (3, TypeError)):
+        with pytest.raises(error):
+            make_program(1, (), instructions, ())
+    with pytest.raises(TypeError, match="2 arguments were given to a program with 1 slots"):
+        make_program(1, (), [], ())([1, 2])

@@ -2,24 +2,34 @@
 
     python -m benchmarks.scale                     # 1,000, 10,000 and 100,000 nodes, two minutes
     python -m benchmarks.scale --nodes 1000 10000
+    python -m benchmarks.scale --steps 64 640      # instead: an LSTM cell in a loop, with the `inductor` backend
 
 Microseconds a node of the tape: of the first backward the capture (the engine's walk and report, the tape graph, the
 key) and all of it, with `backend="eager"`, which compiles nothing long; of a hit the engine's walk, and all of it; of
 eager's own backward. Linear is what is the same at each length.
+
+Of the loop: seconds of the first backward (Inductor's folder empty, tracing included), how many regions the tape was
+cut into and how many of them were compiled, and a hit by eager, medians of interleaved pairs.
 """
 
 import argparse
+import os
 import statistics
 import sys
+import tempfile
 import time
 
 import torch
+import torch.nn.functional as F
 from rich.console import Console
 from rich.table import Table
 
 import compiled_autograd as ca
 
+from .models import UnrolledLSTM
+
 HITS = 5
+PAIRS = 15
 
 
 def chain(leaf: torch.Tensor, nodes: int) -> torch.Tensor:
@@ -58,12 +68,51 @@ def measure(nodes: int) -> list[float]:
     return [capture, first, statistics.median(walks), statistics.median(hits), statistics.median(eager)]
 
 
+def measure_loop(steps: int) -> list[str]:
+    """Nodes, regions, compiles, seconds of the first backward, and the ratio of a hit to eager."""
+    torch.manual_seed(0)
+    model, x, y = UnrolledLSTM(), torch.randn(steps, 16, 32), torch.randn(16, 1)
+    session = ca.enable(cache_dir=False, tune=False)
+
+    def step(compiled: bool) -> float:
+        model.zero_grad()
+        loss = F.mse_loss(model(x), y)
+        with session if compiled else ca.disable():
+            return seconds(loss)
+
+    with tempfile.TemporaryDirectory() as folder:
+        os.environ["TORCHINDUCTOR_CACHE_DIR"] = folder
+        first = step(True)
+    assert session.last is not None and session.last.graph is not None
+    graph = session.last.graph
+    ratios = []
+    for _ in range(PAIRS):
+        step(False)
+        eager = step(False)
+        step(True)
+        ratios.append(step(True) / eager)
+    assert session.stats().hits == 2 * PAIRS, session.stats()
+    regions, compiles = len(graph.variants[0].regions), session.stats().compiles
+    ca.reset()
+    counts = f"{len(graph.tape.calls):,}", str(regions), str(compiles)
+    return [*counts, f"{first:.1f}", f"{statistics.median(ratios):.2f}"]
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--nodes", nargs="+", type=int, default=[1_000, 10_000, 100_000])
+    parser.add_argument("--steps", nargs="+", type=int)
     args = parser.parse_args()
     if min(args.nodes) < 2:
         parser.error(f"--nodes {min(args.nodes)}: a tape has two at least")
+    if args.steps and min(args.steps) < 1:
+        parser.error(f"--steps {min(args.steps)}: a loop has one at least")
+    if args.steps:
+        table = Table("steps", "nodes", "regions", "compiled", "first backward s", "hit by eager")
+        for steps in args.steps:
+            table.add_row(f"{steps:,}", *measure_loop(steps))
+        Console().print(table)
+        return 0
     torch.set_num_threads(1)  # the operators are too small for more
     table = Table("nodes", *("capture", "first backward", "hit: walk", "hit", "eager"))
     table.title = "Microseconds a node"

@@ -50,6 +50,9 @@ class Accumulate:
 
 Step = Region | Opaque | Accumulate
 
+LONGEST = 6_000
+"""So many calls a region has at most where compiling takes long: for these Inductor takes a quarter of a minute."""
+
 
 BRANCHES_ON_FAKE_TENSORS = frozenset({"ProdBackward0", "ProdBackward1", "MaskedFillBackward1"})
 """Functions of the engine that compute another way, equal but for rounding, where they see a tensor subclass
@@ -74,16 +77,28 @@ def is_opaque(node: fx.Node, bitwise: bool, untraceable: Container[fx.Node] = ()
     return bitwise and node.target.__name__ in BRANCHES_ON_FAKE_TENSORS
 
 
-def partition(graph: fx.Graph, bitwise: bool = False, untraceable: Container[fx.Node] = ()) -> list[Step]:
+def partition(
+    graph: fx.Graph, bitwise: bool = False, untraceable: Container[fx.Node] = (), longest: int | None = None
+) -> list[Step]:
     """All steps of a tape graph, in the order in which they run."""
-    return cut([node for node in graph.nodes if node.op == "call_function"], bitwise, untraceable)
+    return cut([node for node in graph.nodes if node.op == "call_function"], bitwise, untraceable, longest)
 
 
-def cut(nodes: Sequence[fx.Node], bitwise: bool = False, untraceable: Container[fx.Node] = ()) -> list[Step]:
-    """Steps for a run of calls. Values used by calls that are not among ``nodes`` become outputs."""
+def cut(
+    nodes: Sequence[fx.Node],
+    bitwise: bool = False,
+    untraceable: Container[fx.Node] = (),
+    longest: int | None = None,
+) -> list[Step]:
+    """Steps for a run of calls. Values used by calls that are not among ``nodes`` become outputs.
+
+    Args:
+        longest: so many calls a region has at most, and what is left of the items that one of them gives.
+    """
     steps: list[Step] = []
     region: list[fx.Node] = []
     leaves: list[fx.Node] = []
+    cuts = frozenset[fx.Node]() if longest is None or len(nodes) <= longest else _cuts(nodes, longest)
 
     def flush() -> None:
         if region:
@@ -94,6 +109,8 @@ def cut(nodes: Sequence[fx.Node], bitwise: bool = False, untraceable: Container[
             leaves.clear()
 
     for node in nodes:
+        if node in cuts:
+            flush()
         if node.target is ir.accumulate_grad:
             leaves.append(node)
         elif node.target is operator.getitem and is_opaque(node.args[0], bitwise, untraceable):  # type: ignore[arg-type]
@@ -106,6 +123,36 @@ def cut(nodes: Sequence[fx.Node], bitwise: bool = False, untraceable: Container[
             region.append(node)
     flush()
     return steps
+
+
+def _cuts(nodes: Sequence[fx.Node], longest: int) -> frozenset[fx.Node]:
+    """The calls before which a region ends. A list of gradients stays in the region that takes them from it."""
+    stretch = _stretch(nodes, longest)
+    positions = {node: position for position, node in enumerate(nodes)}
+    cuts, due, taken = [], False, -1
+    for position, node in enumerate(nodes):
+        due = due or position % stretch == 0
+        if due and position > taken:
+            cuts.append(node)
+            due = False
+        if ir.value_kind(node) == "list":
+            taken = max([taken, *(positions.get(user, -1) for user in node.users)])
+    return frozenset(cuts)
+
+
+def _stretch(nodes: Sequence[fx.Node], longest: int) -> int:
+    """After how many calls a region ends: as many repetitions of what the middle of the tape repeats as there is room
+    for, or ``longest`` where it repeats nothing."""
+    middle = [node.target for node in nodes[len(nodes) // 4 : -(len(nodes) // 4)]]
+    border = [0] * len(middle)  # of each beginning, how long a piece it begins and ends with (Knuth, Morris, Pratt)
+    length = 0
+    for position in range(1, len(middle)):
+        while length and middle[position] != middle[length]:
+            length = border[length - 1]
+        length += middle[position] == middle[length]
+        border[position] = length
+    period = len(middle) - border[-1]
+    return longest // period * period if period <= longest else longest
 
 
 def _region(nodes: list[fx.Node]) -> Region:

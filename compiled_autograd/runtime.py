@@ -16,7 +16,7 @@ from torch import fx
 
 from backends import Backend
 
-from . import ir, nans
+from . import ir, nans, partition
 from .accumulate import accumulate, stealable
 from .cpp_warnings import issuing_warnings
 from .errors import UntraceableError
@@ -62,7 +62,8 @@ class Program:
         self.tape = tape
         self.specialiser = Specialiser(backend, passes, specs, dynamic)
         known = {node: node.meta["untraceable"] for node in tape.graph.nodes if "untraceable" in node.meta}
-        self.plan = Plan(tape, counts, backend.bitwise, {**known, **untraceable}, givers)
+        longest = partition.LONGEST if getattr(backend, "slow", False) else None
+        self.plan = Plan(tape, counts, backend.bitwise, {**known, **untraceable}, givers, longest)
 
     @property
     def steps(self) -> list[Executor]:

@@ -222,6 +222,7 @@ class Plan:
         bitwise: what is compiled must be bit for bit what the engine would compute.
         untraceable: calls that stay opaque beside those that always do, and why.
         givers: calls in whose results NaNs are looked for, and the nodes of the tape that they belong to.
+        longest: so many calls a region has at most; None for any number.
 
     Attributes:
         steps: what runs, in order.
@@ -238,8 +239,10 @@ class Plan:
         bitwise: bool,
         untraceable: dict[fx.Node, str],
         givers: Mapping[fx.Node, int],
+        longest: int | None = None,
     ) -> None:
         self.bitwise = bitwise
+        self.longest = longest
         self.givers = givers
         self.untraceable = untraceable
         self.slot_of: dict[fx.Node, int] = {}
@@ -260,7 +263,8 @@ class Plan:
         self.outputs = [
             None if value is None else self._slot(value) for value in tape.graph.find_nodes(op="output")[0].args[0]
         ]
-        self.steps: list[Executor] = [self._executor(step) for step in partition(tape.graph, bitwise, untraceable)]
+        parts = partition(tape.graph, bitwise, untraceable, longest)
+        self.steps: list[Executor] = [self._executor(part) for part in parts]
         self._plan_drops()
 
     def split(self, steps: list[Executor], position: int, untraceable: dict[fx.Node, str]) -> list[Executor]:
@@ -268,7 +272,7 @@ class Plan:
         step = steps[position]
         assert isinstance(step, RegionStep)
         self.untraceable.update(untraceable)
-        parts = [self._executor(part) for part in cut(step.region.nodes, self.bitwise, self.untraceable)]
+        parts = [self._executor(part) for part in cut(step.region.nodes, self.bitwise, self.untraceable, self.longest)]
         self.steps = [*steps[:position], *parts, *steps[position + 1 :]]
         self._plan_drops()
         return self.steps

@@ -93,7 +93,7 @@ def cut(
     """Steps for a run of calls. Values used by calls that are not among ``nodes`` become outputs.
 
     Args:
-        longest: so many calls a region has at most, and what is left of the items that one of them gives.
+        longest: so many calls a region has at most, and the rest of the items that its last call gives.
     """
     steps: list[Step] = []
     region: list[fx.Node] = []
@@ -143,7 +143,8 @@ def _cuts(nodes: Sequence[fx.Node], longest: int) -> frozenset[fx.Node]:
 def _stretch(nodes: Sequence[fx.Node], longest: int) -> int:
     """After how many calls a region ends: as many repetitions of what the middle of the tape repeats as there is room
     for, or ``longest`` where it repeats nothing."""
-    middle = [node.target for node in nodes[len(nodes) // 4 : -(len(nodes) // 4)]]
+    quarter = len(nodes) // 4
+    middle = [node.target for node in nodes[quarter : len(nodes) - quarter]]
     border = [0] * len(middle)  # of each beginning, how long a piece it begins and ends with (Knuth, Morris, Pratt)
     length = 0
     for position in range(1, len(middle)):

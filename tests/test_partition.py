@@ -96,6 +96,12 @@ def test_a_tape_that_repeats_nothing_is_cut_too(monkeypatch: pytest.MonkeyPatch)
         assert session.stats().hits == 2 and session.stats().failures == 0
 
 
+def test_a_run_of_few_calls_is_cut_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(partition, "LONGEST", 1)
+    session, lengths = _compiled(lambda: nn.Linear(2, 1, bias=False), lambda model: model.weight.exp().sum())
+    assert 1 < len(lengths) < 8 and session.stats().failures == 0
+
+
 def test_where_compiling_takes_no_time_nothing_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(EagerBackend, "slow", False, raising=False)
     monkeypatch.setattr(partition, "LONGEST", 5)

@@ -150,8 +150,16 @@ def address_of(kernel: Any) -> int | None:
         return None
     if (path, entry) not in _addresses:
         try:
-            function = getattr(ctypes.CDLL(path), entry)  # it is loaded already
+            _addresses[path, entry] = address_in(ctypes.CDLL(path), entry)  # it is loaded already
         except (OSError, AttributeError):  # the file is gone, or it is no kernel
             return None
-        _addresses[path, entry] = ctypes.cast(function, ctypes.c_void_p).value or 0
     return _addresses[path, entry] or None
+
+
+def address_in(library: ctypes.CDLL, name: str) -> int:
+    """Where a function of a shared library lies.
+
+    Raises:
+        AttributeError: it has none of this name.
+    """
+    return ctypes.cast(getattr(library, name), ctypes.c_void_p).value or 0

@@ -12,6 +12,8 @@ from typing import Any
 
 import torch
 
+from .kernels import address_in
+
 _log = logging.getLogger(__name__)
 _INT_MAX = 2**31 - 1
 
@@ -59,14 +61,10 @@ def products() -> dict[torch.dtype, int]:
     try:
         library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
         names = {torch.float32: "sgemm_", torch.float64: "dgemm_"}
-        return {dtype: _address(getattr(library, name)) for dtype, name in names.items()}
+        return {dtype: address_in(library, name) for dtype, name in names.items()}
     except (OSError, AttributeError) as error:
         _log.debug("products are called through torch: %s", error)
         return {}
-
-
-def _address(function: Any) -> int:
-    return ctypes.cast(function, ctypes.c_void_p).value or 0
 
 
 def in_blas(to: Value, left: Value, right: Value, alpha: float, beta: float) -> tuple[Any, ...] | None:

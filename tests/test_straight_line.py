@@ -244,14 +244,19 @@ def _region(rows: int = 6) -> tuple[Any, list[torch.Tensor]]:
     return make_fx(region, decompositions, tracing_mode="fake")(*inputs), inputs
 
 
-def test_what_inductor_makes_of_a_region_is_a_program_from_the_second_run_on() -> None:
-    graph_module, inputs = _region()
-    expected = graph_module(*inputs)
+def _compiled_and_loaded(graph_module: Any, inputs: list[torch.Tensor]) -> tuple[Any, Any]:
     backend = InductorBackend()
     compiled = backend.compile(graph_module, inputs)
     data = backend.save(compiled)
     assert data is not None
-    for each in (compiled, backend.load(data)):
+    return compiled, backend.load(data)
+
+
+def test_what_inductor_makes_of_a_region_is_a_program_from_the_second_run_on() -> None:
+    graph_module, inputs = _region()
+    expected = graph_module(*inputs)
+    compiled, loaded = _compiled_and_loaded(graph_module, inputs)
+    for each in (compiled, loaded):
         assert isinstance(each, StraightLine)
         for run in range(4):
             given = list(inputs)
@@ -328,11 +333,8 @@ def test_without_a_library_generated_code_stays_python(monkeypatch: pytest.Monke
     monkeypatch.setattr(inductor, "library", lambda: None)
     graph_module, inputs = _region()
     expected = graph_module(*inputs)
-    backend = InductorBackend()
-    compiled = backend.compile(graph_module, inputs)
-    data = backend.save(compiled)
-    assert data is not None
-    for each in (compiled, backend.load(data)):
+    compiled, loaded = _compiled_and_loaded(graph_module, inputs)
+    for each in (compiled, loaded):
         assert not isinstance(each, StraightLine)
         torch.testing.assert_close(list(each(list(inputs))), list(expected))
 

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from .kernels import address_of
+from .overwriting import is_overwritten
 from .products import Value, in_blas, is_dense
 from .protocol import Compiled
 
@@ -285,6 +286,8 @@ class Translation:
             return None
         alpha, beta = (float((factors.get(name) or (1,))[0]) for name in ("alpha", "beta"))
         to, *added, left, right = tensors
+        if len(added) > 1 or not self._may_be_written(to, added, (left, right)):
+            return None
         product = in_blas(to, left, right, alpha, 0.0 if function is torch.mm else beta)
         if product is None or any(value.dtype != to.dtype for value in tensors):
             return None
@@ -294,17 +297,27 @@ class Translation:
                 return None
             if term.memory == to.memory or beta == 0:
                 continue
-            if self._exchange(term, to):
+            if term.slot not in (left.slot, right.slot) and self._exchange(term, to):
                 to = term
             else:
                 copy = [("copy", to.bytes, self._memory([to, term]))]
         *plain, first, second = product
         return [*copy, ("product", *plain, self._memory([first, second, to]))]
 
+    def _may_be_written(self, to: Value, added: Sequence[Value], factors: Sequence[Value]) -> bool:
+        """Whether a product can be written to memory as it is computed, and what is added copied there before.
+
+        Two slots that this code allocated never share memory; inputs may. What a product reads must lie elsewhere, and
+        what is added exactly there or elsewhere. For anything else it is ``torch`` that is called.
+        """
+        if to.slot < len(self._inputs) or to.slot in {value.slot for value in factors}:
+            return False
+        return all(term.slot != to.slot or term.memory == to.memory for term in added)
+
     def _exchange(self, one: Value, other: Value) -> bool:
         """Let two pieces of memory change places where neither has been seen, and nobody reads again what is in one.
 
-        A sum can then be computed in the memory of its first term.
+        A sum can then be computed in the memory of its first term, unless that is a factor too.
         """
         names = {
             value: [name for name in self._names if self._names[name].slot == value.slot] for value in (one, other)
@@ -313,41 +326,12 @@ class Translation:
             alike = all(self._names[name] == value for name in names[value])
             if value.slot not in self._allocations or value != self._objects[value.slot] or not alike:
                 return False
-        if not _is_overwritten(names[one], self._following):
+        if not is_overwritten(names[one], self._following):
             return False
         for value, place in ((one, other), (other, one)):
             self._names.update(dict.fromkeys(names[value], place))
             self._held[place.slot] = len(names[value])
         return True
-
-
-def _is_overwritten(names: Sequence[str], statements: Iterable[ast.stmt]) -> bool:
-    """Whether the first thing that uses memory, whatever its name is by then, computes a product into it."""
-    alive = set(names)
-    for statement in statements:
-        if not alive:
-            return True
-        if isinstance(statement, ast.Delete):
-            alive.difference_update(map(_name, statement.targets))
-            continue
-        if isinstance(statement, ast.Assign) and isinstance(statement.value, ast.Name):
-            if statement.value.id in alive:
-                alive.add(_name(statement.targets[0]))
-            continue
-        used = [node.id for node in ast.walk(statement) if isinstance(node, ast.Name) and node.id in alive]
-        if used:
-            return len(used) == 1 and _product_into(statement) == used[0]
-    return True
-
-
-def _product_into(statement: ast.stmt) -> str | None:
-    """The name of what a product is computed into; None for other statements."""
-    if not isinstance(statement, ast.Expr) or not isinstance(statement.value, ast.Call):
-        return None
-    out = {keyword.arg: keyword.value for keyword in statement.value.keywords}.get("out")
-    function = ast.unparse(statement.value.func)
-    is_product = function in ("extern_kernels.mm", "extern_kernels.addmm")
-    return out.id if is_product and isinstance(out, ast.Name) else None
 
 
 def _name(target: ast.expr) -> str:

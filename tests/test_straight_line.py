@@ -13,6 +13,7 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
+import compiled_autograd as ca
 from backends import inductor, products, program_library
 from backends.inductor import InductorBackend
 from backends.straight_line import StraightLine
@@ -345,3 +346,111 @@ def test_what_is_wrong_with_instructions_is_said(make_program: Any) -> None:
             make_program(1, (), instructions, ())
     with pytest.raises(TypeError, match="2 arguments were given to a program with 1 slots"):
         make_program(1, (), [], ())([1, 2])
+
+
+_FACTOR_LINES = {
+    "the first term": ("extern_kernels.addmm(c, c, b, alpha=1, beta=1, out=d)", 1),
+    "its transposed": ("extern_kernels.addmm(c, reinterpret_tensor(c, (8, 8), (1, 8), 0), b, out=d)", 1),
+    "the second factor": ("extern_kernels.addmm(c, b, c, alpha=1, beta=1, out=d)", 1),
+    "both factors": ("extern_kernels.addmm(c, c, c, alpha=0.5, beta=2, out=d)", 1),
+    "none": ("extern_kernels.addmm(c, b, b, alpha=1, beta=1, out=d)", 0),
+}
+
+
+@pytest.mark.skipif(not products.products(), reason="products are torch's own here")
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("factor", _FACTOR_LINES)
+def test_a_sum_is_not_computed_into_its_own_factor(make_program: Any, factor: str, dtype: torch.dtype) -> None:
+    line, copies = _FACTOR_LINES[factor]
+    code = _code(
+        f"c = empty_strided_cpu((8, 8), (8, 1), {dtype})",
+        "extern_kernels.mm(a, b, out=c)",
+        f"d = empty_strided_cpu((8, 8), (8, 1), {dtype})",
+        line,
+        "del c",
+        "return (d, )",
+    )
+    *_, translation = _both(make_program, code, [torch.randn(8, 8, dtype=dtype), torch.randn(8, 8, dtype=dtype)])
+    assert _kinds(translation).count("copy") == copies
+    assert _kinds(translation).count("product") == 2
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "extern_kernels.mm(c, b, out=c)",
+        "extern_kernels.addmm(b, c, b, out=c)",
+        "extern_kernels.addmm(c, b, reinterpret_tensor(c, (8, 8), (1, 8), 0), out=c)",
+        "extern_kernels.mm(b, b, out=a)",
+        "extern_kernels.addmm(a, b, b, out=a)",
+        "x = reinterpret_tensor(e, (8, 8), (8, 1), 4); extern_kernels.addmm(x, b, b, "
+        "out=reinterpret_tensor(e, (8, 8), (8, 1), 0))",
+    ],
+)
+def test_a_product_into_what_it_reads_or_what_was_given_is_left_to_torch(make_program: Any, line: str) -> None:
+    code = _code(
+        "c = empty_strided_cpu((8, 8), (8, 1), torch.float32)",
+        "e = empty_strided_cpu((80, ), (1, ), torch.float32)",
+        line,
+        "return (c, a, e)",
+    )
+    inputs = [torch.randn(8, 8), torch.randn(8, 8)]
+    translation = translated(code, _namespace(), inputs)
+    assert "product" not in _kinds(translation)
+
+
+@pytest.mark.skipif(not products.products(), reason="products are torch's own here")
+def test_a_name_that_stands_for_something_else_later_keeps_its_term(make_program: Any) -> None:
+    code = _code(
+        "c = empty_strided_cpu((4, 4), (4, 1), torch.float32)",
+        "extern_kernels.mm(a, b, out=c)",
+        "e = empty_strided_cpu((4, 4), (4, 1), torch.float32)",
+        "extern_kernels.mm(b, b, out=e)",
+        "d = empty_strided_cpu((4, 4), (4, 1), torch.float32)",
+        "x = c",
+        "extern_kernels.addmm(c, a, b, out=d)",
+        "x = e",
+        "extern_kernels.mm(b, a, out=x)",
+        "return (c, d, e)",
+    )
+    _both(make_program, code, [torch.randn(4, 4), torch.randn(4, 4)])
+
+
+@pytest.mark.skipif(not products.products(), reason="products are torch's own here")
+def test_memory_that_has_another_form_too_keeps_its_place(make_program: Any) -> None:
+    code = _code(
+        "c = empty_strided_cpu((4, 4), (4, 1), torch.float32)",
+        "extern_kernels.mm(a, b, out=c)",
+        "t = reinterpret_tensor(c, (4, 4), (1, 4), 0)",
+        "d = empty_strided_cpu((4, 4), (4, 1), torch.float32)",
+        "extern_kernels.addmm(c, a, b, out=d)",
+        "extern_kernels.mm(b, b, out=t)",
+        "return (c, d, t)",
+    )
+    _both(make_program, code, [torch.randn(4, 4), torch.randn(4, 4)])
+
+
+def test_residual_layers_that_are_not_trained_have_eagers_gradients() -> None:
+    """Of ``h + h @ w`` the backward adds a product to its own factor."""
+    torch.manual_seed(0)
+    weights = [torch.randn(24, 24) / 5 for _ in range(3)]
+
+    def gradient(x: torch.Tensor) -> torch.Tensor:
+        x = x.clone().requires_grad_()
+        h = torch.tanh(x)
+        for weight in weights:
+            h = h + h @ weight
+        h.sin().sum().backward()
+        assert x.grad is not None
+        return x.grad
+
+    inputs = [torch.randn(6, 24) for _ in range(4)]
+    expected = [gradient(each) for each in inputs]
+    with ca.enable(cache_dir=False, tune=False, backend="inductor") as session:
+        for given, want in zip(inputs, expected, strict=True):
+            torch.testing.assert_close(gradient(given), want)
+        graph = session.last.graph
+    assert graph is not None
+    assert [each.call.why_not for step in graph.regions for each in step.specialised()] == [""]
+    stats = session.stats()
+    assert (stats.hits, stats.compiles, stats.bypasses, stats.failures) == (3, 1, {}, 0)

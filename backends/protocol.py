@@ -12,7 +12,32 @@ Compiled = Callable[[list[Any]], Sequence[Any]]
 """Takes its arguments in a list and empties it, so that each is freed after its last use; gives the outputs.
 
 One that cannot do that says so in an attribute ``keeps_inputs``: if it fails, its region can then be run another way.
+
+Two more things a callable may have:
+
+- ``form_for(arguments) -> str`` and ``drop(form) -> bool``, where it does not run the same code at each call: see
+  :class:`HasForms`. ``backends.poison.run_poisoned`` takes the name of a form.
+- ``another() -> Compiled``, where what it does depends on the sizes and strides of the inputs that it was first run
+  with: the same code for another region, with which it shares all but that.
 """
+
+
+@runtime_checkable
+class HasForms(Protocol):
+    """A callable that runs one thing at first, and later another that gives the same results sooner."""
+
+    def form_for(self, arguments: Sequence[Any]) -> str:
+        """The name of what the next call in this thread will run, with these arguments; it is made now if need be.
+
+        The name is for people too. The arguments stay as they are.
+        """
+
+    def drop(self, form: str) -> bool:
+        """Never run a form again, for it gave what it should not. False where no other takes its place: then this
+        callable must not be called any more."""
+
+    def __call__(self, arguments: list[Any]) -> Sequence[Any]:
+        """As :data:`Compiled` has it."""
 
 
 class Backend(Protocol):

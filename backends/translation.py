@@ -14,8 +14,6 @@ from __future__ import annotations
 
 import ast
 import itertools
-import re
-import textwrap
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
@@ -23,9 +21,9 @@ from typing import Any
 import torch
 
 from .kernels import address_of
-from .overwriting import is_overwritten
 from .products import Value, in_blas, is_dense
 from .protocol import Compiled
+from .statements import UnknownCodeError, arguments_of, body_of_call, constants_of, is_overwritten, name_of
 
 MOST_ARGUMENTS = 64
 """So many arguments may a kernel have, ``most_arguments`` in the C++ code."""
@@ -35,8 +33,9 @@ MakeProgram = Callable[[int, Sequence[int], list[Instruction], Sequence[int]], C
 it, which takes its arguments in a list and empties it."""
 
 
-class UnknownCodeError(Exception):
-    """Generated code has something that this file does not know; it runs as Python then."""
+def values_of(arguments: Sequence[Any]) -> tuple[Value, ...]:
+    """What a translation takes from the arguments of a run: where this is equal, the instructions are."""
+    return tuple(_value_of_input(slot, value) for slot, value in enumerate(arguments))
 
 
 def _value_of_input(slot: int, value: Any) -> Value:
@@ -56,24 +55,11 @@ def translated(source: str, namespace: Mapping[str, Any], arguments: Sequence[An
     Raises:
         UnknownCodeError: there is a statement, or an expression, of a form that is not known.
     """
-    body = _body_of_call(source)
+    body = body_of_call(source)
     translation = Translation(namespace, arguments)
     for position, statement in enumerate(body):
         translation.statement(statement, itertools.islice(body, position + 1, None))
     return translation
-
-
-def _body_of_call(source: str) -> list[ast.stmt]:
-    """The statements of the function ``call``. Most of the code is kernels, and is not read."""
-    found = list(re.finditer(r"^( *)def call\(.*\):\n", source, re.MULTILINE))
-    if len(found) != 1:
-        raise UnknownCodeError(f"it has {len(found)} functions named call")
-    lines = source[found[0].start() :].splitlines()
-    indented = f"{found[0][1]} "
-    end = next((at for at, line in enumerate(lines) if at and line.strip() and not line.startswith(indented)), None)
-    (function,) = ast.parse(textwrap.dedent("\n".join(lines[:end]))).body
-    assert isinstance(function, ast.FunctionDef)
-    return function.body
 
 
 class Translation:
@@ -88,7 +74,7 @@ class Translation:
         self.instructions: list[Instruction] = []
         self.outputs: list[int] | None = None
         self._namespace = dict(namespace)
-        self._inputs = [_value_of_input(slot, value) for slot, value in enumerate(arguments)]
+        self._inputs = values_of(arguments)
         self._names: dict[str, Value] = {}
         self._held: Counter[int] = Counter()  # by slot, how many names it has
         self._objects = [*self._inputs]  # by slot, what lies there
@@ -114,7 +100,7 @@ class Translation:
         self._following = following
         if isinstance(statement, ast.Delete):
             for target in statement.targets:
-                self._forget(_name(target))
+                self._forget(name_of(target))
         elif isinstance(statement, ast.Return):
             self._return(statement.value)
         elif isinstance(statement, ast.Assign) and len(statement.targets) == 1:
@@ -131,9 +117,9 @@ class Translation:
             if len(target.elts) != len(self._inputs):
                 raise UnknownCodeError(f"it takes {len(target.elts)} arguments of {len(self._inputs)}")
             for each, value in zip(target.elts, self._inputs, strict=True):
-                self._bind(_name(each), value)
+                self._bind(name_of(each), value)
             return
-        name = _name(target)
+        name = name_of(target)
         value = self._allocated(expression) or self._known(expression) or self._called(expression)
         self._bind(name, value)
 
@@ -182,10 +168,10 @@ class Translation:
         """Of a name, or of other sizes and strides over one's memory; None for anything else."""
         if isinstance(expression, ast.Name):
             return self._names.get(expression.id)
-        arguments = _arguments(expression, "reinterpret_tensor")
+        arguments = arguments_of(expression, "reinterpret_tensor")
         if arguments is None or len(arguments) != 4:
             return None
-        of, constants = self._known(arguments[0]), _constants(arguments[1:])
+        of, constants = self._known(arguments[0]), constants_of(arguments[1:])
         if of is None or of.dtype is None or constants is None:
             return None
         sizes, strides, offset = constants
@@ -193,10 +179,10 @@ class Translation:
 
     def _allocated(self, expression: ast.expr) -> Value | None:
         """New memory of known sizes."""
-        arguments = _arguments(expression, "empty_strided_cpu")
+        arguments = arguments_of(expression, "empty_strided_cpu")
         if arguments is None or len(arguments) != 3:
             return None
-        constants, dtype = _constants(arguments[:2]), self._namespace_value(arguments[2])
+        constants, dtype = constants_of(arguments[:2]), self._namespace_value(arguments[2])
         if constants is None or not isinstance(dtype, torch.dtype):
             return None
         sizes, strides = constants
@@ -281,7 +267,7 @@ class Translation:
         keywords = {keyword.arg: keyword.value for keyword in call.keywords}
         out = self._known(keywords.pop("out")) if "out" in keywords else None
         tensors = [value for value in (out, *values) if value is not None and value.dtype is not None]
-        factors = {name: _constants([value]) for name, value in keywords.items()}
+        factors = {name: constants_of([value]) for name, value in keywords.items()}
         if len(tensors) != len(values) + 1 or not factors.keys() <= {"alpha", "beta"} or None in factors.values():
             return None
         alpha, beta = (float((factors.get(name) or (1,))[0]) for name in ("alpha", "beta"))
@@ -332,23 +318,3 @@ class Translation:
             self._names.update(dict.fromkeys(names[value], place))
             self._held[place.slot] = len(names[value])
         return True
-
-
-def _name(target: ast.expr) -> str:
-    if not isinstance(target, ast.Name):
-        raise UnknownCodeError(f"it assigns to {ast.unparse(target)[:80]}")
-    return target.id
-
-
-def _arguments(expression: ast.expr, name: str) -> list[ast.expr] | None:
-    """Those of a call of a function of this name, without keywords; None for any other expression."""
-    if not isinstance(expression, ast.Call) or not isinstance(expression.func, ast.Name) or expression.keywords:
-        return None
-    return expression.args if expression.func.id == name else None
-
-
-def _constants(expressions: Sequence[ast.expr]) -> list[Any] | None:
-    try:
-        return [ast.literal_eval(expression) for expression in expressions]
-    except ValueError:
-        return None

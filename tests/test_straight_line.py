@@ -16,7 +16,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import compiled_autograd as ca
 from backends import inductor, products, program_library
 from backends.inductor import InductorBackend
-from backends.straight_line import StraightLine
+from backends.protocol import HasForms
+from backends.straight_line import GENERATED_CODE, PROGRAM, StraightLine
 from backends.translation import UnknownCodeError, translated
 
 _empty = torch._C._dynamo.guards._empty_strided_cpu
@@ -454,3 +455,58 @@ def test_residual_layers_that_are_not_trained_have_eagers_gradients() -> None:
     assert [each.call.why_not for step in graph.regions for each in step.specialised()] == [""]
     stats = session.stats()
     assert (stats.hits, stats.compiles, stats.bypasses, stats.failures) == (3, 1, {}, 0)
+
+
+def test_the_form_of_the_next_call_is_known_and_can_be_dropped() -> None:
+    graph_module, inputs = _region()
+    compiled = InductorBackend().compile(graph_module, inputs)
+    assert isinstance(compiled, HasForms)
+    expected = graph_module(*inputs)
+    for form in (GENERATED_CODE, PROGRAM, PROGRAM):
+        assert compiled.form_for(inputs) == form
+        torch.testing.assert_close(list(compiled(list(inputs))), list(expected))
+    with torch.profiler.profile():
+        assert compiled.form_for(inputs) == GENERATED_CODE
+    alike, other = compiled.another(), compiled.another()
+    for each in (alike, other):
+        assert each.form_for(inputs) == GENERATED_CODE
+        each(list(inputs))
+        assert each.form_for(inputs) == PROGRAM
+        assert each.program is compiled.program
+
+    assert compiled.drop(PROGRAM)
+    late = compiled.another()
+    for each in (compiled, alike, other, late):
+        each(list(inputs))
+        assert each.form_for(inputs) == GENERATED_CODE
+        assert (each.program, each.why_not) == (None, "it was dropped")
+        torch.testing.assert_close(list(each(list(inputs))), list(expected))
+    assert not compiled.drop(GENERATED_CODE)
+
+
+def test_a_form_that_never_ran_can_be_dropped() -> None:
+    graph_module, inputs = _region()
+    compiled = InductorBackend().compile(graph_module, inputs)
+    assert compiled.drop(PROGRAM)
+    for _ in range(3):
+        assert compiled.form_for(inputs) == GENERATED_CODE
+        compiled(list(inputs))
+
+
+def test_a_program_belongs_to_the_strides_that_it_was_made_for(make_program: Any) -> None:
+    """Generated code without kernels does not say of which strides its inputs are."""
+    code = _code(
+        "c = empty_strided_cpu((4, 4), (4, 1), torch.float32)",
+        "extern_kernels.mm(a, b, out=c)",
+        "return (c, )",
+    )
+    namespace = _namespace()
+    exec(code, namespace)
+    one = StraightLine(namespace["call"], code, namespace, make_program)
+    other = one.another()
+    a, b = torch.randn(4, 4), torch.randn(4, 4)
+    for _ in range(3):
+        assert torch.equal(one([a, b])[0], a @ b)
+        assert torch.equal(other([a.t(), b])[0], a.t() @ b)
+    assert one.program is not None and other.program is not None
+    assert one.program is not other.program

@@ -23,6 +23,8 @@ import torch
 _STABLE_MODULES = ("torch", "math", "operator", "_operator")
 FORMAT = 2
 """Part of an artifact's first line; another number is another format."""
+LINKED = "compiled_region"
+"""What the namespace of loaded code calls itself."""
 
 
 class ArtifactError(RuntimeError):
@@ -199,7 +201,7 @@ def link(stored: Stored, given: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ArtifactError: something that it needs is not here, or the source cannot be run.
     """
-    namespace: dict[str, Any] = {"__name__": "compiled_region", **given}
+    namespace: dict[str, Any] = {"__name__": LINKED, **given}
     filename = f"<stored region {hashlib.sha256(stored.source.encode()).hexdigest()[:16]}>"
     try:
         for name, where in stored.names.items():

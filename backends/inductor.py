@@ -21,6 +21,7 @@ from .memory import keep_freed_memory
 from .modes import CUDA_GRAPHS, DEFAULT, name_in, options_of
 from .program_library import begin, library
 from .protocol import Compiled
+from .randomness import FALLBACK, draws, eagers_draws
 from .straight_line import StraightLine
 from .versions import plain_convolution_backward
 
@@ -55,10 +56,12 @@ class InductorBackend:
         self.name = name_in(mode)
 
     def decompositions(self) -> Mapping[Any, Callable[..., Any]]:
-        """Inductor's own table."""
+        """Inductor's own table, where random numbers are drawn as eager draws them."""
+        from torch._inductor import config
         from torch._inductor.decomposition import select_decomp_table
 
-        return select_decomp_table()
+        with config.patch({FALLBACK: True}):
+            return eagers_draws(select_decomp_table())
 
     def prepare(self) -> None:
         """Begin what takes long and needs no graph."""
@@ -138,6 +141,8 @@ def _settings(mode: str, graph_module: fx.GraphModule, on_cuda: bool) -> dict[st
     """What is set of Inductor's settings while a region is compiled."""
     # Whoever calls us has checked sizes and strides; the generated code need not do it once more at each call.
     chosen = {"size_asserts": False, "alignment_asserts": False, **options_of(mode)}
+    if any(draws(node.target) for node in graph_module.graph.nodes):
+        chosen[FALLBACK] = True  # eager's operators, from eager's generators
     if not on_cuda:
         chosen.pop(CUDA_GRAPHS, None)  # Inductor would find out in the end
         if graph_module.graph.find_nodes(op="call_function", target=torch.ops.aten.convolution_backward.default):

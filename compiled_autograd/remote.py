@@ -65,8 +65,11 @@ def compile_elsewhere(backend: Backend, graph_module: fx.GraphModule, examples: 
 def _request(backend: Backend, graph_module: fx.GraphModule, examples: Sequence[Any]) -> Request | None:
     if not getattr(backend, "slow", False) or not isinstance(backend, Storing):
         return None
-    if any(isinstance(value, torch.Tensor) and value.device.type != "cpu" for value in examples):
+    tensors = [value for value in examples if isinstance(value, torch.Tensor)]
+    if any(value.device.type != "cpu" for value in tensors):
         return None  # its code could not be brought back
+    if any(value.is_conj() or value.is_neg() or value._is_zerotensor() for value in tensors):
+        return None  # the request does not say so
     inputs = kinds_of_inputs(graph_module, examples)
     if inputs is None:
         return None

@@ -84,14 +84,15 @@ class Shelf:
     loaded: dict[str, Compiled] = field(default_factory=dict)
 
     def load(self, backend: Backend, artifact: str) -> Compiled:
-        """An artifact; several regions may have the same.
+        """An artifact, for one region. Several may have the same, with inputs of other sizes and strides.
 
         Raises:
             StoreError, ArtifactError: it cannot be read, or not be used.
         """
         if artifact not in self.loaded:
             self.loaded[artifact] = backend.load(self.read(artifact))  # type: ignore[attr-defined]
-        return self.loaded[artifact]
+        call = self.loaded[artifact]
+        return call.another() if hasattr(call, "another") else call
 
 
 Compile = Callable[[Backend, fx.GraphModule, Sequence[Any]], Compiled]

@@ -13,8 +13,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
 import compiled_autograd as ca
+from backends import get_backend
 from backends.eager import EagerBackend
+from backends.straight_line import StraightLine
 from compiled_autograd.likeness import likeness
+from compiled_autograd.remote import _request
 from compiled_autograd.specialise import Specialised
 
 from .helpers import assert_grads, expect
@@ -152,3 +155,55 @@ def test_constants_and_symbols_are_never_the_same() -> None:
     symbolic = make_fx(lambda a: [a.sin()], tracing_mode="symbolic")(x)
     fake = next(iter(symbolic.graph.nodes)).meta["val"]
     assert likeness(symbolic, [fake]) is None
+    narrow = fake[:2, :3]  # its sizes are numbers, its strides are not
+    assert narrow.shape == (2, 3) and isinstance(narrow.stride()[0], torch.SymInt)
+    assert likeness(make_fx(lambda a: [a.sin()])(x), [narrow]) is None
+
+
+def test_what_the_worker_could_not_know_is_compiled_here() -> None:
+    x = torch.randn(2, dtype=torch.complex64)
+    graph = make_fx(lambda a: [a * a])(x)
+    assert _request(get_backend("inductor"), graph, [x]) is not None
+    assert _request(get_backend("inductor"), graph, [x.conj()]) is None
+
+
+# ---- the same code, inputs of other strides --------------------------------------------------------------------------
+
+
+class _HandsOn(torch.autograd.Function):
+    """Hands on its gradient with rows or columns one after the other."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, columns: bool) -> torch.Tensor:
+        ctx.columns = columns
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, g: torch.Tensor) -> Any:
+        return (g.t().contiguous().t() if ctx.columns else g.contiguous()), None
+
+
+def test_regions_with_the_same_code_and_other_strides_are_each_right(tmp_path: Path) -> None:
+    """A product's generated code does not say of which strides its factors are; the program that is made of it does."""
+    torch.manual_seed(0)
+    w, x, c = torch.randn(16, 16), torch.randn(16, 16), torch.randn(16, 16)
+
+    def gradient(columns: bool) -> torch.Tensor:
+        leaf = x.clone().requires_grad_()
+        (_HandsOn.apply(_HandsOn.apply(leaf, False) @ w, columns) * c).sum().backward()
+        assert leaf.grad is not None
+        return leaf.grad
+
+    expected = gradient(False)
+    for stored in (False, True):
+        with ca.enable(backend="inductor", cache_dir=tmp_path, tune=False) as session:
+            for columns in [False, True] * 4:
+                torch.testing.assert_close(gradient(columns), expected)
+        compiled = _compiled(session)
+        lines = [each.call for each in compiled if isinstance(each.call, StraightLine)]
+        assert [line.why_not for line in lines] == [""] * len(lines)
+        assert len({id(line.program) for line in lines}) == len(lines) > 1
+        if stored:
+            expect(session.stats(), hits=8, compiles=0)
+            assert session.stats().loads == len(compiled)
+        ca.reset()

@@ -52,6 +52,8 @@ class CopiedOut:
         device: the index of the device whose streams it runs on; None for a stand-in that has none.
     """
 
+    proving_runs = 3  # the first warms up, the second records, the third replays
+
     def __init__(self, compiled: Callable[[list[Any]], Sequence[Any]], device: int | None) -> None:
         self.compiled = compiled
         self.device = device

@@ -33,6 +33,7 @@ class EagerBackend:
 
     name = "eager"
     bitwise = True
+    allocates = True
 
     def decompositions(self) -> None:
         """None: every operator stays as the engine's functions call it."""

@@ -50,6 +50,7 @@ class InductorBackend:
 
     bitwise = False
     slow = True
+    allocates = True  # what CUDA graphs give is copied
 
     def __init__(self, mode: str = DEFAULT) -> None:
         self.mode = mode

@@ -17,6 +17,7 @@ Two more things a callable may have:
 
 - ``form_for(arguments) -> str`` and ``drop(form) -> bool``, where it does not run the same code at each call: see
   :class:`HasForms`. ``backends.poison.run_poisoned`` takes the name of a form.
+- ``proving_runs``: how many of its first runs differ from all later ones, and one more; 2 where it is not there.
 - ``another() -> Compiled``, where what it does depends on the sizes and strides of the inputs that it was first run
   with: the same code for another region, with which it shares all but that.
 """
@@ -50,6 +51,8 @@ class Backend(Protocol):
     # An attribute ``slow``, where it is there and true, says that compiling takes long enough to be worth a process.
     # A method ``prepare()``, where it is there, is called before a graph is traced that is then compiled in this
     # process.
+    # An attribute ``allocates``, where it is there and true, says that the results of each run lie in memory of their
+    # own: nothing is written there by a later run.
 
     def decompositions(self) -> Mapping[Any, Callable[..., Any]] | None:
         """The decompositions that the ATen graph should be traced with; None for none."""

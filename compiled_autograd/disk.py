@@ -34,7 +34,7 @@ from .reporting import warn_once
 from .settings import Settings
 from .shapes import Spec
 from .specialise import MOST_GUARDED, Shelf, Shelved
-from .steps import RegionPlan, region_plan
+from .steps import RegionPlan, RegionStep, Specialised, region_plan
 from .surroundings import differences, is_repeatable, state_of, why_not_stored
 from .variants import Handover, Variant
 
@@ -246,7 +246,9 @@ class Disk:
                 if not is_repeatable(compiled.kind):
                     return "a function or hook handed on a value that its text does not tell"
                 if isinstance(compiled.aten, Shelved):
-                    continue  # the entry has it
+                    if compiled.proof.dropped != compiled.aten.plan.dropped:  # else the entry has it as it is
+                        regions.append(self._with_plan(step, compiled, compiled.aten, files))
+                    continue
                 artifact = backend.save(compiled.call)
                 if artifact is None:
                     return backend.why_not_saved(compiled.call) or "its backend does not say why"
@@ -255,7 +257,7 @@ class Disk:
                 files.update(zip(digests, (artifact, lowered), strict=True))
                 encoded = msgspec.msgpack.encode(region_plan(step, compiled))
                 regions.append(Region(len(step.region.nodes), digests[0], digests[1], encoded))
-        regions += self._kept(_id(graph), identity, variant, {region.plan for region in regions}, files)
+        regions += self._kept(_id(graph), identity, variant, {_undropped(region.plan) for region in regions}, files)
         positions = {node: position for position, node in enumerate(graph.tape.graph.nodes)}
         plan = msgspec.msgpack.encode(plan_of(variant, positions))
         entry = Entry(
@@ -285,8 +287,14 @@ class Disk:
         variant.entry, variant.disk = entry.id, self
         return ""
 
+    def _with_plan(self, step: RegionStep, compiled: Specialised, shelved: Shelved, files: dict[str, bytes]) -> Region:
+        """What was loaded, with what was found out about it since."""
+        files.update({digest: self.store.read(digest) for digest in (shelved.artifact, shelved.lowered)})
+        plan = msgspec.msgpack.encode(region_plan(step, compiled))
+        return Region(len(step.region.nodes), shelved.artifact, shelved.lowered, plan)
+
     def _kept(
-        self, structure: str, identity: str, variant: Variant, plans: set[bytes], files: dict[str, bytes]
+        self, structure: str, identity: str, variant: Variant, plans: set[RegionPlan], files: dict[str, bytes]
     ) -> Iterator[Region]:
         """What the store has of a variant beside what was compiled of it here; puts its files into ``files``.
 
@@ -295,15 +303,15 @@ class Disk:
         room = {step.place: MOST_GUARDED for step in variant.regions}
         for entry in self._find(structure):
             for region in entry.regions if entry.id == identity else ():
-                place = msgspec.msgpack.decode(region.plan, type=RegionPlan).place
-                if region.plan in plans or not room.get(place):
+                plan = _undropped(region.plan)
+                if plan in plans or not room.get(plan.place):
                     continue
                 try:
                     kept = {digest: self.store.read(digest) for digest in (region.artifact, region.lowered)}
                 except StoreError:
                     continue  # who needs it compiles it
                 files.update(kept)
-                room[place] -= 1
+                room[plan.place] -= 1
                 yield region
 
     def _find(self, structure: str) -> Sequence[Entry]:
@@ -326,6 +334,11 @@ class Disk:
     def _write_no_more(self, error: StoreError) -> None:
         self.writable = False
         warn_once(f"the cache on disk cannot be written, and what is compiled from now on is kept in memory: {error}")
+
+
+def _undropped(plan: bytes) -> RegionPlan:
+    """The plan of a region, but for what was found to be wrong with it."""
+    return msgspec.structs.replace(msgspec.msgpack.decode(plan, type=RegionPlan), dropped=())
 
 
 def _id(graph: CompiledGraph) -> str:

@@ -32,13 +32,6 @@ class InvalidSettingError(CompiledAutogradError, ValueError):
         super().__init__(f"{where}: {name}={value!r} is not possible; {name} is {allowed}.")
 
 
-class SettingNotBuiltError(CompiledAutogradError, NotImplementedError):
-    """A setting whose value has a meaning, but nothing behind it yet."""
-
-    def __init__(self, name: str, value: object, instead: str) -> None:
-        super().__init__(f"{name}={value!r} is not built yet; use {instead}.")
-
-
 class UnsupportedBackwardError(CompiledAutogradError, RuntimeError):
     """A backward had to bypass, and ``on_unsupported="raise"`` was asked for. No gradient was written."""
 
@@ -63,6 +56,20 @@ class CacheMissError(CompiledAutogradError, RuntimeError):
         written = "Its gradients were computed, call by call." if ran else untouched
         super().__init__(f"a backward was not in the cache: {what}. {written} on_miss='compile' would compile it.")
         self.reasons = tuple(reasons)
+
+
+class GradientMismatchError(CompiledAutogradError, RuntimeError):
+    """Compiled code gave something else than the calls that it was made of. The gradients are those of the calls.
+
+    Raised where ``check`` is True or a number; and always where compiled code has overwritten what was given to it.
+
+    Attributes:
+        mismatches: a record for each region in which it did.
+    """
+
+    def __init__(self, mismatches: Sequence[Any], written: str = "The right gradients were written.") -> None:
+        super().__init__(f"{'; '.join(map(str, mismatches))}. {written}")
+        self.mismatches = tuple(mismatches)
 
 
 class IllegalGraphError(CompiledAutogradError, AssertionError):

@@ -25,7 +25,7 @@ from .ambient import Ambient, ambient
 from .background import BACKGROUND
 from .bypass import ON_MISS
 from .disk import disk_for
-from .errors import CacheMissError
+from .errors import CacheMissError, GradientMismatchError
 from .graphs import OFTEN, CompiledGraph
 from .log import RunLog, no_hooks
 from .profiling import Profile
@@ -158,6 +158,7 @@ def execute(
     graph, log = handover.graph, state.log
     reasons: list[Bypass | Miss | Failure] = [] if miss is None else [miss]
     log.may_compile = session.settings.on_miss == "compile"
+    log.prove, log.check_every = session.settings.check is not False, session.settings.check_every
     if session.settings.on_miss == "background":
         log.submit = lambda program, step, slots: BACKGROUND.submit(program, step, slots, state.fingerprint)
     if torch.autograd._profiler_enabled():
@@ -189,6 +190,8 @@ def execute(
         log.call = 0
         for callback in state.callbacks:  # one may queue another
             callback()
+        if log.mismatches and log.check_every:
+            raise GradientMismatchError(log.mismatches)
         return results
     except Exception:
         if log.call and torch.is_anomaly_enabled():
@@ -211,8 +214,8 @@ def execute(
         if reasons and isinstance(reasons[0], Miss):
             walk = log.seconds.get("capture", 0.0) if captured else 0.0
             reasons[0] = msgspec.structs.replace(reasons[0], seconds=cost + walk)
-        if variant is not None and log.compiles:
-            _store(session, graph, variant, surroundings, reasons, cost)
+        if variant is not None and (log.compiles or log.mismatches):
+            _store(session, graph, variant, surroundings, reasons, cost, log.mismatches)
         if variant is not None and outcome == HIT and session.settings.tune:
             TUNING.hit(variant, log.seconds["capture"] + log.seconds["run"], lambda: state.fingerprint)
         session.record(Outcome(outcome, graph, tuple(reasons), log.seconds), captured, log.compiles, log.loads)
@@ -251,12 +254,14 @@ def _store(
     surroundings: Ambient,
     reasons: list[Bypass | Miss | Failure],
     seconds: float,
+    mismatches: Sequence[Failure],
 ) -> None:
-    """Keep what was compiled for other processes."""
+    """Keep what was compiled for other processes, and what was found to be wrong of it."""
     disk = disk_for(session.settings)
     if disk is None:
         return
     misses = [reason for reason in reasons if isinstance(reason, Miss)]
+    misses += [Miss("mismatch", each.where, new=each.error, hint=each.instead) for each in mismatches]
     try:
         variant.not_stored = disk.save(graph, variant, session.settings, surroundings, misses, seconds)
         disk.record(graph, None if variant.not_stored else variant.entry, misses)

@@ -113,6 +113,7 @@ class CompiledGraph:
         program = Program(self.tape, backend, passes, counts, specs, shapes.dynamic, untraceable or {}, checked)
         check = tensor_check(handover.tensors, shapes.tensors)
         program.specialiser.name_of = functools.partial(node_name, self.tape)
+        program.specialiser.title = functools.partial(title, self.tape)
         devices = frozenset(tensor.device.type for tensor in handover.tensors)
         return Variant(key, shapes, list(handover.scalars), check, program, next(_uses), devices=devices)
 

@@ -30,6 +30,12 @@ class RunLog:
     loads: int = 0
     """Regions found in the store on disk."""
     uncompiled: int = 0
+    prove: bool = True
+    """What was not yet compared with the real calls is; and every run that ``check_every`` counts, 0 for none."""
+    check_every: int = 0
+    dropped: int = 0
+    """Forms of compiled code that were found to be wrong, and are used no more."""
+    mismatches: list[Failure] = field(default_factory=list)
     failures: list[Failure] = field(default_factory=list)
     misses: list[Miss] = field(default_factory=list)
     call: int = 0
@@ -51,6 +57,11 @@ class RunLog:
         self.failures.extend(other.failures)
         for stage, seconds in other.seconds.items():
             self.add(stage, seconds)
+
+    def mismatched(self, failure: Failure) -> None:
+        """Compiled code has given something else than the real calls."""
+        self.mismatches.append(failure)
+        self.failures.append(failure)
 
     def add(self, stage: str, seconds: float) -> None:
         self.seconds[stage] = self.seconds.get(stage, 0.0) + seconds

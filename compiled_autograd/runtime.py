@@ -24,9 +24,24 @@ from .interpret import finish
 from .log import RunLog
 from .nans import NaNFoundError
 from .profiling import Profile
+from .proving.prover import is_due, prove
+from .proving.reference import RealCalls
 from .shapes import Spec
-from .specialise import COMPILING, Pass, Specialiser, failure_of, pass_on, run_compiled, store_results
-from .steps import AccumulateStep, Executor, OpaqueStep, Plan, RegionStep, Slot, Slots, Specialised
+from .specialise import COMPILING, Pass, Specialiser, failure_of
+from .steps import (
+    AccumulateStep,
+    Executor,
+    OpaqueStep,
+    Plan,
+    RegionStep,
+    Slot,
+    Slots,
+    Specialised,
+    pass_on,
+    put_results,
+    run_compiled,
+    store_results,
+)
 
 
 class Program:
@@ -192,6 +207,9 @@ class Program:
     def _run_found(
         self, step: RegionStep, found: bool, compiled: Specialised | None, slots: Slots, log: RunLog
     ) -> None:
+        due = compiled is not None and log.prove and is_due(compiled, slots, log)
+        if compiled is not None and due and self._proved(step, compiled, slots, log):
+            return
         if compiled is not None and not compiled.checked:
             if self.specialiser.first_run(step, compiled, slots, log) is not None:
                 _drop(step, slots)
@@ -216,6 +234,21 @@ class Program:
                 return
         store_results(compiled, results, slots)
 
+    def _proved(self, step: RegionStep, compiled: Specialised, slots: Slots, log: RunLog) -> bool:
+        """Run a region beside its real calls; False where there was not enough memory for both."""
+
+        def graph_as_it_is() -> None:
+            results = compiled.aten.graph_module()(*(slots[slot] for slot in compiled.arguments))
+            put_results(compiled, results, slots)
+            _drop(step, slots)
+
+        def real_calls() -> None:
+            _interpret(step, slots, again=True)
+
+        # What the user's passes have made of the graph is what was asked for.
+        reference = graph_as_it_is if self.specialiser.passes else real_calls
+        return prove(self.specialiser, step, compiled, slots, log, reference)
+
 
 def _drop(step: Executor, slots: Slots) -> None:
     """Empty the slots that no later step reads."""
@@ -223,22 +256,21 @@ def _drop(step: Executor, slots: Slots) -> None:
         slots[slot] = None
 
 
-def _interpret(step: RegionStep, slots: Slots, profile: Profile | None = None) -> None:
-    """Run a region's opaque calls one by one, for real. Each value is freed after its last use, as under eager."""
+def _interpret(step: RegionStep, slots: Slots, profile: Profile | None = None, again: bool = False) -> None:
+    """Run a region's opaque calls one by one, for real.
+
+    Args:
+        again: they may be run once more on the same values.
+    """
     region = step.region
     known = {node: slots[slot] for node, slot in zip(region.inputs, step.inputs, strict=True)}
     _drop(step, slots)
-    last_use = {source: node for node in region.nodes for source in node.all_input_nodes}
-    for node in region.outputs:
-        last_use.pop(node, None)
+    calls = RealCalls(region.nodes, region.outputs, known, again)
 
     def run(node: fx.Node) -> None:
-        known[node] = node.target(*fx.map_arg(node.args, known.__getitem__))  # type: ignore[operator]
+        result = calls.run(node)
         if node in step.givers:
-            nans.check(step.givers[node], known[node])
-        for source in node.all_input_nodes:
-            if last_use.get(source) is node:
-                del known[source]
+            nans.check(step.givers[node], result)
 
     try:
         if profile is not None:

@@ -56,7 +56,8 @@ class Outcome:
         graph: the structure that ran; None for a bypass.
         reasons: why it was no hit, and what failed on the way.
         seconds: by stage: ``capture`` (the engine's walk, and its report where it missed), ``lower``, ``compile``,
-            ``load`` (from the store on disk), ``run`` (everything after the capture, all of these included).
+            ``load`` (from the store on disk), ``prove`` (comparing with the real calls), ``run`` (everything after the
+            capture, all of these included).
     """
 
     outcome: str
@@ -192,7 +193,10 @@ def enable(**settings: Any) -> Session:
             cache; ``"raise"`` raises :class:`CacheMissError` then.
         on_unsupported: ``"eager"`` runs what cannot be captured on the eager engine, ``"raise"`` raises
             :class:`UnsupportedBackwardError`.
-        check: False.
+        check: whether what was compiled is compared with the real calls, run one by one on the same values:
+            ``"new"`` in the first two runs of each form of it, with the right gradients and a warning where there is a
+            difference, and without that form from then on; True in every run and a number N in every Nth too, and
+            then a difference raises :class:`GradientMismatchError` once the right gradients are written; False never.
         tune: whether variants that have served for a while are timed against the eager engine, and the faster one
             goes on (not with deterministic algorithms, and on the CPU alone). Timed and slower backwards count as
             bypasses, ``tuning`` and ``not_worth_it``. And whether tapes are left to eager where each is of another
@@ -208,7 +212,7 @@ def enable(**settings: Any) -> Session:
         A session, to be used as a context manager, once or again and again.
 
     Raises:
-        UnknownSettingError, InvalidSettingError, SettingNotBuiltError, UnknownBackendError: see there.
+        UnknownSettingError, InvalidSettingError, UnknownBackendError: see there.
     """
     resolved = resolve(settings)
     if isinstance(resolved.backend_in_mode, str):

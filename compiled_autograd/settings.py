@@ -9,9 +9,11 @@ from typing import Any
 
 from backends.modes import DEFAULT, MODES, WITH_MODES, name_in
 
-from .errors import InvalidSettingError, SettingNotBuiltError, UnknownSettingError
+from .errors import InvalidSettingError, UnknownSettingError
 
 PREFIX = "COMPILED_AUTOGRAD_"
+NEW = "new"
+"""Of ``check``: each compiled form is compared with the real calls in its first runs."""
 _WORDS: dict[str, Any] = {"none": None, "true": True, "1": True, "false": False, "0": False}
 
 
@@ -23,7 +25,7 @@ class Settings:
     dynamic: bool | None = None
     on_miss: str = "compile"
     on_unsupported: str = "eager"
-    check: bool = False
+    check: bool | int | str = "new"
     cache_dir: str | os.PathLike[str] | bool | None = None
     passes: tuple[Callable[..., Any], ...] = ()
     tune: bool = True
@@ -33,6 +35,11 @@ class Settings:
     def backend_in_mode(self) -> str | Callable[..., Any]:
         """The backend as the registry knows it: Inductor has a name for each mode."""
         return self.backend if self.mode == DEFAULT else name_in(self.mode)
+
+    @property
+    def check_every(self) -> int:
+        """Every so many runs are compared with the real calls, beside the first ones; 0 for none."""
+        return 0 if self.check == NEW else int(self.check)
 
     @property
     def compiles(self) -> bool:
@@ -55,7 +62,6 @@ def resolve(given: Mapping[str, Any], environ: Mapping[str, str] | None = None) 
     Raises:
         UnknownSettingError: a keyword, or a variable with our prefix, that names no setting.
         InvalidSettingError: a value that the setting cannot take, by itself or beside the others.
-        SettingNotBuiltError: a value that will have a meaning in a later version.
     """
     environ = os.environ if environ is None else environ
     for name in given:
@@ -107,11 +113,14 @@ def _on_unsupported(value: Any, where: str) -> Any:
 
 
 def _check_setting(value: Any, where: str) -> Any:
-    if not isinstance(value, bool):
-        raise InvalidSettingError("check", value, "True or False", where)
-    if value:
-        raise SettingNotBuiltError("check", value, "check=False")
-    return value
+    if isinstance(value, str) and value.isdecimal():  # of the environment
+        value = int(value)
+    if value == NEW or isinstance(value, bool) or (isinstance(value, int) and value > 0):
+        return value
+    allowed = (
+        f"{NEW!r} (the first runs of what was compiled), True (every run), a number N > 0 (every Nth too) or False"
+    )
+    raise InvalidSettingError("check", value, allowed, where)
 
 
 def _tune(value: Any, where: str) -> Any:

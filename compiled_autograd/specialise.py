@@ -28,10 +28,10 @@ from .explain_variants import guard_miss, handed_on_miss
 from .likeness import likeness
 from .log import RunLog
 from .lower import Lowered, lower
-from .nans import NaNFoundError
 from .partition import Region
+from .proving.guarding import is_out_of_memory
 from .shapes import Spec, is_static, spec_of, static_parts, widened
-from .steps import RegionPlan, RegionStep, Slots, Specialised, Wiring
+from .steps import RegionPlan, RegionStep, Slots, Specialised, Wiring, put_results, run_compiled
 
 Pass = Callable[[fx.GraphModule], fx.GraphModule | None]
 COMPILING = threading.RLock()  # neither tracing nor Inductor can be used by two threads at once
@@ -95,6 +95,7 @@ class Shelf:
         return call.another() if hasattr(call, "another") else call
 
 
+RunCompiled = Callable[[Callable[[list[Any]], Sequence[Any]], list[Any]], Sequence[Any]]
 Compile = Callable[[Backend, fx.GraphModule, Sequence[Any]], Compiled]
 
 
@@ -125,6 +126,7 @@ class Specialiser:
         self.shelf: Shelf | None = None
         self.finished: list[RunLog] = []
         self.name_of: Callable[[fx.Node], str] = str  # for people
+        self.title: Callable[[], str] = lambda: "a tape"
         self._opaque = 0
         self._made: dict[Hashable, Compiled] = {}
 
@@ -146,7 +148,7 @@ class Specialiser:
                 or compiled.guard is None
                 or compiled.guard.function([slots[slot] for slot in compiled.arguments])
             ):
-                return True, compiled
+                return True, None if compiled is None or compiled.proof.refuted else compiled
         return False, None
 
     def load(self, step: RegionStep, slots: Slots, log: RunLog) -> bool:
@@ -170,6 +172,10 @@ class Specialiser:
                 continue
             finally:
                 log.add("load", time.perf_counter() - started)
+            for form in shelved.plan.dropped:  # another process has found it to be wrong
+                instead = self.drop(compiled, form)
+                found = "in an earlier process it differed from the real calls"
+                log.failures.append(Failure("mismatch", self.where(step, form), found, instead))
             if compiled.guard is None or compiled.guard.function([slots[slot] for slot in compiled.arguments]):
                 step.compiled[kind] = [*step.compiled.get(kind, ()), compiled]
                 log.loads += 1
@@ -200,27 +206,65 @@ class Specialiser:
         step.compiled[kind] = [*step.compiled.get(kind, ())[-MOST_GUARDED:], compiled]
         return compiled
 
-    def first_run(self, step: RegionStep, compiled: Specialised, slots: Slots, log: RunLog) -> Specialised | None:
+    def first_run(
+        self, step: RegionStep, compiled: Specialised, slots: Slots, log: RunLog, run: RunCompiled | None = None
+    ) -> Specialised | None:
         """Run what was just compiled. None: it failed, and the region's calls are to run one by one."""
         started = time.perf_counter()
         arguments = [slots[slot] for slot in compiled.arguments]
         checked: Specialised | None = None
         try:
-            results = run_compiled(compiled.call, list(arguments))
+            results = (run or run_compiled)(compiled.call, list(arguments))
             wiring = _owned(compiled.wiring, results, arguments)
             checked = step.bind(compiled.aten, compiled.call, wiring, compiled.kind, compiled.guard)
-        except Exception as error:  # noqa: BLE001  whatever a backend throws, the step goes on
+            checked.proof = compiled.proof
+        except Exception as error:
+            if run is not None and is_out_of_memory(error):
+                raise  # there was less than this needs elsewhere
             log.failures.append(failure_of("compile", self.backend.name, step.region, error))
             log.compiles -= 1  # what cannot run does not count, nor serve another region
-            self._made = {like: call for like, call in self._made.items() if call is not compiled.call}
+            self._forget(compiled.call)
         finally:
             log.add("compile", time.perf_counter() - started)
         known = step.compiled[compiled.kind]
         step.compiled[compiled.kind] = [checked if each is compiled else each for each in known]
         if checked is not None:
-            pass_on(checked, slots)
-            store_results(checked, results, slots)
+            put_results(checked, results, slots)
         return checked
+
+    # ---- what the proofs ask ---------------------------------------------------------------------------------------
+
+    def drop(self, compiled: Specialised, form: str) -> str:
+        """Never run a form of something compiled again. Gives what runs instead, in words."""
+        proof = compiled.proof
+        proof.dropped = tuple(dict.fromkeys((*proof.dropped, form)))
+        proof.settled = False
+        drop = getattr(compiled.call, "drop", None)
+        if drop is not None and drop(form):
+            return "a slower form of it runs from now on"
+        self._forget(compiled.call)
+        if self.passes:  # what the user's passes have made of it was asked for, and not the calls
+            graph_module = compiled.aten.graph_module()
+            compiled.call = lambda arguments: graph_module(*arguments)
+            return "the operators of its graph run one by one from now on"
+        proof.refuted = True
+        return "the region's calls run one by one from now on"
+
+    def failed_to_run(
+        self, step: RegionStep, compiled: Specialised, form: str, log: RunLog, error: BaseException
+    ) -> None:
+        """A form of something that had run before has failed, beside the real calls."""
+        failure = failure_of("run", self.backend.name, step.region, error)
+        log.failures.append(msgspec.structs.replace(failure, instead=self.drop(compiled, form)))
+
+    def where(self, step: RegionStep, form: str) -> str:
+        """Which region of which tape it is, in words."""
+        calls = [node.meta["call"] for node in step.region.nodes]
+        return f"{form} of {self.title()}: {len(calls)} calls, of its nodes #{min(calls)} to #{max(calls)}"
+
+    def _forget(self, call: Compiled) -> None:
+        """Give it to no other region."""
+        self._made = {like: made for like, made in self._made.items() if made is not call}
 
     def _guard_miss(self, step: RegionStep, compiled: Specialised, slots: Slots) -> Miss:
         """What was found to hold of the symbols when the region was compiled does not hold now."""
@@ -317,34 +361,6 @@ class _Failed(Exception):
     def __init__(self, failure: Failure) -> None:
         super().__init__(str(failure))
         self.failure = failure
-
-
-def run_compiled(call: Callable[[list[Any]], Sequence[Any]], arguments: list[Any]) -> Sequence[Any]:
-    """Call something compiled."""
-    if torch._C._is_any_autocast_enabled():
-        with torch._C._DisableAutocast():  # the graph has its casts in it
-            return call(arguments)
-    return call(arguments)
-
-
-def pass_on(compiled: Specialised, slots: Slots) -> None:
-    """Put what goes to leaves as it is where they look for it."""
-    for to, source in compiled.passed:
-        slots[to] = slots[source]
-
-
-def store_results(compiled: Specialised, results: Sequence[Any], slots: Slots) -> None:
-    """Put what a compiled region gave where the steps after it look for it.
-
-    Raises:
-        NaNFoundError: NaNs are looked for, and a node of the tape gave one.
-    """
-    for slot, index in compiled.results:
-        slots[slot] = results[index]
-    for slot, index in compiled.copied:
-        slots[slot] = results[index].clone()
-    if compiled.flags and results[-1].any():
-        raise NaNFoundError(compiled.flags[results[-1].tolist().index(True)])
 
 
 def graph_of(code: str) -> fx.GraphModule:

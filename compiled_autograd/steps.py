@@ -11,10 +11,13 @@ from dataclasses import dataclass, field
 from typing import Any, Protocol
 
 import msgspec
+import torch
 from torch import fx
 
 from . import ir
+from .nans import NaNFoundError
 from .partition import Opaque, Region, Step, cut, partition
+from .proving.proof import Proof
 from .shapes import Guard, guard_of
 
 Slots = list[Any]
@@ -53,7 +56,7 @@ class Wiring(msgspec.Struct, frozen=True):
 
 
 class RegionPlan(msgspec.Struct, frozen=True):
-    """Which region was compiled, for what, and how it is fed."""
+    """Which region was compiled, for what, and how it is fed; which forms of it were found to be wrong."""
 
     place: tuple[int, int]
     kind: str
@@ -61,6 +64,7 @@ class RegionPlan(msgspec.Struct, frozen=True):
     wiring: Wiring
     names: tuple[str, ...] | None
     conditions: tuple[str, ...]
+    dropped: tuple[str, ...] = ()
 
     def guard(self) -> Guard | None:
         """Whether it holds for its arguments; None where nothing changes."""
@@ -83,6 +87,7 @@ class Specialised:
         flags: nodes of the tape, and numbers of what they give, where NaNs are looked for; as in the last result.
         guard: says of the arguments whether their sizes are such that this holds; None where nothing changes.
         checked: it has run, and what it gives in memory that something else sees is known.
+        proof: which of its forms were compared with the real calls.
     """
 
     aten: Lowering
@@ -96,6 +101,7 @@ class Specialised:
     flags: list[tuple[int, int]]
     guard: Guard | None
     checked: bool = True
+    proof: Proof = field(default_factory=Proof)
 
 
 @dataclass(slots=True)
@@ -171,7 +177,8 @@ def region_plan(step: RegionStep, compiled: Specialised) -> RegionPlan:
     guard = compiled.guard
     names = None if guard is None else guard.names
     conditions = () if guard is None else guard.conditions
-    return RegionPlan(step.place, repr(compiled.kind), step.each_shape, compiled.wiring, names, conditions)
+    dropped = compiled.proof.dropped
+    return RegionPlan(step.place, repr(compiled.kind), step.each_shape, compiled.wiring, names, conditions, dropped)
 
 
 @dataclass(slots=True, eq=False)
@@ -319,6 +326,40 @@ class Plan:
             if isinstance(step, AccumulateStep):
                 step.dropped = frozenset(step.drops)
             kept.update(step.drops)
+
+
+def run_compiled(call: Callable[[list[Any]], Sequence[Any]], arguments: list[Any]) -> Sequence[Any]:
+    """Call something compiled."""
+    if torch._C._is_any_autocast_enabled():
+        with torch._C._DisableAutocast():  # the graph has its casts in it
+            return call(arguments)
+    return call(arguments)
+
+
+def pass_on(compiled: Specialised, slots: Slots) -> None:
+    """Put what goes to leaves as it is where they look for it."""
+    for to, source in compiled.passed:
+        slots[to] = slots[source]
+
+
+def store_results(compiled: Specialised, results: Sequence[Any], slots: Slots) -> None:
+    """Put what a compiled region gave where the steps after it look for it.
+
+    Raises:
+        NaNFoundError: NaNs are looked for, and a node of the tape gave one.
+    """
+    for slot, index in compiled.results:
+        slots[slot] = results[index]
+    for slot, index in compiled.copied:
+        slots[slot] = results[index].clone()
+    if compiled.flags and results[-1].any():
+        raise NaNFoundError(compiled.flags[results[-1].tolist().index(True)])
+
+
+def put_results(compiled: Specialised, results: Sequence[Any], slots: Slots) -> None:
+    """Both, where the region's inputs are still in their slots."""
+    pass_on(compiled, slots)
+    store_results(compiled, results, slots)
 
 
 def is_given(node: fx.Node) -> bool:

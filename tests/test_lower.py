@@ -345,7 +345,7 @@ def test_a_planted_wrong_lowering_of_one_region_is_caught(region: int, monkeypat
         return _Doubles.apply(model(torch.ones(2, 8)).sin()).cos().mean()
 
     with pytest.raises(GradientsDifferError):
-        compare(mlp, loss, steps=1)
+        compare(mlp, loss, steps=1, check=False)
     assert len(regions) == 2
 
 
@@ -369,7 +369,7 @@ def test_a_planted_rounding_error_is_caught_bit_for_bit(monkeypatch: pytest.Monk
 
     monkeypatch.setattr(specialise, "run_compiled", wrong)
     with pytest.raises(GradientsDifferError):
-        compare(mlp, lambda model: model(torch.ones(2, 8)).square().sum(), steps=1)
+        compare(mlp, lambda model: model(torch.ones(2, 8)).square().sum(), steps=1, check=False)
 
 
 def test_a_planted_wrong_layout_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -380,7 +380,7 @@ def test_a_planted_wrong_layout_is_caught(monkeypatch: pytest.MonkeyPatch) -> No
 
     monkeypatch.setattr(specialise, "run_compiled", wrong)
     with pytest.raises(GradientsDifferError):
-        compare(mlp, lambda model: model(torch.ones(2, 8)).square().sum(), steps=1)
+        compare(mlp, lambda model: model(torch.ones(2, 8)).square().sum(), steps=1, check=False)
 
 
 def test_what_a_region_takes_is_used_and_named_after_who_keeps_it() -> None:

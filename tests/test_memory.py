@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import compiled_autograd as ca
 from benchmarks.memory import peak_of_backward
 from benchmarks.models import build
+from compiled_autograd.proving.proof import RUNS
 
 from .helpers import assert_grads, expect
 
@@ -43,6 +44,10 @@ def test_the_measure_itself() -> None:
     matrix = x.numel() * x.element_size()
     most = peak_of_backward(lambda: NeedsFour.apply(x), contextlib.nullcontext())
     assert 5 * matrix <= most < 5.1 * matrix  # what was saved, two in hand, and two of their copy
+
+
+PROVING = 2 * RUNS + 1
+"""After so many runs nothing is compared any more: both forms of Inductor's code have proved themselves."""
 
 
 class _Block(nn.Module):
@@ -99,10 +104,12 @@ def _ratio(
     eager = peak_of_backward(make_loss, ca.disable())
     wanted = [parameter.grad for parameter in model.parameters()]
     session = ca.enable(backend=backend)
-    with session:
-        make_loss().backward()
+    for _ in range(PROVING):
+        with session:
+            make_loss().backward()
+    peak_of_backward(make_loss, session)  # under a profiler the other form runs, which has to prove itself too
     compiled = peak_of_backward(make_loss, session)
-    expect(session.stats(), structure_misses=1, hits=1, captures=1)
+    expect(session.stats(), structure_misses=1, hits=PROVING + 1, captures=1)
     reference = nn.Module()
     for index, (parameter, grad) in enumerate(zip(model.parameters(), wanted, strict=True)):
         copied = nn.Parameter(parameter.detach())

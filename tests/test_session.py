@@ -102,7 +102,8 @@ def test_last() -> None:
     assert [reason.kind for reason in first.reasons] == ["first_seen"]  # type: ignore[union-attr]
     assert second.reasons == () and second.graph is first.graph and third.graph is None
     assert str(third.reasons[0]).startswith("create_graph: ")
-    assert set(first.seconds) == {"capture", "lower", "compile", "run"} and set(second.seconds) == {"capture", "run"}
+    assert set(first.seconds) == {"capture", "lower", "compile", "prove", "run"}
+    assert set(second.seconds) == {"capture", "prove", "run"}
     assert set(third.seconds) == {"run"}
     assert all(seconds >= 0 for outcome in (first, second, third) for seconds in outcome.seconds.values())
 

@@ -14,7 +14,7 @@ from .helpers import in_subprocess
 
 
 def test_defaults() -> None:
-    assert resolve({}, {}) == Settings("inductor", None, "compile", "eager", False, None, ())
+    assert resolve({}, {}) == Settings("inductor", None, "compile", "eager", "new", None, ())
 
 
 @pytest.mark.parametrize(
@@ -62,18 +62,6 @@ def test_impossible_values_say_what_is_possible(name: str, value: Any) -> None:
 
 
 @pytest.mark.parametrize(
-    ("name", "value"),
-    [
-        ("check", True),
-    ],
-)
-def test_values_without_anything_behind_them_are_rejected(name: str, value: Any) -> None:
-    with pytest.raises(ca.SettingNotBuiltError, match="not built yet; use") as raised:
-        ca.enable(**{"backend": "eager", name: value})
-    assert isinstance(raised.value, NotImplementedError)
-
-
-@pytest.mark.parametrize(
     "given",
     [
         {"dynamic": None},
@@ -81,6 +69,9 @@ def test_values_without_anything_behind_them_are_rejected(name: str, value: Any)
         {"on_miss": "compile"},
         {"on_unsupported": "raise"},
         {"check": False},
+        {"check": "new"},
+        {"check": True},
+        {"check": 7},
         {"cache_dir": None},
         {"cache_dir": False},
         {"passes": []},
@@ -118,8 +109,20 @@ def test_a_wrong_environment_variable_is_named() -> None:
         resolve({}, {"COMPILED_AUTOGRAD_BACKND": "eager"})
     with pytest.raises(ca.InvalidSettingError, match="COMPILED_AUTOGRAD_CHECK: check='perhaps'"):
         resolve({}, {"COMPILED_AUTOGRAD_CHECK": "perhaps"})
-    with pytest.raises(ca.SettingNotBuiltError, match="check=True"):
-        resolve({}, {"COMPILED_AUTOGRAD_CHECK": "1"})
+
+
+@pytest.mark.parametrize(
+    ("text", "value", "every"), [("new", "new", 0), ("1", True, 1), ("25", 25, 25), ("false", False, 0)]
+)
+def test_how_often_compiled_code_is_compared(text: str, value: Any, every: int) -> None:
+    settings = resolve({}, {"COMPILED_AUTOGRAD_CHECK": text})
+    assert settings.check == value and settings.check_every == every
+
+
+@pytest.mark.parametrize("value", [0, -1, 1.5, "all", None])
+def test_a_number_of_runs_is_above_zero(value: Any) -> None:
+    with pytest.raises(ca.InvalidSettingError, match="every Nth too"):
+        ca.enable(backend="eager", check=value)
 
 
 def test_passes_have_no_environment_variable() -> None:
@@ -145,7 +148,6 @@ def test_the_environment_in_a_fresh_process() -> None:
     "name",
     [
         "dynamic",
-        "check",
     ],
 )
 @pytest.mark.parametrize("value", [1, 1.0])

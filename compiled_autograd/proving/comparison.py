@@ -1,0 +1,166 @@
+"""Two results of one computation: are they the same, within rounding, in everything that anybody can see?
+
+A plain tolerance settles nearly all. Where it does not, the caller is asked for the same values computed in float64:
+an ill-conditioned result is as far from these as the real calls' own, a wrong one is further.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+import torch
+
+Optional = torch.Tensor | None
+
+_TOLERANCES = {
+    torch.float64: 1e-9,
+    torch.complex128: 1e-9,
+    torch.float32: 1e-4,
+    torch.complex64: 1e-4,
+    torch.bfloat16: 2e-2,
+    torch.float16: 5e-3,
+}
+"""Relative to a value and to the root mean square of all values beside it. What lies below is taken for rounding."""
+_LOOSEST = 1e-1
+"""For dtypes of eight bits."""
+_AS_FAR = 4.0
+"""So many times further from the float64 values than the real calls' own result may another one be."""
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """What was found. ``size`` is relative to the largest value; infinite where it cannot be told in numbers."""
+
+    text: str
+    size: float = math.inf
+
+    def __str__(self) -> str:
+        return self.text
+
+
+def tolerance(dtypes: Sequence[torch.dtype]) -> float:
+    """That of the coarsest of the dtypes that a computation goes through."""
+    floating = [dtype for dtype in dtypes if dtype.is_floating_point or dtype.is_complex]
+    return max((_TOLERANCES.get(dtype, _LOOSEST) for dtype in floating), default=0.0)
+
+
+def metadata_difference(want: Optional, found: Optional, strides: bool = True) -> Difference | None:
+    """In definedness, dtype, device, shape or strides."""
+    if want is None or found is None:
+        if want is found:
+            return None
+        return Difference(f"it is {_defined(found)}, and {_defined(want)} as the real calls give it")
+    for name in ("dtype", "device", "layout", "shape"):
+        one, other = getattr(found, name), getattr(want, name)
+        if one != other:
+            return Difference(f"its {name} is {_text(one)}, and {_text(other)} as the real calls give it")
+    if strides and want.layout is torch.strided and _strides(want) != _strides(found):
+        return Difference(f"its strides are {found.stride()}, and {want.stride()} as the real calls give it")
+    return None
+
+
+def _defined(value: Optional) -> str:
+    return "undefined" if value is None else "defined"
+
+
+def _text(value: object) -> str:
+    return str(tuple(value)) if isinstance(value, torch.Size) else str(value)
+
+
+def _strides(tensor: torch.Tensor) -> list[int]:
+    """Without those that nobody can see: of dimensions of one element, and of tensors without any."""
+    if tensor.numel() == 0:
+        return []
+    return [stride for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size != 1]
+
+
+def value_difference(
+    want: torch.Tensor, found: torch.Tensor, relative: float, in_double: Callable[[], Optional]
+) -> Difference | None:
+    """In what lies in two tensors of one dtype and shape.
+
+    Args:
+        want: what the real calls gave.
+        found: what is to be judged.
+        relative: the tolerance; 0 asks for the same bits.
+        in_double: gives the same value computed in float64 where it is asked for; None where that cannot be done.
+    """
+    want, found = plain(want), plain(found)
+    if torch.equal(want, found) or want.numel() == 0:
+        return None
+    if relative == 0 or not want.is_floating_point():
+        return None if _same_but_nan(want, found) else _measured(want, found)
+    want, found = _exact(want), _exact(found)
+    if torch.allclose(found, want, rtol=relative, atol=relative * root_mean_square(want), equal_nan=True):
+        return None
+    double = in_double()
+    if double is not None and _as_near(want, found, plain(double).to(torch.float64), relative):
+        return None
+    return _measured(want, found)
+
+
+def plain(tensor: torch.Tensor) -> torch.Tensor:
+    """Without history, conjugate and negative bits, and with real numbers for complex ones."""
+    tensor = tensor.detach().resolve_conj().resolve_neg()
+    return torch.view_as_real(tensor) if tensor.is_complex() else tensor
+
+
+def root_mean_square(tensor: torch.Tensor) -> float:
+    """Of the finite values; not finite where a value is not."""
+    dtype = torch.float64 if tensor.dtype is torch.float64 else torch.float32
+    size = float(torch.linalg.vector_norm(tensor, dtype=dtype)) / math.sqrt(max(1, tensor.numel()))
+    if math.isfinite(size):
+        return size
+    return float(torch.linalg.vector_norm(tensor.nan_to_num(0, 0, 0), dtype=torch.float64)) / math.sqrt(tensor.numel())
+
+
+def is_telling(tensor: torch.Tensor) -> bool:
+    """Whether a result can show a mistake: it has values other than zero, and all are finite."""
+    tensor = plain(tensor)
+    if not tensor.is_floating_point() or tensor.numel() == 0:
+        return True
+    largest = float(_exact(tensor).abs().max())
+    return 0 < largest < math.inf
+
+
+def _exact(tensor: torch.Tensor) -> torch.Tensor:
+    """In a dtype in which differences can be computed."""
+    return tensor if tensor.dtype in (torch.float32, torch.float64) else tensor.to(torch.float32)
+
+
+def _same_but_nan(want: torch.Tensor, found: torch.Tensor) -> bool:
+    if not want.is_floating_point():
+        return False
+    want, found = _exact(want), _exact(found)
+    return bool(torch.all((want == found) | (want.isnan() & found.isnan())))
+
+
+def _as_near(want: torch.Tensor, found: torch.Tensor, double: torch.Tensor, relative: float) -> bool:
+    """Whether ``found`` is about as near to the float64 values as ``want``.
+
+    Where the real calls overflow, what is computed with less rounding may not; but what is not finite where neither the
+    real calls nor float64 have it so is wrong.
+    """
+    both = want.isfinite() & double.isfinite()
+    own_error = (want.to(torch.float64) - double).abs()[both]
+    largest_own = float(own_error.max()) if own_error.numel() else 0.0
+    error = (found.to(torch.float64) - double).abs()
+    scale = root_mean_square(double[double.isfinite()]) if bool(double.isfinite().any()) else 0.0
+    allowed = _AS_FAR * largest_own + relative * (double.abs() + (scale if math.isfinite(scale) else 0.0))
+    near = (error <= allowed) | (~want.isfinite() & ~found.isfinite()) | (~double.isfinite() & ~found.isfinite())
+    return bool(near.all())
+
+
+def _measured(want: torch.Tensor, found: torch.Tensor) -> Difference:
+    want, found = want.to(torch.float64), found.to(torch.float64)
+    error = (found - want).abs()
+    wrong_kind = int((found.isfinite() != want.isfinite()).sum())
+    finite = error[error.isfinite()]
+    largest = float(finite.max()) if finite.numel() else 0.0
+    scale = float(want[want.isfinite()].abs().max()) if bool(want.isfinite().any()) else 0.0
+    text = f"the largest difference is {largest:.3g}, where the largest value is {scale:.3g}"
+    if wrong_kind:
+        text += f"; {wrong_kind} of {want.numel()} values are not finite in one of the two alone"
+    return Difference(text, math.inf if wrong_kind or not scale else largest / scale)

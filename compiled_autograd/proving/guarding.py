@@ -1,0 +1,90 @@
+"""What must be as it was after something compiled has run: its inputs, and the state of the random generators."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import torch
+
+from .. import ir
+
+Fingerprint = Any
+
+
+def fingerprints(values: Sequence[Any]) -> list[Fingerprint]:
+    """Of what lies in each tensor among ``values``: after a write it is another, all but certainly."""
+    return [_fingerprint(value) if isinstance(value, torch.Tensor) else None for value in values]
+
+
+def _fingerprint(tensor: torch.Tensor) -> Fingerprint:
+    if tensor.numel() == 0 or not ir.is_plain(tensor) or tensor.is_quantized or tensor._is_zerotensor():
+        return None
+    tensor = tensor.detach()
+    tensor = tensor._neg_view() if tensor.is_neg() else tensor  # the bits as they lie in memory
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor.conj() if tensor.is_conj() else tensor)
+    if tensor.element_size() == 1:
+        return tensor.view(torch.uint8).sum()  # of so few values many would cancel
+    return torch.hash_tensor(tensor)
+
+
+def written(before: Sequence[Fingerprint], values: Sequence[Any]) -> list[int]:
+    """Which of the values have changed since their fingerprints were taken."""
+    now = fingerprints(values)
+    changed = []
+    for index, (old, new) in enumerate(zip(before, now, strict=True)):
+        if old is not None and not bool(old == new):
+            changed.append(index)
+    return changed
+
+
+def twins(values: Sequence[Any]) -> list[Any]:
+    """Copies of tensors that lie in memory as those do: in one piece where those share one, at the same offsets."""
+    storages: dict[int, torch.UntypedStorage] = {}
+    copies: list[Any] = []
+    for value in values:
+        if not isinstance(value, torch.Tensor) or not ir.is_plain(value) or value._is_zerotensor():
+            copies.append(value)
+            continue
+        storage = value.untyped_storage()
+        own = storages.setdefault(storage._cdata, storage.clone())
+        twin = torch.empty(0, dtype=value.dtype, device=value.device)
+        twin.set_(own, value.storage_offset(), value.shape, value.stride())
+        if value.is_conj():
+            twin = twin.conj()
+        copies.append(twin._neg_view() if value.is_neg() else twin)
+    return copies
+
+
+def memory_of(value: Any) -> int | None:
+    """Which memory a tensor lies in; None for one without any."""
+    if not isinstance(value, torch.Tensor) or not ir.is_plain(value):
+        return None
+    if value.numel() == 0 or value._is_zerotensor():  # zeros without memory
+        return None
+    return value.untyped_storage().data_ptr()
+
+
+class Draws:
+    """The states of the random generators that a region may draw from: the CPU's, and those of its devices."""
+
+    def __init__(self, values: Iterable[Any]) -> None:
+        devices = {value.device for value in values if isinstance(value, torch.Tensor)}
+        self._devices = sorted({device.index or 0 for device in devices if device.type == "cuda"})
+        self._states = self._now()
+
+    def rewind(self) -> None:
+        """Set them back to what they were; the next call of this sets them to what they are now."""
+        states, self._states = self._states, self._now()
+        torch.set_rng_state(states[0])
+        for device, state in zip(self._devices, states[1:], strict=True):
+            torch.cuda.set_rng_state(state, device)
+
+    def _now(self) -> list[torch.Tensor]:
+        return [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in self._devices)]
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation failed, on whatever device."""
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error)

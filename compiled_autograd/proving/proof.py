@@ -1,0 +1,83 @@
+"""How far a compiled region has proved itself: which of its forms have run beside the real calls, and how often."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+RUNS = 2
+"""So many runs of each form are compared with the real calls. Two, since one that keeps memory from run to run shows it
+only at the second."""
+NEW_SIZES = 3
+"""Where sizes are symbols: so many sets of them beside the first are compared too."""
+MOST_WEAK = 8
+"""So many runs may show little, since a gradient was zero or not finite, before such runs count all the same."""
+ONLY_FORM = "compiled code"
+"""The name of what runs where a backend has but one form of it."""
+
+Sizes = tuple[Any, ...]
+
+
+def form_of(call: Callable[..., Any], arguments: Sequence[Any]) -> str:
+    """What the next call of something compiled will execute, see ``backends/protocol.py``."""
+    form_for = getattr(call, "form_for", None)
+    return ONLY_FORM if form_for is None else form_for(arguments)
+
+
+def sizes_of(arguments: Sequence[Any]) -> Sizes:
+    """The sizes that a region is run with."""
+    return tuple([tuple(value.shape) if isinstance(value, torch.Tensor) else value for value in arguments])
+
+
+@dataclass(slots=True)
+class Proof:
+    """What was shown of one compiled region, and what is still to be.
+
+    Attributes:
+        left: by form, how many runs are still to be compared.
+        sizes: the sets of sizes that were compared.
+        runs: how many runs there were while every Nth is compared.
+        weak: how many runs have shown little.
+        settled: nothing more is to be shown: the next run need not ask.
+        refuted: no form of it is right: the region's calls run one by one.
+        dropped: forms that were found to be wrong.
+        held: small results of the last run that was compared, and copies of them: no later run may write there.
+    """
+
+    left: dict[str, int] = field(default_factory=dict)
+    sizes: set[Sizes] = field(default_factory=set)
+    runs: int = 0
+    weak: int = 0
+    settled: bool = False
+    refuted: bool = False
+    dropped: tuple[str, ...] = ()
+    held: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
+
+    def due(self, form: str, runs: int, sizes: Sizes | None, final: bool = True) -> bool:
+        """Whether the next run is to be compared.
+
+        Args:
+            form: what it will execute.
+            runs: how many of such are compared.
+            sizes: where some are symbols, those at hand; None where all are numbers.
+            final: no other form will take over from this one by itself; where one may, nothing is settled.
+        """
+        if self.left.setdefault(form, runs) > 0:
+            return True
+        if sizes is not None and len(self.sizes) <= NEW_SIZES:
+            return sizes not in self.sizes
+        self.settled = final
+        self.held.clear()
+        return False
+
+    def shown(self, form: str, sizes: Sizes | None, telling: bool) -> None:
+        """A run of ``form`` was compared, and nothing found. One that is not ``telling`` counts only after many."""
+        if not telling and self.weak < MOST_WEAK:
+            self.weak += 1
+            return
+        self.left[form] = max(0, self.left.get(form, RUNS) - 1)
+        if sizes is not None:
+            self.sizes.add(sizes)

@@ -1,0 +1,350 @@
+"""One run of a compiled region beside the real calls: theirs are the results, and what differs from them is dropped.
+
+What is compared is what anybody could see: which results are defined, their dtypes, shapes and strides, who shares
+memory with whom, and the values. Fresh memory is poisoned meanwhile, so that what is read before it is written shows.
+The inputs must be what they were, and nothing may be written into what an earlier run gave.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+
+from backends import Compiled
+from backends.poison import run_poisoned
+from shadow_cache import Failure
+
+from .. import ir
+from ..accumulate import obeys_layout
+from ..errors import GradientMismatchError
+from ..nans import NaNFoundError
+from ..steps import put_results, run_compiled
+from .comparison import Difference, is_telling, metadata_difference, tolerance, value_difference
+from .guarding import Draws, fingerprints, is_out_of_memory, memory_of, twins, written
+from .proof import RUNS, form_of, sizes_of
+from .reference import in_double, once_more
+from .reproduction import reproduction
+
+if TYPE_CHECKING:
+    from ..log import RunLog
+    from ..specialise import Specialiser
+    from ..steps import RegionStep, Slots, Specialised
+
+_HELD_BYTES = 1 << 20
+"""So much of what a run gave is held until the next, to see whether that one writes there."""
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """One result of a region: what it is, where the real calls leave it, and what the compiled code gave for it.
+
+    ``leaf`` is the leaf that may keep it, where the compiled code made it for that: then it must be nobody else's.
+    """
+
+    node: fx.Node
+    want: torch.Tensor | None
+    found: torch.Tensor | None
+    leaf: torch.Tensor | None = None
+
+
+def is_due(compiled: Specialised, slots: Slots, log: RunLog) -> bool:
+    """Whether a run of something compiled is to be compared with the real calls."""
+    proof = compiled.proof
+    if log.check_every:
+        proof.runs += 1
+        if proof.runs % log.check_every == 0:
+            return True
+    elif proof.settled and log.profile is None:
+        return False
+    arguments = [slots[slot] for slot in compiled.arguments]
+    sizes = None if compiled.guard is None else sizes_of(arguments)
+    form = form_of(compiled.call, arguments)
+    runs = getattr(compiled.call, "proving_runs", RUNS)
+    if log.profile is not None and proof.left.get(form, runs) < runs:
+        return False  # whoever looks on would take what comparing costs for what the backward costs
+    return proof.due(form, runs, sizes, final=log.profile is None)
+
+
+def prove(
+    specialiser: Specialiser,
+    step: RegionStep,
+    compiled: Specialised,
+    slots: Slots,
+    log: RunLog,
+    real_calls: Callable[[], None],
+) -> bool:
+    """Run a region both ways. In ``slots`` is afterwards what the real calls gave.
+
+    Args:
+        real_calls: runs the region's calls on what lies in ``slots``, and leaves their results there.
+
+    Returns:
+        False where there was not enough memory for that; the slots are then as they were.
+
+    Raises:
+        GradientMismatchError: the compiled code has written into what it was given, which cannot be undone.
+        NaNFoundError: NaNs are looked for, and a node of the tape gave one.
+    """
+    started = time.perf_counter()
+    try:
+        return _Run(specialiser, step, compiled, slots, log).beside(real_calls)
+    finally:
+        log.add("prove", time.perf_counter() - started)
+
+
+class _Run:
+    def __init__(
+        self, specialiser: Specialiser, step: RegionStep, compiled: Specialised, slots: Slots, log: RunLog
+    ) -> None:
+        self.specialiser = specialiser
+        self.step = step
+        self.compiled = compiled
+        self.slots = slots
+        self.log = log
+        self.inputs = list(slots)  # held, since both ways need them
+        self.arguments = [slots[slot] for slot in compiled.arguments]
+        self.form = form_of(compiled.call, self.arguments)
+
+    def beside(self, real_calls: Callable[[], None]) -> bool:
+        """Both ways, and what follows from the comparison. False: nothing has run, for want of memory."""
+        draws = Draws(self.arguments)
+        before = fingerprints(self.arguments)
+        try:
+            real_calls()
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            self._unproved(error)
+            self.slots[: len(self.inputs)] = self.inputs
+            self.inputs.clear()
+            return False
+        draws.rewind()
+        try:
+            found = self._run_compiled()
+        except Exception as error:  # noqa: BLE001  whatever a backend throws: the real calls have given the results
+            draws.rewind()
+            if is_out_of_memory(error):
+                self._unproved(error)
+            elif isinstance(error, NaNFoundError):
+                self._refute(None, Difference("it has found a NaN, and the real calls gave none"))
+            else:
+                self.specialiser.failed_to_run(self.step, self.compiled, self.form, self.log, error)
+            return True
+        draws.rewind()
+        if found is None:
+            return True  # the first run failed, and that was recorded
+        changed = written(before, self.arguments)
+        if changed:
+            self._inputs_changed(changed)
+            return True
+        try:
+            wrong, difference, telling = self._compare(found)
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            self._unproved(error)
+            return True
+        if difference is not None:
+            self._refute(wrong, difference)
+            return True
+        sizes = None if self.compiled.guard is None else sizes_of(self.arguments)
+        self.compiled.proof.shown(self.form, sizes, telling)
+        return True
+
+    # ---- the compiled code ---------------------------------------------------------------------------------------
+
+    def _run_compiled(self) -> Slots | None:
+        """The slots as the compiled code fills them."""
+        filled = list(self.inputs)
+        if not self.compiled.checked:
+            made = self.specialiser.first_run(self.step, self.compiled, filled, self.log, self._run_form)
+            if made is None:
+                return None
+            self.compiled = made
+            return filled
+        results = self._run_form(self.compiled.call, list(self.arguments))
+        put_results(self.compiled, results, filled)
+        return filled
+
+    def _run_form(self, call: Compiled, arguments: list[Any]) -> Sequence[Any]:
+        """Fresh memory is poisoned in all of the runs that are compared but the last, which is as later ones are."""
+        if self.compiled.proof.left.get(self.form) == 1 and self.compiled.checked:
+            return run_compiled(call, arguments)
+        return run_compiled(functools.partial(run_poisoned, call, form=self.form), arguments)
+
+    def _compare(self, found: Slots) -> tuple[Result | None, Difference | None, bool]:
+        """What differs, how, and whether the run could have shown much."""
+        results = self._results(found)
+        bitwise = self.specialiser.backend.bitwise and all(_is_on_cpu(result.want) for result in results)
+        relative = 0.0 if bitwise else tolerance(self._dtypes(results))
+        telling = True
+        for result in results:
+            difference = self._layout(result)
+            if difference is None and result.want is not None and result.found is not None:
+                telling = telling and is_telling(result.want)
+                difference = self._values(result, relative)
+            if difference is not None:
+                return result, difference, telling
+        shared = self._sharing(results) or self._kept_memory(results)
+        return (*shared, telling) if shared is not None else (None, None, telling)
+
+    def _dtypes(self, results: Sequence[Result]) -> list[torch.dtype]:
+        values = [*self.arguments, *(result.want for result in results)]
+        return [value.dtype for value in values if isinstance(value, torch.Tensor)]
+
+    def _results(self, found: Slots) -> list[Result]:
+        slots, step = self.slots, self.step
+        fresh = {}
+        for leaf in step.fresh:
+            got = found[leaf.owned]
+            owned = got is not None
+            node = leaf.call.args[2]
+            assert isinstance(node, fx.Node)
+            keeper = self.inputs[leaf.leaf] if owned else None
+            got = got if owned else found[leaf.shared]
+            want = slots[leaf.shared] if slots[leaf.owned] is None else slots[leaf.owned]
+            fresh[leaf.shared, leaf.owned] = Result(node, want, got, keeper)
+        made_for_leaves = {shared for shared, _ in fresh}
+        results = list(fresh.values())
+        for node, slot in step.outputs:
+            if slot not in made_for_leaves or found[slot] is not None:
+                results.append(Result(node, slots[slot], found[slot]))
+        return results
+
+    def _layout(self, result: Result) -> Difference | None:
+        seen = result.leaf is None and not _only_added(result.node)
+        difference = metadata_difference(result.want, result.found, strides=seen)
+        if difference is not None or result.leaf is None or result.found is None:
+            return difference
+        if not obeys_layout(result.found, result.leaf):
+            return Difference(f"its strides are {result.found.stride()}, for a leaf with {result.leaf.stride()}")
+        return None
+
+    def _values(self, result: Result, relative: float) -> Difference | None:
+        assert result.want is not None and result.found is not None
+        difference = value_difference(result.want, result.found, relative, lambda: self._in_double(result.node))
+        if difference is None or relative:
+            return difference
+        if self.specialiser.passes:
+            return difference
+        again = once_more(self.step.region.nodes, self._given(), result.node)
+        if again is None or value_difference(result.want, again, 0.0, _nothing) is None:
+            return difference  # else the real calls do not give the same twice, and it cannot be asked for
+        relative = tolerance(self._dtypes([result]))
+        return value_difference(result.want, result.found, relative, lambda: self._in_double(result.node))
+
+    def _given(self) -> dict[fx.Node, Any]:
+        region = self.step.region
+        return {node: self.inputs[slot] for node, slot in zip(region.inputs, self.step.inputs, strict=True)}
+
+    def _in_double(self, node: fx.Node) -> torch.Tensor | None:
+        if self.specialiser.passes:
+            return None
+        return in_double(self.step.region.nodes, self._given(), node)
+
+    # ---- memory --------------------------------------------------------------------------------------------------
+
+    def _sharing(self, results: Sequence[Result]) -> tuple[Result, Difference] | None:
+        """Results that share memory with an input or another result, where those of the real calls do not."""
+        ours = self._memory_of_inputs()
+        theirs: dict[int, int] = {}
+        for result in results:
+            found, want = memory_of(result.found), memory_of(result.want)
+            if found is None:
+                continue
+            if result.leaf is not None:
+                allowed = False
+            else:
+                allowed = want in ours if found in ours else found not in theirs or theirs[found] == want
+            if (found in ours or found in theirs) and not allowed:
+                other = "an input" if found in ours else "another result"
+                return result, Difference(f"it shares memory with {other}, which no result of the real calls does")
+            if want is not None:
+                theirs[found] = want
+        return None
+
+    def _memory_of_inputs(self) -> set[int | None]:
+        return {memory_of(self.inputs[slot]) for slot in self.step.inputs} - {None}
+
+    def _kept_memory(self, results: Sequence[Result]) -> tuple[Result, Difference] | None:
+        """Results in memory that the run before gave out and somebody still holds."""
+        proof = self.compiled.proof
+        if getattr(self.specialiser.backend, "allocates", False):
+            return None
+        held = {memory_of(tensor) for tensor, _ in proof.held}
+        for result in results:
+            if memory_of(result.found) in held - {None}:
+                return result, Difference("it lies where the run before left a result that is still held")
+        for tensor, copy in proof.held:
+            if value_difference(copy, tensor, 0.0, _nothing) is not None:
+                return results[0], Difference("the run has written into what the run before gave")
+        proof.held = self._small(results)
+        return None
+
+    def _small(self, results: Sequence[Result]) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        given = self._memory_of_inputs()
+        own = [result.found for result in results if memory_of(result.found) not in given]
+        tensors = sorted((each for each in own if each is not None), key=lambda each: each.untyped_storage().nbytes())
+        held, room = [], _HELD_BYTES
+        for tensor in tensors:
+            room -= 2 * tensor.untyped_storage().nbytes()
+            if room < 0:
+                break
+            held.append((tensor, tensor.detach().clone()))
+        return held
+
+    # ---- what follows --------------------------------------------------------------------------------------------
+
+    def _refute(self, wrong: Result | None, difference: Difference) -> None:
+        """The form is not used again; the next slower one takes over."""
+        specialiser = self.specialiser
+        instead = specialiser.drop(self.compiled, self.form)
+        node = self.step.region.nodes[-1] if wrong is None else wrong.node
+        where = f"{specialiser.name_of(node)}, {specialiser.where(self.step, self.form)}"
+        name = specialiser.backend.name
+        written_to = reproduction(self.compiled.aten.text(), name, self.arguments, where, str(difference))
+        self.log.mismatched(Failure("mismatch", where, str(difference), f"{instead}; {written_to}"))
+
+    def _inputs_changed(self, changed: Sequence[int]) -> None:
+        """Something has written into the inputs meanwhile: the compiled code, or somebody else.
+
+        Raises:
+            GradientMismatchError: it was the compiled code.
+        """
+        copies = twins(self.arguments)
+        before = fingerprints(copies)
+        self._run_form(self.compiled.call, list(copies))
+        ours = [index for index in changed if index in written(before, copies)]
+        if not ours:
+            return  # another thread or process trains on the same memory: this run shows nothing
+        node = self.step.region.inputs[self.step.inputs.index(self.compiled.arguments[ours[0]])]
+        name = self.specialiser.name_of(node)
+        self._refute(None, Difference(f"the compiled code has written into {name}, which was given to it"))
+        raise GradientMismatchError(self.log.mismatches, f"{name} was overwritten, and has to be made anew")
+
+    def _unproved(self, error: BaseException) -> None:
+        """There was no memory to compare in."""
+        where = self.specialiser.where(self.step, self.form)
+        first_line = str(error).partition("\n")[0]
+        what = f"{type(error).__name__}: {first_line[:200]}"
+        self.log.failures.append(Failure("unproved", where, what, "this run was not compared with the real calls"))
+        self.compiled.proof.shown(self.form, None, telling=False)
+
+
+def _nothing() -> None:
+    return None
+
+
+def _is_on_cpu(value: torch.Tensor | None) -> bool:
+    return value is None or value.device.type == "cpu"
+
+
+def _only_added(node: fx.Node) -> bool:
+    """Whether a gradient goes nowhere but into leaves, which take no notice of its strides."""
+    return all(user.target is ir.accumulate_grad for user in node.users)

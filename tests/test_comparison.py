@@ -1,0 +1,106 @@
+"""When two results of one computation are the same within rounding, and when not."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from compiled_autograd.proving.comparison import is_telling, metadata_difference, tolerance, value_difference
+
+
+def _never() -> torch.Tensor | None:
+    raise AssertionError("float64 was asked for, though the plain tolerance settles it")
+
+
+def _differs(want: torch.Tensor, found: torch.Tensor, relative: float, double: torch.Tensor | None = None) -> bool:
+    return value_difference(want, found, relative, lambda: double) is not None
+
+
+@pytest.mark.parametrize(
+    ("other", "what"),
+    [
+        (None, "undefined"),
+        (torch.zeros(2, 3, dtype=torch.float64), "dtype"),
+        (torch.zeros(3, 2), "shape"),
+        (torch.zeros(3, 2).t(), "strides"),
+        (torch.zeros(2, 3, device="meta"), "device"),
+    ],
+)
+def test_what_can_be_seen_without_looking_at_values(other: torch.Tensor | None, what: str) -> None:
+    want = torch.zeros(2, 3)
+    assert metadata_difference(want, want.clone()) is None
+    assert what in str(metadata_difference(want, other))
+
+
+def test_strides_that_nobody_sees_do_not_count() -> None:
+    one = torch.zeros(3, 1).as_strided((3, 1), (1, 7))
+    assert metadata_difference(torch.zeros(3, 1), one) is None
+    assert metadata_difference(torch.zeros(0, 4), torch.zeros(4, 0).t()) is None
+    assert metadata_difference(torch.zeros(2, 3), torch.zeros(3, 2).t(), strides=False) is None
+
+
+def test_the_same_bits_are_asked_for_where_the_backend_promises_them() -> None:
+    want = torch.tensor([1.0, float("nan"), float("inf")])
+    assert value_difference(want, want.clone(), 0.0, _never) is None
+    found = want.clone()
+    found[0] = torch.nextafter(found[0], torch.tensor(2.0))
+    assert value_difference(want, found, 0.0, _never) is not None
+
+
+def test_rounding_is_settled_without_float64() -> None:
+    want = torch.randn(1000)
+    found = want * (1 + 1e-6 * torch.randn(1000))
+    assert value_difference(want, found, tolerance([torch.float32]), _never) is None
+
+
+def test_one_wrong_value_among_many_is_found() -> None:
+    want = torch.randn(100_000)
+    found = want.clone()
+    found[77] += 0.01
+    difference = value_difference(want, found, tolerance([torch.float32]), lambda: want.double())
+    assert difference is not None and difference.size == pytest.approx(0.01 / float(want.abs().max()), rel=1e-3)
+
+
+def test_an_ill_conditioned_result_is_as_far_from_float64_as_the_real_calls_own() -> None:
+    double = torch.full((4,), 1e-7, dtype=torch.float64)  # what is left of terms as large as one
+    want, found = torch.tensor([3e-7, 0.0, 2e-7, -1e-7]), torch.tensor([-2e-7, 4e-7, 0.0, 1e-7])
+    assert not _differs(want, found, 1e-4, double)
+    assert _differs(want, found, 1e-4, None), "nothing says that it is ill-conditioned"
+    assert _differs(want, found + 1e-5, 1e-4, double)
+
+
+def test_what_is_not_finite_in_one_of_the_two_alone() -> None:
+    want = torch.tensor([1.0, 2.0])
+    assert _differs(want, torch.tensor([1.0, float("nan")]), 1e-4, want.double())
+    overflown = torch.tensor([1.0, float("inf")])
+    finite = torch.tensor([1.0, 70000.0])
+    assert not _differs(overflown, finite, 1e-4, finite.double()), "fused code rounds less often than real calls"
+    assert _differs(overflown, torch.tensor([1.0, 3.0]), 1e-4, finite.double())
+
+
+def test_complex_numbers_and_bits() -> None:
+    want = torch.randn(5, dtype=torch.complex64)
+    assert value_difference(want, want.conj().resolve_conj().conj(), 1e-4, _never) is None
+    assert _differs(want, want.conj(), 1e-4)
+    negative = want.conj().imag
+    assert negative.is_neg() and value_difference(negative, -want.imag, 1e-4, _never) is None
+
+
+def test_whole_numbers_are_equal_or_not() -> None:
+    want = torch.tensor([1, 2, 1 << 40])
+    assert _differs(want, want + torch.tensor([0, 0, 1]), 1e-4)
+    assert not _differs(torch.tensor([True, False]), torch.tensor([True, False]), 1e-4)
+
+
+@pytest.mark.parametrize(
+    ("values", "telling"),
+    [([0.0, 0.0], False), ([1.0, float("nan")], False), ([float("inf"), 1.0], False), ([0.0, 1e-30], True), ([], True)],
+)
+def test_results_that_show_little(values: list[float], telling: bool) -> None:
+    assert is_telling(torch.tensor(values)) is telling
+
+
+def test_the_coarsest_dtype_decides() -> None:
+    assert tolerance([torch.float64, torch.float32, torch.int64]) == tolerance([torch.float32])
+    assert tolerance([torch.float32, torch.bfloat16]) == tolerance([torch.bfloat16])
+    assert tolerance([torch.int64]) == 0

@@ -1,0 +1,496 @@
+"""Compiled code that is wrong, in all the ways in which it can be: found in its first runs, at no cost of a step."""
+
+from __future__ import annotations
+
+import warnings
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import fx, nn
+
+import compiled_autograd as ca
+from backends.eager import EagerBackend
+from compiled_autograd import reporting
+from compiled_autograd.proving.proof import NEW_SIZES, RUNS, Proof
+from shadow_cache import Failure
+
+from .helpers import assert_grads, assert_same, expect, mlp
+
+BATCH = torch.linspace(-1, 1, 32).view(4, 8)
+Run = Callable[[Sequence[torch.Tensor], Callable[..., Any]], Any]
+
+
+@pytest.fixture(autouse=True)
+def _quiet(monkeypatch: pytest.MonkeyPatch) -> Any:
+    """Each test warns for itself."""
+    monkeypatch.setattr(reporting, "_warned", type(reporting._warned)())
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield
+
+
+def _backend(run: Callable[[int, Sequence[Any], Callable[..., Any]], Any]) -> Callable[..., Any]:
+    """A backend whose code is ``run(number of the run, arguments, what the graph computes)``."""
+
+    def backend(graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        number = 0
+
+        def compiled(*arguments: Any) -> Any:
+            nonlocal number
+            number += 1
+            return run(number, arguments, graph_module.forward)
+
+        return compiled
+
+    return backend
+
+
+def _wrong_from(first: int, last: int = 1 << 30) -> Callable[..., Any]:
+    def run(number: int, arguments: Sequence[Any], right: Callable[..., Any]) -> Any:
+        results = list(right(*arguments))
+        if first <= number <= last:
+            results[0] = results[0] + 0.01
+        return results
+
+    return _backend(run)
+
+
+def _train(backend: Any, steps: int, **settings: Any) -> tuple[ca.Session, list[ca.Outcome]]:
+    """Every gradient is eager's; gives the session and what became of each backward."""
+    reference, model = mlp(), mlp()
+    model.load_state_dict(reference.state_dict())
+    session = ca.enable(backend=backend, cache_dir=False, tune=False, **settings)
+    outcomes = []
+    for step in range(steps):
+        for each in (reference, model):
+            each.zero_grad()
+        (reference(BATCH + step)).square().mean().backward()
+        with session:
+            model(BATCH + step).square().mean().backward()
+        assert_grads(model, reference)
+        assert session.last is not None
+        outcomes.append(session.last)
+    return session, outcomes
+
+
+def _failures(outcome: ca.Outcome) -> list[Failure]:
+    return [reason for reason in outcome.reasons if isinstance(reason, Failure)]
+
+
+# ---- what is compared --------------------------------------------------------------------------------------------
+
+
+def test_right_code_is_compared_twice_and_then_no_more() -> None:
+    session, outcomes = _train(_wrong_from(1 << 30), steps=RUNS + 2)
+    expect(session.stats(), structure_misses=1, hits=RUNS + 1, captures=1, compiles=1)
+    assert ["prove" in outcome.seconds for outcome in outcomes] == [True] * RUNS + [False] * 2
+
+
+@pytest.mark.parametrize("first", range(1, RUNS + 1))
+def test_wrong_values_cost_no_step_and_are_not_met_again(first: int) -> None:
+    with pytest.warns(UserWarning, match="mismatch in") as warned:
+        session, outcomes = _train(_wrong_from(first), steps=5)
+    (failure,) = _failures(outcomes[first - 1])
+    assert failure.kind == "mismatch" and "one by one from now on" in failure.instead
+    assert "the largest difference is 0.01" in failure.error
+    assert "weight" in failure.where and "MeanBackward0 of Sequential" in failure.where
+    assert len(warned) == 1 and "Gradients are right" in str(warned[0].message)
+    assert all(not outcome.reasons for outcome in outcomes[first:]), "hits, of calls one by one"
+    stats = session.stats()
+    assert (stats.failures, stats.compiles, stats.bypasses) == (1, 1, {})
+
+
+def test_a_reproduction_is_a_script_that_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    _, outcomes = _train(_wrong_from(1), steps=1)
+    (path,) = tmp_path.glob("*/mismatch.py")
+    assert str(path) in _failures(outcomes[0])[0].instead
+    namespace: dict[str, Any] = {"__name__": "reproduction"}
+    exec(compile(path.read_text(), str(path), "exec"), namespace)
+    assert len(namespace["want"]) == 6 and all(each.isfinite().all() for each in namespace["want"])
+
+
+def _other_strides(number: int, arguments: Sequence[Any], right: Callable[..., Any]) -> Any:
+    return [each.t().contiguous().t() for each in right(*arguments)]
+
+
+def _other_dtype(number: int, arguments: Sequence[Any], right: Callable[..., Any]) -> Any:
+    return [each.double() for each in right(*arguments)]
+
+
+def _undefined(number: int, arguments: Sequence[Any], right: Callable[..., Any]) -> Any:
+    return [None for _ in right(*arguments)]
+
+
+def _another_shape(number: int, arguments: Sequence[Any], right: Callable[..., Any]) -> Any:
+    return [each[None] for each in right(*arguments)]
+
+
+@pytest.mark.parametrize(
+    ("run", "what"),
+    [(_other_strides, "strides"), (_other_dtype, "dtype"), (_undefined, "undefined"), (_another_shape, "shape")],
+)
+def test_what_can_be_seen_beside_the_values(run: Any, what: str) -> None:
+    x = torch.randn(3, 4, requires_grad=True)
+    wanted = torch.autograd.grad((x.sin() * x).sum(), x)
+    reasons: list[str] = []
+    with ca.enable(backend=_backend(run), cache_dir=False) as session:
+        for _ in range(3):
+            assert_same(torch.autograd.grad((x.sin() * x).sum(), x), wanted)
+            assert session.last is not None
+            reasons += [failure.error for failure in _failures(session.last)]
+    assert len(reasons) == 1 and what in reasons[0]
+    expect(session.stats(), structure_misses=1, hits=2, failures=1, compiles=1)
+
+
+def test_memory_that_is_given_out_twice_is_found_at_the_second_run() -> None:
+    buffers: list[torch.Tensor] = []
+
+    def run(number: int, arguments: Sequence[Any], right: Callable[..., Any]) -> Any:
+        results = right(*arguments)
+        if not buffers:
+            buffers.extend(each.clone() for each in results)
+        for buffer, each in zip(buffers, results, strict=True):
+            buffer.copy_(each)
+        return list(buffers)
+
+    session, outcomes = _train(_backend(run), steps=4)
+    assert [len(_failures(outcome)) for outcome in outcomes] == [0, 1, 0, 0]
+    assert "still held" in _failures(outcomes[1])[0].error
+    assert session.stats().hits == 2
+
+
+def test_a_run_that_writes_into_what_the_one_before_gave() -> None:
+    given: list[torch.Tensor] = []
+
+    def run(number: int, arguments: Sequence[Any], right: Callable[..., Any]) -> Any:
+        for each in given:
+            each.zero_()
+        given[:] = right(*arguments)
+        return [each.clone() for each in given] if number > 1 else list(given)
+
+    _, outcomes = _train(_backend(run), steps=3)
+    assert [len(_failures(outcome)) for outcome in outcomes] == [0, 1, 0]
+
+
+def test_results_that_share_memory_with_an_input() -> None:
+    def run(number: int, arguments: Sequence[Any], right: Callable[..., Any]) -> Any:
+        return [arguments[0].view_as(each) if each.shape == arguments[0].shape else each for each in right(*arguments)]
+
+    x = torch.ones(3, requires_grad=True)
+    gradient = torch.ones(3)
+    with ca.enable(backend=_backend(run), cache_dir=False) as session:
+        (found,) = torch.autograd.grad(x * torch.ones(3), x, gradient)
+    assert found.untyped_storage().data_ptr() != gradient.untyped_storage().data_ptr()
+    assert session.last is not None and "shares memory with an input" in _failures(session.last)[0].error
+
+
+def test_code_that_writes_into_its_inputs_is_an_error() -> None:
+    """What was given to it is no more, and nobody can bring it back: the step must not go on as if nothing were."""
+
+    def run(number: int, arguments: Sequence[Any], right: Callable[..., Any]) -> Any:
+        results = right(*arguments)
+        max(arguments, key=lambda each: each.numel()).mul_(2)
+        return results
+
+    w = torch.randn(5, 5, requires_grad=True)
+    x = torch.randn(3, 5, requires_grad=True)
+    with (
+        ca.enable(backend=_backend(run), cache_dir=False) as session,
+        pytest.raises(ca.GradientMismatchError, match=r"has written into .*MmBackward0.*was overwritten"),
+    ):
+        (x @ w).sum().backward()
+    assert session.stats().backwards == 1
+
+
+def test_inputs_that_somebody_else_changes_meanwhile_show_nothing() -> None:
+    w = torch.randn(5, 5, requires_grad=True)
+
+    def run(number: int, arguments: Sequence[Any], right: Callable[..., Any]) -> Any:
+        results = right(*arguments)
+        if number < 3:
+            w.data.mul_(1.5)  # as a thread does that trains the same model
+        return results
+
+    x = torch.randn(3, 5, requires_grad=True)
+    with ca.enable(backend=_backend(run), cache_dir=False) as session:
+        for _ in range(6):
+            (x @ w).sum().backward()
+            x.grad = w.grad = None
+    assert session.stats().failures == 0
+    (compiled,) = session.graphs()[0].regions[0].specialised()
+    assert compiled.proof.settled and not compiled.proof.refuted
+
+
+def test_random_numbers_are_drawn_once() -> None:
+    def run(number: int, arguments: Sequence[Any], right: Callable[..., Any]) -> Any:
+        torch.rand(100)
+        return right(*arguments)
+
+    torch.manual_seed(3)
+    wanted = torch.rand(2)
+    torch.manual_seed(3)
+    x = torch.randn(3, generator=torch.Generator()).requires_grad_()
+    with ca.enable(backend=_backend(run), cache_dir=False):
+        x.sin().sum().backward()
+    assert torch.equal(torch.rand(2), wanted), "what the real calls draw is what was drawn: nothing"
+
+
+def test_a_gradient_of_zeros_shows_nothing() -> None:
+    """As of an adapter whose second factor is zero in the beginning: it is compared until it is not."""
+    session = ca.enable(backend=_wrong_only_where_not_zero(), cache_dir=False)
+    x = torch.randn(4, requires_grad=True)
+    for step in range(5):
+        factor = torch.zeros(4) if step < 3 else torch.ones(4)
+        with session:
+            (found,) = torch.autograd.grad((x * factor * 3).sum(), x)
+        assert_same([found], [factor * 3])
+    assert session.stats().failures == 1
+
+
+def _wrong_only_where_not_zero() -> Callable[..., Any]:
+    def run(number: int, arguments: Sequence[Any], right: Callable[..., Any]) -> Any:
+        return [each * 1.1 for each in right(*arguments)]
+
+    return _backend(run)
+
+
+# ---- the setting -------------------------------------------------------------------------------------------------
+
+
+def test_every_run_is_compared_and_a_difference_raises_with_the_right_gradients_written() -> None:
+    model, reference = mlp(), mlp()
+    reference.load_state_dict(model.state_dict())
+    reference(BATCH).sum().backward()
+    session = ca.enable(backend=_wrong_from(4), check=True, cache_dir=False)
+    for _ in range(3):
+        model.zero_grad()
+        with session:
+            model(BATCH).sum().backward()
+    model.zero_grad()
+    with session, pytest.raises(ca.GradientMismatchError, match=r"mismatch in .*The right gradients were written"):
+        model(BATCH).sum().backward()
+    assert_grads(model, reference)
+    assert session.stats().backwards == 4
+
+
+@pytest.mark.parametrize(("every", "found_at"), [(3, 6), (5, 5)])
+def test_every_nth_run_is_compared_too(every: int, found_at: int) -> None:
+    session = ca.enable(backend=_wrong_from(RUNS + 2), check=every, cache_dir=False)
+    x = torch.randn(3, requires_grad=True)
+    for number in range(1, found_at + 1):
+        with session:
+            if number == found_at:
+                with pytest.raises(ca.GradientMismatchError):
+                    torch.autograd.grad(x.sin().sum(), x)
+            else:
+                torch.autograd.grad(x.sin().sum(), x)
+
+
+def test_nothing_is_compared_where_that_was_asked_for() -> None:
+    x = torch.randn(3, requires_grad=True)
+    with ca.enable(backend=_wrong_from(1), check=False, cache_dir=False) as session:
+        (found,) = torch.autograd.grad(x.sin().sum(), x)
+    assert_same([found], [x.detach().cos() + 0.01])
+    assert session.last is not None and "prove" not in session.last.seconds
+
+
+def test_what_the_users_passes_make_of_the_graph_is_what_was_asked_for() -> None:
+    def doubled(graph_module: fx.GraphModule) -> None:
+        output = graph_module.graph.find_nodes(op="output")[0]
+        with graph_module.graph.inserting_before(output):
+            twice = [graph_module.graph.call_function(torch.ops.aten.mul.Tensor, (each, 2)) for each in output.args[0]]
+        output.args = (twice,)
+        graph_module.recompile()
+
+    x = torch.randn(3, requires_grad=True)
+    session = ca.enable(backend=_wrong_from(2), passes=[doubled], cache_dir=False)
+    for _ in range(3):
+        with session:
+            (found,) = torch.autograd.grad(x.sin().sum(), x)
+        assert_same([found], [x.detach().cos() * 2])
+    assert session.stats().failures == 1
+
+
+# ---- forms -------------------------------------------------------------------------------------------------------
+
+
+class _TwoForms:
+    """A faster form takes over at the second run; ``wrong`` ones give something else."""
+
+    def __init__(self, right: Callable[..., Any], wrong: Sequence[str]) -> None:
+        self.right, self.wrong = right, wrong
+        self.forms = ["slow", "fast"]
+        self.ran: list[str] = []
+
+    def form_for(self, arguments: Sequence[Any]) -> str:
+        return self.forms[-1] if self.ran else self.forms[0]
+
+    def drop(self, form: str) -> bool:
+        self.forms.remove(form)
+        return bool(self.forms)
+
+    def __call__(self, arguments: list[Any]) -> Any:
+        form = self.form_for(arguments)
+        self.ran.append(form)
+        taken = tuple(arguments)
+        arguments.clear()
+        return [each + 0.5 if form in self.wrong else each for each in self.right(*taken)]
+
+
+@pytest.mark.parametrize(
+    ("wrong", "ran", "failures"),
+    [
+        ([], ["slow", "fast", "fast", "fast"], 0),
+        (["fast"], ["slow", "fast", "slow", "slow"], 1),
+        (["slow"], ["slow", "fast", "fast", "fast"], 1),
+        (["slow", "fast"], ["slow", "fast"], 2),
+    ],
+)
+def test_a_form_that_is_wrong_gives_way_to_a_slower_one(
+    wrong: list[str], ran: list[str], failures: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made: list[_TwoForms] = []
+
+    def compile(self: EagerBackend, graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Any:
+        made.append(_TwoForms(graph_module.forward, wrong))
+        return made[-1]
+
+    monkeypatch.setattr(EagerBackend, "compile", compile)
+    session, outcomes = _train("eager", steps=4)
+    assert made[0].ran == ran
+    assert session.stats().failures == failures
+    assert ["prove" in outcome.seconds for outcome in outcomes][:2] == [True, True]
+
+
+def test_which_runs_are_compared() -> None:
+    proof = Proof()
+    asked = []
+    for form in ("slow", "fast", "fast", "fast"):
+        asked.append(proof.due(form, RUNS, None))
+        proof.shown(form, None, telling=True)
+    assert asked == [True, True, True, False] and proof.settled
+
+    proof = Proof()
+    sizes = [(size,) for size in (3, 3, 3, 4, 5, 5, 6, 7, 8)]
+    asked = []
+    for each in sizes:
+        asked.append(proof.due("only", RUNS, each))
+        if asked[-1]:
+            proof.shown("only", each, telling=True)
+    assert asked == [True, True, False, True, True, False, True, False, False]
+    assert sum(asked) == RUNS + NEW_SIZES and proof.settled
+
+
+def test_code_for_symbols_is_compared_for_three_more_sets_of_sizes() -> None:
+    def run(number: int, arguments: Sequence[Any], right: Callable[..., Any]) -> Any:
+        results = right(*arguments)
+        size = max(each.shape[0] for each in arguments if isinstance(each, torch.Tensor) and each.dim())
+        return [each + 1 for each in results] if size == 9 else results
+
+    session = ca.enable(backend=_backend(run), cache_dir=False, dynamic=True)
+    for size in (5, 5, 5, 6, 9, 9):
+        x = torch.randn(size, requires_grad=True)
+        with session:
+            (found,) = torch.autograd.grad((x.sin() * x).sum(), x)
+        assert_same([found], torch.autograd.grad((x.sin() * x).sum(), x))
+    assert session.stats().failures == 1 and session.stats().compiles == 1
+
+
+# ---- the store ---------------------------------------------------------------------------------------------------
+
+
+def _step(x: torch.Tensor) -> torch.Tensor:
+    return torch.autograd.grad((x.sin() * x).sum(), x)[0]
+
+
+def _wrong_when_loaded(monkeypatch: pytest.MonkeyPatch) -> None:
+    right = EagerBackend.load
+
+    def load(self: EagerBackend, data: bytes) -> Any:
+        call = right(self, data)
+        return lambda arguments: [each + 1 for each in call(arguments)]
+
+    monkeypatch.setattr(EagerBackend, "load", load)
+
+
+def test_what_was_loaded_proves_itself_too_and_the_next_process_is_told(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    x = torch.randn(4, requires_grad=True)
+    wanted = _step(x)
+    with ca.enable(backend="eager", cache_dir=tmp_path):
+        assert_same([_step(x)], [wanted])
+    ca.reset()
+    with monkeypatch.context() as patch, ca.enable(backend="eager", cache_dir=tmp_path) as session:
+        _wrong_when_loaded(patch)
+        for _ in range(3):
+            assert_same([_step(x)], [wanted])
+    assert (session.stats().loads, session.stats().failures, session.stats().compiles) == (1, 1, 0)
+    ca.reset()
+    with ca.enable(backend="eager", cache_dir=tmp_path) as session:
+        assert_same([_step(x)], [wanted])
+        assert session.last is not None
+        (failure,) = _failures(session.last)
+        assert failure.kind == "mismatch" and "in an earlier process" in failure.error
+        assert_same([_step(x)], [wanted])
+    assert session.stats().compiles == 0 and session.last.outcome == "hit"
+
+
+def test_the_background_compiles_and_the_step_that_takes_over_compares() -> None:
+    x = torch.randn(4, requires_grad=True)
+    wanted = _step(x)
+    with ca.enable(backend=_wrong_from(2), on_miss="background", cache_dir=False, tune=False) as session:
+        for _ in range(5):
+            assert_same([_step(x)], [wanted])
+            assert session.wait(30)
+    assert session.stats().failures == 1
+
+
+# ---- too little memory -------------------------------------------------------------------------------------------
+
+
+def test_too_little_memory_for_the_compiled_run_costs_no_step() -> None:
+    def run(number: int, arguments: Sequence[Any], right: Callable[..., Any]) -> Any:
+        if number == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+        return right(*arguments)
+
+    session, outcomes = _train(_backend(run), steps=4)
+    assert [each.kind for each in _failures(outcomes[0])] == ["unproved"]
+    assert not any(_failures(outcome) for outcome in outcomes[1:])
+    assert session.stats().compiles == 1
+
+
+def test_too_little_memory_for_the_real_calls_costs_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    from compiled_autograd import runtime
+
+    interpret, left = runtime._interpret, [1]
+
+    def fail_once(step: Any, slots: Any, *args: Any, **keywords: Any) -> None:
+        interpret(step, slots, *args, **keywords)
+        if left and left.pop():
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
+    monkeypatch.setattr(runtime, "_interpret", fail_once)
+    _, outcomes = _train(_wrong_from(1 << 30), steps=3)
+    assert [each.kind for each in _failures(outcomes[0])] == ["unproved"]
+    assert not any(_failures(outcome) for outcome in outcomes[1:])
+
+
+# ---- no false alarms ---------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_an_ill_conditioned_region_raises_no_alarm(dtype: torch.dtype) -> None:
+    """A bias before a batch norm has a gradient that is zero but for rounding."""
+    model = nn.Sequential(nn.Linear(8, 6), nn.BatchNorm1d(6), nn.Linear(6, 1)).to(dtype)
+    x = torch.randn(16, 8, dtype=dtype) * 100
+    with ca.enable(backend="inductor", cache_dir=False, tune=False) as session:
+        for _ in range(5):
+            model.zero_grad()
+            model(x).square().mean().backward()
+    expect(session.stats(), structure_misses=1, hits=4, captures=1, compiles=1)

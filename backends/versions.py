@@ -21,6 +21,11 @@ def user_override(entry: Any) -> Any:
     return entry.user_override.get() if _VERSION >= (2, 12) else entry.user_override
 
 
+def settings_belong_to_a_thread() -> bool:
+    """Whether what one thread sets of Inductor's settings is nothing to the others; see :func:`user_override`."""
+    return _VERSION >= (2, 12)
+
+
 def plain_convolution_backward() -> Callable[..., Any] | None:
     """What Inductor is to make a plain call of the backward of a convolution with; None where it makes nothing else.
 

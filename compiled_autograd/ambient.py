@@ -6,9 +6,13 @@ from typing import Any
 
 import torch
 
+from backends.environment import chosen_settings
+
 from . import nans
 
 Ambient = tuple[tuple[str, Any], ...]
+INDUCTOR_SETTINGS = "inductor_settings"
+"""A part of this name is also in the environment of what Inductor compiled, for the store."""
 
 
 def ambient() -> Ambient:
@@ -22,6 +26,7 @@ def ambient() -> Ambient:
         ("default_dtype", torch.get_default_dtype()),
         ("matmul_precision", torch._C._get_float32_matmul_precision()),
         ("threads", torch.get_num_threads()),  # generated CPU kernels have it baked in
+        (INDUCTOR_SETTINGS, chosen_settings()),
         ("mkldnn", torch._C._get_mkldnn_enabled()),
         (
             "cudnn",

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import atexit
 import contextlib
+import contextvars
 import os
 import queue
 import sys
@@ -45,6 +46,7 @@ class Job:
     slots: Slots
     kind: tuple[Any, ...]
     tape: int
+    context: contextvars.Context
 
 
 _LAST_SECONDS = 2.0
@@ -83,7 +85,8 @@ class Background:
                 self._thread.start()
         needed = {*step.inputs, *(fresh.leaf for fresh in step.fresh)}
         stand_ins = [memoryless(value) if slot in needed else None for slot, value in enumerate(slots)]
-        self._jobs.put(Job(program, step, stand_ins, kind, tape))
+        context = contextvars.copy_context()  # it has what the thread has set of Inductor's settings
+        self._jobs.put(Job(program, step, stand_ins, kind, tape, context))
 
     def wait(self, timeout: float | None = None) -> bool:
         """Until nothing is being compiled; False where that took more than ``timeout`` seconds."""
@@ -108,7 +111,7 @@ class Background:
                 return
             try:
                 with _yielding():
-                    _compile(job)
+                    job.context.run(_compile, job)
             finally:
                 with self._changed:
                     self._submitted.discard((id(job.step), job.kind))

@@ -6,7 +6,8 @@ import functools
 import hashlib
 import platform
 import sys
-from collections.abc import Mapping
+import sysconfig
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -17,12 +18,13 @@ from backends import Storing, get_backend
 from shadow_cache import Entry, Miss
 
 from . import ir
-from .ambient import Ambient
+from .ambient import INDUCTOR_SETTINGS, Ambient
 from .explain_variants import state_hint, text_of_part
 from .settings import Settings
 
 State = tuple[dict[str, str], dict[str, str], dict[str, str]]
 _KINDS = ("backend_or_settings", "ambient_state", "environment")
+_SOURCE = frozenset({".py", ".pyi", ".c", ".cc", ".cpp", ".cu", ".cuh", ".h", ".hpp", ".json", ".toml"})
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
@@ -32,7 +34,8 @@ def state_of(settings: Settings, surroundings: Ambient) -> State:
     assert isinstance(backend, Storing)
     environment = {**versions(), **backend.environment()}
     chosen = {"backend": str(settings.backend_in_mode), "dynamic": str(settings.dynamic)}
-    return chosen, {name: text_of_part(name, value) for name, value in surroundings}, environment
+    ambient = {name: text_of_part(name, value) for name, value in surroundings if name != INDUCTOR_SETTINGS}
+    return chosen, ambient, environment
 
 
 def differences(entry: Entry, state: State) -> list[Miss]:
@@ -78,12 +81,20 @@ def versions() -> Mapping[str, str]:
 
     from . import __version__
 
-    digest = hashlib.sha256()
-    for module in (sys.modules[__package__], backends, shadow_cache):
-        for file in sorted(Path(str(module.__file__)).parent.glob("*.py")):
-            digest.update(file.read_bytes())
+    roots = [Path(str(module.__file__)).parent for module in (sys.modules[__package__], backends, shadow_cache)]
     return {
-        "package": f"{__version__} {digest.hexdigest()[:12]}",
+        "package": f"{__version__} {digest_of_source(roots)[:12]}",
         "torch": f"{torch.__version__} {torch.version.git_version}",
-        "python": f"{platform.python_implementation()} {platform.python_version()}",
+        "python": f"{platform.python_implementation()} {platform.python_version()} {sysconfig.get_config_var('SOABI')}",
     }
+
+
+def digest_of_source(roots: Sequence[Path]) -> str:
+    """Of all source files in some folders and what is below them: of their names, and of all that is in them."""
+    digest = hashlib.sha256()
+    for number, root in enumerate(roots):
+        for file in sorted(path for path in root.rglob("*") if path.suffix in _SOURCE and path.is_file()):
+            content = file.read_bytes()
+            digest.update(f"{number} {file.relative_to(root).as_posix()} {len(content)}\n".encode())
+            digest.update(content)
+    return digest.hexdigest()

@@ -14,6 +14,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Sequence
+from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import IO, Any
 
@@ -121,12 +122,34 @@ class Worker:
             process.wait()
 
 
+_BEGIN = "import sys; sys.path[:] = dict.fromkeys([*sys.argv[1:], *sys.path]); del sys.argv[1:]; "
+"""Before this has run, nothing is imported but what Python itself imports."""
+_MAIN = "from compiled_autograd.worker import main; main()"
+
+
 def _start() -> subprocess.Popen[bytes]:
-    root = str(Path(__file__).parents[1])
-    path = os.pathsep.join([root, *filter(None, [os.environ.get("PYTHONPATH")])])
-    environment = {**os.environ, "PYTHONPATH": path, "TORCHINDUCTOR_COMPILE_THREADS": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-m", "compiled_autograd.worker"]
-    return subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
+    environment = {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "1", "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(_command(_MAIN), stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
+
+
+def _command(code: str) -> list[str]:
+    """What runs Python code that imports modules from where this process would, but for the current folder.
+
+    ``-m`` and ``-c`` alone look there first, and so does an empty part of ``PYTHONPATH``: code of whoever wrote into
+    that folder would run. ``-I`` keeps Python from that.
+    """
+    return [sys.executable, "-I", "-c", _BEGIN + code, *_paths()]
+
+
+def _paths() -> list[str]:
+    """Where modules are found: what is absolute in ``sys.path``; first, what is found elsewhere by now."""
+    paths = [path for path in sys.path if Path(path).is_absolute()]
+    for name in ("msgspec", "torch", "shadow_cache", "backends", "compiled_autograd"):
+        file = str(sys.modules[name].__file__)
+        spec = PathFinder.find_spec(name, paths)
+        if spec is None or spec.origin != file:
+            paths.insert(0, str(Path(file).absolute().parents[1]))
+    return paths
 
 
 def send(stream: IO[bytes], data: bytes) -> None:

@@ -243,6 +243,49 @@ def test_messages_are_whole_or_refused() -> None:
             remote.receive(io.BytesIO(data[:cut]))
 
 
+def test_the_process_that_compiles_runs_no_code_of_the_current_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    ran = tmp_path / "ran"
+    for name in ("msgspec", "sitecustomize", "torch", "compiled_autograd", "types", "ast"):
+        (tmp_path / f"{name}.py").write_text(f"open({str(ran)!r}, 'w').write({name!r})\nraise ImportError\n")
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(["", "."]))
+    monkeypatch.setattr(sys, "path", ["", ".", *sys.path])
+    graph = fx.symbolic_trace(lambda x: [x * 2])
+    inputs = [([3], [1], "torch.float32", "cpu")]
+    request = remote.Request("eager", graph.code, inputs, 1, (False, False, True), "highest", "torch.float32")
+    worker = remote.Worker()
+    try:
+        reply = worker.ask(request)
+    finally:
+        worker.stop()
+    assert not ran.exists(), ran.read_text()
+    assert reply.error == "" and reply.artifact is not None
+    assert get_backend("eager").load(reply.artifact)([torch.ones(3)])[0].tolist() == [2, 2, 2]  # type: ignore[attr-defined]
+
+
+_FOUND_THROUGH_SYS_PATH = """
+import subprocess, sys
+sys.path.insert(0, {root!r})
+from compiled_autograd import remote
+code = "import compiled_autograd, backends; print(compiled_autograd.__file__, backends.__file__, sys.argv)"
+sys.path.remove({root!r})
+print(subprocess.run(remote._command(code), check=True, capture_output=True, text=True).stdout)
+"""
+
+
+def test_the_process_that_compiles_has_the_package_of_the_one_that_asks(tmp_path: Path) -> None:
+    """However it was found: here in a copy of the sources, by a path that is no longer there."""
+    root = Path(__file__).parents[1]
+    for name in ("compiled_autograd", "backends", "shadow_cache"):
+        (tmp_path / name).symlink_to(root / name)
+    result = in_subprocess(_FOUND_THROUGH_SYS_PATH.format(root=str(tmp_path)), PYTHONPATH="")
+    assert result.returncode == 0, result.stderr
+    files = [str(tmp_path / name / "__init__.py") for name in ("compiled_autograd", "backends")]
+    assert result.stdout.split() == [*files, "['-c']"]
+
+
 @pytest.mark.slow
 def test_inductor_compiles_in_another_process() -> None:
     session = ca.enable(backend="inductor", on_miss="background")

@@ -19,6 +19,7 @@ import msgspec
 
 from .entries import Entry, Structure
 from .errors import DamagedArchiveError, DamagedEntryError, InvalidEntryError
+from .harmless import harmless
 from .rows import digests
 
 if TYPE_CHECKING:
@@ -27,6 +28,8 @@ if TYPE_CHECKING:
 _MAGIC = b"shadow cache 1\n\0"
 R = TypeVar("R", Entry, Structure)
 _Table = list[tuple[str, int, str]]
+_NO_RECORD = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
+"""What reading msgpack raises: it is another record, no text, or lists in lists without end."""
 
 
 def export(store: Store, file: Path, ids: Iterable[str] | None) -> int:
@@ -84,9 +87,9 @@ def import_(store: Store, file: Path) -> int:
                 store.add(structure, entry, {digest: archive.read(f"file {digest}") for digest in digests(entry)})
                 count += 1
             except _RefusedError as error:
-                refused.append(f"{name}: {error}")
+                refused.append(f"{harmless(name)}: {error}")
             except InvalidEntryError as error:
-                refused.append(str(error))
+                refused.append(harmless(str(error)))
         if refused:
             raise DamagedArchiveError(file, refused, count)
     return count
@@ -105,17 +108,20 @@ class _Archive:
             raise DamagedArchiveError(path, ["the whole file: it does not begin as an exported cache does"])
         size = int.from_bytes(file.read(8), "big")
         checksum = file.read(32)
-        left = path.stat().st_size - file.tell()
-        packed = file.read(size) if size <= left else b""
+        all_bytes = os.fstat(file.fileno()).st_size
+        packed = file.read(size) if size <= all_bytes - file.tell() else b""
         if hashlib.sha256(packed).digest() != checksum:
             raise DamagedArchiveError(path, ["the whole file: its table of contents does not match its checksum"])
         self._members: dict[str, tuple[int, int, str]] = {}
         offset = file.tell()
         try:
             table = msgspec.msgpack.decode(packed, type=_Table)
-        except msgspec.DecodeError as error:
+        except _NO_RECORD as error:
             raise DamagedArchiveError(path, [f"the whole file: another version wrote it ({error})"]) from error
         for name, length, digest in table:
+            if not 0 <= length <= all_bytes - offset:
+                found = f"{harmless(name)} is said to have {length} bytes, and {all_bytes - offset} are left"
+                raise DamagedArchiveError(path, [f"the whole file: {found}"])
             self._members[name] = (offset, length, digest)
             offset += length
 
@@ -124,18 +130,18 @@ class _Archive:
 
     def read(self, name: str) -> bytes:
         if name not in self._members:
-            raise _RefusedError(f"{name} is not in the file")
+            raise _RefusedError(f"{harmless(name)} is not in the file")
         offset, length, digest = self._members[name]
         self._file.seek(offset)
         data = self._file.read(length)
         if len(data) != length:
-            raise _RefusedError(f"{name} is cut: {len(data)} of {length} bytes are there")
+            raise _RefusedError(f"{harmless(name)} is cut: {len(data)} of {length} bytes are there")
         if hashlib.sha256(data).hexdigest() != digest:
-            raise _RefusedError(f"{name} does not match its checksum")
+            raise _RefusedError(f"{harmless(name)} does not match its checksum")
         return data
 
     def record(self, name: str, kind: type[R]) -> R:
         try:
             return msgspec.msgpack.decode(self.read(name), type=kind)
-        except msgspec.DecodeError as error:
-            raise _RefusedError(f"{name} was written by another version: {error}") from error
+        except _NO_RECORD as error:
+            raise _RefusedError(f"{harmless(name)} was written by another version: {error}") from error

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import msgspec
 
+from .harmless import harmless
 from .records import Miss
 
 # Of calls and inputs there are hundreds in an entry, and no cycle can begin at one (gc=False): to list a thousand
@@ -178,7 +179,7 @@ def name_of(loss: str, module: str | None, source: str | None) -> str:
     """What people know an entry by: loss, module and source line, as far as they are known."""
     of = f" of {module}" if module else ""
     at = f", {source}" if source else ""
-    return f"{loss}{of}{at}"
+    return harmless(f"{loss}{of}{at}")
 
 
 class MissEntry(msgspec.Struct, frozen=True):

@@ -4,12 +4,15 @@ from __future__ import annotations
 
 import hashlib
 import math
+import re
 from sqlite3 import Connection
 from typing import Any, TypeVar
 
 import msgspec
 
 from .entries import Entry, MissEntry, Structure, Summary, Timing
+from .errors import InvalidEntryError
+from .harmless import harmless
 
 # A table that a later schema added stands last: salvage.py counts on the earlier ones to begin at the same pages.
 TABLES = """
@@ -34,6 +37,9 @@ HAS_TIMINGS = 2
 
 KEPT_MISSES = 10_000
 _NO_TIME = float(1 << 35)  # seconds: more than a thousand years from now
+_NO_COUNT = 1 << 53  # more would not be told from its neighbours once it is a float
+_ID = re.compile(r"[0-9A-Za-z_.-]{1,128}")
+_MOST_BYTES = 1 << 28  # of a record; sqlite takes no more than four times that
 SELECT_ENTRY = "SELECT number, id, structure, record, checksum, size, loads, last_used FROM entries"
 SELECT_STRUCTURE = "SELECT number, id, record, checksum FROM structures"
 SELECT_MISS = "SELECT number, record, checksum FROM misses"
@@ -49,6 +55,10 @@ _decoders: dict[type, msgspec.msgpack.Decoder[Any]] = {
 def encode(record: Any, name: str) -> tuple[bytes, bytes]:
     """``record`` and its checksum, which covers ``name`` too: what makes the row the one that it is."""
     data = msgspec.msgpack.encode(record)
+    if len(data) > _MOST_BYTES:
+        raise InvalidEntryError(
+            f"{harmless(name)} takes {len(data)} bytes, and no record may take more than {_MOST_BYTES}"
+        )
     return data, _checksum(name, data)
 
 
@@ -58,7 +68,7 @@ def decode(kind: type[R], name: str, data: Any, checksum: Any) -> R | None:
         return None
     try:
         return _decoders[kind].decode(data)
-    except msgspec.DecodeError:  # whole, but of a version that wrote other fields
+    except (msgspec.DecodeError, RecursionError):  # whole, but of a version that wrote other fields
         return None
 
 
@@ -83,9 +93,23 @@ def _entry_of(kind: type[E], row: tuple[Any, ...]) -> E | None:
     if size < 0 or loads < 0 or not 0 <= last_used < _NO_TIME:
         return None
     entry = decode(kind, f"entry {id_}", data, checksum)
-    if entry is None or entry.id != id_ or entry.structure != structure:
+    if entry is None or entry.id != id_ or entry.structure != structure or what_is_wrong(entry):
         return None
     return msgspec.structs.replace(entry, size=size, loads=loads, last_used=last_used, timing=None)
+
+
+def what_is_wrong(entry: Entry | Summary) -> str:
+    """What no entry can have, and would make the index, or whoever shows it, stumble; empty where there is nothing."""
+    for name, text in (("id", entry.id), ("structure", entry.structure)):
+        if not _ID.fullmatch(text):
+            return f"its {name} is {text[:80]!r}, and should be some letters and digits"
+    for name, number in (("seconds", entry.seconds), ("created", entry.created), ("last_used", entry.last_used)):
+        if not 0 <= number < _NO_TIME:
+            return f"its {name} is {number}, which is no length of time"
+    for name, count in (("nodes", entry.nodes), ("loads", entry.loads), ("size", entry.size)):
+        if not 0 <= count < _NO_COUNT:
+            return f"its {name} is {count}, which is no number of anything"
+    return ""
 
 
 def whole(total: float) -> int:

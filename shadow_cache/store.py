@@ -39,6 +39,7 @@ from .rows import (
     structure_of,
     summary_of,
     timings,
+    what_is_wrong,
     whole,
 )
 from .verify import verify
@@ -341,6 +342,9 @@ class Store:
 
 
 def _refuse_mismatch(structure: Structure, entry: Entry, files: Mapping[str, bytes]) -> None:
+    wrong = what_is_wrong(entry)
+    if wrong:
+        raise InvalidEntryError(f"entry {entry.id[:80]!r}: {wrong}")
     if entry.structure != structure.id:
         raise InvalidEntryError(f"entry {entry.id} is of structure {entry.structure!r}, and {structure.id!r} was given")
     named = digests(entry)

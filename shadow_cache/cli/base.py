@@ -16,6 +16,7 @@ import rich_click
 from click.shell_completion import CompletionItem
 
 from ..entries import Entry, MissEntry, Structure, Summary
+from ..harmless import harmless_json
 from . import render
 
 if TYPE_CHECKING:
@@ -31,7 +32,8 @@ class Fault(click.ClickException):
     """Something was not found, or is wrong with the store: exit code 1."""
 
     def show(self, file: Any = None) -> None:
-        click.echo(f"{render.old('Error:')} {self.message}", file=file or sys.stderr, color=colours(sys.stderr))
+        text = render.shown(f"{render.old('Error:')} {self.message}")
+        click.echo(render.for_encoding(text, sys.stderr.encoding), file=file or sys.stderr, color=colours(sys.stderr))
 
 
 class View:
@@ -142,14 +144,14 @@ class View:
         if self.format == "json":
             import msgspec
 
-            self.print(msgspec.json.format(msgspec.json.encode(record), indent=2).decode())
+            self.print(harmless_json(msgspec.json.format(msgspec.json.encode(record), indent=2).decode()))
         else:
-            self.print("\n".join(quiet if self.format == "quiet" else human()))
+            self.print("\n".join(map(render.in_one_line, quiet if self.format == "quiet" else human())))
 
     def print(self, text: str) -> None:
         """To standard output, without colours where it is no terminal; nothing at all where there is no text."""
         if text:
-            click.echo(render.for_encoding(text, sys.stdout.encoding), color=colours(sys.stdout))
+            click.echo(render.for_encoding(render.shown(text), sys.stdout.encoding), color=colours(sys.stdout))
 
     def fail(self) -> NoReturn:
         """End with exit code 1; what there is to say has been said."""
@@ -158,7 +160,7 @@ class View:
     def note(self, text: str) -> None:
         """For people only, beside the output proper."""
         if self.format == "human":
-            click.echo(text, err=True)
+            click.echo(render.for_encoding(render.plain(text), sys.stderr.encoding), err=True)
 
 
 def colours(stream: Any) -> bool:

@@ -9,13 +9,14 @@ import msgspec
 import rich_click as click
 
 from ..entries import Entry, MissEntry, Structure, Timing
+from ..harmless import harmless
 from ..kinds import NOT_WORTH_IT, explain
 from ..records import Miss
 from . import graphs, render
 from .base import Fault, Verb, View, cache_dir_option, ids, options, pass_view
 from .difference import Change, Difference, difference, left_to_eager, timed, variant
 
-_NODE = re.compile(r"(?:\bnode |#)(\d+)\b")
+_NODE = re.compile(r"(?:\bnode |#)(\d{1,9})\b")
 _OPERATION = re.compile(r"\w*Backward\d*\b|AccumulateGrad|GraphRoot")
 
 
@@ -140,7 +141,8 @@ def _place(where: str, structure: Structure | None) -> list[str]:
         return []  # a number of another tape
     operation = [] if named else [call.name]
     parameter = [f"parameter {call.parameter}"] if call.parameter and call.parameter not in where else []
-    return [*operation, *parameter, *([call.source] if call.source and call.source not in where else [])]
+    source = [call.source] if call.source and call.source not in where else []
+    return [harmless(text) for text in (*operation, *parameter, *source)]
 
 
 @click.command(cls=Verb)
@@ -223,7 +225,7 @@ def graph(view: View, id: str, form: str | None, lowered: bool) -> None:
             raise Fault(f"{found.id} is a structure; only entries are lowered. `shadow-cache tree` shows its entries.")
         if form in ("dot", "mermaid"):
             raise click.UsageError(f"ATen graphs are stored as text: --lowered goes with text or json, not {form}.")
-        texts = [view.store.read(region.lowered).decode() for region in found.regions]
+        texts = [view.store.read(region.lowered).decode(errors="backslashreplace") for region in found.regions]
         if form == "json":
             view.format = "json"
             view.out(texts, (), tuple)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from ..entries import Call, Structure
+from ..harmless import harmless
 
 
 def dot(structure: Structure) -> str:
@@ -26,7 +27,7 @@ def mermaid(structure: Structure) -> str:
 
 
 def _label(call: Call) -> list[str]:
-    return [part for part in (call.name, call.parameter, call.source) if part]
+    return [harmless(part) for part in (call.name, call.parameter, call.source) if part]
 
 
 def _edges(structure: Structure) -> list[tuple[int, int]]:

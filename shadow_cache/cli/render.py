@@ -8,11 +8,27 @@ from collections.abc import Collection, Iterable, Sequence
 
 import click
 
+from ..harmless import harmless
+
 _SIZES = {"": 1, "B": 1, "K": 1e3, "KB": 1e3, "M": 1e6, "MB": 1e6, "G": 1e9, "GB": 1e9, "T": 1e12, "TB": 1e12}
 _SIZES |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 _AGES = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 _NAME_WIDTH = 40
 _UNITS = (("year", 365 * 86400), ("month", 30 * 86400), ("day", 86400), ("hour", 3600), ("minute", 60))
+
+# Styles are marks in the text until it is shown. Whoever writes these characters into a name can colour it, no more.
+_STYLES = {
+    "bold": {"bold": True},
+    "dim": {"dim": True},
+    "identifier": {"fg": "yellow"},
+    "old": {"fg": "red"},
+    "new": {"fg": "green"},
+}
+_END, *_BEGINS = (chr(0xF0000 + number) for number in range(len(_STYLES) + 1))
+_MARKS = dict(zip(_STYLES, _BEGINS, strict=True))
+_ANSI = {_MARKS[name]: click.style("", reset=False, **style) for name, style in _STYLES.items()}  # type: ignore[arg-type]
+_ANSI[_END] = click.style("")
+_MARK = re.compile(f"([{_END}{''.join(_BEGINS)}])")
 
 # For a stream that cannot encode the characters on the left.
 _ASCII = str.maketrans({"├": "|", "└": "`", "│": "|", "─": "-", "…": "~", "→": ">", "▇": "#"})
@@ -87,24 +103,43 @@ def parse_age(text: str) -> float:
     return float(found[1]) * _AGES[found[2]]
 
 
+def _styled(text: str, style: str) -> str:
+    return f"{_MARKS[style]}{text}{_END}"
+
+
+def shown(text: str) -> str:
+    """Text as it goes to a terminal: marks become styles, and characters that are none to be seen are escaped."""
+    return "".join(_ANSI.get(part) or harmless(part, lines=True) for part in _MARK.split(text))
+
+
+def in_one_line(text: str) -> str:
+    """A line of output that looks like no other: what breaks lines is escaped."""
+    return text.replace("\n", "\\n")
+
+
+def plain(text: str) -> str:
+    """The same without styles."""
+    return click.unstyle(shown(text))
+
+
 def bold(text: str) -> str:
-    return click.style(text, bold=True)
+    return _styled(text, "bold")
 
 
 def dim(text: str) -> str:
-    return click.style(text, dim=True)
+    return _styled(text, "dim")
 
 
 def identifier(text: str) -> str:
-    return click.style(text, fg="yellow")
+    return _styled(text, "identifier")
 
 
 def old(text: str) -> str:
-    return click.style(text, fg="red")
+    return _styled(text, "old")
 
 
 def new(text: str) -> str:
-    return click.style(text, fg="green")
+    return _styled(text, "new")
 
 
 def change(before: str, after: str) -> str:
@@ -114,7 +149,7 @@ def change(before: str, after: str) -> str:
 
 def pairs(rows: Iterable[tuple[str, str]], indent: str = "  ") -> list[str]:
     """Names and values in two columns; a value of several lines goes on below itself."""
-    rows = list(rows)
+    rows = [(harmless(name), value) for name, value in rows]
     width = max((len(name) for name, _ in rows), default=0)
     lines = []
     for name, value in rows:
@@ -144,6 +179,7 @@ def table(
         width: of the terminal; None where lines may be as long as they are.
         indent: before each line.
     """
+    rows = [[harmless(cell) for cell in row] for row in rows]
     columns = list(range(len(header)))
     widths = [max(len(row[column]) for row in (header, *rows)) for column in columns]
     if flexible is not None and width is not None:

@@ -48,7 +48,7 @@ def fold(structures: Iterable[Structure]) -> tuple[Branch, ...]:
         branches.append(Branch(parent, start, tuple(_names(first, start, stop)), differs, len(group), alone))
         if alone is None:
             groups = _groups(group, stop)
-            differences = _differences([each[0][1][stop] for each in groups])
+            differences = _differences([each[0][1][stop] if stop < len(each[0][1]) else () for each in groups])
             pairs = zip(groups, differences, strict=True)
             waiting += [(index, stop, difference, each) for each, difference in reversed(list(pairs))]
     return tuple(branches)
@@ -70,16 +70,17 @@ def guides(branches: Sequence[Branch]) -> Iterator[tuple[Branch, str, str]]:
 
 
 def _groups(paths: list[_Path], depth: int) -> list[list[_Path]]:
-    by_key: dict[Key, list[_Path]] = {}
+    """By their next keys; those that have ended, as tapes do that differ only in the order of their calls, alone."""
+    by_key: dict[Key | str, list[_Path]] = {}
     for path in paths:
-        by_key.setdefault(path[1][depth], []).append(path)
+        by_key.setdefault(path[1][depth] if depth < len(path[1]) else path[0].id, []).append(path)
     return list(by_key.values())
 
 
 def _shared(paths: Sequence[tuple[Key, ...]], start: int) -> int:
     first, *others = paths
     for depth in range(start, len(first)):
-        if any(path[depth] != first[depth] for path in others):
+        if any(path[depth : depth + 1] != first[depth : depth + 1] for path in others):
             return depth
     return len(first)
 
@@ -90,7 +91,7 @@ def _names(structure: Structure, start: int, stop: int) -> Iterator[str]:
 
 
 def _differences(keys: Sequence[Key]) -> list[str]:
-    if len({key[0] for key in keys}) > 1:
+    if len({key[:1] for key in keys}) > 1:
         return [""] * len(keys)
     for parts in zip(*keys, strict=False):
         if len(set(parts)) > 1:

@@ -26,6 +26,7 @@ from shadow_cache import unsupported
 from . import ir, symbols
 from .aot import aot_backward
 from .errors import CaptureRefusedError
+from .functions import wants_zeros
 from .pieces import FITTED, UNBIND
 from .seam import reports_leaf
 
@@ -199,7 +200,8 @@ class Capture:
     ) -> tuple[torch.Tensor | None, ...]:
         """A Python ``autograd.Function``: one gradient for each argument of its ``forward``."""
         expected = [meta is not None for meta in metadata]
-        defined = [grad is not None for grad in grads]
+        zeros = wants_zeros(ctx)
+        defined = [grad is not None and zeros for grad in grads]
         arguments = (self._placeholder("object", ctx_index), list(saved), expected, defined, *grads)
         node = self._call(ir.call_backward, arguments)
         sources = [value for value in node.args[1] if isinstance(value, fx.Node)]  # type: ignore[union-attr]

@@ -3,26 +3,34 @@
 By the time a region before it has run, the engine has released what ``ctx`` saved. So for the length of one call the
 real ``ctx`` gets a class of its own, a subclass of the one it has, whose ``saved_tensors`` are those that the capture
 lifted. Everything else about it is what the user made it: identity, attributes, ``needs_input_grad``.
+
+Of a graph that is kept, several threads may be in one function at once, as under eager. So ``ctx`` has a list of the
+calls that it is in, and gets its class back when the last one is over.
 """
 
 from __future__ import annotations
 
+import ctypes
+import functools
+import os
 import sys
+import threading
 import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any
-from weakref import WeakKeyDictionary
 
 import torch
+from torch.autograd.function import BackwardCFunction
 
 from .hooks import Grad, unpacked, with_requires_grad
 
-_SAVED = "_compiled_autograd_saved"
+_CALLS = "_compiled_autograd_calls"  # of a ctx: the calls that it is in
+_WITH_SAVED = "_compiled_autograd_class"  # of its class: that which it has meanwhile
 _OUR_REFERENCES = 2  # that of a list, and the one of sys.getrefcount
 _FIRST_NUMBER = 1 << 40  # far above those that PyTorch counts
 _numbers: dict[tuple[str, str], int] = {}
-_classes: WeakKeyDictionary[type, type] = WeakKeyDictionary()
+_changing = threading.Lock()  # held while a ctx's class or its list of calls changes, and never while users' code runs
 
 
 def number_of(ctx: Any) -> int:
@@ -47,6 +55,54 @@ class Packed:
         return unpacked(self.hook, self.packed)
 
 
+@dataclass(slots=True, eq=False)
+class _Call:
+    """One call of a function's ``backward``: the thread that made it, the class of the ``ctx``, what was saved."""
+
+    thread: int
+    own_class: Any
+    saved: tuple[Grad | Packed, ...]
+    asked: bool = False
+
+
+_ASKED_TWICE = (
+    "saved_tensors can only be accessed once when clear_saved_tensors_on_access=True is set on the autograd.Function. "
+    "Either access saved_tensors only once, or set clear_saved_tensors_on_access=False."
+)
+
+
+@functools.cache
+def _place_of_flag() -> int | None:
+    """At which byte of its memory a ``ctx`` keeps whether its function wants zeros; None where that does not show.
+
+    It can be set from Python, and not be read (``THPFunction`` in ``torch/csrc/autograd/python_function.h``, 2.13): so
+    it is set, and what changes is looked at.
+    """
+    ctx: Any = BackwardCFunction()
+    seen = []
+    for wanted in (True, False, True):
+        ctx.materialize_grads = wanted
+        seen.append(ctypes.string_at(id(ctx), BackwardCFunction.__basicsize__))
+    changed = [place for place, (one, other) in enumerate(zip(seen[0], seen[1], strict=True)) if one != other]
+    if seen[0] != seen[2] or len(changed) != 1 or (seen[0][changed[0]], seen[1][changed[0]]) != (1, 0):
+        return None
+    return changed[0]
+
+
+def wants_zeros(ctx: Any) -> bool:
+    """Whether a function sees zeros for undefined gradients: not after ``ctx.set_materialize_grads(False)``.
+
+    The engine's key has it, so it is the same for all tapes of a structure.
+
+    Raises:
+        RuntimeError: it cannot be told.
+    """
+    place = _place_of_flag()
+    if place is None:
+        raise RuntimeError("where a function keeps whether it wants zeros for undefined gradients is not known")
+    return ctypes.string_at(id(ctx) + place, 1) != b"\0"
+
+
 def call_backward(
     ctx: Any, saved: Sequence[Grad | Packed], expected: Sequence[bool], defined: Sequence[bool], *grads: Grad
 ) -> list[Grad]:
@@ -56,8 +112,8 @@ def call_backward(
         ctx: the function's context, an instance of a subclass of ``torch.autograd.function.BackwardCFunction``.
         saved: its saved tensors.
         expected: for each argument of ``forward``, whether it was a tensor.
-        defined: for each output of ``forward``, whether the tape leads a gradient to it. Where it does, but the
-            gradient is undefined in this backward, the function sees zeros.
+        defined: for each output of ``forward``, whether the function sees zeros if the gradient that the tape leads to
+            it is undefined in this backward.
         grads: for each output of ``forward``, its gradient, or None.
 
     Returns:
@@ -67,15 +123,34 @@ def call_backward(
         RuntimeError: another number of gradients than ``forward`` has arguments, or a gradient for an argument that
             was no tensor, in the words of ``PyNode::apply`` (``torch/csrc/autograd/python_function.cpp``).
     """
-    own_class = type(ctx)
-    ctx.__dict__[_SAVED] = tuple(saved)
-    ctx.__class__ = _class_with_saved(own_class)
+    call = _begin(ctx, saved)
+    own_class = call.own_class
     try:
         results = own_class.apply(ctx, *materialised(own_class, ctx, defined, grads))
     finally:
-        ctx.__class__ = own_class
-        ctx.__dict__.pop(_SAVED, None)
+        _end(ctx, call)
     return checked(own_class.__name__, results, expected)
+
+
+def _begin(ctx: Any, saved: Sequence[Grad | Packed]) -> _Call:
+    with _changing:
+        calls = ctx.__dict__.get(_CALLS)
+        call = _Call(threading.get_ident(), calls[0].own_class if calls else type(ctx), tuple(saved))
+        if calls:
+            calls.append(call)
+        else:
+            ctx.__dict__[_CALLS] = [call]
+            ctx.__class__ = _class_with_saved(call.own_class)
+    return call
+
+
+def _end(ctx: Any, call: _Call) -> None:
+    with _changing:
+        calls = ctx.__dict__[_CALLS]
+        calls.remove(call)
+        if not calls:
+            ctx.__class__ = call.own_class
+            del ctx.__dict__[_CALLS]
 
 
 def materialised(own_class: Any, ctx: Any, defined: Sequence[bool], grads: Sequence[Grad]) -> list[Grad]:
@@ -88,8 +163,9 @@ def materialised(own_class: Any, ctx: Any, defined: Sequence[bool], grads: Seque
     return result
 
 
-def _class_with_saved(own_class: type) -> type:
-    made = _classes.get(own_class)
+def _class_with_saved(own_class: Any) -> type:
+    # Kept by the class itself: the two refer to each other, and go together, with all that a class of one step holds.
+    made = own_class.__dict__.get(_WITH_SAVED)
     if made is None:
         body = {
             "saved_tensors": property(_saved),
@@ -97,15 +173,31 @@ def _class_with_saved(own_class: type) -> type:
             "maybe_clear_saved_tensors": _clear,
             "__slots__": (),
         }
-        made = _classes[own_class] = type(own_class.__name__, (own_class,), body)
+        made = type(own_class.__name__, (own_class,), body)
+        setattr(own_class, _WITH_SAVED, made)
     return made
 
 
+def _call_of(ctx: Any) -> _Call | None:
+    """The call that the calling thread is in; in a thread of the user's, or of the eager engine's, any other: all are
+    given what was saved once. None after the last one."""
+    calls = list(ctx.__dict__.get(_CALLS, ()))
+    me = threading.get_ident()
+    return next((call for call in reversed(calls) if call.thread == me), calls[-1] if calls else None)
+
+
 def _saved(ctx: Any) -> tuple[Grad, ...]:
-    saved = ctx.__dict__[_SAVED]
+    call = _call_of(ctx)
+    if call is None:
+        return BackwardCFunction.saved_tensors.__get__(ctx)  # type: ignore[attr-defined]
+    saved = call.saved
+    if getattr(call.own_class._forward_cls, "clear_saved_tensors_on_access", False):
+        if call.asked:
+            raise RuntimeError(_ASKED_TWICE)
+        call.asked, call.saved = True, ()
     if not any(isinstance(value, Packed) for value in saved):
-        return tuple(saved)
-    values = [value.unpack() if isinstance(value, Packed) else value for value in saved]
+        return tuple(saved)  # type: ignore[arg-type]
+    values: list[Any] = [value.unpack() if isinstance(value, Packed) else value for value in saved]
     for index, required in enumerate(_required_grad(ctx, values)):
         packed = saved[index]
         if not isinstance(packed, Packed):
@@ -142,7 +234,10 @@ def _saved_deprecated(ctx: Any) -> tuple[Grad, ...]:
 
 
 def _clear(ctx: Any) -> None:
-    ctx.__dict__[_SAVED] = ()
+    """As the engine has it, nothing is let go of where the graph is kept."""
+    call = _call_of(ctx)
+    if call is not None and not torch._C._autograd._get_current_graph_task_keep_graph():
+        call.saved = ()
 
 
 def checked(name: str, results: Any, expected: Sequence[bool]) -> list[Grad]:
@@ -163,3 +258,13 @@ def checked(name: str, results: Any, expected: Sequence[bool]) -> list[Grad]:
         if grad is not None and not isinstance(grad, torch.Tensor):
             raise RuntimeError(f"expected Variable or None (got {type(grad).__name__})")
     return grads
+
+
+def _after_fork() -> None:
+    """In a forked child no lock may be trusted."""
+    global _changing
+    _changing = threading.Lock()
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_after_fork)

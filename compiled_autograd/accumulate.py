@@ -8,15 +8,19 @@ gradient is not. We are stricter in one point: what a leaf keeps never shares me
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
+from .claims import CLAIMS, Claim
+from .references import NOBODYS, references
+
+if TYPE_CHECKING:
+    from .steps import AccumulateStep
+
 _DENSE = torch.ops.aten.is_non_overlapping_and_dense.default
-_OUR_REFERENCES = 3  # the caller's, our argument, and the one of sys.getrefcount
 _BATCH = 4
 """From so many in-place additions on, one ``torch._foreach_add_`` does them all."""
 
@@ -57,16 +61,21 @@ def own_copy(grad: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
     return clone_obeying_layout(grad, leaf)
 
 
-def stealable(grad: torch.Tensor, leaf: torch.Tensor) -> bool:
+def stealable(only: list[torch.Tensor], leaf: torch.Tensor) -> bool:
     """Whether ``leaf`` can keep a gradient that users' code made: nobody else holds it, or other views of its memory.
 
-    To be called with the one reference to ``grad`` that the caller has.
+    Args:
+        only: the gradient, and nothing else of ours refers to it.
+        leaf: the tensor that it is for.
     """
+    if references(only, 0) > NOBODYS:
+        return False
+    (grad,) = only
     sparse = grad.layout is torch.sparse_coo
     if type(grad) is not torch.Tensor or not (sparse or obeys_layout(grad, leaf)):
         return False
     held_in_cpp = grad._use_count() > 1  # type: ignore[attr-defined]
-    if sys.getrefcount(grad) > _OUR_REFERENCES or held_in_cpp or grad.requires_grad:
+    if held_in_cpp or grad.requires_grad:
         return False
     if sparse:
         return grad._indices().is_contiguous() and grad._values().is_contiguous()
@@ -75,14 +84,102 @@ def stealable(grad: torch.Tensor, leaf: torch.Tensor) -> bool:
 
 
 def _kept(grad: torch.Tensor) -> torch.Tensor:
-    """What becomes ``.grad``: of a sparse gradient, which cannot be detached, another tensor of the same parts."""
-    if grad.layout is not torch.sparse_coo:
-        return grad
-    return torch.sparse_coo_tensor(grad._indices(), grad._values(), grad.shape, check_invariants=False)
+    """What becomes ``.grad``: no view, for it may be detached in place; nor a sparse tensor that is somebody's.
+
+    The engine keeps ``grad.detach()``; ``data`` is the same in less time, for what has no history. A sparse gradient,
+    which cannot be detached, is another tensor of the same parts.
+    """
+    if grad.layout is torch.sparse_coo:
+        return torch.sparse_coo_tensor(grad._indices(), grad._values(), grad.shape, check_invariants=False)
+    return grad.data if grad._is_view() else grad
+
+
+def write(step: AccumulateStep, slots: list[Any]) -> Claim | None:
+    """Give the leaves of a step what lies in its slots, with grad mode off.
+
+    Returns:
+        The claim on the leaf whose hooks run next, to be released after them; None where there are no such hooks.
+    """
+    claim = CLAIMS.take(slots, step.leaves)
+    hooked = None
+    try:
+        if claim.through_nodes:
+            _write_one_by_one(step, slots, claim)
+        else:
+            _write_all(step, slots)
+        hooked = step.hooked
+    finally:
+        if hooked is None:
+            CLAIMS.release(claim)
+    if hooked is None:
+        return None
+    CLAIMS.hold(claim, hooked)
+    return claim
+
+
+def _write_all(step: AccumulateStep, slots: list[Any]) -> None:
+    leaves: list[torch.Tensor] = []
+    grads: list[torch.Tensor | None] = []
+    dropped = step.dropped
+    for leaf, own, shared in zip(step.leaves, step.owned, step.shared, strict=True):
+        grad = slots[own]
+        if grad is not None:
+            if own in dropped:
+                slots[own] = None
+            variable = slots[leaf]
+            if variable.grad is None:  # a region made it for this leaf: both are strided
+                variable.grad = grad.data if grad._is_view() else grad
+            else:
+                leaves.append(variable)
+                grads.append(grad)
+            continue
+        only = [slots[shared]]
+        if only[0] is None:
+            continue
+        if shared in dropped:  # else a later step needs it, and that reference keeps the leaf from stealing it
+            slots[shared] = None
+        if slots[leaf].grad is None:
+            can_keep = stealable(only, slots[leaf])
+            accumulate([slots[leaf]], only, [can_keep])
+        else:
+            leaves.append(slots[leaf])
+            grads += only
+        if own not in dropped:  # a hook of the leaf's node sees what the leaf may have kept
+            slots[own] = only[0]
+    accumulate(leaves, grads, [True] * len(leaves))
+
+
+def _write_one_by_one(step: AccumulateStep, slots: list[Any], claim: Claim) -> None:
+    """The same while another thread is in the eager engine. Ends with a claim on the last leaf.
+
+    Each leaf is claimed by itself: one that the engine's node has locked must not keep others from anybody. A leaf with
+    post-accumulate hooks is written by us, since its node would call them: if a thread without a session writes it at
+    the same time, nobody keeps the two apart.
+    """
+    for leaf, own, shared in zip(step.leaves, step.owned, step.shared, strict=True):
+        CLAIMS.change(claim, (leaf,))
+        grad = slots[shared] if slots[own] is None else slots[own]
+        if grad is None:
+            continue
+        if own not in step.dropped:
+            slots[own] = grad
+        if slots[leaf]._post_accumulate_grad_hooks:
+            accumulate([slots[leaf]], [grad], [False])
+        else:
+            leaf_node(slots[leaf])(grad)
+
+
+def accumulate_into(leaf: torch.Tensor, grad: torch.Tensor | None) -> None:
+    """Give one leaf its gradient, which somebody else may hold."""
+    claim = CLAIMS.take([leaf], (0,))
+    try:
+        accumulate([leaf], [grad], [False])
+    finally:
+        CLAIMS.release(claim)
 
 
 def accumulate(leaves: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None], owned: Sequence[bool]) -> None:
-    """Give each leaf its gradient, with grad mode off.
+    """Give each leaf its gradient, with grad mode off. The leaves are claimed.
 
     Args:
         leaves: the tensors whose ``.grad`` is written; one may occur twice.
@@ -116,14 +213,16 @@ def _assign(leaf: torch.Tensor, grad: torch.Tensor) -> None:
     set_aside = dict(hooks)  # they are called later, by whoever runs the tape graph
     hooks.clear()
     try:
-        _leaf_node(leaf)(grad)
+        leaf_node(leaf)(grad)
     finally:
         hooks.update(set_aside)
 
 
-def _leaf_node(leaf: torch.Tensor) -> Any:
+def leaf_node(leaf: torch.Tensor) -> Any:
+    """The engine's node for a leaf."""
     with torch.enable_grad():
-        return leaf.clone().grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+        like = leaf.view_as(leaf) if _plain(leaf) else leaf.clone()
+        return like.grad_fn.next_functions[0][0]  # type: ignore[union-attr]
 
 
 def _add_in_place(into: list[torch.Tensor], terms: list[torch.Tensor]) -> None:

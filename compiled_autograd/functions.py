@@ -13,7 +13,6 @@ from __future__ import annotations
 import ctypes
 import functools
 import os
-import sys
 import threading
 import warnings
 from collections.abc import Callable, Sequence
@@ -24,10 +23,10 @@ import torch
 from torch.autograd.function import BackwardCFunction
 
 from .hooks import Grad, unpacked, with_requires_grad
+from .references import NOBODYS, references
 
 _CALLS = "_compiled_autograd_calls"  # of a ctx: the calls that it is in
 _WITH_SAVED = "_compiled_autograd_class"  # of its class: that which it has meanwhile
-_OUR_REFERENCES = 2  # that of a list, and the one of sys.getrefcount
 _FIRST_NUMBER = 1 << 40  # far above those that PyTorch counts
 _numbers: dict[tuple[str, str], int] = {}
 _changing = threading.Lock()  # held while a ctx's class or its list of calls changes, and never while users' code runs
@@ -133,13 +132,15 @@ def call_backward(
 
 
 def _begin(ctx: Any, saved: Sequence[Grad | Packed]) -> _Call:
+    thread, attributes = threading.get_ident(), ctx.__dict__
     with _changing:
-        calls = ctx.__dict__.get(_CALLS)
-        call = _Call(threading.get_ident(), calls[0].own_class if calls else type(ctx), tuple(saved))
+        calls = attributes.get(_CALLS)
         if calls:
+            call = _Call(thread, calls[0].own_class, tuple(saved))
             calls.append(call)
         else:
-            ctx.__dict__[_CALLS] = [call]
+            call = _Call(thread, type(ctx), tuple(saved))
+            attributes[_CALLS] = [call]
             ctx.__class__ = _class_with_saved(call.own_class)
     return call
 
@@ -181,9 +182,13 @@ def _class_with_saved(own_class: Any) -> type:
 def _call_of(ctx: Any) -> _Call | None:
     """The call that the calling thread is in; in a thread of the user's, or of the eager engine's, any other: all are
     given what was saved once. None after the last one."""
-    calls = list(ctx.__dict__.get(_CALLS, ()))
-    me = threading.get_ident()
-    return next((call for call in reversed(calls) if call.thread == me), calls[-1] if calls else None)
+    calls = tuple(ctx.__dict__.get(_CALLS, ()))
+    if len(calls) > 1:
+        me = threading.get_ident()
+        for call in reversed(calls):
+            if call.thread == me:
+                return call
+    return calls[-1] if calls else None
 
 
 def _saved(ctx: Any) -> tuple[Grad, ...]:
@@ -202,7 +207,7 @@ def _saved(ctx: Any) -> tuple[Grad, ...]:
         packed = saved[index]
         if not isinstance(packed, Packed):
             continue
-        of_somebody_else = packed.packed is not values[index] and sys.getrefcount(values[index]) > _OUR_REFERENCES
+        of_somebody_else = packed.packed is not values[index] and references(values, index) > NOBODYS
         if not of_somebody_else:  # a tensor of the user's that comes back as it was saved stays the object that it is
             values[index] = with_requires_grad(values[index], required)
     return tuple(values)

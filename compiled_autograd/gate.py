@@ -28,6 +28,7 @@ class Gate:
         self._capturing: int | None = None
         self._in_call: set[int] = set()
         self._unseen: set[int] = set()
+        self.after_entering: Callable[[], None] = lambda: None
 
     def expect_unseen(self, in_backward: Callable[[], set[int]]) -> None:
         """Threads that were in backward before there was a gate; ``in_backward`` says which still are."""
@@ -41,6 +42,11 @@ class Gate:
             while self._capturing not in (None, me):
                 self._changed.wait()
             self._in_eager[me] = self._in_eager.get(me, 0) + 1
+        self.after_entering()
+
+    def others_in_eager(self) -> bool:
+        """Whether another thread is in the eager engine."""
+        return bool(self._in_eager) and any(ident != threading.get_ident() for ident in list(self._in_eager))
 
     def leave_eager(self) -> None:
         """The calling thread is out again."""

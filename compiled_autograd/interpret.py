@@ -12,7 +12,7 @@ from torch import fx
 from shadow_cache import Failure
 
 from . import ir, nans
-from .accumulate import accumulate
+from .accumulate import accumulate_into
 from .hooks import post_hook
 
 if TYPE_CHECKING:
@@ -96,5 +96,5 @@ def _run(node: fx.Node, arguments: Sequence[Any]) -> Any:
     if node.target is not ir.accumulate_grad:
         return node.target(*arguments)  # type: ignore[operator]
     leaf, _, grad = arguments
-    accumulate([leaf], [grad], [False])
+    accumulate_into(leaf, grad)
     return grad

@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Any
 from shadow_cache import Failure, Miss
 
 if TYPE_CHECKING:
+    from .claims import Claim
     from .profiling import Profile
 
 
@@ -45,6 +46,8 @@ class RunLog:
     late_hooks: Callable[[Sequence[Any]], list[Any]] = no_hooks
     """Post-hooks of the running node that are none of those captured."""
 
+    claim: Claim | None = None
+    """On the leaf whose post-accumulate hooks run now."""
     profile: Profile | None = None
     """Where a profiler looks on, what shows it the events."""
     submit: Callable[[Any, Any, list[Any]], None] | None = None

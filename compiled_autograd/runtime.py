@@ -17,7 +17,8 @@ from torch import fx
 from backends import Backend
 
 from . import ir, nans, partition
-from .accumulate import accumulate, stealable
+from .accumulate import write
+from .claims import CLAIMS
 from .cpp_warnings import issuing_warnings
 from .errors import UntraceableError
 from .interpret import finish
@@ -103,6 +104,13 @@ class Program:
         Raises:
             RuntimeError: NaNs are looked for, and a node of the tape gave one.
         """
+        try:
+            return self._run(given, log)
+        finally:
+            if log.claim is not None:  # a leaf's hook raised
+                CLAIMS.release(log.claim)
+
+    def _run(self, given: Slots, log: RunLog) -> list[torch.Tensor | None]:
         plan, slots = self.plan, given
         while self.specialiser.finished:
             log.take(self.specialiser.finished.pop())
@@ -133,6 +141,9 @@ class Program:
                             _run_opaque(step, slots, name, plan.givers)
                 except NaNFoundError as found:
                     raise self._nan(found, log) from None
+                if step.last_hook and log.claim is not None:
+                    CLAIMS.release(log.claim)
+                    log.claim = None
                 if log.call in log.asked and log.late_hooks(self._captured_hooks(log.call, slots)):
                     known = {node: slots[slot] for node, slot in plan.slot_of.items()}
                     return finish(
@@ -140,7 +151,7 @@ class Program:
                     )
             else:
                 with torch._C.DisableTorchFunctionSubclass():
-                    _run_accumulate(step, slots)
+                    log.claim = write(step, slots)
             if not isinstance(step, RegionStep):  # those have done it before they ran
                 _drop(step, slots)
             position += 1
@@ -155,7 +166,7 @@ class Program:
         before = frozenset(self.tape.order[: self.tape.order.index(found.call)])
         if after and isinstance(after[0], AccumulateStep):
             with torch._C.DisableTorchFunctionSubclass():
-                _run_accumulate(after[0].of(before), slots)
+                write(after[0].of(before), slots)
 
     def _captured_hooks(self, call: int, slots: Slots) -> list[Any]:
         """The post-hooks that a node had when the engine walked the tape."""
@@ -318,35 +329,3 @@ def _filled(template: Any, slots: Slots) -> Any:
     if isinstance(template, (list, tuple)):
         return [_filled(each, slots) for each in template]
     return template
-
-
-def _run_accumulate(step: AccumulateStep, slots: Slots) -> None:
-    leaves: list[torch.Tensor] = []
-    grads: list[torch.Tensor | None] = []
-    dropped = step.dropped
-    for leaf, own, shared in zip(step.leaves, step.owned, step.shared, strict=True):
-        grad = slots[own]
-        if grad is not None:
-            if own in dropped:
-                slots[own] = None
-            variable = slots[leaf]
-            if variable.grad is None:  # a region made it for this leaf: both are strided
-                variable.grad = grad
-            else:
-                leaves.append(variable)
-                grads.append(grad)
-            continue
-        grad = slots[shared]
-        if grad is None:
-            continue
-        if shared in dropped:  # else a later step needs it, and that reference keeps the leaf from stealing it
-            slots[shared] = None
-        if slots[leaf].grad is None:
-            can_keep = stealable(grad, slots[leaf])
-            accumulate([slots[leaf]], [grad], [can_keep])
-        else:
-            leaves.append(slots[leaf])
-            grads.append(grad)
-        if own not in dropped:  # a hook of the leaf's node sees what the leaf may have kept
-            slots[own] = grad
-    accumulate(leaves, grads, [True] * len(leaves))

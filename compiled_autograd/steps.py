@@ -6,6 +6,7 @@ step hands to another.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -183,7 +184,7 @@ def region_plan(step: RegionStep, compiled: Specialised) -> RegionPlan:
 
 @dataclass(slots=True, eq=False)
 class OpaqueStep:
-    """A call that runs as it is."""
+    """A call that runs as it is. ``last_hook`` says that it is the last post-accumulate hook of its leaf."""
 
     node: fx.Node
     arguments: Any
@@ -191,6 +192,7 @@ class OpaqueStep:
     items: list[tuple[int, int]]
     result: int | None
     drops: list[int] = field(default_factory=list)
+    last_hook: bool = False
 
 
 @dataclass(slots=True, eq=False)
@@ -198,7 +200,8 @@ class AccumulateStep:
     """Leaves, their nodes of the tape, and for each the slot of a gradient that it can keep, and of one that it must
     copy.
 
-    ``dropped`` are the slots of ``drops``, to be asked quickly.
+    ``dropped`` are the slots of ``drops``, to be asked quickly; ``hooked`` is the leaf whose post-accumulate hooks are
+    the steps that follow, if any are.
     """
 
     leaves: list[int]
@@ -207,6 +210,7 @@ class AccumulateStep:
     calls: list[int]
     drops: list[int] = field(default_factory=list)
     dropped: frozenset[int] = frozenset()
+    hooked: int | None = None
 
     def of(self, calls: Container[int]) -> AccumulateStep:
         """The same for some of the leaves; nothing is dropped."""
@@ -273,6 +277,7 @@ class Plan:
         parts = partition(tape.graph, bitwise, untraceable, longest)
         self.steps: list[Executor] = [self._executor(part) for part in parts]
         self._plan_drops()
+        self._plan_hooks()
 
     def split(self, steps: list[Executor], position: int, untraceable: dict[fx.Node, str]) -> list[Executor]:
         """Steps in which some calls of the region at ``position`` are opaque. Other threads keep the steps they run."""
@@ -282,6 +287,7 @@ class Plan:
         parts = [self._executor(part) for part in cut(step.region.nodes, self.bitwise, self.untraceable, self.longest)]
         self.steps = [*steps[:position], *parts, *steps[position + 1 :]]
         self._plan_drops()
+        self._plan_hooks()
         return self.steps
 
     def _slot(self, node: fx.Node) -> int:
@@ -326,6 +332,22 @@ class Plan:
             if isinstance(step, AccumulateStep):
                 step.dropped = frozenset(step.drops)
             kept.update(step.drops)
+
+    def _plan_hooks(self) -> None:
+        """Which leaf's hooks follow right after it was written, and which of them is the last."""
+        for step, after in itertools.pairwise([*self.steps, None]):
+            leaf = _hooked(after)
+            if isinstance(step, AccumulateStep):
+                step.hooked = leaf if leaf == step.leaves[-1] else None
+            elif isinstance(step, OpaqueStep) and _hooked(step) is not None:
+                step.last_hook = leaf != _hooked(step)
+
+
+def _hooked(step: Executor | None) -> int | None:
+    """The leaf that a step calls a post-accumulate hook of."""
+    if not isinstance(step, OpaqueStep) or step.node.target is not ir.post_accumulate_hook:
+        return None
+    return int(step.arguments[1])
 
 
 def run_compiled(call: Callable[[list[Any]], Sequence[Any]], arguments: list[Any]) -> Sequence[Any]:

@@ -1,0 +1,320 @@
+"""Threads that give to one leaf at once: nothing is lost, and nobody waits for who writes other leaves."""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import compiled_autograd as ca
+from compiled_autograd import accumulate as module
+from compiled_autograd.claims import CLAIMS
+from compiled_autograd.gate import GATE
+
+from .helpers import Squares, expect
+
+WAIT = 60.0
+"""Seconds after which a thread counts as hung."""
+
+
+def _in_threads(*works: Callable[[], Any]) -> None:
+    errors: list[BaseException] = []
+
+    def run(work: Callable[[], Any]) -> None:
+        try:
+            work()
+        except BaseException as error:  # noqa: BLE001  raised again in the test's thread
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=(work,), daemon=True) for work in works]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(WAIT)
+    assert not any(thread.is_alive() for thread in threads), "a thread hangs"
+    if errors:
+        raise errors[0]
+    assert not CLAIMS._made and not CLAIMS._waiting
+
+
+class _Waits(torch.autograd.Function):
+    """Stays in backward until it is told to leave."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, entered: threading.Event, leave: threading.Event) -> torch.Tensor:
+        ctx.events = entered, leave
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        entered, leave = ctx.events
+        entered.set()
+        assert leave.wait(WAIT)
+        return grad, None, None
+
+
+def _slowly(monkeypatch: pytest.MonkeyPatch, began: threading.Event | None = None) -> None:
+    """Additions read, stay away for a while, and write what was there and the gradient: as bad as can be."""
+
+    def add(into: list[torch.Tensor], terms: list[torch.Tensor]) -> None:
+        if began is not None:
+            began.set()
+        before = [each.clone() for each in into]
+        time.sleep(0.01)
+        for each, old, term in zip(into, before, terms, strict=True):
+            each.copy_(old + term)
+
+    def assign(leaf: torch.Tensor, grad: torch.Tensor) -> None:
+        time.sleep(0.01)
+        leaf.grad = grad
+
+    monkeypatch.setattr(module, "_add_in_place", add)
+    monkeypatch.setattr(module, "_assign", assign)
+
+
+@pytest.mark.parametrize("function", ["built-in", "Python"])
+@pytest.mark.parametrize("fresh", [False, True])
+def test_two_threads_that_give_to_one_leaf(monkeypatch: pytest.MonkeyPatch, fresh: bool, function: str) -> None:
+    leaf = torch.ones(4, requires_grad=True)
+    session = ca.enable(backend="eager")
+    together = threading.Barrier(2)
+
+    def backward() -> None:
+        with session:
+            (Squares.apply(leaf) if function == "Python" else leaf * 2).sum().backward()
+
+    for _ in range(2):  # both structures are known
+        backward()
+    leaf.grad = None
+    _slowly(monkeypatch)
+    rounds = 6
+
+    def work() -> None:
+        for number in range(rounds):
+            together.wait(WAIT)
+            backward()
+            if fresh and together.wait(WAIT) == 0:
+                assert torch.equal(leaf.grad, torch.full((4,), 4.0)), f"round {number}"  # type: ignore[arg-type]
+                leaf.grad = None
+
+    _in_threads(work, work)
+    if not fresh:
+        assert torch.equal(leaf.grad, torch.full((4,), 4.0 * rounds))  # type: ignore[arg-type]
+    expect(session.stats(), structure_misses=2, hits=2 * rounds)
+
+
+def test_what_a_post_accumulate_hook_takes_is_complete() -> None:
+    """Under eager the leaf's lock is held while its hooks run: nobody adds to what they read and take away."""
+    leaf = torch.ones(4, requires_grad=True)
+    taken: list[float] = []
+
+    def look(each: torch.Tensor) -> None:
+        assert each.grad is not None
+
+    def take(each: torch.Tensor) -> None:
+        assert each.grad is not None
+        seen = each.grad.sum().item()
+        time.sleep(0.005)
+        assert each.grad.sum().item() == seen
+        taken.append(seen)
+        each.grad = None
+
+    leaf.register_post_accumulate_grad_hook(look)
+    leaf.register_post_accumulate_grad_hook(take)
+    session = ca.enable(backend="eager")
+    rounds = 8
+
+    def work() -> None:
+        for _ in range(rounds):
+            with session:
+                (leaf * 2).sum().backward()
+
+    work()
+    _in_threads(work, work)
+    assert taken == [8.0] * 3 * rounds and leaf.grad is None
+    assert session.stats().hits >= 3 * rounds - 2 and not session.stats().bypasses
+
+
+def test_a_hook_that_raises_lets_go_of_its_leaf() -> None:
+    leaf = torch.ones(4, requires_grad=True)
+
+    def hook(each: torch.Tensor) -> None:
+        raise ValueError("of the user's")
+
+    handle = leaf.register_post_accumulate_grad_hook(hook)
+    with ca.enable(backend="eager") as session:
+        with pytest.raises(ValueError, match="of the user's"):
+            (leaf * 2).sum().backward()
+        assert not CLAIMS._made
+        handle.remove()
+        _in_threads(lambda: (leaf * 2).sum().backward())
+    assert torch.equal(leaf.grad, torch.full((4,), 4.0))  # type: ignore[arg-type]
+    expect(session.stats(), structure_misses=1)
+
+
+def test_who_writes_other_leaves_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither for additions nor for hooks."""
+    one, other = (torch.ones(4, requires_grad=True) for _ in range(2))
+    session = ca.enable(backend="eager")
+    entered, done = threading.Event(), threading.Event()
+
+    def hook(leaf: torch.Tensor) -> None:
+        entered.set()
+        assert done.wait(WAIT)
+
+    one.register_post_accumulate_grad_hook(hook)
+
+    def first() -> None:
+        with session:
+            (one * 2).sum().backward()
+
+    def second() -> None:
+        assert entered.wait(WAIT)
+        with session:
+            (other * 2).sum().backward()
+        with ca.disable():  # nor does who goes to the eager engine
+            (other * 2).sum().backward()
+        done.set()
+
+    _in_threads(first, second)
+    expect(session.stats(), structure_misses=2)
+    assert torch.equal(other.grad, torch.full((4,), 4.0))  # type: ignore[arg-type]
+
+
+def test_a_hook_may_run_a_backward_into_its_own_leaf() -> None:
+    leaf = torch.ones(4, requires_grad=True)
+    session = ca.enable(backend="eager")
+    calls: list[int] = []
+
+    def hook(each: torch.Tensor) -> None:
+        calls.append(1)
+        with torch.enable_grad():
+            loss = (leaf * 3).sum()
+        if len(calls) < 3:
+            loss.backward()
+
+    leaf.register_post_accumulate_grad_hook(hook)
+
+    def work() -> None:
+        with session:
+            (leaf * 2).sum().backward()
+
+    _in_threads(work)
+    assert len(calls) == 3 and torch.equal(leaf.grad, torch.full((4,), 8.0))  # type: ignore[arg-type]
+
+
+# ---- with threads in the eager engine --------------------------------------------------------------------------------
+
+
+def test_a_thread_that_enters_the_eager_engine_waits_for_those_who_write(monkeypatch: pytest.MonkeyPatch) -> None:
+    leaf = torch.ones(4, requires_grad=True)
+    session = ca.enable(backend="eager")
+    for _ in range(2):
+        with session:
+            (leaf * 2).sum().backward()
+    leaf.grad = torch.zeros(4)
+    began = threading.Event()
+    _slowly(monkeypatch, began)
+
+    def compiled() -> None:
+        with session:
+            (leaf * 2).sum().backward()
+
+    def eager() -> None:
+        assert began.wait(WAIT)
+        (leaf * 3).sum().backward()
+
+    _in_threads(compiled, eager)
+    assert torch.equal(leaf.grad, torch.full((4,), 5.0))
+    expect(session.stats(), structure_misses=2, hits=1)
+
+
+@pytest.mark.parametrize("fresh", [False, True])
+def test_while_a_thread_is_in_the_eager_engine_its_nodes_write(monkeypatch: pytest.MonkeyPatch, fresh: bool) -> None:
+    leaf, bare = torch.ones(4, requires_grad=True), torch.ones(4, requires_grad=True)
+    session = ca.enable(backend="eager")
+    ours_entered, ours_leave, eager_entered, eager_leave = (threading.Event() for _ in range(4))
+    nodes: list[Any] = []
+    monkeypatch.setattr(module, "leaf_node", lambda each, of=module.leaf_node: nodes.append(each) or of(each))
+    if not fresh:
+        leaf.grad, bare.grad = torch.ones(4), torch.ones(4)
+
+    def compiled() -> None:
+        with session:
+            (_Waits.apply(leaf * bare, ours_entered, ours_leave) * 2).sum().backward()
+
+    def eager() -> None:
+        assert ours_entered.wait(WAIT)
+        _Waits.apply(leaf * 3, eager_entered, eager_leave).sum().backward()
+
+    def conduct() -> None:
+        assert eager_entered.wait(WAIT)
+        ours_leave.set()
+        deadline = time.monotonic() + WAIT
+        while len(nodes) < 2 and time.monotonic() < deadline:
+            time.sleep(0.001)
+        eager_leave.set()
+
+    _in_threads(compiled, eager, conduct)
+    assert {id(each) for each in nodes} == {id(leaf), id(bare)}
+    assert torch.equal(leaf.grad, torch.full((4,), 5.0 + (not fresh)))  # type: ignore[arg-type]
+    assert torch.equal(bare.grad, torch.full((4,), 2.0 + (not fresh)))  # type: ignore[arg-type]
+    assert not leaf.grad._is_view() and not GATE._in_eager  # type: ignore[union-attr]
+    expect(session.stats(), structure_misses=1)
+
+
+def test_threads_with_sessions_and_without_on_one_leaf() -> None:
+    """As it comes, for half a second: who writes large leaves and who is in the eager engine meet in all ways."""
+    leaf = torch.zeros(200_000, requires_grad=True)
+    leaf.grad = torch.zeros(200_000)
+    ones = torch.ones(200_000)
+    session = ca.enable(backend="eager")
+    counts = [0] * 4
+    ends = time.monotonic() + 0.5
+
+    def work(number: int) -> None:
+        while time.monotonic() < ends or not counts[number]:
+            with session if number % 2 else ca.disable():
+                (leaf * ones).sum().backward()
+            counts[number] += 1
+
+    _in_threads(*(lambda number=number: work(number) for number in range(4)))  # type: ignore[misc]
+    assert leaf.grad.min() == leaf.grad.max() == sum(counts)
+
+
+# ---- forks -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
+def test_a_forked_child_has_the_claims_of_its_own_thread_alone() -> None:
+    leaf = torch.ones(2, requires_grad=True)
+    inside, leave = threading.Event(), threading.Event()
+
+    def hold() -> None:
+        claim = CLAIMS.take([leaf], (0,))
+        inside.set()
+        leave.wait(WAIT)
+        CLAIMS.release(claim)
+
+    def fork() -> None:
+        assert inside.wait(WAIT)
+        child = os.fork()
+        if child == 0:
+            claim = CLAIMS.take([leaf], (0,))  # would wait for ever for a thread that is not there
+            os._exit(0 if [claim] == CLAIMS._made else 1)
+        deadline = time.monotonic() + WAIT
+        status = 0
+        while not (done := os.waitpid(child, os.WNOHANG))[0]:
+            if time.monotonic() > deadline:
+                os.kill(child, 9)
+            time.sleep(0.01)
+        status = done[1]
+        leave.set()
+        assert status == 0
+
+    _in_threads(hold, fork)

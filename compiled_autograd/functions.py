@@ -23,6 +23,7 @@ import torch
 from torch.autograd.function import BackwardCFunction
 
 from .hooks import Grad, unpacked, with_requires_grad
+from .in_place import Watched
 from .references import NOBODYS, references
 
 _CALLS = "_compiled_autograd_calls"  # of a ctx: the calls that it is in
@@ -54,13 +55,16 @@ class Packed:
         return unpacked(self.hook, self.packed)
 
 
+Saved = Grad | Packed | Watched
+
+
 @dataclass(slots=True, eq=False)
 class _Call:
     """One call of a function's ``backward``: the thread that made it, the class of the ``ctx``, what was saved."""
 
     thread: int
     own_class: Any
-    saved: tuple[Grad | Packed, ...]
+    saved: tuple[Saved, ...]
     asked: bool = False
 
 
@@ -102,14 +106,17 @@ def wants_zeros(ctx: Any) -> bool:
     return ctypes.string_at(id(ctx) + place, 1) != b"\0"
 
 
+_UNPACKED = (Packed, Watched)
+
+
 def call_backward(
-    ctx: Any, saved: Sequence[Grad | Packed], expected: Sequence[bool], defined: Sequence[bool], *grads: Grad
+    ctx: Any, saved: Sequence[Saved], expected: Sequence[bool], defined: Sequence[bool], *grads: Grad
 ) -> list[Grad]:
     """Run a function's ``backward`` or ``vjp``.
 
     Args:
         ctx: the function's context, an instance of a subclass of ``torch.autograd.function.BackwardCFunction``.
-        saved: its saved tensors.
+        saved: its saved tensors; such as users' code may have changed in place are looked at when they are asked for.
         expected: for each argument of ``forward``, whether it was a tensor.
         defined: for each output of ``forward``, whether the function sees zeros if the gradient that the tape leads to
             it is undefined in this backward.
@@ -131,7 +138,7 @@ def call_backward(
     return checked(own_class.__name__, results, expected)
 
 
-def _begin(ctx: Any, saved: Sequence[Grad | Packed]) -> _Call:
+def _begin(ctx: Any, saved: Sequence[Saved]) -> _Call:
     thread, attributes = threading.get_ident(), ctx.__dict__
     with _changing:
         calls = attributes.get(_CALLS)
@@ -200,9 +207,9 @@ def _saved(ctx: Any) -> tuple[Grad, ...]:
         if call.asked:
             raise RuntimeError(_ASKED_TWICE)
         call.asked, call.saved = True, ()
+    values: list[Any] = [value.unpack() if isinstance(value, _UNPACKED) else value for value in saved]
     if not any(isinstance(value, Packed) for value in saved):
-        return tuple(saved)  # type: ignore[arg-type]
-    values: list[Any] = [value.unpack() if isinstance(value, Packed) else value for value in saved]
+        return tuple(values)
     for index, required in enumerate(_required_grad(ctx, values)):
         packed = saved[index]
         if not isinstance(packed, Packed):

@@ -14,6 +14,8 @@ from shadow_cache import Failure
 from . import ir, nans
 from .accumulate import accumulate_into
 from .hooks import post_hook
+from .in_place import Watched, check, versions_of
+from .marks import saved_by, watched
 
 if TYPE_CHECKING:
     from .log import RunLog
@@ -30,14 +32,19 @@ def interpret(tape: ir.TapeGraph, given: Mapping[str, Sequence[Any]]) -> list[to
     """
     givers = nans.givers(tape.graph) if nans.looked_for() else {}
     known: dict[fx.Node, Any] = {}
+    versions: dict[fx.Node, int] = {}
     for node in tape.graph.nodes:
         if node.op == "placeholder":
             kind, index = str(node.target).split("_")
             known[node] = given[kind][int(index)]
             continue
+        if node.target in ir.USERS_CODE and not versions:
+            versions = versions_of({each for saved in watched(tape.graph.nodes).values() for each in saved}, known)
         arguments = fx.map_arg(node.args, known.__getitem__)
         if node.op == "output":
             return list(arguments[0])
+        if versions:
+            arguments = _looked_after(tape, node, arguments, known, versions)
         known[node] = _run(node, arguments)
         if node in givers:
             _check(tape, givers[node], known[node])
@@ -51,6 +58,7 @@ def finish(
     captured: Callable[[int], list[Any]],
     log: RunLog,
     givers: Mapping[fx.Node, int],
+    versions: Mapping[fx.Node, int],
 ) -> list[torch.Tensor | None]:
     """Run the rest of a tape graph, because a node that is about to run was given a hook that the engine has not seen.
 
@@ -60,9 +68,10 @@ def finish(
         captured: the post-hooks that a node of the tape had when the engine walked it.
         log: says whose users' code may have registered hooks, and which; is told what runs.
         givers: calls in whose results NaNs are looked for, and the nodes of the tape that they belong to.
+        versions: of saved tensors, at the handover.
 
     Raises:
-        RuntimeError: a node of the tape gave a NaN.
+        RuntimeError: a node of the tape gave a NaN, or is to use a saved tensor that was changed in place.
     """
     where = f"a hook on {tape.calls[log.call].name}, registered while it was about to run"
     log.failures.append(Failure("late_hook", where, "the engine had not reported it", "the rest ran call by call"))
@@ -74,7 +83,8 @@ def finish(
         if node.target is operator.getitem and node.args[0] not in known:
             continue  # of a call that ran before: what was taken from it is known
         log.call = call = node.meta["call"]
-        known[node] = _run(node, fx.map_arg(node.args, known.get))
+        arguments = _looked_after(tape, node, fx.map_arg(node.args, known.get), known, versions)
+        known[node] = _run(node, arguments)
         if node is ends[call] and call in log.asked and isinstance(known[node], (list, tuple)):
             # What entered the node the engine keeps only where it had hooks before; elsewhere it has moved on.
             entered: Any = node.args[2] if node.target is ir.post_hook else []
@@ -83,6 +93,29 @@ def finish(
         if node in givers:
             _check(tape, call, known[node])
     raise ir.IllegalGraphError("a tape graph without an output")
+
+
+def _looked_after(
+    tape: ir.TapeGraph,
+    node: fx.Node,
+    arguments: Sequence[Any],
+    known: Mapping[fx.Node, Any],
+    versions: Mapping[fx.Node, int],
+) -> Sequence[Any]:
+    """See that nothing that a node saved was changed in place; of a Python function's, when it asks for it."""
+    saved = [source for source in saved_by(node) if source in versions]
+    if not saved:
+        return arguments
+    if isinstance(node.target, ir.OpaqueOp):
+        for source in saved:
+            check(known[source], versions[source], tape.calls[node.meta["call"]].name)
+        return arguments
+    places: Any = node.args[1]
+    looked_at = [
+        Watched(value, versions[source]) if source in versions else value
+        for source, value in zip(places, arguments[1], strict=True)
+    ]
+    return [arguments[0], looked_at, *arguments[2:]]
 
 
 def _check(tape: ir.TapeGraph, call: int, given: Sequence[Any]) -> None:

@@ -7,9 +7,11 @@ each value that steps hand on; a slot is emptied after its last use, so that mem
 
 from __future__ import annotations
 
+import functools
+import itertools
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 from torch import fx
@@ -21,8 +23,10 @@ from .accumulate import write
 from .claims import CLAIMS
 from .cpp_warnings import issuing_warnings
 from .errors import UntraceableError
+from .in_place import Watched, changed, check, versions_of
 from .interpret import finish
 from .log import RunLog
+from .marks import saved_by
 from .nans import NaNFoundError
 from .profiling import Profile
 from .proving.prover import is_due, prove
@@ -116,11 +120,14 @@ class Program:
             log.take(self.specialiser.finished.pop())
         slots.extend([None] * (plan.size - plan.given))
         steps = plan.steps
+        versions = versions_of(plan.watched, slots) if plan.watched else {}
         position = 0
         while position < len(steps):
             step = steps[position]
             if isinstance(step, RegionStep):
                 log.call = 0
+                if step.saved and changed(step.saved, slots, versions):
+                    self._run_until_changed(step, steps[position + 1 :], slots, versions, log)
                 try:
                     self._run_region(step, slots, log)
                 except UntraceableError as error:
@@ -128,17 +135,17 @@ class Program:
                     slots.extend([None] * (plan.size - len(slots)))
                     continue
                 except NaNFoundError as found:
-                    self._accumulate_before(found, steps[position + 1 :], slots)
+                    self._accumulate_before(found.call, steps[position + 1 :], slots)
                     raise self._nan(found, log) from None
             elif isinstance(step, OpaqueStep):
                 log.call = step.node.meta["call"]
                 name = self.tape.calls[log.call].name
                 try:
                     if log.profile is None:
-                        _run_opaque(step, slots, name, plan.givers)
+                        _run_opaque(step, slots, name, plan.givers, versions)
                     else:
                         with log.profile.call(step.node):
-                            _run_opaque(step, slots, name, plan.givers)
+                            _run_opaque(step, slots, name, plan.givers, versions)
                 except NaNFoundError as found:
                     raise self._nan(found, log) from None
                 if step.last_hook and log.claim is not None:
@@ -146,9 +153,9 @@ class Program:
                     log.claim = None
                 if log.call in log.asked and log.late_hooks(self._captured_hooks(log.call, slots)):
                     known = {node: slots[slot] for node, slot in plan.slot_of.items()}
-                    return finish(
-                        self.tape, step.node, known, lambda call: self._captured_hooks(call, slots), log, plan.givers
-                    )
+                    seen = {node: versions[slot] for node, slot in plan.slot_of.items() if slot in versions}
+                    captured = functools.partial(self._captured_hooks, slots=slots)
+                    return finish(self.tape, step.node, known, captured, log, plan.givers, seen)
             else:
                 with torch._C.DisableTorchFunctionSubclass():
                     log.claim = write(step, slots)
@@ -161,9 +168,23 @@ class Program:
         log.call = found.call
         return nans.in_the_engines_words(found, self.tape.calls[found.call].name)
 
-    def _accumulate_before(self, found: NaNFoundError, after: Sequence[Executor], slots: Slots) -> None:
-        """Write the leaves that the eager engine would have written before the node ran that gave a NaN."""
-        before = frozenset(self.tape.order[: self.tape.order.index(found.call)])
+    def _run_until_changed(
+        self, step: RegionStep, after: Sequence[Executor], slots: Slots, versions: Mapping[int, int], log: RunLog
+    ) -> NoReturn:
+        """Run a region's calls up to the one that saved what users' code has changed in place, and say so."""
+        values = {node: slots[slot] for node, slot in zip(step.region.inputs, step.inputs, strict=True)}
+        seen = {node: versions[slot] for node, slot in self.plan.slot_of.items() if slot in versions}
+        stop = next(call for call in step.region.nodes if changed(saved_by(call), values, seen))
+        _interpret(step, slots, until=stop)
+        log.call = stop.meta["call"]
+        self._accumulate_before(log.call, after, slots)
+        for source in saved_by(stop):
+            check(values[source], seen[source], self.tape.calls[log.call].name)
+        raise ir.IllegalGraphError("a saved tensor has changed and has not")
+
+    def _accumulate_before(self, call: int, after: Sequence[Executor], slots: Slots) -> None:
+        """Write the leaves that the eager engine would have written before it came to a node of the tape."""
+        before = frozenset(self.tape.order[: self.tape.order.index(call)])
         if after and isinstance(after[0], AccumulateStep):
             with torch._C.DisableTorchFunctionSubclass():
                 write(after[0].of(before), slots)
@@ -267,11 +288,18 @@ def _drop(step: Executor, slots: Slots) -> None:
         slots[slot] = None
 
 
-def _interpret(step: RegionStep, slots: Slots, profile: Profile | None = None, again: bool = False) -> None:
+def _interpret(
+    step: RegionStep,
+    slots: Slots,
+    profile: Profile | None = None,
+    again: bool = False,
+    until: fx.Node | None = None,
+) -> None:
     """Run a region's opaque calls one by one, for real.
 
     Args:
         again: they may be run once more on the same values.
+        until: those from here on are not run.
     """
     region = step.region
     known = {node: slots[slot] for node, slot in zip(region.inputs, step.inputs, strict=True)}
@@ -287,15 +315,19 @@ def _interpret(step: RegionStep, slots: Slots, profile: Profile | None = None, a
         if profile is not None:
             profile.node_by_node(region.nodes, run)
         else:
-            for node in region.nodes:
+            for node in itertools.takewhile(lambda node: node is not until, region.nodes):
                 run(node)
     finally:  # of a NaN, what came before it goes to its leaves
         for node, slot in step.outputs:
             slots[slot] = known.get(node)
 
 
-def _run_opaque(step: OpaqueStep, slots: Slots, name: str, givers: Mapping[fx.Node, int]) -> None:
+def _run_opaque(
+    step: OpaqueStep, slots: Slots, name: str, givers: Mapping[fx.Node, int], versions: Mapping[int, int]
+) -> None:
     arguments = _filled(step.arguments, slots)
+    if step.saved:
+        _look_after(step, arguments, slots, name, versions)
     try:
         if step.node.target in ir.USERS_CODE:
             result = step.node.target(*arguments)  # type: ignore[operator]
@@ -310,6 +342,18 @@ def _run_opaque(step: OpaqueStep, slots: Slots, name: str, givers: Mapping[fx.No
         slots[step.result] = result
     if step.node in givers:
         nans.check(givers[step.node], result)
+
+
+def _look_after(step: OpaqueStep, arguments: Any, slots: Slots, name: str, versions: Mapping[int, int]) -> None:
+    """See that nothing that a node saved was changed in place; of a Python function's, when it asks for it."""
+    if isinstance(step.node.target, ir.OpaqueOp):
+        if changed(step.saved, slots, versions):
+            for slot in step.saved:
+                check(slots[slot], versions[slot], name)
+        return
+    for index, slot in enumerate(step.arguments[1]):
+        if slot in versions and type(slot) is Slot:
+            arguments[1][index] = Watched(arguments[1][index], versions[slot])
 
 
 _TRACING = "[Compiled Autograd Tracing:]"

@@ -6,7 +6,6 @@ step hands to another.
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
@@ -122,7 +121,8 @@ class RegionStep:
 
     ``place`` is the region's first call and the number of its calls; ``each_shape`` says that it could not be compiled
     with symbols, so that each set of shapes is compiled by itself. ``givers`` are the calls in whose results NaNs are
-    looked for, and the nodes of the tape that they belong to.
+    looked for, and the nodes of the tape that they belong to; ``saved`` are the slots of saved tensors that users' code
+    may have changed in place.
     """
 
     region: Region
@@ -135,6 +135,7 @@ class RegionStep:
     compiled: dict[Any, list[Specialised | None]] = field(default_factory=dict)
     each_shape: bool = False
     drops: list[int] = field(default_factory=list)
+    saved: list[int] = field(default_factory=list)
 
     def made(self) -> Iterator[tuple[fx.Node, int]]:
         """The inputs that earlier steps made, and their slots."""
@@ -193,6 +194,7 @@ class OpaqueStep:
     result: int | None
     drops: list[int] = field(default_factory=list)
     last_hook: bool = False
+    saved: list[int] = field(default_factory=list)
 
 
 @dataclass(slots=True, eq=False)
@@ -241,6 +243,7 @@ class Plan:
         slot_of: the slot of each value that has one.
         outputs: slots of what the caller asked for; None for what stays undefined.
         post_hooks: by node of the tape, the slots of its post-hooks.
+        watched: slots of saved tensors that are used after users' code has run.
     """
 
     def __init__(
@@ -277,7 +280,7 @@ class Plan:
         parts = partition(tape.graph, bitwise, untraceable, longest)
         self.steps: list[Executor] = [self._executor(part) for part in parts]
         self._plan_drops()
-        self._plan_hooks()
+        self._mark()
 
     def split(self, steps: list[Executor], position: int, untraceable: dict[fx.Node, str]) -> list[Executor]:
         """Steps in which some calls of the region at ``position`` are opaque. Other threads keep the steps they run."""
@@ -287,7 +290,7 @@ class Plan:
         parts = [self._executor(part) for part in cut(step.region.nodes, self.bitwise, self.untraceable, self.longest)]
         self.steps = [*steps[:position], *parts, *steps[position + 1 :]]
         self._plan_drops()
-        self._plan_hooks()
+        self._mark()
         return self.steps
 
     def _slot(self, node: fx.Node) -> int:
@@ -333,21 +336,11 @@ class Plan:
                 step.dropped = frozenset(step.drops)
             kept.update(step.drops)
 
-    def _plan_hooks(self) -> None:
-        """Which leaf's hooks follow right after it was written, and which of them is the last."""
-        for step, after in itertools.pairwise([*self.steps, None]):
-            leaf = _hooked(after)
-            if isinstance(step, AccumulateStep):
-                step.hooked = leaf if leaf == step.leaves[-1] else None
-            elif isinstance(step, OpaqueStep) and _hooked(step) is not None:
-                step.last_hook = leaf != _hooked(step)
+    def _mark(self) -> None:
+        from .marks import mark_hooks, mark_saved  # they know what steps there are
 
-
-def _hooked(step: Executor | None) -> int | None:
-    """The leaf that a step calls a post-accumulate hook of."""
-    if not isinstance(step, OpaqueStep) or step.node.target is not ir.post_accumulate_hook:
-        return None
-    return int(step.arguments[1])
+        mark_hooks(self.steps)
+        self.watched = mark_saved(self.steps, self.slot_of)
 
 
 def run_compiled(call: Callable[[list[Any]], Sequence[Any]], arguments: list[Any]) -> Sequence[Any]:

@@ -635,6 +635,22 @@ def test_custom_operators_with_register_autograd(library: Any, registered_with: 
     expect(both(make), structure_misses=1, hits=1, captures=1)
 
 
+@pytest.mark.parametrize("kernel", ["of operators", "of its own"])
+def test_operators_without_an_autograd_formula_are_left_to_eager(library: Any, kernel: str) -> None:
+    """It warns in the backward, from a hook in C++ or from a node of its own, neither of which can be reported."""
+    library.define("bare(Tensor x) -> Tensor")
+    library.impl("bare", lambda x: x * 3 if kernel == "of operators" else torch.full((4,), 3.0), "CPU")
+
+    def make() -> Any:
+        x = _leaf(4)
+        return (torch.ops.compiled_autograd_test_nodes.bare(x) * x).sum(), [x]
+
+    with pytest.warns(UserWarning, match="autograd kernel was not registered"):
+        (reason,) = both(make).bypasses
+    assert reason.startswith("unsupported(NotImplementedError: compiled_args")
+    assert ("CppFunctionTensorPreHook" if kernel == "of operators" else "WarnNotImplemented") in reason
+
+
 def test_a_custom_operator_that_writes_into_its_argument(library: Any) -> None:
     @torch.library.custom_op("compiled_autograd_test_nodes::scale_into", mutates_args={"out"})
     def scale_into(x: torch.Tensor, out: torch.Tensor) -> None:

@@ -134,8 +134,8 @@ def lower(
             results.append(torch.stack(flags.found))
         return results
 
-    # Operators that take no tensor (full) have no fake one among their arguments to tell them that sizes are symbols.
-    with torch.no_grad(), _plain_tracing(), mode if symbols is not None else contextlib.nullcontext():
+    # Operators that take no tensor (full) have no fake one among their arguments that would bring its mode along.
+    with torch.no_grad(), _plain_tracing(), mode:
         names = [_name(position, given[index]) for position, index in enumerate(taken_in)]
         graph_module = trace(run, decompositions, examples, names)
         graph_module.graph.eliminate_dead_code()

@@ -262,6 +262,36 @@ def test_every_operator_is_aten_and_every_example_is_fake() -> None:
     assert all(isinstance(each, FakeTensor) for each in examples)
 
 
+@pytest.mark.parametrize("activation", [nn.LeakyReLU(0.2), nn.Hardtanh()])
+def test_operators_that_take_no_tensor_have_the_mode_of_all_others(activation: nn.Module) -> None:
+    """The backward of these functions' backward gives zeros, of which Inductor's table makes ``full``."""
+    from torch._inductor.decomposition import select_decomp_table
+    from torch._subclasses.fake_tensor import FakeTensor
+
+    made: list[str] = []
+
+    def backend(graph_module: fx.GraphModule, example_inputs: Any) -> Any:
+        for node in graph_module.graph.find_nodes(op="call_function", target=torch.ops.aten.full.default):
+            made.append(type(node.meta["val"]).__name__)
+            assert isinstance(node.meta["val"], FakeTensor)
+            assert node.meta["val"].fake_mode is example_inputs[0].fake_mode
+        return graph_module.forward
+
+    backend.decompositions = select_decomp_table()  # type: ignore[attr-defined]
+    model = nn.Sequential(nn.Linear(2, 8), activation, nn.Linear(8, 1))
+    x = torch.rand(4, 2).requires_grad_()
+
+    def penalty() -> Any:
+        (gradient,) = torch.autograd.grad(model(x).sum(), x, create_graph=True)
+        return torch.autograd.grad(gradient.square().mean(), [x, *model.parameters()], allow_unused=True)
+
+    wanted = penalty()
+    with ca.enable(backend=backend) as session:
+        assert_same(penalty(), wanted, bitwise=False)
+    expect(session.stats(), structure_misses=1, bypasses={"create_graph": 1}, compiles=1)
+    assert made
+
+
 # ---- passes ----------------------------------------------------------------------------------------------------------
 
 

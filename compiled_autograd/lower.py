@@ -138,6 +138,8 @@ def lower(
     with torch.no_grad(), _plain_tracing(), mode:
         names = [_name(position, given[index]) for position, index in enumerate(taken_in)]
         graph_module = trace(run, decompositions, examples, names)
+        if symbols is not None:
+            _made_binary(graph_module.graph)
         graph_module.graph.eliminate_dead_code()
         if any(mutates(node) for node in graph_module.graph.nodes) and not made_functional(graph_module.graph):
             graph_module = trace(torch.func.functionalize(graph_module, remove="mutations"), None, examples, names)
@@ -152,6 +154,12 @@ def _symbols() -> Symbols:
     from .symbolic import Symbols
 
     return Symbols()
+
+
+def _made_binary(graph: fx.Graph) -> None:
+    from .symbolic import made_binary
+
+    made_binary(graph)
 
 
 def _check_plain(region: Region, given: Sequence[Any]) -> None:

@@ -6,12 +6,14 @@ keeps the account, and what it has in the end becomes a guard. Imported only whe
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import operator
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import sympy
 import torch
+from torch import fx
 from torch._dynamo.source import ConstantSource
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
@@ -92,6 +94,39 @@ class Symbols:
             if replaced != symbol:
                 conditions.append(sympy.Eq(symbol, replaced))
         return list(dict.fromkeys(condition for condition in conditions if condition != sympy.true))
+
+
+_OF_TWO: dict[str, Callable[[Any, Any], Any]] = {
+    **{function.__name__: function for function in (operator.mul, operator.add, operator.and_, operator.or_)},
+    "sym_sum": operator.add,
+    "_nary_sym_max": torch.sym_max,
+    "_nary_sym_min": torch.sym_min,
+}
+"""By its name, a function that a trace may call with any number of sizes, and what does the same to two of them."""
+
+
+def made_binary(graph: fx.Graph) -> None:
+    """Make each sum, product and so on of several sizes one of two, and another one, and so on.
+
+    A size that a trace cannot find among those it knows is put together from its expression, and sympy's product has
+    any number of factors: ``operator.mul(a, b, c)``, which nothing can run and of which FX's code prints ``a * b``
+    (``_build_proxy_for_sym_expr`` in ``torch/fx/experimental/proxy_tensor.py``, 2.13).
+    """
+    for node in graph.nodes:
+        function = _OF_TWO.get(getattr(node.target, "__name__", "")) if node.op == "call_function" else None
+        if function is None or isinstance(node.target, torch._ops.OperatorBase):
+            continue
+        sizes = list(node.args[0]) if len(node.args) == 1 and isinstance(node.args[0], (list, tuple)) else [*node.args]
+        if len(sizes) == 2 and node.target is function:
+            continue
+        total = sizes[0]
+        with graph.inserting_before(node):
+            for size in sizes[1:]:
+                known = [each.meta["val"] if isinstance(each, fx.Node) else each for each in (total, size)]
+                total = graph.call_function(function, (total, size))
+                total.meta["val"] = function(*known)
+        node.replace_all_uses_with(total)
+        graph.erase_node(node)
 
 
 def _expression(value: Any) -> Any:

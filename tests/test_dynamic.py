@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import random
 from collections.abc import Callable
 
@@ -208,6 +209,60 @@ def test_a_guard_that_does_not_hold_is_not_served() -> None:
         with session:
             assert_same(torch.autograd.grad(loss(x), x), expected)
     expect(session.stats(), structure_misses=1, shape_misses=1, hits=3)
+
+
+_CHANNELS_LAST = {"memory_format": torch.channels_last}
+
+
+@pytest.mark.parametrize(
+    ("layout", "loss"),
+    [
+        (_CHANNELS_LAST, lambda x: x.softmax(1).pow(2).sum()),
+        (_CHANNELS_LAST, lambda x: F.conv2d(x, torch.ones(3, x.shape[1], 3, 3), padding=1).pow(2).sum()),
+        ({}, lambda x: x.to(memory_format=torch.channels_last).pow(2).sum()),
+        ({}, lambda x: x.sum()),
+    ],
+    ids=["channels last, softmax", "channels last, convolution", "made channels last", "sum"],
+)
+def test_strides_that_are_products_of_three_sizes(
+    layout: dict[str, torch.memory_format], loss: Callable[[torch.Tensor], torch.Tensor]
+) -> None:
+    session = ca.enable(backend="eager")
+    for shape in ((3, 5, 4, 6), (2, 3, 7, 3), (6, 5, 2, 5), (4, 6, 5, 7)):
+        gradients = []
+        for around in (ca.disable(), session):
+            torch.manual_seed(0)
+            x = torch.randn(shape).to(**layout).requires_grad_()
+            with around:
+                loss(x).backward()
+            gradients.append(x.grad)
+        assert_same(gradients[1:], gradients[:1])
+    stats = session.stats()
+    assert stats.hits and not stats.failures and not stats.bypasses and stats.compiles < 4
+
+
+def test_arithmetic_of_many_sizes_is_made_binary() -> None:
+    from compiled_autograd.symbolic import made_binary
+
+    graph = torch.fx.Graph()
+    sizes = [graph.placeholder(name) for name in "abcd"]
+    for node, value in zip(sizes, (2, 3, 4, 5), strict=True):
+        node.meta["val"] = value
+    made = [
+        graph.call_function(operator.mul, (3, *sizes)),
+        graph.call_function(operator.mul, tuple(sizes[:2])),
+        graph.call_function(torch.sym_sum, (sizes,)),
+        graph.call_function(torch.sym_sum, tuple(sizes[1:])),
+    ]
+    graph.output(made)
+    made_binary(graph)
+    graph.lint()
+    calls = graph.find_nodes(op="call_function", target=operator.mul)
+    calls += graph.find_nodes(op="call_function", target=operator.add)
+    assert len(calls) == len([node for node in graph.nodes if node.op == "call_function"]) == 10
+    assert all(len(node.args) == 2 for node in calls)
+    module = torch.fx.GraphModule({}, graph)
+    assert module(2, 3, 4, 5) == [360, 6, 14, 12] == [node.meta.get("val", 6) for node in graph.output_node().args[0]]
 
 
 def test_a_region_that_symbols_cannot_describe_is_compiled_for_each_set_of_shapes(

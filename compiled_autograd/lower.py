@@ -14,10 +14,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from .accumulate import obeys_layout, own_copy
+from .aten import breaches
 from .cpp_warnings import Noting
-from .errors import UntraceableError
+from .errors import IllegalGraphError, UntraceableError
 from .fakes import Fakes
 from .functional import made_functional, mutates
 from .ir import is_plain
@@ -25,7 +27,7 @@ from .nans import Flags, Place
 from .partition import Region
 from .seam import prepare_fake_tensors
 from .shapes import Spec, is_static
-from .traced_calls import TracedCalls
+from .traced_calls import TracedCalls, last_of, nodes_after
 from .tracing import trace
 
 if TYPE_CHECKING:
@@ -109,11 +111,12 @@ def lower(
     leaf_positions: dict[fx.Node, int | None] = {}
     passed: dict[fx.Node, int] = {}
     flags = Flags(givers)
+    origins: dict[fx.Node, fx.Node] = {}
 
     def run(*fakes: Any) -> list[Any]:
         known: dict[fx.Node, Any] = dict(zip(region.inputs, given, strict=True))
         known.update((region.inputs[index], fake) for index, fake in zip(taken_in, fakes, strict=True))
-        _run_calls(region.nodes, known, None if symbols is not None else TracedCalls(decompositions), flags)
+        _run_calls(region.nodes, known, None if symbols is not None else TracedCalls(decompositions), flags, origins)
         results: list[torch.Tensor] = []
         for node in region.outputs:
             if any(user not in inside and user not in leaves for user in node.users):
@@ -141,6 +144,7 @@ def lower(
         if symbols is not None:
             _made_binary(graph_module.graph)
         graph_module.graph.eliminate_dead_code()
+        _leave_opaque_what_memory_forbids(graph_module.graph, origins)
         if any(mutates(node) for node in graph_module.graph.nodes) and not made_functional(graph_module.graph):
             graph_module = trace(torch.func.functionalize(graph_module, remove="mutations"), None, examples, names)
     graph_module.graph.eliminate_dead_code()
@@ -154,6 +158,22 @@ def _symbols() -> Symbols:
     from .symbolic import Symbols
 
     return Symbols()
+
+
+def _leave_opaque_what_memory_forbids(graph: fx.Graph, origins: Mapping[fx.Node, fx.Node]) -> None:
+    """Raise for calls that do with memory what a lowered graph may not.
+
+    Args:
+        origins: of the graph's nodes, the calls of the region that they came from.
+    """
+    found = list(breaches(graph))
+    if not found:
+        return
+    same = [breach for breach in found if breach.rule == found[0].rule]
+    calls = [origins.get(breach.memory, origins.get(breach.node)) for breach in same]
+    if None in calls:
+        raise IllegalGraphError(str(found[0]))
+    raise UntraceableError(list(dict.fromkeys(calls)), ValueError(found[0].rule), always=False)
 
 
 def _made_binary(graph: fx.Graph) -> None:
@@ -223,10 +243,25 @@ def _append(results: list[torch.Tensor], value: torch.Tensor | None) -> int | No
     return len(results) - 1
 
 
-def _run_calls(nodes: Sequence[fx.Node], known: dict[fx.Node, Any], traced: TracedCalls | None, flags: Flags) -> None:
-    """Run opaque calls one after the other; ``known`` has the values so far, and gets the new ones."""
+def _run_calls(
+    nodes: Sequence[fx.Node],
+    known: dict[fx.Node, Any],
+    traced: TracedCalls | None,
+    flags: Flags,
+    origins: dict[fx.Node, fx.Node],
+) -> None:
+    """Run opaque calls one after the other.
+
+    Args:
+        known: has the values so far, and gets the new ones.
+        origins: gets, of each node of the graph that is being traced, the call that made it.
+    """
+    mode = get_proxy_mode()
+    assert mode is not None and isinstance(mode.tracer, fx.Tracer)
+    graph = mode.tracer.graph
     with Noting() as noting:
         for node in nodes:
+            last = last_of(graph)
             if node.target is operator.getitem:
                 made, index = node.args
                 known[node] = known[made][index]  # type: ignore[index]
@@ -239,6 +274,7 @@ def _run_calls(nodes: Sequence[fx.Node], known: dict[fx.Node, Any], traced: Trac
             except Exception as error:
                 raise UntraceableError([node], error) from error
             known[node] = result
+            origins.update(dict.fromkeys(nodes_after(last, graph), node))
             for value in result if isinstance(result, (list, tuple)) else (result,):
                 if isinstance(value, torch.Tensor) and value.layout is not torch.strided:
                     raise UntraceableError([node], _not_plain(value))

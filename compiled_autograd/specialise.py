@@ -22,7 +22,7 @@ from backends import ArtifactError, Backend, Compiled
 from backends.collecting import RARELY
 from shadow_cache import DamagedEntryError, Failure, Miss, StoreError
 
-from . import ir
+from . import aten, ir
 from .errors import UntraceableError
 from .explain_variants import guard_miss, handed_on_miss
 from .likeness import likeness
@@ -352,6 +352,7 @@ class Specialiser:
         lowered = lower(step.region, given, leaves, self.backend.decompositions(), specs, step.givers)
         for each in self.passes:
             lowered.graph_module = each(lowered.graph_module) or lowered.graph_module
+        aten.verify(lowered.graph_module)
         return lowered
 
 

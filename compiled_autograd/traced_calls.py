@@ -68,9 +68,9 @@ class TracedCalls:
         if known is not None:
             self._known.move_to_end(key)
             return known.again(given, self._tracer)
-        last = self._tracer.graph._root._prev
+        last = last_of(self._tracer.graph)
         result = run(*arguments)
-        made = list(_after(last, self._tracer.graph))
+        made = list(nodes_after(last, self._tracer.graph))
         try:
             self._known[key] = recorded(made, result, given, self._tracer)
         except NotACopyError:
@@ -80,7 +80,13 @@ class TracedCalls:
         return result
 
 
-def _after(last: fx.Node, graph: fx.Graph) -> Iterator[fx.Node]:
+def last_of(graph: fx.Graph) -> fx.Node:
+    """The node that a graph has last so far, or its root."""
+    return graph._root._prev
+
+
+def nodes_after(last: fx.Node, graph: fx.Graph) -> Iterator[fx.Node]:
+    """What came after the node that was last."""
     node = last._next
     while node is not graph._root:
         yield node

@@ -17,17 +17,22 @@ older ones are."""
 
 
 class _Rarely:
-    """To be entered; by several threads at a time, and several times."""
+    """To be entered; by several threads at a time, and several times.
+
+    Attributes:
+        entered: how often, by thread. What Ctrl-C kept a thread from leaving, it leaves by :meth:`leave_all`.
+    """
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
-        self._entered = 0
+        self.entered: dict[int, int] = {}
         self._before = self._set = gc.get_threshold()
 
     def __enter__(self) -> None:
         with self._lock:
-            self._entered += 1
-            if self._entered == 1:
+            me, first = threading.get_ident(), not self.entered
+            self.entered[me] = self.entered.get(me, 0) + 1
+            if first:
                 self._before = gc.get_threshold()
                 if self._before[0] == 0:  # the user has turned it off
                     self._set = self._before
@@ -37,16 +42,32 @@ class _Rarely:
 
     def __exit__(self, *exception: object) -> None:
         with self._lock:
-            self._entered -= 1
-            if self._entered == 0 and gc.get_threshold() == self._set:  # else somebody else has set it meanwhile
-                gc.set_threshold(*self._before)
+            me = threading.get_ident()
+            self._leave(me, self.entered.get(me, 0) - 1)
+
+    def leave_all(self) -> None:
+        """The calling thread is in none of what it entered this for."""
+        with self._lock:
+            self._leave(threading.get_ident(), 0)
+
+    def _leave(self, thread: int, left: int) -> None:
+        if left > 0:
+            self.entered[thread] = left
+        elif thread in self.entered:
+            if len(self.entered) == 1:
+                self._restore()  # before it is known to have left: Ctrl-C may come between
+            del self.entered[thread]
+
+    def _restore(self) -> None:
+        if gc.get_threshold() == self._set:  # else somebody else has set it meanwhile
+            gc.set_threshold(*self._before)
 
     def reset_after_fork(self) -> None:
         """In a forked child nothing is being made."""
         self._lock = threading.Lock()
-        if self._entered and gc.get_threshold() == self._set:
-            gc.set_threshold(*self._before)
-        self._entered = 0
+        if self.entered:
+            self.entered.clear()
+            self._restore()
 
 
 RARELY = _Rarely()

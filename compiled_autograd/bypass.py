@@ -24,6 +24,13 @@ DEEP = Bypass("deep_reentrant", hint=f"more than {_DEEPEST} backwards inside one
 INSIDE_ENGINE_CALL = Bypass(
     "inside_engine_call", hint="called inside a backward whose tape has a hook made by C++, as retain_grad makes one"
 )
+FORKED = Bypass(
+    "forked",
+    hint="this process was forked while another thread compiled, whose locks nobody lets go of here: what its "
+    "parent had compiled runs, the rest is left to the eager engine. The start method spawn or forkserver does without",
+)
+INTERRUPTED = Bypass("interrupted", hint="an exception, such as that of Ctrl-C, ended it before anything ran")
+BROKEN_CAPTURE = Bypass("broken_capture", hint="the engine failed while it reported a node, and nothing was run")
 COMPILING = Bypass("compiling", hint="it is being compiled in the background; a later step switches over")
 EVERY_TAPE_NEW = Bypass(
     "every_tape_new", hint="the last structures that were captured hardly came back; tune=False captures every one"

@@ -49,7 +49,7 @@ def _keeps_failures(method: _Method) -> _Method:
         if self.failure is None:
             try:
                 return method(self, *args, **kwargs)
-            except Exception as error:  # noqa: BLE001  kept and raised at the next safe point
+            except BaseException as error:  # noqa: BLE001  kept and raised at the next safe point, Ctrl-C too
                 self.failure = error
         return self.placeholder_result(method.__name__, args)
 
@@ -77,7 +77,7 @@ class Capture:
         self.find_op = find_op
         self.finish = finish
         self.graph = fx.Graph()
-        self.failure: Exception | None = None
+        self.failure: BaseException | None = None
         self.asked: list[str] = []
         self.calls: list[ir.TapeCall] = []
         self.inputs: list[str] = []
@@ -312,15 +312,15 @@ class Capture:
     def _raise_failure(self) -> None:
         if self.failure is None:
             return
-        if isinstance(self.failure, CaptureRefusedError):
+        if isinstance(self.failure, CaptureRefusedError) or not isinstance(self.failure, Exception):
             raise self.failure
         what = f"capture failed: {type(self.failure).__name__}: {self.failure}"
         raise CaptureRefusedError(unsupported(what)) from self.failure
 
     def _leave_mode(self) -> None:
-        if self._mode is not None:
+        mode, self._mode = self._mode, None
+        if mode is not None:
             _pop_mode()
-            self._mode = None
 
     def placeholder_result(self, method: str, args: Sequence[Any]) -> Any:
         """After a failure: blank stand-ins in the number that the engine expects of ``method``."""

@@ -21,17 +21,27 @@ from torch.autograd import Variable
 from shadow_cache import Bypass, Miss
 
 from .ambient import ambient
+from .attempt import Attempt, Call
 from .background import BACKGROUND
-from .bypass import COMPILING, EVERY_TAPE_NEW, ON_MISS, TRACING, before_capture
-from .errors import CacheMissError, UnsupportedBackwardError
-from .execution import depth, find_variant, leave_to_engine, running
+from .bypass import (
+    BROKEN_CAPTURE,
+    COMPILING,
+    EVERY_TAPE_NEW,
+    FORKED,
+    INTERRUPTED,
+    ON_MISS,
+    TRACING,
+    before_capture,
+)
+from .errors import BrokenCaptureError, CacheMissError, UnsupportedBackwardError
+from .execution import depth, find_variant, on_eager, running
 from .functions import number_of
 from .gate import GATE, threads_running
 from .seam import words_for_unused
 from .session import BYPASS, Outcome, Session, current
 from .streams import WATCH
 from .tuning import TUNING
-from .walk import LEFT_TO_EAGER, Attempt, Call, ask_engine, run_backward, walking
+from .walk import LEFT_TO_EAGER, ask_engine, run_backward, walking
 
 
 class Engine(_ImperativeEngine):
@@ -115,11 +125,20 @@ def _key_of_function(original: Callable[[Any], tuple[int, ...]]) -> Callable[[An
 
 def _run(session: Session, call: Call) -> Any:
     attempt = Attempt(session, call, time.perf_counter())
+    try:
+        return _run_attempt(session, call, attempt)
+    except BaseException as error:
+        broken = isinstance(error, BrokenCaptureError)
+        attempt.tell(Outcome(BYPASS, reasons=(BROKEN_CAPTURE if broken else INTERRUPTED,)))
+        raise
+
+
+def _run_attempt(session: Session, call: Call, attempt: Attempt) -> Any:
     reason = before_capture(call.create_graph, call.grads, depth())
     if reason is None and WATCH.in_use:
         reason = WATCH.reason(call.outputs)
     if reason is None and session.settings.on_miss == "raise":
-        _raise_if_missing(session, call)
+        _raise_if_missing(attempt)
     if reason is None and session.settings.on_miss == "background" and BACKGROUND.busy:
         reason = COMPILING if BACKGROUND.busy_with(call.fingerprint()) else None
     if reason is None and TUNING.active and session.settings.tune:
@@ -127,7 +146,7 @@ def _run(session: Session, call: Call) -> Any:
         trial = TUNING.find(tape_name, session.settings.key)
         eagers_turn = None if trial is None else trial.reason()
         if eagers_turn is not None:
-            return _on_trial(session, call, eagers_turn, tape_name)
+            return _on_trial(attempt, eagers_turn, tape_name)
     if reason is None and session.settings.on_miss == "eager" and call.description() in LEFT_TO_EAGER:
         reason = ON_MISS
     if reason is None:
@@ -137,28 +156,29 @@ def _run(session: Session, call: Call) -> Any:
             if not call.allow_unreachable:
                 _check_used(results)
             return tuple(results)
-    policy = reason in (TRACING, ON_MISS, COMPILING, EVERY_TAPE_NEW)
+    policy = reason in (TRACING, ON_MISS, COMPILING, EVERY_TAPE_NEW, FORKED)
     if session.settings.on_unsupported == "raise" and not attempt.mistake and not policy:
-        session.record(Outcome(BYPASS, reasons=(reason,)))
+        attempt.tell(Outcome(BYPASS, reasons=(reason,)))
         raise UnsupportedBackwardError(reason)
-    return _bypass(session, call, reason, () if attempt.miss is None else (attempt.miss,))
+    return _bypass(attempt, reason, () if attempt.miss is None else (attempt.miss,))
 
 
-def _on_trial(session: Session, call: Call, reason: Bypass, tape_name: int) -> Any:
+def _on_trial(attempt: Attempt, reason: Bypass, tape_name: int) -> Any:
     """The eager engine's turn, timed."""
     started = time.perf_counter()
-    results = _bypass(session, call, reason)
-    TUNING.eager(tape_name, session.settings.key, time.perf_counter() - started)
+    results = _bypass(attempt, reason)
+    TUNING.eager(tape_name, attempt.session.settings.key, time.perf_counter() - started)
     return results
 
 
-def _raise_if_missing(session: Session, call: Call) -> None:
+def _raise_if_missing(attempt: Attempt) -> None:
     """With ``on_miss="raise"``: let the engine walk the tape, and keep it, to see whether it would be a hit.
 
     Raises:
         CacheMissError: it would not.
     """
-    probing = Attempt(session, dataclasses.replace(call, keep_graph=True), time.perf_counter(), probe=True)
+    session = attempt.session
+    probing = Attempt(session, dataclasses.replace(attempt.call, keep_graph=True), time.perf_counter(), probe=True)
     reason = ask_engine(probing)
     misses = [] if probing.miss is None else [probing.miss]
     if reason is None:
@@ -172,7 +192,7 @@ def _raise_if_missing(session: Session, call: Call) -> None:
             explained = graph.explain(session.settings, surroundings, probing.handover)
             misses = [other] if other is not None and new else misses or explained
     if misses:
-        session.record(Outcome(BYPASS, reasons=(ON_MISS, *misses)))
+        attempt.tell(Outcome(BYPASS, reasons=(ON_MISS, *misses)))
         raise CacheMissError(misses)
 
 
@@ -182,21 +202,16 @@ def _check_used(results: Sequence[torch.Tensor | None]) -> None:
             raise RuntimeError(words_for_unused(index))
 
 
-def _bypass(session: Session, call: Call, reason: Bypass, misses: Sequence[Miss] = ()) -> Any:
+def _bypass(attempt: Attempt, reason: Bypass, misses: Sequence[Miss] = ()) -> Any:
     started = time.perf_counter()
     try:
-        return _eager(call)
+        return _eager(attempt.call)
     finally:
-        session.record(Outcome(BYPASS, reasons=(reason, *misses), seconds={"run": time.perf_counter() - started}))
+        attempt.tell(Outcome(BYPASS, reasons=(reason, *misses), seconds={"run": time.perf_counter() - started}))
 
 
 def _eager(call: Call) -> Any:
     """The eager engine, as if we were not there."""
     if WATCH.in_use and call.create_graph:
         WATCH.differentiable(call.outputs)
-    GATE.enter_eager()
-    try:
-        with leave_to_engine():
-            return run_backward(call, call.allow_unreachable)
-    finally:
-        GATE.leave_eager()
+    return on_eager(run_backward, call, call.allow_unreachable)

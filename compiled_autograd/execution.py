@@ -7,30 +7,29 @@ will. During a compiled backward there is no task of the engine's, so the answer
 from __future__ import annotations
 
 import itertools
-import sys
 import threading
-import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from functools import cached_property
 from typing import Any
 
-import msgspec
 import torch
 
-from shadow_cache import Bypass, Failure, Miss
+from shadow_cache import Failure, Miss
 
 from . import ir, nans, tape
+from .account import Account
 from .ambient import Ambient, ambient
 from .background import BACKGROUND
-from .bypass import ON_MISS
+from .bypass import FORKED, ON_MISS
 from .disk import disk_for
 from .errors import CacheMissError, GradientMismatchError
+from .forks import can_compile
+from .gate import GATE, take
 from .graphs import OFTEN, CompiledGraph
 from .log import RunLog, no_hooks
 from .profiling import Profile
-from .session import BYPASS, HIT, SHAPE_MISS, STRUCTURE_MISS, Outcome, Session
-from .tuning import TUNING
+from .session import Session
 from .variants import Handover, Variant
 
 _task_ids = itertools.count(1 << 62)  # far above the engine's own
@@ -49,6 +48,8 @@ class Running:
     order: Sequence[int]
     task_id: int = field(default_factory=_task_ids.__next__)
     callbacks: list[Callable[[], None]] = field(default_factory=list)
+    told: bool = False
+    """It is in the session's account."""
 
     @cached_property
     def nodes(self) -> list[Any]:
@@ -108,36 +109,34 @@ def _nothing(*args: object) -> None:
 
 class _Thread(threading.local):
     def __init__(self) -> None:
-        self.stack: list[Running] = []
-        self.hidden = 0  # compiled backwards in which an eager one was called that is now under way
+        self.running: Running | None = None
+        self.depth = 0
 
 
 _thread = _Thread()
 
 
 def running() -> Running | None:
-    """The innermost compiled backward of the calling thread."""
-    return _thread.stack[-1] if _thread.stack else None
+    """The innermost compiled backward of the calling thread; None where an eager one was called inside it."""
+    return _thread.running
 
 
 def depth() -> int:
     """How many compiled backwards the calling thread is in, those around an eager one included."""
-    return len(_thread.stack) + _thread.hidden
+    return _thread.depth
 
 
-def leave_to_engine() -> Any:
-    """Inside, a backward of the eager engine runs, and nobody asks us."""
-    return _Hidden()
-
-
-class _Hidden:
-    def __enter__(self) -> None:
-        self.stack, _thread.stack = _thread.stack, []
-        _thread.hidden += len(self.stack)
-
-    def __exit__(self, *exception: object) -> None:
-        _thread.stack = self.stack
-        _thread.hidden -= len(self.stack)
+def on_eager(run: Callable[..., Any], *arguments: Any) -> Any:
+    """Have ``run`` run a backward of the eager engine: the gate knows of it, and nobody asks us about it."""
+    outer, token = _thread.running, take()
+    try:
+        _thread.running = None
+        GATE.enter_eager(token)
+        return run(*arguments)
+    finally:  # in this order: see the gate
+        token.release()
+        _thread.running = outer
+        GATE.forget(token)
 
 
 def execute(
@@ -154,38 +153,76 @@ def execute(
 
     Returns:
         What ``autograd.grad`` asked for; empty for ``backward``.
+
+    Raises:
+        CacheMissError: ``on_miss="raise"``, and it was found too late that a region is not compiled: the step is done.
+        GradientMismatchError: ``check`` is True or a number, and compiled code has given something else than the real
+            calls: the step is done, with what these gave.
     """
-    graph, log = handover.graph, state.log
-    reasons: list[Bypass | Miss | Failure] = [] if miss is None else [miss]
-    log.may_compile = session.settings.on_miss == "compile"
-    log.prove, log.check_every = session.settings.check is not False, session.settings.check_every
-    if session.settings.on_miss == "background":
-        log.submit = lambda program, step, slots: BACKGROUND.submit(program, step, slots, state.fingerprint)
-    if torch.autograd._profiler_enabled():
-        log.profile = state.profile(graph.tape)
-    bypassed = False
-    started = time.perf_counter()
-    _thread.stack.append(state)
-    log.late_hooks = state.late_hooks
-    saved_hooks = _saved_tensor_hooks()
-    grad_mode = torch.is_grad_enabled()
-    torch._C._set_grad_enabled(False)
+    account = Account(session, state, handover.graph, miss, captured)
     try:
-        surroundings = ambient()
+        results = _with_state(state, account, handover)
+    except BaseException as error:
+        account.close_after(error)
+        raise
+    account.close()
+    if state.log.mismatches and session.settings.check_every:
+        raise GradientMismatchError(state.log.mismatches)
+    if state.log.uncompiled and session.settings.on_miss == "raise":
+        raise CacheMissError(account.reasons, ran=True)
+    return results
+
+
+def _with_state(state: Running, account: Account, handover: Handover) -> list[torch.Tensor | None]:
+    """Run it, with the state of the thread that users' code finds under the engine; then put back what was there.
+
+    Ctrl-C may come after any call (:mod:`gate` says where not). So what is put back by assigning it goes first, and
+    each call that puts something back is the first one of a ``finally``.
+    """
+    outer, outer_depth = _thread.running, _thread.depth
+    grad_mode, saved_hooks = torch.is_grad_enabled(), _saved_tensor_hooks()
+    try:
+        _thread.running, _thread.depth = state, outer_depth + 1
+        state.log.late_hooks = state.late_hooks
+        torch._C._set_grad_enabled(False)
+        return _run(state, account, handover)
+    finally:
+        _thread.running, _thread.depth = outer, outer_depth
+        state.log.late_hooks = no_hooks  # else the two hold each other, and the tape with them
+        try:
+            torch._C._set_grad_enabled(grad_mode)
+        finally:
+            _restore_saved_tensor_hooks(saved_hooks)
+
+
+def _run(state: Running, account: Account, handover: Handover) -> list[torch.Tensor | None]:
+    session, graph, log, miss = account.session, handover.graph, state.log, account.miss
+    forked = not can_compile()
+    log.prove, log.check_every = session.settings.check is not False, session.settings.check_every
+    log.may_compile = session.settings.on_miss == "compile" and not forked
+    if session.settings.on_miss == "background" and not forked:
+        log.submit = lambda program, step, slots: BACKGROUND.submit(program, step, slots, state.fingerprint)
+    try:
+        if torch.autograd._profiler_enabled():
+            log.profile = state.profile(graph.tape)
+        surroundings = account.surroundings = ambient()
         variant, other = find_variant(session, graph, surroundings, handover)
+        account.variant = variant
         if variant is not None and variant.entry is not None:
-            miss, reasons, graph.met = None, [], max(graph.met, OFTEN)  # another process has met this structure
+            graph.met = max(graph.met, OFTEN)  # another process has met this structure
+            account.miss, account.reasons = None, []
         elif variant is None and miss is not None:
-            miss = other or _nearest_stored(session, handover, miss, log)
-            reasons = [miss]
+            account.miss = other or _nearest_stored(session, handover, miss, log)
+            account.reasons = [account.miss]
         elif variant is None and other is not None and (not graph.variants or other.kind == "corrupt"):
-            reasons = [other]  # it says more than what this process can compare with
-        if variant is None and session.settings.compiles:
+            account.reasons = [other]  # it says more than what this process can compare with
+        if variant is None and session.settings.compiles and not forked:
             variant, variant_misses = _add(session, graph, surroundings, handover, log)
-            reasons.extend(variant_misses[1:] if reasons else variant_misses)
+            account.reasons.extend(variant_misses[1:] if account.reasons else variant_misses)
         elif variant is None:
-            bypassed = True
-            reasons = [ON_MISS, *(reasons or graph.explain(session.settings, surroundings, handover))]
+            why = account.reasons or graph.explain(session.settings, surroundings, handover)
+            account.bypassed, account.reasons = True, [FORKED if forked else ON_MISS, *why]
+        account.variant = variant
         results = graph(handover) if variant is None else variant.program.run(handover.slots(), log)
         log.call = 0
         for callback in state.callbacks:  # one may queue another
@@ -197,30 +234,6 @@ def execute(
         if log.call and torch.is_anomaly_enabled():
             nans.tell_of_forward(state.nodes[log.call - 1])
         raise
-    finally:
-        torch._C._set_grad_enabled(grad_mode)
-        _restore_saved_tensor_hooks(saved_hooks)
-        _thread.stack.pop()
-        log.late_hooks = no_hooks  # else the two hold each other, and the tape with them
-        log.seconds["run"] = time.perf_counter() - started
-        reasons.extend(log.misses)
-        if log.uncompiled:
-            waits = "they are compiled in the background" if log.submit is not None else "on_miss does not compile"
-            reasons.append(Miss("guard", f"{log.uncompiled} regions", hint=f"{waits}; their calls ran one by one"))
-        reasons.extend(failure for failure in log.failures if failure not in reasons)
-        variant_missed = SHAPE_MISS if reasons or log.compiles > log.background else HIT
-        outcome = BYPASS if bypassed else variant_missed if miss is None else STRUCTURE_MISS
-        cost = sum(log.seconds.get(stage, 0.0) for stage in ("lower", "compile"))
-        if reasons and isinstance(reasons[0], Miss):
-            walk = log.seconds.get("capture", 0.0) if captured else 0.0
-            reasons[0] = msgspec.structs.replace(reasons[0], seconds=cost + walk)
-        if variant is not None and (log.compiles or log.mismatches):
-            _store(session, graph, variant, surroundings, reasons, cost, log.mismatches)
-        if variant is not None and outcome == HIT and session.settings.tune:
-            TUNING.hit(variant, log.seconds["capture"] + log.seconds["run"], lambda: state.fingerprint)
-        session.record(Outcome(outcome, graph, tuple(reasons), log.seconds), captured, log.compiles, log.loads)
-        if log.uncompiled and session.settings.on_miss == "raise" and sys.exc_info()[0] is None:
-            raise CacheMissError(reasons, ran=True)
 
 
 def find_variant(
@@ -247,38 +260,18 @@ def _nearest_stored(session: Session, handover: Handover, miss: Miss, log: RunLo
         return miss
 
 
-def _store(
-    session: Session,
-    graph: CompiledGraph,
-    variant: Variant,
-    surroundings: Ambient,
-    reasons: list[Bypass | Miss | Failure],
-    seconds: float,
-    mismatches: Sequence[Failure],
-) -> None:
-    """Keep what was compiled for other processes, and what was found to be wrong of it."""
-    disk = disk_for(session.settings)
-    if disk is None:
-        return
-    misses = [reason for reason in reasons if isinstance(reason, Miss)]
-    misses += [Miss("mismatch", each.where, new=each.error, hint=each.instead) for each in mismatches]
-    try:
-        variant.not_stored = disk.save(graph, variant, session.settings, surroundings, misses, seconds)
-        disk.record(graph, None if variant.not_stored else variant.entry, misses)
-    except Exception as error:  # noqa: BLE001  the step is done: what cannot be stored is compiled again elsewhere
-        variant.not_stored = f"{type(error).__name__}: {error}"
-        reasons.append(Failure("store", repr(graph), variant.not_stored, "it is kept in memory alone"))
-
-
 def _saved_tensor_hooks() -> list[Any]:
     """The thread's saved-tensor hooks, outermost first. What users' code does to them ends with the backward."""
-    hooks = []
-    while (top := torch._C._autograd._top_saved_tensors_default_hooks(True)) is not None:
-        hooks.append(top)
-        torch._C._autograd._pop_saved_tensors_default_hooks()
-    hooks.reverse()
-    for pair in hooks:
-        torch._C._autograd._push_saved_tensors_default_hooks(*pair)
+    hooks: list[Any] = []
+    if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
+        return hooks
+    put_back = itertools.starmap(torch._C._autograd._push_saved_tensors_default_hooks, hooks)
+    try:
+        while (top := torch._C._autograd._top_saved_tensors_default_hooks(True)) is not None:
+            hooks[:0] = [top]  # no call: nothing comes between this and the next line
+            torch._C._autograd._pop_saved_tensors_default_hooks()
+    finally:
+        _ = [*put_back]  # no call of Python's: all of them, before it looks for Ctrl-C
     return hooks
 
 

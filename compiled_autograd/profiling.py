@@ -27,7 +27,7 @@ from torch.autograd.function import BackwardCFunction
 from torch.profiler import record_function
 
 from . import ir
-from .gate import GATE
+from .gate import GATE, take
 
 _MOST_SHOWN = 4
 
@@ -73,8 +73,9 @@ class Profile:
         for node in of_root:
             run(node)  # the engine makes no event for a root
         value, leaf, start = self._chain(nodes[len(of_root) :], run)
-        GATE.enter_eager()
+        token = take()
         try:
+            GATE.enter_eager(token)
             _ImperativeEngine.run_backward(
                 Variable._execution_engine,
                 (value,),
@@ -86,7 +87,8 @@ class Profile:
                 accumulate_grad=False,
             )
         finally:
-            GATE.leave_eager()
+            token.release()
+            GATE.forget(token)
 
     def _chain(self, nodes: Sequence[fx.Node], run: Callable[[fx.Node], None]) -> tuple[torch.Tensor, ...]:
         groups = [(call, list(group)) for call, group in itertools.groupby(nodes, lambda node: node.meta["call"])]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import logging
+import re
 import sys
 import warnings
 from collections import Counter
@@ -18,7 +19,10 @@ if TYPE_CHECKING:
 
 MANY = 8
 """So many misses of one kind at one place are worth a warning."""
-_warned: set[str] = set()
+_MOST_WARNED = 1000
+"""So many texts are kept of what was warned of; then the oldest goes, and may be warned of once more."""
+_ADDRESS = re.compile(r"\b0x[0-9a-fA-F]+")
+_warned: dict[str, None] = {}
 _NOT_REPEATING = ("first_seen", "evicted")
 
 # PyTorch registers the name for its own compiled autograd; TORCH_LOGS="+compiled_autograd" turns both on.
@@ -41,11 +45,15 @@ def tell_decision(what: str, timing: Timing) -> None:
 
 
 def _say(line: str) -> None:
+    _write(logging.INFO, line)
+
+
+def _write(level: int, line: str) -> None:
     if not _log.hasHandlers():
         handler = logging.StreamHandler(sys.stderr)
         handler.setFormatter(logging.Formatter("[compiled_autograd] %(message)s"))
         _log.addHandler(handler)
-    _log.info("%s", line)
+    _log.log(level, "%s", line)
 
 
 def count_repeats(counts: Counter[tuple[str, str]], reasons: Iterable[Bypass | Miss | Failure]) -> None:
@@ -71,7 +79,24 @@ def warn_of(failure: Failure) -> None:
 
 
 def warn_once(text: str) -> None:
-    """Warn of something once in a process."""
-    if text not in _warned:
-        _warned.add(text)
+    """Warn of something once in a process. Two texts that differ in addresses of objects alone are one.
+
+    Where the user has made errors of warnings, a line of the log takes its place. All that is warned of in here is what
+    makes a step slower, and it comes in the middle of one, when the tape is released: raised there, it would take along
+    gradients that are right and cannot be had again. The session has it among its reasons too.
+    """
+    key = _ADDRESS.sub("0x...", text)
+    if key in _warned:
+        return
+    _warned[key] = None
+    while len(_warned) > _MOST_WARNED:
+        _warned.pop(next(iter(_warned)), None)
+    try:
         warnings.warn(f"compiled_autograd: {text}.", stacklevel=2)
+    except Warning:
+        _write(logging.WARNING, f"{text}.")
+
+
+def tell_of_own_error(own: BaseException, users: BaseException) -> None:
+    """Something of ours failed in the account of a backward that ended with an error of its own, which goes first."""
+    _write(logging.ERROR, f"{type(own).__name__}: {own}, after {type(users).__name__}. Please report it as a bug.")

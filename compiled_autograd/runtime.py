@@ -23,6 +23,7 @@ from .accumulate import write
 from .claims import CLAIMS
 from .cpp_warnings import issuing_warnings
 from .errors import UntraceableError
+from .forks import can_compile
 from .in_place import Watched, changed, check, versions_of
 from .interpret import finish
 from .log import RunLog
@@ -205,14 +206,20 @@ class Program:
         """Find what was not there a moment ago, load it or compile it."""
         specialiser = self.specialiser
         found, compiled = False, None
-        if COMPILING.acquire(blocking=log.submit is None):  # else something is being compiled in the background
-            try:
+        if not can_compile():  # nor load, which may import what another thread was importing when this was forked
+            return False, None
+        acquired: list[bool] = []
+        try:
+            # In one go: see the gate. Where it fails, something is being compiled in the background.
+            acquired += map(COMPILING.acquire, (log.submit is None,))
+            if acquired[0]:
                 found, compiled = specialiser.find(step, slots)
                 if not found and specialiser.load(step, slots, log):
                     found, compiled = specialiser.find(step, slots)
                 if not found and log.may_compile:
                     found, compiled = True, specialiser.specialise(step, slots, log)
-            finally:
+        finally:
+            if acquired and acquired[0]:
                 COMPILING.release()
         if not found and log.submit is not None:
             log.submit(self, step, slots)

@@ -13,12 +13,14 @@ from typing import Any, TypeVar, overload
 from shadow_cache import Bypass, Failure, Miss
 
 from .background import BACKGROUND
+from .forks import free_in_child
 from .graphs import CompiledGraph
 from .reporting import count_repeats, tell, warn_of
 from .settings import Settings, resolve
 
 HIT, SHAPE_MISS, STRUCTURE_MISS, BYPASS = "hit", "shape_miss", "structure_miss", "bypass"
 _F = TypeVar("_F", bound=Callable[..., Any])
+_RECORDING = free_in_child(threading.RLock())  # microseconds
 
 
 @dataclass(slots=True)
@@ -75,7 +77,6 @@ class Session:
         self._stats = Stats()
         self._graphs: weakref.WeakValueDictionary[int, CompiledGraph] = weakref.WeakValueDictionary()
         self._missed: Counter[tuple[str, str]] = Counter()
-        self._lock = threading.Lock()
 
     def __enter__(self) -> Session:
         from .engine import install
@@ -89,7 +90,7 @@ class Session:
 
     def stats(self) -> Stats:
         """A copy of the counts so far."""
-        with self._lock:
+        with _RECORDING:
             return replace(self._stats, bypasses=dict(self._stats.bypasses))
 
     def wait(self, timeout: float | None = None) -> bool:
@@ -113,27 +114,31 @@ class Session:
     def record(self, outcome: Outcome, captured: bool = False, compiles: int = 0, loads: int = 0) -> None:
         """Count one backward."""
         failures = [reason for reason in outcome.reasons if isinstance(reason, Failure)]
-        with self._lock:
+        failed, kind = len(failures), outcome.outcome
+        seconds = outcome.seconds.get("lower", 0.0) + outcome.seconds.get("compile", 0.0)
+        label = outcome.reasons[0].label if kind == BYPASS and isinstance(outcome.reasons[0], Bypass) else ""
+        with _RECORDING:
             stats = self._stats
+            if label:
+                stats.bypasses.setdefault(label, 0)
+            # No call from here on: Ctrl-C finds all of a backward counted, or nothing of it.
+            if kind == HIT:
+                stats.hits += 1
+            elif kind == SHAPE_MISS:
+                stats.shape_misses += 1
+            elif kind == STRUCTURE_MISS:
+                stats.structure_misses += 1
+            else:
+                stats.bypasses[label] += 1
             stats.backwards += 1
             stats.captures += captured
             stats.compiles += compiles
             stats.loads += loads
-            stats.failures += len(failures)
-            stats.compile_seconds += outcome.seconds.get("lower", 0.0) + outcome.seconds.get("compile", 0.0)
-            if outcome.outcome == HIT:
-                stats.hits += 1
-            elif outcome.outcome == SHAPE_MISS:
-                stats.shape_misses += 1
-            elif outcome.outcome == STRUCTURE_MISS:
-                stats.structure_misses += 1
-            else:
-                reason = outcome.reasons[0]
-                assert isinstance(reason, Bypass)
-                stats.bypasses[reason.label] = stats.bypasses.get(reason.label, 0) + 1
+            stats.failures += failed
+            stats.compile_seconds += seconds
+            self.last = outcome
             if outcome.graph is not None and (captured or outcome.outcome != HIT):
                 self._graphs.setdefault(id(outcome.graph), outcome.graph)
-            self.last = outcome
         tell(outcome, compiles)
         if compiles:
             count_repeats(self._missed, outcome.reasons)

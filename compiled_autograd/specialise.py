@@ -25,6 +25,7 @@ from shadow_cache import DamagedEntryError, Failure, Miss, StoreError
 from . import aten, ir
 from .errors import UntraceableError
 from .explain_variants import guard_miss, handed_on_miss
+from .forks import compiles_under
 from .likeness import likeness
 from .log import RunLog
 from .lower import Lowered, lower
@@ -34,7 +35,7 @@ from .shapes import Spec, is_static, spec_of, static_parts, widened
 from .steps import RegionPlan, RegionStep, Slots, Specialised, Wiring, put_results, run_compiled
 
 Pass = Callable[[fx.GraphModule], fx.GraphModule | None]
-COMPILING = threading.RLock()  # neither tracing nor Inductor can be used by two threads at once
+COMPILING = compiles_under(threading.RLock())  # neither tracing nor Inductor can be used by two threads at once
 _MOST_OPAQUE = 4
 """So many calls stay opaque because they cannot be traced with symbols, before a region is rather compiled for each
 set of shapes by itself."""

@@ -10,9 +10,7 @@ that C++ registered, ``retain_grad`` among them, runs before it returns, since t
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -21,19 +19,19 @@ from torch.autograd import Variable
 
 from backends import get_backend
 from backends.collecting import RARELY
-from shadow_cache import Bypass, Key, Miss, unsupported
+from shadow_cache import Bypass, Key, unsupported
 
 from . import ir, tape
+from .attempt import Attempt, Call
 from .bypass import DDP_CPP_REDUCER, EVERY_TAPE_NEW, ON_MISS, TORCH_COMPILED_AUTOGRAD
 from .capture import Capture
 from .churn import CHURN
-from .devices import cuda_device, on_device
+from .devices import cuda_device
 from .disk import disk_for
 from .errors import BrokenCaptureError, CaptureRefusedError
-from .execution import Running, execute
-from .gate import GATE
+from .execution import depth
+from .gate import GATE, take
 from .graphs import GRAPHS, MOST_NODES, MOST_STRUCTURES, CompiledGraph
-from .log import RunLog
 from .order import in_engine_order, order_shows, reordered
 from .reporting import warn_once
 from .session import Session
@@ -46,75 +44,6 @@ _FREED = "Trying to backward through the graph a second time"
 _DDP = "C++ DDP Reducer"
 """What the engine says of the hooks of DDP's reducer (``torch/csrc/distributed/c10d/reducer.cpp``). It refuses them
 while it collects the tape, at every walk and whether or not it knows the structure, so no structure leaves them out."""
-
-
-@dataclass(slots=True)
-class Call:
-    """The arguments of one ``run_backward``."""
-
-    outputs: Sequence[Any]
-    grads: Sequence[torch.Tensor | None]
-    keep_graph: bool
-    create_graph: bool
-    inputs: Sequence[Any]
-    allow_unreachable: bool
-    accumulate_grad: bool
-
-    def fingerprint(self) -> int:
-        """See :func:`tape.fingerprint`."""
-        return tape.fingerprint(self.outputs, self.inputs)
-
-    def description(self) -> int:
-        """Of what can be read of the tape from Python: tapes with one structure have one, but not only they."""
-        return tape.description(self.outputs, self.inputs, self.accumulate_grad)
-
-
-@dataclass(slots=True)
-class Attempt:
-    """One attempt to have a backward handed over."""
-
-    session: Session
-    call: Call
-    started: float
-    capture: Capture | None = None
-    handover: Handover | None = None
-    miss: Miss | None = None
-    results: list[torch.Tensor | None] | None = None
-    ran: bool = False
-    mistake: bool = False
-    _reports: bool = False
-    probe: bool = False
-    """Only look what there is: the tape is kept, and nothing runs."""
-
-    def begin_capture(self, capture: Capture) -> None:
-        """The engine is about to report."""
-        self.capture = capture
-        RARELY.__enter__()
-        self._reports = True
-
-    def end_capture(self) -> None:
-        """The engine has reported all, or given up; or it has nothing to report."""
-        if self._reports:
-            self._reports = False
-            RARELY.__exit__()
-
-    def execute(self) -> list[torch.Tensor | None]:
-        """Run what was handed over."""
-        assert self.handover is not None
-        call, self.ran = self.call, True
-        log = RunLog(seconds={"capture": time.perf_counter() - self.started})
-        checkpoint_valid = call.accumulate_grad and not call.inputs
-        state = Running(
-            call.outputs,
-            call.inputs,
-            call.accumulate_grad,
-            call.keep_graph,
-            checkpoint_valid,
-            log,
-            self.handover.graph.tape.order,
-        )
-        with on_device(self.handover.graph.tape.cuda_device):
-            return execute(self.session, state, self.handover, self.miss, self.capture is not None)
 
 
 class _Thread(threading.local):
@@ -187,8 +116,29 @@ _handles: list[_Handle] = []
 """All that the engine was given since it last forgot."""
 
 
+_asked_to_forget = False
+
+
 def forget() -> None:
-    """Drop the engine's own cache of structures, which is shared with PyTorch's compiled autograd."""
+    """Drop the engine's own cache of structures, which is shared with PyTorch's compiled autograd.
+
+    Walks of other threads, which hold what is in it, are waited for. Inside a call of the engine's there is no waiting:
+    then it is dropped before the next walk.
+    """
+    global _asked_to_forget
+    _asked_to_forget = True
+    token = take()
+    try:
+        if GATE.enter_alone(token):
+            _forget()
+    finally:
+        token.release()
+
+
+def _forget() -> None:
+    """The same, of who has the gate."""
+    global _asked_to_forget
+    _asked_to_forget = False
     _seam.clear_cache()
     while _handles:
         _handles.pop().forget()
@@ -210,27 +160,19 @@ def run_backward(call: Call, allow_unreachable: bool) -> Any:
 
 
 def ask_engine(attempt: Attempt) -> Bypass | None:
-    """Let the engine walk the tape and hand it over, or give the reason why it stays with the eager engine."""
-    reason = GATE.enter_capture()
-    if reason is not None:
-        return reason
-    outer, _thread.attempt = _thread.attempt, attempt
-    multithreading = torch._C._is_multithreading_enabled()
+    """Let the engine walk the tape and hand it over, or give the reason why it stays with the eager engine.
+
+    What is set here is put back after Ctrl-C too: :mod:`gate` says how.
+    """
+    outer = _thread.attempt
+    if RARELY.entered and outer is None and not depth():
+        RARELY.leave_all()
     try:
-        _forget_what_others_captured()
-        if _thread.crowded:
-            _thread.crowded = False
-            forget()
-        prior = _seam.set_autograd_compiler(_begin, True)  # type: ignore[arg-type]
-        try:
-            if prior[0] is not None:
-                return TORCH_COMPILED_AUTOGRAD
-            torch._C._set_multithreading_enabled(False)
-            run_backward(attempt.call, True)
-        finally:
-            torch._C._set_multithreading_enabled(multithreading)
-            if not attempt.ran:  # else the seam was given back before
-                _seam.set_autograd_compiler(*prior)
+        reason = GATE.enter_capture(attempt.token)
+        if reason is not None:
+            return reason
+        _thread.attempt = attempt
+        _have_it_walk(attempt)
     except CaptureRefusedError as refused:
         return refused.reason
     except Exception as error:
@@ -242,13 +184,39 @@ def ask_engine(attempt: Attempt) -> Bypass | None:
         attempt.mistake = not _is_refusal(error)
         return _refused_by_engine(error)
     finally:
-        attempt.end_capture()
         _thread.attempt = outer
-        if attempt.ran:
-            GATE.leave_call()
-        else:
-            GATE.leave_capture()
+        try:
+            if not attempt.gave_back:
+                attempt.token.release()
+        finally:
+            if attempt.inside is not None:
+                attempt.inside.release()
+                GATE.forget(attempt.inside)
+            attempt.end_capture()
     return None if attempt.handover is not None else TORCH_COMPILED_AUTOGRAD
+
+
+def _have_it_walk(attempt: Attempt) -> None:
+    """Set the seam for one call of the engine."""
+    _forget_what_others_captured()
+    if _asked_to_forget or _thread.crowded:
+        _thread.crowded = False
+        _forget()
+    multithreading = torch._C._is_multithreading_enabled()
+    prior: list[Any] = []
+    try:
+        try:
+            # In one go: a call and an assignment would let Ctrl-C come between, and what was set before be lost.
+            prior += map(_seam.set_autograd_compiler, (_begin,), (True,))  # type: ignore[arg-type]
+            if prior[0][0] is not None:
+                raise CaptureRefusedError(TORCH_COMPILED_AUTOGRAD)
+            torch._C._set_multithreading_enabled(False)
+            run_backward(attempt.call, True)
+        finally:
+            torch._C._set_multithreading_enabled(multithreading)
+    finally:
+        if prior and not attempt.gave_back:
+            _seam.set_autograd_compiler(*prior[0])
 
 
 def _run_inside(attempt: Attempt) -> list[Any]:
@@ -256,7 +224,10 @@ def _run_inside(attempt: Attempt) -> list[Any]:
     attempt.end_capture()
     _seam.set_autograd_compiler(None, False)
     _thread.attempt = None
-    GATE.change_to_eager()
+    attempt.inside = take()
+    GATE.change_to_eager(attempt.inside)
+    attempt.gave_back = True  # no call: nothing comes between this and the next line
+    attempt.token.release()
     attempt.results = attempt.execute()
     return attempt.results
 

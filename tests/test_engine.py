@@ -35,7 +35,7 @@ def seam_restored() -> Iterator[None]:
     """After every test: the seam unset, nobody in the gate, multithreading as it was, grad mode on."""
     yield
     assert _prior() is None
-    assert not GATE._in_eager and GATE._capturing is None
+    assert GATE.idle()
     assert torch._C._is_multithreading_enabled() and torch.is_grad_enabled()
 
 
@@ -600,7 +600,8 @@ def test_an_engine_that_fails_in_the_middle_of_a_report_writes_no_gradient(monke
     monkeypatch.setattr(Capture, "apply_functional", lambda *args: "nothing that the engine can use")
     with ca.enable(backend="eager") as session, pytest.raises(ca.BrokenCaptureError, match=r"reported SumBackward0"):
         loss.backward()
-    assert x.grad is None and session.last is None
+    assert x.grad is None
+    expect(session.stats(), bypasses={"broken_capture": 1})
 
 
 def test_very_deep_reentrant_backwards_are_left_to_eager() -> None:

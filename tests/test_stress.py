@@ -205,7 +205,7 @@ def test_eight_threads_train_different_models(enabled: str) -> None:
             _check_counts(session)
         if enabled == "all outside of the engine":
             assert session.stats().hits >= STEPS - 3 and not session.stats().bypasses
-    assert not GATE._in_eager and GATE._capturing is None
+    assert GATE.idle()
 
 
 @pytest.mark.usefixtures("impatient")
@@ -272,4 +272,4 @@ def test_threads_whose_backwards_fail_hold_nobody_up() -> None:
     for index, grads in enumerate(wanted):
         assert_same(found[2 * index], grads)
     _check_counts(session)
-    assert not GATE._in_eager and GATE._capturing is None
+    assert GATE.idle()

@@ -234,7 +234,7 @@ def test_stress_of_eight_threads() -> None:
             assert stats.backwards == rounds == counted
             assert stats.failures == 0
             assert set(stats.bypasses) <= {"other_thread_in_backward"}
-    assert not GATE._in_eager and GATE._capturing is None
+    assert GATE.idle()
 
 
 def test_two_threads_compile_the_same_structure_once() -> None:

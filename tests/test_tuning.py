@@ -115,7 +115,7 @@ def test_what_cannot_be_captured_during_a_trial_is_no_turn_of_eager(monkeypatch:
     assert _run(session, weight, 6)[-2:] == ["tuning", "hit"]
     _run(session, weight, 1)  # eager's turn; the next is to be compiled
     with monkeypatch.context() as refused:
-        refused.setattr(GATE, "enter_capture", lambda: bypass.OTHER_THREAD)
+        refused.setattr(GATE, "enter_capture", lambda token: bypass.OTHER_THREAD)
         with session, pytest.raises(ca.UnsupportedBackwardError, match="other_thread"):
             (weight.exp() * weight).sum().backward()
     (trial,) = tuning.TUNING._trials.values()

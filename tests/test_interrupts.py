@@ -1,0 +1,170 @@
+"""Ctrl-C at any moment: nothing of ours is taken for ever, and every backward is told of once."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import random
+import signal
+import sys
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import compiled_autograd as ca
+from backends.collecting import RARELY
+from compiled_autograd import execution, walk
+from compiled_autograd.gate import GATE
+from compiled_autograd.specialise import COMPILING
+
+from .helpers import ROOT, same_bits
+
+OURS = (str(Path(ca.__file__).parent), str(ROOT / "backends"), str(ROOT / "shadow_cache"))
+WEIGHT = torch.randn(4, 4)
+
+
+class _Sine(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x.sin()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad * ctx.saved_tensors[0].cos()
+
+
+def _loss(x: torch.Tensor, retained: bool) -> torch.Tensor:
+    between = (x @ WEIGHT).tanh()
+    if retained:
+        between.retain_grad()
+    between.register_hook(lambda grad: grad * 2)
+    return _Sine.apply(between).sum()
+
+
+class _InterruptAt:
+    """Raises where Python looks for signals: after the n-th call of C or at the n-th beginning of a function, in code
+    of ours. ``came`` says whether it was so many."""
+
+    def __init__(self, count: int) -> None:
+        self.left = count
+        self.came = False
+
+    def __call__(self, frame: Any, event: str, argument: Any) -> None:
+        if event not in ("call", "c_return") or not frame.f_code.co_filename.startswith(OURS):
+            return
+        self.left -= 1
+        if self.left < 0:
+            sys.setprofile(None)
+            self.came = True
+            raise KeyboardInterrupt
+
+
+def _nothing_is_stuck() -> None:
+    assert GATE.idle() and not GATE._lock.locked()
+    assert execution.running() is None and execution.depth() == 0 and not walk.walking()
+    prior = walk._seam.set_autograd_compiler(None, False)
+    assert prior[0] is None
+    assert torch.is_grad_enabled() and torch._C._is_multithreading_enabled()
+    assert torch._C._len_torch_dispatch_stack() == 0
+    assert torch._C._autograd._top_saved_tensors_default_hooks(True) is None
+    assert not COMPILING._is_owned()  # type: ignore[attr-defined]
+
+
+@pytest.fixture
+def wanted() -> Callable[[bool], torch.Tensor]:
+    def grad(retained: bool) -> torch.Tensor:
+        x = torch.ones(4, 4, requires_grad=True)
+        _loss(x, retained).backward()
+        assert x.grad is not None
+        return x.grad
+
+    return grad
+
+
+@pytest.fixture(autouse=True)
+def no_interrupt_is_left() -> Iterator[None]:
+    before = gc.get_threshold()
+    yield
+    sys.setprofile(None)
+    assert gc.get_threshold() == before and not RARELY.entered
+
+
+def _step(retained: bool) -> torch.Tensor | None:
+    x = torch.ones(4, 4, requires_grad=True)
+    _loss(x, retained).backward()
+    return x.grad
+
+
+@pytest.mark.parametrize(
+    ("known", "retained", "every"), [(True, False, 1), (True, True, 1), (False, False, 97), (False, True, 101)]
+)
+def test_an_interrupt_after_every_call(
+    known: bool, retained: bool, every: int, wanted: Callable[[bool], torch.Tensor]
+) -> None:
+    """In a hit, after each call there is; in a capture, after some of them. The next backward is as ever."""
+    with ca.disable():
+        right = wanted(retained)
+    with ca.enable(backend="eager", cache_dir=False) as session:
+        _step(retained)
+        for count in itertools.count(0, every):
+            if not known:
+                ca.reset()
+            before = session.stats().backwards
+            interrupt = _InterruptAt(count)
+            x = torch.ones(4, 4, requires_grad=True)
+            loss = _loss(x, retained)
+            sys.setprofile(interrupt)
+            try:
+                loss.backward()
+            except KeyboardInterrupt:
+                assert interrupt.came
+            finally:
+                sys.setprofile(None)
+            _nothing_is_stuck()
+            assert session.stats().backwards - before <= 1
+            assert same_bits(_step(retained), right)
+            if not interrupt.came:
+                break
+        assert count > 50
+        stats = session.stats()
+        told = stats.hits + stats.shape_misses + stats.structure_misses + sum(stats.bypasses.values())
+        assert stats.backwards == told
+
+
+def test_interrupts_at_random(wanted: Callable[[bool], torch.Tensor]) -> None:
+    """Real signals, at whatever moment."""
+    with ca.disable():
+        right = wanted(False)
+    armed = False
+
+    def interrupt(*_: object) -> None:
+        if armed:
+            raise KeyboardInterrupt
+
+    before = signal.signal(signal.SIGALRM, interrupt)
+    interrupts = 0
+    try:
+        with ca.enable(backend="eager", cache_dir=False):
+            _step(False)
+            end = time.monotonic() + 3
+            while time.monotonic() < end:
+                signal.setitimer(signal.ITIMER_REAL, random.uniform(1e-5, 1e-3))
+                try:
+                    armed = True
+                    _step(False)
+                    armed = False
+                except KeyboardInterrupt:
+                    armed = False
+                    interrupts += 1
+                signal.setitimer(signal.ITIMER_REAL, 0)
+                _nothing_is_stuck()
+                assert same_bits(_step(False), right)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert interrupts > 20

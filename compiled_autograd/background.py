@@ -75,18 +75,25 @@ class Background:
     def submit(self, program: Program, step: RegionStep, slots: Slots, tape: int) -> None:
         """Have a region compiled for the values in hand, unless that is under way. Milliseconds."""
         kind = program.specialiser.kind(step, slots)
-        with self._changed:
-            if (id(step), kind) in self._submitted:
-                return
-            self._submitted.add((id(step), kind))
-            self._tapes[tape] += 1
-            if self._thread is None:
-                self._thread = threading.Thread(target=self._work, name="compiled_autograd", daemon=True)
-                self._thread.start()
+        if (id(step), kind) in self._submitted:
+            return
         needed = {*step.inputs, *(fresh.leaf for fresh in step.fresh)}
         stand_ins = [memoryless(value) if slot in needed else None for slot, value in enumerate(slots)]
         context = contextvars.copy_context()  # it has what the thread has set of Inductor's settings
-        self._jobs.put(Job(program, step, stand_ins, kind, tape, context))
+        job = Job(program, step, stand_ins, kind, tape, context)
+        with self._changed:
+            if (id(step), kind) in self._submitted:
+                return
+            self._start()
+            self._submitted.add((id(step), kind))
+            self._tapes[tape] += 1
+            self._jobs.put(job)  # last: what was not handed on is not waited for
+
+    def _start(self) -> None:
+        if self._thread is None:
+            thread = threading.Thread(target=self._work, name="compiled_autograd", daemon=True)
+            thread.start()
+            self._thread = thread
 
     def wait(self, timeout: float | None = None) -> bool:
         """Until nothing is being compiled; False where that took more than ``timeout`` seconds."""

@@ -6,6 +6,7 @@ will. During a compiled backward there is no task of the engine's, so the answer
 
 from __future__ import annotations
 
+import functools
 import itertools
 import threading
 from collections.abc import Callable, Sequence
@@ -29,7 +30,10 @@ from .gate import GATE, take
 from .graphs import OFTEN, CompiledGraph
 from .log import RunLog, no_hooks
 from .profiling import Profile
+from .runtime import Program
 from .session import Session
+from .specialise import failure_of
+from .steps import RegionStep, Slots
 from .variants import Handover, Variant
 
 _task_ids = itertools.count(1 << 62)  # far above the engine's own
@@ -201,7 +205,7 @@ def _run(state: Running, account: Account, handover: Handover) -> list[torch.Ten
     log.prove, log.check_every = session.settings.check is not False, session.settings.check_every
     log.may_compile = session.settings.on_miss == "compile" and not forked
     if session.settings.on_miss == "background" and not forked:
-        log.submit = lambda program, step, slots: BACKGROUND.submit(program, step, slots, state.fingerprint)
+        log.submit = functools.partial(_submit, state)
     try:
         if torch.autograd._profiler_enabled():
             log.profile = state.profile(graph.tape)
@@ -234,6 +238,14 @@ def _run(state: Running, account: Account, handover: Handover) -> list[torch.Ten
         if log.call and torch.is_anomaly_enabled():
             nans.tell_of_forward(state.nodes[log.call - 1])
         raise
+
+
+def _submit(state: Running, program: Program, step: RegionStep, slots: Slots) -> None:
+    """Have a region compiled in the background. The step goes on without that, and so it does if that fails."""
+    try:
+        BACKGROUND.submit(program, step, slots, state.fingerprint)
+    except Exception as error:  # noqa: BLE001  a later step tries again
+        state.log.failures.append(failure_of("submit", program.specialiser.backend.name, step.region, error))
 
 
 def find_variant(

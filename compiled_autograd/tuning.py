@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import statistics
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,19 +35,23 @@ AGAIN = 2000
 TIMED = Bypass("tuning", hint="timed on eager against the compiled graph; tune=False does without")
 
 
+_MOST_TRIALS = 4096
+"""So many tapes are timed, or known to be better left to eager; then the oldest is forgotten."""
+
+
 @dataclass(slots=True, eq=False)
 class Trial:
     """One tape, timed both ways.
 
     Attributes:
-        variant: what is timed against eager.
+        held: what is timed against eager, while it is a variant of its graph. A verdict for eager may outlive it.
         eager: seconds of the eager engine's backwards.
         compiled: of the variant's.
         verdict: why eager goes on; None while both are timed.
         left: for how many backwards the verdict still holds.
     """
 
-    variant: Variant
+    held: weakref.ref[Variant]
     eager: list[float] = field(default_factory=list)
     compiled: list[float] = field(default_factory=list)
     verdict: Bypass | None = None
@@ -71,6 +76,7 @@ class Trial:
         if timing.on_eager:
             self.verdict = Bypass("not_worth_it", hint=f"{timing}; timed again from time to time")
             self.left = AGAIN
+            self.eager, self.compiled = [], []
         return timing
 
 
@@ -100,8 +106,10 @@ class Tuning:
             if not _can_be_timed(variant):
                 variant.next_trial = variant.hits + 10 * AGAIN
                 return
-            trial = self._trials[key] = Trial(variant)
-        if trial.variant is variant and trial.verdict is None:
+            trial = self._trials[key] = Trial(weakref.ref(variant))
+            while len(self._trials) > _MOST_TRIALS:
+                self._trials.pop(next(iter(self._trials)), None)
+        if trial.held() is variant and trial.verdict is None:
             trial.compiled.append(seconds)
             self._judge(key, trial)
 
@@ -116,17 +124,24 @@ class Tuning:
             self._judge(key, trial)
             return
         trial.left -= 1
-        if trial.left <= 0:
-            self._trials[key] = Trial(trial.variant)
+        if trial.left > 0:
+            return
+        if trial.held() is None:
+            self._trials.pop(key, None)  # it is compiled again, and timed when it has served for a while
+        else:
+            self._trials[key] = Trial(trial.held)
 
     def clear(self) -> None:
         """Forget all."""
         self._trials.clear()
 
     def _judge(self, key: tuple[int, Any], trial: Trial) -> None:
+        variant = trial.held()
+        if variant is None:
+            self._trials.pop(key, None)
+            return
         if trial.samples < SAMPLES:
             return
-        variant = trial.variant
         variant.timing = timing = trial.decide()
         if not timing.on_eager:
             self._trials.pop(key, None)

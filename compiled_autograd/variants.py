@@ -164,7 +164,7 @@ def _kind(tensor: torch.Tensor) -> str:
     return f"{type(tensor).__name__} {tensor.dtype} {tensor.device} {torch._C._dispatch_keys(tensor)}"
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Variant:
     """A graph made ready for one set of shapes, ambient state and settings.
 

@@ -18,7 +18,7 @@ from compiled_autograd import background, remote
 from compiled_autograd.session import Session
 from compiled_autograd.versions import release
 
-from .helpers import Squares, assert_grads, expect, in_subprocess, mlp
+from .helpers import Squares, assert_grads, assert_same, expect, in_subprocess, mlp
 
 
 def _step(session: Session, model: nn.Module, reference: nn.Module, x: torch.Tensor, bitwise: bool = True) -> None:
@@ -140,6 +140,28 @@ def test_a_backend_that_fails_leaves_the_calls_one_by_one(recwarn: pytest.Warnin
     stats = session.stats()
     assert stats.failures == 1 and stats.compiles == 0 and stats.bypasses == {}
     assert any("no such graph for me" in str(warning.message) for warning in recwarn)
+
+
+def test_a_job_that_cannot_be_made_is_not_waited_for(
+    monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    """The step goes on, and a later one has it compiled."""
+
+    def fails(value: Any) -> Any:
+        raise torch.OutOfMemoryError("no memory for what stands for it")
+
+    x = torch.randn(4, requires_grad=True)
+    wanted = torch.autograd.grad(x.sin().exp().sum(), x)
+    with ca.enable(backend="eager", on_miss="background") as session:
+        monkeypatch.setattr(background, "memoryless", fails)
+        assert_same(torch.autograd.grad(x.sin().exp().sum(), x), wanted)
+        assert not background.BACKGROUND.busy and session.wait(0)
+        monkeypatch.undo()
+        assert_same(torch.autograd.grad(x.sin().exp().sum(), x), wanted)
+        assert session.wait(60)
+        assert_same(torch.autograd.grad(x.sin().exp().sum(), x), wanted)
+    expect(session.stats(), structure_misses=1, shape_misses=1, hits=1, failures=1)
+    assert session.stats().compiles == 1
 
 
 def test_nothing_of_a_step_is_kept_while_it_waits() -> None:

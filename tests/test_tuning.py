@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import gc
 import os
 import time
 import warnings
+import weakref
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -122,6 +124,32 @@ def test_what_cannot_be_captured_during_a_trial_is_no_turn_of_eager(monkeypatch:
     assert (len(trial.eager), len(trial.compiled)) == (2, 2)
 
 
+def test_a_verdict_holds_no_variant_that_went() -> None:
+    session = ca.enable(backend=_slow, tune=True)
+    weight = nn.Parameter(torch.randn(8))
+    assert _run(session, weight, 10)[-1] == "not_worth_it"
+    (graph,) = session.graphs()
+    gone = weakref.ref(graph.variants[0])
+    graph.evict()
+    del graph
+    gc.collect()
+    assert gone() is None
+    assert _run(session, weight, 4)[-1] == "not_worth_it"
+    assert _run(session, weight, 2) == ["shape_miss", "hit"]  # compiled again, once the verdict is over
+    assert not tuning.TUNING.active
+
+
+def test_the_oldest_trials_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(tuning, "_MOST_TRIALS", 2)
+    trials, held = Tuning(), []
+    for tape in range(5):
+        variant: Any = variants.Variant(("settings",), None, [], bool, None)  # type: ignore[arg-type]
+        variant.key, variant.hits = shadow_cache.VariantKey((), (), ()), 100
+        held.append(variant)
+        trials.hit(variant, 1e-3, lambda tape=tape: tape)
+    assert [tape for tape, _ in trials._trials] == [3, 4]
+
+
 # ---- the decision, and where it stands -------------------------------------------------------------------------------
 
 NOW = 1.75e9
@@ -164,7 +192,7 @@ def _stored(folder: Path) -> list[Timing | None]:
     ],
 )
 def test_medians_decide(eager: list[float], compiled: list[float], goes_on: str) -> None:
-    trial = Trial(None, [each / 1e3 for each in eager], [each / 1e3 for each in compiled])  # type: ignore[arg-type]
+    trial = Trial(lambda: None, [each / 1e3 for each in eager], [each / 1e3 for each in compiled])  # type: ignore[arg-type]
     timing = trial.decide()
     assert (timing.eager, timing.compiled) == (pytest.approx(1.0), pytest.approx(sorted(compiled)[1]))
     assert (timing.samples, timing.goes_on) == (3, goes_on) and timing.when == pytest.approx(time.time(), abs=60)

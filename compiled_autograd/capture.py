@@ -127,6 +127,8 @@ class Capture:
         self._leave_mode()
         self.reporting = False
         self._raise_failure()
+        if function is not None:
+            _refuse_if_freed(function)
         self.reporting = True
         self.calls.append(ir.TapeCall(index, name.rpartition("::")[2]))
         if function is not None:
@@ -442,6 +444,16 @@ def _described(tensor: torch.Tensor) -> str:
     elif tensor.layout is not torch.strided:
         parts.append(str(tensor.layout).removeprefix("torch."))
     return ", ".join(parts)
+
+
+def _refuse_if_freed(function: Any) -> None:
+    """A Python function whose saved tensors were freed: the engine finds that out when it has put symbols in place of
+    sizes of the node, with which eager cannot go on. Eager does not ask unless the function does (2.13,
+    ``torch/csrc/autograd/python_function.cpp``)."""
+    try:
+        _ = function._raw_saved_tensors  # does not unpack them
+    except RuntimeError as error:
+        raise CaptureRefusedError(unsupported(f"RuntimeError: {str(error).partition('. ')[0][:120]}"), True) from error
 
 
 class _RecordZeros(TorchDispatchMode):

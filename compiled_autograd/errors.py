@@ -91,11 +91,15 @@ class BrokenCaptureError(CompiledAutogradError, RuntimeError):
 
 
 class CaptureRefusedError(CompiledAutogradError):
-    """Raised into the engine's seam to give up a capture while the tape is still whole. Never reaches the user."""
+    """Raised into the engine's seam to give up a capture while the tape is still whole. Never reaches the user.
 
-    def __init__(self, reason: Any) -> None:
+    ``mistake`` says that it is one of the user's, if it is anything: the eager engine has the word then.
+    """
+
+    def __init__(self, reason: Any, mistake: bool = False) -> None:
         super().__init__(str(reason))
         self.reason = reason
+        self.mistake = mistake
 
 
 class UntraceableError(CompiledAutogradError):

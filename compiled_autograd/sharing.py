@@ -42,6 +42,12 @@ def find_op(name: str) -> Callable[..., Any] | None:
     return found if callable(found) else None
 
 
+def others_are_on() -> bool:
+    """Whether PyTorch's own compiled autograd takes the backwards of the process."""
+    others = sys.modules.get(_OTHERS)
+    return others is not None and bool(others.compiled_autograd_enabled)
+
+
 def captures_of_others() -> int:
     """How often PyTorch's own compiled autograd has captured."""
     others = sys.modules.get(_OTHERS)

@@ -34,8 +34,8 @@ from .gate import GATE, take
 from .graphs import GRAPHS, MOST_NODES, MOST_STRUCTURES, CompiledGraph
 from .order import in_engine_order, order_shows, reordered
 from .reporting import warn_once
-from .session import Session
-from .sharing import captures_of_others, find_op, share_op
+from .session import BYPASS, Outcome, Session
+from .sharing import captures_of_others, find_op, others_are_on, share_op
 from .variants import Handover
 
 _seam = torch._C._dynamo.compiled_autograd
@@ -164,6 +164,8 @@ def ask_engine(attempt: Attempt) -> Bypass | None:
 
     What is set here is put back after Ctrl-C too: :mod:`gate` says how.
     """
+    if others_are_on():  # before it is asked: the cache that PyTorch's fills at each step would be dropped at each
+        return TORCH_COMPILED_AUTOGRAD
     outer = _thread.attempt
     if RARELY.entered and outer is None and not depth():
         RARELY.leave_all()
@@ -174,13 +176,17 @@ def ask_engine(attempt: Attempt) -> Bypass | None:
         _thread.attempt = attempt
         _have_it_walk(attempt)
     except CaptureRefusedError as refused:
+        attempt.mistake = refused.mistake
         return refused.reason
     except Exception as error:
         if attempt.ran:  # inside the engine's call, an error is the user's own
             raise
-        freed = str(error).startswith(_FREED)  # then there is nothing left to lose, and eager says the same
-        if attempt.capture is not None and attempt.capture.reporting and not freed:
-            raise BrokenCaptureError(attempt.capture.calls[-1].name) from error
+        if attempt.capture is not None and attempt.capture.reporting:
+            if not str(error).startswith(_FREED):
+                raise BrokenCaptureError(attempt.capture.calls[-1].name) from error
+            # The words are eager's, but it could not say them: the engine has put symbols in place of some sizes.
+            attempt.tell(Outcome(BYPASS, reasons=(_refused_by_engine(error),)))
+            raise
         attempt.mistake = not _is_refusal(error)
         return _refused_by_engine(error)
     finally:

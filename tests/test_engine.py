@@ -664,3 +664,109 @@ def test_a_freed_tape_is_refused_in_eagers_words_by_nodes_that_look_while_they_r
         loss.backward()
         with pytest.raises(RuntimeError, match=r"Trying to backward through the graph a second time"):
             loss.backward()
+
+
+class _Two(torch.autograd.Function):
+    """Saves a tensor; ``looks`` says whether its backward reads it."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, looks: bool) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.save_for_backward(x)
+        ctx.looks = looks
+        return x * 2, x * 3
+
+    @staticmethod
+    def backward(ctx: Any, one: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, None]:
+        if ctx.looks:
+            assert ctx.saved_tensors
+        return 2 * one + 3 * other, None
+
+
+def _ends(make: Callable[[torch.Tensor], torch.Tensor], settings: dict[str, Any] | None) -> tuple[Any, ...]:
+    """The words of a second backward, if it has any, and what both left."""
+    x = torch.arange(1.0, 5.0, requires_grad=True)
+    loss = make(x)
+    session = ca.disable() if settings is None else ca.enable(backend="eager", **settings)
+    said = ""
+    with session:
+        loss.backward()
+        try:
+            loss.backward()
+        except RuntimeError as error:
+            said = str(error)
+    if isinstance(session, ca.Session):
+        assert sum(session.stats().bypasses.values()) == 1
+    assert x.grad is not None
+    return said, x.grad.tolist()
+
+
+@pytest.mark.parametrize("on_unsupported", ["eager", "raise"])
+@pytest.mark.parametrize(
+    "make",
+    [
+        lambda x: _Two.apply(x, True)[0].sum(),
+        lambda x: _Two.apply(x, False)[0].sum(),
+        lambda x: _Two.apply(x, True)[0].exp().sum(),
+        lambda x: torch.stack(_Two.apply(x, True)).sum(),
+        lambda x: checkpoint(lambda x: _Two.apply(x.exp(), True), x, use_reentrant=True)[0].sum(),
+        lambda x: checkpoint(lambda x: _Two.apply(x.exp(), True), x, use_reentrant=False)[0].sum(),
+        lambda x: torch.split(x.exp(), 2)[0].square().sum(),
+        lambda x: torch.linalg.svd(x.diag() + 1)[1].sum(),
+        lambda x: torch.utils.checkpoint.checkpoint_sequential(
+            [nn.Tanh(), nn.Sigmoid()], 2, x, use_reentrant=True
+        ).sum(),
+    ],
+)
+def test_a_second_backward_ends_as_under_eager(
+    make: Callable[[torch.Tensor], torch.Tensor], on_unsupported: str
+) -> None:
+    assert _ends(make, {"on_unsupported": on_unsupported}) == _ends(make, None)
+
+
+# ---- beside torch.compile ------------------------------------------------------------------------------------------
+
+
+def test_a_step_that_torch_compile_compiles_is_captured() -> None:
+    """Dynamo leaves the backward to Python, and keeps away from what runs there."""
+    models = [nn.Sequential(nn.Linear(4, 4), nn.Sigmoid()) for _ in range(2)]
+    models[1].load_state_dict(models[0].state_dict())
+    data = torch.randn(2, 4)
+
+    def step(model: nn.Module) -> None:
+        model.zero_grad()
+        model(data).sum().backward()
+
+    torch._dynamo.reset()
+    compiled = torch.compile(step, backend="eager")
+    with ca.enable(backend="eager") as session:
+        for _ in range(4):
+            compiled(models[0])
+    step(models[1])
+    assert_grads(models[0], models[1])
+    expect(session.stats(), structure_misses=1, hits=3, captures=1)
+
+
+def test_the_first_enable_imports_no_dynamo() -> None:
+    done = in_subprocess(
+        "import sys, torch, compiled_autograd as ca\n"
+        "with ca.enable(backend='eager'): pass\n"
+        "sys.exit('torch._dynamo' in sys.modules)"
+    )
+    assert done.returncode == 0, done.stderr
+
+
+def test_pytorchs_own_around_ours_captures_once() -> None:
+    from torch._dynamo.compiled_autograd import _enable
+
+    x = torch.randn(3, requires_grad=True)
+    made: list[Any] = []
+
+    def compile_it(graph_module: Any) -> Any:
+        made.append(graph_module)
+        return graph_module
+
+    with ca.enable(backend="eager") as session, _enable(compile_it):
+        for _ in range(4):
+            assert_same(torch.autograd.grad(_square(x), x), [2 * x.detach()])
+    assert len(made) == 1
+    expect(session.stats(), bypasses={"torch_compiled_autograd": 4})

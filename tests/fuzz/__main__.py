@@ -1,0 +1,114 @@
+"""Runs random tapes, and prints each that is not as under eager: its seed, the smallest form of it, and what it shows.
+
+python -m tests.fuzz --tapes 3000 --seed 0
+python -m tests.fuzz --backend inductor --minutes 20
+python -m tests.fuzz --backend inductor --replay 17
+"""
+
+from __future__ import annotations
+
+import argparse
+import inspect
+import sys
+import time
+import warnings
+from collections import Counter
+from pathlib import Path
+
+from rich.console import Console
+
+from .compare import Finding
+from .generate import generate
+from .operators import TABLE
+from .program import SKIP, Program, describe, from_json
+from .runner import Settings, Verdict, check, check_in_folder
+from .shrink import shrink
+
+_CHECK = {"default": None, "false": False, "true": True}
+_MOST_SHRUNK = 4
+"""Programs of one kind of finding that are made smaller: the others are only named."""
+
+
+def main() -> int:
+    """The command line; 1 where something was found."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--tapes", type=int, default=3000)
+    parser.add_argument("--seed", type=int, default=0, help="of the first tape; the others count on")
+    parser.add_argument("--minutes", type=float, default=0.0, help="stop then, however many have run")
+    parser.add_argument("--backend", default="eager")
+    parser.add_argument("--check", choices=_CHECK, default="default", help="false shows compiled code itself")
+    parser.add_argument("--replay", type=int, help="run this seed alone")
+    parser.add_argument("--program", help="run the program in this file (- is the standard input)")
+    parser.add_argument("--folder", help="with --program: a store that another process may have filled")
+    parser.add_argument("--shrink", type=float, default=60.0, help="seconds for making one smaller")
+    parser.add_argument("--ignore", nargs="*", default=[], help="kinds of findings that are not told")
+    arguments = parser.parse_args()
+    warnings.simplefilter("ignore")
+    console = Console(soft_wrap=True, highlight=False, markup=False)
+    settings = Settings(arguments.backend, _CHECK[arguments.check])
+    if arguments.program is not None:
+        text = sys.stdin.read() if arguments.program == "-" else Path(arguments.program).read_text()
+        program = from_json(text)
+        verdict = check_in_folder(program, settings, arguments.folder) if arguments.folder else check(program, settings)
+        for finding in verdict.findings:
+            console.print(f"finding: {finding}")
+        return bool(verdict.findings)
+    seeds = (
+        [arguments.replay] if arguments.replay is not None else range(arguments.seed, arguments.seed + arguments.tapes)
+    )
+    return run_many(seeds, settings, console, arguments.minutes, arguments.shrink, arguments.ignore)
+
+
+def run_many(
+    seeds: range, settings: Settings, console: Console, minutes: float, seconds: float, ignore: list[str]
+) -> int:
+    """Run the programs of these seeds, and tell what was found."""
+    started = time.monotonic()
+    kinds: Counter[str] = Counter()
+    total = Verdict()
+    ran = 0
+    for seed in seeds:
+        if minutes and time.monotonic() - started > 60 * minutes:
+            break
+        program = generate(seed, settings.backend)
+        verdict = check(program, settings)
+        ran += 1
+        total.backwards.update(verdict.backwards)
+        total.loads += verdict.loads
+        findings = [each for each in verdict.findings if not any(word in str(each) for word in ignore)]
+        if findings:
+            finding = findings[0]
+            kinds[finding.kind] += 1
+            console.print(f"\nseed {seed}: {finding}")
+            if kinds[finding.kind] <= _MOST_SHRUNK and seconds:
+                tell_smallest(program, finding, settings, console, seconds, ignore)
+    took = time.monotonic() - started
+    console.print(
+        f"\n{ran} tapes in {took:.0f} s, backwards {dict(total.backwards)}, {total.loads} regions from the store"
+    )
+    console.print(f"findings: {dict(kinds) or 'none'}")
+    return bool(kinds)
+
+
+def tell_smallest(
+    program: Program, finding: Finding, settings: Settings, console: Console, seconds: float, ignore: list[str]
+) -> None:
+    """Print the smallest program that shows the same kind of thing, and the source of its operators."""
+
+    def fails(less: Program) -> bool:
+        found = check(less, settings).findings
+        return any(each.kind == finding.kind and not any(word in str(each) for word in ignore) for each in found)
+
+    least = shrink(program, fails, seconds)
+    console.print(describe(least))
+    shown = [each for each in check(least, settings).findings if each.kind == finding.kind]
+    for each in shown[:3]:
+        console.print(f"  -> {each}")
+    names = {operator.name for operator in least.operators} - {SKIP, "pointwise"}
+    for name in sorted(names) if len(names) <= 2 else ():
+        console.print(inspect.getsource(TABLE[name][0]).rstrip())
+    console.print(f"  --program: {least.to_json()}")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -23,6 +23,7 @@ from .operators import TABLE
 from .program import SKIP, Program, describe, from_json
 from .runner import Settings, Verdict, check, check_in_folder
 from .shrink import shrink
+from .values import LEFT_OUT
 
 _CHECK = {"default": None, "false": False, "true": True}
 _MOST_SHRUNK = 4
@@ -41,9 +42,11 @@ def main() -> int:
     parser.add_argument("--program", help="run the program in this file (- is the standard input)")
     parser.add_argument("--folder", help="with --program: a store that another process may have filled")
     parser.add_argument("--shrink", type=float, default=60.0, help="seconds for making one smaller")
+    parser.add_argument("--without", nargs="*", default=[], help="operators and layouts to do without")
     parser.add_argument("--ignore", nargs="*", default=[], help="kinds of findings that are not told")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
+    LEFT_OUT.update(arguments.without)
     console = Console(soft_wrap=True, highlight=False, markup=False)
     settings = Settings(arguments.backend, _CHECK[arguments.check])
     if arguments.program is not None:

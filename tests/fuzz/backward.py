@@ -10,12 +10,12 @@ import torch
 MODES = {
     "sum": 6,
     "mean_square": 3,
-    "gradient": 7,
+    "gradient": 9,
     "grad": 4,
     "inputs": 2,
     "twice": 3,
     "two_losses": 3,
-    "freed": 1,
+    "freed": 2,
     "penalty": 2,
 }
 """How often each is drawn."""

@@ -57,9 +57,16 @@ def _differ(found: Record | None, wanted: Record | None, scale: float, bitwise: 
         return "kind", f"{found.dtype} {found.shape}, eager {wanted.dtype} {wanted.shape}"
     if not (same_values(found, wanted) if bitwise else _close(found, wanted, scale)):
         return "values", f"{_brief(found)}, eager {_brief(wanted)}"
-    if found.stride != wanted.stride:
+    if _strides_that_matter(found) != _strides_that_matter(wanted):
         return "strides", f"{found.stride}, eager {wanted.stride} for {found.shape}"
     return None
+
+
+def _strides_that_matter(record: Record) -> list[int]:
+    """A dimension of one element has no stride, nor has a tensor of none."""
+    if not record.values.numel():
+        return []
+    return [stride for size, stride in zip(record.shape, record.stride, strict=True) if size > 1]
 
 
 def _close(found: Record, wanted: Record, scale: float) -> bool:
@@ -97,6 +104,8 @@ def differences(found: Seen, wanted: Seen, step: int, bitwise: bool) -> list[Fin
     for name, record in wanted.grads.items():
         if difference := _differ(found.grads.get(name), record, scale, bitwise):
             add(difference[0], f"{name}.grad: {difference[1]}")
+        elif record is not None and found.grads[name].view != record.view:  # type: ignore[union-attr]
+            add("view", f"{name}.grad is {'a' if not record.view else 'no'} view")
     for damage in found.damage:
         if damage not in wanted.damage:
             add("damage", damage)

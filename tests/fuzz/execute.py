@@ -15,7 +15,7 @@ from . import functions, hooks, operators_nn, operators_views  # noqa: F401 (the
 from .backward import NoTapeError, ask
 from .operators import TABLE
 from .program import SKIP, Operator, Program
-from .values import LAYOUTS, generator, lay_out, plain, share_memory, spoil
+from .values import LAYOUTS, LEFT_OUT, generator, lay_out, plain, share_memory, spoil
 
 _CANNOT = (RuntimeError, IndexError, ValueError, NotImplementedError, TypeError, AssertionError)
 _LARGEST = 20_000
@@ -30,15 +30,17 @@ class Record:
     shape: tuple[int, ...]
     stride: tuple[int, ...]
     bits: tuple[bool, bool]
+    view: bool
     values: torch.Tensor
 
     @staticmethod
     def of(value: torch.Tensor) -> Record:
         """Write a tensor down."""
+        view = value._is_view()
         value = value.detach()
         bits = (value.is_neg(), value.is_conj())
         dense = value.resolve_neg().resolve_conj().clone(memory_format=torch.contiguous_format)
-        return Record(value.dtype, tuple(value.shape), tuple(value.stride()), bits, dense)
+        return Record(value.dtype, tuple(value.shape), tuple(value.stride()), bits, view, dense)
 
 
 @dataclass
@@ -112,6 +114,9 @@ class Scope:
         self.threads = state.program.threads
         self._name = f"v{position}"
 
+    def see(self, what: str, given: Any) -> None:
+        self.state.seen.see(f"{what} at {self._name}", given)
+
     def random(self) -> random.Random:
         return random.Random(f"{self.operator.name} {self.operator.salt}")
 
@@ -156,7 +161,7 @@ def forward(state: State, step: int) -> list[torch.Tensor]:
 
 def _apply(state: State, operator: Operator, position: int, step: int, pool: list[torch.Tensor]) -> torch.Tensor:
     x, y = pool[operator.first], pool[operator.second]
-    if operator.name == SKIP:
+    if operator.name == SKIP or operator.name in LEFT_OUT:
         return x
     see = lambda *what: state.seen.see(*what)  # noqa: E731
     packed = hooks.packing(operator.packed, f"v{position}", see) if operator.packed else contextlib.nullcontext()

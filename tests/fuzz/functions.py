@@ -58,13 +58,15 @@ class NotMaterialised(torch.autograd.Function):
     """Undefined gradients arrive as None."""
 
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(ctx: Any, x: torch.Tensor, y: torch.Tensor, see: Any) -> tuple[torch.Tensor, torch.Tensor]:
         ctx.set_materialize_grads(False)
+        ctx.see = see
         return x * 3, y * 2
 
     @staticmethod
     def backward(ctx: Any, first: Any, second: Any) -> Any:
-        return (None if first is None else first * 3), (None if second is None else second * 2)
+        ctx.see("not materialised", (first, second))
+        return (None if first is None else first * 3), (None if second is None else second * 2), None
 
 
 class HandsOn(torch.autograd.Function):
@@ -122,7 +124,7 @@ def python_function(env: Env, x: torch.Tensor, y: torch.Tensor) -> Any:
     if kind == 1:
         return sum(TwoOutputs.apply(x, 0.3 + env.step))
     if kind == 2:
-        return NotMaterialised.apply(x, fit(y, x))[0]
+        return NotMaterialised.apply(x, fit(y, x), env.see)[0]
     if kind == 3:
         return HandsOn.apply(x, x)
     if kind == 4:
@@ -131,14 +133,15 @@ def python_function(env: Env, x: torch.Tensor, y: torch.Tensor) -> Any:
         return SavesOutput.apply(x)
     if kind == 6:
         return HandsOn.apply(x, fit(y, x).expand_as(x))
-    return torch.stack(TwoOutputs.apply(NotMaterialised.apply(x, x)[1], 0.2))
+    return torch.stack(TwoOutputs.apply(NotMaterialised.apply(x, x, env.see)[1], 0.2))
 
 
 @operator(2, complex_too=True)
 def gives_none(env: Env, x: torch.Tensor, y: torch.Tensor) -> Any:
-    kind = env.random().randrange(3)
-    below = NotMaterialised.apply(x, x)[0] if kind == 2 else x
-    return x + GivesNone.apply(below, env.step % 2 == 0 and kind == 0)
+    kind = env.random().randrange(4)
+    below = NotMaterialised.apply(x, x, env.see)[0] if kind >= 2 else x
+    given = GivesNone.apply(below, env.step % 2 == 0 and kind == 0)
+    return given if kind == 3 else x + given
 
 
 @operator(2)

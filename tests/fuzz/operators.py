@@ -23,6 +23,9 @@ class Env(Protocol):
     def random(self) -> random.Random:
         """The same numbers at every step."""
 
+    def see(self, what: str, given: Any) -> None:
+        """Write down what users' code was given."""
+
     def weight(self, slot: str, shape: tuple[int, ...], scale: float = 1.0) -> torch.Tensor:
         """A leaf of the operator's own, trained or frozen, in some layout."""
 

@@ -19,7 +19,7 @@ import compiled_autograd as ca
 from .compare import Finding, differences, judged
 from .execute import Seen, State, run_step
 from .program import Program
-from .values import poisoned_memory
+from .values import LEFT_OUT, poisoned_memory
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -141,6 +141,8 @@ def _judge(program: Program, settings: Settings, found: list[Seen], wanted: list
 def _in_a_process(program: Program, settings: Settings, folder: str, verdict: Verdict) -> None:
     """What another process makes of the folder that this one filled."""
     command = [sys.executable, "-m", "tests.fuzz", "--backend", settings.backend, "--program", "-", "--folder", folder]
+    if LEFT_OUT:
+        command += ["--without", *sorted(LEFT_OUT)]
     if settings.check is not None:
         command += ["--check", str(settings.check).lower()]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}

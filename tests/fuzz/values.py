@@ -10,6 +10,8 @@ from collections.abc import Iterator, Sequence
 
 import torch
 
+LEFT_OUT: set[str] = set()
+"""Layouts and operators that programs do without, so that what is known does not hide the rest."""
 LAYOUTS = (
     "contiguous",
     "channels_last",
@@ -40,6 +42,8 @@ def plain(shape: Sequence[int], dtype: torch.dtype, *names: object) -> torch.Ten
 def lay_out(value: torch.Tensor, layout: str) -> torch.Tensor:
     """The same values (of an expanded tensor, those of its first row), lying in memory as ``layout`` says."""
     dims = value.dim()
+    if layout in LEFT_OUT:
+        return value.contiguous()
     if layout == "channels_last" and dims in (4, 5):
         return value.contiguous(memory_format=torch.channels_last if dims == 4 else torch.channels_last_3d)
     if layout == "transposed" and dims >= 2:

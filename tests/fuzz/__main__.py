@@ -19,9 +19,10 @@ from rich.console import Console
 
 from .compare import Finding
 from .generate import generate
+from .known import IGNORED, WITHOUT
 from .operators import TABLE
 from .program import SKIP, Program, describe, from_json
-from .runner import Settings, Verdict, check, check_in_folder
+from .runner import Settings, Verdict, check, check_in_folder, told
 from .shrink import shrink
 from .values import LEFT_OUT
 
@@ -43,10 +44,14 @@ def main() -> int:
     parser.add_argument("--folder", help="with --program: a store that another process may have filled")
     parser.add_argument("--shrink", type=float, default=60.0, help="seconds for making one smaller")
     parser.add_argument("--without", nargs="*", default=[], help="operators and layouts to do without")
-    parser.add_argument("--ignore", nargs="*", default=[], help="kinds of findings that are not told")
+    parser.add_argument("--ignore", nargs="*", default=[], help="texts of findings that are not told")
+    parser.add_argument("--known", action="store_true", help="do not tell what is in known.py")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
     LEFT_OUT.update(arguments.without)
+    if arguments.known:
+        LEFT_OUT.update(WITHOUT)
+        arguments.ignore += IGNORED
     console = Console(soft_wrap=True, highlight=False, markup=False)
     settings = Settings(arguments.backend, _CHECK[arguments.check])
     if arguments.program is not None:
@@ -78,7 +83,7 @@ def run_many(
         ran += 1
         total.backwards.update(verdict.backwards)
         total.loads += verdict.loads
-        findings = [each for each in verdict.findings if not any(word in str(each) for word in ignore)]
+        findings = told(verdict, ignore)
         if findings:
             finding = findings[0]
             kinds[finding.kind] += 1
@@ -99,8 +104,7 @@ def tell_smallest(
     """Print the smallest program that shows the same kind of thing, and the source of its operators."""
 
     def fails(less: Program) -> bool:
-        found = check(less, settings).findings
-        return any(each.kind == finding.kind and not any(word in str(each) for word in ignore) for each in found)
+        return any(each.kind == finding.kind for each in told(check(less, settings), ignore))
 
     least = shrink(program, fails, seconds)
     console.print(describe(least))

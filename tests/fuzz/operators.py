@@ -113,9 +113,8 @@ def pointwise(env: Env, x: torch.Tensor, y: torch.Tensor) -> Any:
 @operator(3, complex_too=True)
 def scalar(env: Env, x: torch.Tensor, y: torch.Tensor) -> Any:
     value = 0.3 + 0.4 * env.step
-    return (x * value, x + value, value - x, x / (value + 1), x.mul(0.7), torch.add(x, y, alpha=value))[
-        env.random().randrange(5)
-    ]
+    made = (x * value, x + value, value - x, x / (value + 1), x.mul(0.7), torch.add(x, fit(y, x), alpha=value))
+    return made[env.random().randrange(6)]
 
 
 @operator(8, complex_too=True)

@@ -185,8 +185,12 @@ def masked(env: Env, x: torch.Tensor, y: torch.Tensor) -> Any:
 @operator(2, complex_too=True)
 def in_place(env: Env, x: torch.Tensor, y: torch.Tensor) -> Any:
     made = x * 1.5
-    kind = env.random().randrange(3)
-    return (made.add_(fit(y, made)), made.tanh_(), made.mul_(x))[kind] if kind != 1 else made.tanh_()
+    kind = env.random().randrange(4)
+    if kind == 0:
+        return made.add_(fit(y, made))
+    if kind == 1:
+        return made.tanh_()
+    return made.mul_(x) if kind == 2 else made.tanh_().mul_(fit(y, x)).add_(x)
 
 
 @operator(2)

@@ -8,6 +8,7 @@ import sys
 import tempfile
 import threading
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -32,15 +33,17 @@ class Settings:
         backend: of the compiled runs.
         check: the setting of that name, where it is not to be the default.
         process: run what asks for one in a second process, too.
+        bitwise: compare bit for bit; by default with the backend that gives eager's bits.
     """
 
-    backend: str = "eager"
+    backend: Any = "eager"
     check: Any = None
     process: bool = True
+    bitwise: bool | None = None
 
-    @property
-    def bitwise(self) -> bool:
-        return self.backend == "eager"
+    def __post_init__(self) -> None:
+        if self.bitwise is None:
+            self.bitwise = self.backend == "eager"
 
 
 @dataclass
@@ -56,6 +59,11 @@ class Verdict:
     findings: list[Finding] = field(default_factory=list)
     backwards: Counter[str] = field(default_factory=Counter)
     loads: int = 0
+
+
+def told(verdict: Verdict, ignored: Sequence[str]) -> list[Finding]:
+    """The findings that have none of these texts in them."""
+    return [each for each in verdict.findings if not any(text in str(each) for text in ignored)]
 
 
 def _steps(program: Program) -> list[tuple[bool, int]]:
@@ -127,7 +135,7 @@ def _judge(program: Program, settings: Settings, found: list[Seen], wanted: list
         return
     known: set[Any] = set()
     for index, ((turn, step), one, other) in enumerate(zip(_steps(program), found, wanted, strict=True)):
-        verdict.findings += differences(one, other, index, settings.bitwise)
+        verdict.findings += differences(one, other, index, bool(settings.bitwise))
         # What a layout or a gradient alternates between comes again at the third step.
         key = (turn, step % 2, step > 0, one.tape)
         if other.error == "":

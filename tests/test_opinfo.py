@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
@@ -42,6 +42,31 @@ def test_the_sample_is_compiled() -> None:
         assert verdict.backwards > 0 and verdict.compiled and not verdict.mismatches, verdict
 
 
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("op", operators()[7::40], ids=operator_name)
+def test_operators_whose_sizes_change(op: Any) -> None:
+    """Samples in turn, three times: what was compiled for one serves it again, and no other."""
+    verdict = check_operator(op, limit=4, steps=3, in_turn=True)
+    assert not verdict.mismatches
+    assert verdict.bypasses or verdict.hits >= verdict.backwards // 3
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("info", modules()[3::20], ids=lambda info: info.name)
+def test_modules_whose_sizes_change(info: Any) -> None:
+    assert not check_module(info, limit=4, steps=3, in_turn=True).mismatches
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("name", ["logsumexp", "nn.functional.layer_norm", "take_along_dim"])
+def test_a_few_operators_with_inductor(name: str) -> None:
+    """Three steps: compiled code changes its form at the second run."""
+    (op,) = (op for op in operators() if operator_name(op) == name)
+    verdict = check_operator(op, limit=1, backend="inductor", steps=3)
+    assert verdict.compiled and not verdict.mismatches
+    assert (verdict.backwards, verdict.hits) == (3, 2)
+
+
 def _report(verdicts: Sequence[Verdict], say: Callable[[str], None]) -> None:
     ran = [verdict for verdict in verdicts if verdict.backwards]
     left = [verdict for verdict in ran if not verdict.compiled]
@@ -54,8 +79,13 @@ def _report(verdicts: Sequence[Verdict], say: Callable[[str], None]) -> None:
         say(f"  {verdict.name}: {'; '.join(sorted(verdict.untraced))}")
 
 
-def _judge(verdicts: Sequence[Verdict], capsys: pytest.CaptureFixture[str]) -> None:
+def _judge(judged: Iterator[Verdict], capsys: pytest.CaptureFixture[str]) -> None:
     with capsys.disabled():
+        verdicts = []
+        for verdict in judged:  # hours with Inductor: what differs is told at once
+            verdicts.append(verdict)
+            if verdict.mismatches:
+                print(f"\n{verdict.name}: {'; '.join(verdict.mismatches[:3])}", flush=True)  # noqa: T201
         _report(verdicts, print)
     assert [f"{v.name}: {v.mismatches}" for v in verdicts if v.mismatches] == []
     ran = [verdict for verdict in verdicts if verdict.backwards]
@@ -63,13 +93,23 @@ def _judge(verdicts: Sequence[Verdict], capsys: pytest.CaptureFixture[str]) -> N
     assert share >= _AT_LEAST_COMPILED, f"only {share:.1%} were compiled"
 
 
-@pytest.mark.slow
-@pytest.mark.filterwarnings("ignore")
-def test_all_operators(capsys: pytest.CaptureFixture[str]) -> None:
-    _judge(list(check_all([(check_operator, op) for op in operators()])), capsys)
+_HOW: dict[str, dict[str, Any]] = {
+    "eager": {},
+    "eager, sizes that change": {"steps": 3, "in_turn": True},
+    "inductor": {"backend": "inductor", "steps": 3, "limit": 2},
+    "inductor, sizes that change": {"backend": "inductor", "steps": 3, "limit": 3, "in_turn": True},
+}
 
 
 @pytest.mark.slow
 @pytest.mark.filterwarnings("ignore")
-def test_all_modules(capsys: pytest.CaptureFixture[str]) -> None:
-    _judge(list(check_all([(check_module, info) for info in modules()])), capsys)
+@pytest.mark.parametrize("how", _HOW)
+def test_all_operators(how: str, capsys: pytest.CaptureFixture[str]) -> None:
+    _judge(check_all([(check_operator, op) for op in operators()], **_HOW[how]), capsys)
+
+
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("how", _HOW)
+def test_all_modules(how: str, capsys: pytest.CaptureFixture[str]) -> None:
+    _judge(check_all([(check_module, info) for info in modules()], **_HOW[how]), capsys)

@@ -18,7 +18,7 @@ from .program import SKIP, Operator, Program
 from .values import LAYOUTS, LEFT_OUT, generator, lay_out, plain, share_memory, spoil
 
 _CANNOT = (RuntimeError, IndexError, ValueError, NotImplementedError, TypeError, AssertionError)
-_LARGEST = 20_000
+_LARGEST = 40_000
 _MOST_GRADIENTS = 40
 
 

@@ -12,6 +12,8 @@ from .program import Leaf, Operator, Program
 from .values import LAYOUTS
 
 _SIZES = (0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 6, 7, 8, 9, 16, 17)
+_PRODUCTS = ("residual", "several_products", "linear", "pointwise", "square", "binary", "laid_out", "softmax")
+"""Of these are programs with products so large that libraries cut them into blocks."""
 _SHAPES = ("a", "ab", "ab", "ab", "ab", "aa", "bb", "abc", "abc", "abcd", "abcd", "a1b", "1ab", "abcde", "1b", "")
 
 
@@ -23,11 +25,14 @@ def generate(seed: int, backend: str = "eager") -> Program:
     if slow and draw.random() < 0.08:
         dtypes = {"complex128": 1}
     dtype = _weighted(draw, dtypes)
-    again = _weighted(draw, {"memory": 8, "reload": 4} if slow else {"memory": 70, "reload": 28, "process": 2})
+    again = _weighted(draw, {"memory": 6, "reload": 6} if slow else {"memory": 70, "reload": 28, "process": 2})
     threads = 2 if draw.random() < (0.04 if slow else 0.08) else 1
-    leaves = _leaves(draw)
-    operators = _operators(draw, len(leaves), draw.randint(2, 6) if slow else draw.randint(1, 9), dtype)
+    wide = draw.random() < (0.15 if slow else 0.03)
+    leaves = _leaves(draw, "ab" if wide else draw.choice(_SHAPES))
+    most = 6 if slow else 9
+    operators = _operators(draw, len(leaves), draw.randint(2 if slow else 1, 5 if wide else most), dtype, wide)
     count = len(leaves) + len(operators)
+    steps = 6 if slow else draw.choice((4, 4, 5))
     outputs = [count - 1]
     while draw.random() < 0.35:
         outputs.append(draw.randrange(count))
@@ -37,7 +42,7 @@ def generate(seed: int, backend: str = "eager") -> Program:
         leaves=leaves,
         operators=operators,
         outputs=tuple(dict.fromkeys(outputs)),
-        sizes=_sizes(draw, 6 if slow else draw.choice((4, 4, 5)), slow),
+        sizes=_wide(draw, steps) if wide else _sizes(draw, steps, slow),
         mode=_weighted(draw, MODES),
         gradient=draw.choice((*LAYOUTS, "sliced", "offset", "alternating", "alternating")),
         grads=_weighted(draw, {"none": 5, "keep": 3, "zero": 1, "given": 1}),
@@ -53,8 +58,7 @@ def _weighted(draw: random.Random, weights: dict) -> object:  # type: ignore[typ
     return draw.choices(list(weights), list(weights.values()))[0]
 
 
-def _leaves(draw: random.Random) -> tuple[Leaf, ...]:
-    shape = draw.choice(_SHAPES)
+def _leaves(draw: random.Random, shape: str) -> tuple[Leaf, ...]:
     made = []
     for index in range(draw.choice((1, 2, 2, 3))):
         dims = shape if index == 0 or draw.random() < 0.6 else _broadcast(draw, shape)
@@ -69,8 +73,9 @@ def _broadcast(draw: random.Random, shape: str) -> str:
     return "".join("1" if draw.random() < 0.3 else dim for dim in kept)
 
 
-def _operators(draw: random.Random, leaves: int, count: int, dtype: str) -> tuple[Operator, ...]:
+def _operators(draw: random.Random, leaves: int, count: int, dtype: str, wide: bool) -> tuple[Operator, ...]:
     names = [name for name, (_, _, complex_too) in TABLE.items() if complex_too or not dtype.startswith("complex")]
+    names = [name for name in names if not wide or name in _PRODUCTS]
     weights = [TABLE[name][1] for name in names]
     made = []
     for index in range(leaves, leaves + count):
@@ -81,6 +86,11 @@ def _operators(draw: random.Random, leaves: int, count: int, dtype: str) -> tupl
         name = draw.choices(names, weights)[0]
         made.append(Operator(name, first, draw.randrange(index), draw.randrange(1000), hook, packed))
     return tuple(made)
+
+
+def _wide(draw: random.Random, steps: int) -> tuple[tuple[tuple[str, int], ...], ...]:
+    sizes = (("a", draw.choice((16, 32, 64))), ("b", draw.choice((256, 300, 400))))
+    return (sizes,) * steps
 
 
 def _sizes(draw: random.Random, steps: int, slow: bool) -> tuple[tuple[tuple[str, int], ...], ...]:

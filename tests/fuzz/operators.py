@@ -113,7 +113,7 @@ def pointwise(env: Env, x: torch.Tensor, y: torch.Tensor) -> Any:
 @operator(3, complex_too=True)
 def scalar(env: Env, x: torch.Tensor, y: torch.Tensor) -> Any:
     value = 0.3 + 0.4 * env.step
-    made = (x * value, x + value, value - x, x / (value + 1), x.mul(0.7), torch.add(x, fit(y, x), alpha=value))
+    made = (x * value, x + value, value - x, x / (value + 1), x.mul(0.7), torch.add(x, fit(y, x), alpha=0.6))
     return made[env.random().randrange(6)]
 
 

@@ -11,6 +11,7 @@ import hashlib
 import os
 import platform
 import sys
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -53,6 +54,8 @@ def inductor_settings() -> str:
 _texts: dict[bytes, str] = {}
 """By the hash that Inductor's settings have of themselves, what :func:`chosen_settings` says."""
 _MOST_TEXTS = 256
+_hash: Callable[[], bytes] | None = None
+"""The settings' own method, once they are imported: this is asked at every backward."""
 
 
 def chosen_settings() -> str:
@@ -61,15 +64,19 @@ def chosen_settings() -> str:
     Where none was changed since it was last asked, this costs a question to the module of settings: half a microsecond.
     (Before 2.12 settings are the process's, and whoever compiles changes some meanwhile: they are not looked at.)
     """
-    config = sys.modules.get("torch._inductor.config")
-    if config is None or not settings_belong_to_a_thread() or not hasattr(config, "get_hash"):
-        return DEFAULTS  # or it is being imported
-    digest = config.get_hash()
+    global _hash
+    if _hash is None:
+        config = sys.modules.get("torch._inductor.config")
+        if config is None or not settings_belong_to_a_thread() or not hasattr(config, "get_hash"):
+            return DEFAULTS  # or it is being imported
+        _hash = config.get_hash
+    digest = _hash()
     text = _texts.get(digest)
     if text is None:
         if len(_texts) >= _MOST_TEXTS:
             _texts.clear()
-        text = _texts[digest] = ", ".join(f"{name}={value}" for name, value in _changed(config)) or DEFAULTS
+        changed = _changed(sys.modules["torch._inductor.config"])
+        text = _texts[digest] = ", ".join(f"{name}={value}" for name, value in changed) or DEFAULTS
     return text
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import math
 import re
+from collections.abc import Mapping
 from sqlite3 import Connection
 from typing import Any, TypeVar
 
@@ -146,6 +147,23 @@ def timings(connection: Connection, where: str = "", *arguments: Any) -> dict[st
 def digests(entry: Entry) -> set[str]:
     """The files that an entry names. An empty name is no file."""
     return {name for region in entry.regions for name in (region.artifact, region.lowered) if name}
+
+
+def refuse_mismatch(structure: Structure, entry: Entry, files: Mapping[str, bytes]) -> None:
+    """Raise InvalidEntryError unless an entry can be stored, with this structure and these files."""
+    wrong = what_is_wrong(entry)
+    if wrong:
+        raise InvalidEntryError(f"entry {entry.id[:80]!r}: {wrong}")
+    if entry.structure != structure.id:
+        raise InvalidEntryError(f"entry {entry.id} is of structure {entry.structure!r}, and {structure.id!r} was given")
+    named = digests(entry)
+    if named != set(files):
+        missing, unnamed = sorted(named - set(files)), sorted(set(files) - named)
+        raise InvalidEntryError(f"entry {entry.id}: files not given: {missing}, files not named: {unnamed}")
+    for digest, data in files.items():
+        found = hashlib.sha256(data).hexdigest()
+        if found != digest:
+            raise InvalidEntryError(f"entry {entry.id}: the bytes given for file {digest} have the SHA-256 {found}")
 
 
 def put_structure(connection: Connection, structure: Structure) -> None:

@@ -6,7 +6,6 @@ its own. Several processes and threads may use one folder. A store raises :class
 
 from __future__ import annotations
 
-import hashlib
 import sqlite3
 import time
 from collections.abc import Callable, Iterable, Mapping
@@ -20,7 +19,7 @@ import msgspec
 
 from .archive import export, import_
 from .entries import Entry, MissEntry, Problem, StoreStats, Structure, Summary, Timing
-from .errors import DamagedEntryError, InvalidEntryError, StoreUnavailableError
+from .errors import DamagedEntryError, StoreUnavailableError
 from .folder import Folder, is_digest
 from .index import Index
 from .records import Miss
@@ -29,17 +28,16 @@ from .rows import (
     SELECT_ENTRY,
     SELECT_MISS,
     SELECT_STRUCTURE,
-    digests,
     entry_of,
     miss_of,
     put_entry,
     put_miss,
     put_structure,
     put_timing,
+    refuse_mismatch,
     structure_of,
     summary_of,
     timings,
-    what_is_wrong,
     whole,
 )
 from .verify import verify
@@ -218,7 +216,7 @@ class Store:
             InvalidEntryError: ``files`` are not those that the entry names, or do not match their names.
             StoreUnavailableError: the disk is full, the folder is read-only, and the like; nothing was stored.
         """
-        _refuse_mismatch(structure, entry, files)
+        refuse_mismatch(structure, entry, files)
         if self.read_only:
             raise StoreUnavailableError(self.path, "this process may only read it", "Name a folder of your own")
         self._tidy()
@@ -339,19 +337,3 @@ class Store:
                 return
             mark.touch(mode=0o600)
             remove_unnamed(self._folder, self._index)
-
-
-def _refuse_mismatch(structure: Structure, entry: Entry, files: Mapping[str, bytes]) -> None:
-    wrong = what_is_wrong(entry)
-    if wrong:
-        raise InvalidEntryError(f"entry {entry.id[:80]!r}: {wrong}")
-    if entry.structure != structure.id:
-        raise InvalidEntryError(f"entry {entry.id} is of structure {entry.structure!r}, and {structure.id!r} was given")
-    named = digests(entry)
-    if named != set(files):
-        missing, unnamed = sorted(named - set(files)), sorted(set(files) - named)
-        raise InvalidEntryError(f"entry {entry.id}: files not given: {missing}, files not named: {unnamed}")
-    for digest, data in files.items():
-        found = hashlib.sha256(data).hexdigest()
-        if found != digest:
-            raise InvalidEntryError(f"entry {entry.id}: the bytes given for file {digest} have the SHA-256 {found}")

@@ -28,31 +28,43 @@ def made_fake(
     return FakeTensor(mode, tensor, device)
 
 
-class Fakes:
-    """Makes fake tensors of real ones: what shares memory does so again."""
+def fake_of(mode: FakeTensorMode, tensor: torch.Tensor, plain: bool = False) -> torch.Tensor:
+    """A fake tensor for a real one, without history and ``.grad``; but some of the engine's functions ask what requires
+    grad.
 
-    def __init__(self, mode: FakeTensorMode) -> None:
-        self.mode = mode
-        self._storages: dict[int, torch.UntypedStorage] = {}
+    It lies at the beginning of memory of its own, just as large as its elements need. What is traced with it must hold
+    for any tensor of that kind, wherever that lies, and whatever else lies there
+    (:data:`compiled_autograd.aten.ABSOLUTE`).
 
-    def of(self, tensor: torch.Tensor) -> torch.Tensor:
-        """A fake tensor without history and ``.grad``; but some of the engine's functions ask what requires grad."""
-        if tensor._is_zerotensor() or tensor.is_quantized:  # more is to be known of it than its metadata
-            return self.mode.from_tensor(tensor.detach().requires_grad_(tensor.requires_grad), static_shapes=True)
-        storage = tensor.untyped_storage()
-        own = self._storages.get(storage._cdata)
-        if own is None:
-            own = self._storages[storage._cdata] = torch.UntypedStorage(storage.nbytes(), device="meta")
-        with torch._C._DisableTorchDispatch():
-            fake = made_fake(
-                self.mode,
-                own,
-                tensor.shape,
-                tensor.stride(),
-                tensor.storage_offset(),
-                tensor.dtype,
-                tensor.device,
-                tensor.is_conj(),
-                tensor.is_neg(),
-            )
-            return fake.requires_grad_() if tensor.requires_grad else fake
+    Args:
+        plain: without conjugate and negative bit.
+    """
+    if tensor._is_zerotensor() or tensor.is_quantized:  # more is to be known of it than its metadata
+        return mode.from_tensor(tensor.detach().requires_grad_(tensor.requires_grad), static_shapes=True)
+    conj, neg = tensor.is_conj() and not plain, tensor.is_neg() and not plain
+    with torch._C._DisableTorchDispatch():
+        storage = torch.UntypedStorage(extent(tensor) * tensor.itemsize, device="meta")
+        fake = made_fake(
+            mode, storage, tensor.shape, tensor.stride(), 0, tensor.dtype, tensor.device, conj=conj, neg=neg
+        )
+        return fake.requires_grad_() if tensor.requires_grad else fake
+
+
+def extent(tensor: torch.Tensor) -> int:
+    """How many elements lie between the first and the last of a tensor, in the order of memory, both counted."""
+    if not tensor.numel():
+        return 0
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def has_bit(value: object) -> bool:
+    """Whether a value is a tensor that :func:`made_plain` makes another one of."""
+    return isinstance(value, torch.Tensor) and (value.is_conj() or value.is_neg()) and not value._is_zerotensor()
+
+
+def made_plain(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy, with the same strides, of a tensor that has a conjugate or negative bit: without."""
+    if not tensor.numel():
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+    whole = tensor.as_strided((extent(tensor),), (1,)).resolve_conj().resolve_neg()
+    return whole.as_strided(tensor.shape, tensor.stride())

@@ -131,7 +131,8 @@ def copy_slices_epilogue(
             gradients[index] = value
         elif result is not None:
             value = value.to(result.dtype).expand(view_sizes)
-            gradients[0] = result.as_strided_scatter(value, view_sizes, view_strides, view_offset - base_offset)
+            offset = result.storage_offset() + view_offset - base_offset  # it need not be the first in its memory
+            gradients[0] = result.as_strided_scatter(value, view_sizes, view_strides, offset)
     return gradients
 
 

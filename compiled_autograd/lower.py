@@ -20,7 +20,7 @@ from .accumulate import obeys_layout, own_copy
 from .aten import breaches
 from .cpp_warnings import Noting
 from .errors import IllegalGraphError, UntraceableError
-from .fakes import Fakes
+from .fakes import fake_of, has_bit
 from .functional import made_functional, mutates
 from .ir import is_plain
 from .nans import Flags, Place
@@ -45,6 +45,7 @@ class Lowered:
         graph_module: its placeholders are the region's tensors, in the order of ``tensors``; its output is a list.
         examples: fake tensors, and symbols for sizes that change, for the placeholders.
         taken: indices into ``region.inputs`` of what the graph takes (other sizes are numbers in it).
+        plain: indices into ``taken`` of tensors whose conjugate and negative bits the graph does not know of.
         values: for each of ``region.outputs`` that something but a fresh leaf needs, the index into the graph's
             output, or None where the gradient is undefined.
         leaves: for each fresh leaf's ``accumulate_grad`` call, the index into the graph's output of a gradient that
@@ -59,6 +60,7 @@ class Lowered:
     graph_module: fx.GraphModule
     examples: Sequence[Any]
     taken: list[int]
+    plain: list[int]
     values: dict[fx.Node, int | None]
     leaves: dict[fx.Node, int | None]
     passed: dict[fx.Node, int]
@@ -73,6 +75,7 @@ def lower(
     decompositions: Mapping[Any, Callable[..., Any]] | None,
     specs: Mapping[fx.Node, Spec | None] | None = None,
     givers: Mapping[fx.Node, int] = MappingProxyType({}),
+    plain: bool = False,
 ) -> Lowered:
     """Trace a region with the shapes of ``given``.
 
@@ -84,6 +87,7 @@ def lower(
         decompositions: the table to trace with.
         specs: for inputs and leaves, which of their dimensions change; they become symbols.
         givers: calls in whose results NaNs are looked for, and the nodes of the tape that they belong to.
+        plain: conjugate and negative bits are taken off tensors before the graph gets them.
 
     Raises:
         UntraceableError: naming the calls that cannot be run under fake tensors.
@@ -93,19 +97,18 @@ def lower(
     prepare_fake_tensors()
     symbols = None if all(is_static(spec) for spec in specs.values()) else _symbols()
     mode = FakeTensorMode(allow_non_fake_inputs=True) if symbols is None else symbols.mode()
-    fakes = Fakes(mode)
     taken_in: list[int] = []
     examples: list[Any] = []
     for index, (node, value) in enumerate(zip(region.inputs, given, strict=True)):
         spec = specs.get(node)
         if isinstance(value, torch.Tensor):
-            examples.append(_fake(fakes, value, spec, symbols, len(examples)))
+            examples.append(_fake(mode, value, spec, symbols, plain, len(examples)))
         elif symbols is not None and not is_static(spec):
             examples.append(symbols.size(value, spec, len(examples)))  # type: ignore[arg-type]
         else:
             continue
         taken_in.append(index)
-    leaves = {call: _fake(fakes, leaf, specs.get(_leaf(call)), symbols) for call, leaf in fresh_leaves.items()}
+    leaves = {call: _fake(mode, leaf, specs.get(_leaf(call)), symbols, plain) for call, leaf in fresh_leaves.items()}
     inside = set(region.nodes)
     value_positions: dict[fx.Node, int | None] = {}
     leaf_positions: dict[fx.Node, int | None] = {}
@@ -151,7 +154,10 @@ def lower(
     if symbols is None:  # else a tensor may be there for its sizes
         _take_what_is_used(graph_module.graph, taken_in, examples)
     graph_module.recompile()
-    return Lowered(graph_module, examples, taken_in, value_positions, leaf_positions, passed, flags.places, symbols)
+    bits = [place for place, index in enumerate(taken_in) if plain and has_bit(given[index])]
+    return Lowered(
+        graph_module, examples, taken_in, bits, value_positions, leaf_positions, passed, flags.places, symbols
+    )
 
 
 def _symbols() -> Symbols:
@@ -207,11 +213,16 @@ def _not_plain(tensor: torch.Tensor) -> TypeError:
 
 
 def _fake(
-    fakes: Fakes, tensor: torch.Tensor, spec: Spec | None, symbols: Symbols | None, position: int | None = None
+    mode: FakeTensorMode,
+    tensor: torch.Tensor,
+    spec: Spec | None,
+    symbols: Symbols | None,
+    plain: bool,
+    position: int | None = None,
 ) -> torch.Tensor:
     if symbols is not None and spec is not None and not is_static(spec):
-        return symbols.tensor(fakes.mode, tensor, spec, position)
-    return fakes.of(tensor)
+        return symbols.tensor(mode, tensor, spec, plain, position)
+    return fake_of(mode, tensor, plain)
 
 
 def _leaf(call: fx.Node) -> fx.Node:

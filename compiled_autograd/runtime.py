@@ -43,6 +43,7 @@ from .steps import (
     Slot,
     Slots,
     Specialised,
+    arguments_of,
     pass_on,
     put_results,
     run_compiled,
@@ -258,7 +259,7 @@ class Program:
             log.uncompiled += not found
             _interpret(step, slots)
             return
-        arguments = [slots[slot] for slot in compiled.arguments]
+        arguments = arguments_of(compiled, slots)
         pass_on(compiled, slots)
         if not getattr(compiled.call, "keeps_inputs", False):
             _drop(step, slots)
@@ -277,7 +278,7 @@ class Program:
         """Run a region beside its real calls; False where there was not enough memory for both."""
 
         def graph_as_it_is() -> None:
-            results = compiled.aten.graph_module()(*(slots[slot] for slot in compiled.arguments))
+            results = compiled.aten.graph_module()(*arguments_of(compiled, slots))
             put_results(compiled, results, slots)
             _drop(step, slots)
 

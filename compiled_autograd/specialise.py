@@ -32,7 +32,7 @@ from .lower import Lowered, lower
 from .partition import Region
 from .proving.guarding import is_out_of_memory
 from .shapes import Spec, is_static, spec_of, static_parts, widened
-from .steps import RegionPlan, RegionStep, Slots, Specialised, Wiring, put_results, run_compiled
+from .steps import RegionPlan, RegionStep, Slots, Specialised, Wiring, arguments_of, put_results, run_compiled
 
 Pass = Callable[[fx.GraphModule], fx.GraphModule | None]
 COMPILING = compiles_under(threading.RLock())  # neither tracing nor Inductor can be used by two threads at once
@@ -212,7 +212,7 @@ class Specialiser:
     ) -> Specialised | None:
         """Run what was just compiled. None: it failed, and the region's calls are to run one by one."""
         started = time.perf_counter()
-        arguments = [slots[slot] for slot in compiled.arguments]
+        arguments = arguments_of(compiled, slots)
         checked: Specialised | None = None
         try:
             results = (run or run_compiled)(compiled.call, list(arguments))
@@ -350,7 +350,8 @@ class Specialiser:
         given = [slots[slot] for slot in step.inputs]
         leaves = {fresh.call: slots[fresh.leaf] for fresh in step.fresh}
         leaves = {call: leaf for call, leaf in leaves.items() if ir.is_plain(leaf)}
-        lowered = lower(step.region, given, leaves, self.backend.decompositions(), specs, step.givers)
+        plain = not self.backend.bitwise
+        lowered = lower(step.region, given, leaves, self.backend.decompositions(), specs, step.givers, plain)
         for each in self.passes:
             lowered.graph_module = each(lowered.graph_module) or lowered.graph_module
         aten.verify(lowered.graph_module)
@@ -390,6 +391,7 @@ def _wiring(step: RegionStep, lowered: Lowered) -> Wiring:
         copied=(),
         passed=tuple((positions[call], index) for call, index in lowered.passed.items()),
         flags=_flags(step, lowered),
+        plain=tuple(lowered.plain),
     )
 
 

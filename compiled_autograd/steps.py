@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from . import ir
+from .fakes import made_plain
 from .nans import NaNFoundError
 from .partition import Opaque, Region, Step, cut, partition
 from .proving.proof import Proof
@@ -45,6 +46,8 @@ class Wiring(msgspec.Struct, frozen=True):
         passed: fresh leaves, and the input that goes there as it is.
         flags: where NaNs are looked for: calls of the region, and numbers of what they give. What was found is the
             last result.
+        plain: which of ``taken`` are given as copies, because the compiled function would ignore their conjugate or
+            negative bits.
     """
 
     taken: tuple[int, ...]
@@ -53,6 +56,7 @@ class Wiring(msgspec.Struct, frozen=True):
     copied: tuple[tuple[int, int], ...]
     passed: tuple[tuple[int, int], ...]
     flags: tuple[tuple[int, int], ...] = ()
+    plain: tuple[int, ...] = ()
 
 
 class RegionPlan(msgspec.Struct, frozen=True):
@@ -81,6 +85,7 @@ class Specialised:
         wiring: how it is fed.
         kind: what it was compiled for, of what earlier steps hand on.
         arguments: slots of the tensors and sizes that it takes.
+        plain: which of these are given without conjugate and negative bit.
         results: slots, and the outputs that go into them.
         copied: as ``results``, for those that are copied.
         passed: slots, and those of values that go there as they are.
@@ -95,6 +100,7 @@ class Specialised:
     wiring: Wiring
     kind: tuple[Any, ...]
     arguments: list[int]
+    plain: tuple[int, ...]
     results: list[tuple[int, int]]
     copied: list[tuple[int, int]]
     passed: list[tuple[int, int]]
@@ -166,6 +172,7 @@ class RegionStep:
             wiring,
             kind,
             [self.inputs[position] for position in wiring.taken],
+            wiring.plain,
             results,
             [(self.fresh[position].owned, index) for position, index in wiring.copied],
             [(self.fresh[position].shared, self.inputs[source]) for position, source in wiring.passed],
@@ -341,6 +348,14 @@ class Plan:
 
         mark_hooks(self.steps)
         self.watched = mark_saved(self.steps, self.slot_of)
+
+
+def arguments_of(compiled: Specialised, slots: Slots) -> list[Any]:
+    """What a compiled region takes."""
+    arguments = [slots[slot] for slot in compiled.arguments]
+    for position in compiled.plain:
+        arguments[position] = made_plain(arguments[position])
+    return arguments
 
 
 def run_compiled(call: Callable[[list[Any]], Sequence[Any]], arguments: list[Any]) -> Sequence[Any]:

@@ -40,8 +40,14 @@ class Symbols:
         """A mode whose fake tensors may have these symbols."""
         return FakeTensorMode(allow_non_fake_inputs=True, shape_env=self.env)
 
-    def tensor(self, mode: FakeTensorMode, tensor: torch.Tensor, spec: Spec, position: int | None) -> torch.Tensor:
-        """A fake tensor for argument number ``position``; None for a leaf, which is none of the arguments."""
+    def tensor(
+        self, mode: FakeTensorMode, tensor: torch.Tensor, spec: Spec, plain: bool, position: int | None
+    ) -> torch.Tensor:
+        """A fake tensor for argument number ``position``; None for a leaf, which is none of the arguments.
+
+        Args:
+            plain: without conjugate and negative bit.
+        """
         sizes = [self._size(each, size) for each, size in zip(spec, tensor.shape, strict=True)]
         strides = _strides(tensor, sizes)
         if position is not None:
@@ -49,6 +55,10 @@ class Symbols:
             self._bindings.extend((f"a[{position}].stride({dim})", stride) for dim, stride in enumerate(strides))
         with mode:
             fake = torch.empty_strided(sizes, strides, dtype=tensor.dtype, device=tensor.device)
+            if tensor.is_conj() and not plain:
+                fake = torch._conj(fake)
+            if tensor.is_neg() and not plain:
+                fake = torch._neg_view(fake)
         return fake.requires_grad_(tensor.requires_grad)
 
     def size(self, value: int, spec: Spec, position: int) -> Any:

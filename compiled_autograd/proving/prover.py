@@ -24,7 +24,7 @@ from .. import ir
 from ..accumulate import obeys_layout
 from ..errors import GradientMismatchError
 from ..nans import NaNFoundError
-from ..steps import put_results, run_compiled
+from ..steps import arguments_of, put_results, run_compiled
 from .comparison import Difference, is_telling, metadata_difference, tolerance, value_difference
 from .guarding import Draws, fingerprints, is_out_of_memory, memory_of, twins, written
 from .proof import RUNS, form_of, sizes_of
@@ -62,7 +62,7 @@ def is_due(compiled: Specialised, slots: Slots, log: RunLog) -> bool:
             return True
     elif proof.settled and log.profile is None:
         return False
-    arguments = [slots[slot] for slot in compiled.arguments]
+    arguments = arguments_of(compiled, slots)
     sizes = None if compiled.guard is None else sizes_of(arguments)
     form = form_of(compiled.call, arguments)
     runs = getattr(compiled.call, "proving_runs", RUNS)
@@ -108,13 +108,14 @@ class _Run:
         self.slots = slots
         self.log = log
         self.inputs = list(slots)  # held, since both ways need them
-        self.arguments = [slots[slot] for slot in compiled.arguments]
+        self.given = [slots[slot] for slot in compiled.arguments]
+        self.arguments = arguments_of(compiled, slots)
         self.form = form_of(compiled.call, self.arguments)
 
     def beside(self, real_calls: Callable[[], None]) -> bool:
         """Both ways, and what follows from the comparison. False: nothing has run, for want of memory."""
         draws = Draws(self.arguments)
-        before = fingerprints(self.arguments)
+        before = fingerprints(self.given)
         try:
             real_calls()
         except Exception as error:
@@ -139,7 +140,7 @@ class _Run:
         draws.rewind()
         if found is None:
             return True  # the first run failed, and that was recorded
-        changed = written(before, self.arguments)
+        changed = written(before, self.given)
         if changed:
             self._inputs_changed(changed)
             return True
@@ -317,9 +318,12 @@ class _Run:
         Raises:
             GradientMismatchError: it was the compiled code.
         """
-        copies = twins(self.arguments)
+        copies = twins(self.given)
         before = fingerprints(copies)
-        self._run_form(self.compiled.call, list(copies))
+        own = list(self.inputs)
+        for slot, copy in zip(self.compiled.arguments, copies, strict=True):
+            own[slot] = copy
+        self._run_form(self.compiled.call, arguments_of(self.compiled, own))
         ours = [index for index in changed if index in written(before, copies)]
         if not ours:
             return  # another thread or process trains on the same memory: this run shows nothing

@@ -1,0 +1,242 @@
+"""What compiled code is given: parts of larger tensors, and tensors with a conjugate or a negative bit."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import compiled_autograd as ca
+from compiled_autograd import ir
+from compiled_autograd.fakes import extent, fake_of, made_plain
+
+from .helpers import assert_same, expect
+
+BACKENDS = ["eager", "inductor"]
+Run = Callable[[], Any]
+
+
+# ---- parts of larger tensors -----------------------------------------------------------------------------------------
+
+_LARGE = torch.arange(4 * 36, dtype=torch.float32)
+
+
+def _written_into_a_view(which: int, size: int = 6, hand_on: bool = False) -> Any:
+    """The backward of a write into a view looks at places in a copy of the gradient, which a backend may leave out."""
+    torch.manual_seed(0)
+    x, row = torch.randn(size, size, requires_grad=True), torch.randn(size, requires_grad=True)
+    written = x.clone()
+    written[0] = row
+    part = _LARGE[which * size * size :][: size * size].view(size, size)
+    if hand_on:
+        return torch.autograd.grad(_Gives.apply(written, part).sum(), [x, row])
+    return torch.autograd.grad(written, [x, row], part)
+
+
+class _Gives(torch.autograd.Function):
+    """Its gradient is a part of something that a user keeps."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, part: torch.Tensor) -> torch.Tensor:
+        ctx.part = part
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        return ctx.part, None
+
+
+@pytest.mark.parametrize("hand_on", [False, True], ids=["given", "handed on"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_compiled_code_holds_for_any_part_of_a_larger_tensor(backend: str, hand_on: bool) -> None:
+    session = ca.enable(backend=backend)
+    for which in (2, 2, 1, 0, 3):
+        wanted = _written_into_a_view(which, hand_on=hand_on)
+        with session:
+            found = _written_into_a_view(which, hand_on=hand_on)
+        assert_same(found, wanted, bitwise=backend == "eager")
+    expect(session.stats(), structure_misses=1, hits=4)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_it_does_with_sizes_that_change(backend: str) -> None:
+    session = ca.enable(backend=backend)
+    for which, size in ((2, 6), (1, 5), (3, 4), (0, 3), (1, 6)):
+        wanted = _written_into_a_view(which, size)
+        with session:
+            found = _written_into_a_view(which, size)
+        assert_same(found, wanted, bitwise=backend == "eager")
+    assert session.stats().hits >= 2 and not session.stats().failures and not session.stats().bypasses
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_it_does_when_it_comes_from_the_store(backend: str, tmp_path: Path) -> None:
+    with ca.enable(backend=backend, cache_dir=tmp_path):
+        _written_into_a_view(2)
+    ca.reset()
+    with ca.enable(backend=backend, cache_dir=tmp_path) as session:
+        for which in (1, 3):
+            found = _written_into_a_view(which)
+            with ca.disable():
+                wanted = _written_into_a_view(which)
+            assert_same(found, wanted, bitwise=backend == "eager")
+    assert session.stats().compiles == 0 and session.stats().loads == 1
+    assert session.stats().hits == 2
+
+
+def test_a_write_into_a_view_of_which_the_gradient_lies_anywhere() -> None:
+    """The second half of a write into a view, where another step has handed on what the first half made."""
+    result = torch.arange(20.0)[6:12].view(2, 3)
+    sizes = ([True], result, [torch.full((3,), -1.0)], [3], [1], 10, 7)
+    (found,) = ir.copy_slices_epilogue(*sizes)
+    assert found is not None and found.tolist() == [[6, 7, 8], [-1, -1, -1]]
+
+
+def test_a_fake_tensor_has_memory_of_its_own() -> None:
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    mode = FakeTensorMode()
+    for tensor in (torch.ones(5, 6)[2:, ::2], torch.ones(4).expand(3, 4), torch.ones(0, 3), torch.tensor(1.0)):
+        fake = fake_of(mode, tensor)
+        assert (fake.shape, fake.stride(), fake.storage_offset()) == (tensor.shape, tensor.stride(), 0)
+        assert fake.untyped_storage().nbytes() == 4 * extent(tensor)
+
+
+# ---- conjugate and negative bits -------------------------------------------------------------------------------------
+
+
+def _complex(size: int, *more: int) -> torch.Tensor:
+    torch.manual_seed(size)
+    return torch.randn(size, *more, dtype=torch.complex64)
+
+
+def _negative_saved(size: int) -> Any:
+    x = torch.randn(size, requires_grad=True)
+    factor = _complex(size).conj().imag
+    assert factor.is_neg()
+    return torch.autograd.grad((factor * x).sin().sum(), x)
+
+
+def _negative_factor(size: int) -> Any:
+    x = torch.randn(size, size, requires_grad=True)
+    return torch.autograd.grad((_complex(size, size).conj().imag @ x).sin().sum(), x)
+
+
+def _conjugate_factor(size: int) -> Any:
+    x = torch.randn(size, size, dtype=torch.complex64, requires_grad=True)
+    return torch.autograd.grad((_complex(size, size).conj() @ x).abs().sum(), x)
+
+
+def _negative_gradient(size: int) -> Any:
+    x = torch.randn(size, requires_grad=True)
+    return torch.autograd.grad(x.sin(), x, _complex(size).conj().imag)
+
+
+class _Conjugate(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        return grad.conj()
+
+
+class _Negative(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        return torch.complex(torch.zeros_like(grad), -grad).conj().imag
+
+
+def _negative_handed_on(size: int) -> Any:
+    x = torch.randn(size, requires_grad=True)
+    y = x * 1.5
+    return torch.autograd.grad((_Negative.apply(y * 2) + y * 3).sin().sum(), x)
+
+
+def _conjugate_handed_on(size: int) -> Any:
+    x = torch.randn(size, dtype=torch.complex64, requires_grad=True)
+    y = x * 1
+    return torch.autograd.grad(((_Conjugate.apply(y) * (1 + 2j)) + y * 3j).abs().sum(), x)
+
+
+_WITH_BITS = [
+    _negative_saved,
+    _negative_factor,
+    _conjugate_factor,
+    _negative_gradient,
+    _negative_handed_on,
+    _conjugate_handed_on,
+]
+
+
+@pytest.mark.filterwarnings("ignore:Torchinductor does not support code generation for complex")
+@pytest.mark.parametrize("dynamic", [False, None])
+@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("run", _WITH_BITS)
+def test_bits_are_heeded(run: Callable[[int], Any], backend: str, dynamic: bool | None) -> None:
+    session = ca.enable(backend=backend, dynamic=dynamic)
+    for size in (5, 6, 6, 7, 7):
+        torch.manual_seed(size)
+        wanted = run(size)
+        torch.manual_seed(size)
+        with session:
+            found = run(size)
+        assert_same(map(_plain, found), map(_plain, wanted), bitwise=backend == "eager")
+    assert session.stats().hits >= 2 and not session.stats().failures and not session.stats().bypasses
+
+
+def _plain(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.resolve_conj().resolve_neg()
+
+
+@pytest.mark.parametrize("dynamic", [False, True])
+def test_the_eager_backend_keeps_the_bits(dynamic: bool) -> None:
+    def run() -> tuple[bool, bool]:
+        seen = []
+        x = torch.randn(5, dtype=torch.complex64, requires_grad=True)
+        y = x * 1
+        y.register_hook(lambda grad: seen.append((grad.is_conj(), grad.is_neg())))
+        z = y.conj()
+        torch.autograd.grad((z * torch.tensor(2j).conj()).abs().sum(), x)
+        return seen[0]
+
+    wanted = run()
+    with ca.enable(backend="eager", dynamic=dynamic) as session:
+        assert run() == wanted and run() == wanted
+    expect(session.stats(), structure_misses=1, hits=1)
+
+
+def test_a_copy_without_bits_has_the_same_strides() -> None:
+    values = _complex(4, 6)
+    tensors = [
+        *(values.conj(), values.conj().imag, values.conj()[1:, ::2].t(), values.conj().imag[2]),
+        *(
+            values.conj()[:, :1].expand(4, 6),
+            values.conj().imag[1].expand(3, 6),
+            values.conj()[:0],
+            values[0, 0].conj(),
+        ),
+    ]
+    for tensor in tensors:
+        assert tensor.is_conj() or tensor.is_neg()
+        copy = made_plain(tensor)
+        assert not copy.is_conj() and not copy.is_neg() and copy.storage_offset() == 0
+        assert copy.stride() == tensor.stride() and torch.equal(copy, tensor)
+
+
+def test_a_copy_is_made_only_where_the_backend_ignores_bits() -> None:
+    for backend in ("eager", lambda graph_module, examples: graph_module.forward):
+        with ca.enable(backend=backend) as session:
+            _negative_saved(5)
+        assert session.last is not None and session.last.graph is not None
+        (region,) = session.last.graph.regions
+        (compiled,) = region.specialised()
+        assert len(compiled.plain) == (backend != "eager")

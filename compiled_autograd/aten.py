@@ -18,6 +18,7 @@ from typing import Any
 
 import torch
 from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
 
 from .errors import IllegalGraphError
 
@@ -56,6 +57,7 @@ _VIEWS_OF_ALL = frozenset(
 )
 
 UNWRITTEN = "it reads memory that was allocated and not wholly written; C++ may have written it, unseen by the trace"
+CONSTANT = "it brings a tensor of its own, which may be one of the step that is traced"
 ABSOLUTE = "it looks at a place in the memory of what it is given, counted from where that memory begins"
 
 
@@ -177,8 +179,7 @@ def verify(graph_module: fx.GraphModule) -> None:
     - operators of torch.ops that write into none of their arguments; nothing is left that does, as no later step of
       the run expects it;
     - functions on sizes, as in :data:`ON_SIZES`, and items of what several results came in;
-    - attributes: constants of one element, and graphs that operators of higher order take. A larger constant would
-      most likely be a tensor of the step that was traced.
+    - attributes: tensors with values, and graphs that operators of higher order take.
 
     Raises:
         IllegalGraphError: naming the node and the rule.
@@ -191,9 +192,12 @@ def verify(graph_module: fx.GraphModule) -> None:
         raise IllegalGraphError(str(breach))
 
 
-def is_constant(value: Any) -> bool:
-    """Whether an attribute may be part of a lowered graph."""
-    return isinstance(value, fx.GraphModule) or (isinstance(value, torch.Tensor) and value.numel() == 1)
+def constants(graph_module: fx.GraphModule) -> list[fx.Node]:
+    """Attributes that are tensors of more than one element. A number that PyTorch's own functions make a tensor of is
+    the same at each step, as all numbers in a graph are; a larger tensor that they bring comes from somewhere else."""
+    nodes = graph_module.graph.find_nodes(op="get_attr")
+    values = [(node, _attribute(graph_module, str(node.target))) for node in nodes]
+    return [node for node, value in values if isinstance(value, torch.Tensor) and value.numel() != 1]
 
 
 def _why_not(node: fx.Node, graph_module: fx.GraphModule) -> str:
@@ -202,7 +206,11 @@ def _why_not(node: fx.Node, graph_module: fx.GraphModule) -> str:
     if node.op == "placeholder":
         return ""
     if node.op == "get_attr":
-        return "" if is_constant(_attribute(graph_module, target)) else "a constant has one element"
+        value = _attribute(graph_module, target)
+        has_values = isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor)
+        return (
+            "" if has_values or isinstance(value, fx.GraphModule) else "an attribute is a tensor with values or a graph"
+        )
     if node.op == "output":
         values = node.args[0]
         is_list = isinstance(values, (list, tuple)) and all(isinstance(each, fx.Node) for each in values)

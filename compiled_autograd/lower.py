@@ -17,7 +17,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from .accumulate import obeys_layout, own_copy
-from .aten import breaches
+from .aot import AOTBackward
+from .aten import CONSTANT, breaches, constants
 from .cpp_warnings import Noting
 from .errors import IllegalGraphError, UntraceableError
 from .fakes import fake_of, has_bit
@@ -147,7 +148,7 @@ def lower(
         if symbols is not None:
             _made_binary(graph_module.graph)
         graph_module.graph.eliminate_dead_code()
-        _leave_opaque_what_memory_forbids(graph_module.graph, origins)
+        _leave_opaque_what_is_forbidden(graph_module, origins)
         if any(mutates(node) for node in graph_module.graph.nodes) and not made_functional(graph_module.graph):
             graph_module = trace(torch.func.functionalize(graph_module, remove="mutations"), None, examples, names)
     graph_module.graph.eliminate_dead_code()
@@ -166,20 +167,28 @@ def _symbols() -> Symbols:
     return Symbols()
 
 
-def _leave_opaque_what_memory_forbids(graph: fx.Graph, origins: Mapping[fx.Node, fx.Node]) -> None:
-    """Raise for calls that do with memory what a lowered graph may not.
+def _leave_opaque_what_is_forbidden(graph_module: fx.GraphModule, origins: Mapping[fx.Node, fx.Node]) -> None:
+    """Raise for calls that do with memory what a lowered graph may not, or bring constants.
+
+    Those of a forward that was compiled are left in: they are the graph's that AOTAutograd made of it.
 
     Args:
         origins: of the graph's nodes, the calls of the region that they came from.
     """
-    found = list(breaches(graph))
+    found = [(each.rule, origins.get(each.memory) or origins.get(each.node)) for each in breaches(graph_module.graph)]
+    found += [
+        (CONSTANT, origins.get(node))
+        for node in constants(graph_module)
+        if node not in origins or not isinstance(origins[node].target, AOTBackward)
+    ]
     if not found:
         return
-    same = [breach for breach in found if breach.rule == found[0].rule]
-    calls = [origins.get(breach.memory, origins.get(breach.node)) for breach in same]
-    if None in calls:
-        raise IllegalGraphError(str(found[0]))
-    raise UntraceableError(list(dict.fromkeys(calls)), ValueError(found[0].rule), always=False)
+    rule = found[0][0]
+    calls = dict.fromkeys(call for each, call in found if each == rule)
+    named = [call for call in calls if call is not None]
+    if len(named) < len(calls):
+        raise IllegalGraphError(f"a node that belongs to no call: {rule}")
+    raise UntraceableError(named, ValueError(rule), always=False)
 
 
 def _made_binary(graph: fx.Graph) -> None:

@@ -13,7 +13,7 @@ from torch import fx
 
 import compiled_autograd as ca
 from compiled_autograd import ir
-from compiled_autograd.aten import ABSOLUTE, UNWRITTEN, breaches, verify
+from compiled_autograd.aten import ABSOLUTE, CONSTANT, UNWRITTEN, breaches, verify
 from compiled_autograd.errors import IllegalGraphError
 from compiled_autograd.tracing import trace
 
@@ -65,7 +65,7 @@ ILLEGAL: dict[str, tuple[Callable[[fx.Graph, fx.Node], Any], dict[str, Any], str
     "a method": (lambda g, x: [g.call_method("sin", (x,))], {}, "no 'call_method' nodes"),
     "a module": (lambda g, x: [g.call_module("m", (x,))], {"m": torch.nn.Tanh()}, "no 'call_module' nodes"),
     "an item by name": (_call(operator.getitem, "a"), {}, "an item is taken by its number"),
-    "a tensor of some step": (lambda g, x: [g.get_attr("c")], {"c": torch.ones(3)}, "c.*a constant has one element"),
+    "a number for a constant": (lambda g, x: [g.get_attr("c")], {"c": 3}, "c: an attribute is a tensor with values"),
     "an output that is no list": (lambda g, x: x, {}, "the output is a list of nodes"),
     "a number for an output": (lambda g, x: [x, 1], {}, "the output is a list of nodes"),
 }
@@ -184,6 +184,25 @@ def test_a_call_that_fills_memory_unseen_stays_opaque(backend: str, monkeypatch:
     reasons = session.last.graph.variants[-1].program.untraceable
     assert [node.target.__name__ for node in reasons] == ["TanhBackward0"] * 2  # type: ignore[union-attr]
     assert all(UNWRITTEN in reason for reason in reasons.values())
+
+
+def test_a_call_that_brings_a_tensor_of_its_own_stays_opaque(monkeypatch: pytest.MonkeyPatch) -> None:
+    kept = torch.randn(3, 3)
+    _plant(monkeypatch, "TanhBackward", lambda results: [results[0] * kept])
+    x = torch.randn(3, 3, requires_grad=True)
+
+    def run() -> Any:
+        return torch.autograd.grad(x.exp().tanh().sin().sum(), x)
+
+    with ca.enable(backend="eager") as session:
+        for _ in range(3):
+            kept.copy_(torch.randn(3, 3))
+            found = run()
+            y = x.detach().exp()
+            assert torch.allclose(found[0], y * kept * (1 - y.tanh() ** 2) * y.tanh().cos())
+    assert session.last is not None and session.last.graph is not None
+    (reason,) = session.last.graph.variants[-1].program.untraceable.values()
+    assert CONSTANT in reason and session.stats().failures == 0
 
 
 def test_it_stays_opaque_too_where_its_nodes_are_copied(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -122,6 +122,8 @@ def _write_all(step: AccumulateStep, slots: list[Any]) -> None:
     grads: list[torch.Tensor | None] = []
     dropped = step.dropped
     for leaf, own, shared in zip(step.leaves, step.owned, step.shared, strict=True):
+        if step.after_users_code and not slots[leaf].requires_grad:  # a hook has frozen it
+            continue
         grad = slots[own]
         if grad is not None:
             if own in dropped:
@@ -159,7 +161,7 @@ def _write_one_by_one(step: AccumulateStep, slots: list[Any], claim: Claim) -> N
     for leaf, own, shared in zip(step.leaves, step.owned, step.shared, strict=True):
         CLAIMS.change(claim, (leaf,))
         grad = slots[shared] if slots[own] is None else slots[own]
-        if grad is None:
+        if grad is None or not slots[leaf].requires_grad:
             continue
         if own not in step.dropped:
             slots[own] = grad
@@ -173,7 +175,8 @@ def accumulate_into(leaf: torch.Tensor, grad: torch.Tensor | None) -> None:
     """Give one leaf its gradient, which somebody else may hold."""
     claim = CLAIMS.take([leaf], (0,))
     try:
-        accumulate([leaf], [grad], [False])
+        if leaf.requires_grad:  # else a hook has frozen it
+            accumulate([leaf], [grad], [False])
     finally:
         CLAIMS.release(claim)
 
@@ -221,7 +224,8 @@ def _assign(leaf: torch.Tensor, grad: torch.Tensor) -> None:
 def leaf_node(leaf: torch.Tensor) -> Any:
     """The engine's node for a leaf."""
     with torch.enable_grad():
-        like = leaf.view_as(leaf) if _plain(leaf) else leaf.clone()
+        plain = type(leaf) in (torch.Tensor, torch.nn.Parameter) and leaf.layout is torch.strided
+        like = leaf.view_as(leaf) if plain else leaf.clone()
         return like.grad_fn.next_functions[0][0]  # type: ignore[union-attr]
 
 

@@ -33,11 +33,13 @@ def watched(calls: Iterable[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
 
 
 def mark_saved(steps: Sequence[Executor], slot_of: Mapping[fx.Node, int]) -> list[int]:
-    """Tell each step which saved tensors it has to look at; gives the slots of all of them."""
+    """Tell each step what users' code may have done to it: which saved tensors it has to look at, and whether leaves
+    may have been frozen. Gives the slots of all these tensors."""
     found: dict[int, None] = {}
     users_code = False
     for step in steps:
         if isinstance(step, AccumulateStep):
+            step.after_users_code = users_code
             continue
         if isinstance(step, OpaqueStep):
             users_code = users_code or step.node.target in ir.USERS_CODE

@@ -210,7 +210,7 @@ class AccumulateStep:
     copy.
 
     ``dropped`` are the slots of ``drops``, to be asked quickly; ``hooked`` is the leaf whose post-accumulate hooks are
-    the steps that follow, if any are.
+    the steps that follow, if any are. ``after_users_code`` says that a leaf may not require grad any more.
     """
 
     leaves: list[int]
@@ -220,6 +220,7 @@ class AccumulateStep:
     drops: list[int] = field(default_factory=list)
     dropped: frozenset[int] = frozenset()
     hooked: int | None = None
+    after_users_code: bool = False
 
     def of(self, calls: Container[int]) -> AccumulateStep:
         """The same for some of the leaves; nothing is dropped."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -83,6 +84,33 @@ def test_a_view_is_kept_without_a_copy_of_its_memory() -> None:
     assert leaf.grad.data_ptr() == memory and slots == [leaf, None, None]
     # Its own, and that of the storage object that is made to ask: the view's base is gone.
     assert torch._C._storage_Use_Count(leaf.grad.untyped_storage()._cdata) == 2
+
+
+@pytest.mark.parametrize("step", ["compiled", "one by one"])
+def test_a_leaf_that_a_hook_freezes_keeps_nothing(step: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its post-accumulate hooks run all the same, as under eager."""
+
+    def run() -> tuple[bool, bool, int]:
+        calls: list[torch.Tensor] = []
+        p, q = torch.ones(3, requires_grad=True), torch.ones(3, requires_grad=True)
+        p.register_post_accumulate_grad_hook(calls.append)
+        y = p * q * 2
+
+        def freeze(grad: torch.Tensor) -> None:
+            p.requires_grad_(False)
+
+        y.register_hook(freeze)
+        y.sum().backward()
+        return p.grad is None, q.grad is None, len(calls)
+
+    assert run() == (True, False, 1)
+    if step == "one by one":
+        monkeypatch.setattr("compiled_autograd.graphs.Program", None)
+    with ca.enable(backend="eager") as session, warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the plan that cannot be made
+        assert [run(), run()] == [(True, False, 1)] * 2
+    failures = 2 * (step == "one by one")
+    assert session.stats().failures == failures and session.stats().hits == (0 if failures else 1)
 
 
 # ---- who else refers to it -------------------------------------------------------------------------------------------

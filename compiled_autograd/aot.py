@@ -30,7 +30,12 @@ class AOTBackward:
         return call_backward(ctx, *args)
 
     def trace(
-        self, ctx: Any, saved: Sequence[Grad], expected: Sequence[bool], defined: Sequence[bool], *grads: Grad
+        self,
+        ctx: Any,
+        saved: Sequence[Grad],
+        expected: Sequence[bool],
+        defined: Sequence[bool | torch.layout],
+        *grads: Grad,
     ) -> list[Grad]:
         """Run its graph, operator by operator. Of ``ctx`` nothing is used but what all calls have in common."""
         tangents = materialised(type(ctx), ctx, defined, grads)

@@ -206,6 +206,8 @@ class Capture:
         defined = [grad is not None and zeros for grad in grads]
         arguments = (self._placeholder("object", ctx_index), list(saved), expected, defined, *grads)
         node = self._call(ir.call_backward, arguments)
+        wanted = zip(defined, node.args[4:], strict=True)
+        node.update_arg(3, [zeros_wanted and _of_layout(grad) for zeros_wanted, grad in wanted])
         sources = [value for value in node.args[1] if isinstance(value, fx.Node)]  # type: ignore[union-attr]
         packed = [source for source in sources if source.target is ir.unpack_hook]
         for value in packed:
@@ -432,6 +434,23 @@ class Capture:
             return [self._lift(each) for each in value]
         symbol = symbols.symbol_of(value)
         return value if symbol is None else self._symbol(symbol)
+
+
+def _of_layout(grad: Any) -> Any:
+    """The layout that the engine expects of a gradient, by its number, where it is not strided; else True."""
+    while grad.target in (ir.sum_gradients, ir.tensor_hook, ir.operator.getitem):
+        if grad.target is not ir.operator.getitem:
+            grad = grad.args[grad.target is ir.tensor_hook]
+            continue
+        call, index = grad.args
+        if ir.is_validation(call):
+            return _LAYOUTS.get(call.args[1][index][0][4], True)
+        grad = call.args[1][index] if call.target is ir.pre_hook else call
+    return True
+
+
+_LAYOUTS = {1: torch.sparse_coo, 2: torch.sparse_csr, 4: torch.sparse_csc, 5: torch.sparse_bsr, 6: torch.sparse_bsc}
+"""``c10/core/Layout.h``."""
 
 
 def _described(tensor: torch.Tensor) -> str:

@@ -110,7 +110,7 @@ _UNPACKED = (Packed, Watched)
 
 
 def call_backward(
-    ctx: Any, saved: Sequence[Saved], expected: Sequence[bool], defined: Sequence[bool], *grads: Grad
+    ctx: Any, saved: Sequence[Saved], expected: Sequence[bool], defined: Sequence[bool | torch.layout], *grads: Grad
 ) -> list[Grad]:
     """Run a function's ``backward`` or ``vjp``.
 
@@ -119,7 +119,7 @@ def call_backward(
         saved: its saved tensors; such as users' code may have changed in place are looked at when they are asked for.
         expected: for each argument of ``forward``, whether it was a tensor.
         defined: for each output of ``forward``, whether the function sees zeros if the gradient that the tape leads to
-            it is undefined in this backward.
+            it is undefined in this backward; their layout in place of True, where they are not strided.
         grads: for each output of ``forward``, its gradient, or None.
 
     Returns:
@@ -161,13 +161,14 @@ def _end(ctx: Any, call: _Call) -> None:
             del ctx.__dict__[_CALLS]
 
 
-def materialised(own_class: Any, ctx: Any, defined: Sequence[bool], grads: Sequence[Grad]) -> list[Grad]:
+def materialised(own_class: Any, ctx: Any, defined: Sequence[bool | torch.layout], grads: Sequence[Grad]) -> list[Grad]:
     """Zeros for gradients that turned out undefined; those that the capture saw as undefined it has dealt with."""
     result = list(grads)
     for index, (grad, known) in enumerate(zip(grads, defined, strict=True)):
         if grad is None and known:
             metadata = own_class._input_metadata.__get__(ctx)[index]
-            result[index] = torch.zeros(metadata.shape, dtype=metadata.dtype, device=metadata.device)
+            layout = torch.strided if known is True else known
+            result[index] = torch.zeros(metadata.shape, dtype=metadata.dtype, device=metadata.device, layout=layout)
     return result
 
 

@@ -79,6 +79,43 @@ def test_a_function_sees_zeros_for_undefined_gradients_only_where_it_wants_them(
     assert len(undefined) == (wants_zeros is False)
 
 
+@pytest.mark.parametrize("between", ["nothing", "a hook", "a sum"])
+@pytest.mark.parametrize("layout", ["coo", "csr", "strided"])
+def test_zeros_have_the_layout_of_the_output(layout: str, between: str) -> None:
+    """Also where nobody knows before the run that they are needed."""
+    seen: list[Any] = []
+
+    class Sparse(Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return {"coo": x.to_sparse, "csr": x.to_sparse_csr, "strided": x.clone}[layout]()
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            seen.append((grad.layout, grad.dtype, grad.shape))
+            return grad if layout == "strided" else grad.to_dense()
+
+    class Dense(Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return torch.ones(2, 3)
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> None:
+            return None
+
+    def make() -> Any:
+        x = torch.randn(2, 3, requires_grad=True)
+        y = Sparse.apply(x)
+        if between == "a hook":
+            y.register_hook(lambda grad: None)
+        return Dense.apply(y).sum() + (Dense.apply(y).sum() if between == "a sum" else 0) + x.sum(), [x]
+
+    expect(both(make), structure_misses=1, hits=1, captures=1)
+    assert len(seen) == 3 and seen[0] == seen[1] == seen[2]
+    assert (seen[0][0] is torch.strided) is (layout == "strided")
+
+
 def test_functions_that_want_zeros_and_those_that_do_not_are_different_structures() -> None:
     """One class may choose at each call."""
     seen: list[bool] = []

@@ -15,8 +15,8 @@ MODES = {
     "inputs": 2,
     "twice": 3,
     "two_losses": 3,
-    "freed": 2,
-    "penalty": 2,
+    "freed": 3,
+    "penalty": 3,
 }
 """How often each is drawn."""
 See = Callable[[str, Any], None]

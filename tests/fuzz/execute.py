@@ -128,7 +128,7 @@ class Scope:
         layout, draw = self._layout(slot)
         name = f"{self._name}.{slot}{self.operator.salt}"
         value = self._values(name, shape, scale)
-        trained = draw.random() < 0.6
+        trained = random.Random(f"trained {self.operator.salt}").random() < 0.65  # all of an operator's, or none
         return self.state.leaf(name, lay_out(value, layout), trained, draw.choice((0, 0, 0, 0, 1, 2, 4)))
 
     def constant(self, slot: str, shape: tuple[int, ...]) -> torch.Tensor:
@@ -254,7 +254,10 @@ def _gradients(program: Program, outputs: list[torch.Tensor], step: int) -> list
     made = []
     for index, output in enumerate(outputs):
         value = plain(output.shape, output.dtype, program.seed, step, "gradient", index)
-        made.append(lay_out(value, layout))
+        if layout == "row":
+            made.append(torch.stack([value] * 4)[step % 4])
+        else:
+            made.append(lay_out(value, layout))
     return made
 
 

@@ -118,9 +118,11 @@ def laid_out(env: Env, x: torch.Tensor, y: torch.Tensor) -> Any:
 
 @operator(3, complex_too=True)
 def python_function(env: Env, x: torch.Tensor, y: torch.Tensor) -> Any:
-    kind = env.random().randrange(8)
+    kind = env.random().randrange(10)
+    if kind >= 8:
+        return TwoOutputs.apply(x, 0.7)[kind - 8]
     if kind == 0:
-        return TwoOutputs.apply(x, 0.7)[0]
+        return torch.cat([each.sum(0, keepdim=True) for each in TwoOutputs.apply(x, 0.5)])
     if kind == 1:
         return sum(TwoOutputs.apply(x, 0.3 + env.step))
     if kind == 2:

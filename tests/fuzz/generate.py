@@ -44,7 +44,7 @@ def generate(seed: int, backend: str = "eager") -> Program:
         outputs=tuple(dict.fromkeys(outputs)),
         sizes=_wide(draw, steps) if wide else _sizes(draw, steps, slow),
         mode=_weighted(draw, MODES),
-        gradient=draw.choice((*LAYOUTS, "sliced", "offset", "alternating", "alternating")),
+        gradient=draw.choice((*LAYOUTS, "sliced", "row", "row", "alternating", "alternating")),
         grads=_weighted(draw, {"none": 5, "keep": 3, "zero": 1, "given": 1}),
         hold=draw.random() < 0.6,
         cousin=draw.randrange(len(operators)) if draw.random() < 0.1 else -1,
@@ -76,7 +76,7 @@ def _broadcast(draw: random.Random, shape: str) -> str:
 def _operators(draw: random.Random, leaves: int, count: int, dtype: str, wide: bool) -> tuple[Operator, ...]:
     names = [name for name, (_, _, complex_too) in TABLE.items() if complex_too or not dtype.startswith("complex")]
     names = [name for name in names if not wide or name in _PRODUCTS]
-    weights = [TABLE[name][1] for name in names]
+    weights = [TABLE[name][1] * (3 if wide and name == "residual" else 1) for name in names]
     made = []
     for index in range(leaves, leaves + count):
         recent = index - 1 - min(int(draw.expovariate(1.0)), index - 1)

@@ -182,12 +182,15 @@ def residual(env: Env, x: torch.Tensor, y: torch.Tensor) -> Any:
     x = at_least(x, 2)
     inner = x.shape[-1]
     draw = env.random()
-    layers = draw.choice((1, 1, 2, 3))
-    shared = draw.random() < 0.3
+    layers = draw.choice((1, 2, 2, 3))
+    shared, kind = draw.random() < 0.3, draw.randrange(9)
     for layer in range(layers):
         w = env.weight(f"w{0 if shared else layer}", (inner, inner), 0.7)
         product = x @ (w.transpose(0, 1) if draw.random() < 0.5 else w)
-        x = (x + product, product + x, x - product, x * product, x + product.tanh(), x * 2 + product)[draw.randrange(6)]
+        if kind < 4:
+            x = x + product
+        else:
+            x = (product + x, x - product, x * product, x + product.tanh(), x * 2 + product)[kind - 4]
     return x
 
 

@@ -25,7 +25,8 @@ LAYOUTS = (
     "conjugate",
     "backwards",
 )
-"""Of a ``gradient=`` argument also ``alternating``: transposed in every second step."""
+"""Of a ``gradient=`` argument also ``alternating`` (transposed in every second step), and ``row`` (a part of something
+larger, another one at each step)."""
 
 
 def generator(*names: object) -> torch.Generator:

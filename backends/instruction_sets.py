@@ -9,6 +9,7 @@ needs no interpreter; and of the widest set first, since who manages that one ma
 from __future__ import annotations
 
 import functools
+import os
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
@@ -39,10 +40,18 @@ def ask() -> None:
     pool = ThreadPoolExecutor(1, "instruction_sets")
     answer = pool.submit(_widest_first, sets)
     pool.shutdown(wait=False)
+    asker = os.getpid()
+
+    found: list[list[VecISA]] = []  # what a forked child may read: the answer has a lock
+    answer.add_done_callback(lambda done: None if done.exception() else found.append(done.result()))
 
     @functools.wraps(find)
     def find_when_answered() -> list[cpu_vec_isa.VecISA]:
-        return answer.result() if answer.exception() is None else find()
+        if os.getpid() != asker and not found:  # the thread is the parent's
+            return find()
+        if not found:
+            found.append(answer.result() if answer.exception() is None else find())
+        return found[0]
 
     for name in ("cache_info", "cache_clear"):
         setattr(find_when_answered, name, getattr(find, name))

@@ -36,7 +36,9 @@ _ENTRY_FORM = re.compile(rf"{ENTRY}(_\d+)?")
 _loaded: dict[Place, Kernel] = {}
 _addresses: dict[tuple[str, str], int] = {}
 """By file and name, of what this process has loaded: the file may be gone by now."""
-_LOADING = threading.Lock()
+_LOADING = threading.RLock()  # held over a fork, which waits for what is being loaded: milliseconds
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_LOADING.acquire, after_in_parent=_LOADING.release, after_in_child=_LOADING.release)
 
 
 def library_of(name: str, kernel: Any) -> tuple[bytes, str]:

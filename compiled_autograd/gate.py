@@ -113,7 +113,10 @@ class Gate:
     def enter_alone(self, token: Token) -> bool:
         """Take the seam while no thread, this one included, is inside a call of the engine's that we asked for; False
         where one is and stays there."""
-        return self._wait_alone(token) and not _holders(self._in_call)
+        if not self._wait_alone(token):
+            return False
+        with self._lock:
+            return not _holders(self._in_call)
 
     def _wait_alone(self, token: Token) -> bool:
         """Take the seam once no other thread has it; False where the calling thread has it already."""
@@ -156,7 +159,8 @@ class Gate:
         self._lock = allocate_lock()
         self.release_after_fork()
         me = threading.get_ident()
-        self._lost = self._lost or any(ident != me for ident in _holders(self._in_call))  # that lock again
+        others_inside = any(ident != me for ident in _holders(self._in_call))
+        self._lost = self._lost or others_inside  # the same lock: they had it
         self._in_eager = {token: ident for token, ident in self._in_eager.items() if ident == me}
         self._in_call = {token: ident for token, ident in self._in_call.items() if ident == me}
         self._unseen = set()

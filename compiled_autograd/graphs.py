@@ -21,6 +21,7 @@ from . import ir, nans
 from .ambient import Ambient
 from .explain import order_miss, structure_miss
 from .explain_variants import layout_miss, scalar_miss, shape_miss, state_miss, tensor_miss
+from .forks import free_in_child
 from .interpret import interpret
 from .places import node_name, title
 from .runtime import Program
@@ -41,6 +42,7 @@ OFTEN = 3
 _MOST_GONE = 100_000
 _EVICTED = "it was compiled before, and went because others were used since"
 _uses = itertools.count(1)
+_ADDING = free_in_child(threading.RLock())  # planning is Python alone: threads would not do it side by side anyway
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -66,7 +68,6 @@ class CompiledGraph:
     met: int = 0
     structure: str | None = None
     identity: int = 0
-    _lock: threading.Lock = field(default_factory=threading.Lock)
 
     def __call__(self, handover: Handover) -> list[torch.Tensor | None]:
         """Run the tape graph's calls one by one, without a backend."""
@@ -82,7 +83,7 @@ class CompiledGraph:
 
     def add(self, settings: Settings, ambient: Ambient, handover: Handover) -> tuple[Variant, list[Miss]]:
         """A new variant, not yet compiled; and why none of those that are there serves."""
-        with self._lock:
+        with _ADDING:
             key, before = self._nearest(settings, ambient, handover)
             specs: dict[fx.Node, Spec] = {}
             if before is None or settings.dynamic is False:
@@ -131,7 +132,7 @@ class CompiledGraph:
 
     def evict(self) -> None:
         """Let go of everything that was compiled."""
-        with self._lock:
+        with _ADDING:
             self.evicted = bool(self.variants) or self.evicted
             self.variants = []
 

@@ -23,13 +23,14 @@ from shadow_cache import Bypass, Key, unsupported
 
 from . import ir, tape
 from .attempt import Attempt, Call
-from .bypass import DDP_CPP_REDUCER, EVERY_TAPE_NEW, ON_MISS, TORCH_COMPILED_AUTOGRAD
+from .bypass import DDP_CPP_REDUCER, EVERY_TAPE_NEW, FORKED, ON_MISS, TORCH_COMPILED_AUTOGRAD
 from .capture import Capture
 from .churn import CHURN
 from .devices import cuda_device
 from .disk import disk_for
 from .errors import BrokenCaptureError, CaptureRefusedError
 from .execution import depth
+from .forks import can_compile
 from .gate import GATE, take
 from .graphs import GRAPHS, MOST_NODES, MOST_STRUCTURES, CompiledGraph
 from .order import in_engine_order, order_shows, reordered
@@ -276,6 +277,8 @@ def _finish(captured: ir.TapeGraph, capture: Capture) -> tuple[Callable[..., Any
         if agrees:
             tape.join_names(captured.calls, visited)
         attempt.miss = GRAPHS.explain(ordered, keys, capture.shapes)
+        if not can_compile():
+            raise CaptureRefusedError(FORKED)
         if not _may_be_kept(attempt.session, ordered, keys):
             LEFT_TO_EAGER.add(attempt.call.description())
             raise CaptureRefusedError(ON_MISS)

@@ -8,6 +8,7 @@ settings that was met. What a variant holds is the caller's: this package knows 
 from __future__ import annotations
 
 import itertools
+import os
 import threading
 from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field
@@ -45,6 +46,20 @@ class _TrieNode:
     leaf: Leaf[Any] | None = None
 
 
+_LOCK = threading.RLock()
+"""One for all: a child that is forked while another thread has it makes it free. What that thread was about to add is
+then not found, and added again."""
+
+
+def _free_in_child() -> None:
+    if not _LOCK._is_owned():  # type: ignore[attr-defined]
+        _LOCK._at_fork_reinit()  # type: ignore[attr-defined]
+
+
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=_free_in_child)
+
+
 class ShadowGraph(Generic[P]):
     """All structures of a process. Safe to use from several threads."""
 
@@ -52,11 +67,10 @@ class ShadowGraph(Generic[P]):
         self._root = _TrieNode()
         self._leaves: list[Leaf[P]] = []
         self._numbers = itertools.count()
-        self._lock = threading.Lock()
 
     def find(self, keys: Sequence[Key]) -> tuple[Leaf[P] | None, Miss | None]:
         """The leaf for ``keys``; or None, and a record of where the nearest path parts from them."""
-        with self._lock:
+        with _LOCK:
             node = self._root
             for depth, key in enumerate(keys):
                 child = node.children.get(key)
@@ -69,7 +83,7 @@ class ShadowGraph(Generic[P]):
 
     def nearest(self, keys: Sequence[Key]) -> tuple[int, Key | None]:
         """How many of ``keys`` are a known path, and of what follows on that path the key nearest to the next one."""
-        with self._lock:
+        with _LOCK:
             node = self._root
             for depth, key in enumerate(keys):
                 child = node.children.get(key)
@@ -80,7 +94,7 @@ class ShadowGraph(Generic[P]):
 
     def insert(self, keys: Sequence[Key], payload: P) -> Leaf[P]:
         """Add a path; where it is there already, its leaf is given and ``payload`` is not used."""
-        with self._lock:
+        with _LOCK:
             node = self._root
             for key in keys:
                 node = node.children.setdefault(key, _TrieNode())
@@ -91,7 +105,7 @@ class ShadowGraph(Generic[P]):
 
     def remove(self, numbers: Container[int]) -> None:
         """Forget structures, and the parts of their paths that no other has."""
-        with self._lock:
+        with _LOCK:
             self._leaves = [leaf for leaf in self._leaves if leaf.number not in numbers]
             paths: list[tuple[_TrieNode, Key | None, _TrieNode | None]] = [(self._root, None, None)]
             for node, _, _ in paths:  # grows while it is read: each node after its parent
@@ -104,7 +118,7 @@ class ShadowGraph(Generic[P]):
 
     def clear(self) -> None:
         """Forget everything."""
-        with self._lock:
+        with _LOCK:
             self._root = _TrieNode()
             self._leaves.clear()
 

@@ -15,7 +15,7 @@ from torch.autograd.graph import get_gradient_edge
 import compiled_autograd as ca
 from compiled_autograd.graphs import GRAPHS
 
-from .helpers import expect, mlp
+from .helpers import expect, in_subprocess, mlp
 
 
 def _square(x: torch.Tensor) -> torch.Tensor:
@@ -192,6 +192,87 @@ def test_reset_inside_a_backward() -> None:
 
 
 # ---- compile_step ------------------------------------------------------------------------------------------------
+
+
+class _Calls(torch.autograd.Function):
+    """Calls something in its backward."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, call: Any) -> torch.Tensor:
+        ctx.call = call
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        ctx.call()
+        return grad, None
+
+
+@pytest.mark.parametrize("retained", [False, True])
+def test_reset_inside_the_engines_call(retained: bool) -> None:
+    """Where the engine still has what would go, it goes before the next walk."""
+
+    def grad(call: Any) -> torch.Tensor:
+        x = torch.ones(3, requires_grad=True)
+        between = x.exp()
+        if retained:
+            between.retain_grad()
+        _Calls.apply(between, call).sum().backward()
+        assert x.grad is not None
+        return x.grad
+
+    wanted = grad(lambda: None)
+    with ca.enable(backend="eager") as session:
+        for call in (lambda: None, ca.reset, lambda: None, lambda: None):
+            assert torch.equal(grad(call), wanted)
+    expect(session.stats(), structure_misses=2, hits=2, captures=2)
+
+
+_RESETS = """
+import random, sys, threading, time
+import torch
+import compiled_autograd as ca
+torch.set_num_threads(1)
+sys.setswitchinterval(1e-6)
+stop, errors = threading.Event(), []
+
+def work(seed):
+    choose = random.Random(seed)
+    with ca.enable(backend="eager") as session:
+        while not stop.is_set():
+            x = torch.randn(3, requires_grad=True)
+            h = x
+            for _ in range(choose.randint(1, 20)):
+                h = choose.choice((torch.sin, torch.tanh))(h)
+            if choose.random() < 0.2:
+                h.retain_grad()
+            loss = h.sum()
+            try:
+                found = torch.autograd.grad(loss, x, retain_graph=True)
+                with ca.disable():
+                    assert torch.equal(found[0], torch.autograd.grad(loss, x)[0])
+            except BaseException as error:
+                errors.append(error)
+                return
+    assert session.stats().captures > 10, session.stats()
+
+threads = [threading.Thread(target=work, args=(seed,)) for seed in range(2)]
+for thread in threads:
+    thread.start()
+end = time.monotonic() + 4
+while time.monotonic() < end:
+    ca.reset()
+    time.sleep(0.0005)
+stop.set()
+for thread in threads:
+    thread.join()
+sys.exit(repr(errors[0]) if errors else 0)
+"""
+
+
+def test_reset_beside_running_backwards() -> None:
+    result = in_subprocess(_RESETS, OMP_NUM_THREADS="1")
+    assert result.returncode == 0, result.stderr
 
 
 def test_compile_step_without_arguments(monkeypatch: pytest.MonkeyPatch) -> None:

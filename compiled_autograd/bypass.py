@@ -7,7 +7,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch._guards import TracingContext
 
-from shadow_cache import Bypass
+from shadow_cache import Bypass, unsupported
 
 CREATE_GRAPH = Bypass("create_graph", hint="a backward that is differentiated again is left to the eager engine")
 BATCHED_GRADS = Bypass("batched_grads", hint="is_grads_batched, vmap and grad transforms are left to the eager engine")
@@ -98,3 +98,21 @@ _QUESTIONS: tuple[tuple[Callable[[], bool], Bypass], ...] = (
     (_functorch, BATCHED_GRADS),
     (_dispatch_mode, DISPATCH_MODE),
 )
+
+
+_DDP = "C++ DDP Reducer"
+"""What the engine says of the hooks of DDP's reducer (``torch/csrc/distributed/c10d/reducer.cpp``). It refuses them
+while it collects the tape, at every walk and whether or not it knows the structure, so no structure leaves them out."""
+
+
+def is_refusal(error: Exception) -> bool:
+    """Whether the engine cannot report this tape; else the error is for a mistake of the user's, which eager words."""
+    return isinstance(error, NotImplementedError) or "compiled autograd" in str(error).lower()
+
+
+def refused_by_engine(error: Exception) -> Bypass:
+    """The reason where the engine has raised while it walked."""
+    if _DDP in str(error):
+        return DDP_CPP_REDUCER
+    first_sentence = str(error).partition("\n")[0].partition(". ")[0]
+    return unsupported(f"{type(error).__name__}: {first_sentence[:120]}")

@@ -323,7 +323,7 @@ class Capture:
 
     def _leave_mode(self) -> None:
         mode, self._mode = self._mode, None
-        if mode is not None:
+        if mode is not None and torch._C._len_torch_dispatch_stack():  # no other is on while we capture
             _pop_mode()
 
     def placeholder_result(self, method: str, args: Sequence[Any]) -> Any:

@@ -192,7 +192,10 @@ def _raise_if_missing(attempt: Attempt) -> None:
     """
     session = attempt.session
     probing = Attempt(session, dataclasses.replace(attempt.call, keep_graph=True), time.perf_counter(), probe=True)
-    reason = ask_engine(probing)
+    try:
+        reason = ask_engine(probing)
+    finally:
+        attempt.told = probing.told
     misses = [] if probing.miss is None else [probing.miss]
     if reason is None:
         assert probing.handover is not None

@@ -19,11 +19,11 @@ from torch.autograd import Variable
 
 from backends import get_backend
 from backends.collecting import RARELY
-from shadow_cache import Bypass, Key, unsupported
+from shadow_cache import Bypass, Key
 
 from . import ir, tape
 from .attempt import Attempt, Call
-from .bypass import DDP_CPP_REDUCER, EVERY_TAPE_NEW, FORKED, ON_MISS, TORCH_COMPILED_AUTOGRAD
+from .bypass import EVERY_TAPE_NEW, FORKED, ON_MISS, TORCH_COMPILED_AUTOGRAD, is_refusal, refused_by_engine
 from .capture import Capture
 from .churn import CHURN
 from .devices import cuda_device
@@ -42,9 +42,6 @@ from .variants import Handover
 _seam = torch._C._dynamo.compiled_autograd
 
 _FREED = "Trying to backward through the graph a second time"
-_DDP = "C++ DDP Reducer"
-"""What the engine says of the hooks of DDP's reducer (``torch/csrc/distributed/c10d/reducer.cpp``). It refuses them
-while it collects the tape, at every walk and whether or not it knows the structure, so no structure leaves them out."""
 
 
 class _Thread(threading.local):
@@ -186,10 +183,10 @@ def ask_engine(attempt: Attempt) -> Bypass | None:
             if not str(error).startswith(_FREED):
                 raise BrokenCaptureError(attempt.capture.calls[-1].name) from error
             # The words are eager's, but it could not say them: the engine has put symbols in place of some sizes.
-            attempt.tell(Outcome(BYPASS, reasons=(_refused_by_engine(error),)))
+            attempt.tell(Outcome(BYPASS, reasons=(refused_by_engine(error),)))
             raise
-        attempt.mistake = not _is_refusal(error)
-        return _refused_by_engine(error)
+        attempt.mistake = not is_refusal(error)
+        return refused_by_engine(error)
     finally:
         _thread.attempt = outer
         try:
@@ -237,18 +234,6 @@ def _run_inside(attempt: Attempt) -> list[Any]:
     attempt.token.release()
     attempt.results = attempt.execute()
     return attempt.results
-
-
-def _is_refusal(error: Exception) -> bool:
-    """Whether the engine cannot report this tape; else the error is for a mistake of the user's, which eager words."""
-    return isinstance(error, NotImplementedError) or "compiled autograd" in str(error).lower()
-
-
-def _refused_by_engine(error: Exception) -> Bypass:
-    if _DDP in str(error):
-        return DDP_CPP_REDUCER
-    first_sentence = str(error).partition("\n")[0].partition(". ")[0]
-    return unsupported(f"{type(error).__name__}: {first_sentence[:120]}")
 
 
 def _begin() -> Capture:

@@ -62,6 +62,14 @@ def has_bit(value: object) -> bool:
     return isinstance(value, torch.Tensor) and (value.is_conj() or value.is_neg()) and not value._is_zerotensor()
 
 
+def in_own_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy with the same strides, gaps and repetitions included."""
+    if not tensor.numel():
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+    whole = tensor.as_strided((extent(tensor),), (1,)).clone()
+    return whole.as_strided(tensor.shape, tensor.stride())
+
+
 def made_plain(tensor: torch.Tensor) -> torch.Tensor:
     """A copy, with the same strides, of a tensor that has a conjugate or negative bit: without."""
     if not tensor.numel():

@@ -6,6 +6,7 @@ import contextlib
 import functools
 import logging
 import operator
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
@@ -49,6 +50,7 @@ class Lowered:
         plain: indices into ``taken`` of tensors whose conjugate and negative bits the graph does not know of.
         values: for each of ``region.outputs`` that something but a fresh leaf needs, the index into the graph's
             output, or None where the gradient is undefined.
+        apart: of ``values``, those that share memory with nothing that the graph takes or gives.
         leaves: for each fresh leaf's ``accumulate_grad`` call, the index into the graph's output of a gradient that
             the leaf can keep as it is, or None where it is undefined.
         passed: for the others, the index into ``region.inputs`` of what an earlier step made, and goes to the leaf as
@@ -63,6 +65,7 @@ class Lowered:
     taken: list[int]
     plain: list[int]
     values: dict[fx.Node, int | None]
+    apart: list[fx.Node]
     leaves: dict[fx.Node, int | None]
     passed: dict[fx.Node, int]
     flags: list[Place]
@@ -112,6 +115,7 @@ def lower(
     leaves = {call: _fake(mode, leaf, specs.get(_leaf(call)), symbols, plain) for call, leaf in fresh_leaves.items()}
     inside = set(region.nodes)
     value_positions: dict[fx.Node, int | None] = {}
+    apart: list[fx.Node] = []
     leaf_positions: dict[fx.Node, int | None] = {}
     passed: dict[fx.Node, int] = {}
     flags = Flags(givers)
@@ -125,7 +129,9 @@ def lower(
         for node in region.outputs:
             if any(user not in inside and user not in leaves for user in node.users):
                 value_positions[node] = _append(results, known[node])
-        taken = {_storage(tensor) for tensor in (*fakes, *results) if isinstance(tensor, torch.Tensor)}
+        memory = Counter(_storage(tensor) for tensor in (*fakes, *results) if isinstance(tensor, torch.Tensor))
+        apart.extend(node for node, index in value_positions.items() if _is_apart(results, index, memory))
+        taken = set(memory)
         for call, leaf in leaves.items():
             grad = known[call.args[2]]  # type: ignore[index]
             source = next((index for index, fake in zip(taken_in, fakes, strict=True) if fake is grad), None)
@@ -157,7 +163,7 @@ def lower(
     graph_module.recompile()
     bits = [place for place, index in enumerate(taken_in) if plain and has_bit(given[index])]
     return Lowered(
-        graph_module, examples, taken_in, bits, value_positions, leaf_positions, passed, flags.places, symbols
+        graph_module, examples, taken_in, bits, value_positions, apart, leaf_positions, passed, flags.places, symbols
     )
 
 
@@ -254,6 +260,10 @@ def _name(position: int, value: Any) -> str:
     runs so that all else can be freed early (``is_nonfreeable_buffers`` in ``torch/_inductor/utils.py``, 2.13)."""
     owner = value._base if isinstance(value, torch.Tensor) and value._is_view() else value
     return f"{'arg' if isinstance(owner, torch.nn.Parameter) else 'saved'}{position}_1"
+
+
+def _is_apart(results: Sequence[torch.Tensor], index: int | None, memory: Mapping[int, int]) -> bool:
+    return index is not None and memory[_storage(results[index])] == 1
 
 
 def _append(results: list[torch.Tensor], value: torch.Tensor | None) -> int | None:

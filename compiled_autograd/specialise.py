@@ -392,6 +392,7 @@ def _wiring(step: RegionStep, lowered: Lowered) -> Wiring:
         passed=tuple((positions[call], index) for call, index in lowered.passed.items()),
         flags=_flags(step, lowered),
         plain=tuple(lowered.plain),
+        apart=tuple((outputs[node], lowered.values[node]) for node in lowered.apart),  # type: ignore[misc]
     )
 
 
@@ -404,9 +405,11 @@ def _flags(step: RegionStep, lowered: Lowered) -> tuple[tuple[int, int], ...]:
 
 def _owned(wiring: Wiring, results: Sequence[Any], arguments: Sequence[Any]) -> Wiring:
     """The same, once it was seen which gradients the backend gives in memory that something else sees."""
-    shared = _not_owned(results, [index for _, index in wiring.fresh], arguments)
+    shared = _not_owned(results, [index for _, index in (*wiring.apart, *wiring.fresh)], arguments)
     return msgspec.structs.replace(
         wiring,
+        values=tuple(pair for pair in wiring.values if pair not in wiring.apart or pair[1] not in shared),
+        copied_values=tuple(pair for pair in wiring.apart if pair[1] in shared),
         fresh=tuple(pair for pair in wiring.fresh if pair[1] not in shared),
         copied=tuple(pair for pair in wiring.fresh if pair[1] in shared),
     )
@@ -422,12 +425,13 @@ def kind_of_value(value: Any, spec: Spec | None = None) -> Any:
         if spec is not None and len(spec) == len(shape) and not is_static(spec):
             parts = zip(static_parts(spec), shape, strict=True)
             stride, shape = None, tuple([None if part is None else size for part, size in parts])
-        kind = (shape, stride, value.dtype, value.device, value.layout, value.is_conj(), value.is_neg())
+        bits = (value.is_conj(), value.is_neg(), value._is_zerotensor())
+        kind = (shape, stride, value.dtype, value.device, value.layout, *bits)
     return (type(value), *kind)
 
 
 def _not_owned(results: Sequence[Any], fresh: Sequence[int], arguments: Sequence[Any]) -> set[int]:
-    """Which fresh gradients a backend gave in memory that something else sees, against what the graph says."""
+    """Which results a backend gave in memory that something else sees, against what the graph says."""
     seen = {_memory(value) for value in arguments}
     seen.update(_memory(value) for index, value in enumerate(results) if index not in set(fresh))
     shared = set()

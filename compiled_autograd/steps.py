@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from . import ir
-from .fakes import made_plain
+from .fakes import in_own_memory, made_plain
 from .nans import NaNFoundError
 from .partition import Opaque, Region, Step, cut, partition
 from .proving.proof import Proof
@@ -43,6 +43,8 @@ class Wiring(msgspec.Struct, frozen=True):
         values: outputs of the region, and which result each of them is.
         fresh: fresh leaves, and which result is the gradient that each of them keeps.
         copied: likewise, where the backend gave it in memory that something else sees: the leaf keeps a copy.
+        apart: which of ``values`` share memory with nothing, as the graph has it.
+        copied_values: those of them that the backend gave in memory that something else sees: a copy is handed on.
         passed: fresh leaves, and the input that goes there as it is.
         flags: where NaNs are looked for: calls of the region, and numbers of what they give. What was found is the
             last result.
@@ -56,6 +58,8 @@ class Wiring(msgspec.Struct, frozen=True):
     copied: tuple[tuple[int, int], ...]
     passed: tuple[tuple[int, int], ...]
     flags: tuple[tuple[int, int], ...] = ()
+    apart: tuple[tuple[int, int], ...] = ()
+    copied_values: tuple[tuple[int, int], ...] = ()
     plain: tuple[int, ...] = ()
 
 
@@ -174,7 +178,8 @@ class RegionStep:
             [self.inputs[position] for position in wiring.taken],
             wiring.plain,
             results,
-            [(self.fresh[position].owned, index) for position, index in wiring.copied],
+            [(self.fresh[position].owned, index) for position, index in wiring.copied]
+            + [(self.outputs[position][1], index) for position, index in wiring.copied_values],
             [(self.fresh[position].shared, self.inputs[source]) for position, source in wiring.passed],
             [(self.region.nodes[position].meta["call"], number) for position, number in wiring.flags],
             guard,
@@ -382,7 +387,7 @@ def store_results(compiled: Specialised, results: Sequence[Any], slots: Slots) -
     for slot, index in compiled.results:
         slots[slot] = results[index]
     for slot, index in compiled.copied:
-        slots[slot] = results[index].clone()
+        slots[slot] = in_own_memory(results[index])
     if compiled.flags and results[-1].any():
         raise NaNFoundError(compiled.flags[results[-1].tolist().index(True)])
 

@@ -35,7 +35,7 @@ from .errors import (  # noqa: E402
 from .inspection import TapeView, inspect  # noqa: E402
 from .session import Outcome, Session, Stats, compile_step, disable, enable  # noqa: E402
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "TESTED_TORCH",

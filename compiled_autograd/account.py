@@ -23,6 +23,9 @@ if TYPE_CHECKING:
     from .execution import Running
 
 
+_REAL_CALLS = "what the real calls give"
+
+
 @dataclass(slots=True)
 class Account:
     """What is known of a backward while it runs.
@@ -112,9 +115,8 @@ class Account:
         if disk is None:
             return
         misses = [reason for reason in self.reasons if isinstance(reason, Miss)]
-        misses += [
-            Miss("mismatch", each.where, new=each.error, hint=each.instead) for each in self.state.log.mismatches
-        ]
+        found = self.state.log.mismatches
+        misses += [Miss("mismatch", each.where, _REAL_CALLS, each.error, each.instead) for each in found]
         try:
             variant.not_stored = disk.save(
                 self.graph, variant, self.session.settings, self.surroundings, misses, seconds

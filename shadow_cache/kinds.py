@@ -81,6 +81,10 @@ KINDS: dict[str, Kind] = {
         "What is stored is damaged: a file is missing, or is not what its checksum says.",
         "Run `shadow-cache verify`; if it happens again, check the disk that the cache is on.",
     ),
+    "mismatch": Kind(
+        "Compiled code gave something else than the calls that it was made of, which were run beside it.",
+        "Nothing for this training: the right gradients were used; please report it, with the script that it names.",
+    ),
 }
 
 

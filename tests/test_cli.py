@@ -31,7 +31,7 @@ from .helpers import ROOT, in_subprocess
 GOLDEN = Path(__file__).parent / "golden" / "cli"
 DESIGN = """
 first_seen new_node node_attribute grad_state hooks_changed undefined_gradients shape dtype device layout guard
-variant_limit ambient_state backend_or_settings environment evicted corrupt
+variant_limit ambient_state backend_or_settings environment evicted corrupt mismatch
 """
 VERB_NAMES = "ls show tree stats why diff graph rm prune verify export import dir env completion"
 BOX = "─│├└╭╮╰╯"

@@ -17,9 +17,11 @@ from torch import nn
 
 import compiled_autograd as ca
 import shadow_cache
+from backends.eager import EagerBackend
 from compiled_autograd import disk, graphs, surroundings
 from compiled_autograd.explain import structure_miss
-from shadow_cache import Key, Miss, MissEntry, kinds
+from compiled_autograd.proving import prover
+from shadow_cache import Failure, Key, Miss, MissEntry, kinds
 from shadow_cache.cli import main
 
 from .helpers import ROOT
@@ -192,7 +194,7 @@ NUMBERED = {"variant_limit": 1}
 
 
 def test_every_kind_has_a_cause() -> None:
-    assert {*CAUSES, "device"} == set(kinds.KINDS)
+    assert {*CAUSES, "device", "mismatch"} == set(kinds.KINDS)
 
 
 @pytest.mark.parametrize("kind", CAUSES)
@@ -229,6 +231,34 @@ def test_another_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys:
     assert structure_miss(tape, keys, 0, root) == Miss(
         "device", "the loss", "cuda:0", "cpu", "each device that occurs is compiled once"
     )
+
+
+def test_code_that_differs_from_the_real_calls(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What was loaded is wrong. The backward that finds it out has a ``Failure``; the store is told of a miss."""
+    steps = Steps(tmp_path)
+    steps.run(_exp)
+    steps.new_process()
+    load = EagerBackend.load
+
+    def wrong(self: EagerBackend, data: bytes) -> Any:
+        call = load(self, data)
+        return lambda arguments: [torch.zeros_like(each) for each in call(arguments)]
+
+    monkeypatch.setattr(EagerBackend, "load", wrong)
+    monkeypatch.setattr(prover, "reproduction", lambda *_: "a reproduction is mismatch.py")
+    with pytest.warns(UserWarning, match="mismatch in"):
+        steps.run(_exp)
+    assert steps.session.last is not None
+    (failure,) = steps.session.last.reasons
+    assert isinstance(failure, Failure)
+    with shadow_cache.open(tmp_path) as store:
+        (told, *_) = store.misses(1)
+    assert (told.miss.kind, told.miss.where, told.miss.new) == (failure.kind, failure.where, failure.error)
+    _expect_readable(told.miss)
+    _golden("mismatch", told.miss, _why(tmp_path, monkeypatch, capsys))
+    steps.same_gradients(_exp)
 
 
 def _expect_readable(miss: Miss) -> None:

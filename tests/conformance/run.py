@@ -120,6 +120,11 @@ def report(results: list[Result], console: Console, details: bool) -> None:
         cells = (len(result.passed(counted)), len(counted), result.backwards(counted), again)
         table.add_row(result.engine, *map(str, cells), share)
     console.print(table)
+    neither = {name for name, record in results[0].tests.items() if record["outcome"] == "failed"}
+    if neither:
+        console.print(
+            f"{len(neither)} do not pass on the eager engine, with this version of PyTorch, and are not counted"
+        )
     for result in results[1:]:
         for reason, count in result.bypasses(counted).most_common():
             console.print(f"{result.engine}: bypassed {count}: {reason}", highlight=False, markup=False)

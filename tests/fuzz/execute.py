@@ -128,7 +128,7 @@ class Scope:
         layout, draw = self._layout(slot)
         name = f"{self._name}.{slot}{self.operator.salt}"
         value = self._values(name, shape, scale)
-        trained = random.Random(f"trained {self.operator.salt}").random() < 0.65  # all of an operator's, or none
+        trained = random.Random(f"trained {self.operator.salt}").random() < 0.6  # all of an operator's, or none
         return self.state.leaf(name, lay_out(value, layout), trained, draw.choice((0, 0, 0, 0, 1, 2, 4)))
 
     def constant(self, slot: str, shape: tuple[int, ...]) -> torch.Tensor:

@@ -182,7 +182,7 @@ def residual(env: Env, x: torch.Tensor, y: torch.Tensor) -> Any:
     x = at_least(x, 2)
     inner = x.shape[-1]
     draw = env.random()
-    layers = draw.choice((1, 2, 2, 3))
+    layers = draw.choice((1, 2, 3, 3))
     shared, kind = draw.random() < 0.3, draw.randrange(9)
     for layer in range(layers):
         w = env.weight(f"w{0 if shared else layer}", (inner, inner), 0.7)

@@ -79,11 +79,13 @@ class Guard:
         names: assignments of the symbols, such as ``s0 = a[3].size(1)``.
         conditions: what must hold, as expressions of Python.
         function: says so of the arguments, in microseconds.
+        values: gives the values of the symbols.
     """
 
     names: tuple[str, ...]
     conditions: tuple[str, ...]
     function: Callable[[Sequence[Any]], bool]
+    values: Callable[[Sequence[Any]], tuple[int, ...]]
 
     def broken(self, arguments: Sequence[Any]) -> str:
         """The first condition that does not hold; empty where all do."""
@@ -97,7 +99,9 @@ class Guard:
 def guard_of(names: Sequence[str], conditions: Sequence[str]) -> Guard:
     """A guard, from its text."""
     all_hold = " and ".join(f"({condition})" for condition in conditions)  # one may be an "or"
-    body = "\n    ".join([*names, f"return {all_hold or True}"])
+    symbols = "".join(f"{line.partition(' = ')[0]}, " for line in names)
     namespace: dict[str, Any] = {"math": math}
-    exec(compile(f"def guard(a):\n    {body}\n", "<guards of a region>", "exec"), namespace)
-    return Guard(tuple(names), tuple(conditions), namespace["guard"])
+    for name, result in (("guard", all_hold or True), ("values", f"({symbols})")):
+        body = "\n    ".join([*names, f"return {result}"])
+        exec(compile(f"def {name}(a):\n    {body}\n", "<guards of a region>", "exec"), namespace)
+    return Guard(tuple(names), tuple(conditions), namespace["guard"], namespace["values"])

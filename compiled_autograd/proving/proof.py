@@ -18,18 +18,14 @@ MOST_WEAK = 8
 ONLY_FORM = "compiled code"
 """The name of what runs where a backend has but one form of it."""
 
-Sizes = tuple[Any, ...]
+Sizes = tuple[int, ...]
+"""The values of the symbols that something was compiled with."""
 
 
 def form_of(call: Callable[..., Any], arguments: Sequence[Any]) -> str:
     """What the next call of something compiled will execute, see ``backends/protocol.py``."""
     form_for = getattr(call, "form_for", None)
     return ONLY_FORM if form_for is None else form_for(arguments)
-
-
-def sizes_of(arguments: Sequence[Any]) -> Sizes:
-    """The sizes that a region is run with."""
-    return tuple([tuple(value.shape) if isinstance(value, torch.Tensor) else value for value in arguments])
 
 
 @dataclass(slots=True)

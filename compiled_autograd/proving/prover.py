@@ -27,7 +27,7 @@ from ..nans import NaNFoundError
 from ..steps import arguments_of, put_results, run_compiled
 from .comparison import Difference, is_telling, metadata_difference, tolerance, value_difference
 from .guarding import Draws, fingerprints, is_out_of_memory, memory_of, twins, written
-from .proof import RUNS, form_of, sizes_of
+from .proof import RUNS, Sizes, form_of
 from .reference import in_double, once_more
 from .reproduction import reproduction
 
@@ -63,7 +63,7 @@ def is_due(compiled: Specialised, slots: Slots, log: RunLog) -> bool:
     elif proof.settled and log.profile is None:
         return False
     arguments = arguments_of(compiled, slots)
-    sizes = None if compiled.guard is None else sizes_of(arguments)
+    sizes = _sizes(compiled, arguments)
     form = form_of(compiled.call, arguments)
     runs = getattr(compiled.call, "proving_runs", RUNS)
     if log.profile is not None and proof.left.get(form, runs) < runs:
@@ -154,7 +154,7 @@ class _Run:
         if difference is not None:
             self._refute(wrong, difference)
             return True
-        sizes = None if self.compiled.guard is None else sizes_of(self.arguments)
+        sizes = _sizes(self.compiled, self.arguments)
         self.compiled.proof.shown(self.form, sizes, telling)
         return True
 
@@ -339,6 +339,10 @@ class _Run:
         what = f"{type(error).__name__}: {first_line[:200]}"
         self.log.failures.append(Failure("unproved", where, what, "this run was not compared with the real calls"))
         self.compiled.proof.shown(self.form, None, telling=False)
+
+
+def _sizes(compiled: Specialised, arguments: Sequence[Any]) -> Sizes | None:
+    return None if compiled.guard is None else compiled.guard.values(arguments)
 
 
 def _nothing() -> None:

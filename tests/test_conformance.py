@@ -53,3 +53,38 @@ def test_a_test_that_did_not_end_is_begun_twice(tmp_path: Path) -> None:
         "two": ("crashed", 2),
         "three": ("passed", 1),
     }
+
+
+_COMPARES = """
+import pytest, torch, unittest
+from torch._dynamo import compiled_autograd
+from torch.testing._internal.common_mkldnn import bf32_on_and_off  # a name that is gone
+
+def _grad():
+    x = torch.ones(2, requires_grad=True)
+    x.sin().sum().backward()
+    yield x.grad
+
+class TestThem(unittest.TestCase):
+    def check_output_and_recompiles(self, function, count=1):
+        raise AssertionError("counts captures of PyTorch's")
+
+    def test_compared(self):
+        self.check_output_and_recompiles(_grad, count=[1, 2])
+
+    def test_turns_it_on(self):
+        list(_grad())
+        with compiled_autograd._enable(lambda module: module):
+            list(_grad())
+"""
+
+
+def test_pytorchs_tests_of_compiled_autograd_turn_the_engine_on(tmp_path: Path) -> None:
+    """Each runs two backwards, of which one is in the engine."""
+    (tmp_path / "test_compiled_autograd.py").write_text(_COMPARES)
+    job = Job(tmp_path, "test_compiled_autograd.py", 60, [], tmp_path / "kept")
+    eager, ours = run_all(job, ["eager", "ours:eager"], eager_last=False)
+    names = set(eager.tests)
+    assert eager.passed(names) == ours.passed(names) == names and len(names) == 2
+    assert [record["backwards"] for record in ours.tests.values()] == [1, 1]
+    assert ours.bypasses(names) == {}

@@ -63,7 +63,7 @@ from torch.testing._internal.common_mkldnn import bf32_on_and_off  # a name that
 def _grad():
     x = torch.ones(2, requires_grad=True)
     x.sin().sum().backward()
-    yield x.grad
+    yield x.grad.tolist()
 
 class TestThem(unittest.TestCase):
     def check_output_and_recompiles(self, function, count=1):

@@ -12,6 +12,7 @@ WITHOUT = (
 IGNORED = (
     "is not tracked with proxy",  # sizes that cannot be symbols: each set of shapes is compiled by itself
     "should be of numeric type, got None",
+    "mul expected 2 arguments, got 3",  # strides that are products of three sizes; gradients are wrong where it runs
     ".grad is a view",
     "strides at step",  # layouts that the fake operators of softplus, elu and others get wrong
     ": grad: ",  # autograd.grad with respect to a tensor with hooks: eager gives what was there before the hooks

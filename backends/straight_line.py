@@ -99,7 +99,8 @@ class StraightLine:
             change: what the names of the generated code stand for in this run alone.
         """
         if form == PROGRAM and change is not None:
-            program = translated(self._source, change(self._namespace), arguments).made_by(self.make_program)
+            with RARELY:
+                program = translated(self._source, change(self._namespace), arguments).made_by(self.make_program)
             return program(arguments)
         if form == PROGRAM and self.program is not None:
             return self.program(arguments)

@@ -78,6 +78,14 @@ def test_what_is_not_finite_in_one_of_the_two_alone() -> None:
     assert _differs(overflown, torch.tensor([1.0, 3.0]), 1e-4, finite.double())
 
 
+def test_where_sixteen_bits_overflow_nothing_is_said() -> None:
+    want, noise = torch.tensor([float("inf"), 1.0]), torch.tensor([0.5, 1.0])
+    double = torch.tensor([0.0, 1.0], dtype=torch.float64)
+    assert not _differs(want, noise, tolerance([torch.float16]), double) and not is_telling(want)
+    assert _differs(want, noise, tolerance([torch.float32]), double)
+    assert _differs(noise, want, tolerance([torch.float16]), double)
+
+
 def test_complex_numbers_and_bits() -> None:
     want = torch.randn(5, dtype=torch.complex64)
     assert value_difference(want, want.conj().resolve_conj().conj(), 1e-4, _never) is None

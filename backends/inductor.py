@@ -19,6 +19,7 @@ from .eager import EagerBackend, run_graph, store_graph
 from .kernels import ENTRY, load_kernels
 from .memory import keep_freed_memory
 from .modes import CUDA_GRAPHS, DEFAULT, name_in, options_of
+from .outer_loops import sound_outer_loops
 from .program_library import begin, library
 from .protocol import Compiled
 from .randomness import FALLBACK, draws, eagers_draws
@@ -89,7 +90,8 @@ class InductorBackend:
         ]
         device = cuda_device(graph_module)
         settings = config.patch(_settings(self.mode, graph_module, device is not None))
-        with torch.no_grad(), settings, together(), _convolutions_of_any_size(example_inputs):
+        sound = sound_outer_loops(graph_module)
+        with torch.no_grad(), settings, together(), sound, _convolutions_of_any_size(example_inputs):
             joint_graph_passes(graph_module)
             if not any(node.op.startswith("call") for node in graph_module.graph.nodes):
                 return EagerBackend().compile(graph_module, example_inputs)  # as Inductor does, but it can be stored

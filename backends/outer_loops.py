@@ -1,0 +1,78 @@
+"""Keeps Inductor from fusing outer loops where what they share holds one row of several (torch 2.13, CPU).
+
+Kernels with the same outer loop become one loop with several inner ones (``OuterLoopFusedSchedulerNode`` in
+``torch/_inductor/codegen/cpp.py``). What one inner loop leaves for the next then goes through a local buffer, which has
+room for the inner loop alone: one row. Where the outer loop takes several rows in a step, since a transposed operand
+made two-dimensional tiles of both loops, each row is written over the one before, and all that follow read the last:
+finite, plausible and wrong, by a tenth of the largest value and more. ``check_outer_fusion_loop_level_attr`` asks
+whether the outer loops are alike, and not how far they step.
+
+Seen in the gradient of a softmax whose transpose goes into a second one: random tapes met it, the code that was
+generated shows it, and ``torch.compile`` alone does it too. Here that question is answered with no where there are
+local buffers and an outer loop takes more than one row; Inductor has a way without fusion for that answer.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from torch import fx
+
+
+class _Thread(threading.local):
+    entered = 0
+
+
+_thread = _Thread()
+
+
+@contextlib.contextmanager
+def sound_outer_loops(graph_module: fx.GraphModule) -> Iterator[None]:
+    """Inside, in this thread, Inductor fuses the outer loops of a graph only where that is right.
+
+    The graph gets a mark, which Inductor makes part of the key of its cache on disk (``FxGraphCachePickler`` takes all
+    that a graph module has): what ``torch.compile`` has put there for the same graph may be wrong.
+    """
+    _install()
+    graph_module.sound_outer_loops = True  # type: ignore[assignment]
+    _thread.entered += 1
+    try:
+        yield
+    finally:
+        _thread.entered -= 1
+
+
+@functools.cache
+def _install() -> None:
+    """Put the question in front of Inductor's; it is asked in threads that are inside alone."""
+    from torch._inductor.codegen import cpp
+
+    node = getattr(cpp, "OuterLoopFusedSchedulerNode", None)
+    asked = getattr(node, "check_outer_fusion_loop_level_attr", None)
+    if asked is None:
+        return
+
+    @functools.wraps(asked)
+    def check(self: Any, proxies: Sequence[Any], depth: int) -> bool:
+        if _thread.entered and _has_local_buffers() and any(_takes_several_rows(proxy, depth) for proxy in proxies):
+            return False
+        answer: Callable[..., bool] = asked
+        return answer(self, proxies, depth)
+
+    node.check_outer_fusion_loop_level_attr = check  # type: ignore[union-attr]
+
+
+def _has_local_buffers() -> bool:
+    from torch._inductor.virtualized import V
+
+    return bool(getattr(V.local_buffer_context, "local_buffers", None))
+
+
+def _takes_several_rows(proxy: Any, depth: int) -> bool:
+    """Whether an outer loop of a kernel has another step than one."""
+    loops = getattr(getattr(proxy, "loop_nest", None), "loops", None) or ()
+    return any(loop.steps != 1 for loop in loops[:depth])

@@ -22,7 +22,10 @@ if TYPE_CHECKING:
 
 _ARGUMENT = re.compile(r"a\[(?P<index>\d+)\](?:\.(?P<what>size|stride)\((?P<dim>\d+)\))?")
 _FIXED = re.compile(rf"({_ARGUMENT.pattern}) == (?P<size>\d+)")
-_PARTS = ("kind of tensor", "shape", "strides", "dtype", "device", "layout", "conjugation", "negation")
+_PARTS = (
+    *("kind of tensor", "shape", "strides", "dtype", "device", "layout"),
+    *("conjugation", "negation", "zeros without memory"),
+)
 """What :func:`specialise.kind_of_value` gives of a tensor."""
 _STORED_HINT = "what is stored serves other sizes; one more variant"
 _HINTS = {
@@ -225,7 +228,7 @@ def handed_on_miss(name: str, old: Any, new: Any) -> Miss:
         kind = "undefined_gradients" if "undefined" in texts else "shape"
         return Miss(kind, name, texts[0], texts[1], hint)
     kinds = {"shape": "shape", "dtype": "dtype", "device": "device"}
-    order = (1, 3, 4, 2, 0, 5, 6, 7)  # strides follow from a shape
+    order = (1, 3, 4, 2, 0, 5, 6, 7, 8)  # strides follow from a shape
     part = next(index for index in order if old[index] != new[index])
     what = _PARTS[part]
     return Miss(kinds.get(what, "layout"), f"{name}, {what}", _text(old[part]), _text(new[part]), hint)

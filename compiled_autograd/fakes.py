@@ -37,9 +37,9 @@ def fake_of(mode: FakeTensorMode, tensor: torch.Tensor, plain: bool = False) -> 
     (:data:`compiled_autograd.aten.ABSOLUTE`).
 
     Args:
-        plain: without conjugate and negative bit.
+        plain: without conjugate and negative bit, and with memory where it is zeros without.
     """
-    if tensor._is_zerotensor() or tensor.is_quantized:  # more is to be known of it than its metadata
+    if tensor.is_quantized or (tensor._is_zerotensor() and not plain):  # more is to be known of it than its metadata
         return mode.from_tensor(tensor.detach().requires_grad_(tensor.requires_grad), static_shapes=True)
     conj, neg = tensor.is_conj() and not plain, tensor.is_neg() and not plain
     with torch._C._DisableTorchDispatch():
@@ -59,7 +59,7 @@ def extent(tensor: torch.Tensor) -> int:
 
 def has_bit(value: object) -> bool:
     """Whether a value is a tensor that :func:`made_plain` makes another one of."""
-    return isinstance(value, torch.Tensor) and (value.is_conj() or value.is_neg()) and not value._is_zerotensor()
+    return isinstance(value, torch.Tensor) and (value.is_conj() or value.is_neg() or value._is_zerotensor())
 
 
 def in_own_memory(tensor: torch.Tensor) -> torch.Tensor:
@@ -71,7 +71,10 @@ def in_own_memory(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def made_plain(tensor: torch.Tensor) -> torch.Tensor:
-    """A copy, with the same strides, of a tensor that has a conjugate or negative bit: without."""
+    """A copy, with the same strides, of a tensor that has a conjugate or negative bit, or zeros without memory: with
+    memory, and without bits."""
+    if tensor._is_zerotensor():
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device).zero_()
     if not tensor.numel():
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
     whole = tensor.as_strided((extent(tensor),), (1,)).resolve_conj().resolve_neg()

@@ -49,7 +49,7 @@ class Wiring(msgspec.Struct, frozen=True):
         flags: where NaNs are looked for: calls of the region, and numbers of what they give. What was found is the
             last result.
         plain: which of ``taken`` are given as copies, because the compiled function would ignore their conjugate or
-            negative bits.
+            negative bits, or that they are zeros without memory.
     """
 
     taken: tuple[int, ...]

@@ -240,3 +240,55 @@ def test_a_copy_is_made_only_where_the_backend_ignores_bits() -> None:
         (region,) = session.last.graph.regions
         (compiled,) = region.specialised()
         assert len(compiled.plain) == (backend != "eager")
+
+
+# ---- zeros without memory --------------------------------------------------------------------------------------------
+
+
+class _SometimesZeros(torch.autograd.Function):
+    zeros = False
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:  # type: ignore[override]
+        return torch._efficientzerotensor(grad.shape) if _SometimesZeros.zeros else grad.clone()
+
+
+def _handed_on_zeros(zeros: bool, size: int = 6) -> Any:
+    torch.manual_seed(0)
+    x, weight = torch.randn(size, 5, requires_grad=True), torch.randn(5, 7)
+    _SometimesZeros.zeros = zeros
+    return torch.autograd.grad(_SometimesZeros.apply((x @ weight).sin()).square().sum(), x)
+
+
+@pytest.mark.parametrize("check", [False, "new"])
+@pytest.mark.parametrize("stored", [False, True], ids=["compiled", "loaded"])
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_zeros_without_memory_are_of_another_kind(backend: str, stored: bool, check: Any, tmp_path: Path) -> None:
+    """Code that was compiled for a plain tensor would read what is not there."""
+    kinds = (False, False, False, True, True, True, False)
+    for _ in range(1 + stored):
+        ca.reset()
+        session = ca.enable(backend=backend, cache_dir=tmp_path if stored else False, tune=False, check=check)
+        for zeros in kinds:
+            wanted = _handed_on_zeros(zeros)
+            with session:
+                found = _handed_on_zeros(zeros)
+            assert_same(found, wanted, bitwise=backend == "eager")
+        assert not session.stats().failures and not session.stats().bypasses
+        assert session.stats().hits >= 5
+    assert (session.stats().loads >= 2) == stored
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_they_have_sizes_that_change(backend: str) -> None:
+    session = ca.enable(backend=backend, cache_dir=False, tune=False, dynamic=True)
+    for zeros, size in ((False, 6), (True, 6), (True, 7), (True, 8), (False, 9), (True, 9)):
+        wanted = _handed_on_zeros(zeros, size)
+        with session:
+            found = _handed_on_zeros(zeros, size)
+        assert_same(found, wanted, bitwise=backend == "eager")
+    assert not session.stats().failures and not session.stats().bypasses

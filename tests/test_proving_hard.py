@@ -1,4 +1,4 @@
-"""The comparison with the real calls where it is hard: what must not be refuted, and what must not go wrong meanwhile."""
+"""The comparison with the real calls where it is hard: what must not be refuted, and what must not go wrong."""
 
 from __future__ import annotations
 
@@ -11,6 +11,10 @@ import torch
 
 import compiled_autograd as ca
 from backends.inductor import InductorBackend
+from compiled_autograd.proving import prover
+from shadow_cache import Failure
+
+from .helpers import assert_same, expect
 
 
 @pytest.fixture(autouse=True)
@@ -49,3 +53,42 @@ def test_code_that_writes_into_its_inputs(check: Any, monkeypatch: pytest.Monkey
     with session:
         torch.autograd.grad((x.sin() * x).sum(), x)
     assert not torch.equal(x, kept), "nobody noticed"
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize("dtype", [torch.uint16, torch.uint32, torch.uint64, torch.bool, torch.uint8, torch.int16])
+def test_integers_without_a_sign_are_saved(dtype: torch.dtype, backend: str) -> None:
+    x, factor = torch.randn(4, requires_grad=True), torch.tensor([1, 2, 3, 0]).to(dtype)
+    session = ca.enable(backend=backend, cache_dir=False, tune=False)
+    for _ in range(3):
+        wanted = torch.autograd.grad((x * factor).sum(), x)
+        with session:
+            assert_same(torch.autograd.grad((x * factor).sum(), x), wanted)
+    expect(session.stats(), structure_misses=1, hits=2)
+
+
+@pytest.mark.parametrize("error", [RuntimeError, NotImplementedError, torch.OutOfMemoryError])
+@pytest.mark.parametrize("function", ["fingerprints", "written", "value_difference", "memory_of"])
+def test_what_cannot_be_compared_costs_no_step(
+    function: str, error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    right, left = getattr(prover, function), [1]
+
+    def fails_once(*args: Any) -> Any:
+        if left and left.pop():
+            raise error("it cannot be asked")
+        return right(*args)
+
+    monkeypatch.setattr(prover, function, fails_once)
+    x = torch.randn(4, requires_grad=True)
+    session = ca.enable(backend="eager", cache_dir=False, tune=False)
+    kinds = []
+    for _ in range(4):
+        wanted = torch.autograd.grad((x.sin() * x).sum(), x)
+        with session:
+            assert_same(torch.autograd.grad((x.sin() * x).sum(), x), wanted)
+        assert session.last is not None
+        kinds.append([each.kind for each in session.last.reasons if isinstance(each, Failure)])
+    assert kinds == [["unproved"], [], [], []]
+    (compiled,) = session.graphs()[0].regions[0].specialised()
+    assert not compiled.proof.refuted and not any(compiled.proof.left.values())

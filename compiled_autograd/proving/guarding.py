@@ -10,6 +10,7 @@ import torch
 from .. import ir
 
 Fingerprint = Any
+_SIGNED = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def fingerprints(values: Sequence[Any]) -> list[Fingerprint]:
@@ -26,6 +27,8 @@ def _fingerprint(tensor: torch.Tensor) -> Fingerprint:
         tensor = torch.view_as_real(tensor.conj() if tensor.is_conj() else tensor)
     if tensor.element_size() == 1:
         return tensor.view(torch.uint8).sum()  # of so few values many would cancel
+    if not tensor.is_floating_point():
+        tensor = tensor.view(_SIGNED[tensor.element_size()])  # of those without a sign there is no hash
     return torch.hash_tensor(tensor)
 
 

@@ -24,10 +24,10 @@ from .. import ir
 from ..accumulate import obeys_layout
 from ..errors import GradientMismatchError
 from ..nans import NaNFoundError
-from ..steps import arguments_of, put_results, run_compiled
+from ..steps import make_plain, put_results, run_compiled
 from .comparison import Difference, is_telling, metadata_difference, tolerance, value_difference
-from .guarding import Draws, fingerprints, is_out_of_memory, memory_of, twins, written
-from .proof import RUNS, Sizes, form_of
+from .guarding import Draws, Fingerprint, fingerprints, is_out_of_memory, memory_of, twins, written
+from .proof import RUNS, form_of, sizes_of
 from .reference import in_double, once_more
 from .reproduction import reproduction
 
@@ -62,8 +62,9 @@ def is_due(compiled: Specialised, slots: Slots, log: RunLog) -> bool:
             return True
     elif proof.settled and log.profile is None:
         return False
-    arguments = arguments_of(compiled, slots)
-    sizes = _sizes(compiled, arguments)
+    arguments = [slots[slot] for slot in compiled.arguments]
+    make_plain(arguments, compiled.plain)
+    sizes = None if compiled.guard is None else sizes_of(arguments)
     form = form_of(compiled.call, arguments)
     runs = getattr(compiled.call, "proving_runs", RUNS)
     if log.profile is not None and proof.left.get(form, runs) < runs:
@@ -108,14 +109,19 @@ class _Run:
         self.slots = slots
         self.log = log
         self.inputs = list(slots)  # held, since both ways need them
-        self.given = [slots[slot] for slot in compiled.arguments]
-        self.arguments = arguments_of(compiled, slots)
+        self.taken = [slots[slot] for slot in compiled.arguments]
+        self.arguments = list(self.taken)
+        make_plain(self.arguments, compiled.plain)
         self.form = form_of(compiled.call, self.arguments)
 
     def beside(self, real_calls: Callable[[], None]) -> bool:
         """Both ways, and what follows from the comparison. False: nothing has run, for want of memory."""
         draws = Draws(self.arguments)
-        before = fingerprints(self.given)
+        try:
+            before = fingerprints(self.taken)
+        except Exception as error:  # noqa: BLE001  the region runs without a comparison
+            self._unproved(error)
+            return False
         try:
             real_calls()
         except Exception as error:
@@ -140,23 +146,31 @@ class _Run:
         draws.rewind()
         if found is None:
             return True  # the first run failed, and that was recorded
-        changed = written(before, self.given)
+        try:
+            self._judge(found, before)
+        except GradientMismatchError:
+            raise
+        except Exception as error:  # noqa: BLE001  what was to be judged is not what the step goes on with
+            self._unproved(error)
+        return True
+
+    def _judge(self, found: Slots, before: Sequence[Fingerprint]) -> None:
+        """Compare what the compiled code left behind.
+
+        Args:
+            found: the slots as it filled them.
+            before: fingerprints of what it was given.
+        """
+        changed = written(before, self.taken)
         if changed:
             self._inputs_changed(changed)
-            return True
-        try:
-            wrong, difference, telling = self._compare(found)
-        except Exception as error:
-            if not is_out_of_memory(error):
-                raise
-            self._unproved(error)
-            return True
+            return
+        wrong, difference, telling = self._compare(found)
         if difference is not None:
             self._refute(wrong, difference)
-            return True
-        sizes = _sizes(self.compiled, self.arguments)
+            return
+        sizes = None if self.compiled.guard is None else sizes_of(self.arguments)
         self.compiled.proof.shown(self.form, sizes, telling)
-        return True
 
     # ---- the compiled code ---------------------------------------------------------------------------------------
 
@@ -318,12 +332,11 @@ class _Run:
         Raises:
             GradientMismatchError: it was the compiled code.
         """
-        copies = twins(self.given)
+        copies = twins(self.taken)
         before = fingerprints(copies)
-        own = list(self.inputs)
-        for slot, copy in zip(self.compiled.arguments, copies, strict=True):
-            own[slot] = copy
-        self._run_form(self.compiled.call, arguments_of(self.compiled, own))
+        arguments = list(copies)
+        make_plain(arguments, self.compiled.plain)
+        self._run_form(self.compiled.call, arguments)
         ours = [index for index in changed if index in written(before, copies)]
         if not ours:
             return  # another thread or process trains on the same memory: this run shows nothing
@@ -333,16 +346,12 @@ class _Run:
         raise GradientMismatchError(self.log.mismatches, f"{name} was overwritten, and has to be made anew")
 
     def _unproved(self, error: BaseException) -> None:
-        """There was no memory to compare in."""
+        """There was no memory to compare in, or what is to be compared is of a kind that cannot be."""
         where = self.specialiser.where(self.step, self.form)
         first_line = str(error).partition("\n")[0]
         what = f"{type(error).__name__}: {first_line[:200]}"
         self.log.failures.append(Failure("unproved", where, what, "this run was not compared with the real calls"))
         self.compiled.proof.shown(self.form, None, telling=False)
-
-
-def _sizes(compiled: Specialised, arguments: Sequence[Any]) -> Sizes | None:
-    return None if compiled.guard is None else compiled.guard.values(arguments)
 
 
 def _nothing() -> None:

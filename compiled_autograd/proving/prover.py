@@ -10,7 +10,6 @@ from __future__ import annotations
 import functools
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,27 +29,12 @@ from .guarding import Draws, Fingerprint, fingerprints, is_out_of_memory, memory
 from .proof import RUNS, form_of, sizes_of
 from .reference import in_double, once_more
 from .reproduction import reproduction
+from .sharing import Result, kept_from_before, newly_shared
 
 if TYPE_CHECKING:
     from ..log import RunLog
     from ..specialise import Specialiser
     from ..steps import RegionStep, Slots, Specialised
-
-_HELD_BYTES = 1 << 20
-"""So much of what a run gave is held until the next, to see whether that one writes there."""
-
-
-@dataclass(frozen=True, slots=True)
-class Result:
-    """One result of a region: what it is, where the real calls leave it, and what the compiled code gave for it.
-
-    ``leaf`` is the leaf that may keep it, where the compiled code made it for that: then it must be nobody else's.
-    """
-
-    node: fx.Node
-    want: torch.Tensor | None
-    found: torch.Tensor | None
-    leaf: torch.Tensor | None = None
 
 
 def is_due(compiled: Specialised, slots: Slots, log: RunLog) -> bool:
@@ -206,7 +190,7 @@ class _Run:
                 difference = self._values(result, relative)
             if difference is not None:
                 return result, difference, telling
-        shared = self._sharing(results) or self._kept_memory(results)
+        shared = self._shared(results)
         return (*shared, telling) if shared is not None else (None, None, telling)
 
     def _dtypes(self, results: Sequence[Result]) -> list[torch.dtype]:
@@ -263,56 +247,13 @@ class _Run:
             return None
         return in_double(self.step.region.nodes, self._given(), node)
 
-    # ---- memory --------------------------------------------------------------------------------------------------
-
-    def _sharing(self, results: Sequence[Result]) -> tuple[Result, Difference] | None:
-        """Results that share memory with an input or another result, where those of the real calls do not."""
-        ours = self._memory_of_inputs()
-        theirs: dict[int, int] = {}
-        for result in results:
-            found, want = memory_of(result.found), memory_of(result.want)
-            if found is None:
-                continue
-            if result.leaf is not None:
-                allowed = False
-            else:
-                allowed = want in ours if found in ours else found not in theirs or theirs[found] == want
-            if (found in ours or found in theirs) and not allowed:
-                other = "an input" if found in ours else "another result"
-                return result, Difference(f"it shares memory with {other}, which no result of the real calls does")
-            if want is not None:
-                theirs[found] = want
-        return None
-
-    def _memory_of_inputs(self) -> set[int | None]:
-        return {memory_of(self.inputs[slot]) for slot in self.step.inputs} - {None}
-
-    def _kept_memory(self, results: Sequence[Result]) -> tuple[Result, Difference] | None:
-        """Results in memory that the run before gave out and somebody still holds."""
-        proof = self.compiled.proof
-        if getattr(self.specialiser.backend, "allocates", False):
-            return None
-        held = {memory_of(tensor) for tensor, _ in proof.held}
-        for result in results:
-            if memory_of(result.found) in held - {None}:
-                return result, Difference("it lies where the run before left a result that is still held")
-        for tensor, copy in proof.held:
-            if value_difference(copy, tensor, 0.0, _nothing) is not None:
-                return results[0], Difference("the run has written into what the run before gave")
-        proof.held = self._small(results)
-        return None
-
-    def _small(self, results: Sequence[Result]) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        given = self._memory_of_inputs()
-        own = [result.found for result in results if memory_of(result.found) not in given]
-        tensors = sorted((each for each in own if each is not None), key=lambda each: each.untyped_storage().nbytes())
-        held, room = [], _HELD_BYTES
-        for tensor in tensors:
-            room -= 2 * tensor.untyped_storage().nbytes()
-            if room < 0:
-                break
-            held.append((tensor, tensor.detach().clone()))
-        return held
+    def _shared(self, results: Sequence[Result]) -> tuple[Result, Difference] | None:
+        """What shares memory that does not where the real calls run."""
+        given = {memory_of(self.inputs[slot]) for slot in self.step.inputs} - {None}
+        difference = newly_shared(results, given)
+        if difference is not None or getattr(self.specialiser.backend, "allocates", False):
+            return difference
+        return kept_from_before(self.compiled.proof, results, given)
 
     # ---- what follows --------------------------------------------------------------------------------------------
 

@@ -43,7 +43,7 @@ from .steps import (
     Slot,
     Slots,
     Specialised,
-    arguments_of,
+    make_plain,
     pass_on,
     put_results,
     run_compiled,
@@ -259,7 +259,9 @@ class Program:
             log.uncompiled += not found
             _interpret(step, slots)
             return
-        arguments = arguments_of(compiled, slots)
+        arguments = [slots[slot] for slot in compiled.arguments]
+        if compiled.plain:
+            make_plain(arguments, compiled.plain)
         pass_on(compiled, slots)
         if not getattr(compiled.call, "keeps_inputs", False):
             _drop(step, slots)
@@ -278,7 +280,9 @@ class Program:
         """Run a region beside its real calls; False where there was not enough memory for both."""
 
         def graph_as_it_is() -> None:
-            results = compiled.aten.graph_module()(*arguments_of(compiled, slots))
+            arguments = [slots[slot] for slot in compiled.arguments]
+            make_plain(arguments, compiled.plain)
+            results = compiled.aten.graph_module()(*arguments)
             put_results(compiled, results, slots)
             _drop(step, slots)
 

@@ -32,7 +32,7 @@ from .lower import Lowered, lower
 from .partition import Region
 from .proving.guarding import is_out_of_memory
 from .shapes import Spec, is_static, spec_of, static_parts, widened
-from .steps import RegionPlan, RegionStep, Slots, Specialised, Wiring, arguments_of, put_results, run_compiled
+from .steps import RegionPlan, RegionStep, Slots, Specialised, Wiring, make_plain, put_results, run_compiled
 
 Pass = Callable[[fx.GraphModule], fx.GraphModule | None]
 COMPILING = compiles_under(threading.RLock())  # neither tracing nor Inductor can be used by two threads at once
@@ -212,7 +212,8 @@ class Specialiser:
     ) -> Specialised | None:
         """Run what was just compiled. None: it failed, and the region's calls are to run one by one."""
         started = time.perf_counter()
-        arguments = arguments_of(compiled, slots)
+        arguments = [slots[slot] for slot in compiled.arguments]
+        make_plain(arguments, compiled.plain)
         checked: Specialised | None = None
         try:
             results = (run or run_compiled)(compiled.call, list(arguments))

@@ -356,12 +356,10 @@ class Plan:
         self.watched = mark_saved(self.steps, self.slot_of)
 
 
-def arguments_of(compiled: Specialised, slots: Slots) -> list[Any]:
-    """What a compiled region takes."""
-    arguments = [slots[slot] for slot in compiled.arguments]
-    for position in compiled.plain:
+def make_plain(arguments: list[Any], positions: Sequence[int]) -> None:
+    """Replace those of a compiled region's arguments that it is to get without conjugate and negative bit."""
+    for position in positions:
         arguments[position] = made_plain(arguments[position])
-    return arguments
 
 
 def run_compiled(call: Callable[[list[Any]], Sequence[Any]], arguments: list[Any]) -> Sequence[Any]:

@@ -26,7 +26,7 @@ from ..nans import NaNFoundError
 from ..steps import make_plain, put_results, run_compiled
 from .comparison import Difference, is_telling, metadata_difference, tolerance, value_difference
 from .guarding import Draws, Fingerprint, fingerprints, is_out_of_memory, memory_of, twins, written
-from .proof import RUNS, form_of, sizes_of
+from .proof import RUNS, Sizes, form_of
 from .reference import in_double, once_more
 from .reproduction import reproduction
 from .sharing import Result, kept_from_before, newly_shared
@@ -48,7 +48,7 @@ def is_due(compiled: Specialised, slots: Slots, log: RunLog) -> bool:
         return False
     arguments = [slots[slot] for slot in compiled.arguments]
     make_plain(arguments, compiled.plain)
-    sizes = None if compiled.guard is None else sizes_of(arguments)
+    sizes = _sizes(compiled, arguments)
     form = form_of(compiled.call, arguments)
     runs = getattr(compiled.call, "proving_runs", RUNS)
     if log.profile is not None and proof.left.get(form, runs) < runs:
@@ -153,7 +153,7 @@ class _Run:
         if difference is not None:
             self._refute(wrong, difference)
             return
-        sizes = None if self.compiled.guard is None else sizes_of(self.arguments)
+        sizes = _sizes(self.compiled, self.arguments)
         self.compiled.proof.shown(self.form, sizes, telling)
 
     # ---- the compiled code ---------------------------------------------------------------------------------------
@@ -293,6 +293,10 @@ class _Run:
         what = f"{type(error).__name__}: {first_line[:200]}"
         self.log.failures.append(Failure("unproved", where, what, "this run was not compared with the real calls"))
         self.compiled.proof.shown(self.form, None, telling=False)
+
+
+def _sizes(compiled: Specialised, arguments: Sequence[Any]) -> Sizes | None:
+    return None if compiled.guard is None else compiled.guard.values(arguments)
 
 
 def _nothing() -> None:

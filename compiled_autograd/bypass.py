@@ -42,6 +42,11 @@ DDP_CPP_REDUCER = Bypass(
     "compiles: fully_shard (a mesh of shape (ranks, 1) replicates), Python hooks that communicate, and DDP made under "
     "torch._dynamo.config.optimize_ddp = 'python_reducer' where every rank uses the same parameters and no buffers",
 )
+VIEW_WRITE = Bypass(
+    "view_write",
+    hint="another function has written in place into a part of a tensor than in a tape that was captured, and the "
+    "engine does not tell the two apart; or it cannot be told which function it was",
+)
 STREAM_CAPTURE = Bypass(
     "stream_capture", hint="a CUDA graph is being captured on this stream, which compiling or copying would spoil"
 )

@@ -12,6 +12,7 @@ tape is whole: what goes wrong elsewhere is kept and raised there, and the eager
 from __future__ import annotations
 
 import functools
+import itertools
 import re
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -26,7 +27,7 @@ from shadow_cache import unsupported
 from . import ir, symbols
 from .aot import aot_backward
 from .errors import CaptureRefusedError
-from .functions import wants_zeros
+from .functions import tell_packed_apart, wants_zeros
 from .pieces import FITTED, UNBIND
 from .seam import reports_leaf
 
@@ -86,6 +87,7 @@ class Capture:
         self.needs_engine = False
         self.reporting = False
         self._view: tuple[Any, ...] = ()
+        self._packed_in: int | None = None
         self._leaves: list[fx.Node] = []
         self._placeholders: dict[str, fx.Node] = {}
         self._last_placeholder: fx.Node | None = None
@@ -149,6 +151,8 @@ class Capture:
         self, name: str, grads: Sequence[Any], saved: Sequence[Any], metadata: Sequence[Any]
     ) -> list[torch.Tensor]:
         """A built-in node, or a C++ custom function: ``ops.<name>(grads, *saved)``, one gradient for each edge."""
+        if self._partly_packed(saved, torch.Tensor):
+            self.refuse(f"hooks on some of the tensors that {self.calls[-1].name} saved, and not on others")
         node = self._call(self._op(name), (list(grads), *saved))
         return self._results(node, len(metadata))
 
@@ -201,6 +205,8 @@ class Capture:
         opaque_indices: list[int],
     ) -> tuple[torch.Tensor | None, ...]:
         """A Python ``autograd.Function``: one gradient for each argument of its ``forward``."""
+        if self._partly_packed(saved, object) and tell_packed_apart(ctx):
+            self.refuse(f"{self.calls[-1].name} for this once, since hooks packed some of what it saved, and not all")
         expected = [meta is not None for meta in metadata]
         zeros = wants_zeros(ctx)
         defined = [grad is not None and zeros for grad in grads]
@@ -240,7 +246,16 @@ class Capture:
     def unpack_hook(self, hook: int, data: int) -> torch.Tensor:
         """A saved tensor that the user packed; the node that is about to report needs it."""
         packed = self._placeholder("packed", data)
+        self._packed_in = self.calls[-1].index
         return self._stand_in(self._call(ir.unpack_hook, (self._placeholder("object", hook), packed)))
+
+    def _partly_packed(self, saved: Sequence[Any], kind: type) -> bool:
+        """Whether hooks have packed some of what the node saved and not all: the engine's key does not say which."""
+        if self._packed_in != self.calls[-1].index:
+            return False
+        values = itertools.chain(*[each if isinstance(each, (list, tuple)) else (each,) for each in saved])
+        nodes = [self._values.get(id(value)) for value in values if isinstance(value, kind)]
+        return not all(isinstance(node, fx.Node) and node.target is ir.unpack_hook for node in nodes)
 
     @_keeps_failures
     def tensor_pre_hook(self, grads: list[Any], hook: int, index: int) -> list[Any]:
@@ -252,6 +267,8 @@ class Capture:
     def cpp_tensor_pre_hook(self, grads: list[Any], hook: int, index: int) -> list[Any]:
         """The same, registered by C++."""
         self.needs_engine = True
+        if len(grads) > 1:  # the engine's key does not say which of them
+            self.refuse(f"a hook of C++, such as retain_grad's, on one of several outputs of {self.calls[-1].name}")
         grads[index] = self._hooked(ir.cpp_hook, hook, grads[index])
         return grads
 

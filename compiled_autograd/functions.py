@@ -29,7 +29,8 @@ from .references import NOBODYS, references
 _CALLS = "_compiled_autograd_calls"  # of a ctx: the calls that it is in
 _WITH_SAVED = "_compiled_autograd_class"  # of its class: that which it has meanwhile
 _FIRST_NUMBER = 1 << 40  # far above those that PyTorch counts
-_numbers: dict[tuple[str, str], int] = {}
+_numbers: dict[tuple[Any, ...], int] = {}
+_partly_packed: set[tuple[Any, ...]] = set()
 _changing = threading.Lock()  # held while a ctx's class or its list of calls changes, and never while users' code runs
 
 
@@ -40,7 +41,30 @@ def number_of(ctx: Any) -> int:
     capture needs no more than the name: it gets the ``ctx`` at each run, and its class with it.
     """
     function = type(ctx)._forward_cls
-    return _numbers.setdefault((function.__module__, function.__qualname__), _FIRST_NUMBER + len(_numbers))
+    name: tuple[Any, ...] = (function.__module__, function.__qualname__)
+    if _partly_packed and name in _partly_packed:
+        name += (_which_are_packed(ctx),)
+    return _numbers.setdefault(name, _FIRST_NUMBER + len(_numbers))
+
+
+def tell_packed_apart(ctx: Any) -> bool:
+    """From now on, have the engine's key say which saved tensors of a function were packed by hooks; False if it does.
+
+    It says so by itself only where all were or none was: of a tensor that was packed it has nothing. To ask costs more
+    than a microsecond, so it is done for those functions of which it was seen that some were packed and some not.
+    """
+    function = type(ctx)._forward_cls
+    name = (function.__module__, function.__qualname__)
+    known = name in _partly_packed
+    _partly_packed.add(name)
+    return not known
+
+
+def _which_are_packed(ctx: Any) -> tuple[bool, ...]:
+    try:
+        return tuple([saved.unpack_hook is not None for saved in ctx._raw_saved_tensors])
+    except RuntimeError:  # they were freed: nothing is captured of it
+        return ()
 
 
 @dataclass(frozen=True, slots=True)

@@ -23,7 +23,7 @@ from shadow_cache import Bypass, Key
 
 from . import ir, tape
 from .attempt import Attempt, Call
-from .bypass import EVERY_TAPE_NEW, FORKED, ON_MISS, TORCH_COMPILED_AUTOGRAD, is_refusal, refused_by_engine
+from .bypass import EVERY_TAPE_NEW, FORKED, ON_MISS, TORCH_COMPILED_AUTOGRAD, VIEW_WRITE, is_refusal, refused_by_engine
 from .capture import Capture
 from .churn import CHURN
 from .devices import cuda_device
@@ -38,6 +38,7 @@ from .reporting import warn_once
 from .session import BYPASS, Outcome, Session
 from .sharing import captures_of_others, find_op, others_are_on, share_op
 from .variants import Handover
+from .view_writes import NAME, VIEW_WRITES
 
 _seam = torch._C._dynamo.compiled_autograd
 
@@ -138,6 +139,7 @@ def _forget() -> None:
     global _asked_to_forget
     _asked_to_forget = False
     _seam.clear_cache()
+    VIEW_WRITES.forget()
     while _handles:
         _handles.pop().forget()
     LEFT_TO_EAGER.clear()
@@ -206,6 +208,8 @@ def _have_it_walk(attempt: Attempt) -> None:
     if _asked_to_forget or _thread.crowded:
         _thread.crowded = False
         _forget()
+    if VIEW_WRITES.differ(attempt.call.outputs, attempt.call.inputs):
+        raise CaptureRefusedError(VIEW_WRITE)
     multithreading = torch._C._is_multithreading_enabled()
     prior: list[Any] = []
     try:
@@ -271,6 +275,9 @@ def _finish(captured: ir.TapeGraph, capture: Capture) -> tuple[Callable[..., Any
         CHURN.captured(graph)
     else:
         graph.met += 1
+    written = any(call.name == NAME for call in captured.calls)
+    if written and not VIEW_WRITES.keep(attempt.call.outputs, attempt.call.inputs):
+        raise CaptureRefusedError(VIEW_WRITE)
     handle = _Handle(graph)
     _handles.append(handle)
     return _hand_over, handle

@@ -1,0 +1,116 @@
+"""What a capture says of a tape and the engine's key leaves out: a tape that differs in that alone is no hit."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+
+import compiled_autograd as ca
+from compiled_autograd import view_writes
+
+from .helpers import assert_same, expect
+
+Program = Callable[[], Sequence[torch.Tensor | None]]
+
+
+def _run(*programs: Program) -> ca.Stats:
+    """Each of them on eager and compiled, with the same gradients."""
+    session = ca.enable(backend="eager", cache_dir=False)
+    for program in programs:
+        torch.manual_seed(0)
+        wanted = program()
+        torch.manual_seed(0)
+        with session:
+            found = program()
+        assert_same(found, wanted)
+    stats = session.stats()
+    stats.bypasses = dict(Counter(label.partition("(")[0] for label in Counter(stats.bypasses).elements()))
+    return stats
+
+
+def _writes(name: str, by_grad: bool = False) -> Program:
+    def program() -> Sequence[torch.Tensor | None]:
+        x = torch.randn(3, 4, requires_grad=True)
+        whole = x * 2
+        getattr(whole[0], name)(*[torch.ones(4)] * (name in ("add_", "sub_")))
+        return torch.autograd.grad(whole.sum(), [x]) if by_grad else _grads(whole.sum(), x)
+
+    return program
+
+
+def _grads(loss: torch.Tensor, *leaves: torch.Tensor) -> list[torch.Tensor | None]:
+    loss.backward()
+    return [leaf.grad for leaf in leaves]
+
+
+@pytest.mark.parametrize(("one", "other"), [("sin_", "cos_"), ("add_", "sub_"), ("neg_", "zero_")])
+@pytest.mark.parametrize("by_grad", [False, True])
+def test_functions_that_write_into_a_part_are_told_apart(one: str, other: str, by_grad: bool) -> None:
+    programs = [_writes(name, by_grad) for name in (one, one, other, one)]
+    expect(_run(*programs), structure_misses=1, hits=2, bypasses={"view_write": 1})
+
+
+def test_a_written_part_of_unknown_functions_is_left_to_eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(view_writes, "_place_of_function", lambda: None)
+    expect(_run(_writes("sin_"), _writes("sin_")), bypasses={"view_write": 2})
+
+
+def test_after_reset_the_other_function_is_captured() -> None:
+    expect(_run(_writes("sin_")), structure_misses=1)
+    ca.reset()
+    expect(_run(_writes("cos_"), _writes("cos_")), structure_misses=1, hits=1)
+
+
+def _retains(*which: int) -> Program:
+    def program() -> Sequence[torch.Tensor | None]:
+        x = torch.randn(2, 4, requires_grad=True)
+        parts = x.unbind()
+        for index in which:
+            parts[index].retain_grad()
+        (parts[0].sin() * parts[1].exp()).sum().backward()
+        return [x.grad, *[parts[index].grad for index in which]]
+
+    return program
+
+
+def test_of_which_output_the_gradient_is_retained() -> None:
+    expect(_run(_retains(0), _retains(1), _retains(1, 0), _retains(0, 1)), bypasses={"unsupported": 4})
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(a, b)
+        return a * b.exp()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        a, b = ctx.saved_tensors
+        return grad * b.exp(), grad * a * b.exp()
+
+
+def _packs(function: Callable[..., torch.Tensor], which: Callable[[Any], Any]) -> Program:
+    def program() -> Sequence[torch.Tensor | None]:
+        x = torch.randn(1, 3, 3, requires_grad=True)
+        y = torch.randn(1, 3, 3, requires_grad=True)
+        out = function(x.sin(), y.cos())
+        which(out.grad_fn).register_hooks(lambda saved: saved.clone(), lambda packed: packed)
+        return _grads(out.sum(), x, y)
+
+    return program
+
+
+def test_which_of_what_a_node_saved_was_packed() -> None:
+    first = _packs(torch.bmm, lambda node: node._raw_saved_self)
+    second = _packs(torch.bmm, lambda node: node._raw_saved_mat2)
+    expect(_run(first, second), bypasses={"unsupported": 2})
+
+
+def test_which_of_what_a_function_saved_was_packed() -> None:
+    """Its structure is captured when it is met again, and then the engine's key says it."""
+    first, second = [_packs(_Product.apply, lambda node, k=k: node._raw_saved_tensors[k]) for k in (0, 1)]
+    expect(_run(first, first, second, first, second), structure_misses=2, hits=2, bypasses={"unsupported": 1})

@@ -139,11 +139,14 @@ class Capture:
             self._refill(64)
             _push_mode(self._mode)
 
-    @_keeps_failures
     def bind_function(self, name: str, function: Callable[..., Any], is_custom: bool, traceable: bool) -> str:
-        """The engine hands over the function of a kind of node, once in a process."""
-        known = self.share_op(name, function, is_custom, traceable)
-        OPS[known] = ir.OpaqueOp(known, function, traceable, is_custom)
+        """The engine hands over the function of a kind of node, once in a process: also when we have given up."""
+        try:
+            known = self.share_op(name, function, is_custom, traceable)
+            OPS[known] = ir.OpaqueOp(known, function, traceable, is_custom)
+        except BaseException as error:  # noqa: BLE001  as in _keeps_failures
+            self.failure = self.failure or error
+            return name
         return known
 
     @_keeps_failures
@@ -345,8 +348,6 @@ class Capture:
 
     def placeholder_result(self, method: str, args: Sequence[Any]) -> Any:
         """After a failure: blank stand-ins in the number that the engine expects of ``method``."""
-        if method == "bind_function":
-            return args[0]
         if method in ("tensor_pre_hook", "cpp_tensor_pre_hook", "pre_hook", "post_hook", "post_acc_grad_hook"):
             return list(args[0]) if isinstance(args[0], (list, tuple)) else [args[0]]
         if method in ("accumulate", "accumulate_grad", "record_zeros", "unpack_hook"):

@@ -32,6 +32,7 @@ from .errors import BrokenCaptureError, CaptureRefusedError
 from .execution import depth
 from .forks import can_compile
 from .gate import GATE, take
+from .grad_dtypes import GradDtypes, refuse_others, with_grad_dtypes
 from .graphs import GRAPHS, MOST_NODES, MOST_STRUCTURES, CompiledGraph
 from .order import in_engine_order, order_shows, reordered
 from .reporting import warn_once
@@ -63,22 +64,24 @@ LEFT_TO_EAGER: set[int] = set()
 """Descriptions of tapes that ``on_miss="eager"`` found not to be in the cache: the engine need not be asked again."""
 
 
-_MOST_ORDERS = 64
-"""So many ways in which a tape's nodes were made are kept, before they are forgotten and looked at anew."""
+_MOST_OTHERS = 64
+"""So many graphs for tapes with one key of the engine's are kept, before they are forgotten and looked for anew."""
 
 
 class _Handle:
     """What the engine keeps for a structure. It never lets go of it, even when it forgets (2.13): so this lets go.
 
-    The engine does not ask in which order the nodes of a tape were made, on which the order depends in which they run:
-    ``orders`` has the graph for each way in which they were. ``outputs`` is how many results the engine is to be given.
+    The engine does not ask in which order the nodes of a tape were made, on which the order depends in which they run,
+    nor which dtypes the leaves want: ``others`` has the graph for each order and dtypes that are not those of
+    ``graph``. ``outputs`` is how many results the engine is to be given.
     """
 
-    __slots__ = ("graph", "orders", "outputs", "shows", "shows_bitwise")
+    __slots__ = ("dtypes", "graph", "others", "outputs", "shows", "shows_bitwise")
 
     def __init__(self, graph: CompiledGraph) -> None:
         self.graph: CompiledGraph | None = graph
-        self.orders: dict[tuple[int, ...], CompiledGraph] = {}
+        self.others: dict[tuple[Any, ...], CompiledGraph] = {}
+        self.dtypes = GradDtypes(graph.tape)
         self.outputs = len(graph.tape.graph.find_nodes(op="output")[0].args[0])
         self.shows = order_shows(graph.tape, bitwise=False)
         self.shows_bitwise = order_shows(graph.tape, bitwise=True)
@@ -86,23 +89,27 @@ class _Handle:
     def forget(self) -> None:
         """Let go."""
         self.graph = None
-        self.orders.clear()
+        self.others.clear()
 
-    def in_order(self, attempt: Attempt) -> CompiledGraph:
-        """The graph for the order of the tape that was handed over."""
+    def graph_for(self, attempt: Attempt, tensors: Sequence[torch.Tensor]) -> CompiledGraph:
+        """The graph for the order and the dtypes of the tape that was handed over."""
         assert self.graph is not None
         settings = attempt.session.settings
-        if not self.shows and not (self.shows_bitwise and get_backend(settings.backend_in_mode).bitwise):
+        dtypes = self.dtypes.now(tensors, attempt.call.inputs)
+        in_order = not self.shows and not (self.shows_bitwise and get_backend(settings.backend_in_mode).bitwise)
+        if in_order and dtypes == self.dtypes.captured:
             return self.graph
-        made_when = tape.made_when(attempt.call.outputs)
-        graph = self.orders.get(made_when)
+        key = (None if in_order else tape.made_when(attempt.call.outputs), *dtypes)
+        graph = self.others.get(key)
         if graph is None:
-            graph, is_kept = _in_other_order(attempt, self.graph)
+            same = dtypes == self.dtypes.captured
+            other = self.graph.tape if same else with_grad_dtypes(self.graph.tape, dtypes)
+            graph, is_kept = _of_other_tape(attempt, self.graph, other, in_order)
             if not is_kept:
                 return graph
-            if len(self.orders) >= _MOST_ORDERS:
-                self.orders.clear()
-            self.orders[made_when] = graph
+            if len(self.others) >= _MOST_OTHERS:
+                self.others.clear()
+            self.others[key] = graph
         return graph
 
     def __call__(self, handover: Handover) -> list[torch.Tensor | None]:
@@ -256,6 +263,7 @@ def _finish(captured: ir.TapeGraph, capture: Capture) -> tuple[Callable[..., Any
     attempt = _thread.attempt
     assert attempt is not None
     captured.cuda_device = cuda_device(captured)
+    refuse_others(captured, attempt.call.inputs)
     short = len(captured.calls) <= tape.LONGEST
     visited = tape.walk(attempt.call.outputs, attempt.call.inputs) if short else []
     agrees = short and tape.join_order(captured.calls, visited, attempt.call.outputs)
@@ -296,20 +304,24 @@ def _new_graph(ordered: ir.TapeGraph, keys: Sequence[Key]) -> CompiledGraph:
     return graph
 
 
-def _in_other_order(attempt: Attempt, graph: CompiledGraph) -> tuple[CompiledGraph, bool]:
-    """The graph for a tape of a known structure whose nodes were made when those of no earlier one were.
+def _of_other_tape(
+    attempt: Attempt, graph: CompiledGraph, other: ir.TapeGraph, in_order: bool
+) -> tuple[CompiledGraph, bool]:
+    """The graph for a tape with a known key of the engine's whose nodes were made when those of no earlier one were, or
+    whose leaves want other dtypes: those of ``other``.
 
     Also whether it is kept: not if the policy is to compile nothing.
     """
     call = attempt.call
-    ordered = reordered(graph.tape, [each.sequence for each in tape.walk(call.outputs, call.inputs)])
+    sequences = [] if in_order else [each.sequence for each in tape.walk(call.outputs, call.inputs)]
+    ordered = other if in_order else reordered(other, sequences)
     if ordered is graph.tape:
         return graph, True
     keys = ordered.structure()
     known = GRAPHS.find(keys)
     if known is not None:
         return known, True
-    attempt.miss = GRAPHS.explain(ordered, keys, other_order=True)
+    attempt.miss = GRAPHS.explain(ordered, keys, other_order=other is graph.tape)
     if not _may_be_kept(attempt.session, ordered, keys):
         return CompiledGraph(ordered), False
     return _new_graph(ordered, keys), True
@@ -331,7 +343,7 @@ def _hand_over(
     attempt = _thread.attempt
     if attempt is None:  # PyTorch's own compiled autograd met a structure that we captured before it
         return graph(handover)
-    graph = handover.graph = handle.in_order(attempt)
+    graph = handover.graph = handle.graph_for(attempt, tensors)
     graph.met += attempt.capture is None and attempt.miss is None
     attempt.handover = handover
     if graph.tape.needs_engine and not attempt.probe:

@@ -12,7 +12,7 @@ import torch
 import compiled_autograd as ca
 from compiled_autograd import view_writes
 
-from .helpers import assert_same, expect
+from .helpers import assert_same, expect, in_subprocess
 
 Program = Callable[[], Sequence[torch.Tensor | None]]
 
@@ -81,6 +81,23 @@ def test_of_which_output_the_gradient_is_retained() -> None:
     expect(_run(_retains(0), _retains(1), _retains(1, 0), _retains(0, 1)), bypasses={"unsupported": 4})
 
 
+_REFUSED_FIRST = """
+import torch, compiled_autograd as ca
+with ca.enable(backend="eager") as session:
+    for retained in (True, False):
+        one, other = torch.ones(2, 4, requires_grad=True).unbind()
+        if retained:
+            one.retain_grad()
+        (one * other).sum().backward()
+print(session.last.outcome)
+"""
+
+
+def test_a_function_that_the_engine_binds_after_a_refusal_is_kept() -> None:
+    """It does so once in a process."""
+    assert in_subprocess(_REFUSED_FIRST).stdout == "structure_miss\n"
+
+
 class _Product(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, a: torch.Tensor, b: torch.Tensor) -> torch.Tensor:
@@ -114,3 +131,43 @@ def test_which_of_what_a_function_saved_was_packed() -> None:
     """Its structure is captured when it is met again, and then the engine's key says it."""
     first, second = [_packs(_Product.apply, lambda node, k=k: node._raw_saved_tensors[k]) for k in (0, 1)]
     expect(_run(first, first, second, first, second), structure_misses=2, hits=2, bypasses={"unsupported": 1})
+
+
+def _wants(dtype: torch.dtype | None, how: str = "backward") -> Program:
+    def program() -> Sequence[torch.Tensor | None]:
+        leaf = torch.randn(4).bfloat16().requires_grad_()
+        leaf.grad_dtype = dtype
+        if how == "hooked":
+            leaf.register_hook(lambda grad: grad / 3)
+        found: list[torch.Tensor | None] = []
+        for _ in range(2):
+            loss = ((leaf * 3).float().sin() + leaf.float()).sum()
+            if how == "grad":
+                found += torch.autograd.grad(loss, [leaf])
+            elif how == "edge":
+                found += torch.autograd.grad(loss, [torch.autograd.graph.get_gradient_edge(leaf)])
+            else:
+                loss.backward()
+                found.append(None if leaf.grad is None else leaf.grad.clone())
+        return found
+
+    return program
+
+
+@pytest.mark.parametrize("how", ["backward", "hooked", "grad", "edge"])
+def test_a_gradient_has_the_dtype_that_its_leaf_wants(how: str) -> None:
+    programs = [_wants(dtype, how) for dtype in (torch.float32, None, torch.bfloat16, torch.float32)]
+    kept = how in ("backward", "hooked")  # then a second backward finds a gradient, another one for each dtype
+    misses = 3 * (2 if kept else 1)
+    expect(_run(*programs), structure_misses=misses, hits=8 - misses)
+
+
+def test_a_dtype_set_on_what_is_no_leaf_any_more_is_left_to_eager() -> None:
+    def program() -> Sequence[torch.Tensor | None]:
+        leaf = torch.randn(4).bfloat16().requires_grad_()
+        written = torch.zeros(4, dtype=torch.bfloat16)
+        written.grad_dtype = torch.float32
+        written.add_(leaf)
+        return _grads((written.float() / 3).exp().sum(), leaf)
+
+    expect(_run(program, program), bypasses={"unsupported": 2})

@@ -42,6 +42,11 @@ def ambient() -> Ambient:
     return parts + _cuda() if torch.cuda._initialized else parts
 
 
+def compile_state(state: Ambient) -> Ambient:
+    """What of it the compiling of a lowered graph depends on."""
+    return tuple(part for part in state if part[0] not in ("autocast", "check_nan"))
+
+
 def _precision(backend: str) -> tuple[str, ...]:
     """How products, convolutions and recurrent layers of float32 are rounded; what is set for all backends, or for all
     of one backend, is in it (``fp32_precision`` in ``torch/backends/__init__.py``, 2.13). Unset is as "ieee"."""

@@ -25,6 +25,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from backends import Backend
 
 from . import ir
+from .ambient import Ambient, ambient, compile_state
 from .errors import UntraceableError
 from .log import RunLog
 from .remote import compile_elsewhere
@@ -47,6 +48,7 @@ class Job:
     kind: tuple[Any, ...]
     tape: int
     context: contextvars.Context
+    surroundings: Ambient
 
 
 _LAST_SECONDS = 2.0
@@ -72,7 +74,7 @@ class Background:
         """Whether anything is being compiled."""
         return bool(self._tapes)
 
-    def submit(self, program: Program, step: RegionStep, slots: Slots, tape: int) -> None:
+    def submit(self, program: Program, step: RegionStep, slots: Slots, tape: int, surroundings: Ambient) -> None:
         """Have a region compiled for the values in hand, unless that is under way. Milliseconds."""
         kind = program.specialiser.kind(step, slots)
         if (id(step), kind) in self._submitted:
@@ -80,7 +82,7 @@ class Background:
         needed = {*step.inputs, *(fresh.leaf for fresh in step.fresh)}
         stand_ins = [memoryless(value) if slot in needed else None for slot, value in enumerate(slots)]
         context = contextvars.copy_context()  # it has what the thread has set of Inductor's settings
-        job = Job(program, step, stand_ins, kind, tape, context)
+        job = Job(program, step, stand_ins, kind, tape, context, surroundings)
         with self._changed:
             if (id(step), kind) in self._submitted:
                 return
@@ -164,6 +166,8 @@ def _compile(job: Job) -> None:
     specialiser, log = job.program.specialiser, RunLog()
     try:
         _import_first(specialiser.backend)
+        if not _in_same_state(job):
+            return  # a later step that finds the state of this one submits it again
         with COMPILING, torch.no_grad():
             if not specialiser.load(job.step, job.slots, log):
                 specialiser.specialise(job.step, job.slots, log, compile_elsewhere)
@@ -175,6 +179,21 @@ def _compile(job: Job) -> None:
     for failure in log.failures:
         warn_of(failure)
     specialiser.finished.append(log)
+
+
+def _in_same_state(job: Job) -> bool:
+    """Whether what is compiled now belongs to the variant that it is for: the process may be in another state by now.
+
+    Autocast and anomaly mode are the calling thread's, and the graph's own: nothing asks for them while it is compiled.
+    How many threads there are is known to each thread since its own first question.
+    """
+    asked: list[int] = []
+    asking = threading.Thread(target=lambda: asked.append(torch.get_num_threads()))
+    asking.start()
+    asking.join()
+    if torch.get_num_threads() != asked[0]:
+        torch.set_num_threads(asked[0])
+    return compile_state(ambient()) == compile_state(job.surroundings)
 
 
 def memoryless(value: Any) -> Any:

@@ -204,12 +204,12 @@ def _run(state: Running, account: Account, handover: Handover) -> list[torch.Ten
     forked = not can_compile()
     log.prove, log.check_every = session.settings.check is not False, session.settings.check_every
     log.may_compile = session.settings.on_miss == "compile" and not forked
-    if session.settings.on_miss == "background" and not forked:
-        log.submit = functools.partial(_submit, state)
     try:
         if torch.autograd._profiler_enabled():
             log.profile = state.profile(graph.tape)
         surroundings = account.surroundings = ambient()
+        if session.settings.on_miss == "background" and not forked:
+            log.submit = functools.partial(_submit, state, surroundings)
         variant, other = find_variant(session, graph, surroundings, handover)
         account.variant = variant
         if variant is not None and variant.entry is not None:
@@ -240,10 +240,10 @@ def _run(state: Running, account: Account, handover: Handover) -> list[torch.Ten
         raise
 
 
-def _submit(state: Running, program: Program, step: RegionStep, slots: Slots) -> None:
+def _submit(state: Running, surroundings: Ambient, program: Program, step: RegionStep, slots: Slots) -> None:
     """Have a region compiled in the background. The step goes on without that, and so it does if that fails."""
     try:
-        BACKGROUND.submit(program, step, slots, state.fingerprint)
+        BACKGROUND.submit(program, step, slots, state.fingerprint, surroundings)
     except Exception as error:  # noqa: BLE001  a later step tries again
         state.log.failures.append(failure_of("submit", program.specialiser.backend.name, step.region, error))
 

@@ -24,6 +24,7 @@ from torch import fx
 
 from backends import ArtifactError, Backend, Compiled, Storing
 
+from .ambient import Ambient, ambient, compile_state
 from .likeness import InputKind, kinds_of_inputs
 from .reporting import warn_once
 
@@ -38,6 +39,7 @@ class Request(msgspec.Struct):
     deterministic: tuple[bool, bool, bool]
     matmul_precision: str
     default_dtype: str
+    state: str
 
 
 class Reply(msgspec.Struct):
@@ -74,6 +76,7 @@ def _request(backend: Backend, graph_module: fx.GraphModule, examples: Sequence[
     inputs = kinds_of_inputs(graph_module, examples)
     if inputs is None:
         return None
+    state = dict(ambient())
     return Request(
         backend.name,
         graph_module.graph.python_code("self").src,
@@ -84,9 +87,15 @@ def _request(backend: Backend, graph_module: fx.GraphModule, examples: Sequence[
             torch.is_deterministic_algorithms_warn_only_enabled(),
             torch._C._get_deterministic_fill_uninitialized_memory(),
         ),
-        torch.get_float32_matmul_precision(),
+        state["matmul_precision"],
         str(torch.get_default_dtype()),
+        told(ambient()),
     )
+
+
+def told(state: Ambient) -> str:
+    """What the two processes must agree on. The other one has never used CUDA, nor compiles for it."""
+    return repr([part for part in compile_state(state) if not part[0].startswith("cuda")])
 
 
 class Worker:

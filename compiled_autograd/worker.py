@@ -16,7 +16,8 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
 from backends import Storing, get_backend
 
-from .remote import Reply, Request, dtype_of, receive, send
+from .ambient import ambient
+from .remote import Reply, Request, dtype_of, receive, send, told
 from .specialise import graph_of
 
 
@@ -30,6 +31,8 @@ def answer(request: Request) -> Reply:
     torch._C._set_deterministic_fill_uninitialized_memory(fill)
     torch.set_float32_matmul_precision(request.matmul_precision)
     torch.set_default_dtype(dtype_of(request.default_dtype))
+    if told(ambient()) != request.state:
+        raise ValueError("the other process is in a state that this one was not told of")
     graph_module = graph_of(request.code)
     mode = FakeTensorMode()
     with mode:

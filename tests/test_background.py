@@ -15,6 +15,7 @@ from torch import fx, nn
 import compiled_autograd as ca
 from backends import get_backend
 from compiled_autograd import background, remote
+from compiled_autograd.ambient import ambient
 from compiled_autograd.session import Session
 from compiled_autograd.versions import release
 
@@ -81,6 +82,29 @@ def test_meanwhile_backwards_stay_with_the_eager_engine() -> None:
     assert session.wait(60)
     _step(session, model, reference, x)
     assert session.last is not None and session.last.outcome == "hit"
+
+
+def test_what_is_compiled_in_another_state_than_it_is_for_is_given_up() -> None:
+    backend = _Slow()
+    session = ca.enable(backend=backend, on_miss="background")
+    model, reference = _twins()
+    x = torch.randn(4, 8)
+    other = torch.get_num_threads() + 1
+
+    before = torch.get_num_threads()
+    try:
+        with background._IMPORTING:  # the thread waits for it before it looks
+            _step(session, model, reference, x)
+            torch.set_num_threads(other)
+        backend.let.set()
+        assert session.wait(60) and session.stats().compiles == 0
+        torch.set_num_threads(before)
+        _step(session, model, reference, x)
+        assert session.wait(60)
+        _step(session, model, reference, x)
+    finally:
+        torch.set_num_threads(before)
+    expect(session.stats(), structure_misses=1, shape_misses=1, hits=1, captures=1, compiles=1)
 
 
 def test_other_shapes_are_compiled_in_the_background_too() -> None:
@@ -276,7 +300,10 @@ def test_the_process_that_compiles_runs_no_code_of_the_current_folder(
     monkeypatch.setattr(sys, "path", ["", ".", *sys.path])
     graph = fx.symbolic_trace(lambda x: [x * 2])
     inputs = [([3], [1], "torch.float32", "cpu")]
-    request = remote.Request("eager", graph.code, inputs, 1, (False, False, True), "highest", "torch.float32")
+    told, threads = remote.told(ambient()), torch.get_num_threads()
+    request = remote.Request(
+        "eager", graph.code, inputs, threads, (False, False, True), "highest", "torch.float32", told
+    )
     worker = remote.Worker()
     try:
         reply = worker.ask(request)

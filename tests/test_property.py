@@ -133,8 +133,10 @@ _PROGRAM = Program(
 )
 
 
-def _planted(change: Callable[[int, list[torch.Tensor], list[torch.Tensor]], Any]) -> Settings:
-    """Settings with a backend that does something wrong at its n-th run."""
+def _planted(
+    change: Callable[[int, list[torch.Tensor], list[torch.Tensor]], Any], check: bool | None = False
+) -> Settings:
+    """Settings with a backend that does something wrong at its n-th run, which no proof of its code looks at first."""
 
     def backend(module: torch.fx.GraphModule, examples: list[torch.Tensor]) -> Callable[..., list[torch.Tensor]]:
         runs = count()
@@ -146,7 +148,7 @@ def _planted(change: Callable[[int, list[torch.Tensor], list[torch.Tensor]], Any
 
         return run
 
-    return Settings(backend, bitwise=True)
+    return Settings(backend, check=check, bitwise=True)
 
 
 def _kinds(settings: Settings, program: Program = _PROGRAM) -> set[str]:
@@ -171,13 +173,14 @@ def test_planted_mistakes_are_found() -> None:
     def undefined(run: int, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> None:
         outputs[0] = None  # type: ignore[call-overload]
 
-    def shares(run: int, outputs: list[torch.Tensor], inputs: list[torch.Tensor]) -> None:
-        outputs[0] = torch.as_strided(outputs[1], outputs[0].shape, outputs[0].stride())
-
     assert "values" in _kinds(_planted(last_bit))
     assert "damage" in _kinds(_planted(writes))
     assert "values" in _kinds(_planted(uninitialised))
     assert "definedness" in _kinds(_planted(undefined))
+    # Code that proves itself is caught at its first run: gradients are eager's, and the failure is told.
+    assert _kinds(_planted(uninitialised, check=None)) == {"failure mismatch"}
+    assert _kinds(_planted(undefined, check=None)) == {"failure mismatch"}
+    assert _kinds(_planted(writes, check=None)) == {"error"}
 
 
 def test_a_failing_program_is_made_smaller() -> None:

@@ -322,7 +322,11 @@ class Capture:
         self._leave_mode()
         self.reporting = False
         self._raise_failure()
-        self.graph.output(self._lift(list(outputs)))
+        if len(self.calls) == 1 and not any(isinstance(each, torch.Tensor) for each in outputs):
+            # Eager calls the hooks of such an output where it is the only one (``evaluate_function``, of its first
+            # node), and the engine does not report them.
+            raise CaptureRefusedError(unsupported("no output leads to any of the inputs: there is nothing to compile"))
+        self.graph.output([_as_captured(each) for each in self._lift(list(outputs))])
         if self.asked:
             raise CaptureRefusedError(unsupported(f"a capture that depends on sizes: {self.asked[0]}"))
         return self.finish(ir.TapeGraph(self.graph, self.calls, self.inputs, self.accumulates, self.needs_engine), self)
@@ -452,6 +456,16 @@ class Capture:
             return [self._lift(each) for each in value]
         symbol = symbols.symbol_of(value)
         return value if symbol is None else self._symbol(symbol)
+
+
+def _as_captured(output: Any) -> Any:
+    """A gradient that was asked for, as eager gives it: before the tensor's hooks where its node runs for the sake of
+    other inputs, too, and else after them (2.13, ``Engine::evaluate_function``). The seam says the latter of all."""
+    if not isinstance(output, fx.Node) or not output.users:  # a node that runs has what it got among its arguments
+        return output
+    while output.target in (ir.tensor_hook, ir.cpp_hook):
+        output = output.args[1]
+    return output
 
 
 def _of_layout(grad: Any) -> Any:

@@ -89,8 +89,15 @@ def _steps(mistake: Mistake, check: Any, folder: Path | None) -> tuple[ca.Sessio
     wrong, failures = [], []
     for number in range(mistake.steps):
         wanted = mistake.run(number)
-        with session:
-            found = mistake.run(number)
+        try:
+            with session:
+                found = mistake.run(number)
+        except RuntimeError:  # results that are no tensors of any place in memory
+            if check is not False:
+                raise
+            wrong.append(True)
+            failures.append([])
+            continue
         assert session.last is not None
         wrong.append(_wrong(found, wanted))
         failures.append([each for each in session.last.reasons if isinstance(each, Failure)])
@@ -268,7 +275,7 @@ def _a_result_is_left_out(patch: Patch) -> None:
     right = specialise._wiring
 
     def wiring(step: steps.RegionStep, lowered: lower.Lowered) -> steps.Wiring:
-        lowered.values = dict.fromkeys(lowered.values)
+        lowered.values, lowered.apart = dict.fromkeys(lowered.values), []
         return right(step, lowered)
 
     patch.setattr(specialise, "_wiring", wiring)

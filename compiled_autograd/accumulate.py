@@ -8,6 +8,7 @@ gradient is not. We are stricter in one point: what a leaf keeps never shares me
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -100,9 +101,10 @@ def write(step: AccumulateStep, slots: list[Any]) -> Claim | None:
     Returns:
         The claim on the leaf whose hooks run next, to be released after them; None where there are no such hooks.
     """
-    claim = CLAIMS.take(slots, step.leaves)
+    claim = Claim(threading.get_ident(), slots, step.leaves)
     hooked = None
     try:
+        CLAIMS.enter(claim)
         if claim.through_nodes:
             _write_one_by_one(step, slots, claim)
         else:
@@ -110,6 +112,7 @@ def write(step: AccumulateStep, slots: list[Any]) -> Claim | None:
         hooked = step.hooked
     finally:
         if hooked is None:
+            claim.token.release()
             CLAIMS.release(claim)
     if hooked is None:
         return None
@@ -173,11 +176,13 @@ def _write_one_by_one(step: AccumulateStep, slots: list[Any], claim: Claim) -> N
 
 def accumulate_into(leaf: torch.Tensor, grad: torch.Tensor | None) -> None:
     """Give one leaf its gradient, which somebody else may hold."""
-    claim = CLAIMS.take([leaf], (0,))
+    claim = Claim(threading.get_ident(), [leaf], (0,))
     try:
+        CLAIMS.enter(claim)
         if leaf.requires_grad:  # else a hook has frozen it
             accumulate([leaf], [grad], [False])
     finally:
+        claim.token.release()
         CLAIMS.release(claim)
 
 

@@ -16,23 +16,29 @@ from __future__ import annotations
 import os
 import threading
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
-from .gate import GATE
+from .gate import GATE, Token, take
+
+_SECONDS = 0.02
+"""After so long, who waits looks whether a claim was left by Ctrl-C."""
 
 
 @dataclass(slots=True, eq=False)
 class Claim:
     """The leaves that a thread writes: ``slots[index]`` for each of ``indices``.
 
-    ``through_nodes`` says that no thread that enters the eager engine need wait for it.
+    ``through_nodes`` says that no thread that enters the eager engine need wait for it. It stands for something while
+    its token is locked, as in :mod:`gate`: who claims unlocks it in the first call of a ``finally``, so that Ctrl-C
+    leaves no claim for ever. Those who wait look again from time to time, as nobody may be left to tell them.
     """
 
     thread: int
     slots: Sequence[Any]
     indices: Sequence[int]
     through_nodes: bool = False
+    token: Token = field(default_factory=take)
 
     def leaves(self) -> set[int]:
         """Ids of the leaves."""
@@ -50,18 +56,19 @@ class Claims:
     def take(self, slots: Sequence[Any], indices: Sequence[int]) -> Claim:
         """Claim leaves, once no other thread has any of them."""
         claim = Claim(threading.get_ident(), slots, indices)
-        try:
-            self._enter(claim)
-        except BaseException:  # an interrupt: nothing was written yet
-            self.release(claim)
-            raise
+        self.enter(claim)
+        return claim
+
+    def enter(self, claim: Claim) -> None:
+        """The same, for a claim that the caller has made, and whose token it unlocks whatever comes."""
+        self._enter(claim)
         if GATE.others_in_eager():
             self._let_pass(claim)
-        return claim
 
     def change(self, claim: Claim, indices: Sequence[int]) -> None:
         """Claim other leaves instead."""
-        self.release(claim)
+        self._made.remove(claim)
+        self._tell()
         claim.indices = indices
         self._enter(claim)
 
@@ -72,10 +79,16 @@ class Claims:
 
     def release(self, claim: Claim) -> None:
         """The leaves are written."""
-        self._made.remove(claim)
+        if claim.token.locked():
+            claim.token.release()
+        if claim in self._made:
+            self._made.remove(claim)
         self._tell()
 
     def _enter(self, claim: Claim) -> None:
+        for left in [each for each in self._made if not each.token.locked()] if self._made else ():
+            if left in self._made:
+                self._made.remove(left)
         self._made.append(claim)
         if len(self._made) > 1:  # else whoever comes now sees this one before its own
             self._wait(lambda: not self._before(claim))
@@ -85,13 +98,15 @@ class Claims:
         if not self._made:
             return
         me = threading.get_ident()
-        earlier = list(self._made)
-        self._wait(lambda: all(each.thread == me or each.through_nodes or each not in self._made for each in earlier))
+        earlier = [each for each in self._made if each.thread != me]
+        self._wait(
+            lambda: all(each.through_nodes or each not in self._made or not each.token.locked() for each in earlier)
+        )
 
     def _before(self, claim: Claim) -> bool:
         """Whether an earlier claim of another thread has a leaf of this one."""
         made = list(self._made)
-        others = [each for each in made[: made.index(claim)] if each.thread != claim.thread]
+        others = [each for each in made[: made.index(claim)] if each.thread != claim.thread and each.token.locked()]
         leaves = claim.leaves() if others else set()
         return any(not leaves.isdisjoint(each.leaves()) for each in others)
 
@@ -104,7 +119,7 @@ class Claims:
             self._waiting += 1  # before it is asked again: who changes something after that tells us
             try:
                 while not over():
-                    self._changed.wait()
+                    self._changed.wait(_SECONDS)
             finally:
                 self._waiting -= 1
 

@@ -18,6 +18,7 @@ import torch
 import compiled_autograd as ca
 from backends.collecting import RARELY
 from compiled_autograd import execution, walk
+from compiled_autograd.claims import CLAIMS
 from compiled_autograd.gate import GATE
 from compiled_autograd.specialise import COMPILING
 
@@ -66,6 +67,7 @@ class _InterruptAt:
 
 def _nothing_is_stuck() -> None:
     assert GATE.idle() and not GATE._lock.locked()
+    assert not any(claim.token.locked() for claim in CLAIMS._made)
     assert execution.running() is None and execution.depth() == 0 and not walk.walking()
     prior = walk._seam.set_autograd_compiler(None, False)
     assert prior[0] is None

@@ -69,7 +69,7 @@ def refuse_others(tape: ir.TapeGraph, inputs: Sequence[Any]) -> None:
     }
     for call in tape.graph.find_nodes(op="call_function", target=operator.getitem):
         edge = (call.args[0], call.args[1])
-        if ir.is_validation(edge[0]) and edge not in known:
+        if ir.is_validation(edge[0]) and edge not in known and _metadata(edge) is not None:  # else it leads nowhere
             options, *_, number = _metadata(edge)
             if number not in _DTYPES or number != options[_DTYPE_IN_OPTIONS]:
                 raise CaptureRefusedError(unsupported("a grad_dtype of a tensor that is no leaf, or is no usual one"))

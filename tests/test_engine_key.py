@@ -171,3 +171,15 @@ def test_a_dtype_set_on_what_is_no_leaf_any_more_is_left_to_eager() -> None:
         return _grads((written.float() / 3).exp().sum(), leaf)
 
     expect(_run(program, program), bypasses={"unsupported": 2})
+
+
+def test_a_hook_on_a_node_with_an_edge_to_nowhere_is_no_reason_to_refuse() -> None:
+    """What such a node gives there is handed to the hook, and nobody has said what it should be."""
+    x, constant = torch.randn(2, 3, requires_grad=True), torch.randn(2, 3)
+    session = ca.enable(backend="eager", cache_dir=False)
+    for _ in range(2):
+        joined = torch.cat([x * 2, constant], 1)
+        joined.grad_fn.register_hook(lambda given, got: None)  # type: ignore[union-attr]
+        with session:
+            assert torch.equal(torch.autograd.grad(joined.sum(), x)[0], torch.full((2, 3), 2.0))
+    expect(session.stats(), structure_misses=1, hits=1)

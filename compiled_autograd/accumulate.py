@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
 from .claims import CLAIMS, Claim
 from .references import NOBODYS, references
@@ -32,7 +33,8 @@ def _dense(tensor: torch.Tensor) -> bool:
         # Private in torch 2.13. It imports sympy, which takes half a second: traces have done so before.
         from torch._prims_common import is_non_overlapping_and_dense_or_false
 
-        return is_non_overlapping_and_dense_or_false(tensor)
+        with disable_proxy_modes_tracing():  # what it asks of sizes is no part of a trace
+            return is_non_overlapping_and_dense_or_false(tensor)
     return _DENSE(tensor)
 
 

@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode
 
 from .accumulate import obeys_layout, own_copy
 from .aot import AOTBackward
@@ -138,7 +138,7 @@ def lower(
             if source is not None and region.inputs[source].op != "placeholder":
                 passed[call] = source
                 continue
-            if grad is not None and (_storage(grad) in taken or not obeys_layout(grad, leaf)):
+            if grad is not None and (_storage(grad) in taken or not _obeys_layout(grad, leaf)):
                 grad = own_copy(grad, leaf)  # one more operator of the graph, which a backend can fuse
             leaf_positions[call] = _append(results, grad)
             if grad is not None:
@@ -260,6 +260,13 @@ def _name(position: int, value: Any) -> str:
     runs so that all else can be freed early (``is_nonfreeable_buffers`` in ``torch/_inductor/utils.py``, 2.13)."""
     owner = value._base if isinstance(value, torch.Tensor) and value._is_view() else value
     return f"{'arg' if isinstance(owner, torch.nn.Parameter) else 'saved'}{position}_1"
+
+
+def _obeys_layout(grad: torch.Tensor, leaf: torch.Tensor) -> bool:
+    """The same, of fake tensors during a trace: it compares sizes and strides, and those of the leaf, which is none of
+    the arguments, the trace does not know."""
+    with disable_proxy_modes_tracing():
+        return obeys_layout(grad, leaf)
 
 
 def _is_apart(results: Sequence[torch.Tensor], index: int | None, memory: Mapping[int, int]) -> bool:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import operator
 import random
 from collections.abc import Callable
+from typing import Any
 
 import pytest
 import torch
@@ -334,3 +335,24 @@ def test_each_condition_of_a_guard_must_hold() -> None:
     assert guard.function([2, 1, 3]) and guard.function([5, 1, 3])
     assert not any(guard.function(values) for values in ([2, 0, 3], [5, 0, 3], [5, 1, 2], [3, 1, 3], [2, 1, 4]))
     assert guard.broken([5, 0, 3]) == "a[1] == 1"
+
+
+@pytest.mark.parametrize("where", ["in the layout of the leaf", "in another layout"])
+def test_sizes_of_a_leaf_are_symbols_that_the_trace_does_not_know(where: str) -> None:
+    """A leaf's layout is compared with its gradient's; the leaf is none of the arguments of what is traced."""
+
+    def run(channels: int) -> list[Any]:
+        torch.manual_seed(0)
+        x = torch.randn(2, channels, channels, channels)
+        weight = torch.randn(2, channels, 3, 3, requires_grad=True)
+        if where == "in another layout":
+            weight = weight.detach().permute(3, 0, 1, 2).contiguous().permute(1, 2, 3, 0).requires_grad_()
+        torch.nn.functional.conv2d(x, weight, padding=1).sum().backward()
+        return [weight.grad]
+
+    wanted = [run(channels) for channels in (4, 5, 6)]
+    with ca.enable(backend="eager", dynamic=True, tune=False) as session:
+        for channels, expected in zip((4, 5, 6), wanted, strict=True):
+            assert_same(run(channels), expected)
+    stats = session.stats()
+    assert not stats.failures and stats.compiles == 1 and stats.hits == 2

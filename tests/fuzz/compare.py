@@ -116,7 +116,7 @@ def _first_words(error: str) -> str:
     return error.split(". ")[0].split("\n")[0][:60]
 
 
-_EXPECTED_BYPASSES = ("create_graph", "batched_grads", "view_fn not supported", "view_fn")
+_EXPECTED_BYPASSES = ("create_graph", "batched_grads", "view_fn not supported", "view_fn", "nothing to compile")
 
 
 def judged(outcomes: Outcomes, known: bool, step: int, allowed: tuple[str, ...]) -> list[Finding]:

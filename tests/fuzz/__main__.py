@@ -15,6 +15,7 @@ import warnings
 from collections import Counter
 from pathlib import Path
 
+import torch
 from rich.console import Console
 
 from .compare import Finding
@@ -48,6 +49,7 @@ def main() -> int:
     parser.add_argument("--known", action="store_true", help="do not tell what is in known.py")
     arguments = parser.parse_args()
     warnings.simplefilter("ignore")
+    torch.set_num_threads(1)
     LEFT_OUT.update(arguments.without)
     if arguments.known:
         LEFT_OUT.update(WITHOUT)

@@ -13,8 +13,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-import torch
-
 import compiled_autograd as ca
 
 from .compare import Finding, differences, judged
@@ -172,6 +170,3 @@ def check_in_folder(program: Program, settings: Settings, folder: str) -> Verdic
             wanted = trace(program, ca.disable(), False)
         _compiled(program, settings, folder, wanted, verdict)
     return verdict
-
-
-torch.set_num_threads(1)

@@ -29,15 +29,19 @@ _SECONDS = 0.02
 class Claim:
     """The leaves that a thread writes: ``slots[index]`` for each of ``indices``.
 
-    ``through_nodes`` says that no thread that enters the eager engine need wait for it. It stands for something while
-    its token is locked, as in :mod:`gate`: who claims unlocks it in the first call of a ``finally``, so that Ctrl-C
-    leaves no claim for ever. Those who wait look again from time to time, as nobody may be left to tell them.
+    ``through_nodes`` says that no thread that enters the eager engine need wait for it; ``waiting`` that it has nothing
+    yet: nobody waits for such a one, or two that each have what the other wants would wait for ever.
+
+    It stands for something while its token is locked, as in :mod:`gate`: who claims unlocks it in the first call of a
+    ``finally``, so that Ctrl-C leaves no claim for ever. Those who wait look again from time to time, as nobody may be
+    left to tell them.
     """
 
     thread: int
     slots: Sequence[Any]
     indices: Sequence[int]
     through_nodes: bool = False
+    waiting: bool = False
     token: Token = field(default_factory=take)
 
     def leaves(self) -> set[int]:
@@ -70,7 +74,7 @@ class Claims:
         self._made.remove(claim)
         self._tell()
         claim.indices = indices
-        self._enter(claim)
+        self.enter(claim)
 
     def hold(self, claim: Claim, index: int) -> None:
         """Give up all leaves but one, whose hooks are about to run."""
@@ -90,8 +94,17 @@ class Claims:
             if left in self._made:
                 self._made.remove(left)
         self._made.append(claim)
-        if len(self._made) > 1:  # else whoever comes now sees this one before its own
-            self._wait(lambda: not self._before(claim))
+        if len(self._made) > 1:  # else whoever comes now sees that this one has its leaves
+            with self._changed:  # held while it is asked and answered: of two, one comes first
+                self._waiting += 1
+                claim.waiting = True
+                self._changed.notify_all()
+                try:
+                    while self._are_taken(claim):
+                        self._changed.wait(_SECONDS)
+                    claim.waiting = False
+                finally:
+                    self._waiting -= 1
 
     def wait_for_writers(self) -> None:
         """The calling thread is counted as one that enters the eager engine: wait for those who did not know it."""
@@ -100,13 +113,19 @@ class Claims:
         me = threading.get_ident()
         earlier = [each for each in self._made if each.thread != me]
         self._wait(
-            lambda: all(each.through_nodes or each not in self._made or not each.token.locked() for each in earlier)
+            lambda: all(
+                each.through_nodes or each.waiting or each not in self._made or not each.token.locked()
+                for each in earlier
+            )
         )
 
-    def _before(self, claim: Claim) -> bool:
-        """Whether an earlier claim of another thread has a leaf of this one."""
-        made = list(self._made)
-        others = [each for each in made[: made.index(claim)] if each.thread != claim.thread and each.token.locked()]
+    def _are_taken(self, claim: Claim) -> bool:
+        """Whether another thread has a leaf of this claim."""
+        others = [
+            each
+            for each in list(self._made)
+            if each.thread != claim.thread and not each.waiting and each.token.locked()
+        ]
         leaves = claim.leaves() if others else set()
         return any(not leaves.isdisjoint(each.leaves()) for each in others)
 

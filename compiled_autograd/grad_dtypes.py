@@ -22,6 +22,7 @@ from torch.autograd.graph import GradientEdge
 from shadow_cache import unsupported
 
 from . import ir
+from . import tape as tape_reading
 from .errors import CaptureRefusedError
 
 _DTYPES: dict[Any, torch.dtype | None] = {None: None, 5: torch.float16, 6: torch.float32, 7: torch.float64}
@@ -127,5 +128,6 @@ def _of_input(asked: Any, captured: torch.dtype | None) -> torch.dtype | None:
 def _leaf(asked: Any) -> Any:
     """The leaf whose gradient was asked for; None where that is another tensor's."""
     if isinstance(asked, GradientEdge):
-        return getattr(asked.node, "variable", None)
+        is_leaf = type(asked.node).name(asked.node).endswith(tape_reading.LEAF)  # else it is an attribute of the user's
+        return asked.node.variable if is_leaf else None  # type: ignore[attr-defined]
     return asked if asked.is_leaf else None

@@ -48,11 +48,11 @@ class ViewWrites:
         return True
 
     def differ(self, outputs: Sequence[Any], inputs: Sequence[Any]) -> bool:
-        """Whether the engine may take a tape for one that was captured, and other functions have written in it."""
+        """Whether the engine may take a tape for one that was captured, and other functions may have written in it."""
         if not self._classes or self._roots.isdisjoint(map(_kind, tape.root_nodes(outputs))):
             return False
         described = _described(outputs, inputs)
-        return described is not None and self._classes.get(described[0], described[1]) != described[1]
+        return described is None or self._classes.get(described[0], described[1]) != described[1]
 
     def forget(self) -> None:
         """The engine has forgotten all."""

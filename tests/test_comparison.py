@@ -86,6 +86,15 @@ def test_where_sixteen_bits_overflow_nothing_is_said() -> None:
     assert _differs(noise, want, tolerance([torch.float16]), double)
 
 
+def test_what_cancels_has_the_scale_of_what_lies_beside_it() -> None:
+    """A bias of two elements before a batch norm: by luck, the real calls round to nothing."""
+    want, found = torch.tensor([0.0, 4e-9]), torch.tensor([2e-8, -1e-8])
+    double = torch.zeros(2, dtype=torch.float64)
+    assert value_difference(want, found, 1e-4, lambda: double) is not None
+    assert value_difference(want, found, 1e-4, lambda: double, beside=0.1) is None
+    assert value_difference(want, found + 1e-6, 1e-4, lambda: double, beside=0.1) is not None
+
+
 def test_complex_numbers_and_bits() -> None:
     want = torch.randn(5, dtype=torch.complex64)
     assert value_difference(want, want.conj().resolve_conj().conj(), 1e-4, _never) is None

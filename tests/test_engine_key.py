@@ -183,3 +183,44 @@ def test_a_hook_on_a_node_with_an_edge_to_nowhere_is_no_reason_to_refuse() -> No
         with session:
             assert torch.equal(torch.autograd.grad(joined.sum(), x)[0], torch.full((2, 3), 2.0))
     expect(session.stats(), structure_misses=1, hits=1)
+
+
+class _HasAVariable(torch.autograd.Function):
+    """Leaves have an attribute of this name, and this is none."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.variable = torch.zeros(2, dtype=torch.bfloat16)
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        return grad * 2
+
+
+def test_what_a_function_calls_its_variable_is_no_leaf() -> None:
+    def program() -> Sequence[torch.Tensor | None]:
+        y = _HasAVariable.apply(torch.ones(3, requires_grad=True))
+        return torch.autograd.grad(y.sin().sum(), [torch.autograd.graph.get_gradient_edge(y)])
+
+    stats = _run(program, program)
+    expect(stats, structure_misses=1, hits=1)
+
+
+def test_who_wrote_into_a_part_is_told_beside_a_long_tape_that_is_not_asked_for() -> None:
+    """With ``inputs=`` the engine's key has the nodes alone that lead there, however long the rest is."""
+
+    def program(name: str, length: int) -> Program:
+        def run() -> Sequence[torch.Tensor | None]:
+            x = torch.full((4,), 0.3, requires_grad=True)
+            whole = x * 1
+            getattr(whole[:2], name)()
+            rest = torch.ones((), requires_grad=True)
+            for _ in range(length):
+                rest = rest + 1
+            return torch.autograd.grad(whole.sum() + rest, [x])
+
+        return run
+
+    stats = _run(program("sin_", 3), program("cos_", 10_050))
+    assert (stats.structure_misses, stats.bypasses) == (1, {"view_write": 1})

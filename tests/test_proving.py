@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -14,6 +15,7 @@ from torch import fx, nn
 import compiled_autograd as ca
 from backends.eager import EagerBackend
 from compiled_autograd import reporting
+from compiled_autograd.proving import prover
 from compiled_autograd.proving.proof import NEW_SIZES, RUNS, Proof
 from shadow_cache import Failure
 
@@ -213,6 +215,21 @@ def test_code_that_writes_into_its_inputs_is_an_error() -> None:
     assert session.stats().backwards == 1
 
 
+@pytest.mark.parametrize("value", [0.0, 3.0])
+def test_code_that_writes_the_same_into_its_inputs_each_time(value: float) -> None:
+    def run(number: int, arguments: Sequence[Any], right: Callable[..., Any]) -> Any:
+        results = right(*arguments)
+        max(arguments, key=lambda each: each.numel()).fill_(value)
+        return results
+
+    w, x = torch.ones(5, 5, requires_grad=True), torch.randn(3, 5, requires_grad=True)
+    with (
+        ca.enable(backend=_backend(run), cache_dir=False),
+        pytest.raises(ca.GradientMismatchError, match="overwritten"),
+    ):
+        (x @ w).sum().backward()
+
+
 def test_inputs_that_somebody_else_changes_meanwhile_show_nothing() -> None:
     w = torch.randn(5, 5, requires_grad=True)
 
@@ -232,7 +249,9 @@ def test_inputs_that_somebody_else_changes_meanwhile_show_nothing() -> None:
     assert compiled.proof.settled and not compiled.proof.refuted
 
 
-def test_random_numbers_are_drawn_once() -> None:
+def test_random_numbers_are_drawn_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(prover, "_RANDOM", re.compile("cos"))
+
     def run(number: int, arguments: Sequence[Any], right: Callable[..., Any]) -> Any:
         torch.rand(100)
         return right(*arguments)

@@ -318,3 +318,40 @@ def test_a_forked_child_has_the_claims_of_its_own_thread_alone() -> None:
         assert status == 0
 
     _in_threads(hold, fork)
+
+
+@pytest.mark.parametrize("inner", ["left to eager", "into a leaf that the other thread wants too"])
+def test_a_backward_in_a_hook_while_another_thread_waits_for_its_leaf(inner: str) -> None:
+    """Who waits for a leaf has nothing yet that anybody need wait for."""
+    p, q = torch.ones(3, requires_grad=True), torch.ones(3, requires_grad=True)
+    in_hook, waits = threading.Event(), threading.Event()
+
+    def hook(leaf: torch.Tensor) -> None:
+        if threading.current_thread() is threading.main_thread() or in_hook.is_set():
+            return
+        in_hook.set()
+        waits.wait(WAIT)
+        time.sleep(0.3)  # until the other thread is at the leaf
+        with torch.enable_grad():
+            if inner == "left to eager":
+                z = torch.ones(2, requires_grad=True)
+                torch.autograd.grad((z**3).sum(), z, create_graph=True)
+            else:
+                (q * 2).sum().backward()
+
+    p.register_post_accumulate_grad_hook(hook)
+
+    def step() -> None:
+        with ca.enable(backend="eager", cache_dir=False):
+            (q * p).sum().backward()
+
+    def second() -> None:
+        in_hook.wait(WAIT)
+        waits.set()
+        step()
+
+    step()
+    _in_threads(step, second)
+    extra = 0 if inner == "left to eager" else 2
+    assert p.grad is not None and q.grad is not None
+    assert p.grad.tolist() == [3.0] * 3 and q.grad.tolist() == [3.0 + extra] * 3

@@ -25,6 +25,8 @@ _TOLERANCES = {
 """Relative to a value and to the root mean square of all values beside it. What lies below is taken for rounding."""
 _LOOSEST = 1e-1
 """For dtypes of eight bits."""
+_CANCELLED = 1e-2
+"""Of the largest value beside a result: such a part of it, by the tolerance, is what terms leave that cancel."""
 _AS_FAR = 4.0
 """So many times further from the float64 values than the real calls' own result may another one be."""
 
@@ -77,7 +79,7 @@ def _strides(tensor: torch.Tensor) -> list[int]:
 
 
 def value_difference(
-    want: torch.Tensor, found: torch.Tensor, relative: float, in_double: Callable[[], Optional]
+    want: torch.Tensor, found: torch.Tensor, relative: float, in_double: Callable[[], Optional], beside: float = 0.0
 ) -> Difference | None:
     """In what lies in two tensors of one dtype and shape.
 
@@ -86,6 +88,8 @@ def value_difference(
         found: what is to be judged.
         relative: the tolerance; 0 asks for the same bits.
         in_double: gives the same value computed in float64 where it is asked for; None where that cannot be done.
+        beside: the largest value of all that was computed together. What is zero but for rounding (a bias before a
+            normalisation) has no scale of its own: its terms had that of the others, and cancelled.
     """
     want, found = plain(want), plain(found)
     if torch.equal(want, found) or want.numel() == 0:
@@ -93,10 +97,11 @@ def value_difference(
     if relative == 0 or not want.is_floating_point():
         return None if _same_but_nan(want, found) else _measured(want, found)
     want, found = _exact(want), _exact(found)
-    if torch.allclose(found, want, rtol=relative, atol=relative * root_mean_square(want), equal_nan=True):
+    scale = root_mean_square(want) + _CANCELLED * beside
+    if torch.allclose(found, want, rtol=relative, atol=relative * scale, equal_nan=True):
         return None
     double = in_double()
-    if double is not None and _as_near(want, found, plain(double).to(torch.float64), relative):
+    if double is not None and _as_near(want, found, plain(double).to(torch.float64), relative, beside):
         return None
     return _measured(want, found)
 
@@ -114,6 +119,14 @@ def root_mean_square(tensor: torch.Tensor) -> float:
     if math.isfinite(size):
         return size
     return float(torch.linalg.vector_norm(tensor.nan_to_num(0, 0, 0), dtype=torch.float64)) / math.sqrt(tensor.numel())
+
+
+def largest(tensor: torch.Tensor) -> float:
+    """The largest finite value."""
+    tensor = plain(tensor)
+    if not tensor.is_floating_point() or tensor.numel() == 0:
+        return 0.0
+    return float(_exact(tensor).nan_to_num(0, 0, 0).abs().max())
 
 
 def is_telling(tensor: torch.Tensor) -> bool:
@@ -137,7 +150,7 @@ def _same_but_nan(want: torch.Tensor, found: torch.Tensor) -> bool:
     return bool(torch.all((want == found) | (want.isnan() & found.isnan())))
 
 
-def _as_near(want: torch.Tensor, found: torch.Tensor, double: torch.Tensor, relative: float) -> bool:
+def _as_near(want: torch.Tensor, found: torch.Tensor, double: torch.Tensor, relative: float, beside: float) -> bool:
     """Whether ``found`` is about as near to the float64 values as ``want``.
 
     Where the real calls overflow, what is computed with less rounding may not; but what is not finite where neither the
@@ -149,7 +162,8 @@ def _as_near(want: torch.Tensor, found: torch.Tensor, double: torch.Tensor, rela
     largest_own = float(own_error.max()) if own_error.numel() else 0.0
     error = (found.to(torch.float64) - double).abs()
     scale = root_mean_square(double[double.isfinite()]) if bool(double.isfinite().any()) else 0.0
-    allowed = _AS_FAR * largest_own + relative * (double.abs() + (scale if math.isfinite(scale) else 0.0))
+    scale = (scale if math.isfinite(scale) else 0.0) + _CANCELLED * beside
+    allowed = _AS_FAR * largest_own + relative * (double.abs() + scale)
     near = (error <= allowed) | (~want.isfinite() & ~found.isfinite()) | (~double.isfinite() & ~found.isfinite())
     if relative >= _TOLERANCES[torch.float16]:
         near |= ~want.isfinite()

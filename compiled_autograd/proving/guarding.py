@@ -10,6 +10,7 @@ import torch
 from .. import ir
 
 Fingerprint = Any
+_OTHER_VALUE = 0.37
 _SIGNED = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -29,7 +30,8 @@ def _fingerprint(tensor: torch.Tensor) -> Fingerprint:
         return tensor.view(torch.uint8).sum()  # of so few values many would cancel
     if not tensor.is_floating_point():
         tensor = tensor.view(_SIGNED[tensor.element_size()])  # of those without a sign there is no hash
-    return torch.hash_tensor(tensor)
+    total = tensor.view(_SIGNED[tensor.element_size()]).sum()  # the hash alone cancels where values are equal
+    return torch.stack([torch.hash_tensor(tensor).view(torch.int64), total])
 
 
 def written(before: Sequence[Fingerprint], values: Sequence[Any]) -> list[int]:
@@ -37,13 +39,17 @@ def written(before: Sequence[Fingerprint], values: Sequence[Any]) -> list[int]:
     now = fingerprints(values)
     changed = []
     for index, (old, new) in enumerate(zip(before, now, strict=True)):
-        if old is not None and not bool(old == new):
+        if old is not None and not torch.equal(old, new):
             changed.append(index)
     return changed
 
 
-def twins(values: Sequence[Any]) -> list[Any]:
-    """Copies of tensors that lie in memory as those do: in one piece where those share one, at the same offsets."""
+def twins(values: Sequence[Any], other: Sequence[int] = ()) -> list[Any]:
+    """Copies of tensors that lie in memory as those do: in one piece where those share one, at the same offsets.
+
+    Args:
+        other: of which of them the copies hold other values, where these are no whole numbers.
+    """
     storages: dict[int, torch.UntypedStorage] = {}
     copies: list[Any] = []
     for value in values:
@@ -57,6 +63,9 @@ def twins(values: Sequence[Any]) -> list[Any]:
         if value.is_conj():
             twin = twin.conj()
         copies.append(twin._neg_view() if value.is_neg() else twin)
+        if len(copies) - 1 in other and (value.dtype.is_floating_point or value.dtype.is_complex):
+            whole = torch.empty(0, dtype=value.dtype, device=value.device)
+            whole.set_(own, 0, (own.nbytes() // value.element_size(),), (1,)).fill_(_OTHER_VALUE)
     return copies
 
 
@@ -70,15 +79,23 @@ def memory_of(value: Any) -> int | None:
 
 
 class Draws:
-    """The states of the random generators that a region may draw from: the CPU's, and those of its devices."""
+    """The states of the random generators that a region may draw from: the CPU's, and those of its devices.
 
-    def __init__(self, values: Iterable[Any]) -> None:
+    None for a region that draws nothing: then they are left alone, since other threads draw from them too.
+    """
+
+    def __init__(self, values: Iterable[Any] | None) -> None:
+        self._states: list[torch.Tensor] = []
+        if values is None:
+            return
         devices = {value.device for value in values if isinstance(value, torch.Tensor)}
         self._devices = sorted({device.index or 0 for device in devices if device.type == "cuda"})
         self._states = self._now()
 
     def rewind(self) -> None:
         """Set them back to what they were; the next call of this sets them to what they are now."""
+        if not self._states:
+            return
         states, self._states = self._states, self._now()
         torch.set_rng_state(states[0])
         for device, state in zip(self._devices, states[1:], strict=True):

@@ -40,6 +40,7 @@ class Proof:
         settled: nothing more is to be shown: the next run need not ask.
         refuted: no form of it is right: the region's calls run one by one.
         dropped: forms that were found to be wrong.
+        draws: whether the region draws random numbers; None as long as nobody has asked.
         held: small results of the last run that was compared, and copies of them: no later run may write there.
     """
 
@@ -50,6 +51,7 @@ class Proof:
     settled: bool = False
     refuted: bool = False
     dropped: tuple[str, ...] = ()
+    draws: bool | None = None
     held: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
 
     def due(self, form: str, runs: int, sizes: Sizes | None, final: bool = True) -> bool:

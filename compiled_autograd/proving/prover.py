@@ -8,6 +8,7 @@ The inputs must be what they were, and nothing may be written into what an earli
 from __future__ import annotations
 
 import functools
+import re
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
@@ -24,7 +25,7 @@ from ..accumulate import obeys_layout
 from ..errors import GradientMismatchError
 from ..nans import NaNFoundError
 from ..steps import make_plain, put_results, run_compiled
-from .comparison import Difference, is_telling, metadata_difference, tolerance, value_difference
+from .comparison import Difference, is_telling, largest, metadata_difference, tolerance, value_difference
 from .guarding import Draws, Fingerprint, fingerprints, is_out_of_memory, memory_of, twins, written
 from .proof import RUNS, Sizes, form_of
 from .reference import in_double, once_more
@@ -35,6 +36,10 @@ if TYPE_CHECKING:
     from ..log import RunLog
     from ..specialise import Specialiser
     from ..steps import RegionStep, Slots, Specialised
+
+_RANDOM = re.compile(
+    "rand|seed|rng|bernoulli|dropout|normal|uniform|multinomial|exponential|geometric|cauchy|poisson|binomial"
+)
 
 
 def is_due(compiled: Specialised, slots: Slots, log: RunLog) -> bool:
@@ -100,7 +105,7 @@ class _Run:
 
     def beside(self, real_calls: Callable[[], None]) -> bool:
         """Both ways, and what follows from the comparison. False: nothing has run, for want of memory."""
-        draws = Draws(self.arguments)
+        draws = Draws(self.arguments if self._may_draw() else None)
         try:
             before = fingerprints(self.taken)
         except Exception as error:  # noqa: BLE001  the region runs without a comparison
@@ -137,6 +142,13 @@ class _Run:
         except Exception as error:  # noqa: BLE001  what was to be judged is not what the step goes on with
             self._unproved(error)
         return True
+
+    def _may_draw(self) -> bool:
+        """Whether an operator of the region draws random numbers, as far as its name says."""
+        proof = self.compiled.proof
+        if proof.draws is None:
+            proof.draws = _RANDOM.search(self.compiled.aten.text()) is not None
+        return proof.draws
 
     def _judge(self, found: Slots, before: Sequence[Fingerprint]) -> None:
         """Compare what the compiled code left behind.
@@ -183,11 +195,12 @@ class _Run:
         bitwise = self.specialiser.backend.bitwise and all(_is_on_cpu(result.want) for result in results)
         relative = 0.0 if bitwise else tolerance(self._dtypes(results))
         telling = True
+        beside = 0.0 if bitwise else max((largest(each.want) for each in results if each.want is not None), default=0.0)
         for result in results:
             difference = self._layout(result)
             if difference is None and result.want is not None and result.found is not None:
                 telling = telling and is_telling(result.want)
-                difference = self._values(result, relative)
+                difference = self._values(result, relative, beside)
             if difference is not None:
                 return result, difference, telling
         shared = self._shared(results)
@@ -225,9 +238,9 @@ class _Run:
             return Difference(f"its strides are {result.found.stride()}, for a leaf with {result.leaf.stride()}")
         return None
 
-    def _values(self, result: Result, relative: float) -> Difference | None:
+    def _values(self, result: Result, relative: float, beside: float) -> Difference | None:
         assert result.want is not None and result.found is not None
-        difference = value_difference(result.want, result.found, relative, lambda: self._in_double(result.node))
+        difference = value_difference(result.want, result.found, relative, lambda: self._in_double(result.node), beside)
         if difference is None or relative:
             return difference
         if self.specialiser.passes:
@@ -236,7 +249,7 @@ class _Run:
         if again is None or value_difference(result.want, again, 0.0, _nothing) is None:
             return difference  # else the real calls do not give the same twice, and it cannot be asked for
         relative = tolerance(self._dtypes([result]))
-        return value_difference(result.want, result.found, relative, lambda: self._in_double(result.node))
+        return value_difference(result.want, result.found, relative, lambda: self._in_double(result.node), beside)
 
     def _given(self) -> dict[fx.Node, Any]:
         region = self.step.region
@@ -273,13 +286,14 @@ class _Run:
         Raises:
             GradientMismatchError: it was the compiled code.
         """
-        copies = twins(self.taken)
+        copies = twins(self.taken, changed)  # what was written before would be no change if it were written again
         before = fingerprints(copies)
         arguments = list(copies)
         make_plain(arguments, self.compiled.plain)
         self._run_form(self.compiled.call, arguments)
         ours = [index for index in changed if index in written(before, copies)]
         if not ours:
+            self.compiled.proof.shown(self.form, None, telling=False)
             return  # another thread or process trains on the same memory: this run shows nothing
         node = self.step.region.inputs[self.step.inputs.index(self.compiled.arguments[ours[0]])]
         name = self.specialiser.name_of(node)

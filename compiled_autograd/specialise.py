@@ -30,7 +30,7 @@ from .likeness import likeness
 from .log import RunLog
 from .lower import Lowered, lower
 from .partition import Region
-from .proving.guarding import is_out_of_memory
+from .proving.guarding import is_out_of_memory, memory_of
 from .shapes import Spec, is_static, spec_of, static_parts, widened
 from .steps import RegionPlan, RegionStep, Slots, Specialised, Wiring, make_plain, put_results, run_compiled
 
@@ -433,23 +433,15 @@ def kind_of_value(value: Any, spec: Spec | None = None) -> Any:
 
 def _not_owned(results: Sequence[Any], fresh: Sequence[int], arguments: Sequence[Any]) -> set[int]:
     """Which results a backend gave in memory that something else sees, against what the graph says."""
-    seen = {_memory(value) for value in arguments}
-    seen.update(_memory(value) for index, value in enumerate(results) if index not in set(fresh))
+    seen = {memory_of(value) for value in arguments}
+    seen.update(memory_of(value) for index, value in enumerate(results) if index not in set(fresh))
     shared = set()
     for index in fresh:
-        memory = _memory(results[index])
+        memory = memory_of(results[index])
         if memory is not None and memory in seen:
             shared.add(index)
         seen.add(memory)
     return shared
-
-
-def _memory(value: Any) -> int | None:
-    if not isinstance(value, torch.Tensor) or not ir.is_plain(value):
-        return None
-    if value.numel() == 0 or value._is_zerotensor():  # zeros without memory
-        return None
-    return value.untyped_storage().data_ptr()
 
 
 def _copy(graph_module: fx.GraphModule) -> fx.GraphModule:

@@ -23,6 +23,7 @@ from backends.collecting import RARELY
 from shadow_cache import DamagedEntryError, Failure, Miss, StoreError
 
 from . import aten, ir
+from .accumulate import obeys_layout
 from .errors import UntraceableError
 from .explain_variants import guard_miss, handed_on_miss
 from .forks import compiles_under
@@ -217,7 +218,8 @@ class Specialiser:
         checked: Specialised | None = None
         try:
             results = (run or run_compiled)(compiled.call, list(arguments))
-            wiring = _owned(compiled.wiring, results, arguments)
+            leaves = [slots[fresh.leaf] for fresh in step.fresh]
+            wiring = _owned(compiled.wiring, results, arguments, leaves)
             checked = step.bind(compiled.aten, compiled.call, wiring, compiled.kind, compiled.guard)
             checked.proof = compiled.proof
         except Exception as error:
@@ -404,15 +406,19 @@ def _flags(step: RegionStep, lowered: Lowered) -> tuple[tuple[int, int], ...]:
     return tuple((position[call], number) for call, number in lowered.flags)
 
 
-def _owned(wiring: Wiring, results: Sequence[Any], arguments: Sequence[Any]) -> Wiring:
-    """The same, once it was seen which gradients the backend gives in memory that something else sees."""
+def _owned(wiring: Wiring, results: Sequence[Any], arguments: Sequence[Any], leaves: Sequence[Any]) -> Wiring:
+    """The same, once it was seen which gradients the backend gives in memory that something else sees, or with other
+    strides than the trace had (its ``native_layer_norm_backward`` follows the input, and the CPU's does not)."""
     shared = _not_owned(results, [index for _, index in (*wiring.apart, *wiring.fresh)], arguments)
+    own = [pair for pair in wiring.fresh if pair[1] not in shared]
+    obeying = [(position, index) for position, index in own if obeys_layout(results[index], leaves[position])]
     return msgspec.structs.replace(
         wiring,
         values=tuple(pair for pair in wiring.values if pair not in wiring.apart or pair[1] not in shared),
         copied_values=tuple(pair for pair in wiring.apart if pair[1] in shared),
-        fresh=tuple(pair for pair in wiring.fresh if pair[1] not in shared),
+        fresh=tuple(obeying),
         copied=tuple(pair for pair in wiring.fresh if pair[1] in shared),
+        other_strides=tuple(pair for pair in own if pair not in obeying),
     )
 
 

@@ -43,6 +43,7 @@ class Wiring(msgspec.Struct, frozen=True):
         values: outputs of the region, and which result each of them is.
         fresh: fresh leaves, and which result is the gradient that each of them keeps.
         copied: likewise, where the backend gave it in memory that something else sees: the leaf keeps a copy.
+        other_strides: likewise, where the backend gave it other strides than the leaf wants: the leaf keeps a copy.
         apart: which of ``values`` share memory with nothing, as the graph has it.
         copied_values: those of them that the backend gave in memory that something else sees: a copy is handed on.
         passed: fresh leaves, and the input that goes there as it is.
@@ -61,6 +62,7 @@ class Wiring(msgspec.Struct, frozen=True):
     apart: tuple[tuple[int, int], ...] = ()
     copied_values: tuple[tuple[int, int], ...] = ()
     plain: tuple[int, ...] = ()
+    other_strides: tuple[tuple[int, int], ...] = ()
 
 
 class RegionPlan(msgspec.Struct, frozen=True):
@@ -170,6 +172,7 @@ class RegionStep:
         """Join something compiled to this step's slots."""
         results = [(self.outputs[position][1], index) for position, index in wiring.values]
         results += [(self.fresh[position].owned, index) for position, index in wiring.fresh]
+        results += [(self.fresh[position].shared, index) for position, index in wiring.other_strides]
         return Specialised(
             aten,
             call,

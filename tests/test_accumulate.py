@@ -91,6 +91,20 @@ def test_the_layout_behind_a_python_function(layout: str) -> None:
     _train(lambda: [_LAYOUTS[layout]().requires_grad_()], lambda leaves: Twice.apply(leaves[0]).sum())
 
 
+@pytest.mark.parametrize("norm", [F.layer_norm, F.batch_norm])
+def test_the_layout_behind_an_operator_whose_trace_has_other_strides(norm: Any) -> None:
+    """In torch 2.13 the traces of both follow the input's strides, and what the CPU's kernels give is contiguous."""
+    factor = torch.randn(6, 17).t()
+
+    def step(leaves: list[torch.Tensor]) -> torch.Tensor:
+        x = leaves[0]
+        normalised = norm(x, (6,)) if norm is F.layer_norm else norm(x, None, None, training=True)
+        return (normalised * factor).sum()
+
+    _, session = _train(lambda: [torch.randn(6, 17).t().requires_grad_()], step, keep=False)
+    expect(session.stats(), structure_misses=1, hits=2, compiles=1)
+
+
 def test_channels_last_convolution() -> None:
     def make() -> nn.Module:
         return nn.Sequential(nn.Conv2d(4, 8, 3), nn.ReLU(), nn.Conv2d(8, 4, 3)).to(memory_format=torch.channels_last)

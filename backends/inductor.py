@@ -76,6 +76,7 @@ class InductorBackend:
         Raises:
             MissingCompilerError: a region for the CPU, and no C++ compiler on the machine.
         """
+        from torch._guards import detect_fake_mode
         from torch._inductor import config
         from torch._inductor.compile_fx import compile_fx_inner
         from torch._inductor.fx_passes.joint_graph import joint_graph_passes
@@ -92,7 +93,8 @@ class InductorBackend:
         settings = config.patch(_settings(self.mode, graph_module, device is not None))
         sound = sound_outer_loops(graph_module)
         with torch.no_grad(), settings, together(), sound, _convolutions_of_any_size(example_inputs):
-            joint_graph_passes(graph_module)
+            with detect_fake_mode(example_inputs) or contextlib.nullcontext():
+                joint_graph_passes(graph_module)  # as AOTAutograd does: one makes a tensor whose size is a symbol
             if not any(node.op.startswith("call") for node in graph_module.graph.nodes):
                 return EagerBackend().compile(graph_module, example_inputs)  # as Inductor does, but it can be stored
             # The mode's settings are read here alone: what runs later has them in its code.

@@ -27,7 +27,7 @@ _BATCH = 4
 """From so many in-place additions on, one ``torch._foreach_add_`` does them all."""
 
 
-def _dense(tensor: torch.Tensor) -> bool:
+def is_dense(tensor: torch.Tensor) -> bool:
     """Whether a strided tensor's elements lie side by side, in whatever order."""
     if isinstance(tensor, FakeTensor):  # sizes may be symbols
         # Private in torch 2.13. It imports sympy, which takes half a second: traces have done so before.
@@ -42,7 +42,7 @@ def obeys_layout(grad: torch.Tensor, leaf: torch.Tensor) -> bool:
     """Whether ``grad`` has the layout that ``leaf`` wants its ``.grad`` to have; False for anything but strided."""
     if leaf.layout is not torch.strided or grad.layout is not torch.strided:
         return False
-    if not _dense(leaf):
+    if not is_dense(leaf):
         return grad.is_contiguous()
     return all(
         stride != 0 if size == 1 else stride == wanted
@@ -52,7 +52,7 @@ def obeys_layout(grad: torch.Tensor, leaf: torch.Tensor) -> bool:
 
 def clone_obeying_layout(grad: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
     """A copy of ``grad`` in the layout that ``leaf`` wants, with ``grad``'s dtype and device."""
-    if leaf.layout is torch.strided and _dense(leaf):
+    if leaf.layout is torch.strided and is_dense(leaf):
         return grad.new_empty_strided(leaf.shape, leaf.stride()).copy_(grad)
     return grad.clone(memory_format=torch.contiguous_format)
 

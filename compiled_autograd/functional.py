@@ -152,6 +152,8 @@ class _Writes:
         if operator is None or to is None or to.memory is not self._memories[_storage(node)]:
             raise _NotUnderstoodError
         value = self._call(operator, node.args, node.kwargs, node.meta)
+        if to.parent is None and not _alike(value, node, stride=True):  # masked_fill gives a contiguous tensor
+            value = self._call(_aten.copy.default, (node.args[0], value), {})
         if not _alike(value, node, stride=to.parent is None):
             raise _NotUnderstoodError
         at = to

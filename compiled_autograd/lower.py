@@ -17,7 +17,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode
 
-from .accumulate import obeys_layout, own_copy
+from .accumulate import is_dense, obeys_layout, own_copy
 from .aot import AOTBackward
 from .aten import CONSTANT, breaches, constants
 from .cpp_warnings import Noting
@@ -107,7 +107,7 @@ def lower(
         spec = specs.get(node)
         if isinstance(value, torch.Tensor):
             examples.append(_fake(mode, value, spec, symbols, plain, len(examples)))
-        elif symbols is not None and not is_static(spec):
+        elif symbols is not None and value is not None and not is_static(spec):  # None: an undefined gradient
             examples.append(symbols.size(value, spec, len(examples)))  # type: ignore[arg-type]
         else:
             continue
@@ -139,7 +139,8 @@ def lower(
                 passed[call] = source
                 continue
             if grad is not None and (_storage(grad) in taken or not _obeys_layout(grad, leaf)):
-                grad = own_copy(grad, leaf)  # one more operator of the graph, which a backend can fuse
+                copy = own_copy if symbols is None else _copy_laid_out_as  # operators which a backend can fuse
+                grad = copy(grad, fresh_leaves[call])
             leaf_positions[call] = _append(results, grad)
             if grad is not None:
                 taken.add(_storage(grad))
@@ -157,6 +158,8 @@ def lower(
         _leave_opaque_what_is_forbidden(graph_module, origins)
         if any(mutates(node) for node in graph_module.graph.nodes) and not made_functional(graph_module.graph):
             graph_module = trace(torch.func.functionalize(graph_module, remove="mutations"), None, examples, names)
+            if symbols is not None:
+                _made_binary(graph_module.graph)
     graph_module.graph.eliminate_dead_code()
     if symbols is None:  # else a tensor may be there for its sizes
         _take_what_is_used(graph_module.graph, taken_in, examples)
@@ -267,6 +270,15 @@ def _obeys_layout(grad: torch.Tensor, leaf: torch.Tensor) -> bool:
     the arguments, the trace does not know."""
     with disable_proxy_modes_tracing():
         return obeys_layout(grad, leaf)
+
+
+def _copy_laid_out_as(grad: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
+    """What :func:`own_copy` gives, without the leaf's sizes: a trace with symbols knows no products of them."""
+    if not is_dense(leaf):
+        return grad.clone(memory_format=torch.contiguous_format)
+    outermost_first = sorted(range(leaf.dim()), key=lambda dim: (leaf.stride(dim), leaf.shape[dim]), reverse=True)
+    copy = grad.permute(outermost_first).clone(memory_format=torch.contiguous_format)
+    return copy.permute([outermost_first.index(dim) for dim in range(leaf.dim())])
 
 
 def _is_apart(results: Sequence[torch.Tensor], index: int | None, memory: Mapping[int, int]) -> bool:

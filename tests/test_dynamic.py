@@ -337,6 +337,62 @@ def test_each_condition_of_a_guard_must_hold() -> None:
     assert guard.broken([5, 0, 3]) == "a[1] == 1"
 
 
+def test_a_copy_for_a_leaf_whose_strides_are_products_of_symbols() -> None:
+    """A trace knows no product of three sizes, nor a power of one: it has to do without."""
+
+    def run(size: int) -> list[Any]:
+        torch.manual_seed(0)
+        x = torch.randn(2, size, size, size + 1).permute(3, 2, 1, 0).requires_grad_()
+        (x * x.detach().sin()).sum().backward()  # its gradient shares memory with nothing, and is laid out as x
+        x.register_hook(lambda grad: None)
+        y = torch.randn(size, size, size + 1, size, 2).permute(4, 3, 2, 1, 0).requires_grad_()
+        torch.stack([y, y.flip(0)], 1).sin().sum().backward()
+        return [x.grad, y.grad]
+
+    wanted = [run(size) for size in (4, 5, 6)]
+    with ca.enable(backend="eager", dynamic=True, tune=False) as session:
+        for size, expected in zip((4, 5, 6), wanted, strict=True):
+            assert_same(run(size), expected)
+    expect(session.stats(), structure_misses=2, hits=4, compiles=2)
+
+
+def test_a_gradient_that_was_there_in_other_sizes_is_undefined_now() -> None:
+    class At(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor, defined: bool) -> torch.Tensor:
+            ctx.defined = defined
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor | None, None]:
+            return grad * 2 if ctx.defined else None, None
+
+    session = ca.enable(backend="eager")
+    for size, defined in ((3, True), (4, True), (5, True), (6, False), (7, False), (8, True)):
+        leaves = [torch.linspace(-1, 1, 4 * size).reshape(size, 4).requires_grad_() for _ in range(2)]
+        for leaf, context in zip(leaves, (ca.disable(), session), strict=True):
+            with context:
+                At.apply(leaf.sin(), defined).cos().sum().backward()
+        assert_same([leaves[1].grad], [leaves[0].grad])
+    expect(session.stats(), structure_misses=1, shape_misses=2, hits=3, captures=1)
+
+
+@pytest.mark.slow
+def test_cross_entropy_with_inductor_over_any_number_of_tokens() -> None:
+    """A pass of Inductor makes a tensor as long as there are tokens, which takes a fake mode."""
+    torch.manual_seed(0)
+    weight = torch.randn(8, 11, requires_grad=True)
+    session = ca.enable(backend="inductor", dynamic=True)
+    for tokens in (5, 6, 7):
+        x, target = torch.randn(tokens, 8), torch.randint(0, 11, (tokens,))
+        (wanted,) = torch.autograd.grad(F.cross_entropy(x @ weight, target), weight)
+        weight.grad = None
+        with session:
+            F.cross_entropy(x @ weight, target).backward()
+        torch.testing.assert_close(weight.grad, wanted)
+    expect(session.stats(), structure_misses=1, hits=2, compiles=1)
+
+
 @pytest.mark.parametrize("where", ["in the layout of the leaf", "in another layout"])
 def test_sizes_of_a_leaf_are_symbols_that_the_trace_does_not_know(where: str) -> None:
     """A leaf's layout is compared with its gradient's; the leaf is none of the arguments of what is traced."""

@@ -25,6 +25,7 @@ import compiled_autograd as ca
 from backends import translation
 from backends.straight_line import GENERATED_CODE, PROGRAM
 from compiled_autograd import fakes, ir, lower, specialise, steps
+from compiled_autograd.accumulate import own_copy
 from compiled_autograd.proving.proof import ONLY_FORM
 from shadow_cache import Failure
 
@@ -189,6 +190,15 @@ def _written_into_a_view(number: int) -> Gradients:
 
 
 def _products_stay_as_they_are(patch: Patch) -> None:
+    """And a leaf's gradient is copied into strides that are such products."""
+    leaves: dict[int, torch.Tensor] = {}
+    fake = lower._fake
+
+    def remembered(mode: Any, leaf: torch.Tensor, *rest: Any) -> torch.Tensor:
+        return leaves.setdefault(id(leaf), fake(mode, leaf, *rest))
+
+    patch.setattr(lower, "_fake", remembered)
+    patch.setattr(lower, "_copy_laid_out_as", lambda grad, leaf: own_copy(grad, leaves.pop(id(leaf))))
     patch.setattr(lower, "_made_binary", lambda graph: None)
     patch.setattr(specialise.aten, "verify", lambda graph_module: None)
 

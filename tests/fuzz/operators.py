@@ -98,8 +98,6 @@ _POINTWISE: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "hardswish": F.hardswish,
     "logsigmoid": F.logsigmoid,
     "threshold": lambda x: F.threshold(x, 0.1, 0.0),
-    "to_float": lambda x: x.float().sin().to(x.dtype),
-    "to_bfloat16": lambda x: (x.bfloat16() * 2).to(x.dtype),
 }
 _POINTWISE_COMPLEX = ("sin", "tanh", "neg", "cube", "abs", "exp")
 
@@ -108,6 +106,11 @@ _POINTWISE_COMPLEX = ("sin", "tanh", "neg", "cube", "abs", "exp")
 def pointwise(env: Env, x: torch.Tensor, y: torch.Tensor) -> Any:
     names = _POINTWISE_COMPLEX if x.is_complex() else tuple(_POINTWISE)
     return _POINTWISE[env.random().choice(names)](x)
+
+
+@operator(2)
+def narrowed(env: Env, x: torch.Tensor, y: torch.Tensor) -> Any:
+    return x.float().sin().to(x.dtype) if env.random().random() < 0.5 else (x.bfloat16() * 2).to(x.dtype)
 
 
 @operator(3, complex_too=True)

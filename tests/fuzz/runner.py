@@ -15,7 +15,7 @@ from typing import Any
 
 import compiled_autograd as ca
 
-from .compare import Finding, differences, judged
+from .compare import Finding, differences, judged, rounding_of
 from .execute import Seen, State, run_step
 from .program import Program
 from .values import LEFT_OUT, poisoned_memory
@@ -132,12 +132,15 @@ def _judge(program: Program, settings: Settings, found: list[Seen], wanted: list
         verdict.findings.append(Finding("stopped", f"after {len(found)} of {len(wanted)} steps", len(found)))
         return
     known: set[Any] = set()
+    rounding = rounding_of(program, bool(settings.bitwise))
     for index, ((turn, step), one, other) in enumerate(zip(_steps(program), found, wanted, strict=True)):
-        verdict.findings += differences(one, other, index, bool(settings.bitwise))
+        verdict.findings += differences(one, other, index, rounding)
         # What a layout or a gradient alternates between comes again at the third step.
         key = (turn, step % 2, step > 0, one.tape)
         if other.error == "":
             allowed = ("other_thread_in_backward",) if program.threads > 1 else ()
+            if program.mode == "freed":  # whether anything was saved is for eager to say
+                allowed += ("backward through the graph a second time",)
             is_known = key in known and program.threads == 1 and program.dynamic is not True
             verdict.findings += judged(one.outcomes, is_known, index, allowed)
         known.add(key)

@@ -411,7 +411,7 @@ def _owned(wiring: Wiring, results: Sequence[Any], arguments: Sequence[Any], lea
     strides than the trace had (its ``native_layer_norm_backward`` follows the input, and the CPU's does not)."""
     shared = _not_owned(results, [index for _, index in (*wiring.apart, *wiring.fresh)], arguments)
     own = [pair for pair in wiring.fresh if pair[1] not in shared]
-    obeying = [(position, index) for position, index in own if obeys_layout(results[index], leaves[position])]
+    obeying = [pair for pair in own if results[pair[1]] is None or obeys_layout(results[pair[1]], leaves[pair[0]])]
     return msgspec.structs.replace(
         wiring,
         values=tuple(pair for pair in wiring.values if pair not in wiring.apart or pair[1] not in shared),
@@ -432,6 +432,10 @@ def kind_of_value(value: Any, spec: Spec | None = None) -> Any:
         if spec is not None and len(spec) == len(shape) and not is_static(spec):
             parts = zip(static_parts(spec), shape, strict=True)
             stride, shape = None, tuple([None if part is None else size for part, size in parts])
+        elif (
+            stride is not None and 1 in shape
+        ):  # one element has no stride; the real calls' may be other than the code's
+            stride = tuple([0 if size == 1 else each for size, each in zip(shape, stride, strict=True)])
         bits = (value.is_conj(), value.is_neg(), value._is_zerotensor())
         kind = (shape, stride, value.dtype, value.device, value.layout, *bits)
     return (type(value), *kind)

@@ -197,6 +197,31 @@ def test_other_strides_are_another_variant() -> None:
     expect(session.stats(), structure_misses=1, shape_misses=1, hits=2)
 
 
+def test_other_strides_of_a_dimension_of_one_element_are_no_other_variant() -> None:
+    """What the real calls hand on at the first runs, and what compiled code hands on later, may differ in them."""
+
+    class Passes(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            return grad
+
+    def backend(module: torch.fx.GraphModule, examples: list[Any]) -> Callable[..., list[torch.Tensor]]:
+        return lambda *inputs: [grad.as_strided(grad.shape, (77, 1)) for grad in module(*inputs)]
+
+    session = ca.enable(backend=backend)
+    for _ in range(4):
+        x = torch.randn(1, 4, requires_grad=True)
+        (wanted,) = torch.autograd.grad(Passes.apply(x.sin()).cos().sum(), x)
+        with session:
+            Passes.apply(x.sin()).cos().sum().backward()
+        assert x.grad is not None and torch.equal(x.grad, wanted)
+    expect(session.stats(), structure_misses=1, hits=3, compiles=2)
+
+
 def test_broadcasting_that_depends_on_a_size_of_one() -> None:
     session = ca.enable(backend="eager")
     for rows in (1, 4, 1, 4):

@@ -67,7 +67,7 @@ def _compiled() -> Library | None:
             path = Path(folder) / f"{ENTRY}{importlib.machinery.EXTENSION_SUFFIXES[-1]}"
             include = f"-I{sysconfig.get_path('include')}"
             command = [get_cpp_compiler(), *_FLAGS, include, str(_SOURCE), "-o", str(path)]
-            subprocess.run(command, check=True, capture_output=True, text=True)
+            subprocess.run(command, check=True, capture_output=True, text=True, errors="replace")
             tell_libraries()
             return Library(kernel_in(str(path), "straight_line.", ENTRY), path.read_bytes())
     except (InvalidCxxCompiler, OSError, ImportError, subprocess.CalledProcessError) as error:

@@ -330,8 +330,9 @@ def test_blas_is_found_where_torch_has_it() -> None:
 
 
 def test_without_a_library_generated_code_stays_python(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(program_library, "_FLAGS", ("-std=no-such-standard",))
-    assert program_library._compiled() is None
+    for flag in ("-std=no-such-standard", "-std=no-text-\udcff"):  # what the compiler says of it need not be UTF-8
+        monkeypatch.setattr(program_library, "_FLAGS", (flag,))
+        assert program_library._compiled() is None
     monkeypatch.setattr(inductor, "library", lambda: None)
     graph_module, inputs = _region()
     expected = graph_module(*inputs)

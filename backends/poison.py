@@ -75,18 +75,17 @@ def _poisoning(allocate: Callable[..., torch.Tensor]) -> Callable[..., torch.Ten
 def poison(tensor: torch.Tensor) -> torch.Tensor:
     """Fill all of a tensor's memory, gaps between its elements too."""
     whole = tensor.as_strided((tensor.untyped_storage().nbytes() // tensor.element_size(),), (1,), 0)
-    dtype = tensor.dtype
-    if dtype.is_floating_point or dtype.is_complex:
-        value: Any = math.nan
-    elif dtype is torch.bool:
-        value = True
-    else:
-        value = torch.iinfo(dtype).max
     try:
-        whole.fill_(value)
-    except RuntimeError:  # types that are stored and not computed with, as those of four bits
+        whole.fill_(_poison_for(tensor.dtype))
+    except (RuntimeError, TypeError):  # types that are stored and not computed with, as those of four bits
         whole.view(torch.uint8).fill_(255)
     return tensor
+
+
+def _poison_for(dtype: torch.dtype) -> Any:
+    if dtype.is_floating_point or dtype.is_complex:
+        return math.nan
+    return True if dtype is torch.bool else torch.iinfo(dtype).max
 
 
 # ---- Inductor's code -----------------------------------------------------------------------------------------------

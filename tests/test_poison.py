@@ -177,7 +177,7 @@ def test_what_cannot_be_poisoned_runs() -> None:
 
 
 FLOATS = (torch.float32, torch.bfloat16, torch.complex64)
-OTHERS = (torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.float4_e2m1fn_x2)
+OTHERS = (torch.float8_e4m3fn, torch.float8_e8m0fnu, torch.float4_e2m1fn_x2, torch.int4, torch.bits8)
 INTEGERS = (torch.int64, torch.int8, torch.uint8, torch.uint16, torch.bool)
 
 

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import os
 import threading
+from _thread import LockType, allocate_lock
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -34,7 +35,8 @@ class Claim:
 
     It stands for something while its token is locked, as in :mod:`gate`: who claims unlocks it in the first call of a
     ``finally``, so that Ctrl-C leaves no claim for ever. Those who wait look again from time to time, as nobody may be
-    left to tell them.
+    left to tell them. They wait for a lock of their own: a ``Condition`` is locked by functions of Python's, and would
+    stay so.
     """
 
     thread: int
@@ -50,12 +52,16 @@ class Claim:
 
 
 class Claims:
-    """All claims of the process, in the order in which they were made."""
+    """All claims of the process, in the order in which they were made.
+
+    The list of them changes without a lock, by calls of C alone, which no other thread comes into: so whoever looks
+    through it takes a copy first, and what is taken out of it may be gone already.
+    """
 
     def __init__(self) -> None:
         self._made: list[Claim] = []
-        self._waiting = 0
-        self._changed = threading.Condition(threading.Lock())
+        self._bells: dict[LockType, None] = {}  # of those who wait: unlocked where something has changed
+        self._changing = allocate_lock()
 
     def take(self, slots: Sequence[Any], indices: Sequence[int]) -> Claim:
         """Claim leaves, once no other thread has any of them."""
@@ -71,7 +77,7 @@ class Claims:
 
     def change(self, claim: Claim, indices: Sequence[int]) -> None:
         """Claim other leaves instead."""
-        self._made.remove(claim)
+        self._remove(claim)
         self._tell()
         claim.indices = indices
         self.enter(claim)
@@ -85,33 +91,32 @@ class Claims:
         """The leaves are written."""
         if claim.token.locked():
             claim.token.release()
-        if claim in self._made:
-            self._made.remove(claim)
+        self._remove(claim)
         self._tell()
 
+    def _remove(self, claim: Claim) -> None:
+        try:  # noqa: SIM105  to suppress it takes longer
+            self._made.remove(claim)
+        except ValueError:  # another thread was quicker: one that found it unlocked
+            pass
+
     def _enter(self, claim: Claim) -> None:
-        for left in [each for each in self._made if not each.token.locked()] if self._made else ():
-            if left in self._made:
-                self._made.remove(left)
+        if self._made:
+            for each in self._made.copy():
+                if not each.token.locked():
+                    self._remove(each)
         self._made.append(claim)
         if len(self._made) > 1:  # else whoever comes now sees that this one has its leaves
-            with self._changed:  # held while it is asked and answered: of two, one comes first
-                self._waiting += 1
-                claim.waiting = True
-                self._changed.notify_all()
-                try:
-                    while self._are_taken(claim):
-                        self._changed.wait(_SECONDS)
-                    claim.waiting = False
-                finally:
-                    self._waiting -= 1
+            claim.waiting = True
+            self._tell()
+            self._wait(lambda: self._obtains(claim))
 
     def wait_for_writers(self) -> None:
         """The calling thread is counted as one that enters the eager engine: wait for those who did not know it."""
         if not self._made:
             return
         me = threading.get_ident()
-        earlier = [each for each in self._made if each.thread != me]
+        earlier = [each for each in self._made.copy() if each.thread != me]
         self._wait(
             lambda: all(
                 each.through_nodes or each.waiting or each not in self._made or not each.token.locked()
@@ -119,11 +124,18 @@ class Claims:
             )
         )
 
+    def _obtains(self, claim: Claim) -> bool:
+        """Whether a claim that waits has its leaves now."""
+        with self._changing:  # while it is asked and answered: of two, one comes first
+            taken = self._are_taken(claim)
+            claim.waiting = taken
+        return not taken
+
     def _are_taken(self, claim: Claim) -> bool:
         """Whether another thread has a leaf of this claim."""
         others = [
             each
-            for each in list(self._made)
+            for each in self._made.copy()
             if each.thread != claim.thread and not each.waiting and each.token.locked()
         ]
         leaves = claim.leaves() if others else set()
@@ -134,23 +146,25 @@ class Claims:
         self._tell()
 
     def _wait(self, over: Callable[[], bool]) -> None:
-        with self._changed:
-            self._waiting += 1  # before it is asked again: who changes something after that tells us
-            try:
-                while not over():
-                    self._changed.wait(_SECONDS)
-            finally:
-                self._waiting -= 1
+        bell = take()
+        try:
+            self._bells[bell] = None  # before it is asked again: who changes something after that rings
+            while not over():
+                bell.acquire(timeout=_SECONDS)
+        finally:
+            self._bells.pop(bell, None)
 
     def _tell(self) -> None:
-        if self._waiting:
-            with self._changed:
-                self._changed.notify_all()
+        if self._bells:
+            with self._changing:
+                for bell in self._bells.copy():
+                    if bell.locked():
+                        bell.release()
 
     def reset_after_fork(self) -> None:
         """In a forked child only the calling thread lives on, and no lock may be trusted."""
-        self._changed = threading.Condition(threading.Lock())
-        self._waiting = 0
+        self._changing = allocate_lock()
+        self._bells = {}
         me = threading.get_ident()
         self._made = [each for each in self._made if each.thread == me]
 

@@ -7,6 +7,7 @@ import itertools
 import random
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -18,7 +19,7 @@ import torch
 import compiled_autograd as ca
 from backends.collecting import RARELY
 from compiled_autograd import execution, walk
-from compiled_autograd.claims import CLAIMS
+from compiled_autograd.claims import CLAIMS, Claim
 from compiled_autograd.gate import GATE
 from compiled_autograd.specialise import COMPILING
 
@@ -49,14 +50,15 @@ def _loss(x: torch.Tensor, retained: bool) -> torch.Tensor:
 
 class _InterruptAt:
     """Raises where Python looks for signals: after the n-th call of C or at the n-th beginning of a function, in code
-    of ours. ``came`` says whether it was so many."""
+    of ours, or of other files. ``came`` says whether it was so many."""
 
-    def __init__(self, count: int) -> None:
+    def __init__(self, count: int, files: tuple[str, ...] = OURS) -> None:
         self.left = count
+        self.files = files
         self.came = False
 
     def __call__(self, frame: Any, event: str, argument: Any) -> None:
-        if event not in ("call", "c_return") or not frame.f_code.co_filename.startswith(OURS):
+        if event not in ("call", "c_return") or not frame.f_code.co_filename.startswith(self.files):
             return
         self.left -= 1
         if self.left < 0:
@@ -170,3 +172,42 @@ def test_interrupts_at_random(wanted: Callable[[bool], torch.Tensor]) -> None:
         signal.setitimer(signal.ITIMER_REAL, 0)
         signal.signal(signal.SIGALRM, before)
     assert interrupts > 20
+
+
+class _IsThereForAWhile(Claim):
+    """Of another thread, on every leaf, until it was asked a few times."""
+
+    asked = 0
+
+    def leaves(self) -> set[int]:
+        self.asked += 1
+        return {id(WEIGHT)} if self.asked < 4 else set()
+
+
+def test_an_interrupt_while_a_leaf_is_waited_for() -> None:
+    """After each call there is, also in what Python's own modules do for it: others can claim leaves as ever."""
+    files = (*OURS, threading.__file__)
+    came = 0
+    for count in itertools.count():
+        CLAIMS._made.append(_IsThereForAWhile(-1, [WEIGHT], [0]))
+        interrupt, claim = _InterruptAt(count, files), Claim(threading.get_ident(), [WEIGHT], [0])
+        sys.setprofile(interrupt)
+        try:
+            try:
+                CLAIMS.enter(claim)
+            finally:
+                claim.token.release()
+                CLAIMS.release(claim)
+        except KeyboardInterrupt:
+            came += 1
+        finally:
+            sys.setprofile(None)
+        other = threading.Thread(target=lambda: CLAIMS.release(CLAIMS.take([WEIGHT], [0])), daemon=True)
+        other.start()
+        other.join(20)
+        assert not other.is_alive(), f"after {count} calls, others wait for ever"
+        CLAIMS._made.clear()
+        assert not CLAIMS._bells
+        if not interrupt.came:
+            break
+    assert came > 20

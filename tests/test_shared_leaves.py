@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -13,7 +14,7 @@ import torch
 
 import compiled_autograd as ca
 from compiled_autograd import accumulate as module
-from compiled_autograd.claims import CLAIMS
+from compiled_autograd.claims import CLAIMS, Claim
 from compiled_autograd.gate import GATE
 
 from .helpers import Squares, expect
@@ -39,7 +40,7 @@ def _in_threads(*works: Callable[[], Any]) -> None:
     assert not any(thread.is_alive() for thread in threads), "a thread hangs"
     if errors:
         raise errors[0]
-    assert not CLAIMS._made and not CLAIMS._waiting
+    assert not CLAIMS._made and not CLAIMS._bells
 
 
 class _Waits(torch.autograd.Function):
@@ -355,3 +356,54 @@ def test_a_backward_in_a_hook_while_another_thread_waits_for_its_leaf(inner: str
     extra = 0 if inner == "left to eager" else 2
     assert p.grad is not None and q.grad is not None
     assert p.grad.tolist() == [3.0] * 3 and q.grad.tolist() == [3.0 + extra] * 3
+
+
+# ---- two threads at the list of claims -------------------------------------------------------------------------------
+
+
+def _left(leaf: torch.Tensor) -> Claim:
+    """What a thread claimed that Ctrl-C took out before it could tell anybody."""
+    left = CLAIMS.take([leaf], [0])
+    left.token.release()
+    return left
+
+
+@pytest.mark.parametrize("who", ["releases", "comes later"])
+def test_two_threads_that_drop_the_same_left_claim(who: str) -> None:
+    """Another thread is quicker by one call."""
+    leaf = torch.ones(4)
+    left = _left(leaf)
+
+    def come_before(frame: Any, event: str, argument: Any) -> None:
+        if event == "c_call" and getattr(argument, "__name__", "") == "remove" and left in CLAIMS._made:
+            sys.setprofile(None)
+            CLAIMS._made.remove(left)
+
+    sys.setprofile(come_before)
+    try:
+        if who == "releases":
+            CLAIMS.release(left)
+        else:
+            CLAIMS.release(CLAIMS.take([leaf], [0]))
+    finally:
+        sys.setprofile(None)
+    assert not CLAIMS._made
+
+
+def test_a_writer_is_waited_for_where_another_one_ends_meanwhile(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who enters the eager engine looks through the claims while one before it goes."""
+
+    class Ends(Claim):
+        def __getattribute__(self, name: str) -> Any:
+            if name == "thread" and self in CLAIMS._made:
+                CLAIMS._made.remove(self)
+            return super().__getattribute__(name)
+
+    leaf = torch.ones(4)
+    first, second = Ends(-1, [leaf], [0]), Claim(-2, [leaf], [0])
+    CLAIMS._made += [first, second]
+    waited: list[bool] = []
+    monkeypatch.setattr(CLAIMS, "_wait", lambda over: waited.append(not over()))
+    CLAIMS.wait_for_writers()
+    CLAIMS._made.remove(second)
+    assert waited == [True] and not CLAIMS._made

@@ -20,6 +20,7 @@ from .claims import CLAIMS, Claim
 from .references import NOBODYS, references
 
 if TYPE_CHECKING:
+    from .log import RunLog
     from .steps import AccumulateStep
 
 _DENSE = torch.ops.aten.is_non_overlapping_and_dense.default
@@ -97,29 +98,27 @@ def _kept(grad: torch.Tensor) -> torch.Tensor:
     return grad.data if grad._is_view() else grad
 
 
-def write(step: AccumulateStep, slots: list[Any]) -> Claim | None:
+def write(step: AccumulateStep, slots: list[Any], log: RunLog) -> None:
     """Give the leaves of a step what lies in its slots, with grad mode off.
 
-    Returns:
-        The claim on the leaf whose hooks run next, to be released after them; None where there are no such hooks.
+    Where hooks of a leaf run next, ``log`` has the claim on it from when the leaves are written: to be released after
+    these hooks, or after whatever comes in between.
     """
     claim = Claim(threading.get_ident(), slots, step.leaves)
-    hooked = None
     try:
         CLAIMS.enter(claim)
         if claim.through_nodes:
             _write_one_by_one(step, slots, claim)
         else:
             _write_all(step, slots)
-        hooked = step.hooked
+        if step.hooked is not None:
+            log.claim = claim
     finally:
-        if hooked is None:
+        if log.claim is not claim:
             claim.token.release()
             CLAIMS.release(claim)
-    if hooked is None:
-        return None
-    CLAIMS.hold(claim, hooked)
-    return claim
+    if step.hooked is not None:
+        CLAIMS.hold(claim, step.hooked)
 
 
 def _write_all(step: AccumulateStep, slots: list[Any]) -> None:

@@ -113,8 +113,10 @@ class Program:
         try:
             return self._run(given, log)
         finally:
-            if log.claim is not None:  # a leaf's hook raised
-                CLAIMS.release(log.claim)
+            claim, log.claim = log.claim, None  # no call: nothing comes between this and the first one
+            if claim is not None:  # a leaf's hook raised
+                claim.token.release()
+                CLAIMS.release(claim)
 
     def _run(self, given: Slots, log: RunLog) -> list[torch.Tensor | None]:
         plan, slots = self.plan, given
@@ -137,7 +139,7 @@ class Program:
                     slots.extend([None] * (plan.size - len(slots)))
                     continue
                 except NaNFoundError as found:
-                    self._accumulate_before(found.call, steps[position + 1 :], slots)
+                    self._accumulate_before(found.call, steps[position + 1 :], slots, log)
                     raise self._nan(found, log) from None
             elif isinstance(step, OpaqueStep):
                 log.call = step.node.meta["call"]
@@ -151,8 +153,9 @@ class Program:
                 except NaNFoundError as found:
                     raise self._nan(found, log) from None
                 if step.last_hook and log.claim is not None:
-                    CLAIMS.release(log.claim)
-                    log.claim = None
+                    claim, log.claim = log.claim, None  # no call: nothing comes between this and the next line
+                    claim.token.release()
+                    CLAIMS.release(claim)
                 if log.call in log.asked and log.late_hooks(self._captured_hooks(log.call, slots)):
                     known = {node: slots[slot] for node, slot in plan.slot_of.items()}
                     seen = {node: versions[slot] for node, slot in plan.slot_of.items() if slot in versions}
@@ -160,7 +163,7 @@ class Program:
                     return finish(self.tape, step.node, known, captured, log, plan.givers, seen)
             else:
                 with torch._C.DisableTorchFunctionSubclass():
-                    log.claim = write(step, slots)
+                    write(step, slots, log)
             if not isinstance(step, RegionStep):  # those have done it before they ran
                 _drop(step, slots)
             position += 1
@@ -179,17 +182,17 @@ class Program:
         stop = next(call for call in step.region.nodes if changed(saved_by(call), values, seen))
         _interpret(step, slots, until=stop)
         log.call = stop.meta["call"]
-        self._accumulate_before(log.call, after, slots)
+        self._accumulate_before(log.call, after, slots, log)
         for source in saved_by(stop):
             check(values[source], seen[source], self.tape.calls[log.call].name)
         raise ir.IllegalGraphError("a saved tensor has changed and has not")
 
-    def _accumulate_before(self, call: int, after: Sequence[Executor], slots: Slots) -> None:
+    def _accumulate_before(self, call: int, after: Sequence[Executor], slots: Slots, log: RunLog) -> None:
         """Write the leaves that the eager engine would have written before it came to a node of the tape."""
         before = frozenset(self.tape.order[: self.tape.order.index(call)])
         if after and isinstance(after[0], AccumulateStep):
             with torch._C.DisableTorchFunctionSubclass():
-                write(after[0].of(before), slots)
+                write(after[0].of(before), slots, log)
 
     def _captured_hooks(self, call: int, slots: Slots) -> list[Any]:
         """The post-hooks that a node had when the engine walked the tape."""

@@ -14,6 +14,7 @@ from torch import nn
 
 import compiled_autograd as ca
 from compiled_autograd import accumulate, functions, references
+from compiled_autograd.log import RunLog
 from compiled_autograd.steps import AccumulateStep
 
 from .helpers import assert_same, expect
@@ -79,7 +80,9 @@ def test_a_view_is_kept_without_a_copy_of_its_memory() -> None:
     with torch.no_grad():
         slots: list[Any] = [leaf, torch.ones(4, 3).t(), None]
         memory = slots[1].data_ptr()
-        assert accumulate.write(AccumulateStep([0], [1], [2], [0], [1], frozenset([1])), slots) is None
+        log = RunLog()
+        accumulate.write(AccumulateStep([0], [1], [2], [0], [1], frozenset([1])), slots, log)
+    assert log.claim is None
     assert leaf.grad is not None and not leaf.grad._is_view()
     assert leaf.grad.data_ptr() == memory and slots == [leaf, None, None]
     # Its own, and that of the storage object that is made to ask: the view's base is gone.

@@ -10,6 +10,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -211,3 +212,41 @@ def test_an_interrupt_while_a_leaf_is_waited_for() -> None:
         if not interrupt.came:
             break
     assert came > 20
+
+
+@pytest.mark.parametrize("raises", [False, True])
+def test_an_interrupt_around_the_hooks_of_a_leaf(raises: bool) -> None:
+    """From when the leaf is claimed until after its hooks, and where one of them has raised before."""
+    parts = ("accumulate.py", "claims.py", "runtime.py")
+    files = tuple(str(Path(ca.__file__).parent / part) for part in parts)
+    called = 0
+
+    def hook(leaf: torch.Tensor) -> None:
+        nonlocal called
+        called += 1
+        if raises:
+            raise KeyboardInterrupt
+
+    def loss() -> torch.Tensor:
+        leaf = torch.ones(4, requires_grad=True)
+        leaf.register_post_accumulate_grad_hook(hook)
+        leaf.register_post_accumulate_grad_hook(lambda _: None)
+        return (leaf * 2).sum()
+
+    with ca.enable(backend="eager", cache_dir=False):
+        for _ in range(2):  # from then on, what is compiled has proved itself
+            with suppress(KeyboardInterrupt):
+                loss().backward()
+        for count in itertools.count():
+            interrupt, again = _InterruptAt(count, files), loss()
+            sys.setprofile(interrupt)
+            try:
+                again.backward()
+            except KeyboardInterrupt:
+                assert interrupt.came or raises
+            finally:
+                sys.setprofile(None)
+            _nothing_is_stuck()
+            if not interrupt.came:
+                break
+    assert count > 30 and called > 5

@@ -6,7 +6,9 @@ empty stand-ins in place of tensors; we recognise a stand-in by identity when it
 
 While a node reports, its saved tensors are swapped out, and an exception would lose them. So nothing here raises into
 the engine but :meth:`Capture.set_node_origin` and :meth:`Capture.end_capture`, which are called between nodes, when the
-tape is whole: what goes wrong elsewhere is kept and raised there, and the eager engine can still run the backward.
+tape is whole: what goes wrong elsewhere is kept and raised there, and the eager engine can still run the backward. What
+cannot be kept is Ctrl-C at the very beginning of a method: then stand-ins stay in the tape, and :meth:`Capture.spoil`
+sees that nobody takes them for what was saved.
 """
 
 from __future__ import annotations
@@ -334,6 +336,11 @@ class Capture:
     def close(self) -> None:
         """The engine is done with us. After an error of its own it has restored the thread's modes by itself."""
         self._leave_mode()
+
+    def spoil(self) -> None:
+        """The report ended in the middle of a node, and stand-ins of ours may be left in it: nobody shall compute with
+        them. Whoever unpacks one is told that it was changed in place."""
+        torch.autograd.graph.increment_version(self._alive)
 
     # ---- recording -------------------------------------------------------------------------------------------------
 

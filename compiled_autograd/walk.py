@@ -206,6 +206,8 @@ def ask_engine(attempt: Attempt) -> Bypass | None:
                 attempt.inside.release()
                 GATE.forget(attempt.inside)
             attempt.end_capture()
+            if attempt.capture is not None and attempt.capture.reporting:
+                attempt.capture.spoil()
     return None if attempt.handover is not None else TORCH_COMPILED_AUTOGRAD
 
 

@@ -51,15 +51,18 @@ def _loss(x: torch.Tensor, retained: bool) -> torch.Tensor:
 
 class _InterruptAt:
     """Raises where Python looks for signals: after the n-th call of C or at the n-th beginning of a function, in code
-    of ours, or of other files. ``came`` says whether it was so many."""
+    of ours, or of other files, or of some functions there. ``came`` says whether it was so many."""
 
-    def __init__(self, count: int, files: tuple[str, ...] = OURS) -> None:
+    def __init__(self, count: int, files: tuple[str, ...] = OURS, functions: tuple[str, ...] = ()) -> None:
         self.left = count
         self.files = files
+        self.functions = functions
         self.came = False
 
     def __call__(self, frame: Any, event: str, argument: Any) -> None:
         if event not in ("call", "c_return") or not frame.f_code.co_filename.startswith(self.files):
+            return
+        if self.functions and frame.f_code.co_name not in self.functions:
             return
         self.left -= 1
         if self.left < 0:
@@ -250,3 +253,51 @@ def test_an_interrupt_around_the_hooks_of_a_leaf(raises: bool) -> None:
             if not interrupt.came:
                 break
     assert count > 30 and called > 5
+
+
+class _SineAndCosine(torch.autograd.Function):
+    """Two results; for the gradient of one that is not used the engine makes zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.save_for_backward(x)
+        return x.sin(), x.cos()
+
+    @staticmethod
+    def backward(ctx: Any, of_sine: torch.Tensor, of_cosine: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        (x,) = ctx.saved_tensors
+        return of_sine * x.cos() - of_cosine * x.sin()
+
+
+@pytest.mark.parametrize("inside", ["wrapper", "__torch_dispatch__"])
+def test_a_tape_that_an_interrupt_broke_is_not_run_again(inside: str) -> None:
+    """In the middle of a node's report, the engine loses what the node saved: eager must not go on with stand-ins."""
+
+    def loss(leaf: torch.Tensor) -> torch.Tensor:
+        return (_SineAndCosine.apply((leaf * WEIGHT).tanh())[0].exp() * WEIGHT).sum()
+
+    leaf = torch.ones(4, 4, requires_grad=True)
+    loss(leaf).backward()
+    right, broken = leaf.grad, 0
+    with ca.enable(backend="eager", cache_dir=False):
+        for count in itertools.count():
+            ca.reset()
+            leaf.grad, again = None, loss(leaf)
+            interrupt = _InterruptAt(count, (str(Path(ca.__file__).parent / "capture.py"),), (inside,))
+            sys.setprofile(interrupt)
+            with suppress(KeyboardInterrupt):
+                again.backward()
+            sys.setprofile(None)
+            _nothing_is_stuck()
+            if not interrupt.came:
+                break
+            if leaf.grad is None:
+                with ca.disable():
+                    try:
+                        again.backward()
+                    except RuntimeError:
+                        broken += 1
+                        leaf.grad = None
+                        loss(leaf).backward()
+            assert same_bits(leaf.grad, right), f"after {count} calls"
+    assert count and broken

@@ -31,6 +31,7 @@ _WITH_SAVED = "_compiled_autograd_class"  # of its class: that which it has mean
 _FIRST_NUMBER = 1 << 40  # far above those that PyTorch counts
 _numbers: dict[tuple[Any, ...], int] = {}
 _partly_packed: set[tuple[Any, ...]] = set()
+_MOST_PARTLY_PACKED = 1000  # a function that is forgotten is left to eager once more
 _changing = threading.Lock()  # held while a ctx's class or its list of calls changes, and never while users' code runs
 
 
@@ -45,6 +46,13 @@ def number_of(ctx: Any) -> int:
     if _partly_packed and name in _partly_packed:
         name += (_which_are_packed(ctx),)
     return _numbers.setdefault(name, _FIRST_NUMBER + len(_numbers))
+
+
+def forget_numbers() -> None:
+    """The engine has forgotten all keys that they are in."""
+    _numbers.clear()
+    if len(_partly_packed) > _MOST_PARTLY_PACKED:
+        _partly_packed.clear()
 
 
 def tell_packed_apart(ctx: Any) -> bool:

@@ -31,6 +31,7 @@ from .disk import disk_for
 from .errors import BrokenCaptureError, CaptureRefusedError
 from .execution import depth
 from .forks import can_compile
+from .functions import forget_numbers
 from .gate import GATE, take
 from .grad_dtypes import GradDtypes, refuse_others, with_grad_dtypes
 from .graphs import GRAPHS, MOST_NODES, MOST_STRUCTURES, CompiledGraph
@@ -64,12 +65,18 @@ LEFT_TO_EAGER: set[int] = set()
 """Descriptions of tapes that ``on_miss="eager"`` found not to be in the cache: the engine need not be asked again."""
 
 
+MOST_REPORTS = 8 * MOST_STRUCTURES
+"""After so many the engine is made to forget, and captures anew what comes back. It keeps something of each tape that
+it has reported, also where nothing was made of it, or where it is another to the engine alone."""
+_reports = 0
+
 _MOST_OTHERS = 64
 """So many graphs for tapes with one key of the engine's are kept, before they are forgotten and looked for anew."""
 
 
 class _Handle:
-    """What the engine keeps for a structure. It never lets go of it, even when it forgets (2.13): so this lets go.
+    """What the engine keeps for a structure, the same for each tape that has it. It never lets go of it, even when it
+    forgets (2.13): so this lets go.
 
     The engine does not ask in which order the nodes of a tape were made, on which the order depends in which they run,
     nor which dtypes the leaves want: ``others`` has the graph for each order and dtypes that are not those of
@@ -89,7 +96,7 @@ class _Handle:
     def forget(self) -> None:
         """Let go."""
         self.graph = None
-        self.others.clear()
+        del self.others, self.dtypes
 
     def graph_for(self, attempt: Attempt, tensors: Sequence[torch.Tensor]) -> CompiledGraph:
         """The graph for the order and the dtypes of the tape that was handed over."""
@@ -118,8 +125,9 @@ class _Handle:
         return self.graph(handover)
 
 
-_handles: list[_Handle] = []
-"""All that the engine was given since it last forgot."""
+_Answer = tuple[Callable[..., Any], _Handle]
+_handles: dict[CompiledGraph, _Answer] = {}
+"""All that the engine was given since it last forgot: what it calls at a hit, and with what. It keeps the pair too."""
 
 
 _asked_to_forget = False
@@ -143,12 +151,13 @@ def forget() -> None:
 
 def _forget() -> None:
     """The same, of who has the gate."""
-    global _asked_to_forget
-    _asked_to_forget = False
+    global _asked_to_forget, _reports
+    _asked_to_forget, _reports = False, 0
     _seam.clear_cache()
+    forget_numbers()
     VIEW_WRITES.forget()
     while _handles:
-        _handles.pop().forget()
+        _handles.popitem()[1][1].forget()
     LEFT_TO_EAGER.clear()
 
 
@@ -251,7 +260,10 @@ def _run_inside(attempt: Attempt) -> list[Any]:
 
 def _begin() -> Capture:
     """The engine has not met this structure."""
+    global _asked_to_forget, _reports
     assert _thread.attempt is not None
+    _reports += 1
+    _asked_to_forget = _asked_to_forget or _reports >= MOST_REPORTS
     settings = _thread.attempt.session.settings
     if settings.tune and settings.compiles and CHURN.refuses():
         raise CaptureRefusedError(EVERY_TAPE_NEW)
@@ -260,7 +272,7 @@ def _begin() -> Capture:
     return capture
 
 
-def _finish(captured: ir.TapeGraph, capture: Capture) -> tuple[Callable[..., Any], _Handle]:
+def _finish(captured: ir.TapeGraph, capture: Capture) -> _Answer:
     """The report is complete and the tape still whole."""
     attempt = _thread.attempt
     assert attempt is not None
@@ -288,9 +300,10 @@ def _finish(captured: ir.TapeGraph, capture: Capture) -> tuple[Callable[..., Any
     written = any(call.name == NAME for call in captured.calls)
     if written and not VIEW_WRITES.keep(attempt.call.outputs, attempt.call.inputs):
         raise CaptureRefusedError(VIEW_WRITE)
-    handle = _Handle(graph)
-    _handles.append(handle)
-    return _hand_over, handle
+    answer = _handles.get(graph)
+    if answer is None:
+        answer = _handles[graph] = (_hand_over, _Handle(graph))
+    return answer
 
 
 def _new_graph(ordered: ir.TapeGraph, keys: Sequence[Key]) -> CompiledGraph:

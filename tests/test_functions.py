@@ -13,9 +13,9 @@ import torch
 from torch.autograd import Function
 
 import compiled_autograd as ca
-from compiled_autograd import functions
+from compiled_autograd import functions, walk
 
-from .helpers import assert_same, both, expect
+from .helpers import Squares, assert_same, both, expect
 
 WAIT = 60.0
 """Seconds after which a thread counts as hung."""
@@ -214,6 +214,38 @@ def test_what_a_function_lets_go_of_stays_where_the_graph_is_kept(keep: bool) ->
 
     expect(both(make, retain_graph=keep), structure_misses=1, hits=1)
     assert left == [int(keep)] * 3
+
+
+@pytest.mark.parametrize("on_miss", ["compile", "eager"])
+def test_functions_with_another_name_at_each_step_leave_nothing_behind(
+    on_miss: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The structure is known, and the engine does not know it: it reports each, and keeps each until it forgets all."""
+    monkeypatch.setattr(walk, "MOST_REPORTS", 8)
+    x, other = torch.randn(3, requires_grad=True), torch.randn(3, requires_grad=True)
+    session = ca.enable(backend="eager", on_miss=on_miss)
+
+    def step(function: Any, leaf: torch.Tensor) -> torch.Tensor | None:
+        leaf.grad = None
+        function.apply(leaf).sum().backward()
+        return leaf.grad
+
+    def handles() -> int:
+        return sum(type(each) is walk._Handle for each in gc.get_objects())
+
+    ca.reset()
+    most, before = 0, handles()
+    for number in range(30):
+        function = type("Squares", (Squares,), {"__qualname__": f"made_in_step_{number}.Squares"})
+        with session:
+            step(function, x)
+            step(Squares, other)  # one that comes back
+        assert x.grad is not None and torch.equal(x.grad, 2 * x.detach())
+        assert other.grad is not None and torch.equal(other.grad, 2 * other.detach())
+        most = max(most, len(walk._handles), len(functions._numbers), len(walk.LEFT_TO_EAGER))
+    assert most <= 10 and handles() - before <= 10
+    if on_miss == "compile":
+        expect(session.stats(), structure_misses=1, hits=59, compiles=2)
 
 
 # ---- several calls at once -------------------------------------------------------------------------------------------

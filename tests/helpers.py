@@ -6,6 +6,7 @@ import copy
 import os
 import subprocess
 import sys
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -19,6 +20,8 @@ from compiled_autograd.graphs import CompiledGraph
 
 MakeLoss = Callable[[Any], Any]
 ROOT = Path(__file__).resolve().parent.parent
+WAIT = 60.0
+"""Seconds after which a thread counts as hung."""
 
 
 class GradientsDifferError(AssertionError):
@@ -231,6 +234,28 @@ def both(make: Callable[[], tuple[Any, Sequence[Any]]], backend: Any = "eager", 
             found = run()
         assert_same(found, wanted)
     return session.stats()
+
+
+def in_threads(*works: Callable[[], Any], timeout: float = WAIT) -> list[Any]:
+    """Run each in a thread of its own, and give what they gave; an error in one is raised here, and so is a hang."""
+    results: list[Any] = [None] * len(works)
+    errors: list[BaseException] = []
+
+    def run(index: int, work: Callable[[], Any]) -> None:
+        try:
+            results[index] = work()
+        except BaseException as error:  # noqa: BLE001  raised again in the test's thread
+            errors.append(error)
+
+    threads = [threading.Thread(target=run, args=each, daemon=True) for each in enumerate(works)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout)
+    assert not any(thread.is_alive() for thread in threads), "a thread hangs"
+    if errors:
+        raise errors[0]
+    return results
 
 
 def in_subprocess(code: str, timeout: float = 120, **environment: str) -> subprocess.CompletedProcess[str]:

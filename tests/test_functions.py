@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import threading
 import weakref
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -15,11 +14,7 @@ from torch.autograd import Function
 import compiled_autograd as ca
 from compiled_autograd import functions, walk
 
-from .helpers import Squares, assert_same, both, expect
-
-WAIT = 60.0
-"""Seconds after which a thread counts as hung."""
-
+from .helpers import WAIT, Squares, assert_same, both, expect, in_threads
 
 # ---- undefined gradients ---------------------------------------------------------------------------------------------
 
@@ -251,25 +246,6 @@ def test_functions_with_another_name_at_each_step_leave_nothing_behind(
 # ---- several calls at once -------------------------------------------------------------------------------------------
 
 
-def _in_threads(*works: Callable[[], Any]) -> None:
-    errors: list[BaseException] = []
-
-    def run(work: Callable[[], Any]) -> None:
-        try:
-            work()
-        except BaseException as error:  # noqa: BLE001  raised again in the test's thread
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=(work,), daemon=True) for work in works]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(WAIT)
-    assert not any(thread.is_alive() for thread in threads), "a thread hangs"
-    if errors:
-        raise errors[0]
-
-
 @pytest.mark.parametrize("leaves_first", ["who came first", "who came last"])
 def test_two_threads_in_one_function_of_a_kept_graph(leaves_first: str) -> None:
     """Both are in its backward at once, as under eager; each leaves before, or after, the other has asked."""
@@ -309,7 +285,7 @@ def test_two_threads_in_one_function_of_a_kept_graph(leaves_first: str) -> None:
         if first:
             order[0].set()
 
-    _in_threads(lambda: work(0), lambda: work(1))
+    in_threads(lambda: work(0), lambda: work(1))
     expect(session.stats(), structure_misses=1, hits=2)
     assert type(ctx) is own_class and not [name for name in vars(ctx) if "compiled" in name]
 
@@ -353,7 +329,7 @@ def test_a_thread_that_backward_starts_may_ask_for_saved_tensors() -> None:
         @staticmethod
         def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
             seen: list[Any] = []
-            _in_threads(lambda: seen.extend(ctx.saved_tensors))
+            in_threads(lambda: seen.extend(ctx.saved_tensors))
             return 2 * seen[0] * grad
 
     def make() -> Any:

@@ -17,29 +17,11 @@ from compiled_autograd import accumulate as module
 from compiled_autograd.claims import CLAIMS, Claim
 from compiled_autograd.gate import GATE
 
-from .helpers import Squares, expect
-
-WAIT = 60.0
-"""Seconds after which a thread counts as hung."""
+from .helpers import WAIT, Squares, expect, in_threads
 
 
 def _in_threads(*works: Callable[[], Any]) -> None:
-    errors: list[BaseException] = []
-
-    def run(work: Callable[[], Any]) -> None:
-        try:
-            work()
-        except BaseException as error:  # noqa: BLE001  raised again in the test's thread
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=(work,), daemon=True) for work in works]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(WAIT)
-    assert not any(thread.is_alive() for thread in threads), "a thread hangs"
-    if errors:
-        raise errors[0]
+    in_threads(*works)
     assert not CLAIMS._made and not CLAIMS._bells
 
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -15,32 +14,7 @@ import compiled_autograd as ca
 from compiled_autograd import session as sessions
 from compiled_autograd.gate import GATE, threads_running
 
-from .helpers import Squares, assert_grads, assert_same, expect, mlp
-
-WAIT = 60.0
-"""Seconds after which a thread counts as hung."""
-
-
-def _in_threads(works: Sequence[Callable[[], Any]]) -> list[Any]:
-    """Run each in a thread of its own; an error in one is raised here, and so is a hang."""
-    results: list[Any] = [None] * len(works)
-    errors: list[BaseException] = []
-
-    def run(index: int, work: Callable[[], Any]) -> None:
-        try:
-            results[index] = work()
-        except BaseException as error:  # noqa: BLE001  raised again in the test's thread
-            errors.append(error)
-
-    threads = [threading.Thread(target=run, args=each, daemon=True) for each in enumerate(works)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(WAIT)
-    assert not any(thread.is_alive() for thread in threads), "a thread hangs"
-    if errors:
-        raise errors[0]
-    return results
+from .helpers import WAIT, Squares, assert_grads, assert_same, expect, in_threads, mlp
 
 
 def _square(x: torch.Tensor) -> torch.Tensor:
@@ -55,7 +29,7 @@ def test_a_session_holds_only_in_its_thread() -> None:
         return sessions.current() is None
 
     with ca.enable(backend="eager") as session:
-        assert _in_threads([elsewhere]) == [True]
+        assert in_threads(elsewhere) == [True]
     expect(session.stats())
     assert x.grad is not None and torch.equal(x.grad, 2 * x.detach())
 
@@ -74,7 +48,7 @@ def test_one_session_entered_by_several_threads_counts_for_all() -> None:
         assert x.grad is not None
         return x.grad - 2 * x.detach()
 
-    for difference in _in_threads([work] * 4):
+    for difference in in_threads(*[work] * 4):
         assert not difference.any()
     stats = session.stats()
     assert stats.backwards == 41
@@ -188,7 +162,7 @@ def test_threads_with_different_models_and_sessions() -> None:
     models = [copy.deepcopy(reference) for reference in references]
     for index, reference in enumerate(references):
         train(index, reference, enabled=False)
-    done = _in_threads([lambda i=i, m=m: train(i, m, i % 2 == 0) for i, m in enumerate(models)])
+    done = in_threads(*[lambda i=i, m=m: train(i, m, i % 2 == 0) for i, m in enumerate(models)])
     for model, reference in zip(models, references, strict=True):
         assert_grads(model, reference)
     for session in (each for each in done if each is not None):
@@ -228,7 +202,7 @@ def test_stress_of_eight_threads() -> None:
                 ca.reset()
         return rounds, session.stats() if session is not None else None
 
-    for rounds, stats in _in_threads([lambda n=n: work(n) for n in range(8)]):
+    for rounds, stats in in_threads(*[lambda n=n: work(n) for n in range(8)]):
         if stats is not None:
             counted = stats.hits + stats.shape_misses + stats.structure_misses + sum(stats.bypasses.values())
             assert stats.backwards == rounds == counted
@@ -256,7 +230,7 @@ def test_two_threads_compile_the_same_structure_once() -> None:
         assert x.grad is not None
         return x.grad
 
-    assert_same(_in_threads([work, work]), [torch.full((3,), 2.0)] * 2)
+    assert_same(in_threads(work, work), [torch.full((3,), 2.0)] * 2)
     stats = session.stats()
     assert stats.backwards == 2 and stats.compiles == len(compiled)
     assert stats.structure_misses <= 1

@@ -38,6 +38,10 @@ def take() -> Token:
     return token
 
 
+class _Forking(threading.local):
+    token: Token | None = None
+
+
 class Gate:
     """Knows the threads that are in the eager engine, and lets one at a time set the seam."""
 
@@ -47,7 +51,7 @@ class Gate:
         self._in_call: dict[Token, int] = {}
         self._capturing: tuple[int, Token] | None = None
         self._lost = False
-        self._over_fork: Token | None = None
+        self._forking = _Forking()
         self._unseen: set[int] = set()
         self.after_entering: Callable[[], None] = lambda: None
 
@@ -145,19 +149,20 @@ class Gate:
 
     def hold_over_fork(self) -> None:
         """No other thread walks while the process is forked: the engine's own lock would stay locked in the child."""
-        token = take()
-        self._over_fork = token if self._wait_alone(token) else None
+        token = self._forking.token = take()
+        self._wait_alone(token)
+        self._forking.token = token  # again: a signal's handler may have forked meanwhile
 
     def release_after_fork(self) -> None:
-        """In the parent."""
-        token, self._over_fork = self._over_fork, None
+        """In the parent. What Ctrl-C raised before the fork, Python has told of and passed over."""
+        token, self._forking.token = self._forking.token, None  # no call: nothing comes between this and the release
         if token is not None:
             token.release()
 
     def reset_after_fork(self) -> None:
         """In a forked child only the calling thread lives on, and no lock may be trusted."""
-        self._lock = allocate_lock()
         self.release_after_fork()
+        self._lock = allocate_lock()
         me = threading.get_ident()
         others_inside = any(ident != me for ident in _holders(self._in_call))
         self._lost = self._lost or others_inside  # the same lock: they had it

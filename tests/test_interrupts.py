@@ -301,3 +301,21 @@ def test_a_tape_that_an_interrupt_broke_is_not_run_again(inside: str) -> None:
                         loss(leaf).backward()
             assert same_bits(leaf.grad, right), f"after {count} calls"
     assert count and broken
+
+
+def test_an_interrupt_in_what_runs_before_a_fork() -> None:
+    """Python tells of it and forks all the same: what holds other threads over the fork is given back after it."""
+    files = (str(Path(ca.__file__).parent / "gate.py"),)
+    for count in itertools.count():
+        interrupt = _InterruptAt(count, files)
+        sys.setprofile(interrupt)
+        try:
+            with suppress(KeyboardInterrupt):
+                GATE.hold_over_fork()
+        finally:
+            sys.setprofile(None)
+        GATE.release_after_fork()
+        _nothing_is_stuck()
+        if not interrupt.came:
+            break
+    assert count > 4

@@ -60,7 +60,8 @@ class Background:
 
     def __init__(self) -> None:
         self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-        self._changed = threading.Condition()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)  # itself it is locked by functions of Python's: see the gate
         self._tapes: Counter[int] = Counter()
         self._submitted: set[tuple[int, tuple[Any, ...]]] = set()
         self._thread: threading.Thread | None = None
@@ -83,7 +84,7 @@ class Background:
         stand_ins = [memoryless(value) if slot in needed else None for slot, value in enumerate(slots)]
         context = contextvars.copy_context()  # it has what the thread has set of Inductor's settings
         job = Job(program, step, stand_ins, kind, tape, context, surroundings)
-        with self._changed:
+        with self._lock:
             if (id(step), kind) in self._submitted:
                 return
             self._start()
@@ -99,7 +100,7 @@ class Background:
 
     def wait(self, timeout: float | None = None) -> bool:
         """Until nothing is being compiled; False where that took more than ``timeout`` seconds."""
-        with self._changed:
+        with self._lock:
             return self._changed.wait_for(lambda: not self._tapes, timeout)
 
     def stop(self) -> None:
@@ -122,7 +123,7 @@ class Background:
                 with _yielding():
                     job.context.run(_compile, job)
             finally:
-                with self._changed:
+                with self._lock:
                     self._submitted.discard((id(job.step), job.kind))
                     self._tapes[job.tape] -= 1
                     if not self._tapes[job.tape]:

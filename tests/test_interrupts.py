@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import gc
 import itertools
 import random
@@ -12,6 +13,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -20,11 +22,12 @@ import torch
 import compiled_autograd as ca
 from backends.collecting import RARELY
 from compiled_autograd import execution, walk
+from compiled_autograd.background import Background
 from compiled_autograd.claims import CLAIMS, Claim
 from compiled_autograd.gate import GATE
 from compiled_autograd.specialise import COMPILING
 
-from .helpers import ROOT, same_bits
+from .helpers import ROOT, in_threads, same_bits
 
 OURS = (str(Path(ca.__file__).parent), str(ROOT / "backends"), str(ROOT / "shadow_cache"))
 WEIGHT = torch.randn(4, 4)
@@ -319,3 +322,23 @@ def test_an_interrupt_in_what_runs_before_a_fork() -> None:
         if not interrupt.came:
             break
     assert count > 4
+
+
+def test_an_interrupt_while_a_region_is_handed_to_the_background() -> None:
+    """The thread that compiles could never say that it is done, and the tape would be left to eager for ever."""
+    files = (str(Path(ca.__file__).parent / "background.py"), threading.__file__)
+    program: Any = SimpleNamespace(specialiser=SimpleNamespace(kind=lambda *_: ()))
+    for count in itertools.count():
+        background, interrupt = Background(), _InterruptAt(count, files)
+        background._thread = threading.current_thread()  # which does not work
+        step: Any = SimpleNamespace(inputs=[], fresh=[])
+        sys.setprofile(interrupt)
+        try:
+            with suppress(KeyboardInterrupt):
+                background.submit(program, step, [], 0, ())
+        finally:
+            sys.setprofile(None)
+        in_threads(functools.partial(background.wait, 0), timeout=20)
+        if not interrupt.came:
+            break
+    assert count > 5

@@ -432,9 +432,7 @@ def kind_of_value(value: Any, spec: Spec | None = None) -> Any:
         if spec is not None and len(spec) == len(shape) and not is_static(spec):
             parts = zip(static_parts(spec), shape, strict=True)
             stride, shape = None, tuple([None if part is None else size for part, size in parts])
-        elif (
-            stride is not None and 1 in shape
-        ):  # one element has no stride; the real calls' may be other than the code's
+        elif stride is not None and 1 in shape:  # compiled code may give a dimension of one element another stride
             stride = tuple([0 if size == 1 else each for size, each in zip(shape, stride, strict=True)])
         bits = (value.is_conj(), value.is_neg(), value._is_zerotensor())
         kind = (shape, stride, value.dtype, value.device, value.layout, *bits)

@@ -102,8 +102,9 @@ class StraightLine:
             with RARELY:
                 program = translated(self._source, change(self._namespace), arguments).made_by(self.make_program)
             return program(arguments)
-        if form == PROGRAM and self.program is not None:
-            return self.program(arguments)
+        made = self.program  # another thread may drop it meanwhile
+        if form == PROGRAM and made is not None:
+            return made(arguments)
         self.has_run = True
         return self.compiled(arguments)
 

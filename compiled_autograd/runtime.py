@@ -85,7 +85,8 @@ class Program:
         self.specialiser = Specialiser(backend, passes, specs, dynamic)
         known = {node: node.meta["untraceable"] for node in tape.graph.nodes if "untraceable" in node.meta}
         longest = partition.LONGEST if getattr(backend, "slow", False) else None
-        self.plan = Plan(tape, counts, backend.bitwise, {**known, **untraceable}, givers, longest)
+        plan = self.plan = Plan(tape, counts, backend.bitwise, {**known, **untraceable}, givers, longest)
+        self.specialiser.regions = lambda: [step for step in plan.steps if isinstance(step, RegionStep)]
 
     @property
     def steps(self) -> list[Executor]:

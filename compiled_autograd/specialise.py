@@ -9,7 +9,7 @@ import operator
 import re
 import threading
 import time
-from collections.abc import Callable, Hashable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -127,6 +127,7 @@ class Specialiser:
         self.dynamic = dynamic
         self.shelf: Shelf | None = None
         self.finished: list[RunLog] = []
+        self.regions: Callable[[], Iterable[RegionStep]] = tuple
         self.name_of: Callable[[fx.Node], str] = str  # for people
         self.title: Callable[[], str] = lambda: "a tape"
         self._opaque = 0
@@ -230,8 +231,7 @@ class Specialiser:
             self._forget(compiled.call)
         finally:
             log.add("compile", time.perf_counter() - started)
-        known = step.compiled[compiled.kind]
-        step.compiled[compiled.kind] = [checked if each is compiled else each for each in known]
+        step.put_in_place(compiled, checked)
         if checked is not None:
             put_results(checked, results, slots)
         return checked
@@ -239,20 +239,49 @@ class Specialiser:
     # ---- what the proofs ask ---------------------------------------------------------------------------------------
 
     def drop(self, compiled: Specialised, form: str) -> str:
-        """Never run a form of something compiled again. Gives what runs instead, in words."""
-        proof = compiled.proof
-        proof.dropped = tuple(dict.fromkeys((*proof.dropped, form)))
-        proof.settled = False
+        """Never run a form of something compiled again, nor where a like region has it too.
+
+        Returns:
+            What runs instead, in words.
+        """
+        alike = [each for step in self.regions() for each in step.specialised() if each.call is compiled.call]
+        alike = [compiled, *(each for each in alike if each is not compiled)]
+        for each in alike:
+            each.proof.dropped = tuple(dict.fromkeys((*each.proof.dropped, form)))
+            each.proof.settled = False
         drop = getattr(compiled.call, "drop", None)
         if drop is not None and drop(form):
             return "a slower form of it runs from now on"
         self._forget(compiled.call)
         if self.passes:  # what the user's passes have made of it was asked for, and not the calls
-            graph_module = compiled.aten.graph_module()
-            compiled.call = lambda arguments: graph_module(*arguments)
+            for each in alike:
+                each.call = _one_by_one(each.aten.graph_module())
             return "the operators of its graph run one by one from now on"
-        proof.refuted = True
+        for each in alike:
+            each.proof.refuted = True
         return "the region's calls run one by one from now on"
+
+    def restride(
+        self, step: RegionStep, compiled: Specialised, strides: Mapping[int, tuple[int, ...]]
+    ) -> Specialised | None:
+        """Hand on copies of results whose strides are not those that the real calls give. None: that cannot be done.
+
+        Args:
+            strides: for outputs of the region, by their number.
+        """
+        wiring = compiled.wiring
+        given = dict(wiring.values)
+        if compiled.guard is not None or not all((each, given.get(each)) in wiring.apart for each in strides):
+            return None  # the strides are those of one set of sizes; and what shares memory is to share it
+        wiring = msgspec.structs.replace(
+            wiring,
+            values=tuple(pair for pair in wiring.values if pair[0] not in strides),
+            strides=(*wiring.strides, *((each, given[each], wanted) for each, wanted in strides.items())),
+        )
+        made = step.bind(compiled.aten, compiled.call, wiring, compiled.kind, None)
+        made.proof = compiled.proof
+        step.put_in_place(compiled, made)
+        return made
 
     def failed_to_run(
         self, step: RegionStep, compiled: Specialised, form: str, log: RunLog, error: BaseException
@@ -382,6 +411,10 @@ def graph_of(code: str) -> fx.GraphModule:
     for name, buffer in root.named_buffers():
         module.register_buffer(name, buffer)
     return fx.symbolic_trace(module)
+
+
+def _one_by_one(graph_module: fx.GraphModule) -> Compiled:
+    return lambda arguments: graph_module(*arguments)
 
 
 def _wiring(step: RegionStep, lowered: Lowered) -> Wiring:

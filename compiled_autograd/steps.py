@@ -49,6 +49,8 @@ class Wiring(msgspec.Struct, frozen=True):
         passed: fresh leaves, and the input that goes there as it is.
         flags: where NaNs are looked for: calls of the region, and numbers of what they give. What was found is the
             last result.
+        strides: outputs of the region, which result each is, and the strides that the real calls give it: a copy that
+            has them is handed on.
         plain: which of ``taken`` are given as copies, because the compiled function would ignore their conjugate or
             negative bits, or that they are zeros without memory.
     """
@@ -63,6 +65,7 @@ class Wiring(msgspec.Struct, frozen=True):
     copied_values: tuple[tuple[int, int], ...] = ()
     plain: tuple[int, ...] = ()
     other_strides: tuple[tuple[int, int], ...] = ()
+    strides: tuple[tuple[int, int, tuple[int, ...]], ...] = ()
 
 
 class RegionPlan(msgspec.Struct, frozen=True):
@@ -94,6 +97,7 @@ class Specialised:
         plain: which of these are given without conjugate and negative bit.
         results: slots, and the outputs that go into them.
         copied: as ``results``, for those that are copied.
+        strides: as ``results``, for those that are copied into other strides, and these.
         passed: slots, and those of values that go there as they are.
         flags: nodes of the tape, and numbers of what they give, where NaNs are looked for; as in the last result.
         guard: says of the arguments whether their sizes are such that this holds; None where nothing changes.
@@ -109,6 +113,7 @@ class Specialised:
     plain: tuple[int, ...]
     results: list[tuple[int, int]]
     copied: list[tuple[int, int]]
+    strides: list[tuple[int, int, tuple[int, ...]]]
     passed: list[tuple[int, int]]
     flags: list[tuple[int, int]]
     guard: Guard | None
@@ -157,6 +162,10 @@ class RegionStep:
         """All that was compiled for it."""
         return [each for some in self.compiled.values() for each in some if each is not None]
 
+    def put_in_place(self, old: Specialised, new: Specialised | None) -> None:
+        """Replace something compiled by what is fed another way; None where it cannot run."""
+        self.compiled[old.kind] = [new if each is old else each for each in self.compiled[old.kind]]
+
     def aten(self) -> list[fx.GraphModule]:
         """The ATen graphs that were compiled for it."""
         return [each.aten.graph_module() for each in self.specialised()]
@@ -183,6 +192,7 @@ class RegionStep:
             results,
             [(self.fresh[position].owned, index) for position, index in wiring.copied]
             + [(self.outputs[position][1], index) for position, index in wiring.copied_values],
+            [(self.outputs[position][1], index, strides) for position, index, strides in wiring.strides],
             [(self.fresh[position].shared, self.inputs[source]) for position, source in wiring.passed],
             [(self.region.nodes[position].meta["call"], number) for position, number in wiring.flags],
             guard,
@@ -389,6 +399,8 @@ def store_results(compiled: Specialised, results: Sequence[Any], slots: Slots) -
         slots[slot] = results[index]
     for slot, index in compiled.copied:
         slots[slot] = in_own_memory(results[index])
+    for slot, index, strides in compiled.strides:
+        slots[slot] = results[index].new_empty_strided(results[index].shape, strides).copy_(results[index])
     if compiled.flags and results[-1].any():
         raise NaNFoundError(compiled.flags[results[-1].tolist().index(True)])
 

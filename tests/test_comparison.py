@@ -61,6 +61,21 @@ def test_one_wrong_value_among_many_is_found() -> None:
     assert difference is not None and difference.size == pytest.approx(0.01 / float(want.abs().max()), rel=1e-3)
 
 
+def test_a_mask_of_what_was_rounded_may_differ_where_float64_sides_with_it() -> None:
+    want = torch.tensor([True, False, True])
+    found = torch.tensor([True, True, True])
+    assert not _differs(want, found, 1e-4, found)
+    assert _differs(want, found, 1e-4, want), "float64 sides with the real calls"
+    assert _differs(want, found, 1e-4, None)
+    assert _differs(want, found, 0.0, found), "the same bits were promised"
+    many = torch.arange(2000)
+    other = many.clone()
+    other[7] += 1
+    assert not _differs(many, other, 1e-4, many), "a tie among many"
+    other[:9] += 1
+    assert _differs(many, other, 1e-4, many)
+
+
 def test_an_ill_conditioned_result_is_as_far_from_float64_as_the_real_calls_own() -> None:
     double = torch.full((4,), 1e-7, dtype=torch.float64)  # what is left of terms as large as one
     want, found = torch.tensor([3e-7, 0.0, 2e-7, -1e-7]), torch.tensor([-2e-7, 4e-7, 0.0, 1e-7])

@@ -195,7 +195,8 @@ def _products_stay_as_they_are(patch: Patch) -> None:
     fake = lower._fake
 
     def remembered(mode: Any, leaf: torch.Tensor, *rest: Any) -> torch.Tensor:
-        return leaves.setdefault(id(leaf), fake(mode, leaf, *rest))
+        leaves[id(leaf)] = made = fake(mode, leaf, *rest)
+        return made
 
     patch.setattr(lower, "_fake", remembered)
     patch.setattr(lower, "_copy_laid_out_as", lambda grad, leaf: own_copy(grad, leaves.pop(id(leaf))))

@@ -21,7 +21,7 @@ from backends.poison import run_poisoned
 from shadow_cache import Failure
 
 from .. import ir
-from ..accumulate import obeys_layout
+from ..accumulate import is_dense, obeys_layout
 from ..errors import GradientMismatchError
 from ..nans import NaNFoundError
 from ..steps import make_plain, put_results, run_compiled
@@ -196,13 +196,20 @@ class _Run:
         relative = 0.0 if bitwise else tolerance(self._dtypes(results))
         telling = True
         beside = 0.0 if bitwise else max((largest(each.want) for each in results if each.want is not None), default=0.0)
+        restrided: dict[int, tuple[int, ...]] = {}
         for result in results:
             difference = self._layout(result)
+            if difference is not None and (position := self._has_only_other_strides(result)) is not None:
+                assert result.want is not None
+                restrided[position], difference = result.want.stride(), None
             if difference is None and result.want is not None and result.found is not None:
                 telling = telling and is_telling(result.want)
                 difference = self._values(result, relative, beside)
             if difference is not None:
                 return result, difference, telling
+        if restrided and self.specialiser.restride(self.step, self.compiled, restrided) is None:
+            wrong = next(each for each in results if self._layout(each) is not None)
+            return wrong, self._layout(wrong), telling
         shared = self._shared(results)
         return (*shared, telling) if shared is not None else (None, None, telling)
 
@@ -237,6 +244,18 @@ class _Run:
         if not obeys_layout(result.found, result.leaf):
             return Difference(f"its strides are {result.found.stride()}, for a leaf with {result.leaf.stride()}")
         return None
+
+    def _has_only_other_strides(self, result: Result) -> int | None:
+        """The number of an output of the region that differs in its strides alone; None for any other."""
+        want = result.want
+        if (
+            result.leaf is not None
+            or want is None
+            or metadata_difference(want, result.found, strides=False) is not None
+        ):
+            return None
+        positions = [number for number, (node, _) in enumerate(self.step.outputs) if node is result.node]
+        return positions[0] if positions and is_dense(want) else None
 
     def _values(self, result: Result, relative: float, beside: float) -> Difference | None:
         assert result.want is not None and result.found is not None

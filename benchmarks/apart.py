@@ -43,7 +43,7 @@ class EagerApart:
 def main() -> None:
     model, seed, device = sys.argv[1:]
     # Not at the top: whoever only asks need not load it, and torch is loaded by then.
-    from benchmarks.measure import eager_side
+    from benchmarks.sides import eager_side
 
     side = eager_side(model, int(seed), device)
     for _ in sys.stdin:

@@ -6,18 +6,16 @@ changes too, so that whatever else the machine does falls on all.
 
 import statistics
 import sys
-import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from benchmarks import floor, memory
 from benchmarks.apart import EagerApart
-from benchmarks.models import MakeLoss, build
-from benchmarks.runners import EMPTY_RUNNERS, RUNNERS, NotApplicable, Runner
+from benchmarks.runners import EMPTY_RUNNERS, RUNNERS, NotApplicable
+from benchmarks.sides import Side, eager_side, now, sides
 
 WARM_PAIRS = 3
 # In a turn, steps that are not counted, and steps that are. After another's turn, of another process above all, caches
@@ -28,49 +26,6 @@ MEMORY_STEPS = 3
 # A gradient is compared with its own size, but not with less than this part of the model's largest gradient: one that
 # would be zero but for rounding has no size of its own.
 SMALLEST_SCALE = 1e-3
-
-
-def now(device: str) -> float:
-    """The time in seconds, after everything that was sent to `device` is done."""
-    if device == "cuda":
-        torch.cuda.synchronize()
-    return time.perf_counter()
-
-
-@dataclass
-class Side:
-    """One copy of the model and the runner that steps it."""
-
-    module: nn.Module
-    make_loss: MakeLoss
-    runner: Runner
-    device: str
-
-    def forward(self) -> Tensor:
-        self.module.zero_grad(set_to_none=True)
-        return self.make_loss(self.module)
-
-    def backward(self, loss: Tensor) -> float:
-        """Seconds of the backward alone: entering the runner's context is not counted."""
-        with self.runner.around():
-            started = now(self.device)
-            loss.backward()
-            return now(self.device) - started
-
-    def step(self) -> float:
-        return self.backward(self.forward())
-
-
-def eager_side(model: str, seed: int, device: str) -> Side:
-    """A copy of `model` under eager."""
-    return Side(*build(model, seed, device), RUNNERS["eager"](), device)
-
-
-def sides(model: str, seed: int, device: str) -> tuple[Side, Side]:
-    """(eager, other): two copies of `model`, both still under eager, warmed by one step of the first."""
-    pair = [eager_side(model, seed, device) for _ in range(2)]
-    pair[0].step()
-    return pair[0], pair[1]
 
 
 def count_nodes(loss: Tensor) -> int:

@@ -7,7 +7,7 @@
 captures the tape that eager autograd recorded, compiles it, and runs that instead of the autograd engine.
 """
 
-from .versions import TESTED_TORCH, UnsupportedTorchError, check_torch
+from .versions import TESTED_TORCH, VERSION, UnsupportedTorchError, check_torch
 
 import torch  # isort: skip
 
@@ -35,7 +35,7 @@ from .errors import (  # noqa: E402
 from .inspection import TapeView, inspect  # noqa: E402
 from .session import Outcome, Session, Stats, compile_step, disable, enable  # noqa: E402
 
-__version__ = "0.2.0"
+__version__ = VERSION
 
 __all__ = [
     "TESTED_TORCH",

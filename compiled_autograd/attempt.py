@@ -17,6 +17,7 @@ from .capture import Capture
 from .devices import on_device
 from .execution import Running, execute
 from .gate import Token, take
+from .graphs import CompiledGraph
 from .log import RunLog
 from .session import Outcome, Session
 from .variants import Handover
@@ -60,6 +61,7 @@ class Attempt:
     call: Call
     started: float
     capture: Capture | None = None
+    graph: CompiledGraph | None = None
     handover: Handover | None = None
     miss: Miss | None = None
     results: list[torch.Tensor | None] | None = None
@@ -93,7 +95,8 @@ class Attempt:
 
     def execute(self) -> list[torch.Tensor | None]:
         """Run what was handed over."""
-        assert self.handover is not None
+        graph, handover = self.graph, self.handover
+        assert graph is not None and handover is not None
         call, self.ran = self.call, True
         log = RunLog(seconds={"capture": time.perf_counter() - self.started})
         checkpoint_valid = call.accumulate_grad and not call.inputs
@@ -104,7 +107,7 @@ class Attempt:
             call.keep_graph,
             checkpoint_valid,
             log,
-            self.handover.graph.tape.order,
+            graph.tape.order,
         )
-        with on_device(self.handover.graph.tape.cuda_device):
-            return execute(self.session, state, self.handover, self.miss, self.capture is not None)
+        with on_device(graph.tape.cuda_device):
+            return execute(self.session, state, graph, handover, self.miss, self.capture is not None)

@@ -26,7 +26,7 @@ from shadow_cache.entries import name_of
 from . import ir
 from .ambient import Ambient
 from .explain import structure_miss
-from .explain_variants import stored_miss
+from .explain_stored import stored_miss
 from .labels import caller, guards_of, inputs_of, loss_of, module_of, structure_of
 from .places import title
 from .plans import VariantPlan, plan_of, shapes_of, structure_id
@@ -146,7 +146,8 @@ class Disk:
             region_plan = msgspec.msgpack.decode(region.plan, type=RegionPlan)
             shelved.setdefault(region_plan.place, []).append(Shelved(region_plan, region.artifact, region.lowered))
         variant.program.specialiser.shelf = Shelf(shelved, self.store.read)
-        variant.entry, variant.disk, variant.timing = entry.id, self, entry.timing
+        self._tie(variant, entry)
+        variant.timing = entry.timing
         variant.tensors = plan.tensors
         graph.keep(variant)
         self._write(lambda: self.store.loaded(entry.id))
@@ -213,6 +214,10 @@ class Disk:
     def timed(self, entry: str, timing: Timing) -> None:
         """Keep how a variant with an entry did against eager."""
         self._write(lambda: self.store.timed(entry, timing))
+
+    def _tie(self, variant: Variant, entry: Entry) -> None:
+        """The variant has this entry."""
+        variant.entry, variant.store_timing = entry.id, functools.partial(self.timed, entry.id)
 
     def save(
         self,
@@ -284,7 +289,7 @@ class Disk:
         except StoreError as error:
             self._write_no_more(error)
             return str(error)
-        variant.entry, variant.disk = entry.id, self
+        self._tie(variant, entry)
         return ""
 
     def _with_plan(self, step: RegionStep, compiled: Specialised, shelved: Shelved, files: dict[str, bytes]) -> Region:

@@ -198,8 +198,8 @@ def _raise_if_missing(attempt: Attempt) -> None:
         attempt.told = probing.told
     misses = [] if probing.miss is None else [probing.miss]
     if reason is None:
-        assert probing.handover is not None
-        graph, surroundings = probing.handover.graph, ambient()
+        graph, surroundings = probing.graph, ambient()
+        assert graph is not None and probing.handover is not None
         variant, other = find_variant(session, graph, surroundings, probing.handover)
         if variant is not None:
             misses = []

@@ -144,13 +144,14 @@ def on_eager(run: Callable[..., Any], *arguments: Any) -> Any:
 
 
 def execute(
-    session: Session, state: Running, handover: Handover, miss: Miss | None, captured: bool
+    session: Session, state: Running, graph: CompiledGraph, handover: Handover, miss: Miss | None, captured: bool
 ) -> list[torch.Tensor | None]:
     """Run a backward that was handed over, and record what became of it.
 
     Args:
         session: whose settings hold, and who is told.
         state: what is answered to those who ask meanwhile; its log has the seconds of the capture.
+        graph: the structure of what was handed over.
         handover: what the engine gave.
         miss: how the structure differs from those known before; None where it was known.
         captured: whether the engine had to report the tape.
@@ -163,7 +164,7 @@ def execute(
         GradientMismatchError: ``check`` is True or a number, and compiled code has given something else than the real
             calls: the step is done, with what these gave.
     """
-    account = Account(session, state, handover.graph, miss, captured)
+    account = Account(session, state, graph, miss, captured)
     try:
         results = _with_state(state, account, handover)
     except BaseException as error:
@@ -200,7 +201,7 @@ def _with_state(state: Running, account: Account, handover: Handover) -> list[to
 
 
 def _run(state: Running, account: Account, handover: Handover) -> list[torch.Tensor | None]:
-    session, graph, log, miss = account.session, handover.graph, state.log, account.miss
+    session, graph, log, miss = account.session, account.graph, state.log, account.miss
     forked = not can_compile()
     log.prove, log.check_every = session.settings.check is not False, session.settings.check_every
     log.may_compile = session.settings.on_miss == "compile" and not forked
@@ -216,7 +217,7 @@ def _run(state: Running, account: Account, handover: Handover) -> list[torch.Ten
             graph.met = max(graph.met, OFTEN)  # another process has met this structure
             account.miss, account.reasons = None, []
         elif variant is None and miss is not None:
-            account.miss = other or _nearest_stored(session, handover, miss, log)
+            account.miss = other or _nearest_stored(session, graph, handover, miss, log)
             account.reasons = [account.miss]
         elif variant is None and other is not None and (not graph.variants or other.kind == "corrupt"):
             account.reasons = [other]  # it says more than what this process can compare with
@@ -257,7 +258,7 @@ def find_variant(
     return (variant, None) if disk is None else disk.find(graph, session.settings, surroundings, handover)
 
 
-def _nearest_stored(session: Session, handover: Handover, miss: Miss, log: RunLog) -> Miss:
+def _nearest_stored(session: Session, graph: CompiledGraph, handover: Handover, miss: Miss, log: RunLog) -> Miss:
     """A structure miss, told by the store where it knows more."""
     disk = disk_for(session.settings)
     if disk is None:
@@ -265,10 +266,10 @@ def _nearest_stored(session: Session, handover: Handover, miss: Miss, log: RunLo
     with torch._C.DisableTorchFunctionSubclass():
         shapes = [tuple(tensor.shape) for tensor in handover.tensors]
     try:
-        return disk.explain(handover.graph, miss, shapes)
+        return disk.explain(graph, miss, shapes)
     except Exception as error:  # noqa: BLE001  the tape is released by now, and only the reason is not known
         what = f"{type(error).__name__}: {error}"
-        log.failures.append(Failure("explain", repr(handover.graph), what, "the reason is that of this process alone"))
+        log.failures.append(Failure("explain", repr(graph), what, "the reason is that of this process alone"))
         return miss
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import re
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import torch
@@ -13,12 +13,8 @@ from shadow_cache import Miss, VariantKey, explain_variant
 
 from . import ir
 from .explain import NUMBER_HINT
-from .places import title, value_name
+from .places import value_name
 from .shapes import SPECIAL, Guard, Spec
-
-if TYPE_CHECKING:
-    from .plans import VariantPlan
-    from .variants import Handover, TensorPlan
 
 _ARGUMENT = re.compile(r"a\[(?P<index>\d+)\](?:\.(?P<what>size|stride)\((?P<dim>\d+)\))?")
 _FIXED = re.compile(rf"({_ARGUMENT.pattern}) == (?P<size>\d+)")
@@ -27,7 +23,6 @@ _PARTS = (
     *("conjugation", "negation", "zeros without memory"),
 )
 """What :func:`specialise.kind_of_value` gives of a tensor."""
-_STORED_HINT = "what is stored serves other sizes; one more variant"
 _HINTS = {
     "ambient_state": "set it once, before training; each value of it that occurs is compiled once",
     "backend_or_settings": "what was compiled under the others stays, and serves them",
@@ -136,33 +131,6 @@ def state_miss(key: VariantKey, known: Sequence[VariantKey]) -> Miss:
     """Why none of ``known`` serves ``key``, where they differ in settings or in the state of the process."""
     miss = explain_variant(key, known, text_of_part)
     return msgspec.structs.replace(miss, hint=_HINTS.get(miss.kind, ""))
-
-
-def stored_miss(tape: ir.TapeGraph, plan: VariantPlan, handover: Handover) -> Miss:
-    """Why what the store has of a structure, made under the same state, does not serve a backward."""
-    kinds = [kind_text(tensor) for tensor in handover.tensors]
-    stored = [_kind_of_plan(tensor) for tensor in plan.tensors]
-    sizes = [tuple(tensor.shape) for tensor in handover.tensors]
-    miss = tensor_miss(tape, stored, kinds)
-    if [len(tensor.spec) for tensor in plan.tensors] == [len(size) for size in sizes]:
-        before = [tensor.spec for tensor in plan.tensors], plan.sizes
-        miss = shape_miss(tape, before, (sizes, tuple(handover.sizes)), dynamic=False) or miss
-        strides = [tensor.strides for tensor in plan.tensors]
-        now = [None if old is None else new.stride() for old, new in zip(strides, handover.tensors, strict=True)]
-        miss = miss or layout_miss(tape, strides, now)
-    miss = miss or scalar_miss(tape, plan.scalars, handover.scalars)
-    miss = miss or Miss("layout", f"a saved tensor of {title(tape)}", "a kind of tensor", "another kind")
-    return msgspec.structs.replace(miss, hint=_STORED_HINT if miss.kind == "shape" else miss.hint)
-
-
-def _kind_of_plan(plan: TensorPlan) -> str:
-    """As :func:`kind_text`, of a tensor in the store."""
-    dims = len(plan.spec)
-    parts = [f"{dims} dimension{'' if dims == 1 else 's'}"]
-    found = {"Conjugate": "conjugated", "Negative": "negated", "ZeroTensor": "zeros without memory"}
-    parts += [words for key, words in found.items() if key in plan.kind]
-    name = plan.kind.partition(" ")[0]
-    return ", ".join(parts if name == "Tensor" else [*parts, name])
 
 
 def guard_miss(guard: Guard, arguments: Sequence[Any], names: Sequence[str]) -> Miss:

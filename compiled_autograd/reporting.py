@@ -7,15 +7,11 @@ import re
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Iterable
-from typing import TYPE_CHECKING
+from collections.abc import Iterable, Mapping
 
 import torch
 
 from shadow_cache import Bypass, Failure, Miss, Timing, watch
-
-if TYPE_CHECKING:
-    from .session import Outcome
 
 MANY = 8
 """So many misses of one kind at one place are worth a warning."""
@@ -29,13 +25,17 @@ _NOT_REPEATING = ("first_seen", "evicted")
 _log = torch._logging.getArtifactLogger(__name__, "compiled_autograd")
 
 
-def tell(outcome: Outcome, compiles: int) -> None:
+Reasons = Iterable[Bypass | Miss | Failure]
+
+
+def tell(outcome: str, reasons: Reasons, seconds: Mapping[str, float], compiles: int) -> None:
     """One line for a backward that was no hit, or on which something failed; and who counts compiles is told."""
-    watch.note(compiles, [str(reason) for reason in outcome.reasons])
-    if not outcome.reasons or not _log.isEnabledFor(logging.INFO):
+    texts = [str(reason) for reason in reasons]
+    watch.note(compiles, texts)
+    if not texts or not _log.isEnabledFor(logging.INFO):
         return
-    took = ", ".join(f"{stage} {seconds:.3g} s" for stage, seconds in outcome.seconds.items())
-    _say(f"{outcome.outcome}: {'; '.join(map(str, outcome.reasons))} [{took}]")
+    took = ", ".join(f"{stage} {spent:.3g} s" for stage, spent in seconds.items())
+    _say(f"{outcome}: {'; '.join(texts)} [{took}]")
 
 
 def tell_decision(what: str, timing: Timing) -> None:
@@ -56,7 +56,7 @@ def _write(level: int, line: str) -> None:
     _log.log(level, "%s", line)
 
 
-def count_repeats(counts: Counter[tuple[str, str]], reasons: Iterable[Bypass | Miss | Failure]) -> None:
+def count_repeats(counts: Counter[tuple[str, str]], reasons: Reasons) -> None:
     """Warn once of a reason that comes back at the same place.
 
     Args:

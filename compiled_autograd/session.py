@@ -139,7 +139,7 @@ class Session:
             self.last = outcome
             if outcome.graph is not None and (captured or outcome.outcome != HIT):
                 self._graphs.setdefault(id(outcome.graph), outcome.graph)
-        tell(outcome, compiles)
+        tell(outcome.outcome, outcome.reasons, outcome.seconds, compiles)
         if compiles:
             count_repeats(self._missed, outcome.reasons)
         for failure in failures:

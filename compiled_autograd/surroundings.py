@@ -21,6 +21,7 @@ from . import ir
 from .ambient import INDUCTOR_SETTINGS, Ambient
 from .explain_variants import state_hint, text_of_part
 from .settings import Settings
+from .versions import VERSION
 
 State = tuple[dict[str, str], dict[str, str], dict[str, str]]
 _KINDS = ("backend_or_settings", "ambient_state", "environment")
@@ -79,11 +80,9 @@ def versions() -> Mapping[str, str]:
     """Of this package, to the last byte of its source; of torch and Python."""
     import backends
 
-    from . import __version__
-
     roots = [Path(str(module.__file__)).parent for module in (sys.modules[__package__], backends, shadow_cache)]
     return {
-        "package": f"{__version__} {digest_of_source(roots)[:12]}",
+        "package": f"{VERSION} {digest_of_source(roots)[:12]}",
         "torch": f"{torch.__version__} {torch.version.git_version}",
         "python": f"{platform.python_implementation()} {platform.python_version()} {sysconfig.get_config_var('SOABI')}",
     }

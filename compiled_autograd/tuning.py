@@ -147,8 +147,8 @@ class Tuning:
             self._trials.pop(key, None)
             variant.next_trial = variant.hits + 10 * AGAIN
         tell_decision(title(variant.program.tape), timing)
-        if variant.disk is not None and variant.entry is not None:
-            variant.disk.timed(variant.entry, timing)
+        if variant.store_timing is not None:
+            variant.store_timing(timing)
 
 
 def _can_be_timed(variant: Variant) -> bool:

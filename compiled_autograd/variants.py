@@ -5,7 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import msgspec
 import torch
@@ -21,10 +21,6 @@ from .shapes import Spec, is_static, marked, promoted, static_parts, widened
 from .specialise import kind_of_value
 from .steps import RegionStep
 
-if TYPE_CHECKING:
-    from .disk import Disk
-    from .graphs import CompiledGraph
-
 # Checks type, dtype, device, layout, sizes, strides and dispatch keys of many tensors in one call; private in 2.13.
 from torch._C._dynamo.guards import TensorGuards  # isort: skip
 
@@ -37,7 +33,6 @@ WARM = 16
 class Handover:
     """What the engine gave for one backward, in the order of the tape graph's placeholders."""
 
-    graph: CompiledGraph
     tensors: list[torch.Tensor]
     sizes: list[int]
     scalars: list[Any]
@@ -174,9 +169,9 @@ class Variant:
     ``timing`` says how it did when it was last timed: in this process, or, until then, in the one that the store on
     disk heard it from. None where it never was.
 
-    ``used`` orders variants by their last use. ``entry`` is the id of what the store on disk (``disk``) has of it,
-    ``not_stored`` why it has nothing, and ``tensors`` says of the lifted tensors what the store must know; None of
-    unusual ones.
+    ``used`` orders variants by their last use. ``entry`` is the id of what the store on disk has of it, and
+    ``store_timing`` tells that store how it did; ``not_stored`` says why it has nothing, and ``tensors`` says of the
+    lifted tensors what the store must know; None of unusual ones.
     """
 
     key: VariantKey
@@ -190,7 +185,7 @@ class Variant:
     devices: frozenset[str] = frozenset()
     timing: Timing | None = None
     entry: str | None = None
-    disk: Disk | None = None
+    store_timing: Callable[[Timing], None] | None = None
     not_stored: str = ""
     tensors: Sequence[TensorPlan] | None = None
 

@@ -1,4 +1,4 @@
-"""Which versions of PyTorch this package was tried on, and the refusal to run on any other.
+"""The version of this package; which versions of PyTorch it was tried on, and the refusal to run on any other.
 
 The engine's capture seam is private and changes without notice: a version that was never tried could give a wrong
 gradient instead of an error, so the range is closed on both ends. Where those inside it differ, see ``seam.py``.
@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import re
 
+VERSION = "0.2.0"
+"""Of this package."""
 TESTED_TORCH = ">=2.11,<2.14"
 _LOWEST, _BEYOND = (2, 11), (2, 14)
 

@@ -354,11 +354,11 @@ def _hand_over(
     """What the engine calls once it has walked a tape whose structure it knows."""
     graph = handle.graph
     assert graph is not None, "the engine called what it had forgotten"
-    handover = Handover(graph, tensors, sizes, scalars, objects, packed)
+    handover = Handover(tensors, sizes, scalars, objects, packed)
     attempt = _thread.attempt
     if attempt is None:  # PyTorch's own compiled autograd met a structure that we captured before it
         return graph(handover)
-    graph = handover.graph = handle.graph_for(attempt, tensors)
+    graph = attempt.graph = handle.graph_for(attempt, tensors)
     graph.met += attempt.capture is None and attempt.miss is None
     attempt.handover = handover
     if graph.tape.needs_engine and not attempt.probe:

@@ -18,7 +18,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from benchmarks import backward, floor, measure, models, picture, tables, targets
+from benchmarks import backward, floor, measure, models, picture, sides, tables, targets
 from benchmarks.apart import EagerApart
 from benchmarks.memory import most_at_once, peak_of_backward
 
@@ -137,8 +137,8 @@ def test_what_one_process_measures(monkeypatch: pytest.MonkeyPatch) -> None:
     class Here(EagerApart):
         """In this process: the other one knows no such model."""
 
-        def __enter__(self) -> measure.Side:  # type: ignore[override]
-            return measure.eager_side("tiny", 0, "cpu")
+        def __enter__(self) -> sides.Side:  # type: ignore[override]
+            return sides.eager_side("tiny", 0, "cpu")
 
         def __exit__(self, *error: object) -> None:
             """Nothing to end."""

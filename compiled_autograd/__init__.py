@@ -23,6 +23,7 @@ except ImportError as error:
         "rename that one, or put it behind site-packages on sys.path"
     ) from error
 
+from .api import compile_step, disable, enable, reset  # noqa: E402
 from .errors import (  # noqa: E402
     BrokenCaptureError,
     CacheMissError,
@@ -33,7 +34,7 @@ from .errors import (  # noqa: E402
     UnsupportedBackwardError,
 )
 from .inspection import TapeView, inspect  # noqa: E402
-from .session import Outcome, Session, Stats, compile_step, disable, enable  # noqa: E402
+from .session import Outcome, Session, Stats  # noqa: E402
 
 __version__ = VERSION
 
@@ -57,20 +58,3 @@ __all__ = [
     "inspect",
     "reset",
 ]
-
-
-def reset() -> None:
-    """Forget every graph in memory, compiled or captured. Sessions keep their counts, the store on disk its entries."""
-    from .churn import CHURN
-    from .disk import close_all
-    from .graphs import GRAPHS
-    from .traced_calls import TRACED
-    from .tuning import TUNING
-    from .walk import forget
-
-    forget()
-    GRAPHS.clear()
-    TUNING.clear()
-    CHURN.clear()
-    TRACED.clear()
-    close_all()

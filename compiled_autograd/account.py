@@ -20,7 +20,7 @@ from .tuning import TUNING
 from .variants import Variant
 
 if TYPE_CHECKING:
-    from .execution import Running
+    from .running import Running
 
 
 _REAL_CALLS = "what the real calls give"

@@ -15,10 +15,11 @@ from shadow_cache import Miss
 from . import tape
 from .capture import Capture
 from .devices import on_device
-from .execution import Running, execute
+from .execution import execute
 from .gate import Token, take
 from .graphs import CompiledGraph
 from .log import RunLog
+from .running import Running
 from .session import Outcome, Session
 from .variants import Handover
 

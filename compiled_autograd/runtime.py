@@ -21,6 +21,7 @@ from backends import Backend
 from . import ir, nans, partition
 from .accumulate import write
 from .claims import CLAIMS
+from .compiled_calls import make_plain, pass_on, put_results, run_compiled, store_results
 from .cpp_warnings import issuing_warnings
 from .errors import UntraceableError
 from .forks import can_compile
@@ -32,23 +33,10 @@ from .nans import NaNFoundError
 from .profiling import Profile
 from .proving.prover import is_due, prove
 from .proving.reference import RealCalls
+from .schedule import Schedule
 from .shapes import Spec
 from .specialise import COMPILING, Pass, Specialiser, failure_of
-from .steps import (
-    AccumulateStep,
-    Executor,
-    OpaqueStep,
-    Plan,
-    RegionStep,
-    Slot,
-    Slots,
-    Specialised,
-    make_plain,
-    pass_on,
-    put_results,
-    run_compiled,
-    store_results,
-)
+from .steps import AccumulateStep, Executor, OpaqueStep, RegionStep, Slot, Slots, Specialised
 
 
 class Program:
@@ -66,7 +54,7 @@ class Program:
         givers: calls in whose results NaNs are looked for, and the nodes of the tape that they belong to.
 
     Attributes:
-        plan: what runs, in order.
+        schedule: what runs, in order.
         specialiser: what compiles the regions.
     """
 
@@ -85,18 +73,18 @@ class Program:
         self.specialiser = Specialiser(backend, passes, specs, dynamic)
         known = {node: node.meta["untraceable"] for node in tape.graph.nodes if "untraceable" in node.meta}
         longest = partition.LONGEST if getattr(backend, "slow", False) else None
-        plan = self.plan = Plan(tape, counts, backend.bitwise, {**known, **untraceable}, givers, longest)
-        self.specialiser.regions = lambda: [step for step in plan.steps if isinstance(step, RegionStep)]
+        schedule = self.schedule = Schedule(tape, counts, backend.bitwise, {**known, **untraceable}, givers, longest)
+        self.specialiser.regions = lambda: [step for step in schedule.steps if isinstance(step, RegionStep)]
 
     @property
     def steps(self) -> list[Executor]:
         """What runs, in order."""
-        return self.plan.steps
+        return self.schedule.steps
 
     @property
     def untraceable(self) -> dict[fx.Node, str]:
         """Calls that stay opaque because they cannot be traced, and why."""
-        return self.plan.untraceable
+        return self.schedule.untraceable
 
     def run(self, given: Slots, log: RunLog) -> list[torch.Tensor | None]:
         """Run everything, with grad mode off.
@@ -120,12 +108,12 @@ class Program:
                 CLAIMS.release(claim)
 
     def _run(self, given: Slots, log: RunLog) -> list[torch.Tensor | None]:
-        plan, slots = self.plan, given
+        schedule, slots = self.schedule, given
         while self.specialiser.finished:
             log.take(self.specialiser.finished.pop())
-        slots.extend([None] * (plan.size - plan.given))
-        steps = plan.steps
-        versions = versions_of(plan.watched, slots) if plan.watched else {}
+        slots.extend([None] * (schedule.size - schedule.given))
+        steps = schedule.steps
+        versions = versions_of(schedule.watched, slots) if schedule.watched else {}
         position = 0
         while position < len(steps):
             step = steps[position]
@@ -136,8 +124,8 @@ class Program:
                 try:
                     self._run_region(step, slots, log)
                 except UntraceableError as error:
-                    steps = plan.split(steps, position, self._untraceable(error))
-                    slots.extend([None] * (plan.size - len(slots)))
+                    steps = schedule.split(steps, position, self._untraceable(error))
+                    slots.extend([None] * (schedule.size - len(slots)))
                     continue
                 except NaNFoundError as found:
                     self._accumulate_before(found.call, steps[position + 1 :], slots, log)
@@ -147,10 +135,10 @@ class Program:
                 name = self.tape.calls[log.call].name
                 try:
                     if log.profile is None:
-                        _run_opaque(step, slots, name, plan.givers, versions)
+                        _run_opaque(step, slots, name, schedule.givers, versions)
                     else:
                         with log.profile.call(step.node):
-                            _run_opaque(step, slots, name, plan.givers, versions)
+                            _run_opaque(step, slots, name, schedule.givers, versions)
                 except NaNFoundError as found:
                     raise self._nan(found, log) from None
                 if step.last_hook and log.claim is not None:
@@ -158,17 +146,17 @@ class Program:
                     claim.token.release()
                     CLAIMS.release(claim)
                 if log.call in log.asked and log.late_hooks(self._captured_hooks(log.call, slots)):
-                    known = {node: slots[slot] for node, slot in plan.slot_of.items()}
-                    seen = {node: versions[slot] for node, slot in plan.slot_of.items() if slot in versions}
+                    known = {node: slots[slot] for node, slot in schedule.slot_of.items()}
+                    seen = {node: versions[slot] for node, slot in schedule.slot_of.items() if slot in versions}
                     captured = functools.partial(self._captured_hooks, slots=slots)
-                    return finish(self.tape, step.node, known, captured, log, plan.givers, seen)
+                    return finish(self.tape, step.node, known, captured, log, schedule.givers, seen)
             else:
                 with torch._C.DisableTorchFunctionSubclass():
                     write(step, slots, log)
             if not isinstance(step, RegionStep):  # those have done it before they ran
                 _drop(step, slots)
             position += 1
-        return [None if slot is None else slots[slot] for slot in plan.outputs]
+        return [None if slot is None else slots[slot] for slot in schedule.outputs]
 
     def _nan(self, found: NaNFoundError, log: RunLog) -> RuntimeError:
         log.call = found.call
@@ -179,7 +167,7 @@ class Program:
     ) -> NoReturn:
         """Run a region's calls up to the one that saved what users' code has changed in place, and say so."""
         values = {node: slots[slot] for node, slot in zip(step.region.inputs, step.inputs, strict=True)}
-        seen = {node: versions[slot] for node, slot in self.plan.slot_of.items() if slot in versions}
+        seen = {node: versions[slot] for node, slot in self.schedule.slot_of.items() if slot in versions}
         stop = next(call for call in step.region.nodes if changed(saved_by(call), values, seen))
         _interpret(step, slots, until=stop)
         log.call = stop.meta["call"]
@@ -197,7 +185,7 @@ class Program:
 
     def _captured_hooks(self, call: int, slots: Slots) -> list[Any]:
         """The post-hooks that a node had when the engine walked the tape."""
-        return [slots[slot] for slot in self.plan.post_hooks.get(call, ())]
+        return [slots[slot] for slot in self.schedule.post_hooks.get(call, ())]
 
     def _untraceable(self, error: UntraceableError) -> dict[fx.Node, str]:
         """The calls that cannot be traced, and why."""
@@ -232,9 +220,9 @@ class Program:
 
     def leave_opaque(self, step: RegionStep, error: UntraceableError) -> None:
         """Calls of a region have shown that they cannot be traced, while nothing runs."""
-        steps = self.plan.steps
+        steps = self.schedule.steps
         if step in steps:
-            self.plan.split(steps, steps.index(step), self._untraceable(error))
+            self.schedule.split(steps, steps.index(step), self._untraceable(error))
 
     def _run_region(self, step: RegionStep, slots: Slots, log: RunLog) -> None:
         found, compiled = self.specialiser.find(step, slots)
@@ -242,7 +230,7 @@ class Program:
             found, compiled = self._obtain(step, slots, log)
         if log.profile is None:
             self._run_found(step, found, compiled, slots, log)
-        elif compiled is not None and self.plan.bitwise:
+        elif compiled is not None and self.schedule.bitwise:
             _interpret(step, slots, log.profile)
         else:
             with log.profile.region(step.region.nodes):

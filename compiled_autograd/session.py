@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import functools
 import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar, overload
+from typing import Any, TypeVar
 
 from shadow_cache import Bypass, Failure, Miss
 
@@ -16,7 +15,7 @@ from .background import BACKGROUND
 from .forks import free_in_child
 from .graphs import CompiledGraph
 from .reporting import count_repeats, tell, warn_of
-from .settings import Settings, resolve
+from .settings import Settings
 
 HIT, SHAPE_MISS, STRUCTURE_MISS, BYPASS = "hit", "shape_miss", "structure_miss", "bypass"
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -79,9 +78,6 @@ class Session:
         self._missed: Counter[tuple[str, str]] = Counter()
 
     def __enter__(self) -> Session:
-        from .engine import install
-
-        install()
         _stack().append(self)
         return self
 
@@ -146,8 +142,8 @@ class Session:
             warn_of(failure)
 
 
-class _Disabled:
-    """Makes ``disable`` a context manager."""
+class Disabled:
+    """A context manager in which every ``backward`` runs on the eager engine, uncounted."""
 
     def __enter__(self) -> None:
         _stack().append(None)
@@ -177,78 +173,3 @@ def current() -> Session | None:
     """The session that the calling thread is in; None outside of any, and inside ``disable``."""
     stack = getattr(_local, "stack", None)
     return stack[-1] if stack else None
-
-
-def enable(**settings: Any) -> Session:
-    """Run every ``backward`` inside as a compiled graph.
-
-    Args:
-        backend: ``"inductor"`` (default), ``"eager"``, a name that ``torch._dynamo.list_backends()`` knows, the name of
-            an entry point of the group ``compiled_autograd.backends``, or a function
-            ``(GraphModule, example_inputs) -> callable``.
-        mode: of ``"inductor"``, as ``torch.compile`` has it: ``"default"``; ``"reduce-overhead"``, with CUDA graphs;
-            ``"max-autotune"``, which times several kernels for an operator and takes the fastest, with CUDA graphs;
-            ``"max-autotune-no-cudagraphs"``. What each sets is ``torch._inductor.list_mode_options(mode)``. Results of
-            CUDA graphs are copied, so that gradients are nobody else's memory.
-        dynamic: None compiles for the shapes that it meets, and makes symbols of those dimensions that are seen to
-            change, or that ``torch._dynamo.mark_dynamic`` marked; True of all but those of parameters, at once; False
-            of none.
-        on_miss: ``"compile"``; ``"background"`` compiles beside the training, and leaves what is not ready to eager
-            (:meth:`Session.wait` waits for it); ``"eager"`` compiles nothing, and leaves to eager what is not in the
-            cache; ``"raise"`` raises :class:`CacheMissError` then.
-        on_unsupported: ``"eager"`` runs what cannot be captured on the eager engine, ``"raise"`` raises
-            :class:`UnsupportedBackwardError`.
-        check: whether what was compiled is compared with the real calls, run one by one on the same values:
-            ``"new"`` in the first two runs of each form of it, with the right gradients and a warning where there is a
-            difference, and without that form from then on; True in every run and a number N in every Nth too, and
-            then a difference raises :class:`GradientMismatchError` once the right gradients are written; False never.
-        tune: whether variants that have served for a while are timed against the eager engine, and the faster one
-            goes on (not with deterministic algorithms, and on the CPU alone). Timed and slower backwards count as
-            bypasses, ``tuning`` and ``not_worth_it``. And whether tapes are left to eager where each is of another
-            structure (``every_tape_new``).
-        cache_dir: the folder in which compiled graphs outlive the process; None is the user's cache folder, False keeps
-            them in memory.
-        passes: functions over the ATen graph of each region, in order; each gives a ``GraphModule``, or None where it
-            changed the one it got.
-
-    Each has an environment variable, ``COMPILED_AUTOGRAD_<NAME>``, but for ``passes``.
-
-    Returns:
-        A session, to be used as a context manager, once or again and again.
-
-    Raises:
-        UnknownSettingError, InvalidSettingError, UnknownBackendError: see there.
-    """
-    resolved = resolve(settings)
-    if isinstance(resolved.backend_in_mode, str):
-        from backends import get_backend
-
-        get_backend(resolved.backend_in_mode)
-    return Session(resolved)
-
-
-def disable() -> _Disabled:
-    """Inside, every ``backward`` runs on the eager engine, uncounted."""
-    return _Disabled()
-
-
-@overload
-def compile_step(function: _F) -> _F: ...
-@overload
-def compile_step(**settings: Any) -> Callable[[_F], _F]: ...
-def compile_step(function: Any = None, **settings: Any) -> Any:
-    """Decorate a training step: every ``backward`` inside it runs as a compiled graph.
-
-    Takes the settings of :func:`enable`. The decorated function has its session in the attribute ``session``.
-    """
-    if function is None:
-        return functools.partial(compile_step, **settings)
-    session = enable(**settings)
-
-    @functools.wraps(function)
-    def step(*args: Any, **kwargs: Any) -> Any:
-        with session:
-            return function(*args, **kwargs)
-
-    step.session = session  # type: ignore[attr-defined]
-    return step

@@ -24,16 +24,17 @@ from shadow_cache import DamagedEntryError, Failure, Miss, StoreError
 
 from . import aten, ir
 from .accumulate import obeys_layout
+from .compiled_calls import make_plain, put_results, run_compiled
 from .errors import UntraceableError
 from .explain_variants import guard_miss, handed_on_miss
 from .forks import compiles_under
 from .likeness import likeness
 from .log import RunLog
 from .lower import Lowered, lower
+from .memory import is_out_of_memory, memory_of
 from .partition import Region
-from .proving.guarding import is_out_of_memory, memory_of
 from .shapes import Spec, is_static, spec_of, static_parts, widened
-from .steps import RegionPlan, RegionStep, Slots, Specialised, Wiring, make_plain, put_results, run_compiled
+from .steps import RegionPlan, RegionStep, Slots, Specialised, Wiring
 
 Pass = Callable[[fx.GraphModule], fx.GraphModule | None]
 COMPILING = compiles_under(threading.RLock())  # neither tracing nor Inductor can be used by two threads at once

@@ -251,7 +251,7 @@ def test_a_tape_without_users_code_looks_at_no_version(monkeypatch: pytest.Monke
             (a @ w).sin().sum().backward()
         assert session.last is not None and session.last.graph is not None
         (variant,) = session.last.graph.variants
-    assert not variant.program.plan.watched
+    assert not variant.program.schedule.watched
     assert not any(getattr(step, "saved", ()) for step in variant.program.steps)
 
 

@@ -26,7 +26,7 @@ from backends import translation
 from backends.straight_line import GENERATED_CODE, PROGRAM
 from compiled_autograd import fakes, ir, lower, specialise, steps
 from compiled_autograd.accumulate import own_copy
-from compiled_autograd.proving.proof import ONLY_FORM
+from compiled_autograd.proof import ONLY_FORM
 from shadow_cache import Failure
 
 from .helpers import close

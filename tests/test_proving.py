@@ -15,8 +15,8 @@ from torch import fx, nn
 import compiled_autograd as ca
 from backends.eager import EagerBackend
 from compiled_autograd import reporting
+from compiled_autograd.proof import NEW_SIZES, RUNS, Proof
 from compiled_autograd.proving import prover
-from compiled_autograd.proving.proof import NEW_SIZES, RUNS, Proof
 from shadow_cache import Failure
 
 from .helpers import assert_grads, assert_same, expect, mlp

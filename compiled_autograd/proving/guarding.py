@@ -69,15 +69,6 @@ def twins(values: Sequence[Any], other: Sequence[int] = ()) -> list[Any]:
     return copies
 
 
-def memory_of(value: Any) -> int | None:
-    """Which memory a tensor lies in; None for one without any."""
-    if not isinstance(value, torch.Tensor) or not ir.is_plain(value):
-        return None
-    if value.numel() == 0 or value._is_zerotensor():  # zeros without memory
-        return None
-    return value.untyped_storage().data_ptr()
-
-
 class Draws:
     """The states of the random generators that a region may draw from: the CPU's, and those of its devices.
 
@@ -103,8 +94,3 @@ class Draws:
 
     def _now(self) -> list[torch.Tensor]:
         return [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in self._devices)]
-
-
-def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocation failed, on whatever device."""
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error)

@@ -22,12 +22,13 @@ from shadow_cache import Failure
 
 from .. import ir
 from ..accumulate import is_dense, obeys_layout
+from ..compiled_calls import make_plain, put_results, run_compiled
 from ..errors import GradientMismatchError
+from ..memory import is_out_of_memory, memory_of
 from ..nans import NaNFoundError
-from ..steps import make_plain, put_results, run_compiled
+from ..proof import RUNS, Sizes, form_of
 from .comparison import Difference, is_telling, largest, metadata_difference, tolerance, value_difference
-from .guarding import Draws, Fingerprint, fingerprints, is_out_of_memory, memory_of, twins, written
-from .proof import RUNS, Sizes, form_of
+from .guarding import Draws, Fingerprint, fingerprints, twins, written
 from .reference import in_double, once_more
 from .reproduction import reproduction
 from .sharing import Result, kept_from_before, newly_shared

@@ -8,9 +8,9 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
+from ..memory import memory_of
+from ..proof import Proof
 from .comparison import Difference, value_difference
-from .guarding import memory_of
-from .proof import Proof
 
 _HELD_BYTES = 1 << 20
 """So much of what a run gave is held until the next, to see whether that one writes there."""

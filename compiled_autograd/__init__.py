@@ -24,6 +24,8 @@ except ImportError as error:
     ) from error
 
 from .api import compile_step, disable, enable, reset  # noqa: E402
+from .capture.inspection import TapeView, inspect  # noqa: E402
+from .engine.session import Outcome, Session, Stats  # noqa: E402
 from .errors import (  # noqa: E402
     BrokenCaptureError,
     CacheMissError,
@@ -33,8 +35,6 @@ from .errors import (  # noqa: E402
     UnknownSettingError,
     UnsupportedBackwardError,
 )
-from .inspection import TapeView, inspect  # noqa: E402
-from .session import Outcome, Session, Stats  # noqa: E402
 
 __version__ = VERSION
 

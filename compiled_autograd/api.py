@@ -6,7 +6,7 @@ import functools
 from collections.abc import Callable
 from typing import Any, TypeVar, overload
 
-from .session import Disabled, Session
+from .engine.session import Disabled, Session
 from .settings import resolve
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -52,7 +52,7 @@ def enable(**settings: Any) -> Session:
     Raises:
         UnknownSettingError, InvalidSettingError, UnknownBackendError: see there.
     """
-    from .engine import install
+    from .engine.engine import install
 
     resolved = resolve(settings)
     if isinstance(resolved.backend_in_mode, str):
@@ -92,12 +92,12 @@ def compile_step(function: Any = None, **settings: Any) -> Any:
 
 def reset() -> None:
     """Forget every graph in memory, compiled or captured. Sessions keep their counts, the store on disk its entries."""
-    from .churn import CHURN
-    from .disk import close_all
-    from .graphs import GRAPHS
-    from .traced_calls import TRACED
-    from .tuning import TUNING
-    from .walk import forget
+    from .cache.disk import close_all
+    from .cache.graphs import GRAPHS
+    from .engine.walk import forget
+    from .lowering.traced_calls import TRACED
+    from .policies.churn import CHURN
+    from .policies.tuning import TUNING
 
     forget()
     GRAPHS.clear()

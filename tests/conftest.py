@@ -11,7 +11,9 @@ import pytest
 import torch
 
 import compiled_autograd as ca
-from compiled_autograd import reporting, session, tape
+from compiled_autograd.capture import tape
+from compiled_autograd.diagnostics import reporting
+from compiled_autograd.engine import session
 
 WATCHDOG_SECONDS = 300
 os.environ["COMPILED_AUTOGRAD_TUNE"] = "false"  # else counts would depend on the clock

@@ -16,7 +16,7 @@ import torch
 from torch import nn
 
 import compiled_autograd as ca
-from compiled_autograd.graphs import CompiledGraph
+from compiled_autograd.cache.graphs import CompiledGraph
 
 MakeLoss = Callable[[Any], Any]
 ROOT = Path(__file__).resolve().parent.parent

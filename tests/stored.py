@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import compiled_autograd as ca
-from compiled_autograd import reporting
+from compiled_autograd.diagnostics import reporting
 
 from .helpers import Squares, mlp
 

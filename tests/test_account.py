@@ -11,7 +11,8 @@ import pytest
 import torch
 
 import compiled_autograd as ca
-from compiled_autograd import account, execution, reporting
+from compiled_autograd.diagnostics import reporting
+from compiled_autograd.engine import account, execution
 
 from .helpers import expect
 

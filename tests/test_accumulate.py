@@ -12,8 +12,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import compiled_autograd as ca
-from compiled_autograd import accumulate as module
-from compiled_autograd.accumulate import accumulate, obeys_layout
+from compiled_autograd.steps import accumulate as module
+from compiled_autograd.steps.accumulate import accumulate, obeys_layout
 
 from .helpers import assert_same, compare, expect, in_subprocess, mlp, same_bits
 
@@ -547,7 +547,7 @@ def test_no_sympy_is_imported_where_nothing_is_traced() -> None:
     done = in_subprocess(
         """
 import sys, torch
-from compiled_autograd.accumulate import obeys_layout
+from compiled_autograd.steps.accumulate import obeys_layout
 assert obeys_layout(torch.ones(3, 4), torch.ones(3, 4)) and not obeys_layout(torch.ones(4, 3).t(), torch.ones(3, 4))
 assert obeys_layout(torch.ones(3, 4), torch.ones(3, 8)[:, ::2])  # not dense: then it is contiguous
 print("sympy" in sys.modules)

@@ -13,9 +13,9 @@ from torch import fx
 
 import compiled_autograd as ca
 from compiled_autograd import ir
-from compiled_autograd.aten import ABSOLUTE, CONSTANT, UNWRITTEN, breaches, verify
 from compiled_autograd.errors import IllegalGraphError
-from compiled_autograd.tracing import trace
+from compiled_autograd.lowering.aten import ABSOLUTE, CONSTANT, UNWRITTEN, breaches, verify
+from compiled_autograd.lowering.tracing import trace
 
 from .helpers import assert_same, expect
 

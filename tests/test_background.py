@@ -14,9 +14,9 @@ from torch import fx, nn
 
 import compiled_autograd as ca
 from backends import get_backend
-from compiled_autograd import background, remote
-from compiled_autograd.ambient import ambient
-from compiled_autograd.session import Session
+from compiled_autograd.engine.session import Session
+from compiled_autograd.guards.ambient import ambient
+from compiled_autograd.policies import background, remote
 from compiled_autograd.versions import release
 
 from .helpers import Squares, assert_grads, assert_same, expect, in_subprocess, mlp
@@ -242,7 +242,7 @@ _FORKS_BESIDE_A_WORKER = """
 import os
 import subprocess
 import sys
-from compiled_autograd import remote
+from compiled_autograd.policies import remote
 
 worker = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
 remote.WORKER._process = worker
@@ -317,7 +317,7 @@ def test_the_process_that_compiles_runs_no_code_of_the_current_folder(
 _FOUND_THROUGH_SYS_PATH = """
 import subprocess, sys
 sys.path.insert(0, {root!r})
-from compiled_autograd import remote
+from compiled_autograd.policies import remote
 code = "import compiled_autograd, backends; print(compiled_autograd.__file__, backends.__file__, sys.argv)"
 sys.path.remove({root!r})
 print(subprocess.run(remote._command(code), check=True, capture_output=True, text=True).stdout)

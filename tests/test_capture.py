@@ -17,8 +17,8 @@ from torch.autograd.function import once_differentiable
 from torch.autograd.graph import GradientEdge, get_gradient_edge
 
 import compiled_autograd as ca
-from compiled_autograd import capture
-from compiled_autograd.capture import Capture
+from compiled_autograd.capture import capture
+from compiled_autograd.capture.capture import Capture
 
 from .helpers import assert_same, both, expect
 
@@ -906,7 +906,7 @@ def test_the_capture_knows_nothing_of_fake_tensors() -> None:
 
 
 def test_the_capture_works_where_fake_tensors_cannot_be_made(monkeypatch: pytest.MonkeyPatch) -> None:
-    from compiled_autograd import lower
+    from compiled_autograd.lowering import lower
 
     def none_today(*args: Any, **kwargs: Any) -> Any:
         raise MemoryError("no fake tensors today")

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import compiled_autograd as ca
-from compiled_autograd.churn import FIRST_PROBE, LAST_PROBE, WINDOW, Churn
-from compiled_autograd.graphs import OFTEN, CompiledGraph
+from compiled_autograd.cache.graphs import OFTEN, CompiledGraph
+from compiled_autograd.policies.churn import FIRST_PROBE, LAST_PROBE, WINDOW, Churn
 
 from .helpers import assert_same, expect
 

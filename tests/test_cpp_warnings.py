@@ -8,7 +8,7 @@ import pytest
 import torch
 
 import compiled_autograd as ca
-from compiled_autograd.cpp_warnings import issuing_warnings
+from compiled_autograd.torch_api.cpp_warnings import issuing_warnings
 
 from .helpers import expect
 

@@ -19,9 +19,10 @@ from torch import nn
 import backends
 import compiled_autograd as ca
 import shadow_cache
-from compiled_autograd import ir, surroundings
-from compiled_autograd.capture import OPS
-from compiled_autograd.variants import Variant
+from compiled_autograd import ir
+from compiled_autograd.cache import surroundings
+from compiled_autograd.cache.variants import Variant
+from compiled_autograd.capture.capture import OPS
 from shadow_cache import Miss, MissEntry, StoreError
 
 from .helpers import assert_same, expect, in_subprocess, mlp

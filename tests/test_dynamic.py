@@ -15,8 +15,8 @@ from hypothesis import strategies as st
 from torch import nn
 
 import compiled_autograd as ca
-from compiled_autograd.session import Session
-from compiled_autograd.shapes import guard_of
+from compiled_autograd.engine.session import Session
+from compiled_autograd.guards.shapes import guard_of
 
 from .helpers import assert_grads, assert_same, expect
 
@@ -243,7 +243,7 @@ def test_strides_that_are_products_of_three_sizes(
 
 
 def test_arithmetic_of_many_sizes_is_made_binary() -> None:
-    from compiled_autograd.symbolic import made_binary
+    from compiled_autograd.guards.symbolic import made_binary
 
     graph = torch.fx.Graph()
     sizes = [graph.placeholder(name) for name in "abcd"]
@@ -269,7 +269,7 @@ def test_arithmetic_of_many_sizes_is_made_binary() -> None:
 def test_a_region_that_symbols_cannot_describe_is_compiled_for_each_set_of_shapes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from compiled_autograd import specialise
+    from compiled_autograd.lowering import specialise
 
     right = specialise.lower
 

@@ -16,7 +16,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import compiled_autograd as ca
-from compiled_autograd.gate import GATE
+from compiled_autograd.threads.gate import GATE
 
 from .helpers import assert_grads, assert_same, compare, expect, in_subprocess, mlp
 
@@ -593,7 +593,7 @@ def test_a_model_moved_between_sessions_keeps_its_gradients() -> None:
 
 def test_an_engine_that_fails_in_the_middle_of_a_report_writes_no_gradient(monkeypatch: pytest.MonkeyPatch) -> None:
     """What the node saved may be lost then, and eager would compute with that: an error is all that is right."""
-    from compiled_autograd.capture import Capture
+    from compiled_autograd.capture.capture import Capture
 
     x = torch.randn(3, requires_grad=True)
     loss = _square(x)
@@ -634,7 +634,7 @@ def test_very_deep_reentrant_backwards_are_left_to_eager() -> None:
 
 def test_a_graph_that_cannot_be_planned_runs_call_by_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tape is released by then: whatever fails, the step goes on from the tape graph, hooks and all."""
-    from compiled_autograd.graphs import CompiledGraph
+    from compiled_autograd.cache.graphs import CompiledGraph
 
     def run(context: Any) -> list[Any]:
         torch.manual_seed(0)

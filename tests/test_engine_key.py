@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import compiled_autograd as ca
-from compiled_autograd import view_writes
+from compiled_autograd.capture import view_writes
 
 from .helpers import assert_same, expect, in_subprocess
 

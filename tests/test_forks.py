@@ -14,9 +14,12 @@ _START = """
 import os, signal, sys, threading
 import torch
 import compiled_autograd as ca
-from compiled_autograd import bypass, forks, graphs, session as sessions
-from compiled_autograd.gate import GATE, take
-from compiled_autograd.specialise import COMPILING
+from compiled_autograd.diagnostics import bypass
+from compiled_autograd.threads import forks
+from compiled_autograd.cache import graphs
+from compiled_autograd.engine import session as sessions
+from compiled_autograd.threads.gate import GATE, take
+from compiled_autograd.lowering.specialise import COMPILING
 from shadow_cache import graph as shadow, watch
 from backends import kernels
 

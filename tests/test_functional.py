@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
-from compiled_autograd.functional import made_functional, mutates
-from compiled_autograd.tracing import trace
+from compiled_autograd.lowering.functional import made_functional, mutates
+from compiled_autograd.lowering.tracing import trace
 
 Function = Callable[[torch.Tensor], list[torch.Tensor]]
 

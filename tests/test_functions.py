@@ -12,7 +12,8 @@ import torch
 from torch.autograd import Function
 
 import compiled_autograd as ca
-from compiled_autograd import functions, walk
+from compiled_autograd.engine import walk
+from compiled_autograd.user_code import functions
 
 from .helpers import WAIT, Squares, assert_same, both, expect, in_threads
 

@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import compiled_autograd as ca
 from benchmarks.memory import peak_of_backward
-from compiled_autograd import reporting
+from compiled_autograd.diagnostics import reporting
 
 from .helpers import Squares, assert_grads, assert_same, expect, mlp
 

@@ -13,9 +13,10 @@ import torch.nn.functional as F
 from torch import nn
 
 import compiled_autograd as ca
-from compiled_autograd import accumulate, functions, references
-from compiled_autograd.log import RunLog
-from compiled_autograd.steps import AccumulateStep
+from compiled_autograd.steps import accumulate
+from compiled_autograd.steps.log import RunLog
+from compiled_autograd.steps.steps import AccumulateStep
+from compiled_autograd.user_code import functions, references
 
 from .helpers import assert_same, expect
 
@@ -108,7 +109,7 @@ def test_a_leaf_that_a_hook_freezes_keeps_nothing(step: str, monkeypatch: pytest
 
     assert run() == (True, False, 1)
     if step == "one by one":
-        monkeypatch.setattr("compiled_autograd.graphs.Program", None)
+        monkeypatch.setattr("compiled_autograd.cache.graphs.Program", None)
     with ca.enable(backend="eager") as session, warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the plan that cannot be made
         assert [run(), run()] == [(True, False, 1)] * 2

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import compiled_autograd as ca
-from compiled_autograd.in_place import changed, version_of, versions_of
+from compiled_autograd.user_code.in_place import changed, version_of, versions_of
 
 from .helpers import Squares, assert_same
 
@@ -238,7 +238,7 @@ def test_where_a_plan_cannot_be_made(case: str, monkeypatch: pytest.MonkeyPatch)
         raise ValueError("on purpose")
 
     wanted, _ = _run(_CHANGED[case])
-    monkeypatch.setattr("compiled_autograd.graphs.Program", fails)
+    monkeypatch.setattr("compiled_autograd.cache.graphs.Program", fails)
     with ca.enable(backend="eager") as session, pytest.warns(UserWarning, match="on purpose"):
         assert _run(_CHANGED[case])[0] == wanted
     assert session.stats().failures == 1

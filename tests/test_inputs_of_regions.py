@@ -11,7 +11,8 @@ import torch
 
 import compiled_autograd as ca
 from compiled_autograd import ir
-from compiled_autograd.fakes import extent, fake_of, made_plain
+from compiled_autograd.lowering.fakes import fake_of
+from compiled_autograd.steps.memory import extent, made_plain
 
 from .helpers import assert_same, expect
 

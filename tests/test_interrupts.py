@@ -21,11 +21,11 @@ import torch
 
 import compiled_autograd as ca
 from backends.collecting import RARELY
-from compiled_autograd import execution, walk
-from compiled_autograd.background import Background
-from compiled_autograd.claims import CLAIMS, Claim
-from compiled_autograd.gate import GATE
-from compiled_autograd.specialise import COMPILING
+from compiled_autograd.engine import execution, walk
+from compiled_autograd.lowering.specialise import COMPILING
+from compiled_autograd.policies.background import Background
+from compiled_autograd.threads.claims import CLAIMS, Claim
+from compiled_autograd.threads.gate import GATE
 
 from .helpers import ROOT, in_threads, same_bits
 

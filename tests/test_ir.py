@@ -13,9 +13,11 @@ import torch
 from torch import fx, nn
 
 import compiled_autograd as ca
-from compiled_autograd import ir, tape, walk
+from compiled_autograd import ir
+from compiled_autograd.cache.graphs import CompiledGraph
+from compiled_autograd.capture import tape
+from compiled_autograd.engine import walk
 from compiled_autograd.errors import IllegalGraphError
-from compiled_autograd.graphs import CompiledGraph
 
 from .helpers import mlp
 

@@ -12,8 +12,10 @@ import torch.nn.functional as F
 from torch import fx, nn
 
 import compiled_autograd as ca
-from compiled_autograd import ir, lower, partition, specialise
-from compiled_autograd.graphs import CompiledGraph
+from compiled_autograd import ir
+from compiled_autograd.cache.graphs import CompiledGraph
+from compiled_autograd.ir import partition
+from compiled_autograd.lowering import lower, specialise
 
 from .helpers import GradientsDifferError, assert_same, both, compare, expect, mlp
 

@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import compiled_autograd as ca
 from benchmarks.memory import peak_of_backward
 from benchmarks.models import build
-from compiled_autograd.proof import RUNS
+from compiled_autograd.steps.proof import RUNS
 
 from .helpers import assert_grads, expect
 

@@ -18,8 +18,8 @@ from torch import nn
 import compiled_autograd as ca
 import shadow_cache
 from backends.eager import EagerBackend
-from compiled_autograd import disk, graphs, surroundings
-from compiled_autograd.explain import structure_miss
+from compiled_autograd.cache import disk, graphs, surroundings
+from compiled_autograd.diagnostics.explain import structure_miss
 from compiled_autograd.proving import prover
 from shadow_cache import Failure, Key, Miss, MissEntry, kinds
 from shadow_cache.cli import main

@@ -21,7 +21,7 @@ from backends import cuda_graphs
 from backends.cuda_graphs import CopiedOut, copies, cuda_device
 from backends.inductor import InductorBackend
 from backends.modes import MODES, name_in, options_of
-from compiled_autograd import remote, worker
+from compiled_autograd.policies import remote, worker
 from compiled_autograd.settings import Settings, resolve
 
 from .helpers import GradientsDifferError, Squares, assert_same, compare, expect, in_subprocess, mlp, same_bits

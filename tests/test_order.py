@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 
 import compiled_autograd as ca
-from compiled_autograd import order, tape
+from compiled_autograd.capture import tape
+from compiled_autograd.ir import order
 
 from .helpers import assert_same, compare, expect, mlp
 

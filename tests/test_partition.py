@@ -11,7 +11,7 @@ from torch import nn
 
 import compiled_autograd as ca
 from backends.eager import EagerBackend
-from compiled_autograd import partition
+from compiled_autograd.ir import partition
 
 from .helpers import assert_grads
 

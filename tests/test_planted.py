@@ -24,9 +24,11 @@ from torch._subclasses.fake_tensor import FakeTensor
 import compiled_autograd as ca
 from backends import translation
 from backends.straight_line import GENERATED_CODE, PROGRAM
-from compiled_autograd import fakes, ir, lower, specialise, steps
-from compiled_autograd.accumulate import own_copy
-from compiled_autograd.proof import ONLY_FORM
+from compiled_autograd import ir
+from compiled_autograd.lowering import fakes, lower, specialise
+from compiled_autograd.steps import steps
+from compiled_autograd.steps.accumulate import own_copy
+from compiled_autograd.steps.proof import ONLY_FORM
 from shadow_cache import Failure
 
 from .helpers import close

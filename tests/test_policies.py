@@ -16,8 +16,8 @@ from torch import nn
 
 import compiled_autograd as ca
 import shadow_cache
-from compiled_autograd import graphs
-from compiled_autograd.graphs import GRAPHS
+from compiled_autograd.cache import graphs
+from compiled_autograd.cache.graphs import GRAPHS
 from shadow_cache import Miss
 
 from .helpers import expect, in_subprocess

@@ -14,9 +14,9 @@ from torch import fx, nn
 
 import compiled_autograd as ca
 from backends.eager import EagerBackend
-from compiled_autograd import reporting
-from compiled_autograd.proof import NEW_SIZES, RUNS, Proof
+from compiled_autograd.diagnostics import reporting
 from compiled_autograd.proving import prover
+from compiled_autograd.steps.proof import NEW_SIZES, RUNS, Proof
 from shadow_cache import Failure
 
 from .helpers import assert_grads, assert_same, expect, mlp
@@ -566,7 +566,7 @@ def test_too_little_memory_for_the_compiled_run_costs_no_step() -> None:
 
 
 def test_too_little_memory_for_the_real_calls_costs_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    from compiled_autograd import runtime
+    from compiled_autograd.runtime import runtime
 
     interpret, left = runtime._interpret, [1]
 

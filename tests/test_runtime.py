@@ -13,7 +13,7 @@ import torch
 from torch import nn
 
 import compiled_autograd as ca
-from compiled_autograd.graphs import GRAPHS
+from compiled_autograd.cache.graphs import GRAPHS
 
 from .helpers import assert_same, compare, expect, mlp
 

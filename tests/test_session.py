@@ -13,7 +13,7 @@ from torch import nn
 from torch.autograd.graph import get_gradient_edge
 
 import compiled_autograd as ca
-from compiled_autograd.graphs import GRAPHS
+from compiled_autograd.cache.graphs import GRAPHS
 
 from .helpers import expect, in_subprocess, mlp
 

@@ -13,9 +13,9 @@ import pytest
 import torch
 
 import compiled_autograd as ca
-from compiled_autograd import accumulate as module
-from compiled_autograd.claims import CLAIMS, Claim
-from compiled_autograd.gate import GATE
+from compiled_autograd.steps import accumulate as module
+from compiled_autograd.threads.claims import CLAIMS, Claim
+from compiled_autograd.threads.gate import GATE
 
 from .helpers import WAIT, Squares, expect, in_threads
 

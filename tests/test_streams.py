@@ -14,10 +14,11 @@ import torch
 import torch._dynamo.device_interface  # looks for CUDA when it is imported, and is to find none
 
 import compiled_autograd as ca
-from compiled_autograd import engine, errors, streams, walk
-from compiled_autograd.bypass import CUDA_DEVICES
-from compiled_autograd.devices import cuda_device, on_device
-from compiled_autograd.streams import DEFAULT, UNKNOWN, Watch, _Thread
+from compiled_autograd import errors
+from compiled_autograd.diagnostics.bypass import CUDA_DEVICES
+from compiled_autograd.engine import engine, streams, walk
+from compiled_autograd.engine.devices import cuda_device, on_device
+from compiled_autograd.engine.streams import DEFAULT, UNKNOWN, Watch, _Thread
 
 from .helpers import assert_same, expect, in_subprocess
 
@@ -406,7 +407,7 @@ import compiled_autograd as ca
 x = torch.ones(3, requires_grad=True)
 with ca.enable(backend="eager", on_unsupported="raise"):
     (x * x).sum().backward()
-from compiled_autograd.streams import WATCH
+from compiled_autograd.engine.streams import WATCH
 assert not WATCH.in_use and not WATCH._undo
 assert torch.Stream.__enter__ is enter and torch._C._accelerator_setStream is accelerator
 assert len(torch.cuda._queued_calls) - len(calls) == torch.backends.cuda.is_built()

@@ -15,7 +15,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import compiled_autograd as ca
-from compiled_autograd.gate import GATE
+from compiled_autograd.threads.gate import GATE
 
 from .helpers import assert_same, mlp
 

@@ -17,8 +17,8 @@ import compiled_autograd as ca
 import shadow_cache
 from backends import environment
 from backends.environment import DEFAULTS, chosen_settings
-from compiled_autograd import surroundings
-from compiled_autograd.surroundings import digest_of_source
+from compiled_autograd.cache import surroundings
+from compiled_autograd.cache.surroundings import digest_of_source
 
 from .helpers import expect
 

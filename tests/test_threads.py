@@ -11,8 +11,8 @@ import torch
 from torch import nn
 
 import compiled_autograd as ca
-from compiled_autograd import session as sessions
-from compiled_autograd.gate import GATE, threads_running
+from compiled_autograd.engine import session as sessions
+from compiled_autograd.threads.gate import GATE, threads_running
 
 from .helpers import WAIT, Squares, assert_grads, assert_same, expect, in_threads, mlp
 

@@ -12,9 +12,10 @@ from torch._decomp import get_decompositions
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 import compiled_autograd as ca
-from compiled_autograd import ir, traced_calls
-from compiled_autograd.traced_calls import TracedCalls
-from compiled_autograd.tracing import trace
+from compiled_autograd import ir
+from compiled_autograd.lowering import traced_calls
+from compiled_autograd.lowering.traced_calls import TracedCalls
+from compiled_autograd.lowering.tracing import trace
 
 from .helpers import compare, mlp
 

@@ -10,7 +10,7 @@ from torch._decomp import get_decompositions
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from compiled_autograd.tracing import trace
+from compiled_autograd.lowering.tracing import trace
 
 
 def _examples() -> list[torch.Tensor]:

@@ -17,11 +17,13 @@ from torch import fx, nn
 
 import compiled_autograd as ca
 import shadow_cache
-from compiled_autograd import reporting, tuning, variants
-from compiled_autograd.session import Session
-from compiled_autograd.tuning import Trial, Tuning
-from compiled_autograd.variants import Variant
-from shadow_cache import StoreError, Timing
+from compiled_autograd.cache import variants
+from compiled_autograd.cache.variants import Variant
+from compiled_autograd.diagnostics import reporting
+from compiled_autograd.engine.session import Session
+from compiled_autograd.policies import tuning
+from compiled_autograd.policies.tuning import Trial, Tuning
+from shadow_cache import Bypass, StoreError, Timing
 
 from .helpers import assert_same
 from .stored import restart
@@ -57,7 +59,7 @@ def _run(session: Session, weight: torch.Tensor, times: int, factor: int = 1) ->
             assert_same(torch.autograd.grad(loss, weight), expected)
         assert session.last is not None
         first = session.last.reasons[0] if session.last.reasons else None
-        labels.append(first.label if isinstance(first, ca.session.Bypass) else session.last.outcome)
+        labels.append(first.label if isinstance(first, Bypass) else session.last.outcome)
     return labels
 
 
@@ -109,8 +111,8 @@ def test_a_decision_holds_for_its_settings_alone() -> None:
 
 def test_what_cannot_be_captured_during_a_trial_is_no_turn_of_eager(monkeypatch: pytest.MonkeyPatch) -> None:
     """It is refused as it would be without the trial, and its time counts for nothing."""
-    from compiled_autograd import bypass
-    from compiled_autograd.gate import GATE
+    from compiled_autograd.diagnostics import bypass
+    from compiled_autograd.threads.gate import GATE
 
     session = ca.enable(backend=_slow, tune=True, on_unsupported="raise")
     weight = nn.Parameter(torch.randn(8))

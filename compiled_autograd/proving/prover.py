@@ -21,12 +21,12 @@ from backends.poison import run_poisoned
 from shadow_cache import Failure
 
 from .. import ir
-from ..accumulate import is_dense, obeys_layout
-from ..compiled_calls import make_plain, put_results, run_compiled
 from ..errors import GradientMismatchError
-from ..memory import is_out_of_memory, memory_of
-from ..nans import NaNFoundError
-from ..proof import RUNS, Sizes, form_of
+from ..ir.nans import NaNFoundError
+from ..steps.accumulate import is_dense, obeys_layout
+from ..steps.compiled_calls import make_plain, put_results, run_compiled
+from ..steps.memory import is_out_of_memory, memory_of
+from ..steps.proof import RUNS, Sizes, form_of
 from .comparison import Difference, is_telling, largest, metadata_difference, tolerance, value_difference
 from .guarding import Draws, Fingerprint, fingerprints, twins, written
 from .reference import in_double, once_more
@@ -34,9 +34,9 @@ from .reproduction import reproduction
 from .sharing import Result, kept_from_before, newly_shared
 
 if TYPE_CHECKING:
-    from ..log import RunLog
-    from ..specialise import Specialiser
-    from ..steps import RegionStep, Slots, Specialised
+    from ..lowering.specialise import Specialiser
+    from ..steps.log import RunLog
+    from ..steps.steps import RegionStep, Slots, Specialised
 
 _RANDOM = re.compile(
     "rand|seed|rng|bernoulli|dropout|normal|uniform|multinomial|exponential|geometric|cauchy|poisson|binomial"

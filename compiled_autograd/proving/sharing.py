@@ -8,8 +8,8 @@ from dataclasses import dataclass
 import torch
 from torch import fx
 
-from ..memory import memory_of
-from ..proof import Proof
+from ..steps.memory import memory_of
+from ..steps.proof import Proof
 from .comparison import Difference, value_difference
 
 _HELD_BYTES = 1 << 20

@@ -1,0 +1,1 @@
+"""Structures and variants of this process, and what the store on disk has of them."""

@@ -1,0 +1,352 @@
+"""Joins this process to the store on disk: a structure that it captures may have been compiled by another before.
+
+What is found there serves as if it had been compiled here: no lowering, no backend. What the store cannot give (it is
+damaged, of another version, not there) is compiled, and the reason can be read. A store that cannot be used at all is
+warned of once, and graphs then live in memory alone.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import msgspec
+from torch import fx
+
+import shadow_cache
+from backends import Storing, get_backend
+from shadow_cache import Entry, Miss, MissEntry, Region, ShadowGraph, StoreError, Timing, VariantKey
+from shadow_cache.entries import name_of
+
+from .. import ir
+from ..diagnostics.explain import structure_miss
+from ..diagnostics.places import title
+from ..diagnostics.reporting import warn_once
+from ..guards.ambient import Ambient
+from ..guards.shapes import Spec
+from ..lowering.specialise import MOST_GUARDED, Shelf, Shelved
+from ..settings import Settings
+from ..steps.steps import RegionPlan, RegionStep, Specialised, region_plan
+from .explain_stored import stored_miss
+from .labels import caller, guards_of, inputs_of, loss_of, module_of, structure_of
+from .plans import VariantPlan, plan_of, shapes_of, structure_id
+from .surroundings import differences, is_repeatable, state_of, why_not_stored
+from .variants import Handover, Variant
+
+if TYPE_CHECKING:
+    from shadow_cache.store import Store
+
+    from .graphs import CompiledGraph
+
+_NEIGHBOURS = 16
+"""So many structures of the store are compared with one that neither it nor this process knows."""
+_LATEST = 1000
+"""So many of the store's misses are looked through for what it lost."""
+_opened: dict[str, Disk | None] = {}
+
+
+def disk_for(settings: Settings) -> Disk | None:
+    """The store that a session's settings name; None where it has none, or where it cannot be used."""
+    where = settings.cache_dir
+    if where is False:
+        return None
+    name = "" if where is None or where is True else str(Path(where).expanduser())
+    if name not in _opened:
+        try:
+            _opened[name] = Disk(shadow_cache.open(name or None))
+        except StoreError as error:
+            _opened[name] = None
+            _give_up(error)
+    return _opened[name]
+
+
+def close_all() -> None:
+    """Forget which stores are open; they are opened again when they are asked for."""
+    for disk in _opened.values():
+        if disk is not None:
+            disk.store.close()
+    _opened.clear()
+
+
+def _give_up(error: StoreError) -> None:
+    warn_once(f"the cache on disk cannot be used, and graphs are kept in memory alone: {error}")
+
+
+@dataclass(eq=False)
+class Disk:
+    """A store, and what this process makes of it.
+
+    Attributes:
+        usable: it can be read.
+        writable: it can be written too; where it could not be once, it is not tried again.
+    """
+
+    store: Store
+    usable: bool = True
+    writable: bool = True
+    _told: int = 0
+
+    # ---- finding ---------------------------------------------------------------------------------------------------
+
+    def find(
+        self, graph: CompiledGraph, settings: Settings, surroundings: Ambient, handover: Handover
+    ) -> tuple[Variant | None, Miss | None]:
+        """A variant for a backward that another process made; or None, and why what is there does not serve."""
+        if not self.usable or why_not_stored(graph.tape, settings):
+            return None, None
+        entries = self._find(_id(graph))
+        state = state_of(settings, surroundings)
+        other_shapes: Miss | None = None
+        other_states: list[list[Miss]] = []
+        for entry in sorted(entries, key=lambda entry: entry.dynamic):  # of one for all sizes and one for these, this
+            differing = differences(entry, state)
+            if differing:
+                other_states.append(differing)
+                continue
+            try:
+                plan = msgspec.msgpack.decode(entry.plan, type=VariantPlan)
+                if plan.serves(handover):
+                    return self._load(graph, settings, surroundings, handover, entry, plan), None
+                other_shapes = other_shapes or stored_miss(graph.tape, plan, handover)
+            except Exception as error:  # noqa: BLE001  the tape is released by now: it is compiled again, and says so
+                found = f"{type(error).__name__}: {error}"
+                other_shapes = Miss("corrupt", f"entry {entry.id}", "stored", found, "it is made anew")
+        nearest = min(other_states, key=len, default=[None])[0]
+        return None, self._damaged(_id(graph)) or other_shapes or nearest
+
+    def _damaged(self, structure: str) -> Miss | None:
+        """What was found damaged since this was asked last, if it can have been of this structure."""
+        found, self._told = self.store.damage[self._told :], len(self.store.damage)
+        return next((each.miss for each in found if each.structure in (structure, "")), None)
+
+    def _load(
+        self,
+        graph: CompiledGraph,
+        settings: Settings,
+        surroundings: Ambient,
+        handover: Handover,
+        entry: Entry,
+        plan: VariantPlan,
+    ) -> Variant:
+        nodes = list(graph.tape.graph.nodes)
+        shapes = shapes_of(plan, handover)
+        specs: dict[fx.Node, Spec] = {nodes[position]: spec for position, spec in plan.specs}
+        specs.update(shapes.of_placeholders(graph.tape))
+        untraceable = {nodes[position]: reason for position, reason in plan.untraceable}
+        key = VariantKey(settings.key, surroundings, (*handover.sizes, *handover.scalars))
+        backend = get_backend(settings.backend_in_mode)
+        variant = graph.make(key, backend, (), handover, shapes, specs, untraceable)
+        shelved: dict[tuple[int, int], list[Shelved]] = {}
+        for region in entry.regions:
+            region_plan = msgspec.msgpack.decode(region.plan, type=RegionPlan)
+            shelved.setdefault(region_plan.place, []).append(Shelved(region_plan, region.artifact, region.lowered))
+        variant.program.specialiser.shelf = Shelf(shelved, self.store.read)
+        self._tie(variant, entry)
+        variant.timing = entry.timing
+        variant.tensors = plan.tensors
+        graph.keep(variant)
+        self._write(lambda: self.store.loaded(entry.id))
+        return variant
+
+    def knows(self, tape_graph: ir.TapeGraph, keys: Sequence[shadow_cache.Key]) -> bool:
+        """Whether it has anything of a structure."""
+        return bool(self._find(structure_id(tape_graph, keys)))
+
+    def explain(self, graph: CompiledGraph, miss: Miss, shapes: Sequence[Sequence[int]] = ()) -> Miss:
+        """Why the store has nothing of a structure: it went, or how it differs from the nearest of those there.
+
+        Args:
+            graph: the structure.
+            miss: how it differs from those that this process knows; given back where the store knows no more.
+            shapes: of the lifted tensors.
+        """
+        if not self.usable:
+            return miss
+        if (lost := self.lost(graph)) is not None:
+            return lost
+        if miss.kind != "first_seen":
+            return miss
+        known: ShadowGraph[None] = ShadowGraph()
+        try:
+            ids = dict.fromkeys(summary.structure for summary in self.store.summaries())
+            for structure in map(self.store.structure, list(ids)[:_NEIGHBOURS]):
+                if structure is not None:
+                    known.insert(structure.keys, None)
+        except StoreError:  # whoever wants to store something says so
+            return miss
+        if not len(known):
+            return miss
+        keys = graph.tape.structure()
+        depth, nearest = known.nearest(keys)
+        if depth == len(keys):
+            hint = "its branches were made in another order in the forward; rounding and hooks depend on it"
+            return Miss("node_attribute", "the order of execution", "that of another process", "another", hint)
+        return structure_miss(graph.tape, keys, depth, nearest, shapes)
+
+    def lost(self, graph: CompiledGraph) -> Miss | None:
+        """Whether the store had something of a structure that was removed, or found to be damaged; None if it had not.
+
+        What is said last of a structure counts: the store keeps such reasons among its misses.
+        """
+        try:
+            said = next((each for each in self.store.misses(_LATEST) if each.structure == _id(graph)), None)
+        except StoreError:
+            return None
+        if said is None or said.miss.kind not in ("evicted", "corrupt"):
+            return None
+        where, hint = said.miss.where or title(graph.tape), said.miss.hint or "it was in the cache, and was removed"
+        return msgspec.structs.replace(said.miss, where=where, hint=hint, seconds=0.0)
+
+    # ---- storing ---------------------------------------------------------------------------------------------------
+
+    def record(self, graph: CompiledGraph, entry: str | None, misses: Sequence[Miss]) -> None:
+        """Keep why something was compiled, and the id of the entry that was made of it; None where none was."""
+        name = name_of(loss_of(graph.tape), module_of(graph.tape), caller())
+        for miss in misses:
+            record = MissEntry(time.time(), _id(graph), entry, name, miss)
+            self._write(functools.partial(self.store.record, record))
+
+    def timed(self, entry: str, timing: Timing) -> None:
+        """Keep how a variant with an entry did against eager."""
+        self._write(lambda: self.store.timed(entry, timing))
+
+    def _tie(self, variant: Variant, entry: Entry) -> None:
+        """The variant has this entry."""
+        variant.entry, variant.store_timing = entry.id, functools.partial(self.timed, entry.id)
+
+    def save(
+        self,
+        graph: CompiledGraph,
+        variant: Variant,
+        settings: Settings,
+        surroundings: Ambient,
+        misses: Sequence[Miss],
+        seconds: float,
+    ) -> str:
+        """Store a variant with all that was compiled of it so far, and why it was made.
+
+        Returns:
+            Why it was not stored; empty where it was.
+        """
+        if not self.usable or not self.writable:
+            return "the store cannot be used"
+        if why_not := why_not_stored(graph.tape, settings):
+            return why_not
+        if variant.tensors is None:
+            return "a saved tensor is of a kind that is not stored"
+        backend = get_backend(settings.backend_in_mode)
+        assert isinstance(backend, Storing)
+        state = state_of(settings, surroundings)
+        served = msgspec.msgpack.encode((variant.tensors, variant.shapes.sizes, variant.scalars))
+        identity = hashlib.sha256(msgspec.msgpack.encode((_id(graph), state)) + served).hexdigest()[:12]
+        files: dict[str, bytes] = {}
+        regions: list[Region] = []
+        for step in variant.regions:
+            for compiled in step.specialised():
+                if not is_repeatable(compiled.kind):
+                    return "a function or hook handed on a value that its text does not tell"
+                if isinstance(compiled.aten, Shelved):
+                    if compiled.proof.dropped != compiled.aten.plan.dropped:  # else the entry has it as it is
+                        regions.append(self._with_plan(step, compiled, compiled.aten, files))
+                    continue
+                artifact = backend.save(compiled.call)
+                if artifact is None:
+                    return backend.why_not_saved(compiled.call) or "its backend does not say why"
+                lowered = compiled.aten.text().encode()
+                digests = [hashlib.sha256(data).hexdigest() for data in (artifact, lowered)]
+                files.update(zip(digests, (artifact, lowered), strict=True))
+                encoded = msgspec.msgpack.encode(region_plan(step, compiled))
+                regions.append(Region(len(step.region.nodes), digests[0], digests[1], encoded))
+        regions += self._kept(_id(graph), identity, variant, {_undropped(region.plan) for region in regions}, files)
+        positions = {node: position for position, node in enumerate(graph.tape.graph.nodes)}
+        plan = msgspec.msgpack.encode(plan_of(variant, positions))
+        entry = Entry(
+            id=identity,
+            structure=_id(graph),
+            loss=loss_of(graph.tape),
+            module=module_of(graph.tape),
+            source=caller(),
+            nodes=len(graph.tape.calls),
+            settings=state[0],
+            ambient=state[1],
+            environment=state[2],
+            inputs=inputs_of(graph.tape, variant),
+            dynamic=variant.shapes.dynamic,
+            guards=guards_of(variant),
+            plan=plan,
+            regions=tuple(regions),
+            miss=misses[0] if misses else Miss("first_seen"),
+            seconds=seconds,
+            created=time.time(),
+        )
+        try:
+            self.store.add(structure_of(graph.tape, _id(graph)), entry, files)
+        except StoreError as error:
+            self._write_no_more(error)
+            return str(error)
+        self._tie(variant, entry)
+        return ""
+
+    def _with_plan(self, step: RegionStep, compiled: Specialised, shelved: Shelved, files: dict[str, bytes]) -> Region:
+        """What was loaded, with what was found out about it since."""
+        files.update({digest: self.store.read(digest) for digest in (shelved.artifact, shelved.lowered)})
+        plan = msgspec.msgpack.encode(region_plan(step, compiled))
+        return Region(len(step.region.nodes), shelved.artifact, shelved.lowered, plan)
+
+    def _kept(
+        self, structure: str, identity: str, variant: Variant, plans: set[RegionPlan], files: dict[str, bytes]
+    ) -> Iterator[Region]:
+        """What the store has of a variant beside what was compiled of it here; puts its files into ``files``.
+
+        That may be what this process loaded, or did not come to need, or what another one has added meanwhile.
+        """
+        room = {step.place: MOST_GUARDED for step in variant.regions}
+        for entry in self._find(structure):
+            for region in entry.regions if entry.id == identity else ():
+                plan = _undropped(region.plan)
+                if plan in plans or not room.get(plan.place):
+                    continue
+                try:
+                    kept = {digest: self.store.read(digest) for digest in (region.artifact, region.lowered)}
+                except StoreError:
+                    continue  # who needs it compiles it
+                files.update(kept)
+                room[plan.place] -= 1
+                yield region
+
+    def _find(self, structure: str) -> Sequence[Entry]:
+        """The entries of a structure; none where the store cannot be read."""
+        try:
+            return self.store.find(structure) if self.usable else ()
+        except StoreError as error:
+            self.usable = False
+            _give_up(error)
+            return ()
+
+    def _write(self, work: Callable[[], object]) -> None:
+        """Write what nobody will miss."""
+        if self.usable and self.writable:
+            try:
+                work()
+            except StoreError as error:
+                self._write_no_more(error)
+
+    def _write_no_more(self, error: StoreError) -> None:
+        self.writable = False
+        warn_once(f"the cache on disk cannot be written, and what is compiled from now on is kept in memory: {error}")
+
+
+def _undropped(plan: bytes) -> RegionPlan:
+    """The plan of a region, but for what was found to be wrong with it."""
+    return msgspec.structs.replace(msgspec.msgpack.decode(plan, type=RegionPlan), dropped=())
+
+
+def _id(graph: CompiledGraph) -> str:
+    if graph.structure is None:
+        graph.structure = structure_id(graph.tape, graph.tape.structure())
+    return graph.structure

@@ -1,0 +1,42 @@
+"""Why what the store on disk has of a structure does not serve a backward, in the user's terms."""
+
+from __future__ import annotations
+
+import msgspec
+
+from shadow_cache import Miss
+
+from .. import ir
+from ..diagnostics.explain_variants import kind_text, layout_miss, scalar_miss, shape_miss, tensor_miss
+from ..diagnostics.places import title
+from .plans import VariantPlan
+from .variants import Handover, TensorPlan
+
+_OTHER_SIZES = "what is stored serves other sizes; one more variant"
+
+
+def stored_miss(tape: ir.TapeGraph, plan: VariantPlan, handover: Handover) -> Miss:
+    """Why what the store has of a structure, made under the same state, does not serve a backward."""
+    kinds = [kind_text(tensor) for tensor in handover.tensors]
+    stored = [_kind_of_plan(tensor) for tensor in plan.tensors]
+    sizes = [tuple(tensor.shape) for tensor in handover.tensors]
+    miss = tensor_miss(tape, stored, kinds)
+    if [len(tensor.spec) for tensor in plan.tensors] == [len(size) for size in sizes]:
+        before = [tensor.spec for tensor in plan.tensors], plan.sizes
+        miss = shape_miss(tape, before, (sizes, tuple(handover.sizes)), dynamic=False) or miss
+        strides = [tensor.strides for tensor in plan.tensors]
+        now = [None if old is None else new.stride() for old, new in zip(strides, handover.tensors, strict=True)]
+        miss = miss or layout_miss(tape, strides, now)
+    miss = miss or scalar_miss(tape, plan.scalars, handover.scalars)
+    miss = miss or Miss("layout", f"a saved tensor of {title(tape)}", "a kind of tensor", "another kind")
+    return msgspec.structs.replace(miss, hint=_OTHER_SIZES if miss.kind == "shape" else miss.hint)
+
+
+def _kind_of_plan(plan: TensorPlan) -> str:
+    """As :func:`kind_text`, of a tensor in the store."""
+    dims = len(plan.spec)
+    parts = [f"{dims} dimension{'' if dims == 1 else 's'}"]
+    found = {"Conjugate": "conjugated", "Negative": "negated", "ZeroTensor": "zeros without memory"}
+    parts += [words for key, words in found.items() if key in plan.kind]
+    name = plan.kind.partition(" ")[0]
+    return ", ".join(parts if name == "Tensor" else [*parts, name])

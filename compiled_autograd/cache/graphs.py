@@ -1,0 +1,264 @@
+"""A structure that was captured, with everything that was made of it. Graphs belong to the process."""
+
+from __future__ import annotations
+
+import bisect
+import functools
+import itertools
+import threading
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import networkx as nx
+import torch
+from torch import fx
+
+from backends import Backend, get_backend
+from shadow_cache import Key, Leaf, Miss, ShadowGraph, VariantKey
+
+from .. import ir
+from ..diagnostics.explain import order_miss, structure_miss
+from ..diagnostics.explain_variants import layout_miss, scalar_miss, shape_miss, state_miss, tensor_miss
+from ..diagnostics.places import node_name, title
+from ..guards.ambient import Ambient
+from ..guards.shapes import Spec
+from ..ir import nans
+from ..lowering.specialise import Pass
+from ..runtime.interpret import interpret
+from ..runtime.runtime import Program
+from ..settings import Settings
+from ..steps.steps import RegionStep
+from ..threads.forks import free_in_child
+from .variants import Handover, Shapes, Variant, tensor_check, tensor_plans
+
+MOST_VARIANTS = 32
+"""So many variants of one structure are kept; see also :data:`MOST_STRUCTURES`."""
+MOST_STRUCTURES = 512
+MOST_NODES = 100_000
+"""So many structures are kept, and so many nodes of tapes in all; some 20 KiB each. Where there are more, the half that
+was used last stays."""
+OFTEN = 3
+"""A structure that was met again so often may be worth what it costs to capture and compile it."""
+_MOST_GONE = 100_000
+_EVICTED = "it was compiled before, and went because others were used since"
+_uses = itertools.count(1)
+_ADDING = free_in_child(threading.RLock())  # planning is Python alone: threads would not do it side by side anyway
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class CompiledGraph:
+    """A structure, as :meth:`Session.graphs` gives it.
+
+    Attributes:
+        tape: the tape graph, in the order in which it runs.
+        variants: what was compiled of it, for each set of shapes, ambient state and settings.
+        number: counts the structures of the process.
+        used: orders the structures by their last use.
+        structure: its id in the store on disk, once somebody has asked for it.
+        identity: the hash of its keys.
+        evicted: its variants were let go of, because there were too many structures.
+        met: how often it was met again after it was captured; at least :data:`OFTEN` if other processes met it.
+    """
+
+    tape: ir.TapeGraph
+    number: int = -1
+    variants: list[Variant] = field(default_factory=list)
+    used: int = 0
+    evicted: bool = False
+    met: int = 0
+    structure: str | None = None
+    identity: int = 0
+
+    def __call__(self, handover: Handover) -> list[torch.Tensor | None]:
+        """Run the tape graph's calls one by one, without a backend."""
+        return interpret(self.tape, dict(zip(ir.PLACEHOLDERS, handover.kinds(), strict=True)))
+
+    def find(self, settings: tuple[Any, ...], ambient: Ambient, handover: Handover) -> Variant | None:
+        """The variant for a backward, if there is one."""
+        for variant in self.variants:
+            if variant.serves(settings, ambient, handover):
+                self.used = variant.used = next(_uses)
+                return variant
+        return None
+
+    def add(self, settings: Settings, ambient: Ambient, handover: Handover) -> tuple[Variant, list[Miss]]:
+        """A new variant, not yet compiled; and why none of those that are there serves."""
+        with _ADDING:
+            key, before = self._nearest(settings, ambient, handover)
+            specs: dict[fx.Node, Spec] = {}
+            if before is None or settings.dynamic is False:
+                shapes = Shapes.of(handover, settings.dynamic)
+            else:
+                shapes = before.shapes.widened(handover)
+                specs.update(before.program.specialiser.specs)
+            misses = [self._why(key, before, handover, shapes.dynamic)]
+            specs.update(shapes.of_placeholders(self.tape))
+            variant = self.make(key, get_backend(settings.backend_in_mode), settings.passes, handover, shapes, specs)
+            variant.tensors = tensor_plans(shapes, handover.tensors)
+            misses += self.keep(variant)
+        return variant, misses
+
+    def make(
+        self,
+        key: VariantKey,
+        backend: Backend,
+        passes: Sequence[Pass],
+        handover: Handover,
+        shapes: Shapes,
+        specs: Mapping[fx.Node, Spec],
+        untraceable: Mapping[fx.Node, str] | None = None,
+    ) -> Variant:
+        """A variant whose regions are not compiled yet."""
+        counts = [len(values) for values in handover.kinds()]
+        checked = nans.givers(self.tape.graph) if dict(key.ambient)["check_nan"] else {}
+        program = Program(self.tape, backend, passes, counts, specs, shapes.dynamic, untraceable or {}, checked)
+        check = tensor_check(handover.tensors, shapes.tensors)
+        program.specialiser.name_of = functools.partial(node_name, self.tape)
+        program.specialiser.title = functools.partial(title, self.tape)
+        devices = frozenset(tensor.device.type for tensor in handover.tensors)
+        return Variant(key, shapes, list(handover.scalars), check, program, next(_uses), devices=devices)
+
+    def keep(self, variant: Variant) -> list[Miss]:
+        """Add a variant; where there are too many of them then, the least recently used goes."""
+        self.used, self.evicted = variant.used, False
+        self.variants = [*self.variants, variant]
+        if len(self.variants) <= MOST_VARIANTS:
+            return []
+        oldest = min(self.variants, key=lambda each: each.used)
+        self.variants = [each for each in self.variants if each is not oldest]
+        hint = "dynamic=None makes one variant serve many sizes; what was evicted is compiled again when it comes back"
+        new = f"{MOST_VARIANTS + 1}, of which the least recently used went"
+        return [Miss("variant_limit", title(self.tape), f"{MOST_VARIANTS} variants", new, hint)]
+
+    def evict(self) -> None:
+        """Let go of everything that was compiled."""
+        with _ADDING:
+            self.evicted = bool(self.variants) or self.evicted
+            self.variants = []
+
+    def explain(self, settings: Settings, ambient: Ambient, handover: Handover) -> list[Miss]:
+        """Why none of the variants that are there serves a backward."""
+        key, before = self._nearest(settings, ambient, handover)
+        return [self._why(key, before, handover, dynamic=False)]
+
+    def _nearest(self, settings: Settings, ambient: Ambient, handover: Handover) -> tuple[VariantKey, Variant | None]:
+        """The key of a new variant, and the newest one that differs from it in nothing but sizes and strides."""
+        key = VariantKey(settings.key, ambient, (*handover.sizes, *handover.scalars))
+        for variant in reversed(self.variants):
+            same_state = (variant.key.settings, variant.key.ambient) == (key.settings, key.ambient)
+            if same_state and variant.scalars == handover.scalars and variant.shapes.fits(handover):
+                return key, variant
+        return key, None
+
+    def _why(self, key: VariantKey, before: Variant | None, handover: Handover, dynamic: bool) -> Miss:
+        if not self.variants:
+            if self.evicted:
+                return Miss("evicted", title(self.tape), hint=_EVICTED)
+            return Miss("first_seen", title(self.tape))
+        nearest = before or self._in_this_state(key)
+        if nearest is None:
+            return state_miss(key, [other.key for other in self.variants])
+        old, new = nearest.shapes, Shapes.of(handover)
+        miss = tensor_miss(self.tape, old.kinds, new.kinds)
+        if before is not None:
+            miss = shape_miss(self.tape, (old.tensors, old.sizes), (new.tensors, new.sizes), dynamic) or miss
+            miss = miss or layout_miss(self.tape, old.strides, new.strides)
+        miss = miss or scalar_miss(self.tape, nearest.scalars, handover.scalars)
+        return miss or Miss("layout", f"a saved tensor of {title(self.tape)}", "a kind of tensor", "another kind")
+
+    def _in_this_state(self, key: VariantKey) -> Variant | None:
+        """The newest variant with the settings and the ambient state of ``key``."""
+        state = (key.settings, key.ambient)
+        return next((each for each in reversed(self.variants) if (each.key.settings, each.key.ambient) == state), None)
+
+    @property
+    def aten(self) -> list[fx.GraphModule]:
+        """The ATen graphs of the newest variant's regions."""
+        return [graph for region in self.regions for graph in region.aten()]
+
+    @property
+    def regions(self) -> list[RegionStep]:
+        """The regions of the newest variant."""
+        return self.variants[-1].regions if self.variants else []
+
+    def readable(self) -> str:
+        """The tape graph's text form."""
+        return self.tape.readable()
+
+    def to_networkx(self) -> nx.DiGraph:
+        """The tape as a directed graph, see :meth:`ir.TapeGraph.to_networkx`."""
+        return self.tape.to_networkx()
+
+    def __repr__(self) -> str:
+        return f"<CompiledGraph {self.number}: {len(self.tape.calls)} nodes, {len(self.variants)} variants>"
+
+
+class Graphs:
+    """Every structure of the process, in the shadow graph."""
+
+    def __init__(self) -> None:
+        self._shadow: ShadowGraph[CompiledGraph] = ShadowGraph()
+        self._gone: set[int] = set()  # hashes of structures that had to go, to say so when one comes back
+
+    def find(self, keys: Sequence[Key]) -> CompiledGraph | None:
+        """The graph of a structure, if it was captured before."""
+        leaf, _ = self._shadow.find(keys)
+        return None if leaf is None else leaf.payload
+
+    def explain(
+        self, tape: ir.TapeGraph, keys: Sequence[Key], shapes: Sequence[Sequence[int]] = (), other_order: bool = False
+    ) -> Miss:
+        """How a structure differs from the nearest of those that were captured before.
+
+        Args:
+            shapes: of the lifted tensors, to be shown.
+            other_order: it is known to differ from one of them in nothing but the order in which its nodes run.
+        """
+        if hash(tuple(keys)) in self._gone:
+            return Miss("evicted", title(tape), hint=_EVICTED)
+        if other_order:
+            return order_miss(tape)
+        return structure_miss(tape, keys, *self._shadow.nearest(keys), shapes)
+
+    def add(self, tape: ir.TapeGraph, keys: Sequence[Key]) -> tuple[CompiledGraph, bool]:
+        """A graph for a new structure; and whether others had to go for it, of which the engine still knows."""
+        added: Leaf[CompiledGraph] = self._shadow.insert(keys, CompiledGraph(tape))
+        added.payload.number = added.number
+        added.payload.used = next(_uses)
+        added.payload.identity = hash(tuple(keys))
+        oldest = self._too_many()
+        if not oldest:
+            return added.payload, False
+        for graph in oldest:
+            graph.evict()
+        self._gone.update(graph.identity for graph in oldest)
+        if len(self._gone) > _MOST_GONE:
+            self._gone.clear()
+        self._shadow.remove({graph.number for graph in oldest})
+        return added.payload, True
+
+    def _too_many(self) -> list[CompiledGraph]:
+        """Those that are to go; never the newest."""
+        newest_first = sorted(self, key=lambda graph: graph.used, reverse=True)
+        until = list(itertools.accumulate(len(graph.tape.calls) for graph in newest_first))
+        if len(until) <= MOST_STRUCTURES and until[-1] <= MOST_NODES:
+            return []
+        kept = MOST_STRUCTURES + 1 - MOST_STRUCTURES // 2
+        if until[-1] > MOST_NODES:
+            kept = min(kept, max(1, bisect.bisect_right(until, MOST_NODES // 2)))
+        return newest_first[kept:]
+
+    def clear(self) -> None:
+        """Forget all of them."""
+        self._shadow.clear()
+        self._gone.clear()
+
+    def __iter__(self) -> Iterator[CompiledGraph]:
+        return (leaf.payload for leaf in self._shadow)
+
+    def __len__(self) -> int:
+        return len(self._shadow)
+
+
+GRAPHS = Graphs()

@@ -1,0 +1,68 @@
+"""What people see of an entry in the store: its nodes, its inputs, its guards, where it came from."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from shadow_cache import Call, Input, Structure
+
+from .. import ir
+from ..diagnostics.places import place, uses
+from ..guards.shapes import is_static
+from .variants import Variant
+
+
+def structure_of(tape_graph: ir.TapeGraph, identity: str) -> Structure:
+    *keys, end = tape_graph.structure()
+    calls = tuple(
+        Call(call.name, key, call.parameter, call.source, tuple(call.edges or ()))
+        for call, key in zip(tape_graph.calls, keys, strict=True)
+    )
+    return Structure(identity, calls, end, tape_graph.readable())
+
+
+def loss_of(tape_graph: ir.TapeGraph) -> str:
+    return tape_graph.calls[1].name if len(tape_graph.calls) > 1 else tape_graph.calls[0].name
+
+
+def module_of(tape_graph: ir.TapeGraph) -> str | None:
+    return next((call.module for call in tape_graph.calls if call.module is not None), None)
+
+
+def caller() -> str | None:
+    """``file:line in function`` of whoever called backward: the innermost frame that is neither ours nor torch's."""
+    ours = f"{Path(__file__).parents[1]}{os.sep}"
+    torchs = f"{Path(str(torch.__file__)).parent}{os.sep}"
+    frame: Any = sys._getframe()
+    while frame is not None:
+        file = frame.f_code.co_filename
+        if not file.startswith((ours, torchs)) and "contextlib" not in file and "functools" not in file:
+            return f"{file}:{frame.f_lineno} in {frame.f_code.co_name}"
+        frame = frame.f_back
+    return None
+
+
+def inputs_of(tape_graph: ir.TapeGraph, variant: Variant) -> tuple[Input, ...]:
+    users = uses(tape_graph)
+    symbols: dict[Any, str] = {}
+    inputs = []
+    for index, spec in enumerate(variant.shapes.tensors):
+        dtype, device, *_ = tape_graph.inputs[index].replace(",", "").split()
+        names = [str(part) if isinstance(part, int) else symbols.setdefault(part, f"s{len(symbols)}") for part in spec]
+        user = users.get(f"input_{index}")
+        where = "unused" if user is None else place(tape_graph, user)
+        inputs.append(Input(where, dtype, device, tuple(names)))
+    return tuple(inputs)
+
+
+def guards_of(variant: Variant) -> tuple[str, ...]:
+    """What must hold of the symbols; not what only says where one comes from."""
+    if is_static(variant.shapes.sizes) and not variant.shapes.dynamic:
+        return ()
+    guards = [each.guard for step in variant.regions for each in step.specialised() if each.guard is not None]
+    return tuple(dict.fromkeys(text for guard in guards for text in guard.conditions if not text.startswith("a[")))

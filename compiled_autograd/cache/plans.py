@@ -1,0 +1,77 @@
+"""What the store on disk is told of a variant and of its regions, beside the compiled code: enough to find again what
+serves a backward, and to feed it, in another process that captured the same tape.
+
+Calls and values are named by their position in the tape graph, which is a part of the structure's id.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import operator
+from collections.abc import Iterable, Sequence
+from typing import Any
+
+import msgspec
+
+from .. import ir
+from ..guards.shapes import Spec
+from .variants import Handover, Shapes, TensorPlan, Variant, fits
+
+
+class VariantPlan(msgspec.Struct, frozen=True):
+    """What a variant serves, and what was found out for it.
+
+    Attributes:
+        tensors: the lifted tensors.
+        sizes: the spec of all sizes.
+        scalars: the scalars.
+        specs: for values that steps hand on, by position, what the steps after them were made for.
+        untraceable: calls that cannot be traced, by position, and why.
+    """
+
+    tensors: tuple[TensorPlan, ...]
+    sizes: Spec
+    scalars: tuple[int | float, ...]
+    specs: tuple[tuple[int, Spec], ...] = ()
+    untraceable: tuple[tuple[int, str], ...] = ()
+
+    def serves(self, handover: Handover) -> bool:
+        """Whether this is the variant for a backward; what symbols must obey is left to each region's guard."""
+        if self.scalars != tuple(handover.scalars) or not fits(self.sizes, handover.sizes):
+            return False
+        if len(self.tensors) != len(handover.tensors):
+            return False
+        return all(plan.serves(tensor) for plan, tensor in zip(self.tensors, handover.tensors, strict=True))
+
+
+def plan_of(variant: Variant, positions: dict[Any, int]) -> VariantPlan:
+    """The plan of a variant that has run; ``positions`` are those of the tape graph's nodes."""
+    assert variant.tensors is not None
+    specialiser = variant.program.specialiser
+    handed_on = [(node, spec) for node, spec in specialiser.specs.items() if node.op != "placeholder"]
+    return VariantPlan(
+        tuple(variant.tensors),
+        variant.shapes.sizes,
+        tuple(variant.scalars),
+        tuple((positions[node], spec) for node, spec in handed_on),
+        tuple((positions[node], reason) for node, reason in variant.program.untraceable.items()),
+    )
+
+
+def shapes_of(plan: VariantPlan, handover: Handover) -> Shapes:
+    """The shapes of a plan that serves a backward."""
+    shapes = Shapes.of(handover)
+    return Shapes([tensor.spec for tensor in plan.tensors], plan.sizes, shapes.strides, shapes.kinds)
+
+
+def structure_id(tape: ir.TapeGraph, keys: Iterable[Sequence[str]]) -> str:
+    """Names a structure in the store: the same for the same tape in any process, its order of execution included."""
+    digest = hashlib.sha256()
+    for key in keys:
+        digest.update(msgspec.msgpack.encode(key))
+    positions = {node: position for position, node in enumerate(tape.graph.nodes)}
+    for node in positions:  # plans name nodes by their positions
+        sources = [positions[source] for source in node.all_input_nodes]
+        item = node.args[1] if node.target is operator.getitem else -1
+        digest.update(msgspec.msgpack.encode((node.meta.get("call", -1), sources, item)))
+    return digest.hexdigest()[:32]

@@ -1,0 +1,99 @@
+"""What an entry of the store depends on beside its tape and its shapes: settings, ambient state, versions, machine."""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import platform
+import sys
+import sysconfig
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+
+import shadow_cache
+from backends import Storing, get_backend
+from shadow_cache import Entry, Miss
+
+from .. import ir
+from ..diagnostics.explain_variants import state_hint, text_of_part
+from ..guards.ambient import INDUCTOR_SETTINGS, Ambient
+from ..settings import Settings
+from ..versions import VERSION
+
+State = tuple[dict[str, str], dict[str, str], dict[str, str]]
+_KINDS = ("backend_or_settings", "ambient_state", "environment")
+_SOURCE = frozenset({".py", ".pyi", ".c", ".cc", ".cpp", ".cu", ".cuh", ".h", ".hpp", ".json", ".toml"})
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+
+
+def state_of(settings: Settings, surroundings: Ambient) -> State:
+    """Settings, ambient state and environment, as named parts. The backend is a :class:`Storing` one."""
+    backend = get_backend(settings.backend_in_mode)
+    assert isinstance(backend, Storing)
+    environment = {**versions(), **backend.environment()}
+    chosen = {"backend": str(settings.backend_in_mode), "dynamic": str(settings.dynamic)}
+    ambient = {name: text_of_part(name, value) for name, value in surroundings if name != INDUCTOR_SETTINGS}
+    return chosen, ambient, environment
+
+
+def differences(entry: Entry, state: State) -> list[Miss]:
+    """In which parts an entry was made under another state."""
+    found = []
+    for kind, old, new in zip(_KINDS, (entry.settings, entry.ambient, entry.environment), state, strict=True):
+        for name in sorted({*old, *new}):
+            if old.get(name) != new.get(name):
+                texts = old.get(name, "nothing"), new.get(name, "nothing")
+                found.append(Miss(kind, name, *texts, hint=state_hint(kind)))
+    return found
+
+
+def why_not_stored(tape: ir.TapeGraph, settings: Settings) -> str:
+    """Why what a graph compiles to may depend on more than the key of an entry says; empty where it does not."""
+    if settings.passes:
+        return "passes are functions, which may be others in another process"
+    if not isinstance(settings.backend, str):
+        return "the backend is a function, which may be another in another process"
+    if not isinstance(get_backend(settings.backend_in_mode), Storing):
+        return f"backend {settings.backend!r} cannot store what it compiles"
+    for node in tape.graph.nodes:
+        if isinstance(node.target, ir.AOTBackward):
+            return "the tape has the backward of a forward that torch.compile compiled"
+        if isinstance(node.target, ir.OpaqueOp) and node.target.custom:
+            return f"{node.target!r} is of a C++ extension, which may be another in another process"
+    return ""
+
+
+def is_repeatable(kind: Any) -> bool:
+    """Whether what a step handed on can be told by its text in another process."""
+    if isinstance(kind, tuple):
+        if kind and isinstance(kind[0], type):  # a tensor, as kind_of_value has it
+            return kind[0] in _PLAIN
+        return all(map(is_repeatable, kind))
+    return kind is None or isinstance(kind, (bool, int, float, str))
+
+
+@functools.cache
+def versions() -> Mapping[str, str]:
+    """Of this package, to the last byte of its source; of torch and Python."""
+    import backends
+
+    roots = [Path(str(module.__file__)).parent for module in (sys.modules["compiled_autograd"], backends, shadow_cache)]
+    return {
+        "package": f"{VERSION} {digest_of_source(roots)[:12]}",
+        "torch": f"{torch.__version__} {torch.version.git_version}",
+        "python": f"{platform.python_implementation()} {platform.python_version()} {sysconfig.get_config_var('SOABI')}",
+    }
+
+
+def digest_of_source(roots: Sequence[Path]) -> str:
+    """Of all source files in some folders and what is below them: of their names, and of all that is in them."""
+    digest = hashlib.sha256()
+    for number, root in enumerate(roots):
+        for file in sorted(path for path in root.rglob("*") if path.suffix in _SOURCE and path.is_file()):
+            content = file.read_bytes()
+            digest.update(f"{number} {file.relative_to(root).as_posix()} {len(content)}\n".encode())
+            digest.update(content)
+    return digest.hexdigest()

@@ -1,0 +1,232 @@
+"""What the engine handed over for one backward, and what a structure was made ready for: shapes, state and settings."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import torch
+from torch import fx
+
+from shadow_cache import Timing, VariantKey
+
+from .. import ir
+from ..diagnostics.explain_variants import kind_text
+from ..guards.ambient import Ambient
+from ..guards.shapes import Spec, is_static, marked, promoted, static_parts, widened
+from ..lowering.specialise import kind_of_value
+from ..runtime.runtime import Program
+from ..steps.steps import RegionStep
+
+# Checks type, dtype, device, layout, sizes, strides and dispatch keys of many tensors in one call; private in 2.13.
+from torch._C._dynamo.guards import TensorGuards  # isort: skip
+
+
+WARM = 16
+"""So many hits come before a variant is first timed against eager."""
+
+
+@dataclass(slots=True)
+class Handover:
+    """What the engine gave for one backward, in the order of the tape graph's placeholders."""
+
+    tensors: list[torch.Tensor]
+    sizes: list[int]
+    scalars: list[Any]
+    objects: Sequence[Any]
+    packed: Sequence[Any]
+
+    def kinds(self) -> tuple[Sequence[Any], ...]:
+        """What was given for each kind of placeholder, in the order of :data:`ir.PLACEHOLDERS`."""
+        return (self.tensors, self.sizes, self.scalars, self.objects, self.packed)
+
+    def slots(self) -> list[Any]:
+        """All of it in one list, which is then the only holder: what users packed can be as large as any tensor."""
+        slots = list(itertools.chain(*self.kinds()))
+        self.tensors.clear()
+        self.objects = self.packed = ()
+        return slots
+
+
+@dataclass(slots=True)
+class Shapes:
+    """What one variant was made for: a spec for each lifted tensor, and one for all sizes.
+
+    ``strides`` are those of the tensors that it was made with, None for one that has none; ``kinds`` say for people
+    what else those tensors were.
+    """
+
+    tensors: list[Spec]
+    sizes: Spec
+    strides: list[tuple[int, ...] | None]
+    kinds: list[str] = field(default_factory=list)
+    dynamic: bool = False
+    _static_sizes: list[tuple[int, int]] = field(default_factory=list)
+    _sizes: list[int] | None = None
+
+    def __post_init__(self) -> None:
+        self.dynamic = not all(is_static(spec) for spec in (*self.tensors, self.sizes))
+        self._static_sizes = [(index, size) for index, size in enumerate(self.sizes) if isinstance(size, int)]
+        self._sizes = [size for _, size in self._static_sizes]
+
+    @staticmethod
+    def of(handover: Handover, dynamic: bool | None = False) -> Shapes:
+        """For what was handed over, as it is.
+
+        Args:
+            dynamic: True makes symbols of all dimensions but those of parameters; None of those that
+                ``torch._dynamo.mark_dynamic`` marked, and of what has the same size.
+        """
+        tensors: list[Spec] = [tuple(tensor.shape) for tensor in handover.tensors]
+        sizes: Spec = tuple(handover.sizes)
+        changing = set() if dynamic is False else marked(handover.tensors, everything=dynamic is True)
+        if changing:
+            tensors = [promoted(tensor, changing) for tensor in handover.tensors]
+            sizes = tuple((size, size) if size in changing else size for size in handover.sizes)
+        return Shapes(tensors, sizes, _strides(handover), _kinds(handover))
+
+    def fits(self, handover: Handover) -> bool:
+        """Whether as many tensors of as many dimensions were handed over."""
+        return [len(spec) for spec in self.tensors] == [tensor.dim() for tensor in handover.tensors]
+
+    def widened(self, handover: Handover) -> Shapes:
+        """With a history for whatever differs from what was handed over."""
+        pairs = zip(self.tensors, handover.tensors, strict=True)
+        tensors = [widened(spec, tensor) or () for spec, tensor in pairs]
+        sizes = widened(self.sizes, tuple(handover.sizes)) or ()
+        return Shapes(tensors, sizes, _strides(handover), _kinds(handover))
+
+    def serves(self, sizes: list[int]) -> bool:
+        """Whether the sizes that do not change are as they were."""
+        if not self.dynamic:
+            return self._sizes == sizes
+        return all(sizes[index] == size for index, size in self._static_sizes)
+
+    def of_placeholders(self, tape: ir.TapeGraph) -> dict[fx.Node, Spec]:
+        """The specs, by the tape graph's placeholders."""
+        specs: dict[fx.Node, Spec] = {}
+        for node in tape.graph.find_nodes(op="placeholder"):
+            kind, index = str(node.target).split("_")
+            if kind == "input":
+                specs[node] = self.tensors[int(index)]
+            elif kind == "size":
+                specs[node] = (self.sizes[int(index)],)
+        return specs
+
+
+def _strides(handover: Handover) -> list[tuple[int, ...] | None]:
+    return [tensor.stride() if ir.is_plain(tensor) else None for tensor in handover.tensors]
+
+
+def _kinds(handover: Handover) -> list[str]:
+    return [kind_text(tensor) for tensor in handover.tensors]
+
+
+class TensorPlan(msgspec.Struct, frozen=True, array_like=True):
+    """A lifted tensor: its spec, its strides where nothing of it changes, and what operators on it depend on."""
+
+    spec: Spec
+    strides: tuple[int, ...] | None
+    kind: str
+
+    def serves(self, tensor: torch.Tensor) -> bool:
+        """Whether a tensor is like the one that this was made of."""
+        if not ir.is_plain(tensor) or not fits(self.spec, tensor.shape) or self.kind != _kind(tensor):
+            return False
+        return self.strides is None or self.strides == tensor.stride()
+
+
+def tensor_plans(shapes: Shapes, tensors: Sequence[torch.Tensor]) -> list[TensorPlan] | None:
+    """Of all lifted tensors; None where one is of a kind that is not stored."""
+    plans = []
+    for spec, tensor in zip(shapes.tensors, tensors, strict=True):
+        if not ir.is_plain(tensor):
+            return None
+        plans.append(TensorPlan(spec, tuple(tensor.stride()) if is_static(spec) else None, _kind(tensor)))
+    return plans
+
+
+def fits(spec: Spec, sizes: Sequence[int]) -> bool:
+    """Whether sizes are as many as those of ``spec``, and those that do not change as they were."""
+    pairs = zip(spec, sizes, strict=False)
+    return len(spec) == len(sizes) and all(part == size or not isinstance(part, int) for part, size in pairs)
+
+
+def _kind(tensor: torch.Tensor) -> str:
+    return f"{type(tensor).__name__} {tensor.dtype} {tensor.device} {torch._C._dispatch_keys(tensor)}"
+
+
+@dataclass(slots=True, eq=False, weakref_slot=True)
+class Variant:
+    """A graph made ready for one set of shapes, ambient state and settings.
+
+    ``hits`` counts how often it served, and at ``next_trial`` of them it is timed against eager. ``devices`` are the
+    types of devices that its tensors are on.
+
+    ``timing`` says how it did when it was last timed: in this process, or, until then, in the one that the store on
+    disk heard it from. None where it never was.
+
+    ``used`` orders variants by their last use. ``entry`` is the id of what the store on disk has of it, and
+    ``store_timing`` tells that store how it did; ``not_stored`` says why it has nothing, and ``tensors`` says of the
+    lifted tensors what the store must know; None of unusual ones.
+    """
+
+    key: VariantKey
+    shapes: Shapes
+    scalars: list[Any]
+    check: Callable[..., bool]
+    program: Program
+    used: int = 0
+    hits: int = 0
+    next_trial: int = WARM
+    devices: frozenset[str] = frozenset()
+    timing: Timing | None = None
+    entry: str | None = None
+    store_timing: Callable[[Timing], None] | None = None
+    not_stored: str = ""
+    tensors: Sequence[TensorPlan] | None = None
+
+    def serves(self, settings: tuple[Any, ...], ambient: Ambient, handover: Handover) -> bool:
+        """Whether this variant is the one for a backward; microseconds, and no Python work for each tensor."""
+        return (
+            self.shapes.serves(handover.sizes)
+            and self.scalars == handover.scalars
+            and self.key.ambient == ambient
+            and self.key.settings == settings
+            and self.check(*handover.tensors)
+        )
+
+    @property
+    def regions(self) -> list[RegionStep]:
+        """The regions, in the order in which they run."""
+        return [step for step in self.program.steps if isinstance(step, RegionStep)]
+
+
+def tensor_check(tensors: Sequence[torch.Tensor], specs: Sequence[Spec]) -> Callable[..., bool]:
+    """Makes a function that says whether as many tensors have the kinds, sizes and strides that ``tensors`` have.
+
+    Of those whose sizes change, what changes is not asked, nor are the strides: that is left to each region's guards.
+    """
+    plain = [index for index, tensor in enumerate(tensors) if ir.is_plain(tensor)]
+    sizes: Any = [static_parts(specs[index]) for index in plain]
+    strides: Any = [
+        list(tensors[index].stride()) if is_static(specs[index]) else [None] * len(specs[index]) for index in plain
+    ]
+    if all(is_static(spec) for spec in specs):
+        sizes = strides = None
+    guards = TensorGuards(*[tensors[index] for index in plain], dynamic_dims_sizes=sizes, dynamic_dims_strides=strides)
+    if len(plain) == len(tensors):
+        return guards.check
+    # Asked for the strides of a sparse tensor, TensorGuards ends the process (2.13).
+    others = sorted(set(range(len(tensors))).difference(plain))
+    expected = [kind_of_value(tensors[index], specs[index]) for index in others]
+
+    def check(*given: torch.Tensor) -> bool:
+        if [kind_of_value(given[index], specs[index]) for index in others] != expected:
+            return False
+        return guards.check(*[given[index] for index in plain])
+
+    return check

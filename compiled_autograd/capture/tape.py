@@ -1,0 +1,339 @@
+"""Reads the tape from Python, without running it: names, sequence numbers, parameters, source lines.
+
+What is read here gives names and an order of execution; which order is legal, and what is computed, the capture alone
+says. The walk is the engine's own: a worklist, last in first
+out, over ``next_functions`` with dependency counts (``_compiled_autograd_impl`` in
+``torch/csrc/dynamo/python_compiled_autograd.cpp``, 2.13). So its nodes come in the order of the seam's report, and can
+be joined to it.
+"""
+
+from __future__ import annotations
+
+import gc
+import re
+import time
+import weakref
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.autograd.graph import GradientEdge
+
+from .. import ir
+
+LEAF = "AccumulateGrad"
+LONGEST = 10_000
+"""So many nodes of a tape are read from Python at most. A node that was once seen from Python is freed by recursion
+(2.13): a tape that is a chain of some 50,000 nodes, walked over ``next_functions`` and then dropped, overflows a stack
+of 8 MiB and ends the process, with PyTorch alone."""
+LEAF_NUMBER = 2**64 - 1
+"""The sequence number of all leaves, which makes them go first."""
+_FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)')
+
+
+@dataclass(frozen=True, slots=True)
+class Visited:
+    """One node of the tape."""
+
+    node: Any
+    name: str
+    sequence: int
+
+
+def root_nodes(outputs: Iterable[torch.Tensor | GradientEdge]) -> list[Any]:
+    """The nodes that the gradients of ``outputs`` enter."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return [output.node if isinstance(output, GradientEdge) else _node(output) for output in outputs]
+
+
+def _node(tensor: torch.Tensor) -> Any:
+    return tensor.grad_fn or torch.autograd.graph.get_gradient_edge(tensor).node
+
+
+def walk(
+    outputs: Sequence[torch.Tensor | GradientEdge], inputs: Sequence[torch.Tensor | GradientEdge] | None = None
+) -> list[Visited]:
+    """Nodes in the order of the engine's walk, without its root.
+
+    Args:
+        outputs: what ``backward`` is called on.
+        inputs: where given, only nodes on a way to one of them are walked, as for ``autograd.grad``.
+    """
+    roots = root_nodes(outputs)
+    waits = _dependencies(roots)
+    wanted = None if not inputs else _leading_to(inputs, roots)
+    found: list[Visited] = []
+    worklist: list[Any] = []
+    for root in roots:
+        _arrive(root, waits, wanted, worklist)
+    while worklist:
+        node = worklist.pop()
+        # Asked of the type: a function's context may have attributes of these names.
+        name, sequence = type(node).name(node), type(node)._sequence_nr(node)
+        found.append(Visited(node, name.rpartition("::")[2], sequence))
+        for following, _ in node.next_functions:
+            if following is not None:
+                _arrive(following, waits, wanted, worklist)
+    return found
+
+
+def fingerprint(
+    outputs: Sequence[torch.Tensor | GradientEdge], inputs: Sequence[torch.Tensor | GradientEdge] | None = None
+) -> int:
+    """Of the names of a tape's nodes: tapes with one structure have one fingerprint, but not only they.
+
+    Read before the engine is asked, at each step: some 0.4 microseconds a node.
+    """
+    names = [type(node).name(node) for node in first_nodes(outputs)]
+    return hash((len(inputs or ()), *names))
+
+
+def made_when(outputs: Sequence[torch.Tensor | GradientEdge]) -> tuple[int, ...]:
+    """When the nodes of a tape were made, counted from the first: tapes of one structure for which this is the same run
+    in the same order. Some 0.5 microseconds a node."""
+    numbers = [type(node)._sequence_nr(node) for node in first_nodes(outputs)]
+    return tuple([number - numbers[0] if number < LEAF_NUMBER else 0 for number in numbers])
+
+
+def first_nodes(outputs: Iterable[torch.Tensor | GradientEdge]) -> list[Any]:
+    """Nodes of the tape, one more than :data:`LONGEST` at most, in no order of any meaning."""
+    worklist = root_nodes(outputs)
+    seen = set(worklist)
+    found: list[Any] = []
+    while worklist and len(found) <= LONGEST:
+        node = worklist.pop()
+        found.append(node)
+        for following, _ in node.next_functions:
+            if following is not None and following not in seen:
+                seen.add(following)
+                worklist.append(following)
+    return found
+
+
+def _arrive(node: Any, waits: dict[Any, int], wanted: set[Any] | None, worklist: list[Any]) -> None:
+    if wanted is not None and node not in wanted:
+        return
+    waits[node] -= 1
+    if waits[node] == 0:
+        worklist.append(node)
+
+
+def _dependencies(roots: Sequence[Any]) -> dict[Any, int]:
+    waits: dict[Any, int] = {}
+    for root in roots:
+        waits[root] = waits.get(root, 0) + 1
+    worklist = list(dict.fromkeys(roots))
+    while worklist:
+        for following, _ in worklist.pop().next_functions:
+            if following is None:
+                continue
+            if following not in waits:
+                waits[following] = 0
+                worklist.append(following)
+            waits[following] += 1
+    return waits
+
+
+def _targets(inputs: Iterable[torch.Tensor | GradientEdge]) -> set[int]:
+    """What ``inputs`` are on the tape, by ``id``: nodes; for leaves the tensors, since asking for a leaf's node runs an
+    operator on it."""
+    with torch._C.DisableTorchFunctionSubclass():
+        return {id(each.node if isinstance(each, GradientEdge) else each.grad_fn or each) for each in inputs}
+
+
+def _is_target(node: Any, targets: set[int]) -> bool:
+    return id(node) in targets or (type(node).name(node).endswith(LEAF) and id(node.variable) in targets)
+
+
+def _leading_to(inputs: Sequence[torch.Tensor | GradientEdge], roots: Sequence[Any]) -> set[Any]:
+    """The nodes from which one of ``inputs`` can be reached, those of ``inputs`` included."""
+    targets = _targets(inputs)
+    came_from: dict[Any, list[Any]] = {}
+    worklist = list(dict.fromkeys(roots))
+    seen = set(worklist)
+    while worklist:
+        node = worklist.pop()
+        for following, _ in node.next_functions:
+            if following is None:
+                continue
+            came_from.setdefault(following, []).append(node)
+            if following not in seen:
+                seen.add(following)
+                worklist.append(following)
+    worklist = [node for node in seen if _is_target(node, targets)]
+    wanted = set(worklist)
+    while worklist:
+        for before in came_from.get(worklist.pop(), ()):
+            if before not in wanted:
+                wanted.add(before)
+                worklist.append(before)
+    return wanted
+
+
+def description(
+    outputs: Sequence[torch.Tensor | GradientEdge], inputs: Sequence[torch.Tensor | GradientEdge], accumulates: bool
+) -> int:
+    """A number for what can be read of a tape from Python: nodes, their constants, and which leaves have a ``.grad``.
+
+    Tapes with one structure and one set of sizes have one number. Hooks, dtypes and undefined gradients are not in it.
+    """
+    if len(first_nodes(outputs)) > LONGEST:
+        return fingerprint(outputs, inputs)
+    parts: list[Any] = [accumulates]
+    for visited in walk(outputs, inputs):
+        parts.append(visited.name)
+        if visited.name == LEAF:
+            parts.append(visited.node.variable.grad is None)
+        else:
+            parts.extend(saved_by(visited.node))
+    return hash(tuple(parts))
+
+
+def join_order(
+    calls: Sequence[ir.TapeCall], visited: Sequence[Visited], outputs: Sequence[torch.Tensor | GradientEdge]
+) -> bool:
+    """Join sequence numbers and edges to what the engine reported; False, and nothing joined, where the two differ."""
+    if len(calls) != len(visited) + 1 or any(a.name != b.name for a, b in zip(calls[1:], visited, strict=True)):
+        return False
+    index_of = {each.node: call.index for call, each in zip(calls[1:], visited, strict=True)}
+    calls[0].edges = [index_of[node] for node in root_nodes(outputs) if node in index_of]
+    for call, each in zip(calls[1:], visited, strict=True):
+        call.sequence = each.sequence
+        call.edges = [index_of[node] for node, _ in each.node.next_functions if node in index_of]
+    return True
+
+
+def join_names(calls: Sequence[ir.TapeCall], visited: Sequence[Visited]) -> None:
+    """Join parameters' names and source lines, after :func:`join_order` has found that the two agree."""
+    names = places_of([each.node.variable for each in visited if each.name == LEAF])
+    for call, each in zip(calls[1:], visited, strict=True):
+        if each.name == LEAF and id(each.node.variable) in names:
+            place = names[id(each.node.variable)]
+            call.parameter, call.module = place.name, place.outermost
+        call.source = source_line(each.node)
+        call.saved = saved_by(each.node)
+
+
+_saved_names: weakref.WeakKeyDictionary[type, tuple[tuple[str, bool], ...]] = weakref.WeakKeyDictionary()
+
+
+def saved_by(node: Any) -> tuple[tuple[str, str | None], ...]:
+    """What a built-in node saved, by its names for it, in its order: the text of each constant, None for tensors.
+
+    Tensors are not read: that would run the hooks that pack them.
+    """
+    cls = type(node)
+    if cls not in _saved_names:
+        names = [name for name in vars(cls) if name.startswith("_saved_")]
+        _saved_names[cls] = tuple((name, f"_raw{name}" in vars(cls)) for name in names)
+    return tuple(
+        (name.removeprefix("_saved_"), None if is_tensor else ir.text_of(_signed(getattr(node, name))))
+        for name, is_tensor in _saved_names[cls]
+    )
+
+
+def _signed(value: Any) -> Any:
+    """Negative numbers in lists come as unsigned ones of 64 bits."""
+    if isinstance(value, tuple):
+        return [_signed(each) for each in value]
+    return value - (1 << 64) if type(value) is int and value >= 1 << 63 else value
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a parameter was found: its name from the outermost module, that one's class, and the module that has it as
+    ``attribute``."""
+
+    name: str
+    outermost: str
+    module: weakref.ref[torch.nn.Module]
+    attribute: str
+
+    def has(self, parameter: torch.Tensor) -> bool:
+        """Whether it is still there."""
+        module = self.module()
+        return module is not None and module._parameters.get(self.attribute) is parameter
+
+
+_found: dict[int, Place] = {}
+_in_no_module: set[tuple[int, int]] = set()
+"""What was found of parameters, by ``id``, and those that were looked for in vain, by ``id`` and memory: to search all
+living objects takes as long as hundreds of captures, and is done once for each model. No parameter is referred to, not
+even weakly: ``torch.utils.swap_tensors``, by which ``Module.to`` may move them, refuses one that is."""
+_MOST_IN_NO_MODULE = 10_000
+
+_LONG, _SHARE = 0.3, 0.05
+"""Among millions of objects a search takes as long as a thousand captures. After one that took more than ``_LONG``
+seconds of the process's time, another model has no names until searches take no more than this share of that time."""
+_next_search = 0.0
+
+
+def places_of(leaves: Sequence[torch.Tensor]) -> dict[int, Place]:
+    """``id`` of each leaf that is a parameter of a living module -> where it is."""
+    parameters = [leaf for leaf in leaves if isinstance(leaf, torch.nn.Parameter)]
+    if not all(_is_known(parameter) for parameter in parameters):
+        _search(parameters)
+    return {key: _found[key] for key in map(id, parameters) if key in _found}
+
+
+def _is_known(parameter: torch.Tensor) -> bool:
+    key = id(parameter)
+    if key in _found and not _found[key].has(parameter):
+        del _found[key]
+    return key in _found or (ir.is_plain(parameter) and (key, parameter.data_ptr()) in _in_no_module)
+
+
+def _search(parameters: Sequence[torch.Tensor]) -> None:
+    global _next_search
+    started = time.process_time()
+    if started < _next_search:
+        return
+    places = parameter_places()
+    ended = time.process_time()
+    _next_search = ended + (ended - started) / _SHARE if ended - started > _LONG else 0.0
+    if len(_in_no_module) > _MOST_IN_NO_MODULE:
+        _in_no_module.clear()
+    for key in [key for key, place in _found.items() if place.module() is None]:
+        del _found[key]
+    for parameter in parameters:
+        if id(parameter) in places:
+            _found[id(parameter)] = places[id(parameter)]
+        elif ir.is_plain(parameter):
+            _in_no_module.add((id(parameter), parameter.data_ptr()))
+
+
+def parameter_places() -> dict[int, Place]:
+    """``id`` of each parameter of each living module -> where it is, seen from the outermost module that has it."""
+    modules = [each for each in gc.get_objects() if _is_module(each)]
+    inner = {id(child) for module in modules for child in module._modules.values() if child is not None}
+    places: dict[int, Place] = {}
+    for outermost in modules:
+        if id(outermost) in inner:
+            continue
+        for path, module in outermost.named_modules():
+            for attribute, parameter in module._parameters.items():
+                if parameter is not None:
+                    name = f"{path}.{attribute}" if path else attribute
+                    places.setdefault(
+                        id(parameter), Place(name, type(outermost).__name__, weakref.ref(module), attribute)
+                    )
+    return places
+
+
+def _is_module(candidate: Any) -> bool:
+    # The type, not isinstance: that asks the object for __class__, and some objects answer by running code.
+    return issubclass(type(candidate), torch.nn.Module) and "_modules" in candidate.__dict__
+
+
+def source_line(node: Any) -> str | None:
+    """``file:line in function`` of the forward that made a node, where anomaly mode recorded it."""
+    trace = node.metadata.get("traceback_")
+    if not trace:
+        return None
+    frames = _FRAME.findall("".join(trace))
+    own = [frame for frame in frames if "/torch/" not in frame[0]]
+    if not own:
+        return None
+    file, line, function = own[-1]
+    return f"{file}:{line} in {function}"

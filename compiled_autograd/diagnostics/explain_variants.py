@@ -1,0 +1,224 @@
+"""Why none of a structure's variants serves, in the user's terms: sizes, strides, state, settings, conditions."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+import torch
+
+from shadow_cache import Miss, VariantKey, explain_variant
+
+from .. import ir
+from ..guards.shapes import SPECIAL, Guard, Spec
+from .explain import NUMBER_HINT
+from .places import value_name
+
+_ARGUMENT = re.compile(r"a\[(?P<index>\d+)\](?:\.(?P<what>size|stride)\((?P<dim>\d+)\))?")
+_FIXED = re.compile(rf"({_ARGUMENT.pattern}) == (?P<size>\d+)")
+_PARTS = (
+    *("kind of tensor", "shape", "strides", "dtype", "device", "layout"),
+    *("conjugation", "negation", "zeros without memory"),
+)
+"""What :func:`specialise.kind_of_value` gives of a tensor."""
+_HINTS = {
+    "ambient_state": "set it once, before training; each value of it that occurs is compiled once",
+    "backend_or_settings": "what was compiled under the others stays, and serves them",
+    "environment": "it is compiled again for what runs now",
+}
+
+
+def state_hint(kind: str) -> str:
+    """What to do where another state, other settings or another environment is the reason."""
+    return _HINTS[kind]
+
+
+def shape_miss(
+    tape: ir.TapeGraph, before: tuple[Sequence[Spec], Spec], after: tuple[Sequence[Spec], Spec], dynamic: bool
+) -> Miss | None:
+    """Which dimension of which saved tensor was found to change; None where none was.
+
+    Args:
+        tape: the tape graph.
+        before: what the nearest variant was made for: a spec for each lifted tensor, and one for all sizes.
+        after: what was handed over now.
+        dynamic: whether what changed is a symbol from now on.
+    """
+    pairs: list[tuple[str, int | None, Any, Any]] = []
+    for index, (old, new) in enumerate(zip(before[0], after[0], strict=True)):
+        pairs += [(f"input_{index}", dim, one, other) for dim, (one, other) in enumerate(zip(old, new, strict=True))]
+    pairs += [
+        (f"size_{index}", None, one, other) for index, (one, other) in enumerate(zip(before[1], after[1], strict=True))
+    ]
+    changes = [pair for pair in pairs if type(pair[2]) is int and type(pair[3]) is int and pair[2] != pair[3]]
+    if not changes:
+        return None
+    name, dim, one, other = changes[0]
+    where = value_name(tape, name)
+    return Miss(
+        "shape",
+        where if dim is None else f"{where}, dimension {dim}",
+        old=str(one),
+        new=str(other),
+        hint=_now_dynamic(changes) if dynamic else "one more variant; with dynamic=None one serves many sizes",
+    )
+
+
+def _now_dynamic(changes: Sequence[tuple[str, int | None, int, int]]) -> str:
+    """Which sizes are symbols from now on. Those that were 0 or 1 once are all the same compiled by themselves."""
+    histories = list(dict.fromkeys((one, other) for _, _, one, other in changes))
+    tensors = len({name for name, dim, _, _ in changes if dim is not None})
+    said = ", ".join(f"{one} -> {other}" for one, other in histories[:4])
+    more = f" and {len(histories) - 4} more" if len(histories) > 4 else ""
+    of = f", in {tensors} tensor{'' if tensors == 1 else 's'}" if tensors else ""
+    special = [other for _, other in histories if other in SPECIAL]
+    then = "sizes 0 and 1 are each compiled by themselves" if special else "other such sizes are hits"
+    return f"now dynamic: {said}{more}{of}; {then}"
+
+
+def layout_miss(
+    tape: ir.TapeGraph, before: Sequence[tuple[int, ...] | None], after: Sequence[tuple[int, ...] | None]
+) -> Miss | None:
+    """Which saved tensor has other strides; None where none has."""
+    for index, (old, new) in enumerate(zip(before, after, strict=True)):
+        if old != new:
+            hint = "contiguous() where it is made would keep one layout"
+            return Miss("layout", f"{value_name(tape, f'input_{index}')}, strides", str(old), str(new), hint)
+    return None
+
+
+def scalar_miss(tape: ir.TapeGraph, before: Sequence[Any], after: Sequence[Any]) -> Miss | None:
+    """Which number that a node saved is another; None where none is."""
+    for index, (old, new) in enumerate(zip(before, after, strict=True)):
+        if old != new:
+            return Miss("node_attribute", value_name(tape, f"scalar_{index}"), str(old), str(new), NUMBER_HINT)
+    return None
+
+
+def tensor_miss(tape: ir.TapeGraph, before: Sequence[str], after: Sequence[str]) -> Miss | None:
+    """Which saved tensor has another number of dimensions, or is of another kind (see :func:`kind_text`)."""
+    for index, (old, new) in enumerate(zip(before, after, strict=True)):
+        if old != new:
+            where = value_name(tape, f"input_{index}")
+            kind = "shape" if "dimension" in old and old.partition(",")[2] == new.partition(",")[2] else "layout"
+            return Miss(kind, where, old, new)
+    return None
+
+
+def kind_text(tensor: torch.Tensor) -> str:
+    """Dimensions and kind of a tensor: ``2 dimensions``, ``1 dimension, conjugated``, ``sparse_coo, 2 dimensions``."""
+    with torch._C.DisableTorchFunctionSubclass():
+        dims = tensor.dim()
+        parts = [f"{dims} dimension{'' if dims == 1 else 's'}"]
+        if tensor.is_conj():
+            parts.append("conjugated")
+        if tensor.is_neg():
+            parts.append("negated")
+        if tensor._is_zerotensor():
+            parts.append("zeros without memory")
+        if tensor.layout is not torch.strided:
+            parts.append(str(tensor.layout).removeprefix("torch."))
+        if type(tensor) not in ir.PLAIN_TENSORS:
+            parts.append(type(tensor).__qualname__)
+        elif type(tensor) is not torch.Tensor:
+            parts.append(type(tensor).__name__)
+    return ", ".join(parts)
+
+
+def state_miss(key: VariantKey, known: Sequence[VariantKey]) -> Miss:
+    """Why none of ``known`` serves ``key``, where they differ in settings or in the state of the process."""
+    miss = explain_variant(key, known, text_of_part)
+    return msgspec.structs.replace(miss, hint=_HINTS.get(miss.kind, ""))
+
+
+def guard_miss(guard: Guard, arguments: Sequence[Any], names: Sequence[str]) -> Miss:
+    """What was found to hold of sizes when a region was compiled does not hold now.
+
+    Args:
+        guard: that of the region.
+        arguments: what the region takes now.
+        names: what people call them.
+    """
+    broken = guard.broken(arguments)
+    hint = "sizes for which other code is needed are compiled by themselves; each such set once"
+    plain = _FIXED.fullmatch(broken)
+    if plain is not None:
+        return Miss("guard", _argument(plain[1], names), plain["size"], _value(plain[1], arguments), hint)
+    symbols = [line.partition(" = ")[::2] for line in guard.names]
+    symbols = [(symbol, text) for symbol, text in symbols if re.search(rf"\b{symbol}\b", broken)]
+    here = [text for _, text in symbols] or [match[0] for match in _ARGUMENT.finditer(broken)][:1]
+    old, new = broken, []
+    for number, (symbol, text) in enumerate(symbols):
+        name = "n" if len(symbols) == 1 else f"n{number}"
+        old = re.sub(rf"\b{symbol}\b", name, old)
+        new.append(f"{name} = {_value(text, arguments)}")
+    for match in list(_ARGUMENT.finditer(broken)):
+        name = "the stride" if match["what"] == "stride" else "the size"
+        old = old.replace(match[0], name)
+        new.append(f"{name} = {_value(match[0], arguments)}")
+    where = "; ".join(dict.fromkeys(_argument(text, names) for text in here))
+    return Miss("guard", where, old=old, new=", ".join(new), hint=hint)
+
+
+def _argument(text: str, names: Sequence[str]) -> str:
+    match = _ARGUMENT.fullmatch(text)
+    if match is None:
+        return text
+    name = names[int(match["index"])]
+    if match["what"] is None:
+        return name
+    return f"{name}, {'dimension' if match['what'] == 'size' else 'stride'} {match['dim']}"
+
+
+def _value(text: str, arguments: Sequence[Any]) -> str:
+    match = _ARGUMENT.fullmatch(text)
+    if match is None:
+        return "?"
+    value = arguments[int(match["index"])]
+    return str(value if match["what"] is None else getattr(value, match["what"])(int(match["dim"])))
+
+
+def handed_on_miss(name: str, old: Any, new: Any) -> Miss:
+    """What a step that is not compiled handed on differs from what the region after it was compiled for.
+
+    Args:
+        name: what people call it.
+        old: the kind of what it was (``specialise.kind_of_value``).
+        new: of what it is.
+    """
+    hint = "a function or hook that gives the same kind each time is compiled for once"
+    if not isinstance(old, tuple) or not isinstance(new, tuple) or not old or not new:
+        texts = [
+            "undefined" if each is None else "a tensor" if isinstance(each, tuple) else str(each) for each in (old, new)
+        ]
+        kind = "undefined_gradients" if "undefined" in texts else "shape"
+        return Miss(kind, name, texts[0], texts[1], hint)
+    kinds = {"shape": "shape", "dtype": "dtype", "device": "device"}
+    order = (1, 3, 4, 2, 0, 5, 6, 7, 8)  # strides follow from a shape
+    part = next(index for index in order if old[index] != new[index])
+    what = _PARTS[part]
+    return Miss(kinds.get(what, "layout"), f"{name}, {what}", _text(old[part]), _text(new[part]), hint)
+
+
+def text_of_part(name: str, value: Any) -> str:
+    """A setting, or a part of the ambient state, as people would write it."""
+    if name == "autocast":
+        return "off" if value is None else ", ".join(f"{device} {_text(dtype)}" for device, dtype in value)
+    if name == "cudnn":
+        return ", ".join(
+            f"{part} {'on' if on else 'off'}"
+            for part, on in zip(("cudnn", "benchmark", "deterministic"), value, strict=True)
+        )
+    return _text(value)
+
+
+def _text(value: Any) -> str:
+    if isinstance(value, (torch.dtype, torch.layout)) or (isinstance(value, str) and value.startswith("torch.")):
+        return str(value).removeprefix("torch.")
+    if isinstance(value, type) or (isinstance(value, Callable) and hasattr(value, "__qualname__")):  # type: ignore[arg-type]
+        return value.__qualname__.rpartition("<locals>.")[2]
+    if isinstance(value, tuple):
+        return f"({', '.join(_text(each) for each in value)}{',' if len(value) == 1 else ''})"
+    return str(value)

@@ -1,0 +1,204 @@
+"""What people call a node of a tape, and each value that it takes: parameters, layers, source lines, saved tensors."""
+
+from __future__ import annotations
+
+import operator
+import re
+from collections.abc import Iterator
+from typing import Any
+
+from torch import fx
+
+from .. import ir
+
+_NEAR = 4
+"""How many edges away a layer may be to name a node after it."""
+_SIZES = re.compile(r"(?P<name>\w+?)_sym_(?P<kind>sizes|strides)(_opt)?")
+_NUMBER = re.compile(r"[-+]?\d+")
+_OF_VIEWS = (
+    *("the gradients", "sizes of the base", "strides of the base", "offset of the base"),
+    *("sizes of the view", "strides of the view", "offset of the view"),
+)
+"""What :func:`ir.copy_slices_prologue` takes."""
+
+
+def place(tape: ir.TapeGraph, index: int) -> str:
+    """A node of the tape as people know it: its number, its name, the parameter or layer it belongs to, its line."""
+    call = tape.calls[index]
+    if index == 0:
+        return "where the backward starts"
+    layer = _layer(tape, index)
+    text = f"#{index} {call.name}" if layer is None else f"#{index} {call.name} {layer}"
+    return f"{text}, {call.source}" if call.source is not None else text
+
+
+def title(tape: ir.TapeGraph) -> str:
+    """A tape as people know it: what the backward begins at, the model, and how long it is."""
+    roots = [tape.calls[index].name for index in tape.calls[0].edges or ()] or [call.name for call in tape.calls[1:2]]
+    module = next((call.module for call in tape.calls if call.module is not None), None)
+    text = ", ".join(dict.fromkeys(roots)) or "an empty tape"
+    return f"{text} of {module}, {_nodes(tape)}" if module else f"{text}, {_nodes(tape)}"
+
+
+def _nodes(tape: ir.TapeGraph) -> str:
+    count = len(tape.calls)  # the root is one of them, as in the tape graph's text
+    return "1 node" if count == 1 else f"{count} nodes"
+
+
+def leaf_name(tape: ir.TapeGraph, index: int) -> str:
+    """The parameter that a node accumulates into, or its number where no living module has it."""
+    return tape.calls[index].parameter or f"the leaf of #{index}"
+
+
+def _layer(tape: ir.TapeGraph, index: int) -> str | None:
+    """``of 0.weight`` for a node that takes a parameter, ``after 0`` for one that takes what such a node gave."""
+    calls = tape.calls
+    if calls[index].parameter is not None:
+        return f"of {calls[index].parameter}"
+    direct = _parameters(tape, index)
+    if direct:
+        return f"of {direct[0]}"
+    reached = list(calls[index].edges or ())
+    for _ in range(_NEAR):
+        for each in reached:
+            found = _parameters(tape, each)
+            if found:
+                return f"after {found[0].rpartition('.')[0] or found[0]}"
+        reached = [after for each in reached for after in calls[each].edges or ()]
+    return None
+
+
+def _parameters(tape: ir.TapeGraph, index: int) -> list[str]:
+    """The parameters that a node takes, as they are or through one node such as a transpose; weights first."""
+    found = []
+    for edge in tape.calls[index].edges or ():
+        call = tape.calls[edge]
+        after = call.edges or ()
+        leaf = tape.calls[after[0]] if call.parameter is None and len(after) == 1 else call
+        if leaf.parameter is not None:
+            found.append(leaf.parameter)
+    return sorted(found, key=lambda name: not name.endswith("weight"))
+
+
+# ---- values ----------------------------------------------------------------------------------------------------------
+
+
+def uses(tape: ir.TapeGraph) -> dict[str, int]:
+    """For each placeholder the first node of the tape that uses it."""
+    placeholders = tape.graph.find_nodes(op="placeholder")
+    return {str(node.target): user.meta["call"] for node in placeholders for user in list(node.users)[:1]}
+
+
+def value_name(tape: ir.TapeGraph, name: str) -> str:
+    """What a placeholder is: ``saved self of MulBackward0``, ``0.weight``, ``.grad of 0.weight``, a size of something.
+
+    Args:
+        name: such as ``input_3``.
+    """
+    node = next((node for node in tape.graph.find_nodes(op="placeholder") if node.target == name), None)
+    user = next(iter(node.users), None) if node is not None else None
+    while user is not None and user.op == "call_function" and ir.rule_of(user) is not None:
+        if ir.rule_of(user).gives not in ("size", "packed"):  # type: ignore[union-attr]
+            dim = _dimension(user.args, node) if str(name).startswith("size_") else None
+            text = argument_of(tape, user, _position(user, node))
+            return text if dim is None else f"{text}, dimension {dim}"
+        node, user = user, next(iter(user.users), None)  # a size computed of sizes, or what a hook unpacks
+    return "a value that nothing uses"
+
+
+def node_name(tape: ir.TapeGraph, node: fx.Node) -> str:
+    """What any value of the tape graph is: a placeholder's name for people, or what a node of the tape gave."""
+    if node.op == "placeholder":
+        return value_name(tape, str(node.target))
+    if node.target is operator.getitem:
+        source, index = node.args
+        assert isinstance(source, fx.Node)
+        return f"gradient {index} from {place(tape, source.meta['call'])}"
+    return f"what {place(tape, node.meta['call'])} gave"
+
+
+def _dimension(argument: Any, node: Any) -> int | None:
+    """The place of a size in the innermost list that has it; None where it stands alone."""
+    for each in argument:
+        if isinstance(each, (list, tuple)):
+            if node in each:
+                return each.index(node)
+            found = _dimension(each, node)
+            if found is not None:
+                return found
+    return None
+
+
+def _position(user: fx.Node, node: Any) -> int:
+    return next((index for index, argument in enumerate(user.args) if node in _flat(argument)), 0)
+
+
+def _flat(argument: Any) -> Iterator[Any]:
+    if isinstance(argument, (list, tuple)):
+        for each in argument:
+            yield from _flat(each)
+    else:
+        yield argument
+
+
+def argument_of(tape: ir.TapeGraph, call: fx.Node, position: int) -> str:
+    """One argument of a call: ``saved self of MulBackward0 after 0``."""
+    where = place(tape, call.meta["call"])
+    if call.target is ir.accumulate_grad:
+        leaf = leaf_name(tape, call.meta["call"])
+        return (leaf, f".grad of {leaf}", f"the gradient of {leaf}")[position]
+    if call.target is ir.copy_slices_prologue:
+        return f"{_OF_VIEWS[position]} in {where}"
+    if ir.is_validation(call):
+        if call.meta["call"] != 0:
+            return f"the gradient from {where}"
+        return "the gradient that the backward starts from" if position == 0 else "the loss"
+    name = _names(tape, call).get(position)
+    if name is not None:
+        return f"{readable(name)} of {where}"
+    if isinstance(call.target, ir.OpaqueOp):
+        return f"what {where} saved"
+    kinds = {"call_backward": "saved tensors", "Packed": "saved tensors", "unpack_hook": "saved tensors"}
+    return f"{kinds.get(ir.target_name(call), 'an input')} of {where}"
+
+
+def readable(name: str) -> str:
+    """``saved self`` for what PyTorch's node calls ``_saved_self``, ``sizes of self`` for ``_saved_self_sym_sizes``."""
+    match = _SIZES.fullmatch(name)
+    return f"{match['kind']} of {match['name']}" if match else f"saved {name}"
+
+
+def _names(tape: ir.TapeGraph, call: fx.Node) -> dict[int, str]:
+    """For a built-in node, the name of each saved value, by its position among the call's arguments.
+
+    Both come in one order, but the engine hands over more than has a name (layouts, dtypes); so each name goes to the
+    first argument that can be its.
+    """
+    names = list(tape.calls[call.meta["call"]].saved)
+    found: dict[int, str] = {}
+    for position, argument in enumerate(call.args):
+        if position >= 2 and names and _can_be(argument, names[0][1]):
+            found[position] = names.pop(0)[0]
+    return found
+
+
+def _can_be(argument: Any, text: str | None) -> bool:
+    """Whether an argument can be a saved value: ``text`` is its text, or None for tensors."""
+    kinds = {ir.value_kind(each) for each in _flat(argument)}
+    if text is None:
+        return kinds <= {"tensor", "none", "packed"}
+    if kinds & {"size", "scalar"}:
+        is_list = isinstance(argument, (list, tuple))
+        return is_list if text.startswith("[") else _NUMBER.fullmatch(text) is not None and not is_list
+    return ir.text_of(argument) == text
+
+
+def argument_name(tape: ir.TapeGraph, index: int, function: str, position: int) -> str | None:
+    """The name of one saved value of a node's built-in function, such as ``saved exponent``; None where it has none."""
+    for call in tape.by_call().get(index, ()):
+        if ir.target_name(call) == function:
+            if call.target is ir.copy_slices_prologue:
+                return _OF_VIEWS[position]
+            name = _names(tape, call).get(position)
+            return None if name is None else readable(name)
+    return None

@@ -1,0 +1,175 @@
+"""Sessions: what a user enables, and the account of what happened inside."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass, field, replace
+from typing import Any, TypeVar
+
+from shadow_cache import Bypass, Failure, Miss
+
+from ..cache.graphs import CompiledGraph
+from ..diagnostics.reporting import count_repeats, tell, warn_of
+from ..policies.background import BACKGROUND
+from ..settings import Settings
+from ..threads.forks import free_in_child
+
+HIT, SHAPE_MISS, STRUCTURE_MISS, BYPASS = "hit", "shape_miss", "structure_miss", "bypass"
+_F = TypeVar("_F", bound=Callable[..., Any])
+_RECORDING = free_in_child(threading.RLock())  # microseconds
+
+
+@dataclass(slots=True)
+class Stats:
+    """Counts of one session. Every backward is one of hit, shape miss, structure miss and bypass.
+
+    Attributes:
+        backwards: how often a backward was asked for.
+        captures: how often the engine reported a tape because it had not met its structure.
+        bypasses: for each reason, how many backwards the eager engine ran.
+        compiles: how many regions were compiled.
+        compile_seconds: seconds spent lowering and compiling, the first run of each region included.
+        loads: how many regions were found in the store on disk, where another process had compiled them.
+        failures: how often something of ours failed and a slower way was taken, with the right result.
+    """
+
+    backwards: int = 0
+    captures: int = 0
+    hits: int = 0
+    shape_misses: int = 0
+    structure_misses: int = 0
+    bypasses: dict[str, int] = field(default_factory=dict)
+    compiles: int = 0
+    compile_seconds: float = 0.0
+    loads: int = 0
+    failures: int = 0
+
+
+@dataclass(slots=True)
+class Outcome:
+    """What became of one backward.
+
+    Attributes:
+        outcome: ``"hit"``, ``"shape_miss"``, ``"structure_miss"`` or ``"bypass"``.
+        graph: the structure that ran; None for a bypass.
+        reasons: why it was no hit, and what failed on the way.
+        seconds: by stage: ``capture`` (the engine's walk, and its report where it missed), ``lower``, ``compile``,
+            ``load`` (from the store on disk), ``prove`` (comparing with the real calls), ``run`` (everything after the
+            capture, all of these included).
+    """
+
+    outcome: str
+    graph: CompiledGraph | None = None
+    reasons: tuple[Bypass | Miss | Failure, ...] = ()
+    seconds: dict[str, float] = field(default_factory=dict)
+
+
+class Session:
+    """A context manager around ``backward``. It nests, can be entered again, and holds only in the thread it is in."""
+
+    def __init__(self, settings: Settings) -> None:
+        self.settings = settings
+        self.last: Outcome | None = None
+        self._stats = Stats()
+        self._graphs: weakref.WeakValueDictionary[int, CompiledGraph] = weakref.WeakValueDictionary()
+        self._missed: Counter[tuple[str, str]] = Counter()
+
+    def __enter__(self) -> Session:
+        _stack().append(self)
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        _leave(self)
+
+    def stats(self) -> Stats:
+        """A copy of the counts so far."""
+        with _RECORDING:
+            return replace(self._stats, bypasses=dict(self._stats.bypasses))
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Wait until nothing is being compiled in the background.
+
+        Args:
+            timeout: seconds; None for as long as it takes.
+
+        Returns:
+            False where it took longer.
+        """
+        return BACKGROUND.wait(timeout)
+
+    def graphs(self) -> list[CompiledGraph]:
+        """The structures that this session captured or compiled, in the order in which it met them.
+
+        Those that the process has let go of since are not among them, see :data:`graphs.MOST_STRUCTURES`.
+        """
+        return list(self._graphs.values())
+
+    def record(self, outcome: Outcome, captured: bool = False, compiles: int = 0, loads: int = 0) -> None:
+        """Count one backward."""
+        failures = [reason for reason in outcome.reasons if isinstance(reason, Failure)]
+        failed, kind = len(failures), outcome.outcome
+        seconds = outcome.seconds.get("lower", 0.0) + outcome.seconds.get("compile", 0.0)
+        label = outcome.reasons[0].label if kind == BYPASS and isinstance(outcome.reasons[0], Bypass) else ""
+        with _RECORDING:
+            stats = self._stats
+            if label:
+                stats.bypasses.setdefault(label, 0)
+            # No call from here on: Ctrl-C finds all of a backward counted, or nothing of it.
+            if kind == HIT:
+                stats.hits += 1
+            elif kind == SHAPE_MISS:
+                stats.shape_misses += 1
+            elif kind == STRUCTURE_MISS:
+                stats.structure_misses += 1
+            else:
+                stats.bypasses[label] += 1
+            stats.backwards += 1
+            stats.captures += captured
+            stats.compiles += compiles
+            stats.loads += loads
+            stats.failures += failed
+            stats.compile_seconds += seconds
+            self.last = outcome
+            if outcome.graph is not None and (captured or outcome.outcome != HIT):
+                self._graphs.setdefault(id(outcome.graph), outcome.graph)
+        tell(outcome.outcome, outcome.reasons, outcome.seconds, compiles)
+        if compiles:
+            count_repeats(self._missed, outcome.reasons)
+        for failure in failures:
+            warn_of(failure)
+
+
+class Disabled:
+    """A context manager in which every ``backward`` runs on the eager engine, uncounted."""
+
+    def __enter__(self) -> None:
+        _stack().append(None)
+
+    def __exit__(self, *exception: object) -> None:
+        _leave(None)
+
+
+_local = threading.local()
+
+
+def _stack() -> list[Session | None]:
+    stack = getattr(_local, "stack", None)
+    if stack is None:
+        stack = _local.stack = []
+    return stack
+
+
+def _leave(session: Session | None) -> None:
+    """Take the innermost entry of ``session`` away, whatever was entered after it."""
+    stack = _stack()
+    position = max(index for index, entry in enumerate(stack) if entry is session)
+    del stack[position]
+
+
+def current() -> Session | None:
+    """The session that the calling thread is in; None outside of any, and inside ``disable``."""
+    stack = getattr(_local, "stack", None)
+    return stack[-1] if stack else None

@@ -1,0 +1,289 @@
+"""On which CUDA streams the nodes of a tape were recorded: may it run on the stream that backward is called on?
+Private API of torch; written against 2.13, tried on 2.11 to 2.13.
+
+The eager engine runs each node on the stream that its forward ran on, and makes streams wait for one another where
+gradients go from one to another (``torch/csrc/autograd/engine.cpp``, ``input_buffer.cpp``). A compiled backward runs on
+one stream, that of the thread that calls it, and nothing waits. So it is right for tapes that were wholly recorded on
+that stream; any other is the eager engine's.
+
+A node does not show its stream to Python. But each thread numbers the nodes that it records, and says how many there
+were. So whatever changes the current streams is watched, and for each thread is kept which numbers it recorded under
+which streams. A prefetcher that only copies on a stream of its own records no nodes, and leaves no trace here. Where
+all was recorded on the devices' default streams, and backward is called there, no number is looked at.
+
+Nothing here happens before CUDA is in use. What stays unknown:
+
+- streams that C++ code of others sets and sets back while it records nodes, and ``GreenContext``; with a Python that
+  does not let go of the dictionary of a class made by C++, so does ``with stream:`` (``torch.cuda.stream`` does not);
+- of the nodes recorded before the first ``enable``, those of a program that had no memory on another stream than the
+  default one then: they count as the default stream's. Where there is such memory, they count as unknown;
+- nodes that another thread recorded on a default stream, where backward is called on another stream; nodes that a hook
+  recorded inside a backward of the eager engine; and nodes with a number of the user's own (``_set_sequence_nr``);
+- the stream of an ``AccumulateGrad`` node: ``.grad`` is written on the stream that backward is called on. The eager
+  engine makes that stream wait for the write, so the two differ only for who reads ``.grad`` on a third one.
+"""
+
+from __future__ import annotations
+
+import bisect
+import ctypes
+import functools
+import gc
+import os
+import sys
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from shadow_cache import Bypass
+
+from ..capture.tape import LEAF_NUMBER, LONGEST, first_nodes
+from ..diagnostics.bypass import STREAM_CAPTURE, on_other_streams
+
+Streams = tuple[tuple[int, int], ...] | None
+"""Of each device whose current stream is not its default one: its index, and the stream's number. None: not known."""
+DEFAULT: Streams = ()
+UNKNOWN: Streams = None
+
+_MOST_CHANGES = 1024
+"""So many changes are kept of a thread; of older nodes it is then not known where they were recorded."""
+_MOST_THREADS = 64
+"""So many threads are kept apart, as far as they recorded on other streams than the default ones."""
+_SETTERS = ("_cuda_setStream", "_accelerator_setStream")
+"""What ``torch.cuda.stream``, ``torch.cuda.set_stream`` and ``torch.accelerator.set_stream`` end in."""
+
+_engines_task = torch._C._current_graph_task_id
+"""The engine's own: -1 outside of its backwards, those that are compiled among them."""
+
+
+def _recorded() -> int:
+    """How many nodes the calling thread has recorded so far: the number of the next."""
+    return torch._C._autograd._get_sequence_nr()
+
+
+def _current_streams() -> Streams:
+    found = [torch._C._cuda_getCurrentStream(index) for index in range(torch._C._cuda_getDeviceCount())]
+    return tuple([(device, number) for number, device, _ in found if number])  # a default stream's number is 0
+
+
+def _memory_on_other_streams() -> bool:
+    """Whether memory was ever allocated on another stream than the default one, and not given back to CUDA."""
+    try:
+        return any(segment["stream"] for segment in torch.cuda.memory_snapshot())
+    except RuntimeError:  # an allocator that gives no account
+        return True
+
+
+class _Thread:
+    """Which nodes a thread recorded under which streams.
+
+    Attributes:
+        changes: the number of the first node, and the streams that were current from then on.
+        seen: the number of the next node when the thread was last looked at.
+        listed: whether other threads look at this account: only where it has more than default streams.
+    """
+
+    def __init__(self, before: Streams, seen: int, streams: Streams) -> None:
+        self.changes: list[tuple[int, Streams]] = [(0, before)]
+        self.seen = seen
+        self.listed = False
+        self.change(seen, streams)
+
+    def look(self, number: int, streams: Streams) -> None:
+        """The thread has recorded ``number`` nodes, and these streams are current."""
+        if streams != self.changes[-1][1]:  # something that is not watched has set them, some time ago
+            self.change(self.seen, UNKNOWN)
+            self.change(number, streams)
+        self.seen = number
+
+    def change(self, number: int, streams: Streams) -> None:
+        """From the node of this number on, these streams are current."""
+        if self.changes[-1][0] == number:
+            self.changes.pop()  # nothing was recorded there
+        if not self.changes or self.changes[-1][1] != streams:
+            self.changes.append((number, streams))
+        if len(self.changes) > _MOST_CHANGES:
+            self.changes[: _MOST_CHANGES // 2] = [(0, UNKNOWN)]
+
+    def at(self, number: int) -> Streams:
+        """The streams under which a node was recorded."""
+        return self.changes[self._find(number)][1]
+
+    def during(self, lowest: int, highest: int) -> set[Streams]:
+        """All under which the nodes between two, these included, were recorded."""
+        return {streams for _, streams in self.changes[self._find(lowest) : self._find(highest) + 1]}
+
+    def _find(self, number: int) -> int:
+        return bisect.bisect_right(self.changes, number, key=lambda change: change[0]) - 1
+
+    def only(self, streams: Streams) -> bool:
+        """Whether all was recorded under these."""
+        return len(self.changes) == 1 and self.changes[0][1] == streams
+
+
+class Watch:
+    """Knows on which streams the nodes of the process were recorded.
+
+    Attributes:
+        in_use: whether CUDA is; else there is nothing to ask.
+    """
+
+    def __init__(self) -> None:
+        self.in_use = False
+        self._asked = False
+        self._local = threading.local()
+        self._lock = threading.Lock()
+        self._threads: list[_Thread] = []
+        self._unsure: set[int] = set()
+        self._by_engine: set[Streams] = set()
+        self._undo: list[Callable[[], None]] = []
+
+    def install(self) -> None:
+        """Begin to watch as soon as CUDA is in use; at once where it is."""
+        if self._asked or not hasattr(torch._C, _SETTERS[0]):
+            return
+        self._asked = True
+        torch.cuda._lazy_call(self.start)
+
+    def start(self) -> None:
+        """CUDA is in use from now on."""
+        if self.in_use:
+            return
+        streams = _current_streams()
+        if streams != DEFAULT or (torch.cuda._initialized and _memory_on_other_streams()):
+            self._unsure = set(sys._current_frames())  # the threads whose nodes so far may lie on any stream
+        self.in_use = True
+        self._look()
+        for name in _SETTERS:
+            if hasattr(torch._C, name):
+                self._replace(torch._C, name)
+        for name in ("__enter__", "__exit__"):  # a stream is a context manager, written in C++
+            self._replace(torch.Stream, name)
+
+    def reason(self, outputs: Sequence[Any]) -> Bypass | None:
+        """Why a backward from ``outputs``, called now in this thread, cannot be compiled; None where it can.
+
+        To be asked where CUDA is in use. Some microseconds; where nodes were recorded on different streams, 0.5 more
+        for each node of the tape.
+        """
+        if torch._C._cuda_isCurrentStreamCapturing():
+            return STREAM_CAPTURE
+        return self._elsewhere(outputs)
+
+    def differentiable(self, outputs: Sequence[Any]) -> None:
+        """The eager engine is about to run a backward that records nodes: its own threads do, on the tape's streams."""
+        streams = self._look().changes[-1][1] if self._elsewhere(outputs) is None else UNKNOWN
+        if streams != DEFAULT:
+            self._by_engine.add(streams)
+
+    def reset_after_fork(self) -> None:
+        """A forked child cannot use CUDA where its parent did."""
+        self.in_use = False
+        self._lock = threading.Lock()
+
+    def stop(self) -> None:
+        """Watch no more; for tests."""
+        while self._undo:
+            self._undo.pop()()
+        self.in_use = self._asked = False
+
+    def _elsewhere(self, outputs: Sequence[Any]) -> Bypass | None:
+        mine = self._look()
+        now = mine.changes[-1][1]
+        with self._lock:
+            others = [each for each in self._threads if each is not mine]
+        if any(streams != now for streams in self._by_engine):
+            return on_other_streams("a node that another backward recorded (create_graph)")
+        if mine.only(now) and not others:
+            return None
+        nodes = first_nodes(outputs)
+        if len(nodes) > LONGEST:
+            return on_other_streams(f"some node of a tape of more than {LONGEST} nodes")
+        numbers = [number for node in nodes if (number := type(node)._sequence_nr(node)) != LEAF_NUMBER]
+        if not numbers:
+            return None
+        lowest, highest = min(numbers), max(numbers)
+        here = {DEFAULT, now}
+        if mine.during(lowest, highest) == {now} and all(each.during(lowest, highest) <= here for each in others):
+            return None
+        for node in nodes:
+            number = type(node)._sequence_nr(node)
+            if number == LEAF_NUMBER:
+                continue
+            if mine.at(number) != now or any(each.at(number) not in here for each in others):
+                return on_other_streams(type(node).name(node).rpartition("::")[2])
+        return None
+
+    def _look(self) -> _Thread:
+        """Note the streams that are current in the calling thread; gives its account."""
+        number, streams = _recorded(), _current_streams()
+        mine: _Thread | None = getattr(self._local, "thread", None)
+        if mine is not None:
+            mine.look(number, streams)
+        else:
+            # Nobody set this thread's streams since we began to watch, but the engine sets those of its own unseen.
+            unsure = _engines_task() != -1 or threading.get_ident() in self._unsure
+            before = UNKNOWN if unsure else streams
+            mine = self._local.thread = _Thread(before, number, streams)
+        self._list(mine)
+        return mine
+
+    def _list(self, mine: _Thread) -> None:
+        if mine.listed or mine.only(DEFAULT):
+            return
+        with self._lock:
+            mine.listed = True
+            self._threads.append(mine)
+            if len(self._threads) > _MOST_THREADS:
+                self._merge_threads()
+
+    def _merge_threads(self) -> None:
+        """Of the older half, those that are back on default streams become one, of which nothing is known."""
+        older, newer = self._threads[: _MOST_THREADS // 2], self._threads[_MOST_THREADS // 2 :]
+        done = [each for each in older if each.changes[-1][1] == DEFAULT]
+        if done:
+            for each in done:
+                each.listed = False  # one that goes on comes back when it is looked at again
+            merged = _Thread(UNKNOWN, max(each.changes[-1][0] for each in done), DEFAULT)
+            self._threads = [merged, *(each for each in older if each.changes[-1][1] != DEFAULT), *newer]
+
+    def _replace(self, owner: Any, name: str) -> None:
+        """Look at the streams before and after each call of a function."""
+        original = getattr(owner, name)
+
+        @functools.wraps(original)
+        def watched(*args: Any, **kwargs: Any) -> Any:
+            # In a backward of the engine's, streams are its own, and what it records is seen to in `differentiable`.
+            if not self.in_use or _engines_task() != -1:
+                return original(*args, **kwargs)
+            self._look()
+            try:
+                return original(*args, **kwargs)
+            finally:
+                self._look_after_change()
+
+        _set(owner, name, watched)
+        self._undo.append(functools.partial(_set, owner, name, original))
+
+    def _look_after_change(self) -> None:
+        mine: _Thread = self._local.thread
+        mine.change(_recorded(), _current_streams())
+        self._list(mine)
+
+
+def _set(owner: Any, name: str, value: Any) -> None:
+    """``setattr``, also on a class that C++ made and that lets nobody change it."""
+    try:
+        setattr(owner, name, value)
+    except TypeError:
+        for attributes in gc.get_referents(owner.__dict__):
+            if type(attributes) is dict:
+                attributes[name] = value
+                ctypes.pythonapi.PyType_Modified(ctypes.py_object(owner))
+
+
+WATCH = Watch()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=WATCH.reset_after_fork)

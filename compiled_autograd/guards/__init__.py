@@ -1,0 +1,1 @@
+"""What reuse depends on: sizes and symbols, the state of the process."""

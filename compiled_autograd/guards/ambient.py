@@ -1,0 +1,89 @@
+"""State of the process and the thread that changes what a backward computes, without being part of the tape.
+
+It is asked for in each backward, when the tape is released: so nothing in here raises, whatever the user has set, and
+all of it takes some microseconds. What each kernel asks for itself when it runs, compiled or not, such as whether
+denormal numbers are flushed to zero or products of float16 on the CPU may be added in float16, need not be known here.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import _C
+
+from backends.environment import chosen_settings
+
+from ..ir import nans
+
+Ambient = tuple[tuple[str, Any], ...]
+INDUCTOR_SETTINGS = "inductor_settings"
+"""A part of this name is also in the environment of what Inductor compiled, for the store."""
+
+
+def ambient() -> Ambient:
+    """Named parts, compared by value: a variant made under one state never serves another."""
+    parts = (
+        ("autocast", _autocast()),
+        ("deterministic", _C._get_deterministic_algorithms()),
+        ("deterministic_warn_only", _C._get_deterministic_algorithms_warn_only()),
+        ("deterministic_fill", _C._get_deterministic_fill_uninitialized_memory()),
+        ("check_nan", nans.looked_for()),
+        ("default_dtype", torch.get_default_dtype()),
+        ("matmul_precision", _matmul_precision()),
+        ("mkldnn_precision", _precision("mkldnn")),
+        ("threads", torch.get_num_threads()),  # generated CPU kernels have it baked in
+        (INDUCTOR_SETTINGS, chosen_settings()),
+        ("mkldnn", _C._get_mkldnn_enabled()),
+        ("mkldnn_deterministic", _C._get_mkldnn_deterministic()),
+        ("nnpack", _C._get_nnpack_enabled()),
+        ("cudnn", (_C._get_cudnn_enabled(), _C._get_cudnn_benchmark(), _C._get_cudnn_deterministic())),
+    )
+    return parts + _cuda() if torch.cuda._initialized else parts
+
+
+def compile_state(state: Ambient) -> Ambient:
+    """What of it the compiling of a lowered graph depends on."""
+    return tuple(part for part in state if part[0] not in ("autocast", "check_nan"))
+
+
+def _precision(backend: str) -> tuple[str, ...]:
+    """How products, convolutions and recurrent layers of float32 are rounded; what is set for all backends, or for all
+    of one backend, is in it (``fp32_precision`` in ``torch/backends/__init__.py``, 2.13). Unset is as "ieee"."""
+    get = _C._get_fp32_precision_getter
+    found = (get(backend, "matmul"), get(backend, "conv"), get(backend, "rnn"))
+    return _IEEE if found == _UNSET else tuple("ieee" if each == "none" else each for each in found)
+
+
+_UNSET = ("none", "none", "none")
+_IEEE = ("ieee", "ieee", "ieee")
+
+
+def _matmul_precision() -> str:
+    """What ``torch.set_float32_matmul_precision`` set. It cannot be asked for where backends differ from it, which
+    :func:`_precision` then says."""
+    try:
+        return _C._get_float32_matmul_precision()
+    except RuntimeError:
+        return "mixed"
+
+
+def _cuda() -> Ambient:
+    return (
+        ("cuda_precision", _precision("cuda")),
+        ("cuda_bf16_reduction", _C._get_cublas_allow_bf16_reduced_precision_reduction()),
+        ("cuda_fp16_reduction", _C._get_cublas_allow_fp16_reduced_precision_reduction()),
+        ("cuda_fp16_accumulation", _C._get_cublas_allow_fp16_accumulation()),
+        ("cuda_blas", _C._get_blas_preferred_backend()),
+        ("cuda_linalg", _C._get_linalg_preferred_backend()),
+    )
+
+
+def _autocast() -> Any:
+    if not _C._is_any_autocast_enabled():
+        return None
+    return tuple(
+        (device, str(torch.get_autocast_dtype(device)))
+        for device in ("cpu", "cuda", "xpu", "mps", "mtia", "hpu")
+        if torch.is_autocast_enabled(device)
+    )

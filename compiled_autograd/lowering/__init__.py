@@ -1,0 +1,1 @@
+"""A region to a functional ATen graph, and what a backend makes of it."""

@@ -1,0 +1,52 @@
+"""Fake tensors of given metadata, made without running an operator: in a tenth of the time of ``FakeTensorMode``."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from ..steps.memory import extent
+
+
+def made_fake(
+    mode: FakeTensorMode,
+    storage: torch.UntypedStorage,
+    size: Sequence[int],
+    stride: Sequence[int],
+    offset: int | torch.SymInt,
+    dtype: torch.dtype,
+    device: torch.device,
+    conj: bool = False,
+    neg: bool = False,
+) -> FakeTensor:
+    """A fake tensor that lies in ``storage``, which is one of the meta device. To be called with no mode on."""
+    tensor = torch.empty(0, dtype=dtype, device="meta").set_(storage, offset, size, stride)
+    if conj:
+        torch._C._set_conj(tensor, True)
+    if neg:
+        torch._C._set_neg(tensor, True)
+    return FakeTensor(mode, tensor, device)
+
+
+def fake_of(mode: FakeTensorMode, tensor: torch.Tensor, plain: bool = False) -> torch.Tensor:
+    """A fake tensor for a real one, without history and ``.grad``; but some of the engine's functions ask what requires
+    grad.
+
+    It lies at the beginning of memory of its own, just as large as its elements need. What is traced with it must hold
+    for any tensor of that kind, wherever that lies, and whatever else lies there
+    (:data:`compiled_autograd.lowering.aten.ABSOLUTE`).
+
+    Args:
+        plain: without conjugate and negative bit, and with memory where it is zeros without.
+    """
+    if tensor.is_quantized or (tensor._is_zerotensor() and not plain):  # more is to be known of it than its metadata
+        return mode.from_tensor(tensor.detach().requires_grad_(tensor.requires_grad), static_shapes=True)
+    conj, neg = tensor.is_conj() and not plain, tensor.is_neg() and not plain
+    with torch._C._DisableTorchDispatch():
+        storage = torch.UntypedStorage(extent(tensor) * tensor.itemsize, device="meta")
+        fake = made_fake(
+            mode, storage, tensor.shape, tensor.stride(), 0, tensor.dtype, tensor.device, conj=conj, neg=neg
+        )
+        return fake.requires_grad_() if tensor.requires_grad else fake

@@ -1,0 +1,503 @@
+"""A region and the values in hand -> a compiled region: looked up among those that are there, else lowered, compiled,
+and run for the first time.
+"""
+
+from __future__ import annotations
+
+import math
+import operator
+import re
+import threading
+import time
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import msgspec
+import torch
+from torch import fx
+from torch.fx._lazy_graph_module import _LazyGraphModule
+
+from backends import ArtifactError, Backend, Compiled
+from backends.collecting import RARELY
+from shadow_cache import DamagedEntryError, Failure, Miss, StoreError
+
+from .. import ir
+from ..diagnostics.explain_variants import guard_miss, handed_on_miss
+from ..errors import UntraceableError
+from ..guards.shapes import Spec, is_static, spec_of, static_parts, widened
+from ..ir.partition import Region
+from ..steps.accumulate import obeys_layout
+from ..steps.compiled_calls import make_plain, put_results, run_compiled
+from ..steps.log import RunLog
+from ..steps.memory import is_out_of_memory, memory_of
+from ..steps.steps import RegionPlan, RegionStep, Slots, Specialised, Wiring
+from ..threads.forks import compiles_under
+from . import aten
+from .likeness import likeness
+from .lower import Lowered, lower
+
+Pass = Callable[[fx.GraphModule], fx.GraphModule | None]
+COMPILING = compiles_under(threading.RLock())  # neither tracing nor Inductor can be used by two threads at once
+_MOST_OPAQUE = 4
+"""So many calls stay opaque because they cannot be traced with symbols, before a region is rather compiled for each
+set of shapes by itself."""
+MOST_GUARDED = 8
+"""So many compiled versions of a region are kept beside one another before the oldest goes."""
+
+
+@dataclass(slots=True)
+class AtHand:
+    """An ATen graph that was made in this process."""
+
+    module: fx.GraphModule
+
+    def graph_module(self) -> fx.GraphModule:
+        """The graph."""
+        return self.module
+
+    def text(self) -> str:
+        """The graph as code of Python."""
+        return self.module.graph.python_code("self").src
+
+
+@dataclass(slots=True)
+class Shelved:
+    """A compiled region in the store on disk: how it is fed, and the names of its files there."""
+
+    plan: RegionPlan
+    artifact: str
+    lowered: str
+    code: str = ""
+
+    def graph_module(self) -> fx.GraphModule:
+        """The ATen graph, made of its text. Constants in it are empty tensors."""
+        return graph_of(self.code)
+
+    def text(self) -> str:
+        """The graph as code of Python."""
+        return self.code
+
+
+@dataclass(slots=True)
+class Shelf:
+    """What the store has of one variant, by the place of the region; and what gives a file of the store."""
+
+    regions: Mapping[tuple[int, int], Sequence[Shelved]]
+    read: Callable[[str], bytes]
+    loaded: dict[str, Compiled] = field(default_factory=dict)
+
+    def load(self, backend: Backend, artifact: str) -> Compiled:
+        """An artifact, for one region. Several may have the same, with inputs of other sizes and strides.
+
+        Raises:
+            StoreError, ArtifactError: it cannot be read, or not be used.
+        """
+        if artifact not in self.loaded:
+            self.loaded[artifact] = backend.load(self.read(artifact))  # type: ignore[attr-defined]
+        call = self.loaded[artifact]
+        return call.another() if hasattr(call, "another") else call
+
+
+RunCompiled = Callable[[Callable[[list[Any]], Sequence[Any]], list[Any]], Sequence[Any]]
+Compile = Callable[[Backend, fx.GraphModule, Sequence[Any]], Compiled]
+
+
+def compile_here(backend: Backend, graph_module: fx.GraphModule, examples: Sequence[Any]) -> Compiled:
+    """Compile in this thread."""
+    with RARELY:
+        return backend.compile(graph_module, examples)
+
+
+class Specialiser:
+    """Compiles regions.
+
+    Args:
+        backend: what compiles them.
+        passes: functions over each region's ATen graph; each gives a new one, or None where it changed it in place.
+        specs: for placeholders, what they are made for; where another program was there before, also for what its
+            steps hand on.
+        dynamic: some of the specs have a history: what changes becomes a symbol.
+    """
+
+    def __init__(
+        self, backend: Backend, passes: Sequence[Pass], specs: Mapping[fx.Node, Spec], dynamic: bool = False
+    ) -> None:
+        self.backend = backend
+        self.passes = tuple(passes)
+        self.specs = dict(specs)
+        self.dynamic = dynamic
+        self.shelf: Shelf | None = None
+        self.finished: list[RunLog] = []
+        self.regions: Callable[[], Iterable[RegionStep]] = tuple
+        self.name_of: Callable[[fx.Node], str] = str  # for people
+        self.title: Callable[[], str] = lambda: "a tape"
+        self._opaque = 0
+        self._made: dict[Hashable, Compiled] = {}
+
+    # ---- looking up ------------------------------------------------------------------------------------------------
+
+    def kind(self, step: RegionStep, slots: Slots) -> tuple[Any, ...]:
+        """What compiled code depends on, of what earlier steps hand on; what changes is left to the guards."""
+        if not self.dynamic:
+            return tuple([kind_of_value(slots[slot]) for slot in step.handed_on])
+        if step.each_shape:
+            return tuple([kind_of_value(slots[slot]) for slot in step.inputs])
+        return tuple([kind_of_value(slots[slot], self.specs.get(node)) for node, slot in step.made()])
+
+    def find(self, step: RegionStep, slots: Slots) -> tuple[bool, Specialised | None]:
+        """What was compiled for the values in hand, if anything was; None where its calls are to run one by one."""
+        for compiled in step.compiled.get(self.kind(step, slots), ()):
+            if (
+                compiled is None
+                or compiled.guard is None
+                or compiled.guard.function([slots[slot] for slot in compiled.arguments])
+            ):
+                return True, None if compiled is None or compiled.proof.refuted else compiled
+        return False, None
+
+    def load(self, step: RegionStep, slots: Slots, log: RunLog) -> bool:
+        """Take what the store on disk has for the values in hand, if it has; :meth:`find` finds it then."""
+        if self.shelf is None:
+            return False
+        for shelved in self.shelf.regions.get(step.place, ()):
+            step.each_shape = step.each_shape or shelved.plan.each_shape
+            kind = self.kind(step, slots)
+            if shelved.plan.kind != repr(kind):
+                continue
+            started = time.perf_counter()
+            try:
+                shelved.code = self.shelf.read(shelved.lowered).decode()
+                call = self.shelf.load(self.backend, shelved.artifact)
+                compiled = step.bind(shelved, call, shelved.plan.wiring, kind, shelved.plan.guard())
+            except (StoreError, ArtifactError) as error:
+                where = f"the stored code of {len(step.region.nodes)} calls"
+                found = error.found if isinstance(error, DamagedEntryError) else str(error)
+                log.misses.append(Miss("corrupt", where, "what was stored", found, "it is compiled again"))
+                continue
+            finally:
+                log.add("load", time.perf_counter() - started)
+            for form in shelved.plan.dropped:  # another process has found it to be wrong
+                instead = self.drop(compiled, form)
+                found = "in an earlier process it differed from the real calls"
+                log.failures.append(Failure("mismatch", self.where(step, form), found, instead))
+            if compiled.guard is None or compiled.guard.function([slots[slot] for slot in compiled.arguments]):
+                step.compiled[kind] = [*step.compiled.get(kind, ()), compiled]
+                log.loads += 1
+                return True
+        return False
+
+    # ---- compiling -------------------------------------------------------------------------------------------------
+
+    def specialise(
+        self, step: RegionStep, slots: Slots, log: RunLog, compile: Compile = compile_here
+    ) -> Specialised | None:
+        """Compile a region for the values in hand. None: the backend failed.
+
+        Raises:
+            UntraceableError: some of its calls cannot be traced.
+        """
+        before = self.kind(step, slots)
+        if known := [compiled for compiled in step.compiled.get(before, ()) if compiled is not None]:
+            log.misses.append(self._guard_miss(step, known[-1], slots))
+        elif step.compiled:
+            log.misses.append(self._other_kind(step, before, next(reversed(step.compiled))))
+        for node, slot in step.made():
+            spec = widened(self.specs.get(node), slots[slot]) if self.dynamic else spec_of(slots[slot])
+            if spec is not None:
+                self.specs[node] = spec
+        compiled = self._attempts(step, slots, log, compile)
+        kind = self.kind(step, slots)
+        step.compiled[kind] = [*step.compiled.get(kind, ())[-MOST_GUARDED:], compiled]
+        return compiled
+
+    def first_run(
+        self, step: RegionStep, compiled: Specialised, slots: Slots, log: RunLog, run: RunCompiled | None = None
+    ) -> Specialised | None:
+        """Run what was just compiled. None: it failed, and the region's calls are to run one by one."""
+        started = time.perf_counter()
+        arguments = [slots[slot] for slot in compiled.arguments]
+        make_plain(arguments, compiled.plain)
+        checked: Specialised | None = None
+        try:
+            results = (run or run_compiled)(compiled.call, list(arguments))
+            leaves = [slots[fresh.leaf] for fresh in step.fresh]
+            wiring = _owned(compiled.wiring, results, arguments, leaves)
+            checked = step.bind(compiled.aten, compiled.call, wiring, compiled.kind, compiled.guard)
+            checked.proof = compiled.proof
+        except Exception as error:
+            if run is not None and is_out_of_memory(error):
+                raise  # there was less than this needs elsewhere
+            log.failures.append(failure_of("compile", self.backend.name, step.region, error))
+            log.compiles -= 1  # what cannot run does not count, nor serve another region
+            self._forget(compiled.call)
+        finally:
+            log.add("compile", time.perf_counter() - started)
+        step.put_in_place(compiled, checked)
+        if checked is not None:
+            put_results(checked, results, slots)
+        return checked
+
+    # ---- what the proofs ask ---------------------------------------------------------------------------------------
+
+    def drop(self, compiled: Specialised, form: str) -> str:
+        """Never run a form of something compiled again, nor where a like region has it too.
+
+        Returns:
+            What runs instead, in words.
+        """
+        alike = [each for step in self.regions() for each in step.specialised() if each.call is compiled.call]
+        alike = [compiled, *(each for each in alike if each is not compiled)]
+        for each in alike:
+            each.proof.dropped = tuple(dict.fromkeys((*each.proof.dropped, form)))
+            each.proof.settled = False
+        drop = getattr(compiled.call, "drop", None)
+        if drop is not None and drop(form):
+            return "a slower form of it runs from now on"
+        self._forget(compiled.call)
+        if self.passes:  # what the user's passes have made of it was asked for, and not the calls
+            for each in alike:
+                each.call = _one_by_one(each.aten.graph_module())
+            return "the operators of its graph run one by one from now on"
+        for each in alike:
+            each.proof.refuted = True
+        return "the region's calls run one by one from now on"
+
+    def restride(
+        self, step: RegionStep, compiled: Specialised, strides: Mapping[int, tuple[int, ...]]
+    ) -> Specialised | None:
+        """Hand on copies of results whose strides are not those that the real calls give. None: that cannot be done.
+
+        Args:
+            strides: for outputs of the region, by their number.
+        """
+        wiring = compiled.wiring
+        given = dict(wiring.values)
+        if compiled.guard is not None or not all((each, given.get(each)) in wiring.apart for each in strides):
+            return None  # the strides are those of one set of sizes; and what shares memory is to share it
+        wiring = msgspec.structs.replace(
+            wiring,
+            values=tuple(pair for pair in wiring.values if pair[0] not in strides),
+            strides=(*wiring.strides, *((each, given[each], wanted) for each, wanted in strides.items())),
+        )
+        made = step.bind(compiled.aten, compiled.call, wiring, compiled.kind, None)
+        made.proof = compiled.proof
+        step.put_in_place(compiled, made)
+        return made
+
+    def failed_to_run(
+        self, step: RegionStep, compiled: Specialised, form: str, log: RunLog, error: BaseException
+    ) -> None:
+        """A form of something that had run before has failed, beside the real calls."""
+        failure = failure_of("run", self.backend.name, step.region, error)
+        log.failures.append(msgspec.structs.replace(failure, instead=self.drop(compiled, form)))
+
+    def where(self, step: RegionStep, form: str) -> str:
+        """Which region of which tape it is, in words."""
+        calls = [node.meta["call"] for node in step.region.nodes]
+        return f"{form} of {self.title()}: {len(calls)} calls, of its nodes #{min(calls)} to #{max(calls)}"
+
+    def _forget(self, call: Compiled) -> None:
+        """Give it to no other region."""
+        self._made = {like: made for like, made in self._made.items() if made is not call}
+
+    def _guard_miss(self, step: RegionStep, compiled: Specialised, slots: Slots) -> Miss:
+        """What was found to hold of the symbols when the region was compiled does not hold now."""
+        assert compiled.guard is not None
+        nodes = [step.region.inputs[step.inputs.index(slot)] for slot in compiled.arguments]
+        return guard_miss(compiled.guard, [slots[slot] for slot in compiled.arguments], list(map(self.name_of, nodes)))
+
+    def _other_kind(self, step: RegionStep, new: tuple[Any, ...], old: tuple[Any, ...]) -> Miss:
+        """What an earlier step handed on differs in shape, strides, dtype or definedness from what was compiled for."""
+        nodes = step.region.inputs if step.each_shape else [node for node, _ in step.made()]
+        for node, one, other in zip(nodes, old, new, strict=True):
+            if one != other:
+                return handed_on_miss(self.name_of(node), one, other)
+        raise ir.IllegalGraphError(f"two equal kinds of inputs taken for different: {new}")
+
+    def _attempts(self, step: RegionStep, slots: Slots, log: RunLog, compile: Compile) -> Specialised | None:
+        symbols = self.dynamic and not step.each_shape
+        try:
+            return self._attempt(step, slots, log, compile, self.specs if symbols else None)
+        except UntraceableError as error:
+            if symbols and self._opaque < _MOST_OPAQUE:  # of such calls there are few; the rest is for all sizes
+                self._opaque += 1
+                error.always = False
+                raise
+            if not symbols:
+                raise
+            failed = failure_of("symbols", self.backend.name, step.region, error.cause)
+        except _Failed as error:
+            failed = error.failure
+        if not symbols:
+            log.failures.append(failed)
+            return None
+        step.each_shape = True
+        compiled = self._attempts(step, slots, log, compile)
+        if compiled is not None:
+            instead = "each set of shapes is compiled by itself"
+            log.failures.append(Failure("symbols", failed.where, failed.error, instead))
+        return compiled
+
+    def _attempt(
+        self, step: RegionStep, slots: Slots, log: RunLog, compile: Compile, specs: Mapping[fx.Node, Spec] | None
+    ) -> Specialised:
+        """Lower and compile a region."""
+        started = time.perf_counter()
+        if compile is compile_here and hasattr(self.backend, "prepare"):
+            with RARELY:
+                self.backend.prepare()
+        try:
+            with RARELY:
+                lowered = self._lower(step, slots, specs)
+        except UntraceableError:
+            raise
+        except Exception as error:
+            raise _Failed(failure_of("lower", self.backend.name, step.region, error)) from error
+        finally:
+            log.add("lower", time.perf_counter() - started)
+        started = time.perf_counter()
+        try:
+            aten = _copy(lowered.graph_module)
+            call = self._compile(lowered, compile, log)
+            guard = None if lowered.symbols is None else lowered.symbols.guard()
+        except Exception as error:
+            raise _Failed(failure_of("compile", self.backend.name, step.region, error)) from error
+        finally:
+            log.add("compile", time.perf_counter() - started)
+        compiled = step.bind(AtHand(aten), call, _wiring(step, lowered), self.kind(step, slots), guard)
+        compiled.checked = False
+        return compiled
+
+    def _compile(self, lowered: Lowered, compile: Compile, log: RunLog) -> Compiled:
+        """Compile an ATen graph; or take what was made of one that is the same, as repeated layers have them."""
+        like = likeness(lowered.graph_module, lowered.examples) if getattr(self.backend, "slow", False) else None
+        if like is not None and like in self._made:
+            return self._made[like]
+        call = compile(self.backend, lowered.graph_module, lowered.examples)
+        log.compiles += 1
+        if like is not None:
+            self._made[like] = call
+        return call
+
+    def _lower(self, step: RegionStep, slots: Slots, specs: Mapping[fx.Node, Spec] | None) -> Lowered:
+        given = [slots[slot] for slot in step.inputs]
+        leaves = {fresh.call: slots[fresh.leaf] for fresh in step.fresh}
+        leaves = {call: leaf for call, leaf in leaves.items() if ir.is_plain(leaf)}
+        plain = not self.backend.bitwise
+        lowered = lower(step.region, given, leaves, self.backend.decompositions(), specs, step.givers, plain)
+        for each in self.passes:
+            lowered.graph_module = each(lowered.graph_module) or lowered.graph_module
+        aten.verify(lowered.graph_module)
+        return lowered
+
+
+class _Failed(Exception):
+    """Lowering or compiling failed."""
+
+    def __init__(self, failure: Failure) -> None:
+        super().__init__(str(failure))
+        self.failure = failure
+
+
+def graph_of(code: str) -> fx.GraphModule:
+    """The graph of a text that :meth:`AtHand.text` gave."""
+    names = sorted(set(re.findall(r"\bself\.(\w+)", code)))
+    root = torch.nn.Module()
+    for name in names:
+        root.register_buffer(name, torch.empty(0))
+    namespace: dict[str, Any] = {"torch": torch, "device": torch.device, "inf": math.inf, "nan": math.nan}
+    namespace.update({"operator": operator, "_operator": operator, "math": math, "fx_pytree": fx._pytree})
+    exec(compile(code, "<an ATen graph>", "exec"), namespace)
+    module = type("Lowered", (torch.nn.Module,), {"forward": namespace["forward"]})()
+    for name, buffer in root.named_buffers():
+        module.register_buffer(name, buffer)
+    return fx.symbolic_trace(module)
+
+
+def _one_by_one(graph_module: fx.GraphModule) -> Compiled:
+    return lambda arguments: graph_module(*arguments)
+
+
+def _wiring(step: RegionStep, lowered: Lowered) -> Wiring:
+    positions = {fresh.call: position for position, fresh in enumerate(step.fresh)}
+    outputs = {node: position for position, (node, _) in enumerate(step.outputs)}
+    return Wiring(
+        taken=tuple(lowered.taken),
+        values=tuple((outputs[node], index) for node, index in lowered.values.items() if index is not None),
+        fresh=tuple((positions[call], index) for call, index in lowered.leaves.items() if index is not None),
+        copied=(),
+        passed=tuple((positions[call], index) for call, index in lowered.passed.items()),
+        flags=_flags(step, lowered),
+        plain=tuple(lowered.plain),
+        apart=tuple((outputs[node], lowered.values[node]) for node in lowered.apart),  # type: ignore[misc]
+    )
+
+
+def _flags(step: RegionStep, lowered: Lowered) -> tuple[tuple[int, int], ...]:
+    if not lowered.flags:
+        return ()
+    position = {step.givers[node]: place for place, node in enumerate(step.region.nodes) if node in step.givers}
+    return tuple((position[call], number) for call, number in lowered.flags)
+
+
+def _owned(wiring: Wiring, results: Sequence[Any], arguments: Sequence[Any], leaves: Sequence[Any]) -> Wiring:
+    """The same, once it was seen which gradients the backend gives in memory that something else sees, or with other
+    strides than the trace had (its ``native_layer_norm_backward`` follows the input, and the CPU's does not)."""
+    shared = _not_owned(results, [index for _, index in (*wiring.apart, *wiring.fresh)], arguments)
+    own = [pair for pair in wiring.fresh if pair[1] not in shared]
+    obeying = [pair for pair in own if results[pair[1]] is None or obeys_layout(results[pair[1]], leaves[pair[0]])]
+    return msgspec.structs.replace(
+        wiring,
+        values=tuple(pair for pair in wiring.values if pair not in wiring.apart or pair[1] not in shared),
+        copied_values=tuple(pair for pair in wiring.apart if pair[1] in shared),
+        fresh=tuple(obeying),
+        copied=tuple(pair for pair in wiring.fresh if pair[1] in shared),
+        other_strides=tuple(pair for pair in own if pair not in obeying),
+    )
+
+
+def kind_of_value(value: Any, spec: Spec | None = None) -> Any:
+    """What compiled code depends on, of one of its inputs; of one with a history, without what changes."""
+    if not isinstance(value, torch.Tensor):
+        return value
+    with torch._C.DisableTorchFunctionSubclass():
+        stride = value.stride() if value.layout is torch.strided else None
+        shape: Any = value.shape
+        if spec is not None and len(spec) == len(shape) and not is_static(spec):
+            parts = zip(static_parts(spec), shape, strict=True)
+            stride, shape = None, tuple([None if part is None else size for part, size in parts])
+        elif stride is not None and 1 in shape:  # compiled code may give a dimension of one element another stride
+            stride = tuple([0 if size == 1 else each for size, each in zip(shape, stride, strict=True)])
+        bits = (value.is_conj(), value.is_neg(), value._is_zerotensor())
+        kind = (shape, stride, value.dtype, value.device, value.layout, *bits)
+    return (type(value), *kind)
+
+
+def _not_owned(results: Sequence[Any], fresh: Sequence[int], arguments: Sequence[Any]) -> set[int]:
+    """Which results a backend gave in memory that something else sees, against what the graph says."""
+    seen = {memory_of(value) for value in arguments}
+    seen.update(memory_of(value) for index, value in enumerate(results) if index not in set(fresh))
+    shared = set()
+    for index in fresh:
+        memory = memory_of(results[index])
+        if memory is not None and memory in seen:
+            shared.add(index)
+        seen.add(memory)
+    return shared
+
+
+def _copy(graph_module: fx.GraphModule) -> fx.GraphModule:
+    """The graph as it is now, without the fake tensors in its nodes; backends change the one that they get."""
+    graph = fx.Graph()
+    output = graph.graph_copy(graph_module.graph, {})
+    graph.output(output)
+    for node in graph.nodes:
+        node.meta = {}
+    return _LazyGraphModule(graph_module, graph)
+
+
+def failure_of(stage: str, backend: str, region: Region, error: BaseException) -> Failure:
+    first_line = str(error).partition("\n")[0]
+    where = f"backend {backend!r}, a region of {len(region.nodes)} calls"
+    return Failure(stage, where, f"{type(error).__name__}: {first_line[:300]}", "the region's calls run one by one")

@@ -1,0 +1,106 @@
+"""What the engine's functions were traced to, remembered for the next region that calls them alike.
+
+To run one of the engine's functions under fake tensors takes about a millisecond; to copy the few ATen nodes that came
+of it last time, a tenth of that. Repeated layers call the same functions with tensors of the same metadata, and so do
+tapes that differ in a few nodes.
+
+What comes of a call depends on the function, on the metadata of its tensors and on how these share memory, on its other
+arguments, on the table of decompositions, and on the state of the process (:mod:`..guards.ambient`). All of
+that is in the key; a call whose arguments have anything else in them (a symbol, a constant that is known by value) is
+run. A call is remembered only if it made nothing but operators on its own arguments and did not write into these.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+from torch import fx
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
+
+from .. import ir
+from ..guards.ambient import ambient
+from .copied_calls import Arguments, NotACopyError, NotAKeyError, TracedCall, recorded
+
+MOST = 4096
+"""So many calls are remembered for one table of decompositions; the one that was used longest ago goes first."""
+_MOST_TABLES = 4
+_PURE = frozenset({ir.sum_gradients, ir.copy_slices_prologue, ir.copy_slices_epilogue})
+TRACED: OrderedDict[int, _Table] = OrderedDict()
+
+
+class TracedCalls:
+    """The calls of one trace: to be made within it.
+
+    Args:
+        decompositions: the table that the trace has.
+    """
+
+    def __init__(self, decompositions: Mapping[Any, Callable[..., Any]] | None) -> None:
+        table = TRACED.setdefault(id(decompositions), _Table(decompositions))
+        TRACED.move_to_end(id(decompositions))
+        while len(TRACED) > _MOST_TABLES:
+            TRACED.popitem(last=False)
+        self._known = table.known
+        self._ambient = ambient()
+        mode = get_proxy_mode()
+        assert mode is not None
+        self._tracer: Any = mode.tracer
+
+    def call(self, target: Any, arguments: Sequence[Any], run: Callable[..., Any]) -> Any:
+        """What ``run(*arguments)`` gives, whose operators become part of the graph that is being traced.
+
+        Args:
+            target: of the tape graph's call.
+            arguments: fake tensors, and whatever else the call takes.
+            run: makes the call; may raise.
+        """
+        if not _is_pure(target):
+            return run(*arguments)
+        given = Arguments(self._tracer)
+        try:
+            key = (target, self._ambient, given.key(arguments))
+        except NotAKeyError:
+            return run(*arguments)
+        known = self._known.get(key)
+        if known is not None:
+            self._known.move_to_end(key)
+            return known.again(given, self._tracer)
+        last = last_of(self._tracer.graph)
+        result = run(*arguments)
+        made = list(nodes_after(last, self._tracer.graph))
+        try:
+            self._known[key] = recorded(made, result, given, self._tracer)
+        except NotACopyError:
+            return result
+        if len(self._known) > MOST:
+            self._known.popitem(last=False)
+        return result
+
+
+def last_of(graph: fx.Graph) -> fx.Node:
+    """The node that a graph has last so far, or its root."""
+    return graph._root._prev
+
+
+def nodes_after(last: fx.Node, graph: fx.Graph) -> Iterator[fx.Node]:
+    """What came after the node that was last."""
+    node = last._next
+    while node is not graph._root:
+        yield node
+        node = node._next
+
+
+@dataclass(slots=True)
+class _Table:
+    """Calls that were traced with one table of decompositions, which is held here, so that its ``id`` stays its own."""
+
+    decompositions: Mapping[Any, Callable[..., Any]] | None
+    known: OrderedDict[Hashable, TracedCall] = field(default_factory=OrderedDict)
+
+
+def _is_pure(target: Any) -> bool:
+    """Whether a call does the same for the same arguments; what a user wrote, in whatever language, may do anything."""
+    return target in _PURE or (isinstance(target, ir.OpaqueOp) and target.traceable and not target.custom)

@@ -1,0 +1,1 @@
+"""When something is compiled, where, and whether it is worth it."""

@@ -1,0 +1,216 @@
+"""Compiles beside the training: ``on_miss="background"``.
+
+A step that misses runs without a backend. What it would have compiled is lowered by a thread, which works from tensors
+without memory, and compiled by a process of lower priority; a later step finds it there. Until then, backwards of such
+tapes stay with the eager engine: they are known by a fingerprint, read before the engine is asked.
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import contextvars
+import os
+import queue
+import sys
+import threading
+from collections import Counter
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensorMode
+
+from backends import Backend
+
+from .. import ir
+from ..diagnostics.reporting import warn_of
+from ..errors import UntraceableError
+from ..guards.ambient import Ambient, ambient, compile_state
+from ..lowering.specialise import COMPILING, failure_of
+from ..steps.log import RunLog
+from ..steps.steps import RegionStep, Slots
+from ..torch_api.seam import prepare_fake_tensors
+from .remote import compile_elsewhere
+
+if TYPE_CHECKING:
+    from ..runtime.runtime import Program
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """A region to be compiled, and what stands for the values that it was met with."""
+
+    program: Program
+    step: RegionStep
+    slots: Slots
+    kind: tuple[Any, ...]
+    tape: int
+    context: contextvars.Context
+    surroundings: Ambient
+
+
+_LAST_SECONDS = 2.0
+"""So long the process waits for the thread when it ends."""
+
+
+class Background:
+    """One thread of the process that compiles what others hand to it."""
+
+    def __init__(self) -> None:
+        self._jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self._lock = threading.RLock()
+        self._changed = threading.Condition(self._lock)  # itself it is locked by functions of Python's: see the gate
+        self._tapes: Counter[int] = Counter()
+        self._submitted: set[tuple[int, tuple[Any, ...]]] = set()
+        self._thread: threading.Thread | None = None
+
+    def busy_with(self, tape: int) -> bool:
+        """Whether something of the tapes with this fingerprint is being compiled."""
+        return tape in self._tapes
+
+    @property
+    def busy(self) -> bool:
+        """Whether anything is being compiled."""
+        return bool(self._tapes)
+
+    def submit(self, program: Program, step: RegionStep, slots: Slots, tape: int, surroundings: Ambient) -> None:
+        """Have a region compiled for the values in hand, unless that is under way. Milliseconds."""
+        kind = program.specialiser.kind(step, slots)
+        if (id(step), kind) in self._submitted:
+            return
+        needed = {*step.inputs, *(fresh.leaf for fresh in step.fresh)}
+        stand_ins = [memoryless(value) if slot in needed else None for slot, value in enumerate(slots)]
+        context = contextvars.copy_context()  # it has what the thread has set of Inductor's settings
+        job = Job(program, step, stand_ins, kind, tape, context, surroundings)
+        with self._lock:
+            if (id(step), kind) in self._submitted:
+                return
+            self._start()
+            self._submitted.add((id(step), kind))
+            self._tapes[tape] += 1
+            self._jobs.put(job)  # last: what was not handed on is not waited for
+
+    def _start(self) -> None:
+        if self._thread is None:
+            thread = threading.Thread(target=self._work, name="compiled_autograd", daemon=True)
+            thread.start()
+            self._thread = thread
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Until nothing is being compiled; False where that took more than ``timeout`` seconds."""
+        with self._lock:
+            return self._changed.wait_for(lambda: not self._tapes, timeout)
+
+    def stop(self) -> None:
+        """End the thread, if it is idle or nearly so: one that is in the middle of C++ at exit ends the process."""
+        thread = self._thread
+        if thread is not None:
+            self._jobs.put(None)
+            thread.join(_LAST_SECONDS)
+
+    def reset_after_fork(self) -> None:
+        """In a forked child the thread does not live on; what it had to do is met again."""
+        self.__init__()  # type: ignore[misc]
+
+    def _work(self) -> None:
+        while True:
+            job = self._jobs.get()
+            if job is None:
+                return
+            try:
+                with _yielding():
+                    job.context.run(_compile, job)
+            finally:
+                with self._lock:
+                    self._submitted.discard((id(job.step), job.kind))
+                    self._tapes[job.tape] -= 1
+                    if not self._tapes[job.tape]:
+                        del self._tapes[job.tape]
+                    self._changed.notify_all()
+            del job
+
+
+_SWITCH_INTERVAL = 5e-4
+"""Seconds for which the thread keeps the interpreter's lock while others want it; Python's default is ten times that.
+
+An eager backward wants it for each tensor that it frees and that Python knows: some hundred times in a step."""
+
+
+@contextlib.contextmanager
+def _yielding() -> Iterator[None]:
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(min(before, _SWITCH_INTERVAL))
+    during = sys.getswitchinterval()
+    try:
+        yield
+    finally:
+        if sys.getswitchinterval() == during:  # else somebody has set another meanwhile
+            sys.setswitchinterval(before)
+
+
+_IMPORTING = threading.RLock()
+"""Held while the thread imports: a child that is forked meanwhile would never get the locks of the modules."""
+
+
+def _import_first(backend: Backend) -> None:
+    """Import what is imported when something is first traced."""
+    with _IMPORTING:
+        prepare_fake_tensors()
+        FakeTensorMode()
+        if getattr(backend, "slow", False):
+            backend.decompositions()
+
+
+def _compile(job: Job) -> None:
+    specialiser, log = job.program.specialiser, RunLog()
+    try:
+        _import_first(specialiser.backend)
+        if not _in_same_state(job):
+            return  # a later step that finds the state of this one submits it again
+        with COMPILING, torch.no_grad():
+            if not specialiser.load(job.step, job.slots, log):
+                specialiser.specialise(job.step, job.slots, log, compile_elsewhere)
+    except UntraceableError as error:
+        job.program.leave_opaque(job.step, error)
+    except Exception as error:  # noqa: BLE001  the thread must live on; the region's calls go on one by one
+        log.failures.append(failure_of("compile", specialiser.backend.name, job.step.region, error))
+        job.step.compiled[job.kind] = [None]
+    for failure in log.failures:
+        warn_of(failure)
+    specialiser.finished.append(log)
+
+
+def _in_same_state(job: Job) -> bool:
+    """Whether what is compiled now belongs to the variant that it is for: the process may be in another state by now.
+
+    Autocast and anomaly mode are the calling thread's, and the graph's own: nothing asks for them while it is compiled.
+    How many threads there are is known to each thread since its own first question.
+    """
+    asked: list[int] = []
+    asking = threading.Thread(target=lambda: asked.append(torch.get_num_threads()))
+    asking.start()
+    asking.join()
+    if torch.get_num_threads() != asked[0]:
+        torch.set_num_threads(asked[0])
+    return compile_state(ambient()) == compile_state(job.surroundings)
+
+
+def memoryless(value: Any) -> Any:
+    """A tensor with everything that a trace asks for, but no memory; what is no plain tensor, or a parameter, stays."""
+    if not isinstance(value, torch.Tensor) or not ir.is_plain(value) or type(value) is not torch.Tensor:
+        return value
+    if value.is_conj() or value.is_neg() or value._is_zerotensor():
+        return value
+    twin = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
+    twin.untyped_storage().resize_(0)
+    return twin.requires_grad_(value.requires_grad)
+
+
+BACKGROUND = Background()
+atexit.register(BACKGROUND.stop)
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(before=_IMPORTING.acquire, after_in_parent=_IMPORTING.release)
+    os.register_at_fork(after_in_child=_IMPORTING.release)
+    os.register_at_fork(after_in_child=BACKGROUND.reset_after_fork)

@@ -1,0 +1,53 @@
+"""Structures that hardly ever come back. Where every tape is another, or is met two or three times, none is worth
+capturing: capture and compile are paid again and again for a few hits. ``tune=False`` turns this off.
+
+Once as many structures as :data:`WINDOW` were captured one after the other, and none of them was met again often, the
+next ones are left to the eager engine, but for one now and then: if one of the last does come back, all are captured
+again.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections import deque
+
+from ..cache.graphs import OFTEN, CompiledGraph
+
+WINDOW = 32
+"""So many structures must have been met a few times at most."""
+FIRST_PROBE, LAST_PROBE = 16, 1024
+"""One of so many new structures is captured all the same: at first, and at last; the number doubles with each."""
+
+
+class Churn:
+    """What became of the structures that were captured last."""
+
+    def __init__(self) -> None:
+        self.clear()
+
+    def captured(self, graph: CompiledGraph) -> None:
+        """A new structure was captured."""
+        self._last.append(weakref.ref(graph))
+
+    def refuses(self) -> bool:
+        """Whether the structure that the engine is about to report shall be left to it."""
+        if len(self._last) < WINDOW or any(_pays(graph()) for graph in self._last):
+            self._left, self._spacing = 0, FIRST_PROBE
+            return False
+        self._left += 1
+        if self._left < self._spacing:
+            return True
+        self._left, self._spacing = 0, min(2 * self._spacing, LAST_PROBE)
+        return False
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._last: deque[weakref.ref[CompiledGraph]] = deque(maxlen=WINDOW)
+        self._left, self._spacing = 0, FIRST_PROBE
+
+
+def _pays(graph: CompiledGraph | None) -> bool:
+    return graph is not None and graph.met >= OFTEN
+
+
+CHURN = Churn()

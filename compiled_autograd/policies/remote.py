@@ -1,0 +1,192 @@
+"""Compiles a region in another process, so that this one's interpreter and cores are left to the training.
+
+The graph goes there as text with the shapes of its inputs, and comes back as an artifact. What cannot go that way
+(sizes that are symbols, constants in the graph, other devices than the CPU, backends that store nothing) is compiled
+here.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import re
+import subprocess
+import sys
+import threading
+from collections.abc import Sequence
+from importlib.machinery import PathFinder
+from pathlib import Path
+from typing import IO, Any
+
+import msgspec
+import torch
+from torch import fx
+
+from backends import ArtifactError, Backend, Compiled, Storing
+
+from ..diagnostics.reporting import warn_once
+from ..guards.ambient import Ambient, ambient, compile_state
+from ..lowering.likeness import InputKind, kinds_of_inputs
+
+
+class Request(msgspec.Struct):
+    """A graph to be compiled, and the state of the process that it depends on."""
+
+    backend: str
+    code: str
+    inputs: list[InputKind]
+    threads: int
+    deterministic: tuple[bool, bool, bool]
+    matmul_precision: str
+    default_dtype: str
+    state: str
+
+
+class Reply(msgspec.Struct):
+    """What was made of it, and in what environment; else the error."""
+
+    artifact: bytes | None
+    environment: dict[str, str]
+    error: str = ""
+
+
+def compile_elsewhere(backend: Backend, graph_module: fx.GraphModule, examples: Sequence[Any]) -> Compiled:
+    """As ``backend.compile``, but in the other process where that can be."""
+    request = _request(backend, graph_module, examples)
+    if request is not None:
+        assert isinstance(backend, Storing)
+        try:
+            reply = WORKER.ask(request)
+            if reply.artifact is not None and reply.environment == backend.environment():
+                return backend.load(reply.artifact)
+        except (OSError, EOFError, msgspec.DecodeError, ArtifactError) as error:
+            warn_once(f"the process that compiles in the background failed, and compiling goes on in this one: {error}")
+            WORKER.stop()
+    return backend.compile(graph_module, examples)
+
+
+def _request(backend: Backend, graph_module: fx.GraphModule, examples: Sequence[Any]) -> Request | None:
+    if not getattr(backend, "slow", False) or not isinstance(backend, Storing):
+        return None
+    tensors = [value for value in examples if isinstance(value, torch.Tensor)]
+    if any(value.device.type != "cpu" for value in tensors):
+        return None  # its code could not be brought back
+    if any(value.is_conj() or value.is_neg() or value._is_zerotensor() for value in tensors):
+        return None  # the request does not say so
+    inputs = kinds_of_inputs(graph_module, examples)
+    if inputs is None:
+        return None
+    state = dict(ambient())
+    return Request(
+        backend.name,
+        graph_module.graph.python_code("self").src,
+        inputs,
+        torch.get_num_threads(),
+        (
+            torch.are_deterministic_algorithms_enabled(),
+            torch.is_deterministic_algorithms_warn_only_enabled(),
+            torch._C._get_deterministic_fill_uninitialized_memory(),
+        ),
+        state["matmul_precision"],
+        str(torch.get_default_dtype()),
+        told(ambient()),
+    )
+
+
+def told(state: Ambient) -> str:
+    """What the two processes must agree on. The other one has never used CUDA, nor compiles for it."""
+    return repr([part for part in compile_state(state) if not part[0].startswith("cuda")])
+
+
+class Worker:
+    """The other process; started when it is first needed."""
+
+    def __init__(self) -> None:
+        self._process: subprocess.Popen[bytes] | None = None
+        self._lock = threading.Lock()
+
+    def ask(self, request: Request) -> Reply:
+        """Have something compiled; takes as long as that takes.
+
+        Raises:
+            OSError, EOFError: the process could not be started, or ended.
+        """
+        with self._lock:
+            if self._process is None:
+                self._process = _start()
+                atexit.register(self.stop)
+            assert self._process.stdin is not None and self._process.stdout is not None
+            send(self._process.stdin, msgspec.msgpack.encode(request))
+            return msgspec.msgpack.decode(receive(self._process.stdout), type=Reply)
+
+    def forget(self) -> None:
+        """In a forked child: the process is the parent's, who would read the answers to what the child asks."""
+        self._process, self._lock = None, threading.Lock()
+
+    def stop(self) -> None:
+        """End the process."""
+        process, self._process = self._process, None
+        if process is not None:
+            process.kill()
+            process.wait()
+
+
+_BEGIN = "import sys; sys.path[:] = dict.fromkeys([*sys.argv[1:], *sys.path]); del sys.argv[1:]; "
+"""Before this has run, nothing is imported but what Python itself imports."""
+_MAIN = "from compiled_autograd.policies.worker import main; main()"
+
+
+def _start() -> subprocess.Popen[bytes]:
+    environment = {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "1", "OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(_command(_MAIN), stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
+
+
+def _command(code: str) -> list[str]:
+    """What runs Python code that imports modules from where this process would, but for the current folder.
+
+    ``-m`` and ``-c`` alone look there first, and so does an empty part of ``PYTHONPATH``: code of whoever wrote into
+    that folder would run. ``-I`` keeps Python from that.
+    """
+    return [sys.executable, "-I", "-c", _BEGIN + code, *_paths()]
+
+
+def _paths() -> list[str]:
+    """Where modules are found: what is absolute in ``sys.path``; first, what is found elsewhere by now."""
+    paths = [path for path in sys.path if Path(path).is_absolute()]
+    for name in ("msgspec", "torch", "shadow_cache", "backends", "compiled_autograd"):
+        file = str(sys.modules[name].__file__)
+        spec = PathFinder.find_spec(name, paths)
+        if spec is None or spec.origin != file:
+            paths.insert(0, str(Path(file).absolute().parents[1]))
+    return paths
+
+
+def send(stream: IO[bytes], data: bytes) -> None:
+    """Write a message: its length, then the bytes."""
+    stream.write(len(data).to_bytes(8, "little") + data)
+    stream.flush()
+
+
+def receive(stream: IO[bytes]) -> bytes:
+    """Read a message.
+
+    Raises:
+        EOFError: the other end was closed.
+    """
+    head = stream.read(8)
+    data = stream.read(int.from_bytes(head, "little")) if len(head) == 8 else b""
+    if len(head) < 8 or len(data) < int.from_bytes(head, "little"):
+        raise EOFError("it ended before it had answered")
+    return data
+
+
+def dtype_of(name: str) -> torch.dtype:
+    """The dtype with a name such as ``torch.float32``."""
+    found = getattr(torch, re.sub(r"^torch\.", "", name))
+    assert isinstance(found, torch.dtype)
+    return found
+
+
+WORKER = Worker()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(after_in_child=WORKER.forget)

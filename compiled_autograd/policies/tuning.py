@@ -1,0 +1,160 @@
+"""Never slower than eager: a variant that has served for a while is timed against the eager engine, and the faster one
+goes on. Decided anew from time to time. ``tune=False`` turns it off, and so do deterministic algorithms, since it
+would make rounding depend on the clock; on devices that compute asynchronously nothing is timed.
+
+What was decided stands in ``Variant.timing``, and beside the variant's entry in the store on disk. It is there to be
+seen: another process, on a machine that has more or less to do, times anew.
+
+A trial lets backwards of one tape run on either in turn. Which tape it is must be known before the engine is asked, so
+tapes are told apart by their fingerprint alone: variants of one structure for several shapes share a decision.
+"""
+
+from __future__ import annotations
+
+import statistics
+import time
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from shadow_cache import Bypass, Timing
+
+from ..cache.variants import Variant
+from ..diagnostics.places import title
+from ..diagnostics.reporting import tell_decision
+
+SAMPLES = 7
+"""So many backwards are timed each way."""
+WORTH = 1.02
+"""A compiled backward may take this much of eager's: below, clocks tell nothing."""
+AGAIN = 2000
+"""So many backwards later, a decision for eager is tried again; one for the compiled graph, after ten times as many."""
+TIMED = Bypass("tuning", hint="timed on eager against the compiled graph; tune=False does without")
+
+
+_MOST_TRIALS = 4096
+"""So many tapes are timed, or known to be better left to eager; then the oldest is forgotten."""
+
+
+@dataclass(slots=True, eq=False)
+class Trial:
+    """One tape, timed both ways.
+
+    Attributes:
+        held: what is timed against eager, while it is a variant of its graph. A verdict for eager may outlive it.
+        eager: seconds of the eager engine's backwards.
+        compiled: of the variant's.
+        verdict: why eager goes on; None while both are timed.
+        left: for how many backwards the verdict still holds.
+    """
+
+    held: weakref.ref[Variant]
+    eager: list[float] = field(default_factory=list)
+    compiled: list[float] = field(default_factory=list)
+    verdict: Bypass | None = None
+    left: int = 0
+
+    def reason(self) -> Bypass | None:
+        """Why the next backward is eager's; None where it is to be compiled."""
+        if self.verdict is not None:
+            return self.verdict
+        return TIMED if len(self.eager) < len(self.compiled) else None
+
+    @property
+    def samples(self) -> int:
+        """How often each was timed, at least."""
+        return min(len(self.eager), len(self.compiled))
+
+    def decide(self) -> Timing:
+        """Once both were timed often enough: which goes on."""
+        eager, compiled = (1e3 * statistics.median(times) for times in (self.eager, self.compiled))
+        goes_on = "compiled" if compiled <= WORTH * eager else "eager"
+        timing = Timing(eager, compiled, self.samples, time.time(), goes_on)
+        if timing.on_eager:
+            self.verdict = Bypass("not_worth_it", hint=f"{timing}; timed again from time to time")
+            self.left = AGAIN
+            self.eager, self.compiled = [], []
+        return timing
+
+
+class Tuning:
+    """The trials of the process."""
+
+    def __init__(self) -> None:
+        self._trials: dict[tuple[int, Any], Trial] = {}
+
+    @property
+    def active(self) -> bool:
+        """Whether any tape must be told apart before the engine is asked."""
+        return bool(self._trials)
+
+    def find(self, tape: int, settings: tuple[Any, ...]) -> Trial | None:
+        """The trial of a tape under some settings."""
+        return self._trials.get((tape, settings))
+
+    def hit(self, variant: Variant, seconds: float, tape: Callable[[], int]) -> None:
+        """A variant has served a backward. Microseconds, but when a trial begins."""
+        variant.hits += 1
+        if variant.hits < variant.next_trial:
+            return
+        key = (tape(), variant.key.settings)
+        trial = self._trials.get(key)
+        if trial is None:
+            if not _can_be_timed(variant):
+                variant.next_trial = variant.hits + 10 * AGAIN
+                return
+            trial = self._trials[key] = Trial(weakref.ref(variant))
+            while len(self._trials) > _MOST_TRIALS:
+                self._trials.pop(next(iter(self._trials)), None)
+        if trial.held() is variant and trial.verdict is None:
+            trial.compiled.append(seconds)
+            self._judge(key, trial)
+
+    def eager(self, tape: int, settings: tuple[Any, ...], seconds: float) -> None:
+        """The eager engine has run a backward of a tape that is on trial, or was found to be better left to it."""
+        key = (tape, settings)
+        trial = self._trials.get(key)
+        if trial is None:
+            return
+        if trial.verdict is None:
+            trial.eager.append(seconds)
+            self._judge(key, trial)
+            return
+        trial.left -= 1
+        if trial.left > 0:
+            return
+        if trial.held() is None:
+            self._trials.pop(key, None)  # it is compiled again, and timed when it has served for a while
+        else:
+            self._trials[key] = Trial(trial.held)
+
+    def clear(self) -> None:
+        """Forget all."""
+        self._trials.clear()
+
+    def _judge(self, key: tuple[int, Any], trial: Trial) -> None:
+        variant = trial.held()
+        if variant is None:
+            self._trials.pop(key, None)
+            return
+        if trial.samples < SAMPLES:
+            return
+        variant.timing = timing = trial.decide()
+        if not timing.on_eager:
+            self._trials.pop(key, None)
+            variant.next_trial = variant.hits + 10 * AGAIN
+        tell_decision(title(variant.program.tape), timing)
+        if variant.store_timing is not None:
+            variant.store_timing(timing)
+
+
+def _can_be_timed(variant: Variant) -> bool:
+    if torch.are_deterministic_algorithms_enabled():
+        return False
+    return all(device == "cpu" for device in variant.devices)
+
+
+TUNING = Tuning()

@@ -1,0 +1,134 @@
+"""Runs a tape graph's calls one by one, for real, with grad mode off: slow, and with nothing in between to fail."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+
+from shadow_cache import Failure
+
+from .. import ir
+from ..ir import nans
+from ..steps.accumulate import accumulate_into
+from ..steps.marks import saved_by, watched
+from ..user_code.hooks import post_hook
+from ..user_code.in_place import Watched, check, versions_of
+
+if TYPE_CHECKING:
+    from ..steps.log import RunLog
+
+
+def interpret(tape: ir.TapeGraph, given: Mapping[str, Sequence[Any]]) -> list[torch.Tensor | None]:
+    """Run a whole tape graph.
+
+    Args:
+        given: for each kind of placeholder, what the engine handed over.
+
+    Raises:
+        RuntimeError: NaNs are looked for, and a node of the tape gave one.
+    """
+    givers = nans.givers(tape.graph) if nans.looked_for() else {}
+    known: dict[fx.Node, Any] = {}
+    versions: dict[fx.Node, int] = {}
+    for node in tape.graph.nodes:
+        if node.op == "placeholder":
+            kind, index = str(node.target).split("_")
+            known[node] = given[kind][int(index)]
+            continue
+        if node.target in ir.USERS_CODE and not versions:
+            versions = versions_of({each for saved in watched(tape.graph.nodes).values() for each in saved}, known)
+        arguments = fx.map_arg(node.args, known.__getitem__)
+        if node.op == "output":
+            return list(arguments[0])
+        if versions:
+            arguments = _looked_after(tape, node, arguments, known, versions)
+        known[node] = _run(node, arguments)
+        if node in givers:
+            _check(tape, givers[node], known[node])
+    raise ir.IllegalGraphError("a tape graph without an output")
+
+
+def finish(
+    tape: ir.TapeGraph,
+    last: fx.Node,
+    known: dict[fx.Node, Any],
+    captured: Callable[[int], list[Any]],
+    log: RunLog,
+    givers: Mapping[fx.Node, int],
+    versions: Mapping[fx.Node, int],
+) -> list[torch.Tensor | None]:
+    """Run the rest of a tape graph, because a node that is about to run was given a hook that the engine has not seen.
+
+    Args:
+        last: the call that was run last.
+        known: what is known of the values before it, as far as the rest needs them.
+        captured: the post-hooks that a node of the tape had when the engine walked it.
+        log: says whose users' code may have registered hooks, and which; is told what runs.
+        givers: calls in whose results NaNs are looked for, and the nodes of the tape that they belong to.
+        versions: of saved tensors, at the handover.
+
+    Raises:
+        RuntimeError: a node of the tape gave a NaN, or is to use a saved tensor that was changed in place.
+    """
+    where = f"a hook on {tape.calls[log.call].name}, registered while it was about to run"
+    log.failures.append(Failure("late_hook", where, "the engine had not reported it", "the rest ran call by call"))
+    nodes = list(tape.graph.nodes)
+    ends = {node.meta.get("call"): node for node in nodes if node.target is not operator.getitem}
+    for node in nodes[nodes.index(last) + 1 :]:
+        if node.op == "output":
+            return list(fx.map_arg(node.args[0], known.get))
+        if node.target is operator.getitem and node.args[0] not in known:
+            continue  # of a call that ran before: what was taken from it is known
+        log.call = call = node.meta["call"]
+        arguments = _looked_after(tape, node, fx.map_arg(node.args, known.get), known, versions)
+        known[node] = _run(node, arguments)
+        if node is ends[call] and call in log.asked and isinstance(known[node], (list, tuple)):
+            # What entered the node the engine keeps only where it had hooks before; elsewhere it has moved on.
+            entered: Any = node.args[2] if node.target is ir.post_hook else []
+            for hook in log.late_hooks(captured(call)):
+                known[node] = post_hook(hook, known[node], fx.map_arg(entered, known.get))
+        if node in givers:
+            _check(tape, call, known[node])
+    raise ir.IllegalGraphError("a tape graph without an output")
+
+
+def _looked_after(
+    tape: ir.TapeGraph,
+    node: fx.Node,
+    arguments: Sequence[Any],
+    known: Mapping[fx.Node, Any],
+    versions: Mapping[fx.Node, int],
+) -> Sequence[Any]:
+    """See that nothing that a node saved was changed in place; of a Python function's, when it asks for it."""
+    saved = [source for source in saved_by(node) if source in versions]
+    if not saved:
+        return arguments
+    if isinstance(node.target, ir.OpaqueOp):
+        for source in saved:
+            check(known[source], versions[source], tape.calls[node.meta["call"]].name)
+        return arguments
+    places: Any = node.args[1]
+    looked_at = [
+        Watched(value, versions[source]) if source in versions else value
+        for source, value in zip(places, arguments[1], strict=True)
+    ]
+    return [arguments[0], looked_at, *arguments[2:]]
+
+
+def _check(tape: ir.TapeGraph, call: int, given: Sequence[Any]) -> None:
+    try:
+        nans.check(call, given)
+    except nans.NaNFoundError as found:
+        raise nans.in_the_engines_words(found, tape.calls[call].name) from None
+
+
+def _run(node: fx.Node, arguments: Sequence[Any]) -> Any:
+    if node.target is not ir.accumulate_grad:
+        return node.target(*arguments)  # type: ignore[operator]
+    leaf, _, grad = arguments
+    accumulate_into(leaf, grad)
+    return grad

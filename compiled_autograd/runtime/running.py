@@ -1,0 +1,90 @@
+"""A compiled backward that is under way: what it answers in the engine's place."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import torch
+
+from .. import ir
+from ..capture import tape
+from ..steps.log import RunLog
+from ..steps.profiling import Profile
+
+_task_ids = itertools.count(1 << 62)  # far above the engine's own
+
+
+@dataclass
+class Running:
+    """A compiled backward that is under way in this thread."""
+
+    outputs: Sequence[Any]
+    inputs: Sequence[Any]
+    accumulates: bool
+    keep_graph: bool
+    checkpoint_valid: bool
+    log: RunLog
+    order: Sequence[int]
+    task_id: int = field(default_factory=_task_ids.__next__)
+    callbacks: list[Callable[[], None]] = field(default_factory=list)
+    told: bool = False
+    """It is in the session's account."""
+
+    @cached_property
+    def nodes(self) -> list[Any]:
+        """The tape's nodes in the order of the walk; read only when somebody asks."""
+        return [each.node for each in tape.walk(self.outputs, self.inputs)]
+
+    def profile(self, tape_graph: ir.TapeGraph) -> Profile:
+        """What shows the events of this backward to a profiler."""
+        short = len(tape_graph.calls) <= tape.LONGEST
+        sequences = [type(node)._sequence_nr(node) for node in self.nodes] if short else []
+        return Profile([call.name for call in tape_graph.calls], sequences)
+
+    @cached_property
+    def fingerprint(self) -> int:
+        """See :func:`tape.fingerprint`."""
+        return tape.fingerprint(self.outputs, self.inputs)
+
+    @cached_property
+    def node_set(self) -> set[Any]:
+        """The same, to look things up in."""
+        return set(self.nodes)
+
+    def execution_order(self) -> list[Any]:
+        """The same in the order in which they run; like the engine, only with multithreading off."""
+        if torch._C._is_multithreading_enabled():
+            raise RuntimeError(
+                "_current_graph_task_execution_order expects the current backward to be executed with multithreading "
+                "disabled, e.g. by running torch.autograd.set_multithreading_enabled(False)"
+            )
+        return [self.nodes[index - 1] for index in self.order if index]
+
+    def will_execute(self, node: Any) -> bool:
+        """Whether a node runs in this backward."""
+        if not self.accumulates and type(node).name(node).endswith(tape.LEAF):
+            raise RuntimeError(
+                "A leaf node was passed to _will_engine_execute_node but we are currently running autograd.grad(). "
+                "This is currently not supported."
+            )
+        return node in self.node_set
+
+    def current_node(self) -> Any:
+        """The node whose hooks or function are running."""
+        self.log.asked.add(self.log.call)
+        return self.nodes[self.log.call - 1] if self.log.call else None
+
+    def late_hooks(self, captured: Sequence[Any]) -> list[Any]:
+        """Post-hooks of the running node that are none of ``captured``: registered since the engine walked the tape."""
+        handle = self.nodes[self.log.call - 1].register_hook(_nothing)
+        hooks = handle.hooks_dict_ref()  # all of them lie in one dict, which is to be had no other way
+        handle.remove()
+        return [hook for hook in hooks.values() if not any(hook is known for known in captured)]
+
+
+def _nothing(*args: object) -> None:
+    """A hook that does nothing."""

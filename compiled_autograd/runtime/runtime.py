@@ -1,0 +1,380 @@
+"""Runs one variant of a tape graph: its regions, the opaque calls between them, and what the leaves receive.
+
+A region is lowered and compiled when it is first reached, with the values that it then has in hand: what a Python
+function gave is known only there. Values lie in slots, one for each lifted tensor, size, scalar and object and one for
+each value that steps hand on; a slot is emptied after its last use, so that memory is freed as under eager.
+"""
+
+from __future__ import annotations
+
+import functools
+import itertools
+from collections.abc import Mapping, Sequence
+from types import MappingProxyType
+from typing import Any, NoReturn
+
+import torch
+from torch import fx
+
+from backends import Backend
+
+from .. import ir
+from ..errors import UntraceableError
+from ..guards.shapes import Spec
+from ..ir import nans, partition
+from ..ir.nans import NaNFoundError
+from ..lowering.specialise import COMPILING, Pass, Specialiser, failure_of
+from ..proving.prover import is_due, prove
+from ..proving.reference import RealCalls
+from ..steps.accumulate import write
+from ..steps.compiled_calls import make_plain, pass_on, put_results, run_compiled, store_results
+from ..steps.log import RunLog
+from ..steps.marks import saved_by
+from ..steps.profiling import Profile
+from ..steps.schedule import Schedule
+from ..steps.steps import AccumulateStep, Executor, OpaqueStep, RegionStep, Slot, Slots, Specialised
+from ..threads.claims import CLAIMS
+from ..threads.forks import can_compile
+from ..torch_api.cpp_warnings import issuing_warnings
+from ..user_code.in_place import Watched, changed, check, versions_of
+from .interpret import finish
+
+
+class Program:
+    """A tape graph made ready to run for one set of shapes.
+
+    Args:
+        tape: the tape graph, in the engine's order.
+        backend: what compiles regions.
+        passes: functions over each region's ATen graph; each gives a new one, or None where it changed it in place.
+        counts: how many values of each kind of placeholder the engine hands over.
+        specs: for placeholders, what they are made for; where another program was there before, also for what its
+            steps hand on.
+        dynamic: some of the specs have a history: what changes becomes a symbol.
+        untraceable: calls that are known not to be traceable, and why, beside those that ``tape`` says it of.
+        givers: calls in whose results NaNs are looked for, and the nodes of the tape that they belong to.
+
+    Attributes:
+        schedule: what runs, in order.
+        specialiser: what compiles the regions.
+    """
+
+    def __init__(
+        self,
+        tape: ir.TapeGraph,
+        backend: Backend,
+        passes: Sequence[Pass],
+        counts: Sequence[int],
+        specs: Mapping[fx.Node, Spec],
+        dynamic: bool = False,
+        untraceable: Mapping[fx.Node, str] = MappingProxyType({}),
+        givers: Mapping[fx.Node, int] = MappingProxyType({}),
+    ) -> None:
+        self.tape = tape
+        self.specialiser = Specialiser(backend, passes, specs, dynamic)
+        known = {node: node.meta["untraceable"] for node in tape.graph.nodes if "untraceable" in node.meta}
+        longest = partition.LONGEST if getattr(backend, "slow", False) else None
+        schedule = self.schedule = Schedule(tape, counts, backend.bitwise, {**known, **untraceable}, givers, longest)
+        self.specialiser.regions = lambda: [step for step in schedule.steps if isinstance(step, RegionStep)]
+
+    @property
+    def steps(self) -> list[Executor]:
+        """What runs, in order."""
+        return self.schedule.steps
+
+    @property
+    def untraceable(self) -> dict[fx.Node, str]:
+        """Calls that stay opaque because they cannot be traced, and why."""
+        return self.schedule.untraceable
+
+    def run(self, given: Slots, log: RunLog) -> list[torch.Tensor | None]:
+        """Run everything, with grad mode off.
+
+        Args:
+            given: what the engine handed over, kind after kind. The list is emptied.
+            log: is told what was done.
+
+        Returns:
+            The gradients that ``autograd.grad`` asked for; empty for ``backward``.
+
+        Raises:
+            RuntimeError: NaNs are looked for, and a node of the tape gave one.
+        """
+        try:
+            return self._run(given, log)
+        finally:
+            claim, log.claim = log.claim, None  # no call: nothing comes between this and the first one
+            if claim is not None:  # a leaf's hook raised
+                claim.token.release()
+                CLAIMS.release(claim)
+
+    def _run(self, given: Slots, log: RunLog) -> list[torch.Tensor | None]:
+        schedule, slots = self.schedule, given
+        while self.specialiser.finished:
+            log.take(self.specialiser.finished.pop())
+        slots.extend([None] * (schedule.size - schedule.given))
+        steps = schedule.steps
+        versions = versions_of(schedule.watched, slots) if schedule.watched else {}
+        position = 0
+        while position < len(steps):
+            step = steps[position]
+            if isinstance(step, RegionStep):
+                log.call = 0
+                if step.saved and changed(step.saved, slots, versions):
+                    self._run_until_changed(step, steps[position + 1 :], slots, versions, log)
+                try:
+                    self._run_region(step, slots, log)
+                except UntraceableError as error:
+                    steps = schedule.split(steps, position, self._untraceable(error))
+                    slots.extend([None] * (schedule.size - len(slots)))
+                    continue
+                except NaNFoundError as found:
+                    self._accumulate_before(found.call, steps[position + 1 :], slots, log)
+                    raise self._nan(found, log) from None
+            elif isinstance(step, OpaqueStep):
+                log.call = step.node.meta["call"]
+                name = self.tape.calls[log.call].name
+                try:
+                    if log.profile is None:
+                        _run_opaque(step, slots, name, schedule.givers, versions)
+                    else:
+                        with log.profile.call(step.node):
+                            _run_opaque(step, slots, name, schedule.givers, versions)
+                except NaNFoundError as found:
+                    raise self._nan(found, log) from None
+                if step.last_hook and log.claim is not None:
+                    claim, log.claim = log.claim, None  # no call: nothing comes between this and the next line
+                    claim.token.release()
+                    CLAIMS.release(claim)
+                if log.call in log.asked and log.late_hooks(self._captured_hooks(log.call, slots)):
+                    known = {node: slots[slot] for node, slot in schedule.slot_of.items()}
+                    seen = {node: versions[slot] for node, slot in schedule.slot_of.items() if slot in versions}
+                    captured = functools.partial(self._captured_hooks, slots=slots)
+                    return finish(self.tape, step.node, known, captured, log, schedule.givers, seen)
+            else:
+                with torch._C.DisableTorchFunctionSubclass():
+                    write(step, slots, log)
+            if not isinstance(step, RegionStep):  # those have done it before they ran
+                _drop(step, slots)
+            position += 1
+        return [None if slot is None else slots[slot] for slot in schedule.outputs]
+
+    def _nan(self, found: NaNFoundError, log: RunLog) -> RuntimeError:
+        log.call = found.call
+        return nans.in_the_engines_words(found, self.tape.calls[found.call].name)
+
+    def _run_until_changed(
+        self, step: RegionStep, after: Sequence[Executor], slots: Slots, versions: Mapping[int, int], log: RunLog
+    ) -> NoReturn:
+        """Run a region's calls up to the one that saved what users' code has changed in place, and say so."""
+        values = {node: slots[slot] for node, slot in zip(step.region.inputs, step.inputs, strict=True)}
+        seen = {node: versions[slot] for node, slot in self.schedule.slot_of.items() if slot in versions}
+        stop = next(call for call in step.region.nodes if changed(saved_by(call), values, seen))
+        _interpret(step, slots, until=stop)
+        log.call = stop.meta["call"]
+        self._accumulate_before(log.call, after, slots, log)
+        for source in saved_by(stop):
+            check(values[source], seen[source], self.tape.calls[log.call].name)
+        raise ir.IllegalGraphError("a saved tensor has changed and has not")
+
+    def _accumulate_before(self, call: int, after: Sequence[Executor], slots: Slots, log: RunLog) -> None:
+        """Write the leaves that the eager engine would have written before it came to a node of the tape."""
+        before = frozenset(self.tape.order[: self.tape.order.index(call)])
+        if after and isinstance(after[0], AccumulateStep):
+            with torch._C.DisableTorchFunctionSubclass():
+                write(after[0].of(before), slots, log)
+
+    def _captured_hooks(self, call: int, slots: Slots) -> list[Any]:
+        """The post-hooks that a node had when the engine walked the tape."""
+        return [slots[slot] for slot in self.schedule.post_hooks.get(call, ())]
+
+    def _untraceable(self, error: UntraceableError) -> dict[fx.Node, str]:
+        """The calls that cannot be traced, and why."""
+        reason = f"{type(error.cause).__name__}: {error.cause}"
+        if error.always:  # then the next variants know it too
+            for node in error.nodes:
+                node.meta["untraceable"] = reason
+        return dict.fromkeys(error.nodes, reason)
+
+    def _obtain(self, step: RegionStep, slots: Slots, log: RunLog) -> tuple[bool, Specialised | None]:
+        """Find what was not there a moment ago, load it or compile it."""
+        specialiser = self.specialiser
+        found, compiled = False, None
+        if not can_compile():  # nor load, which may import what another thread was importing when this was forked
+            return False, None
+        acquired: list[bool] = []
+        try:
+            # In one go: see the gate. Where it fails, something is being compiled in the background.
+            acquired += map(COMPILING.acquire, (log.submit is None,))
+            if acquired[0]:
+                found, compiled = specialiser.find(step, slots)
+                if not found and specialiser.load(step, slots, log):
+                    found, compiled = specialiser.find(step, slots)
+                if not found and log.may_compile:
+                    found, compiled = True, specialiser.specialise(step, slots, log)
+        finally:
+            if acquired and acquired[0]:
+                COMPILING.release()
+        if not found and log.submit is not None:
+            log.submit(self, step, slots)
+        return found, compiled
+
+    def leave_opaque(self, step: RegionStep, error: UntraceableError) -> None:
+        """Calls of a region have shown that they cannot be traced, while nothing runs."""
+        steps = self.schedule.steps
+        if step in steps:
+            self.schedule.split(steps, steps.index(step), self._untraceable(error))
+
+    def _run_region(self, step: RegionStep, slots: Slots, log: RunLog) -> None:
+        found, compiled = self.specialiser.find(step, slots)
+        if not found:
+            found, compiled = self._obtain(step, slots, log)
+        if log.profile is None:
+            self._run_found(step, found, compiled, slots, log)
+        elif compiled is not None and self.schedule.bitwise:
+            _interpret(step, slots, log.profile)
+        else:
+            with log.profile.region(step.region.nodes):
+                self._run_found(step, found, compiled, slots, log)
+
+    def _run_found(
+        self, step: RegionStep, found: bool, compiled: Specialised | None, slots: Slots, log: RunLog
+    ) -> None:
+        due = compiled is not None and log.prove and is_due(compiled, slots, log)
+        if compiled is not None and due and self._proved(step, compiled, slots, log):
+            return
+        if compiled is not None and not compiled.checked:
+            if self.specialiser.first_run(step, compiled, slots, log) is not None:
+                _drop(step, slots)
+                return
+            compiled = None
+        if compiled is None:
+            log.uncompiled += not found
+            _interpret(step, slots)
+            return
+        arguments = [slots[slot] for slot in compiled.arguments]
+        if compiled.plain:
+            make_plain(arguments, compiled.plain)
+        pass_on(compiled, slots)
+        if not getattr(compiled.call, "keeps_inputs", False):
+            _drop(step, slots)
+            results = run_compiled(compiled.call, arguments)
+        else:
+            try:
+                results = run_compiled(compiled.call, arguments)
+                _drop(step, slots)
+            except Exception as error:  # noqa: BLE001  the inputs are still there: the step goes on
+                log.failures.append(failure_of("run", self.specialiser.backend.name, step.region, error))
+                _interpret(step, slots)
+                return
+        store_results(compiled, results, slots)
+
+    def _proved(self, step: RegionStep, compiled: Specialised, slots: Slots, log: RunLog) -> bool:
+        """Run a region beside its real calls; False where there was not enough memory for both."""
+
+        def graph_as_it_is() -> None:
+            arguments = [slots[slot] for slot in compiled.arguments]
+            make_plain(arguments, compiled.plain)
+            results = compiled.aten.graph_module()(*arguments)
+            put_results(compiled, results, slots)
+            _drop(step, slots)
+
+        def real_calls() -> None:
+            _interpret(step, slots, again=True)
+
+        # What the user's passes have made of the graph is what was asked for.
+        reference = graph_as_it_is if self.specialiser.passes else real_calls
+        return prove(self.specialiser, step, compiled, slots, log, reference)
+
+
+def _drop(step: Executor, slots: Slots) -> None:
+    """Empty the slots that no later step reads."""
+    for slot in step.drops:
+        slots[slot] = None
+
+
+def _interpret(
+    step: RegionStep,
+    slots: Slots,
+    profile: Profile | None = None,
+    again: bool = False,
+    until: fx.Node | None = None,
+) -> None:
+    """Run a region's opaque calls one by one, for real.
+
+    Args:
+        again: they may be run once more on the same values.
+        until: those from here on are not run.
+    """
+    region = step.region
+    known = {node: slots[slot] for node, slot in zip(region.inputs, step.inputs, strict=True)}
+    _drop(step, slots)
+    calls = RealCalls(region.nodes, region.outputs, known, again)
+
+    def run(node: fx.Node) -> None:
+        result = calls.run(node)
+        if node in step.givers:
+            nans.check(step.givers[node], result)
+
+    try:
+        if profile is not None:
+            profile.node_by_node(region.nodes, run)
+        else:
+            for node in itertools.takewhile(lambda node: node is not until, region.nodes):
+                run(node)
+    finally:  # of a NaN, what came before it goes to its leaves
+        for node, slot in step.outputs:
+            slots[slot] = known.get(node)
+
+
+def _run_opaque(
+    step: OpaqueStep, slots: Slots, name: str, givers: Mapping[fx.Node, int], versions: Mapping[int, int]
+) -> None:
+    arguments = _filled(step.arguments, slots)
+    if step.saved:
+        _look_after(step, arguments, slots, name, versions)
+    try:
+        if step.node.target in ir.USERS_CODE:
+            result = step.node.target(*arguments)  # type: ignore[operator]
+        else:
+            with torch._C.DisableTorchFunctionSubclass():  # the engine's own operators are not the user's
+                result = issuing_warnings(step.node.target, *arguments)  # type: ignore[arg-type]
+    except RuntimeError as error:
+        raise _in_eagers_words(error, name) from error.__cause__
+    for slot, index in step.items:
+        slots[slot] = result[index]
+    if step.result is not None:
+        slots[step.result] = result
+    if step.node in givers:
+        nans.check(givers[step.node], result)
+
+
+def _look_after(step: OpaqueStep, arguments: Any, slots: Slots, name: str, versions: Mapping[int, int]) -> None:
+    """See that nothing that a node saved was changed in place; of a Python function's, when it asks for it."""
+    if isinstance(step.node.target, ir.OpaqueOp):
+        if changed(step.saved, slots, versions):
+            for slot in step.saved:
+                check(slots[slot], versions[slot], name)
+        return
+    for index, slot in enumerate(step.arguments[1]):
+        if slot in versions and type(slot) is Slot:
+            arguments[1][index] = Watched(arguments[1][index], versions[slot])
+
+
+_TRACING = "[Compiled Autograd Tracing:]"
+
+
+def _in_eagers_words(error: RuntimeError, name: str) -> RuntimeError:
+    """``validate_outputs`` of the seam words its errors for itself; the engine names the node instead."""
+    text = str(error)
+    if not text.startswith(_TRACING):
+        return error
+    return RuntimeError(f"Function {name} returned an {text.removeprefix(_TRACING)}")
+
+
+def _filled(template: Any, slots: Slots) -> Any:
+    if type(template) is Slot:
+        return slots[template]
+    if isinstance(template, (list, tuple)):
+        return [_filled(each, slots) for each in template]
+    return template

@@ -1,0 +1,248 @@
+"""What AccumulateGrad does with ``.grad``, for all leaves of a step at once.
+
+The rules are those of ``torch/csrc/autograd/functions/accumulate_grad.h`` and ``utils/grad_layout_contract.h`` (2.13),
+for grad mode off: a leaf without ``.grad`` keeps the gradient itself if nothing else can see its memory and it has the
+leaf's layout, else a copy in that layout; an existing ``.grad`` is added to in place, unless it is sparse and the
+gradient is not. We are stricter in one point: what a leaf keeps never shares memory with a tensor of the user's.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
+
+from ..threads.claims import CLAIMS, Claim
+from ..user_code.references import NOBODYS, references
+
+if TYPE_CHECKING:
+    from .log import RunLog
+    from .steps import AccumulateStep
+
+_DENSE = torch.ops.aten.is_non_overlapping_and_dense.default
+_BATCH = 4
+"""From so many in-place additions on, one ``torch._foreach_add_`` does them all."""
+
+
+def is_dense(tensor: torch.Tensor) -> bool:
+    """Whether a strided tensor's elements lie side by side, in whatever order."""
+    if isinstance(tensor, FakeTensor):  # sizes may be symbols
+        # Private in torch 2.13. It imports sympy, which takes half a second: traces have done so before.
+        from torch._prims_common import is_non_overlapping_and_dense_or_false
+
+        with disable_proxy_modes_tracing():  # what it asks of sizes is no part of a trace
+            return is_non_overlapping_and_dense_or_false(tensor)
+    return _DENSE(tensor)
+
+
+def obeys_layout(grad: torch.Tensor, leaf: torch.Tensor) -> bool:
+    """Whether ``grad`` has the layout that ``leaf`` wants its ``.grad`` to have; False for anything but strided."""
+    if leaf.layout is not torch.strided or grad.layout is not torch.strided:
+        return False
+    if not is_dense(leaf):
+        return grad.is_contiguous()
+    return all(
+        stride != 0 if size == 1 else stride == wanted
+        for size, stride, wanted in zip(grad.shape, grad.stride(), leaf.stride(), strict=True)
+    )
+
+
+def clone_obeying_layout(grad: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
+    """A copy of ``grad`` in the layout that ``leaf`` wants, with ``grad``'s dtype and device."""
+    if leaf.layout is torch.strided and is_dense(leaf):
+        return grad.new_empty_strided(leaf.shape, leaf.stride()).copy_(grad)
+    return grad.clone(memory_format=torch.contiguous_format)
+
+
+def own_copy(grad: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
+    """A copy of ``grad`` that ``leaf`` can keep."""
+    if grad.layout is not torch.strided or grad.is_nested:
+        return grad.clone()
+    return clone_obeying_layout(grad, leaf)
+
+
+def stealable(only: list[torch.Tensor], leaf: torch.Tensor) -> bool:
+    """Whether ``leaf`` can keep a gradient that users' code made: nobody else holds it, or other views of its memory.
+
+    Args:
+        only: the gradient, and nothing else of ours refers to it.
+        leaf: the tensor that it is for.
+    """
+    if references(only, 0) > NOBODYS:
+        return False
+    (grad,) = only
+    sparse = grad.layout is torch.sparse_coo
+    if type(grad) is not torch.Tensor or not (sparse or obeys_layout(grad, leaf)):
+        return False
+    held_in_cpp = grad._use_count() > 1  # type: ignore[attr-defined]
+    if held_in_cpp or grad.requires_grad:
+        return False
+    if sparse:
+        return grad._indices().is_contiguous() and grad._values().is_contiguous()
+    # Two: the tensor's own, and that of the storage object that is made to ask.
+    return torch._C._storage_Use_Count(grad.untyped_storage()._cdata) <= 2
+
+
+def _kept(grad: torch.Tensor) -> torch.Tensor:
+    """What becomes ``.grad``: no view, for it may be detached in place; nor a sparse tensor that is somebody's.
+
+    The engine keeps ``grad.detach()``; ``data`` is the same in less time, for what has no history. A sparse gradient,
+    which cannot be detached, is another tensor of the same parts.
+    """
+    if grad.layout is torch.sparse_coo:
+        return torch.sparse_coo_tensor(grad._indices(), grad._values(), grad.shape, check_invariants=False)
+    return grad.data if grad._is_view() else grad
+
+
+def write(step: AccumulateStep, slots: list[Any], log: RunLog) -> None:
+    """Give the leaves of a step what lies in its slots, with grad mode off.
+
+    Where hooks of a leaf run next, ``log`` has the claim on it from when the leaves are written: to be released after
+    these hooks, or after whatever comes in between.
+    """
+    claim = Claim(threading.get_ident(), slots, step.leaves)
+    try:
+        CLAIMS.enter(claim)
+        if claim.through_nodes:
+            _write_one_by_one(step, slots, claim)
+        else:
+            _write_all(step, slots)
+        if step.hooked is not None:
+            log.claim = claim
+    finally:
+        if log.claim is not claim:
+            claim.token.release()
+            CLAIMS.release(claim)
+    if step.hooked is not None:
+        CLAIMS.hold(claim, step.hooked)
+
+
+def _write_all(step: AccumulateStep, slots: list[Any]) -> None:
+    leaves: list[torch.Tensor] = []
+    grads: list[torch.Tensor | None] = []
+    dropped = step.dropped
+    for leaf, own, shared in zip(step.leaves, step.owned, step.shared, strict=True):
+        if step.after_users_code and not slots[leaf].requires_grad:  # a hook has frozen it
+            continue
+        grad = slots[own]
+        if grad is not None:
+            if own in dropped:
+                slots[own] = None
+            variable = slots[leaf]
+            if variable.grad is None:  # a region made it for this leaf: both are strided
+                variable.grad = grad.data if grad._is_view() else grad
+            else:
+                leaves.append(variable)
+                grads.append(grad)
+            continue
+        only = [slots[shared]]
+        if only[0] is None:
+            continue
+        if shared in dropped:  # else a later step needs it, and that reference keeps the leaf from stealing it
+            slots[shared] = None
+        if slots[leaf].grad is None:
+            can_keep = stealable(only, slots[leaf])
+            accumulate([slots[leaf]], only, [can_keep])
+        else:
+            leaves.append(slots[leaf])
+            grads += only
+        if own not in dropped:  # a hook of the leaf's node sees what the leaf may have kept
+            slots[own] = only[0]
+    accumulate(leaves, grads, [True] * len(leaves))
+
+
+def _write_one_by_one(step: AccumulateStep, slots: list[Any], claim: Claim) -> None:
+    """The same while another thread is in the eager engine. Ends with a claim on the last leaf.
+
+    Each leaf is claimed by itself: one that the engine's node has locked must not keep others from anybody. A leaf with
+    post-accumulate hooks is written by us, since its node would call them: if a thread without a session writes it at
+    the same time, nobody keeps the two apart.
+    """
+    for leaf, own, shared in zip(step.leaves, step.owned, step.shared, strict=True):
+        CLAIMS.change(claim, (leaf,))
+        grad = slots[shared] if slots[own] is None else slots[own]
+        if grad is None or not slots[leaf].requires_grad:
+            continue
+        if own not in step.dropped:
+            slots[own] = grad
+        if slots[leaf]._post_accumulate_grad_hooks:
+            accumulate([slots[leaf]], [grad], [False])
+        else:
+            leaf_node(slots[leaf])(grad)
+
+
+def accumulate_into(leaf: torch.Tensor, grad: torch.Tensor | None) -> None:
+    """Give one leaf its gradient, which somebody else may hold."""
+    claim = Claim(threading.get_ident(), [leaf], (0,))
+    try:
+        CLAIMS.enter(claim)
+        if leaf.requires_grad:  # else a hook has frozen it
+            accumulate([leaf], [grad], [False])
+    finally:
+        claim.token.release()
+        CLAIMS.release(claim)
+
+
+def accumulate(leaves: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | None], owned: Sequence[bool]) -> None:
+    """Give each leaf its gradient, with grad mode off. The leaves are claimed.
+
+    Args:
+        leaves: the tensors whose ``.grad`` is written; one may occur twice.
+        grads: for each leaf a gradient of its shape, or None for an undefined one, which leaves ``.grad`` alone.
+        owned: whether the gradient lies in memory of its own and in the leaf's layout, so that it can be kept.
+    """
+    into: list[torch.Tensor] = []
+    terms: list[torch.Tensor] = []
+    for leaf, grad, own in zip(leaves, grads, owned, strict=True):
+        if grad is None:
+            continue
+        old = leaf.grad
+        if old is None:
+            _assign(leaf, _kept(grad) if own else own_copy(grad, leaf))
+        elif old.layout is not torch.strided and grad.layout is torch.strided:
+            _assign(leaf, grad + old)
+        else:
+            into.append(old)
+            terms.append(grad)
+    if into:
+        _add_in_place(into, terms)
+
+
+def _assign(leaf: torch.Tensor, grad: torch.Tensor) -> None:
+    """``leaf.grad = grad``, also where Python may not: a sparse leaf with a dense gradient. The engine's node may."""
+    if leaf.layout in (torch.strided, grad.layout):
+        leaf.grad = grad
+        return
+    leaf.grad = None
+    hooks = leaf._post_accumulate_grad_hooks or {}
+    set_aside = dict(hooks)  # they are called later, by whoever runs the tape graph
+    hooks.clear()
+    try:
+        leaf_node(leaf)(grad)
+    finally:
+        hooks.update(set_aside)
+
+
+def leaf_node(leaf: torch.Tensor) -> Any:
+    """The engine's node for a leaf."""
+    with torch.enable_grad():
+        plain = type(leaf) in (torch.Tensor, torch.nn.Parameter) and leaf.layout is torch.strided
+        like = leaf.view_as(leaf) if plain else leaf.clone()
+        return like.grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+
+
+def _add_in_place(into: list[torch.Tensor], terms: list[torch.Tensor]) -> None:
+    distinct = len({id(each) for each in into}) == len(into)
+    if len(into) >= _BATCH and distinct and all(_plain(a) and _plain(b) for a, b in zip(into, terms, strict=True)):
+        torch._foreach_add_(into, terms)
+        return
+    for old, grad in zip(into, terms, strict=True):
+        old.add_(grad)
+
+
+def _plain(tensor: torch.Tensor) -> bool:
+    return type(tensor) is torch.Tensor and tensor.layout is torch.strided

@@ -1,0 +1,54 @@
+"""Calls what a region was compiled to: from its slots, and back into them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ..ir.nans import NaNFoundError
+from .memory import in_own_memory, made_plain
+from .steps import Slots, Specialised
+
+
+def make_plain(arguments: list[Any], positions: Sequence[int]) -> None:
+    """Replace those of a compiled region's arguments that it is to get without conjugate and negative bit."""
+    for position in positions:
+        arguments[position] = made_plain(arguments[position])
+
+
+def run_compiled(call: Callable[[list[Any]], Sequence[Any]], arguments: list[Any]) -> Sequence[Any]:
+    """Call something compiled."""
+    if torch._C._is_any_autocast_enabled():
+        with torch._C._DisableAutocast():  # the graph has its casts in it
+            return call(arguments)
+    return call(arguments)
+
+
+def pass_on(compiled: Specialised, slots: Slots) -> None:
+    """Put what goes to leaves as it is where they look for it."""
+    for to, source in compiled.passed:
+        slots[to] = slots[source]
+
+
+def store_results(compiled: Specialised, results: Sequence[Any], slots: Slots) -> None:
+    """Put what a compiled region gave where the steps after it look for it.
+
+    Raises:
+        NaNFoundError: NaNs are looked for, and a node of the tape gave one.
+    """
+    for slot, index in compiled.results:
+        slots[slot] = results[index]
+    for slot, index in compiled.copied:
+        slots[slot] = in_own_memory(results[index])
+    for slot, index, strides in compiled.strides:
+        slots[slot] = results[index].new_empty_strided(results[index].shape, strides).copy_(results[index])
+    if compiled.flags and results[-1].any():
+        raise NaNFoundError(compiled.flags[results[-1].tolist().index(True)])
+
+
+def put_results(compiled: Specialised, results: Sequence[Any], slots: Slots) -> None:
+    """Both, where the region's inputs are still in their slots."""
+    pass_on(compiled, slots)
+    store_results(compiled, results, slots)

@@ -1,0 +1,67 @@
+"""What a run has to look after between the steps of a plan: the hooks of leaves, and saved tensors that may change."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
+
+from torch import fx
+
+from .. import ir
+from ..user_code.aot import AOTBackward
+from .steps import AccumulateStep, Executor, OpaqueStep, RegionStep
+
+
+def saved_by(call: fx.Node) -> list[fx.Node]:
+    """The lifted tensors that a call's node saved, and not those that it only writes to, nor what was packed."""
+    parts: tuple[Any, ...] = ()
+    if isinstance(call.target, ir.OpaqueOp):
+        parts = call.args[1:]
+    elif call.target is ir.call_backward or isinstance(call.target, AOTBackward):
+        parts = call.args[1:2]
+    found: dict[fx.Node, None] = {}
+    fx.map_arg(parts, lambda node: found.setdefault(node))
+    return [node for node in found if node.op == "placeholder" and ir.value_kind(node) == "tensor"]
+
+
+def watched(calls: Iterable[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
+    """What calls that run after users' code, or are such, have saved: it may have been changed in place."""
+    after = itertools.dropwhile(lambda call: call.target not in ir.USERS_CODE, calls)
+    found = {call: saved_by(call) for call in after}
+    return {call: saved for call, saved in found.items() if saved}
+
+
+def mark_saved(steps: Sequence[Executor], slot_of: Mapping[fx.Node, int]) -> list[int]:
+    """Tell each step what users' code may have done to it: which saved tensors it has to look at, and whether leaves
+    may have been frozen. Gives the slots of all these tensors."""
+    found: dict[int, None] = {}
+    users_code = False
+    for step in steps:
+        if isinstance(step, AccumulateStep):
+            step.after_users_code = users_code
+            continue
+        if isinstance(step, OpaqueStep):
+            users_code = users_code or step.node.target in ir.USERS_CODE
+        if users_code:
+            calls = step.region.nodes if isinstance(step, RegionStep) else [step.node]
+            step.saved = list(dict.fromkeys(slot_of[source] for call in calls for source in saved_by(call)))
+            found.update(dict.fromkeys(step.saved))
+    return list(found)
+
+
+def mark_hooks(steps: Sequence[Executor]) -> None:
+    """Tell each step which leaf's post-accumulate hooks follow, and each such hook whether it is the last."""
+    for step, after in itertools.pairwise([*steps, None]):
+        leaf = _hooked(after)
+        if isinstance(step, AccumulateStep):
+            step.hooked = leaf if leaf == step.leaves[-1] else None
+        elif isinstance(step, OpaqueStep) and _hooked(step) is not None:
+            step.last_hook = leaf != _hooked(step)
+
+
+def _hooked(step: Executor | None) -> int | None:
+    """The leaf that a step calls a post-accumulate hook of."""
+    if not isinstance(step, OpaqueStep) or step.node.target is not ir.post_accumulate_hook:
+        return None
+    return int(step.arguments[1])

@@ -1,0 +1,54 @@
+"""Which memory a tensor lies in and how; copies that lie otherwise; whether there was none left."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+
+from .. import ir
+
+
+def memory_of(value: Any) -> int | None:
+    """Which memory a tensor lies in; None for one without any."""
+    if not isinstance(value, torch.Tensor) or not ir.is_plain(value):
+        return None
+    if value.numel() == 0 or value._is_zerotensor():  # zeros without memory
+        return None
+    return value.untyped_storage().data_ptr()
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether an allocation failed, on whatever device."""
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error)
+
+
+def extent(tensor: torch.Tensor) -> int:
+    """How many elements lie between the first and the last of a tensor, in the order of memory, both counted."""
+    if not tensor.numel():
+        return 0
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+
+
+def has_bit(value: object) -> bool:
+    """Whether a value is a tensor that :func:`made_plain` makes another one of."""
+    return isinstance(value, torch.Tensor) and (value.is_conj() or value.is_neg() or value._is_zerotensor())
+
+
+def in_own_memory(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy with the same strides, gaps and repetitions included."""
+    if not tensor.numel():
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+    whole = tensor.as_strided((extent(tensor),), (1,)).clone()
+    return whole.as_strided(tensor.shape, tensor.stride())
+
+
+def made_plain(tensor: torch.Tensor) -> torch.Tensor:
+    """A copy, with the same strides, of a tensor that has a conjugate or negative bit, or zeros without memory: with
+    memory, and without bits."""
+    if tensor._is_zerotensor():
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device).zero_()
+    if not tensor.numel():
+        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+    whole = tensor.as_strided((extent(tensor),), (1,)).resolve_conj().resolve_neg()
+    return whole.as_strided(tensor.shape, tensor.stride())

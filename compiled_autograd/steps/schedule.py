@@ -1,0 +1,131 @@
+"""A tape graph -> the steps that run it, and the slots that their values lie in."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+from torch import fx
+
+from .. import ir
+from ..ir.partition import Opaque, Region, Step, cut, partition
+from .marks import mark_hooks, mark_saved
+from .steps import AccumulateStep, Executor, FreshLeaf, OpaqueStep, RegionStep, Slot, is_given
+
+
+class Schedule:
+    """The steps of a tape graph.
+
+    Args:
+        tape: the tape graph, in the engine's order.
+        counts: how many values of each kind of placeholder the engine hands over.
+        bitwise: what is compiled must be bit for bit what the engine would compute.
+        untraceable: calls that stay opaque beside those that always do, and why.
+        givers: calls in whose results NaNs are looked for, and the nodes of the tape that they belong to.
+        longest: so many calls a region has at most; None for any number.
+
+    Attributes:
+        steps: what runs, in order.
+        size: how many slots there are; the first ``given`` of them are filled by the engine.
+        slot_of: the slot of each value that has one.
+        outputs: slots of what the caller asked for; None for what stays undefined.
+        post_hooks: by node of the tape, the slots of its post-hooks.
+        watched: slots of saved tensors that are used after users' code has run.
+    """
+
+    def __init__(
+        self,
+        tape: ir.TapeGraph,
+        counts: Sequence[int],
+        bitwise: bool,
+        untraceable: dict[fx.Node, str],
+        givers: Mapping[fx.Node, int],
+        longest: int | None = None,
+    ) -> None:
+        self.bitwise = bitwise
+        self.longest = longest
+        self.givers = givers
+        self.untraceable = untraceable
+        self.slot_of: dict[fx.Node, int] = {}
+        starts = dict(zip(ir.PLACEHOLDERS, _running_sums(counts), strict=True))
+        self.size = self.given = sum(counts)
+        self.post_hooks: dict[int, list[int]] = {}
+        self._fresh: dict[fx.Node, list[fx.Node]] = {}
+        self._positions: dict[fx.Node, int] = {}
+        for position, node in enumerate(tape.graph.nodes):
+            self._positions[node] = position
+            if node.op == "placeholder":
+                kind, index = str(node.target).split("_")
+                self.slot_of[node] = starts[kind] + int(index)
+            elif node.target is ir.accumulate_grad and node.args[1] is None:
+                self._fresh.setdefault(node.args[2], []).append(node)
+            elif node.target is ir.post_hook:
+                self.post_hooks.setdefault(node.meta["call"], []).append(self.slot_of[node.args[0]])
+        self.outputs = [
+            None if value is None else self._slot(value) for value in tape.graph.find_nodes(op="output")[0].args[0]
+        ]
+        parts = partition(tape.graph, bitwise, untraceable, longest)
+        self.steps: list[Executor] = [self._executor(part) for part in parts]
+        self._plan_drops()
+        self._mark()
+
+    def split(self, steps: list[Executor], position: int, untraceable: dict[fx.Node, str]) -> list[Executor]:
+        """Steps in which some calls of the region at ``position`` are opaque. Other threads keep the steps they run."""
+        step = steps[position]
+        assert isinstance(step, RegionStep)
+        self.untraceable.update(untraceable)
+        parts = [self._executor(part) for part in cut(step.region.nodes, self.bitwise, self.untraceable, self.longest)]
+        self.steps = [*steps[:position], *parts, *steps[position + 1 :]]
+        self._plan_drops()
+        self._mark()
+        return self.steps
+
+    def _slot(self, node: fx.Node) -> int:
+        if node not in self.slot_of:
+            self.slot_of[node] = self.size
+            self.size += 1
+        return self.slot_of[node]
+
+    def _executor(self, step: Step) -> Executor:
+        if isinstance(step, Region):
+            calls = [call for node in step.nodes for call in self._fresh.get(node, ())]
+            fresh = [FreshLeaf(call, *map(self._slot, (call.args[0], call, call.args[2]))) for call in calls]  # type: ignore[arg-type]
+            place = (self._positions[step.nodes[0]], len(step.nodes))
+            inputs = [self._slot(node) for node in step.inputs]
+            outputs = [(node, self._slot(node)) for node in step.outputs]
+            handed_on = [self._slot(node) for node in step.inputs if not is_given(node)]
+            return RegionStep(step, place, inputs, outputs, handed_on, fresh, self.givers)
+        if isinstance(step, Opaque):
+            uses = [self._slot(source) for source in step.node.all_input_nodes]
+            items = [(self._slot(item), int(str(item.args[1]))) for item in step.items]
+            arguments = fx.map_arg(step.node.args, lambda node: Slot(self._slot(node)))
+            result = self._slot(step.node) if len(step.items) < len(step.node.users) else None
+            return OpaqueStep(step.node, arguments, uses, items, result)
+        return AccumulateStep(
+            [self._slot(call.args[0]) for call in step.nodes],  # type: ignore[arg-type]
+            [self._slot(call) for call in step.nodes],
+            [self._slot(call.args[2]) for call in step.nodes],  # type: ignore[arg-type]
+            [call.meta["call"] for call in step.nodes],
+        )
+
+    def _plan_drops(self) -> None:
+        """After which step each slot can be emptied."""
+        kept = set(self.outputs)
+        for step in reversed(self.steps):
+            if isinstance(step, RegionStep):
+                uses = step.inputs
+            elif isinstance(step, OpaqueStep):
+                uses = step.uses
+            else:
+                uses = [*step.leaves, *step.owned, *step.shared]
+            step.drops = [slot for slot in dict.fromkeys(uses) if slot not in kept]
+            if isinstance(step, AccumulateStep):
+                step.dropped = frozenset(step.drops)
+            kept.update(step.drops)
+
+    def _mark(self) -> None:
+        mark_hooks(self.steps)
+        self.watched = mark_saved(self.steps, self.slot_of)
+
+
+def _running_sums(counts: Sequence[int]) -> list[int]:
+    return [sum(counts[:index]) for index in range(len(counts))]

@@ -1,0 +1,256 @@
+"""A tape graph planned: the steps of a run, the slots that values lie in between them, and when each slot is emptied.
+
+There is a slot for each lifted tensor, size, scalar and object that the engine hands over, and for each value that one
+step hands to another.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, Protocol
+
+import msgspec
+from torch import fx
+
+from ..guards.shapes import Guard, guard_of
+from ..ir.partition import Region
+from .proof import Proof
+
+Slots = list[Any]
+
+
+class Lowering(Protocol):
+    """The ATen graph of something compiled, at hand or in the store."""
+
+    def graph_module(self) -> fx.GraphModule:
+        """The graph."""
+
+    def text(self) -> str:
+        """The graph as code of Python."""
+
+
+class Wiring(msgspec.Struct, frozen=True):
+    """How a compiled region is fed, in terms of the region alone: indices into its inputs, its outputs, its fresh
+    leaves, and into what the compiled function gives.
+
+    Attributes:
+        taken: the inputs that it takes, in order.
+        values: outputs of the region, and which result each of them is.
+        fresh: fresh leaves, and which result is the gradient that each of them keeps.
+        copied: likewise, where the backend gave it in memory that something else sees: the leaf keeps a copy.
+        other_strides: likewise, where the backend gave it other strides than the leaf wants: the leaf keeps a copy.
+        apart: which of ``values`` share memory with nothing, as the graph has it.
+        copied_values: those of them that the backend gave in memory that something else sees: a copy is handed on.
+        passed: fresh leaves, and the input that goes there as it is.
+        flags: where NaNs are looked for: calls of the region, and numbers of what they give. What was found is the
+            last result.
+        strides: outputs of the region, which result each is, and the strides that the real calls give it: a copy that
+            has them is handed on.
+        plain: which of ``taken`` are given as copies, because the compiled function would ignore their conjugate or
+            negative bits, or that they are zeros without memory.
+    """
+
+    taken: tuple[int, ...]
+    values: tuple[tuple[int, int], ...]
+    fresh: tuple[tuple[int, int], ...]
+    copied: tuple[tuple[int, int], ...]
+    passed: tuple[tuple[int, int], ...]
+    flags: tuple[tuple[int, int], ...] = ()
+    apart: tuple[tuple[int, int], ...] = ()
+    copied_values: tuple[tuple[int, int], ...] = ()
+    plain: tuple[int, ...] = ()
+    other_strides: tuple[tuple[int, int], ...] = ()
+    strides: tuple[tuple[int, int, tuple[int, ...]], ...] = ()
+
+
+class RegionPlan(msgspec.Struct, frozen=True):
+    """Which region was compiled, for what, and how it is fed; which forms of it were found to be wrong."""
+
+    place: tuple[int, int]
+    kind: str
+    each_shape: bool
+    wiring: Wiring
+    names: tuple[str, ...] | None
+    conditions: tuple[str, ...]
+    dropped: tuple[str, ...] = ()
+
+    def guard(self) -> Guard | None:
+        """Whether it holds for its arguments; None where nothing changes."""
+        return None if self.names is None else guard_of(self.names, self.conditions)
+
+
+@dataclass(slots=True)
+class Specialised:
+    """A compiled region for one set of inputs.
+
+    Attributes:
+        aten: the graph that the backend was given.
+        call: what it made of it.
+        wiring: how it is fed.
+        kind: what it was compiled for, of what earlier steps hand on.
+        arguments: slots of the tensors and sizes that it takes.
+        plain: which of these are given without conjugate and negative bit.
+        results: slots, and the outputs that go into them.
+        copied: as ``results``, for those that are copied.
+        strides: as ``results``, for those that are copied into other strides, and these.
+        passed: slots, and those of values that go there as they are.
+        flags: nodes of the tape, and numbers of what they give, where NaNs are looked for; as in the last result.
+        guard: says of the arguments whether their sizes are such that this holds; None where nothing changes.
+        checked: it has run, and what it gives in memory that something else sees is known.
+        proof: which of its forms were compared with the real calls.
+    """
+
+    aten: Lowering
+    call: Callable[[list[Any]], Sequence[Any]]
+    wiring: Wiring
+    kind: tuple[Any, ...]
+    arguments: list[int]
+    plain: tuple[int, ...]
+    results: list[tuple[int, int]]
+    copied: list[tuple[int, int]]
+    strides: list[tuple[int, int, tuple[int, ...]]]
+    passed: list[tuple[int, int]]
+    flags: list[tuple[int, int]]
+    guard: Guard | None
+    checked: bool = True
+    proof: Proof = field(default_factory=Proof)
+
+
+@dataclass(slots=True)
+class FreshLeaf:
+    """A leaf without a ``.grad`` that a region makes the gradient of: the ``accumulate_grad`` call, the leaf's slot,
+    that of a gradient which the leaf can keep, and that of one which it may have to copy."""
+
+    call: fx.Node
+    leaf: int
+    owned: int
+    shared: int
+
+
+@dataclass(slots=True, eq=False)
+class RegionStep:
+    """A region, and what was compiled for it, for each kind of what earlier steps hand to it; newest last.
+
+    ``place`` is the region's first call and the number of its calls; ``each_shape`` says that it could not be compiled
+    with symbols, so that each set of shapes is compiled by itself. ``givers`` are the calls in whose results NaNs are
+    looked for, and the nodes of the tape that they belong to; ``saved`` are the slots of saved tensors that users' code
+    may have changed in place.
+    """
+
+    region: Region
+    place: tuple[int, int]
+    inputs: list[int]
+    outputs: list[tuple[fx.Node, int]]
+    handed_on: list[int]
+    fresh: list[FreshLeaf]
+    givers: Mapping[fx.Node, int]
+    compiled: dict[Any, list[Specialised | None]] = field(default_factory=dict)
+    each_shape: bool = False
+    drops: list[int] = field(default_factory=list)
+    saved: list[int] = field(default_factory=list)
+
+    def made(self) -> Iterator[tuple[fx.Node, int]]:
+        """The inputs that earlier steps made, and their slots."""
+        return ((node, slot) for node, slot in zip(self.region.inputs, self.inputs, strict=True) if not is_given(node))
+
+    def specialised(self) -> list[Specialised]:
+        """All that was compiled for it."""
+        return [each for some in self.compiled.values() for each in some if each is not None]
+
+    def put_in_place(self, old: Specialised, new: Specialised | None) -> None:
+        """Replace something compiled by what is fed another way; None where it cannot run."""
+        self.compiled[old.kind] = [new if each is old else each for each in self.compiled[old.kind]]
+
+    def aten(self) -> list[fx.GraphModule]:
+        """The ATen graphs that were compiled for it."""
+        return [each.aten.graph_module() for each in self.specialised()]
+
+    def bind(
+        self,
+        aten: Lowering,
+        call: Callable[[list[Any]], Sequence[Any]],
+        wiring: Wiring,
+        kind: tuple[Any, ...],
+        guard: Guard | None,
+    ) -> Specialised:
+        """Join something compiled to this step's slots."""
+        results = [(self.outputs[position][1], index) for position, index in wiring.values]
+        results += [(self.fresh[position].owned, index) for position, index in wiring.fresh]
+        results += [(self.fresh[position].shared, index) for position, index in wiring.other_strides]
+        return Specialised(
+            aten,
+            call,
+            wiring,
+            kind,
+            [self.inputs[position] for position in wiring.taken],
+            wiring.plain,
+            results,
+            [(self.fresh[position].owned, index) for position, index in wiring.copied]
+            + [(self.outputs[position][1], index) for position, index in wiring.copied_values],
+            [(self.outputs[position][1], index, strides) for position, index, strides in wiring.strides],
+            [(self.fresh[position].shared, self.inputs[source]) for position, source in wiring.passed],
+            [(self.region.nodes[position].meta["call"], number) for position, number in wiring.flags],
+            guard,
+        )
+
+
+def region_plan(step: RegionStep, compiled: Specialised) -> RegionPlan:
+    """The plan of a compiled region."""
+    guard = compiled.guard
+    names = None if guard is None else guard.names
+    conditions = () if guard is None else guard.conditions
+    dropped = compiled.proof.dropped
+    return RegionPlan(step.place, repr(compiled.kind), step.each_shape, compiled.wiring, names, conditions, dropped)
+
+
+@dataclass(slots=True, eq=False)
+class OpaqueStep:
+    """A call that runs as it is. ``last_hook`` says that it is the last post-accumulate hook of its leaf."""
+
+    node: fx.Node
+    arguments: Any
+    uses: list[int]
+    items: list[tuple[int, int]]
+    result: int | None
+    drops: list[int] = field(default_factory=list)
+    last_hook: bool = False
+    saved: list[int] = field(default_factory=list)
+
+
+@dataclass(slots=True, eq=False)
+class AccumulateStep:
+    """Leaves, their nodes of the tape, and for each the slot of a gradient that it can keep, and of one that it must
+    copy.
+
+    ``dropped`` are the slots of ``drops``, to be asked quickly; ``hooked`` is the leaf whose post-accumulate hooks are
+    the steps that follow, if any are. ``after_users_code`` says that a leaf may not require grad any more.
+    """
+
+    leaves: list[int]
+    owned: list[int]
+    shared: list[int]
+    calls: list[int]
+    drops: list[int] = field(default_factory=list)
+    dropped: frozenset[int] = frozenset()
+    hooked: int | None = None
+    after_users_code: bool = False
+
+    def of(self, calls: Container[int]) -> AccumulateStep:
+        """The same for some of the leaves; nothing is dropped."""
+        kept = [index for index, call in enumerate(self.calls) if call in calls]
+        leaves, owned, shared, of = (
+            [column[index] for index in kept] for column in (self.leaves, self.owned, self.shared, self.calls)
+        )
+        return AccumulateStep(leaves, owned, shared, of)
+
+
+Executor = RegionStep | OpaqueStep | AccumulateStep
+
+
+def is_given(node: fx.Node) -> bool:
+    return node.op == "placeholder"
+
+
+class Slot(int):
+    """A slot's number among the arguments of an opaque call, where a plain int is a constant."""

@@ -1,0 +1,198 @@
+"""Who may use the engine's seam, and when: it belongs to the process.
+
+It is set only while no other thread is in backward. A thread that captures holds it for the length of the engine's
+walk; other threads that come to a backward then wait, some milliseconds at most. A thread that finds another in
+backward does not wait for it: it bypasses. A backward inside one that the eager engine runs in the same thread is
+captured: while the engine walks its tape, nothing else of that thread runs.
+
+**Nothing is stuck after Ctrl-C.** Python may raise ``KeyboardInterrupt`` in the main thread after any call, at the
+beginning of any function of Python's, and at a jump back (the "eval breaker" of CPython 3.10 to 3.14), but nowhere
+else: not between an assignment and what follows it, not within a function of C, nor between the beginning of a
+``finally`` and the end of the first call of C in it. So what a thread has taken is a *token*: a lock of its own, that
+it has locked before anybody knows of it. It lets go of all that the token stands for by unlocking it, which is one call
+of C; whoever uses the gate has it as the first call of a ``finally``. Tokens that are listed here and not locked are
+nobody's: they are passed over, and dropped when somebody looks. For the same reason the gate's own lock is entered
+by ``with``, as nothing comes between locking it and the block: a ``Condition`` is locked by functions of Python's.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+import threading
+from _thread import LockType, allocate_lock
+from collections.abc import Callable
+from typing import Any
+
+from shadow_cache import Bypass
+
+from ..diagnostics.bypass import FORKED, INSIDE_ENGINE_CALL, OTHER_THREAD
+
+Token = LockType
+
+
+def take() -> Token:
+    """A new token. It stands for something from when it is given to the gate until it is released."""
+    token = allocate_lock()
+    token.acquire()
+    return token
+
+
+class _Forking(threading.local):
+    token: Token | None = None
+
+
+class Gate:
+    """Knows the threads that are in the eager engine, and lets one at a time set the seam."""
+
+    def __init__(self) -> None:
+        self._lock = allocate_lock()
+        self._in_eager: dict[Token, int] = {}
+        self._in_call: dict[Token, int] = {}
+        self._capturing: tuple[int, Token] | None = None
+        self._lost = False
+        self._forking = _Forking()
+        self._unseen: set[int] = set()
+        self.after_entering: Callable[[], None] = lambda: None
+
+    def expect_unseen(self, in_backward: Callable[[], set[int]]) -> None:
+        """Threads that were in backward before there was a gate; ``in_backward`` says which still are."""
+        self._find_unseen = in_backward
+        self._unseen = in_backward()
+
+    def enter_eager(self, token: Token) -> None:
+        """The calling thread goes into the eager engine; waits while another one holds the seam."""
+        me = threading.get_ident()
+        while True:
+            with self._lock:
+                holder = self._capturing
+                if holder is None or holder[0] == me or not holder[1].locked():
+                    self._in_eager[token] = me
+                    break
+            with holder[1]:  # until it is unlocked
+                pass
+        self.after_entering()
+
+    def others_in_eager(self) -> bool:
+        """Whether another thread is in the eager engine."""
+        if not self._in_eager:
+            return False
+        me = threading.get_ident()
+        with self._lock:
+            return any(ident != me for ident in _holders(self._in_eager))
+
+    def forget(self, token: Token) -> None:
+        """The calling thread, which has released the token, is out of the eager engine."""
+        with self._lock:
+            self._in_eager.pop(token, None)
+            self._in_call.pop(token, None)
+
+    def enter_capture(self, token: Token) -> Bypass | None:
+        """Take the seam; gives the reason where it cannot be had, else None."""
+        me = threading.get_ident()
+        while True:
+            with self._lock:
+                holder = self._capturing
+                if holder is None or not holder[1].locked():
+                    reason = self._reason(me)
+                    if reason is None:
+                        self._capturing = me, token
+                    return reason
+                if holder[0] == me:  # what runs while the engine walks for this thread: the seam is its own
+                    return self._reason(me)
+            with holder[1]:
+                pass
+
+    def _reason(self, me: int) -> Bypass | None:
+        if self._lost:
+            return FORKED
+        if self._unseen:
+            self._unseen &= self._find_unseen()
+        if self._in_call and me in _holders(self._in_call):
+            return INSIDE_ENGINE_CALL
+        if self._unseen or (self._in_eager and any(ident != me for ident in _holders(self._in_eager))):
+            return OTHER_THREAD
+        return None
+
+    def enter_alone(self, token: Token) -> bool:
+        """Take the seam while no thread, this one included, is inside a call of the engine's that we asked for; False
+        where one is and stays there."""
+        if not self._wait_alone(token):
+            return False
+        with self._lock:
+            return not _holders(self._in_call)
+
+    def _wait_alone(self, token: Token) -> bool:
+        """Take the seam once no other thread has it; False where the calling thread has it already."""
+        me = threading.get_ident()
+        while True:
+            with self._lock:
+                holder = self._capturing
+                if holder is None or not holder[1].locked():
+                    self._capturing = me, token
+                    return True
+                if holder[0] == me:
+                    return False
+            with holder[1]:
+                pass
+
+    def change_to_eager(self, token: Token) -> None:
+        """Stay in the engine when the seam is given back: the calling thread runs users' code inside its call."""
+        me = threading.get_ident()
+        with self._lock:
+            self._in_eager[token] = self._in_call[token] = me
+
+    def idle(self) -> bool:
+        """Whether no thread captures, and none is in the eager engine."""
+        with self._lock:
+            return not _holders(self._in_eager) and (self._capturing is None or not self._capturing[1].locked())
+
+    def hold_over_fork(self) -> None:
+        """No other thread walks while the process is forked: the engine's own lock would stay locked in the child."""
+        token = self._forking.token = take()
+        self._wait_alone(token)
+        self._forking.token = token  # again: a signal's handler may have forked meanwhile
+
+    def release_after_fork(self) -> None:
+        """In the parent. What Ctrl-C raised before the fork, Python has told of and passed over."""
+        token, self._forking.token = self._forking.token, None  # no call: nothing comes between this and the release
+        if token is not None:
+            token.release()
+
+    def reset_after_fork(self) -> None:
+        """In a forked child only the calling thread lives on, and no lock may be trusted."""
+        self.release_after_fork()
+        self._lock = allocate_lock()
+        me = threading.get_ident()
+        others_inside = any(ident != me for ident in _holders(self._in_call))
+        self._lost = self._lost or others_inside  # the same lock: they had it
+        self._in_eager = {token: ident for token, ident in self._in_eager.items() if ident == me}
+        self._in_call = {token: ident for token, ident in self._in_call.items() if ident == me}
+        self._unseen = set()
+
+
+def _holders(tokens: dict[Token, int]) -> set[int]:
+    """The threads whose tokens stand for something; the others are dropped."""
+    for token in [token for token in tokens if not token.locked()]:
+        del tokens[token]
+    return set(tokens.values())
+
+
+def threads_running(code: Any) -> set[int]:
+    """Threads that have a frame of the given code object on their stack."""
+    found = set()
+    for ident, frame in sys._current_frames().items():
+        walking: Any = frame
+        while walking is not None:
+            if walking.f_code is code:
+                found.add(ident)
+                break
+            walking = walking.f_back
+    return found
+
+
+GATE = Gate()
+if hasattr(os, "register_at_fork"):
+    os.register_at_fork(
+        before=GATE.hold_over_fork, after_in_parent=GATE.release_after_fork, after_in_child=GATE.reset_after_fork
+    )

@@ -1,0 +1,1 @@
+"""The places of torch that are private, and where its versions differ."""

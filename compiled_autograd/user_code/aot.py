@@ -1,0 +1,73 @@
+"""The backward of a forward that ``torch.compile`` compiled: its graph, to be inlined into the region around it.
+
+AOTAutograd makes one ``autograd.Function`` of a whole forward, and keeps the graph of its backward. Called as it is, it
+would lie between regions like any Python function; inlined, hooks, accumulation and its neighbours fuse with it. What
+is read of AOTAutograd here is private (``torch/_functorch/_aot_autograd/runtime_wrappers.py``, 2.13).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import fx
+
+from ..torch_api.seam import aot_epilogue, aot_prologue, has_aot_prologue
+from .functions import call_backward, checked, materialised
+from .hooks import Grad
+
+
+class AOTBackward:
+    """One such backward. Called like :func:`call_backward`, and run by it where nothing is traced."""
+
+    def __init__(self, function: Any, graph_module: fx.GraphModule) -> None:
+        self.__name__ = f"AOTBackward{function._aot_id}"
+        self.function = function
+        self.graph_module = graph_module
+
+    def __call__(self, ctx: Any, *args: Any) -> list[Grad]:
+        return call_backward(ctx, *args)
+
+    def trace(
+        self,
+        ctx: Any,
+        saved: Sequence[Grad],
+        expected: Sequence[bool],
+        defined: Sequence[bool | torch.layout],
+        *grads: Grad,
+    ) -> list[Grad]:
+        """Run its graph, operator by operator. Of ``ctx`` nothing is used but what all calls have in common."""
+        tangents = materialised(type(ctx), ctx, defined, grads)
+        with torch._C._DisableAutocast():  # the graph has its casts in it
+            arguments = aot_prologue(self.function, saved, tangents)
+            results = aot_epilogue(self.function, _Reshaping(self.graph_module).run(*arguments))
+        return checked(self.__name__, tuple(results), expected)
+
+
+class _Reshaping(fx.Interpreter):
+    """The graph was made for gradients with the strides that AOTAutograd guessed; the forward may give others."""
+
+    def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
+        """A node of the graph."""
+        if target is torch.ops.aten.view.default:
+            target = torch.ops.aten.reshape.default
+        return super().call_function(target, args, kwargs)
+
+
+def aot_backward(ctx: Any) -> AOTBackward | None:
+    """The backward to inline for a function's ``ctx``; None for others, and where it needs more than tensors."""
+    function = type(ctx)._forward_cls
+    if getattr(function, "_aot_id", None) is None or not has_aot_prologue(function):
+        return None
+    metadata = function.metadata
+    if ctx.symints or function.maybe_subclass_metadata is not None:
+        return None
+    if metadata.is_rng_op_functionalized or metadata.num_graphsafe_rng_states or metadata.num_backward_tokens:
+        return None
+    from torch._dynamo.compiled_autograd import extract_bw_module
+
+    graph_module = extract_bw_module(function)
+    if not isinstance(graph_module, fx.GraphModule) or graph_module.graph.find_nodes(op="call_module"):
+        return None
+    return AOTBackward(function, graph_module)

@@ -24,7 +24,7 @@ from .protocol import Backend, Compiled
 ENTRY_POINT_GROUP = "compiled_autograd.backends"
 _OURS: dict[str, tuple[str, tuple[str, ...]]] = {
     "eager": ("backends.eager:EagerBackend", ()),
-    **{name_in(mode): ("backends.inductor:InductorBackend", (mode,)) for mode in MODES},
+    **{name_in(mode): ("backends.inductor.backend:InductorBackend", (mode,)) for mode in MODES},
 }
 """By name: a class, and what it is made with."""
 _loaded: dict[str, Backend] = {}

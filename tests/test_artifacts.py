@@ -17,8 +17,9 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 import backends
 import compiled_autograd as ca
-from backends import ArtifactError, artifacts, kernels
-from backends.environment import environment
+from backends import ArtifactError, artifacts
+from backends.inductor import kernels
+from backends.inductor.environment import environment
 
 from .helpers import in_subprocess, mlp, same_bits
 

@@ -92,7 +92,7 @@ def test_this_package_declares_its_own_entry_points() -> None:
     from importlib.metadata import entry_points
 
     found = {point.name: point.value for point in entry_points(group=backends.ENTRY_POINT_GROUP)}
-    assert found == {"eager": "backends.eager:EagerBackend", "inductor": "backends.inductor:InductorBackend"}
+    assert found == {"eager": "backends.eager:EagerBackend", "inductor": "backends.inductor.backend:InductorBackend"}
 
 
 # ---- lazy loading ------------------------------------------------------------------------------------------------
@@ -327,7 +327,7 @@ def test_a_backend_may_give_an_input_back(passes_by: str) -> None:
 
 
 def test_a_missing_compiler_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch) -> None:
-    from backends import inductor
+    from backends.inductor import backend as inductor
 
     monkeypatch.setattr(inductor.shutil, "which", lambda name: None)
     reference, model = mlp(), mlp()
@@ -345,7 +345,7 @@ def test_a_missing_compiler_is_said_in_one_line(monkeypatch: pytest.MonkeyPatch)
 _PICKED = """
 import os
 from pathlib import Path
-from backends import instruction_sets
+from backends.inductor import instruction_sets
 from torch._inductor.cpu_vec_isa import pick_vec_isa
 if {asked}:
     instruction_sets.ask()

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 import compiled_autograd as ca
-from backends import batch
+from backends.inductor import batch
 
 from .helpers import in_subprocess
 
@@ -18,7 +18,7 @@ import json, os
 from pathlib import Path
 import torch
 import compiled_autograd as ca
-from backends import batch
+from backends.inductor import batch
 from torch._inductor import config
 
 config.compile_threads = {threads}

@@ -701,7 +701,7 @@ def _newer(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _full(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from shadow_cache.folder import Folder
+    from shadow_cache.store.folder import Folder
 
     def full(self: Folder, target: Path, data: bytes) -> None:
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
@@ -762,7 +762,7 @@ def test_a_folder_that_can_only_be_read_is_read(folder: Path, monkeypatch: pytes
 
 
 def test_a_store_that_fails_later_is_given_up(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from shadow_cache.store import Store
+    from shadow_cache.store.store import Store
 
     _run(static, folder)
 

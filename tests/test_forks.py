@@ -21,7 +21,7 @@ from compiled_autograd.engine import session as sessions
 from compiled_autograd.threads.gate import GATE, take
 from compiled_autograd.lowering.specialise import COMPILING
 from shadow_cache import graph as shadow, watch
-from backends import kernels
+from backends.inductor import kernels
 
 signal.alarm(100)
 torch.set_num_threads(1)
@@ -176,7 +176,7 @@ thread.join()
 
 _ASKED = """
 from concurrent.futures import Future, ThreadPoolExecutor
-from backends import instruction_sets
+from backends.inductor import instruction_sets
 from torch._inductor import cpu_vec_isa
 
 def slow(sets):

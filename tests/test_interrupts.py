@@ -30,6 +30,14 @@ from compiled_autograd.threads.gate import GATE
 from .helpers import ROOT, in_threads, same_bits
 
 OURS = (str(Path(ca.__file__).parent), str(ROOT / "backends"), str(ROOT / "shadow_cache"))
+
+
+def _files(*names: str) -> tuple[str, ...]:
+    """Files of the package, by their names."""
+    found = tuple(str(path) for path in Path(ca.__file__).parent.rglob("*.py") if path.name in names)
+    assert len(found) == len(names)
+    return found
+
 WEIGHT = torch.randn(4, 4)
 
 
@@ -223,8 +231,7 @@ def test_an_interrupt_while_a_leaf_is_waited_for() -> None:
 @pytest.mark.parametrize("raises", [False, True])
 def test_an_interrupt_around_the_hooks_of_a_leaf(raises: bool) -> None:
     """From when the leaf is claimed until after its hooks, and where one of them has raised before."""
-    parts = ("accumulate.py", "claims.py", "runtime.py")
-    files = tuple(str(Path(ca.__file__).parent / part) for part in parts)
+    files = _files("accumulate.py", "claims.py", "runtime.py")
     called = 0
 
     def hook(leaf: torch.Tensor) -> None:
@@ -286,7 +293,7 @@ def test_a_tape_that_an_interrupt_broke_is_not_run_again(inside: str) -> None:
         for count in itertools.count():
             ca.reset()
             leaf.grad, again = None, loss(leaf)
-            interrupt = _InterruptAt(count, (str(Path(ca.__file__).parent / "capture.py"),), (inside,))
+            interrupt = _InterruptAt(count, _files("capture.py"), (inside,))
             sys.setprofile(interrupt)
             with suppress(KeyboardInterrupt):
                 again.backward()
@@ -308,7 +315,7 @@ def test_a_tape_that_an_interrupt_broke_is_not_run_again(inside: str) -> None:
 
 def test_an_interrupt_in_what_runs_before_a_fork() -> None:
     """Python tells of it and forks all the same: what holds other threads over the fork is given back after it."""
-    files = (str(Path(ca.__file__).parent / "gate.py"),)
+    files = _files("gate.py")
     for count in itertools.count():
         interrupt = _InterruptAt(count, files)
         sys.setprofile(interrupt)
@@ -326,7 +333,7 @@ def test_an_interrupt_in_what_runs_before_a_fork() -> None:
 
 def test_an_interrupt_while_a_region_is_handed_to_the_background() -> None:
     """The thread that compiles could never say that it is done, and the tape would be left to eager for ever."""
-    files = (str(Path(ca.__file__).parent / "background.py"), threading.__file__)
+    files = (*_files("background.py"), threading.__file__)
     program: Any = SimpleNamespace(specialiser=SimpleNamespace(kind=lambda *_: ()))
     for count in itertools.count():
         background, interrupt = Background(), _InterruptAt(count, files)

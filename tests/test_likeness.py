@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import compiled_autograd as ca
 from backends import get_backend
 from backends.eager import EagerBackend
-from backends.straight_line import StraightLine
+from backends.inductor.straight_line.straight_line import StraightLine
 from compiled_autograd.lowering.likeness import likeness
 from compiled_autograd.lowering.specialise import Specialised
 from compiled_autograd.policies.remote import _request

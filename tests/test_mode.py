@@ -17,9 +17,9 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 import backends
 import compiled_autograd as ca
 import shadow_cache
-from backends import cuda_graphs
-from backends.cuda_graphs import CopiedOut, copies, cuda_device
-from backends.inductor import InductorBackend
+from backends.inductor import cuda_graphs
+from backends.inductor.backend import InductorBackend
+from backends.inductor.cuda_graphs import CopiedOut, copies, cuda_device
 from backends.modes import MODES, name_in, options_of
 from compiled_autograd.policies import remote, worker
 from compiled_autograd.settings import Settings, resolve
@@ -126,7 +126,7 @@ class _Asked:
         from torch._inductor import compile_fx
 
         monkeypatch.setattr(compile_fx, "compile_fx_inner", self)
-        monkeypatch.setattr("backends.inductor.running_backward", lambda device: ("boxed", device))
+        monkeypatch.setattr("backends.inductor.backend.running_backward", lambda device: ("boxed", device))
 
     def __call__(self, graph_module: fx.GraphModule, examples: Sequence[Any], **given: Any) -> Any:
         from torch._inductor import config
@@ -364,7 +364,7 @@ from pathlib import Path
 import torch
 from torch._inductor import select_algorithm
 import compiled_autograd as ca
-from backends import batch
+from backends.inductor import batch
 
 select_algorithm.PRINT_AUTOTUNE = False
 # The template is chosen, whichever is the faster one here and now.

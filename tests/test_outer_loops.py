@@ -9,7 +9,8 @@ import pytest
 import torch
 
 import compiled_autograd as ca
-from backends import inductor, outer_loops
+from backends.inductor import backend as inductor
+from backends.inductor import outer_loops
 
 SIZE = 16
 

@@ -22,8 +22,8 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 
 import compiled_autograd as ca
-from backends import translation
-from backends.straight_line import GENERATED_CODE, PROGRAM
+from backends.inductor.straight_line import translation
+from backends.inductor.straight_line.straight_line import GENERATED_CODE, PROGRAM
 from compiled_autograd import ir
 from compiled_autograd.lowering import fakes, lower, specialise
 from compiled_autograd.steps import steps

@@ -12,9 +12,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from torch.fx.experimental.symbolic_shapes import ShapeEnv
 
 from backends.eager import EagerBackend
-from backends.inductor import InductorBackend
-from backends.poison import poison, run_poisoned
-from backends.straight_line import GENERATED_CODE, PROGRAM, StraightLine
+from backends.inductor.backend import InductorBackend
+from backends.inductor.poison import poison, run_poisoned
+from backends.inductor.straight_line.straight_line import GENERATED_CODE, PROGRAM, StraightLine
 
 
 def _region(x: torch.Tensor, w: torch.Tensor) -> list[torch.Tensor]:
@@ -105,7 +105,7 @@ def test_code_for_symbols() -> None:
 
 def test_generated_text_in_both_forms() -> None:
     """Memory that only Python reads, or only part of which is written."""
-    from backends.program_library import library
+    from backends.inductor.straight_line.program_library import library
 
     programs = library()
     assert programs is not None

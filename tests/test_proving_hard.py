@@ -10,7 +10,7 @@ import pytest
 import torch
 
 import compiled_autograd as ca
-from backends.inductor import InductorBackend
+from backends.inductor.backend import InductorBackend
 from compiled_autograd.proving import prover
 from shadow_cache import Failure
 

@@ -5,9 +5,9 @@ from __future__ import annotations
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from backends.inductor import InductorBackend
-from backends.poison import run_poisoned
-from backends.straight_line import StraightLine
+from backends.inductor.backend import InductorBackend
+from backends.inductor.poison import run_poisoned
+from backends.inductor.straight_line.straight_line import StraightLine
 
 
 def test_draws_are_those_of_eager() -> None:

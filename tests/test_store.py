@@ -32,7 +32,7 @@ from shadow_cache import (
     StoreRefusedError,
     StoreUnavailableError,
 )
-from shadow_cache.rows import decode, encode
+from shadow_cache.store.rows import decode, encode
 
 from .helpers import ROOT, in_subprocess
 from .store_entries import content, made, stored
@@ -155,7 +155,7 @@ def test_misses_are_newest_first(store: Store) -> None:
 
 
 def test_the_oldest_misses_go(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("shadow_cache.rows.KEPT_MISSES", 3)
+    monkeypatch.setattr("shadow_cache.store.rows.KEPT_MISSES", 3)
     for number in range(5):
         store.record(MissEntry(float(number), "s1", None, "", Miss("shape")))
     assert [miss.when for miss in store.misses()] == [4.0, 3.0, 2.0]

@@ -14,11 +14,12 @@ import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
 import compiled_autograd as ca
-from backends import inductor, products, program_library
-from backends.inductor import InductorBackend
+from backends.inductor import backend as inductor
+from backends.inductor.backend import InductorBackend
+from backends.inductor.straight_line import products, program_library
+from backends.inductor.straight_line.straight_line import GENERATED_CODE, PROGRAM, StraightLine
+from backends.inductor.straight_line.translation import UnknownCodeError, translated
 from backends.protocol import HasForms
-from backends.straight_line import GENERATED_CODE, PROGRAM, StraightLine
-from backends.translation import UnknownCodeError, translated
 
 _empty = torch._C._dynamo.guards._empty_strided_cpu
 _view = torch._C._dynamo.guards._reinterpret_tensor

@@ -14,10 +14,10 @@ import pytest
 import torch
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from backends import program_library
-from backends.inductor import InductorBackend
-from backends.straight_line import StraightLine
-from backends.translation import translated
+from backends.inductor.backend import InductorBackend
+from backends.inductor.straight_line import program_library
+from backends.inductor.straight_line.straight_line import StraightLine
+from backends.inductor.straight_line.translation import translated
 
 N = 6
 ROWS, COLUMNS = (N, 1), (1, N)

@@ -15,8 +15,8 @@ from torch._inductor import config
 import backends
 import compiled_autograd as ca
 import shadow_cache
-from backends import environment
-from backends.environment import DEFAULTS, chosen_settings
+from backends.inductor import environment
+from backends.inductor.environment import DEFAULTS, chosen_settings
 from compiled_autograd.cache import surroundings
 from compiled_autograd.cache.surroundings import digest_of_source
 

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import _C
 
-from backends.environment import chosen_settings
+from backends.inductor.environment import chosen_settings
 
 from ..ir import nans
 

@@ -17,7 +17,7 @@ import torch
 from torch import fx
 
 from backends import Compiled
-from backends.poison import run_poisoned
+from backends.inductor.poison import run_poisoned
 from shadow_cache import Failure
 
 from .. import ir

@@ -17,12 +17,12 @@ from typing import Any, TypeVar
 
 import msgspec
 
+from ..entries import Entry, MissEntry, Problem, StoreStats, Structure, Summary, Timing
+from ..errors import DamagedEntryError, StoreUnavailableError
+from ..records import Miss
 from .archive import export, import_
-from .entries import Entry, MissEntry, Problem, StoreStats, Structure, Summary, Timing
-from .errors import DamagedEntryError, StoreUnavailableError
 from .folder import Folder, is_digest
 from .index import Index
-from .records import Miss
 from .removal import TOTAL_SIZE, damaged, delete_entry, evict, forget_names, over, remove_files, remove_unnamed, went
 from .rows import (
     SELECT_ENTRY,

@@ -24,7 +24,7 @@ from typing import Any
 
 import torch
 
-from .artifacts import ArtifactError, CannotStoreError
+from ..artifacts import ArtifactError, CannotStoreError
 
 Kernel = Callable[..., Any]
 Place = tuple[str, str]

@@ -17,9 +17,9 @@ from typing import BinaryIO, Protocol, TypeVar
 
 import msgspec
 
-from .entries import Entry, Structure
-from .errors import DamagedArchiveError, DamagedEntryError, InvalidEntryError
-from .harmless import harmless
+from ..entries import Entry, Structure
+from ..errors import DamagedArchiveError, DamagedEntryError, InvalidEntryError
+from ..harmless import harmless
 from .rows import digests
 
 _MAGIC = b"shadow cache 1\n\0"

@@ -16,10 +16,10 @@ from contextlib import closing, suppress
 from pathlib import Path
 from typing import TypeVar
 
-from .entries import MissEntry
-from .errors import StoreError, StoreMissingError, StoreNewerError, StoreUnavailableError
+from ..entries import MissEntry
+from ..errors import StoreError, StoreMissingError, StoreNewerError, StoreUnavailableError
+from ..records import Miss
 from .folder import BUSY_SECONDS, Folder, refuse_unless_plain
-from .records import Miss
 from .rows import TABLES, put_miss
 from .salvage import SQLITE_ERRORS, open_index, salvage
 

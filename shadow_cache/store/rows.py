@@ -11,9 +11,9 @@ from typing import Any, TypeVar
 
 import msgspec
 
-from .entries import Entry, MissEntry, Structure, Summary, Timing
-from .errors import InvalidEntryError
-from .harmless import harmless
+from ..entries import Entry, MissEntry, Structure, Summary, Timing
+from ..errors import InvalidEntryError
+from ..harmless import harmless
 
 # A table that a later schema added stands last: salvage.py counts on the earlier ones to begin at the same pages.
 TABLES = """

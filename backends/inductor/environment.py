@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from .versions import settings_belong_to_a_thread, user_override
+from ..versions import settings_belong_to_a_thread, user_override
 
 _VARIABLES = ("TORCHINDUCTOR_", "TORCHDYNAMO_", "TORCH_COMPILE_", "INDUCTOR_")
 """Beginnings of the names of environment variables that ``torch/_inductor/config.py`` reads its defaults from."""

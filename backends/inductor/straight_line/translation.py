@@ -20,9 +20,9 @@ from typing import Any
 
 import torch
 
-from .kernels import address_of
+from ...protocol import Compiled
+from ..kernels import address_of
 from .products import Value, in_blas, is_dense
-from .protocol import Compiled
 from .statements import UnknownCodeError, arguments_of, body_of_call, constants_of, is_overwritten, name_of
 
 MOST_ARGUMENTS = 64

@@ -21,7 +21,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
 
-from .errors import DamagedEntryError, StoreMissingError, StoreRefusedError, StoreUnavailableError
+from ..errors import DamagedEntryError, StoreMissingError, StoreRefusedError, StoreUnavailableError
 
 try:
     import fcntl

@@ -5,8 +5,8 @@ from __future__ import annotations
 import sqlite3
 from collections.abc import Iterator
 
-from .entries import Problem
-from .errors import DamagedEntryError
+from ..entries import Problem
+from ..errors import DamagedEntryError
 from .folder import Folder, is_old
 from .index import Index
 from .rows import (

@@ -18,9 +18,9 @@ import torch
 from torch import fx
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .artifacts import LINKED
-from .protocol import Compiled
-from .straight_line import PROGRAM, StraightLine
+from ..artifacts import LINKED
+from ..protocol import Compiled
+from .straight_line.straight_line import PROGRAM, StraightLine
 
 _ALLOCATING = "empty_strided"
 """Names of functions that allocate begin so in Inductor's generated code (``_inductor/codegen/wrapper.py``, 2.13)."""

@@ -11,20 +11,20 @@ from typing import Any
 import torch
 from torch import fx
 
+from ..artifacts import CannotStoreError, Stored, from_bytes, link, tensors_from_bytes, to_bytes
+from ..eager import EagerBackend, run_graph, store_graph
+from ..modes import CUDA_GRAPHS, DEFAULT, name_in, options_of
+from ..protocol import Compiled
+from ..versions import plain_convolution_backward
 from . import instruction_sets
-from .artifacts import CannotStoreError, Stored, from_bytes, link, tensors_from_bytes, to_bytes
 from .batch import together
 from .cuda_graphs import CopiedOut, cuda_device, made_by_inductor, running_backward
-from .eager import EagerBackend, run_graph, store_graph
 from .kernels import ENTRY, load_kernels
 from .memory import keep_freed_memory
-from .modes import CUDA_GRAPHS, DEFAULT, name_in, options_of
 from .outer_loops import sound_outer_loops
-from .program_library import begin, library
-from .protocol import Compiled
 from .randomness import FALLBACK, draws, eagers_draws
-from .straight_line import StraightLine
-from .versions import plain_convolution_backward
+from .straight_line.program_library import begin, library
+from .straight_line.straight_line import StraightLine
 
 _CALL = "def call("
 """What Inductor's generated code has; that of a graph without calls is the graph's own."""

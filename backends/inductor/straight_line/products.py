@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from .kernels import address_in
+from ..kernels import address_in
 
 _log = logging.getLogger(__name__)
 _INT_MAX = 2**31 - 1

@@ -17,7 +17,7 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import NamedTuple
 
-from .kernels import ENTRY, kernel_in, tell_libraries
+from ..kernels import ENTRY, kernel_in, tell_libraries
 from .translation import MakeProgram
 
 _log = logging.getLogger(__name__)

@@ -17,9 +17,9 @@ from typing import Any
 
 import torch
 
-from .collecting import RARELY
+from ...collecting import RARELY
+from ...protocol import Compiled
 from .products import Value
-from .protocol import Compiled
 from .translation import MakeProgram, UnknownCodeError, translated, values_of
 
 _log = logging.getLogger(__name__)

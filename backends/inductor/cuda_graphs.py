@@ -18,7 +18,7 @@ import torch
 from torch import fx
 from torch.utils._pytree import tree_leaves
 
-from .protocol import Compiled
+from ..protocol import Compiled
 
 
 def cuda_device(graph_module: fx.GraphModule) -> int | None:

@@ -12,10 +12,10 @@ from collections.abc import Iterable
 from contextlib import suppress
 from typing import Any
 
-from .entries import MissEntry
+from ..entries import MissEntry
+from ..records import Miss
 from .folder import Folder, is_old
 from .index import Index
-from .records import Miss
 from .rows import SELECT_ENTRY, entry_of, put_miss
 
 _TIMINGS_OF_NONE = "DELETE FROM timings WHERE entry NOT IN (SELECT id FROM entries)"

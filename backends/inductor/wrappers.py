@@ -11,7 +11,7 @@ import hashlib
 from collections.abc import Mapping
 from typing import Any
 
-from .artifacts import CannotStoreError, Stored, dotted_names, reference, tensors_to_bytes
+from ..artifacts import CannotStoreError, Stored, dotted_names, reference, tensors_to_bytes
 from .kernels import Place, library_of
 
 _ENTRY = "call"

@@ -38,6 +38,7 @@ def _files(*names: str) -> tuple[str, ...]:
     assert len(found) == len(names)
     return found
 
+
 WEIGHT = torch.randn(4, 4)
 
 

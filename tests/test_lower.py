@@ -15,7 +15,7 @@ import compiled_autograd as ca
 from compiled_autograd import ir
 from compiled_autograd.cache.graphs import CompiledGraph
 from compiled_autograd.ir import partition
-from compiled_autograd.lowering import lower, specialise
+from compiled_autograd.lowering import lower, specialise, wiring
 
 from .helpers import GradientsDifferError, assert_same, both, compare, expect, mlp
 
@@ -400,7 +400,7 @@ def test_a_planted_rounding_error_is_caught_bit_for_bit(monkeypatch: pytest.Monk
         return results
 
     monkeypatch.setattr(specialise, "run_compiled", wrong)
-    monkeypatch.setattr(specialise, "obeys_layout", lambda grad, leaf: True)  # else the leaf copies it
+    monkeypatch.setattr(wiring, "obeys_layout", lambda grad, leaf: True)  # else the leaf copies it
     with pytest.raises(GradientsDifferError):
         compare(mlp, lambda model: model(torch.ones(2, 8)).square().sum(), steps=1, check=False)
 
@@ -412,7 +412,7 @@ def test_a_planted_wrong_layout_is_caught(monkeypatch: pytest.MonkeyPatch) -> No
         return [grad.t().contiguous().t() if grad.dim() == 2 else grad for grad in right(call, arguments)]
 
     monkeypatch.setattr(specialise, "run_compiled", wrong)
-    monkeypatch.setattr(specialise, "obeys_layout", lambda grad, leaf: True)  # else the leaf copies it
+    monkeypatch.setattr(wiring, "obeys_layout", lambda grad, leaf: True)  # else the leaf copies it
     with pytest.raises(GradientsDifferError):
         compare(mlp, lambda model: model(torch.ones(2, 8)).square().sum(), steps=1, check=False)
 

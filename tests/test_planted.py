@@ -25,7 +25,7 @@ import compiled_autograd as ca
 from backends.inductor.straight_line import translation
 from backends.inductor.straight_line.straight_line import GENERATED_CODE, PROGRAM
 from compiled_autograd import ir
-from compiled_autograd.lowering import fakes, lower, specialise
+from compiled_autograd.lowering import fakes, lower, shelf, specialise
 from compiled_autograd.steps import steps
 from compiled_autograd.steps.accumulate import own_copy
 from compiled_autograd.steps.proof import ONLY_FORM
@@ -145,7 +145,7 @@ def _residual_layers(number: int) -> Gradients:
 
 
 def _one_program_for_all(patch: Patch) -> None:
-    _without(patch, specialise.Shelf, "load", {'call.another() if hasattr(call, "another") else call': "call"})
+    _without(patch, shelf.Shelf, "load", {'call.another() if hasattr(call, "another") else call': "call"})
 
 
 class _Transposes(torch.autograd.Function):
@@ -201,7 +201,7 @@ def _products_stay_as_they_are(patch: Patch) -> None:
         return made
 
     patch.setattr(lower, "_fake", remembered)
-    patch.setattr(lower, "_copy_laid_out_as", lambda grad, leaf: own_copy(grad, leaves.pop(id(leaf))))
+    patch.setattr(lower, "copy_laid_out_as", lambda grad, leaf: own_copy(grad, leaves.pop(id(leaf))))
     patch.setattr(lower, "_made_binary", lambda graph: None)
     patch.setattr(specialise.aten, "verify", lambda graph_module: None)
 
@@ -252,14 +252,14 @@ def _negative_factor(number: int) -> Gradients:
 
 
 def _another_regions_code(patch: Patch) -> None:
-    right = specialise.Shelf.load
+    right = shelf.Shelf.load
     first: list[str] = []
 
-    def load(self: specialise.Shelf, backend: Any, artifact: str) -> Any:
+    def load(self: shelf.Shelf, backend: Any, artifact: str) -> Any:
         first.append(artifact)
         return right(self, backend, first[0])
 
-    patch.setattr(specialise.Shelf, "load", load)
+    patch.setattr(shelf.Shelf, "load", load)
 
 
 class _HandsOn(torch.autograd.Function):
@@ -285,13 +285,13 @@ def _one_region(number: int) -> Gradients:
 
 
 def _a_result_is_left_out(patch: Patch) -> None:
-    right = specialise._wiring
+    right = specialise.wiring_of
 
     def wiring(step: steps.RegionStep, lowered: lower.Lowered) -> steps.Wiring:
         lowered.values, lowered.apart = dict.fromkeys(lowered.values), []
         return right(step, lowered)
 
-    patch.setattr(specialise, "_wiring", wiring)
+    patch.setattr(specialise, "wiring_of", wiring)
 
 
 def _transposed_softmaxes(number: int) -> Gradients:

@@ -29,7 +29,8 @@ from ..diagnostics.places import title
 from ..diagnostics.reporting import warn_once
 from ..guards.ambient import Ambient
 from ..guards.shapes import Spec
-from ..lowering.specialise import MOST_GUARDED, Shelf, Shelved
+from ..lowering.shelf import Shelf, Shelved
+from ..lowering.specialise import MOST_GUARDED
 from ..settings import Settings
 from ..steps.steps import RegionPlan, RegionStep, Specialised, region_plan
 from .explain_stored import stored_miss

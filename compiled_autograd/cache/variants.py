@@ -16,8 +16,8 @@ from shadow_cache import Timing, VariantKey
 from .. import ir
 from ..diagnostics.explain_variants import kind_text
 from ..guards.ambient import Ambient
+from ..guards.kinds import kind_of_value
 from ..guards.shapes import Spec, is_static, marked, promoted, static_parts, widened
-from ..lowering.specialise import kind_of_value
 from ..runtime.runtime import Program
 from ..steps.steps import RegionStep
 

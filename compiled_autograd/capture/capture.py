@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import functools
 import itertools
+import operator
 import re
 from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
@@ -434,7 +435,7 @@ class Capture:
 
     def _item(self, node: fx.Node, index: int) -> fx.Node:
         with self.graph.inserting_after(node):
-            item = self.graph.call_function(ir.operator.getitem, (node, index))
+            item = self.graph.call_function(operator.getitem, (node, index))
         item.meta["call"] = node.meta["call"]
         return item
 
@@ -478,8 +479,8 @@ def _as_captured(output: Any) -> Any:
 
 def _of_layout(grad: Any) -> Any:
     """The layout that the engine expects of a gradient, by its number, where it is not strided; else True."""
-    while grad.target in (ir.sum_gradients, ir.tensor_hook, ir.operator.getitem):
-        if grad.target is not ir.operator.getitem:
+    while grad.target in (ir.sum_gradients, ir.tensor_hook, operator.getitem):
+        if grad.target is not operator.getitem:
             grad = grad.args[grad.target is ir.tensor_hook]
             continue
         call, index = grad.args

@@ -13,6 +13,8 @@ import torch
 
 from shadow_cache import Bypass, Failure, Miss, Timing, watch
 
+from ..ir.partition import Region
+
 MANY = 8
 """So many misses of one kind at one place are worth a warning."""
 _MOST_WARNED = 1000
@@ -100,3 +102,10 @@ def warn_once(text: str) -> None:
 def tell_of_own_error(own: BaseException, users: BaseException) -> None:
     """Something of ours failed in the account of a backward that ended with an error of its own, which goes first."""
     _write(logging.ERROR, f"{type(own).__name__}: {own}, after {type(users).__name__}. Please report it as a bug.")
+
+
+def failure_of(stage: str, backend: str, region: Region, error: BaseException) -> Failure:
+    """A step of the way from a region to compiled code has raised."""
+    first_line = str(error).partition("\n")[0]
+    where = f"backend {backend!r}, a region of {len(region.nodes)} calls"
+    return Failure(stage, where, f"{type(error).__name__}: {first_line[:300]}", "the region's calls run one by one")

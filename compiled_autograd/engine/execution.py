@@ -20,10 +20,10 @@ from ..cache.disk import disk_for
 from ..cache.graphs import OFTEN, CompiledGraph
 from ..cache.variants import Handover, Variant
 from ..diagnostics.bypass import FORKED, ON_MISS
+from ..diagnostics.reporting import failure_of
 from ..errors import CacheMissError, GradientMismatchError
 from ..guards.ambient import Ambient, ambient
 from ..ir import nans
-from ..lowering.specialise import failure_of
 from ..policies.background import BACKGROUND
 from ..runtime.running import Running
 from ..runtime.runtime import Program

@@ -22,7 +22,7 @@ from ..guards.shapes import Spec, is_static
 from ..ir import is_plain
 from ..ir.nans import Flags, Place
 from ..ir.partition import Region
-from ..steps.accumulate import is_dense, obeys_layout, own_copy
+from ..steps.accumulate import copy_laid_out_as, obeys_layout, own_copy
 from ..steps.memory import has_bit
 from ..torch_api.cpp_warnings import Noting
 from ..torch_api.seam import prepare_fake_tensors
@@ -140,7 +140,7 @@ def lower(
                 passed[call] = source
                 continue
             if grad is not None and (_storage(grad) in taken or not _obeys_layout(grad, leaf)):
-                copy = own_copy if symbols is None else _copy_laid_out_as  # operators which a backend can fuse
+                copy = own_copy if symbols is None else copy_laid_out_as  # operators which a backend can fuse
                 grad = copy(grad, fresh_leaves[call])
             leaf_positions[call] = _append(results, grad)
             if grad is not None:
@@ -271,15 +271,6 @@ def _obeys_layout(grad: torch.Tensor, leaf: torch.Tensor) -> bool:
     the arguments, the trace does not know."""
     with disable_proxy_modes_tracing():
         return obeys_layout(grad, leaf)
-
-
-def _copy_laid_out_as(grad: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
-    """What :func:`own_copy` gives, without the leaf's sizes: a trace with symbols knows no products of them."""
-    if not is_dense(leaf):
-        return grad.clone(memory_format=torch.contiguous_format)
-    outermost_first = sorted(range(leaf.dim()), key=lambda dim: (leaf.stride(dim), leaf.shape[dim]), reverse=True)
-    copy = grad.permute(outermost_first).clone(memory_format=torch.contiguous_format)
-    return copy.permute([outermost_first.index(dim) for dim in range(leaf.dim())])
 
 
 def _is_apart(results: Sequence[torch.Tensor], index: int | None, memory: Mapping[int, int]) -> bool:

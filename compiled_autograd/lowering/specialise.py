@@ -4,19 +4,13 @@ and run for the first time.
 
 from __future__ import annotations
 
-import math
-import operator
-import re
 import threading
 import time
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import msgspec
-import torch
 from torch import fx
-from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from backends import ArtifactError, Backend, Compiled
 from backends.collecting import RARELY
@@ -24,18 +18,20 @@ from shadow_cache import DamagedEntryError, Failure, Miss, StoreError
 
 from .. import ir
 from ..diagnostics.explain_variants import guard_miss, handed_on_miss
+from ..diagnostics.reporting import failure_of
 from ..errors import UntraceableError
-from ..guards.shapes import Spec, is_static, spec_of, static_parts, widened
-from ..ir.partition import Region
-from ..steps.accumulate import obeys_layout
+from ..guards.kinds import kind_of_value
+from ..guards.shapes import Spec, spec_of, widened
 from ..steps.compiled_calls import make_plain, put_results, run_compiled
 from ..steps.log import RunLog
-from ..steps.memory import is_out_of_memory, memory_of
-from ..steps.steps import RegionPlan, RegionStep, Slots, Specialised, Wiring
+from ..steps.memory import is_out_of_memory
+from ..steps.steps import RegionStep, Slots, Specialised
 from ..threads.forks import compiles_under
 from . import aten
 from .likeness import likeness
 from .lower import Lowered, lower
+from .shelf import AtHand, Shelf, copy_of
+from .wiring import owned, wiring_of
 
 Pass = Callable[[fx.GraphModule], fx.GraphModule | None]
 COMPILING = compiles_under(threading.RLock())  # neither tracing nor Inductor can be used by two threads at once
@@ -44,59 +40,6 @@ _MOST_OPAQUE = 4
 set of shapes by itself."""
 MOST_GUARDED = 8
 """So many compiled versions of a region are kept beside one another before the oldest goes."""
-
-
-@dataclass(slots=True)
-class AtHand:
-    """An ATen graph that was made in this process."""
-
-    module: fx.GraphModule
-
-    def graph_module(self) -> fx.GraphModule:
-        """The graph."""
-        return self.module
-
-    def text(self) -> str:
-        """The graph as code of Python."""
-        return self.module.graph.python_code("self").src
-
-
-@dataclass(slots=True)
-class Shelved:
-    """A compiled region in the store on disk: how it is fed, and the names of its files there."""
-
-    plan: RegionPlan
-    artifact: str
-    lowered: str
-    code: str = ""
-
-    def graph_module(self) -> fx.GraphModule:
-        """The ATen graph, made of its text. Constants in it are empty tensors."""
-        return graph_of(self.code)
-
-    def text(self) -> str:
-        """The graph as code of Python."""
-        return self.code
-
-
-@dataclass(slots=True)
-class Shelf:
-    """What the store has of one variant, by the place of the region; and what gives a file of the store."""
-
-    regions: Mapping[tuple[int, int], Sequence[Shelved]]
-    read: Callable[[str], bytes]
-    loaded: dict[str, Compiled] = field(default_factory=dict)
-
-    def load(self, backend: Backend, artifact: str) -> Compiled:
-        """An artifact, for one region. Several may have the same, with inputs of other sizes and strides.
-
-        Raises:
-            StoreError, ArtifactError: it cannot be read, or not be used.
-        """
-        if artifact not in self.loaded:
-            self.loaded[artifact] = backend.load(self.read(artifact))  # type: ignore[attr-defined]
-        call = self.loaded[artifact]
-        return call.another() if hasattr(call, "another") else call
 
 
 RunCompiled = Callable[[Callable[[list[Any]], Sequence[Any]], list[Any]], Sequence[Any]]
@@ -222,7 +165,7 @@ class Specialiser:
         try:
             results = (run or run_compiled)(compiled.call, list(arguments))
             leaves = [slots[fresh.leaf] for fresh in step.fresh]
-            wiring = _owned(compiled.wiring, results, arguments, leaves)
+            wiring = owned(compiled.wiring, results, arguments, leaves)
             checked = step.bind(compiled.aten, compiled.call, wiring, compiled.kind, compiled.guard)
             checked.proof = compiled.proof
         except Exception as error:
@@ -358,14 +301,14 @@ class Specialiser:
             log.add("lower", time.perf_counter() - started)
         started = time.perf_counter()
         try:
-            aten = _copy(lowered.graph_module)
+            aten = copy_of(lowered.graph_module)
             call = self._compile(lowered, compile, log)
             guard = None if lowered.symbols is None else lowered.symbols.guard()
         except Exception as error:
             raise _Failed(failure_of("compile", self.backend.name, step.region, error)) from error
         finally:
             log.add("compile", time.perf_counter() - started)
-        compiled = step.bind(AtHand(aten), call, _wiring(step, lowered), self.kind(step, slots), guard)
+        compiled = step.bind(AtHand(aten), call, wiring_of(step, lowered), self.kind(step, slots), guard)
         compiled.checked = False
         return compiled
 
@@ -400,104 +343,5 @@ class _Failed(Exception):
         self.failure = failure
 
 
-def graph_of(code: str) -> fx.GraphModule:
-    """The graph of a text that :meth:`AtHand.text` gave."""
-    names = sorted(set(re.findall(r"\bself\.(\w+)", code)))
-    root = torch.nn.Module()
-    for name in names:
-        root.register_buffer(name, torch.empty(0))
-    namespace: dict[str, Any] = {"torch": torch, "device": torch.device, "inf": math.inf, "nan": math.nan}
-    namespace.update({"operator": operator, "_operator": operator, "math": math, "fx_pytree": fx._pytree})
-    exec(compile(code, "<an ATen graph>", "exec"), namespace)
-    module = type("Lowered", (torch.nn.Module,), {"forward": namespace["forward"]})()
-    for name, buffer in root.named_buffers():
-        module.register_buffer(name, buffer)
-    return fx.symbolic_trace(module)
-
-
 def _one_by_one(graph_module: fx.GraphModule) -> Compiled:
     return lambda arguments: graph_module(*arguments)
-
-
-def _wiring(step: RegionStep, lowered: Lowered) -> Wiring:
-    positions = {fresh.call: position for position, fresh in enumerate(step.fresh)}
-    outputs = {node: position for position, (node, _) in enumerate(step.outputs)}
-    return Wiring(
-        taken=tuple(lowered.taken),
-        values=tuple((outputs[node], index) for node, index in lowered.values.items() if index is not None),
-        fresh=tuple((positions[call], index) for call, index in lowered.leaves.items() if index is not None),
-        copied=(),
-        passed=tuple((positions[call], index) for call, index in lowered.passed.items()),
-        flags=_flags(step, lowered),
-        plain=tuple(lowered.plain),
-        apart=tuple((outputs[node], lowered.values[node]) for node in lowered.apart),  # type: ignore[misc]
-    )
-
-
-def _flags(step: RegionStep, lowered: Lowered) -> tuple[tuple[int, int], ...]:
-    if not lowered.flags:
-        return ()
-    position = {step.givers[node]: place for place, node in enumerate(step.region.nodes) if node in step.givers}
-    return tuple((position[call], number) for call, number in lowered.flags)
-
-
-def _owned(wiring: Wiring, results: Sequence[Any], arguments: Sequence[Any], leaves: Sequence[Any]) -> Wiring:
-    """The same, once it was seen which gradients the backend gives in memory that something else sees, or with other
-    strides than the trace had (its ``native_layer_norm_backward`` follows the input, and the CPU's does not)."""
-    shared = _not_owned(results, [index for _, index in (*wiring.apart, *wiring.fresh)], arguments)
-    own = [pair for pair in wiring.fresh if pair[1] not in shared]
-    obeying = [pair for pair in own if results[pair[1]] is None or obeys_layout(results[pair[1]], leaves[pair[0]])]
-    return msgspec.structs.replace(
-        wiring,
-        values=tuple(pair for pair in wiring.values if pair not in wiring.apart or pair[1] not in shared),
-        copied_values=tuple(pair for pair in wiring.apart if pair[1] in shared),
-        fresh=tuple(obeying),
-        copied=tuple(pair for pair in wiring.fresh if pair[1] in shared),
-        other_strides=tuple(pair for pair in own if pair not in obeying),
-    )
-
-
-def kind_of_value(value: Any, spec: Spec | None = None) -> Any:
-    """What compiled code depends on, of one of its inputs; of one with a history, without what changes."""
-    if not isinstance(value, torch.Tensor):
-        return value
-    with torch._C.DisableTorchFunctionSubclass():
-        stride = value.stride() if value.layout is torch.strided else None
-        shape: Any = value.shape
-        if spec is not None and len(spec) == len(shape) and not is_static(spec):
-            parts = zip(static_parts(spec), shape, strict=True)
-            stride, shape = None, tuple([None if part is None else size for part, size in parts])
-        elif stride is not None and 1 in shape:  # compiled code may give a dimension of one element another stride
-            stride = tuple([0 if size == 1 else each for size, each in zip(shape, stride, strict=True)])
-        bits = (value.is_conj(), value.is_neg(), value._is_zerotensor())
-        kind = (shape, stride, value.dtype, value.device, value.layout, *bits)
-    return (type(value), *kind)
-
-
-def _not_owned(results: Sequence[Any], fresh: Sequence[int], arguments: Sequence[Any]) -> set[int]:
-    """Which results a backend gave in memory that something else sees, against what the graph says."""
-    seen = {memory_of(value) for value in arguments}
-    seen.update(memory_of(value) for index, value in enumerate(results) if index not in set(fresh))
-    shared = set()
-    for index in fresh:
-        memory = memory_of(results[index])
-        if memory is not None and memory in seen:
-            shared.add(index)
-        seen.add(memory)
-    return shared
-
-
-def _copy(graph_module: fx.GraphModule) -> fx.GraphModule:
-    """The graph as it is now, without the fake tensors in its nodes; backends change the one that they get."""
-    graph = fx.Graph()
-    output = graph.graph_copy(graph_module.graph, {})
-    graph.output(output)
-    for node in graph.nodes:
-        node.meta = {}
-    return _LazyGraphModule(graph_module, graph)
-
-
-def failure_of(stage: str, backend: str, region: Region, error: BaseException) -> Failure:
-    first_line = str(error).partition("\n")[0]
-    where = f"backend {backend!r}, a region of {len(region.nodes)} calls"
-    return Failure(stage, where, f"{type(error).__name__}: {first_line[:300]}", "the region's calls run one by one")

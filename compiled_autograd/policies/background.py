@@ -25,10 +25,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from backends import Backend
 
 from .. import ir
-from ..diagnostics.reporting import warn_of
+from ..diagnostics.reporting import failure_of, warn_of
 from ..errors import UntraceableError
 from ..guards.ambient import Ambient, ambient, compile_state
-from ..lowering.specialise import COMPILING, failure_of
+from ..lowering.specialise import COMPILING
 from ..steps.log import RunLog
 from ..steps.steps import RegionStep, Slots
 from ..torch_api.seam import prepare_fake_tensors

@@ -17,7 +17,7 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from backends import Storing, get_backend
 
 from ..guards.ambient import ambient
-from ..lowering.specialise import graph_of
+from ..lowering.shelf import graph_of
 from .remote import Reply, Request, dtype_of, receive, send, told
 
 

@@ -8,7 +8,6 @@ each value that steps hand on; a slot is emptied after its last use, so that mem
 from __future__ import annotations
 
 import functools
-import itertools
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
 from typing import Any, NoReturn
@@ -19,24 +18,23 @@ from torch import fx
 from backends import Backend
 
 from .. import ir
+from ..diagnostics.reporting import failure_of
 from ..errors import UntraceableError
 from ..guards.shapes import Spec
 from ..ir import nans, partition
 from ..ir.nans import NaNFoundError
-from ..lowering.specialise import COMPILING, Pass, Specialiser, failure_of
+from ..lowering.specialise import COMPILING, Pass, Specialiser
 from ..proving.prover import is_due, prove
-from ..proving.reference import RealCalls
 from ..steps.accumulate import write
 from ..steps.compiled_calls import make_plain, pass_on, put_results, run_compiled, store_results
 from ..steps.log import RunLog
 from ..steps.marks import saved_by
-from ..steps.profiling import Profile
 from ..steps.schedule import Schedule
-from ..steps.steps import AccumulateStep, Executor, OpaqueStep, RegionStep, Slot, Slots, Specialised
+from ..steps.steps import AccumulateStep, Executor, OpaqueStep, RegionStep, Slots, Specialised
 from ..threads.claims import CLAIMS
 from ..threads.forks import can_compile
-from ..torch_api.cpp_warnings import issuing_warnings
-from ..user_code.in_place import Watched, changed, check, versions_of
+from ..user_code.in_place import changed, check, versions_of
+from .calls import drop, run_calls, run_opaque
 from .interpret import finish
 
 
@@ -136,10 +134,10 @@ class Program:
                 name = self.tape.calls[log.call].name
                 try:
                     if log.profile is None:
-                        _run_opaque(step, slots, name, schedule.givers, versions)
+                        run_opaque(step, slots, name, schedule.givers, versions)
                     else:
                         with log.profile.call(step.node):
-                            _run_opaque(step, slots, name, schedule.givers, versions)
+                            run_opaque(step, slots, name, schedule.givers, versions)
                 except NaNFoundError as found:
                     raise self._nan(found, log) from None
                 if step.last_hook and log.claim is not None:
@@ -155,7 +153,7 @@ class Program:
                 with torch._C.DisableTorchFunctionSubclass():
                     write(step, slots, log)
             if not isinstance(step, RegionStep):  # those have done it before they ran
-                _drop(step, slots)
+                drop(step, slots)
             position += 1
         return [None if slot is None else slots[slot] for slot in schedule.outputs]
 
@@ -170,7 +168,7 @@ class Program:
         values = {node: slots[slot] for node, slot in zip(step.region.inputs, step.inputs, strict=True)}
         seen = {node: versions[slot] for node, slot in self.schedule.slot_of.items() if slot in versions}
         stop = next(call for call in step.region.nodes if changed(saved_by(call), values, seen))
-        _interpret(step, slots, until=stop)
+        run_calls(step, slots, until=stop)
         log.call = stop.meta["call"]
         self._accumulate_before(log.call, after, slots, log)
         for source in saved_by(stop):
@@ -232,7 +230,7 @@ class Program:
         if log.profile is None:
             self._run_found(step, found, compiled, slots, log)
         elif compiled is not None and self.schedule.bitwise:
-            _interpret(step, slots, log.profile)
+            run_calls(step, slots, log.profile)
         else:
             with log.profile.region(step.region.nodes):
                 self._run_found(step, found, compiled, slots, log)
@@ -245,27 +243,27 @@ class Program:
             return
         if compiled is not None and not compiled.checked:
             if self.specialiser.first_run(step, compiled, slots, log) is not None:
-                _drop(step, slots)
+                drop(step, slots)
                 return
             compiled = None
         if compiled is None:
             log.uncompiled += not found
-            _interpret(step, slots)
+            run_calls(step, slots)
             return
         arguments = [slots[slot] for slot in compiled.arguments]
         if compiled.plain:
             make_plain(arguments, compiled.plain)
         pass_on(compiled, slots)
         if not getattr(compiled.call, "keeps_inputs", False):
-            _drop(step, slots)
+            drop(step, slots)
             results = run_compiled(compiled.call, arguments)
         else:
             try:
                 results = run_compiled(compiled.call, arguments)
-                _drop(step, slots)
+                drop(step, slots)
             except Exception as error:  # noqa: BLE001  the inputs are still there: the step goes on
                 log.failures.append(failure_of("run", self.specialiser.backend.name, step.region, error))
-                _interpret(step, slots)
+                run_calls(step, slots)
                 return
         store_results(compiled, results, slots)
 
@@ -277,104 +275,11 @@ class Program:
             make_plain(arguments, compiled.plain)
             results = compiled.aten.graph_module()(*arguments)
             put_results(compiled, results, slots)
-            _drop(step, slots)
+            drop(step, slots)
 
         def real_calls() -> None:
-            _interpret(step, slots, again=True)
+            run_calls(step, slots, again=True)
 
         # What the user's passes have made of the graph is what was asked for.
         reference = graph_as_it_is if self.specialiser.passes else real_calls
         return prove(self.specialiser, step, compiled, slots, log, reference)
-
-
-def _drop(step: Executor, slots: Slots) -> None:
-    """Empty the slots that no later step reads."""
-    for slot in step.drops:
-        slots[slot] = None
-
-
-def _interpret(
-    step: RegionStep,
-    slots: Slots,
-    profile: Profile | None = None,
-    again: bool = False,
-    until: fx.Node | None = None,
-) -> None:
-    """Run a region's opaque calls one by one, for real.
-
-    Args:
-        again: they may be run once more on the same values.
-        until: those from here on are not run.
-    """
-    region = step.region
-    known = {node: slots[slot] for node, slot in zip(region.inputs, step.inputs, strict=True)}
-    _drop(step, slots)
-    calls = RealCalls(region.nodes, region.outputs, known, again)
-
-    def run(node: fx.Node) -> None:
-        result = calls.run(node)
-        if node in step.givers:
-            nans.check(step.givers[node], result)
-
-    try:
-        if profile is not None:
-            profile.node_by_node(region.nodes, run)
-        else:
-            for node in itertools.takewhile(lambda node: node is not until, region.nodes):
-                run(node)
-    finally:  # of a NaN, what came before it goes to its leaves
-        for node, slot in step.outputs:
-            slots[slot] = known.get(node)
-
-
-def _run_opaque(
-    step: OpaqueStep, slots: Slots, name: str, givers: Mapping[fx.Node, int], versions: Mapping[int, int]
-) -> None:
-    arguments = _filled(step.arguments, slots)
-    if step.saved:
-        _look_after(step, arguments, slots, name, versions)
-    try:
-        if step.node.target in ir.USERS_CODE:
-            result = step.node.target(*arguments)  # type: ignore[operator]
-        else:
-            with torch._C.DisableTorchFunctionSubclass():  # the engine's own operators are not the user's
-                result = issuing_warnings(step.node.target, *arguments)  # type: ignore[arg-type]
-    except RuntimeError as error:
-        raise _in_eagers_words(error, name) from error.__cause__
-    for slot, index in step.items:
-        slots[slot] = result[index]
-    if step.result is not None:
-        slots[step.result] = result
-    if step.node in givers:
-        nans.check(givers[step.node], result)
-
-
-def _look_after(step: OpaqueStep, arguments: Any, slots: Slots, name: str, versions: Mapping[int, int]) -> None:
-    """See that nothing that a node saved was changed in place; of a Python function's, when it asks for it."""
-    if isinstance(step.node.target, ir.OpaqueOp):
-        if changed(step.saved, slots, versions):
-            for slot in step.saved:
-                check(slots[slot], versions[slot], name)
-        return
-    for index, slot in enumerate(step.arguments[1]):
-        if slot in versions and type(slot) is Slot:
-            arguments[1][index] = Watched(arguments[1][index], versions[slot])
-
-
-_TRACING = "[Compiled Autograd Tracing:]"
-
-
-def _in_eagers_words(error: RuntimeError, name: str) -> RuntimeError:
-    """``validate_outputs`` of the seam words its errors for itself; the engine names the node instead."""
-    text = str(error)
-    if not text.startswith(_TRACING):
-        return error
-    return RuntimeError(f"Function {name} returned an {text.removeprefix(_TRACING)}")
-
-
-def _filled(template: Any, slots: Slots) -> Any:
-    if type(template) is Slot:
-        return slots[template]
-    if isinstance(template, (list, tuple)):
-        return [_filled(each, slots) for each in template]
-    return template

@@ -65,6 +65,15 @@ def own_copy(grad: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
     return clone_obeying_layout(grad, leaf)
 
 
+def copy_laid_out_as(grad: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
+    """What :func:`own_copy` gives, without the leaf's sizes: a trace with symbols knows no products of them."""
+    if not is_dense(leaf):
+        return grad.clone(memory_format=torch.contiguous_format)
+    outermost_first = sorted(range(leaf.dim()), key=lambda dim: (leaf.stride(dim), leaf.shape[dim]), reverse=True)
+    copy = grad.permute(outermost_first).clone(memory_format=torch.contiguous_format)
+    return copy.permute([outermost_first.index(dim) for dim in range(leaf.dim())])
+
+
 def stealable(only: list[torch.Tensor], leaf: torch.Tensor) -> bool:
     """Whether ``leaf`` can keep a gradient that users' code made: nobody else holds it, or other views of its memory.
 

@@ -1,0 +1,135 @@
+"""What each kind of call in a tape graph may take and give, and the check of a whole graph against that."""
+
+from __future__ import annotations
+
+import operator
+from dataclasses import dataclass
+from typing import Any
+
+from torch import fx
+
+from ..errors import IllegalGraphError
+from ..user_code.aot import AOTBackward
+from ..user_code.functions import Packed, call_backward
+from ..user_code.hooks import cpp_hook, post_accumulate_hook, post_hook, pre_hook, tensor_hook, unpack_hook
+from .operations import (
+    PLACEHOLDERS,
+    OpaqueOp,
+    accumulate_grad,
+    copy_slices_epilogue,
+    copy_slices_prologue,
+    sum_gradients,
+    zeros,
+)
+
+_ARITHMETIC = frozenset({operator.add, operator.sub, operator.mul, operator.floordiv, operator.mod})
+
+
+@dataclass(frozen=True, slots=True)
+class Rule:
+    """What one kind of call may take and give. Kinds of values: see :func:`value_kind`."""
+
+    takes: tuple[frozenset[str], ...]
+    gives: str
+    variadic: bool = False
+
+    def takes_at(self, position: int) -> frozenset[str] | None:
+        if position < len(self.takes):
+            return self.takes[position]
+        return self.takes[-1] if self.variadic else None
+
+
+def _kinds(*names: str) -> frozenset[str]:
+    return frozenset(names)
+
+
+_TENSOR = _kinds("tensor", "none")
+_TENSORS = _kinds("list")
+_SIZE = _kinds("size", "constant")
+_ANYTHING = _kinds("tensor", "none", "size", "scalar", "constant", "list")
+
+_FUNCTION = Rule((_kinds("object"), _TENSORS, _TENSORS, _TENSORS, _TENSOR), gives="list", variadic=True)
+
+RULES: dict[Any, Rule] = {
+    OpaqueOp: Rule((_TENSORS, _ANYTHING), gives="list", variadic=True),
+    sum_gradients: Rule((_TENSOR,), gives="tensor", variadic=True),
+    accumulate_grad: Rule((_kinds("tensor"), _TENSOR, _TENSOR), gives="tensor"),
+    AOTBackward: _FUNCTION,
+    call_backward: _FUNCTION,
+    tensor_hook: Rule((_kinds("object"), _TENSOR), gives="tensor"),
+    cpp_hook: Rule((_kinds("constant"), _TENSOR), gives="tensor"),
+    pre_hook: Rule((_kinds("object"), _TENSORS), gives="list"),
+    post_hook: Rule((_kinds("object"), _TENSORS, _TENSORS), gives="list"),
+    post_accumulate_hook: Rule((_kinds("object"), _kinds("tensor")), gives="nothing"),
+    Packed: Rule((_kinds("object"), _kinds("packed")), gives="packed"),
+    unpack_hook: Rule((_kinds("object"), _kinds("packed")), gives="tensor"),
+    copy_slices_prologue: Rule(
+        (_TENSORS, _TENSORS, _TENSORS, _SIZE, _TENSORS, _TENSORS, _SIZE),
+        gives="list",
+    ),
+    copy_slices_epilogue: Rule(
+        (_TENSORS, _kinds("tensor"), _TENSORS, _TENSORS, _TENSORS, _SIZE, _SIZE),
+        gives="list",
+    ),
+    zeros: Rule((_TENSORS, _kinds("constant")), gives="tensor"),
+    operator.getitem: Rule((_TENSORS, _kinds("constant")), gives="tensor"),
+    **{function: Rule((_SIZE, _SIZE), gives="size") for function in _ARITHMETIC},
+}
+"""The legality table: for each kind of call, what it may take and what it gives."""
+
+
+def rule_of(node: fx.Node) -> Rule | None:
+    """The rule for a call; None where the vocabulary has no such call."""
+    target = node.target
+    return RULES.get(type(target) if isinstance(target, (OpaqueOp, AOTBackward)) else target)
+
+
+def is_validation(call: fx.Node) -> bool:
+    """Whether a call fits what a node gives to the nodes after it: their shapes, dtypes and devices."""
+    return isinstance(call.target, OpaqueOp) and "validate_outputs" in call.target.__name__
+
+
+def value_kind(value: Any) -> str:
+    """``tensor``, ``size``, ``scalar``, ``object``, ``packed``, ``list``, ``none``, ``nothing`` or ``constant``."""
+    if isinstance(value, fx.Node):
+        if value.op == "placeholder":
+            kind = str(value.target).split("_")[0]
+            return "tensor" if kind == "input" else kind
+        rule = rule_of(value)
+        return rule.gives if rule is not None else "nothing"
+    if value is None:
+        return "none"
+    return "list" if isinstance(value, (list, tuple)) else "constant"
+
+
+def verify(graph: fx.Graph) -> None:
+    """Check every call of a tape graph against :data:`RULES`.
+
+    Raises:
+        IllegalGraphError: naming the node, the argument, what was found and what is allowed there.
+    """
+    graph.lint()
+    for node in graph.nodes:
+        if node.op == "placeholder":
+            if str(node.target).split("_")[0] not in PLACEHOLDERS:
+                raise IllegalGraphError(f"placeholder {node.target!r} is none of {', '.join(PLACEHOLDERS)}")
+        elif node.op == "call_function":
+            _verify_call(node)
+        elif node.op != "output":
+            raise IllegalGraphError(f"{node.name}: a tape graph has no {node.op!r} nodes")
+
+
+def _verify_call(node: fx.Node) -> None:
+    rule = rule_of(node)
+    if rule is None:
+        raise IllegalGraphError(f"{node.name}: {node.target!r} is not in the vocabulary of the tape graph")
+    if len(node.args) < len(rule.takes) - rule.variadic:
+        raise IllegalGraphError(f"{node.name}: takes {len(rule.takes)} arguments, got {len(node.args)}")
+    for position, argument in enumerate(node.args):
+        allowed = rule.takes_at(position)
+        found = value_kind(argument)
+        if allowed is None or found not in allowed:
+            wanted = "nothing" if allowed is None else " or ".join(sorted(allowed))
+            raise IllegalGraphError(f"{node.name}: argument {position} is a {found} ({argument}), allowed: {wanted}")
+    if "call" not in node.meta:
+        raise IllegalGraphError(f"{node.name}: does not say which node of the tape it belongs to (meta['call'])")

@@ -1,0 +1,136 @@
+"""The vocabulary of the tape graph: the engine's functions, bound as they were reported, and the calls beside them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ..user_code.functions import Packed, call_backward
+from ..user_code.hooks import cpp_hook, post_accumulate_hook, post_hook, pre_hook, tensor_hook, unpack_hook
+from ..user_code.pieces import FITTED
+
+PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
+"""Types whose operators are the tensor's own; any other subclass may do anything."""
+
+
+def is_plain(tensor: torch.Tensor) -> bool:
+    """Whether a tensor is a strided one of a class whose operators are its own: what can be traced."""
+    return type(tensor) in PLAIN_TENSORS and tensor.layout is torch.strided
+
+
+PLACEHOLDERS = ("input", "size", "scalar", "object", "packed")
+"""Kinds of placeholders: tensors, sizes (int), scalars (int or float), Python objects (a function's ``ctx``, a hook),
+and what saved-tensor hooks packed."""
+
+
+class OpaqueOp:
+    """One function of the engine, bound at the first capture that met it.
+
+    ``function(grads, *saved)`` takes gradients (``None`` where undefined) and saved values, and gives a list of
+    gradients, one for each edge to a next node. It reads nothing else, so it can be run later, or under fake tensors.
+    """
+
+    __slots__ = ("__name__", "custom", "fitted", "function", "traceable")
+
+    def __init__(self, name: str, function: Callable[..., Any], traceable: bool = True, custom: bool = False) -> None:
+        self.__name__ = name
+        self.function = function
+        self.traceable = traceable
+        self.custom = custom  # of a user's C++, which another process may have in another version
+        self.fitted = FITTED.get(name)
+
+    __module__ = "compiled_autograd.ops"
+
+    def __call__(self, *args: Any) -> Any:
+        return self.function(*(args if self.fitted is None else self.fitted(*args)))
+
+    def __repr__(self) -> str:
+        return f"ops.{self.__name__}"
+
+
+def sum_gradients(*gradients: torch.Tensor | None) -> torch.Tensor | None:
+    """The sum of what several edges bring to one input, in the engine's order; undefined ones (None) do not count."""
+    total = None
+    for gradient in gradients:
+        if gradient is None:
+            continue
+        if total is None:
+            total = gradient
+        elif total.layout is not torch.strided and gradient.layout is torch.strided:
+            total = gradient + total  # a sparse buffer becomes dense; the engine adds in this order
+        else:
+            total = total + gradient
+    return total
+
+
+def accumulate_grad(leaf: torch.Tensor, old: torch.Tensor | None, gradient: torch.Tensor | None) -> torch.Tensor:
+    """Vocabulary only: :mod:`compiled_autograd.steps.accumulate` does it for all leaves of a region at once.
+
+    Gives the gradient, which is what the leaf keeps if it can.
+    """
+    raise NotImplementedError
+
+
+def copy_slices_prologue(
+    grads: Sequence[torch.Tensor | None],
+    base_sizes: Sequence[int],
+    base_strides: Sequence[int],
+    base_offset: int,
+    view_sizes: Sequence[int],
+    view_strides: Sequence[int],
+    view_offset: int,
+) -> list[torch.Tensor | None]:
+    """The first half of a write into a view: a copy of the base's gradient, the slice in it, and that slice's copy.
+
+    Only the copies are used: a write into the slice would have to be seen in the first.
+
+    The rule is ``CopySlices::apply`` (``torch/csrc/autograd/functions/tensor.cpp``, 2.13).
+    """
+    (grad,) = grads
+    if grad is None:
+        return [None, None, None]
+    result = grad.new_empty_strided(base_sizes, base_strides)
+    result.copy_(grad)
+    grad_slice = result.as_strided(view_sizes, view_strides, view_offset - base_offset)
+    return [result, grad_slice, grad_slice.clone(memory_format=torch.contiguous_format)]
+
+
+def copy_slices_epilogue(
+    needs_input_grad: Sequence[bool],
+    result: torch.Tensor | None,
+    inner: Sequence[torch.Tensor | None],
+    view_sizes: Sequence[int],
+    view_strides: Sequence[int],
+    view_offset: int,
+    base_offset: int,
+) -> list[torch.Tensor | None]:
+    """The second half: what was written over gets the written function's gradient, the rest keeps the base's.
+
+    An undefined gradient of the written function leaves the base's undefined too, as the engine does. The slice is
+    written out of place, since the written function may lie in another region than the prologue.
+    """
+    gradients: list[torch.Tensor | None] = [None] * len(needs_input_grad)
+    for index, needed in enumerate(needs_input_grad):
+        value = inner[index] if needed and index < len(inner) else None
+        if value is None:
+            continue
+        if index > 0:
+            gradients[index] = value
+        elif result is not None:
+            value = value.to(result.dtype).expand(view_sizes)
+            offset = result.storage_offset() + view_offset - base_offset  # it need not be the first in its memory
+            gradients[0] = result.as_strided_scatter(value, view_sizes, view_strides, offset)
+    return gradients
+
+
+def zeros(size: Sequence[int], options: dict[str, Any]) -> torch.Tensor:
+    """The zeros that the engine gives a Python function in place of an undefined gradient."""
+    return torch.zeros(size, **options)
+
+
+USERS_CODE = frozenset(
+    {call_backward, Packed, tensor_hook, cpp_hook, pre_hook, post_hook, post_accumulate_hook, unpack_hook}
+)
+"""Calls that run what a user wrote: never traced, never moved, never run twice."""

@@ -1,0 +1,96 @@
+"""ATen graphs as text, and what the store on disk has of regions that another process compiled."""
+
+from __future__ import annotations
+
+import math
+import operator
+import re
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+from torch import fx
+from torch.fx._lazy_graph_module import _LazyGraphModule
+
+from backends import Backend, Compiled
+
+from ..steps.steps import RegionPlan
+
+
+@dataclass(slots=True)
+class AtHand:
+    """An ATen graph that was made in this process."""
+
+    module: fx.GraphModule
+
+    def graph_module(self) -> fx.GraphModule:
+        """The graph."""
+        return self.module
+
+    def text(self) -> str:
+        """The graph as code of Python."""
+        return self.module.graph.python_code("self").src
+
+
+@dataclass(slots=True)
+class Shelved:
+    """A compiled region in the store on disk: how it is fed, and the names of its files there."""
+
+    plan: RegionPlan
+    artifact: str
+    lowered: str
+    code: str = ""
+
+    def graph_module(self) -> fx.GraphModule:
+        """The ATen graph, made of its text. Constants in it are empty tensors."""
+        return graph_of(self.code)
+
+    def text(self) -> str:
+        """The graph as code of Python."""
+        return self.code
+
+
+@dataclass(slots=True)
+class Shelf:
+    """What the store has of one variant, by the place of the region; and what gives a file of the store."""
+
+    regions: Mapping[tuple[int, int], Sequence[Shelved]]
+    read: Callable[[str], bytes]
+    loaded: dict[str, Compiled] = field(default_factory=dict)
+
+    def load(self, backend: Backend, artifact: str) -> Compiled:
+        """An artifact, for one region. Several may have the same, with inputs of other sizes and strides.
+
+        Raises:
+            StoreError, ArtifactError: it cannot be read, or not be used.
+        """
+        if artifact not in self.loaded:
+            self.loaded[artifact] = backend.load(self.read(artifact))  # type: ignore[attr-defined]
+        call = self.loaded[artifact]
+        return call.another() if hasattr(call, "another") else call
+
+
+def graph_of(code: str) -> fx.GraphModule:
+    """The graph of a text that :meth:`AtHand.text` gave."""
+    names = sorted(set(re.findall(r"\bself\.(\w+)", code)))
+    root = torch.nn.Module()
+    for name in names:
+        root.register_buffer(name, torch.empty(0))
+    namespace: dict[str, Any] = {"torch": torch, "device": torch.device, "inf": math.inf, "nan": math.nan}
+    namespace.update({"operator": operator, "_operator": operator, "math": math, "fx_pytree": fx._pytree})
+    exec(compile(code, "<an ATen graph>", "exec"), namespace)
+    module = type("Lowered", (torch.nn.Module,), {"forward": namespace["forward"]})()
+    for name, buffer in root.named_buffers():
+        module.register_buffer(name, buffer)
+    return fx.symbolic_trace(module)
+
+
+def copy_of(graph_module: fx.GraphModule) -> fx.GraphModule:
+    """The graph as it is now, without the fake tensors in its nodes; backends change the one that they get."""
+    graph = fx.Graph()
+    output = graph.graph_copy(graph_module.graph, {})
+    graph.output(output)
+    for node in graph.nodes:
+        node.meta = {}
+    return _LazyGraphModule(graph_module, graph)

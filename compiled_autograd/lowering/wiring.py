@@ -1,0 +1,65 @@
+"""How a compiled region is fed, and where its results go."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from ..steps.accumulate import obeys_layout
+from ..steps.memory import memory_of
+from ..steps.steps import RegionStep, Wiring
+from .lower import Lowered
+
+
+def wiring_of(step: RegionStep, lowered: Lowered) -> Wiring:
+    """As the lowered graph has it."""
+    positions = {fresh.call: position for position, fresh in enumerate(step.fresh)}
+    outputs = {node: position for position, (node, _) in enumerate(step.outputs)}
+    return Wiring(
+        taken=tuple(lowered.taken),
+        values=tuple((outputs[node], index) for node, index in lowered.values.items() if index is not None),
+        fresh=tuple((positions[call], index) for call, index in lowered.leaves.items() if index is not None),
+        copied=(),
+        passed=tuple((positions[call], index) for call, index in lowered.passed.items()),
+        flags=_flags(step, lowered),
+        plain=tuple(lowered.plain),
+        apart=tuple((outputs[node], lowered.values[node]) for node in lowered.apart),  # type: ignore[misc]
+    )
+
+
+def _flags(step: RegionStep, lowered: Lowered) -> tuple[tuple[int, int], ...]:
+    if not lowered.flags:
+        return ()
+    position = {step.givers[node]: place for place, node in enumerate(step.region.nodes) if node in step.givers}
+    return tuple((position[call], number) for call, number in lowered.flags)
+
+
+def owned(wiring: Wiring, results: Sequence[Any], arguments: Sequence[Any], leaves: Sequence[Any]) -> Wiring:
+    """The same, once it was seen which gradients the backend gives in memory that something else sees, or with other
+    strides than the trace had (its ``native_layer_norm_backward`` follows the input, and the CPU's does not)."""
+    shared = _not_owned(results, [index for _, index in (*wiring.apart, *wiring.fresh)], arguments)
+    own = [pair for pair in wiring.fresh if pair[1] not in shared]
+    obeying = [pair for pair in own if results[pair[1]] is None or obeys_layout(results[pair[1]], leaves[pair[0]])]
+    return msgspec.structs.replace(
+        wiring,
+        values=tuple(pair for pair in wiring.values if pair not in wiring.apart or pair[1] not in shared),
+        copied_values=tuple(pair for pair in wiring.apart if pair[1] in shared),
+        fresh=tuple(obeying),
+        copied=tuple(pair for pair in wiring.fresh if pair[1] in shared),
+        other_strides=tuple(pair for pair in own if pair not in obeying),
+    )
+
+
+def _not_owned(results: Sequence[Any], fresh: Sequence[int], arguments: Sequence[Any]) -> set[int]:
+    """Which results a backend gave in memory that something else sees, against what the graph says."""
+    seen = {memory_of(value) for value in arguments}
+    seen.update(memory_of(value) for index, value in enumerate(results) if index not in set(fresh))
+    shared = set()
+    for index in fresh:
+        memory = memory_of(results[index])
+        if memory is not None and memory in seen:
+            shared.add(index)
+        seen.add(memory)
+    return shared

@@ -1,0 +1,118 @@
+"""Runs calls for real: one that stays opaque, or those of a region one after the other."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from torch import fx
+
+from .. import ir
+from ..ir import nans
+from ..proving.reference import RealCalls
+from ..steps.profiling import Profile
+from ..steps.steps import Executor, OpaqueStep, RegionStep, Slot, Slots
+from ..torch_api.cpp_warnings import issuing_warnings
+from ..user_code.in_place import Watched, changed, check
+
+
+def drop(step: Executor, slots: Slots) -> None:
+    """Empty the slots that no later step reads."""
+    for slot in step.drops:
+        slots[slot] = None
+
+
+def run_calls(
+    step: RegionStep,
+    slots: Slots,
+    profile: Profile | None = None,
+    again: bool = False,
+    until: fx.Node | None = None,
+) -> None:
+    """Run a region's opaque calls one by one, for real.
+
+    Args:
+        again: they may be run once more on the same values.
+        until: those from here on are not run.
+    """
+    region = step.region
+    known = {node: slots[slot] for node, slot in zip(region.inputs, step.inputs, strict=True)}
+    drop(step, slots)
+    calls = RealCalls(region.nodes, region.outputs, known, again)
+
+    def run(node: fx.Node) -> None:
+        result = calls.run(node)
+        if node in step.givers:
+            nans.check(step.givers[node], result)
+
+    try:
+        if profile is not None:
+            profile.node_by_node(region.nodes, run)
+        else:
+            for node in itertools.takewhile(lambda node: node is not until, region.nodes):
+                run(node)
+    finally:  # of a NaN, what came before it goes to its leaves
+        for node, slot in step.outputs:
+            slots[slot] = known.get(node)
+
+
+def run_opaque(
+    step: OpaqueStep, slots: Slots, name: str, givers: Mapping[fx.Node, int], versions: Mapping[int, int]
+) -> None:
+    """Run a call that stays as it is.
+
+    Args:
+        name: of its node of the tape.
+        givers: see :class:`Schedule`.
+        versions: of saved tensors that users' code may have changed in place, by slot.
+    """
+    arguments = _filled(step.arguments, slots)
+    if step.saved:
+        _look_after(step, arguments, slots, name, versions)
+    try:
+        if step.node.target in ir.USERS_CODE:
+            result = step.node.target(*arguments)  # type: ignore[operator]
+        else:
+            with torch._C.DisableTorchFunctionSubclass():  # the engine's own operators are not the user's
+                result = issuing_warnings(step.node.target, *arguments)  # type: ignore[arg-type]
+    except RuntimeError as error:
+        raise _in_eagers_words(error, name) from error.__cause__
+    for slot, index in step.items:
+        slots[slot] = result[index]
+    if step.result is not None:
+        slots[step.result] = result
+    if step.node in givers:
+        nans.check(givers[step.node], result)
+
+
+def _look_after(step: OpaqueStep, arguments: Any, slots: Slots, name: str, versions: Mapping[int, int]) -> None:
+    """See that nothing that a node saved was changed in place; of a Python function's, when it asks for it."""
+    if isinstance(step.node.target, ir.OpaqueOp):
+        if changed(step.saved, slots, versions):
+            for slot in step.saved:
+                check(slots[slot], versions[slot], name)
+        return
+    for index, slot in enumerate(step.arguments[1]):
+        if slot in versions and type(slot) is Slot:
+            arguments[1][index] = Watched(arguments[1][index], versions[slot])
+
+
+_TRACING = "[Compiled Autograd Tracing:]"
+
+
+def _in_eagers_words(error: RuntimeError, name: str) -> RuntimeError:
+    """``validate_outputs`` of the seam words its errors for itself; the engine names the node instead."""
+    text = str(error)
+    if not text.startswith(_TRACING):
+        return error
+    return RuntimeError(f"Function {name} returned an {text.removeprefix(_TRACING)}")
+
+
+def _filled(template: Any, slots: Slots) -> Any:
+    if type(template) is Slot:
+        return slots[template]
+    if isinstance(template, (list, tuple)):
+        return [_filled(each, slots) for each in template]
+    return template

@@ -23,9 +23,11 @@ from shadow_cache import Bypass, Miss
 from ..diagnostics.bypass import (
     BROKEN_CAPTURE,
     COMPILING,
+    DEEP,
     EVERY_TAPE_NEW,
     FORKED,
     INTERRUPTED,
+    MOST_NESTED,
     ON_MISS,
     TRACING,
     before_capture,
@@ -60,7 +62,15 @@ class Engine(_ImperativeEngine):
         """One backward, for the session that the calling thread is in."""
         call = Call(tensors, grad_tensors, keep_graph, create_graph, inputs, allow_unreachable, accumulate_grad)
         session = current()
-        return _eager(call) if session is None else _run(session, call)
+        if session is None:
+            return _eager(call)
+        if depth() <= MOST_NESTED or create_graph or session.settings.on_unsupported == "raise":
+            return _run(session, call)
+        started = time.perf_counter()
+        try:  # here, and not in functions of its own: there is not much left of Python's stack
+            return on_eager(run_backward, call, allow_unreachable)
+        finally:
+            session.record(Outcome(BYPASS, reasons=(DEEP,), seconds={"run": time.perf_counter() - started}))
 
     def queue_callback(self, callback: Callable[[], None]) -> None:
         """Run ``callback`` when the backward that is running is done."""

@@ -52,6 +52,7 @@ class Attempt:
     Attributes:
         token: for the gate, while the engine walks.
         inside: likewise, while what was handed over runs inside the engine's call.
+        crowded: a structure was kept, and others had to go, which the engine still knows.
         gave_back: the seam and ``token`` were given back for that.
         ran: it was handed over, and has run or does.
         state: what it then is to those who ask.
@@ -73,6 +74,7 @@ class Attempt:
     token: Token = field(default_factory=take)
     inside: Token | None = None
     gave_back: bool = False
+    crowded: bool = False
     _reports: bool = False
     probe: bool = False
     """Only look what there is: the tape is kept, and nothing runs."""

@@ -41,9 +41,10 @@ from ..torch_api.seam import words_for_unused
 from ..user_code.functions import number_of
 from .attempt import Attempt, Call
 from .execution import depth, find_variant, on_eager, running
+from .handles import LEFT_TO_EAGER
 from .session import BYPASS, Outcome, Session, current
 from .streams import WATCH
-from .walk import LEFT_TO_EAGER, ask_engine, run_backward, walking
+from .walk import ask_engine, run_backward, walking
 
 
 class Engine(_ImperativeEngine):

@@ -10,24 +10,22 @@ that C++ registered, ``retain_grad`` among them, runs before it returns, since t
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch._C import _ImperativeEngine
 from torch.autograd import Variable
 
-from backends import get_backend
 from backends.collecting import RARELY
-from shadow_cache import Bypass, Key
+from shadow_cache import Bypass
 
 from .. import ir
-from ..cache.disk import disk_for
-from ..cache.graphs import GRAPHS, MOST_NODES, MOST_STRUCTURES, CompiledGraph
+from ..cache.graphs import GRAPHS, MOST_STRUCTURES, CompiledGraph
 from ..cache.variants import Handover
 from ..capture import tape
 from ..capture.capture import Capture
-from ..capture.grad_dtypes import GradDtypes, refuse_others, with_grad_dtypes
+from ..capture.grad_dtypes import refuse_others
 from ..capture.view_writes import NAME, VIEW_WRITES
 from ..diagnostics.bypass import (
     EVERY_TAPE_NEW,
@@ -38,9 +36,8 @@ from ..diagnostics.bypass import (
     is_refusal,
     refused_by_engine,
 )
-from ..diagnostics.reporting import warn_once
 from ..errors import BrokenCaptureError, CaptureRefusedError
-from ..ir.order import in_engine_order, order_shows, reordered
+from ..ir.order import in_engine_order
 from ..policies.churn import CHURN
 from ..threads.forks import can_compile
 from ..threads.gate import GATE, take
@@ -49,7 +46,8 @@ from ..user_code.functions import forget_numbers
 from .attempt import Attempt, Call
 from .devices import cuda_device
 from .execution import depth
-from .session import BYPASS, Outcome, Session
+from .handles import LEFT_TO_EAGER, Handle, may_be_kept, new_graph
+from .session import BYPASS, Outcome
 
 _seam = torch._C._dynamo.compiled_autograd
 
@@ -59,7 +57,6 @@ _FREED = "Trying to backward through the graph a second time"
 class _Thread(threading.local):
     def __init__(self) -> None:
         self.attempt: Attempt | None = None
-        self.crowded = False
 
 
 _thread = _Thread()
@@ -70,71 +67,12 @@ def walking() -> bool:
     return _thread.attempt is not None
 
 
-LEFT_TO_EAGER: set[int] = set()
-"""Descriptions of tapes that ``on_miss="eager"`` found not to be in the cache: the engine need not be asked again."""
-
-
 MOST_REPORTS = 8 * MOST_STRUCTURES
 """After so many the engine is made to forget, and captures anew what comes back. It keeps something of each tape that
 it has reported, also where nothing was made of it, or where it is another to the engine alone."""
 _reports = 0
 
-_MOST_OTHERS = 64
-"""So many graphs for tapes with one key of the engine's are kept, before they are forgotten and looked for anew."""
-
-
-class _Handle:
-    """What the engine keeps for a structure, the same for each tape that has it. It never lets go of it, even when it
-    forgets (2.13): so this lets go.
-
-    The engine does not ask in which order the nodes of a tape were made, on which the order depends in which they run,
-    nor which dtypes the leaves want: ``others`` has the graph for each order and dtypes that are not those of
-    ``graph``. ``outputs`` is how many results the engine is to be given.
-    """
-
-    __slots__ = ("dtypes", "graph", "others", "outputs", "shows", "shows_bitwise")
-
-    def __init__(self, graph: CompiledGraph) -> None:
-        self.graph: CompiledGraph | None = graph
-        self.others: dict[tuple[Any, ...], CompiledGraph] = {}
-        self.dtypes = GradDtypes(graph.tape)
-        self.outputs = len(graph.tape.graph.find_nodes(op="output")[0].args[0])
-        self.shows = order_shows(graph.tape, bitwise=False)
-        self.shows_bitwise = order_shows(graph.tape, bitwise=True)
-
-    def forget(self) -> None:
-        """Let go."""
-        self.graph = None
-        del self.others, self.dtypes
-
-    def graph_for(self, attempt: Attempt, tensors: Sequence[torch.Tensor]) -> CompiledGraph:
-        """The graph for the order and the dtypes of the tape that was handed over."""
-        assert self.graph is not None
-        settings = attempt.session.settings
-        dtypes = self.dtypes.now(tensors, attempt.call.inputs)
-        in_order = not self.shows and not (self.shows_bitwise and get_backend(settings.backend_in_mode).bitwise)
-        if in_order and dtypes == self.dtypes.captured:
-            return self.graph
-        key = (None if in_order else tape.made_when(attempt.call.outputs), *dtypes)
-        graph = self.others.get(key)
-        if graph is None:
-            same = dtypes == self.dtypes.captured
-            other = self.graph.tape if same else with_grad_dtypes(self.graph.tape, dtypes)
-            graph, is_kept = _of_other_tape(attempt, self.graph, other, in_order)
-            if not is_kept:
-                return graph
-            if len(self.others) >= _MOST_OTHERS:
-                self.others.clear()
-            self.others[key] = graph
-        return graph
-
-    def __call__(self, handover: Handover) -> list[torch.Tensor | None]:
-        """Run it. The engine insists on something that can be called."""
-        assert self.graph is not None, "the engine called what it had forgotten"
-        return self.graph(handover)
-
-
-_Answer = tuple[Callable[..., Any], _Handle]
+_Answer = tuple[Callable[..., Any], Handle]
 _handles: dict[CompiledGraph, _Answer] = {}
 """All that the engine was given since it last forgot: what it calls at a hit, and with what. It keeps the pair too."""
 
@@ -189,6 +127,7 @@ def ask_engine(attempt: Attempt) -> Bypass | None:
 
     What is set here is put back after Ctrl-C too: :mod:`gate` says how.
     """
+    global _asked_to_forget
     if others_are_on():  # before it is asked: the cache that PyTorch's fills at each step would be dropped at each
         return TORCH_COMPILED_AUTOGRAD
     outer = _thread.attempt
@@ -216,6 +155,7 @@ def ask_engine(attempt: Attempt) -> Bypass | None:
         return refused_by_engine(error)
     finally:
         _thread.attempt = outer
+        _asked_to_forget = _asked_to_forget or attempt.crowded  # it cannot be told to forget some
         try:
             if not attempt.gave_back:
                 attempt.token.release()
@@ -232,8 +172,7 @@ def ask_engine(attempt: Attempt) -> Bypass | None:
 def _have_it_walk(attempt: Attempt) -> None:
     """Set the seam for one call of the engine."""
     _forget_what_others_captured()
-    if _asked_to_forget or _thread.crowded:
-        _thread.crowded = False
+    if _asked_to_forget:
         _forget()
     if VIEW_WRITES.differ(attempt.call.outputs, attempt.call.inputs):
         raise CaptureRefusedError(VIEW_WRITE)
@@ -299,10 +238,10 @@ def _finish(captured: ir.TapeGraph, capture: Capture) -> _Answer:
         attempt.miss = GRAPHS.explain(ordered, keys, capture.shapes)
         if not can_compile():
             raise CaptureRefusedError(FORKED)
-        if not _may_be_kept(attempt.session, ordered, keys):
+        if not may_be_kept(attempt.session, ordered, keys):
             LEFT_TO_EAGER.add(attempt.call.description())
             raise CaptureRefusedError(ON_MISS)
-        graph = _new_graph(ordered, keys)
+        graph = new_graph(attempt, ordered, keys)
         CHURN.captured(graph)
     else:
         graph.met += 1
@@ -311,54 +250,12 @@ def _finish(captured: ir.TapeGraph, capture: Capture) -> _Answer:
         raise CaptureRefusedError(VIEW_WRITE)
     answer = _handles.get(graph)
     if answer is None:
-        answer = _handles[graph] = (_hand_over, _Handle(graph))
+        answer = _handles[graph] = (_hand_over, Handle(graph))
     return answer
 
 
-def _new_graph(ordered: ir.TapeGraph, keys: Sequence[Key]) -> CompiledGraph:
-    graph, crowded = GRAPHS.add(ordered, keys)
-    LEFT_TO_EAGER.clear()
-    if crowded:  # the engine still knows those that went; it cannot be told to forget some
-        _thread.crowded = True
-        warn_once(
-            f"more than {MOST_STRUCTURES} structures were captured, or more than {MOST_NODES} nodes in all, and "
-            "the half used least recently was let go. Where a tape is another at every step, ca.disable() around "
-            "its backward saves capturing it"
-        )
-    return graph
-
-
-def _of_other_tape(
-    attempt: Attempt, graph: CompiledGraph, other: ir.TapeGraph, in_order: bool
-) -> tuple[CompiledGraph, bool]:
-    """The graph for a tape with a known key of the engine's whose nodes were made when those of no earlier one were, or
-    whose leaves want other dtypes: those of ``other``.
-
-    Also whether it is kept: not if the policy is to compile nothing.
-    """
-    call = attempt.call
-    sequences = [] if in_order else [each.sequence for each in tape.walk(call.outputs, call.inputs)]
-    ordered = other if in_order else reordered(other, sequences)
-    if ordered is graph.tape:
-        return graph, True
-    keys = ordered.structure()
-    known = GRAPHS.find(keys)
-    if known is not None:
-        return known, True
-    attempt.miss = GRAPHS.explain(ordered, keys, other_order=other is graph.tape)
-    if not _may_be_kept(attempt.session, ordered, keys):
-        return CompiledGraph(ordered), False
-    return _new_graph(ordered, keys), True
-
-
-def _may_be_kept(session: Session, ordered: ir.TapeGraph, keys: Sequence[Key]) -> bool:
-    """Whether something will be made of a new structure: compiled, or taken from the store on disk."""
-    disk = None if session.settings.compiles else disk_for(session.settings)
-    return session.settings.compiles or (disk is not None and disk.knows(ordered, keys))
-
-
 def _hand_over(
-    handle: _Handle, tensors: list[torch.Tensor], sizes: Any, scalars: Any, objects: Any, packed: Any
+    handle: Handle, tensors: list[torch.Tensor], sizes: Any, scalars: Any, objects: Any, packed: Any
 ) -> list[Any]:
     """What the engine calls once it has walked a tape whose structure it knows."""
     graph = handle.graph

@@ -1,0 +1,122 @@
+"""What the engine keeps for a structure, and the graph that it stands for."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+
+from backends import get_backend
+from shadow_cache import Key
+
+from .. import ir
+from ..cache.disk import disk_for
+from ..cache.graphs import GRAPHS, MOST_NODES, MOST_STRUCTURES, CompiledGraph
+from ..cache.variants import Handover
+from ..capture import tape
+from ..capture.grad_dtypes import GradDtypes, with_grad_dtypes
+from ..diagnostics.reporting import warn_once
+from ..ir.order import order_shows, reordered
+from .attempt import Attempt
+from .session import Session
+
+LEFT_TO_EAGER: set[int] = set()
+"""Descriptions of tapes that ``on_miss="eager"`` found not to be in the cache: the engine need not be asked again."""
+
+_MOST_OTHERS = 64
+"""So many graphs for tapes with one key of the engine's are kept, before they are forgotten and looked for anew."""
+
+
+class Handle:
+    """What the engine keeps for a structure, the same for each tape that has it. It never lets go of it, even when it
+    forgets (2.13): so this lets go.
+
+    The engine does not ask in which order the nodes of a tape were made, on which the order depends in which they run,
+    nor which dtypes the leaves want: ``others`` has the graph for each order and dtypes that are not those of
+    ``graph``. ``outputs`` is how many results the engine is to be given.
+    """
+
+    __slots__ = ("dtypes", "graph", "others", "outputs", "shows", "shows_bitwise")
+
+    def __init__(self, graph: CompiledGraph) -> None:
+        self.graph: CompiledGraph | None = graph
+        self.others: dict[tuple[Any, ...], CompiledGraph] = {}
+        self.dtypes = GradDtypes(graph.tape)
+        self.outputs = len(graph.tape.graph.find_nodes(op="output")[0].args[0])
+        self.shows = order_shows(graph.tape, bitwise=False)
+        self.shows_bitwise = order_shows(graph.tape, bitwise=True)
+
+    def forget(self) -> None:
+        """Let go."""
+        self.graph = None
+        del self.others, self.dtypes
+
+    def graph_for(self, attempt: Attempt, tensors: Sequence[torch.Tensor]) -> CompiledGraph:
+        """The graph for the order and the dtypes of the tape that was handed over."""
+        assert self.graph is not None
+        settings = attempt.session.settings
+        dtypes = self.dtypes.now(tensors, attempt.call.inputs)
+        in_order = not self.shows and not (self.shows_bitwise and get_backend(settings.backend_in_mode).bitwise)
+        if in_order and dtypes == self.dtypes.captured:
+            return self.graph
+        key = (None if in_order else tape.made_when(attempt.call.outputs), *dtypes)
+        graph = self.others.get(key)
+        if graph is None:
+            same = dtypes == self.dtypes.captured
+            other = self.graph.tape if same else with_grad_dtypes(self.graph.tape, dtypes)
+            graph, is_kept = _of_other_tape(attempt, self.graph, other, in_order)
+            if not is_kept:
+                return graph
+            if len(self.others) >= _MOST_OTHERS:
+                self.others.clear()
+            self.others[key] = graph
+        return graph
+
+    def __call__(self, handover: Handover) -> list[torch.Tensor | None]:
+        """Run it. The engine insists on something that can be called."""
+        assert self.graph is not None, "the engine called what it had forgotten"
+        return self.graph(handover)
+
+
+def new_graph(attempt: Attempt, ordered: ir.TapeGraph, keys: Sequence[Key]) -> CompiledGraph:
+    """Keep a structure that this process has not met."""
+    graph, crowded = GRAPHS.add(ordered, keys)
+    LEFT_TO_EAGER.clear()
+    if crowded:
+        attempt.crowded = True
+        warn_once(
+            f"more than {MOST_STRUCTURES} structures were captured, or more than {MOST_NODES} nodes in all, and "
+            "the half used least recently was let go. Where a tape is another at every step, ca.disable() around "
+            "its backward saves capturing it"
+        )
+    return graph
+
+
+def _of_other_tape(
+    attempt: Attempt, graph: CompiledGraph, other: ir.TapeGraph, in_order: bool
+) -> tuple[CompiledGraph, bool]:
+    """The graph for a tape with a known key of the engine's whose nodes were made when those of no earlier one were, or
+    whose leaves want other dtypes: those of ``other``.
+
+    Also whether it is kept: not if the policy is to compile nothing.
+    """
+    call = attempt.call
+    sequences = [] if in_order else [each.sequence for each in tape.walk(call.outputs, call.inputs)]
+    ordered = other if in_order else reordered(other, sequences)
+    if ordered is graph.tape:
+        return graph, True
+    keys = ordered.structure()
+    known = GRAPHS.find(keys)
+    if known is not None:
+        return known, True
+    attempt.miss = GRAPHS.explain(ordered, keys, other_order=other is graph.tape)
+    if not may_be_kept(attempt.session, ordered, keys):
+        return CompiledGraph(ordered), False
+    return new_graph(attempt, ordered, keys), True
+
+
+def may_be_kept(session: Session, ordered: ir.TapeGraph, keys: Sequence[Key]) -> bool:
+    """Whether something will be made of a new structure: compiled, or taken from the store on disk."""
+    disk = None if session.settings.compiles else disk_for(session.settings)
+    return session.settings.compiles or (disk is not None and disk.knows(ordered, keys))

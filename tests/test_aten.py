@@ -14,7 +14,7 @@ from torch import fx
 import compiled_autograd as ca
 from compiled_autograd import ir
 from compiled_autograd.errors import IllegalGraphError
-from compiled_autograd.lowering.aten import ABSOLUTE, CONSTANT, UNWRITTEN, breaches, verify
+from compiled_autograd.lowering.aten import ABSOLUTE, CONSTANT, UNDEFINED, UNWRITTEN, breaches, verify
 from compiled_autograd.lowering.tracing import trace
 
 from .helpers import assert_same, expect
@@ -184,6 +184,37 @@ def test_a_call_that_fills_memory_unseen_stays_opaque(backend: str, monkeypatch:
     reasons = session.last.graph.variants[-1].program.untraceable
     assert [node.target.__name__ for node in reasons] == ["TanhBackward0"] * 2  # type: ignore[union-attr]
     assert all(UNWRITTEN in reason for reason in reasons.values())
+
+
+def test_a_call_that_is_given_an_undefined_gradient_stays_opaque_where_its_operator_needs_one() -> None:
+    """The kernel gives undefined gradients then, and the function for fake tensors gives tensors."""
+
+    class GivesNone(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            ctx.set_materialize_grads(False)
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> None:
+            return None
+
+    weight = torch.randn(12, 16, requires_grad=True)
+    x = torch.randn(1, 5, 16)
+
+    def run() -> list[torch.Tensor | None]:
+        q, k, v = (part.view(1, 5, 1, 4).transpose(1, 2) for part in F.linear(x, weight).split(4, 2))
+        given = GivesNone.apply(F.scaled_dot_product_attention(q, k, v))
+        return list(torch.autograd.grad(given.sum(), weight, allow_unused=True))
+
+    wanted = run()
+    with ca.enable(backend="eager") as session:
+        for _ in range(3):
+            assert_same(run(), wanted)
+    expect(session.stats(), structure_misses=1, hits=2)
+    assert session.last is not None and session.last.graph is not None
+    (reason,) = session.last.graph.variants[-1].program.untraceable.values()
+    assert UNDEFINED in reason
 
 
 def test_a_call_that_brings_a_tensor_of_its_own_stays_opaque(monkeypatch: pytest.MonkeyPatch) -> None:

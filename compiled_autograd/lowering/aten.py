@@ -60,6 +60,8 @@ UNWRITTEN = "it reads memory that was allocated and not wholly written; C++ may 
 CONSTANT = "it brings a tensor of its own, which may be one of the step that is traced"
 ABSOLUTE = "it looks at a place in the memory of what it is given, counted from where that memory begins"
 
+UNDEFINED = "it is given an undefined tensor where its schema wants one: its trace has results that it does not give"
+
 
 @dataclass(frozen=True, slots=True)
 class Breach:
@@ -83,6 +85,7 @@ class _Facts:
         writes: it writes into an argument.
         outs: names of the arguments that it writes its results to.
         places: it takes a place in the memory of its first argument, or gives one.
+        tensors: positions of arguments that are tensors, and not optional ones.
     """
 
     name: str = ""
@@ -90,6 +93,7 @@ class _Facts:
     writes: bool = False
     outs: frozenset[str] = frozenset()
     places: bool = False
+    tensors: tuple[int, ...] = ()
 
 
 @functools.cache
@@ -105,6 +109,7 @@ def _facts(target: Any) -> _Facts:
         writes=schema.is_mutable,
         outs=frozenset(each.name for each in schema.arguments if each.is_out),
         places=name == "sym_storage_offset" or any(each.name == "storage_offset" for each in schema.arguments),
+        tensors=tuple(index for index, each in enumerate(schema.arguments) if str(each.type) == "Tensor"),
     )
 
 
@@ -115,6 +120,8 @@ def breaches(graph: fx.Graph) -> Iterator[Breach]:
       allocated through a data pointer, as ``at::tensor`` does, and of that a trace sees the allocation alone.
     - No operator counts from the beginning of an input's memory (``as_strided``). Inputs are traced as if they began
       there; a tensor that the graph is run with may be a part of another one.
+    - No operator is given an undefined tensor that it cannot do without. Kernels may then give undefined ones in turn
+      (``_scaled_dot_product_flash_attention_for_cpu_backward``), and the functions that make fake tensors do not.
     """
     base: dict[fx.Node, fx.Node] = {}  # of a tensor, the input or the allocation whose memory it lies in
     parts: set[fx.Node] = set()  # those that need not be all of it
@@ -127,6 +134,8 @@ def breaches(graph: fx.Graph) -> Iterator[Breach]:
         facts = _facts(node.target)
         first = node.args[0] if node.args and isinstance(node.args[0], fx.Node) else None
         memory = base.get(first) if first is not None else None
+        if any(node.args[index] is None for index in facts.tensors if index < len(node.args)):
+            yield Breach(UNDEFINED, node, node)
         if facts.places and memory is not None and memory.op == "placeholder":
             yield Breach(ABSOLUTE, node, memory)
         if unwritten and facts.name not in _ASK_FOR_METADATA:

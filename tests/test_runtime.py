@@ -222,6 +222,36 @@ def test_other_strides_of_a_dimension_of_one_element_are_no_other_variant() -> N
     expect(session.stats(), structure_misses=1, hits=3, compiles=2)
 
 
+def test_strides_of_dimensions_of_one_element_say_whether_channels_come_last() -> None:
+    """Operators that keep a memory format give another layout then, and so does what they compute for a leaf."""
+    strides = [8, 1, 1, 1]
+
+    class Gives(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            return grad.contiguous().as_strided((2, 8, 1, 1), strides)
+
+    def run() -> list[Any]:
+        x = torch.linspace(-1, 1, 256).reshape(2, 8, 4, 4).requires_grad_()
+        Gives.apply(nn.functional.interpolate(x.sin(), size=(1, 1))).sum().backward()
+        y = torch.linspace(-1, 1, 256).reshape(2, 8, 4, 4).requires_grad_()
+        Gives.apply(nn.functional.interpolate(y, size=(1, 1), mode="bilinear")).sum().backward()
+        return [x.grad, y.grad]
+
+    session = ca.enable(backend="eager", tune=False)
+    for last in (1, 8, 1, 8):  # of these the channels come last in [8, 1, 8, 8]
+        strides[2:] = [last, last]
+        wanted = run()
+        with session:
+            found = run()
+        assert_same(found, wanted)
+    expect(session.stats(), structure_misses=2, shape_misses=2, hits=4, compiles=6)
+
+
 def test_broadcasting_that_depends_on_a_size_of_one() -> None:
     session = ca.enable(backend="eager")
     for rows in (1, 4, 1, 4):

@@ -412,3 +412,28 @@ def test_sizes_of_a_leaf_are_symbols_that_the_trace_does_not_know(where: str) ->
             assert_same(run(channels), expected)
     stats = session.stats()
     assert not stats.failures and stats.compiles == 1 and stats.hits == 2
+
+
+@pytest.mark.parametrize("dynamic", [None, True])
+@pytest.mark.parametrize("what", ["sum", "sin"])
+def test_strides_of_a_leaf_may_change_where_its_sizes_do(dynamic: bool | None, what: str) -> None:
+    """Where a graph does not take the leaf, no guard asks for the leaf's strides."""
+
+    def run(size: int, lies: str) -> list[Any]:
+        x = torch.linspace(-1, 1, size * (size + 1)).reshape(size, size + 1)
+        if lies == "transposed":
+            x = x.t().contiguous().t()
+        elif lies == "with gaps":
+            x = torch.cat([x, x], 1)[:, : size + 1]
+        leaf = x.detach().requires_grad_()
+        (leaf.sum() if what == "sum" else leaf.sin().cumsum(0).sum()).backward()
+        return [leaf.grad]
+
+    lying = ("dense", "dense", "transposed", "with gaps", "transposed", "dense", "with gaps")
+    tapes = list(zip((3, 4, 5, 6, 5, 7, 8), lying, strict=True))
+    wanted = [run(*tape) for tape in tapes]
+    with ca.enable(backend="eager", dynamic=dynamic, tune=False) as session:
+        for tape, expected in zip(tapes, wanted, strict=True):
+            assert_same(run(*tape), expected)
+    stats = session.stats()
+    assert not stats.failures and stats.backwards == len(tapes) and not stats.bypasses

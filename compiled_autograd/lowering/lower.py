@@ -113,7 +113,7 @@ def lower(
         else:
             continue
         taken_in.append(index)
-    leaves = {call: _fake(mode, leaf, specs.get(_leaf(call)), symbols, plain) for call, leaf in fresh_leaves.items()}
+    leaves = {call: _fake(mode, leaf, specs.get(leaf_of(call)), symbols, plain) for call, leaf in fresh_leaves.items()}
     inside = set(region.nodes)
     value_positions: dict[fx.Node, int | None] = {}
     apart: list[fx.Node] = []
@@ -244,7 +244,7 @@ def _fake(
     return fake_of(mode, tensor, plain)
 
 
-def _leaf(call: fx.Node) -> fx.Node:
+def leaf_of(call: fx.Node) -> fx.Node:
     """The leaf that an ``accumulate_grad`` call writes to."""
     leaf = call.args[0]
     assert isinstance(leaf, fx.Node)

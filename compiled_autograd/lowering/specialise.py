@@ -29,7 +29,7 @@ from ..steps.steps import RegionStep, Slots, Specialised
 from ..threads.forks import compiles_under
 from . import aten
 from .likeness import likeness
-from .lower import Lowered, lower
+from .lower import Lowered, leaf_of, lower
 from .shelf import AtHand, Shelf, copy_of
 from .wiring import owned, wiring_of
 
@@ -165,7 +165,8 @@ class Specialiser:
         try:
             results = (run or run_compiled)(compiled.call, list(arguments))
             leaves = [slots[fresh.leaf] for fresh in step.fresh]
-            wiring = owned(compiled.wiring, results, arguments, leaves)
+            specs = [self.specs.get(leaf_of(fresh.call)) for fresh in step.fresh]
+            wiring = owned(compiled.wiring, results, arguments, leaves, specs)
             checked = step.bind(compiled.aten, compiled.call, wiring, compiled.kind, compiled.guard)
             checked.proof = compiled.proof
         except Exception as error:

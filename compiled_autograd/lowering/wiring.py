@@ -7,6 +7,7 @@ from typing import Any
 
 import msgspec
 
+from ..guards.shapes import Spec, is_static
 from ..steps.accumulate import obeys_layout
 from ..steps.memory import memory_of
 from ..steps.steps import RegionStep, Wiring
@@ -36,19 +37,36 @@ def _flags(step: RegionStep, lowered: Lowered) -> tuple[tuple[int, int], ...]:
     return tuple((position[call], number) for call, number in lowered.flags)
 
 
-def owned(wiring: Wiring, results: Sequence[Any], arguments: Sequence[Any], leaves: Sequence[Any]) -> Wiring:
+def owned(
+    wiring: Wiring,
+    results: Sequence[Any],
+    arguments: Sequence[Any],
+    leaves: Sequence[Any],
+    specs: Sequence[Spec | None],
+) -> Wiring:
     """The same, once it was seen which gradients the backend gives in memory that something else sees, or with other
-    strides than the trace had (its ``native_layer_norm_backward`` follows the input, and the CPU's does not)."""
+    strides than the trace had (its ``native_layer_norm_backward`` follows the input, and the CPU's does not).
+
+    Args:
+        results: what the backend's code gave.
+        arguments: what it was given.
+        leaves: the region's fresh leaves.
+        specs: what these are made for. Where it has a history no guard asks for the leaf's strides: then whether the
+            leaf can keep a gradient is asked each time.
+    """
     shared = _not_owned(results, [index for _, index in (*wiring.apart, *wiring.fresh)], arguments)
-    own = [pair for pair in wiring.fresh if pair[1] not in shared]
-    obeying = [pair for pair in own if results[pair[1]] is None or obeys_layout(results[pair[1]], leaves[pair[0]])]
+    obeying = [
+        (position, index)
+        for position, index in wiring.fresh
+        if results[index] is None or (is_static(specs[position]) and obeys_layout(results[index], leaves[position]))
+    ]
     return msgspec.structs.replace(
         wiring,
         values=tuple(pair for pair in wiring.values if pair not in wiring.apart or pair[1] not in shared),
         copied_values=tuple(pair for pair in wiring.apart if pair[1] in shared),
-        fresh=tuple(obeying),
-        copied=tuple(pair for pair in wiring.fresh if pair[1] in shared),
-        other_strides=tuple(pair for pair in own if pair not in obeying),
+        fresh=tuple(pair for pair in obeying if pair[1] not in shared),
+        copied=tuple(pair for pair in obeying if pair[1] in shared),
+        other_strides=tuple(pair for pair in wiring.fresh if pair not in obeying),
     )
 
 

@@ -39,7 +39,8 @@ class Wiring(msgspec.Struct, frozen=True):
         values: outputs of the region, and which result each of them is.
         fresh: fresh leaves, and which result is the gradient that each of them keeps.
         copied: likewise, where the backend gave it in memory that something else sees: the leaf keeps a copy.
-        other_strides: likewise, where the backend gave it other strides than the leaf wants: the leaf keeps a copy.
+        other_strides: likewise, where it has other strides than the leaf wants, or may have at other sizes: the leaf
+            copies such a one.
         apart: which of ``values`` share memory with nothing, as the graph has it.
         copied_values: those of them that the backend gave in memory that something else sees: a copy is handed on.
         passed: fresh leaves, and the input that goes there as it is.

@@ -555,3 +555,29 @@ print("sympy" in sys.modules)
     )
     assert done.returncode == 0, done.stderr
     assert done.stdout.strip() == "False"
+
+
+@pytest.mark.parametrize("lies", ["as it came", "in another layout"])
+@pytest.mark.parametrize("is_view", [False, True])
+def test_hooks_of_the_node_of_a_leaf_see_the_gradient_that_came(lies: str, is_view: bool) -> None:
+    """The leaf keeps that, or a copy: what a hook writes there is in ``.grad`` or not."""
+
+    def run() -> list[Any]:
+        x = torch.linspace(-1, 1, 12).reshape(3, 4)
+        x = (x.t().contiguous().t() if lies == "in another layout" else x).requires_grad_()
+        seen = []
+
+        def hook(_: Any, grads: tuple[torch.Tensor, ...]) -> None:
+            seen.append(torch.tensor(grads[0].stride()))
+            grads[0].mul_(3)
+
+        node = x.view_as(x).grad_fn.next_functions[0][0]  # type: ignore[union-attr]
+        node.register_hook(hook)
+        ((x.expand(2, 3, 4) if is_view else x) * torch.linspace(0, 2, 12).reshape(3, 4)).sum().backward()
+        return [x.grad, *seen]
+
+    wanted = run()
+    with ca.enable(backend="eager", tune=False) as session:
+        for _ in range(4):
+            assert_same(run(), wanted)
+    expect(session.stats(), structure_misses=1, hits=3, compiles=1)

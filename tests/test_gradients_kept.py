@@ -149,6 +149,11 @@ def test_stealable() -> None:
     assert accumulate.stealable([torch.ones(3, 4)], leaf)
     assert not accumulate.stealable([torch.ones(4, 3).t()], leaf), "another layout"
     assert not accumulate.stealable([torch.ones(4, 4)[1:]], leaf), "its base has the memory too"
+    assert accumulate.stealable([torch.ones(1, 3, 4).view(3, 4)], leaf), "nothing but the view has its base"
+    base = torch.ones(1, 3, 4)
+    assert not accumulate.stealable([base.view(3, 4)], leaf), "somebody has its base"
+    other = torch.ones(12).view(1, 3, 4)
+    assert not accumulate.stealable([other.view(3, 4)], leaf), "somebody has another view"
     base = torch.ones(12)
     assert not accumulate.stealable([torch.empty(0).set_(base.untyped_storage(), 0, (3, 4))], leaf), "shared memory"
     slots = [torch.ones(3, 4)]

@@ -93,7 +93,16 @@ def stealable(only: list[torch.Tensor], leaf: torch.Tensor) -> bool:
     if sparse:
         return grad._indices().is_contiguous() and grad._values().is_contiguous()
     # Two: the tensor's own, and that of the storage object that is made to ask.
-    return torch._C._storage_Use_Count(grad.untyped_storage()._cdata) <= 2
+    return torch._C._storage_Use_Count(grad.untyped_storage()._cdata) <= 2 + _holds_its_base_alone(grad)
+
+
+def _holds_its_base_alone(grad: torch.Tensor) -> bool:
+    """Whether a tensor is a view of something that nothing but the view keeps: as ``sum`` and ``view`` leave one."""
+    base = [grad._base]
+    if base[0] is None or base[0].numel() != grad.numel():  # else the leaf would keep more memory than it needs
+        return False
+    # The view refers to the tensor, which keeps the object of Python that was made to ask; and that one to the tensor.
+    return references(base, 0) <= NOBODYS + 1 and base[0]._use_count() <= 2  # type: ignore[attr-defined]
 
 
 def _kept(grad: torch.Tensor) -> torch.Tensor:

@@ -56,7 +56,7 @@ class Schedule:
             if node.op == "placeholder":
                 kind, index = str(node.target).split("_")
                 self.slot_of[node] = starts[kind] + int(index)
-            elif node.target is ir.accumulate_grad and node.args[1] is None:
+            elif node.target is ir.accumulate_grad and node.args[1] is None and not node.users:  # no hook sees it
                 self._fresh.setdefault(node.args[2], []).append(node)
             elif node.target is ir.post_hook:
                 self.post_hooks.setdefault(node.meta["call"], []).append(self.slot_of[node.args[0]])

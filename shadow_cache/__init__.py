@@ -26,7 +26,7 @@ from .records import Bypass, Failure, Miss, unsupported
 from .watch import TooManyCompilesError, assert_max_compiles
 
 if TYPE_CHECKING:
-    from .store.store import Store
+    from .store import Store
 
 __all__ = [
     "Bypass",
@@ -75,7 +75,7 @@ def open(path: str | PathLike[str] | None = None, *, max_size: int = 2 << 30, cr
         StoreMissingError: it is not there, and ``create`` is False.
         StoreUnavailableError: it cannot be made or read.
     """
-    from .store.store import Store
+    from .store import Store
 
     return Store(default_dir() if path is None else Path(path), max_size=max_size, create=create)
 

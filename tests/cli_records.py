@@ -10,7 +10,7 @@ import pytest
 
 from shadow_cache.entries import Call, Entry, Input, MissEntry, Region, Structure, Timing
 from shadow_cache.records import Miss
-from shadow_cache.store.store import Store
+from shadow_cache.store import Store
 
 NOW = 1_750_000_000.0
 MINUTE, HOUR, DAY = 60.0, 3600.0, 86400.0

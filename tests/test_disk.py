@@ -762,7 +762,7 @@ def test_a_folder_that_can_only_be_read_is_read(folder: Path, monkeypatch: pytes
 
 
 def test_a_store_that_fails_later_is_given_up(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from shadow_cache.store.store import Store
+    from shadow_cache.store import Store
 
     _run(static, folder)
 

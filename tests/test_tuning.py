@@ -269,7 +269,7 @@ def test_without_an_entry_the_variant_has_it_alone(tmp_path: Path, clock: dict[s
 def test_a_decision_that_cannot_be_written_changes_nothing(
     tmp_path: Path, clock: dict[str, float], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from shadow_cache.store.store import Store
+    from shadow_cache.store import Store
 
     def fails(*arguments: Any) -> None:
         raise StoreError("the disk is gone")

@@ -40,7 +40,7 @@ from .surroundings import differences, is_repeatable, state_of, why_not_stored
 from .variants import Handover, Variant
 
 if TYPE_CHECKING:
-    from shadow_cache.store.store import Store
+    from shadow_cache.store import Store
 
     from .graphs import CompiledGraph
 

@@ -22,7 +22,7 @@ _PARTS = (
     *("kind of tensor", "shape", "strides", "dtype", "device", "layout"),
     *("conjugation", "negation", "zeros without memory"),
 )
-"""What :func:`..guards.kinds.kind_of_value` gives of a tensor."""
+"""What ``guards.kinds.kind_of_value`` gives of a tensor."""
 _HINTS = {
     "ambient_state": "set it once, before training; each value of it that occurs is compiled once",
     "backend_or_settings": "what was compiled under the others stays, and serves them",

@@ -1,5 +1,5 @@
 """Has the engine walk a tape and hand it over. What is private about the seam is used here, and here alone but for the
-C++ hooks that :mod:`compiled_autograd.hooks` calls. Written against torch 2.13.
+C++ hooks that :mod:`compiled_autograd.user_code.hooks` calls. Written against torch 2.13.
 
 The engine's seam (``torch._C._dynamo.compiled_autograd``) is set for one call only. It is used for nothing but to hand
 over: the function that the engine calls on a hit puts everything aside and returns. What was handed over runs after the

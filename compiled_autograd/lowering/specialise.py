@@ -207,10 +207,8 @@ class Specialiser:
             each.proof.refuted = True
         return "the region's calls run one by one from now on"
 
-    def restride(
-        self, step: RegionStep, compiled: Specialised, strides: Mapping[int, tuple[int, ...]]
-    ) -> Specialised | None:
-        """Hand on copies of results whose strides are not those that the real calls give. None: that cannot be done.
+    def restride(self, step: RegionStep, compiled: Specialised, strides: Mapping[int, tuple[int, ...]]) -> bool:
+        """Hand on copies of results whose strides are not those that the real calls give. False: that cannot be done.
 
         Args:
             strides: for outputs of the region, by their number.
@@ -218,7 +216,7 @@ class Specialiser:
         wiring = compiled.wiring
         given = dict(wiring.values)
         if compiled.guard is not None or not all((each, given.get(each)) in wiring.apart for each in strides):
-            return None  # the strides are those of one set of sizes; and what shares memory is to share it
+            return False  # the strides are those of one set of sizes; and what shares memory is to share it
         wiring = msgspec.structs.replace(
             wiring,
             values=tuple(pair for pair in wiring.values if pair[0] not in strides),
@@ -227,7 +225,7 @@ class Specialiser:
         made = step.bind(compiled.aten, compiled.call, wiring, compiled.kind, None)
         made.proof = compiled.proof
         step.put_in_place(compiled, made)
-        return made
+        return True
 
     def failed_to_run(
         self, step: RegionStep, compiled: Specialised, form: str, log: RunLog, error: BaseException

@@ -5,7 +5,7 @@ of it last time, a tenth of that. Repeated layers call the same functions with t
 tapes that differ in a few nodes.
 
 What comes of a call depends on the function, on the metadata of its tensors and on how these share memory, on its other
-arguments, on the table of decompositions, and on the state of the process (:mod:`..guards.ambient`). All of
+arguments, on the table of decompositions, and on the state of the process (``guards/ambient.py``). All of
 that is in the key; a call whose arguments have anything else in them (a symbol, a constant that is known by value) is
 run. A call is remembered only if it made nothing but operators on its own arguments and did not write into these.
 """

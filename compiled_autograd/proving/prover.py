@@ -198,19 +198,20 @@ class _Run:
         telling = True
         beside = 0.0 if bitwise else max((largest(each.want) for each in results if each.want is not None), default=0.0)
         restrided: dict[int, tuple[int, ...]] = {}
+        other_strides: list[tuple[Result, Difference]] = []
         for result in results:
             difference = self._layout(result)
             if difference is not None and (position := self._has_only_other_strides(result)) is not None:
                 assert result.want is not None
+                other_strides.append((result, difference))
                 restrided[position], difference = result.want.stride(), None
             if difference is None and result.want is not None and result.found is not None:
                 telling = telling and is_telling(result.want)
                 difference = self._values(result, relative, beside)
             if difference is not None:
                 return result, difference, telling
-        if restrided and self.specialiser.restride(self.step, self.compiled, restrided) is None:
-            wrong = next(each for each in results if self._layout(each) is not None)
-            return wrong, self._layout(wrong), telling
+        if restrided and not self.specialiser.restride(self.step, self.compiled, restrided):
+            return (*other_strides[0], telling)
         shared = self._shared(results)
         return (*shared, telling) if shared is not None else (None, None, telling)
 

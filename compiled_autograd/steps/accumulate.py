@@ -93,7 +93,8 @@ def stealable(only: list[torch.Tensor], leaf: torch.Tensor) -> bool:
     if sparse:
         return grad._indices().is_contiguous() and grad._values().is_contiguous()
     # Two: the tensor's own, and that of the storage object that is made to ask.
-    return torch._C._storage_Use_Count(grad.untyped_storage()._cdata) <= 2 + _holds_its_base_alone(grad)
+    holders = torch._C._storage_Use_Count(grad.untyped_storage()._cdata)
+    return holders <= 2 or (holders == 3 and _holds_its_base_alone(grad))
 
 
 def _holds_its_base_alone(grad: torch.Tensor) -> bool:

@@ -34,8 +34,6 @@ class RunLog:
     prove: bool = True
     """What was not yet compared with the real calls is; and every run that ``check_every`` counts, 0 for none."""
     check_every: int = 0
-    dropped: int = 0
-    """Forms of compiled code that were found to be wrong, and are used no more."""
     mismatches: list[Failure] = field(default_factory=list)
     failures: list[Failure] = field(default_factory=list)
     misses: list[Miss] = field(default_factory=list)

@@ -20,7 +20,7 @@ from ..harmless import harmless_json
 from . import render
 
 if TYPE_CHECKING:
-    from ..store.store import Store
+    from ..store import Store
 
 CACHE_DIR_VARIABLE = "COMPILED_AUTOGRAD_CACHE_DIR"
 _NO_PATHS = ("", "none", "false", "0")  # what the setting takes beside a path: no place is named by these

@@ -8,12 +8,12 @@ import torch
 from compiled_autograd.proving.comparison import is_telling, metadata_difference, tolerance, value_difference
 
 
-def _never() -> torch.Tensor | None:
+def _never(moved: int) -> torch.Tensor | None:
     raise AssertionError("float64 was asked for, though the plain tolerance settles it")
 
 
 def _differs(want: torch.Tensor, found: torch.Tensor, relative: float, double: torch.Tensor | None = None) -> bool:
-    return value_difference(want, found, relative, lambda: double) is not None
+    return value_difference(want, found, relative, lambda _: double) is not None
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,7 @@ def test_one_wrong_value_among_many_is_found() -> None:
     want = torch.randn(100_000)
     found = want.clone()
     found[77] += 0.01
-    difference = value_difference(want, found, tolerance([torch.float32]), lambda: want.double())
+    difference = value_difference(want, found, tolerance([torch.float32]), lambda _: want.double())
     assert difference is not None and difference.size == pytest.approx(0.01 / float(want.abs().max()), rel=1e-3)
 
 
@@ -105,9 +105,22 @@ def test_what_cancels_has_the_scale_of_what_lies_beside_it() -> None:
     """A bias of two elements before a batch norm: by luck, the real calls round to nothing."""
     want, found = torch.tensor([0.0, 4e-9]), torch.tensor([2e-8, -1e-8])
     double = torch.zeros(2, dtype=torch.float64)
-    assert value_difference(want, found, 1e-4, lambda: double) is not None
-    assert value_difference(want, found, 1e-4, lambda: double, beside=0.1) is None
-    assert value_difference(want, found + 1e-6, 1e-4, lambda: double, beside=0.1) is not None
+    assert value_difference(want, found, 1e-4, lambda _: double) is not None
+    assert value_difference(want, found, 1e-4, lambda _: double, beside=0.1) is None
+    assert value_difference(want, found + 1e-6, 1e-4, lambda _: double, beside=0.1) is not None
+
+
+def test_what_rounding_of_the_inputs_moves_may_differ_as_far() -> None:
+    """One value of two is ill-conditioned; the real calls have its bits by luck. The other one is not excused by it."""
+    exact = torch.tensor([1e-3, 1e-3], dtype=torch.float64)
+    want = exact.float()
+
+    def in_double(moved: int) -> torch.Tensor:
+        return exact + moved * torch.tensor([1e-4, 1e-12], dtype=torch.float64)
+
+    assert value_difference(want, want + torch.tensor([1e-4, 0.0]), 1e-4, in_double) is None
+    assert value_difference(want, want + torch.tensor([0.0, 1e-4]), 1e-4, in_double) is not None
+    assert value_difference(want, want + torch.tensor([1e-2, 0.0]), 1e-4, in_double) is not None
 
 
 def test_complex_numbers_and_bits() -> None:

@@ -162,9 +162,24 @@ def test_other_strides_are_those_of_the_real_calls_from_then_on(first: int) -> N
     (compiled,) = session.graphs()[0].regions[0].specialised()
     if first <= RUNS:
         assert_same(found, wanted * len(found))
-        assert len(compiled.wiring.strides) == 1
+        assert len(compiled.wiring.permuted) == 1
     else:
         assert [each.stride() for each in found][-2:] == [(1, 3)] * 2, "nobody looks any more"
+
+
+def test_other_strides_of_what_has_symbols_for_sizes_follow_the_sizes() -> None:
+    def run(number: int, arguments: Sequence[Any], right: Callable[..., Any]) -> Any:
+        return [each.transpose(0, 2).contiguous().transpose(0, 2) for each in right(*arguments)]
+
+    with ca.enable(backend=_backend(run), cache_dir=False, dynamic=True) as session:
+        for size in (3, 3, 3, 5, 6, 7, 8):
+            x = torch.randn(2, 1, size, requires_grad=True)
+            found = torch.autograd.grad((x.sin() * x).sum(), x)
+            with ca.disable():
+                assert_same(found, torch.autograd.grad((x.sin() * x).sum(), x))
+    expect(session.stats(), structure_misses=1, hits=6, compiles=1)
+    (compiled,) = session.graphs()[0].regions[0].specialised()
+    assert len(compiled.wiring.permuted) == 1
 
 
 def test_other_strides_of_what_shares_memory_are_a_difference() -> None:

@@ -211,18 +211,20 @@ class Specialiser:
         """Hand on copies of results whose strides are not those that the real calls give. False: that cannot be done.
 
         Args:
-            strides: for outputs of the region, by their number.
+            strides: for outputs of the region, by their number. They are dense: the order of their dimensions in
+                memory is what is kept, for whatever sizes.
         """
         wiring = compiled.wiring
         given = dict(wiring.values)
-        if compiled.guard is not None or not all((each, given.get(each)) in wiring.apart for each in strides):
-            return False  # the strides are those of one set of sizes; and what shares memory is to share it
+        if not all((each, given.get(each)) in wiring.apart for each in strides):
+            return False  # what shares memory is to share it
+        orders = {each: tuple(sorted(range(len(one)), key=one.__getitem__, reverse=True)) for each, one in strides.items()}
         wiring = msgspec.structs.replace(
             wiring,
             values=tuple(pair for pair in wiring.values if pair[0] not in strides),
-            strides=(*wiring.strides, *((each, given[each], wanted) for each, wanted in strides.items())),
+            permuted=(*wiring.permuted, *((each, given[each], order) for each, order in orders.items())),
         )
-        made = step.bind(compiled.aten, compiled.call, wiring, compiled.kind, None)
+        made = step.bind(compiled.aten, compiled.call, wiring, compiled.kind, compiled.guard)
         made.proof = compiled.proof
         step.put_in_place(compiled, made)
         return True

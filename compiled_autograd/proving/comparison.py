@@ -28,7 +28,12 @@ _LOOSEST = 1e-1
 _CANCELLED = 1e-2
 """Of the largest value beside a result: such a part of it, by the tolerance, is what terms leave that cancel."""
 _AS_FAR = 4.0
-"""So many times further from the float64 values than the real calls' own result may another one be."""
+"""So many times further from the float64 values than the real calls' own result, or than rounding of the inputs alone
+moves them, may another one be.
+"""
+
+_MOVES = 4
+"""So often is a region computed from moved inputs: by chance one move leaves a value where it was."""
 
 _TIES = 1e-3
 """Such a part of many whole numbers may be what rounding alone decides, and float64 decides otherwise."""
@@ -82,7 +87,7 @@ def _strides(tensor: torch.Tensor) -> list[int]:
 
 
 def value_difference(
-    want: torch.Tensor, found: torch.Tensor, relative: float, in_double: Callable[[], Optional], beside: float = 0.0
+    want: torch.Tensor, found: torch.Tensor, relative: float, in_double: Callable[[int], Optional], beside: float = 0.0
 ) -> Difference | None:
     """In what lies in two tensors of one dtype and shape.
 
@@ -90,7 +95,8 @@ def value_difference(
         want: what the real calls gave.
         found: what is to be judged.
         relative: the tolerance; 0 asks for the same bits.
-        in_double: gives the same value computed from float64 where it is asked for; None where that cannot be done.
+        in_double: gives the same value computed in float64; None where that cannot be done. With a number
+            above 0 the inputs are moved first, by their own rounding and in another way for each number.
         beside: the largest value of all that was computed together. What is zero but for rounding (a bias before a
             normalisation) has no scale of its own: its terms had that of the others, and cancelled.
     """
@@ -100,15 +106,37 @@ def value_difference(
     if relative == 0:
         return None if _same_but_nan(want, found) else _measured(want, found)
     if not want.is_floating_point():
-        return None if _as_good(want, found, in_double()) else _measured(want, found)
+        return None if _as_good(want, found, in_double(0)) else _measured(want, found)
     want, found = _exact(want), _exact(found)
     scale = root_mean_square(want) + _CANCELLED * beside
     if torch.allclose(found, want, rtol=relative, atol=relative * scale, equal_nan=True):
         return None
-    double = in_double()
-    if double is not None and _as_near(want, found, plain(double).to(torch.float64), relative, beside):
+    double = in_double(0)
+    if double is None:
+        return _measured(want, found)
+    exact = plain(double).to(torch.float64)
+    own_error = _largest_error(want, exact)
+    if _as_near(want, found, exact, own_error, relative, beside):
         return None
-    return _measured(want, found)
+    rounding = own_error + _moved_by(exact, in_double)
+    return None if _as_near(want, found, exact, rounding, relative, beside) else _measured(want, found)
+
+
+def _largest_error(found: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
+    """Where both are finite."""
+    error = (found.to(torch.float64) - exact).abs()[found.isfinite() & exact.isfinite()]
+    return error.max() if error.numel() else exact.new_zeros(())
+
+
+def _moved_by(exact: torch.Tensor, in_double: Callable[[int], Optional]) -> torch.Tensor:
+    """How far rounding of the inputs moves each value; the real calls may be nearer, where what cancels is exact."""
+    moves = torch.zeros_like(exact)
+    for number in range(1, _MOVES + 1):
+        moved = in_double(number)
+        if moved is not None:
+            error = (plain(moved).to(torch.float64) - exact).abs()
+            moves = torch.where(error.isfinite(), torch.maximum(moves, error), moves)
+    return moves
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:
@@ -155,20 +183,19 @@ def _same_but_nan(want: torch.Tensor, found: torch.Tensor) -> bool:
     return bool(torch.all((want == found) | (want.isnan() & found.isnan())))
 
 
-def _as_near(want: torch.Tensor, found: torch.Tensor, double: torch.Tensor, relative: float, beside: float) -> bool:
-    """Whether ``found`` is about as near to the float64 values as ``want``.
+def _as_near(
+    want: torch.Tensor, found: torch.Tensor, double: torch.Tensor, rounding: torch.Tensor, relative: float, beside: float
+) -> bool:
+    """Whether ``found`` is no further from the float64 values than a few times ``rounding``: one number, or for each.
 
     Where the real calls overflow, what is computed with less rounding may not; but what is not finite where neither the
     real calls nor float64 have it so is wrong. In 16 bits what cancels after an overflow is noise: where the real calls
     overflow there, nothing is said, and :func:`is_telling` has the run not count.
     """
-    both = want.isfinite() & double.isfinite()
-    own_error = (want.to(torch.float64) - double).abs()[both]
-    largest_own = float(own_error.max()) if own_error.numel() else 0.0
     error = (found.to(torch.float64) - double).abs()
     scale = root_mean_square(double[double.isfinite()]) if bool(double.isfinite().any()) else 0.0
     scale = (scale if math.isfinite(scale) else 0.0) + _CANCELLED * beside
-    allowed = _AS_FAR * largest_own + relative * (double.abs() + scale)
+    allowed = _AS_FAR * rounding + relative * (double.abs() + scale)
     near = (error <= allowed) | (~want.isfinite() & ~found.isfinite()) | (~double.isfinite() & ~found.isfinite())
     if relative >= _TOLERANCES[torch.float16]:
         near |= ~want.isfinite()

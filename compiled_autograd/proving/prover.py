@@ -261,7 +261,7 @@ class _Run:
 
     def _values(self, result: Result, relative: float, beside: float) -> Difference | None:
         assert result.want is not None and result.found is not None
-        difference = value_difference(result.want, result.found, relative, lambda: self._in_double(result.node), beside)
+        difference = value_difference(result.want, result.found, relative, lambda moved: self._in_double(result.node, moved), beside)
         if difference is None or relative:
             return difference
         if self.specialiser.passes:
@@ -270,16 +270,16 @@ class _Run:
         if again is None or value_difference(result.want, again, 0.0, _nothing) is None:
             return difference  # else the real calls do not give the same twice, and it cannot be asked for
         relative = tolerance(self._dtypes([result]))
-        return value_difference(result.want, result.found, relative, lambda: self._in_double(result.node), beside)
+        return value_difference(result.want, result.found, relative, lambda moved: self._in_double(result.node, moved), beside)
 
     def _given(self) -> dict[fx.Node, Any]:
         region = self.step.region
         return {node: self.inputs[slot] for node, slot in zip(region.inputs, self.step.inputs, strict=True)}
 
-    def _in_double(self, node: fx.Node) -> torch.Tensor | None:
+    def _in_double(self, node: fx.Node, moved: int) -> torch.Tensor | None:
         if self.specialiser.passes:
             return None
-        return in_double(self.step.region.nodes, self._given(), node)
+        return in_double(self.step.region.nodes, self._given(), node, moved)
 
     def _shared(self, results: Sequence[Result]) -> tuple[Result, Difference] | None:
         """What shares memory that does not where the real calls run."""
@@ -334,7 +334,7 @@ def _sizes(compiled: Specialised, arguments: Sequence[Any]) -> Sizes | None:
     return None if compiled.guard is None else compiled.guard.values(arguments)
 
 
-def _nothing() -> None:
+def _nothing(moved: int) -> None:
     return None
 
 

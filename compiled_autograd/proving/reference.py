@@ -19,7 +19,9 @@ _WIDER = {
 _WIDER_NUMBERS = {5: 7, 6: 7, 15: 7, 8: 10, 9: 10}
 """The same as numbers (``c10/core/ScalarType.h``), as ``validate_outputs`` and options of tensors have them."""
 _PERTURBED = 8
-"""What is float64 already is changed by so many of its units of rounding, to see how much that changes the results."""
+"""What is float64 already is changed by at most so many of its units of rounding, to see how far that moves a result."""
+_MOVED = 2
+"""And what was widened, by so many units of the dtype that it had, where the errors of rounding are asked for."""
 
 
 class RealCalls:
@@ -66,13 +68,17 @@ def repeatable(target: Any) -> Any:
     return target.trace if isinstance(target, ir.AOTBackward) else target
 
 
-def in_double(nodes: Sequence[fx.Node], given: Mapping[fx.Node, Any], wanted: fx.Node) -> torch.Tensor | None:
+def in_double(
+    nodes: Sequence[fx.Node], given: Mapping[fx.Node, Any], wanted: fx.Node, moved: int = 0
+) -> torch.Tensor | None:
     """What the calls of a region give for ``wanted`` where every value is computed in float64.
 
-    What is float64 to begin with is perturbed instead, so that the result shows how far rounding moves it. None where
-    a call cannot be computed so.
+    What is float64 to begin with is perturbed instead, so that the result shows how far rounding moves it; with
+    ``moved`` all inputs are, by the rounding of the dtypes that they had: each number moves them in another way. None
+    where a call cannot be computed so.
     """
-    calls = RealCalls(nodes, [wanted], {node: widened(value) for node, value in given.items()}, again=True, wide=True)
+    wide = {node: widened(value, moved) for node, value in given.items()}
+    calls = RealCalls(nodes, [wanted], wide, again=True, wide=True)
     try:
         for node in nodes:
             calls.run(node)
@@ -115,14 +121,19 @@ def _wider_constant(value: Any, is_validation: bool) -> Any:
     return value
 
 
-def widened(value: Any) -> Any:
-    """A tensor in float64, with the strides that it has."""
+def widened(value: Any, moved: int = 0) -> Any:
+    """A tensor in float64, with the strides that it has; ``moved``: as far as rounding might have moved its values."""
     if not isinstance(value, torch.Tensor):
         return value
     if value.dtype in (torch.float64, torch.complex128):
-        generator = torch.Generator(value.device).manual_seed(0)  # the user's own must not notice
-        noise = torch.rand(value.shape, generator=generator, device=value.device, dtype=torch.float64) - 0.5
-        return value * (1 + noise * (2 * _PERTURBED * torch.finfo(torch.float64).eps))
+        return _perturbed(value, _PERTURBED * torch.finfo(torch.float64).eps, moved)
     if value.dtype not in _WIDER:
         return value
-    return value.to(_WIDER[value.dtype])
+    wide = value.to(_WIDER[value.dtype])
+    return _perturbed(wide, _MOVED * torch.finfo(value.dtype).eps, moved) if moved else wide
+
+
+def _perturbed(value: torch.Tensor, by: float, seed: int) -> torch.Tensor:
+    generator = torch.Generator(value.device).manual_seed(seed)  # the user's own must not notice
+    noise = torch.rand(value.shape, generator=generator, device=value.device, dtype=torch.float64) - 0.5
+    return value * (1 + noise * (2 * by))

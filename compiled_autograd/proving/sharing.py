@@ -62,7 +62,7 @@ def kept_from_before(
         if memory_of(result.found) in held - {None}:
             return result, Difference("it lies where the run before left a result that is still held")
     for tensor, copy in proof.held:
-        if value_difference(copy, tensor, 0.0, lambda: None) is not None:
+        if value_difference(copy, tensor, 0.0, lambda _: None) is not None:
             return results[0], Difference("the run has written into what the run before gave")
     proof.held = _small(results, given)
     return None

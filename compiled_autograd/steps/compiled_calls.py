@@ -42,8 +42,9 @@ def store_results(compiled: Specialised, results: Sequence[Any], slots: Slots) -
         slots[slot] = results[index]
     for slot, index in compiled.copied:
         slots[slot] = in_own_memory(results[index])
-    for slot, index, strides in compiled.strides:
-        slots[slot] = results[index].new_empty_strided(results[index].shape, strides).copy_(results[index])
+    for slot, index, order in compiled.permuted:
+        result = results[index]
+        slots[slot] = torch.empty_permuted(result.shape, order, dtype=result.dtype, device=result.device).copy_(result)
     if compiled.flags and results[-1].any():
         raise NaNFoundError(compiled.flags[results[-1].tolist().index(True)])
 

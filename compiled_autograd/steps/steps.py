@@ -46,8 +46,8 @@ class Wiring(msgspec.Struct, frozen=True):
         passed: fresh leaves, and the input that goes there as it is.
         flags: where NaNs are looked for: calls of the region, and numbers of what they give. What was found is the
             last result.
-        strides: outputs of the region, which result each is, and the strides that the real calls give it: a copy that
-            has them is handed on.
+        permuted: outputs of the region, which result each is, and the order of dimensions in memory, outermost first,
+            that the real calls give it: a copy that has it is handed on.
         plain: which of ``taken`` are given as copies, because the compiled function would ignore their conjugate or
             negative bits, or that they are zeros without memory.
     """
@@ -62,7 +62,7 @@ class Wiring(msgspec.Struct, frozen=True):
     copied_values: tuple[tuple[int, int], ...] = ()
     plain: tuple[int, ...] = ()
     other_strides: tuple[tuple[int, int], ...] = ()
-    strides: tuple[tuple[int, int, tuple[int, ...]], ...] = ()
+    permuted: tuple[tuple[int, int, tuple[int, ...]], ...] = ()
 
 
 class RegionPlan(msgspec.Struct, frozen=True):
@@ -94,7 +94,7 @@ class Specialised:
         plain: which of these are given without conjugate and negative bit.
         results: slots, and the outputs that go into them.
         copied: as ``results``, for those that are copied.
-        strides: as ``results``, for those that are copied into other strides, and these.
+        permuted: as ``results``, for those that are copied into another order of dimensions, and this.
         passed: slots, and those of values that go there as they are.
         flags: nodes of the tape, and numbers of what they give, where NaNs are looked for; as in the last result.
         guard: says of the arguments whether their sizes are such that this holds; None where nothing changes.
@@ -110,7 +110,7 @@ class Specialised:
     plain: tuple[int, ...]
     results: list[tuple[int, int]]
     copied: list[tuple[int, int]]
-    strides: list[tuple[int, int, tuple[int, ...]]]
+    permuted: list[tuple[int, int, tuple[int, ...]]]
     passed: list[tuple[int, int]]
     flags: list[tuple[int, int]]
     guard: Guard | None
@@ -189,7 +189,7 @@ class RegionStep:
             results,
             [(self.fresh[position].owned, index) for position, index in wiring.copied]
             + [(self.outputs[position][1], index) for position, index in wiring.copied_values],
-            [(self.outputs[position][1], index, strides) for position, index, strides in wiring.strides],
+            [(self.outputs[position][1], index, order) for position, index, order in wiring.permuted],
             [(self.fresh[position].shared, self.inputs[source]) for position, source in wiring.passed],
             [(self.region.nodes[position].meta["call"], number) for position, number in wiring.flags],
             guard,

@@ -175,7 +175,7 @@ def _gradient_for(output: torch.Tensor) -> torch.Tensor:
 def _same(found: Sequence[Any], wanted: Sequence[Any], bitwise: bool) -> bool:
     """Kinds, and values: every bit, or as much of them as rounding leaves (strides are another test's)."""
     dense = [each for each in wanted if each is not None and each.layout is torch.strided and each.numel()]
-    largest = max((float(each.abs().max()) for each in dense), default=0.0)
+    largest = max((float(each.abs().nan_to_num(0, 0, 0).max()) for each in dense), default=0.0)
     for one, other in zip(found, wanted, strict=True):
         if one is None or other is None:
             if one is not other:

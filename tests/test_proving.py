@@ -388,6 +388,27 @@ def test_what_the_users_passes_make_of_the_graph_is_what_was_asked_for() -> None
     assert session.stats().failures == 1
 
 
+def test_a_leaf_keeps_a_gradient_of_its_own_whatever_the_users_passes_leave_out() -> None:
+    def no_copies(graph_module: fx.GraphModule) -> None:
+        for node in list(graph_module.graph.nodes):
+            if node.target in (torch.ops.aten.clone.default, torch.ops.aten.copy.default):
+                node.replace_all_uses_with(node.args[-1])
+                graph_module.graph.erase_node(node)
+        graph_module.graph.eliminate_dead_code()
+        graph_module.recompile()
+
+    x = torch.randn(3, 4, requires_grad=True)
+    session = ca.enable(backend="eager", passes=[no_copies], cache_dir=False)
+    for _ in range(3):
+        with session:
+            x.sum().backward()
+        assert x.grad is not None and x.grad.stride() == (4, 1) and torch.equal(x.grad, torch.ones(3, 4))
+        x.grad = None
+    expect(session.stats(), structure_misses=1, hits=2, compiles=1)
+    (compiled,) = session.graphs()[0].regions[0].specialised()
+    assert "clone" not in compiled.aten.text() and "copy" not in compiled.aten.text()
+
+
 # ---- forms -------------------------------------------------------------------------------------------------------
 
 

@@ -31,7 +31,7 @@ from . import aten
 from .likeness import likeness
 from .lower import Lowered, leaf_of, lower
 from .shelf import AtHand, Shelf, copy_of
-from .wiring import owned, wiring_of
+from .wiring import all_copied, owned, wiring_of
 
 Pass = Callable[[fx.GraphModule], fx.GraphModule | None]
 COMPILING = compiles_under(threading.RLock())  # neither tracing nor Inductor can be used by two threads at once
@@ -218,16 +218,20 @@ class Specialiser:
         given = dict(wiring.values)
         if not all((each, given.get(each)) in wiring.apart for each in strides):
             return False  # what shares memory is to share it
-        orders = {each: tuple(sorted(range(len(one)), key=one.__getitem__, reverse=True)) for each, one in strides.items()}
         wiring = msgspec.structs.replace(
             wiring,
             values=tuple(pair for pair in wiring.values if pair[0] not in strides),
-            permuted=(*wiring.permuted, *((each, given[each], order) for each, order in orders.items())),
+            permuted=(*wiring.permuted, *((each, given[each], _order(one)) for each, one in strides.items())),
         )
         made = step.bind(compiled.aten, compiled.call, wiring, compiled.kind, compiled.guard)
         made.proof = compiled.proof
         step.put_in_place(compiled, made)
         return True
+
+    @staticmethod
+    def all_copied(step: RegionStep, compiled: Specialised) -> Specialised:
+        """The same where its graph runs as it is, of whose results it is not known whether they share memory."""
+        return step.bind(compiled.aten, compiled.call, all_copied(compiled.wiring), compiled.kind, compiled.guard)
 
     def failed_to_run(
         self, step: RegionStep, compiled: Specialised, form: str, log: RunLog, error: BaseException
@@ -342,6 +346,11 @@ class _Failed(Exception):
     def __init__(self, failure: Failure) -> None:
         super().__init__(str(failure))
         self.failure = failure
+
+
+def _order(strides: Sequence[int]) -> tuple[int, ...]:
+    """Of dimensions in memory, outermost first."""
+    return tuple(sorted(range(len(strides)), key=strides.__getitem__, reverse=True))
 
 
 def _one_by_one(graph_module: fx.GraphModule) -> Compiled:

@@ -70,6 +70,19 @@ def owned(
     )
 
 
+def all_copied(wiring: Wiring) -> Wiring:
+    """The same for results of which nobody has seen whose memory they lie in: each that is to be apart is copied."""
+    elsewhere = {position for position, _, _ in wiring.permuted}
+    return msgspec.structs.replace(
+        wiring,
+        values=tuple(pair for pair in wiring.values if pair not in wiring.apart),
+        copied_values=tuple(pair for pair in wiring.apart if pair[0] not in elsewhere),
+        fresh=(),
+        copied=(),
+        other_strides=(*wiring.fresh, *wiring.copied, *wiring.other_strides),
+    )
+
+
 def _not_owned(results: Sequence[Any], fresh: Sequence[int], arguments: Sequence[Any]) -> set[int]:
     """Which results a backend gave in memory that something else sees, against what the graph says."""
     seen = {memory_of(value) for value in arguments}

@@ -184,7 +184,12 @@ def _same_but_nan(want: torch.Tensor, found: torch.Tensor) -> bool:
 
 
 def _as_near(
-    want: torch.Tensor, found: torch.Tensor, double: torch.Tensor, rounding: torch.Tensor, relative: float, beside: float
+    want: torch.Tensor,
+    found: torch.Tensor,
+    double: torch.Tensor,
+    rounding: torch.Tensor,
+    relative: float,
+    beside: float,
 ) -> bool:
     """Whether ``found`` is no further from the float64 values than a few times ``rounding``: one number, or for each.
 

@@ -261,7 +261,8 @@ class _Run:
 
     def _values(self, result: Result, relative: float, beside: float) -> Difference | None:
         assert result.want is not None and result.found is not None
-        difference = value_difference(result.want, result.found, relative, lambda moved: self._in_double(result.node, moved), beside)
+        wide = functools.partial(self._in_double, result.node)
+        difference = value_difference(result.want, result.found, relative, wide, beside)
         if difference is None or relative:
             return difference
         if self.specialiser.passes:
@@ -270,7 +271,7 @@ class _Run:
         if again is None or value_difference(result.want, again, 0.0, _nothing) is None:
             return difference  # else the real calls do not give the same twice, and it cannot be asked for
         relative = tolerance(self._dtypes([result]))
-        return value_difference(result.want, result.found, relative, lambda moved: self._in_double(result.node, moved), beside)
+        return value_difference(result.want, result.found, relative, wide, beside)
 
     def _given(self) -> dict[fx.Node, Any]:
         region = self.step.region

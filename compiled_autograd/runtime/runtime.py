@@ -274,7 +274,7 @@ class Program:
             arguments = [slots[slot] for slot in compiled.arguments]
             make_plain(arguments, compiled.plain)
             results = compiled.aten.graph_module()(*arguments)
-            put_results(compiled, results, slots)
+            put_results(self.specialiser.all_copied(step, compiled), results, slots)
             drop(step, slots)
 
         def real_calls() -> None:

@@ -94,10 +94,10 @@ def reset() -> None:
     """Forget every graph in memory, compiled or captured. Sessions keep their counts, the store on disk its entries."""
     from .cache.disk import close_all
     from .cache.graphs import GRAPHS
-    from .engine.walk import forget
-    from .lowering.traced_calls import TRACED
-    from .policies.churn import CHURN
-    from .policies.tuning import TUNING
+    from .engine.seam import forget
+    from .lowering.trace_cache import TRACED
+    from .policies.admission import CHURN
+    from .policies.autotune import TUNING
 
     forget()
     GRAPHS.clear()

@@ -10,6 +10,7 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .compile_counter import TooManyCompilesError, assert_max_compiles
 from .entries import Call, Entry, Input, MissEntry, Problem, Region, StoreStats, Structure, Summary, Timing
 from .errors import (
     DamagedArchiveError,
@@ -23,7 +24,6 @@ from .errors import (
 )
 from .graph import Key, Leaf, ShadowGraph, VariantKey, explain_variant
 from .records import Bypass, Failure, Miss, unsupported
-from .watch import TooManyCompilesError, assert_max_compiles
 
 if TYPE_CHECKING:
     from .store import Store

@@ -7,8 +7,8 @@ from __future__ import annotations
 
 import msgspec
 
-from .harmless import harmless
 from .records import Miss
+from .safe_text import harmless
 
 # Of calls and inputs there are hundreds in an entry, and no cycle can begin at one (gc=False): to list a thousand
 # entries takes the garbage collector longer than everything else otherwise.

@@ -10,7 +10,7 @@ import torch
 from torch import nn
 
 import compiled_autograd as ca
-from compiled_autograd.runtime.runtime import AccumulateStep, OpaqueStep, RegionStep
+from compiled_autograd.runtime.program import AccumulateStep, OpaqueStep, RegionStep
 
 from .helpers import assert_same, expect
 

@@ -14,7 +14,7 @@ import shadow_cache
 from shadow_cache import DamagedArchiveError, Entry, InvalidEntryError, Structure
 from shadow_cache.cli import main
 from shadow_cache.entries import Call
-from shadow_cache.harmless import harmless, harmless_json
+from shadow_cache.safe_text import harmless, harmless_json
 from shadow_cache.store.archive import _MAGIC
 
 from .store_entries import made

@@ -16,7 +16,7 @@ import compiled_autograd as ca
 from backends import get_backend
 from compiled_autograd.engine.session import Session
 from compiled_autograd.guards.ambient import ambient
-from compiled_autograd.policies import background, remote
+from compiled_autograd.policies import background, worker_process
 from compiled_autograd.versions import release
 
 from .helpers import Squares, assert_grads, assert_same, expect, in_subprocess, mlp
@@ -242,18 +242,18 @@ _FORKS_BESIDE_A_WORKER = """
 import os
 import subprocess
 import sys
-from compiled_autograd.policies import remote
+from compiled_autograd.policies import worker_process
 
 worker = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
-remote.WORKER._process = worker
+worker_process.WORKER._process = worker
 child = os.fork()
 if child == 0:
-    mine = remote.WORKER._process
-    remote.WORKER.stop()
+    mine = worker_process.WORKER._process
+    worker_process.WORKER.stop()
     os._exit(0 if mine is None else 1)
 assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
-assert remote.WORKER._process is worker and worker.poll() is None
-remote.WORKER.stop()
+assert worker_process.WORKER._process is worker and worker.poll() is None
+worker_process.WORKER.stop()
 assert worker.poll() is not None
 """
 
@@ -281,12 +281,12 @@ def test_messages_are_whole_or_refused() -> None:
     import io
 
     stream = io.BytesIO()
-    remote.send(stream, b"a message")
+    worker_process.send(stream, b"a message")
     data = stream.getvalue()
-    assert remote.receive(io.BytesIO(data)) == b"a message"
+    assert worker_process.receive(io.BytesIO(data)) == b"a message"
     for cut in (0, 3, 8, len(data) - 1):
         with pytest.raises(EOFError):
-            remote.receive(io.BytesIO(data[:cut]))
+            worker_process.receive(io.BytesIO(data[:cut]))
 
 
 def test_the_process_that_compiles_runs_no_code_of_the_current_folder(
@@ -300,11 +300,11 @@ def test_the_process_that_compiles_runs_no_code_of_the_current_folder(
     monkeypatch.setattr(sys, "path", ["", ".", *sys.path])
     graph = fx.symbolic_trace(lambda x: [x * 2])
     inputs = [([3], [1], "torch.float32", "cpu")]
-    told, threads = remote.told(ambient()), torch.get_num_threads()
-    request = remote.Request(
+    told, threads = worker_process.told(ambient()), torch.get_num_threads()
+    request = worker_process.Request(
         "eager", graph.code, inputs, threads, (False, False, True), "highest", "torch.float32", told
     )
-    worker = remote.Worker()
+    worker = worker_process.Worker()
     try:
         reply = worker.ask(request)
     finally:
@@ -317,10 +317,10 @@ def test_the_process_that_compiles_runs_no_code_of_the_current_folder(
 _FOUND_THROUGH_SYS_PATH = """
 import subprocess, sys
 sys.path.insert(0, {root!r})
-from compiled_autograd.policies import remote
+from compiled_autograd.policies import worker_process
 code = "import compiled_autograd, backends; print(compiled_autograd.__file__, backends.__file__, sys.argv)"
 sys.path.remove({root!r})
-print(subprocess.run(remote._command(code), check=True, capture_output=True, text=True).stdout)
+print(subprocess.run(worker_process._command(code), check=True, capture_output=True, text=True).stdout)
 """
 
 
@@ -342,17 +342,17 @@ def test_inductor_compiles_in_another_process() -> None:
     x = torch.randn(4, 8)
     _step(session, model, reference, x, bitwise=False)
     assert session.wait(300)
-    assert remote.WORKER._process is not None and remote.WORKER._process.poll() is None
+    assert worker_process.WORKER._process is not None and worker_process.WORKER._process.poll() is None
     _step(session, model, reference, x, bitwise=False)
     expect(session.stats(), structure_misses=1, hits=1, compiles=1)
     # The process is killed: the next graph is compiled here, with a warning.
-    remote.WORKER._process.kill()
-    remote.WORKER._process.wait()
+    worker_process.WORKER._process.kill()
+    worker_process.WORKER._process.wait()
     loss = (model(x) * 3).square().sum()
     with session, pytest.warns(UserWarning, match="goes on in this one"):
         loss.backward()
         assert session.wait(300)
-    remote.WORKER.stop()
+    worker_process.WORKER.stop()
 
 
 def test_the_thread_lets_others_have_the_interpreter_soon(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -381,4 +381,4 @@ def test_only_code_for_the_cpu_is_compiled_in_another_process() -> None:
     for device, goes in (("cpu", True), ("meta", False)):
         x = torch.empty(3, device=device)
         graph_module.graph.find_nodes(op="placeholder")[0].meta["val"] = x
-        assert (remote._request(backend, graph_module, [x]) is not None) is goes
+        assert (worker_process._request(backend, graph_module, [x]) is not None) is goes

@@ -18,7 +18,7 @@ import pytest
 from expecttest import assert_expected_inline
 
 import shadow_cache
-from shadow_cache import kinds
+from shadow_cache import miss_kinds
 from shadow_cache.cli import VERBS, main
 from shadow_cache.cli.difference import Difference
 from shadow_cache.cli.explain import Why
@@ -557,10 +557,10 @@ def test_each_kind_of_miss_is_explained(kind: str, run: Run, cache: Path) -> Non
 
 def test_every_kind_has_one_explanation_and_one_example() -> None:
     design = DESIGN.split()
-    assert list(kinds.KINDS) == design == list(stored.MISSES)
-    for kind in kinds.KINDS.values():
+    assert list(miss_kinds.KINDS) == design == list(stored.MISSES)
+    for kind in miss_kinds.KINDS.values():
         assert kind.means.endswith(".") and kind.do.endswith("."), kind
-    assert len({kind.do for kind in kinds.KINDS.values()}) == len(design)
+    assert len({kind.do for kind in miss_kinds.KINDS.values()}) == len(design)
 
 
 def test_what_was_evicted_is_not_said_to_have_been_made(run: Run, cache: Path) -> None:
@@ -848,7 +848,7 @@ def test_the_guide_shows_what_is_printed(run: Run, cache: Path, monkeypatch: pyt
                 parts.append(f"{line}\n{said}\n".replace(str(cache), "/home/me/.cache/compiled_autograd"))
         return "\n".join(parts)
 
-    rows = [f"| `{name}` | {kind.means} | {kind.do} |\n" for name, kind in kinds.KINDS.items()]
+    rows = [f"| `{name}` | {kind.means} | {kind.do} |\n" for name, kind in miss_kinds.KINDS.items()]
     table = "\n| kind | what it means | what you can do |\n|---|---|---|\n" + "".join(rows) + "\n"
     text = _GUIDE.read_text()
     fresh = _KINDS.sub(lambda found: table, _CONSOLE.sub(shown, text))

@@ -20,7 +20,7 @@ import backends
 import compiled_autograd as ca
 import shadow_cache
 from compiled_autograd import ir
-from compiled_autograd.cache import surroundings
+from compiled_autograd.cache import environment_key
 from compiled_autograd.cache.variants import Variant
 from compiled_autograd.capture.capture import OPS
 from shadow_cache import Miss, MissEntry, StoreError
@@ -327,12 +327,12 @@ _OTHERS: dict[str, tuple[str, str, Callable[[pytest.MonkeyPatch], None]]] = {
     "package": (
         "environment",
         "package",
-        lambda monkeypatch: monkeypatch.setattr(surroundings, "versions", _other_version("package")),
+        lambda monkeypatch: monkeypatch.setattr(environment_key, "versions", _other_version("package")),
     ),
     "torch": (
         "environment",
         "torch",
-        lambda monkeypatch: monkeypatch.setattr(surroundings, "versions", _other_version("torch")),
+        lambda monkeypatch: monkeypatch.setattr(environment_key, "versions", _other_version("torch")),
     ),
     "machine": (
         "environment",
@@ -342,7 +342,7 @@ _OTHERS: dict[str, tuple[str, str, Callable[[pytest.MonkeyPatch], None]]] = {
         ),
     ),
 }
-_right_versions = surroundings.versions
+_right_versions = environment_key.versions
 
 
 def _other_version(name: str) -> Callable[[], dict[str, str]]:
@@ -397,7 +397,7 @@ def test_other_settings_are_a_miss_that_says_what_differs(folder: Path) -> None:
 def test_the_nearest_entry_is_the_one_that_is_told_of(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """One was made by another torch; one for another batch. The second is nearer."""
     with monkeypatch.context() as patch:
-        patch.setattr(surroundings, "versions", _other_version("torch"))
+        patch.setattr(environment_key, "versions", _other_version("torch"))
         _run(static, folder)
     _again(lambda around: sizes(around, [9]), folder)
     miss = _reason(_again(static, folder))
@@ -566,7 +566,9 @@ def test_a_subclass_that_a_function_hands_on_is_no_part_of_what_is_stored(folder
         assert not session.stats().bypasses and not session.stats().failures
     assert session.last is not None and session.last.outcome == "hit"
     kind = (_Subclass, (3, 4), (4, 1))
-    assert [surroundings.is_repeatable(each) for each in ((kind,), (object(),), ((torch.Tensor, (3,)), None, 3))] == [
+    assert [
+        environment_key.is_repeatable(each) for each in ((kind,), (object(),), ((torch.Tensor, (3,)), None, 3))
+    ] == [
         *(False, False),
         True,
     ]
@@ -808,7 +810,7 @@ def test_on_miss_raise_takes_what_is_stored(folder: Path, monkeypatch: pytest.Mo
     _again(static, folder)
     expect(_again(static, folder, on_miss="raise").stats(), hits=1, compiles=0)
     with monkeypatch.context() as patch:
-        patch.setattr(surroundings, "versions", _other_version("torch"))
+        patch.setattr(environment_key, "versions", _other_version("torch"))
         assert "environment at torch" in str(raises())
     expect(_again(static, folder, on_miss="raise").stats(), hits=1, compiles=0)
 

@@ -269,16 +269,16 @@ def test_arithmetic_of_many_sizes_is_made_binary() -> None:
 def test_a_region_that_symbols_cannot_describe_is_compiled_for_each_set_of_shapes(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    from compiled_autograd.lowering import specialise
+    from compiled_autograd.lowering import region_compiler
 
-    right = specialise.lower
+    right = region_compiler.lower
 
     def no_symbols(*args: object) -> object:
         if args[4]:
             raise RuntimeError("symbols are not for me")
         return right(*args)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(specialise, "lower", no_symbols)
+    monkeypatch.setattr(region_compiler, "lower", no_symbols)
     session = ca.enable(backend="eager")
     with pytest.warns(UserWarning, match="symbols are not for me"):
         for size in (4, 5, 6, 4, 5, 6):

@@ -19,8 +19,8 @@ from compiled_autograd.threads import forks
 from compiled_autograd.cache import graphs
 from compiled_autograd.engine import session as sessions
 from compiled_autograd.threads.gate import GATE, take
-from compiled_autograd.lowering.specialise import COMPILING
-from shadow_cache import graph as shadow, watch
+from compiled_autograd.lowering.region_compiler import COMPILING
+from shadow_cache import compile_counter, graph as shadow
 from backends.inductor import kernels
 
 signal.alarm(100)
@@ -107,7 +107,7 @@ for lock in (sessions._RECORDING, graphs._ADDING, shadow._LOCK):
 """
 
 _HELD_OVER_FORK = """
-for lock in (kernels._LOADING, watch._lock):
+for lock in (kernels._LOADING, compile_counter._lock):
     held.clear(), done.clear()
     thread = threading.Thread(target=hold, args=(lock,), daemon=True)
     thread.start()

@@ -12,7 +12,7 @@ import torch
 from torch.autograd import Function
 
 import compiled_autograd as ca
-from compiled_autograd.engine import walk
+from compiled_autograd.engine import seam
 from compiled_autograd.engine.handles import LEFT_TO_EAGER, Handle
 from compiled_autograd.user_code import functions
 
@@ -218,7 +218,7 @@ def test_functions_with_another_name_at_each_step_leave_nothing_behind(
     on_miss: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The structure is known, and the engine does not know it: it reports each, and keeps each until it forgets all."""
-    monkeypatch.setattr(walk, "MOST_REPORTS", 8)
+    monkeypatch.setattr(seam, "MOST_REPORTS", 8)
     x, other = torch.randn(3, requires_grad=True), torch.randn(3, requires_grad=True)
     session = ca.enable(backend="eager", on_miss=on_miss)
 
@@ -239,7 +239,7 @@ def test_functions_with_another_name_at_each_step_leave_nothing_behind(
             step(Squares, other)  # one that comes back
         assert x.grad is not None and torch.equal(x.grad, 2 * x.detach())
         assert other.grad is not None and torch.equal(other.grad, 2 * other.detach())
-        most = max(most, len(walk._handles), len(functions._numbers), len(LEFT_TO_EAGER))
+        most = max(most, len(seam._handles), len(functions._numbers), len(LEFT_TO_EAGER))
     assert most <= 10 and handles() - before <= 10
     if on_miss == "compile":
         expect(session.stats(), structure_misses=1, hits=59, compiles=2)

@@ -14,7 +14,7 @@ from torch import nn
 
 import compiled_autograd as ca
 from compiled_autograd.steps import accumulate
-from compiled_autograd.steps.log import RunLog
+from compiled_autograd.steps.run_context import RunLog
 from compiled_autograd.steps.steps import AccumulateStep
 from compiled_autograd.user_code import functions, references
 

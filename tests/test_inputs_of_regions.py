@@ -11,7 +11,7 @@ import torch
 
 import compiled_autograd as ca
 from compiled_autograd import ir
-from compiled_autograd.lowering.fakes import fake_of
+from compiled_autograd.lowering.fake_tensors import fake_of
 from compiled_autograd.steps.memory import extent, made_plain
 
 from .helpers import assert_same, expect

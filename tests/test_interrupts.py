@@ -20,9 +20,9 @@ import pytest
 import torch
 
 import compiled_autograd as ca
-from backends.collecting import RARELY
-from compiled_autograd.engine import execution, walk
-from compiled_autograd.lowering.specialise import COMPILING
+from backends.garbage_collection import RARELY
+from compiled_autograd.engine import execution, seam
+from compiled_autograd.lowering.region_compiler import COMPILING
 from compiled_autograd.policies.background import Background
 from compiled_autograd.threads.claims import CLAIMS, Claim
 from compiled_autograd.threads.gate import GATE
@@ -86,8 +86,8 @@ class _InterruptAt:
 def _nothing_is_stuck() -> None:
     assert GATE.idle() and not GATE._lock.locked()
     assert not any(claim.token.locked() for claim in CLAIMS._made)
-    assert execution.running() is None and execution.depth() == 0 and not walk.walking()
-    prior = walk._seam.set_autograd_compiler(None, False)
+    assert execution.running() is None and execution.depth() == 0 and not seam.walking()
+    prior = seam._seam.set_autograd_compiler(None, False)
     assert prior[0] is None
     assert torch.is_grad_enabled() and torch._C._is_multithreading_enabled()
     assert torch._C._len_torch_dispatch_stack() == 0

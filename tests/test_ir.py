@@ -16,7 +16,7 @@ import compiled_autograd as ca
 from compiled_autograd import ir
 from compiled_autograd.cache.graphs import CompiledGraph
 from compiled_autograd.capture import tape
-from compiled_autograd.engine import walk
+from compiled_autograd.engine import seam
 from compiled_autograd.errors import IllegalGraphError
 
 from .helpers import mlp
@@ -115,7 +115,7 @@ def test_every_graph_is_legal_before_and_after_it_is_put_in_order(
     make: Callable[[], torch.Tensor], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     checked: list[str] = []
-    in_order = walk.in_engine_order
+    in_order = seam.in_engine_order
 
     def checking(tape: ir.TapeGraph) -> ir.TapeGraph:
         ir.verify(tape.graph)
@@ -127,7 +127,7 @@ def test_every_graph_is_legal_before_and_after_it_is_put_in_order(
         assert len(after) <= len(before) and set(after) == set(before)
         return ordered
 
-    monkeypatch.setattr(walk, "in_engine_order", checking)
+    monkeypatch.setattr(seam, "in_engine_order", checking)
     ir.verify(_captured(make()).tape.graph)
     assert checked == ["both"]
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch._prims_common import are_strides_like_channels_last_or_false
 
-from compiled_autograd.guards.kinds import kind_of_value
+from compiled_autograd.guards.value_kinds import kind_of_value
 
 
 @pytest.mark.parametrize(("dims", "sizes", "strides"), [(4, (1, 2, 3), (0, 1, 2, 6)), (5, (1, 2), (1, 2, 4))])

@@ -15,7 +15,7 @@ import compiled_autograd as ca
 from compiled_autograd import ir
 from compiled_autograd.cache.graphs import CompiledGraph
 from compiled_autograd.ir import partition
-from compiled_autograd.lowering import lower, specialise, wiring
+from compiled_autograd.lowering import lower, region_compiler, wiring
 
 from .helpers import GradientsDifferError, assert_same, both, compare, expect, mlp
 
@@ -371,7 +371,7 @@ def test_a_planted_wrong_lowering_of_one_region_is_caught(region: int, monkeypat
             _flips_a_sign(lowered.graph_module)
         return lowered
 
-    monkeypatch.setattr(specialise, "lower", wrong)
+    monkeypatch.setattr(region_compiler, "lower", wrong)
 
     def loss(model: nn.Module) -> torch.Tensor:
         return _Doubles.apply(model(torch.ones(2, 8)).sin()).cos().mean()
@@ -392,26 +392,26 @@ def test_a_planted_wrong_sum_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_a_planted_rounding_error_is_caught_bit_for_bit(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = specialise.run_compiled
+    right = region_compiler.run_compiled
 
     def wrong(call: Any, arguments: Any) -> Any:
         results = right(call, arguments)
         results[0].view(-1)[0].mul_(1 + 1e-6)
         return results
 
-    monkeypatch.setattr(specialise, "run_compiled", wrong)
+    monkeypatch.setattr(region_compiler, "run_compiled", wrong)
     monkeypatch.setattr(wiring, "obeys_layout", lambda grad, leaf: True)  # else the leaf copies it
     with pytest.raises(GradientsDifferError):
         compare(mlp, lambda model: model(torch.ones(2, 8)).square().sum(), steps=1, check=False)
 
 
 def test_a_planted_wrong_layout_is_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    right = specialise.run_compiled
+    right = region_compiler.run_compiled
 
     def wrong(call: Any, arguments: Any) -> Any:
         return [grad.t().contiguous().t() if grad.dim() == 2 else grad for grad in right(call, arguments)]
 
-    monkeypatch.setattr(specialise, "run_compiled", wrong)
+    monkeypatch.setattr(region_compiler, "run_compiled", wrong)
     monkeypatch.setattr(wiring, "obeys_layout", lambda grad, leaf: True)  # else the leaf copies it
     with pytest.raises(GradientsDifferError):
         compare(mlp, lambda model: model(torch.ones(2, 8)).square().sum(), steps=1, check=False)

@@ -18,10 +18,10 @@ from torch import nn
 import compiled_autograd as ca
 import shadow_cache
 from backends.eager import EagerBackend
-from compiled_autograd.cache import disk, graphs, surroundings
-from compiled_autograd.diagnostics.explain import structure_miss
+from compiled_autograd.cache import disk, environment_key, graphs
+from compiled_autograd.diagnostics.structure_misses import structure_miss
 from compiled_autograd.proving import prover
-from shadow_cache import Failure, Key, Miss, MissEntry, kinds
+from shadow_cache import Failure, Key, Miss, MissEntry, miss_kinds
 from shadow_cache.cli import main
 
 from .helpers import ROOT
@@ -155,11 +155,11 @@ def _backend_or_settings(steps: Steps, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _environment(steps: Steps, monkeypatch: pytest.MonkeyPatch) -> None:
-    versions = surroundings.versions()
+    versions = environment_key.versions()
     with monkeypatch.context() as earlier:
-        earlier.setattr(surroundings, "versions", lambda: {**versions, "torch": "2.12.1"})
+        earlier.setattr(environment_key, "versions", lambda: {**versions, "torch": "2.12.1"})
         steps.run(_exp)
-    monkeypatch.setattr(surroundings, "versions", lambda: {**versions, "torch": "2.13.0"})
+    monkeypatch.setattr(environment_key, "versions", lambda: {**versions, "torch": "2.13.0"})
     steps.new_process()
     steps.run(_exp)
 
@@ -187,14 +187,14 @@ def _corrupt(steps: Steps, monkeypatch: pytest.MonkeyPatch) -> None:
 CAUSES = {
     name.removeprefix("_"): cause
     for name, cause in list(globals().items())
-    if name.removeprefix("_") in kinds.KINDS and callable(cause)
+    if name.removeprefix("_") in miss_kinds.KINDS and callable(cause)
 }
 NUMBERED = {"variant_limit": 1}
 """Which of the reasons it is, where it is not the first."""
 
 
 def test_every_kind_has_a_cause() -> None:
-    assert {*CAUSES, "device", "mismatch"} == set(kinds.KINDS)
+    assert {*CAUSES, "device", "mismatch"} == set(miss_kinds.KINDS)
 
 
 @pytest.mark.parametrize("kind", CAUSES)
@@ -595,12 +595,12 @@ def test_what_breaks_an_explanation_breaks_no_step(tmp_path: Path, monkeypatch: 
 # ---- the guide -------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("kind", kinds.KINDS)
+@pytest.mark.parametrize("kind", miss_kinds.KINDS)
 def test_the_guide_has_what_is_really_printed(kind: str) -> None:
     guide = (ROOT / "docs" / "misses.md").read_text()
     _, _, section = guide.partition(f"## `{kind}`\n")
     section = section.partition("\n## ")[0]
-    explained = kinds.explain(kind)
+    explained = miss_kinds.explain(kind)
     line = (GOLDEN / f"{kind}.txt").read_text().splitlines()[0]
     assert f"```\n{line}\n```" in section
     assert explained.means in section and explained.do in section

@@ -21,7 +21,7 @@ from backends.inductor import cuda_graphs
 from backends.inductor.backend import InductorBackend
 from backends.inductor.cuda_graphs import CopiedOut, copies, cuda_device
 from backends.modes import MODES, name_in, options_of
-from compiled_autograd.policies import remote, worker
+from compiled_autograd.policies import worker_main, worker_process
 from compiled_autograd.settings import Settings, resolve
 
 from .helpers import GradientsDifferError, Squares, assert_same, compare, expect, in_subprocess, mlp, same_bits
@@ -441,9 +441,9 @@ def test_the_other_process_is_asked_for_the_mode(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(InductorBackend, "compile", compile)
     backend = backends.get_backend("inductor:max-autotune")
     graph_module, examples = _graph("cpu")
-    request = remote._request(backend, graph_module, examples)
+    request = worker_process._request(backend, graph_module, examples)
     assert request is not None and request.backend == "inductor:max-autotune"
-    reply = worker.answer(request)
+    reply = worker_main.answer(request)
     assert made == ["max-autotune"] and reply.environment == backend.environment()  # type: ignore[attr-defined]
     assert reply.artifact is not None and isinstance(backend, backends.Storing)
     assert same_bits(backend.load(reply.artifact)([torch.ones(3, 4)])[0], torch.full((3, 4), 2.0))
@@ -463,6 +463,6 @@ def test_a_mode_in_the_background() -> None:
             found = torch.autograd.grad(_loss(model), parameters)
         assert_same(found, wanted, bitwise=False)
         assert session.wait(300)
-    assert remote.WORKER._process is not None and remote.WORKER._process.poll() is None
+    assert worker_process.WORKER._process is not None and worker_process.WORKER._process.poll() is None
     expect(session.stats(), structure_misses=1, hits=1, compiles=1)
-    remote.WORKER.stop()
+    worker_process.WORKER.stop()

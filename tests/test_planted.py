@@ -25,7 +25,7 @@ import compiled_autograd as ca
 from backends.inductor.straight_line import translation
 from backends.inductor.straight_line.straight_line import GENERATED_CODE, PROGRAM
 from compiled_autograd import ir
-from compiled_autograd.lowering import fakes, lower, shelf, specialise
+from compiled_autograd.lowering import fake_tensors, lower, region_compiler, stored_regions
 from compiled_autograd.steps import steps
 from compiled_autograd.steps.accumulate import own_copy
 from compiled_autograd.steps.proof import ONLY_FORM
@@ -145,7 +145,7 @@ def _residual_layers(number: int) -> Gradients:
 
 
 def _one_program_for_all(patch: Patch) -> None:
-    _without(patch, shelf.Shelf, "load", {'call.another() if hasattr(call, "another") else call': "call"})
+    _without(patch, stored_regions.Shelf, "load", {'call.another() if hasattr(call, "another") else call': "call"})
 
 
 class _Transposes(torch.autograd.Function):
@@ -173,8 +173,8 @@ def _places_are_baked(patch: Patch) -> None:
         "extent(tensor) * tensor": "(tensor.storage_offset() + extent(tensor)) * tensor",
         "tensor.stride(), 0,": "tensor.stride(), tensor.storage_offset(),",
     }
-    _without(patch, fakes, "fake_of", replaced)
-    patch.setattr(lower, "fake_of", fakes.fake_of)
+    _without(patch, fake_tensors, "fake_of", replaced)
+    patch.setattr(lower, "fake_of", fake_tensors.fake_of)
     patch.setattr(lower, "breaches", lambda graph: ())
     _without(patch, ir, "copy_slices_epilogue", {"result.storage_offset() + view_offset": "view_offset"})
 
@@ -203,7 +203,7 @@ def _products_stay_as_they_are(patch: Patch) -> None:
     patch.setattr(lower, "_fake", remembered)
     patch.setattr(lower, "copy_laid_out_as", lambda grad, leaf: own_copy(grad, leaves.pop(id(leaf))))
     patch.setattr(lower, "_made_binary", lambda graph: None)
-    patch.setattr(specialise.aten, "verify", lambda graph_module: None)
+    patch.setattr(region_compiler.aten, "verify", lambda graph_module: None)
 
 
 def _images_of_other_sizes(number: int) -> Gradients:
@@ -217,7 +217,7 @@ def _images_of_other_sizes(number: int) -> Gradients:
 def _nothing_is_said_of_memory(patch: Patch) -> None:
     """Some of PyTorch's functions fill what they allocated through a pointer, of which a trace sees nothing."""
     patch.setattr(lower, "_leave_opaque_what_is_forbidden", lambda graph_module, origins: None)
-    patch.setattr(specialise.aten, "verify", lambda graph_module: None)
+    patch.setattr(region_compiler.aten, "verify", lambda graph_module: None)
     whole = ir.OpaqueOp.__call__
 
     def call(self: ir.OpaqueOp, *args: Any) -> Any:
@@ -252,14 +252,14 @@ def _negative_factor(number: int) -> Gradients:
 
 
 def _another_regions_code(patch: Patch) -> None:
-    right = shelf.Shelf.load
+    right = stored_regions.Shelf.load
     first: list[str] = []
 
-    def load(self: shelf.Shelf, backend: Any, artifact: str) -> Any:
+    def load(self: stored_regions.Shelf, backend: Any, artifact: str) -> Any:
         first.append(artifact)
         return right(self, backend, first[0])
 
-    patch.setattr(shelf.Shelf, "load", load)
+    patch.setattr(stored_regions.Shelf, "load", load)
 
 
 class _HandsOn(torch.autograd.Function):
@@ -285,13 +285,13 @@ def _one_region(number: int) -> Gradients:
 
 
 def _a_result_is_left_out(patch: Patch) -> None:
-    right = specialise.wiring_of
+    right = region_compiler.wiring_of
 
     def wiring(step: steps.RegionStep, lowered: lower.Lowered) -> steps.Wiring:
         lowered.values, lowered.apart = dict.fromkeys(lowered.values), []
         return right(step, lowered)
 
-    patch.setattr(specialise, "wiring_of", wiring)
+    patch.setattr(region_compiler, "wiring_of", wiring)
 
 
 def _transposed_softmaxes(number: int) -> Gradients:

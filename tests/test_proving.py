@@ -602,16 +602,16 @@ def test_too_little_memory_for_the_compiled_run_costs_no_step() -> None:
 
 
 def test_too_little_memory_for_the_real_calls_costs_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
-    from compiled_autograd.runtime import runtime
+    from compiled_autograd.runtime import program
 
-    interpret, left = runtime.run_calls, [1]
+    interpret, left = program.run_calls, [1]
 
     def fail_once(step: Any, slots: Any, *args: Any, **keywords: Any) -> None:
         interpret(step, slots, *args, **keywords)
         if left and left.pop():
             raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
 
-    monkeypatch.setattr(runtime, "run_calls", fail_once)
+    monkeypatch.setattr(program, "run_calls", fail_once)
     _, outcomes = _train(_wrong_from(1 << 30), steps=3)
     assert [each.kind for each in _failures(outcomes[0])] == ["unproved"]
     assert not any(_failures(outcome) for outcome in outcomes[1:])

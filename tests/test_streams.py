@@ -16,7 +16,7 @@ import torch._dynamo.device_interface  # looks for CUDA when it is imported, and
 import compiled_autograd as ca
 from compiled_autograd import errors
 from compiled_autograd.diagnostics.bypass import CUDA_DEVICES
-from compiled_autograd.engine import engine, streams, walk
+from compiled_autograd.engine import engine, seam, streams
 from compiled_autograd.engine.devices import cuda_device, on_device
 from compiled_autograd.engine.streams import DEFAULT, UNKNOWN, Watch, _Thread
 
@@ -445,7 +445,7 @@ def test_a_tape_on_several_devices_is_eagers(monkeypatch: pytest.MonkeyPatch) ->
     def refuse(tape: Any) -> None:
         raise errors.CaptureRefusedError(CUDA_DEVICES)
 
-    monkeypatch.setattr(walk, "cuda_device", refuse)
+    monkeypatch.setattr(seam, "cuda_device", refuse)
     expect(steps(ca.enable(backend="eager")), bypasses={"cuda_devices": 3})
 
 
@@ -459,7 +459,7 @@ def test_the_tapes_device_is_the_current_one(monkeypatch: pytest.MonkeyPatch) ->
         entered.append(-1)
 
     monkeypatch.setattr(torch.cuda, "device", device)
-    monkeypatch.setattr(walk, "cuda_device", lambda tape: 1)
+    monkeypatch.setattr(seam, "cuda_device", lambda tape: 1)
     expect(steps(ca.enable(backend="eager")), structure_misses=1, hits=2)
     assert entered == [1, -1] * 3
     with on_device(None):

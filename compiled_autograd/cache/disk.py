@@ -24,19 +24,19 @@ from shadow_cache import Entry, Miss, MissEntry, Region, ShadowGraph, StoreError
 from shadow_cache.entries import name_of
 
 from .. import ir
-from ..diagnostics.explain import structure_miss
-from ..diagnostics.places import title
+from ..diagnostics.node_names import title
 from ..diagnostics.reporting import warn_once
+from ..diagnostics.structure_misses import structure_miss
 from ..guards.ambient import Ambient
 from ..guards.shapes import Spec
-from ..lowering.shelf import Shelf, Shelved
-from ..lowering.specialise import MOST_GUARDED
+from ..lowering.region_compiler import MOST_GUARDED
+from ..lowering.stored_regions import Shelf, Shelved
 from ..settings import Settings
 from ..steps.steps import RegionPlan, RegionStep, Specialised, region_plan
-from .explain_stored import stored_miss
-from .labels import caller, guards_of, inputs_of, loss_of, module_of, structure_of
-from .plans import VariantPlan, plan_of, shapes_of, structure_id
-from .surroundings import differences, is_repeatable, state_of, why_not_stored
+from .environment_key import differences, is_repeatable, state_of, why_not_stored
+from .metadata import caller, guards_of, inputs_of, loss_of, module_of, structure_of
+from .records import VariantPlan, plan_of, shapes_of, structure_id
+from .stored_misses import stored_miss
 from .variants import Handover, Variant
 
 if TYPE_CHECKING:

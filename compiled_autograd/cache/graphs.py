@@ -18,15 +18,15 @@ from backends import Backend, get_backend
 from shadow_cache import Key, Leaf, Miss, ShadowGraph, VariantKey
 
 from .. import ir
-from ..diagnostics.explain import order_miss, structure_miss
-from ..diagnostics.explain_variants import layout_miss, scalar_miss, shape_miss, state_miss, tensor_miss
-from ..diagnostics.places import node_name, title
+from ..diagnostics.node_names import node_name, title
+from ..diagnostics.structure_misses import order_miss, structure_miss
+from ..diagnostics.variant_misses import layout_miss, scalar_miss, shape_miss, state_miss, tensor_miss
 from ..guards.ambient import Ambient
 from ..guards.shapes import Spec
-from ..ir import nans
-from ..lowering.specialise import Pass
+from ..ir import nan_checks
+from ..lowering.region_compiler import Pass
 from ..runtime.interpret import interpret
-from ..runtime.runtime import Program
+from ..runtime.program import Program
 from ..settings import Settings
 from ..steps.steps import RegionStep
 from ..threads.forks import free_in_child
@@ -111,7 +111,7 @@ class CompiledGraph:
     ) -> Variant:
         """A variant whose regions are not compiled yet."""
         counts = [len(values) for values in handover.kinds()]
-        checked = nans.givers(self.tape.graph) if dict(key.ambient)["check_nan"] else {}
+        checked = nan_checks.givers(self.tape.graph) if dict(key.ambient)["check_nan"] else {}
         program = Program(self.tape, backend, passes, counts, specs, shapes.dynamic, untraceable or {}, checked)
         check = tensor_check(handover.tensors, shapes.tensors)
         program.specialiser.name_of = functools.partial(node_name, self.tape)

@@ -14,11 +14,11 @@ from torch import fx
 from shadow_cache import Timing, VariantKey
 
 from .. import ir
-from ..diagnostics.explain_variants import kind_text
+from ..diagnostics.variant_misses import kind_text
 from ..guards.ambient import Ambient
-from ..guards.kinds import kind_of_value
 from ..guards.shapes import Spec, is_static, marked, promoted, static_parts, widened
-from ..runtime.runtime import Program
+from ..guards.value_kinds import kind_of_value
+from ..runtime.program import Program
 from ..steps.steps import RegionStep
 
 # Checks type, dtype, device, layout, sizes, strides and dispatch keys of many tensors in one call; private in 2.13.

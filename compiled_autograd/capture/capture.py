@@ -29,10 +29,10 @@ from shadow_cache import unsupported
 
 from .. import ir
 from ..errors import CaptureRefusedError
-from ..torch_api.seam import reports_leaf
+from ..torch_api.version_differences import reports_leaf
 from ..user_code.aot import aot_backward
 from ..user_code.functions import tell_packed_apart, wants_zeros
-from ..user_code.pieces import FITTED, UNBIND
+from ..user_code.split_gradients import FITTED, UNBIND
 from . import symbols
 
 OPS: dict[str, ir.OpaqueOp] = {}
@@ -62,7 +62,7 @@ def _keeps_failures(method: _Method) -> _Method:
 
 
 class Capture:
-    """One capture. Made by the engine through the factory that :mod:`compiled_autograd.engine.walk` sets.
+    """One capture. Made by the engine through the factory that :mod:`compiled_autograd.engine.seam` sets.
 
     Args:
         share_op: called with ``(name, function, is_custom, traceable)`` for each function that the engine binds; gives

@@ -11,7 +11,7 @@ from collections.abc import Iterable, Mapping
 
 import torch
 
-from shadow_cache import Bypass, Failure, Miss, Timing, watch
+from shadow_cache import Bypass, Failure, Miss, Timing, compile_counter
 
 from ..ir.partition import Region
 
@@ -33,7 +33,7 @@ Reasons = Iterable[Bypass | Miss | Failure]
 def tell(outcome: str, reasons: Reasons, seconds: Mapping[str, float], compiles: int) -> None:
     """One line for a backward that was no hit, or on which something failed; and who counts compiles is told."""
     texts = [str(reason) for reason in reasons]
-    watch.note(compiles, texts)
+    compile_counter.note(compiles, texts)
     if not texts or not _log.isEnabledFor(logging.INFO):
         return
     took = ", ".join(f"{stage} {spent:.3g} s" for stage, spent in seconds.items())

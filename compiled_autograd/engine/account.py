@@ -16,11 +16,11 @@ from ..cache.variants import Variant
 from ..diagnostics.bypass import INTERRUPTED
 from ..diagnostics.reporting import tell_of_own_error
 from ..guards.ambient import Ambient
-from ..policies.tuning import TUNING
+from ..policies.autotune import TUNING
 from .session import BYPASS, HIT, SHAPE_MISS, STRUCTURE_MISS, Outcome, Session
 
 if TYPE_CHECKING:
-    from ..runtime.running import Running
+    from ..runtime.running_backward import Running
 
 
 _REAL_CALLS = "what the real calls give"

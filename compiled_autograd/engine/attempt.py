@@ -9,15 +9,15 @@ from typing import Any
 
 import torch
 
-from backends.collecting import RARELY
+from backends.garbage_collection import RARELY
 from shadow_cache import Miss
 
 from ..cache.graphs import CompiledGraph
 from ..cache.variants import Handover
 from ..capture import tape
 from ..capture.capture import Capture
-from ..runtime.running import Running
-from ..steps.log import RunLog
+from ..runtime.running_backward import Running
+from ..steps.run_context import RunLog
 from ..threads.gate import Token, take
 from .devices import on_device
 from .execution import execute

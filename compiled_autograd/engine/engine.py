@@ -34,17 +34,17 @@ from ..diagnostics.bypass import (
 )
 from ..errors import BrokenCaptureError, CacheMissError, UnsupportedBackwardError
 from ..guards.ambient import ambient
+from ..policies.autotune import TUNING
 from ..policies.background import BACKGROUND
-from ..policies.tuning import TUNING
 from ..threads.gate import GATE, threads_running
-from ..torch_api.seam import words_for_unused
+from ..torch_api.version_differences import words_for_unused
 from ..user_code.functions import number_of
 from .attempt import Attempt, Call
 from .execution import depth, find_variant, on_eager, running
 from .handles import LEFT_TO_EAGER
+from .seam import ask_engine, run_backward, walking
 from .session import BYPASS, Outcome, Session, current
 from .streams import WATCH
-from .walk import ask_engine, run_backward, walking
 
 
 class Engine(_ImperativeEngine):

@@ -23,11 +23,11 @@ from ..diagnostics.bypass import FORKED, ON_MISS
 from ..diagnostics.reporting import failure_of
 from ..errors import CacheMissError, GradientMismatchError
 from ..guards.ambient import Ambient, ambient
-from ..ir import nans
+from ..ir import nan_checks
 from ..policies.background import BACKGROUND
-from ..runtime.running import Running
-from ..runtime.runtime import Program
-from ..steps.log import RunLog, no_hooks
+from ..runtime.program import Program
+from ..runtime.running_backward import Running
+from ..steps.run_context import RunLog, no_hooks
 from ..steps.steps import RegionStep, Slots
 from ..threads.forks import can_compile
 from ..threads.gate import GATE, take
@@ -161,7 +161,7 @@ def _run(state: Running, account: Account, handover: Handover) -> list[torch.Ten
         return results
     except Exception:
         if log.call and torch.is_anomaly_enabled():
-            nans.tell_of_forward(state.nodes[log.call - 1])
+            nan_checks.tell_of_forward(state.nodes[log.call - 1])
         raise
 
 

@@ -14,7 +14,7 @@ from torch import _C
 
 from backends.inductor.environment import chosen_settings
 
-from ..ir import nans
+from ..ir import nan_checks
 
 Ambient = tuple[tuple[str, Any], ...]
 INDUCTOR_SETTINGS = "inductor_settings"
@@ -28,7 +28,7 @@ def ambient() -> Ambient:
         ("deterministic", _C._get_deterministic_algorithms()),
         ("deterministic_warn_only", _C._get_deterministic_algorithms_warn_only()),
         ("deterministic_fill", _C._get_deterministic_fill_uninitialized_memory()),
-        ("check_nan", nans.looked_for()),
+        ("check_nan", nan_checks.looked_for()),
         ("default_dtype", torch.get_default_dtype()),
         ("matmul_precision", _matmul_precision()),
         ("mkldnn_precision", _precision("mkldnn")),

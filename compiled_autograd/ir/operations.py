@@ -9,7 +9,7 @@ import torch
 
 from ..user_code.functions import Packed, call_backward
 from ..user_code.hooks import cpp_hook, post_accumulate_hook, post_hook, pre_hook, tensor_hook, unpack_hook
-from ..user_code.pieces import FITTED
+from ..user_code.split_gradients import FITTED
 
 PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 """Types whose operators are the tensor's own; any other subclass may do anything."""

@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from torch import fx
 
 from .. import ir
-from ..torch_api.seam import NOT_TRACED
+from ..torch_api.version_differences import NOT_TRACED
 from ..user_code.aot import AOTBackward
 
 

@@ -20,17 +20,17 @@ from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_
 from ..errors import IllegalGraphError, UntraceableError
 from ..guards.shapes import Spec, is_static
 from ..ir import is_plain
-from ..ir.nans import Flags, Place
+from ..ir.nan_checks import Flags, Place
 from ..ir.partition import Region
 from ..steps.accumulate import copy_laid_out_as, obeys_layout, own_copy
 from ..steps.memory import has_bit
 from ..torch_api.cpp_warnings import Noting
-from ..torch_api.seam import prepare_fake_tensors
+from ..torch_api.version_differences import prepare_fake_tensors
 from ..user_code.aot import AOTBackward
 from .aten import CONSTANT, breaches, constants
-from .fakes import fake_of
+from .fake_tensors import fake_of
 from .functional import made_functional, mutates
-from .traced_calls import TracedCalls, last_of, nodes_after
+from .trace_cache import TracedCalls, last_of, nodes_after
 from .tracing import trace
 
 if TYPE_CHECKING:

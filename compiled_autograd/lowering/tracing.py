@@ -16,7 +16,7 @@ from torch import fx
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.experimental.proxy_tensor import PythonKeyTracer, _MakefxTracer, _set_make_fx_tracer, track_tensor_tree
 
-from ..torch_api.seam import decomposing
+from ..torch_api.version_differences import decomposing
 
 
 def trace(

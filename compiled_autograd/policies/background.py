@@ -28,14 +28,14 @@ from .. import ir
 from ..diagnostics.reporting import failure_of, warn_of
 from ..errors import UntraceableError
 from ..guards.ambient import Ambient, ambient, compile_state
-from ..lowering.specialise import COMPILING
-from ..steps.log import RunLog
+from ..lowering.region_compiler import COMPILING
+from ..steps.run_context import RunLog
 from ..steps.steps import RegionStep, Slots
-from ..torch_api.seam import prepare_fake_tensors
-from .remote import compile_elsewhere
+from ..torch_api.version_differences import prepare_fake_tensors
+from .worker_process import compile_elsewhere
 
 if TYPE_CHECKING:
-    from ..runtime.runtime import Program
+    from ..runtime.program import Program
 
 
 @dataclass(slots=True, eq=False)

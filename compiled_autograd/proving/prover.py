@@ -22,20 +22,20 @@ from shadow_cache import Failure
 
 from .. import ir
 from ..errors import GradientMismatchError
-from ..ir.nans import NaNFoundError
+from ..ir.nan_checks import NaNFoundError
 from ..steps.accumulate import is_dense, obeys_layout
 from ..steps.compiled_calls import make_plain, put_results, run_compiled
 from ..steps.memory import is_out_of_memory, memory_of
 from ..steps.proof import RUNS, Sizes, form_of
+from .aliasing import Result, kept_from_before, newly_shared
 from .comparison import Difference, is_telling, largest, metadata_difference, tolerance, value_difference
-from .guarding import Draws, Fingerprint, fingerprints, twins, written
+from .fingerprints import Draws, Fingerprint, fingerprints, twins, written
 from .reference import in_double, once_more
 from .reproduction import reproduction
-from .sharing import Result, kept_from_before, newly_shared
 
 if TYPE_CHECKING:
-    from ..lowering.specialise import Specialiser
-    from ..steps.log import RunLog
+    from ..lowering.region_compiler import Specialiser
+    from ..steps.run_context import RunLog
     from ..steps.steps import RegionStep, Slots, Specialised
 
 _RANDOM = re.compile(

@@ -12,14 +12,14 @@ from torch import fx
 from shadow_cache import Failure
 
 from .. import ir
-from ..ir import nans
+from ..ir import nan_checks
 from ..steps.accumulate import accumulate_into
 from ..steps.marks import saved_by, watched
 from ..user_code.hooks import post_hook
 from ..user_code.in_place import Watched, check, versions_of
 
 if TYPE_CHECKING:
-    from ..steps.log import RunLog
+    from ..steps.run_context import RunLog
 
 
 def interpret(tape: ir.TapeGraph, given: Mapping[str, Sequence[Any]]) -> list[torch.Tensor | None]:
@@ -31,7 +31,7 @@ def interpret(tape: ir.TapeGraph, given: Mapping[str, Sequence[Any]]) -> list[to
     Raises:
         RuntimeError: NaNs are looked for, and a node of the tape gave one.
     """
-    givers = nans.givers(tape.graph) if nans.looked_for() else {}
+    givers = nan_checks.givers(tape.graph) if nan_checks.looked_for() else {}
     known: dict[fx.Node, Any] = {}
     versions: dict[fx.Node, int] = {}
     for node in tape.graph.nodes:
@@ -121,9 +121,9 @@ def _looked_after(
 
 def _check(tape: ir.TapeGraph, call: int, given: Sequence[Any]) -> None:
     try:
-        nans.check(call, given)
-    except nans.NaNFoundError as found:
-        raise nans.in_the_engines_words(found, tape.calls[call].name) from None
+        nan_checks.check(call, given)
+    except nan_checks.NaNFoundError as found:
+        raise nan_checks.in_the_engines_words(found, tape.calls[call].name) from None
 
 
 def _run(node: fx.Node, arguments: Sequence[Any]) -> Any:

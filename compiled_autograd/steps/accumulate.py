@@ -20,7 +20,7 @@ from ..threads.claims import CLAIMS, Claim
 from ..user_code.references import NOBODYS, references
 
 if TYPE_CHECKING:
-    from .log import RunLog
+    from .run_context import RunLog
     from .steps import AccumulateStep
 
 _DENSE = torch.ops.aten.is_non_overlapping_and_dense.default

@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..ir.nans import NaNFoundError
+from ..ir.nan_checks import NaNFoundError
 from .memory import in_own_memory, made_plain
 from .steps import Slots, Specialised
 

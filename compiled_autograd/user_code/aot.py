@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..torch_api.seam import aot_epilogue, aot_prologue, has_aot_prologue
+from ..torch_api.version_differences import aot_epilogue, aot_prologue, has_aot_prologue
 from .functions import call_backward, checked, materialised
 from .hooks import Grad
 

@@ -16,7 +16,7 @@ import rich_click
 from click.shell_completion import CompletionItem
 
 from ..entries import Entry, MissEntry, Structure, Summary
-from ..harmless import harmless_json
+from ..safe_text import harmless_json
 from . import render
 
 if TYPE_CHECKING:

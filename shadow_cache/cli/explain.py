@@ -9,9 +9,9 @@ import msgspec
 import rich_click as click
 
 from ..entries import Entry, MissEntry, Structure, Timing
-from ..harmless import harmless
-from ..kinds import NOT_WORTH_IT, explain
+from ..miss_kinds import NOT_WORTH_IT, explain
 from ..records import Miss
+from ..safe_text import harmless
 from . import graphs, render
 from .base import Fault, Verb, View, cache_dir_option, ids, options, pass_view
 from .difference import Change, Difference, difference, left_to_eager, timed, variant

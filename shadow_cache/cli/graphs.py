@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from ..entries import Call, Structure
-from ..harmless import harmless
+from ..safe_text import harmless
 
 
 def dot(structure: Structure) -> str:

@@ -8,7 +8,7 @@ from typing import Any
 import rich_click as click
 
 from ..entries import Entry, StoreStats, Structure, Summary
-from ..kinds import explain
+from ..miss_kinds import explain
 from . import render
 from .base import Verb, View, ids, options, pass_view
 from .difference import describe, left_to_eager, timed, variant, varying

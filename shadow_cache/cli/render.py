@@ -8,7 +8,7 @@ from collections.abc import Collection, Iterable, Sequence
 
 import click
 
-from ..harmless import harmless
+from ..safe_text import harmless
 
 _SIZES = {"": 1, "B": 1, "K": 1e3, "KB": 1e3, "M": 1e6, "MB": 1e6, "G": 1e9, "GB": 1e9, "T": 1e12, "TB": 1e12}
 _SIZES |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}

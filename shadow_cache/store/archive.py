@@ -19,7 +19,7 @@ import msgspec
 
 from ..entries import Entry, Structure
 from ..errors import DamagedArchiveError, DamagedEntryError, InvalidEntryError
-from ..harmless import harmless
+from ..safe_text import harmless
 from .rows import digests
 
 _MAGIC = b"shadow cache 1\n\0"

@@ -13,7 +13,7 @@ import msgspec
 
 from ..entries import Entry, MissEntry, Structure, Summary, Timing
 from ..errors import InvalidEntryError
-from ..harmless import harmless
+from ..safe_text import harmless
 
 # A table that a later schema added stands last: salvage.py counts on the earlier ones to begin at the same pages.
 TABLES = """

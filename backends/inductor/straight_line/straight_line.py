@@ -17,7 +17,7 @@ from typing import Any
 
 import torch
 
-from ...collecting import RARELY
+from ...garbage_collection import RARELY
 from ...protocol import Compiled
 from .products import Value
 from .translation import MakeProgram, UnknownCodeError, translated, values_of

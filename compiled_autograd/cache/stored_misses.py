@@ -7,9 +7,9 @@ import msgspec
 from shadow_cache import Miss
 
 from .. import ir
-from ..diagnostics.explain_variants import kind_text, layout_miss, scalar_miss, shape_miss, tensor_miss
-from ..diagnostics.places import title
-from .plans import VariantPlan
+from ..diagnostics.node_names import title
+from ..diagnostics.variant_misses import kind_text, layout_miss, scalar_miss, shape_miss, tensor_miss
+from .records import VariantPlan
 from .variants import Handover, TensorPlan
 
 _OTHER_SIZES = "what is stored serves other sizes; one more variant"

@@ -13,8 +13,8 @@ from shadow_cache import Miss, VariantKey, explain_variant
 
 from .. import ir
 from ..guards.shapes import SPECIAL, Guard, Spec
-from .explain import NUMBER_HINT
-from .places import value_name
+from .node_names import value_name
+from .structure_misses import NUMBER_HINT
 
 _ARGUMENT = re.compile(r"a\[(?P<index>\d+)\](?:\.(?P<what>size|stride)\((?P<dim>\d+)\))?")
 _FIXED = re.compile(rf"({_ARGUMENT.pattern}) == (?P<size>\d+)")

@@ -13,24 +13,24 @@ import msgspec
 from torch import fx
 
 from backends import ArtifactError, Backend, Compiled
-from backends.collecting import RARELY
+from backends.garbage_collection import RARELY
 from shadow_cache import DamagedEntryError, Failure, Miss, StoreError
 
 from .. import ir
-from ..diagnostics.explain_variants import guard_miss, handed_on_miss
 from ..diagnostics.reporting import failure_of
+from ..diagnostics.variant_misses import guard_miss, handed_on_miss
 from ..errors import UntraceableError
-from ..guards.kinds import kind_of_value
 from ..guards.shapes import Spec, spec_of, widened
+from ..guards.value_kinds import kind_of_value
 from ..steps.compiled_calls import make_plain, put_results, run_compiled
-from ..steps.log import RunLog
 from ..steps.memory import is_out_of_memory
+from ..steps.run_context import RunLog
 from ..steps.steps import RegionStep, Slots, Specialised
 from ..threads.forks import compiles_under
 from . import aten
-from .likeness import likeness
+from .graph_hash import likeness
 from .lower import Lowered, leaf_of, lower
-from .shelf import AtHand, Shelf, copy_of
+from .stored_regions import AtHand, Shelf, copy_of
 from .wiring import all_copied, owned, wiring_of
 
 Pass = Callable[[fx.GraphModule], fx.GraphModule | None]

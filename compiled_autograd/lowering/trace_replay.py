@@ -16,7 +16,7 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from torch.fx.experimental.proxy_tensor import get_proxy_slot, track_tensor
 from torch.fx.immutable_collections import immutable_dict, immutable_list
 
-from .fakes import made_fake
+from .fake_tensors import made_fake
 from .functional import mutates
 
 _AS_THEY_ARE = (torch.dtype, torch.device, torch.layout, torch.memory_format, type(None), bool, int, str)

@@ -17,8 +17,8 @@ import compiled_autograd as ca
 import shadow_cache
 from backends.inductor import environment
 from backends.inductor.environment import DEFAULTS, chosen_settings
-from compiled_autograd.cache import surroundings
-from compiled_autograd.cache.surroundings import digest_of_source
+from compiled_autograd.cache import environment_key
+from compiled_autograd.cache.environment_key import digest_of_source
 
 from .helpers import expect
 
@@ -55,8 +55,8 @@ def test_what_is_no_source_changes_nothing(tmp_path: Path) -> None:
 
 def test_the_key_has_all_of_our_sources_and_pythons_abi(monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Path] = []
-    monkeypatch.setattr(surroundings, "digest_of_source", lambda roots: asked.extend(roots) or "0" * 64)
-    versions = surroundings.versions.__wrapped__()
+    monkeypatch.setattr(environment_key, "digest_of_source", lambda roots: asked.extend(roots) or "0" * 64)
+    versions = environment_key.versions.__wrapped__()
     assert asked == [Path(str(each.__file__)).parent for each in (ca, backends, shadow_cache)]
     assert list(asked[1].rglob("straight_line.cpp"))
     assert versions["package"].endswith("000000000000")

@@ -21,21 +21,21 @@ from .. import ir
 from ..diagnostics.reporting import failure_of
 from ..errors import UntraceableError
 from ..guards.shapes import Spec
-from ..ir import nans, partition
-from ..ir.nans import NaNFoundError
-from ..lowering.specialise import COMPILING, Pass, Specialiser
+from ..ir import nan_checks, partition
+from ..ir.nan_checks import NaNFoundError
+from ..lowering.region_compiler import COMPILING, Pass, Specialiser
 from ..proving.prover import is_due, prove
 from ..steps.accumulate import write
 from ..steps.compiled_calls import make_plain, pass_on, put_results, run_compiled, store_results
-from ..steps.log import RunLog
 from ..steps.marks import saved_by
+from ..steps.run_context import RunLog
 from ..steps.schedule import Schedule
 from ..steps.steps import AccumulateStep, Executor, OpaqueStep, RegionStep, Slots, Specialised
 from ..threads.claims import CLAIMS
 from ..threads.forks import can_compile
 from ..user_code.in_place import changed, check, versions_of
-from .calls import drop, run_calls, run_opaque
 from .interpret import finish
+from .opaque_calls import drop, run_calls, run_opaque
 
 
 class Program:
@@ -159,7 +159,7 @@ class Program:
 
     def _nan(self, found: NaNFoundError, log: RunLog) -> RuntimeError:
         log.call = found.call
-        return nans.in_the_engines_words(found, self.tape.calls[found.call].name)
+        return nan_checks.in_the_engines_words(found, self.tape.calls[found.call].name)
 
     def _run_until_changed(
         self, step: RegionStep, after: Sequence[Executor], slots: Slots, versions: Mapping[int, int], log: RunLog

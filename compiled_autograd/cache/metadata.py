@@ -12,7 +12,7 @@ import torch
 from shadow_cache import Call, Input, Structure
 
 from .. import ir
-from ..diagnostics.places import place, uses
+from ..diagnostics.node_names import place, uses
 from ..guards.shapes import is_static
 from .variants import Variant
 

@@ -13,8 +13,8 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import compiled_autograd as ca
 from compiled_autograd import ir
-from compiled_autograd.lowering import traced_calls
-from compiled_autograd.lowering.traced_calls import TracedCalls
+from compiled_autograd.lowering import trace_cache
+from compiled_autograd.lowering.trace_cache import TracedCalls
 from compiled_autograd.lowering.tracing import trace
 
 from .helpers import compare, mlp
@@ -24,9 +24,9 @@ Table = dict[Any, Any] | None
 
 @pytest.fixture(autouse=True)
 def _nothing_is_remembered() -> Iterator[None]:
-    traced_calls.TRACED.clear()
+    trace_cache.TRACED.clear()
     yield
-    traced_calls.TRACED.clear()
+    trace_cache.TRACED.clear()
 
 
 class _Op:
@@ -227,7 +227,7 @@ def test_arguments_that_are_known_by_value_or_not_known_at_all() -> None:
 
 
 def test_those_not_used_for_long_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(traced_calls, "MOST", 2)
+    monkeypatch.setattr(trace_cache, "MOST", 2)
     op = _Op(lambda grads, number: [grads[0] * number])
     for number, count in ((1, 1), (2, 2), (1, 2), (3, 3), (1, 3), (2, 4)):
         _traced(op, lambda x, number=number: [([x], number)], [torch.rand(3)])

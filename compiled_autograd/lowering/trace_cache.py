@@ -22,7 +22,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from .. import ir
 from ..guards.ambient import ambient
-from .copied_calls import Arguments, NotACopyError, NotAKeyError, TracedCall, recorded
+from .trace_replay import Arguments, NotACopyError, NotAKeyError, TracedCall, recorded
 
 MOST = 4096
 """So many calls are remembered for one table of decompositions; the one that was used longest ago goes first."""

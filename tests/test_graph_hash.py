@@ -16,9 +16,9 @@ import compiled_autograd as ca
 from backends import get_backend
 from backends.eager import EagerBackend
 from backends.inductor.straight_line.straight_line import StraightLine
-from compiled_autograd.lowering.likeness import likeness
-from compiled_autograd.lowering.specialise import Specialised
-from compiled_autograd.policies.remote import _request
+from compiled_autograd.lowering.graph_hash import likeness
+from compiled_autograd.lowering.region_compiler import Specialised
+from compiled_autograd.policies.worker_process import _request
 
 from .helpers import assert_grads, expect
 

@@ -1,4 +1,4 @@
-"""The process that compiles regions for another: :mod:`remote` starts ``python -m compiled_autograd.policies.worker``.
+"""The process that compiles regions for another: :mod:`worker_process` starts it.
 
 It takes graphs as text, on standard input, and gives artifacts, on standard output. It runs at a lower priority, and
 ends when its input does.
@@ -17,8 +17,8 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 from backends import Storing, get_backend
 
 from ..guards.ambient import ambient
-from ..lowering.shelf import graph_of
-from .remote import Reply, Request, dtype_of, receive, send, told
+from ..lowering.stored_regions import graph_of
+from .worker_process import Reply, Request, dtype_of, receive, send, told
 
 
 def answer(request: Request) -> Reply:

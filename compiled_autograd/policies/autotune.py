@@ -23,7 +23,7 @@ import torch
 from shadow_cache import Bypass, Timing
 
 from ..cache.variants import Variant
-from ..diagnostics.places import title
+from ..diagnostics.node_names import title
 from ..diagnostics.reporting import tell_decision
 
 SAMPLES = 7

@@ -18,7 +18,7 @@ from backends import Storing, get_backend
 from shadow_cache import Entry, Miss
 
 from .. import ir
-from ..diagnostics.explain_variants import state_hint, text_of_part
+from ..diagnostics.variant_misses import state_hint, text_of_part
 from ..guards.ambient import INDUCTOR_SETTINGS, Ambient
 from ..settings import Settings
 from ..versions import VERSION

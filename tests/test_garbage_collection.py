@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import compiled_autograd as ca
-from backends.collecting import RARE, RARELY
+from backends.garbage_collection import RARE, RARELY
 
 from .helpers import mlp
 

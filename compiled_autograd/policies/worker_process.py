@@ -26,7 +26,7 @@ from backends import ArtifactError, Backend, Compiled, Storing
 
 from ..diagnostics.reporting import warn_once
 from ..guards.ambient import Ambient, ambient, compile_state
-from ..lowering.likeness import InputKind, kinds_of_inputs
+from ..lowering.graph_hash import InputKind, kinds_of_inputs
 
 
 class Request(msgspec.Struct):
@@ -133,7 +133,7 @@ class Worker:
 
 _BEGIN = "import sys; sys.path[:] = dict.fromkeys([*sys.argv[1:], *sys.path]); del sys.argv[1:]; "
 """Before this has run, nothing is imported but what Python itself imports."""
-_MAIN = "from compiled_autograd.policies.worker import main; main()"
+_MAIN = "from compiled_autograd.policies.worker_main import main; main()"
 
 
 def _start() -> subprocess.Popen[bytes]:

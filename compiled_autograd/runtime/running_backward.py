@@ -12,8 +12,8 @@ import torch
 
 from .. import ir
 from ..capture import tape
-from ..steps.log import RunLog
 from ..steps.profiling import Profile
+from ..steps.run_context import RunLog
 
 _task_ids = itertools.count(1 << 62)  # far above the engine's own
 

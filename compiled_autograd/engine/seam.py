@@ -17,7 +17,7 @@ import torch
 from torch._C import _ImperativeEngine
 from torch.autograd import Variable
 
-from backends.collecting import RARELY
+from backends.garbage_collection import RARELY
 from shadow_cache import Bypass
 
 from .. import ir
@@ -38,10 +38,10 @@ from ..diagnostics.bypass import (
 )
 from ..errors import BrokenCaptureError, CaptureRefusedError
 from ..ir.order import in_engine_order
-from ..policies.churn import CHURN
+from ..policies.admission import CHURN
 from ..threads.forks import can_compile
 from ..threads.gate import GATE, take
-from ..torch_api.sharing import captures_of_others, find_op, others_are_on, share_op
+from ..torch_api.op_registry import captures_of_others, find_op, others_are_on, share_op
 from ..user_code.functions import forget_numbers
 from .attempt import Attempt, Call
 from .devices import cuda_device

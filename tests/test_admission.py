@@ -11,7 +11,7 @@ import torch
 
 import compiled_autograd as ca
 from compiled_autograd.cache.graphs import OFTEN, CompiledGraph
-from compiled_autograd.policies.churn import FIRST_PROBE, LAST_PROBE, WINDOW, Churn
+from compiled_autograd.policies.admission import FIRST_PROBE, LAST_PROBE, WINDOW, Churn
 
 from .helpers import assert_same, expect
 

@@ -13,7 +13,7 @@ from itertools import zip_longest
 from shadow_cache import Key, Miss
 
 from .. import ir
-from .places import argument_name, leaf_name, place, title, uses, value_name
+from .node_names import argument_name, leaf_name, place, title, uses, value_name
 
 _HOOKS = {
     "tensor_hook": "tensor hook",

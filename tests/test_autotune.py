@@ -21,8 +21,8 @@ from compiled_autograd.cache import variants
 from compiled_autograd.cache.variants import Variant
 from compiled_autograd.diagnostics import reporting
 from compiled_autograd.engine.session import Session
-from compiled_autograd.policies import tuning
-from compiled_autograd.policies.tuning import Trial, Tuning
+from compiled_autograd.policies import autotune
+from compiled_autograd.policies.autotune import Trial, Tuning
 from shadow_cache import Bypass, StoreError, Timing
 
 from .helpers import assert_same
@@ -33,8 +33,8 @@ from .stored import restart
 def soon(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Trials begin and end after few backwards."""
     monkeypatch.setattr(variants.Variant.__init__, "__defaults__", _defaults(3))
-    monkeypatch.setattr(tuning, "SAMPLES", 3)
-    monkeypatch.setattr(tuning, "AGAIN", 5)
+    monkeypatch.setattr(autotune, "SAMPLES", 3)
+    monkeypatch.setattr(autotune, "AGAIN", 5)
     yield
 
 
@@ -82,7 +82,7 @@ def test_it_is_tried_again_from_time_to_time() -> None:
 
 
 def test_a_fast_graph_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tuning, "WORTH", 1e9)
+    monkeypatch.setattr(autotune, "WORTH", 1e9)
     session = ca.enable(backend="eager", tune=True)
     labels = _run(session, nn.Parameter(torch.randn(8)), 20)
     assert labels.count("tuning") == 3 and set(labels[9:]) == {"hit"}
@@ -122,7 +122,7 @@ def test_what_cannot_be_captured_during_a_trial_is_no_turn_of_eager(monkeypatch:
         refused.setattr(GATE, "enter_capture", lambda token: bypass.OTHER_THREAD)
         with session, pytest.raises(ca.UnsupportedBackwardError, match="other_thread"):
             (weight.exp() * weight).sum().backward()
-    (trial,) = tuning.TUNING._trials.values()
+    (trial,) = autotune.TUNING._trials.values()
     assert (len(trial.eager), len(trial.compiled)) == (2, 2)
 
 
@@ -138,11 +138,11 @@ def test_a_verdict_holds_no_variant_that_went() -> None:
     assert gone() is None
     assert _run(session, weight, 4)[-1] == "not_worth_it"
     assert _run(session, weight, 2) == ["shape_miss", "hit"]  # compiled again, once the verdict is over
-    assert not tuning.TUNING.active
+    assert not autotune.TUNING.active
 
 
 def test_the_oldest_trials_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tuning, "_MOST_TRIALS", 2)
+    monkeypatch.setattr(autotune, "_MOST_TRIALS", 2)
     trials, held = Tuning(), []
     for tape in range(5):
         variant: Any = variants.Variant(("settings",), None, [], bool, None)  # type: ignore[arg-type]
@@ -171,7 +171,7 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
 
     monkeypatch.setattr(Tuning, "hit", hit_at)
     monkeypatch.setattr(Tuning, "eager", eager_at)
-    monkeypatch.setattr(tuning.time, "time", lambda: NOW)
+    monkeypatch.setattr(autotune.time, "time", lambda: NOW)
     return takes
 
 

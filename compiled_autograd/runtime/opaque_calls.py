@@ -10,7 +10,7 @@ import torch
 from torch import fx
 
 from .. import ir
-from ..ir import nans
+from ..ir import nan_checks
 from ..proving.reference import RealCalls
 from ..steps.profiling import Profile
 from ..steps.steps import Executor, OpaqueStep, RegionStep, Slot, Slots
@@ -45,7 +45,7 @@ def run_calls(
     def run(node: fx.Node) -> None:
         result = calls.run(node)
         if node in step.givers:
-            nans.check(step.givers[node], result)
+            nan_checks.check(step.givers[node], result)
 
     try:
         if profile is not None:
@@ -84,7 +84,7 @@ def run_opaque(
     if step.result is not None:
         slots[step.result] = result
     if step.node in givers:
-        nans.check(givers[step.node], result)
+        nan_checks.check(givers[step.node], result)
 
 
 def _look_after(step: OpaqueStep, arguments: Any, slots: Slots, name: str, versions: Mapping[int, int]) -> None:

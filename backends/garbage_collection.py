@@ -11,7 +11,7 @@ import gc
 import os
 import threading
 
-RARE = (200_000, 20, 100)
+RARE_THRESHOLDS = (200_000, 20, 100)
 """Thresholds of ``gc.set_threshold``: new objects before the young are searched, and so many such searches before the
 older ones are."""
 
@@ -37,7 +37,7 @@ class _Rarely:
                 if self._before[0] == 0:  # the user has turned it off
                     self._set = self._before
                     return
-                self._set = tuple(max(pair) for pair in zip(RARE, self._before, strict=True))  # type: ignore[assignment]
+                self._set = tuple(max(pair) for pair in zip(RARE_THRESHOLDS, self._before, strict=True))  # type: ignore[assignment]
                 gc.set_threshold(*self._set)
 
     def __exit__(self, *exception: object) -> None:

@@ -21,7 +21,7 @@ NODES, INPUTS, STRUCTURES = 400, 300, 50
 
 
 def fill(path: Path, entries: int) -> None:
-    """Make a cache of so many entries, of 50 structures."""
+    """Make a cache of ``entries`` entries, of 50 structures."""
     structures = []
     for number in range(STRUCTURES):
         calls = tuple(
@@ -60,7 +60,7 @@ def fill(path: Path, entries: int) -> None:
 
 
 def median(command: list[str], runs: int) -> tuple[float, float, float]:
-    """Seconds of a command from its start to its end: median, least and most of so many runs after one to warm up."""
+    """Seconds of a command from its start to its end: median, least and most of several runs after one to warm up."""
     taken = []
     for _ in range(runs + 1):
         started = time.perf_counter()

@@ -96,12 +96,12 @@ def reset() -> None:
     from .cache.graphs import GRAPHS
     from .engine.seam import forget
     from .lowering.trace_cache import TRACED
-    from .policies.admission import CHURN
-    from .policies.autotune import TUNING
+    from .policies.admission import ADMISSION
+    from .policies.autotune import AUTOTUNE
 
     forget()
     GRAPHS.clear()
-    TUNING.clear()
-    CHURN.clear()
+    AUTOTUNE.clear()
+    ADMISSION.clear()
     TRACED.clear()
     close_all()

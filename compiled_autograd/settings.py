@@ -38,7 +38,7 @@ class Settings:
 
     @property
     def check_every(self) -> int:
-        """Every so many runs are compared with the real calls, beside the first ones; 0 for none."""
+        """One run in this many is compared with the real calls, beside the first ones; 0 for none."""
         return 0 if self.check == NEW else int(self.check)
 
     @property

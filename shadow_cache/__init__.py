@@ -22,7 +22,7 @@ from .errors import (
     StoreRefusedError,
     StoreUnavailableError,
 )
-from .graph import Key, Leaf, ShadowGraph, VariantKey, explain_variant
+from .graph import Key, ShadowGraph, Terminal, VariantKey, explain_variant
 from .records import Bypass, Failure, Miss, unsupported
 
 if TYPE_CHECKING:
@@ -38,7 +38,6 @@ __all__ = [
     "Input",
     "InvalidEntryError",
     "Key",
-    "Leaf",
     "Miss",
     "MissEntry",
     "Problem",
@@ -53,6 +52,7 @@ __all__ = [
     "StoreUnavailableError",
     "Structure",
     "Summary",
+    "Terminal",
     "Timing",
     "TooManyCompilesError",
     "VariantKey",

@@ -39,7 +39,7 @@ if hasattr(os, "register_at_fork"):  # held for microseconds
 
 
 def note(compiles: int, reasons: Sequence[str]) -> None:
-    """Tell everybody who counts that a backward compiled so many regions, and why."""
+    """Tell everybody who counts how many regions a backward compiled, and why."""
     if not compiles or not _watching:
         return
     with _lock:

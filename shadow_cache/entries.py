@@ -69,7 +69,7 @@ class Timing(msgspec.Struct, frozen=True, gc=False):
     Attributes:
         eager: the median of the eager engine's backwards, in milliseconds.
         compiled: that of the entry's.
-        samples: so many backwards of each, at least.
+        samples: the number of backwards of each, at least.
         when: it was decided.
         goes_on: ``"eager"`` or ``"compiled"``: what such backwards ran on from then on, in the process that timed them.
     """

@@ -1,7 +1,7 @@
 """The shadow graph: a trie in which each captured tape is a path, and tapes share the path as far as they agree.
 
 An edge is the key of one node of the tape: a tuple of named parts, kept whole, so that two keys can be compared and the
-difference shown. A leaf is a structure. Below it stand its variants, one for each set of shapes, ambient state and
+difference shown. A terminal is a structure. Below it stand its variants, one for each set of shapes, ambient state and
 settings that was met. What a variant holds is the caller's: this package knows nothing of autograd.
 """
 
@@ -33,7 +33,7 @@ class VariantKey:
 
 
 @dataclass(slots=True)
-class Leaf(Generic[P]):
+class Terminal(Generic[P]):
     """A structure: its number, which no other structure of the process ever has, and what the caller keeps for it."""
 
     number: int
@@ -43,7 +43,7 @@ class Leaf(Generic[P]):
 @dataclass(slots=True)
 class _TrieNode:
     children: dict[Key, _TrieNode] = field(default_factory=dict)
-    leaf: Leaf[Any] | None = None
+    terminal: Terminal[Any] | None = None
 
 
 _LOCK = threading.RLock()
@@ -65,11 +65,11 @@ class ShadowGraph(Generic[P]):
 
     def __init__(self) -> None:
         self._root = _TrieNode()
-        self._leaves: list[Leaf[P]] = []
+        self._terminals: list[Terminal[P]] = []
         self._numbers = itertools.count()
 
-    def find(self, keys: Sequence[Key]) -> tuple[Leaf[P] | None, Miss | None]:
-        """The leaf for ``keys``; or None, and a record of where the nearest path parts from them."""
+    def find(self, keys: Sequence[Key]) -> tuple[Terminal[P] | None, Miss | None]:
+        """The terminal for ``keys``; or None, and a record of where the nearest path parts from them."""
         with _LOCK:
             node = self._root
             for depth, key in enumerate(keys):
@@ -77,9 +77,9 @@ class ShadowGraph(Generic[P]):
                 if child is None:
                     return None, self._explain(node, key, depth)
                 node = child
-            if node.leaf is None:
+            if node.terminal is None:
                 return None, Miss("new_node", f"node {len(keys)}", old="a longer tape", new="the tape ends")
-            return node.leaf, None
+            return node.terminal, None
 
     def nearest(self, keys: Sequence[Key]) -> tuple[int, Key | None]:
         """How many of ``keys`` are a known path, and of what follows on that path the key nearest to the next one."""
@@ -92,41 +92,41 @@ class ShadowGraph(Generic[P]):
                 node = child
             return len(keys), None
 
-    def insert(self, keys: Sequence[Key], payload: P) -> Leaf[P]:
-        """Add a path; where it is there already, its leaf is given and ``payload`` is not used."""
+    def insert(self, keys: Sequence[Key], payload: P) -> Terminal[P]:
+        """Add a path; where it is there already, its terminal is given and ``payload`` is not used."""
         with _LOCK:
             node = self._root
             for key in keys:
                 node = node.children.setdefault(key, _TrieNode())
-            if node.leaf is None:
-                node.leaf = Leaf(next(self._numbers), payload)
-                self._leaves.append(node.leaf)
-            return node.leaf
+            if node.terminal is None:
+                node.terminal = Terminal(next(self._numbers), payload)
+                self._terminals.append(node.terminal)
+            return node.terminal
 
     def remove(self, numbers: Container[int]) -> None:
         """Forget structures, and the parts of their paths that no other has."""
         with _LOCK:
-            self._leaves = [leaf for leaf in self._leaves if leaf.number not in numbers]
+            self._terminals = [terminal for terminal in self._terminals if terminal.number not in numbers]
             paths: list[tuple[_TrieNode, Key | None, _TrieNode | None]] = [(self._root, None, None)]
             for node, _, _ in paths:  # grows while it is read: each node after its parent
                 paths.extend((child, key, node) for key, child in node.children.items())
             for node, key, parent in reversed(paths):
-                if node.leaf is not None and node.leaf.number in numbers:
-                    node.leaf = None
-                if parent is not None and key is not None and node.leaf is None and not node.children:
+                if node.terminal is not None and node.terminal.number in numbers:
+                    node.terminal = None
+                if parent is not None and key is not None and node.terminal is None and not node.children:
                     del parent.children[key]
 
     def clear(self) -> None:
         """Forget everything."""
         with _LOCK:
             self._root = _TrieNode()
-            self._leaves.clear()
+            self._terminals.clear()
 
-    def __iter__(self) -> Iterator[Leaf[P]]:
-        return iter(tuple(self._leaves))
+    def __iter__(self) -> Iterator[Terminal[P]]:
+        return iter(tuple(self._terminals))
 
     def __len__(self) -> int:
-        return len(self._leaves)
+        return len(self._terminals)
 
     @staticmethod
     def _explain(node: _TrieNode, key: Key, depth: int) -> Miss:

@@ -93,7 +93,7 @@ def test_texts_that_differ_in_addresses_are_one() -> None:
 
 
 def test_texts_are_not_kept_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(reporting, "_MOST_WARNED", 10)
+    monkeypatch.setattr(reporting, "_MAX_WARNED", 10)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for index in range(40):

@@ -10,8 +10,8 @@ import pytest
 import torch
 
 import compiled_autograd as ca
-from compiled_autograd.cache.graphs import OFTEN, CompiledGraph
-from compiled_autograd.policies.admission import FIRST_PROBE, LAST_PROBE, WINDOW, Churn
+from compiled_autograd.cache.graphs import REUSES_WORTH_COMPILING, CompiledGraph
+from compiled_autograd.policies.admission import FIRST_PROBE, LAST_PROBE, WINDOW, Admission
 
 from .helpers import assert_same, expect
 
@@ -59,7 +59,7 @@ def test_structures_that_come_back_once_or_twice_are_left_to_eager_too() -> None
     """As under gradcheck, which asks for each pattern of undefined gradients twice."""
     session, losses = ca.enable(backend="eager", tune=True), list(_losses())
     for loss in losses[:WINDOW]:
-        assert [_step(session, loss) for _ in range(OFTEN)] == ["structure_miss", "hit", "hit"]
+        assert [_step(session, loss) for _ in range(REUSES_WORTH_COMPILING)] == ["structure_miss", "hit", "hit"]
     assert [_step(session, losses[WINDOW]) for _ in range(2)] == ["every_tape_new"] * 2
 
 
@@ -68,7 +68,7 @@ def test_when_one_of_them_comes_back_all_are_captured_again(which: int) -> None:
     session, losses = ca.enable(backend="eager", tune=True), list(_losses())
     outcomes = [_step(session, loss) for loss in losses[: WINDOW + 2]]
     assert outcomes[-2:] == ["every_tape_new"] * 2
-    for often in range(OFTEN):
+    for often in range(REUSES_WORTH_COMPILING):
         assert _step(session, losses[WINDOW + 2 + often]) == "every_tape_new"
         assert _step(session, losses[which]) == "hit"
     assert _step(session, losses[WINDOW]) == "structure_miss"
@@ -112,18 +112,18 @@ def test_a_reset_forgets() -> None:
 
 
 def test_probes_become_rarer() -> None:
-    churn, graphs = Churn(), []
+    admission, graphs = Admission(), []
     for _ in range(WINDOW):
         graphs.append(CompiledGraph(None))  # type: ignore[arg-type]
-        churn.captured(graphs[-1])
+        admission.captured(graphs[-1])
     spacings, left = [], 0
     for _ in range(6000):
         left += 1
-        if not churn.refuses():
+        if not admission.refuses():
             spacings.append(left)
             left = 0
     assert spacings == [16, 32, 64, 128, 256, 512, 1024, 1024, 1024, 1024] and spacings[-1] == LAST_PROBE
-    graphs[3].met = OFTEN
-    assert not churn.refuses()
+    graphs[3].met = REUSES_WORTH_COMPILING
+    assert not admission.refuses()
     graphs[3].met -= 1
-    assert churn.refuses()
+    assert admission.refuses()

@@ -257,7 +257,7 @@ def test_a_library_is_loaded_once_by_many_threads(nothing_loaded: None, monkeypa
     data = _artifact("inductor", "arithmetic")
     stored = artifacts.from_bytes(data, "inductor")
     assert len(stored.kernels) > 1 and stored.constants
-    loads: list[kernels.Place] = []
+    loads: list[kernels.KernelId] = []
     load = kernels._load
 
     def spy(folder: Path, digest: str, entry: str) -> Any:

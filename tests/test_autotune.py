@@ -22,7 +22,7 @@ from compiled_autograd.cache.variants import Variant
 from compiled_autograd.diagnostics import reporting
 from compiled_autograd.engine.session import Session
 from compiled_autograd.policies import autotune
-from compiled_autograd.policies.autotune import Trial, Tuning
+from compiled_autograd.policies.autotune import Autotune, Trial
 from shadow_cache import Bypass, StoreError, Timing
 
 from .helpers import assert_same
@@ -33,13 +33,16 @@ from .stored import restart
 def soon(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """Trials begin and end after few backwards."""
     monkeypatch.setattr(variants.Variant.__init__, "__defaults__", _defaults(3))
-    monkeypatch.setattr(autotune, "SAMPLES", 3)
-    monkeypatch.setattr(autotune, "AGAIN", 5)
+    monkeypatch.setattr(autotune, "SAMPLES_PER_SIDE", 3)
+    monkeypatch.setattr(autotune, "BACKWARDS_BEFORE_RETRIAL", 5)
     yield
 
 
 def _defaults(warm: int) -> tuple[Any, ...]:
-    return tuple(warm if value == variants.WARM else value for value in variants.Variant.__init__.__defaults__ or ())
+    return tuple(
+        warm if value == variants.HITS_BEFORE_TIMING else value
+        for value in variants.Variant.__init__.__defaults__ or ()
+    )
 
 
 def _slow(graph_module: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
@@ -82,7 +85,7 @@ def test_it_is_tried_again_from_time_to_time() -> None:
 
 
 def test_a_fast_graph_stays(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(autotune, "WORTH", 1e9)
+    monkeypatch.setattr(autotune, "MAX_TIME_RATIO", 1e9)
     session = ca.enable(backend="eager", tune=True)
     labels = _run(session, nn.Parameter(torch.randn(8)), 20)
     assert labels.count("tuning") == 3 and set(labels[9:]) == {"hit"}
@@ -122,7 +125,7 @@ def test_what_cannot_be_captured_during_a_trial_is_no_turn_of_eager(monkeypatch:
         refused.setattr(GATE, "enter_capture", lambda token: bypass.OTHER_THREAD)
         with session, pytest.raises(ca.UnsupportedBackwardError, match="other_thread"):
             (weight.exp() * weight).sum().backward()
-    (trial,) = autotune.TUNING._trials.values()
+    (trial,) = autotune.AUTOTUNE._trials.values()
     assert (len(trial.eager), len(trial.compiled)) == (2, 2)
 
 
@@ -138,12 +141,12 @@ def test_a_verdict_holds_no_variant_that_went() -> None:
     assert gone() is None
     assert _run(session, weight, 4)[-1] == "not_worth_it"
     assert _run(session, weight, 2) == ["shape_miss", "hit"]  # compiled again, once the verdict is over
-    assert not autotune.TUNING.active
+    assert not autotune.AUTOTUNE.active
 
 
 def test_the_oldest_trials_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(autotune, "_MOST_TRIALS", 2)
-    trials, held = Tuning(), []
+    monkeypatch.setattr(autotune, "_MAX_TRIALS", 2)
+    trials, held = Autotune(), []
     for tape in range(5):
         variant: Any = variants.Variant(("settings",), None, [], bool, None)  # type: ignore[arg-type]
         variant.key, variant.hits = shadow_cache.VariantKey((), (), ()), 100
@@ -161,16 +164,16 @@ NOW = 1.75e9
 def clock(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     """Milliseconds that each kind of backward is said to take; to be changed."""
     takes = {"eager": 2.0, "compiled": 3.0}
-    hit, eager = Tuning.hit, Tuning.eager
+    hit, eager = Autotune.hit, Autotune.eager
 
-    def hit_at(self: Tuning, variant: Variant, seconds: float, tape: Callable[[], int]) -> None:
+    def hit_at(self: Autotune, variant: Variant, seconds: float, tape: Callable[[], int]) -> None:
         hit(self, variant, takes["compiled"] / 1e3, tape)
 
-    def eager_at(self: Tuning, tape: int, settings: tuple[Any, ...], seconds: float) -> None:
+    def eager_at(self: Autotune, tape: int, settings: tuple[Any, ...], seconds: float) -> None:
         eager(self, tape, settings, takes["eager"] / 1e3)
 
-    monkeypatch.setattr(Tuning, "hit", hit_at)
-    monkeypatch.setattr(Tuning, "eager", eager_at)
+    monkeypatch.setattr(Autotune, "hit", hit_at)
+    monkeypatch.setattr(Autotune, "eager", eager_at)
     monkeypatch.setattr(autotune.time, "time", lambda: NOW)
     return takes
 

@@ -218,7 +218,7 @@ def test_functions_with_another_name_at_each_step_leave_nothing_behind(
     on_miss: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The structure is known, and the engine does not know it: it reports each, and keeps each until it forgets all."""
-    monkeypatch.setattr(seam, "MOST_REPORTS", 8)
+    monkeypatch.setattr(seam, "MAX_REPORTS", 8)
     x, other = torch.randn(3, requires_grad=True), torch.randn(3, requires_grad=True)
     session = ca.enable(backend="eager", on_miss=on_miss)
 

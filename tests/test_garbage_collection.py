@@ -11,7 +11,7 @@ import pytest
 import torch
 
 import compiled_autograd as ca
-from backends.garbage_collection import RARE, RARELY
+from backends.garbage_collection import RARE_THRESHOLDS, RARELY
 
 from .helpers import mlp
 
@@ -27,10 +27,10 @@ def _thresholds() -> Iterator[None]:
 def test_inside_and_after() -> None:
     before = gc.get_threshold()
     with RARELY:
-        assert gc.get_threshold() == RARE
+        assert gc.get_threshold() == RARE_THRESHOLDS
         with RARELY:
             pass
-        assert gc.get_threshold() == RARE
+        assert gc.get_threshold() == RARE_THRESHOLDS
     assert gc.get_threshold() == before
 
 
@@ -67,7 +67,7 @@ def test_of_two_threads_the_last_puts_it_back() -> None:
     with RARELY:
         thread.start()
         inside.wait()
-    assert gc.get_threshold() == RARE
+    assert gc.get_threshold() == RARE_THRESHOLDS
     leave.set()
     thread.join()
     assert gc.get_threshold() == before
@@ -103,7 +103,7 @@ def test_users_code_runs_as_always() -> None:
                 between.retain_grad()
             Looks.apply(between).sum().backward()
     assert session.stats().captures == 3  # a leaf that has a .grad makes another structure
-    assert set(made) == {RARE}
+    assert set(made) == {RARE_THRESHOLDS}
     assert seen == [before] * 4
 
 

@@ -14,7 +14,7 @@ from torch import nn
 
 import compiled_autograd as ca
 from compiled_autograd.steps import accumulate
-from compiled_autograd.steps.run_context import RunLog
+from compiled_autograd.steps.run_context import RunContext
 from compiled_autograd.steps.steps import AccumulateStep
 from compiled_autograd.user_code import functions, references
 
@@ -81,7 +81,7 @@ def test_a_view_is_kept_without_a_copy_of_its_memory() -> None:
     with torch.no_grad():
         slots: list[Any] = [leaf, torch.ones(4, 3).t(), None]
         memory = slots[1].data_ptr()
-        log = RunLog()
+        log = RunContext()
         accumulate.write(AccumulateStep([0], [1], [2], [0], [1], frozenset([1])), slots, log)
     assert log.claim is None
     assert leaf.grad is not None and not leaf.grad._is_view()
@@ -122,12 +122,12 @@ def test_a_leaf_that_a_hook_freezes_keeps_nothing(step: str, monkeypatch: pytest
 
 def test_nobodys_references_are_measured_where_they_are_compared() -> None:
     """Not assumed: versions of Python count differently."""
-    assert references.references([object()], 0) == references.NOBODYS
+    assert references.references([object()], 0) == references.COUNT_OF_UNSHARED
     held = object()
-    assert references.references([held], 0) == references.NOBODYS + 1
+    assert references.references([held], 0) == references.COUNT_OF_UNSHARED + 1
     also = [held]
-    assert references.references([held], 0) == references.NOBODYS + 2
-    assert accumulate.NOBODYS is functions.NOBODYS is references.NOBODYS and also
+    assert references.references([held], 0) == references.COUNT_OF_UNSHARED + 2
+    assert accumulate.COUNT_OF_UNSHARED is functions.COUNT_OF_UNSHARED is references.COUNT_OF_UNSHARED and also
 
 
 @pytest.mark.parametrize("lent", [-1, 0, 1, 2])
@@ -136,8 +136,8 @@ def test_an_interpreter_that_counts_otherwise(lent: int, monkeypatch: pytest.Mon
     real = sys.getrefcount
     monkeypatch.setattr(sys, "getrefcount", lambda thing: real(thing) + lent)
     nobodys = references.references([object()], 0)
-    assert nobodys == references.NOBODYS + lent + 1  # and one of the lambda's
-    monkeypatch.setattr(accumulate, "NOBODYS", nobodys)
+    assert nobodys == references.COUNT_OF_UNSHARED + lent + 1  # and one of the lambda's
+    monkeypatch.setattr(accumulate, "COUNT_OF_UNSHARED", nobodys)
     leaf = torch.zeros(4)
     assert accumulate.stealable([torch.ones(4)], leaf)
     held = torch.ones(4)

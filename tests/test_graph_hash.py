@@ -16,8 +16,8 @@ import compiled_autograd as ca
 from backends import get_backend
 from backends.eager import EagerBackend
 from backends.inductor.straight_line.straight_line import StraightLine
-from compiled_autograd.lowering.graph_hash import likeness
-from compiled_autograd.lowering.region_compiler import Specialised
+from compiled_autograd.lowering.graph_hash import graph_hash
+from compiled_autograd.lowering.region_compiler import CompiledRegion
 from compiled_autograd.policies.worker_process import _request
 
 from .helpers import assert_grads, expect
@@ -47,9 +47,9 @@ def _loss(layers: nn.ModuleList) -> torch.Tensor:
     return x.square().sum()
 
 
-def _compiled(session: ca.Session) -> list[Specialised]:
+def _compiled(session: ca.Session) -> list[CompiledRegion]:
     assert session.last is not None and session.last.graph is not None
-    return [each for region in session.last.graph.regions for each in region.specialised()]
+    return [each for region in session.last.graph.regions for each in region.compiled_regions()]
 
 
 @pytest.fixture
@@ -120,7 +120,7 @@ def test_what_fails_serves_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _likeness(function: Any, *examples: Any) -> Any:
-    return likeness(make_fx(function)(*examples), examples)
+    return graph_hash(make_fx(function)(*examples), examples)
 
 
 def test_the_same_operators_on_the_same_kinds() -> None:
@@ -140,7 +140,7 @@ def test_the_same_operators_on_the_same_kinds() -> None:
 )
 def test_other_inputs_are_another(one: torch.Tensor, other: torch.Tensor) -> None:
     graph = make_fx(lambda x: [x * x])(one)
-    assert None is not likeness(graph, [one]) != likeness(graph, [other]) is not None
+    assert None is not graph_hash(graph, [one]) != graph_hash(graph, [other]) is not None
 
 
 def test_other_operators_and_numbers_are_another() -> None:
@@ -154,10 +154,10 @@ def test_constants_and_symbols_are_never_the_same() -> None:
     assert _likeness(lambda a: [a * constant], x) is None
     symbolic = make_fx(lambda a: [a.sin()], tracing_mode="symbolic")(x)
     fake = next(iter(symbolic.graph.nodes)).meta["val"]
-    assert likeness(symbolic, [fake]) is None
+    assert graph_hash(symbolic, [fake]) is None
     narrow = fake[:2, :3]  # its sizes are numbers, its strides are not
     assert narrow.shape == (2, 3) and isinstance(narrow.stride()[0], torch.SymInt)
-    assert likeness(make_fx(lambda a: [a.sin()])(x), [narrow]) is None
+    assert graph_hash(make_fx(lambda a: [a.sin()])(x), [narrow]) is None
 
 
 def test_what_the_worker_could_not_know_is_compiled_here() -> None:

@@ -239,7 +239,7 @@ def test_a_copy_is_made_only_where_the_backend_ignores_bits() -> None:
             _negative_saved(5)
         assert session.last is not None and session.last.graph is not None
         (region,) = session.last.graph.regions
-        (compiled,) = region.specialised()
+        (compiled,) = region.compiled_regions()
         assert len(compiled.plain) == (backend != "eager")
 
 

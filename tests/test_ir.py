@@ -373,8 +373,8 @@ def _here() -> str:
 def test_living_modules_are_searched_once_for_each_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """A capture of a model whose names are known, or without parameters, searches nothing."""
     searched: list[int] = []
-    search = tape.parameter_places
-    monkeypatch.setattr(tape, "parameter_places", lambda: (searched.append(1), search())[1])
+    search = tape.all_parameter_names
+    monkeypatch.setattr(tape, "all_parameter_names", lambda: (searched.append(1), search())[1])
     model = nn.Linear(2, 2)
     captured = [_captured(model(torch.ones(1, 2)).sum()), _captured(model(torch.ones(1, 2)).exp().sum())]
     for each in captured:
@@ -384,15 +384,15 @@ def test_living_modules_are_searched_once_for_each_model(monkeypatch: pytest.Mon
 
 
 def test_a_search_that_takes_long_is_not_made_for_every_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tape, "_LONG", 0.0)
-    monkeypatch.setattr(tape, "_SHARE", 1e-6)
+    monkeypatch.setattr(tape, "_SLOW_SEARCH_SECONDS", 0.0)
+    monkeypatch.setattr(tape, "_SEARCH_TIME_SHARE", 1e-6)
     monkeypatch.setattr(tape, "_next_search", 0.0)
     models = [nn.Linear(2, 2) for _ in range(2)]
     leaves = [list(model.parameters()) for model in models]
     assert [sorted(_names(each).values()) for each in leaves] == [["bias", "weight"], []]
-    assert sorted(place.name for place in tape.places_of(leaves[0]).values()) == ["bias", "weight"]
+    assert sorted(place.name for place in tape.parameter_names_of(leaves[0]).values()) == ["bias", "weight"]
     monkeypatch.setattr(tape, "_next_search", 0.0)
-    assert sorted(place.name for place in tape.places_of(leaves[1]).values()) == ["bias", "weight"]
+    assert sorted(place.name for place in tape.parameter_names_of(leaves[1]).values()) == ["bias", "weight"]
 
 
 def test_parameters_can_be_swapped_after_they_were_named(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -416,12 +416,12 @@ def test_names_follow_what_the_module_has(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def _names(leaves: list[torch.Tensor]) -> dict[int, str]:
-    return {key: place.name for key, place in tape.places_of(leaves).items()}
+    return {key: place.name for key, place in tape.parameter_names_of(leaves).items()}
 
 
 def test_a_long_tape_is_not_read_from_python(monkeypatch: pytest.MonkeyPatch) -> None:
     """Freed after that, it would overflow the stack (2.13); it has no names then, and runs in the walk's order."""
-    monkeypatch.setattr(tape, "LONGEST", 6)
+    monkeypatch.setattr(tape, "MAX_NODES_READ", 6)
     model = nn.Sequential(nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 3), nn.Tanh(), nn.Linear(3, 1))
     x = torch.randn(2, 3)
     expected = torch.autograd.grad(model(x).sum(), list(model.parameters()))

@@ -423,7 +423,7 @@ def test_what_a_region_takes_is_used_and_named_after_who_keeps_it() -> None:
     with ca.enable(backend="eager") as session:
         F.cross_entropy(model(torch.randn(5, 4).sin()), torch.tensor([0, 2, 1, 0, 1])).backward()
     (region,) = _last(session).regions
-    (compiled,) = region.specialised()
+    (compiled,) = region.compiled_regions()
     placeholders = compiled.aten.graph_module().graph.find_nodes(op="placeholder")
     assert len(placeholders) == len(compiled.arguments) < len(region.inputs)
     assert all(node.users for node in placeholders)

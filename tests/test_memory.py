@@ -20,7 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import compiled_autograd as ca
 from benchmarks.memory import peak_of_backward
 from benchmarks.models import build
-from compiled_autograd.steps.proof import RUNS
+from compiled_autograd.steps.proof import PROVING_RUNS
 
 from .helpers import assert_grads, expect
 
@@ -46,7 +46,7 @@ def test_the_measure_itself() -> None:
     assert 5 * matrix <= most < 5.1 * matrix  # what was saved, two in hand, and two of their copy
 
 
-PROVING = 2 * RUNS + 1
+PROVING = 2 * PROVING_RUNS + 1
 """After so many runs nothing is compared any more: both forms of Inductor's code have proved themselves."""
 
 

@@ -134,7 +134,7 @@ def _guard(steps: Steps, monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def _variant_limit(steps: Steps, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graphs, "MOST_VARIANTS", 2)
+    monkeypatch.setattr(graphs, "MAX_VARIANTS", 2)
     steps.again(dynamic=False)
     for rows in (5, 6, 7):
         steps.run(_exp, torch.randn(rows, 4))

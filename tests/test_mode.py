@@ -331,7 +331,7 @@ def test_a_region_on_another_stream_begins_after_the_last(monkeypatch: pytest.Mo
 def test_reduce_overhead_on_the_cpu() -> None:
     result = compare(mlp, _loss, "inductor", mode="reduce-overhead")
     (region,) = result.graph.variants[0].regions
-    assert not isinstance(region.specialised()[0].call, CopiedOut)
+    assert not isinstance(region.compiled_regions()[0].call, CopiedOut)
 
 
 def test_modes_share_no_graphs_in_memory_nor_on_disk(tmp_path: Path) -> None:
@@ -386,7 +386,7 @@ with ca.enable(mode="max-autotune", cache_dir={folder!r}) as session:
     for _ in range(3):
         found = torch.autograd.grad(loss(), leaves)
 stats, variant = session.stats(), session.last.graph.variants[0]
-call = variant.regions[0].specialised()[0].call
+call = variant.regions[0].compiled_regions()[0].call
 source = getattr(getattr(call, "compiled", call), "source_code", "")
 print(json.dumps(dict(
     close=all(torch.allclose(a, b, atol=1e-5) for a, b in zip(found, wanted)),

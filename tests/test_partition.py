@@ -76,7 +76,7 @@ class _Mixed(nn.Module):
 def test_a_tape_that_repeats_itself_is_cut_at_the_same_place_of_each_repetition(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    monkeypatch.setattr(partition, "LONGEST", 50)
+    monkeypatch.setattr(partition, "MAX_CALLS_OF_SLOW_REGION", 50)
     session, lengths = _compiled(_Recurrent, lambda model: model(torch.randn(40, 2, 3)))
     stats = session.stats()
     assert len(lengths) > 6 and max(lengths) <= 50
@@ -89,7 +89,7 @@ def test_a_tape_that_repeats_nothing_is_cut_too(monkeypatch: pytest.MonkeyPatch)
     whole = sum(_compiled(_Mixed, lambda model: model(torch.randn(2, 4, 5)))[1])
     for longest in (1, 2, 3, 5, 11, whole - 1, 2 * whole):
         ca.reset()
-        monkeypatch.setattr(partition, "LONGEST", longest)
+        monkeypatch.setattr(partition, "MAX_CALLS_OF_SLOW_REGION", longest)
         session, lengths = _compiled(_Mixed, lambda model: model(torch.randn(2, 4, 5)))
         assert sum(lengths) == whole
         assert (len(lengths) == 1) == (longest > whole)
@@ -97,20 +97,20 @@ def test_a_tape_that_repeats_nothing_is_cut_too(monkeypatch: pytest.MonkeyPatch)
 
 
 def test_a_run_of_few_calls_is_cut_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(partition, "LONGEST", 1)
+    monkeypatch.setattr(partition, "MAX_CALLS_OF_SLOW_REGION", 1)
     session, lengths = _compiled(lambda: nn.Linear(2, 1, bias=False), lambda model: model.weight.exp().sum())
     assert 1 < len(lengths) < 8 and session.stats().failures == 0
 
 
 def test_where_compiling_takes_no_time_nothing_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(EagerBackend, "slow", False, raising=False)
-    monkeypatch.setattr(partition, "LONGEST", 5)
+    monkeypatch.setattr(partition, "MAX_CALLS_OF_SLOW_REGION", 5)
     _, lengths = _compiled(_Recurrent, lambda model: model(torch.randn(10, 2, 3)))
     assert len(lengths) == 1
 
 
 def test_sizes_that_change(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(partition, "LONGEST", 20)
+    monkeypatch.setattr(partition, "MAX_CALLS_OF_SLOW_REGION", 20)
     sizes = iter([s for size in (4, 5, 6, 7) for s in (size, size)])
     session, lengths = _compiled(_Recurrent, lambda model: model(torch.randn(12, next(sizes), 3)), steps=4)
     assert len(lengths) > 3
@@ -118,7 +118,7 @@ def test_sizes_that_change(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_accumulated_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(partition, "LONGEST", 20)
+    monkeypatch.setattr(partition, "MAX_CALLS_OF_SLOW_REGION", 20)
     torch.manual_seed(0)
     model, x = _Recurrent(), torch.randn(12, 2, 3)
     model(x).backward()

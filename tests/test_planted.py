@@ -145,7 +145,9 @@ def _residual_layers(number: int) -> Gradients:
 
 
 def _one_program_for_all(patch: Patch) -> None:
-    _without(patch, stored_regions.Shelf, "load", {'call.another() if hasattr(call, "another") else call': "call"})
+    _without(
+        patch, stored_regions.StoredRegions, "load", {'call.another() if hasattr(call, "another") else call': "call"}
+    )
 
 
 class _Transposes(torch.autograd.Function):
@@ -252,14 +254,14 @@ def _negative_factor(number: int) -> Gradients:
 
 
 def _another_regions_code(patch: Patch) -> None:
-    right = stored_regions.Shelf.load
+    right = stored_regions.StoredRegions.load
     first: list[str] = []
 
-    def load(self: stored_regions.Shelf, backend: Any, artifact: str) -> Any:
+    def load(self: stored_regions.StoredRegions, backend: Any, artifact: str) -> Any:
         first.append(artifact)
         return right(self, backend, first[0])
 
-    patch.setattr(stored_regions.Shelf, "load", load)
+    patch.setattr(stored_regions.StoredRegions, "load", load)
 
 
 class _HandsOn(torch.autograd.Function):

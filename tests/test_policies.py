@@ -391,7 +391,7 @@ def test_a_guard_that_does_not_hold_is_found_too_late_and_says_so() -> None:
 
 
 def test_the_least_recently_used_variant_goes(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graphs, "MOST_VARIANTS", 2)
+    monkeypatch.setattr(graphs, "MAX_VARIANTS", 2)
     session = ca.enable(backend="eager", dynamic=False)
     for rows in (3, 4, 3, 5):  # 3 was used after 4
         _backward(session, torch.exp, _leaf(rows))
@@ -407,7 +407,7 @@ def test_the_least_recently_used_variant_goes(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_the_least_recently_used_structures_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graphs, "MOST_STRUCTURES", 3)
+    monkeypatch.setattr(graphs, "MAX_STRUCTURES", 3)
     session = ca.enable(backend="eager")
     losses: list[Loss] = [torch.exp, torch.sin, torch.cos, torch.tanh]
     with pytest.warns(UserWarning, match="half used least recently"):
@@ -424,11 +424,11 @@ def test_the_least_recently_used_structures_go(monkeypatch: pytest.MonkeyPatch) 
 
 def test_what_went_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the session that compiled it goes on."""
-    monkeypatch.setattr(graphs, "MOST_STRUCTURES", 2)
+    monkeypatch.setattr(graphs, "MAX_STRUCTURES", 2)
     session = ca.enable(backend="eager")
     _backward(session, torch.exp)
     (graph,) = GRAPHS
-    (compiled,) = graph.regions[0].specialised()
+    (compiled,) = graph.regions[0].compiled_regions()
     gone = [weakref.ref(graph.tape.graph), weakref.ref(compiled.aten.graph_module())]
     del graph, compiled
     for loss in (torch.sin, torch.cos, torch.tanh):
@@ -439,7 +439,7 @@ def test_what_went_is_freed(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_structures_of_too_many_nodes_go(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graphs, "MOST_NODES", 16)  # each tape has 3, and the root
+    monkeypatch.setattr(graphs, "MAX_NODES", 16)  # each tape has 3, and the root
     session = ca.enable(backend="eager")
     with pytest.warns(UserWarning, match="half used least recently"):
         for loss in (torch.exp, torch.sin, torch.cos, torch.tanh, torch.sigmoid):
@@ -453,7 +453,7 @@ def test_structures_of_too_many_nodes_go(monkeypatch: pytest.MonkeyPatch) -> Non
 
 def test_a_structure_of_too_many_nodes_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     """As long as no other one comes."""
-    monkeypatch.setattr(graphs, "MOST_NODES", 2)
+    monkeypatch.setattr(graphs, "MAX_NODES", 2)
     session = ca.enable(backend="eager")
     for _ in range(3):
         _backward(session, torch.exp)
@@ -462,7 +462,7 @@ def test_a_structure_of_too_many_nodes_stays(monkeypatch: pytest.MonkeyPatch) ->
 
 def test_many_structures_of_a_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """Far more than are kept, each coming back: always right, and never more than the limit."""
-    monkeypatch.setattr(graphs, "MOST_STRUCTURES", 4)
+    monkeypatch.setattr(graphs, "MAX_STRUCTURES", 4)
     layers = nn.ModuleList(nn.Linear(3, 3) for _ in range(4))
     session = ca.enable(backend="eager")
 

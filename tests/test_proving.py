@@ -16,7 +16,7 @@ import compiled_autograd as ca
 from backends.eager import EagerBackend
 from compiled_autograd.diagnostics import reporting
 from compiled_autograd.proving import prover
-from compiled_autograd.steps.proof import NEW_SIZES, RUNS, Proof
+from compiled_autograd.steps.proof import PROVING_RUNS, PROVING_SIZES, Proof
 from shadow_cache import Failure
 
 from .helpers import assert_grads, assert_same, expect, mlp
@@ -86,12 +86,12 @@ def _failures(outcome: ca.Outcome) -> list[Failure]:
 
 
 def test_right_code_is_compared_twice_and_then_no_more() -> None:
-    session, outcomes = _train(_wrong_from(1 << 30), steps=RUNS + 2)
-    expect(session.stats(), structure_misses=1, hits=RUNS + 1, captures=1, compiles=1)
-    assert ["prove" in outcome.seconds for outcome in outcomes] == [True] * RUNS + [False] * 2
+    session, outcomes = _train(_wrong_from(1 << 30), steps=PROVING_RUNS + 2)
+    expect(session.stats(), structure_misses=1, hits=PROVING_RUNS + 1, captures=1, compiles=1)
+    assert ["prove" in outcome.seconds for outcome in outcomes] == [True] * PROVING_RUNS + [False] * 2
 
 
-@pytest.mark.parametrize("first", range(1, RUNS + 1))
+@pytest.mark.parametrize("first", range(1, PROVING_RUNS + 1))
 def test_wrong_values_cost_no_step_and_are_not_met_again(first: int) -> None:
     with pytest.warns(UserWarning, match="mismatch in") as warned:
         session, outcomes = _train(_wrong_from(first), steps=5)
@@ -144,7 +144,7 @@ def test_what_can_be_seen_beside_the_values(run: Any, what: str) -> None:
     expect(session.stats(), structure_misses=1, hits=2, failures=1, compiles=1)
 
 
-@pytest.mark.parametrize("first", range(1, RUNS + 2))
+@pytest.mark.parametrize("first", range(1, PROVING_RUNS + 2))
 def test_other_strides_are_those_of_the_real_calls_from_then_on(first: int) -> None:
     """Decompositions and traces may have others than the kernels. What is handed on is copied, where somebody sees."""
 
@@ -156,11 +156,11 @@ def test_other_strides_are_those_of_the_real_calls_from_then_on(first: int) -> N
     wanted = torch.autograd.grad((x.sin() * x).sum(), x)
     found = []
     with ca.enable(backend=_backend(run), cache_dir=False) as session:
-        for _ in range(RUNS + 2):
+        for _ in range(PROVING_RUNS + 2):
             found += torch.autograd.grad((x.sin() * x).sum(), x)
-    expect(session.stats(), structure_misses=1, hits=RUNS + 1, compiles=1)
-    (compiled,) = session.graphs()[0].regions[0].specialised()
-    if first <= RUNS:
+    expect(session.stats(), structure_misses=1, hits=PROVING_RUNS + 1, compiles=1)
+    (compiled,) = session.graphs()[0].regions[0].compiled_regions()
+    if first <= PROVING_RUNS:
         assert_same(found, wanted * len(found))
         assert len(compiled.wiring.permuted) == 1
     else:
@@ -178,7 +178,7 @@ def test_other_strides_of_what_has_symbols_for_sizes_follow_the_sizes() -> None:
             with ca.disable():
                 assert_same(found, torch.autograd.grad((x.sin() * x).sum(), x))
     expect(session.stats(), structure_misses=1, hits=6, compiles=1)
-    (compiled,) = session.graphs()[0].regions[0].specialised()
+    (compiled,) = session.graphs()[0].regions[0].compiled_regions()
     assert len(compiled.wiring.permuted) == 1
 
 
@@ -292,7 +292,7 @@ def test_inputs_that_somebody_else_changes_meanwhile_show_nothing() -> None:
             (x @ w).sum().backward()
             x.grad = w.grad = None
     assert session.stats().failures == 0
-    (compiled,) = session.graphs()[0].regions[0].specialised()
+    (compiled,) = session.graphs()[0].regions[0].compiled_regions()
     assert compiled.proof.settled and not compiled.proof.refuted
 
 
@@ -352,7 +352,7 @@ def test_every_run_is_compared_and_a_difference_raises_with_the_right_gradients_
 
 @pytest.mark.parametrize(("every", "found_at"), [(3, 6), (5, 5)])
 def test_every_nth_run_is_compared_too(every: int, found_at: int) -> None:
-    session = ca.enable(backend=_wrong_from(RUNS + 2), check=every, cache_dir=False)
+    session = ca.enable(backend=_wrong_from(PROVING_RUNS + 2), check=every, cache_dir=False)
     x = torch.randn(3, requires_grad=True)
     for number in range(1, found_at + 1):
         with session:
@@ -405,7 +405,7 @@ def test_a_leaf_keeps_a_gradient_of_its_own_whatever_the_users_passes_leave_out(
         assert x.grad is not None and x.grad.stride() == (4, 1) and torch.equal(x.grad, torch.ones(3, 4))
         x.grad = None
     expect(session.stats(), structure_misses=1, hits=2, compiles=1)
-    (compiled,) = session.graphs()[0].regions[0].specialised()
+    (compiled,) = session.graphs()[0].regions[0].compiled_regions()
     assert "clone" not in compiled.aten.text() and "copy" not in compiled.aten.text()
 
 
@@ -492,9 +492,9 @@ def test_what_like_regions_share_is_dropped_in_all_of_them(monkeypatch: pytest.M
             y.sum().backward()
         assert_same([x.grad], [wanted])
 
-    for _ in range(RUNS + 1):
+    for _ in range(PROVING_RUNS + 1):
         step(0.0, 1.0, 1.0)  # of zeros the last of the three products learns nothing
-    made = [each for region in session.graphs()[0].regions for each in region.specialised()][1:4]
+    made = [each for region in session.graphs()[0].regions for each in region.compiled_regions()][1:4]
     assert len({id(each.call) for each in made}) == 1
     assert [each.proof.settled for each in made] == [True, True, False]
     step(1e6, 1.0, 1.0)
@@ -506,7 +506,7 @@ def test_which_runs_are_compared() -> None:
     proof = Proof()
     asked = []
     for form in ("slow", "fast", "fast", "fast"):
-        asked.append(proof.due(form, RUNS, None))
+        asked.append(proof.due(form, PROVING_RUNS, None))
         proof.shown(form, None, telling=True)
     assert asked == [True, True, True, False] and proof.settled
 
@@ -514,11 +514,11 @@ def test_which_runs_are_compared() -> None:
     sizes = [(size,) for size in (3, 3, 3, 4, 5, 5, 6, 7, 8)]
     asked = []
     for each in sizes:
-        asked.append(proof.due("only", RUNS, each))
+        asked.append(proof.due("only", PROVING_RUNS, each))
         if asked[-1]:
             proof.shown("only", each, telling=True)
     assert asked == [True, True, False, True, True, False, True, False, False]
-    assert sum(asked) == RUNS + NEW_SIZES and proof.settled
+    assert sum(asked) == PROVING_RUNS + PROVING_SIZES and proof.settled
 
 
 def test_code_for_symbols_is_compared_for_three_more_sets_of_sizes() -> None:

@@ -90,5 +90,5 @@ def test_what_cannot_be_compared_costs_no_step(
         assert session.last is not None
         kinds.append([each.kind for each in session.last.reasons if isinstance(each, Failure)])
     assert kinds == [["unproved"], [], [], []]
-    (compiled,) = session.graphs()[0].regions[0].specialised()
+    (compiled,) = session.graphs()[0].regions[0].compiled_regions()
     assert not compiled.proof.refuted and not any(compiled.proof.left.values())

@@ -454,7 +454,7 @@ def test_residual_layers_that_are_not_trained_have_eagers_gradients() -> None:
             torch.testing.assert_close(gradient(given), want)
         graph = session.last.graph
     assert graph is not None
-    assert [each.call.why_not for step in graph.regions for each in step.specialised()] == [""]
+    assert [each.call.why_not for step in graph.regions for each in step.compiled_regions()] == [""]
     stats = session.stats()
     assert (stats.hits, stats.compiles, stats.bypasses, stats.failures) == (3, 1, {}, 0)
 

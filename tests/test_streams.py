@@ -18,7 +18,7 @@ from compiled_autograd import errors
 from compiled_autograd.diagnostics.bypass import CUDA_DEVICES
 from compiled_autograd.engine import engine, seam, streams
 from compiled_autograd.engine.devices import cuda_device, on_device
-from compiled_autograd.engine.streams import DEFAULT, UNKNOWN, Watch, _Thread
+from compiled_autograd.engine.streams import DEFAULT, UNKNOWN, StreamWatch, _Thread
 
 from .helpers import assert_same, expect, in_subprocess
 
@@ -87,9 +87,9 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
 
 
 @pytest.fixture
-def watch(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> Iterator[Watch]:
-    watch = Watch()
-    monkeypatch.setattr(engine, "WATCH", watch)
+def watch(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> Iterator[StreamWatch]:
+    watch = StreamWatch()
+    monkeypatch.setattr(engine, "STREAMS", watch)
     watch.start()
     yield watch
     watch.stop()
@@ -132,11 +132,11 @@ def steps(session: ca.Session, *parts: Any, around: Any = contextlib.nullcontext
     return session.stats()
 
 
-def test_default_streams_cost_no_look_at_the_tape(watch: Watch, no_walk: None) -> None:
+def test_default_streams_cost_no_look_at_the_tape(watch: StreamWatch, no_walk: None) -> None:
     expect(steps(ca.enable(backend="eager")), structure_misses=1, hits=2)
 
 
-def test_a_prefetcher_records_nothing(watch: Watch, no_walk: None) -> None:
+def test_a_prefetcher_records_nothing(watch: StreamWatch, no_walk: None) -> None:
     with side(), torch.no_grad():
         (W.clone().requires_grad_() * 2).sum()
     with side():
@@ -144,30 +144,30 @@ def test_a_prefetcher_records_nothing(watch: Watch, no_walk: None) -> None:
     expect(steps(ca.enable(backend="eager")), structure_misses=1, hits=2)
 
 
-def test_part_of_the_forward_on_another_stream(watch: Watch) -> None:
+def test_part_of_the_forward_on_another_stream(watch: StreamWatch) -> None:
     session = ca.enable(backend="eager")
     expect(steps(session, side), bypasses={"cuda_streams": 3})
     assert session.last is not None and "SinBackward0 may not" in str(session.last.reasons[0])
 
 
-def test_without_the_watch_it_would_be_compiled(watch: Watch) -> None:
+def test_without_the_watch_it_would_be_compiled(watch: StreamWatch) -> None:
     watch.in_use = False
     expect(steps(ca.enable(backend="eager"), side), structure_misses=1, hits=2)
 
 
-def test_later_tapes_compile_again(watch: Watch) -> None:
+def test_later_tapes_compile_again(watch: StreamWatch) -> None:
     session = ca.enable(backend="eager")
     steps(session, side, count=2)
     expect(steps(session), bypasses={"cuda_streams": 2}, structure_misses=1, hits=2)
 
 
-def test_a_whole_loop_on_one_stream(watch: Watch) -> None:
+def test_a_whole_loop_on_one_stream(watch: StreamWatch) -> None:
     forward()
     with side():
         expect(steps(ca.enable(backend="eager")), structure_misses=1, hits=2)
 
 
-def test_forward_and_backward_on_that_stream_and_work_between_on_another(watch: Watch) -> None:
+def test_forward_and_backward_on_that_stream_and_work_between_on_another(watch: StreamWatch) -> None:
     def step_with_side_work() -> Any:
         with on_stream(OTHER):
             forward()
@@ -187,11 +187,11 @@ def test_forward_and_backward_on_that_stream_and_work_between_on_another(watch: 
     ],
     ids=["forward", "backward", "two", "another device's"],
 )
-def test_backward_on_another_stream_than_forward(watch: Watch, parts: Any, around: Any) -> None:
+def test_backward_on_another_stream_than_forward(watch: StreamWatch, parts: Any, around: Any) -> None:
     expect(steps(ca.enable(backend="eager"), *parts, around=around), bypasses={"cuda_streams": 3})
 
 
-def test_streams_that_accelerator_sets(watch: Watch) -> None:
+def test_streams_that_accelerator_sets(watch: StreamWatch) -> None:
     def both() -> Any:
         torch._C._accelerator_setStream(SIDE)
         stack = contextlib.ExitStack()
@@ -201,7 +201,7 @@ def test_streams_that_accelerator_sets(watch: Watch) -> None:
     expect(steps(ca.enable(backend="eager"), both), bypasses={"cuda_streams": 3})
 
 
-def test_a_stream_as_context_manager(watch: Watch) -> None:
+def test_a_stream_as_context_manager(watch: StreamWatch) -> None:
     @contextlib.contextmanager
     def entered() -> Iterator[None]:  # a stream itself cannot be made without a device
         stream = torch.Stream.__enter__(None)  # type: ignore[arg-type]
@@ -211,7 +211,7 @@ def test_a_stream_as_context_manager(watch: Watch) -> None:
     expect(steps(ca.enable(backend="eager"), entered), bypasses={"cuda_streams": 3})
 
 
-def test_a_stream_that_was_set_unseen(watch: Watch, cuda: FakeCuda) -> None:
+def test_a_stream_that_was_set_unseen(watch: StreamWatch, cuda: FakeCuda) -> None:
     session = ca.enable(backend="eager")
     expect(steps(session), structure_misses=1, hits=2)
     loss, _ = forward()
@@ -224,7 +224,7 @@ def test_a_stream_that_was_set_unseen(watch: Watch, cuda: FakeCuda) -> None:
     cuda.streams()[0] = 0
 
 
-def test_a_part_that_another_thread_recorded(watch: Watch) -> None:
+def test_a_part_that_another_thread_recorded(watch: StreamWatch) -> None:
     made: list[Any] = []
 
     def record() -> None:
@@ -241,7 +241,7 @@ def test_a_part_that_another_thread_recorded(watch: Watch) -> None:
     expect(session.stats(), bypasses={"cuda_streams": 1})
 
 
-def test_threads_on_default_streams_leave_no_trace(watch: Watch, no_walk: None) -> None:
+def test_threads_on_default_streams_leave_no_trace(watch: StreamWatch, no_walk: None) -> None:
     thread = threading.Thread(target=lambda: steps(ca.enable(backend="eager")))
     thread.start()
     thread.join()
@@ -249,7 +249,7 @@ def test_threads_on_default_streams_leave_no_trace(watch: Watch, no_walk: None) 
     expect(steps(ca.enable(backend="eager")), hits=3)
 
 
-def test_while_a_cuda_graph_is_captured(watch: Watch, cuda: FakeCuda) -> None:
+def test_while_a_cuda_graph_is_captured(watch: StreamWatch, cuda: FakeCuda) -> None:
     session = ca.enable(backend="eager")
     cuda.capturing = True
     expect(steps(session), bypasses={"stream_capture": 3})
@@ -257,7 +257,7 @@ def test_while_a_cuda_graph_is_captured(watch: Watch, cuda: FakeCuda) -> None:
     expect(steps(session), bypasses={"stream_capture": 3}, structure_misses=1, hits=2)
 
 
-def test_raises_where_asked_to(watch: Watch) -> None:
+def test_raises_where_asked_to(watch: StreamWatch) -> None:
     with pytest.raises(ca.UnsupportedBackwardError, match="cuda_streams"):
         steps(ca.enable(backend="eager", on_unsupported="raise"), side)
 
@@ -266,8 +266,8 @@ def test_raises_where_asked_to(watch: Watch) -> None:
 def test_what_was_recorded_before(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch, memory: bool) -> None:
     monkeypatch.setattr(torch.cuda, "_initialized", True)
     monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: [{"stream": 0}, {"stream": 5 if memory else 0}])
-    watch = Watch()
-    monkeypatch.setattr(engine, "WATCH", watch)
+    watch = StreamWatch()
+    monkeypatch.setattr(engine, "STREAMS", watch)
     loss, _ = forward()
     watch.start()
     with ca.enable(backend="eager") as session:
@@ -292,7 +292,7 @@ def test_an_allocator_that_gives_no_account(cuda: FakeCuda, monkeypatch: pytest.
     assert streams._memory_on_other_streams()
 
 
-def test_nodes_of_a_differentiable_backward_are_on_the_tapes_streams(watch: Watch) -> None:
+def test_nodes_of_a_differentiable_backward_are_on_the_tapes_streams(watch: StreamWatch) -> None:
     with ca.enable(backend="eager") as session:
         loss, w = forward()
         torch.autograd.grad(loss, w, create_graph=True)[0].sum().backward()
@@ -303,24 +303,24 @@ def test_nodes_of_a_differentiable_backward_are_on_the_tapes_streams(watch: Watc
     assert "create_graph" in str(session.last.reasons[0])  # type: ignore[union-attr]
 
 
-def test_a_differentiable_backward_outside_of_any_session_counts_too(watch: Watch) -> None:
+def test_a_differentiable_backward_outside_of_any_session_counts_too(watch: StreamWatch) -> None:
     ca.enable(backend="eager").__enter__().__exit__()
     loss, w = forward(side)
     torch.autograd.grad(loss, w, create_graph=True)
     expect(steps(ca.enable(backend="eager")), bypasses={"cuda_streams": 3})
 
 
-def test_a_tape_too_long_to_read(watch: Watch, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_tape_too_long_to_read(watch: StreamWatch, monkeypatch: pytest.MonkeyPatch) -> None:
     with side():
         forward()
-    monkeypatch.setattr(streams, "LONGEST", 1)
+    monkeypatch.setattr(streams, "MAX_NODES_READ", 1)
     session = ca.enable(backend="eager")
     monkeypatch.setattr(streams, "first_nodes", lambda outputs: [None, None])
     expect(steps(session), bypasses={"cuda_streams": 3})
     assert "more than 1 nodes" in str(session.last.reasons[0])  # type: ignore[union-attr]
 
 
-def test_any_order_of_parts_and_streams(watch: Watch) -> None:
+def test_any_order_of_parts_and_streams(watch: StreamWatch) -> None:
     """A tape of some parts of what was recorded: compiled where they, and nothing else, say so."""
     draw = random.Random(0)
     outcomes = set()
@@ -347,7 +347,7 @@ def test_changes_are_kept_of_the_last_ones_only() -> None:
     assert thread.changes == [(0, DEFAULT)]
     for number in range(10, 5010):
         thread.change(number, one if number % 2 else other)
-    assert len(thread.changes) <= streams._MOST_CHANGES
+    assert len(thread.changes) <= streams._MAX_CHANGES
     assert thread.at(5) is UNKNOWN and thread.at(5009) == one and thread.at(5008) == other
     assert thread.at(9999) == one
     assert thread.during(5008, 5009) == {one, other} and thread.during(5009, 9999) == {one}
@@ -366,16 +366,16 @@ def test_changes_between_which_nothing_was_recorded_vanish() -> None:
     assert _Thread(UNKNOWN, 3, DEFAULT).at(2) is UNKNOWN
 
 
-def test_many_threads_become_one(watch: Watch) -> None:
+def test_many_threads_become_one(watch: StreamWatch) -> None:
     def record() -> None:
         with side():
             forward()
 
-    for _ in range(2 * streams._MOST_THREADS):
+    for _ in range(2 * streams._MAX_THREADS):
         thread = threading.Thread(target=record)
         thread.start()
         thread.join()
-    assert len(watch._threads) <= streams._MOST_THREADS
+    assert len(watch._threads) <= streams._MAX_THREADS
     for account in watch._threads:  # whether merged or not
         assert account.at(0) != DEFAULT and account.at(1000) == DEFAULT
 
@@ -383,7 +383,7 @@ def test_many_threads_become_one(watch: Watch) -> None:
 def test_begins_when_cuda_is_first_used(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[Callable[[], None]] = []
     monkeypatch.setattr(torch.cuda, "_lazy_call", asked.append)
-    watch = Watch()
+    watch = StreamWatch()
     setter = torch._C._cuda_setStream
     watch.install()
     watch.install()
@@ -407,8 +407,8 @@ import compiled_autograd as ca
 x = torch.ones(3, requires_grad=True)
 with ca.enable(backend="eager", on_unsupported="raise"):
     (x * x).sum().backward()
-from compiled_autograd.engine.streams import WATCH
-assert not WATCH.in_use and not WATCH._undo
+from compiled_autograd.engine.streams import STREAMS
+assert not STREAMS.in_use and not STREAMS._undo
 assert torch.Stream.__enter__ is enter and torch._C._accelerator_setStream is accelerator
 assert len(torch.cuda._queued_calls) - len(calls) == torch.backends.cuda.is_built()
 """

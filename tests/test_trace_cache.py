@@ -227,7 +227,7 @@ def test_arguments_that_are_known_by_value_or_not_known_at_all() -> None:
 
 
 def test_those_not_used_for_long_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(trace_cache, "MOST", 2)
+    monkeypatch.setattr(trace_cache, "MAX_TRACES", 2)
     op = _Op(lambda grads, number: [grads[0] * number])
     for number, count in ((1, 1), (2, 2), (1, 2), (3, 3), (1, 3), (2, 4)):
         _traced(op, lambda x, number=number: [([x], number)], [torch.rand(3)])

@@ -53,7 +53,7 @@ def inductor_settings() -> str:
 
 _texts: dict[bytes, str] = {}
 """By the hash that Inductor's settings have of themselves, what :func:`chosen_settings` says."""
-_MOST_TEXTS = 256
+_MAX_TEXTS = 256
 _hash: Callable[[], bytes] | None = None
 """The settings' own method, once they are imported: this is asked at every backward."""
 
@@ -73,7 +73,7 @@ def chosen_settings() -> str:
     digest = _hash()
     text = _texts.get(digest)
     if text is None:
-        if len(_texts) >= _MOST_TEXTS:
+        if len(_texts) >= _MAX_TEXTS:
             _texts.clear()
         changed = _changed(sys.modules["torch._inductor.config"])
         text = _texts[digest] = ", ".join(f"{name}={value}" for name, value in changed) or DEFAULTS

@@ -27,13 +27,13 @@ import torch
 from ..artifacts import ArtifactError, CannotStoreError
 
 Kernel = Callable[..., Any]
-Place = tuple[str, str]
+KernelId = tuple[str, str]
 """Where a kernel is: the SHA-256 of its library, and its name there."""
 ENTRY = "kernel"
 """The function in a library, and what ``PyInit_`` is followed by: ``CppPythonBindingsCodeCache.entry_function``. A
 library with more of them has a number behind the others, see :mod:`backends.batch`."""
 _ENTRY_FORM = re.compile(rf"{ENTRY}(_\d+)?")
-_loaded: dict[Place, Kernel] = {}
+_loaded: dict[KernelId, Kernel] = {}
 _addresses: dict[tuple[str, str], int] = {}
 """By file and name, of what this process has loaded: the file may be gone by now."""
 _LOADING = threading.RLock()  # held over a fork, which waits for what is being loaded: milliseconds
@@ -58,7 +58,7 @@ def library_of(name: str, kernel: Any) -> tuple[bytes, str]:
         raise CannotStoreError(f"the file of its kernel {name} cannot be read ({error})") from error
 
 
-def load_kernels(libraries: Mapping[str, bytes], wanted: Iterable[Place]) -> dict[Place, Kernel]:
+def load_kernels(libraries: Mapping[str, bytes], wanted: Iterable[KernelId]) -> dict[KernelId, Kernel]:
     """Kernels of libraries. One that this process has loaded before is not loaded again.
 
     The libraries are written into a new folder that only this user can enter, and deleted once they are loaded: no
@@ -72,7 +72,7 @@ def load_kernels(libraries: Mapping[str, bytes], wanted: Iterable[Place]) -> dic
         ArtifactError: a library is not what its hash says, or cannot be loaded on this machine.
     """
     with _LOADING:
-        missing = sorted({place for place in wanted if place not in _loaded})
+        missing = sorted({kernel_id for kernel_id in wanted if kernel_id not in _loaded})
         needed = {digest: libraries[digest] for digest, _ in missing}
         for digest, data in needed.items():
             if hashlib.sha256(data).hexdigest() != digest:
@@ -87,7 +87,7 @@ def load_kernels(libraries: Mapping[str, bytes], wanted: Iterable[Place]) -> dic
                     _write(folder, digest, data)
                 for digest, entry in missing:
                     _loaded[digest, entry] = _load(folder, digest, entry)
-        return {place: _loaded[place] for place in wanted}
+        return {kernel_id: _loaded[kernel_id] for kernel_id in wanted}
 
 
 def tell_libraries() -> None:

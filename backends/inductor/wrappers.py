@@ -12,7 +12,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..artifacts import CannotStoreError, Stored, dotted_names, reference, tensors_to_bytes
-from .kernels import Place, library_of
+from .kernels import KernelId, library_of
 
 _ENTRY = "call"
 _INDUCTORS = ("torch._inductor.hooks", "torch._inductor.utils", "torch._inductor.codegen.memory_planning")
@@ -36,7 +36,7 @@ def store(source: str, live: Mapping[str, Any], constants: Mapping[str, Any]) ->
     bindings = _bindings(ast.parse(source))
     needed = _needed(bindings)
     kept: dict[int, ast.stmt] = {}
-    kernels: dict[str, Place] = {}
+    kernels: dict[str, KernelId] = {}
     libraries: dict[str, bytes] = {}
     for name in needed:
         statement = bindings[name]

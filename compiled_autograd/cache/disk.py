@@ -29,13 +29,13 @@ from ..diagnostics.reporting import warn_once
 from ..diagnostics.structure_misses import structure_miss
 from ..guards.ambient import Ambient
 from ..guards.shapes import Spec
-from ..lowering.region_compiler import MOST_GUARDED
-from ..lowering.stored_regions import Shelf, Shelved
+from ..lowering.region_compiler import MAX_GUARDED
+from ..lowering.stored_regions import StoredRegion, StoredRegions
 from ..settings import Settings
-from ..steps.steps import RegionPlan, RegionStep, Specialised, region_plan
+from ..steps.steps import CompiledRegion, RegionRecord, RegionStep, region_record
 from .environment_key import differences, is_repeatable, state_of, why_not_stored
 from .metadata import caller, guards_of, inputs_of, loss_of, module_of, structure_of
-from .records import VariantPlan, plan_of, shapes_of, structure_id
+from .records import VariantRecord, record_of, shapes_of, structure_id
 from .stored_misses import stored_miss
 from .variants import Handover, Variant
 
@@ -45,9 +45,9 @@ if TYPE_CHECKING:
     from .graphs import CompiledGraph
 
 _NEIGHBOURS = 16
-"""So many structures of the store are compared with one that neither it nor this process knows."""
+"""At most this many structures of the store are compared with one that neither it nor this process knows."""
 _LATEST = 1000
-"""So many of the store's misses are looked through for what it lost."""
+"""At most this many of the store's latest misses are searched for what it lost."""
 _opened: dict[str, Disk | None] = {}
 
 
@@ -95,13 +95,13 @@ class Disk:
     # ---- finding ---------------------------------------------------------------------------------------------------
 
     def find(
-        self, graph: CompiledGraph, settings: Settings, surroundings: Ambient, handover: Handover
+        self, graph: CompiledGraph, settings: Settings, ambient_state: Ambient, handover: Handover
     ) -> tuple[Variant | None, Miss | None]:
         """A variant for a backward that another process made; or None, and why what is there does not serve."""
         if not self.usable or why_not_stored(graph.tape, settings):
             return None, None
         entries = self._find(_id(graph))
-        state = state_of(settings, surroundings)
+        state = state_of(settings, ambient_state)
         other_shapes: Miss | None = None
         other_states: list[list[Miss]] = []
         for entry in sorted(entries, key=lambda entry: entry.dynamic):  # of one for all sizes and one for these, this
@@ -110,9 +110,9 @@ class Disk:
                 other_states.append(differing)
                 continue
             try:
-                plan = msgspec.msgpack.decode(entry.plan, type=VariantPlan)
+                plan = msgspec.msgpack.decode(entry.plan, type=VariantRecord)
                 if plan.serves(handover):
-                    return self._load(graph, settings, surroundings, handover, entry, plan), None
+                    return self._load(graph, settings, ambient_state, handover, entry, plan), None
                 other_shapes = other_shapes or stored_miss(graph.tape, plan, handover)
             except Exception as error:  # noqa: BLE001  the tape is released by now: it is compiled again, and says so
                 found = f"{type(error).__name__}: {error}"
@@ -129,24 +129,26 @@ class Disk:
         self,
         graph: CompiledGraph,
         settings: Settings,
-        surroundings: Ambient,
+        ambient_state: Ambient,
         handover: Handover,
         entry: Entry,
-        plan: VariantPlan,
+        plan: VariantRecord,
     ) -> Variant:
         nodes = list(graph.tape.graph.nodes)
         shapes = shapes_of(plan, handover)
         specs: dict[fx.Node, Spec] = {nodes[position]: spec for position, spec in plan.specs}
         specs.update(shapes.of_placeholders(graph.tape))
         untraceable = {nodes[position]: reason for position, reason in plan.untraceable}
-        key = VariantKey(settings.key, surroundings, (*handover.sizes, *handover.scalars))
+        key = VariantKey(settings.key, ambient_state, (*handover.sizes, *handover.scalars))
         backend = get_backend(settings.backend_in_mode)
         variant = graph.make(key, backend, (), handover, shapes, specs, untraceable)
-        shelved: dict[tuple[int, int], list[Shelved]] = {}
+        stored: dict[tuple[int, int], list[StoredRegion]] = {}
         for region in entry.regions:
-            region_plan = msgspec.msgpack.decode(region.plan, type=RegionPlan)
-            shelved.setdefault(region_plan.place, []).append(Shelved(region_plan, region.artifact, region.lowered))
-        variant.program.specialiser.shelf = Shelf(shelved, self.store.read)
+            region_record = msgspec.msgpack.decode(region.plan, type=RegionRecord)
+            stored.setdefault(region_record.span, []).append(
+                StoredRegion(region_record, region.artifact, region.lowered)
+            )
+        variant.program.region_compiler.stored = StoredRegions(stored, self.store.read)
         self._tie(variant, entry)
         variant.timing = entry.timing
         variant.tensors = plan.tensors
@@ -225,7 +227,7 @@ class Disk:
         graph: CompiledGraph,
         variant: Variant,
         settings: Settings,
-        surroundings: Ambient,
+        ambient_state: Ambient,
         misses: Sequence[Miss],
         seconds: float,
     ) -> str:
@@ -242,18 +244,18 @@ class Disk:
             return "a saved tensor is of a kind that is not stored"
         backend = get_backend(settings.backend_in_mode)
         assert isinstance(backend, Storing)
-        state = state_of(settings, surroundings)
+        state = state_of(settings, ambient_state)
         served = msgspec.msgpack.encode((variant.tensors, variant.shapes.sizes, variant.scalars))
         identity = hashlib.sha256(msgspec.msgpack.encode((_id(graph), state)) + served).hexdigest()[:12]
         files: dict[str, bytes] = {}
         regions: list[Region] = []
         for step in variant.regions:
-            for compiled in step.specialised():
+            for compiled in step.compiled_regions():
                 if not is_repeatable(compiled.kind):
                     return "a function or hook handed on a value that its text does not tell"
-                if isinstance(compiled.aten, Shelved):
+                if isinstance(compiled.aten, StoredRegion):
                     if compiled.proof.dropped != compiled.aten.plan.dropped:  # else the entry has it as it is
-                        regions.append(self._with_plan(step, compiled, compiled.aten, files))
+                        regions.append(self._with_record(step, compiled, compiled.aten, files))
                     continue
                 artifact = backend.save(compiled.call)
                 if artifact is None:
@@ -261,11 +263,11 @@ class Disk:
                 lowered = compiled.aten.text().encode()
                 digests = [hashlib.sha256(data).hexdigest() for data in (artifact, lowered)]
                 files.update(zip(digests, (artifact, lowered), strict=True))
-                encoded = msgspec.msgpack.encode(region_plan(step, compiled))
+                encoded = msgspec.msgpack.encode(region_record(step, compiled))
                 regions.append(Region(len(step.region.nodes), digests[0], digests[1], encoded))
         regions += self._kept(_id(graph), identity, variant, {_undropped(region.plan) for region in regions}, files)
         positions = {node: position for position, node in enumerate(graph.tape.graph.nodes)}
-        plan = msgspec.msgpack.encode(plan_of(variant, positions))
+        plan = msgspec.msgpack.encode(record_of(variant, positions))
         entry = Entry(
             id=identity,
             structure=_id(graph),
@@ -293,31 +295,33 @@ class Disk:
         self._tie(variant, entry)
         return ""
 
-    def _with_plan(self, step: RegionStep, compiled: Specialised, shelved: Shelved, files: dict[str, bytes]) -> Region:
+    def _with_record(
+        self, step: RegionStep, compiled: CompiledRegion, stored: StoredRegion, files: dict[str, bytes]
+    ) -> Region:
         """What was loaded, with what was found out about it since."""
-        files.update({digest: self.store.read(digest) for digest in (shelved.artifact, shelved.lowered)})
-        plan = msgspec.msgpack.encode(region_plan(step, compiled))
-        return Region(len(step.region.nodes), shelved.artifact, shelved.lowered, plan)
+        files.update({digest: self.store.read(digest) for digest in (stored.artifact, stored.lowered)})
+        plan = msgspec.msgpack.encode(region_record(step, compiled))
+        return Region(len(step.region.nodes), stored.artifact, stored.lowered, plan)
 
     def _kept(
-        self, structure: str, identity: str, variant: Variant, plans: set[RegionPlan], files: dict[str, bytes]
+        self, structure: str, identity: str, variant: Variant, plans: set[RegionRecord], files: dict[str, bytes]
     ) -> Iterator[Region]:
         """What the store has of a variant beside what was compiled of it here; puts its files into ``files``.
 
         That may be what this process loaded, or did not come to need, or what another one has added meanwhile.
         """
-        room = {step.place: MOST_GUARDED for step in variant.regions}
+        room = {step.span: MAX_GUARDED for step in variant.regions}
         for entry in self._find(structure):
             for region in entry.regions if entry.id == identity else ():
                 plan = _undropped(region.plan)
-                if plan in plans or not room.get(plan.place):
+                if plan in plans or not room.get(plan.span):
                     continue
                 try:
                     kept = {digest: self.store.read(digest) for digest in (region.artifact, region.lowered)}
                 except StoreError:
                     continue  # who needs it compiles it
                 files.update(kept)
-                room[plan.place] -= 1
+                room[plan.span] -= 1
                 yield region
 
     def _find(self, structure: str) -> Sequence[Entry]:
@@ -342,9 +346,9 @@ class Disk:
         warn_once(f"the cache on disk cannot be written, and what is compiled from now on is kept in memory: {error}")
 
 
-def _undropped(plan: bytes) -> RegionPlan:
+def _undropped(plan: bytes) -> RegionRecord:
     """The plan of a region, but for what was found to be wrong with it."""
-    return msgspec.structs.replace(msgspec.msgpack.decode(plan, type=RegionPlan), dropped=())
+    return msgspec.structs.replace(msgspec.msgpack.decode(plan, type=RegionRecord), dropped=())
 
 
 def _id(graph: CompiledGraph) -> str:

@@ -29,13 +29,13 @@ _SOURCE = frozenset({".py", ".pyi", ".c", ".cc", ".cpp", ".cu", ".cuh", ".h", ".
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
-def state_of(settings: Settings, surroundings: Ambient) -> State:
+def state_of(settings: Settings, ambient_state: Ambient) -> State:
     """Settings, ambient state and environment, as named parts. The backend is a :class:`Storing` one."""
     backend = get_backend(settings.backend_in_mode)
     assert isinstance(backend, Storing)
     environment = {**versions(), **backend.environment()}
     chosen = {"backend": str(settings.backend_in_mode), "dynamic": str(settings.dynamic)}
-    ambient = {name: text_of_part(name, value) for name, value in surroundings if name != INDUCTOR_SETTINGS}
+    ambient = {name: text_of_part(name, value) for name, value in ambient_state if name != INDUCTOR_SETTINGS}
     return chosen, ambient, environment
 
 

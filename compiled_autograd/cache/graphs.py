@@ -15,7 +15,7 @@ import torch
 from torch import fx
 
 from backends import Backend, get_backend
-from shadow_cache import Key, Leaf, Miss, ShadowGraph, VariantKey
+from shadow_cache import Key, Miss, ShadowGraph, Terminal, VariantKey
 
 from .. import ir
 from ..diagnostics.node_names import node_name, title
@@ -30,17 +30,17 @@ from ..runtime.program import Program
 from ..settings import Settings
 from ..steps.steps import RegionStep
 from ..threads.forks import free_in_child
-from .variants import Handover, Shapes, Variant, tensor_check, tensor_plans
+from .variants import Handover, Shapes, Variant, tensor_check, tensor_records
 
-MOST_VARIANTS = 32
-"""So many variants of one structure are kept; see also :data:`MOST_STRUCTURES`."""
-MOST_STRUCTURES = 512
-MOST_NODES = 100_000
-"""So many structures are kept, and so many nodes of tapes in all; some 20 KiB each. Where there are more, the half that
-was used last stays."""
-OFTEN = 3
+MAX_VARIANTS = 32
+"""The largest number of variants of one structure; see also :data:`MAX_STRUCTURES`."""
+MAX_STRUCTURES = 512
+MAX_NODES = 100_000
+"""The largest numbers of structures, and of nodes of all their tapes together, some 20 KiB each. Where there are more,
+the half that was used last stays."""
+REUSES_WORTH_COMPILING = 3
 """A structure that was met again so often may be worth what it costs to capture and compile it."""
-_MOST_GONE = 100_000
+_MAX_GONE = 100_000
 _EVICTED = "it was compiled before, and went because others were used since"
 _uses = itertools.count(1)
 _ADDING = free_in_child(threading.RLock())  # planning is Python alone: threads would not do it side by side anyway
@@ -58,7 +58,8 @@ class CompiledGraph:
         structure: its id in the store on disk, once somebody has asked for it.
         identity: the hash of its keys.
         evicted: its variants were let go of, because there were too many structures.
-        met: how often it was met again after it was captured; at least :data:`OFTEN` if other processes met it.
+        met: how often it was met again after it was captured; at least :data:`REUSES_WORTH_COMPILING` if other
+            processes met it.
     """
 
     tape: ir.TapeGraph
@@ -91,11 +92,11 @@ class CompiledGraph:
                 shapes = Shapes.of(handover, settings.dynamic)
             else:
                 shapes = before.shapes.widened(handover)
-                specs.update(before.program.specialiser.specs)
+                specs.update(before.program.region_compiler.specs)
             misses = [self._why(key, before, handover, shapes.dynamic)]
             specs.update(shapes.of_placeholders(self.tape))
             variant = self.make(key, get_backend(settings.backend_in_mode), settings.passes, handover, shapes, specs)
-            variant.tensors = tensor_plans(shapes, handover.tensors)
+            variant.tensors = tensor_records(shapes, handover.tensors)
             misses += self.keep(variant)
         return variant, misses
 
@@ -114,8 +115,8 @@ class CompiledGraph:
         checked = nan_checks.givers(self.tape.graph) if dict(key.ambient)["check_nan"] else {}
         program = Program(self.tape, backend, passes, counts, specs, shapes.dynamic, untraceable or {}, checked)
         check = tensor_check(handover.tensors, shapes.tensors)
-        program.specialiser.name_of = functools.partial(node_name, self.tape)
-        program.specialiser.title = functools.partial(title, self.tape)
+        program.region_compiler.name_of = functools.partial(node_name, self.tape)
+        program.region_compiler.title = functools.partial(title, self.tape)
         devices = frozenset(tensor.device.type for tensor in handover.tensors)
         return Variant(key, shapes, list(handover.scalars), check, program, next(_uses), devices=devices)
 
@@ -123,13 +124,13 @@ class CompiledGraph:
         """Add a variant; where there are too many of them then, the least recently used goes."""
         self.used, self.evicted = variant.used, False
         self.variants = [*self.variants, variant]
-        if len(self.variants) <= MOST_VARIANTS:
+        if len(self.variants) <= MAX_VARIANTS:
             return []
         oldest = min(self.variants, key=lambda each: each.used)
         self.variants = [each for each in self.variants if each is not oldest]
         hint = "dynamic=None makes one variant serve many sizes; what was evicted is compiled again when it comes back"
-        new = f"{MOST_VARIANTS + 1}, of which the least recently used went"
-        return [Miss("variant_limit", title(self.tape), f"{MOST_VARIANTS} variants", new, hint)]
+        new = f"{MAX_VARIANTS + 1}, of which the least recently used went"
+        return [Miss("variant_limit", title(self.tape), f"{MAX_VARIANTS} variants", new, hint)]
 
     def evict(self) -> None:
         """Let go of everything that was compiled."""
@@ -223,7 +224,7 @@ class Graphs:
 
     def add(self, tape: ir.TapeGraph, keys: Sequence[Key]) -> tuple[CompiledGraph, bool]:
         """A graph for a new structure; and whether others had to go for it, of which the engine still knows."""
-        added: Leaf[CompiledGraph] = self._shadow.insert(keys, CompiledGraph(tape))
+        added: Terminal[CompiledGraph] = self._shadow.insert(keys, CompiledGraph(tape))
         added.payload.number = added.number
         added.payload.used = next(_uses)
         added.payload.identity = hash(tuple(keys))
@@ -233,7 +234,7 @@ class Graphs:
         for graph in oldest:
             graph.evict()
         self._gone.update(graph.identity for graph in oldest)
-        if len(self._gone) > _MOST_GONE:
+        if len(self._gone) > _MAX_GONE:
             self._gone.clear()
         self._shadow.remove({graph.number for graph in oldest})
         return added.payload, True
@@ -242,11 +243,11 @@ class Graphs:
         """Those that are to go; never the newest."""
         newest_first = sorted(self, key=lambda graph: graph.used, reverse=True)
         until = list(itertools.accumulate(len(graph.tape.calls) for graph in newest_first))
-        if len(until) <= MOST_STRUCTURES and until[-1] <= MOST_NODES:
+        if len(until) <= MAX_STRUCTURES and until[-1] <= MAX_NODES:
             return []
-        kept = MOST_STRUCTURES + 1 - MOST_STRUCTURES // 2
-        if until[-1] > MOST_NODES:
-            kept = min(kept, max(1, bisect.bisect_right(until, MOST_NODES // 2)))
+        kept = MAX_STRUCTURES + 1 - MAX_STRUCTURES // 2
+        if until[-1] > MAX_NODES:
+            kept = min(kept, max(1, bisect.bisect_right(until, MAX_NODES // 2)))
         return newest_first[kept:]
 
     def clear(self) -> None:

@@ -12,7 +12,7 @@ import torch
 from shadow_cache import Call, Input, Structure
 
 from .. import ir
-from ..diagnostics.node_names import place, uses
+from ..diagnostics.node_names import call_name, uses
 from ..guards.shapes import is_static
 from .variants import Variant
 
@@ -55,7 +55,7 @@ def inputs_of(tape_graph: ir.TapeGraph, variant: Variant) -> tuple[Input, ...]:
         dtype, device, *_ = tape_graph.inputs[index].replace(",", "").split()
         names = [str(part) if isinstance(part, int) else symbols.setdefault(part, f"s{len(symbols)}") for part in spec]
         user = users.get(f"input_{index}")
-        where = "unused" if user is None else place(tape_graph, user)
+        where = "unused" if user is None else call_name(tape_graph, user)
         inputs.append(Input(where, dtype, device, tuple(names)))
     return tuple(inputs)
 
@@ -64,5 +64,5 @@ def guards_of(variant: Variant) -> tuple[str, ...]:
     """What must hold of the symbols; not what only says where one comes from."""
     if is_static(variant.shapes.sizes) and not variant.shapes.dynamic:
         return ()
-    guards = [each.guard for step in variant.regions for each in step.specialised() if each.guard is not None]
+    guards = [each.guard for step in variant.regions for each in step.compiled_regions() if each.guard is not None]
     return tuple(dict.fromkeys(text for guard in guards for text in guard.conditions if not text.startswith("a[")))

@@ -15,10 +15,10 @@ import msgspec
 
 from .. import ir
 from ..guards.shapes import Spec
-from .variants import Handover, Shapes, TensorPlan, Variant, fits
+from .variants import Handover, Shapes, TensorRecord, Variant, fits
 
 
-class VariantPlan(msgspec.Struct, frozen=True):
+class VariantRecord(msgspec.Struct, frozen=True):
     """What a variant serves, and what was found out for it.
 
     Attributes:
@@ -29,7 +29,7 @@ class VariantPlan(msgspec.Struct, frozen=True):
         untraceable: calls that cannot be traced, by position, and why.
     """
 
-    tensors: tuple[TensorPlan, ...]
+    tensors: tuple[TensorRecord, ...]
     sizes: Spec
     scalars: tuple[int | float, ...]
     specs: tuple[tuple[int, Spec], ...] = ()
@@ -44,12 +44,12 @@ class VariantPlan(msgspec.Struct, frozen=True):
         return all(plan.serves(tensor) for plan, tensor in zip(self.tensors, handover.tensors, strict=True))
 
 
-def plan_of(variant: Variant, positions: dict[Any, int]) -> VariantPlan:
+def record_of(variant: Variant, positions: dict[Any, int]) -> VariantRecord:
     """The plan of a variant that has run; ``positions`` are those of the tape graph's nodes."""
     assert variant.tensors is not None
-    specialiser = variant.program.specialiser
-    handed_on = [(node, spec) for node, spec in specialiser.specs.items() if node.op != "placeholder"]
-    return VariantPlan(
+    region_compiler = variant.program.region_compiler
+    handed_on = [(node, spec) for node, spec in region_compiler.specs.items() if node.op != "placeholder"]
+    return VariantRecord(
         tuple(variant.tensors),
         variant.shapes.sizes,
         tuple(variant.scalars),
@@ -58,7 +58,7 @@ def plan_of(variant: Variant, positions: dict[Any, int]) -> VariantPlan:
     )
 
 
-def shapes_of(plan: VariantPlan, handover: Handover) -> Shapes:
+def shapes_of(plan: VariantRecord, handover: Handover) -> Shapes:
     """The shapes of a plan that serves a backward."""
     shapes = Shapes.of(handover)
     return Shapes([tensor.spec for tensor in plan.tensors], plan.sizes, shapes.strides, shapes.kinds)

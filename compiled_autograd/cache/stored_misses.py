@@ -9,16 +9,16 @@ from shadow_cache import Miss
 from .. import ir
 from ..diagnostics.node_names import title
 from ..diagnostics.variant_misses import kind_text, layout_miss, scalar_miss, shape_miss, tensor_miss
-from .records import VariantPlan
-from .variants import Handover, TensorPlan
+from .records import VariantRecord
+from .variants import Handover, TensorRecord
 
 _OTHER_SIZES = "what is stored serves other sizes; one more variant"
 
 
-def stored_miss(tape: ir.TapeGraph, plan: VariantPlan, handover: Handover) -> Miss:
+def stored_miss(tape: ir.TapeGraph, plan: VariantRecord, handover: Handover) -> Miss:
     """Why what the store has of a structure, made under the same state, does not serve a backward."""
     kinds = [kind_text(tensor) for tensor in handover.tensors]
-    stored = [_kind_of_plan(tensor) for tensor in plan.tensors]
+    stored = [_kind_of_record(tensor) for tensor in plan.tensors]
     sizes = [tuple(tensor.shape) for tensor in handover.tensors]
     miss = tensor_miss(tape, stored, kinds)
     if [len(tensor.spec) for tensor in plan.tensors] == [len(size) for size in sizes]:
@@ -32,7 +32,7 @@ def stored_miss(tape: ir.TapeGraph, plan: VariantPlan, handover: Handover) -> Mi
     return msgspec.structs.replace(miss, hint=_OTHER_SIZES if miss.kind == "shape" else miss.hint)
 
 
-def _kind_of_plan(plan: TensorPlan) -> str:
+def _kind_of_record(plan: TensorRecord) -> str:
     """As :func:`kind_text`, of a tensor in the store."""
     dims = len(plan.spec)
     parts = [f"{dims} dimension{'' if dims == 1 else 's'}"]

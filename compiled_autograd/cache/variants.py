@@ -25,8 +25,8 @@ from ..steps.steps import RegionStep
 from torch._C._dynamo.guards import TensorGuards  # isort: skip
 
 
-WARM = 16
-"""So many hits come before a variant is first timed against eager."""
+HITS_BEFORE_TIMING = 16
+"""Hits of a variant before it is first timed against eager."""
 
 
 @dataclass(slots=True)
@@ -125,7 +125,7 @@ def _kinds(handover: Handover) -> list[str]:
     return [kind_text(tensor) for tensor in handover.tensors]
 
 
-class TensorPlan(msgspec.Struct, frozen=True, array_like=True):
+class TensorRecord(msgspec.Struct, frozen=True, array_like=True):
     """A lifted tensor: its spec, its strides where nothing of it changes, and what operators on it depend on."""
 
     spec: Spec
@@ -139,13 +139,13 @@ class TensorPlan(msgspec.Struct, frozen=True, array_like=True):
         return self.strides is None or self.strides == tensor.stride()
 
 
-def tensor_plans(shapes: Shapes, tensors: Sequence[torch.Tensor]) -> list[TensorPlan] | None:
+def tensor_records(shapes: Shapes, tensors: Sequence[torch.Tensor]) -> list[TensorRecord] | None:
     """Of all lifted tensors; None where one is of a kind that is not stored."""
     plans = []
     for spec, tensor in zip(shapes.tensors, tensors, strict=True):
         if not ir.is_plain(tensor):
             return None
-        plans.append(TensorPlan(spec, tuple(tensor.stride()) if is_static(spec) else None, _kind(tensor)))
+        plans.append(TensorRecord(spec, tuple(tensor.stride()) if is_static(spec) else None, _kind(tensor)))
     return plans
 
 
@@ -181,13 +181,13 @@ class Variant:
     program: Program
     used: int = 0
     hits: int = 0
-    next_trial: int = WARM
+    next_trial: int = HITS_BEFORE_TIMING
     devices: frozenset[str] = frozenset()
     timing: Timing | None = None
     entry: str | None = None
     store_timing: Callable[[Timing], None] | None = None
     not_stored: str = ""
-    tensors: Sequence[TensorPlan] | None = None
+    tensors: Sequence[TensorRecord] | None = None
 
     def serves(self, settings: tuple[Any, ...], ambient: Ambient, handover: Handover) -> bool:
         """Whether this variant is the one for a backward; microseconds, and no Python work for each tensor."""

@@ -39,7 +39,7 @@ OPS: dict[str, ir.OpaqueOp] = {}
 """Every engine function that was bound so far; the engine binds each one once in a process."""
 
 _STAND_INS_AT_ONCE = 512
-_MOST_EDGES = 2000
+_MAX_EDGES = 2000
 """The engine keeps the length of a node's key in 16 bits (``CacheKey::key_size``), and an edge takes about 15 bytes of
 it: above some 4,000 edges two different structures could be taken for one."""
 _BUILT_IN = r"(torch::autograd::)?\w+?(Backward|BackwardAutogradNestedTensor)\d*|validate_outputs"
@@ -168,8 +168,8 @@ class Capture:
         self, name: str, outputs: Sequence[Any], saved: Sequence[Any], metadata: Sequence[Any]
     ) -> list[torch.Tensor | None]:
         """After each node: gradients are reduced to the shape, and cast to the dtype, that the next node expects."""
-        if len(outputs) > _MOST_EDGES:
-            raise CaptureRefusedError(unsupported(f"a node with more than {_MOST_EDGES} edges"))
+        if len(outputs) > _MAX_EDGES:
+            raise CaptureRefusedError(unsupported(f"a node with more than {_MAX_EDGES} edges"))
         if not any(isinstance(output, torch.Tensor) for output in outputs):
             return list(outputs)
         node = self._call(self._op(name), (list(outputs), *saved))

@@ -68,24 +68,24 @@ def inspect(*outputs: torch.Tensor | GradientEdge) -> TapeView:
             raise ValueError(
                 f"output {index} does not require grad, so no tape leads to it; was it made under no_grad?"
             )
-    if len(tape.first_nodes(outputs)) > tape.LONGEST:
+    if len(tape.first_nodes(outputs)) > tape.MAX_NODES_READ:
         raise ValueError(
-            f"the tape has more than {tape.LONGEST:,} nodes; PyTorch may end the process when so long a tape is freed "
-            "after it was looked at from Python. Inspect a part of the model"
+            f"the tape has more than {tape.MAX_NODES_READ:,} nodes; PyTorch may end the process when so long a tape "
+            "is freed after it was looked at from Python. Inspect a part of the model"
         )
     visited = tape.walk(outputs)
     index_of = {each.node: index for index, each in enumerate(visited)}
-    places = tape.parameter_places()
+    names = tape.all_parameter_names()
     nodes = []
     for each in visited:
         edges = tuple(
             None if following is None else (index_of[following], int(number))
             for following, number in each.node.next_functions
         )
-        place = places.get(id(each.node.variable)) if each.name == tape.LEAF else None
+        found = names.get(id(each.node.variable)) if each.name == tape.LEAF else None
         nodes.append(
             TapeNode(
-                each.name, each.sequence, None if place is None else place.name, tape.source_line(each.node), edges
+                each.name, each.sequence, None if found is None else found.name, tape.source_line(each.node), edges
             )
         )
     return TapeView(tuple(nodes))

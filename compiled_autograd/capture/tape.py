@@ -23,10 +23,10 @@ from torch.autograd.graph import GradientEdge
 from .. import ir
 
 LEAF = "AccumulateGrad"
-LONGEST = 10_000
-"""So many nodes of a tape are read from Python at most. A node that was once seen from Python is freed by recursion
-(2.13): a tape that is a chain of some 50,000 nodes, walked over ``next_functions`` and then dropped, overflows a stack
-of 8 MiB and ends the process, with PyTorch alone."""
+MAX_NODES_READ = 10_000
+"""The largest number of nodes of a tape that are read from Python. A node that was once seen from Python is freed by
+recursion (2.13): a tape that is a chain of some 50,000 nodes, walked over ``next_functions`` and then dropped,
+overflows a stack of 8 MiB and ends the process, with PyTorch alone."""
 LEAF_NUMBER = 2**64 - 1
 """The sequence number of all leaves, which makes them go first."""
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)')
@@ -97,11 +97,11 @@ def made_when(outputs: Sequence[torch.Tensor | GradientEdge]) -> tuple[int, ...]
 
 
 def first_nodes(outputs: Iterable[torch.Tensor | GradientEdge]) -> list[Any]:
-    """Nodes of the tape, one more than :data:`LONGEST` at most, in no order of any meaning."""
+    """Nodes of the tape, one more than :data:`MAX_NODES_READ` at most, in no order of any meaning."""
     worklist = root_nodes(outputs)
     seen = set(worklist)
     found: list[Any] = []
-    while worklist and len(found) <= LONGEST:
+    while worklist and len(found) <= MAX_NODES_READ:
         node = worklist.pop()
         found.append(node)
         for following, _ in node.next_functions:
@@ -178,7 +178,7 @@ def description(
 
     Tapes with one structure and one set of sizes have one number. Hooks, dtypes and undefined gradients are not in it.
     """
-    if len(first_nodes(outputs)) > LONGEST:
+    if len(first_nodes(outputs)) > MAX_NODES_READ:
         return fingerprint(outputs, inputs)
     parts: list[Any] = [accumulates]
     for visited in walk(outputs, inputs):
@@ -206,11 +206,11 @@ def join_order(
 
 def join_names(calls: Sequence[ir.TapeCall], visited: Sequence[Visited]) -> None:
     """Join parameters' names and source lines, after :func:`join_order` has found that the two agree."""
-    names = places_of([each.node.variable for each in visited if each.name == LEAF])
+    names = parameter_names_of([each.node.variable for each in visited if each.name == LEAF])
     for call, each in zip(calls[1:], visited, strict=True):
         if each.name == LEAF and id(each.node.variable) in names:
-            place = names[id(each.node.variable)]
-            call.parameter, call.module = place.name, place.outermost
+            found = names[id(each.node.variable)]
+            call.parameter, call.module = found.name, found.outermost
         call.source = source_line(each.node)
         call.saved = saved_by(each.node)
 
@@ -241,7 +241,7 @@ def _signed(value: Any) -> Any:
 
 
 @dataclass(frozen=True, slots=True)
-class Place:
+class ParameterName:
     """Where a parameter was found: its name from the outermost module, that one's class, and the module that has it as
     ``attribute``."""
 
@@ -256,20 +256,20 @@ class Place:
         return module is not None and module._parameters.get(self.attribute) is parameter
 
 
-_found: dict[int, Place] = {}
+_found: dict[int, ParameterName] = {}
 _in_no_module: set[tuple[int, int]] = set()
 """What was found of parameters, by ``id``, and those that were looked for in vain, by ``id`` and memory: to search all
 living objects takes as long as hundreds of captures, and is done once for each model. No parameter is referred to, not
 even weakly: ``torch.utils.swap_tensors``, by which ``Module.to`` may move them, refuses one that is."""
-_MOST_IN_NO_MODULE = 10_000
+_MAX_IN_NO_MODULE = 10_000
 
-_LONG, _SHARE = 0.3, 0.05
-"""Among millions of objects a search takes as long as a thousand captures. After one that took more than ``_LONG``
-seconds of the process's time, another model has no names until searches take no more than this share of that time."""
+_SLOW_SEARCH_SECONDS, _SEARCH_TIME_SHARE = 0.3, 0.05
+"""Among millions of objects a search takes as long as a thousand captures. After one that took more than these seconds
+of the process's time, another model has no names until searches take no more than this share of that time."""
 _next_search = 0.0
 
 
-def places_of(leaves: Sequence[torch.Tensor]) -> dict[int, Place]:
+def parameter_names_of(leaves: Sequence[torch.Tensor]) -> dict[int, ParameterName]:
     """``id`` of each leaf that is a parameter of a living module -> where it is."""
     parameters = [leaf for leaf in leaves if isinstance(leaf, torch.nn.Parameter)]
     if not all(_is_known(parameter) for parameter in parameters):
@@ -289,25 +289,25 @@ def _search(parameters: Sequence[torch.Tensor]) -> None:
     started = time.process_time()
     if started < _next_search:
         return
-    places = parameter_places()
+    names_by_id = all_parameter_names()
     ended = time.process_time()
-    _next_search = ended + (ended - started) / _SHARE if ended - started > _LONG else 0.0
-    if len(_in_no_module) > _MOST_IN_NO_MODULE:
+    _next_search = ended + (ended - started) / _SEARCH_TIME_SHARE if ended - started > _SLOW_SEARCH_SECONDS else 0.0
+    if len(_in_no_module) > _MAX_IN_NO_MODULE:
         _in_no_module.clear()
-    for key in [key for key, place in _found.items() if place.module() is None]:
+    for key in [key for key, found in _found.items() if found.module() is None]:
         del _found[key]
     for parameter in parameters:
-        if id(parameter) in places:
-            _found[id(parameter)] = places[id(parameter)]
+        if id(parameter) in names_by_id:
+            _found[id(parameter)] = names_by_id[id(parameter)]
         elif ir.is_plain(parameter):
             _in_no_module.add((id(parameter), parameter.data_ptr()))
 
 
-def parameter_places() -> dict[int, Place]:
+def all_parameter_names() -> dict[int, ParameterName]:
     """``id`` of each parameter of each living module -> where it is, seen from the outermost module that has it."""
     modules = [each for each in gc.get_objects() if _is_module(each)]
     inner = {id(child) for module in modules for child in module._modules.values() if child is not None}
-    places: dict[int, Place] = {}
+    names_by_id: dict[int, ParameterName] = {}
     for outermost in modules:
         if id(outermost) in inner:
             continue
@@ -315,10 +315,10 @@ def parameter_places() -> dict[int, Place]:
             for attribute, parameter in module._parameters.items():
                 if parameter is not None:
                     name = f"{path}.{attribute}" if path else attribute
-                    places.setdefault(
-                        id(parameter), Place(name, type(outermost).__name__, weakref.ref(module), attribute)
+                    names_by_id.setdefault(
+                        id(parameter), ParameterName(name, type(outermost).__name__, weakref.ref(module), attribute)
                     )
-    return places
+    return names_by_id
 
 
 def _is_module(candidate: Any) -> bool:

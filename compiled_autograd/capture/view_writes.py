@@ -63,7 +63,7 @@ class ViewWrites:
 def _described(outputs: Sequence[Any], inputs: Sequence[Any]) -> tuple[int, tuple[int | None, ...]] | None:
     """A number that tapes with one key of the engine's have in common, and the classes; None where they are unknown."""
     nodes = tape.first_nodes(outputs)
-    if len(nodes) > tape.LONGEST:
+    if len(nodes) > tape.MAX_NODES_READ:
         return None
     if inputs:  # of the others the key says nothing
         nodes = [visited.node for visited in tape.walk(outputs, inputs)]

@@ -19,11 +19,9 @@ TORCH_COMPILED_AUTOGRAD = Bypass(
 OTHER_THREAD = Bypass(
     "other_thread_in_backward", hint="the engine's seam belongs to the process; the next backward is captured again"
 )
-MOST_NESTED = 8
+MAX_NESTED = 8
 """Compiled backwards inside one another. Each takes more of Python's stack than one of the engine's."""
-DEEP = Bypass(
-    "deep_reentrant", hint=f"more than {MOST_NESTED} backwards inside one another; eager has threads for that"
-)
+DEEP = Bypass("deep_reentrant", hint=f"more than {MAX_NESTED} backwards inside one another; eager has threads for that")
 INSIDE_ENGINE_CALL = Bypass(
     "inside_engine_call", hint="called inside a backward whose tape has a hook made by C++, as retain_grad makes one"
 )
@@ -77,7 +75,7 @@ def before_capture(create_graph: bool, grads: Sequence[torch.Tensor | None], dep
     """
     if create_graph:
         return CREATE_GRAPH
-    if depth > MOST_NESTED:
+    if depth > MAX_NESTED:
         return DEEP
     if any(grad is not None and torch._C._functorch.is_legacy_batchedtensor(grad) for grad in grads):
         return BATCHED_GRADS

@@ -22,7 +22,7 @@ _OF_VIEWS = (
 """What :func:`ir.copy_slices_prologue` takes."""
 
 
-def place(tape: ir.TapeGraph, index: int) -> str:
+def call_name(tape: ir.TapeGraph, index: int) -> str:
     """A node of the tape as people know it: its number, its name, the parameter or layer it belongs to, its line."""
     call = tape.calls[index]
     if index == 0:
@@ -113,8 +113,8 @@ def node_name(tape: ir.TapeGraph, node: fx.Node) -> str:
     if node.target is operator.getitem:
         source, index = node.args
         assert isinstance(source, fx.Node)
-        return f"gradient {index} from {place(tape, source.meta['call'])}"
-    return f"what {place(tape, node.meta['call'])} gave"
+        return f"gradient {index} from {call_name(tape, source.meta['call'])}"
+    return f"what {call_name(tape, node.meta['call'])} gave"
 
 
 def _dimension(argument: Any, node: Any) -> int | None:
@@ -143,7 +143,7 @@ def _flat(argument: Any) -> Iterator[Any]:
 
 def argument_of(tape: ir.TapeGraph, call: fx.Node, position: int) -> str:
     """One argument of a call: ``saved self of MulBackward0 after 0``."""
-    where = place(tape, call.meta["call"])
+    where = call_name(tape, call.meta["call"])
     if call.target is ir.accumulate_grad:
         leaf = leaf_name(tape, call.meta["call"])
         return (leaf, f".grad of {leaf}", f"the gradient of {leaf}")[position]

@@ -15,10 +15,10 @@ from shadow_cache import Bypass, Failure, Miss, Timing, compile_counter
 
 from ..ir.partition import Region
 
-MANY = 8
-"""So many misses of one kind at one place are worth a warning."""
-_MOST_WARNED = 1000
-"""So many texts are kept of what was warned of; then the oldest goes, and may be warned of once more."""
+REPEATS_BEFORE_WARNING = 8
+"""Misses of one kind at one node before a warning."""
+_MAX_WARNED = 1000
+"""The largest number of texts kept of what was warned of; then the oldest goes, and may be warned of once more."""
 _ADDRESS = re.compile(r"\b0x[0-9a-fA-F]+")
 _warned: dict[str, None] = {}
 _NOT_REPEATING = ("first_seen", "evicted")
@@ -69,9 +69,10 @@ def count_repeats(counts: Counter[tuple[str, str]], reasons: Reasons) -> None:
         if not isinstance(miss, Miss) or miss.kind in _NOT_REPEATING:
             continue
         counts[miss.kind, miss.where] += 1
-        if counts[miss.kind, miss.where] == MANY:
+        if counts[miss.kind, miss.where] == REPEATS_BEFORE_WARNING:
             warn_once(
-                f"{MANY} backwards missed for the same reason, the last one: {miss}. Each such miss is compiled anew"
+                f"{REPEATS_BEFORE_WARNING} backwards missed for the same reason, the last one: {miss}. "
+                "Each such miss is compiled anew"
             )
 
 
@@ -91,7 +92,7 @@ def warn_once(text: str) -> None:
     if key in _warned:
         return
     _warned[key] = None
-    while len(_warned) > _MOST_WARNED:
+    while len(_warned) > _MAX_WARNED:
         _warned.pop(next(iter(_warned)), None)
     try:
         warnings.warn(f"compiled_autograd: {text}.", stacklevel=2)

@@ -13,7 +13,7 @@ from itertools import zip_longest
 from shadow_cache import Key, Miss
 
 from .. import ir
-from .node_names import argument_name, leaf_name, place, title, uses, value_name
+from .node_names import argument_name, call_name, leaf_name, title, uses, value_name
 
 _HOOKS = {
     "tensor_hook": "tensor hook",
@@ -93,7 +93,7 @@ def structure_miss(
         calls = [_called(each) for each in (nearest or (), key)]
         if calls[0] != calls[1]:
             return Miss("node_attribute", f"what was called, for {title(tape)}", calls[0], calls[1])
-    where = place(tape, depth)
+    where = call_name(tape, depth)
     if old_ends or nearest is None:
         return Miss("new_node", where, old=_END, new=key[0], hint=_WAY_HINT)
     if nearest[0] != key[0]:
@@ -174,12 +174,12 @@ def _undefined(tape: ir.TapeGraph, depth: int, old: str, new: str, shapes: Seque
         return None
     if len(patterns[0]) != len(patterns[1]):
         verb = "gives" if "validate_outputs" in after[0] else "takes"
-        what = f"{place(tape, depth)}: how many gradients it {verb}"
+        what = f"{call_name(tape, depth)}: how many gradients it {verb}"
         if depth == 0:
             what = "how many tensors the backward starts from"
         return Miss("node_attribute", what, str(len(patterns[0])), str(len(patterns[1])))
     texts = [" ".join("undefined" if undefined else "defined" for undefined in pattern) for pattern in patterns]
-    return Miss("undefined_gradients", place(tape, depth), old=texts[0], new=texts[1], hint=_UNDEFINED_HINT)
+    return Miss("undefined_gradients", call_name(tape, depth), old=texts[0], new=texts[1], hint=_UNDEFINED_HINT)
 
 
 def _of_call(tape: ir.TapeGraph, depth: int, old: str, new: str, shapes: Sequence[Sequence[int]] = ()) -> Miss | None:
@@ -187,7 +187,7 @@ def _of_call(tape: ir.TapeGraph, depth: int, old: str, new: str, shapes: Sequenc
     before, after = _CALL.fullmatch(old), _CALL.fullmatch(new)
     if before is None or after is None or before["function"] != after["function"]:
         return None
-    function, where = after["function"], place(tape, depth)
+    function, where = after["function"], call_name(tape, depth)
     if not function.startswith(_WITH_ARGUMENTS):
         return None
     arguments = [_arguments(match["arguments"]) for match in (before, after)]
@@ -218,7 +218,7 @@ def _of_dtypes(tape: ir.TapeGraph, depth: int, old: str, new: str) -> Miss | Non
         if one != other and _NUMBERS.fullmatch(one) and _NUMBERS.fullmatch(other):
             texts = next(((a, b) for a, b in zip(_words(one), _words(other), strict=False) if a != b), None)
             if texts is not None:
-                what = f"{place(tape, depth)}: what went in"
+                what = f"{call_name(tape, depth)}: what went in"
                 return Miss("dtype", what, _dtype(texts[0]), _dtype(texts[1]), _one("dtype"))
     return None
 
@@ -267,7 +267,7 @@ def _yes(text: str) -> str:
 
 def _of_output(tape: ir.TapeGraph, depth: int, old: str, new: str) -> Miss:
     """What the gradients that a node gives are made to be, for the nodes after it."""
-    what = "the loss" if depth == 0 else f"the gradient from {place(tape, depth)}"
+    what = "the loss" if depth == 0 else f"the gradient from {call_name(tape, depth)}"
     found = _of_options(what, old, new)
     if found is not None:
         return found
@@ -339,13 +339,13 @@ def _same_tensor(tape: ir.TapeGraph, depth: int, function: str, old: Sequence[st
             hint = "whether two nodes hold one tensor or two is part of the structure"
             leaf = leaf_name(tape, depth)
             what = name or ("what it saved" if function != "accumulate_grad" else leaf)
-            return Miss("node_attribute", f"{place(tape, depth)}: {what}", texts[0], texts[1], hint)
+            return Miss("node_attribute", f"{call_name(tape, depth)}: {what}", texts[0], texts[1], hint)
     return None
 
 
 def _wiring(tape: ir.TapeGraph, depth: int, nearest: Key, key: Key) -> Miss:
     """What a node's calls take comes from elsewhere, or the calls that belong to it are others."""
-    where = place(tape, depth)
+    where = call_name(tape, depth)
     old, new = (_sources(tape, depth, each) for each in (nearest, key))
     if old != new:
         hooked = any(a != b and any(f"= {hook}(" in b for hook in _HOOKS) for a, b in zip(nearest, key, strict=False))
@@ -376,7 +376,7 @@ def _source(tape: ir.TapeGraph, value: re.Match[str]) -> str:
     call = int(value["call"])
     several = len(tape.calls[call].edges or ()) > 1
     which = f"gradient {value['edge']}" if several else "the gradient"
-    return f"{which} from {place(tape, call)}"
+    return f"{which} from {call_name(tape, call)}"
 
 
 def _of_end(tape: ir.TapeGraph, nearest: Key, key: Key) -> Miss:

@@ -16,7 +16,7 @@ from ..cache.variants import Variant
 from ..diagnostics.bypass import INTERRUPTED
 from ..diagnostics.reporting import tell_of_own_error
 from ..guards.ambient import Ambient
-from ..policies.autotune import TUNING
+from ..policies.autotune import AUTOTUNE
 from .session import BYPASS, HIT, SHAPE_MISS, STRUCTURE_MISS, Outcome, Session
 
 if TYPE_CHECKING:
@@ -32,11 +32,11 @@ class Account:
 
     Attributes:
         session: who is told.
-        state: the backward; its log says what it did.
+        state: the backward; its context says what it did.
         graph: its structure.
         miss: how that differs from those known before; None where it was known.
         captured: whether the engine had to report the tape.
-        surroundings: the ambient state, once it was asked for.
+        ambient_state: the ambient state, once it was asked for.
         variant: what serves; None before that is known, and where the tape graph's calls run one by one.
         bypassed: nothing serves, and nothing may be compiled.
         reasons: why it is no hit.
@@ -47,7 +47,7 @@ class Account:
     graph: CompiledGraph
     miss: Miss | None
     captured: bool
-    surroundings: Ambient = ()
+    ambient_state: Ambient = ()
     variant: Variant | None = None
     bypassed: bool = False
     reasons: list[Bypass | Miss | Failure] = field(default_factory=list)
@@ -75,36 +75,42 @@ class Account:
             raise
         finally:
             self.state.told = True
-            log = self.state.log
-            self.session.record(outcome, self.captured, log.compiles, log.loads)
+            context = self.state.context
+            self.session.record(outcome, self.captured, context.report.compiles, context.report.loads)
 
     def _outcome(self) -> Outcome:
-        log = self.state.log
+        context = self.state.context
         if self.variant is None and not self.reasons:  # it has not come to anything
             self.bypassed, self.reasons = True, [INTERRUPTED]
-        missed = SHAPE_MISS if self.reasons or log.compiles > log.background else HIT
+        missed = SHAPE_MISS if self.reasons or context.report.compiles > context.report.background else HIT
         kind = BYPASS if self.bypassed else missed if self.miss is None else STRUCTURE_MISS
-        return Outcome(kind, self.graph, tuple(self.reasons), log.seconds)
+        return Outcome(kind, self.graph, tuple(self.reasons), context.report.seconds)
 
     def _settle(self, failed: bool) -> Outcome:
-        log, tune = self.state.log, self.session.settings.tune and not failed
-        log.seconds["run"] = time.perf_counter() - self._started
-        self.reasons.extend(log.misses)
-        if log.uncompiled:
-            waits = "they are compiled in the background" if log.submit is not None else "on_miss does not compile"
-            self.reasons.append(Miss("guard", f"{log.uncompiled} regions", hint=f"{waits}; their calls ran one by one"))
-        self.reasons.extend(failure for failure in log.failures if failure not in self.reasons)
+        context, tune = self.state.context, self.session.settings.tune and not failed
+        context.report.seconds["run"] = time.perf_counter() - self._started
+        self.reasons.extend(context.report.misses)
+        if context.report.uncompiled:
+            waits = "they are compiled in the background" if context.submit is not None else "on_miss does not compile"
+            self.reasons.append(
+                Miss("guard", f"{context.report.uncompiled} regions", hint=f"{waits}; their calls ran one by one")
+            )
+        self.reasons.extend(failure for failure in context.report.failures if failure not in self.reasons)
         outcome = self._outcome()
         reasons = self.reasons
         if outcome.outcome == HIT and tune and self.variant is not None:
-            TUNING.hit(self.variant, log.seconds["capture"] + log.seconds["run"], lambda: self.state.fingerprint)
-        if not reasons and not log.compiles:
+            AUTOTUNE.hit(
+                self.variant,
+                context.report.seconds["capture"] + context.report.seconds["run"],
+                lambda: self.state.fingerprint,
+            )
+        if not reasons and not context.report.compiles:
             return outcome
-        cost = sum(log.seconds.get(stage, 0.0) for stage in ("lower", "compile"))
+        cost = sum(context.report.seconds.get(stage, 0.0) for stage in ("lower", "compile"))
         if reasons and isinstance(reasons[0], Miss):
-            walk = log.seconds.get("capture", 0.0) if self.captured else 0.0
+            walk = context.report.seconds.get("capture", 0.0) if self.captured else 0.0
             reasons[0] = msgspec.structs.replace(reasons[0], seconds=cost + walk)
-        if self.variant is not None and (log.compiles or log.mismatches):
+        if self.variant is not None and (context.report.compiles or context.report.mismatches):
             self._store(self.variant, cost)
         outcome.reasons = tuple(reasons)
         return outcome
@@ -115,11 +121,11 @@ class Account:
         if disk is None:
             return
         misses = [reason for reason in self.reasons if isinstance(reason, Miss)]
-        found = self.state.log.mismatches
+        found = self.state.context.report.mismatches
         misses += [Miss("mismatch", each.where, _REAL_CALLS, each.error, each.instead) for each in found]
         try:
             variant.not_stored = disk.save(
-                self.graph, variant, self.session.settings, self.surroundings, misses, seconds
+                self.graph, variant, self.session.settings, self.ambient_state, misses, seconds
             )
             disk.record(self.graph, None if variant.not_stored else variant.entry, misses)
         except Exception as error:  # noqa: BLE001  the step is done: what cannot be stored is compiled again elsewhere

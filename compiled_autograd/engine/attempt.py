@@ -17,7 +17,7 @@ from ..cache.variants import Handover
 from ..capture import tape
 from ..capture.capture import Capture
 from ..runtime.running_backward import Running
-from ..steps.run_context import RunLog
+from ..steps.run_context import RunContext
 from ..threads.gate import Token, take
 from .devices import on_device
 from .execution import execute
@@ -101,7 +101,8 @@ class Attempt:
         graph, handover = self.graph, self.handover
         assert graph is not None and handover is not None
         call, self.ran = self.call, True
-        log = RunLog(seconds={"capture": time.perf_counter() - self.started})
+        context = RunContext()
+        context.report.add("capture", time.perf_counter() - self.started)
         checkpoint_valid = call.accumulate_grad and not call.inputs
         state = self.state = Running(
             call.outputs,
@@ -109,7 +110,7 @@ class Attempt:
             call.accumulate_grad,
             call.keep_graph,
             checkpoint_valid,
-            log,
+            context,
             graph.tape.order,
         )
         with on_device(graph.tape.cuda_device):

@@ -27,14 +27,14 @@ from ..diagnostics.bypass import (
     EVERY_TAPE_NEW,
     FORKED,
     INTERRUPTED,
-    MOST_NESTED,
+    MAX_NESTED,
     ON_MISS,
     TRACING,
     before_capture,
 )
 from ..errors import BrokenCaptureError, CacheMissError, UnsupportedBackwardError
 from ..guards.ambient import ambient
-from ..policies.autotune import TUNING
+from ..policies.autotune import AUTOTUNE
 from ..policies.background import BACKGROUND
 from ..threads.gate import GATE, threads_running
 from ..torch_api.version_differences import words_for_unused
@@ -44,7 +44,7 @@ from .execution import depth, find_variant, on_eager, running
 from .handles import LEFT_TO_EAGER
 from .seam import ask_engine, run_backward, walking
 from .session import BYPASS, Outcome, Session, current
-from .streams import WATCH
+from .streams import STREAMS
 
 
 class Engine(_ImperativeEngine):
@@ -65,7 +65,7 @@ class Engine(_ImperativeEngine):
         session = current()
         if session is None:
             return _eager(call)
-        if depth() <= MOST_NESTED or create_graph or session.settings.on_unsupported == "raise":
+        if depth() <= MAX_NESTED or create_graph or session.settings.on_unsupported == "raise":
             return _run(session, call)
         started = time.perf_counter()
         try:  # here, and not in functions of its own: there is not much left of Python's stack
@@ -113,7 +113,7 @@ def install() -> None:
     )
     _keep_from_dynamo(Engine.run_backward.__code__)
     GATE.expect_unseen(lambda: threads_running(code))
-    WATCH.install()
+    STREAMS.install()
 
 
 def _keep_from_dynamo(code: Any) -> None:
@@ -159,15 +159,15 @@ def _run(session: Session, call: Call) -> Any:
 
 def _run_attempt(session: Session, call: Call, attempt: Attempt) -> Any:
     reason = before_capture(call.create_graph, call.grads, depth())
-    if reason is None and WATCH.in_use:
-        reason = WATCH.reason(call.outputs)
+    if reason is None and STREAMS.in_use:
+        reason = STREAMS.reason(call.outputs)
     if reason is None and session.settings.on_miss == "raise":
         _raise_if_missing(attempt)
     if reason is None and session.settings.on_miss == "background" and BACKGROUND.busy:
         reason = COMPILING if BACKGROUND.busy_with(call.fingerprint()) else None
-    if reason is None and TUNING.active and session.settings.tune:
+    if reason is None and AUTOTUNE.active and session.settings.tune:
         tape_name = call.fingerprint()  # the tape is gone once eager has run
-        trial = TUNING.find(tape_name, session.settings.key)
+        trial = AUTOTUNE.find(tape_name, session.settings.key)
         eagers_turn = None if trial is None else trial.reason()
         if eagers_turn is not None:
             return _on_trial(attempt, eagers_turn, tape_name)
@@ -191,7 +191,7 @@ def _on_trial(attempt: Attempt, reason: Bypass, tape_name: int) -> Any:
     """The eager engine's turn, timed."""
     started = time.perf_counter()
     results = _bypass(attempt, reason)
-    TUNING.eager(tape_name, attempt.session.settings.key, time.perf_counter() - started)
+    AUTOTUNE.eager(tape_name, attempt.session.settings.key, time.perf_counter() - started)
     return results
 
 
@@ -209,14 +209,14 @@ def _raise_if_missing(attempt: Attempt) -> None:
         attempt.told = probing.told
     misses = [] if probing.miss is None else [probing.miss]
     if reason is None:
-        graph, surroundings = probing.graph, ambient()
+        graph, ambient_state = probing.graph, ambient()
         assert graph is not None and probing.handover is not None
-        variant, other = find_variant(session, graph, surroundings, probing.handover)
+        variant, other = find_variant(session, graph, ambient_state, probing.handover)
         if variant is not None:
             misses = []
         else:
             new = bool(misses) or not graph.variants  # to this process: then the store knows more
-            explained = graph.explain(session.settings, surroundings, probing.handover)
+            explained = graph.explain(session.settings, ambient_state, probing.handover)
             misses = [other] if other is not None and new else misses or explained
     if misses:
         attempt.tell(Outcome(BYPASS, reasons=(ON_MISS, *misses)))
@@ -239,6 +239,6 @@ def _bypass(attempt: Attempt, reason: Bypass, misses: Sequence[Miss] = ()) -> An
 
 def _eager(call: Call) -> Any:
     """The eager engine, as if we were not there."""
-    if WATCH.in_use and call.create_graph:
-        WATCH.differentiable(call.outputs)
+    if STREAMS.in_use and call.create_graph:
+        STREAMS.differentiable(call.outputs)
     return on_eager(run_backward, call, call.allow_unreachable)

@@ -17,7 +17,7 @@ import torch
 from shadow_cache import Failure, Miss
 
 from ..cache.disk import disk_for
-from ..cache.graphs import OFTEN, CompiledGraph
+from ..cache.graphs import REUSES_WORTH_COMPILING, CompiledGraph
 from ..cache.variants import Handover, Variant
 from ..diagnostics.bypass import FORKED, ON_MISS
 from ..diagnostics.reporting import failure_of
@@ -27,7 +27,7 @@ from ..ir import nan_checks
 from ..policies.background import BACKGROUND
 from ..runtime.program import Program
 from ..runtime.running_backward import Running
-from ..steps.run_context import RunLog, no_hooks
+from ..steps.run_context import RunContext, no_hooks
 from ..steps.steps import RegionStep, Slots
 from ..threads.forks import can_compile
 from ..threads.gate import GATE, take
@@ -74,7 +74,7 @@ def execute(
 
     Args:
         session: whose settings hold, and who is told.
-        state: what is answered to those who ask meanwhile; its log has the seconds of the capture.
+        state: what is answered to those who ask meanwhile; its context has the seconds of the capture.
         graph: the structure of what was handed over.
         handover: what the engine gave.
         miss: how the structure differs from those known before; None where it was known.
@@ -95,9 +95,9 @@ def execute(
         account.close_after(error)
         raise
     account.close()
-    if state.log.mismatches and session.settings.check_every:
-        raise GradientMismatchError(state.log.mismatches)
-    if state.log.uncompiled and session.settings.on_miss == "raise":
+    if state.context.report.mismatches and session.settings.check_every:
+        raise GradientMismatchError(state.context.report.mismatches)
+    if state.context.report.uncompiled and session.settings.on_miss == "raise":
         raise CacheMissError(account.reasons, ran=True)
     return results
 
@@ -112,12 +112,12 @@ def _with_state(state: Running, account: Account, handover: Handover) -> list[to
     grad_mode, saved_hooks = torch.is_grad_enabled(), _saved_tensor_hooks()
     try:
         _thread.running, _thread.depth = state, outer_depth + 1
-        state.log.late_hooks = state.late_hooks
+        state.context.late_hooks = state.late_hooks
         torch._C._set_grad_enabled(False)
         return _run(state, account, handover)
     finally:
         _thread.running, _thread.depth = outer, outer_depth
-        state.log.late_hooks = no_hooks  # else the two hold each other, and the tape with them
+        state.context.late_hooks = no_hooks  # else the two hold each other, and the tape with them
         try:
             torch._C._set_grad_enabled(grad_mode)
         finally:
@@ -125,64 +125,68 @@ def _with_state(state: Running, account: Account, handover: Handover) -> list[to
 
 
 def _run(state: Running, account: Account, handover: Handover) -> list[torch.Tensor | None]:
-    session, graph, log, miss = account.session, account.graph, state.log, account.miss
+    session, graph, context, miss = account.session, account.graph, state.context, account.miss
     forked = not can_compile()
-    log.prove, log.check_every = session.settings.check is not False, session.settings.check_every
-    log.may_compile = session.settings.on_miss == "compile" and not forked
+    context.prove, context.check_every = session.settings.check is not False, session.settings.check_every
+    context.may_compile = session.settings.on_miss == "compile" and not forked
     try:
         if torch.autograd._profiler_enabled():
-            log.profile = state.profile(graph.tape)
-        surroundings = account.surroundings = ambient()
+            context.profile = state.profile(graph.tape)
+        ambient_state = account.ambient_state = ambient()
         if session.settings.on_miss == "background" and not forked:
-            log.submit = functools.partial(_submit, state, surroundings)
-        variant, other = find_variant(session, graph, surroundings, handover)
+            context.submit = functools.partial(_submit, state, ambient_state)
+        variant, other = find_variant(session, graph, ambient_state, handover)
         account.variant = variant
         if variant is not None and variant.entry is not None:
-            graph.met = max(graph.met, OFTEN)  # another process has met this structure
+            graph.met = max(graph.met, REUSES_WORTH_COMPILING)  # another process has met this structure
             account.miss, account.reasons = None, []
         elif variant is None and miss is not None:
-            account.miss = other or _nearest_stored(session, graph, handover, miss, log)
+            account.miss = other or _nearest_stored(session, graph, handover, miss, context)
             account.reasons = [account.miss]
         elif variant is None and other is not None and (not graph.variants or other.kind == "corrupt"):
             account.reasons = [other]  # it says more than what this process can compare with
         if variant is None and session.settings.compiles and not forked:
-            variant, variant_misses = _add(session, graph, surroundings, handover, log)
+            variant, variant_misses = _add(session, graph, ambient_state, handover, context)
             account.reasons.extend(variant_misses[1:] if account.reasons else variant_misses)
         elif variant is None:
-            why = account.reasons or graph.explain(session.settings, surroundings, handover)
+            why = account.reasons or graph.explain(session.settings, ambient_state, handover)
             account.bypassed, account.reasons = True, [FORKED if forked else ON_MISS, *why]
         account.variant = variant
-        results = graph(handover) if variant is None else variant.program.run(handover.slots(), log)
-        log.call = 0
+        results = graph(handover) if variant is None else variant.program.run(handover.slots(), context)
+        context.call = 0
         for callback in state.callbacks:  # one may queue another
             callback()
-        if log.mismatches and log.check_every:
-            raise GradientMismatchError(log.mismatches)
+        if context.report.mismatches and context.check_every:
+            raise GradientMismatchError(context.report.mismatches)
         return results
     except Exception:
-        if log.call and torch.is_anomaly_enabled():
-            nan_checks.tell_of_forward(state.nodes[log.call - 1])
+        if context.call and torch.is_anomaly_enabled():
+            nan_checks.tell_of_forward(state.nodes[context.call - 1])
         raise
 
 
-def _submit(state: Running, surroundings: Ambient, program: Program, step: RegionStep, slots: Slots) -> None:
+def _submit(state: Running, ambient_state: Ambient, program: Program, step: RegionStep, slots: Slots) -> None:
     """Have a region compiled in the background. The step goes on without that, and so it does if that fails."""
     try:
-        BACKGROUND.submit(program, step, slots, state.fingerprint, surroundings)
+        BACKGROUND.submit(program, step, slots, state.fingerprint, ambient_state)
     except Exception as error:  # noqa: BLE001  a later step tries again
-        state.log.failures.append(failure_of("submit", program.specialiser.backend.name, step.region, error))
+        state.context.report.failures.append(
+            failure_of("submit", program.region_compiler.backend.name, step.region, error)
+        )
 
 
 def find_variant(
-    session: Session, graph: CompiledGraph, surroundings: Ambient, handover: Handover
+    session: Session, graph: CompiledGraph, ambient_state: Ambient, handover: Handover
 ) -> tuple[Variant | None, Miss | None]:
     """What serves a backward, in memory or in the store on disk; or None, and why what the store has does not."""
-    variant = graph.find(session.settings.key, surroundings, handover)
+    variant = graph.find(session.settings.key, ambient_state, handover)
     disk = None if variant is not None else disk_for(session.settings)
-    return (variant, None) if disk is None else disk.find(graph, session.settings, surroundings, handover)
+    return (variant, None) if disk is None else disk.find(graph, session.settings, ambient_state, handover)
 
 
-def _nearest_stored(session: Session, graph: CompiledGraph, handover: Handover, miss: Miss, log: RunLog) -> Miss:
+def _nearest_stored(
+    session: Session, graph: CompiledGraph, handover: Handover, miss: Miss, context: RunContext
+) -> Miss:
     """A structure miss, told by the store where it knows more."""
     disk = disk_for(session.settings)
     if disk is None:
@@ -193,7 +197,9 @@ def _nearest_stored(session: Session, graph: CompiledGraph, handover: Handover, 
         return disk.explain(graph, miss, shapes)
     except Exception as error:  # noqa: BLE001  the tape is released by now, and only the reason is not known
         what = f"{type(error).__name__}: {error}"
-        log.failures.append(Failure("explain", repr(graph), what, "the reason is that of this process alone"))
+        context.report.failures.append(
+            Failure("explain", repr(graph), what, "the reason is that of this process alone")
+        )
         return miss
 
 
@@ -223,12 +229,12 @@ def _restore_saved_tensor_hooks(hooks: list[Any]) -> None:
 
 
 def _add(
-    session: Session, graph: CompiledGraph, surroundings: Ambient, handover: Handover, log: RunLog
+    session: Session, graph: CompiledGraph, ambient_state: Ambient, handover: Handover, context: RunContext
 ) -> tuple[Variant | None, Sequence[Miss | Failure]]:
     """A new variant; or None where making one failed, and the tape graph's calls are to be run one by one."""
     try:
-        return graph.add(session.settings, surroundings, handover)
+        return graph.add(session.settings, ambient_state, handover)
     except Exception as error:  # noqa: BLE001  the tape is released by now: the step must go on from the tape graph
         failure = Failure("plan", repr(graph), f"{type(error).__name__}: {error}", "its calls run one by one")
-        log.failures.append(failure)
+        context.report.failures.append(failure)
         return None, [failure]

@@ -12,7 +12,7 @@ from shadow_cache import Key
 
 from .. import ir
 from ..cache.disk import disk_for
-from ..cache.graphs import GRAPHS, MOST_NODES, MOST_STRUCTURES, CompiledGraph
+from ..cache.graphs import GRAPHS, MAX_NODES, MAX_STRUCTURES, CompiledGraph
 from ..cache.variants import Handover
 from ..capture import tape
 from ..capture.grad_dtypes import GradDtypes, with_grad_dtypes
@@ -24,8 +24,8 @@ from .session import Session
 LEFT_TO_EAGER: set[int] = set()
 """Descriptions of tapes that ``on_miss="eager"`` found not to be in the cache: the engine need not be asked again."""
 
-_MOST_OTHERS = 64
-"""So many graphs for tapes with one key of the engine's are kept, before they are forgotten and looked for anew."""
+_MAX_OTHERS = 64
+"""The largest number of graphs for tapes with one key of the engine's; then they are forgotten, and found anew."""
 
 
 class Handle:
@@ -68,7 +68,7 @@ class Handle:
             graph, is_kept = _of_other_tape(attempt, self.graph, other, in_order)
             if not is_kept:
                 return graph
-            if len(self.others) >= _MOST_OTHERS:
+            if len(self.others) >= _MAX_OTHERS:
                 self.others.clear()
             self.others[key] = graph
         return graph
@@ -86,7 +86,7 @@ def new_graph(attempt: Attempt, ordered: ir.TapeGraph, keys: Sequence[Key]) -> C
     if crowded:
         attempt.crowded = True
         warn_once(
-            f"more than {MOST_STRUCTURES} structures were captured, or more than {MOST_NODES} nodes in all, and "
+            f"more than {MAX_STRUCTURES} structures were captured, or more than {MAX_NODES} nodes in all, and "
             "the half used least recently was let go. Where a tape is another at every step, ca.disable() around "
             "its backward saves capturing it"
         )

@@ -21,7 +21,7 @@ from backends.garbage_collection import RARELY
 from shadow_cache import Bypass
 
 from .. import ir
-from ..cache.graphs import GRAPHS, MOST_STRUCTURES, CompiledGraph
+from ..cache.graphs import GRAPHS, MAX_STRUCTURES, CompiledGraph
 from ..cache.variants import Handover
 from ..capture import tape
 from ..capture.capture import Capture
@@ -38,7 +38,7 @@ from ..diagnostics.bypass import (
 )
 from ..errors import BrokenCaptureError, CaptureRefusedError
 from ..ir.order import in_engine_order
-from ..policies.admission import CHURN
+from ..policies.admission import ADMISSION
 from ..threads.forks import can_compile
 from ..threads.gate import GATE, take
 from ..torch_api.op_registry import captures_of_others, find_op, others_are_on, share_op
@@ -67,9 +67,9 @@ def walking() -> bool:
     return _thread.attempt is not None
 
 
-MOST_REPORTS = 8 * MOST_STRUCTURES
-"""After so many the engine is made to forget, and captures anew what comes back. It keeps something of each tape that
-it has reported, also where nothing was made of it, or where it is another to the engine alone."""
+MAX_REPORTS = 8 * MAX_STRUCTURES
+"""After this many reports the engine is made to forget, and captures anew what comes back. It keeps something of each
+tape that it has reported, also where nothing was made of it, or where it is another to the engine alone."""
 _reports = 0
 
 _Answer = tuple[Callable[..., Any], Handle]
@@ -211,9 +211,9 @@ def _begin() -> Capture:
     global _asked_to_forget, _reports
     assert _thread.attempt is not None
     _reports += 1
-    _asked_to_forget = _asked_to_forget or _reports >= MOST_REPORTS
+    _asked_to_forget = _asked_to_forget or _reports >= MAX_REPORTS
     settings = _thread.attempt.session.settings
-    if settings.tune and settings.compiles and CHURN.refuses():
+    if settings.tune and settings.compiles and ADMISSION.refuses():
         raise CaptureRefusedError(EVERY_TAPE_NEW)
     capture = Capture(share_op, find_op, _finish)
     _thread.attempt.begin_capture(capture)
@@ -226,7 +226,7 @@ def _finish(captured: ir.TapeGraph, capture: Capture) -> _Answer:
     assert attempt is not None
     captured.cuda_device = cuda_device(captured)
     refuse_others(captured, attempt.call.inputs)
-    short = len(captured.calls) <= tape.LONGEST
+    short = len(captured.calls) <= tape.MAX_NODES_READ
     visited = tape.walk(attempt.call.outputs, attempt.call.inputs) if short else []
     agrees = short and tape.join_order(captured.calls, visited, attempt.call.outputs)
     ordered = in_engine_order(captured)
@@ -242,7 +242,7 @@ def _finish(captured: ir.TapeGraph, capture: Capture) -> _Answer:
             LEFT_TO_EAGER.add(attempt.call.description())
             raise CaptureRefusedError(ON_MISS)
         graph = new_graph(attempt, ordered, keys)
-        CHURN.captured(graph)
+        ADMISSION.captured(graph)
     else:
         graph.met += 1
     written = any(call.name == NAME for call in captured.calls)

@@ -103,7 +103,7 @@ class Session:
     def graphs(self) -> list[CompiledGraph]:
         """The structures that this session captured or compiled, in the order in which it met them.
 
-        Those that the process has let go of since are not among them, see :data:`graphs.MOST_STRUCTURES`.
+        Those that the process has let go of since are not among them, see :data:`graphs.MAX_STRUCTURES`.
         """
         return list(self._graphs.values())
 

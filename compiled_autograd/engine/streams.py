@@ -39,7 +39,7 @@ import torch
 
 from shadow_cache import Bypass
 
-from ..capture.tape import LEAF_NUMBER, LONGEST, first_nodes
+from ..capture.tape import LEAF_NUMBER, MAX_NODES_READ, first_nodes
 from ..diagnostics.bypass import STREAM_CAPTURE, on_other_streams
 
 Streams = tuple[tuple[int, int], ...] | None
@@ -47,10 +47,10 @@ Streams = tuple[tuple[int, int], ...] | None
 DEFAULT: Streams = ()
 UNKNOWN: Streams = None
 
-_MOST_CHANGES = 1024
-"""So many changes are kept of a thread; of older nodes it is then not known where they were recorded."""
-_MOST_THREADS = 64
-"""So many threads are kept apart, as far as they recorded on other streams than the default ones."""
+_MAX_CHANGES = 1024
+"""The largest number of changes kept of one thread; of older nodes it is then not known where they were recorded."""
+_MAX_THREADS = 64
+"""The largest number of threads that are told apart, of those that recorded on other streams than the default ones."""
 _SETTERS = ("_cuda_setStream", "_accelerator_setStream")
 """What ``torch.cuda.stream``, ``torch.cuda.set_stream`` and ``torch.accelerator.set_stream`` end in."""
 
@@ -104,8 +104,8 @@ class _Thread:
             self.changes.pop()  # nothing was recorded there
         if not self.changes or self.changes[-1][1] != streams:
             self.changes.append((number, streams))
-        if len(self.changes) > _MOST_CHANGES:
-            self.changes[: _MOST_CHANGES // 2] = [(0, UNKNOWN)]
+        if len(self.changes) > _MAX_CHANGES:
+            self.changes[: _MAX_CHANGES // 2] = [(0, UNKNOWN)]
 
     def at(self, number: int) -> Streams:
         """The streams under which a node was recorded."""
@@ -123,7 +123,7 @@ class _Thread:
         return len(self.changes) == 1 and self.changes[0][1] == streams
 
 
-class Watch:
+class StreamWatch:
     """Knows on which streams the nodes of the process were recorded.
 
     Attributes:
@@ -199,8 +199,8 @@ class Watch:
         if mine.only(now) and not others:
             return None
         nodes = first_nodes(outputs)
-        if len(nodes) > LONGEST:
-            return on_other_streams(f"some node of a tape of more than {LONGEST} nodes")
+        if len(nodes) > MAX_NODES_READ:
+            return on_other_streams(f"some node of a tape of more than {MAX_NODES_READ} nodes")
         numbers = [number for node in nodes if (number := type(node)._sequence_nr(node)) != LEAF_NUMBER]
         if not numbers:
             return None
@@ -236,12 +236,12 @@ class Watch:
         with self._lock:
             mine.listed = True
             self._threads.append(mine)
-            if len(self._threads) > _MOST_THREADS:
+            if len(self._threads) > _MAX_THREADS:
                 self._merge_threads()
 
     def _merge_threads(self) -> None:
         """Of the older half, those that are back on default streams become one, of which nothing is known."""
-        older, newer = self._threads[: _MOST_THREADS // 2], self._threads[_MOST_THREADS // 2 :]
+        older, newer = self._threads[: _MAX_THREADS // 2], self._threads[_MAX_THREADS // 2 :]
         done = [each for each in older if each.changes[-1][1] == DEFAULT]
         if done:
             for each in done:
@@ -284,6 +284,6 @@ def _set(owner: Any, name: str, value: Any) -> None:
                 ctypes.pythonapi.PyType_Modified(ctypes.py_object(owner))
 
 
-WATCH = Watch()
+STREAMS = StreamWatch()
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=WATCH.reset_after_fork)
+    os.register_at_fork(after_in_child=STREAMS.reset_after_fork)

@@ -20,7 +20,7 @@ from .. import ir
 
 _OURS = "compiled_autograd"
 _WHOLE_NAMES = {"CopySlices": "torch::autograd::CopySlices"}
-Place = tuple[int, int]
+ResultIndex = tuple[int, int]
 """A node of the tape, as an index into ``TapeGraph.calls``, and the number of what it gave."""
 
 
@@ -45,7 +45,7 @@ class Flags:
         givers: what :func:`givers` gave.
 
     Attributes:
-        places: where was looked.
+        looked_at: where was looked.
         found: for each of them, a boolean tensor of one element.
     """
 
@@ -53,7 +53,7 @@ class Flags:
         self._givers = givers
         self._seen: list[torch.Tensor] = []
         self._ids: set[int] = set()
-        self.places: list[Place] = []
+        self.looked_at: list[ResultIndex] = []
         self.found: list[torch.Tensor] = []
 
     def look(self, node: fx.Node, given: Any) -> None:
@@ -65,16 +65,16 @@ class Flags:
             if isinstance(value, torch.Tensor) and id(value) not in self._ids:
                 self._seen.append(value)  # else another one may come to have its id
                 self._ids.add(id(value))
-                self.places.append((call, index))
+                self.looked_at.append((call, index))
                 self.found.append(torch.isnan(value).any())
 
 
 class NaNFoundError(Exception):
     """A node gave a NaN. Within a run only: the user sees the engine's own words."""
 
-    def __init__(self, place: Place) -> None:
-        super().__init__(place)
-        self.call, self.index = place
+    def __init__(self, which: ResultIndex) -> None:
+        super().__init__(which)
+        self.call, self.index = which
 
 
 def check(call: int, given: Sequence[Any]) -> None:

@@ -50,8 +50,8 @@ class Accumulate:
 
 Step = Region | Opaque | Accumulate
 
-LONGEST = 6_000
-"""So many calls a region has at most where compiling takes long: for these Inductor takes a quarter of a minute."""
+MAX_CALLS_OF_SLOW_REGION = 6_000
+"""The largest number of calls of a region where compiling is slow: for these Inductor takes a quarter of a minute."""
 
 
 BRANCHES_ON_FAKE_TENSORS = frozenset({"ProdBackward0", "ProdBackward1", "MaskedFillBackward1"})
@@ -93,7 +93,7 @@ def cut(
     """Steps for a run of calls. Values used by calls that are not among ``nodes`` become outputs.
 
     Args:
-        longest: so many calls a region has at most, and the rest of the items that its last call gives.
+        longest: the largest number of calls of a region, beside the other items that its last call gives.
     """
     steps: list[Step] = []
     region: list[fx.Node] = []

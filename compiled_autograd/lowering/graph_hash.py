@@ -30,7 +30,7 @@ def kinds_of_inputs(graph_module: fx.GraphModule, examples: Sequence[Any]) -> li
     return kinds
 
 
-def likeness(graph_module: fx.GraphModule, examples: Sequence[Any]) -> Hashable | None:
+def graph_hash(graph_module: fx.GraphModule, examples: Sequence[Any]) -> Hashable | None:
     """Equal for graphs that a backend makes the same of, in one state of the process; None where it is not known."""
     kinds = kinds_of_inputs(graph_module, examples)
     if kinds is None:

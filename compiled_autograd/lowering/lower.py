@@ -20,7 +20,7 @@ from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_
 from ..errors import IllegalGraphError, UntraceableError
 from ..guards.shapes import Spec, is_static
 from ..ir import is_plain
-from ..ir.nan_checks import Flags, Place
+from ..ir.nan_checks import Flags, ResultIndex
 from ..ir.partition import Region
 from ..steps.accumulate import copy_laid_out_as, obeys_layout, own_copy
 from ..steps.memory import has_bit
@@ -69,7 +69,7 @@ class Lowered:
     apart: list[fx.Node]
     leaves: dict[fx.Node, int | None]
     passed: dict[fx.Node, int]
-    flags: list[Place]
+    flags: list[ResultIndex]
     symbols: Symbols | None
 
 
@@ -167,7 +167,7 @@ def lower(
     graph_module.recompile()
     bits = [place for place, index in enumerate(taken_in) if plain and has_bit(given[index])]
     return Lowered(
-        graph_module, examples, taken_in, bits, value_positions, apart, leaf_positions, passed, flags.places, symbols
+        graph_module, examples, taken_in, bits, value_positions, apart, leaf_positions, passed, flags.looked_at, symbols
     )
 
 

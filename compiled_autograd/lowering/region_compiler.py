@@ -24,22 +24,22 @@ from ..guards.shapes import Spec, spec_of, widened
 from ..guards.value_kinds import kind_of_value
 from ..steps.compiled_calls import make_plain, put_results, run_compiled
 from ..steps.memory import is_out_of_memory
-from ..steps.run_context import RunLog
-from ..steps.steps import RegionStep, Slots, Specialised
+from ..steps.run_context import RunContext, RunReport
+from ..steps.steps import CompiledRegion, RegionStep, Slots
 from ..threads.forks import compiles_under
 from . import aten
-from .graph_hash import likeness
+from .graph_hash import graph_hash
 from .lower import Lowered, leaf_of, lower
-from .stored_regions import AtHand, Shelf, copy_of
+from .stored_regions import InMemoryGraph, StoredRegions, copy_of
 from .wiring import all_copied, owned, wiring_of
 
 Pass = Callable[[fx.GraphModule], fx.GraphModule | None]
 COMPILING = compiles_under(threading.RLock())  # neither tracing nor Inductor can be used by two threads at once
-_MOST_OPAQUE = 4
-"""So many calls stay opaque because they cannot be traced with symbols, before a region is rather compiled for each
-set of shapes by itself."""
-MOST_GUARDED = 8
-"""So many compiled versions of a region are kept beside one another before the oldest goes."""
+_MAX_OPAQUE = 4
+"""The largest number of calls that stay opaque because they cannot be traced with symbols, before a region is rather
+compiled for each set of shapes by itself."""
+MAX_GUARDED = 8
+"""The largest number of compiled versions of a region beside one another; then the oldest goes."""
 
 
 RunCompiled = Callable[[Callable[[list[Any]], Sequence[Any]], list[Any]], Sequence[Any]]
@@ -52,7 +52,7 @@ def compile_here(backend: Backend, graph_module: fx.GraphModule, examples: Seque
         return backend.compile(graph_module, examples)
 
 
-class Specialiser:
+class RegionCompiler:
     """Compiles regions.
 
     Args:
@@ -70,8 +70,8 @@ class Specialiser:
         self.passes = tuple(passes)
         self.specs = dict(specs)
         self.dynamic = dynamic
-        self.shelf: Shelf | None = None
-        self.finished: list[RunLog] = []
+        self.stored: StoredRegions | None = None
+        self.finished: list[RunReport] = []
         self.regions: Callable[[], Iterable[RegionStep]] = tuple
         self.name_of: Callable[[fx.Node], str] = str  # for people
         self.title: Callable[[], str] = lambda: "a tape"
@@ -88,7 +88,7 @@ class Specialiser:
             return tuple([kind_of_value(slots[slot]) for slot in step.inputs])
         return tuple([kind_of_value(slots[slot], self.specs.get(node)) for node, slot in step.made()])
 
-    def find(self, step: RegionStep, slots: Slots) -> tuple[bool, Specialised | None]:
+    def find(self, step: RegionStep, slots: Slots) -> tuple[bool, CompiledRegion | None]:
         """What was compiled for the values in hand, if anything was; None where its calls are to run one by one."""
         for compiled in step.compiled.get(self.kind(step, slots), ()):
             if (
@@ -99,42 +99,42 @@ class Specialiser:
                 return True, None if compiled is None or compiled.proof.refuted else compiled
         return False, None
 
-    def load(self, step: RegionStep, slots: Slots, log: RunLog) -> bool:
+    def load(self, step: RegionStep, slots: Slots, context: RunContext) -> bool:
         """Take what the store on disk has for the values in hand, if it has; :meth:`find` finds it then."""
-        if self.shelf is None:
+        if self.stored is None:
             return False
-        for shelved in self.shelf.regions.get(step.place, ()):
-            step.each_shape = step.each_shape or shelved.plan.each_shape
+        for stored in self.stored.regions.get(step.span, ()):
+            step.each_shape = step.each_shape or stored.plan.each_shape
             kind = self.kind(step, slots)
-            if shelved.plan.kind != repr(kind):
+            if stored.plan.kind != repr(kind):
                 continue
             started = time.perf_counter()
             try:
-                shelved.code = self.shelf.read(shelved.lowered).decode()
-                call = self.shelf.load(self.backend, shelved.artifact)
-                compiled = step.bind(shelved, call, shelved.plan.wiring, kind, shelved.plan.guard())
+                stored.code = self.stored.read(stored.lowered).decode()
+                call = self.stored.load(self.backend, stored.artifact)
+                compiled = step.bind(stored, call, stored.plan.wiring, kind, stored.plan.guard())
             except (StoreError, ArtifactError) as error:
                 where = f"the stored code of {len(step.region.nodes)} calls"
                 found = error.found if isinstance(error, DamagedEntryError) else str(error)
-                log.misses.append(Miss("corrupt", where, "what was stored", found, "it is compiled again"))
+                context.report.misses.append(Miss("corrupt", where, "what was stored", found, "it is compiled again"))
                 continue
             finally:
-                log.add("load", time.perf_counter() - started)
-            for form in shelved.plan.dropped:  # another process has found it to be wrong
+                context.report.add("load", time.perf_counter() - started)
+            for form in stored.plan.dropped:  # another process has found it to be wrong
                 instead = self.drop(compiled, form)
                 found = "in an earlier process it differed from the real calls"
-                log.failures.append(Failure("mismatch", self.where(step, form), found, instead))
+                context.report.failures.append(Failure("mismatch", self.where(step, form), found, instead))
             if compiled.guard is None or compiled.guard.function([slots[slot] for slot in compiled.arguments]):
                 step.compiled[kind] = [*step.compiled.get(kind, ()), compiled]
-                log.loads += 1
+                context.report.loads += 1
                 return True
         return False
 
     # ---- compiling -------------------------------------------------------------------------------------------------
 
-    def specialise(
-        self, step: RegionStep, slots: Slots, log: RunLog, compile: Compile = compile_here
-    ) -> Specialised | None:
+    def compile_region(
+        self, step: RegionStep, slots: Slots, context: RunContext, compile: Compile = compile_here
+    ) -> CompiledRegion | None:
         """Compile a region for the values in hand. None: the backend failed.
 
         Raises:
@@ -142,26 +142,31 @@ class Specialiser:
         """
         before = self.kind(step, slots)
         if known := [compiled for compiled in step.compiled.get(before, ()) if compiled is not None]:
-            log.misses.append(self._guard_miss(step, known[-1], slots))
+            context.report.misses.append(self._guard_miss(step, known[-1], slots))
         elif step.compiled:
-            log.misses.append(self._other_kind(step, before, next(reversed(step.compiled))))
+            context.report.misses.append(self._other_kind(step, before, next(reversed(step.compiled))))
         for node, slot in step.made():
             spec = widened(self.specs.get(node), slots[slot]) if self.dynamic else spec_of(slots[slot])
             if spec is not None:
                 self.specs[node] = spec
-        compiled = self._attempts(step, slots, log, compile)
+        compiled = self._attempts(step, slots, context, compile)
         kind = self.kind(step, slots)
-        step.compiled[kind] = [*step.compiled.get(kind, ())[-MOST_GUARDED:], compiled]
+        step.compiled[kind] = [*step.compiled.get(kind, ())[-MAX_GUARDED:], compiled]
         return compiled
 
     def first_run(
-        self, step: RegionStep, compiled: Specialised, slots: Slots, log: RunLog, run: RunCompiled | None = None
-    ) -> Specialised | None:
+        self,
+        step: RegionStep,
+        compiled: CompiledRegion,
+        slots: Slots,
+        context: RunContext,
+        run: RunCompiled | None = None,
+    ) -> CompiledRegion | None:
         """Run what was just compiled. None: it failed, and the region's calls are to run one by one."""
         started = time.perf_counter()
         arguments = [slots[slot] for slot in compiled.arguments]
         make_plain(arguments, compiled.plain)
-        checked: Specialised | None = None
+        checked: CompiledRegion | None = None
         try:
             results = (run or run_compiled)(compiled.call, list(arguments))
             leaves = [slots[fresh.leaf] for fresh in step.fresh]
@@ -172,11 +177,11 @@ class Specialiser:
         except Exception as error:
             if run is not None and is_out_of_memory(error):
                 raise  # there was less than this needs elsewhere
-            log.failures.append(failure_of("compile", self.backend.name, step.region, error))
-            log.compiles -= 1  # what cannot run does not count, nor serve another region
+            context.report.failures.append(failure_of("compile", self.backend.name, step.region, error))
+            context.report.compiles -= 1  # what cannot run does not count, nor serve another region
             self._forget(compiled.call)
         finally:
-            log.add("compile", time.perf_counter() - started)
+            context.report.add("compile", time.perf_counter() - started)
         step.put_in_place(compiled, checked)
         if checked is not None:
             put_results(checked, results, slots)
@@ -184,13 +189,13 @@ class Specialiser:
 
     # ---- what the proofs ask ---------------------------------------------------------------------------------------
 
-    def drop(self, compiled: Specialised, form: str) -> str:
+    def drop(self, compiled: CompiledRegion, form: str) -> str:
         """Never run a form of something compiled again, nor where a like region has it too.
 
         Returns:
             What runs instead, in words.
         """
-        alike = [each for step in self.regions() for each in step.specialised() if each.call is compiled.call]
+        alike = [each for step in self.regions() for each in step.compiled_regions() if each.call is compiled.call]
         alike = [compiled, *(each for each in alike if each is not compiled)]
         for each in alike:
             each.proof.dropped = tuple(dict.fromkeys((*each.proof.dropped, form)))
@@ -207,7 +212,7 @@ class Specialiser:
             each.proof.refuted = True
         return "the region's calls run one by one from now on"
 
-    def restride(self, step: RegionStep, compiled: Specialised, strides: Mapping[int, tuple[int, ...]]) -> bool:
+    def restride(self, step: RegionStep, compiled: CompiledRegion, strides: Mapping[int, tuple[int, ...]]) -> bool:
         """Hand on copies of results whose strides are not those that the real calls give. False: that cannot be done.
 
         Args:
@@ -229,16 +234,16 @@ class Specialiser:
         return True
 
     @staticmethod
-    def all_copied(step: RegionStep, compiled: Specialised) -> Specialised:
+    def all_copied(step: RegionStep, compiled: CompiledRegion) -> CompiledRegion:
         """The same where its graph runs as it is, of whose results it is not known whether they share memory."""
         return step.bind(compiled.aten, compiled.call, all_copied(compiled.wiring), compiled.kind, compiled.guard)
 
     def failed_to_run(
-        self, step: RegionStep, compiled: Specialised, form: str, log: RunLog, error: BaseException
+        self, step: RegionStep, compiled: CompiledRegion, form: str, context: RunContext, error: BaseException
     ) -> None:
         """A form of something that had run before has failed, beside the real calls."""
         failure = failure_of("run", self.backend.name, step.region, error)
-        log.failures.append(msgspec.structs.replace(failure, instead=self.drop(compiled, form)))
+        context.report.failures.append(msgspec.structs.replace(failure, instead=self.drop(compiled, form)))
 
     def where(self, step: RegionStep, form: str) -> str:
         """Which region of which tape it is, in words."""
@@ -249,7 +254,7 @@ class Specialiser:
         """Give it to no other region."""
         self._made = {like: made for like, made in self._made.items() if made is not call}
 
-    def _guard_miss(self, step: RegionStep, compiled: Specialised, slots: Slots) -> Miss:
+    def _guard_miss(self, step: RegionStep, compiled: CompiledRegion, slots: Slots) -> Miss:
         """What was found to hold of the symbols when the region was compiled does not hold now."""
         assert compiled.guard is not None
         nodes = [step.region.inputs[step.inputs.index(slot)] for slot in compiled.arguments]
@@ -263,12 +268,12 @@ class Specialiser:
                 return handed_on_miss(self.name_of(node), one, other)
         raise ir.IllegalGraphError(f"two equal kinds of inputs taken for different: {new}")
 
-    def _attempts(self, step: RegionStep, slots: Slots, log: RunLog, compile: Compile) -> Specialised | None:
+    def _attempts(self, step: RegionStep, slots: Slots, context: RunContext, compile: Compile) -> CompiledRegion | None:
         symbols = self.dynamic and not step.each_shape
         try:
-            return self._attempt(step, slots, log, compile, self.specs if symbols else None)
+            return self._attempt(step, slots, context, compile, self.specs if symbols else None)
         except UntraceableError as error:
-            if symbols and self._opaque < _MOST_OPAQUE:  # of such calls there are few; the rest is for all sizes
+            if symbols and self._opaque < _MAX_OPAQUE:  # of such calls there are few; the rest is for all sizes
                 self._opaque += 1
                 error.always = False
                 raise
@@ -278,18 +283,23 @@ class Specialiser:
         except _Failed as error:
             failed = error.failure
         if not symbols:
-            log.failures.append(failed)
+            context.report.failures.append(failed)
             return None
         step.each_shape = True
-        compiled = self._attempts(step, slots, log, compile)
+        compiled = self._attempts(step, slots, context, compile)
         if compiled is not None:
             instead = "each set of shapes is compiled by itself"
-            log.failures.append(Failure("symbols", failed.where, failed.error, instead))
+            context.report.failures.append(Failure("symbols", failed.where, failed.error, instead))
         return compiled
 
     def _attempt(
-        self, step: RegionStep, slots: Slots, log: RunLog, compile: Compile, specs: Mapping[fx.Node, Spec] | None
-    ) -> Specialised:
+        self,
+        step: RegionStep,
+        slots: Slots,
+        context: RunContext,
+        compile: Compile,
+        specs: Mapping[fx.Node, Spec] | None,
+    ) -> CompiledRegion:
         """Lower and compile a region."""
         started = time.perf_counter()
         if compile is compile_here and hasattr(self.backend, "prepare"):
@@ -303,27 +313,27 @@ class Specialiser:
         except Exception as error:
             raise _Failed(failure_of("lower", self.backend.name, step.region, error)) from error
         finally:
-            log.add("lower", time.perf_counter() - started)
+            context.report.add("lower", time.perf_counter() - started)
         started = time.perf_counter()
         try:
             aten = copy_of(lowered.graph_module)
-            call = self._compile(lowered, compile, log)
+            call = self._compile(lowered, compile, context)
             guard = None if lowered.symbols is None else lowered.symbols.guard()
         except Exception as error:
             raise _Failed(failure_of("compile", self.backend.name, step.region, error)) from error
         finally:
-            log.add("compile", time.perf_counter() - started)
-        compiled = step.bind(AtHand(aten), call, wiring_of(step, lowered), self.kind(step, slots), guard)
+            context.report.add("compile", time.perf_counter() - started)
+        compiled = step.bind(InMemoryGraph(aten), call, wiring_of(step, lowered), self.kind(step, slots), guard)
         compiled.checked = False
         return compiled
 
-    def _compile(self, lowered: Lowered, compile: Compile, log: RunLog) -> Compiled:
+    def _compile(self, lowered: Lowered, compile: Compile, context: RunContext) -> Compiled:
         """Compile an ATen graph; or take what was made of one that is the same, as repeated layers have them."""
-        like = likeness(lowered.graph_module, lowered.examples) if getattr(self.backend, "slow", False) else None
+        like = graph_hash(lowered.graph_module, lowered.examples) if getattr(self.backend, "slow", False) else None
         if like is not None and like in self._made:
             return self._made[like]
         call = compile(self.backend, lowered.graph_module, lowered.examples)
-        log.compiles += 1
+        context.report.compiles += 1
         if like is not None:
             self._made[like] = call
         return call

@@ -15,11 +15,11 @@ from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from backends import Backend, Compiled
 
-from ..steps.steps import RegionPlan
+from ..steps.steps import RegionRecord
 
 
 @dataclass(slots=True)
-class AtHand:
+class InMemoryGraph:
     """An ATen graph that was made in this process."""
 
     module: fx.GraphModule
@@ -34,10 +34,10 @@ class AtHand:
 
 
 @dataclass(slots=True)
-class Shelved:
+class StoredRegion:
     """A compiled region in the store on disk: how it is fed, and the names of its files there."""
 
-    plan: RegionPlan
+    plan: RegionRecord
     artifact: str
     lowered: str
     code: str = ""
@@ -52,10 +52,10 @@ class Shelved:
 
 
 @dataclass(slots=True)
-class Shelf:
-    """What the store has of one variant, by the place of the region; and what gives a file of the store."""
+class StoredRegions:
+    """What the store has of one variant, by the span of the region; and what gives a file of the store."""
 
-    regions: Mapping[tuple[int, int], Sequence[Shelved]]
+    regions: Mapping[tuple[int, int], Sequence[StoredRegion]]
     read: Callable[[str], bytes]
     loaded: dict[str, Compiled] = field(default_factory=dict)
 
@@ -72,7 +72,7 @@ class Shelf:
 
 
 def graph_of(code: str) -> fx.GraphModule:
-    """The graph of a text that :meth:`AtHand.text` gave."""
+    """The graph of a text that :meth:`InMemoryGraph.text` gave."""
     names = sorted(set(re.findall(r"\bself\.(\w+)", code)))
     root = torch.nn.Module()
     for name in names:

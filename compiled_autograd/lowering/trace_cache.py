@@ -24,9 +24,9 @@ from .. import ir
 from ..guards.ambient import ambient
 from .trace_replay import Arguments, NotACopyError, NotAKeyError, TracedCall, recorded
 
-MOST = 4096
-"""So many calls are remembered for one table of decompositions; the one that was used longest ago goes first."""
-_MOST_TABLES = 4
+MAX_TRACES = 4096
+"""The largest number of traces for one table of decompositions; the one that was used longest ago goes first."""
+_MAX_TABLES = 4
 _PURE = frozenset({ir.sum_gradients, ir.copy_slices_prologue, ir.copy_slices_epilogue})
 TRACED: OrderedDict[int, _Table] = OrderedDict()
 
@@ -41,7 +41,7 @@ class TracedCalls:
     def __init__(self, decompositions: Mapping[Any, Callable[..., Any]] | None) -> None:
         table = TRACED.setdefault(id(decompositions), _Table(decompositions))
         TRACED.move_to_end(id(decompositions))
-        while len(TRACED) > _MOST_TABLES:
+        while len(TRACED) > _MAX_TABLES:
             TRACED.popitem(last=False)
         self._known = table.known
         self._ambient = ambient()
@@ -75,7 +75,7 @@ class TracedCalls:
             self._known[key] = recorded(made, result, given, self._tracer)
         except NotACopyError:
             return result
-        if len(self._known) > MOST:
+        if len(self._known) > MAX_TRACES:
             self._known.popitem(last=False)
         return result
 

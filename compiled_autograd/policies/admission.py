@@ -11,15 +11,15 @@ from __future__ import annotations
 import weakref
 from collections import deque
 
-from ..cache.graphs import OFTEN, CompiledGraph
+from ..cache.graphs import REUSES_WORTH_COMPILING, CompiledGraph
 
 WINDOW = 32
-"""So many structures must have been met a few times at most."""
+"""The number of latest structures that are looked at."""
 FIRST_PROBE, LAST_PROBE = 16, 1024
-"""One of so many new structures is captured all the same: at first, and at last; the number doubles with each."""
+"""One new structure in this many is captured all the same: at first, and at last; the number doubles with each."""
 
 
-class Churn:
+class Admission:
     """What became of the structures that were captured last."""
 
     def __init__(self) -> None:
@@ -47,7 +47,7 @@ class Churn:
 
 
 def _pays(graph: CompiledGraph | None) -> bool:
-    return graph is not None and graph.met >= OFTEN
+    return graph is not None and graph.met >= REUSES_WORTH_COMPILING
 
 
-CHURN = Churn()
+ADMISSION = Admission()

@@ -26,17 +26,17 @@ from ..cache.variants import Variant
 from ..diagnostics.node_names import title
 from ..diagnostics.reporting import tell_decision
 
-SAMPLES = 7
-"""So many backwards are timed each way."""
-WORTH = 1.02
+SAMPLES_PER_SIDE = 7
+"""Backwards that are timed each way."""
+MAX_TIME_RATIO = 1.02
 """A compiled backward may take this much of eager's: below, clocks tell nothing."""
-AGAIN = 2000
-"""So many backwards later, a decision for eager is tried again; one for the compiled graph, after ten times as many."""
+BACKWARDS_BEFORE_RETRIAL = 2000
+"""Backwards after which a decision for eager is tried again; one for the compiled graph, after ten times as many."""
 TIMED = Bypass("tuning", hint="timed on eager against the compiled graph; tune=False does without")
 
 
-_MOST_TRIALS = 4096
-"""So many tapes are timed, or known to be better left to eager; then the oldest is forgotten."""
+_MAX_TRIALS = 4096
+"""The largest number of tapes that are timed, or known to be better left to eager; then the oldest is forgotten."""
 
 
 @dataclass(slots=True, eq=False)
@@ -71,16 +71,16 @@ class Trial:
     def decide(self) -> Timing:
         """Once both were timed often enough: which goes on."""
         eager, compiled = (1e3 * statistics.median(times) for times in (self.eager, self.compiled))
-        goes_on = "compiled" if compiled <= WORTH * eager else "eager"
+        goes_on = "compiled" if compiled <= MAX_TIME_RATIO * eager else "eager"
         timing = Timing(eager, compiled, self.samples, time.time(), goes_on)
         if timing.on_eager:
             self.verdict = Bypass("not_worth_it", hint=f"{timing}; timed again from time to time")
-            self.left = AGAIN
+            self.left = BACKWARDS_BEFORE_RETRIAL
             self.eager, self.compiled = [], []
         return timing
 
 
-class Tuning:
+class Autotune:
     """The trials of the process."""
 
     def __init__(self) -> None:
@@ -104,10 +104,10 @@ class Tuning:
         trial = self._trials.get(key)
         if trial is None:
             if not _can_be_timed(variant):
-                variant.next_trial = variant.hits + 10 * AGAIN
+                variant.next_trial = variant.hits + 10 * BACKWARDS_BEFORE_RETRIAL
                 return
             trial = self._trials[key] = Trial(weakref.ref(variant))
-            while len(self._trials) > _MOST_TRIALS:
+            while len(self._trials) > _MAX_TRIALS:
                 self._trials.pop(next(iter(self._trials)), None)
         if trial.held() is variant and trial.verdict is None:
             trial.compiled.append(seconds)
@@ -140,12 +140,12 @@ class Tuning:
         if variant is None:
             self._trials.pop(key, None)
             return
-        if trial.samples < SAMPLES:
+        if trial.samples < SAMPLES_PER_SIDE:
             return
         variant.timing = timing = trial.decide()
         if not timing.on_eager:
             self._trials.pop(key, None)
-            variant.next_trial = variant.hits + 10 * AGAIN
+            variant.next_trial = variant.hits + 10 * BACKWARDS_BEFORE_RETRIAL
         tell_decision(title(variant.program.tape), timing)
         if variant.store_timing is not None:
             variant.store_timing(timing)
@@ -157,4 +157,4 @@ def _can_be_timed(variant: Variant) -> bool:
     return all(device == "cpu" for device in variant.devices)
 
 
-TUNING = Tuning()
+AUTOTUNE = Autotune()

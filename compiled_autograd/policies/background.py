@@ -29,7 +29,7 @@ from ..diagnostics.reporting import failure_of, warn_of
 from ..errors import UntraceableError
 from ..guards.ambient import Ambient, ambient, compile_state
 from ..lowering.region_compiler import COMPILING
-from ..steps.run_context import RunLog
+from ..steps.run_context import RunContext
 from ..steps.steps import RegionStep, Slots
 from ..torch_api.version_differences import prepare_fake_tensors
 from .worker_process import compile_elsewhere
@@ -48,7 +48,7 @@ class Job:
     kind: tuple[Any, ...]
     tape: int
     context: contextvars.Context
-    surroundings: Ambient
+    ambient_state: Ambient
 
 
 _LAST_SECONDS = 2.0
@@ -75,15 +75,15 @@ class Background:
         """Whether anything is being compiled."""
         return bool(self._tapes)
 
-    def submit(self, program: Program, step: RegionStep, slots: Slots, tape: int, surroundings: Ambient) -> None:
+    def submit(self, program: Program, step: RegionStep, slots: Slots, tape: int, ambient_state: Ambient) -> None:
         """Have a region compiled for the values in hand, unless that is under way. Milliseconds."""
-        kind = program.specialiser.kind(step, slots)
+        kind = program.region_compiler.kind(step, slots)
         if (id(step), kind) in self._submitted:
             return
         needed = {*step.inputs, *(fresh.leaf for fresh in step.fresh)}
         stand_ins = [memoryless(value) if slot in needed else None for slot, value in enumerate(slots)]
         context = contextvars.copy_context()  # it has what the thread has set of Inductor's settings
-        job = Job(program, step, stand_ins, kind, tape, context, surroundings)
+        job = Job(program, step, stand_ins, kind, tape, context, ambient_state)
         with self._lock:
             if (id(step), kind) in self._submitted:
                 return
@@ -164,22 +164,22 @@ def _import_first(backend: Backend) -> None:
 
 
 def _compile(job: Job) -> None:
-    specialiser, log = job.program.specialiser, RunLog()
+    region_compiler, context = job.program.region_compiler, RunContext()
     try:
-        _import_first(specialiser.backend)
+        _import_first(region_compiler.backend)
         if not _in_same_state(job):
             return  # a later step that finds the state of this one submits it again
         with COMPILING, torch.no_grad():
-            if not specialiser.load(job.step, job.slots, log):
-                specialiser.specialise(job.step, job.slots, log, compile_elsewhere)
+            if not region_compiler.load(job.step, job.slots, context):
+                region_compiler.compile_region(job.step, job.slots, context, compile_elsewhere)
     except UntraceableError as error:
         job.program.leave_opaque(job.step, error)
     except Exception as error:  # noqa: BLE001  the thread must live on; the region's calls go on one by one
-        log.failures.append(failure_of("compile", specialiser.backend.name, job.step.region, error))
+        context.report.failures.append(failure_of("compile", region_compiler.backend.name, job.step.region, error))
         job.step.compiled[job.kind] = [None]
-    for failure in log.failures:
+    for failure in context.report.failures:
         warn_of(failure)
-    specialiser.finished.append(log)
+    region_compiler.finished.append(context.report)
 
 
 def _in_same_state(job: Job) -> bool:
@@ -194,7 +194,7 @@ def _in_same_state(job: Job) -> bool:
     asking.join()
     if torch.get_num_threads() != asked[0]:
         torch.set_num_threads(asked[0])
-    return compile_state(ambient()) == compile_state(job.surroundings)
+    return compile_state(ambient()) == compile_state(job.ambient_state)
 
 
 def memoryless(value: Any) -> Any:

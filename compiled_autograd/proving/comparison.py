@@ -23,19 +23,18 @@ _TOLERANCES = {
     torch.float16: 5e-3,
 }
 """Relative to a value and to the root mean square of all values beside it. What lies below is taken for rounding."""
-_LOOSEST = 1e-1
+_EIGHT_BIT_TOLERANCE = 1e-1
 """For dtypes of eight bits."""
-_CANCELLED = 1e-2
+_CANCELLED_SHARE = 1e-2
 """Of the largest value beside a result: such a part of it, by the tolerance, is what terms leave that cancel."""
-_AS_FAR = 4.0
-"""So many times further from the float64 values than the real calls' own result, or than rounding of the inputs alone
-moves them, may another one be.
-"""
+_ERROR_FACTOR = 4.0
+"""A result may be this many times further from the float64 values than the real calls' own result, or than rounding of
+the inputs alone moves them. """
 
-_MOVES = 4
+_PERTURBATIONS = 4
 """So often is a region computed from moved inputs: by chance one move leaves a value where it was."""
 
-_TIES = 1e-3
+_TIED_SHARE = 1e-3
 """Such a part of many whole numbers may be what rounding alone decides, and float64 decides otherwise."""
 
 
@@ -53,7 +52,7 @@ class Difference:
 def tolerance(dtypes: Sequence[torch.dtype]) -> float:
     """That of the coarsest of the dtypes that a computation goes through."""
     floating = [dtype for dtype in dtypes if dtype.is_floating_point or dtype.is_complex]
-    return max((_TOLERANCES.get(dtype, _LOOSEST) for dtype in floating), default=0.0)
+    return max((_TOLERANCES.get(dtype, _EIGHT_BIT_TOLERANCE) for dtype in floating), default=0.0)
 
 
 def metadata_difference(want: Optional, found: Optional, strides: bool = True) -> Difference | None:
@@ -108,7 +107,7 @@ def value_difference(
     if not want.is_floating_point():
         return None if _as_good(want, found, in_double(0)) else _measured(want, found)
     want, found = _exact(want), _exact(found)
-    scale = root_mean_square(want) + _CANCELLED * beside
+    scale = root_mean_square(want) + _CANCELLED_SHARE * beside
     if torch.allclose(found, want, rtol=relative, atol=relative * scale, equal_nan=True):
         return None
     double = in_double(0)
@@ -131,7 +130,7 @@ def _largest_error(found: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
 def _moved_by(exact: torch.Tensor, in_double: Callable[[int], Optional]) -> torch.Tensor:
     """How far rounding of the inputs moves each value; the real calls may be nearer, where what cancels is exact."""
     moves = torch.zeros_like(exact)
-    for number in range(1, _MOVES + 1):
+    for number in range(1, _PERTURBATIONS + 1):
         moved = in_double(number)
         if moved is not None:
             error = (plain(moved).to(torch.float64) - exact).abs()
@@ -199,8 +198,8 @@ def _as_near(
     """
     error = (found.to(torch.float64) - double).abs()
     scale = root_mean_square(double[double.isfinite()]) if bool(double.isfinite().any()) else 0.0
-    scale = (scale if math.isfinite(scale) else 0.0) + _CANCELLED * beside
-    allowed = _AS_FAR * rounding + relative * (double.abs() + scale)
+    scale = (scale if math.isfinite(scale) else 0.0) + _CANCELLED_SHARE * beside
+    allowed = _ERROR_FACTOR * rounding + relative * (double.abs() + scale)
     near = (error <= allowed) | (~want.isfinite() & ~found.isfinite()) | (~double.isfinite() & ~found.isfinite())
     if relative >= _TOLERANCES[torch.float16]:
         near |= ~want.isfinite()
@@ -215,7 +214,7 @@ def _as_good(want: torch.Tensor, found: torch.Tensor, double: Optional) -> bool:
     if double is None or double.dtype != want.dtype:
         return False
     wrong = int(((found != want) & (found != plain(double))).sum())
-    return wrong <= want.numel() * _TIES
+    return wrong <= want.numel() * _TIED_SHARE
 
 
 def _measured(want: torch.Tensor, found: torch.Tensor) -> Difference:

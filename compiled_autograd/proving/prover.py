@@ -26,7 +26,7 @@ from ..ir.nan_checks import NaNFoundError
 from ..steps.accumulate import is_dense, obeys_layout
 from ..steps.compiled_calls import make_plain, put_results, run_compiled
 from ..steps.memory import is_out_of_memory, memory_of
-from ..steps.proof import RUNS, Sizes, form_of
+from ..steps.proof import PROVING_RUNS, Sizes, form_of
 from .aliasing import Result, kept_from_before, newly_shared
 from .comparison import Difference, is_telling, largest, metadata_difference, tolerance, value_difference
 from .fingerprints import Draws, Fingerprint, fingerprints, twins, written
@@ -34,40 +34,40 @@ from .reference import in_double, once_more
 from .reproduction import reproduction
 
 if TYPE_CHECKING:
-    from ..lowering.region_compiler import Specialiser
-    from ..steps.run_context import RunLog
-    from ..steps.steps import RegionStep, Slots, Specialised
+    from ..lowering.region_compiler import RegionCompiler
+    from ..steps.run_context import RunContext
+    from ..steps.steps import CompiledRegion, RegionStep, Slots
 
 _RANDOM = re.compile(
     "rand|seed|rng|bernoulli|dropout|normal|uniform|multinomial|exponential|geometric|cauchy|poisson|binomial"
 )
 
 
-def is_due(compiled: Specialised, slots: Slots, log: RunLog) -> bool:
+def is_due(compiled: CompiledRegion, slots: Slots, context: RunContext) -> bool:
     """Whether a run of something compiled is to be compared with the real calls."""
     proof = compiled.proof
-    if log.check_every:
+    if context.check_every:
         proof.runs += 1
-        if proof.runs % log.check_every == 0:
+        if proof.runs % context.check_every == 0:
             return True
-    elif proof.settled and log.profile is None:
+    elif proof.settled and context.profile is None:
         return False
     arguments = [slots[slot] for slot in compiled.arguments]
     make_plain(arguments, compiled.plain)
     sizes = _sizes(compiled, arguments)
     form = form_of(compiled.call, arguments)
-    runs = getattr(compiled.call, "proving_runs", RUNS)
-    if log.profile is not None and proof.left.get(form, runs) < runs:
+    runs = getattr(compiled.call, "proving_runs", PROVING_RUNS)
+    if context.profile is not None and proof.left.get(form, runs) < runs:
         return False  # whoever looks on would take what comparing costs for what the backward costs
-    return proof.due(form, runs, sizes, final=log.profile is None)
+    return proof.due(form, runs, sizes, final=context.profile is None)
 
 
 def prove(
-    specialiser: Specialiser,
+    region_compiler: RegionCompiler,
     step: RegionStep,
-    compiled: Specialised,
+    compiled: CompiledRegion,
     slots: Slots,
-    log: RunLog,
+    context: RunContext,
     real_calls: Callable[[], None],
 ) -> bool:
     """Run a region both ways. In ``slots`` is afterwards what the real calls gave.
@@ -84,20 +84,25 @@ def prove(
     """
     started = time.perf_counter()
     try:
-        return _Run(specialiser, step, compiled, slots, log).beside(real_calls)
+        return _Run(region_compiler, step, compiled, slots, context).beside(real_calls)
     finally:
-        log.add("prove", time.perf_counter() - started)
+        context.report.add("prove", time.perf_counter() - started)
 
 
 class _Run:
     def __init__(
-        self, specialiser: Specialiser, step: RegionStep, compiled: Specialised, slots: Slots, log: RunLog
+        self,
+        region_compiler: RegionCompiler,
+        step: RegionStep,
+        compiled: CompiledRegion,
+        slots: Slots,
+        context: RunContext,
     ) -> None:
-        self.specialiser = specialiser
+        self.region_compiler = region_compiler
         self.step = step
         self.compiled = compiled
         self.slots = slots
-        self.log = log
+        self.context = context
         self.inputs = list(slots)  # held, since both ways need them
         self.taken = [slots[slot] for slot in compiled.arguments]
         self.arguments = list(self.taken)
@@ -131,7 +136,7 @@ class _Run:
             elif isinstance(error, NaNFoundError):
                 self._refute(None, Difference("it has found a NaN, and the real calls gave none"))
             else:
-                self.specialiser.failed_to_run(self.step, self.compiled, self.form, self.log, error)
+                self.region_compiler.failed_to_run(self.step, self.compiled, self.form, self.context, error)
             return True
         draws.rewind()
         if found is None:
@@ -175,7 +180,7 @@ class _Run:
         """The slots as the compiled code fills them."""
         filled = list(self.inputs)
         if not self.compiled.checked:
-            made = self.specialiser.first_run(self.step, self.compiled, filled, self.log, self._run_form)
+            made = self.region_compiler.first_run(self.step, self.compiled, filled, self.context, self._run_form)
             if made is None:
                 return None
             self.compiled = made
@@ -193,7 +198,7 @@ class _Run:
     def _compare(self, found: Slots) -> tuple[Result | None, Difference | None, bool]:
         """What differs, how, and whether the run could have shown much."""
         results = self._results(found)
-        bitwise = self.specialiser.backend.bitwise and all(_is_on_cpu(result.want) for result in results)
+        bitwise = self.region_compiler.backend.bitwise and all(_is_on_cpu(result.want) for result in results)
         relative = 0.0 if bitwise else tolerance(self._dtypes(results))
         telling = True
         beside = 0.0 if bitwise else max((largest(each.want) for each in results if each.want is not None), default=0.0)
@@ -210,7 +215,7 @@ class _Run:
                 difference = self._values(result, relative, beside)
             if difference is not None:
                 return result, difference, telling
-        if restrided and not self.specialiser.restride(self.step, self.compiled, restrided):
+        if restrided and not self.region_compiler.restride(self.step, self.compiled, restrided):
             return (*other_strides[0], telling)
         shared = self._shared(results)
         return (*shared, telling) if shared is not None else (None, None, telling)
@@ -265,7 +270,7 @@ class _Run:
         difference = value_difference(result.want, result.found, relative, wide, beside)
         if difference is None or relative:
             return difference
-        if self.specialiser.passes:
+        if self.region_compiler.passes:
             return difference
         again = once_more(self.step.region.nodes, self._given(), result.node)
         if again is None or value_difference(result.want, again, 0.0, _nothing) is None:
@@ -278,7 +283,7 @@ class _Run:
         return {node: self.inputs[slot] for node, slot in zip(region.inputs, self.step.inputs, strict=True)}
 
     def _in_double(self, node: fx.Node, moved: int) -> torch.Tensor | None:
-        if self.specialiser.passes:
+        if self.region_compiler.passes:
             return None
         return in_double(self.step.region.nodes, self._given(), node, moved)
 
@@ -286,7 +291,7 @@ class _Run:
         """What shares memory that does not where the real calls run."""
         given = {memory_of(self.inputs[slot]) for slot in self.step.inputs} - {None}
         difference = newly_shared(results, given)
-        if difference is not None or getattr(self.specialiser.backend, "allocates", False):
+        if difference is not None or getattr(self.region_compiler.backend, "allocates", False):
             return difference
         return kept_from_before(self.compiled.proof, results, given)
 
@@ -294,13 +299,13 @@ class _Run:
 
     def _refute(self, wrong: Result | None, difference: Difference) -> None:
         """The form is not used again; the next slower one takes over."""
-        specialiser = self.specialiser
-        instead = specialiser.drop(self.compiled, self.form)
+        region_compiler = self.region_compiler
+        instead = region_compiler.drop(self.compiled, self.form)
         node = self.step.region.nodes[-1] if wrong is None else wrong.node
-        where = f"{specialiser.name_of(node)}, {specialiser.where(self.step, self.form)}"
-        name = specialiser.backend.name
+        where = f"{region_compiler.name_of(node)}, {region_compiler.where(self.step, self.form)}"
+        name = region_compiler.backend.name
         written_to = reproduction(self.compiled.aten.text(), name, self.arguments, where, str(difference))
-        self.log.mismatched(Failure("mismatch", where, str(difference), f"{instead}; {written_to}"))
+        self.context.report.mismatched(Failure("mismatch", where, str(difference), f"{instead}; {written_to}"))
 
     def _inputs_changed(self, changed: Sequence[int]) -> None:
         """Something has written into the inputs meanwhile: the compiled code, or somebody else.
@@ -318,20 +323,22 @@ class _Run:
             self.compiled.proof.shown(self.form, None, telling=False)
             return  # another thread or process trains on the same memory: this run shows nothing
         node = self.step.region.inputs[self.step.inputs.index(self.compiled.arguments[ours[0]])]
-        name = self.specialiser.name_of(node)
+        name = self.region_compiler.name_of(node)
         self._refute(None, Difference(f"the compiled code has written into {name}, which was given to it"))
-        raise GradientMismatchError(self.log.mismatches, f"{name} was overwritten, and has to be made anew")
+        raise GradientMismatchError(self.context.report.mismatches, f"{name} was overwritten, and has to be made anew")
 
     def _unproved(self, error: BaseException) -> None:
         """There was no memory to compare in, or what is to be compared is of a kind that cannot be."""
-        where = self.specialiser.where(self.step, self.form)
+        where = self.region_compiler.where(self.step, self.form)
         first_line = str(error).partition("\n")[0]
         what = f"{type(error).__name__}: {first_line[:200]}"
-        self.log.failures.append(Failure("unproved", where, what, "this run was not compared with the real calls"))
+        self.context.report.failures.append(
+            Failure("unproved", where, what, "this run was not compared with the real calls")
+        )
         self.compiled.proof.shown(self.form, None, telling=False)
 
 
-def _sizes(compiled: Specialised, arguments: Sequence[Any]) -> Sizes | None:
+def _sizes(compiled: CompiledRegion, arguments: Sequence[Any]) -> Sizes | None:
     return None if compiled.guard is None else compiled.guard.values(arguments)
 
 

@@ -19,9 +19,10 @@ _WIDER = {
 _WIDER_NUMBERS = {5: 7, 6: 7, 15: 7, 8: 10, 9: 10}
 """The same as numbers (``c10/core/ScalarType.h``), as ``validate_outputs`` and options of tensors have them."""
 _PERTURBED = 8
-"""What is float64 already is changed by at most so many of its units of rounding, to see how far results move."""
+"""What is float64 already is moved by at most this many of its units of rounding, to see how far results move."""
 _MOVED = 2
-"""And what was widened, by so many units of the dtype that it had, where the errors of rounding are asked for."""
+"""What was widened is moved by at most this many units of the dtype that it had, where errors of rounding are asked
+for."""
 
 
 class RealCalls:

@@ -11,8 +11,8 @@ from typing import Any
 
 import torch
 
-_MOST = 20
-"""So many of them a process writes."""
+_MAX_REPRODUCTIONS = 20
+"""The largest number of reproductions that a process writes."""
 _numbers = itertools.count()
 _log = logging.getLogger(__name__)
 
@@ -77,8 +77,8 @@ def reproduction(graph: str, backend: str, arguments: Sequence[Any], where: str,
     Returns:
         Where the script is, in words; or why there is none.
     """
-    if next(_numbers) >= _MOST:
-        return f"{_MOST} reproductions were written before, and no more are"
+    if next(_numbers) >= _MAX_REPRODUCTIONS:
+        return f"{_MAX_REPRODUCTIONS} reproductions were written before, and no more are"
     inputs = "".join(f"    {_described(value)},\n" for value in arguments)
     body = "".join(f"    {line}\n" if line.strip() else "\n" for line in graph.strip("\n").splitlines())
     text = _SCRIPT.format(

@@ -19,7 +19,7 @@ from ..user_code.hooks import post_hook
 from ..user_code.in_place import Watched, check, versions_of
 
 if TYPE_CHECKING:
-    from ..steps.run_context import RunLog
+    from ..steps.run_context import RunContext
 
 
 def interpret(tape: ir.TapeGraph, given: Mapping[str, Sequence[Any]]) -> list[torch.Tensor | None]:
@@ -57,7 +57,7 @@ def finish(
     last: fx.Node,
     known: dict[fx.Node, Any],
     captured: Callable[[int], list[Any]],
-    log: RunLog,
+    context: RunContext,
     givers: Mapping[fx.Node, int],
     versions: Mapping[fx.Node, int],
 ) -> list[torch.Tensor | None]:
@@ -67,15 +67,17 @@ def finish(
         last: the call that was run last.
         known: what is known of the values before it, as far as the rest needs them.
         captured: the post-hooks that a node of the tape had when the engine walked it.
-        log: says whose users' code may have registered hooks, and which; is told what runs.
+        context: says whose users' code may have registered hooks, and which; is told what runs.
         givers: calls in whose results NaNs are looked for, and the nodes of the tape that they belong to.
         versions: of saved tensors, at the handover.
 
     Raises:
         RuntimeError: a node of the tape gave a NaN, or is to use a saved tensor that was changed in place.
     """
-    where = f"a hook on {tape.calls[log.call].name}, registered while it was about to run"
-    log.failures.append(Failure("late_hook", where, "the engine had not reported it", "the rest ran call by call"))
+    where = f"a hook on {tape.calls[context.call].name}, registered while it was about to run"
+    context.report.failures.append(
+        Failure("late_hook", where, "the engine had not reported it", "the rest ran call by call")
+    )
     nodes = list(tape.graph.nodes)
     ends = {node.meta.get("call"): node for node in nodes if node.target is not operator.getitem}
     for node in nodes[nodes.index(last) + 1 :]:
@@ -83,13 +85,13 @@ def finish(
             return list(fx.map_arg(node.args[0], known.get))
         if node.target is operator.getitem and node.args[0] not in known:
             continue  # of a call that ran before: what was taken from it is known
-        log.call = call = node.meta["call"]
+        context.call = call = node.meta["call"]
         arguments = _looked_after(tape, node, fx.map_arg(node.args, known.get), known, versions)
         known[node] = _run(node, arguments)
-        if node is ends[call] and call in log.asked and isinstance(known[node], (list, tuple)):
+        if node is ends[call] and call in context.asked and isinstance(known[node], (list, tuple)):
             # What entered the node the engine keeps only where it had hooks before; elsewhere it has moved on.
             entered: Any = node.args[2] if node.target is ir.post_hook else []
-            for hook in log.late_hooks(captured(call)):
+            for hook in context.late_hooks(captured(call)):
                 known[node] = post_hook(hook, known[node], fx.map_arg(entered, known.get))
         if node in givers:
             _check(tape, call, known[node])

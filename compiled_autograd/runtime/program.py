@@ -23,14 +23,14 @@ from ..errors import UntraceableError
 from ..guards.shapes import Spec
 from ..ir import nan_checks, partition
 from ..ir.nan_checks import NaNFoundError
-from ..lowering.region_compiler import COMPILING, Pass, Specialiser
+from ..lowering.region_compiler import COMPILING, Pass, RegionCompiler
 from ..proving.prover import is_due, prove
 from ..steps.accumulate import write
 from ..steps.compiled_calls import make_plain, pass_on, put_results, run_compiled, store_results
 from ..steps.marks import saved_by
-from ..steps.run_context import RunLog
+from ..steps.run_context import RunContext
 from ..steps.schedule import Schedule
-from ..steps.steps import AccumulateStep, Executor, OpaqueStep, RegionStep, Slots, Specialised
+from ..steps.steps import AccumulateStep, CompiledRegion, Executor, OpaqueStep, RegionStep, Slots
 from ..threads.claims import CLAIMS
 from ..threads.forks import can_compile
 from ..user_code.in_place import changed, check, versions_of
@@ -54,7 +54,7 @@ class Program:
 
     Attributes:
         schedule: what runs, in order.
-        specialiser: what compiles the regions.
+        region_compiler: what compiles the regions.
     """
 
     def __init__(
@@ -69,11 +69,11 @@ class Program:
         givers: Mapping[fx.Node, int] = MappingProxyType({}),
     ) -> None:
         self.tape = tape
-        self.specialiser = Specialiser(backend, passes, specs, dynamic)
+        self.region_compiler = RegionCompiler(backend, passes, specs, dynamic)
         known = {node: node.meta["untraceable"] for node in tape.graph.nodes if "untraceable" in node.meta}
-        longest = partition.LONGEST if getattr(backend, "slow", False) else None
+        longest = partition.MAX_CALLS_OF_SLOW_REGION if getattr(backend, "slow", False) else None
         schedule = self.schedule = Schedule(tape, counts, backend.bitwise, {**known, **untraceable}, givers, longest)
-        self.specialiser.regions = lambda: [step for step in schedule.steps if isinstance(step, RegionStep)]
+        self.region_compiler.regions = lambda: [step for step in schedule.steps if isinstance(step, RegionStep)]
 
     @property
     def steps(self) -> list[Executor]:
@@ -85,12 +85,12 @@ class Program:
         """Calls that stay opaque because they cannot be traced, and why."""
         return self.schedule.untraceable
 
-    def run(self, given: Slots, log: RunLog) -> list[torch.Tensor | None]:
+    def run(self, given: Slots, context: RunContext) -> list[torch.Tensor | None]:
         """Run everything, with grad mode off.
 
         Args:
             given: what the engine handed over, kind after kind. The list is emptied.
-            log: is told what was done.
+            context: is told what was done.
 
         Returns:
             The gradients that ``autograd.grad`` asked for; empty for ``backward``.
@@ -99,17 +99,17 @@ class Program:
             RuntimeError: NaNs are looked for, and a node of the tape gave one.
         """
         try:
-            return self._run(given, log)
+            return self._run(given, context)
         finally:
-            claim, log.claim = log.claim, None  # no call: nothing comes between this and the first one
+            claim, context.claim = context.claim, None  # no call: nothing comes between this and the first one
             if claim is not None:  # a leaf's hook raised
                 claim.token.release()
                 CLAIMS.release(claim)
 
-    def _run(self, given: Slots, log: RunLog) -> list[torch.Tensor | None]:
+    def _run(self, given: Slots, context: RunContext) -> list[torch.Tensor | None]:
         schedule, slots = self.schedule, given
-        while self.specialiser.finished:
-            log.take(self.specialiser.finished.pop())
+        while self.region_compiler.finished:
+            context.report.take(self.region_compiler.finished.pop())
         slots.extend([None] * (schedule.size - schedule.given))
         steps = schedule.steps
         versions = versions_of(schedule.watched, slots) if schedule.watched else {}
@@ -117,70 +117,75 @@ class Program:
         while position < len(steps):
             step = steps[position]
             if isinstance(step, RegionStep):
-                log.call = 0
+                context.call = 0
                 if step.saved and changed(step.saved, slots, versions):
-                    self._run_until_changed(step, steps[position + 1 :], slots, versions, log)
+                    self._run_until_changed(step, steps[position + 1 :], slots, versions, context)
                 try:
-                    self._run_region(step, slots, log)
+                    self._run_region(step, slots, context)
                 except UntraceableError as error:
                     steps = schedule.split(steps, position, self._untraceable(error))
                     slots.extend([None] * (schedule.size - len(slots)))
                     continue
                 except NaNFoundError as found:
-                    self._accumulate_before(found.call, steps[position + 1 :], slots, log)
-                    raise self._nan(found, log) from None
+                    self._accumulate_before(found.call, steps[position + 1 :], slots, context)
+                    raise self._nan(found, context) from None
             elif isinstance(step, OpaqueStep):
-                log.call = step.node.meta["call"]
-                name = self.tape.calls[log.call].name
+                context.call = step.node.meta["call"]
+                name = self.tape.calls[context.call].name
                 try:
-                    if log.profile is None:
+                    if context.profile is None:
                         run_opaque(step, slots, name, schedule.givers, versions)
                     else:
-                        with log.profile.call(step.node):
+                        with context.profile.call(step.node):
                             run_opaque(step, slots, name, schedule.givers, versions)
                 except NaNFoundError as found:
-                    raise self._nan(found, log) from None
-                if step.last_hook and log.claim is not None:
-                    claim, log.claim = log.claim, None  # no call: nothing comes between this and the next line
+                    raise self._nan(found, context) from None
+                if step.last_hook and context.claim is not None:
+                    claim, context.claim = context.claim, None  # no call: nothing comes between this and the next line
                     claim.token.release()
                     CLAIMS.release(claim)
-                if log.call in log.asked and log.late_hooks(self._captured_hooks(log.call, slots)):
+                if context.call in context.asked and context.late_hooks(self._captured_hooks(context.call, slots)):
                     known = {node: slots[slot] for node, slot in schedule.slot_of.items()}
                     seen = {node: versions[slot] for node, slot in schedule.slot_of.items() if slot in versions}
                     captured = functools.partial(self._captured_hooks, slots=slots)
-                    return finish(self.tape, step.node, known, captured, log, schedule.givers, seen)
+                    return finish(self.tape, step.node, known, captured, context, schedule.givers, seen)
             else:
                 with torch._C.DisableTorchFunctionSubclass():
-                    write(step, slots, log)
+                    write(step, slots, context)
             if not isinstance(step, RegionStep):  # those have done it before they ran
                 drop(step, slots)
             position += 1
         return [None if slot is None else slots[slot] for slot in schedule.outputs]
 
-    def _nan(self, found: NaNFoundError, log: RunLog) -> RuntimeError:
-        log.call = found.call
+    def _nan(self, found: NaNFoundError, context: RunContext) -> RuntimeError:
+        context.call = found.call
         return nan_checks.in_the_engines_words(found, self.tape.calls[found.call].name)
 
     def _run_until_changed(
-        self, step: RegionStep, after: Sequence[Executor], slots: Slots, versions: Mapping[int, int], log: RunLog
+        self,
+        step: RegionStep,
+        after: Sequence[Executor],
+        slots: Slots,
+        versions: Mapping[int, int],
+        context: RunContext,
     ) -> NoReturn:
         """Run a region's calls up to the one that saved what users' code has changed in place, and say so."""
         values = {node: slots[slot] for node, slot in zip(step.region.inputs, step.inputs, strict=True)}
         seen = {node: versions[slot] for node, slot in self.schedule.slot_of.items() if slot in versions}
         stop = next(call for call in step.region.nodes if changed(saved_by(call), values, seen))
         run_calls(step, slots, until=stop)
-        log.call = stop.meta["call"]
-        self._accumulate_before(log.call, after, slots, log)
+        context.call = stop.meta["call"]
+        self._accumulate_before(context.call, after, slots, context)
         for source in saved_by(stop):
-            check(values[source], seen[source], self.tape.calls[log.call].name)
+            check(values[source], seen[source], self.tape.calls[context.call].name)
         raise ir.IllegalGraphError("a saved tensor has changed and has not")
 
-    def _accumulate_before(self, call: int, after: Sequence[Executor], slots: Slots, log: RunLog) -> None:
+    def _accumulate_before(self, call: int, after: Sequence[Executor], slots: Slots, context: RunContext) -> None:
         """Write the leaves that the eager engine would have written before it came to a node of the tape."""
         before = frozenset(self.tape.order[: self.tape.order.index(call)])
         if after and isinstance(after[0], AccumulateStep):
             with torch._C.DisableTorchFunctionSubclass():
-                write(after[0].of(before), slots, log)
+                write(after[0].of(before), slots, context)
 
     def _captured_hooks(self, call: int, slots: Slots) -> list[Any]:
         """The post-hooks that a node had when the engine walked the tape."""
@@ -194,27 +199,27 @@ class Program:
                 node.meta["untraceable"] = reason
         return dict.fromkeys(error.nodes, reason)
 
-    def _obtain(self, step: RegionStep, slots: Slots, log: RunLog) -> tuple[bool, Specialised | None]:
+    def _obtain(self, step: RegionStep, slots: Slots, context: RunContext) -> tuple[bool, CompiledRegion | None]:
         """Find what was not there a moment ago, load it or compile it."""
-        specialiser = self.specialiser
+        region_compiler = self.region_compiler
         found, compiled = False, None
         if not can_compile():  # nor load, which may import what another thread was importing when this was forked
             return False, None
         acquired: list[bool] = []
         try:
             # In one go: see the gate. Where it fails, something is being compiled in the background.
-            acquired += map(COMPILING.acquire, (log.submit is None,))
+            acquired += map(COMPILING.acquire, (context.submit is None,))
             if acquired[0]:
-                found, compiled = specialiser.find(step, slots)
-                if not found and specialiser.load(step, slots, log):
-                    found, compiled = specialiser.find(step, slots)
-                if not found and log.may_compile:
-                    found, compiled = True, specialiser.specialise(step, slots, log)
+                found, compiled = region_compiler.find(step, slots)
+                if not found and region_compiler.load(step, slots, context):
+                    found, compiled = region_compiler.find(step, slots)
+                if not found and context.may_compile:
+                    found, compiled = True, region_compiler.compile_region(step, slots, context)
         finally:
             if acquired and acquired[0]:
                 COMPILING.release()
-        if not found and log.submit is not None:
-            log.submit(self, step, slots)
+        if not found and context.submit is not None:
+            context.submit(self, step, slots)
         return found, compiled
 
     def leave_opaque(self, step: RegionStep, error: UntraceableError) -> None:
@@ -223,31 +228,31 @@ class Program:
         if step in steps:
             self.schedule.split(steps, steps.index(step), self._untraceable(error))
 
-    def _run_region(self, step: RegionStep, slots: Slots, log: RunLog) -> None:
-        found, compiled = self.specialiser.find(step, slots)
+    def _run_region(self, step: RegionStep, slots: Slots, context: RunContext) -> None:
+        found, compiled = self.region_compiler.find(step, slots)
         if not found:
-            found, compiled = self._obtain(step, slots, log)
-        if log.profile is None:
-            self._run_found(step, found, compiled, slots, log)
+            found, compiled = self._obtain(step, slots, context)
+        if context.profile is None:
+            self._run_found(step, found, compiled, slots, context)
         elif compiled is not None and self.schedule.bitwise:
-            run_calls(step, slots, log.profile)
+            run_calls(step, slots, context.profile)
         else:
-            with log.profile.region(step.region.nodes):
-                self._run_found(step, found, compiled, slots, log)
+            with context.profile.region(step.region.nodes):
+                self._run_found(step, found, compiled, slots, context)
 
     def _run_found(
-        self, step: RegionStep, found: bool, compiled: Specialised | None, slots: Slots, log: RunLog
+        self, step: RegionStep, found: bool, compiled: CompiledRegion | None, slots: Slots, context: RunContext
     ) -> None:
-        due = compiled is not None and log.prove and is_due(compiled, slots, log)
-        if compiled is not None and due and self._proved(step, compiled, slots, log):
+        due = compiled is not None and context.prove and is_due(compiled, slots, context)
+        if compiled is not None and due and self._proved(step, compiled, slots, context):
             return
         if compiled is not None and not compiled.checked:
-            if self.specialiser.first_run(step, compiled, slots, log) is not None:
+            if self.region_compiler.first_run(step, compiled, slots, context) is not None:
                 drop(step, slots)
                 return
             compiled = None
         if compiled is None:
-            log.uncompiled += not found
+            context.report.uncompiled += not found
             run_calls(step, slots)
             return
         arguments = [slots[slot] for slot in compiled.arguments]
@@ -262,24 +267,24 @@ class Program:
                 results = run_compiled(compiled.call, arguments)
                 drop(step, slots)
             except Exception as error:  # noqa: BLE001  the inputs are still there: the step goes on
-                log.failures.append(failure_of("run", self.specialiser.backend.name, step.region, error))
+                context.report.failures.append(failure_of("run", self.region_compiler.backend.name, step.region, error))
                 run_calls(step, slots)
                 return
         store_results(compiled, results, slots)
 
-    def _proved(self, step: RegionStep, compiled: Specialised, slots: Slots, log: RunLog) -> bool:
+    def _proved(self, step: RegionStep, compiled: CompiledRegion, slots: Slots, context: RunContext) -> bool:
         """Run a region beside its real calls; False where there was not enough memory for both."""
 
         def graph_as_it_is() -> None:
             arguments = [slots[slot] for slot in compiled.arguments]
             make_plain(arguments, compiled.plain)
             results = compiled.aten.graph_module()(*arguments)
-            put_results(self.specialiser.all_copied(step, compiled), results, slots)
+            put_results(self.region_compiler.all_copied(step, compiled), results, slots)
             drop(step, slots)
 
         def real_calls() -> None:
             run_calls(step, slots, again=True)
 
         # What the user's passes have made of the graph is what was asked for.
-        reference = graph_as_it_is if self.specialiser.passes else real_calls
-        return prove(self.specialiser, step, compiled, slots, log, reference)
+        reference = graph_as_it_is if self.region_compiler.passes else real_calls
+        return prove(self.region_compiler, step, compiled, slots, context, reference)

@@ -13,7 +13,7 @@ import torch
 from .. import ir
 from ..capture import tape
 from ..steps.profiling import Profile
-from ..steps.run_context import RunLog
+from ..steps.run_context import RunContext
 
 _task_ids = itertools.count(1 << 62)  # far above the engine's own
 
@@ -27,7 +27,7 @@ class Running:
     accumulates: bool
     keep_graph: bool
     checkpoint_valid: bool
-    log: RunLog
+    context: RunContext
     order: Sequence[int]
     task_id: int = field(default_factory=_task_ids.__next__)
     callbacks: list[Callable[[], None]] = field(default_factory=list)
@@ -41,7 +41,7 @@ class Running:
 
     def profile(self, tape_graph: ir.TapeGraph) -> Profile:
         """What shows the events of this backward to a profiler."""
-        short = len(tape_graph.calls) <= tape.LONGEST
+        short = len(tape_graph.calls) <= tape.MAX_NODES_READ
         sequences = [type(node)._sequence_nr(node) for node in self.nodes] if short else []
         return Profile([call.name for call in tape_graph.calls], sequences)
 
@@ -75,12 +75,12 @@ class Running:
 
     def current_node(self) -> Any:
         """The node whose hooks or function are running."""
-        self.log.asked.add(self.log.call)
-        return self.nodes[self.log.call - 1] if self.log.call else None
+        self.context.asked.add(self.context.call)
+        return self.nodes[self.context.call - 1] if self.context.call else None
 
     def late_hooks(self, captured: Sequence[Any]) -> list[Any]:
         """Post-hooks of the running node that are none of ``captured``: registered since the engine walked the tape."""
-        handle = self.nodes[self.log.call - 1].register_hook(_nothing)
+        handle = self.nodes[self.context.call - 1].register_hook(_nothing)
         hooks = handle.hooks_dict_ref()  # all of them lie in one dict, which is to be had no other way
         handle.remove()
         return [hook for hook in hooks.values() if not any(hook is known for known in captured)]

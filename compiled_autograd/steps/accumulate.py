@@ -17,15 +17,15 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
 from ..threads.claims import CLAIMS, Claim
-from ..user_code.references import NOBODYS, references
+from ..user_code.references import COUNT_OF_UNSHARED, references
 
 if TYPE_CHECKING:
-    from .run_context import RunLog
+    from .run_context import RunContext
     from .steps import AccumulateStep
 
 _DENSE = torch.ops.aten.is_non_overlapping_and_dense.default
 _BATCH = 4
-"""From so many in-place additions on, one ``torch._foreach_add_`` does them all."""
+"""From this number of in-place additions on, one ``torch._foreach_add_`` does them all."""
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
@@ -81,7 +81,7 @@ def stealable(only: list[torch.Tensor], leaf: torch.Tensor) -> bool:
         only: the gradient, and nothing else of ours refers to it.
         leaf: the tensor that it is for.
     """
-    if references(only, 0) > NOBODYS:
+    if references(only, 0) > COUNT_OF_UNSHARED:
         return False
     (grad,) = only
     sparse = grad.layout is torch.sparse_coo
@@ -103,7 +103,7 @@ def _holds_its_base_alone(grad: torch.Tensor) -> bool:
     if base[0] is None or base[0].numel() != grad.numel():  # else the leaf would keep more memory than it needs
         return False
     # The view refers to the tensor, which keeps the object of Python that was made to ask; and that one to the tensor.
-    return references(base, 0) <= NOBODYS + 1 and base[0]._use_count() <= 2  # type: ignore[attr-defined]
+    return references(base, 0) <= COUNT_OF_UNSHARED + 1 and base[0]._use_count() <= 2  # type: ignore[attr-defined]
 
 
 def _kept(grad: torch.Tensor) -> torch.Tensor:
@@ -117,7 +117,7 @@ def _kept(grad: torch.Tensor) -> torch.Tensor:
     return grad.data if grad._is_view() else grad
 
 
-def write(step: AccumulateStep, slots: list[Any], log: RunLog) -> None:
+def write(step: AccumulateStep, slots: list[Any], context: RunContext) -> None:
     """Give the leaves of a step what lies in its slots, with grad mode off.
 
     Where hooks of a leaf run next, ``log`` has the claim on it from when the leaves are written: to be released after
@@ -131,9 +131,9 @@ def write(step: AccumulateStep, slots: list[Any], log: RunLog) -> None:
         else:
             _write_all(step, slots)
         if step.hooked is not None:
-            log.claim = claim
+            context.claim = claim
     finally:
-        if log.claim is not claim:
+        if context.claim is not claim:
             claim.token.release()
             CLAIMS.release(claim)
     if step.hooked is not None:

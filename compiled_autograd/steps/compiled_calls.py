@@ -9,7 +9,7 @@ import torch
 
 from ..ir.nan_checks import NaNFoundError
 from .memory import in_own_memory, made_plain
-from .steps import Slots, Specialised
+from .steps import CompiledRegion, Slots
 
 
 def make_plain(arguments: list[Any], positions: Sequence[int]) -> None:
@@ -26,13 +26,13 @@ def run_compiled(call: Callable[[list[Any]], Sequence[Any]], arguments: list[Any
     return call(arguments)
 
 
-def pass_on(compiled: Specialised, slots: Slots) -> None:
+def pass_on(compiled: CompiledRegion, slots: Slots) -> None:
     """Put what goes to leaves as it is where they look for it."""
     for to, source in compiled.passed:
         slots[to] = slots[source]
 
 
-def store_results(compiled: Specialised, results: Sequence[Any], slots: Slots) -> None:
+def store_results(compiled: CompiledRegion, results: Sequence[Any], slots: Slots) -> None:
     """Put what a compiled region gave where the steps after it look for it.
 
     Raises:
@@ -49,7 +49,7 @@ def store_results(compiled: Specialised, results: Sequence[Any], slots: Slots) -
         raise NaNFoundError(compiled.flags[results[-1].tolist().index(True)])
 
 
-def put_results(compiled: Specialised, results: Sequence[Any], slots: Slots) -> None:
+def put_results(compiled: CompiledRegion, results: Sequence[Any], slots: Slots) -> None:
     """Both, where the region's inputs are still in their slots."""
     pass_on(compiled, slots)
     store_results(compiled, results, slots)

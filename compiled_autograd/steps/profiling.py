@@ -29,7 +29,7 @@ from torch.profiler import record_function
 from .. import ir
 from ..threads.gate import GATE, take
 
-_MOST_SHOWN = 4
+_MAX_SHOWN = 4
 
 
 class _Event(torch.autograd.Function):
@@ -108,7 +108,7 @@ class Profile:
         """Around a compiled region: an event that says what it computes."""
         names = [self._names[call] for call in dict.fromkeys(node.meta["call"] for node in nodes) if call]
         kinds = list(dict.fromkeys(names))
-        shown = kinds if len(kinds) <= _MOST_SHOWN else [*kinds[:_MOST_SHOWN], f"{len(kinds) - _MOST_SHOWN} more"]
+        shown = kinds if len(kinds) <= _MAX_SHOWN else [*kinds[:_MAX_SHOWN], f"{len(kinds) - _MAX_SHOWN} more"]
         return record_function(f"compiled_autograd: {len(names)} nodes: {', '.join(shown)}")
 
     def call(self, node: fx.Node) -> AbstractContextManager[Any]:

@@ -8,13 +8,13 @@ from typing import Any
 
 import torch
 
-RUNS = 2
-"""So many runs of each form are compared with the real calls. Two, since one that keeps memory from run to run shows it
-only at the second."""
-NEW_SIZES = 3
-"""Where sizes are symbols: so many sets of them beside the first are compared too."""
-MOST_WEAK = 8
-"""So many runs may show little, since a gradient was zero or not finite, before such runs count all the same."""
+PROVING_RUNS = 2
+"""The number of runs of each form that are compared with the real calls. Two, since one that keeps memory from run to
+run shows it only at the second."""
+PROVING_SIZES = 3
+"""Where sizes are symbols: the number of sets of them, beside the first, that are compared too."""
+MAX_WEAK = 8
+"""The number of runs that show little, since a gradient was zero or not finite, before such runs count all the same."""
 ONLY_FORM = "compiled code"
 """The name of what runs where a backend has but one form of it."""
 
@@ -65,7 +65,7 @@ class Proof:
         """
         if self.left.setdefault(form, runs) > 0:
             return True
-        if sizes is not None and len(self.sizes) <= NEW_SIZES:
+        if sizes is not None and len(self.sizes) <= PROVING_SIZES:
             return sizes not in self.sizes
         self.settled = final
         self.held.clear()
@@ -73,9 +73,9 @@ class Proof:
 
     def shown(self, form: str, sizes: Sizes | None, telling: bool) -> None:
         """A run of ``form`` was compared, and nothing found. One that is not ``telling`` counts only after many."""
-        if not telling and self.weak < MOST_WEAK:
+        if not telling and self.weak < MAX_WEAK:
             self.weak += 1
             return
-        self.left[form] = max(0, self.left.get(form, RUNS) - 1)
+        self.left[form] = max(0, self.left.get(form, PROVING_RUNS) - 1)
         if sizes is not None:
             self.sizes.add(sizes)

@@ -1,4 +1,4 @@
-"""What one run did besides computing."""
+"""What one run is told, and what it did besides computing."""
 
 from __future__ import annotations
 
@@ -19,40 +19,23 @@ def no_hooks(captured: Sequence[Any]) -> list[Any]:
 
 
 @dataclass(slots=True)
-class RunLog:
+class RunReport:
     """What one run did besides computing: seconds by stage, regions compiled, and what failed on the way."""
 
     seconds: dict[str, float] = field(default_factory=dict)
-    may_compile: bool = True
-    """Else a region that is not compiled for what it is given runs call by call, and ``uncompiled`` counts it."""
     compiles: int = 0
     background: int = 0
     """How many of them were compiled in the background before this run."""
     loads: int = 0
     """Regions found in the store on disk."""
     uncompiled: int = 0
-    prove: bool = True
-    """What was not yet compared with the real calls is; and every run that ``check_every`` counts, 0 for none."""
-    check_every: int = 0
+    """Regions that ran call by call, since they are not compiled for what they were given and must not be."""
     mismatches: list[Failure] = field(default_factory=list)
     failures: list[Failure] = field(default_factory=list)
     misses: list[Miss] = field(default_factory=list)
-    call: int = 0
-    """Which node of the tape runs users' code now: an index into ``TapeGraph.calls``."""
-    asked: set[int] = field(default_factory=set)
-    """Nodes whose users' code asked which node is running; it may have registered more hooks on it."""
-    late_hooks: Callable[[Sequence[Any]], list[Any]] = no_hooks
-    """Post-hooks of the running node that are none of those captured."""
 
-    claim: Claim | None = None
-    """On the leaf whose post-accumulate hooks run now."""
-    profile: Profile | None = None
-    """Where a profiler looks on, what shows it the events."""
-    submit: Callable[[Any, Any, list[Any]], None] | None = None
-    """With ``on_miss="background"``, what is told of a program's region that is not compiled for the values in hand."""
-
-    def take(self, other: RunLog) -> None:
-        """What was done in the background since the last run."""
+    def take(self, other: RunReport) -> None:
+        """Add what was done in the background since the last run."""
         self.compiles += other.compiles
         self.background += other.compiles
         self.failures.extend(other.failures)
@@ -65,4 +48,29 @@ class RunLog:
         self.failures.append(failure)
 
     def add(self, stage: str, seconds: float) -> None:
+        """Seconds spent in a stage."""
         self.seconds[stage] = self.seconds.get(stage, 0.0) + seconds
+
+
+@dataclass(slots=True)
+class RunContext:
+    """What one run is told, where it is, and its report."""
+
+    report: RunReport = field(default_factory=RunReport)
+    may_compile: bool = True
+    """Else a region that is not compiled for what it is given runs call by call."""
+    prove: bool = True
+    """What was not yet compared with the real calls is; and every run that ``check_every`` counts, 0 for none."""
+    check_every: int = 0
+    call: int = 0
+    """Which node of the tape runs users' code now: an index into ``TapeGraph.calls``."""
+    asked: set[int] = field(default_factory=set)
+    """Nodes whose users' code asked which node is running; it may have registered more hooks on it."""
+    late_hooks: Callable[[Sequence[Any]], list[Any]] = no_hooks
+    """Post-hooks of the running node that are none of those captured."""
+    claim: Claim | None = None
+    """On the leaf whose post-accumulate hooks run now."""
+    profile: Profile | None = None
+    """Where a profiler looks on, what shows it the events."""
+    submit: Callable[[Any, Any, list[Any]], None] | None = None
+    """With ``on_miss="background"``, what is told of a program's region that is not compiled for the values in hand."""

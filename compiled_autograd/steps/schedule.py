@@ -21,7 +21,7 @@ class Schedule:
         bitwise: what is compiled must be bit for bit what the engine would compute.
         untraceable: calls that stay opaque beside those that always do, and why.
         givers: calls in whose results NaNs are looked for, and the nodes of the tape that they belong to.
-        longest: so many calls a region has at most; None for any number.
+        longest: the largest number of calls of a region; None for any number.
 
     Attributes:
         steps: what runs, in order.
@@ -89,11 +89,11 @@ class Schedule:
         if isinstance(step, Region):
             calls = [call for node in step.nodes for call in self._fresh.get(node, ())]
             fresh = [FreshLeaf(call, *map(self._slot, (call.args[0], call, call.args[2]))) for call in calls]  # type: ignore[arg-type]
-            place = (self._positions[step.nodes[0]], len(step.nodes))
+            span = (self._positions[step.nodes[0]], len(step.nodes))
             inputs = [self._slot(node) for node in step.inputs]
             outputs = [(node, self._slot(node)) for node in step.outputs]
             handed_on = [self._slot(node) for node in step.inputs if not is_given(node)]
-            return RegionStep(step, place, inputs, outputs, handed_on, fresh, self.givers)
+            return RegionStep(step, span, inputs, outputs, handed_on, fresh, self.givers)
         if isinstance(step, Opaque):
             uses = [self._slot(source) for source in step.node.all_input_nodes]
             items = [(self._slot(item), int(str(item.args[1]))) for item in step.items]

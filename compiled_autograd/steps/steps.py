@@ -65,10 +65,10 @@ class Wiring(msgspec.Struct, frozen=True):
     permuted: tuple[tuple[int, int, tuple[int, ...]], ...] = ()
 
 
-class RegionPlan(msgspec.Struct, frozen=True):
+class RegionRecord(msgspec.Struct, frozen=True):
     """Which region was compiled, for what, and how it is fed; which forms of it were found to be wrong."""
 
-    place: tuple[int, int]
+    span: tuple[int, int]
     kind: str
     each_shape: bool
     wiring: Wiring
@@ -82,7 +82,7 @@ class RegionPlan(msgspec.Struct, frozen=True):
 
 
 @dataclass(slots=True)
-class Specialised:
+class CompiledRegion:
     """A compiled region for one set of inputs.
 
     Attributes:
@@ -133,20 +133,20 @@ class FreshLeaf:
 class RegionStep:
     """A region, and what was compiled for it, for each kind of what earlier steps hand to it; newest last.
 
-    ``place`` is the region's first call and the number of its calls; ``each_shape`` says that it could not be compiled
+    ``span`` is the region's first call and the number of its calls; ``each_shape`` says that it could not be compiled
     with symbols, so that each set of shapes is compiled by itself. ``givers`` are the calls in whose results NaNs are
     looked for, and the nodes of the tape that they belong to; ``saved`` are the slots of saved tensors that users' code
     may have changed in place.
     """
 
     region: Region
-    place: tuple[int, int]
+    span: tuple[int, int]
     inputs: list[int]
     outputs: list[tuple[fx.Node, int]]
     handed_on: list[int]
     fresh: list[FreshLeaf]
     givers: Mapping[fx.Node, int]
-    compiled: dict[Any, list[Specialised | None]] = field(default_factory=dict)
+    compiled: dict[Any, list[CompiledRegion | None]] = field(default_factory=dict)
     each_shape: bool = False
     drops: list[int] = field(default_factory=list)
     saved: list[int] = field(default_factory=list)
@@ -155,17 +155,17 @@ class RegionStep:
         """The inputs that earlier steps made, and their slots."""
         return ((node, slot) for node, slot in zip(self.region.inputs, self.inputs, strict=True) if not is_given(node))
 
-    def specialised(self) -> list[Specialised]:
+    def compiled_regions(self) -> list[CompiledRegion]:
         """All that was compiled for it."""
         return [each for some in self.compiled.values() for each in some if each is not None]
 
-    def put_in_place(self, old: Specialised, new: Specialised | None) -> None:
+    def put_in_place(self, old: CompiledRegion, new: CompiledRegion | None) -> None:
         """Replace something compiled by what is fed another way; None where it cannot run."""
         self.compiled[old.kind] = [new if each is old else each for each in self.compiled[old.kind]]
 
     def aten(self) -> list[fx.GraphModule]:
         """The ATen graphs that were compiled for it."""
-        return [each.aten.graph_module() for each in self.specialised()]
+        return [each.aten.graph_module() for each in self.compiled_regions()]
 
     def bind(
         self,
@@ -174,12 +174,12 @@ class RegionStep:
         wiring: Wiring,
         kind: tuple[Any, ...],
         guard: Guard | None,
-    ) -> Specialised:
+    ) -> CompiledRegion:
         """Join something compiled to this step's slots."""
         results = [(self.outputs[position][1], index) for position, index in wiring.values]
         results += [(self.fresh[position].owned, index) for position, index in wiring.fresh]
         results += [(self.fresh[position].shared, index) for position, index in wiring.other_strides]
-        return Specialised(
+        return CompiledRegion(
             aten,
             call,
             wiring,
@@ -196,13 +196,13 @@ class RegionStep:
         )
 
 
-def region_plan(step: RegionStep, compiled: Specialised) -> RegionPlan:
+def region_record(step: RegionStep, compiled: CompiledRegion) -> RegionRecord:
     """The plan of a compiled region."""
     guard = compiled.guard
     names = None if guard is None else guard.names
     conditions = () if guard is None else guard.conditions
     dropped = compiled.proof.dropped
-    return RegionPlan(step.place, repr(compiled.kind), step.each_shape, compiled.wiring, names, conditions, dropped)
+    return RegionRecord(step.span, repr(compiled.kind), step.each_shape, compiled.wiring, names, conditions, dropped)
 
 
 @dataclass(slots=True, eq=False)

@@ -26,8 +26,8 @@ def share_op(name: str, function: Callable[..., Any], is_custom: bool, traceable
     if others is not None and not _pending:
         return str(others.ops.add(name, function, is_custom, traceable))
     _pending.append((name, function, is_custom, traceable))
-    if not any(isinstance(finder, _Watch) for finder in sys.meta_path):
-        sys.meta_path.insert(0, _Watch())
+    if not any(isinstance(finder, _ImportHook) for finder in sys.meta_path):
+        sys.meta_path.insert(0, _ImportHook())
     if not is_custom:
         return name
     counted = f"CppNode{name}"  # as OpNamespace.add names it, and will when it is told
@@ -72,7 +72,7 @@ def _tell_when_asked(others: ModuleType) -> None:
     others.ops.__class__ = Shared
 
 
-class _Watch(importlib.abc.MetaPathFinder):
+class _ImportHook(importlib.abc.MetaPathFinder):
     """Waits for the module to be imported, and tells it then."""
 
     def find_spec(

@@ -24,14 +24,14 @@ from torch.autograd.function import BackwardCFunction
 
 from .hooks import Grad, unpacked, with_requires_grad
 from .in_place import Watched
-from .references import NOBODYS, references
+from .references import COUNT_OF_UNSHARED, references
 
 _CALLS = "_compiled_autograd_calls"  # of a ctx: the calls that it is in
 _WITH_SAVED = "_compiled_autograd_class"  # of its class: that which it has meanwhile
 _FIRST_NUMBER = 1 << 40  # far above those that PyTorch counts
 _numbers: dict[tuple[Any, ...], int] = {}
 _partly_packed: set[tuple[Any, ...]] = set()
-_MOST_PARTLY_PACKED = 1000  # a function that is forgotten is left to eager once more
+_MAX_PARTLY_PACKED = 1000  # a function that is forgotten is left to eager once more
 _changing = threading.Lock()  # held while a ctx's class or its list of calls changes, and never while users' code runs
 
 
@@ -51,7 +51,7 @@ def number_of(ctx: Any) -> int:
 def forget_numbers() -> None:
     """The engine has forgotten all keys that they are in."""
     _numbers.clear()
-    if len(_partly_packed) > _MOST_PARTLY_PACKED:
+    if len(_partly_packed) > _MAX_PARTLY_PACKED:
         _partly_packed.clear()
 
 
@@ -247,7 +247,7 @@ def _saved(ctx: Any) -> tuple[Grad, ...]:
         packed = saved[index]
         if not isinstance(packed, Packed):
             continue
-        of_somebody_else = packed.packed is not values[index] and references(values, index) > NOBODYS
+        of_somebody_else = packed.packed is not values[index] and references(values, index) > COUNT_OF_UNSHARED
         if not of_somebody_else:  # a tensor of the user's that comes back as it was saved stays the object that it is
             values[index] = with_requires_grad(values[index], required)
     return tuple(values)

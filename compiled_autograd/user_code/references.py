@@ -12,9 +12,9 @@ from typing import Any
 
 
 def references(values: Sequence[Any], index: int) -> int:
-    """How often something in a list is referred to: :data:`NOBODYS`, and once more for each reference elsewhere."""
+    """How often something in a list is referred to: :data:`COUNT_OF_UNSHARED`, and once more for each of the others."""
     return sys.getrefcount(values[index])
 
 
-NOBODYS = references([object()], 0)
+COUNT_OF_UNSHARED = references([object()], 0)
 """What is counted of an object that only the list refers to."""

@@ -40,7 +40,7 @@ KEPT_MISSES = 10_000
 _NO_TIME = float(1 << 35)  # seconds: more than a thousand years from now
 _NO_COUNT = 1 << 53  # more would not be told from its neighbours once it is a float
 _ID = re.compile(r"[0-9A-Za-z_.-]{1,128}")
-_MOST_BYTES = 1 << 28  # of a record; sqlite takes no more than four times that
+_MAX_BYTES = 1 << 28  # of a record; sqlite takes no more than four times that
 SELECT_ENTRY = "SELECT number, id, structure, record, checksum, size, loads, last_used FROM entries"
 SELECT_STRUCTURE = "SELECT number, id, record, checksum FROM structures"
 SELECT_MISS = "SELECT number, record, checksum FROM misses"
@@ -56,9 +56,9 @@ _decoders: dict[type, msgspec.msgpack.Decoder[Any]] = {
 def encode(record: Any, name: str) -> tuple[bytes, bytes]:
     """``record`` and its checksum, which covers ``name`` too: what makes the row the one that it is."""
     data = msgspec.msgpack.encode(record)
-    if len(data) > _MOST_BYTES:
+    if len(data) > _MAX_BYTES:
         raise InvalidEntryError(
-            f"{harmless(name)} takes {len(data)} bytes, and no record may take more than {_MOST_BYTES}"
+            f"{harmless(name)} takes {len(data)} bytes, and no record may take more than {_MAX_BYTES}"
         )
     return data, _checksum(name, data)
 

@@ -30,7 +30,7 @@ from .plugin import read
 HERE = Path(__file__).resolve().parent
 DIFFERENTIATED_AGAIN = ("create_graph", "batched_grads")
 """Backwards that ask for what only the eager engine does; they are left out of the share that was compiled."""
-_MOST_CRASHES = 25
+_MAX_CRASHES = 25
 
 
 @dataclass(frozen=True)
@@ -80,7 +80,7 @@ class Job:
             environment["CONFORMANCE_ONLY"] = str(names)
         command = [sys.executable, "-m", "pytest", "--noconftest", "-p", "no:logging", "-p", "no:cacheprovider"]
         command += ["-p", "plugin", "--timeout", str(self.timeout), "-q", self.file, *self.extra]
-        for _ in range(_MOST_CRASHES):
+        for _ in range(_MAX_CRASHES):
             before = records.stat().st_size
             ended = subprocess.run(command, cwd=self.folder, env=environment, capture_output=True, check=False)
             if -ended.returncode in (signal.SIGINT, signal.SIGTERM, signal.SIGKILL):

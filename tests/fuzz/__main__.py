@@ -28,7 +28,7 @@ from .shrink import shrink
 from .values import LEFT_OUT
 
 _CHECK = {"default": None, "false": False, "true": True}
-_MOST_SHRUNK = 4
+_MAX_SHRUNK = 4
 """Programs of one kind of finding that are made smaller: the others are only named."""
 
 
@@ -90,7 +90,7 @@ def run_many(
             finding = findings[0]
             kinds[finding.kind] += 1
             console.print(f"\nseed {seed}: {finding}")
-            if kinds[finding.kind] <= _MOST_SHRUNK and seconds:
+            if kinds[finding.kind] <= _MAX_SHRUNK and seconds:
                 tell_smallest(program, finding, settings, console, seconds, ignore)
     took = time.monotonic() - started
     console.print(

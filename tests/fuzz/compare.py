@@ -14,7 +14,7 @@ from .program import Program
 
 Outcomes = list[tuple[str, tuple[Any, ...]]]
 _COARSEST = 5e-2
-_CANCELLED = 1e-3
+_CANCELLED_SHARE = 1e-3
 """Where the largest gradient is smaller, it is what terms of about 1 have left that cancel."""
 _ROUNDING = {torch.float64: 1e-9, torch.complex128: 1e-9, torch.float32: 1e-3, torch.complex64: 1e-3}
 
@@ -78,7 +78,7 @@ def _strides_that_matter(record: Record) -> list[int]:
 def _close(found: Record, wanted: Record, scale: float, rounding: float | None) -> bool:
     if not math.isfinite(scale):
         return True  # what cancels or overflows on the way has no rounding that could be told
-    tolerance = (rounding or _ROUNDING.get(wanted.dtype, _COARSEST)) * max(scale, _CANCELLED)
+    tolerance = (rounding or _ROUNDING.get(wanted.dtype, _COARSEST)) * max(scale, _CANCELLED_SHARE)
     return bool((found.values - wanted.values).abs().le(tolerance).all())
 
 

@@ -19,7 +19,7 @@ from .values import LAYOUTS, LEFT_OUT, generator, lay_out, plain, share_memory, 
 
 _CANNOT = (RuntimeError, IndexError, ValueError, NotImplementedError, TypeError, AssertionError)
 _LARGEST = 40_000
-_MOST_GRADIENTS = 40
+_MAX_GRADIENTS = 40
 
 
 @dataclass(frozen=True)
@@ -265,7 +265,7 @@ def _look_at_grads(state: State, watched: list[torch.Tensor], seen: Seen) -> Non
     leaves = {name: leaf for name, leaf in state.leaves.items() if leaf.requires_grad}
     for name, leaf in leaves.items():
         seen.grads[name] = None if leaf.grad is None else Record.of(leaf.grad)
-    grads = [(name, leaf.grad) for name, leaf in leaves.items() if leaf.grad is not None][:_MOST_GRADIENTS]
+    grads = [(name, leaf.grad) for name, leaf in leaves.items() if leaf.grad is not None][:_MAX_GRADIENTS]
     for index, (name, grad) in enumerate(grads):
         others = [other for _, other in grads[:index]] + watched + list(state.leaves.values())
         if any(share_memory(grad, other) for other in others if other is not grad):

@@ -25,8 +25,8 @@ from ..kernels import address_of
 from .products import Value, in_blas, is_dense
 from .statements import UnknownCodeError, arguments_of, body_of_call, constants_of, is_overwritten, name_of
 
-MOST_ARGUMENTS = 64
-"""So many arguments may a kernel have, ``most_arguments`` in the C++ code."""
+MAX_ARGUMENTS = 64
+"""The largest number of a kernel's arguments, ``most_arguments`` in the C++ code."""
 Instruction = tuple[Any, ...]
 MakeProgram = Callable[[int, Sequence[int], list[Instruction], Sequence[int]], Compiled]
 """Number of slots, inputs whose address is needed, instructions, slots of the outputs (-1 for None); gives what runs
@@ -254,7 +254,7 @@ class Translation:
         address = address_of(self._namespace_value(call.func))
         values = [self._known(argument) for argument in call.args]
         tensors = [value for value in values if value is not None and value.dtype is not None]
-        if address is None or call.keywords or len(tensors) != len(values) or len(values) > MOST_ARGUMENTS:
+        if address is None or call.keywords or len(tensors) != len(values) or len(values) > MAX_ARGUMENTS:
             return None
         return [("kernel", address, self._memory(tensors))]
 

@@ -76,7 +76,7 @@ def test_what_fails_while_it_is_told_does_not_hide_the_users_error(
     x = torch.randn(4, requires_grad=True)
     h = x.sin()
     h.register_hook(hook)
-    monkeypatch.setattr(account.Account, "_settle", fails)
+    monkeypatch.setattr(account.RunAccount, "_settle", fails)
     with ca.enable(backend="eager") as session, pytest.raises(ValueError, match="the user's"):
         h.sum().backward()
     expect(session.stats(), structure_misses=1)

@@ -13,7 +13,7 @@ from torch.autograd import Function
 
 import compiled_autograd as ca
 from compiled_autograd.engine import seam
-from compiled_autograd.engine.handles import LEFT_TO_EAGER, Handle
+from compiled_autograd.engine.handles import KEPT, Handle
 from compiled_autograd.user_code import functions
 
 from .helpers import WAIT, Squares, assert_same, both, expect, in_threads
@@ -239,7 +239,7 @@ def test_functions_with_another_name_at_each_step_leave_nothing_behind(
             step(Squares, other)  # one that comes back
         assert x.grad is not None and torch.equal(x.grad, 2 * x.detach())
         assert other.grad is not None and torch.equal(other.grad, 2 * other.detach())
-        most = max(most, len(seam._handles), len(functions._numbers), len(LEFT_TO_EAGER))
+        most = max(most, len(KEPT.handles), len(functions._numbers), len(KEPT.left_to_eager))
     assert most <= 10 and handles() - before <= 10
     if on_miss == "compile":
         expect(session.stats(), structure_misses=1, hits=59, compiles=2)

@@ -232,7 +232,7 @@ def test_an_interrupt_while_a_leaf_is_waited_for() -> None:
 @pytest.mark.parametrize("raises", [False, True])
 def test_an_interrupt_around_the_hooks_of_a_leaf(raises: bool) -> None:
     """From when the leaf is claimed until after its hooks, and where one of them has raised before."""
-    files = _files("accumulate.py", "claims.py", "runtime.py")
+    files = _files("accumulate.py", "claims.py", "program.py")
     called = 0
 
     def hook(leaf: torch.Tensor) -> None:

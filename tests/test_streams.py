@@ -16,7 +16,7 @@ import torch._dynamo.device_interface  # looks for CUDA when it is imported, and
 import compiled_autograd as ca
 from compiled_autograd import errors
 from compiled_autograd.diagnostics.bypass import CUDA_DEVICES
-from compiled_autograd.engine import engine, seam, streams
+from compiled_autograd.engine import backward, decide, seam, streams
 from compiled_autograd.engine.devices import cuda_device, on_device
 from compiled_autograd.engine.streams import DEFAULT, UNKNOWN, StreamWatch, _Thread
 
@@ -86,10 +86,15 @@ def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[FakeCuda]:
         assert getattr(torch.Stream, name) is method
 
 
+def _use(watch: StreamWatch, monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (decide, backward):
+        monkeypatch.setattr(module, "STREAMS", watch)
+
+
 @pytest.fixture
 def watch(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatch) -> Iterator[StreamWatch]:
     watch = StreamWatch()
-    monkeypatch.setattr(engine, "STREAMS", watch)
+    _use(watch, monkeypatch)
     watch.start()
     yield watch
     watch.stop()
@@ -267,7 +272,7 @@ def test_what_was_recorded_before(cuda: FakeCuda, monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(torch.cuda, "_initialized", True)
     monkeypatch.setattr(torch.cuda, "memory_snapshot", lambda: [{"stream": 0}, {"stream": 5 if memory else 0}])
     watch = StreamWatch()
-    monkeypatch.setattr(engine, "STREAMS", watch)
+    _use(watch, monkeypatch)
     loss, _ = forward()
     watch.start()
     with ca.enable(backend="eager") as session:

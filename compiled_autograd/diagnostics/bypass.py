@@ -7,7 +7,9 @@ from collections.abc import Callable, Sequence
 import torch
 from torch._guards import TracingContext
 
-from shadow_cache import Bypass, unsupported
+from shadow_cache import Bypass, Miss, unsupported
+
+from ..errors import BrokenCaptureError, CacheMissError, UnsupportedBackwardError
 
 CREATE_GRAPH = Bypass("create_graph", hint="a backward that is differentiated again is left to the eager engine")
 BATCHED_GRADS = Bypass("batched_grads", hint="is_grads_batched, vmap and grad transforms are left to the eager engine")
@@ -116,9 +118,25 @@ def is_refusal(error: Exception) -> bool:
     return isinstance(error, NotImplementedError) or "compiled autograd" in str(error).lower()
 
 
-def refused_by_engine(error: Exception) -> Bypass:
+def refused_by_engine(error: BaseException) -> Bypass:
     """The reason where the engine has raised while it walked."""
     if _DDP in str(error):
         return DDP_CPP_REDUCER
     first_sentence = str(error).partition("\n")[0].partition(". ")[0]
     return unsupported(f"{type(error).__name__}: {first_sentence[:120]}")
+
+
+def says_that_it_was_freed(error: BaseException) -> bool:
+    """Whether the engine was asked for a tape that has run before, and did not keep it."""
+    return str(error).startswith("Trying to backward through the graph a second time")
+
+
+def reason_of_end(error: BaseException) -> tuple[Bypass, Sequence[Miss]]:
+    """Why a backward that has raised ``error`` ran nowhere, and how it was no hit if that is why."""
+    if isinstance(error, BrokenCaptureError):
+        return BROKEN_CAPTURE, ()
+    if isinstance(error, CacheMissError):
+        return ON_MISS, error.reasons
+    if isinstance(error, UnsupportedBackwardError):
+        return error.reason, ()
+    return refused_by_engine(error) if says_that_it_was_freed(error) else INTERRUPTED, ()

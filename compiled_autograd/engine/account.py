@@ -3,59 +3,79 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
 
 import msgspec
 
 from shadow_cache import Bypass, Failure, Miss
 
 from ..cache.disk import disk_for
-from ..cache.graphs import CompiledGraph
+from ..cache.selection import Selection
 from ..cache.variants import Variant
-from ..diagnostics.bypass import INTERRUPTED
+from ..diagnostics.bypass import INTERRUPTED, reason_of_end
 from ..diagnostics.reporting import tell_of_own_error
 from ..guards.ambient import Ambient
 from ..policies.autotune import AUTOTUNE
+from ..steps.run_context import RunReport
+from ..threads.forks import can_compile
+from .call import HandedOver
 from .session import BYPASS, HIT, SHAPE_MISS, STRUCTURE_MISS, Outcome, Session
-
-if TYPE_CHECKING:
-    from ..runtime.running_backward import Running
-
 
 _REAL_CALLS = "what the real calls give"
 
 
 @dataclass(slots=True)
 class Account:
-    """What is known of a backward while it runs.
+    """Tells the session of one backward, once.
 
     Attributes:
         session: who is told.
-        state: the backward; its context says what it did.
-        graph: its structure.
-        miss: how that differs from those known before; None where it was known.
-        captured: whether the engine had to report the tape.
-        ambient_state: the ambient state, once it was asked for.
-        variant: what serves; None before that is known, and where the tape graph's calls run one by one.
-        bypassed: nothing serves, and nothing may be compiled.
-        reasons: why it is no hit.
+        started: when the backward was asked for, by ``time.perf_counter``.
+        told: the session knows.
     """
 
     session: Session
-    state: Running
-    graph: CompiledGraph
-    miss: Miss | None
-    captured: bool
+    started: float = field(default_factory=time.perf_counter)
+    told: bool = False
+
+    def bypass(self, reason: Bypass, misses: Sequence[Miss] = (), since: float | None = None) -> None:
+        """The eager engine has run it, from the time ``since`` on, or was to; nothing where the session knows."""
+        if not self.told:
+            self.told = True
+            seconds = {} if since is None else {"run": time.perf_counter() - since}
+            self.session.record(Outcome(BYPASS, reasons=(reason, *misses), seconds=seconds))
+
+    def end_before_anything_ran(self, error: BaseException) -> None:
+        """It has raised ``error``; nothing where the session knows what became of it."""
+        if not self.told:
+            self.bypass(*reason_of_end(error))
+
+
+@dataclass(slots=True)
+class RunAccount:
+    """What is known of a backward that was handed over, while it runs.
+
+    Attributes:
+        account: who tells the session.
+        handed: what was handed over.
+        report: what the run did.
+        fingerprint: gives that of the tape, see :func:`tape.fingerprint`.
+        ambient_state: the ambient state, once it was asked for.
+        selection: what serves.
+    """
+
+    account: Account
+    handed: HandedOver
+    report: RunReport
+    fingerprint: Callable[[], int]
     ambient_state: Ambient = ()
-    variant: Variant | None = None
-    bypassed: bool = False
-    reasons: list[Bypass | Miss | Failure] = field(default_factory=list)
+    selection: Selection = field(default_factory=Selection)
     _started: float = field(default_factory=time.perf_counter)
 
     def __post_init__(self) -> None:
-        if self.miss is not None:
-            self.reasons.append(self.miss)
+        if self.handed.miss is not None:
+            self.selection.reasons, self.selection.new_structure = [self.handed.miss], True
 
     def close_after(self, error: BaseException) -> None:
         """It has raised ``error``, which is the user's, and not to be replaced by one of ours."""
@@ -66,7 +86,7 @@ class Account:
 
     def close(self, failed: bool = False) -> None:
         """Keep what was compiled, and tell the session."""
-        if self.state.told:
+        if self.account.told:
             return
         try:
             outcome = self._settle(failed)
@@ -74,60 +94,54 @@ class Account:
             outcome = self._outcome()
             raise
         finally:
-            self.state.told = True
-            context = self.state.context
-            self.session.record(outcome, self.captured, context.report.compiles, context.report.loads)
+            self.account.told = True
+            self.account.session.record(outcome, self.handed.captured, self.report.compiles, self.report.loads)
 
     def _outcome(self) -> Outcome:
-        context = self.state.context
-        if self.variant is None and not self.reasons:  # it has not come to anything
-            self.bypassed, self.reasons = True, [INTERRUPTED]
-        missed = SHAPE_MISS if self.reasons or context.report.compiles > context.report.background else HIT
-        kind = BYPASS if self.bypassed else missed if self.miss is None else STRUCTURE_MISS
-        return Outcome(kind, self.graph, tuple(self.reasons), context.report.seconds)
+        selection, report = self.selection, self.report
+        if selection.variant is None and not selection.reasons:  # it has not come to anything
+            selection.bypassed, selection.reasons = True, [INTERRUPTED]
+        missed = SHAPE_MISS if selection.reasons or report.compiles > report.background else HIT
+        kind = BYPASS if selection.bypassed else STRUCTURE_MISS if selection.new_structure else missed
+        return Outcome(kind, self.handed.graph, tuple(selection.reasons), report.seconds)
 
     def _settle(self, failed: bool) -> Outcome:
-        context, tune = self.state.context, self.session.settings.tune and not failed
-        context.report.seconds["run"] = time.perf_counter() - self._started
-        self.reasons.extend(context.report.misses)
-        if context.report.uncompiled:
-            waits = "they are compiled in the background" if context.submit is not None else "on_miss does not compile"
-            self.reasons.append(
-                Miss("guard", f"{context.report.uncompiled} regions", hint=f"{waits}; their calls ran one by one")
-            )
-        self.reasons.extend(failure for failure in context.report.failures if failure not in self.reasons)
+        report, reasons, variant = self.report, self.selection.reasons, self.selection.variant
+        settings = self.account.session.settings
+        report.seconds["run"] = time.perf_counter() - self._started
+        reasons.extend(report.misses)
+        if report.uncompiled:
+            in_background = settings.on_miss == "background" and can_compile()
+            waits = "they are compiled in the background" if in_background else "on_miss does not compile"
+            reasons.append(Miss("guard", f"{report.uncompiled} regions", hint=f"{waits}; their calls ran one by one"))
+        reasons.extend(failure for failure in report.failures if failure not in reasons)
         outcome = self._outcome()
-        reasons = self.reasons
-        if outcome.outcome == HIT and tune and self.variant is not None:
-            AUTOTUNE.hit(
-                self.variant,
-                context.report.seconds["capture"] + context.report.seconds["run"],
-                lambda: self.state.fingerprint,
-            )
-        if not reasons and not context.report.compiles:
+        reasons = self.selection.reasons
+        if outcome.outcome == HIT and settings.tune and not failed and variant is not None:
+            AUTOTUNE.hit(variant, report.seconds["capture"] + report.seconds["run"], self.fingerprint)
+        if not reasons and not report.compiles:
             return outcome
-        cost = sum(context.report.seconds.get(stage, 0.0) for stage in ("lower", "compile"))
+        cost = sum(report.seconds.get(stage, 0.0) for stage in ("lower", "compile"))
         if reasons and isinstance(reasons[0], Miss):
-            walk = context.report.seconds.get("capture", 0.0) if self.captured else 0.0
+            walk = report.seconds.get("capture", 0.0) if self.handed.captured else 0.0
             reasons[0] = msgspec.structs.replace(reasons[0], seconds=cost + walk)
-        if self.variant is not None and (context.report.compiles or context.report.mismatches):
-            self._store(self.variant, cost)
+        if variant is not None and (report.compiles or report.mismatches):
+            self._store(variant, cost)
         outcome.reasons = tuple(reasons)
         return outcome
 
     def _store(self, variant: Variant, seconds: float) -> None:
         """Keep what was compiled for other processes, and what was found to be wrong of it."""
-        disk = disk_for(self.session.settings)
+        settings, graph, reasons = self.account.session.settings, self.handed.graph, self.selection.reasons
+        disk = disk_for(settings)
         if disk is None:
             return
-        misses = [reason for reason in self.reasons if isinstance(reason, Miss)]
-        found = self.state.context.report.mismatches
+        misses = [reason for reason in reasons if isinstance(reason, Miss)]
+        found = self.report.mismatches
         misses += [Miss("mismatch", each.where, _REAL_CALLS, each.error, each.instead) for each in found]
         try:
-            variant.not_stored = disk.save(
-                self.graph, variant, self.session.settings, self.ambient_state, misses, seconds
-            )
-            disk.record(self.graph, None if variant.not_stored else variant.entry, misses)
+            variant.not_stored = disk.save(graph, variant, settings, self.ambient_state, misses, seconds)
+            disk.record(graph, None if variant.not_stored else variant.entry, misses)
         except Exception as error:  # noqa: BLE001  the step is done: what cannot be stored is compiled again elsewhere
             variant.not_stored = f"{type(error).__name__}: {error}"
-            self.reasons.append(Failure("store", repr(self.graph), variant.not_stored, "it is kept in memory alone"))
+            reasons.append(Failure("store", repr(graph), variant.not_stored, "it is kept in memory alone"))

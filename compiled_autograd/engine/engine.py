@@ -8,7 +8,6 @@ replaced by one of a subclass, which passes on everything that no session asks f
 
 from __future__ import annotations
 
-import dataclasses
 import functools
 import time
 from collections.abc import Callable, Sequence
@@ -18,32 +17,14 @@ import torch
 from torch._C import _ImperativeEngine
 from torch.autograd import Variable
 
-from shadow_cache import Bypass, Miss
-
-from ..diagnostics.bypass import (
-    BROKEN_CAPTURE,
-    COMPILING,
-    DEEP,
-    EVERY_TAPE_NEW,
-    FORKED,
-    INTERRUPTED,
-    MAX_NESTED,
-    ON_MISS,
-    TRACING,
-    before_capture,
-)
-from ..errors import BrokenCaptureError, CacheMissError, UnsupportedBackwardError
-from ..guards.ambient import ambient
-from ..policies.autotune import AUTOTUNE
-from ..policies.background import BACKGROUND
+from ..diagnostics.bypass import DEEP, MAX_NESTED
 from ..threads.gate import GATE, threads_running
-from ..torch_api.version_differences import words_for_unused
 from ..user_code.functions import number_of
-from .attempt import Attempt, Call
-from .execution import depth, find_variant, on_eager, running
-from .handles import LEFT_TO_EAGER
-from .seam import ask_engine, run_backward, walking
-from .session import BYPASS, Outcome, Session, current
+from . import backward
+from .call import Call, run_backward
+from .execution import depth, on_eager, running
+from .seam import walking
+from .session import BYPASS, Outcome, current
 from .streams import STREAMS
 
 
@@ -64,9 +45,9 @@ class Engine(_ImperativeEngine):
         call = Call(tensors, grad_tensors, keep_graph, create_graph, inputs, allow_unreachable, accumulate_grad)
         session = current()
         if session is None:
-            return _eager(call)
+            return backward.eager(call)
         if depth() <= MAX_NESTED or create_graph or session.settings.on_unsupported == "raise":
-            return _run(session, call)
+            return backward.run(session, call)
         started = time.perf_counter()
         try:  # here, and not in functions of its own: there is not much left of Python's stack
             return on_eager(run_backward, call, allow_unreachable)
@@ -145,100 +126,3 @@ def _key_of_function(original: Callable[[Any], tuple[int, ...]]) -> Callable[[An
         return (number_of(ctx),) if walking() else original(ctx)
 
     return key
-
-
-def _run(session: Session, call: Call) -> Any:
-    attempt = Attempt(session, call, time.perf_counter())
-    try:
-        return _run_attempt(session, call, attempt)
-    except BaseException as error:
-        broken = isinstance(error, BrokenCaptureError)
-        attempt.tell(Outcome(BYPASS, reasons=(BROKEN_CAPTURE if broken else INTERRUPTED,)))
-        raise
-
-
-def _run_attempt(session: Session, call: Call, attempt: Attempt) -> Any:
-    reason = before_capture(call.create_graph, call.grads, depth())
-    if reason is None and STREAMS.in_use:
-        reason = STREAMS.reason(call.outputs)
-    if reason is None and session.settings.on_miss == "raise":
-        _raise_if_missing(attempt)
-    if reason is None and session.settings.on_miss == "background" and BACKGROUND.busy:
-        reason = COMPILING if BACKGROUND.busy_with(call.fingerprint()) else None
-    if reason is None and AUTOTUNE.active and session.settings.tune:
-        tape_name = call.fingerprint()  # the tape is gone once eager has run
-        trial = AUTOTUNE.find(tape_name, session.settings.key)
-        eagers_turn = None if trial is None else trial.reason()
-        if eagers_turn is not None:
-            return _on_trial(attempt, eagers_turn, tape_name)
-    if reason is None and session.settings.on_miss == "eager" and call.description() in LEFT_TO_EAGER:
-        reason = ON_MISS
-    if reason is None:
-        reason = ask_engine(attempt)
-        if reason is None:
-            results = attempt.execute() if attempt.results is None else attempt.results
-            if not call.allow_unreachable:
-                _check_used(results)
-            return tuple(results)
-    policy = reason in (TRACING, ON_MISS, COMPILING, EVERY_TAPE_NEW, FORKED)
-    if session.settings.on_unsupported == "raise" and not attempt.mistake and not policy:
-        attempt.tell(Outcome(BYPASS, reasons=(reason,)))
-        raise UnsupportedBackwardError(reason)
-    return _bypass(attempt, reason, () if attempt.miss is None else (attempt.miss,))
-
-
-def _on_trial(attempt: Attempt, reason: Bypass, tape_name: int) -> Any:
-    """The eager engine's turn, timed."""
-    started = time.perf_counter()
-    results = _bypass(attempt, reason)
-    AUTOTUNE.eager(tape_name, attempt.session.settings.key, time.perf_counter() - started)
-    return results
-
-
-def _raise_if_missing(attempt: Attempt) -> None:
-    """With ``on_miss="raise"``: let the engine walk the tape, and keep it, to see whether it would be a hit.
-
-    Raises:
-        CacheMissError: it would not.
-    """
-    session = attempt.session
-    probing = Attempt(session, dataclasses.replace(attempt.call, keep_graph=True), time.perf_counter(), probe=True)
-    try:
-        reason = ask_engine(probing)
-    finally:
-        attempt.told = probing.told
-    misses = [] if probing.miss is None else [probing.miss]
-    if reason is None:
-        graph, ambient_state = probing.graph, ambient()
-        assert graph is not None and probing.handover is not None
-        variant, other = find_variant(session, graph, ambient_state, probing.handover)
-        if variant is not None:
-            misses = []
-        else:
-            new = bool(misses) or not graph.variants  # to this process: then the store knows more
-            explained = graph.explain(session.settings, ambient_state, probing.handover)
-            misses = [other] if other is not None and new else misses or explained
-    if misses:
-        attempt.tell(Outcome(BYPASS, reasons=(ON_MISS, *misses)))
-        raise CacheMissError(misses)
-
-
-def _check_used(results: Sequence[torch.Tensor | None]) -> None:
-    for index, result in enumerate(results):
-        if result is None:
-            raise RuntimeError(words_for_unused(index))
-
-
-def _bypass(attempt: Attempt, reason: Bypass, misses: Sequence[Miss] = ()) -> Any:
-    started = time.perf_counter()
-    try:
-        return _eager(attempt.call)
-    finally:
-        attempt.tell(Outcome(BYPASS, reasons=(reason, *misses), seconds={"run": time.perf_counter() - started}))
-
-
-def _eager(call: Call) -> Any:
-    """The eager engine, as if we were not there."""
-    if STREAMS.in_use and call.create_graph:
-        STREAMS.differentiable(call.outputs)
-    return on_eager(run_backward, call, call.allow_unreachable)

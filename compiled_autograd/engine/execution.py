@@ -9,17 +9,13 @@ from __future__ import annotations
 import functools
 import itertools
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
-from shadow_cache import Failure, Miss
-
-from ..cache.disk import disk_for
-from ..cache.graphs import REUSES_WORTH_COMPILING, CompiledGraph
-from ..cache.variants import Handover, Variant
-from ..diagnostics.bypass import FORKED, ON_MISS
+from ..cache.selection import select
 from ..diagnostics.reporting import failure_of
 from ..errors import CacheMissError, GradientMismatchError
 from ..guards.ambient import Ambient, ambient
@@ -31,8 +27,9 @@ from ..steps.run_context import RunContext, no_hooks
 from ..steps.steps import RegionStep, Slots
 from ..threads.forks import can_compile
 from ..threads.gate import GATE, take
-from .account import Account
-from .session import Session
+from .account import Account, RunAccount
+from .call import Call, HandedOver, Results
+from .devices import on_device
 
 
 class _Thread(threading.local):
@@ -67,18 +64,8 @@ def on_eager(run: Callable[..., Any], *arguments: Any) -> Any:
         GATE.forget(token)
 
 
-def execute(
-    session: Session, state: Running, graph: CompiledGraph, handover: Handover, miss: Miss | None, captured: bool
-) -> list[torch.Tensor | None]:
+def execute(call: Call, account: Account, handed: HandedOver) -> Results:
     """Run a backward that was handed over, and record what became of it.
-
-    Args:
-        session: whose settings hold, and who is told.
-        state: what is answered to those who ask meanwhile; its context has the seconds of the capture.
-        graph: the structure of what was handed over.
-        handover: what the engine gave.
-        miss: how the structure differs from those known before; None where it was known.
-        captured: whether the engine had to report the tape.
 
     Returns:
         What ``autograd.grad`` asked for; empty for ``backward``.
@@ -88,21 +75,26 @@ def execute(
         GradientMismatchError: ``check`` is True or a number, and compiled code has given something else than the real
             calls: the step is done, with what these gave.
     """
-    account = Account(session, state, graph, miss, captured)
-    try:
-        results = _with_state(state, account, handover)
-    except BaseException as error:
-        account.close_after(error)
-        raise
-    account.close()
-    if state.context.report.mismatches and session.settings.check_every:
-        raise GradientMismatchError(state.context.report.mismatches)
-    if state.context.report.uncompiled and session.settings.on_miss == "raise":
-        raise CacheMissError(account.reasons, ran=True)
+    settings, context = account.session.settings, RunContext()
+    report = context.report
+    report.add("capture", time.perf_counter() - account.started)
+    state = Running(call.outputs, call.inputs, call.accumulate_grad, call.keep_graph, context, handed.graph.tape.order)
+    with on_device(handed.graph.tape.cuda_device):
+        run = RunAccount(account, handed, report, call.fingerprint)
+        try:
+            results = _with_state(state, run)
+        except BaseException as error:
+            run.close_after(error)
+            raise
+        run.close()
+    if report.mismatches and settings.check_every:
+        raise GradientMismatchError(report.mismatches)
+    if report.uncompiled and settings.on_miss == "raise":
+        raise CacheMissError(run.selection.reasons, ran=True)
     return results
 
 
-def _with_state(state: Running, account: Account, handover: Handover) -> list[torch.Tensor | None]:
+def _with_state(state: Running, run: RunAccount) -> Results:
     """Run it, with the state of the thread that users' code finds under the engine; then put back what was there.
 
     Ctrl-C may come after any call (:mod:`gate` says where not). So what is put back by assigning it goes first, and
@@ -114,7 +106,7 @@ def _with_state(state: Running, account: Account, handover: Handover) -> list[to
         _thread.running, _thread.depth = state, outer_depth + 1
         state.context.late_hooks = state.late_hooks
         torch._C._set_grad_enabled(False)
-        return _run(state, account, handover)
+        return _run(state, run)
     finally:
         _thread.running, _thread.depth = outer, outer_depth
         state.context.late_hooks = no_hooks  # else the two hold each other, and the tape with them
@@ -124,34 +116,21 @@ def _with_state(state: Running, account: Account, handover: Handover) -> list[to
             _restore_saved_tensor_hooks(saved_hooks)
 
 
-def _run(state: Running, account: Account, handover: Handover) -> list[torch.Tensor | None]:
-    session, graph, context, miss = account.session, account.graph, state.context, account.miss
+def _run(state: Running, run: RunAccount) -> Results:
+    graph, handover = run.handed.graph, run.handed.handover
+    settings, context = run.account.session.settings, state.context
     forked = not can_compile()
-    context.prove, context.check_every = session.settings.check is not False, session.settings.check_every
-    context.may_compile = session.settings.on_miss == "compile" and not forked
+    context.prove, context.check_every = settings.check is not False, settings.check_every
+    context.may_compile = settings.on_miss == "compile" and not forked
     try:
         if torch.autograd._profiler_enabled():
             context.profile = state.profile(graph.tape)
-        ambient_state = account.ambient_state = ambient()
-        if session.settings.on_miss == "background" and not forked:
-            context.submit = functools.partial(_submit, state, ambient_state)
-        variant, other = find_variant(session, graph, ambient_state, handover)
-        account.variant = variant
-        if variant is not None and variant.entry is not None:
-            graph.met = max(graph.met, REUSES_WORTH_COMPILING)  # another process has met this structure
-            account.miss, account.reasons = None, []
-        elif variant is None and miss is not None:
-            account.miss = other or _nearest_stored(session, graph, handover, miss, context)
-            account.reasons = [account.miss]
-        elif variant is None and other is not None and (not graph.variants or other.kind == "corrupt"):
-            account.reasons = [other]  # it says more than what this process can compare with
-        if variant is None and session.settings.compiles and not forked:
-            variant, variant_misses = _add(session, graph, ambient_state, handover, context)
-            account.reasons.extend(variant_misses[1:] if account.reasons else variant_misses)
-        elif variant is None:
-            why = account.reasons or graph.explain(session.settings, ambient_state, handover)
-            account.bypassed, account.reasons = True, [FORKED if forked else ON_MISS, *why]
-        account.variant = variant
+        ambient_state = run.ambient_state = ambient()
+        if settings.on_miss == "background" and not forked:
+            context.submit = functools.partial(_submit, run, ambient_state)
+        run.selection = select(settings, graph, ambient_state, handover, run.handed.miss, forked)
+        context.report.failures.extend(run.selection.failures)
+        variant = run.selection.variant
         results = graph(handover) if variant is None else variant.program.run(handover.slots(), context)
         context.call = 0
         for callback in state.callbacks:  # one may queue another
@@ -165,42 +144,12 @@ def _run(state: Running, account: Account, handover: Handover) -> list[torch.Ten
         raise
 
 
-def _submit(state: Running, ambient_state: Ambient, program: Program, step: RegionStep, slots: Slots) -> None:
+def _submit(run: RunAccount, ambient_state: Ambient, program: Program, step: RegionStep, slots: Slots) -> None:
     """Have a region compiled in the background. The step goes on without that, and so it does if that fails."""
     try:
-        BACKGROUND.submit(program, step, slots, state.fingerprint, ambient_state)
+        BACKGROUND.submit(program, step, slots, run.fingerprint(), ambient_state)
     except Exception as error:  # noqa: BLE001  a later step tries again
-        state.context.report.failures.append(
-            failure_of("submit", program.region_compiler.backend.name, step.region, error)
-        )
-
-
-def find_variant(
-    session: Session, graph: CompiledGraph, ambient_state: Ambient, handover: Handover
-) -> tuple[Variant | None, Miss | None]:
-    """What serves a backward, in memory or in the store on disk; or None, and why what the store has does not."""
-    variant = graph.find(session.settings.key, ambient_state, handover)
-    disk = None if variant is not None else disk_for(session.settings)
-    return (variant, None) if disk is None else disk.find(graph, session.settings, ambient_state, handover)
-
-
-def _nearest_stored(
-    session: Session, graph: CompiledGraph, handover: Handover, miss: Miss, context: RunContext
-) -> Miss:
-    """A structure miss, told by the store where it knows more."""
-    disk = disk_for(session.settings)
-    if disk is None:
-        return miss
-    with torch._C.DisableTorchFunctionSubclass():
-        shapes = [tuple(tensor.shape) for tensor in handover.tensors]
-    try:
-        return disk.explain(graph, miss, shapes)
-    except Exception as error:  # noqa: BLE001  the tape is released by now, and only the reason is not known
-        what = f"{type(error).__name__}: {error}"
-        context.report.failures.append(
-            Failure("explain", repr(graph), what, "the reason is that of this process alone")
-        )
-        return miss
+        run.report.failures.append(failure_of("submit", program.region_compiler.backend.name, step.region, error))
 
 
 def _saved_tensor_hooks() -> list[Any]:
@@ -226,15 +175,3 @@ def _restore_saved_tensor_hooks(hooks: list[Any]) -> None:
         torch._C._autograd._pop_saved_tensors_default_hooks()
     for pair in hooks:
         torch._C._autograd._push_saved_tensors_default_hooks(*pair)
-
-
-def _add(
-    session: Session, graph: CompiledGraph, ambient_state: Ambient, handover: Handover, context: RunContext
-) -> tuple[Variant | None, Sequence[Miss | Failure]]:
-    """A new variant; or None where making one failed, and the tape graph's calls are to be run one by one."""
-    try:
-        return graph.add(session.settings, ambient_state, handover)
-    except Exception as error:  # noqa: BLE001  the tape is released by now: the step must go on from the tape graph
-        failure = Failure("plan", repr(graph), f"{type(error).__name__}: {error}", "its calls run one by one")
-        context.report.failures.append(failure)
-        return None, [failure]

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from backends import get_backend
-from shadow_cache import Key
+from shadow_cache import Key, Miss
 
 from .. import ir
 from ..cache.disk import disk_for
@@ -18,11 +18,8 @@ from ..capture import tape
 from ..capture.grad_dtypes import GradDtypes, with_grad_dtypes
 from ..diagnostics.reporting import warn_once
 from ..ir.order import order_shows, reordered
-from .attempt import Attempt
-from .session import Session
-
-LEFT_TO_EAGER: set[int] = set()
-"""Descriptions of tapes that ``on_miss="eager"`` found not to be in the cache: the engine need not be asked again."""
+from ..settings import Settings
+from .call import Call
 
 _MAX_OTHERS = 64
 """The largest number of graphs for tapes with one key of the engine's; then they are forgotten, and found anew."""
@@ -52,26 +49,30 @@ class Handle:
         self.graph = None
         del self.others, self.dtypes
 
-    def graph_for(self, attempt: Attempt, tensors: Sequence[torch.Tensor]) -> CompiledGraph:
-        """The graph for the order and the dtypes of the tape that was handed over."""
+    def graph_for(
+        self, call: Call, settings: Settings, tensors: Sequence[torch.Tensor]
+    ) -> tuple[CompiledGraph, Miss | None]:
+        """The graph for the order and the dtypes of the tape that was handed over.
+
+        Also how it differs from those that were known before, where this process has not met it.
+        """
         assert self.graph is not None
-        settings = attempt.session.settings
-        dtypes = self.dtypes.now(tensors, attempt.call.inputs)
+        dtypes = self.dtypes.now(tensors, call.inputs)
         in_order = not self.shows and not (self.shows_bitwise and get_backend(settings.backend_in_mode).bitwise)
         if in_order and dtypes == self.dtypes.captured:
-            return self.graph
-        key = (None if in_order else tape.made_when(attempt.call.outputs), *dtypes)
-        graph = self.others.get(key)
+            return self.graph, None
+        key = (None if in_order else tape.made_when(call.outputs), *dtypes)
+        graph, miss = self.others.get(key), None
         if graph is None:
             same = dtypes == self.dtypes.captured
             other = self.graph.tape if same else with_grad_dtypes(self.graph.tape, dtypes)
-            graph, is_kept = _of_other_tape(attempt, self.graph, other, in_order)
+            graph, miss, is_kept = _of_other_tape(call, settings, self.graph, other, in_order)
             if not is_kept:
-                return graph
+                return graph, miss
             if len(self.others) >= _MAX_OTHERS:
                 self.others.clear()
             self.others[key] = graph
-        return graph
+        return graph, miss
 
     def __call__(self, handover: Handover) -> list[torch.Tensor | None]:
         """Run it. The engine insists on something that can be called."""
@@ -79,44 +80,71 @@ class Handle:
         return self.graph(handover)
 
 
-def new_graph(attempt: Attempt, ordered: ir.TapeGraph, keys: Sequence[Key]) -> CompiledGraph:
-    """Keep a structure that this process has not met."""
-    graph, crowded = GRAPHS.add(ordered, keys)
-    LEFT_TO_EAGER.clear()
-    if crowded:
-        attempt.crowded = True
-        warn_once(
-            f"more than {MAX_STRUCTURES} structures were captured, or more than {MAX_NODES} nodes in all, and "
-            "the half used least recently was let go. Where a tape is another at every step, ca.disable() around "
-            "its backward saves capturing it"
-        )
-    return graph
+class Kept:
+    """What the engine was given since it last forgot, and what is known of tapes that it need not be asked about.
+
+    Attributes:
+        handles: what it calls at a hit, and with what. It keeps the pair too.
+        left_to_eager: descriptions of tapes that ``on_miss="eager"`` found not to be in the cache.
+        reports: how many tapes it has reported.
+        must_forget: it is to be made to forget before it walks again, since it cannot be told to forget some.
+        captures_of_others: how many structures PyTorch's own compiled autograd had captured when that was last asked.
+    """
+
+    def __init__(self) -> None:
+        self.handles: dict[CompiledGraph, tuple[Callable[..., Any], Handle]] = {}
+        self.left_to_eager: set[int] = set()
+        self.reports = 0
+        self.must_forget = False
+        self.captures_of_others = 0
+
+    def clear(self) -> None:
+        """The engine has forgotten all."""
+        while self.handles:
+            self.handles.popitem()[1][1].forget()
+        self.left_to_eager.clear()
+
+    def new_graph(self, ordered: ir.TapeGraph, keys: Sequence[Key]) -> CompiledGraph:
+        """Keep a structure that this process has not met."""
+        graph, crowded = GRAPHS.add(ordered, keys)
+        self.left_to_eager.clear()
+        if crowded:  # others had to go, which the engine still knows
+            self.must_forget = True
+            warn_once(
+                f"more than {MAX_STRUCTURES} structures were captured, or more than {MAX_NODES} nodes in all, and "
+                "the half used least recently was let go. Where a tape is another at every step, ca.disable() around "
+                "its backward saves capturing it"
+            )
+        return graph
+
+
+KEPT = Kept()
 
 
 def _of_other_tape(
-    attempt: Attempt, graph: CompiledGraph, other: ir.TapeGraph, in_order: bool
-) -> tuple[CompiledGraph, bool]:
+    call: Call, settings: Settings, graph: CompiledGraph, other: ir.TapeGraph, in_order: bool
+) -> tuple[CompiledGraph, Miss | None, bool]:
     """The graph for a tape with a known key of the engine's whose nodes were made when those of no earlier one were, or
     whose leaves want other dtypes: those of ``other``.
 
-    Also whether it is kept: not if the policy is to compile nothing.
+    Also how it differs where this process has not met it; and whether it is kept: not if the policy is to compile
+    nothing.
     """
-    call = attempt.call
     sequences = [] if in_order else [each.sequence for each in tape.walk(call.outputs, call.inputs)]
     ordered = other if in_order else reordered(other, sequences)
     if ordered is graph.tape:
-        return graph, True
+        return graph, None, True
     keys = ordered.structure()
     known = GRAPHS.find(keys)
     if known is not None:
-        return known, True
-    attempt.miss = GRAPHS.explain(ordered, keys, other_order=other is graph.tape)
-    if not may_be_kept(attempt.session, ordered, keys):
-        return CompiledGraph(ordered), False
-    return new_graph(attempt, ordered, keys), True
+        return known, None, True
+    miss = GRAPHS.explain(ordered, keys, other_order=other is graph.tape)
+    if not may_be_kept(settings, ordered, keys):
+        return CompiledGraph(ordered), miss, False
+    return KEPT.new_graph(ordered, keys), miss, True
 
 
-def may_be_kept(session: Session, ordered: ir.TapeGraph, keys: Sequence[Key]) -> bool:
+def may_be_kept(settings: Settings, ordered: ir.TapeGraph, keys: Sequence[Key]) -> bool:
     """Whether something will be made of a new structure: compiled, or taken from the store on disk."""
-    disk = None if session.settings.compiles else disk_for(session.settings)
-    return session.settings.compiles or (disk is not None and disk.knows(ordered, keys))
+    disk = None if settings.compiles else disk_for(settings)
+    return settings.compiles or (disk is not None and disk.knows(ordered, keys))

@@ -11,17 +11,16 @@ from __future__ import annotations
 
 import threading
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch._C import _ImperativeEngine
-from torch.autograd import Variable
 
 from backends.garbage_collection import RARELY
-from shadow_cache import Bypass
+from shadow_cache import Miss
 
 from .. import ir
-from ..cache.graphs import GRAPHS, MAX_STRUCTURES, CompiledGraph
+from ..cache.graphs import GRAPHS, MAX_STRUCTURES
 from ..cache.variants import Handover
 from ..capture import tape
 from ..capture.capture import Capture
@@ -35,28 +34,68 @@ from ..diagnostics.bypass import (
     VIEW_WRITE,
     is_refusal,
     refused_by_engine,
+    says_that_it_was_freed,
 )
 from ..errors import BrokenCaptureError, CaptureRefusedError
 from ..ir.order import in_engine_order
 from ..policies.admission import ADMISSION
+from ..settings import Settings
 from ..threads.forks import can_compile
-from ..threads.gate import GATE, take
+from ..threads.gate import GATE, Token, take
 from ..torch_api.op_registry import captures_of_others, find_op, others_are_on, share_op
 from ..user_code.functions import forget_numbers
-from .attempt import Attempt, Call
+from .call import Call, HandedOver, RanInside, Refused, Results, run_backward
 from .devices import cuda_device
 from .execution import depth
-from .handles import LEFT_TO_EAGER, Handle, may_be_kept, new_graph
-from .session import BYPASS, Outcome
+from .handles import KEPT, Handle, may_be_kept
 
 _seam = torch._C._dynamo.compiled_autograd
 
-_FREED = "Trying to backward through the graph a second time"
+
+MAX_REPORTS = 8 * MAX_STRUCTURES
+"""After this many reports the engine is made to forget, and captures anew what comes back. It keeps something of each
+tape that it has reported, also where nothing was made of it, or where it is another to the engine alone."""
+
+RunInside = Callable[[HandedOver], Results]
+
+
+@dataclass(slots=True)
+class _Walk:
+    """One walk of the engine over a tape, as far as the functions that the engine calls have come with it.
+
+    Attributes:
+        token: for the gate, while the engine walks.
+        run_inside: runs what is handed over before the engine returns, where that must be; None only looks.
+        inside: the token for the gate meanwhile.
+        gave_back: the seam and ``token`` were given back for that.
+    """
+
+    call: Call
+    settings: Settings
+    run_inside: RunInside | None
+    token: Token = field(default_factory=take)
+    capture: Capture | None = None
+    reports: bool = False
+    miss: Miss | None = None
+    given: HandedOver | RanInside | None = None
+    inside: Token | None = None
+    gave_back: bool = False
+
+    def begin_report(self, capture: Capture) -> None:
+        """The engine is about to report."""
+        self.capture, self.reports = capture, True
+        RARELY.__enter__()
+
+    def end_report(self) -> None:
+        """The engine has reported all, or given up; or it has nothing to report."""
+        if self.reports:
+            self.reports = False
+            RARELY.__exit__()
 
 
 class _Thread(threading.local):
     def __init__(self) -> None:
-        self.attempt: Attempt | None = None
+        self.walk: _Walk | None = None
 
 
 _thread = _Thread()
@@ -64,20 +103,7 @@ _thread = _Thread()
 
 def walking() -> bool:
     """Whether the engine walks a tape for us, in this thread."""
-    return _thread.attempt is not None
-
-
-MAX_REPORTS = 8 * MAX_STRUCTURES
-"""After this many reports the engine is made to forget, and captures anew what comes back. It keeps something of each
-tape that it has reported, also where nothing was made of it, or where it is another to the engine alone."""
-_reports = 0
-
-_Answer = tuple[Callable[..., Any], Handle]
-_handles: dict[CompiledGraph, _Answer] = {}
-"""All that the engine was given since it last forgot: what it calls at a hit, and with what. It keeps the pair too."""
-
-
-_asked_to_forget = False
+    return _thread.walk is not None
 
 
 def forget() -> None:
@@ -86,8 +112,7 @@ def forget() -> None:
     Walks of other threads, which hold what is in it, are waited for. Inside a call of the engine's there is no waiting:
     then it is dropped before the next walk.
     """
-    global _asked_to_forget
-    _asked_to_forget = True
+    KEPT.must_forget = True
     token = take()
     try:
         if GATE.enter_alone(token):
@@ -98,83 +123,69 @@ def forget() -> None:
 
 def _forget() -> None:
     """The same, of who has the gate."""
-    global _asked_to_forget, _reports
-    _asked_to_forget, _reports = False, 0
+    KEPT.must_forget, KEPT.reports = False, 0
     _seam.clear_cache()
     forget_numbers()
     VIEW_WRITES.forget()
-    while _handles:
-        _handles.popitem()[1][1].forget()
-    LEFT_TO_EAGER.clear()
+    KEPT.clear()
 
 
-def run_backward(call: Call, allow_unreachable: bool) -> Any:
-    """The engine's own."""
-    return _ImperativeEngine.run_backward(
-        Variable._execution_engine,
-        call.outputs,
-        call.grads,
-        call.keep_graph,
-        call.create_graph,
-        call.inputs,
-        allow_unreachable=allow_unreachable,
-        accumulate_grad=call.accumulate_grad,
-    )
-
-
-def ask_engine(attempt: Attempt) -> Bypass | None:
+def hand_over(call: Call, settings: Settings, run_inside: RunInside | None) -> HandedOver | RanInside | Refused:
     """Let the engine walk the tape and hand it over, or give the reason why it stays with the eager engine.
 
     What is set here is put back after Ctrl-C too: :mod:`gate` says how.
+
+    Args:
+        run_inside: runs a tape that has hooks made by C++ while the engine has not returned, since they can be called
+            no later; None hands that over like any other, to be looked at and not to be run.
+
+    Raises:
+        BrokenCaptureError: the engine failed while it reported a node.
+        RuntimeError: the tape was freed before.
     """
-    global _asked_to_forget
     if others_are_on():  # before it is asked: the cache that PyTorch's fills at each step would be dropped at each
-        return TORCH_COMPILED_AUTOGRAD
-    outer = _thread.attempt
+        return Refused(TORCH_COMPILED_AUTOGRAD)
+    outer = _thread.walk
     if RARELY.entered and outer is None and not depth():
         RARELY.leave_all()
+    walk = _Walk(call, settings, run_inside)
     try:
-        reason = GATE.enter_capture(attempt.token)
+        reason = GATE.enter_capture(walk.token)
         if reason is not None:
-            return reason
-        _thread.attempt = attempt
-        _have_it_walk(attempt)
+            return Refused(reason)
+        _thread.walk = walk
+        _have_it_walk(walk)
     except CaptureRefusedError as refused:
-        attempt.mistake = refused.mistake
-        return refused.reason
+        return Refused(refused.reason, walk.miss, refused.mistake)
     except Exception as error:
-        if attempt.ran:  # inside the engine's call, an error is the user's own
+        if walk.inside is not None:  # inside the engine's call, an error is the user's own
             raise
-        if attempt.capture is not None and attempt.capture.reporting:
-            if not str(error).startswith(_FREED):
-                raise BrokenCaptureError(attempt.capture.calls[-1].name) from error
-            # The words are eager's, but it could not say them: the engine has put symbols in place of some sizes.
-            attempt.tell(Outcome(BYPASS, reasons=(refused_by_engine(error),)))
-            raise
-        attempt.mistake = not is_refusal(error)
-        return refused_by_engine(error)
+        if walk.capture is None or not walk.capture.reporting:
+            return Refused(refused_by_engine(error), walk.miss, mistake=not is_refusal(error))
+        if says_that_it_was_freed(error):  # the words are eager's, which could not say them: the engine has put symbols
+            raise  # in place of some sizes
+        raise BrokenCaptureError(walk.capture.calls[-1].name) from error
     finally:
-        _thread.attempt = outer
-        _asked_to_forget = _asked_to_forget or attempt.crowded  # it cannot be told to forget some
+        _thread.walk = outer
         try:
-            if not attempt.gave_back:
-                attempt.token.release()
+            if not walk.gave_back:
+                walk.token.release()
         finally:
-            if attempt.inside is not None:
-                attempt.inside.release()
-                GATE.forget(attempt.inside)
-            attempt.end_capture()
-            if attempt.capture is not None and attempt.capture.reporting:
-                attempt.capture.spoil()
-    return None if attempt.handover is not None else TORCH_COMPILED_AUTOGRAD
+            if walk.inside is not None:
+                walk.inside.release()
+                GATE.forget(walk.inside)
+            walk.end_report()
+            if walk.capture is not None and walk.capture.reporting:
+                walk.capture.spoil()
+    return Refused(TORCH_COMPILED_AUTOGRAD, walk.miss) if walk.given is None else walk.given
 
 
-def _have_it_walk(attempt: Attempt) -> None:
+def _have_it_walk(walk: _Walk) -> None:
     """Set the seam for one call of the engine."""
     _forget_what_others_captured()
-    if _asked_to_forget:
+    if KEPT.must_forget:
         _forget()
-    if VIEW_WRITES.differ(attempt.call.outputs, attempt.call.inputs):
+    if VIEW_WRITES.differ(walk.call.outputs, walk.call.inputs):
         raise CaptureRefusedError(VIEW_WRITE)
     multithreading = torch._C._is_multithreading_enabled()
     prior: list[Any] = []
@@ -185,72 +196,76 @@ def _have_it_walk(attempt: Attempt) -> None:
             if prior[0][0] is not None:
                 raise CaptureRefusedError(TORCH_COMPILED_AUTOGRAD)
             torch._C._set_multithreading_enabled(False)
-            run_backward(attempt.call, True)
+            run_backward(walk.call, True)
         finally:
             torch._C._set_multithreading_enabled(multithreading)
     finally:
-        if prior and not attempt.gave_back:
+        if prior and not walk.gave_back:
             _seam.set_autograd_compiler(*prior[0])
 
 
-def _run_inside(attempt: Attempt) -> list[Any]:
+def _run_inside(walk: _Walk, run: RunInside, handed: HandedOver) -> list[Any]:
     """Run while the engine's own call is under way: for other threads this is then a backward of the eager engine."""
-    attempt.end_capture()
+    walk.end_report()
     _seam.set_autograd_compiler(None, False)
-    _thread.attempt = None
-    attempt.inside = take()
-    GATE.change_to_eager(attempt.inside)
-    attempt.gave_back = True  # no call: nothing comes between this and the next line
-    attempt.token.release()
-    attempt.results = attempt.execute()
-    return attempt.results
+    _thread.walk = None
+    walk.inside = take()
+    GATE.change_to_eager(walk.inside)
+    walk.gave_back = True  # no call: nothing comes between this and the next line
+    walk.token.release()
+    walk.given = RanInside(run(handed))
+    return list(walk.given.results)
+
+
+# ---- what the engine calls -------------------------------------------------------------------------------------------
 
 
 def _begin() -> Capture:
     """The engine has not met this structure."""
-    global _asked_to_forget, _reports
-    assert _thread.attempt is not None
-    _reports += 1
-    _asked_to_forget = _asked_to_forget or _reports >= MAX_REPORTS
-    settings = _thread.attempt.session.settings
-    if settings.tune and settings.compiles and ADMISSION.refuses():
+    walk = _thread.walk
+    assert walk is not None
+    KEPT.reports += 1
+    if KEPT.reports >= MAX_REPORTS:
+        KEPT.must_forget = True
+    if walk.settings.tune and walk.settings.compiles and ADMISSION.refuses():
         raise CaptureRefusedError(EVERY_TAPE_NEW)
     capture = Capture(share_op, find_op, _finish)
-    _thread.attempt.begin_capture(capture)
+    walk.begin_report(capture)
     return capture
 
 
-def _finish(captured: ir.TapeGraph, capture: Capture) -> _Answer:
+def _finish(captured: ir.TapeGraph, capture: Capture) -> tuple[Callable[..., Any], Handle]:
     """The report is complete and the tape still whole."""
-    attempt = _thread.attempt
-    assert attempt is not None
+    walk = _thread.walk
+    assert walk is not None
+    call = walk.call
     captured.cuda_device = cuda_device(captured)
-    refuse_others(captured, attempt.call.inputs)
+    refuse_others(captured, call.inputs)
     short = len(captured.calls) <= tape.MAX_NODES_READ
-    visited = tape.walk(attempt.call.outputs, attempt.call.inputs) if short else []
-    agrees = short and tape.join_order(captured.calls, visited, attempt.call.outputs)
+    visited = tape.walk(call.outputs, call.inputs) if short else []
+    agrees = short and tape.join_order(captured.calls, visited, call.outputs)
     ordered = in_engine_order(captured)
     keys = ordered.structure()
     graph = GRAPHS.find(keys)
     if graph is None:
         if agrees:
             tape.join_names(captured.calls, visited)
-        attempt.miss = GRAPHS.explain(ordered, keys, capture.shapes)
+        walk.miss = GRAPHS.explain(ordered, keys, capture.shapes)
         if not can_compile():
             raise CaptureRefusedError(FORKED)
-        if not may_be_kept(attempt.session, ordered, keys):
-            LEFT_TO_EAGER.add(attempt.call.description())
+        if not may_be_kept(walk.settings, ordered, keys):
+            KEPT.left_to_eager.add(call.description())
             raise CaptureRefusedError(ON_MISS)
-        graph = new_graph(attempt, ordered, keys)
+        graph = KEPT.new_graph(ordered, keys)
         ADMISSION.captured(graph)
     else:
         graph.met += 1
-    written = any(call.name == NAME for call in captured.calls)
-    if written and not VIEW_WRITES.keep(attempt.call.outputs, attempt.call.inputs):
+    written = any(each.name == NAME for each in captured.calls)
+    if written and not VIEW_WRITES.keep(call.outputs, call.inputs):
         raise CaptureRefusedError(VIEW_WRITE)
-    answer = _handles.get(graph)
+    answer = KEPT.handles.get(graph)
     if answer is None:
-        answer = _handles[graph] = (_hand_over, Handle(graph))
+        answer = KEPT.handles[graph] = (_hand_over, Handle(graph))
     return answer
 
 
@@ -258,27 +273,23 @@ def _hand_over(
     handle: Handle, tensors: list[torch.Tensor], sizes: Any, scalars: Any, objects: Any, packed: Any
 ) -> list[Any]:
     """What the engine calls once it has walked a tape whose structure it knows."""
-    graph = handle.graph
-    assert graph is not None, "the engine called what it had forgotten"
+    assert handle.graph is not None, "the engine called what it had forgotten"
     handover = Handover(tensors, sizes, scalars, objects, packed)
-    attempt = _thread.attempt
-    if attempt is None:  # PyTorch's own compiled autograd met a structure that we captured before it
-        return graph(handover)
-    graph = attempt.graph = handle.graph_for(attempt, tensors)
-    graph.met += attempt.capture is None and attempt.miss is None
-    attempt.handover = handover
-    if graph.tape.needs_engine and not attempt.probe:
-        return _run_inside(attempt)
+    walk = _thread.walk
+    if walk is None:  # PyTorch's own compiled autograd met a structure that we captured before it
+        return handle(handover)
+    graph, miss = handle.graph_for(walk.call, walk.settings, tensors)
+    miss = walk.miss if miss is None else miss
+    graph.met += walk.capture is None and miss is None
+    walk.given = handed = HandedOver(graph, handover, miss, walk.capture is not None)
+    if graph.tape.needs_engine and walk.run_inside is not None:
+        return _run_inside(walk, walk.run_inside, handed)
     return [None] * handle.outputs
-
-
-_seen_of_others = 0
 
 
 def _forget_what_others_captured() -> None:
     """The engine would give us graphs that PyTorch's own compiled autograd captured since we last looked."""
-    global _seen_of_others
     count = captures_of_others()
-    if count != _seen_of_others:
+    if count != KEPT.captures_of_others:
         forget()
-        _seen_of_others = count
+        KEPT.captures_of_others = count

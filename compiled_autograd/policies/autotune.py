@@ -33,7 +33,7 @@ MAX_TIME_RATIO = 1.02
 BACKWARDS_BEFORE_RETRIAL = 2000
 """Backwards after which a decision for eager is tried again; one for the compiled graph, after ten times as many."""
 TIMED = Bypass("tuning", hint="timed on eager against the compiled graph; tune=False does without")
-
+_NOT_WORTH_IT = "not_worth_it"
 
 _MAX_TRIALS = 4096
 """The largest number of tapes that are timed, or known to be better left to eager; then the oldest is forgotten."""
@@ -74,7 +74,7 @@ class Trial:
         goes_on = "compiled" if compiled <= MAX_TIME_RATIO * eager else "eager"
         timing = Timing(eager, compiled, self.samples, time.time(), goes_on)
         if timing.on_eager:
-            self.verdict = Bypass("not_worth_it", hint=f"{timing}; timed again from time to time")
+            self.verdict = Bypass(_NOT_WORTH_IT, hint=f"{timing}; timed again from time to time")
             self.left = BACKWARDS_BEFORE_RETRIAL
             self.eager, self.compiled = [], []
         return timing
@@ -94,6 +94,11 @@ class Autotune:
     def find(self, tape: int, settings: tuple[Any, ...]) -> Trial | None:
         """The trial of a tape under some settings."""
         return self._trials.get((tape, settings))
+
+    @staticmethod
+    def sent(reason: Bypass) -> bool:
+        """Whether it is for a trial, or for its verdict, that a backward was left to the eager engine."""
+        return reason is TIMED or reason.kind == _NOT_WORTH_IT
 
     def hit(self, variant: Variant, seconds: float, tape: Callable[[], int]) -> None:
         """A variant has served a backward. Microseconds, but when a trial begins."""

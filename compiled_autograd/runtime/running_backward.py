@@ -26,13 +26,10 @@ class Running:
     inputs: Sequence[Any]
     accumulates: bool
     keep_graph: bool
-    checkpoint_valid: bool
     context: RunContext
     order: Sequence[int]
     task_id: int = field(default_factory=_task_ids.__next__)
     callbacks: list[Callable[[], None]] = field(default_factory=list)
-    told: bool = False
-    """It is in the session's account."""
 
     @cached_property
     def nodes(self) -> list[Any]:
@@ -45,10 +42,10 @@ class Running:
         sequences = [type(node)._sequence_nr(node) for node in self.nodes] if short else []
         return Profile([call.name for call in tape_graph.calls], sequences)
 
-    @cached_property
-    def fingerprint(self) -> int:
-        """See :func:`tape.fingerprint`."""
-        return tape.fingerprint(self.outputs, self.inputs)
+    @property
+    def checkpoint_valid(self) -> bool:
+        """Whether reentrant checkpointing may run its own backward meanwhile."""
+        return self.accumulates and not self.inputs
 
     @cached_property
     def node_set(self) -> set[Any]:

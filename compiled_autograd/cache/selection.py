@@ -1,0 +1,109 @@
+"""Selects the variant that serves a backward, in memory or in the store on disk, or makes one; and says why."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field
+
+import torch
+
+from shadow_cache import Bypass, Failure, Miss
+
+from ..diagnostics.bypass import FORKED, ON_MISS
+from ..guards.ambient import Ambient
+from ..settings import Settings
+from .disk import Disk, disk_for
+from .graphs import REUSES_WORTH_COMPILING, CompiledGraph
+from .variants import Handover, Variant
+
+
+@dataclass(slots=True)
+class Selection:
+    """What serves a backward.
+
+    Attributes:
+        variant: None where the tape graph's calls run one by one.
+        reasons: why the backward is no hit; empty where it is one.
+        new_structure: neither this process nor the store had met the structure.
+        bypassed: nothing serves, and nothing may be compiled.
+        failures: what of ours failed on the way.
+    """
+
+    variant: Variant | None = None
+    reasons: list[Bypass | Miss | Failure] = field(default_factory=list)
+    new_structure: bool = False
+    bypassed: bool = False
+    failures: list[Failure] = field(default_factory=list)
+
+
+def find_variant(
+    settings: Settings, graph: CompiledGraph, ambient_state: Ambient, handover: Handover
+) -> tuple[Variant | None, Miss | None]:
+    """What serves a backward, in memory or in the store on disk; or None, and why what the store has does not."""
+    variant = graph.find(settings.key, ambient_state, handover)
+    disk = None if variant is not None else disk_for(settings)
+    return (variant, None) if disk is None else disk.find(graph, settings, ambient_state, handover)
+
+
+def select(
+    settings: Settings,
+    graph: CompiledGraph,
+    ambient_state: Ambient,
+    handover: Handover,
+    miss: Miss | None,
+    forked: bool,
+) -> Selection:
+    """Find what serves a backward, else make it.
+
+    Args:
+        miss: how the structure differs from those that this process knew before; None where it knew it.
+        forked: this process may compile nothing, since the one that it was forked from was compiling.
+    """
+    variant, other = find_variant(settings, graph, ambient_state, handover)
+    if variant is not None:
+        if variant.entry is None:
+            return Selection(variant, [] if miss is None else [miss], miss is not None)
+        graph.met = max(graph.met, REUSES_WORTH_COMPILING)  # another process has met this structure
+        return Selection(variant)
+    selection = Selection(new_structure=miss is not None)
+    if miss is not None:
+        selection.reasons = [other or _nearest_stored(settings, graph, handover, miss, selection.failures)]
+    elif other is not None and (not graph.variants or other.kind == "corrupt"):
+        selection.reasons = [other]  # it says more than what this process can compare with
+    if settings.compiles and not forked:
+        _add(selection, settings, graph, ambient_state, handover)
+        return selection
+    why = selection.reasons or graph.explain(settings, ambient_state, handover)
+    selection.bypassed, selection.reasons = True, [FORKED if forked else ON_MISS, *why]
+    return selection
+
+
+def _add(
+    selection: Selection, settings: Settings, graph: CompiledGraph, ambient_state: Ambient, handover: Handover
+) -> None:
+    """Make a variant. Where that fails, the tape graph's calls run one by one: the tape is released by now."""
+    misses: Sequence[Miss | Failure]
+    try:
+        selection.variant, misses = graph.add(settings, ambient_state, handover)
+    except Exception as error:  # noqa: BLE001  the step must go on
+        failure = Failure("plan", repr(graph), f"{type(error).__name__}: {error}", "its calls run one by one")
+        selection.failures.append(failure)
+        misses = [failure]
+    selection.reasons.extend(misses[1:] if selection.reasons else misses)
+
+
+def _nearest_stored(
+    settings: Settings, graph: CompiledGraph, handover: Handover, miss: Miss, failures: list[Failure]
+) -> Miss:
+    """A structure miss, told by the store where it knows more."""
+    disk: Disk | None = disk_for(settings)
+    if disk is None:
+        return miss
+    with torch._C.DisableTorchFunctionSubclass():
+        shapes = [tuple(tensor.shape) for tensor in handover.tensors]
+    try:
+        return disk.explain(graph, miss, shapes)
+    except Exception as error:  # noqa: BLE001  the tape is released by now, and only the reason is not known
+        what = f"{type(error).__name__}: {error}"
+        failures.append(Failure("explain", repr(graph), what, "the reason is that of this process alone"))
+        return miss

@@ -1,0 +1,71 @@
+"""One backward of a session, on one page: decide, hand over, run, account.
+
+Nothing here knows how any of these is done. :mod:`decide` has the policies that leave a backward to the eager engine,
+:mod:`seam` has the engine walk the tape and hand it over, :mod:`execution` selects a variant and runs it, and
+:mod:`account` tells the session, once, what became of it.
+"""
+
+from __future__ import annotations
+
+import functools
+import time
+from typing import Any
+
+from ..errors import UnsupportedBackwardError
+from ..policies.autotune import AUTOTUNE
+from ..torch_api.version_differences import words_for_unused
+from .account import Account
+from .call import Call, HandedOver, RanInside, Refused, Results, run_backward
+from .decide import decide, is_policy
+from .execution import execute, on_eager
+from .seam import hand_over
+from .session import Session
+from .streams import STREAMS
+
+
+def run(session: Session, call: Call) -> Any:
+    """Run a backward compiled where that can be done, else on the eager engine; gives what the engine would give."""
+    account = Account(session)
+    try:
+        reason = decide(call, session.settings)
+        if reason is not None:
+            return _refused(call, account, Refused(reason))
+        given = hand_over(call, session.settings, functools.partial(execute, call, account))
+        if isinstance(given, HandedOver):
+            return _asked_for(call, execute(call, account, given))
+        if isinstance(given, RanInside):
+            return _asked_for(call, given.results)
+        return _refused(call, account, given)
+    except BaseException as error:
+        account.end_before_anything_ran(error)
+        raise
+
+
+def _asked_for(call: Call, results: Results) -> tuple[Any, ...]:
+    if not call.allow_unreachable:
+        for index, result in enumerate(results):
+            if result is None:
+                raise RuntimeError(words_for_unused(index))
+    return tuple(results)
+
+
+def _refused(call: Call, account: Account, refused: Refused) -> Any:
+    """Let the eager engine run it, if nothing else was asked for."""
+    reason, settings = refused.reason, account.session.settings
+    if settings.on_unsupported == "raise" and not refused.mistake and not is_policy(reason):
+        raise UnsupportedBackwardError(reason)
+    started = time.perf_counter()
+    try:
+        results = eager(call)
+    finally:
+        account.bypass(reason, () if refused.miss is None else (refused.miss,), since=started)
+    if AUTOTUNE.sent(reason):
+        AUTOTUNE.eager(call.fingerprint(), settings.key, time.perf_counter() - started)
+    return results
+
+
+def eager(call: Call) -> Any:
+    """The eager engine, as if nobody came between."""
+    if STREAMS.in_use and call.create_graph:
+        STREAMS.differentiable(call.outputs)
+    return on_eager(run_backward, call, call.allow_unreachable)

@@ -1,0 +1,93 @@
+"""One backward: how it was asked for, and what became of handing it over."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple
+
+import torch
+from torch._C import _ImperativeEngine
+from torch.autograd import Variable
+
+from shadow_cache import Bypass, Miss
+
+from ..cache.graphs import CompiledGraph
+from ..cache.variants import Handover
+from ..capture import tape
+
+Results = Sequence[torch.Tensor | None]
+
+
+@dataclass(slots=True)
+class Call:
+    """The arguments of one ``run_backward``."""
+
+    outputs: Sequence[Any]
+    grads: Sequence[torch.Tensor | None]
+    keep_graph: bool
+    create_graph: bool
+    inputs: Sequence[Any]
+    allow_unreachable: bool
+    accumulate_grad: bool
+    _fingerprint: int | None = None
+
+    def fingerprint(self) -> int:
+        """See :func:`tape.fingerprint`. It is read once: when a backward has run, its tape is gone."""
+        if self._fingerprint is None:
+            self._fingerprint = tape.fingerprint(self.outputs, self.inputs)
+        return self._fingerprint
+
+    def description(self) -> int:
+        """Of what can be read of the tape from Python: tapes with one structure have one, but not only they."""
+        return tape.description(self.outputs, self.inputs, self.accumulate_grad)
+
+
+class HandedOver(NamedTuple):
+    """The engine has walked the tape, and released it.
+
+    Attributes:
+        graph: the structure.
+        handover: what the engine gave.
+        miss: how the structure differs from those that were known before; None where it was known.
+        captured: whether the engine had to report the tape.
+    """
+
+    graph: CompiledGraph
+    handover: Handover
+    miss: Miss | None
+    captured: bool
+
+
+class Refused(NamedTuple):
+    """The tape is whole, and stays with the eager engine.
+
+    Attributes:
+        reason: why.
+        miss: how the structure differs from those that were known before, where that is the reason.
+        mistake: it is one of the user's, if it is anything: the eager engine has the word.
+    """
+
+    reason: Bypass
+    miss: Miss | None = None
+    mistake: bool = False
+
+
+class RanInside(NamedTuple):
+    """The tape was handed over and has run before the engine returned."""
+
+    results: Results
+
+
+def run_backward(call: Call, allow_unreachable: bool) -> Any:
+    """The engine's own."""
+    return _ImperativeEngine.run_backward(
+        Variable._execution_engine,
+        call.outputs,
+        call.grads,
+        call.keep_graph,
+        call.create_graph,
+        call.inputs,
+        allow_unreachable=allow_unreachable,
+        accumulate_grad=call.accumulate_grad,
+    )

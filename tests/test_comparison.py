@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import pytest
 import torch
+from torch import fx
 
 from compiled_autograd.proving.comparison import is_telling, metadata_difference, tolerance, value_difference
+from compiled_autograd.proving.reference import in_double
 
 
 def _never(moved: int) -> torch.Tensor | None:
@@ -101,13 +105,19 @@ def test_where_sixteen_bits_overflow_nothing_is_said() -> None:
     assert _differs(noise, want, tolerance([torch.float16]), double)
 
 
-def test_what_cancels_has_the_scale_of_what_lies_beside_it() -> None:
+def test_what_cancels_has_the_scale_of_what_lies_beside_it_where_float64_cannot_be_asked() -> None:
     """A bias of two elements before a batch norm: by luck, the real calls round to nothing."""
     want, found = torch.tensor([0.0, 4e-9]), torch.tensor([2e-8, -1e-8])
-    double = torch.zeros(2, dtype=torch.float64)
-    assert value_difference(want, found, 1e-4, lambda _: double) is not None
-    assert value_difference(want, found, 1e-4, lambda _: double, beside=0.1) is None
-    assert value_difference(want, found + 1e-6, 1e-4, lambda _: double, beside=0.1) is not None
+    exact = torch.zeros(2, dtype=torch.float64)
+
+    def double(moved: int) -> torch.Tensor:
+        return exact + (1e-8 if moved > 0 else 1e-16 * moved)
+
+    assert value_difference(want, found, 1e-4, lambda _: None) is not None
+    assert value_difference(want, found, 1e-4, lambda _: None, beside=0.1) is None
+    assert value_difference(want, found + 1e-6, 1e-4, lambda _: None, beside=0.1) is not None
+    assert value_difference(want, found, 1e-4, double) is None
+    assert value_difference(want, found + 1e-7, 1e-4, double, beside=0.1) is not None
 
 
 def test_what_rounding_of_the_inputs_moves_may_differ_as_far() -> None:
@@ -115,12 +125,48 @@ def test_what_rounding_of_the_inputs_moves_may_differ_as_far() -> None:
     exact = torch.tensor([1e-3, 1e-3], dtype=torch.float64)
     want = exact.float()
 
-    def in_double(moved: int) -> torch.Tensor:
-        return exact + moved * torch.tensor([1e-4, 1e-12], dtype=torch.float64)
+    def double(moved: int) -> torch.Tensor:
+        return exact + (moved if moved > 0 else -1e-6) * torch.tensor([1e-4, 1e-12], dtype=torch.float64)
 
-    assert value_difference(want, want + torch.tensor([1e-4, 0.0]), 1e-4, in_double) is None
-    assert value_difference(want, want + torch.tensor([0.0, 1e-4]), 1e-4, in_double) is not None
-    assert value_difference(want, want + torch.tensor([1e-2, 0.0]), 1e-4, in_double) is not None
+    assert value_difference(want, want + torch.tensor([1e-4, 0.0]), 1e-4, double) is None
+    assert value_difference(want, want + torch.tensor([0.0, 1e-4]), 1e-4, double) is not None
+    assert value_difference(want, want + torch.tensor([1e-2, 0.0]), 1e-4, double) is not None
+
+
+def test_where_a_value_jumps_rounding_of_the_inputs_excuses_nothing() -> None:
+    want = torch.tensor([0.5, 0.5])
+
+    def double(moved: int) -> torch.Tensor:
+        smooth = 1e-3 if moved > 0 else 1e-12
+        return want.double() + (torch.tensor([0.5, smooth], dtype=torch.float64) if moved else 0.0)
+
+    assert value_difference(want, torch.tensor([0.0, 0.5]), 1e-4, double) is not None
+    assert value_difference(want, torch.tensor([0.5, 0.501]), 1e-4, double) is None
+
+
+def _graph(function: Callable[..., torch.Tensor]) -> tuple[list[fx.Node], list[fx.Node]]:
+    """Two inputs, and one call."""
+    graph = fx.Graph()
+    inputs = [graph.placeholder("x"), graph.placeholder("y")]
+    return inputs, [graph.call_function(function, tuple(inputs))]
+
+
+def test_inputs_are_moved_each_in_its_own_way() -> None:
+    """If two like ones moved alike, their difference would look exact."""
+    inputs, nodes = _graph(torch.sub)
+    x = torch.rand(5) + 1
+    moved = in_double(nodes, dict(zip(inputs, (x, x.clone()), strict=True)), nodes[0], 1)
+    assert moved is not None and 1e-9 < moved.abs().max() < 1e-6
+    same = in_double(nodes, dict.fromkeys(inputs, x), nodes[0], 1)
+    assert same is not None and not same.any()
+
+
+def test_where_float64_fails_in_whatever_way_the_plain_tolerance_decides() -> None:
+    def fails(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        raise AssertionError("not in float64")
+
+    inputs, nodes = _graph(fails)
+    assert in_double(nodes, dict.fromkeys(inputs, torch.ones(2)), nodes[0]) is None
 
 
 def test_complex_numbers_and_bits() -> None:

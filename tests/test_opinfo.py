@@ -81,7 +81,7 @@ def _report(verdicts: Sequence[Verdict], say: Callable[[str], None]) -> None:
 
 def _wrong(verdict: Verdict) -> list[str]:
     """Every difference but those that were foreseen, and that the proof has found."""
-    return [each for each in verdict.mismatches if verdict.name not in _OTHER_DIGITS or ": mismatch in " not in each]
+    return [each for each in verdict.mismatches if verdict.name not in _OTHER_NUMBERS or ": mismatch in " not in each]
 
 
 def _judge(judged: Iterator[Verdict], capsys: pytest.CaptureFixture[str]) -> None:
@@ -98,11 +98,13 @@ def _judge(judged: Iterator[Verdict], capsys: pytest.CaptureFixture[str]) -> Non
     assert share >= _AT_LEAST_COMPILED, f"only {share:.1%} were compiled"
 
 
-_OTHER_DIGITS = {
+_OTHER_NUMBERS = {
     "nn.functional.soft_margin_loss": "Inductor's decomposition subtracts one from a sigmoid, where digits cancel",
     "nn.functional.hardsigmoid": "the kernel's sixth is a float32, and Inductor's is not",
+    "nn.functional.avg_pool1d": "with ceil_mode and padding that counts, Inductor divides by another number (2.13)",
 }
-"""What Inductor computes of these differs in float64 by more than rounding: it is found, and dropped."""
+"""What Inductor computes of these is another number than the kernels' by more than rounding: it is found, and dropped.
+"""
 
 _HOW: dict[str, dict[str, Any]] = {
     "eager": {},

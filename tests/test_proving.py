@@ -16,6 +16,7 @@ import compiled_autograd as ca
 from backends.eager import EagerBackend
 from compiled_autograd.diagnostics import reporting
 from compiled_autograd.proving import prover
+from compiled_autograd.steps.accumulate import outermost_first
 from compiled_autograd.steps.proof import PROVING_RUNS, PROVING_SIZES, Proof
 from shadow_cache import Failure
 
@@ -180,6 +181,26 @@ def test_other_strides_of_what_has_symbols_for_sizes_follow_the_sizes() -> None:
     expect(session.stats(), structure_misses=1, hits=6, compiles=1)
     (compiled,) = session.graphs()[0].regions[0].compiled_regions()
     assert len(compiled.wiring.permuted) == 1
+
+
+def test_whether_channels_come_last_is_handed_on_also_where_there_is_one_channel() -> None:
+    """Nobody sees the strides of one channel; but operators, and the regions that come next, go by them."""
+
+    def run(number: int, arguments: Sequence[Any], right: Callable[..., Any]) -> Any:
+        return [each.as_strided(each.shape, (25, 1, 5, 1)) for each in right(*arguments)]
+
+    seen: list[tuple[int, ...]] = []
+    with ca.enable(backend=_backend(run), cache_dir=False) as session:
+        for _ in range(5):
+            x = torch.randn(2, 1, 5, 5, requires_grad=True)
+            y = x.sin()
+            y.register_hook(lambda gradient: seen.append(gradient.stride()))
+            (found,) = torch.autograd.grad((y * y).sum(), x)
+            seen.append(found.stride())
+    assert seen == [(25, 25, 5, 1)] * 10
+    expect(session.stats(), structure_misses=1, hits=4, compiles=2)
+    assert outermost_first(torch.randn(50).as_strided((2, 1, 5, 5), (25, 1, 5, 1))) == (0, 2, 3, 1)
+    assert outermost_first(torch.randn(50).as_strided((2, 1, 5, 5), (25, 25, 5, 1))) == (0, 1, 2, 3)
 
 
 def test_other_strides_of_what_shares_memory_are_a_difference() -> None:
@@ -371,6 +392,44 @@ def test_nothing_is_compared_where_that_was_asked_for() -> None:
     assert session.last is not None and "prove" not in session.last.seconds
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16])
+@pytest.mark.parametrize("wrong_at_bound", [True, False])
+def test_a_gradient_that_is_wrong_where_a_case_ends_is_found(dtype: torch.dtype, wrong_at_bound: bool) -> None:
+    """Moving the inputs by their rounding has the gradient of one value jump: that excuses neither it nor another."""
+    x = torch.tensor([1.0, 0.3, 0.7, 1.5], dtype=dtype, requires_grad=True)
+    factors = torch.tensor([1.0, 0.9, 1.1, 1.2], dtype=dtype)
+
+    def run(number: int, arguments: Sequence[Any], right: Callable[..., Any]) -> Any:
+        wrong = torch.tensor([0, 1, 1, 1] if wrong_at_bound else [1, 2, 1, 1], dtype=dtype)
+        return [each * wrong for each in right(*arguments)]
+
+    with ca.enable(backend=_backend(run), cache_dir=False) as session:
+        for _ in range(3):
+            (found,) = torch.autograd.grad((x.clamp(0, 1) * factors).sum(), x)
+            assert torch.equal(found, factors * (x <= 1))
+    expect(session.stats(), structure_misses=1, hits=2, compiles=1, failures=1)
+
+
+def test_a_small_gradient_that_is_wrong_beside_a_large_one_is_found() -> None:
+    """A regression on features that nobody has normalised: the bias's gradient is a millionth of the weight's."""
+
+    def run(number: int, arguments: Sequence[Any], right: Callable[..., Any]) -> Any:
+        return [torch.zeros_like(each) if each.numel() == 1 else each for each in right(*arguments)]
+
+    features, target = torch.linspace(-1e6, 2e6, 24).view(8, 3), torch.linspace(-1, 1, 8).view(8, 1)
+    reference, model = nn.Linear(3, 1), nn.Linear(3, 1)
+    model.load_state_dict(reference.state_dict())
+    session = ca.enable(backend=_backend(run), cache_dir=False)
+    for _ in range(3):
+        reference.zero_grad()
+        model.zero_grad()
+        nn.functional.huber_loss(reference(features), target).backward()
+        with session:
+            nn.functional.huber_loss(model(features), target).backward()
+        assert_grads(model, reference)
+    expect(session.stats(), structure_misses=1, hits=2, compiles=1, failures=1)
+
+
 def test_what_the_users_passes_make_of_the_graph_is_what_was_asked_for() -> None:
     def doubled(graph_module: fx.GraphModule) -> None:
         output = graph_module.graph.find_nodes(op="output")[0]
@@ -388,17 +447,18 @@ def test_what_the_users_passes_make_of_the_graph_is_what_was_asked_for() -> None
     assert session.stats().failures == 1
 
 
-def test_a_leaf_keeps_a_gradient_of_its_own_whatever_the_users_passes_leave_out() -> None:
-    def no_copies(graph_module: fx.GraphModule) -> None:
-        for node in list(graph_module.graph.nodes):
-            if node.target in (torch.ops.aten.clone.default, torch.ops.aten.copy.default):
-                node.replace_all_uses_with(node.args[-1])
-                graph_module.graph.erase_node(node)
-        graph_module.graph.eliminate_dead_code()
-        graph_module.recompile()
+def _without_copies(graph_module: fx.GraphModule) -> None:
+    for node in list(graph_module.graph.nodes):
+        if node.target in (torch.ops.aten.clone.default, torch.ops.aten.copy.default):
+            node.replace_all_uses_with(node.args[-1])
+            graph_module.graph.erase_node(node)
+    graph_module.graph.eliminate_dead_code()
+    graph_module.recompile()
 
+
+def test_a_leaf_keeps_a_gradient_of_its_own_whatever_the_users_passes_leave_out() -> None:
     x = torch.randn(3, 4, requires_grad=True)
-    session = ca.enable(backend="eager", passes=[no_copies], cache_dir=False)
+    session = ca.enable(backend="eager", passes=[_without_copies], cache_dir=False)
     for _ in range(3):
         with session:
             x.sum().backward()
@@ -407,6 +467,25 @@ def test_a_leaf_keeps_a_gradient_of_its_own_whatever_the_users_passes_leave_out(
     expect(session.stats(), structure_misses=1, hits=2, compiles=1)
     (compiled,) = session.graphs()[0].regions[0].compiled_regions()
     assert "clone" not in compiled.aten.text() and "copy" not in compiled.aten.text()
+
+
+def test_so_it_does_where_the_operators_of_the_passes_graph_run_one_by_one() -> None:
+    """The compiled code gave each result memory of its own; the graph gives the inputs out."""
+
+    def run(number: int, arguments: Sequence[Any], right: Callable[..., Any]) -> Any:
+        return [torch.full((3, 4), float(number)) for _ in right(*arguments)]
+
+    x, y, z = (torch.randn(3, 4, requires_grad=True) for _ in range(3))
+    session = ca.enable(backend=_backend(run), passes=[_without_copies], cache_dir=False)
+    for _ in range(4):
+        x.grad = y.grad = z.grad = None
+        gradient = torch.ones(3, 4)
+        with session:
+            torch.autograd.backward([x + y, z.sum()], [gradient, torch.ones(())])
+        made = [leaf.grad for leaf in (x, y, z)]
+        assert_same(made, [torch.ones(3, 4)] * 3)
+        assert len({each.untyped_storage().data_ptr() for each in (*made, gradient) if each is not None}) == 4
+    expect(session.stats(), structure_misses=1, shape_misses=1, hits=2, compiles=1, failures=1)
 
 
 # ---- forms -------------------------------------------------------------------------------------------------------

@@ -22,7 +22,7 @@ _PARTS = (
     *("kind of tensor", "shape", "strides", "dtype", "device", "layout"),
     *("conjugation", "negation", "zeros without memory"),
 )
-"""What ``guards.kinds.kind_of_value`` gives of a tensor."""
+"""What ``guards.value_kinds.kind_of_value`` gives of a tensor."""
 _HINTS = {
     "ambient_state": "set it once, before training; each value of it that occurs is compiled once",
     "backend_or_settings": "what was compiled under the others stays, and serves them",
@@ -185,7 +185,7 @@ def handed_on_miss(name: str, old: Any, new: Any) -> Miss:
 
     Args:
         name: what people call it.
-        old: the kind of what it was (``guards.kinds.kind_of_value``).
+        old: the kind of what it was (``guards.value_kinds.kind_of_value``).
         new: of what it is.
     """
     hint = "a function or hook that gives the same kind each time is compiled for once"

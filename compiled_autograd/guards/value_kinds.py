@@ -21,14 +21,14 @@ def kind_of_value(value: Any, spec: Spec | None = None) -> Any:
             parts = zip(static_parts(spec), shape, strict=True)
             stride, shape = None, tuple([None if part is None else size for part, size in parts])
         elif stride is not None and 1 in shape:  # compiled code may give a dimension of one element another stride
-            instead = int(_is_channels_last(shape, stride))  # and with it, operators give another layout
+            instead = int(is_channels_last(shape, stride))  # and with it, operators give another layout
             stride = tuple([instead if size == 1 else each for size, each in zip(shape, stride, strict=True)])
         bits = (value.is_conj(), value.is_neg(), value._is_zerotensor())
         kind = (shape, stride, value.dtype, value.device, value.layout, *bits)
     return (type(value), *kind)
 
 
-def _is_channels_last(shape: Sequence[int], strides: Sequence[int]) -> bool:
+def is_channels_last(shape: Sequence[int], strides: Sequence[int]) -> bool:
     """Whether operators that keep a memory format take it that the channels come last.
 
     As ``is_channels_last_strides_2d_s4`` and its like in ``c10/core/MemoryFormat.h`` (2.13).

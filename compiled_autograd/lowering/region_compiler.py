@@ -10,6 +10,7 @@ from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
 import msgspec
+import torch
 from torch import fx
 
 from backends import ArtifactError, Backend, Compiled
@@ -22,10 +23,11 @@ from ..diagnostics.variant_misses import guard_miss, handed_on_miss
 from ..errors import UntraceableError
 from ..guards.shapes import Spec, spec_of, widened
 from ..guards.value_kinds import kind_of_value
+from ..steps.accumulate import outermost_first
 from ..steps.compiled_calls import make_plain, put_results, run_compiled
 from ..steps.memory import is_out_of_memory
 from ..steps.run_context import RunContext, RunReport
-from ..steps.steps import CompiledRegion, RegionStep, Slots
+from ..steps.steps import CompiledRegion, RegionStep, Slots, lies_apart
 from ..threads.forks import compiles_under
 from . import aten
 from .graph_hash import graph_hash
@@ -121,7 +123,7 @@ class RegionCompiler:
             finally:
                 context.report.add("load", time.perf_counter() - started)
             for form in stored.plan.dropped:  # another process has found it to be wrong
-                instead = self.drop(compiled, form)
+                instead = self.drop(step, compiled, form)
                 found = "in an earlier process it differed from the real calls"
                 context.report.failures.append(Failure("mismatch", self.where(step, form), found, instead))
             if compiled.guard is None or compiled.guard.function([slots[slot] for slot in compiled.arguments]):
@@ -189,15 +191,15 @@ class RegionCompiler:
 
     # ---- what the proofs ask ---------------------------------------------------------------------------------------
 
-    def drop(self, compiled: CompiledRegion, form: str) -> str:
+    def drop(self, step: RegionStep, compiled: CompiledRegion, form: str) -> str:
         """Never run a form of something compiled again, nor where a like region has it too.
 
         Returns:
             What runs instead, in words.
         """
-        alike = [each for step in self.regions() for each in step.compiled_regions() if each.call is compiled.call]
-        alike = [compiled, *(each for each in alike if each is not compiled)]
-        for each in alike:
+        like = ((its, each) for its in self.regions() for each in its.compiled_regions() if each.call is compiled.call)
+        alike = [(step, compiled), *((its, each) for its, each in like if each is not compiled)]
+        for _, each in alike:
             each.proof.dropped = tuple(dict.fromkeys((*each.proof.dropped, form)))
             each.proof.settled = False
         drop = getattr(compiled.call, "drop", None)
@@ -205,28 +207,28 @@ class RegionCompiler:
             return "a slower form of it runs from now on"
         self._forget(compiled.call)
         if self.passes:  # what the user's passes have made of it was asked for, and not the calls
-            for each in alike:
-                each.call = _one_by_one(each.aten.graph_module())
+            for its, each in alike:
+                its.run_instead(each, _one_by_one(each.aten.graph_module()), all_copied(each.wiring))
             return "the operators of its graph run one by one from now on"
-        for each in alike:
+        for _, each in alike:
             each.proof.refuted = True
         return "the region's calls run one by one from now on"
 
-    def restride(self, step: RegionStep, compiled: CompiledRegion, strides: Mapping[int, tuple[int, ...]]) -> bool:
+    def restride(self, step: RegionStep, compiled: CompiledRegion, like: Mapping[int, torch.Tensor]) -> bool:
         """Hand on copies of results whose strides are not those that the real calls give. False: that cannot be done.
 
         Args:
-            strides: for outputs of the region, by their number. They are dense: the order of their dimensions in
-                memory is what is kept, for whatever sizes.
+            like: for outputs of the region, by their number, what the real calls give. They are dense: the order of
+                their dimensions in memory is what is kept, for whatever sizes.
         """
         wiring = compiled.wiring
         given = dict(wiring.values)
-        if not all((each, given.get(each)) in wiring.apart for each in strides):
+        if not all(lies_apart(wiring, each) for each in like):
             return False  # what shares memory is to share it
         wiring = msgspec.structs.replace(
             wiring,
-            values=tuple(pair for pair in wiring.values if pair[0] not in strides),
-            permuted=(*wiring.permuted, *((each, given[each], _order(one)) for each, one in strides.items())),
+            values=tuple(pair for pair in wiring.values if pair[0] not in like),
+            permuted=(*wiring.permuted, *((each, given[each], outermost_first(one)) for each, one in like.items())),
         )
         made = step.bind(compiled.aten, compiled.call, wiring, compiled.kind, compiled.guard)
         made.proof = compiled.proof
@@ -243,7 +245,7 @@ class RegionCompiler:
     ) -> None:
         """A form of something that had run before has failed, beside the real calls."""
         failure = failure_of("run", self.backend.name, step.region, error)
-        context.report.failures.append(msgspec.structs.replace(failure, instead=self.drop(compiled, form)))
+        context.report.failures.append(msgspec.structs.replace(failure, instead=self.drop(step, compiled, form)))
 
     def where(self, step: RegionStep, form: str) -> str:
         """Which region of which tape it is, in words."""
@@ -356,11 +358,6 @@ class _Failed(Exception):
     def __init__(self, failure: Failure) -> None:
         super().__init__(str(failure))
         self.failure = failure
-
-
-def _order(strides: Sequence[int]) -> tuple[int, ...]:
-    """Of dimensions in memory, outermost first."""
-    return tuple(sorted(range(len(strides)), key=strides.__getitem__, reverse=True))
 
 
 def _one_by_one(graph_module: fx.GraphModule) -> Compiled:

@@ -12,6 +12,8 @@ from dataclasses import dataclass
 
 import torch
 
+from ..guards.value_kinds import is_channels_last
+
 Optional = torch.Tensor | None
 
 _TOLERANCES = {
@@ -33,6 +35,9 @@ the inputs alone moves them. """
 
 _PERTURBATIONS = 4
 """So often is a region computed from moved inputs: by chance one move leaves a value where it was."""
+
+_JUMP = 0.5
+"""A value of which inputs that hardly move make such a part of its move jumps there. What is smooth moves far less."""
 
 _TIED_SHARE = 1e-3
 """Such a part of many whole numbers may be what rounding alone decides, and float64 decides otherwise."""
@@ -85,6 +90,14 @@ def _strides(tensor: torch.Tensor) -> list[int]:
     return [stride for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size != 1]
 
 
+def has_other_format(want: torch.Tensor, found: torch.Tensor) -> bool:
+    """Whether nothing but strides of dimensions of one element says that the channels come last in one of the two
+    alone. Nobody sees these, but operators give their results such a layout."""
+    if want.layout is not torch.strided or 1 not in want.shape or _strides(want) != _strides(found):
+        return False
+    return is_channels_last(want.shape, want.stride()) != is_channels_last(found.shape, found.stride())
+
+
 def value_difference(
     want: torch.Tensor, found: torch.Tensor, relative: float, in_double: Callable[[int], Optional], beside: float = 0.0
 ) -> Difference | None:
@@ -95,9 +108,11 @@ def value_difference(
         found: what is to be judged.
         relative: the tolerance; 0 asks for the same bits.
         in_double: gives the same value computed in float64; None where that cannot be done. With a number
-            above 0 the inputs are moved first, by their own rounding and in another way for each number.
+            above 0 the inputs are moved first, by their own rounding and in another way for each number; with its
+            opposite in the same way, but hardly at all.
         beside: the largest value of all that was computed together. What is zero but for rounding (a bias before a
-            normalisation) has no scale of its own: its terms had that of the others, and cancelled.
+            normalisation) has no scale of its own: its terms had that of the others, and cancelled. Where float64 can
+            be asked, moved inputs show that; else it is taken for so.
     """
     want, found = plain(want), plain(found)
     if torch.equal(want, found) or want.numel() == 0:
@@ -107,18 +122,20 @@ def value_difference(
     if not want.is_floating_point():
         return None if _as_good(want, found, in_double(0)) else _measured(want, found)
     want, found = _exact(want), _exact(found)
-    scale = root_mean_square(want) + _CANCELLED_SHARE * beside
+    scale = root_mean_square(want)
     if torch.allclose(found, want, rtol=relative, atol=relative * scale, equal_nan=True):
         return None
     double = in_double(0)
     if double is None:
-        return _measured(want, found)
+        scale += _CANCELLED_SHARE * beside
+        near = torch.allclose(found, want, rtol=relative, atol=relative * scale, equal_nan=True)
+        return None if near else _measured(want, found)
     exact = plain(double).to(torch.float64)
     own_error = _largest_error(want, exact)
-    if _as_near(want, found, exact, own_error, relative, beside):
+    if _as_near(want, found, exact, own_error, relative):
         return None
     rounding = own_error + _moved_by(exact, in_double)
-    return None if _as_near(want, found, exact, rounding, relative, beside) else _measured(want, found)
+    return None if _as_near(want, found, exact, rounding, relative) else _measured(want, found)
 
 
 def _largest_error(found: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
@@ -128,13 +145,18 @@ def _largest_error(found: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
 
 
 def _moved_by(exact: torch.Tensor, in_double: Callable[[int], Optional]) -> torch.Tensor:
-    """How far rounding of the inputs moves each value; the real calls may be nearer, where what cancels is exact."""
+    """How far rounding of the inputs moves each value; the real calls may be nearer, where what cancels is exact.
+
+    A value that jumps as soon as its inputs move at all is not moved by rounding: they lie where a case ends (at the
+    bound of a clamp, in a tie), and which case that belongs to is no question of digits.
+    """
     moves = torch.zeros_like(exact)
     for number in range(1, _PERTURBATIONS + 1):
-        moved = in_double(number)
-        if moved is not None:
-            error = (plain(moved).to(torch.float64) - exact).abs()
-            moves = torch.where(error.isfinite(), torch.maximum(moves, error), moves)
+        moved, hardly = in_double(number), in_double(-number)
+        if moved is not None and hardly is not None:
+            error, jump = ((plain(each).to(torch.float64) - exact).abs() for each in (moved, hardly))
+            counts = error.isfinite() & (jump <= _JUMP * error)
+            moves = torch.where(counts, torch.maximum(moves, error), moves)
     return moves
 
 
@@ -188,7 +210,6 @@ def _as_near(
     double: torch.Tensor,
     rounding: torch.Tensor,
     relative: float,
-    beside: float,
 ) -> bool:
     """Whether ``found`` is no further from the float64 values than a few times ``rounding``: one number, or for each.
 
@@ -198,7 +219,7 @@ def _as_near(
     """
     error = (found.to(torch.float64) - double).abs()
     scale = root_mean_square(double[double.isfinite()]) if bool(double.isfinite().any()) else 0.0
-    scale = (scale if math.isfinite(scale) else 0.0) + _CANCELLED_SHARE * beside
+    scale = scale if math.isfinite(scale) else 0.0
     allowed = _ERROR_FACTOR * rounding + relative * (double.abs() + scale)
     near = (error <= allowed) | (~want.isfinite() & ~found.isfinite()) | (~double.isfinite() & ~found.isfinite())
     if relative >= _TOLERANCES[torch.float16]:

@@ -27,8 +27,17 @@ from ..steps.accumulate import is_dense, obeys_layout
 from ..steps.compiled_calls import make_plain, put_results, run_compiled
 from ..steps.memory import is_out_of_memory, memory_of
 from ..steps.proof import PROVING_RUNS, Sizes, form_of
+from ..steps.steps import lies_apart
 from .aliasing import Result, kept_from_before, newly_shared
-from .comparison import Difference, is_telling, largest, metadata_difference, tolerance, value_difference
+from .comparison import (
+    Difference,
+    has_other_format,
+    is_telling,
+    largest,
+    metadata_difference,
+    tolerance,
+    value_difference,
+)
 from .fingerprints import Draws, Fingerprint, fingerprints, twins, written
 from .reference import in_double, once_more
 from .reproduction import reproduction
@@ -202,14 +211,17 @@ class _Run:
         relative = 0.0 if bitwise else tolerance(self._dtypes(results))
         telling = True
         beside = 0.0 if bitwise else max((largest(each.want) for each in results if each.want is not None), default=0.0)
-        restrided: dict[int, tuple[int, ...]] = {}
+        restrided: dict[int, torch.Tensor] = {}
         other_strides: list[tuple[Result, Difference]] = []
         for result in results:
             difference = self._layout(result)
-            if difference is not None and (position := self._has_only_other_strides(result)) is not None:
-                assert result.want is not None
-                other_strides.append((result, difference))
-                restrided[position], difference = result.want.stride(), None
+            if (position := self._strides_at_most(result)) is not None:
+                assert result.want is not None and result.found is not None
+                if difference is not None:
+                    other_strides.append((result, difference))
+                    restrided[position], difference = result.want, None
+                elif has_other_format(result.want, result.found) and lies_apart(self.compiled.wiring, position):
+                    restrided[position] = result.want
             if difference is None and result.want is not None and result.found is not None:
                 telling = telling and is_telling(result.want)
                 difference = self._values(result, relative, beside)
@@ -252,14 +264,12 @@ class _Run:
             return Difference(f"its strides are {result.found.stride()}, for a leaf with {result.leaf.stride()}")
         return None
 
-    def _has_only_other_strides(self, result: Result) -> int | None:
-        """The number of an output of the region that differs in its strides alone; None for any other."""
+    def _strides_at_most(self, result: Result) -> int | None:
+        """The number of an output of the region that differs in its strides at most, where somebody sees these."""
         want = result.want
-        if (
-            result.leaf is not None
-            or want is None
-            or metadata_difference(want, result.found, strides=False) is not None
-        ):
+        if result.leaf is not None or want is None or _only_added(result.node):
+            return None
+        if metadata_difference(want, result.found, strides=False) is not None:
             return None
         positions = [number for number, (node, _) in enumerate(self.step.outputs) if node is result.node]
         return positions[0] if positions and is_dense(want) else None
@@ -300,7 +310,7 @@ class _Run:
     def _refute(self, wrong: Result | None, difference: Difference) -> None:
         """The form is not used again; the next slower one takes over."""
         region_compiler = self.region_compiler
-        instead = region_compiler.drop(self.compiled, self.form)
+        instead = region_compiler.drop(self.step, self.compiled, self.form)
         node = self.step.region.nodes[-1] if wrong is None else wrong.node
         where = f"{region_compiler.name_of(node)}, {region_compiler.where(self.step, self.form)}"
         name = region_compiler.backend.name

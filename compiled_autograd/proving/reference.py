@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import operator
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
 from torch import fx
 
 from .. import ir
+from ..steps.memory import memory_of
 
 _WIDER = {
     torch.float32: torch.float64,
@@ -18,11 +20,12 @@ _WIDER = {
 }
 _WIDER_NUMBERS = {5: 7, 6: 7, 15: 7, 8: 10, 9: 10}
 """The same as numbers (``c10/core/ScalarType.h``), as ``validate_outputs`` and options of tensors have them."""
-_PERTURBED = 8
-"""What is float64 already is moved by at most this many of its units of rounding, to see how far results move."""
-_MOVED = 2
-"""What was widened is moved by at most this many units of the dtype that it had, where errors of rounding are asked
-for."""
+_ROUNDING = 2
+"""Inputs are moved by so many units of rounding of the dtype that they have, to see how far results move."""
+_ROUNDING_IN_DOUBLE = 1024
+"""And those that are float64: so many that a move which is a hundred times less can still be told from it."""
+_LITTLE = 8
+"""And by so many units of float64, whatever the dtype, to see whether a result jumps."""
 
 
 class RealCalls:
@@ -74,16 +77,24 @@ def in_double(
 ) -> torch.Tensor | None:
     """What the calls of a region give for ``wanted`` where every value is computed in float64.
 
-    What is float64 to begin with is perturbed instead, so that the result shows how far rounding moves it; with
-    ``moved`` all inputs are, by the rounding of the dtypes that they had: each number moves them in another way. None
-    where a call cannot be computed so.
+    With a number above 0 the inputs are moved first, by the rounding of the dtypes that they had, and what each call
+    gives, by that of the coarsest of these (what cancels whatever the inputs are does not show else): each number moves
+    them in another way. One below 0 moves them as its opposite does, but hardly at all. None where a call cannot be
+    computed so.
     """
-    wide = {node: widened(value, moved) for node, value in given.items()}
+    places: dict[Any, int] = {}  # each memory is moved in its own way: like tensors moved alike would not part
+    wide = {}
+    for node, value in given.items():
+        place = places.setdefault(node if (memory := memory_of(value)) is None else memory, len(places))
+        wide[node] = widened(value, moved, place)
     calls = RealCalls(nodes, [wanted], wide, again=True, wide=True)
+    by = _coarsest(given.values()) if moved > 0 else _LITTLE * torch.finfo(torch.float64).eps
     try:
-        for node in nodes:
-            calls.run(node)
-    except (RuntimeError, NotImplementedError, TypeError):  # no kernel for float64, most likely
+        for number, node in enumerate(nodes):
+            result = calls.run(node)
+            if moved and node in calls.known and node.target is not operator.getitem and not ir.is_validation(node):
+                calls.known[node] = _rounded(result, by, (abs(moved) << 32) + len(places) + number)
+    except Exception:  # noqa: BLE001  no kernel for float64, most likely; then the plain tolerance alone decides
         return None
     return calls.known[wanted]
 
@@ -122,16 +133,36 @@ def _wider_constant(value: Any, is_validation: bool) -> Any:
     return value
 
 
-def widened(value: Any, moved: int = 0) -> Any:
-    """A tensor in float64, with the strides that it has; ``moved``: as far as rounding might have moved its values."""
+def widened(value: Any, moved: int = 0, place: int = 0) -> Any:
+    """A tensor in float64; ``moved``: with other values, see :func:`in_double`. ``place`` tells inputs apart."""
     if not isinstance(value, torch.Tensor):
         return value
-    if value.dtype in (torch.float64, torch.complex128):
-        return _perturbed(value, _PERTURBED * torch.finfo(torch.float64).eps, moved)
-    if value.dtype not in _WIDER:
+    in_double = value.dtype in (torch.float64, torch.complex128)
+    if not in_double and value.dtype not in _WIDER:
         return value
-    wide = value.to(_WIDER[value.dtype])
-    return _perturbed(wide, _MOVED * torch.finfo(value.dtype).eps, moved) if moved else wide
+    wide = value if in_double else value.to(_WIDER[value.dtype])
+    if moved == 0:
+        return wide
+    by = _LITTLE * torch.finfo(torch.float64).eps
+    if moved > 0:
+        by = (_ROUNDING_IN_DOUBLE if in_double else _ROUNDING) * torch.finfo(value.dtype).eps
+    return _perturbed(wide, by, (abs(moved) << 32) + place)
+
+
+def _coarsest(values: Iterable[Any]) -> float:
+    """By how much rounding may move a number, in the coarsest of the dtypes of some tensors."""
+    dtypes = {value.dtype for value in values if isinstance(value, torch.Tensor) and value.dtype in _WIDER}
+    if not dtypes:
+        return _ROUNDING_IN_DOUBLE * torch.finfo(torch.float64).eps
+    return _ROUNDING * max(torch.finfo(dtype).eps for dtype in dtypes)
+
+
+def _rounded(result: Any, by: float, seed: int) -> Any:
+    """What a call gave, moved."""
+    if isinstance(result, (list, tuple)):
+        return [_rounded(each, by, seed) for each in result]
+    floating = isinstance(result, torch.Tensor) and (result.is_floating_point() or result.is_complex())
+    return _perturbed(result, by, seed) if floating and result.layout is torch.strided else result
 
 
 def _perturbed(value: torch.Tensor, by: float, seed: int) -> torch.Tensor:

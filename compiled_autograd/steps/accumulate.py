@@ -69,9 +69,14 @@ def copy_laid_out_as(grad: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
     """What :func:`own_copy` gives, without the leaf's sizes: a trace with symbols knows no products of them."""
     if not is_dense(leaf):
         return grad.clone(memory_format=torch.contiguous_format)
-    outermost_first = sorted(range(leaf.dim()), key=lambda dim: (leaf.stride(dim), leaf.shape[dim]), reverse=True)
-    copy = grad.permute(outermost_first).clone(memory_format=torch.contiguous_format)
-    return copy.permute([outermost_first.index(dim) for dim in range(leaf.dim())])
+    order = outermost_first(leaf)
+    copy = grad.permute(order).clone(memory_format=torch.contiguous_format)
+    return copy.permute([order.index(dim) for dim in range(leaf.dim())])
+
+
+def outermost_first(dense: torch.Tensor) -> tuple[int, ...]:
+    """The order of a dense tensor's dimensions in memory; of one element, as PyTorch's memory formats have them."""
+    return tuple(sorted(range(dense.dim()), key=lambda dim: (dense.stride(dim), dense.shape[dim]), reverse=True))
 
 
 def stealable(only: list[torch.Tensor], leaf: torch.Tensor) -> bool:

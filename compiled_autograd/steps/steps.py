@@ -65,6 +65,11 @@ class Wiring(msgspec.Struct, frozen=True):
     permuted: tuple[tuple[int, int, tuple[int, ...]], ...] = ()
 
 
+def lies_apart(wiring: Wiring, output: int) -> bool:
+    """Whether an output of the region is handed on as it is, and shares memory with nothing."""
+    return (output, dict(wiring.values).get(output)) in wiring.apart
+
+
 class RegionRecord(msgspec.Struct, frozen=True):
     """Which region was compiled, for what, and how it is fed; which forms of it were found to be wrong."""
 
@@ -162,6 +167,13 @@ class RegionStep:
     def put_in_place(self, old: CompiledRegion, new: CompiledRegion | None) -> None:
         """Replace something compiled by what is fed another way; None where it cannot run."""
         self.compiled[old.kind] = [new if each is old else each for each in self.compiled[old.kind]]
+
+    def run_instead(self, compiled: CompiledRegion, call: Callable[[list[Any]], Sequence[Any]], wiring: Wiring) -> None:
+        """Have something else run in place of what was compiled; the wiring holds for the results of both."""
+        made = self.bind(compiled.aten, call, wiring, compiled.kind, compiled.guard)
+        compiled.wiring, compiled.checked = wiring, True
+        compiled.results, compiled.copied = made.results, made.copied
+        compiled.call = call  # last: a thread that sees it sees the rest
 
     def aten(self) -> list[fx.GraphModule]:
         """The ATen graphs that were compiled for it."""

@@ -231,6 +231,18 @@ def test_paths_in_documents_exist(document: Path) -> None:
     assert [path for path in _paths(document) if _resolved(path, document) is None] == []
 
 
+def test_the_promises_name_what_exists() -> None:
+    """Of each name in the table of promises, every part is written somewhere in the sources."""
+    text = (ROOT / "docs" / "architecture.md").read_text()
+    table = text[text.index("## What must always hold") :]
+    words = {word for file in _sources() for word in re.findall(r"\w+", file.read_text())} | {
+        part for file in _sources() for part in file.relative_to(ROOT).with_suffix("").parts
+    }
+    names = [span for span in _SPAN.findall(table) if re.fullmatch(r"\w[\w.]*", span) and not span.endswith(_SUFFIXES)]
+    assert names
+    assert [name for name in names if not set(name.split(".")) <= words] == []
+
+
 def _anchors(document: Path) -> set[str]:
     """The anchors that GitHub gives the headings of a page."""
     titles = [re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", title) for title in _HEADING.findall(_prose(document))]

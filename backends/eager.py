@@ -25,10 +25,10 @@ from .artifacts import (
     tensors_to_bytes,
     to_bytes,
 )
-from .protocol import Compiled
+from .protocol import Backend, Compiled
 
 
-class EagerBackend:
+class EagerBackend(Backend):
     """Bitwise equal to the eager engine on CPU: the same operators, in the same order, on the same values."""
 
     name = "eager"

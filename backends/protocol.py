@@ -11,16 +11,22 @@ from torch import fx
 Compiled = Callable[[list[Any]], Sequence[Any]]
 """Takes its arguments in a list and empties it, so that each is freed after its last use; gives the outputs.
 
-One that cannot do that says so in an attribute ``keeps_inputs``: if it fails, its region can then be run another way.
+A callable may say more of itself. The functions below ask, and have the answer for one that says nothing:
 
-Two more things a callable may have:
-
+- ``keeps_inputs``: true where it leaves the list as it is: if it fails, its region can then be run another way.
 - ``form_for(arguments) -> str`` and ``drop(form) -> bool``, where it does not run the same code at each call: see
   :class:`HasForms`. ``backends.poison.run_poisoned`` takes the name of a form.
 - ``proving_runs``: how many of its first runs differ from all later ones, and one more; 2 where it is not there.
 - ``another() -> Compiled``, where what it does depends on the sizes and strides of the inputs that it was first run
   with: the same code for another region, with which it shares all but that.
 """
+
+
+PROVING_RUNS = 2
+"""The number of runs of each form that are compared with the real calls. Two, since one that keeps memory from run to
+run shows it only at the second."""
+ONLY_FORM = "compiled code"
+"""The name of what runs where something compiled has but one form."""
 
 
 @runtime_checkable
@@ -41,18 +47,48 @@ class HasForms(Protocol):
         """As :data:`Compiled` has it."""
 
 
+def keeps_inputs(compiled: Compiled) -> bool:
+    """Whether it leaves its arguments in their list."""
+    return getattr(compiled, "keeps_inputs", False)
+
+
+def proving_runs(compiled: Compiled) -> int:
+    """How many of its first runs differ from all later ones, and one more."""
+    return getattr(compiled, "proving_runs", PROVING_RUNS)
+
+
+def form_for(compiled: Compiled, arguments: Sequence[Any]) -> str:
+    """The name of what the next call of something compiled will run; :data:`ONLY_FORM` where it has no forms."""
+    ask = getattr(compiled, "form_for", None)
+    return ONLY_FORM if ask is None else ask(arguments)
+
+
+def drop(compiled: Compiled, form: str) -> bool:
+    """See :meth:`HasForms.drop`; False where it has no forms."""
+    never_run = getattr(compiled, "drop", None)
+    return never_run is not None and never_run(form)
+
+
+def another(compiled: Compiled) -> Compiled:
+    """The same code for another region."""
+    make = getattr(compiled, "another", None)
+    return compiled if make is None else make()
+
+
 class Backend(Protocol):
-    """A way to run a region."""
+    """A way to run a region. One that derives from this class has the defaults that stand here."""
 
     name: str
-    bitwise: bool
+    bitwise: bool = False
     """Whether what it computes is, on CPU, bit for bit what the graph's operators compute one by one."""
+    slow: bool = False
+    """Whether compiling takes long enough to be worth a process."""
+    allocates: bool = False
+    """Whether the results of each run lie in memory of their own: nothing is written there by a later run."""
 
-    # An attribute ``slow``, where it is there and true, says that compiling takes long enough to be worth a process.
-    # A method ``prepare()``, where it is there, is called before a graph is traced that is then compiled in this
-    # process.
-    # An attribute ``allocates``, where it is there and true, says that the results of each run lie in memory of their
-    # own: nothing is written there by a later run.
+    def prepare(self) -> None:
+        """Called before a graph is traced that is then compiled in this process."""
+        return
 
     def decompositions(self) -> Mapping[Any, Callable[..., Any]] | None:
         """The decompositions that the ATen graph should be traced with; None for none."""

@@ -39,10 +39,8 @@ class UnknownBackendError(LookupError):
         super().__init__(f"there is no backend {name!r}.{hint} Known: {', '.join(sorted(known))}.")
 
 
-class FunctionBackend:
+class FunctionBackend(Backend):
     """A function ``(GraphModule, example_inputs) -> callable``, as ``torch.compile`` takes it."""
-
-    bitwise = False
 
     def __init__(self, function: Callable[..., Any], name: str | None = None) -> None:
         self.function = function
@@ -128,10 +126,15 @@ def _load(name: str) -> Backend:
         return getattr(importlib.import_module(module), attribute)(*arguments)
     for point in entry_points(group=ENTRY_POINT_GROUP, name=name):
         loaded = point.load()
-        return loaded() if isinstance(loaded, type) else FunctionBackend(loaded, name)
+        return _made(loaded) if isinstance(loaded, type) else FunctionBackend(loaded, name)
     known = list_backends()
     if name not in known:
         raise UnknownBackendError(name, known)
     from torch._dynamo.backends.registry import lookup_backend
 
     return FunctionBackend(lookup_backend(name), name)
+
+
+def _made(loaded: type) -> Backend:
+    """A backend of somebody's class, with the defaults of :class:`Backend` where the class does not derive from it."""
+    return loaded() if Backend in loaded.__mro__ else type(loaded.__name__, (loaded, Backend), {})()

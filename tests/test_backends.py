@@ -75,6 +75,22 @@ def test_an_entry_point_can_be_a_class(monkeypatch: pytest.MonkeyPatch) -> None:
     compare(mlp, _loss, "mine", steps=2, bitwise=True)
 
 
+def test_a_class_of_an_entry_point_has_defaults_for_what_it_does_not_say(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Plain:
+        name = "plain"
+
+        def decompositions(self) -> None:
+            return None
+
+        def compile(self, graph_module: Any, example_inputs: Any) -> Any:
+            return lambda arguments: graph_module(*arguments)
+
+    _plant(monkeypatch, _EntryPoint("plain", Plain))
+    made = backends.get_backend("plain")
+    assert isinstance(made, Plain) and (made.bitwise, made.slow, made.allocates) == (False, False, False)
+    compare(mlp, _loss, "plain", steps=2)
+
+
 def test_an_entry_point_can_be_a_function(monkeypatch: pytest.MonkeyPatch) -> None:
     _plant(monkeypatch, _EntryPoint("unboxed", _recording([])))
     made = backends.get_backend("unboxed")

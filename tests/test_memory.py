@@ -18,9 +18,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
 import compiled_autograd as ca
+from backends.protocol import PROVING_RUNS
 from benchmarks.memory import peak_of_backward
 from benchmarks.models import build
-from compiled_autograd.steps.proof import PROVING_RUNS
 
 from .helpers import assert_grads, expect
 

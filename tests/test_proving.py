@@ -14,10 +14,11 @@ from torch import fx, nn
 
 import compiled_autograd as ca
 from backends.eager import EagerBackend
+from backends.protocol import PROVING_RUNS
 from compiled_autograd.diagnostics import reporting
 from compiled_autograd.proving import prover
 from compiled_autograd.steps.accumulate import outermost_first
-from compiled_autograd.steps.proof import PROVING_RUNS, PROVING_SIZES, Proof
+from compiled_autograd.steps.proof import PROVING_SIZES, Proof
 from shadow_cache import Failure
 
 from .helpers import assert_grads, assert_same, expect, mlp

@@ -14,7 +14,7 @@ from torch import fx
 from ..artifacts import CannotStoreError, Stored, from_bytes, link, tensors_from_bytes, to_bytes
 from ..eager import EagerBackend, run_graph, store_graph
 from ..modes import CUDA_GRAPHS, DEFAULT, name_in, options_of
-from ..protocol import Compiled
+from ..protocol import Backend, Compiled
 from ..versions import plain_convolution_backward
 from . import instruction_sets
 from .batch import together
@@ -42,14 +42,13 @@ class MissingCompilerError(RuntimeError):
         )
 
 
-class InductorBackend:
+class InductorBackend(Backend):
     """``torch._inductor.compile_fx.compile_fx_inner``, written against torch 2.13.
 
     Args:
         mode: as ``torch.compile`` has it, one of :data:`backends.modes.MODES`.
     """
 
-    bitwise = False
     slow = True
     allocates = True  # what CUDA graphs give is copied
 

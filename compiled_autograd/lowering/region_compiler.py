@@ -15,6 +15,7 @@ from torch import fx
 
 from backends import ArtifactError, Backend, Compiled
 from backends.garbage_collection import RARELY
+from backends.protocol import drop
 from shadow_cache import DamagedEntryError, Failure, Miss, StoreError
 
 from .. import ir
@@ -202,8 +203,7 @@ class RegionCompiler:
         for _, each in alike:
             each.proof.dropped = tuple(dict.fromkeys((*each.proof.dropped, form)))
             each.proof.settled = False
-        drop = getattr(compiled.call, "drop", None)
-        if drop is not None and drop(form):
+        if drop(compiled.call, form):
             return "a slower form of it runs from now on"
         self._forget(compiled.call)
         if self.passes:  # what the user's passes have made of it was asked for, and not the calls
@@ -304,7 +304,7 @@ class RegionCompiler:
     ) -> CompiledRegion:
         """Lower and compile a region."""
         started = time.perf_counter()
-        if compile is compile_here and hasattr(self.backend, "prepare"):
+        if compile is compile_here:
             with RARELY:
                 self.backend.prepare()
         try:
@@ -331,7 +331,7 @@ class RegionCompiler:
 
     def _compile(self, lowered: Lowered, compile: Compile, context: RunContext) -> Compiled:
         """Compile an ATen graph; or take what was made of one that is the same, as repeated layers have them."""
-        like = graph_hash(lowered.graph_module, lowered.examples) if getattr(self.backend, "slow", False) else None
+        like = graph_hash(lowered.graph_module, lowered.examples) if self.backend.slow else None
         if like is not None and like in self._made:
             return self._made[like]
         call = compile(self.backend, lowered.graph_module, lowered.examples)

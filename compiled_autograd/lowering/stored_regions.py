@@ -13,7 +13,7 @@ import torch
 from torch import fx
 from torch.fx._lazy_graph_module import _LazyGraphModule
 
-from backends import Backend, Compiled
+from backends.protocol import Backend, Compiled, another
 
 from ..steps.steps import RegionRecord
 
@@ -68,7 +68,7 @@ class StoredRegions:
         if artifact not in self.loaded:
             self.loaded[artifact] = backend.load(self.read(artifact))  # type: ignore[attr-defined]
         call = self.loaded[artifact]
-        return call.another() if hasattr(call, "another") else call
+        return another(call)
 
 
 def graph_of(code: str) -> fx.GraphModule:

@@ -159,7 +159,7 @@ def _import_first(backend: Backend) -> None:
     with _IMPORTING:
         prepare_fake_tensors()
         FakeTensorMode()
-        if getattr(backend, "slow", False):
+        if backend.slow:
             backend.decompositions()
 
 

@@ -66,7 +66,7 @@ def compile_elsewhere(backend: Backend, graph_module: fx.GraphModule, examples: 
 
 
 def _request(backend: Backend, graph_module: fx.GraphModule, examples: Sequence[Any]) -> Request | None:
-    if not getattr(backend, "slow", False) or not isinstance(backend, Storing):
+    if not backend.slow or not isinstance(backend, Storing):
         return None
     tensors = [value for value in examples if isinstance(value, torch.Tensor)]
     if any(value.device.type != "cpu" for value in tensors):

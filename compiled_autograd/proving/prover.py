@@ -16,8 +16,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
-from backends import Compiled
 from backends.inductor.poison import run_poisoned
+from backends.protocol import Compiled, form_for, proving_runs
 from shadow_cache import Failure
 
 from .. import ir
@@ -26,7 +26,7 @@ from ..ir.nan_checks import NaNFoundError
 from ..steps.accumulate import is_dense, obeys_layout
 from ..steps.compiled_calls import make_plain, put_results, run_compiled
 from ..steps.memory import is_out_of_memory, memory_of
-from ..steps.proof import PROVING_RUNS, Sizes, form_of
+from ..steps.proof import Sizes
 from ..steps.steps import lies_apart
 from .aliasing import Result, kept_from_before, newly_shared
 from .comparison import (
@@ -64,8 +64,8 @@ def is_due(compiled: CompiledRegion, slots: Slots, context: RunContext) -> bool:
     arguments = [slots[slot] for slot in compiled.arguments]
     make_plain(arguments, compiled.plain)
     sizes = _sizes(compiled, arguments)
-    form = form_of(compiled.call, arguments)
-    runs = getattr(compiled.call, "proving_runs", PROVING_RUNS)
+    form = form_for(compiled.call, arguments)
+    runs = proving_runs(compiled.call)
     if context.profile is not None and proof.left.get(form, runs) < runs:
         return False  # whoever looks on would take what comparing costs for what the backward costs
     return proof.due(form, runs, sizes, final=context.profile is None)
@@ -116,7 +116,7 @@ class _Run:
         self.taken = [slots[slot] for slot in compiled.arguments]
         self.arguments = list(self.taken)
         make_plain(self.arguments, compiled.plain)
-        self.form = form_of(compiled.call, self.arguments)
+        self.form = form_for(compiled.call, self.arguments)
 
     def beside(self, real_calls: Callable[[], None]) -> bool:
         """Both ways, and what follows from the comparison. False: nothing has run, for want of memory."""
@@ -301,7 +301,7 @@ class _Run:
         """What shares memory that does not where the real calls run."""
         given = {memory_of(self.inputs[slot]) for slot in self.step.inputs} - {None}
         difference = newly_shared(results, given)
-        if difference is not None or getattr(self.region_compiler.backend, "allocates", False):
+        if difference is not None or self.region_compiler.backend.allocates:
             return difference
         return kept_from_before(self.compiled.proof, results, given)
 

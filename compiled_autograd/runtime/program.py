@@ -71,7 +71,7 @@ class Program:
         self.tape = tape
         self.region_compiler = RegionCompiler(backend, passes, specs, dynamic)
         known = {node: node.meta["untraceable"] for node in tape.graph.nodes if "untraceable" in node.meta}
-        longest = partition.MAX_CALLS_OF_SLOW_REGION if getattr(backend, "slow", False) else None
+        longest = partition.MAX_CALLS_OF_SLOW_REGION if backend.slow else None
         schedule = self.schedule = Schedule(tape, counts, backend.bitwise, {**known, **untraceable}, givers, longest)
         self.region_compiler.regions = lambda: [step for step in schedule.steps if isinstance(step, RegionStep)]
 
@@ -259,7 +259,7 @@ class Program:
         if compiled.plain:
             make_plain(arguments, compiled.plain)
         pass_on(compiled, slots)
-        if not getattr(compiled.call, "keeps_inputs", False):
+        if not compiled.keeps_inputs:
             drop(step, slots)
             results = run_compiled(compiled.call, arguments)
         else:

@@ -2,30 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any
 
 import torch
 
-PROVING_RUNS = 2
-"""The number of runs of each form that are compared with the real calls. Two, since one that keeps memory from run to
-run shows it only at the second."""
+from backends.protocol import PROVING_RUNS
+
 PROVING_SIZES = 3
 """Where sizes are symbols: the number of sets of them, beside the first, that are compared too."""
 MAX_WEAK = 8
 """The number of runs that show little, since a gradient was zero or not finite, before such runs count all the same."""
-ONLY_FORM = "compiled code"
-"""The name of what runs where a backend has but one form of it."""
-
 Sizes = tuple[int, ...]
 """The values of the symbols that something was compiled with."""
-
-
-def form_of(call: Callable[..., Any], arguments: Sequence[Any]) -> str:
-    """What the next call of something compiled will execute, see ``backends/protocol.py``."""
-    form_for = getattr(call, "form_for", None)
-    return ONLY_FORM if form_for is None else form_for(arguments)
 
 
 @dataclass(slots=True)

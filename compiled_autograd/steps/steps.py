@@ -13,6 +13,8 @@ from typing import Any, Protocol
 import msgspec
 from torch import fx
 
+from backends.protocol import keeps_inputs
+
 from ..guards.shapes import Guard, guard_of
 from ..ir.partition import Region
 from .proof import Proof
@@ -102,6 +104,7 @@ class CompiledRegion:
         permuted: as ``results``, for those that are copied into another order of dimensions, and this.
         passed: slots, and those of values that go there as they are.
         flags: nodes of the tape, and numbers of what they give, where NaNs are looked for; as in the last result.
+        keeps_inputs: it leaves its arguments in their list.
         guard: says of the arguments whether their sizes are such that this holds; None where nothing changes.
         checked: it has run, and what it gives in memory that something else sees is known.
         proof: which of its forms were compared with the real calls.
@@ -118,6 +121,7 @@ class CompiledRegion:
     permuted: list[tuple[int, int, tuple[int, ...]]]
     passed: list[tuple[int, int]]
     flags: list[tuple[int, int]]
+    keeps_inputs: bool
     guard: Guard | None
     checked: bool = True
     proof: Proof = field(default_factory=Proof)
@@ -204,6 +208,7 @@ class RegionStep:
             [(self.outputs[position][1], index, order) for position, index, order in wiring.permuted],
             [(self.fresh[position].shared, self.inputs[source]) for position, source in wiring.passed],
             [(self.region.nodes[position].meta["call"], number) for position, number in wiring.flags],
+            keeps_inputs(call),
             guard,
         )
 

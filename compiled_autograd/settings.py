@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import inspect
 import os
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, fields
-from typing import Any
+from typing import Annotated, Any, Literal
+
+import msgspec
 
 from backends.modes import DEFAULT, MODES, WITH_MODES, name_in
 
@@ -84,55 +87,29 @@ def resolve(given: Mapping[str, Any], environ: Mapping[str, str] | None = None) 
 
 
 def _check(name: str, value: Any, where: str) -> Any:
-    return _CHECKS[name](value, where)
-
-
-def _backend(value: Any, where: str) -> Any:
-    if not isinstance(value, str) and not callable(value):
-        raise InvalidSettingError("backend", value, "a name or a function (GraphModule, example_inputs)", where)
-    return value
-
-
-def _dynamic(value: Any, where: str) -> Any:
-    if value is not None and not isinstance(value, bool):
-        raise InvalidSettingError("dynamic", value, "None, True or False", where)
-    return value
-
-
-def _on_miss(value: Any, where: str) -> Any:
-    allowed = ("compile", "background", "eager", "raise")
-    if value not in allowed:
-        raise InvalidSettingError("on_miss", value, "one of " + ", ".join(map(repr, allowed)), where)
-    return value
-
-
-def _on_unsupported(value: Any, where: str) -> Any:
-    if value not in ("eager", "raise"):
-        raise InvalidSettingError("on_unsupported", value, "'eager' or 'raise'", where)
-    return value
-
-
-def _check_setting(value: Any, where: str) -> Any:
-    if isinstance(value, str) and value.isdecimal():  # of the environment
+    if name == "check" and isinstance(value, str) and value.isdecimal():  # of the environment
         value = int(value)
-    if value == NEW or isinstance(value, bool) or (isinstance(value, int) and value > 0):
+    kind, allowed = _ALLOWED[name]
+    try:
+        return kind(value) if inspect.isfunction(kind) else msgspec.convert(value, kind)
+    except (TypeError, msgspec.ValidationError):
+        raise InvalidSettingError(name, value, allowed, where) from None
+
+
+def _backend(value: Any) -> Any:
+    if isinstance(value, str) or callable(value):
         return value
-    allowed = (
-        f"{NEW!r} (the first runs of what was compiled), True (every run), a number N > 0 (every Nth too) or False"
-    )
-    raise InvalidSettingError("check", value, allowed, where)
+    raise TypeError
 
 
-def _tune(value: Any, where: str) -> Any:
-    if not isinstance(value, bool):
-        raise InvalidSettingError("tune", value, "True or False", where)
-    return value
+def _cache_dir(value: Any) -> Any:
+    return value if value is None or value is False else os.fspath(value)
 
 
-def _mode(value: Any, where: str) -> Any:
-    if value not in MODES:
-        raise InvalidSettingError("mode", value, "one of " + ", ".join(map(repr, MODES)), where)
-    return value
+def _passes(value: Any) -> Any:
+    if isinstance(value, (list, tuple)) and all(map(callable, value)):
+        return tuple(value)
+    raise TypeError
 
 
 def _check_mode(settings: Settings, where: str) -> None:
@@ -143,29 +120,21 @@ def _check_mode(settings: Settings, where: str) -> None:
         raise InvalidSettingError("mode", settings.mode, f"{allowed}: {do}", where)
 
 
-def _cache_dir(value: Any, where: str) -> Any:
-    if value is None or value is False:
-        return value
-    if isinstance(value, (str, os.PathLike)):
-        return os.fspath(value)
-    raise InvalidSettingError("cache_dir", value, "a path, None or False", where)
-
-
-def _passes(value: Any, where: str) -> Any:
-    passes = tuple(value) if isinstance(value, (list, tuple)) else None
-    if passes is None or not all(callable(each) for each in passes):
-        raise InvalidSettingError("passes", value, "a list of functions over a GraphModule", where)
-    return passes
-
-
-_CHECKS: dict[str, Callable[[Any, str], Any]] = {
-    "backend": _backend,
-    "dynamic": _dynamic,
-    "on_miss": _on_miss,
-    "on_unsupported": _on_unsupported,
-    "check": _check_setting,
-    "tune": _tune,
-    "cache_dir": _cache_dir,
-    "passes": _passes,
-    "mode": _mode,
+_ALLOWED: dict[str, tuple[Any, str]] = {
+    "backend": (_backend, "a name or a function (GraphModule, example_inputs)"),
+    "dynamic": (bool | None, "None, True or False"),
+    "on_miss": (
+        Literal["compile", "background", "eager", "raise"],
+        "one of 'compile', 'background', 'eager', 'raise'",
+    ),
+    "on_unsupported": (Literal["eager", "raise"], "'eager' or 'raise'"),
+    "check": (
+        Literal["new"] | bool | Annotated[int, msgspec.Meta(gt=0)],
+        f"{NEW!r} (the first runs of what was compiled), True (every run), a number N > 0 (every Nth too) or False",
+    ),
+    "cache_dir": (_cache_dir, "a path, None or False"),
+    "passes": (_passes, "a list of functions over a GraphModule"),
+    "tune": (bool, "True or False"),
+    "mode": (Literal[MODES], "one of " + ", ".join(map(repr, MODES))),
 }
+"""Of each setting, its type or a function that raises ``TypeError`` for what it cannot be; and the same in words."""

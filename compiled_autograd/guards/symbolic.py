@@ -31,11 +31,6 @@ class Symbols:
     _by_history: dict[tuple[History, int], sympy.Symbol] = field(default_factory=dict)
     _bindings: list[tuple[str, Any]] = field(default_factory=list)
 
-    @property
-    def used(self) -> bool:
-        """Whether anything changes."""
-        return bool(self._by_history)
-
     def mode(self) -> FakeTensorMode:
         """A mode whose fake tensors may have these symbols."""
         return FakeTensorMode(allow_non_fake_inputs=True, shape_env=self.env)

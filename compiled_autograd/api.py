@@ -7,6 +7,7 @@ from collections.abc import Callable
 from typing import Any, TypeVar, overload
 
 from .engine.session import Disabled, Session
+from .process_state import PROCESS
 from .settings import resolve
 
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -92,16 +93,4 @@ def compile_step(function: Any = None, **settings: Any) -> Any:
 
 def reset() -> None:
     """Forget every graph in memory, compiled or captured. Sessions keep their counts, the store on disk its entries."""
-    from .cache.disk import close_all
-    from .cache.graphs import GRAPHS
-    from .engine.seam import forget
-    from .lowering.trace_cache import TRACED
-    from .policies.admission import ADMISSION
-    from .policies.autotune import AUTOTUNE
-
-    forget()
-    GRAPHS.clear()
-    AUTOTUNE.clear()
-    ADMISSION.clear()
-    TRACED.clear()
-    close_all()
+    PROCESS.reset()

@@ -10,22 +10,20 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-import compiled_autograd as ca
 from compiled_autograd.capture import tape
-from compiled_autograd.diagnostics import reporting
 from compiled_autograd.engine import session
+from compiled_autograd.process_state import PROCESS
 
 WATCHDOG_SECONDS = 300
 os.environ["COMPILED_AUTOGRAD_TUNE"] = "false"  # else counts would depend on the clock
-tape._LONG = math.inf  # else names of parameters would depend on it too
+tape._SLOW_SEARCH_SECONDS = math.inf  # else names of parameters would depend on it too
 os.environ["COMPILED_AUTOGRAD_CACHE_DIR"] = "false"  # tests of the store name a folder of their own
 
 
 @pytest.fixture(autouse=True)
 def clean_start(request: pytest.FixtureRequest) -> Iterator[None]:
     """Forget all graphs and warnings, set the seed; a test that hangs ends the run with every thread's stack."""
-    ca.reset()
-    reporting._warned.clear()
+    PROCESS.restart()
     torch.manual_seed(0)
     if request.node.get_closest_marker("slow") is None:
         faulthandler.dump_traceback_later(WATCHDOG_SECONDS, exit=True)

@@ -13,7 +13,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import compiled_autograd as ca
-from compiled_autograd.diagnostics import reporting
+from compiled_autograd.process_state import PROCESS
 
 from .helpers import Squares, mlp
 
@@ -25,8 +25,7 @@ Backwards = Callable[[Around], Grads]
 
 def restart() -> None:
     """What is in memory is gone, as in another process; what is on disk stays."""
-    ca.reset()
-    reporting._warned.clear()
+    PROCESS.restart()
 
 
 def wanted(backwards: Backwards) -> Grads:

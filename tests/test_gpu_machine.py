@@ -18,7 +18,7 @@ from torch.profiler import ProfilerActivity, profile
 
 import compiled_autograd as ca
 from benchmarks.memory import peak_of_backward
-from compiled_autograd.diagnostics import reporting
+from compiled_autograd.process_state import PROCESS
 
 from .helpers import Squares, assert_grads, assert_same, expect, mlp
 
@@ -60,8 +60,7 @@ def test_compiled_in_the_background(device: str, backend: str) -> None:
 
 def _restart() -> None:
     """As in another process."""
-    ca.reset()
-    reporting._warned.clear()
+    PROCESS.restart()
 
 
 @pytest.mark.parametrize("backend", BACKENDS)

@@ -386,18 +386,18 @@ def test_living_modules_are_searched_once_for_each_model(monkeypatch: pytest.Mon
 def test_a_search_that_takes_long_is_not_made_for_every_model(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tape, "_SLOW_SEARCH_SECONDS", 0.0)
     monkeypatch.setattr(tape, "_SEARCH_TIME_SHARE", 1e-6)
-    monkeypatch.setattr(tape, "_next_search", 0.0)
+    monkeypatch.setattr(tape._search, "next", 0.0)
     models = [nn.Linear(2, 2) for _ in range(2)]
     leaves = [list(model.parameters()) for model in models]
     assert [sorted(_names(each).values()) for each in leaves] == [["bias", "weight"], []]
     assert sorted(place.name for place in tape.parameter_names_of(leaves[0]).values()) == ["bias", "weight"]
-    monkeypatch.setattr(tape, "_next_search", 0.0)
+    monkeypatch.setattr(tape._search, "next", 0.0)
     assert sorted(place.name for place in tape.parameter_names_of(leaves[1]).values()) == ["bias", "weight"]
 
 
 def test_parameters_can_be_swapped_after_they_were_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """``swap_tensors`` refuses a tensor that anything refers to weakly."""
-    monkeypatch.setattr(tape, "_next_search", 0.0)
+    monkeypatch.setattr(tape._search, "next", 0.0)
     model, lone = nn.Linear(2, 2), nn.Parameter(torch.ones(2))
     captured = _captured((model(torch.ones(1, 2)) * lone).sum())
     assert {call.parameter for call in captured.tape.calls} == {None, "weight", "bias"}
@@ -407,7 +407,7 @@ def test_parameters_can_be_swapped_after_they_were_named(monkeypatch: pytest.Mon
 
 
 def test_names_follow_what_the_module_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tape, "_next_search", 0.0)
+    monkeypatch.setattr(tape._search, "next", 0.0)
     model = nn.Linear(2, 2)
     weight = model.weight
     assert _names([weight]) == {id(weight): "weight"}

@@ -15,7 +15,6 @@ from torch import fx, nn
 import compiled_autograd as ca
 from backends.eager import EagerBackend
 from backends.protocol import PROVING_RUNS
-from compiled_autograd.diagnostics import reporting
 from compiled_autograd.proving import prover
 from compiled_autograd.steps.accumulate import outermost_first
 from compiled_autograd.steps.proof import PROVING_SIZES, Proof
@@ -28,9 +27,7 @@ Run = Callable[[Sequence[torch.Tensor], Callable[..., Any]], Any]
 
 
 @pytest.fixture(autouse=True)
-def _quiet(monkeypatch: pytest.MonkeyPatch) -> Any:
-    """Each test warns for itself."""
-    monkeypatch.setattr(reporting, "_warned", type(reporting._warned)())
+def _quiet() -> Any:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         yield

@@ -31,6 +31,7 @@ from ..guards.ambient import Ambient
 from ..guards.shapes import Spec
 from ..lowering.region_compiler import MAX_GUARDED
 from ..lowering.stored_regions import StoredRegion, StoredRegions
+from ..process_state import PROCESS
 from ..settings import Settings
 from ..steps.steps import CompiledRegion, RegionRecord, RegionStep, region_record
 from .environment_key import differences, is_repeatable, state_of, why_not_stored
@@ -72,6 +73,9 @@ def close_all() -> None:
         if disk is not None:
             disk.store.close()
     _opened.clear()
+
+
+PROCESS.register(_opened, reset=close_all)
 
 
 def _give_up(error: StoreError) -> None:

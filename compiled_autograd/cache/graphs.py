@@ -25,11 +25,11 @@ from ..guards.ambient import Ambient
 from ..guards.shapes import Spec
 from ..ir import nan_checks
 from ..lowering.region_compiler import Pass
+from ..process_state import PROCESS, free_in_child
 from ..runtime.interpret import interpret
 from ..runtime.program import Program
 from ..settings import Settings
 from ..steps.steps import RegionStep
-from ..threads.forks import free_in_child
 from .variants import Handover, Shapes, Variant, tensor_check, tensor_records
 
 MAX_VARIANTS = 32
@@ -42,7 +42,7 @@ REUSES_WORTH_COMPILING = 3
 """A structure that was met again so often may be worth what it costs to capture and compile it."""
 _MAX_GONE = 100_000
 _EVICTED = "it was compiled before, and went because others were used since"
-_uses = itertools.count(1)
+_uses = PROCESS.register(itertools.count(1))
 _ADDING = free_in_child(threading.RLock())  # planning is Python alone: threads would not do it side by side anyway
 
 
@@ -263,3 +263,4 @@ class Graphs:
 
 
 GRAPHS = Graphs()
+PROCESS.register(GRAPHS, reset=GRAPHS.clear)

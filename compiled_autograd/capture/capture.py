@@ -29,13 +29,14 @@ from shadow_cache import unsupported
 
 from .. import ir
 from ..errors import CaptureRefusedError
+from ..process_state import PROCESS
 from ..torch_api.version_differences import reports_leaf
 from ..user_code.aot import aot_backward
 from ..user_code.functions import tell_packed_apart, wants_zeros
 from ..user_code.split_gradients import FITTED, UNBIND
 from . import symbols
 
-OPS: dict[str, ir.OpaqueOp] = {}
+OPS: dict[str, ir.OpaqueOp] = PROCESS.register({})
 """Every engine function that was bound so far; the engine binds each one once in a process."""
 
 _STAND_INS_AT_ONCE = 512

@@ -13,14 +13,15 @@ import gc
 import re
 import time
 import weakref
-from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, MutableMapping, Sequence
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.autograd.graph import GradientEdge
 
 from .. import ir
+from ..process_state import PROCESS
 
 LEAF = "AccumulateGrad"
 MAX_NODES_READ = 10_000
@@ -215,7 +216,7 @@ def join_names(calls: Sequence[ir.TapeCall], visited: Sequence[Visited]) -> None
         call.saved = saved_by(each.node)
 
 
-_saved_names: weakref.WeakKeyDictionary[type, tuple[tuple[str, bool], ...]] = weakref.WeakKeyDictionary()
+_saved_names: MutableMapping[type, tuple[tuple[str, bool], ...]] = PROCESS.register(weakref.WeakKeyDictionary())
 
 
 def saved_by(node: Any) -> tuple[tuple[str, str | None], ...]:
@@ -256,51 +257,59 @@ class ParameterName:
         return module is not None and module._parameters.get(self.attribute) is parameter
 
 
-_found: dict[int, ParameterName] = {}
-_in_no_module: set[tuple[int, int]] = set()
-"""What was found of parameters, by ``id``, and those that were looked for in vain, by ``id`` and memory: to search all
-living objects takes as long as hundreds of captures, and is done once for each model. No parameter is referred to, not
-even weakly: ``torch.utils.swap_tensors``, by which ``Module.to`` may move them, refuses one that is."""
+@dataclass(slots=True)
+class _Search:
+    """What was found of parameters, by ``id``, and those that were looked for in vain, by ``id`` and memory: to search
+    all living objects takes as long as hundreds of captures, and is done once for each model. No parameter is referred
+    to, not even weakly: ``torch.utils.swap_tensors``, by which ``Module.to`` may move them, refuses one that is.
+
+    ``next`` is the process's time, in seconds, before which no search begins.
+    """
+
+    found: dict[int, ParameterName] = field(default_factory=dict)
+    in_no_module: set[tuple[int, int]] = field(default_factory=set)
+    next: float = 0.0
+
+
+_search = PROCESS.register(_Search())
 _MAX_IN_NO_MODULE = 10_000
 
 _SLOW_SEARCH_SECONDS, _SEARCH_TIME_SHARE = 0.3, 0.05
 """Among millions of objects a search takes as long as a thousand captures. After one that took more than these seconds
 of the process's time, another model has no names until searches take no more than this share of that time."""
-_next_search = 0.0
 
 
 def parameter_names_of(leaves: Sequence[torch.Tensor]) -> dict[int, ParameterName]:
     """``id`` of each leaf that is a parameter of a living module -> where it is."""
     parameters = [leaf for leaf in leaves if isinstance(leaf, torch.nn.Parameter)]
     if not all(_is_known(parameter) for parameter in parameters):
-        _search(parameters)
-    return {key: _found[key] for key in map(id, parameters) if key in _found}
+        _look_for(parameters)
+    return {key: _search.found[key] for key in map(id, parameters) if key in _search.found}
 
 
 def _is_known(parameter: torch.Tensor) -> bool:
     key = id(parameter)
-    if key in _found and not _found[key].has(parameter):
-        del _found[key]
-    return key in _found or (ir.is_plain(parameter) and (key, parameter.data_ptr()) in _in_no_module)
+    if key in _search.found and not _search.found[key].has(parameter):
+        del _search.found[key]
+    return key in _search.found or (ir.is_plain(parameter) and (key, parameter.data_ptr()) in _search.in_no_module)
 
 
-def _search(parameters: Sequence[torch.Tensor]) -> None:
-    global _next_search
+def _look_for(parameters: Sequence[torch.Tensor]) -> None:
     started = time.process_time()
-    if started < _next_search:
+    if started < _search.next:
         return
     names_by_id = all_parameter_names()
     ended = time.process_time()
-    _next_search = ended + (ended - started) / _SEARCH_TIME_SHARE if ended - started > _SLOW_SEARCH_SECONDS else 0.0
-    if len(_in_no_module) > _MAX_IN_NO_MODULE:
-        _in_no_module.clear()
-    for key in [key for key, found in _found.items() if found.module() is None]:
-        del _found[key]
+    _search.next = ended + (ended - started) / _SEARCH_TIME_SHARE if ended - started > _SLOW_SEARCH_SECONDS else 0.0
+    if len(_search.in_no_module) > _MAX_IN_NO_MODULE:
+        _search.in_no_module.clear()
+    for key in [key for key, found in _search.found.items() if found.module() is None]:
+        del _search.found[key]
     for parameter in parameters:
         if id(parameter) in names_by_id:
-            _found[id(parameter)] = names_by_id[id(parameter)]
+            _search.found[id(parameter)] = names_by_id[id(parameter)]
         elif ir.is_plain(parameter):
-            _in_no_module.add((id(parameter), parameter.data_ptr()))
+            _search.in_no_module.add((id(parameter), parameter.data_ptr()))
 
 
 def all_parameter_names() -> dict[int, ParameterName]:

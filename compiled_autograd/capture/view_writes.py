@@ -22,6 +22,7 @@ from typing import Any
 import torch
 from torch.autograd.function import BackwardCFunction
 
+from ..process_state import PROCESS
 from . import tape
 
 NAME = "CopySlices"
@@ -125,4 +126,4 @@ def _places(memory: Any, name: str) -> set[int]:
     return found
 
 
-VIEW_WRITES = ViewWrites()
+VIEW_WRITES = PROCESS.register(ViewWrites())

@@ -14,6 +14,7 @@ import torch
 from shadow_cache import Bypass, Failure, Miss, Timing, compile_counter
 
 from ..ir.partition import Region
+from ..process_state import PROCESS
 
 REPEATS_BEFORE_WARNING = 8
 """Misses of one kind at one node before a warning."""
@@ -21,6 +22,7 @@ _MAX_WARNED = 1000
 """The largest number of texts kept of what was warned of; then the oldest goes, and may be warned of once more."""
 _ADDRESS = re.compile(r"\b0x[0-9a-fA-F]+")
 _warned: dict[str, None] = {}
+PROCESS.register(_warned, restart=_warned.clear)
 _NOT_REPEATING = ("first_seen", "evicted")
 
 # PyTorch registers the name for its own compiled autograd; TORCH_LOGS="+compiled_autograd" turns both on.

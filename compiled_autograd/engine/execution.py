@@ -21,6 +21,7 @@ from ..errors import CacheMissError, GradientMismatchError
 from ..guards.ambient import Ambient, ambient
 from ..ir import nan_checks
 from ..policies.background import BACKGROUND
+from ..process_state import PROCESS
 from ..runtime.program import Program
 from ..runtime.running_backward import Running
 from ..steps.run_context import RunContext, no_hooks
@@ -38,7 +39,7 @@ class _Thread(threading.local):
         self.depth = 0
 
 
-_thread = _Thread()
+_thread = PROCESS.register(_Thread())
 
 
 def running() -> Running | None:

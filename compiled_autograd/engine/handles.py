@@ -18,6 +18,7 @@ from ..capture import tape
 from ..capture.grad_dtypes import GradDtypes, with_grad_dtypes
 from ..diagnostics.reporting import warn_once
 from ..ir.order import order_shows, reordered
+from ..process_state import PROCESS
 from ..settings import Settings
 from .call import Call
 
@@ -118,7 +119,7 @@ class Kept:
         return graph
 
 
-KEPT = Kept()
+KEPT = PROCESS.register(Kept())
 
 
 def _of_other_tape(

@@ -39,6 +39,7 @@ from ..diagnostics.bypass import (
 from ..errors import BrokenCaptureError, CaptureRefusedError
 from ..ir.order import in_engine_order
 from ..policies.admission import ADMISSION
+from ..process_state import PROCESS
 from ..settings import Settings
 from ..threads.forks import can_compile
 from ..threads.gate import GATE, Token, take
@@ -128,6 +129,9 @@ def _forget() -> None:
     forget_numbers()
     VIEW_WRITES.forget()
     KEPT.clear()
+
+
+PROCESS.register(_thread, reset=forget)
 
 
 def hand_over(call: Call, settings: Settings, run_inside: RunInside | None) -> HandedOver | RanInside | Refused:

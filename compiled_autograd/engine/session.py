@@ -14,8 +14,8 @@ from shadow_cache import Bypass, Failure, Miss
 from ..cache.graphs import CompiledGraph
 from ..diagnostics.reporting import count_repeats, tell, warn_of
 from ..policies.background import BACKGROUND
+from ..process_state import PROCESS, free_in_child
 from ..settings import Settings
-from ..threads.forks import free_in_child
 
 HIT, SHAPE_MISS, STRUCTURE_MISS, BYPASS = "hit", "shape_miss", "structure_miss", "bypass"
 _F = TypeVar("_F", bound=Callable[..., Any])
@@ -152,7 +152,7 @@ class Disabled:
         _leave(None)
 
 
-_local = threading.local()
+_local = PROCESS.register(threading.local())
 
 
 def _stack() -> list[Session | None]:

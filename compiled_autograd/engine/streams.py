@@ -29,7 +29,6 @@ import bisect
 import ctypes
 import functools
 import gc
-import os
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -41,6 +40,7 @@ from shadow_cache import Bypass
 
 from ..capture.tape import LEAF_NUMBER, MAX_NODES_READ, first_nodes
 from ..diagnostics.bypass import STREAM_CAPTURE, on_other_streams
+from ..process_state import PROCESS
 
 Streams = tuple[tuple[int, int], ...] | None
 """Of each device whose current stream is not its default one: its index, and the stream's number. None: not known."""
@@ -285,5 +285,4 @@ def _set(owner: Any, name: str, value: Any) -> None:
 
 
 STREAMS = StreamWatch()
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=STREAMS.reset_after_fork)
+PROCESS.register(STREAMS, after_fork=STREAMS.reset_after_fork)

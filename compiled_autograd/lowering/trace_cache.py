@@ -22,6 +22,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from .. import ir
 from ..guards.ambient import ambient
+from ..process_state import PROCESS
 from .trace_replay import Arguments, NotACopyError, NotAKeyError, TracedCall, recorded
 
 MAX_TRACES = 4096
@@ -29,6 +30,7 @@ MAX_TRACES = 4096
 _MAX_TABLES = 4
 _PURE = frozenset({ir.sum_gradients, ir.copy_slices_prologue, ir.copy_slices_epilogue})
 TRACED: OrderedDict[int, _Table] = OrderedDict()
+PROCESS.register(TRACED, reset=TRACED.clear)
 
 
 class TracedCalls:

@@ -12,6 +12,7 @@ import weakref
 from collections import deque
 
 from ..cache.graphs import REUSES_WORTH_COMPILING, CompiledGraph
+from ..process_state import PROCESS
 
 WINDOW = 32
 """The number of latest structures that are looked at."""
@@ -51,3 +52,4 @@ def _pays(graph: CompiledGraph | None) -> bool:
 
 
 ADMISSION = Admission()
+PROCESS.register(ADMISSION, reset=ADMISSION.clear)

@@ -25,6 +25,7 @@ from shadow_cache import Bypass, Timing
 from ..cache.variants import Variant
 from ..diagnostics.node_names import title
 from ..diagnostics.reporting import tell_decision
+from ..process_state import PROCESS
 
 SAMPLES_PER_SIDE = 7
 """Backwards that are timed each way."""
@@ -163,3 +164,4 @@ def _can_be_timed(variant: Variant) -> bool:
 
 
 AUTOTUNE = Autotune()
+PROCESS.register(AUTOTUNE, reset=AUTOTUNE.clear)

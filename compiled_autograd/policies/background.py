@@ -10,7 +10,6 @@ from __future__ import annotations
 import atexit
 import contextlib
 import contextvars
-import os
 import queue
 import sys
 import threading
@@ -29,6 +28,7 @@ from ..diagnostics.reporting import failure_of, warn_of
 from ..errors import UntraceableError
 from ..guards.ambient import Ambient, ambient, compile_state
 from ..lowering.region_compiler import COMPILING
+from ..process_state import PROCESS
 from ..steps.run_context import RunContext
 from ..steps.steps import RegionStep, Slots
 from ..torch_api.version_differences import prepare_fake_tensors
@@ -152,6 +152,12 @@ def _yielding() -> Iterator[None]:
 
 _IMPORTING = threading.RLock()
 """Held while the thread imports: a child that is forked meanwhile would never get the locks of the modules."""
+PROCESS.register(
+    _IMPORTING,
+    before_fork=_IMPORTING.acquire,
+    after_fork_in_parent=_IMPORTING.release,
+    after_fork=_IMPORTING.release,
+)
 
 
 def _import_first(backend: Backend) -> None:
@@ -209,8 +215,5 @@ def memoryless(value: Any) -> Any:
 
 
 BACKGROUND = Background()
+PROCESS.register(BACKGROUND, after_fork=BACKGROUND.reset_after_fork)
 atexit.register(BACKGROUND.stop)
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=_IMPORTING.acquire, after_in_parent=_IMPORTING.release)
-    os.register_at_fork(after_in_child=_IMPORTING.release)
-    os.register_at_fork(after_in_child=BACKGROUND.reset_after_fork)

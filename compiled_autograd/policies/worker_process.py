@@ -27,6 +27,7 @@ from backends import ArtifactError, Backend, Compiled, Storing
 from ..diagnostics.reporting import warn_once
 from ..guards.ambient import Ambient, ambient, compile_state
 from ..lowering.graph_hash import InputKind, kinds_of_inputs
+from ..process_state import PROCESS
 
 
 class Request(msgspec.Struct):
@@ -188,5 +189,4 @@ def dtype_of(name: str) -> torch.dtype:
 
 
 WORKER = Worker()
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=WORKER.forget)
+PROCESS.register(WORKER, after_fork=WORKER.forget)

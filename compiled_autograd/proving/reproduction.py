@@ -11,9 +11,11 @@ from typing import Any
 
 import torch
 
+from ..process_state import PROCESS
+
 _MAX_REPRODUCTIONS = 20
 """The largest number of reproductions that a process writes."""
-_numbers = itertools.count()
+_numbers = PROCESS.register(itertools.count())
 _log = logging.getLogger(__name__)
 
 _SCRIPT = '''\

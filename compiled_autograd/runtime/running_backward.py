@@ -12,10 +12,11 @@ import torch
 
 from .. import ir
 from ..capture import tape
+from ..process_state import PROCESS
 from ..steps.profiling import Profile
 from ..steps.run_context import RunContext
 
-_task_ids = itertools.count(1 << 62)  # far above the engine's own
+_task_ids = PROCESS.register(itertools.count(1 << 62))  # far above the engine's own
 
 
 @dataclass

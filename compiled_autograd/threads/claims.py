@@ -13,13 +13,13 @@ claims held while hooks run are waited for only by those who want the same leaf,
 
 from __future__ import annotations
 
-import os
 import threading
 from _thread import LockType, allocate_lock
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..process_state import PROCESS
 from .gate import GATE, Token, take
 
 _SECONDS = 0.02
@@ -170,6 +170,5 @@ class Claims:
 
 
 CLAIMS = Claims()
+PROCESS.register(CLAIMS, after_fork=CLAIMS.reset_after_fork)
 GATE.after_entering = CLAIMS.wait_for_writers
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=CLAIMS.reset_after_fork)

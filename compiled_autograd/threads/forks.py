@@ -11,46 +11,29 @@ compiled compiles nothing: it runs what its parent had compiled, and leaves the 
 from __future__ import annotations
 
 import functools
-import os
+from dataclasses import dataclass
 from typing import Any
 
-_can_compile = True
+from ..process_state import PROCESS, free
+
+
+@dataclass(slots=True)
+class _Forked:
+    while_compiling: bool = False
+
+
+_forked = PROCESS.register(_Forked())
 
 
 def can_compile() -> bool:
     """Whether this process may compile."""
-    return _can_compile
-
-
-def free_in_child(lock: Any) -> Any:
-    """Have an ``RLock`` that lives as long as the process be free in a forked child, unless it is the forking thread's.
-
-    Gives the lock. ``_at_fork_reinit`` and ``_is_owned`` are what Python's own modules use for theirs (3.10 to 3.14).
-    """
-    if hasattr(os, "register_at_fork"):
-        os.register_at_fork(after_in_child=functools.partial(_free, lock))
-    return lock
+    return not _forked.while_compiling
 
 
 def compiles_under(lock: Any) -> Any:
-    """The same for the ``RLock`` that is held while something is compiled. Gives the lock."""
-    if hasattr(os, "register_at_fork"):
-        os.register_at_fork(after_in_child=functools.partial(_look, lock))
-    return lock
+    """Register the ``RLock`` that is held while something is compiled. Gives the lock."""
+    return PROCESS.register(lock, after_fork=functools.partial(_free, lock))
 
 
-def _free(lock: Any) -> bool:
-    """Gives whether another thread held it."""
-    if lock._is_owned():
-        return False
-    if lock.acquire(blocking=False):
-        lock.release()
-        return False
-    lock._at_fork_reinit()
-    return True
-
-
-def _look(lock: Any) -> None:
-    global _can_compile
-    if _free(lock):
-        _can_compile = False
+def _free(lock: Any) -> None:
+    _forked.while_compiling |= free(lock)

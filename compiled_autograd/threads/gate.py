@@ -17,7 +17,6 @@ by ``with``, as nothing comes between locking it and the block: a ``Condition`` 
 
 from __future__ import annotations
 
-import os
 import sys
 import threading
 from _thread import LockType, allocate_lock
@@ -27,6 +26,7 @@ from typing import Any
 from shadow_cache import Bypass
 
 from ..diagnostics.bypass import FORKED, INSIDE_ENGINE_CALL, OTHER_THREAD
+from ..process_state import PROCESS
 
 Token = LockType
 
@@ -192,7 +192,9 @@ def threads_running(code: Any) -> set[int]:
 
 
 GATE = Gate()
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(
-        before=GATE.hold_over_fork, after_in_parent=GATE.release_after_fork, after_in_child=GATE.reset_after_fork
-    )
+PROCESS.register(
+    GATE,
+    before_fork=GATE.hold_over_fork,
+    after_fork_in_parent=GATE.release_after_fork,
+    after_fork=GATE.reset_after_fork,
+)

@@ -15,9 +15,11 @@ from collections.abc import Callable, Sequence
 from types import ModuleType
 from typing import Any
 
+from ..process_state import PROCESS
+
 _OTHERS = "torch._dynamo.compiled_autograd"
-_pending: list[tuple[str, Callable[..., Any], bool, bool]] = []
-_custom: Counter[str] = Counter()
+_pending: list[tuple[str, Callable[..., Any], bool, bool]] = PROCESS.register([])
+_custom: Counter[str] = PROCESS.register(Counter())
 
 
 def share_op(name: str, function: Callable[..., Any], is_custom: bool, traceable: bool) -> str:

@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import ctypes
 import functools
-import os
 import threading
 import warnings
 from collections.abc import Callable, Sequence
@@ -22,6 +21,7 @@ from typing import Any
 import torch
 from torch.autograd.function import BackwardCFunction
 
+from ..process_state import PROCESS, free_in_child
 from .hooks import Grad, unpacked, with_requires_grad
 from .in_place import Watched
 from .references import COUNT_OF_UNSHARED, references
@@ -29,10 +29,11 @@ from .references import COUNT_OF_UNSHARED, references
 _CALLS = "_compiled_autograd_calls"  # of a ctx: the calls that it is in
 _WITH_SAVED = "_compiled_autograd_class"  # of its class: that which it has meanwhile
 _FIRST_NUMBER = 1 << 40  # far above those that PyTorch counts
-_numbers: dict[tuple[Any, ...], int] = {}
-_partly_packed: set[tuple[Any, ...]] = set()
+_numbers: dict[tuple[Any, ...], int] = PROCESS.register({})
+_partly_packed: set[tuple[Any, ...]] = PROCESS.register(set())
 _MAX_PARTLY_PACKED = 1000  # a function that is forgotten is left to eager once more
-_changing = threading.Lock()  # held while a ctx's class or its list of calls changes, and never while users' code runs
+_changing = free_in_child(threading.RLock())
+"""Held while a ``ctx``'s class or its list of calls changes, and never while users' code runs."""
 
 
 def number_of(ctx: Any) -> int:
@@ -303,13 +304,3 @@ def checked(name: str, results: Any, expected: Sequence[bool]) -> list[Grad]:
         if grad is not None and not isinstance(grad, torch.Tensor):
             raise RuntimeError(f"expected Variable or None (got {type(grad).__name__})")
     return grads
-
-
-def _after_fork() -> None:
-    """In a forked child no lock may be trusted."""
-    global _changing
-    _changing = threading.Lock()
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_after_fork)

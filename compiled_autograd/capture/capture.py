@@ -13,17 +13,13 @@ sees that nobody takes them for what was saved.
 
 from __future__ import annotations
 
-import functools
-import itertools
-import operator
 import re
 from collections.abc import Callable, Sequence
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
 from torch import fx
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes, _pop_mode, _push_mode
-from torch.utils._pytree import tree_map
+from torch.utils._python_dispatch import _pop_mode, _push_mode
 
 from shadow_cache import unsupported
 
@@ -33,36 +29,22 @@ from ..process_state import PROCESS
 from ..torch_api.version_differences import reports_leaf
 from ..user_code.aot import aot_backward
 from ..user_code.functions import tell_packed_apart, wants_zeros
-from ..user_code.split_gradients import FITTED, UNBIND
+from ..user_code.split_gradients import UNBIND
 from . import symbols
+from .hook_reports import HookReports, as_captured
+from .recording import keeps_failures
+from .zeros import RecordZeros, layout_of
 
 OPS: dict[str, ir.OpaqueOp] = PROCESS.register({})
 """Every engine function that was bound so far; the engine binds each one once in a process."""
 
-_STAND_INS_AT_ONCE = 512
 _MAX_EDGES = 2000
 """The engine keeps the length of a node's key in 16 bits (``CacheKey::key_size``), and an edge takes about 15 bytes of
 it: above some 4,000 edges two different structures could be taken for one."""
 _BUILT_IN = r"(torch::autograd::)?\w+?(Backward|BackwardAutogradNestedTensor)\d*|validate_outputs"
-_Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
-def _keeps_failures(method: _Method) -> _Method:
-    """Keep an exception for the next safe point, and give the engine the stand-ins that it waits for."""
-
-    @functools.wraps(method)
-    def wrapper(self: Capture, *args: Any, **kwargs: Any) -> Any:
-        if self.failure is None:
-            try:
-                return method(self, *args, **kwargs)
-            except BaseException as error:  # noqa: BLE001  kept and raised at the next safe point, Ctrl-C too
-                self.failure = error
-        return self.placeholder_result(method.__name__, args)
-
-    return wrapper  # type: ignore[return-value]
-
-
-class Capture:
+class Capture(HookReports):
     """One capture. Made by the engine through the factory that :mod:`compiled_autograd.engine.seam` sets.
 
     Args:
@@ -79,27 +61,16 @@ class Capture:
         find_op: Callable[[str], Callable[..., Any] | None],
         finish: Callable[[ir.TapeGraph, Capture], tuple[Callable[..., Any], Any]],
     ) -> None:
+        super().__init__()
         self.share_op = share_op
         self.find_op = find_op
         self.finish = finish
-        self.graph = fx.Graph()
-        self.failure: BaseException | None = None
-        self.asked: list[str] = []
-        self.calls: list[ir.TapeCall] = []
         self.inputs: list[str] = []
         self.shapes: list[tuple[int, ...]] = []
         self.accumulates = True
-        self.needs_engine = False
         self.reporting = False
         self._view: tuple[Any, ...] = ()
-        self._packed_in: int | None = None
-        self._leaves: list[fx.Node] = []
-        self._placeholders: dict[str, fx.Node] = {}
-        self._last_placeholder: fx.Node | None = None
-        self._values: dict[int, fx.Node | tuple[fx.Node, int]] = {}
-        self._alive: list[torch.Tensor] = []
-        self._spare: list[torch.Tensor] = []
-        self._mode: _RecordZeros | None = None
+        self._mode: RecordZeros | None = None
 
     # ---- what the engine calls -------------------------------------------------------------------------------------
 
@@ -140,7 +111,7 @@ class Capture:
         self.calls.append(ir.TapeCall(index, name.rpartition("::")[2]))
         if function is not None:
             # Before it reports a Python function, the engine makes zeros for undefined gradients.
-            self._mode = _RecordZeros(self)
+            self._mode = RecordZeros(self)
             self._refill(64)
             _push_mode(self._mode)
 
@@ -149,12 +120,12 @@ class Capture:
         try:
             known = self.share_op(name, function, is_custom, traceable)
             OPS[known] = ir.OpaqueOp(known, function, traceable, is_custom)
-        except BaseException as error:  # noqa: BLE001  as in _keeps_failures
+        except BaseException as error:  # noqa: BLE001  as in keeps_failures
             self.failure = self.failure or error
             return name
         return known
 
-    @_keeps_failures
+    @keeps_failures
     def apply_functional(
         self, name: str, grads: Sequence[Any], saved: Sequence[Any], metadata: Sequence[Any]
     ) -> list[torch.Tensor]:
@@ -164,7 +135,7 @@ class Capture:
         node = self._call(self._op(name), (list(grads), *saved))
         return self._results(node, len(metadata))
 
-    @_keeps_failures
+    @keeps_failures
     def validate_outputs(
         self, name: str, outputs: Sequence[Any], saved: Sequence[Any], metadata: Sequence[Any]
     ) -> list[torch.Tensor | None]:
@@ -180,7 +151,7 @@ class Capture:
             results.append(None if output is None else self._stand_in((node, index)))
         return results
 
-    @_keeps_failures
+    @keeps_failures
     def accumulate(self, old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
         """A second edge brings a gradient to the same input of a node."""
         before = self._node(old)
@@ -188,7 +159,7 @@ class Capture:
         return self._stand_in(self._call(ir.sum_gradients, (*parts, new)))
 
     @reports_leaf
-    @_keeps_failures
+    @keeps_failures
     def accumulate_grad(
         self,
         variable: torch.Tensor,
@@ -201,7 +172,7 @@ class Capture:
             self._leaves.append(self._call(ir.accumulate_grad, (variable, variable_grad, grad)))
         return self._blank()
 
-    @_keeps_failures
+    @keeps_failures
     def proxy_call_backward(
         self,
         grads: Sequence[Any],
@@ -221,7 +192,7 @@ class Capture:
         arguments = (self._placeholder("object", ctx_index), list(saved), expected, defined, *grads)
         node = self._call(ir.call_backward, arguments)
         wanted = zip(defined, node.args[4:], strict=True)
-        node.update_arg(3, [zeros_wanted and _of_layout(grad) for zeros_wanted, grad in wanted])
+        node.update_arg(3, [zeros_wanted and layout_of(grad) for zeros_wanted, grad in wanted])
         sources = [value for value in node.args[1] if isinstance(value, fx.Node)]  # type: ignore[union-attr]
         packed = [source for source in sources if source.target is ir.unpack_hook]
         for value in packed:
@@ -230,90 +201,20 @@ class Capture:
             node.target = aot_backward(ctx) or ir.call_backward
         return tuple(self._stand_in((node, index)) if is_tensor else None for index, is_tensor in enumerate(expected))
 
-    @_keeps_failures
+    @keeps_failures
     def call_copy_slices_prologue(self, *args: Any) -> list[torch.Tensor]:
         """The first half of a write into a view."""
         _, _, _, base_offset, sizes, strides, offset = args
         self._view = (sizes, strides, offset, base_offset)
         return self._results(self._call(ir.copy_slices_prologue, args), 3)
 
-    @_keeps_failures
+    @keeps_failures
     def call_copy_slices_epilogue(
         self, needs_input_grad: Sequence[bool], result: Any, inner: Sequence[Any], grad_slice: Any
     ) -> list[torch.Tensor]:
         """The second half of a write into a view."""
         node = self._call(ir.copy_slices_epilogue, (list(needs_input_grad), result, list(inner), *self._view))
         return self._results(node, len(needs_input_grad))
-
-    def refuse(self, what: str) -> None:
-        """Give up at the next safe point."""
-        if self.failure is None:
-            self.failure = CaptureRefusedError(unsupported(what))
-
-    @_keeps_failures
-    def unpack_hook(self, hook: int, data: int) -> torch.Tensor:
-        """A saved tensor that the user packed; the node that is about to report needs it."""
-        packed = self._placeholder("packed", data)
-        self._packed_in = self.calls[-1].index
-        return self._stand_in(self._call(ir.unpack_hook, (self._placeholder("object", hook), packed)))
-
-    def _partly_packed(self, saved: Sequence[Any], kind: type) -> bool:
-        """Whether hooks have packed some of what the node saved and not all: the engine's key does not say which."""
-        if self._packed_in != self.calls[-1].index:
-            return False
-        values = itertools.chain(*[each if isinstance(each, (list, tuple)) else (each,) for each in saved])
-        nodes = [self._values.get(id(value)) for value in values if isinstance(value, kind)]
-        return not all(isinstance(node, fx.Node) and node.target is ir.unpack_hook for node in nodes)
-
-    @_keeps_failures
-    def tensor_pre_hook(self, grads: list[Any], hook: int, index: int) -> list[Any]:
-        """A hook on a tensor, here the one whose gradient enters a node as number ``index``."""
-        grads[index] = self._hooked(ir.tensor_hook, self._placeholder("object", hook), grads[index])
-        return grads
-
-    @_keeps_failures
-    def cpp_tensor_pre_hook(self, grads: list[Any], hook: int, index: int) -> list[Any]:
-        """The same, registered by C++."""
-        self.needs_engine = True
-        if len(grads) > 1:  # the engine's key does not say which of them
-            self.refuse(f"a hook of C++, such as retain_grad's, on one of several outputs of {self.calls[-1].name}")
-        grads[index] = self._hooked(ir.cpp_hook, hook, grads[index])
-        return grads
-
-    def _hooked(self, target: Any, hook: Any, grad: torch.Tensor | None) -> torch.Tensor | None:
-        node = self._call(target, (hook, grad))
-        return None if grad is None else self._stand_in(node)
-
-    @_keeps_failures
-    def pre_hook(self, grads: Sequence[Any], hook: int) -> list[Any]:
-        """A hook that sees all gradients that enter a node."""
-        self._refuse_pieces()
-        node = self._call(ir.pre_hook, (self._placeholder("object", hook), list(grads)))
-        return self._replaced(node, grads)
-
-    @_keeps_failures
-    def post_hook(self, outputs: list[Any], grads: Sequence[Any], hook: int) -> list[Any]:
-        """A hook that sees what a node gave and what it got."""
-        self._refuse_pieces()
-        node = self._call(ir.post_hook, (self._placeholder("object", hook), list(outputs), list(grads)))
-        reached = [each for each in self._leaves if each.meta["call"] == node.meta["call"]]
-        if reached:  # of a leaf, the engine does not say what it got
-            node.update_arg(2, [reached[0]])
-        return self._replaced(node, outputs)
-
-    def _refuse_pieces(self) -> None:
-        """The engine's key does not say how many gradients such a node gets, and a hook would see it."""
-        if self.calls[-1].name in FITTED:
-            self.refuse(f"a hook on {self.calls[-1].name}, which sees a gradient for each piece")
-
-    def _replaced(self, node: fx.Node, before: Sequence[Any]) -> list[torch.Tensor | None]:
-        return [None if grad is None else self._stand_in((node, index)) for index, grad in enumerate(before)]
-
-    @_keeps_failures
-    def post_acc_grad_hook(self, variable: torch.Tensor, hook: int) -> list[Any]:
-        """A hook that sees a leaf after its ``.grad`` was written."""
-        self._call(ir.post_accumulate_hook, (self._placeholder("object", hook), variable))
-        return [variable]
 
     def bind_backward_state(self, index: int) -> Any:
         self.refuse("a compiled forward's backward state")
@@ -331,7 +232,7 @@ class Capture:
             # Eager calls the hooks of such an output where it is the only one (``evaluate_function``, of its first
             # node), and the engine does not report them.
             raise CaptureRefusedError(unsupported("no output leads to any of the inputs: there is nothing to compile"))
-        self.graph.output([_as_captured(each) for each in self._lift(list(outputs))])
+        self.graph.output([as_captured(each) for each in self._lift(list(outputs))])
         if self.asked:
             raise CaptureRefusedError(unsupported(f"a capture that depends on sizes: {self.asked[0]}"))
         return self.finish(ir.TapeGraph(self.graph, self.calls, self.inputs, self.accumulates, self.needs_engine), self)
@@ -340,42 +241,12 @@ class Capture:
         """The engine is done with us. After an error of its own it has restored the thread's modes by itself."""
         self._leave_mode()
 
-    def spoil(self) -> None:
-        """The report ended in the middle of a node, and stand-ins of ours may be left in it: nobody shall compute with
-        them. Whoever unpacks one is told that it was changed in place."""
-        torch.autograd.graph.increment_version(self._alive)
-
     # ---- recording -------------------------------------------------------------------------------------------------
-
-    def _raise_failure(self) -> None:
-        if self.failure is None:
-            return
-        if isinstance(self.failure, CaptureRefusedError) or not isinstance(self.failure, Exception):
-            raise self.failure
-        what = f"capture failed: {type(self.failure).__name__}: {self.failure}"
-        raise CaptureRefusedError(unsupported(what)) from self.failure
 
     def _leave_mode(self) -> None:
         mode, self._mode = self._mode, None
         if mode is not None and torch._C._len_torch_dispatch_stack():  # no other is on while we capture
             _pop_mode()
-
-    def placeholder_result(self, method: str, args: Sequence[Any]) -> Any:
-        """After a failure: blank stand-ins in the number that the engine expects of ``method``."""
-        if method in ("tensor_pre_hook", "cpp_tensor_pre_hook", "pre_hook", "post_hook", "post_acc_grad_hook"):
-            return list(args[0]) if isinstance(args[0], (list, tuple)) else [args[0]]
-        if method in ("accumulate", "accumulate_grad", "record_zeros", "unpack_hook"):
-            return self._blank()
-        counted = {
-            "apply_functional": 3,
-            "validate_outputs": 1,
-            "proxy_call_backward": 1,
-            "call_copy_slices_epilogue": 0,
-        }
-        count = len(args[counted[method]]) if method in counted else 3
-        if method == "proxy_call_backward":  # a tuple, and None for what was no tensor: the engine insists on both
-            return tuple(None if each is None else self._blank() for each in args[1])
-        return [self._blank() for _ in range(count)]
 
     def _op(self, name: str) -> ir.OpaqueOp:
         op = OPS.get(name)
@@ -385,16 +256,6 @@ class Capture:
                 raise CaptureRefusedError(unsupported(f"{name}, which the engine has handed to someone else"))
             op = OPS[name] = ir.OpaqueOp(name, function, custom=not re.fullmatch(_BUILT_IN, name))
         return op
-
-    @_keeps_failures
-    def record_zeros(self, size: Sequence[Any], options: dict[str, Any]) -> torch.Tensor:
-        """Zeros that the engine makes for an undefined gradient of a Python function."""
-        return self._stand_in(self._call(ir.zeros, (list(size), options)))
-
-    def _call(self, target: Any, args: Sequence[Any]) -> fx.Node:
-        node = self.graph.call_function(target, tuple(self._lift(list(args))))
-        node.meta["call"] = self.calls[-1].index
-        return node
 
     def _tell_size(self, validate: fx.Node) -> None:
         """Tell the size of what a forward cut to a function that must know it, and of which only its output says it."""
@@ -406,93 +267,6 @@ class Capture:
         size = metadata[0][1][node.args[2]]
         if not isinstance(size, fx.Node) or size.op == "placeholder":  # else it is worked out after this call
             node.args = (*node.args, size)
-
-    def _results(self, node: fx.Node, count: int) -> list[torch.Tensor]:
-        return [self._stand_in((node, index)) for index in range(count)]
-
-    def _refill(self, count: int) -> None:
-        with _disable_current_modes():
-            self._spare.extend(torch.empty(count).unbind(0))
-
-    def _blank(self) -> torch.Tensor:
-        if not self._spare:
-            self._refill(_STAND_INS_AT_ONCE)
-        stand_in = self._spare.pop()
-        self._alive.append(stand_in)
-        return stand_in
-
-    def _stand_in(self, value: fx.Node | tuple[fx.Node, int]) -> torch.Tensor:
-        stand_in = self._blank()
-        self._values[id(stand_in)] = value
-        return stand_in
-
-    def _node(self, tensor: torch.Tensor) -> fx.Node:
-        value = self._values.get(id(tensor))
-        if value is None:
-            raise CaptureRefusedError(unsupported(f"a tensor that {self.calls[-1].name} keeps for itself"))
-        if isinstance(value, tuple):
-            value = self._values[id(tensor)] = self._item(*value)
-        return value
-
-    def _item(self, node: fx.Node, index: int) -> fx.Node:
-        with self.graph.inserting_after(node):
-            item = self.graph.call_function(operator.getitem, (node, index))
-        item.meta["call"] = node.meta["call"]
-        return item
-
-    def _placeholder(self, kind: str, index: int) -> fx.Node:
-        name = f"{kind}_{index}"
-        node = self._placeholders.get(name)
-        if node is None:
-            last = self._last_placeholder
-            with self.graph.inserting_after(last) if last is not None else self.graph.inserting_before():
-                node = self.graph.placeholder(name)
-            self._placeholders[name] = self._last_placeholder = node
-        return node
-
-    def _symbol(self, symbol: symbols.Symbol) -> Any:
-        kind, *parts = symbol.origin
-        if kind == "constant":
-            return parts[0]
-        if kind in ir.PLACEHOLDERS:
-            return self._placeholder(kind, parts[0])
-        return self._call(symbols.evaluate(kind), [self._symbol(part) for part in parts])
-
-    def _lift(self, value: Any) -> Any:
-        """An argument as the engine gives it -> as the graph has it."""
-        if isinstance(value, torch.Tensor):
-            return self._node(value)
-        if isinstance(value, (list, tuple)):
-            return [self._lift(each) for each in value]
-        symbol = symbols.symbol_of(value)
-        return value if symbol is None else self._symbol(symbol)
-
-
-def _as_captured(output: Any) -> Any:
-    """A gradient that was asked for, as eager gives it: before the tensor's hooks where its node runs for the sake of
-    other inputs, too, and else after them (2.13, ``Engine::evaluate_function``). The seam says the latter of all."""
-    if not isinstance(output, fx.Node) or not output.users:  # a node that runs has what it got among its arguments
-        return output
-    while output.target in (ir.tensor_hook, ir.cpp_hook):
-        output = output.args[1]
-    return output
-
-
-def _of_layout(grad: Any) -> Any:
-    """The layout that the engine expects of a gradient, by its number, where it is not strided; else True."""
-    while grad.target in (ir.sum_gradients, ir.tensor_hook, operator.getitem):
-        if grad.target is not operator.getitem:
-            grad = grad.args[grad.target is ir.tensor_hook]
-            continue
-        call, index = grad.args
-        if ir.is_validation(call):
-            return _LAYOUTS.get(call.args[1][index][0][4], True)
-        grad = call.args[1][index] if call.target is ir.pre_hook else call
-    return True
-
-
-_LAYOUTS = {1: torch.sparse_coo, 2: torch.sparse_csr, 4: torch.sparse_csc, 5: torch.sparse_bsr, 6: torch.sparse_bsc}
-"""``c10/core/Layout.h``."""
 
 
 def _described(tensor: torch.Tensor) -> str:
@@ -515,25 +289,3 @@ def _refuse_if_freed(function: Any) -> None:
         _ = function._raw_saved_tensors  # does not unpack them
     except RuntimeError as error:
         raise CaptureRefusedError(unsupported(f"RuntimeError: {str(error).partition('. ')[0][:120]}"), True) from error
-
-
-class _RecordZeros(TorchDispatchMode):
-    """Records the zeros that the engine makes while it prepares a Python function; everything else is refused."""
-
-    def __init__(self, capture: Capture) -> None:
-        super().__init__()
-        self.capture = capture
-
-    def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if function is torch.ops.aten.zeros.default:
-            return self.capture.record_zeros(
-                args[0], {name: kwargs.get(name) for name in ("dtype", "device", "layout")}
-            )
-        self.capture.refuse(f"{function} while the engine prepares {self.capture.calls[-1].name}")
-        return function(*tree_map(_concrete, args), **tree_map(_concrete, kwargs))
-
-
-def _concrete(value: Any) -> Any:
-    symbol = symbols.symbol_of(value)
-    return value if symbol is None else symbol.value

@@ -1,4 +1,5 @@
-"""Fake tensors of given metadata, made without running an operator: in a tenth of the time of ``FakeTensorMode``."""
+"""Fake tensors: of given metadata, made without running an operator, in a tenth of the time of ``FakeTensorMode``; and
+what is asked of them during a trace."""
 
 from __future__ import annotations
 
@@ -6,7 +7,9 @@ from collections.abc import Sequence
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
+from ..steps.accumulate import obeys_layout
 from ..steps.memory import extent
 
 
@@ -50,3 +53,17 @@ def fake_of(mode: FakeTensorMode, tensor: torch.Tensor, plain: bool = False) -> 
             mode, storage, tensor.shape, tensor.stride(), 0, tensor.dtype, tensor.device, conj=conj, neg=neg
         )
         return fake.requires_grad_() if tensor.requires_grad else fake
+
+
+def fake_obeys_layout(grad: torch.Tensor, leaf: torch.Tensor) -> bool:
+    """The same as :func:`obeys_layout`, of fake tensors during a trace: it compares sizes and strides, and those of the
+    leaf, which is none of the arguments, the trace does not know."""
+    with disable_proxy_modes_tracing():
+        return obeys_layout(grad, leaf)
+
+
+def storage_of(tensor: torch.Tensor) -> int:
+    """Which memory a (fake) tensor lies in."""
+    if tensor.layout is not torch.strided:
+        return id(tensor)
+    return tensor.untyped_storage()._cdata

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
-import logging
 import operator
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
@@ -15,29 +13,26 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode
+from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from ..errors import IllegalGraphError, UntraceableError
 from ..guards.shapes import Spec, is_static
 from ..ir import is_plain
 from ..ir.nan_checks import Flags, ResultIndex
 from ..ir.partition import Region
-from ..steps.accumulate import copy_laid_out_as, obeys_layout, own_copy
+from ..steps.accumulate import copy_laid_out_as, own_copy
 from ..steps.memory import has_bit
-from ..torch_api.cpp_warnings import Noting
+from ..torch_api.cpp_warnings import RaisingWarnings
 from ..torch_api.version_differences import prepare_fake_tensors
 from ..user_code.aot import AOTBackward
 from .aten import CONSTANT, breaches, constants
-from .fake_tensors import fake_of
+from .fake_tensors import fake_obeys_layout, fake_of, storage_of
 from .functional import made_functional, mutates
 from .trace_cache import TracedCalls, last_of, nodes_after
-from .tracing import trace
+from .tracing import plain_tracing, trace
 
 if TYPE_CHECKING:
     from ..guards.symbolic import Symbols
-
-
-_FAKE_LOG = logging.getLogger("torch._subclasses.fake_tensor")
 
 
 @dataclass(slots=True)
@@ -97,84 +92,154 @@ def lower(
     Raises:
         UntraceableError: naming the calls that cannot be run under fake tensors.
     """
-    specs = specs or {}
     _check_plain(region, given)
     prepare_fake_tensors()
-    symbols = None if all(is_static(spec) for spec in specs.values()) else _symbols()
-    mode = FakeTensorMode(allow_non_fake_inputs=True) if symbols is None else symbols.mode()
-    taken_in: list[int] = []
-    examples: list[Any] = []
-    for index, (node, value) in enumerate(zip(region.inputs, given, strict=True)):
-        spec = specs.get(node)
-        if isinstance(value, torch.Tensor):
-            examples.append(_fake(mode, value, spec, symbols, plain, len(examples)))
-        elif symbols is not None and value is not None and not is_static(spec):  # None: an undefined gradient
-            examples.append(symbols.size(value, spec, len(examples)))  # type: ignore[arg-type]
-        else:
-            continue
-        taken_in.append(index)
-    leaves = {call: _fake(mode, leaf, specs.get(leaf_of(call)), symbols, plain) for call, leaf in fresh_leaves.items()}
-    inside = set(region.nodes)
-    value_positions: dict[fx.Node, int | None] = {}
-    apart: list[fx.Node] = []
-    leaf_positions: dict[fx.Node, int | None] = {}
-    passed: dict[fx.Node, int] = {}
-    flags = Flags(givers)
-    origins: dict[fx.Node, fx.Node] = {}
+    return _Lowering(region, given, fresh_leaves, decompositions, specs or {}, givers, plain).lowered()
 
-    def run(*fakes: Any) -> list[Any]:
-        known: dict[fx.Node, Any] = dict(zip(region.inputs, given, strict=True))
-        known.update((region.inputs[index], fake) for index, fake in zip(taken_in, fakes, strict=True))
-        _run_calls(region.nodes, known, None if symbols is not None else TracedCalls(decompositions), flags, origins)
-        results: list[torch.Tensor] = []
-        for node in region.outputs:
-            if any(user not in inside and user not in leaves for user in node.users):
-                value_positions[node] = _append(results, known[node])
-        memory = Counter(_storage(tensor) for tensor in (*fakes, *results) if isinstance(tensor, torch.Tensor))
-        apart.extend(node for node, index in value_positions.items() if _is_apart(results, index, memory))
-        taken = set(memory)
-        for call, leaf in leaves.items():
-            grad = known[call.args[2]]  # type: ignore[index]
-            source = next((index for index, fake in zip(taken_in, fakes, strict=True) if fake is grad), None)
-            if source is not None and region.inputs[source].op != "placeholder":
-                passed[call] = source
+
+class _Lowering:
+    """One region while it is lowered; the arguments are those of :func:`lower`."""
+
+    def __init__(
+        self,
+        region: Region,
+        given: Sequence[Any],
+        fresh_leaves: Mapping[fx.Node, torch.Tensor],
+        decompositions: Mapping[Any, Callable[..., Any]] | None,
+        specs: Mapping[fx.Node, Spec | None],
+        givers: Mapping[fx.Node, int],
+        plain: bool,
+    ) -> None:
+        self.region, self.given, self.decompositions, self.plain = region, given, decompositions, plain
+        self.fresh_leaves = fresh_leaves
+        self.symbols: Symbols | None = None
+        if not all(is_static(spec) for spec in specs.values()):
+            from ..guards.symbolic import Symbols
+
+            self.symbols = Symbols()
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True) if self.symbols is None else self.symbols.mode()
+        self.taken: list[int] = []
+        self.examples: list[Any] = []
+        self._take_in(specs)
+        self.leaves = {
+            call: _fake(self.mode, leaf, specs.get(leaf_of(call)), self.symbols, plain)
+            for call, leaf in fresh_leaves.items()
+        }
+        self.values: dict[fx.Node, int | None] = {}
+        self.apart: list[fx.Node] = []
+        self.leaf_positions: dict[fx.Node, int | None] = {}
+        self.passed: dict[fx.Node, int] = {}
+        self.flags = Flags(givers)
+        self.origins: dict[fx.Node, fx.Node] = {}  # of nodes of the ATen graph, the calls that made them
+
+    def lowered(self) -> Lowered:
+        # Operators that take no tensor (full) have no fake one among their arguments that would bring its mode along.
+        with torch.no_grad(), plain_tracing(), self.mode:
+            graph_module = self._trace(self._run, self.decompositions)
+            graph_module.graph.eliminate_dead_code()
+            _leave_opaque_what_is_forbidden(graph_module, self.origins)
+            if any(mutates(node) for node in graph_module.graph.nodes) and not made_functional(graph_module.graph):
+                graph_module = self._trace(torch.func.functionalize(graph_module, remove="mutations"), None)
+        graph_module.graph.eliminate_dead_code()
+        if self.symbols is None:  # else a tensor may be there for its sizes
+            _take_what_is_used(graph_module.graph, self.taken, self.examples)
+        graph_module.recompile()
+        return Lowered(
+            graph_module=graph_module,
+            examples=self.examples,
+            taken=self.taken,
+            plain=[place for place, index in enumerate(self.taken) if self.plain and has_bit(self.given[index])],
+            values=self.values,
+            apart=self.apart,
+            leaves=self.leaf_positions,
+            passed=self.passed,
+            flags=self.flags.looked_at,
+            symbols=self.symbols,
+        )
+
+    def _take_in(self, specs: Mapping[fx.Node, Spec | None]) -> None:
+        """Make an example of each tensor, and of each size that changes."""
+        for index, (node, value) in enumerate(zip(self.region.inputs, self.given, strict=True)):
+            spec, position = specs.get(node), len(self.examples)
+            if isinstance(value, torch.Tensor):
+                self.examples.append(_fake(self.mode, value, spec, self.symbols, self.plain, position))
+            elif self.symbols is not None and value is not None and not is_static(spec):  # None: no gradient
+                self.examples.append(self.symbols.size(value, spec, position))  # type: ignore[arg-type]
+            else:
                 continue
-            if grad is not None and (_storage(grad) in taken or not _obeys_layout(grad, leaf)):
-                copy = own_copy if symbols is None else copy_laid_out_as  # operators which a backend can fuse
-                grad = copy(grad, fresh_leaves[call])
-            leaf_positions[call] = _append(results, grad)
-            if grad is not None:
-                taken.add(_storage(grad))
-        if flags.found:
-            results.append(torch.stack(flags.found))
+            self.taken.append(index)
+
+    def _trace(self, function: Callable[..., Any], decompositions: Any) -> fx.GraphModule:
+        names = [_name(position, self.given[index]) for position, index in enumerate(self.taken)]
+        graph_module = trace(function, decompositions, self.examples, names)
+        if self.symbols is not None:
+            _made_binary(graph_module.graph)
+        return graph_module
+
+    def _run(self, *fakes: Any) -> list[Any]:
+        """Run the region's calls under the trace; gives what the graph gives."""
+        known: dict[fx.Node, Any] = dict(zip(self.region.inputs, self.given, strict=True))
+        known.update((self.region.inputs[index], fake) for index, fake in zip(self.taken, fakes, strict=True))
+        self._run_calls(known)
+        inside = set(self.region.nodes)
+        results: list[torch.Tensor] = []
+        for node in self.region.outputs:
+            if any(user not in inside and user not in self.leaves for user in node.users):
+                self.values[node] = _append(results, known[node])
+        memory = Counter(storage_of(tensor) for tensor in (*fakes, *results) if isinstance(tensor, torch.Tensor))
+        self.apart.extend(node for node, index in self.values.items() if _is_apart(results, index, memory))
+        self._give_to_leaves(known, fakes, results, set(memory))
+        if self.flags.found:
+            results.append(torch.stack(self.flags.found))
         return results
 
-    # Operators that take no tensor (full) have no fake one among their arguments that would bring its mode along.
-    with torch.no_grad(), _plain_tracing(), mode:
-        names = [_name(position, given[index]) for position, index in enumerate(taken_in)]
-        graph_module = trace(run, decompositions, examples, names)
-        if symbols is not None:
-            _made_binary(graph_module.graph)
-        graph_module.graph.eliminate_dead_code()
-        _leave_opaque_what_is_forbidden(graph_module, origins)
-        if any(mutates(node) for node in graph_module.graph.nodes) and not made_functional(graph_module.graph):
-            graph_module = trace(torch.func.functionalize(graph_module, remove="mutations"), None, examples, names)
-            if symbols is not None:
-                _made_binary(graph_module.graph)
-    graph_module.graph.eliminate_dead_code()
-    if symbols is None:  # else a tensor may be there for its sizes
-        _take_what_is_used(graph_module.graph, taken_in, examples)
-    graph_module.recompile()
-    bits = [place for place, index in enumerate(taken_in) if plain and has_bit(given[index])]
-    return Lowered(
-        graph_module, examples, taken_in, bits, value_positions, apart, leaf_positions, passed, flags.looked_at, symbols
-    )
+    def _run_calls(self, known: dict[fx.Node, Any]) -> None:
+        """Run opaque calls one after the other.
 
+        Args:
+            known: has the values so far, and gets the new ones.
+        """
+        traced = TracedCalls(self.decompositions) if self.symbols is None else None
+        mode = get_proxy_mode()
+        assert mode is not None and isinstance(mode.tracer, fx.Tracer)
+        graph = mode.tracer.graph
+        with RaisingWarnings() as cpp:  # a call that warns stays opaque: it is to warn at each step, as under eager
+            for node in self.region.nodes:
+                last = last_of(graph)
+                if node.target is operator.getitem:
+                    made, index = node.args
+                    known[node] = known[made][index]  # type: ignore[index]
+                    continue
+                function: Any = getattr(node.target, "trace", node.target)
+                run = functools.partial(cpp.call, function)
+                try:
+                    arguments = fx.map_arg(node.args, known.__getitem__)
+                    result = run(*arguments) if traced is None else traced.call(node.target, arguments, run)
+                except Exception as error:
+                    raise UntraceableError([node], error) from error
+                known[node] = result
+                self.origins.update(dict.fromkeys(nodes_after(last, graph), node))
+                for value in result if isinstance(result, (list, tuple)) else (result,):
+                    if isinstance(value, torch.Tensor) and value.layout is not torch.strided:
+                        raise UntraceableError([node], _not_plain(value))
+                self.flags.look(node, result)
 
-def _symbols() -> Symbols:
-    from ..guards.symbolic import Symbols
-
-    return Symbols()
+    def _give_to_leaves(
+        self, known: Mapping[fx.Node, Any], fakes: Sequence[Any], results: list[torch.Tensor], used: set[int]
+    ) -> None:
+        """Append to ``results`` a gradient for each fresh leaf, in memory that is not among the ``used``."""
+        for call, leaf in self.leaves.items():
+            grad = known[call.args[2]]  # type: ignore[index]
+            source = next((index for index, fake in zip(self.taken, fakes, strict=True) if fake is grad), None)
+            if source is not None and self.region.inputs[source].op != "placeholder":
+                self.passed[call] = source
+                continue
+            if grad is not None and (storage_of(grad) in used or not fake_obeys_layout(grad, leaf)):
+                copy = own_copy if self.symbols is None else copy_laid_out_as  # operators which a backend can fuse
+                grad = copy(grad, self.fresh_leaves[call])
+            self.leaf_positions[call] = _append(results, grad)
+            if grad is not None:
+                used.add(storage_of(grad))
 
 
 def _leave_opaque_what_is_forbidden(graph_module: fx.GraphModule, origins: Mapping[fx.Node, fx.Node]) -> None:
@@ -266,15 +331,8 @@ def _name(position: int, value: Any) -> str:
     return f"{'arg' if isinstance(owner, torch.nn.Parameter) else 'saved'}{position}_1"
 
 
-def _obeys_layout(grad: torch.Tensor, leaf: torch.Tensor) -> bool:
-    """The same, of fake tensors during a trace: it compares sizes and strides, and those of the leaf, which is none of
-    the arguments, the trace does not know."""
-    with disable_proxy_modes_tracing():
-        return obeys_layout(grad, leaf)
-
-
 def _is_apart(results: Sequence[torch.Tensor], index: int | None, memory: Mapping[int, int]) -> bool:
-    return index is not None and memory[_storage(results[index])] == 1
+    return index is not None and memory[storage_of(results[index])] == 1
 
 
 def _append(results: list[torch.Tensor], value: torch.Tensor | None) -> int | None:
@@ -282,70 +340,3 @@ def _append(results: list[torch.Tensor], value: torch.Tensor | None) -> int | No
         return None
     results.append(value)
     return len(results) - 1
-
-
-def _run_calls(
-    nodes: Sequence[fx.Node],
-    known: dict[fx.Node, Any],
-    traced: TracedCalls | None,
-    flags: Flags,
-    origins: dict[fx.Node, fx.Node],
-) -> None:
-    """Run opaque calls one after the other.
-
-    Args:
-        known: has the values so far, and gets the new ones.
-        origins: gets, of each node of the graph that is being traced, the call that made it.
-    """
-    mode = get_proxy_mode()
-    assert mode is not None and isinstance(mode.tracer, fx.Tracer)
-    graph = mode.tracer.graph
-    with Noting() as noting:
-        for node in nodes:
-            last = last_of(graph)
-            if node.target is operator.getitem:
-                made, index = node.args
-                known[node] = known[made][index]  # type: ignore[index]
-                continue
-            function: Any = getattr(node.target, "trace", node.target)
-            run = functools.partial(_warned, noting, function)
-            try:
-                arguments = fx.map_arg(node.args, known.__getitem__)
-                result = run(*arguments) if traced is None else traced.call(node.target, arguments, run)
-            except Exception as error:
-                raise UntraceableError([node], error) from error
-            known[node] = result
-            origins.update(dict.fromkeys(nodes_after(last, graph), node))
-            for value in result if isinstance(result, (list, tuple)) else (result,):
-                if isinstance(value, torch.Tensor) and value.layout is not torch.strided:
-                    raise UntraceableError([node], _not_plain(value))
-            flags.look(node, result)
-
-
-def _warned(noting: Noting, function: Callable[..., Any], *arguments: Any) -> Any:
-    """Call a function; what C++ code warns of is raised: it is to warn at each step, as under eager."""
-    result, warning = noting.call(function, *arguments)
-    if warning is not None:
-        raise warning
-    return result
-
-
-@contextlib.contextmanager
-def _plain_tracing() -> Iterator[None]:
-    """Autocast's cache must not keep fake tensors, and an operator that has no fake result is no error to be logged:
-    the call stays opaque, and says so."""
-    before, disabled = torch.is_autocast_cache_enabled(), _FAKE_LOG.disabled
-    torch.set_autocast_cache_enabled(False)
-    _FAKE_LOG.disabled = True
-    try:
-        yield
-    finally:
-        torch.set_autocast_cache_enabled(before)
-        _FAKE_LOG.disabled = disabled
-
-
-def _storage(tensor: torch.Tensor) -> int:
-    """Which memory a (fake) tensor lies in."""
-    if tensor.layout is not torch.strided:
-        return id(tensor)
-    return tensor.untyped_storage()._cdata

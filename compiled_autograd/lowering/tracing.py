@@ -8,7 +8,9 @@ modules; there are none here, and to change a class takes time for each of its s
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+import logging
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +19,8 @@ from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.experimental.proxy_tensor import PythonKeyTracer, _MakefxTracer, _set_make_fx_tracer, track_tensor_tree
 
 from ..torch_api.version_differences import decomposing
+
+_FAKE_LOG = logging.getLogger("torch._subclasses.fake_tensor")
 
 
 def trace(
@@ -59,3 +63,17 @@ def trace(
             results = [tracer.unwrap_proxy(result) for result in function(*examples)]
         tracer.create_node("output", "output", (tracer.create_arg(results),), {})
     return _LazyGraphModule(tracer.root, tracer.graph, "region")
+
+
+@contextlib.contextmanager
+def plain_tracing() -> Iterator[None]:
+    """Autocast's cache must not keep fake tensors, and an operator that has no fake result is no error to be logged:
+    the call stays opaque, and says so."""
+    before, disabled = torch.is_autocast_cache_enabled(), _FAKE_LOG.disabled
+    torch.set_autocast_cache_enabled(False)
+    _FAKE_LOG.disabled = True
+    try:
+        yield
+    finally:
+        torch.set_autocast_cache_enabled(before)
+        _FAKE_LOG.disabled = disabled

@@ -29,10 +29,10 @@ def issuing_warnings(function: Callable[..., Any], *args: Any) -> Any:
     return results[0]
 
 
-class Noting:
-    """Within it, :meth:`call` tells what C++ code warned of. All other warnings are passed on at its end."""
+class RaisingWarnings:
+    """Within it, :meth:`call` raises what C++ code warns of. All other warnings are passed on at its end."""
 
-    def __enter__(self) -> Noting:
+    def __enter__(self) -> RaisingWarnings:
         self._passed_on: list[warnings.WarningMessage] = []
         self._catching = warnings.catch_warnings(record=True)
         caught = self._catching.__enter__()
@@ -47,10 +47,12 @@ class Noting:
         for each in self._passed_on:
             warnings.warn_explicit(each.message, each.category, each.filename, each.lineno, source=each.source)
 
-    def call(self, function: Callable[..., Any], *args: Any) -> tuple[Any, Warning | None]:
-        """Call ``function``, and tell what C++ code warned of meanwhile, if it did."""
+    def call(self, function: Callable[..., Any], *args: Any) -> Any:
+        """Call ``function``, and raise what C++ code warned of meanwhile, if it did."""
         result = issuing_warnings(function, *args)
-        return result, self._noted() if self._caught else None
+        if self._caught and (warning := self._noted()) is not None:
+            raise warning
+        return result
 
     def _noted(self) -> Warning | None:
         noted = None

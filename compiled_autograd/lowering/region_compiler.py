@@ -24,17 +24,16 @@ from ..diagnostics.variant_misses import guard_miss, handed_on_miss
 from ..errors import UntraceableError
 from ..guards.shapes import Spec, spec_of, widened
 from ..guards.value_kinds import kind_of_value
-from ..steps.accumulate import outermost_first
 from ..steps.compiled_calls import make_plain, put_results, run_compiled
 from ..steps.memory import is_out_of_memory
 from ..steps.run_context import RunContext, RunReport
-from ..steps.steps import CompiledRegion, RegionStep, Slots, lies_apart
+from ..steps.steps import CompiledRegion, RegionStep, Slots
 from ..threads.forks import compiles_under
 from . import aten
 from .graph_hash import graph_hash
 from .lower import Lowered, leaf_of, lower
 from .stored_regions import InMemoryGraph, StoredRegions, copy_of
-from .wiring import all_copied, owned, wiring_of
+from .wiring import all_copied, owned, restrided, wiring_of
 
 Pass = Callable[[fx.GraphModule], fx.GraphModule | None]
 COMPILING = compiles_under(threading.RLock())  # neither tracing nor Inductor can be used by two threads at once
@@ -175,8 +174,7 @@ class RegionCompiler:
             leaves = [slots[fresh.leaf] for fresh in step.fresh]
             specs = [self.specs.get(leaf_of(fresh.call)) for fresh in step.fresh]
             wiring = owned(compiled.wiring, results, arguments, leaves, specs)
-            checked = step.bind(compiled.aten, compiled.call, wiring, compiled.kind, compiled.guard)
-            checked.proof = compiled.proof
+            checked = step.rebind(compiled, wiring)
         except Exception as error:
             if run is not None and is_out_of_memory(error):
                 raise  # there was less than this needs elsewhere
@@ -215,30 +213,17 @@ class RegionCompiler:
         return "the region's calls run one by one from now on"
 
     def restride(self, step: RegionStep, compiled: CompiledRegion, like: Mapping[int, torch.Tensor]) -> bool:
-        """Hand on copies of results whose strides are not those that the real calls give. False: that cannot be done.
-
-        Args:
-            like: for outputs of the region, by their number, what the real calls give. They are dense: the order of
-                their dimensions in memory is what is kept, for whatever sizes.
-        """
-        wiring = compiled.wiring
-        given = dict(wiring.values)
-        if not all(lies_apart(wiring, each) for each in like):
-            return False  # what shares memory is to share it
-        wiring = msgspec.structs.replace(
-            wiring,
-            values=tuple(pair for pair in wiring.values if pair[0] not in like),
-            permuted=(*wiring.permuted, *((each, given[each], outermost_first(one)) for each, one in like.items())),
-        )
-        made = step.bind(compiled.aten, compiled.call, wiring, compiled.kind, compiled.guard)
-        made.proof = compiled.proof
-        step.put_in_place(compiled, made)
-        return True
+        """Hand on copies of results whose strides are not those that the real calls give; the arguments and when it
+        cannot be done (False) are those of :func:`restrided`."""
+        wiring = restrided(compiled.wiring, like)
+        if wiring is not None:
+            step.put_in_place(compiled, step.rebind(compiled, wiring))
+        return wiring is not None
 
     @staticmethod
     def all_copied(step: RegionStep, compiled: CompiledRegion) -> CompiledRegion:
         """The same where its graph runs as it is, of whose results it is not known whether they share memory."""
-        return step.bind(compiled.aten, compiled.call, all_copied(compiled.wiring), compiled.kind, compiled.guard)
+        return step.rebind(compiled, all_copied(compiled.wiring))
 
     def failed_to_run(
         self, step: RegionStep, compiled: CompiledRegion, form: str, context: RunContext, error: BaseException

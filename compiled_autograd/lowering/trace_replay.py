@@ -227,22 +227,58 @@ def recorded(made: Sequence[fx.Node], result: Any, given: Arguments, tracer: Any
     """
     if not given.tensors:
         raise NotACopyError
-    index = {node: _Operator(position) for position, node in enumerate(made)}
-    arguments = {node: _Argument(position) for position, node in enumerate(given.nodes)}
-    own: dict[int, int] = {}
-    sizes: list[int] = []
+    recorder = _Recorder(made, given, tracer)
+    nodes = [recorder.node(node) for node in made]
+    return TracedCall(nodes, recorder.sizes, _mapped(result, recorder.result))
 
-    def node_of(value: Any) -> Any:
+
+class _Recorder:
+    """Puts in place of the nodes and tensors of one call what stands for them; raises :class:`NotACopyError`."""
+
+    def __init__(self, made: Sequence[fx.Node], given: Arguments, tracer: Any) -> None:
+        self.given = given
+        self.tracer = tracer
+        self.sizes: list[int] = []  # of the memory that the call made, in bytes
+        self._operators = {node: _Operator(position) for position, node in enumerate(made)}
+        self._arguments = {node: _Argument(position) for position, node in enumerate(given.nodes)}
+        self._memories: dict[int, int] = {}
+
+    def node(self, node: fx.Node) -> _Node:
+        if node.op != "call_function":
+            raise NotACopyError
+        value = _mapped(node.meta.get("val"), self._value)
+        if mutates(node) and not (isinstance(value, _Value) and value.memory.of_argument is None):
+            raise NotACopyError
+        packet: Any = getattr(node.target, "overloadpacket", node.target)
+        name = self.tracer.graph._target_to_str(packet.__name__)
+        args, kwargs = _mapped(node.args, self._input), _mapped(node.kwargs, self._input)
+        return _Node(name, node.target, args, kwargs, {key: node.meta[key] for key in node.meta if key != "val"}, value)
+
+    def result(self, value: Any) -> Any:
+        """What stands for a tensor that the call gave, or a number."""
+        if not isinstance(value, torch.Tensor):
+            return self._value(value)
+        position = self.given.position(value)
+        if position is not None:
+            return _Argument(position)
+        slot = get_proxy_slot(value, self.tracer, None)
+        if slot is None or slot.constant is not None or slot.proxy.node not in self._operators:
+            raise NotACopyError
+        return _Result(self._value(value), self._operators[slot.proxy.node])
+
+    def _input(self, value: Any) -> Any:
+        """What stands for a node among a node's arguments, or a constant."""
         if not isinstance(value, fx.Node):
             if isinstance(value, (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool, slice)):
                 raise NotACopyError
             return value
-        found = index.get(value) or arguments.get(value)
+        found = self._operators.get(value) or self._arguments.get(value)
         if found is None:
             raise NotACopyError
         return found
 
-    def value_of(value: Any) -> Any:
+    def _value(self, value: Any) -> Any:
+        """What stands for a tensor that is a node's value, or a number."""
         if not isinstance(value, torch.Tensor):
             if isinstance(value, (int, float, bool, type(None))):
                 return value
@@ -250,12 +286,12 @@ def recorded(made: Sequence[fx.Node], result: Any, given: Arguments, tracer: Any
         if type(value) is not FakeTensor or not _is_ordinary(value) or value.requires_grad:
             raise NotACopyError
         storage = value.untyped_storage()
-        of_argument = given.storages.get(storage._cdata)
-        if of_argument is None and storage._cdata not in own:
-            own[storage._cdata] = len(sizes)
-            sizes.append(storage.nbytes())
+        of_argument = self.given.storages.get(storage._cdata)
+        if of_argument is None and storage._cdata not in self._memories:
+            self._memories[storage._cdata] = len(self.sizes)
+            self.sizes.append(storage.nbytes())
         return _Value(
-            _Memory(of_argument, own.get(storage._cdata, 0)),
+            _Memory(of_argument, self._memories.get(storage._cdata, 0)),
             tuple(value.shape),
             value.stride(),
             value.storage_offset(),
@@ -264,38 +300,6 @@ def recorded(made: Sequence[fx.Node], result: Any, given: Arguments, tracer: Any
             value.is_conj(),
             value.is_neg(),
         )
-
-    def result_of(value: Any) -> Any:
-        if not isinstance(value, torch.Tensor):
-            return value_of(value)
-        position = given.position(value)
-        if position is not None:
-            return _Argument(position)
-        slot = get_proxy_slot(value, tracer, None)
-        if slot is None or slot.constant is not None or slot.proxy.node not in index:
-            raise NotACopyError
-        return _Result(value_of(value), index[slot.proxy.node])
-
-    nodes = []
-    for node in made:
-        if node.op != "call_function":
-            raise NotACopyError
-        value = _mapped(node.meta.get("val"), value_of)
-        if mutates(node) and not (isinstance(value, _Value) and value.memory.of_argument is None):
-            raise NotACopyError
-        packet: Any = getattr(node.target, "overloadpacket", node.target)
-        meta = {name: each for name, each in node.meta.items() if name != "val"}
-        nodes.append(
-            _Node(
-                tracer.graph._target_to_str(packet.__name__),
-                node.target,
-                _mapped(node.args, node_of),
-                _mapped(node.kwargs, node_of),
-                meta,
-                value,
-            )
-        )
-    return TracedCall(nodes, sizes, _mapped(result, result_of))
 
 
 def _is_ordinary(tensor: torch.Tensor) -> bool:

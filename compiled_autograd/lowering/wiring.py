@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import msgspec
+import torch
 
 from ..guards.shapes import Spec, is_static
-from ..steps.accumulate import obeys_layout
+from ..steps.accumulate import obeys_layout, outermost_first
 from ..steps.memory import memory_of
-from ..steps.steps import RegionStep, Wiring
+from ..steps.steps import RegionStep, Wiring, lies_apart
 from .lower import Lowered
 
 
@@ -80,6 +81,23 @@ def all_copied(wiring: Wiring) -> Wiring:
         fresh=(),
         copied=(),
         other_strides=(*wiring.fresh, *wiring.copied, *wiring.other_strides),
+    )
+
+
+def restrided(wiring: Wiring, like: Mapping[int, torch.Tensor]) -> Wiring | None:
+    """The same, with copies of results that have other strides; None where that cannot be.
+
+    Args:
+        like: for outputs of the region, by their number, what the real calls give. They are dense: the order of their
+            dimensions in memory is what is kept, for whatever sizes.
+    """
+    given = dict(wiring.values)
+    if not all(lies_apart(wiring, each) for each in like):
+        return None  # what shares memory is to share it
+    return msgspec.structs.replace(
+        wiring,
+        values=tuple(pair for pair in wiring.values if pair[0] not in like),
+        permuted=(*wiring.permuted, *((each, given[each], outermost_first(one)) for each, one in like.items())),
     )
 
 

@@ -212,6 +212,12 @@ class RegionStep:
             guard,
         )
 
+    def rebind(self, compiled: CompiledRegion, wiring: Wiring) -> CompiledRegion:
+        """The same code and the same proof, fed another way."""
+        made = self.bind(compiled.aten, compiled.call, wiring, compiled.kind, compiled.guard)
+        made.proof = compiled.proof
+        return made
+
 
 def region_record(step: RegionStep, compiled: CompiledRegion) -> RegionRecord:
     """The plan of a compiled region."""

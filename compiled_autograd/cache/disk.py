@@ -35,8 +35,8 @@ from ..process_state import PROCESS
 from ..settings import Settings
 from ..steps.steps import CompiledRegion, RegionRecord, RegionStep, region_record
 from .environment_key import differences, is_repeatable, state_of, why_not_stored
-from .metadata import caller, guards_of, inputs_of, loss_of, module_of, structure_of
-from .records import VariantRecord, record_of, shapes_of, structure_id
+from .metadata import caller, loss_of, module_of, structure_of
+from .records import VariantRecord, entry_of, shapes_of, structure_id, undropped
 from .stored_misses import stored_miss
 from .variants import Handover, Variant
 
@@ -255,42 +255,12 @@ class Disk:
         regions: list[Region] = []
         for step in variant.regions:
             for compiled in step.compiled_regions():
-                if not is_repeatable(compiled.kind):
-                    return "a function or hook handed on a value that its text does not tell"
-                if isinstance(compiled.aten, StoredRegion):
-                    if compiled.proof.dropped != compiled.aten.plan.dropped:  # else the entry has it as it is
-                        regions.append(self._with_record(step, compiled, compiled.aten, files))
-                    continue
-                artifact = backend.save(compiled.call)
-                if artifact is None:
-                    return backend.why_not_saved(compiled.call) or "its backend does not say why"
-                lowered = compiled.aten.text().encode()
-                digests = [hashlib.sha256(data).hexdigest() for data in (artifact, lowered)]
-                files.update(zip(digests, (artifact, lowered), strict=True))
-                encoded = msgspec.msgpack.encode(region_record(step, compiled))
-                regions.append(Region(len(step.region.nodes), digests[0], digests[1], encoded))
-        regions += self._kept(_id(graph), identity, variant, {_undropped(region.plan) for region in regions}, files)
-        positions = {node: position for position, node in enumerate(graph.tape.graph.nodes)}
-        plan = msgspec.msgpack.encode(record_of(variant, positions))
-        entry = Entry(
-            id=identity,
-            structure=_id(graph),
-            loss=loss_of(graph.tape),
-            module=module_of(graph.tape),
-            source=caller(),
-            nodes=len(graph.tape.calls),
-            settings=state[0],
-            ambient=state[1],
-            environment=state[2],
-            inputs=inputs_of(graph.tape, variant),
-            dynamic=variant.shapes.dynamic,
-            guards=guards_of(variant),
-            plan=plan,
-            regions=tuple(regions),
-            miss=misses[0] if misses else Miss("first_seen"),
-            seconds=seconds,
-            created=time.time(),
-        )
+                try:
+                    regions += self._region(step, compiled, backend, files)
+                except _NotStoredError as error:
+                    return str(error)
+        regions += self._kept(_id(graph), identity, variant, {undropped(region.plan) for region in regions}, files)
+        entry = entry_of(graph.tape, variant, identity, _id(graph), state, regions, misses, seconds)
         try:
             self.store.add(structure_of(graph.tape, _id(graph)), entry, files)
         except StoreError as error:
@@ -299,13 +269,33 @@ class Disk:
         self._tie(variant, entry)
         return ""
 
-    def _with_record(
-        self, step: RegionStep, compiled: CompiledRegion, stored: StoredRegion, files: dict[str, bytes]
-    ) -> Region:
-        """What was loaded, with what was found out about it since."""
-        files.update({digest: self.store.read(digest) for digest in (stored.artifact, stored.lowered)})
-        plan = msgspec.msgpack.encode(region_record(step, compiled))
-        return Region(len(step.region.nodes), stored.artifact, stored.lowered, plan)
+    def _region(
+        self, step: RegionStep, compiled: CompiledRegion, backend: Storing, files: dict[str, bytes]
+    ) -> Sequence[Region]:
+        """What is to be stored of a compiled region; puts its files into ``files``.
+
+        Empty where it was loaded, and nothing was found out about it since: then the entry has it as it is.
+
+        Raises:
+            _NotStoredError: it cannot be stored.
+        """
+        if not is_repeatable(compiled.kind):
+            raise _NotStoredError("a function or hook handed on a value that its text does not tell")
+        stored = compiled.aten
+        if isinstance(stored, StoredRegion):
+            if compiled.proof.dropped == stored.plan.dropped:
+                return ()
+            digests = [stored.artifact, stored.lowered]
+            files.update({digest: self.store.read(digest) for digest in digests})
+        else:
+            artifact = backend.save(compiled.call)
+            if artifact is None:
+                raise _NotStoredError(backend.why_not_saved(compiled.call) or "its backend does not say why")
+            lowered = stored.text().encode()
+            digests = [hashlib.sha256(data).hexdigest() for data in (artifact, lowered)]
+            files.update(zip(digests, (artifact, lowered), strict=True))
+        encoded = msgspec.msgpack.encode(region_record(step, compiled))
+        return [Region(len(step.region.nodes), digests[0], digests[1], encoded)]
 
     def _kept(
         self, structure: str, identity: str, variant: Variant, plans: set[RegionRecord], files: dict[str, bytes]
@@ -317,7 +307,7 @@ class Disk:
         room = {step.span: MAX_GUARDED for step in variant.regions}
         for entry in self._find(structure):
             for region in entry.regions if entry.id == identity else ():
-                plan = _undropped(region.plan)
+                plan = undropped(region.plan)
                 if plan in plans or not room.get(plan.span):
                     continue
                 try:
@@ -350,9 +340,8 @@ class Disk:
         warn_once(f"the cache on disk cannot be written, and what is compiled from now on is kept in memory: {error}")
 
 
-def _undropped(plan: bytes) -> RegionRecord:
-    """The plan of a region, but for what was found to be wrong with it."""
-    return msgspec.structs.replace(msgspec.msgpack.decode(plan, type=RegionRecord), dropped=())
+class _NotStoredError(Exception):
+    """Why a variant cannot be stored, in words."""
 
 
 def _id(graph: CompiledGraph) -> str:

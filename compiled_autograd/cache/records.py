@@ -8,13 +8,18 @@ from __future__ import annotations
 
 import hashlib
 import operator
+import time
 from collections.abc import Iterable, Sequence
 from typing import Any
 
 import msgspec
 
+from shadow_cache import Entry, Miss, Region
+
 from .. import ir
 from ..guards.shapes import Spec
+from ..steps.steps import RegionRecord
+from .metadata import caller, guards_of, inputs_of, loss_of, module_of
 from .variants import Handover, Shapes, TensorRecord, Variant, fits
 
 
@@ -56,6 +61,54 @@ def record_of(variant: Variant, positions: dict[Any, int]) -> VariantRecord:
         tuple((positions[node], spec) for node, spec in handed_on),
         tuple((positions[node], reason) for node, reason in variant.program.untraceable.items()),
     )
+
+
+def entry_of(
+    tape: ir.TapeGraph,
+    variant: Variant,
+    identity: str,
+    structure: str,
+    state: Sequence[Any],
+    regions: Sequence[Region],
+    misses: Sequence[Miss],
+    seconds: float,
+) -> Entry:
+    """What the store is told of a variant that has run.
+
+    Args:
+        identity: the entry's id.
+        structure: that of its structure.
+        state: what :func:`state_of` gave: settings, ambient state and environment.
+        regions: what was compiled.
+        misses: why it was made, the first reason first.
+        seconds: what making it cost.
+    """
+    settings, ambient, environment = state
+    positions = {node: position for position, node in enumerate(tape.graph.nodes)}
+    return Entry(
+        id=identity,
+        structure=structure,
+        loss=loss_of(tape),
+        module=module_of(tape),
+        source=caller(),
+        nodes=len(tape.calls),
+        settings=settings,
+        ambient=ambient,
+        environment=environment,
+        inputs=inputs_of(tape, variant),
+        dynamic=variant.shapes.dynamic,
+        guards=guards_of(variant),
+        plan=msgspec.msgpack.encode(record_of(variant, positions)),
+        regions=tuple(regions),
+        miss=misses[0] if misses else Miss("first_seen"),
+        seconds=seconds,
+        created=time.time(),
+    )
+
+
+def undropped(plan: bytes) -> RegionRecord:
+    """The plan of a region, but for what was found to be wrong with it."""
+    return msgspec.structs.replace(msgspec.msgpack.decode(plan, type=RegionRecord), dropped=())
 
 
 def shapes_of(plan: VariantRecord, handover: Handover) -> Shapes:

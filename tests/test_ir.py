@@ -18,6 +18,7 @@ from compiled_autograd.cache.graphs import CompiledGraph
 from compiled_autograd.capture import tape
 from compiled_autograd.engine import seam
 from compiled_autograd.errors import IllegalGraphError
+from compiled_autograd.ir.nan_checks import with_nan_checks
 
 from .helpers import mlp
 
@@ -166,6 +167,7 @@ _ILLEGAL: list[tuple[Callable[[_Maker], Any], str]] = [
     (lambda m: m.call(ir.call_backward, m.tensor, [], [], [], m.tensor), "argument 0 is a tensor .*allowed: object"),
     (lambda m: m.call(ir.call_backward, m.object, m.tensor, [], []), "argument 1 is a tensor .*allowed: list"),
     (lambda m: m.call(ir.call_backward, m.object, [], [], [], m.size), "argument 4 is a size"),
+    (lambda m: m.call(ir.check_nan, m.tensor, 0), "argument 0 is a tensor .*allowed: list"),
     (lambda m: m.call(ir.zeros, m.tensor, {}), "argument 0 is a tensor .*allowed: list"),
     (lambda m: m.call(ir.zeros, [2], m.tensor), "argument 1 is a tensor .*allowed: constant"),
     (lambda m: m.call(operator.getitem, m.tensor, 0), "argument 0 is a tensor .*allowed: list"),
@@ -212,6 +214,21 @@ def test_the_table_is_complete(target: Any) -> None:
     kinds = {"tensor", "none", "size", "scalar", "object", "list", "constant", "packed"}
     assert all(taken <= kinds for taken in rule.takes)
     assert rule.gives in kinds | {"nothing"}
+
+
+@pytest.mark.parametrize("make", [_linear, _shared, _view])
+def test_nan_checks_follow_what_each_node_gives_in_the_end(make: Callable[[], torch.Tensor]) -> None:
+    tape = _captured(make()).tape
+    before = tape.readable()
+    checked = with_nan_checks(tape)
+    ir.verify(checked.graph)
+    assert tape.readable() == before and "check_nan" not in before
+    checks = checked.graph.find_nodes(op="call_function", target=ir.check_nan)
+    assert [check.prev for check in checks] == [check.args[0] for check in checks]
+    giving = {node.meta["call"] for node in tape.graph.nodes if ir.is_validation(node)}
+    assert [check.args[1] for check in checks] == [check.meta["call"] for check in checks]
+    assert {check.args[1] for check in checks} == giving and len(checks) == len(giving)
+    assert "%1 = check_nan(%0, 0)" in checked.readable()
 
 
 def test_a_value_used_before_it_is_made_is_illegal() -> None:

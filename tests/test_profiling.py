@@ -90,6 +90,21 @@ def test_users_code_has_an_event_of_its_name() -> None:
     assert same_bits(seen[0], x.grad) and same_bits(x.grad, 2 * x.detach())
 
 
+def test_a_nan_check_has_no_event() -> None:
+    def names(anomaly: bool) -> list[str]:
+        x = torch.randn(3, requires_grad=True)
+        with torch.autograd.set_detect_anomaly(anomaly):
+            y = Squares.apply(x)
+            y.grad_fn.register_hook(lambda given, got: None)
+            with ca.enable(backend="eager") as session, profile(activities=[ProfilerActivity.CPU]) as profiler:
+                y.sum().backward()
+        assert session.stats().compiles == 2
+        return [event.name for event in profiler.events() if "Squares" in event.name]
+
+    plain = names(anomaly=False)
+    assert "post_hook of SquaresBackward" in plain and names(anomaly=True) == plain
+
+
 def test_a_backward_inside_a_profiled_one() -> None:
     x = torch.randn(3, requires_grad=True)
     w = torch.ones(3, requires_grad=True)

@@ -138,10 +138,11 @@ class Disk:
         entry: Entry,
         plan: VariantRecord,
     ) -> Variant:
-        nodes = list(graph.tape.graph.nodes)
+        tape = graph.tape_for(ambient_state)
+        nodes = list(tape.graph.nodes)
         shapes = shapes_of(plan, handover)
         specs: dict[fx.Node, Spec] = {nodes[position]: spec for position, spec in plan.specs}
-        specs.update(shapes.of_placeholders(graph.tape))
+        specs.update(shapes.of_placeholders(tape))
         untraceable = {nodes[position]: reason for position, reason in plan.untraceable}
         key = VariantKey(settings.key, ambient_state, (*handover.sizes, *handover.scalars))
         backend = get_backend(settings.backend_in_mode)

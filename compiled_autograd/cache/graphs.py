@@ -21,7 +21,7 @@ from .. import ir
 from ..diagnostics.node_names import node_name, title
 from ..diagnostics.structure_misses import order_miss, structure_miss
 from ..diagnostics.variant_misses import layout_miss, scalar_miss, shape_miss, state_miss, tensor_miss
-from ..guards.ambient import Ambient
+from ..guards.ambient import Ambient, ambient
 from ..guards.shapes import Spec
 from ..ir import nan_checks
 from ..lowering.region_compiler import Pass
@@ -52,6 +52,7 @@ class CompiledGraph:
 
     Attributes:
         tape: the tape graph, in the order in which it runs.
+        checked: the same with NaN checks, once anomaly mode has asked for them.
         variants: what was compiled of it, for each set of shapes, ambient state and settings.
         number: counts the structures of the process.
         used: orders the structures by their last use.
@@ -63,6 +64,7 @@ class CompiledGraph:
     """
 
     tape: ir.TapeGraph
+    checked: ir.TapeGraph | None = field(default=None, kw_only=True)
     number: int = -1
     variants: list[Variant] = field(default_factory=list)
     used: int = 0
@@ -73,7 +75,7 @@ class CompiledGraph:
 
     def __call__(self, handover: Handover) -> list[torch.Tensor | None]:
         """Run the tape graph's calls one by one, without a backend."""
-        return interpret(self.tape, dict(zip(ir.PLACEHOLDERS, handover.kinds(), strict=True)))
+        return interpret(self.tape_for(ambient()), dict(zip(ir.PLACEHOLDERS, handover.kinds(), strict=True)))
 
     def find(self, settings: tuple[Any, ...], ambient: Ambient, handover: Handover) -> Variant | None:
         """The variant for a backward, if there is one."""
@@ -94,7 +96,7 @@ class CompiledGraph:
                 shapes = before.shapes.widened(handover)
                 specs.update(before.program.region_compiler.specs)
             misses = [self._why(key, before, handover, shapes.dynamic)]
-            specs.update(shapes.of_placeholders(self.tape))
+            specs.update(shapes.of_placeholders(self.tape_for(ambient)))
             variant = self.make(key, get_backend(settings.backend_in_mode), settings.passes, handover, shapes, specs)
             variant.tensors = tensor_records(shapes, handover.tensors)
             misses += self.keep(variant)
@@ -112,13 +114,22 @@ class CompiledGraph:
     ) -> Variant:
         """A variant whose regions are not compiled yet."""
         counts = [len(values) for values in handover.kinds()]
-        checked = nan_checks.givers(self.tape.graph) if dict(key.ambient)["check_nan"] else {}
-        program = Program(self.tape, backend, passes, counts, specs, shapes.dynamic, untraceable or {}, checked)
+        tape = self.tape_for(key.ambient)
+        program = Program(tape, backend, passes, counts, specs, shapes.dynamic, untraceable or {})
         check = tensor_check(handover.tensors, shapes.tensors)
-        program.region_compiler.name_of = functools.partial(node_name, self.tape)
+        program.region_compiler.name_of = functools.partial(node_name, tape)
         program.region_compiler.title = functools.partial(title, self.tape)
         devices = frozenset(tensor.device.type for tensor in handover.tensors)
         return Variant(key, shapes, list(handover.scalars), check, program, next(_uses), devices=devices)
+
+    def tape_for(self, ambient: Ambient) -> ir.TapeGraph:
+        """The tape graph, with NaN checks where anomaly mode asks for them."""
+        if not dict(ambient)["check_nan"]:
+            return self.tape
+        with _ADDING:  # whoever asks twice gets the same nodes
+            if self.checked is None:
+                self.checked = nan_checks.with_nan_checks(self.tape)
+            return self.checked
 
     def keep(self, variant: Variant) -> list[Miss]:
         """Add a variant; where there are too many of them then, the least recently used goes."""

@@ -84,7 +84,7 @@ def entry_of(
         seconds: what making it cost.
     """
     settings, ambient, environment = state
-    positions = {node: position for position, node in enumerate(tape.graph.nodes)}
+    positions = {node: position for position, node in enumerate(variant.program.tape.graph.nodes)}
     return Entry(
         id=identity,
         structure=structure,

@@ -10,18 +10,15 @@ from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 from typing import Any
 
 import torch
-from torch import fx
 
 from .. import ir
 
 _OURS = "compiled_autograd"
 _WHOLE_NAMES = {"CopySlices": "torch::autograd::CopySlices"}
-ResultIndex = tuple[int, int]
-"""A node of the tape, as an index into ``TapeGraph.calls``, and the number of what it gave."""
 
 
 def looked_for() -> bool:
@@ -29,67 +26,20 @@ def looked_for() -> bool:
     return torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled()
 
 
-def givers(graph: fx.Graph) -> dict[fx.Node, int]:
-    """Of a tape graph, the calls that make what the nodes of the tape give in the end, and these nodes."""
+def with_nan_checks(tape: ir.TapeGraph) -> ir.TapeGraph:
+    """The tape graph with a check of what each node of the tape gives in the end."""
+    tape = tape.copy(tape.calls)
     last = {}
-    for node in graph.nodes:
+    for node in tape.graph.nodes:
         if node.target is ir.post_hook or ir.is_validation(node):
             last[node.meta["call"]] = node
-    return {node: call for call, node in last.items()}
+    for call, node in last.items():
+        with tape.graph.inserting_after(node):
+            tape.graph.call_function(ir.check_nan, (node, call)).meta["call"] = call
+    return tape
 
 
-class Flags:
-    """Within a trace: for each gradient that nodes of the tape give, whether there is a NaN in it.
-
-    Args:
-        givers: what :func:`givers` gave.
-
-    Attributes:
-        looked_at: where was looked.
-        found: for each of them, a boolean tensor of one element.
-    """
-
-    def __init__(self, givers: Mapping[fx.Node, int]) -> None:
-        self._givers = givers
-        self._seen: list[torch.Tensor] = []
-        self._ids: set[int] = set()
-        self.looked_at: list[ResultIndex] = []
-        self.found: list[torch.Tensor] = []
-
-    def look(self, node: fx.Node, given: Any) -> None:
-        """A call was traced, and gave this. What several nodes hand on is looked at once."""
-        call = self._givers.get(node)
-        if call is None:
-            return
-        for index, value in enumerate(given):
-            if isinstance(value, torch.Tensor) and id(value) not in self._ids:
-                self._seen.append(value)  # else another one may come to have its id
-                self._ids.add(id(value))
-                self.looked_at.append((call, index))
-                self.found.append(torch.isnan(value).any())
-
-
-class NaNFoundError(Exception):
-    """A node gave a NaN. Within a run only: the user sees the engine's own words."""
-
-    def __init__(self, which: ResultIndex) -> None:
-        super().__init__(which)
-        self.call, self.index = which
-
-
-def check(call: int, given: Sequence[Any]) -> None:
-    """Look at what a node of the tape gave.
-
-    Raises:
-        NaNFoundError: there is a NaN in it.
-    """
-    with torch._C.DisableTorchFunctionSubclass():
-        for index, value in enumerate(given):
-            if isinstance(value, torch.Tensor) and bool(torch.ops.aten._is_any_true(torch.isnan(value))):
-                raise NaNFoundError((call, index))
-
-
-def in_the_engines_words(error: NaNFoundError, name: str) -> RuntimeError:
+def in_the_engines_words(error: ir.NaNFoundError, name: str) -> RuntimeError:
     """What the user sees.
 
     Args:

@@ -130,6 +130,26 @@ def zeros(size: Sequence[int], options: dict[str, Any]) -> torch.Tensor:
     return torch.zeros(size, **options)
 
 
+class NaNFoundError(Exception):
+    """A node gave a NaN. Within a run only: the user sees the engine's own words."""
+
+    def __init__(self, call: int, index: int) -> None:
+        super().__init__(call, index)
+        self.call, self.index = call, index
+
+
+def check_nan(given: Sequence[torch.Tensor | None], call: int) -> None:
+    """Look at what a node of the tape gave.
+
+    Raises:
+        NaNFoundError: there is a NaN in it.
+    """
+    with torch._C.DisableTorchFunctionSubclass():
+        for index, value in enumerate(given):
+            if isinstance(value, torch.Tensor) and bool(torch.ops.aten._is_any_true(torch.isnan(value))):
+                raise NaNFoundError(call, index)
+
+
 USERS_CODE = frozenset(
     {call_backward, Packed, tensor_hook, cpp_hook, pre_hook, post_hook, post_accumulate_hook, unpack_hook}
 )

@@ -68,6 +68,8 @@ def is_opaque(node: fx.Node, bitwise: bool, untraceable: Container[fx.Node] = ()
     """
     if node.target in ir.USERS_CODE or node in untraceable:
         return True
+    if node.target is ir.check_nan:
+        return is_opaque(node.args[0], bitwise, untraceable)  # type: ignore[arg-type]
     if isinstance(node.target, AOTBackward):
         return bitwise  # what was compiled together is not taken apart
     if not isinstance(node.target, ir.OpaqueOp):

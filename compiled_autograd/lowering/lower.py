@@ -7,7 +7,6 @@ import operator
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -17,8 +16,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
 from ..errors import IllegalGraphError, UntraceableError
 from ..guards.shapes import Spec, is_static
-from ..ir import is_plain
-from ..ir.nan_checks import Flags, ResultIndex
+from ..ir import check_nan, is_plain
 from ..ir.partition import Region
 from ..steps.accumulate import copy_laid_out_as, own_copy
 from ..steps.memory import has_bit
@@ -51,8 +49,8 @@ class Lowered:
             the leaf can keep as it is, or None where it is undefined.
         passed: for the others, the index into ``region.inputs`` of what an earlier step made, and goes to the leaf as
             it is; whether the leaf can keep it is known only when it is there.
-        flags: where NaNs are looked for: nodes of the tape, and numbers of what they give. If there are any, the last
-            output is a boolean tensor with as many elements.
+        flags: where NaNs are looked for: ``check_nan`` calls, and numbers of what they look at. If there are any, the
+            last output is a boolean tensor with as many elements.
         symbols: what stands for sizes that change, and what was found to hold of it; None where nothing does.
     """
 
@@ -64,7 +62,7 @@ class Lowered:
     apart: list[fx.Node]
     leaves: dict[fx.Node, int | None]
     passed: dict[fx.Node, int]
-    flags: list[ResultIndex]
+    flags: list[tuple[fx.Node, int]]
     symbols: Symbols | None
 
 
@@ -74,7 +72,6 @@ def lower(
     fresh_leaves: Mapping[fx.Node, torch.Tensor],
     decompositions: Mapping[Any, Callable[..., Any]] | None,
     specs: Mapping[fx.Node, Spec | None] | None = None,
-    givers: Mapping[fx.Node, int] = MappingProxyType({}),
     plain: bool = False,
 ) -> Lowered:
     """Trace a region with the shapes of ``given``.
@@ -86,7 +83,6 @@ def lower(
             get their gradient in memory of its own, in the leaf's layout, so that the leaf can keep it.
         decompositions: the table to trace with.
         specs: for inputs and leaves, which of their dimensions change; they become symbols.
-        givers: calls in whose results NaNs are looked for, and the nodes of the tape that they belong to.
         plain: conjugate and negative bits are taken off tensors before the graph gets them.
 
     Raises:
@@ -94,7 +90,7 @@ def lower(
     """
     _check_plain(region, given)
     prepare_fake_tensors()
-    return _Lowering(region, given, fresh_leaves, decompositions, specs or {}, givers, plain).lowered()
+    return _Lowering(region, given, fresh_leaves, decompositions, specs or {}, plain).lowered()
 
 
 class _Lowering:
@@ -107,7 +103,6 @@ class _Lowering:
         fresh_leaves: Mapping[fx.Node, torch.Tensor],
         decompositions: Mapping[Any, Callable[..., Any]] | None,
         specs: Mapping[fx.Node, Spec | None],
-        givers: Mapping[fx.Node, int],
         plain: bool,
     ) -> None:
         self.region, self.given, self.decompositions, self.plain = region, given, decompositions, plain
@@ -129,7 +124,9 @@ class _Lowering:
         self.apart: list[fx.Node] = []
         self.leaf_positions: dict[fx.Node, int | None] = {}
         self.passed: dict[fx.Node, int] = {}
-        self.flags = Flags(givers)
+        self.flags: list[tuple[fx.Node, int]] = []
+        self.found: list[torch.Tensor] = []  # for each of the flags, a boolean tensor of one element
+        self.looked_at: set[int] = set()  # ids of the tensors
         self.origins: dict[fx.Node, fx.Node] = {}  # of nodes of the ATen graph, the calls that made them
 
     def lowered(self) -> Lowered:
@@ -153,7 +150,7 @@ class _Lowering:
             apart=self.apart,
             leaves=self.leaf_positions,
             passed=self.passed,
-            flags=self.flags.looked_at,
+            flags=self.flags,
             symbols=self.symbols,
         )
 
@@ -189,8 +186,8 @@ class _Lowering:
         memory = Counter(storage_of(tensor) for tensor in (*fakes, *results) if isinstance(tensor, torch.Tensor))
         self.apart.extend(node for node, index in self.values.items() if _is_apart(results, index, memory))
         self._give_to_leaves(known, fakes, results, set(memory))
-        if self.flags.found:
-            results.append(torch.stack(self.flags.found))
+        if self.found:
+            results.append(torch.stack(self.found))
         return results
 
     def _run_calls(self, known: dict[fx.Node, Any]) -> None:
@@ -210,6 +207,9 @@ class _Lowering:
                     made, index = node.args
                     known[node] = known[made][index]  # type: ignore[index]
                     continue
+                if node.target is check_nan:
+                    self._look(node, known)
+                    continue
                 function: Any = getattr(node.target, "trace", node.target)
                 run = functools.partial(cpp.call, function)
                 try:
@@ -222,7 +222,14 @@ class _Lowering:
                 for value in result if isinstance(result, (list, tuple)) else (result,):
                     if isinstance(value, torch.Tensor) and value.layout is not torch.strided:
                         raise UntraceableError([node], _not_plain(value))
-                self.flags.look(node, result)
+
+    def _look(self, check: fx.Node, known: Mapping[fx.Node, Any]) -> None:
+        """Add flags for what a node of the tape gives. What several nodes hand on is looked at once."""
+        for index, value in enumerate(known[check.args[0]]):  # type: ignore[index]
+            if isinstance(value, torch.Tensor) and id(value) not in self.looked_at:
+                self.looked_at.add(id(value))
+                self.flags.append((check, index))
+                self.found.append(torch.isnan(value).any())
 
     def _give_to_leaves(
         self, known: Mapping[fx.Node, Any], fakes: Sequence[Any], results: list[torch.Tensor], used: set[int]

@@ -330,7 +330,7 @@ class RegionCompiler:
         leaves = {fresh.call: slots[fresh.leaf] for fresh in step.fresh}
         leaves = {call: leaf for call, leaf in leaves.items() if ir.is_plain(leaf)}
         plain = not self.backend.bitwise
-        lowered = lower(step.region, given, leaves, self.backend.decompositions(), specs, step.givers, plain)
+        lowered = lower(step.region, given, leaves, self.backend.decompositions(), specs, plain)
         for each in self.passes:
             lowered.graph_module = each(lowered.graph_module) or lowered.graph_module
         aten.verify(lowered.graph_module)

@@ -19,23 +19,17 @@ def wiring_of(step: RegionStep, lowered: Lowered) -> Wiring:
     """As the lowered graph has it."""
     positions = {fresh.call: position for position, fresh in enumerate(step.fresh)}
     outputs = {node: position for position, (node, _) in enumerate(step.outputs)}
+    places = {node: place for place, node in enumerate(step.region.nodes)}
     return Wiring(
         taken=tuple(lowered.taken),
         values=tuple((outputs[node], index) for node, index in lowered.values.items() if index is not None),
         fresh=tuple((positions[call], index) for call, index in lowered.leaves.items() if index is not None),
         copied=(),
         passed=tuple((positions[call], index) for call, index in lowered.passed.items()),
-        flags=_flags(step, lowered),
+        flags=tuple((places[check], number) for check, number in lowered.flags),
         plain=tuple(lowered.plain),
         apart=tuple((outputs[node], lowered.values[node]) for node in lowered.apart),  # type: ignore[misc]
     )
-
-
-def _flags(step: RegionStep, lowered: Lowered) -> tuple[tuple[int, int], ...]:
-    if not lowered.flags:
-        return ()
-    position = {step.givers[node]: place for place, node in enumerate(step.region.nodes) if node in step.givers}
-    return tuple((position[call], number) for call, number in lowered.flags)
 
 
 def owned(

@@ -22,7 +22,6 @@ from shadow_cache import Failure
 
 from .. import ir
 from ..errors import GradientMismatchError
-from ..ir.nan_checks import NaNFoundError
 from ..steps.accumulate import is_dense, obeys_layout
 from ..steps.compiled_calls import make_plain, put_results, run_compiled
 from ..steps.memory import is_out_of_memory, memory_of
@@ -142,7 +141,7 @@ class _Run:
             draws.rewind()
             if is_out_of_memory(error):
                 self._unproved(error)
-            elif isinstance(error, NaNFoundError):
+            elif isinstance(error, ir.NaNFoundError):
                 self._refute(None, Difference("it has found a NaN, and the real calls gave none"))
             else:
                 self.region_compiler.failed_to_run(self.step, self.compiled, self.form, self.context, error)

@@ -82,6 +82,7 @@ def in_double(
     them in another way. One below 0 moves them as its opposite does, but hardly at all. None where a call cannot be
     computed so.
     """
+    nodes = _without_checks(nodes)
     places: dict[Any, int] = {}  # each memory is moved in its own way: like tensors moved alike would not part
     wide = {}
     for node, value in given.items():
@@ -101,10 +102,16 @@ def in_double(
 
 def once_more(nodes: Sequence[fx.Node], given: Mapping[fx.Node, Any], wanted: fx.Node) -> torch.Tensor | None:
     """What the calls of a region give for ``wanted``."""
+    nodes = _without_checks(nodes)
     calls = RealCalls(nodes, [wanted], dict(given), again=True)
     for node in nodes:
         calls.run(node)
     return calls.known[wanted]
+
+
+def _without_checks(nodes: Sequence[fx.Node]) -> list[fx.Node]:
+    """Calls that run again to be compared with: of a NaN whoever ran them first has told."""
+    return [node for node in nodes if node.target is not ir.check_nan]
 
 
 def _wider_arguments(node: fx.Node) -> tuple[Any, ...]:

@@ -31,7 +31,6 @@ def interpret(tape: ir.TapeGraph, given: Mapping[str, Sequence[Any]]) -> list[to
     Raises:
         RuntimeError: NaNs are looked for, and a node of the tape gave one.
     """
-    givers = nan_checks.givers(tape.graph) if nan_checks.looked_for() else {}
     known: dict[fx.Node, Any] = {}
     versions: dict[fx.Node, int] = {}
     for node in tape.graph.nodes:
@@ -46,9 +45,7 @@ def interpret(tape: ir.TapeGraph, given: Mapping[str, Sequence[Any]]) -> list[to
             return list(arguments[0])
         if versions:
             arguments = _looked_after(tape, node, arguments, known, versions)
-        known[node] = _run(node, arguments)
-        if node in givers:
-            _check(tape, givers[node], known[node])
+        known[node] = _run(tape, node, arguments)
     raise ir.IllegalGraphError("a tape graph without an output")
 
 
@@ -58,7 +55,6 @@ def finish(
     known: dict[fx.Node, Any],
     captured: Callable[[int], list[Any]],
     context: RunContext,
-    givers: Mapping[fx.Node, int],
     versions: Mapping[fx.Node, int],
 ) -> list[torch.Tensor | None]:
     """Run the rest of a tape graph, because a node that is about to run was given a hook that the engine has not seen.
@@ -68,7 +64,6 @@ def finish(
         known: what is known of the values before it, as far as the rest needs them.
         captured: the post-hooks that a node of the tape had when the engine walked it.
         context: says whose users' code may have registered hooks, and which; is told what runs.
-        givers: calls in whose results NaNs are looked for, and the nodes of the tape that they belong to.
         versions: of saved tensors, at the handover.
 
     Raises:
@@ -79,7 +74,7 @@ def finish(
         Failure("late_hook", where, "the engine had not reported it", "the rest ran call by call")
     )
     nodes = list(tape.graph.nodes)
-    ends = {node.meta.get("call"): node for node in nodes if node.target is not operator.getitem}
+    ends = {node.meta.get("call"): node for node in nodes if node.target not in (operator.getitem, ir.check_nan)}
     for node in nodes[nodes.index(last) + 1 :]:
         if node.op == "output":
             return list(fx.map_arg(node.args[0], known.get))
@@ -87,14 +82,12 @@ def finish(
             continue  # of a call that ran before: what was taken from it is known
         context.call = call = node.meta["call"]
         arguments = _looked_after(tape, node, fx.map_arg(node.args, known.get), known, versions)
-        known[node] = _run(node, arguments)
+        known[node] = _run(tape, node, arguments)
         if node is ends[call] and call in context.asked and isinstance(known[node], (list, tuple)):
             # What entered the node the engine keeps only where it had hooks before; elsewhere it has moved on.
             entered: Any = node.args[2] if node.target is ir.post_hook else []
             for hook in context.late_hooks(captured(call)):
                 known[node] = post_hook(hook, known[node], fx.map_arg(entered, known.get))
-        if node in givers:
-            _check(tape, call, known[node])
     raise ir.IllegalGraphError("a tape graph without an output")
 
 
@@ -121,16 +114,12 @@ def _looked_after(
     return [arguments[0], looked_at, *arguments[2:]]
 
 
-def _check(tape: ir.TapeGraph, call: int, given: Sequence[Any]) -> None:
-    try:
-        nan_checks.check(call, given)
-    except nan_checks.NaNFoundError as found:
-        raise nan_checks.in_the_engines_words(found, tape.calls[call].name) from None
-
-
-def _run(node: fx.Node, arguments: Sequence[Any]) -> Any:
+def _run(tape: ir.TapeGraph, node: fx.Node, arguments: Sequence[Any]) -> Any:
     if node.target is not ir.accumulate_grad:
-        return node.target(*arguments)  # type: ignore[operator]
+        try:
+            return node.target(*arguments)  # type: ignore[operator]
+        except ir.NaNFoundError as found:
+            raise nan_checks.in_the_engines_words(found, tape.calls[found.call].name) from None
     leaf, _, grad = arguments
     accumulate_into(leaf, grad)
     return grad

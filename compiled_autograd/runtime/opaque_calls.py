@@ -10,7 +10,6 @@ import torch
 from torch import fx
 
 from .. import ir
-from ..ir import nan_checks
 from ..proving.reference import RealCalls
 from ..steps.profiling import Profile
 from ..steps.steps import Executor, OpaqueStep, RegionStep, Slot, Slots
@@ -42,30 +41,22 @@ def run_calls(
     drop(step, slots)
     calls = RealCalls(region.nodes, region.outputs, known, again)
 
-    def run(node: fx.Node) -> None:
-        result = calls.run(node)
-        if node in step.givers:
-            nan_checks.check(step.givers[node], result)
-
     try:
         if profile is not None:
-            profile.node_by_node(region.nodes, run)
+            profile.node_by_node(region.nodes, calls.run)
         else:
             for node in itertools.takewhile(lambda node: node is not until, region.nodes):
-                run(node)
+                calls.run(node)
     finally:  # of a NaN, what came before it goes to its leaves
         for node, slot in step.outputs:
             slots[slot] = known.get(node)
 
 
-def run_opaque(
-    step: OpaqueStep, slots: Slots, name: str, givers: Mapping[fx.Node, int], versions: Mapping[int, int]
-) -> None:
+def run_opaque(step: OpaqueStep, slots: Slots, name: str, versions: Mapping[int, int]) -> None:
     """Run a call that stays as it is.
 
     Args:
         name: of its node of the tape.
-        givers: see :class:`Schedule`.
         versions: of saved tensors that users' code may have changed in place, by slot.
     """
     arguments = _filled(step.arguments, slots)
@@ -83,8 +74,6 @@ def run_opaque(
         slots[slot] = result[index]
     if step.result is not None:
         slots[step.result] = result
-    if step.node in givers:
-        nan_checks.check(givers[step.node], result)
 
 
 def _look_after(step: OpaqueStep, arguments: Any, slots: Slots, name: str, versions: Mapping[int, int]) -> None:

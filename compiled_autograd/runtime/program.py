@@ -22,7 +22,6 @@ from ..diagnostics.reporting import failure_of
 from ..errors import UntraceableError
 from ..guards.shapes import Spec
 from ..ir import nan_checks, partition
-from ..ir.nan_checks import NaNFoundError
 from ..lowering.region_compiler import COMPILING, Pass, RegionCompiler
 from ..proving.prover import is_due, prove
 from ..steps.accumulate import write
@@ -50,7 +49,6 @@ class Program:
             steps hand on.
         dynamic: some of the specs have a history: what changes becomes a symbol.
         untraceable: calls that are known not to be traceable, and why, beside those that ``tape`` says it of.
-        givers: calls in whose results NaNs are looked for, and the nodes of the tape that they belong to.
 
     Attributes:
         schedule: what runs, in order.
@@ -66,13 +64,12 @@ class Program:
         specs: Mapping[fx.Node, Spec],
         dynamic: bool = False,
         untraceable: Mapping[fx.Node, str] = MappingProxyType({}),
-        givers: Mapping[fx.Node, int] = MappingProxyType({}),
     ) -> None:
         self.tape = tape
         self.region_compiler = RegionCompiler(backend, passes, specs, dynamic)
         known = {node: node.meta["untraceable"] for node in tape.graph.nodes if "untraceable" in node.meta}
         longest = partition.MAX_CALLS_OF_SLOW_REGION if backend.slow else None
-        schedule = self.schedule = Schedule(tape, counts, backend.bitwise, {**known, **untraceable}, givers, longest)
+        schedule = self.schedule = Schedule(tape, counts, backend.bitwise, {**known, **untraceable}, longest)
         self.region_compiler.regions = lambda: [step for step in schedule.steps if isinstance(step, RegionStep)]
 
     @property
@@ -126,7 +123,7 @@ class Program:
                     steps = schedule.split(steps, position, self._untraceable(error))
                     slots.extend([None] * (schedule.size - len(slots)))
                     continue
-                except NaNFoundError as found:
+                except ir.NaNFoundError as found:
                     self._accumulate_before(found.call, steps[position + 1 :], slots, context)
                     raise self._nan(found, context) from None
             elif isinstance(step, OpaqueStep):
@@ -134,11 +131,11 @@ class Program:
                 name = self.tape.calls[context.call].name
                 try:
                     if context.profile is None:
-                        run_opaque(step, slots, name, schedule.givers, versions)
+                        run_opaque(step, slots, name, versions)
                     else:
                         with context.profile.call(step.node):
-                            run_opaque(step, slots, name, schedule.givers, versions)
-                except NaNFoundError as found:
+                            run_opaque(step, slots, name, versions)
+                except ir.NaNFoundError as found:
                     raise self._nan(found, context) from None
                 if step.last_hook and context.claim is not None:
                     claim, context.claim = context.claim, None  # no call: nothing comes between this and the next line
@@ -148,7 +145,7 @@ class Program:
                     known = {node: slots[slot] for node, slot in schedule.slot_of.items()}
                     seen = {node: versions[slot] for node, slot in schedule.slot_of.items() if slot in versions}
                     captured = functools.partial(self._captured_hooks, slots=slots)
-                    return finish(self.tape, step.node, known, captured, context, schedule.givers, seen)
+                    return finish(self.tape, step.node, known, captured, context, seen)
             else:
                 with torch._C.DisableTorchFunctionSubclass():
                     write(step, slots, context)
@@ -157,7 +154,7 @@ class Program:
             position += 1
         return [None if slot is None else slots[slot] for slot in schedule.outputs]
 
-    def _nan(self, found: NaNFoundError, context: RunContext) -> RuntimeError:
+    def _nan(self, found: ir.NaNFoundError, context: RunContext) -> RuntimeError:
         context.call = found.call
         return nan_checks.in_the_engines_words(found, self.tape.calls[found.call].name)
 

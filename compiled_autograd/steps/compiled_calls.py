@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ..ir.nan_checks import NaNFoundError
+from ..ir import NaNFoundError
 from .memory import in_own_memory, made_plain
 from .steps import CompiledRegion, Slots
 
@@ -46,7 +46,7 @@ def store_results(compiled: CompiledRegion, results: Sequence[Any], slots: Slots
         result = results[index]
         slots[slot] = torch.empty_permuted(result.shape, order, dtype=result.dtype, device=result.device).copy_(result)
     if compiled.flags and results[-1].any():
-        raise NaNFoundError(compiled.flags[results[-1].tolist().index(True)])
+        raise NaNFoundError(*compiled.flags[results[-1].tolist().index(True)])
 
 
 def put_results(compiled: CompiledRegion, results: Sequence[Any], slots: Slots) -> None:

@@ -15,7 +15,7 @@ from __future__ import annotations
 import functools
 import itertools
 from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -112,7 +112,9 @@ class Profile:
         return record_function(f"compiled_autograd: {len(names)} nodes: {', '.join(shown)}")
 
     def call(self, node: fx.Node) -> AbstractContextManager[Any]:
-        """Around a call that runs as it is: a Python function or a hook."""
+        """Around a call that runs as it is: a Python function or a hook. The engine has no event for a check."""
+        if node.target is ir.check_nan:
+            return nullcontext()
         name = self._names[node.meta["call"]]
         is_hook = node.target in ir.USERS_CODE and node.target is not ir.call_backward
         return record_function(f"{node.target.__name__} of {name}" if is_hook else name)  # type: ignore[union-attr]

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 
 from torch import fx
 
@@ -20,7 +20,6 @@ class Schedule:
         counts: how many values of each kind of placeholder the engine hands over.
         bitwise: what is compiled must be bit for bit what the engine would compute.
         untraceable: calls that stay opaque beside those that always do, and why.
-        givers: calls in whose results NaNs are looked for, and the nodes of the tape that they belong to.
         longest: the largest number of calls of a region; None for any number.
 
     Attributes:
@@ -38,12 +37,10 @@ class Schedule:
         counts: Sequence[int],
         bitwise: bool,
         untraceable: dict[fx.Node, str],
-        givers: Mapping[fx.Node, int],
         longest: int | None = None,
     ) -> None:
         self.bitwise = bitwise
         self.longest = longest
-        self.givers = givers
         self.untraceable = untraceable
         self.slot_of: dict[fx.Node, int] = {}
         starts = dict(zip(ir.PLACEHOLDERS, _running_sums(counts), strict=True))
@@ -93,7 +90,7 @@ class Schedule:
             inputs = [self._slot(node) for node in step.inputs]
             outputs = [(node, self._slot(node)) for node in step.outputs]
             handed_on = [self._slot(node) for node in step.inputs if not is_given(node)]
-            return RegionStep(step, span, inputs, outputs, handed_on, fresh, self.givers)
+            return RegionStep(step, span, inputs, outputs, handed_on, fresh)
         if isinstance(step, Opaque):
             uses = [self._slot(source) for source in step.node.all_input_nodes]
             items = [(self._slot(item), int(str(item.args[1]))) for item in step.items]

@@ -6,7 +6,7 @@ step hands to another.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Mapping, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -143,9 +143,8 @@ class RegionStep:
     """A region, and what was compiled for it, for each kind of what earlier steps hand to it; newest last.
 
     ``span`` is the region's first call and the number of its calls; ``each_shape`` says that it could not be compiled
-    with symbols, so that each set of shapes is compiled by itself. ``givers`` are the calls in whose results NaNs are
-    looked for, and the nodes of the tape that they belong to; ``saved`` are the slots of saved tensors that users' code
-    may have changed in place.
+    with symbols, so that each set of shapes is compiled by itself. ``saved`` are the slots of saved tensors that users'
+    code may have changed in place.
     """
 
     region: Region
@@ -154,7 +153,6 @@ class RegionStep:
     outputs: list[tuple[fx.Node, int]]
     handed_on: list[int]
     fresh: list[FreshLeaf]
-    givers: Mapping[fx.Node, int]
     compiled: dict[Any, list[CompiledRegion | None]] = field(default_factory=dict)
     each_shape: bool = False
     drops: list[int] = field(default_factory=list)

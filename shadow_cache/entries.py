@@ -15,7 +15,8 @@ from .safe_text import harmless
 
 
 class Call(msgspec.Struct, frozen=True, gc=False):
-    """One node of a tape. ``key`` is its edge in the trie; ``edges`` are indices of the nodes its gradients go to."""
+    """One node of a tape. ``key`` is its edge in the trie as text, the node's name first; ``edges`` are indices of the
+    nodes its gradients go to."""
 
     name: str
     key: tuple[str, ...]
@@ -24,17 +25,26 @@ class Call(msgspec.Struct, frozen=True, gc=False):
     edges: tuple[int, ...] = ()
 
 
-class Structure(msgspec.Struct, frozen=True):
-    """A tape as it was captured. ``end`` is the last key of its path in the trie, ``text`` the whole tape graph."""
+class Structure(msgspec.Struct, frozen=True, omit_defaults=True):
+    """A tape as it was captured.
+
+    Attributes:
+        id: of hexadecimal digits.
+        calls: its nodes.
+        end: the last key of its path in the trie, as text.
+        text: the whole tape graph.
+        record: its path in the trie; only who wrote it reads it. Empty in stores of before.
+    """
 
     id: str
     calls: tuple[Call, ...]
     end: tuple[str, ...]
     text: str
+    record: bytes = b""
 
     @property
     def keys(self) -> tuple[tuple[str, ...], ...]:
-        """Its path in the trie."""
+        """Its path in the trie, as text."""
         return (*(call.key for call in self.calls), self.end)
 
 

@@ -1,8 +1,8 @@
 """The shadow graph: a trie in which each captured tape is a path, and tapes share the path as far as they agree.
 
-An edge is the key of one node of the tape: a tuple of named parts, kept whole, so that two keys can be compared and the
-difference shown. A terminal is a structure. Below it stand its variants, one for each set of shapes, ambient state and
-settings that was met. What a variant holds is the caller's: this package knows nothing of autograd.
+An edge is the key of one node of the tape: a tuple of its name and of parts, kept whole, so that two keys can be
+compared and the difference shown. A terminal is a structure. Below it stand its variants, one for each set of shapes,
+ambient state and settings that was met. What a variant holds is the caller's: this package knows nothing of autograd.
 """
 
 from __future__ import annotations
@@ -16,7 +16,8 @@ from typing import Any, Generic, TypeVar
 
 from .records import Miss
 
-Key = tuple[str, ...]
+Key = tuple[Any, ...]
+"""The name of a node, and parts: whatever can be hashed."""
 P = TypeVar("P")
 
 
@@ -68,18 +69,16 @@ class ShadowGraph(Generic[P]):
         self._terminals: list[Terminal[P]] = []
         self._numbers = itertools.count()
 
-    def find(self, keys: Sequence[Key]) -> tuple[Terminal[P] | None, Miss | None]:
-        """The terminal for ``keys``; or None, and a record of where the nearest path parts from them."""
+    def find(self, keys: Sequence[Key]) -> Terminal[P] | None:
+        """The terminal for ``keys``, if there is one; :meth:`nearest` says how near they come to another's."""
         with _LOCK:
             node = self._root
-            for depth, key in enumerate(keys):
+            for key in keys:
                 child = node.children.get(key)
                 if child is None:
-                    return None, self._explain(node, key, depth)
+                    return None
                 node = child
-            if node.terminal is None:
-                return None, Miss("new_node", f"node {len(keys)}", old="a longer tape", new="the tape ends")
-            return node.terminal, None
+            return node.terminal
 
     def nearest(self, keys: Sequence[Key]) -> tuple[int, Key | None]:
         """How many of ``keys`` are a known path, and of what follows on that path the key nearest to the next one."""
@@ -127,19 +126,6 @@ class ShadowGraph(Generic[P]):
 
     def __len__(self) -> int:
         return len(self._terminals)
-
-    @staticmethod
-    def _explain(node: _TrieNode, key: Key, depth: int) -> Miss:
-        if not node.children:
-            return Miss("first_seen") if depth == 0 else Miss("new_node", f"node {depth}", new=key[0])
-        other = _closest(node, key)
-        assert other is not None
-        if other[0] != key[0]:
-            return Miss("new_node", f"node {depth}", old=other[0], new=key[0])
-        for old, new in zip(other, key, strict=False):
-            if old != new:
-                return Miss("node_attribute", f"node {depth} {key[0]}", old=old, new=new)
-        return Miss("node_attribute", f"node {depth} {key[0]}", old=f"{len(other)} parts", new=f"{len(key)} parts")
 
 
 def _closest(node: _TrieNode, key: Key) -> Key | None:

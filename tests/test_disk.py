@@ -12,6 +12,7 @@ from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch import nn
@@ -20,7 +21,8 @@ import backends
 import compiled_autograd as ca
 import shadow_cache
 from compiled_autograd import ir
-from compiled_autograd.cache import environment_key
+from compiled_autograd.cache import disk, environment_key
+from compiled_autograd.cache.metadata import structure_of
 from compiled_autograd.cache.variants import Variant
 from compiled_autograd.capture.capture import OPS
 from shadow_cache import Miss, MissEntry, StoreError
@@ -415,6 +417,20 @@ def test_a_structure_that_is_new_is_told_by_the_nearest_stored(folder: Path) -> 
     miss = _reason(_again(other, folder))
     assert (miss.kind, miss.old, miss.new) == ("new_node", "PowBackward0", "TanhBackward0")
     assert [each.miss.kind for each in _misses(folder)] == ["new_node", "first_seen"]
+
+
+def test_a_structure_that_an_older_version_stored_is_left_alone(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Such a structure has no record to be compared with; it stays, and the reason says so."""
+    with monkeypatch.context() as patch:
+        patch.setattr(disk, "structure_of", lambda *given: msgspec.structs.replace(structure_of(*given), record=b""))
+        _run(static, folder)
+    miss = _reason(_again(lambda around: _sines(around), folder))
+    assert (miss.kind, miss.hint) == (
+        "first_seen",
+        "what the cache has is of another version, and is left alone: it is not compared",
+    )
+    with shadow_cache.open(folder) as store:
+        assert len(store.entries()) == 2
 
 
 def test_another_order_of_execution_is_another_structure(folder: Path) -> None:

@@ -7,6 +7,7 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import networkx as nx
 import pytest
 import torch
@@ -142,10 +143,12 @@ class _Maker:
 
     def __init__(self) -> None:
         self.graph = fx.Graph()
-        self.tensor = self.graph.placeholder("input_0")
-        self.size = self.graph.placeholder("size_0")
-        self.scalar = self.graph.placeholder("scalar_0")
-        self.object = self.graph.placeholder("object_0")
+        self.tensor, self.size, self.scalar, self.object = map(self.placeholder, ("input", "size", "scalar", "object"))
+
+    def placeholder(self, kind: str) -> fx.Node:
+        node = self.graph.placeholder(f"{kind}_0")
+        node.meta["lifted"] = ir.Lifted(kind, 0)
+        return node
 
     def call(self, target: Any, *args: Any) -> fx.Node:
         node = self.graph.call_function(target, args)
@@ -180,7 +183,8 @@ _ILLEGAL: list[tuple[Callable[[_Maker], Any], str]] = [
     (lambda m: m.call(ir.pre_hook, m.object, m.tensor), "argument 1 is a tensor .*allowed: list"),
     (lambda m: m.call(ir.unpack_hook, m.object, m.tensor), "argument 1 is a tensor .*allowed: packed"),
     (lambda m: m.call(_op(), m.call(ir.post_accumulate_hook, m.object, m.tensor)), "argument 0 is a nothing"),
-    (lambda m: m.graph.placeholder("weight_0"), "placeholder 'weight_0' is none of input, size, scalar, object"),
+    (lambda m: m.placeholder("weight"), "placeholder 'weight_0' is none of input, size, scalar, object"),
+    (lambda m: m.graph.placeholder("input_1"), "placeholder 'input_1' is none of input, size, scalar, object"),
     (lambda m: m.graph.call_method("add", (m.tensor, m.tensor)), "has no 'call_method' nodes"),
     (lambda m: m.graph.call_function(ir.sum_gradients, (m.tensor,)), "does not say which node of the tape"),
 ]
@@ -269,7 +273,19 @@ def test_equal_tapes_have_equal_keys(make: Callable[[], torch.Tensor]) -> None:
         ca.reset()
         keys.append(_captured(make()).tape.structure())
     assert keys[0] == keys[1]
-    assert all(isinstance(part, str) for key in keys[0] for part in key)
+    assert all(isinstance(key[0], str) for key in keys[0])
+    assert ir.decode_keys(ir.encode_keys(keys[0])) == keys[0]
+
+
+def test_constants_that_python_takes_for_equal_are_told_apart() -> None:
+    values = [1, True, 1.0, 0, False, 0.0, -0.0, None, "None", "1", [1], [True], float("inf")]
+    assert len({ir.argument_of(value, {}) for value in values}) == len(values)
+    assert ir.argument_of(float("nan"), {}) == ir.argument_of(float("nan"), {})
+
+
+@pytest.mark.parametrize("data", [b"", b"\xc1", msgspec.msgpack.encode([["Mul", ["call", 1]]]), b"\x91" * 100_000])
+def test_keys_of_another_version_are_not_read(data: bytes) -> None:
+    assert ir.decode_keys(data) is None
 
 
 def test_shapes_and_values_are_no_part_of_the_key() -> None:

@@ -30,48 +30,48 @@ def test_it_does_not_import_torch() -> None:
 
 def test_an_empty_graph_has_seen_nothing() -> None:
     graph = _graph()
-    assert graph.find([ROOT]) == (None, Miss("first_seen")) and len(graph) == 0
+    assert graph.find([ROOT]) is None and graph.nearest([ROOT]) == (0, None) and len(graph) == 0
 
 
 def test_what_was_inserted_is_found() -> None:
     graph = _graph([ROOT, MUL], [ROOT, ADD])
-    leaf, miss = graph.find([ROOT, ADD])
-    assert leaf is not None and miss is None
+    leaf = graph.find([ROOT, ADD])
+    assert leaf is not None
     assert (leaf.payload, leaf.number) == ("payload 1", 1)
     assert [each.payload for each in graph] == ["payload 0", "payload 1"] and len(graph) == 2
 
 
 def test_inserting_again_gives_the_first_leaf() -> None:
     graph = _graph([ROOT, MUL])
-    first, _ = graph.find([ROOT, MUL])
+    first = graph.find([ROOT, MUL])
     assert graph.insert([ROOT, MUL], "other") is first and len(graph) == 1
     assert first is not None and first.payload == "payload 0"
 
 
 @pytest.mark.parametrize(
-    ("keys", "miss"),
+    ("keys", "depth", "nearest"),
     [
-        ([ROOT, LEAF], Miss("new_node", "node 1", old="Mul", new="Leaf")),
-        ([ROOT, ("Mul", "a", "c")], Miss("node_attribute", "node 1 Mul", old="b", new="c")),
-        ([ROOT, ("Mul", "a")], Miss("node_attribute", "node 1 Mul", old="3 parts", new="2 parts")),
-        ([ROOT, MUL, LEAF], Miss("new_node", "node 2", new="Leaf")),
-        ([ROOT], Miss("new_node", "node 1", old="a longer tape", new="the tape ends")),
-        ([("Other",)], Miss("new_node", "node 0", old="Root", new="Other")),
+        ([ROOT, LEAF], 1, MUL),
+        ([ROOT, ("Mul", "a", "c")], 1, MUL),
+        ([ROOT, ("Mul", "a")], 1, MUL),
+        ([ROOT, MUL, LEAF], 2, None),
+        ([ROOT], 1, None),
+        ([("Other",)], 0, ROOT),
     ],
 )
-def test_a_miss_says_where_and_why(keys: list[Key], miss: Miss) -> None:
-    assert _graph([ROOT, MUL]).find(keys) == (None, miss)
+def test_what_is_not_found_parts_from_the_nearest_path(keys: list[Key], depth: int, nearest: Key | None) -> None:
+    graph = _graph([ROOT, MUL])
+    assert graph.find(keys) is None and graph.nearest(keys) == (depth, nearest)
 
 
 def test_a_miss_is_compared_with_the_nearest_node_of_the_same_name() -> None:
     graph = _graph([ROOT, ADD], [ROOT, ("Mul", "x", "y", "z")], [ROOT, ("Mul", "x", "q", "r")])
-    _, miss = graph.find([ROOT, ("Mul", "x", "y", "w")])
-    assert miss == Miss("node_attribute", "node 1 Mul", old="z", new="w")
+    assert graph.nearest([ROOT, ("Mul", "x", "y", "w")]) == (1, ("Mul", "x", "y", "z"))
 
 
 def test_a_prefix_of_a_path_can_be_a_path() -> None:
     graph = _graph([ROOT, MUL, LEAF], [ROOT, MUL])
-    assert [graph.find(keys)[0].payload for keys in ([ROOT, MUL], [ROOT, MUL, LEAF])] == [  # type: ignore[union-attr]
+    assert [graph.find(keys).payload for keys in ([ROOT, MUL], [ROOT, MUL, LEAF])] == [  # type: ignore[union-attr]
         "payload 1",
         "payload 0",
     ]
@@ -81,7 +81,7 @@ def test_clear() -> None:
     graph = _graph([ROOT, MUL])
     graph.clear()
     assert len(graph) == 0 and list(graph) == []
-    assert graph.find([ROOT, MUL]) == (None, Miss("first_seen"))
+    assert graph.find([ROOT, MUL]) is None and graph.nearest([ROOT, MUL]) == (0, None)
 
 
 _KEYS = st.lists(st.tuples(st.sampled_from("ABC"), st.sampled_from("xy")), min_size=1, max_size=5)
@@ -89,18 +89,21 @@ _KEYS = st.lists(st.tuples(st.sampled_from("ABC"), st.sampled_from("xy")), min_s
 
 @given(st.lists(_KEYS, max_size=12), _KEYS)
 def test_it_is_a_mapping(paths: list[Any], asked: Any) -> None:
-    """Against a dict: a path is found exactly if it was inserted; what is not found has an explanation."""
+    """Against a dict: a path is found exactly if it was inserted; what is not found has a nearest path."""
     graph: ShadowGraph[int] = ShadowGraph()
     reference: dict[Any, int] = {}
     for number, path in enumerate(paths):
         leaf = graph.insert(path, number)
         assert leaf.payload == reference.setdefault(tuple(path), number)
-    leaf_or_none, miss = graph.find(asked)
+    leaf_or_none = graph.find(asked)
     if tuple(asked) in reference:
-        assert leaf_or_none is not None and leaf_or_none.payload == reference[tuple(asked)] and miss is None
+        assert leaf_or_none is not None and leaf_or_none.payload == reference[tuple(asked)]
     else:
-        assert leaf_or_none is None and miss is not None
-        assert miss.kind == "first_seen" or miss.old != miss.new
+        assert leaf_or_none is None
+        depth, nearest = graph.nearest(asked)
+        beyond = [path[depth] for path in paths if path[:depth] == asked[:depth] and len(path) > depth]
+        if depth < len(asked):
+            assert asked[depth] not in beyond and (nearest in beyond or (nearest is None and not beyond))
     assert len(graph) == len(reference)
     assert [leaf.number for leaf in graph] == list(range(len(reference)))
 

@@ -14,7 +14,7 @@ import torch
 import torch._dynamo.device_interface  # looks for CUDA when it is imported, and is to find none
 
 import compiled_autograd as ca
-from compiled_autograd import errors
+from compiled_autograd import errors, ir
 from compiled_autograd.diagnostics.bypass import CUDA_DEVICES
 from compiled_autograd.engine import backward, decide, seam, streams
 from compiled_autograd.engine.devices import cuda_device, on_device
@@ -426,12 +426,16 @@ def captured(session: ca.Session) -> Any:
     return session.graphs()[0].tape
 
 
+def _lifted(*devices: str) -> list[ir.LiftedTensor]:
+    return [ir.LiftedTensor(index, "float32", device) for index, device in enumerate(devices)]
+
+
 def test_the_device_of_a_tape() -> None:
     tape = captured(ca.enable(backend="eager"))
     assert tape.cuda_device is None and cuda_device(tape) is None
-    assert cuda_device(dataclasses.replace(tape, inputs=["float32 cpu", "float32 cuda:1, requires_grad"])) == 1
+    assert cuda_device(dataclasses.replace(tape, inputs=_lifted("cpu", "cuda:1"))) == 1
     with pytest.raises(errors.CaptureRefusedError, match="cuda_devices"):
-        cuda_device(dataclasses.replace(tape, inputs=["float32 cuda:0", "float32 cuda:1"]))
+        cuda_device(dataclasses.replace(tape, inputs=_lifted("cuda:0", "cuda:1")))
 
 
 def test_a_device_that_only_metadata_name() -> None:
@@ -443,7 +447,7 @@ def test_a_device_that_only_metadata_name() -> None:
     call.args = (call.args[0], [[[None, None, torch.device("cuda", 1), 6, 0, None], [], False, 6]])
     assert cuda_device(tape) == 1
     with pytest.raises(errors.CaptureRefusedError, match="cuda_devices"):
-        cuda_device(dataclasses.replace(tape, inputs=["float32 cuda:0"]))
+        cuda_device(dataclasses.replace(tape, inputs=_lifted("cuda:0")))
 
 
 def test_a_tape_on_several_devices_is_eagers(monkeypatch: pytest.MonkeyPatch) -> None:

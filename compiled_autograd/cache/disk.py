@@ -49,6 +49,7 @@ _NEIGHBOURS = 16
 """At most this many structures of the store are compared with one that neither it nor this process knows."""
 _LATEST = 1000
 """At most this many of the store's latest misses are searched for what it lost."""
+_OTHER_RECORDS = "what the cache has is of another version, and is left alone: it is not compared"
 _opened: dict[str, Disk | None] = {}
 
 
@@ -182,13 +183,14 @@ class Disk:
         known: ShadowGraph[None] = ShadowGraph()
         try:
             ids = dict.fromkeys(summary.structure for summary in self.store.summaries())
-            for structure in map(self.store.structure, list(ids)[:_NEIGHBOURS]):
-                if structure is not None:
-                    known.insert(structure.keys, None)
+            stored = [self.store.structure(each) for each in list(ids)[:_NEIGHBOURS]]
         except StoreError:  # whoever wants to store something says so
             return miss
+        paths = [ir.decode_keys(structure.record) for structure in stored if structure is not None]
+        for path in filter(None, paths):
+            known.insert(path, None)
         if not len(known):
-            return miss
+            return msgspec.structs.replace(miss, hint=_OTHER_RECORDS) if paths else miss
         keys = graph.tape.structure()
         depth, nearest = known.nearest(keys)
         if depth == len(keys):

@@ -215,7 +215,7 @@ class Graphs:
 
     def find(self, keys: Sequence[Key]) -> CompiledGraph | None:
         """The graph of a structure, if it was captured before."""
-        leaf, _ = self._shadow.find(keys)
+        leaf = self._shadow.find(keys)
         return None if leaf is None else leaf.payload
 
     def explain(

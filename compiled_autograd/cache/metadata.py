@@ -18,12 +18,14 @@ from .variants import Variant
 
 
 def structure_of(tape_graph: ir.TapeGraph, identity: str) -> Structure:
-    *keys, end = tape_graph.structure()
+    """A tape as the store keeps it: its keys as text for people, and as records to be compared with."""
+    keys = tape_graph.structure()
+    *texts, end = [tuple(map(str, key)) for key in keys]
     calls = tuple(
-        Call(call.name, key, call.parameter, call.source, tuple(call.edges or ()))
-        for call, key in zip(tape_graph.calls, keys, strict=True)
+        Call(call.name, text, call.parameter, call.source, tuple(call.edges or ()))
+        for call, text in zip(tape_graph.calls, texts, strict=True)
     )
-    return Structure(identity, calls, end, tape_graph.readable())
+    return Structure(identity, calls, end, tape_graph.readable(), ir.encode_keys(keys))
 
 
 def loss_of(tape_graph: ir.TapeGraph) -> str:
@@ -52,11 +54,11 @@ def inputs_of(tape_graph: ir.TapeGraph, variant: Variant) -> tuple[Input, ...]:
     symbols: dict[Any, str] = {}
     inputs = []
     for index, spec in enumerate(variant.shapes.tensors):
-        dtype, device, *_ = tape_graph.inputs[index].replace(",", "").split()
+        lifted = tape_graph.inputs[index]
         names = [str(part) if isinstance(part, int) else symbols.setdefault(part, f"s{len(symbols)}") for part in spec]
-        user = users.get(f"input_{index}")
+        user = users.get(ir.Lifted("input", index))
         where = "unused" if user is None else call_name(tape_graph, user)
-        inputs.append(Input(where, dtype, device, tuple(names)))
+        inputs.append(Input(where, lifted.dtype, lifted.device, tuple(names)))
     return tuple(inputs)
 
 

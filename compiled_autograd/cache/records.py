@@ -9,7 +9,7 @@ from __future__ import annotations
 import hashlib
 import operator
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import msgspec
@@ -117,11 +117,9 @@ def shapes_of(plan: VariantRecord, handover: Handover) -> Shapes:
     return Shapes([tensor.spec for tensor in plan.tensors], plan.sizes, shapes.strides, shapes.kinds)
 
 
-def structure_id(tape: ir.TapeGraph, keys: Iterable[Sequence[str]]) -> str:
+def structure_id(tape: ir.TapeGraph, keys: Sequence[ir.StructureKey]) -> str:
     """Names a structure in the store: the same for the same tape in any process, its order of execution included."""
-    digest = hashlib.sha256()
-    for key in keys:
-        digest.update(msgspec.msgpack.encode(key))
+    digest = hashlib.sha256(ir.encode_keys(keys))
     positions = {node: position for position, node in enumerate(tape.graph.nodes)}
     for node in positions:  # plans name nodes by their positions
         sources = [positions[source] for source in node.all_input_nodes]

@@ -8,7 +8,7 @@ from shadow_cache import Miss
 
 from .. import ir
 from ..diagnostics.node_names import title
-from ..diagnostics.variant_misses import kind_text, layout_miss, scalar_miss, shape_miss, tensor_miss
+from ..diagnostics.variant_misses import TensorKind, layout_miss, scalar_miss, shape_miss, tensor_kind, tensor_miss
 from .records import VariantRecord
 from .variants import Handover, TensorRecord
 
@@ -17,7 +17,7 @@ _OTHER_SIZES = "what is stored serves other sizes; one more variant"
 
 def stored_miss(tape: ir.TapeGraph, plan: VariantRecord, handover: Handover) -> Miss:
     """Why what the store has of a structure, made under the same state, does not serve a backward."""
-    kinds = [kind_text(tensor) for tensor in handover.tensors]
+    kinds = [tensor_kind(tensor) for tensor in handover.tensors]
     stored = [_kind_of_record(tensor) for tensor in plan.tensors]
     sizes = [tuple(tensor.shape) for tensor in handover.tensors]
     miss = tensor_miss(tape, stored, kinds)
@@ -32,11 +32,9 @@ def stored_miss(tape: ir.TapeGraph, plan: VariantRecord, handover: Handover) -> 
     return msgspec.structs.replace(miss, hint=_OTHER_SIZES if miss.kind == "shape" else miss.hint)
 
 
-def _kind_of_record(plan: TensorRecord) -> str:
-    """As :func:`kind_text`, of a tensor in the store."""
-    dims = len(plan.spec)
-    parts = [f"{dims} dimension{'' if dims == 1 else 's'}"]
+def _kind_of_record(plan: TensorRecord) -> TensorKind:
+    """As :func:`tensor_kind`, of a tensor in the store."""
     found = {"Conjugate": "conjugated", "Negative": "negated", "ZeroTensor": "zeros without memory"}
-    parts += [words for key, words in found.items() if key in plan.kind]
+    properties = [words for key, words in found.items() if key in plan.kind]
     name = plan.kind.partition(" ")[0]
-    return ", ".join(parts if name == "Tensor" else [*parts, name])
+    return TensorKind(len(plan.spec), tuple(properties if name == "Tensor" else [*properties, name]))

@@ -14,7 +14,7 @@ from torch import fx
 from shadow_cache import Timing, VariantKey
 
 from .. import ir
-from ..diagnostics.variant_misses import kind_text
+from ..diagnostics.variant_misses import TensorKind, tensor_kind
 from ..guards.ambient import Ambient
 from ..guards.shapes import Spec, is_static, marked, promoted, static_parts, widened
 from ..guards.value_kinds import kind_of_value
@@ -62,7 +62,7 @@ class Shapes:
     tensors: list[Spec]
     sizes: Spec
     strides: list[tuple[int, ...] | None]
-    kinds: list[str] = field(default_factory=list)
+    kinds: list[TensorKind] = field(default_factory=list)
     dynamic: bool = False
     _static_sizes: list[tuple[int, int]] = field(default_factory=list)
     _sizes: list[int] | None = None
@@ -109,11 +109,11 @@ class Shapes:
         """The specs, by the tape graph's placeholders."""
         specs: dict[fx.Node, Spec] = {}
         for node in tape.graph.find_nodes(op="placeholder"):
-            kind, index = str(node.target).split("_")
-            if kind == "input":
-                specs[node] = self.tensors[int(index)]
-            elif kind == "size":
-                specs[node] = (self.sizes[int(index)],)
+            lifted = node.meta["lifted"]
+            if lifted.kind == "input":
+                specs[node] = self.tensors[lifted.index]
+            elif lifted.kind == "size":
+                specs[node] = (self.sizes[lifted.index],)
         return specs
 
 
@@ -121,8 +121,8 @@ def _strides(handover: Handover) -> list[tuple[int, ...] | None]:
     return [tensor.stride() if ir.is_plain(tensor) else None for tensor in handover.tensors]
 
 
-def _kinds(handover: Handover) -> list[str]:
-    return [kind_text(tensor) for tensor in handover.tensors]
+def _kinds(handover: Handover) -> list[TensorKind]:
+    return [tensor_kind(tensor) for tensor in handover.tensors]
 
 
 class TensorRecord(msgspec.Struct, frozen=True, array_like=True):

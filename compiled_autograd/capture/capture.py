@@ -65,7 +65,7 @@ class Capture(HookReports):
         self.share_op = share_op
         self.find_op = find_op
         self.finish = finish
-        self.inputs: list[str] = []
+        self.inputs: list[ir.LiftedTensor] = []
         self.shapes: list[tuple[int, ...]] = []
         self.accumulates = True
         self.reporting = False
@@ -90,7 +90,7 @@ class Capture(HookReports):
             with torch._C.DisableTorchFunctionSubclass():
                 if tensor.is_nested:
                     self.refuse("a nested tensor")
-                self.inputs.append(_described(tensor))
+                self.inputs.append(_described(index, tensor))
                 self.shapes.append(tuple(tensor.shape))
             stand_ins.append(self._stand_in(self._placeholder("input", index)))
         return (
@@ -269,16 +269,15 @@ class Capture(HookReports):
             node.args = (*node.args, size)
 
 
-def _described(tensor: torch.Tensor) -> str:
+def _described(index: int, tensor: torch.Tensor) -> ir.LiftedTensor:
     """What the structure says of a lifted tensor."""
-    parts = [f"{str(tensor.dtype).removeprefix('torch.')} {tensor.device}"]
-    if tensor.requires_grad:
-        parts.append("requires_grad")
+    kind = ""
     if type(tensor) not in ir.PLAIN_TENSORS:
-        parts.append(type(tensor).__qualname__)
+        kind = type(tensor).__qualname__
     elif tensor.layout is not torch.strided:
-        parts.append(str(tensor.layout).removeprefix("torch."))
-    return ", ".join(parts)
+        kind = str(tensor.layout).removeprefix("torch.")
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    return ir.LiftedTensor(index, dtype, str(tensor.device), tensor.requires_grad, kind)
 
 
 def _refuse_if_freed(function: Any) -> None:

@@ -56,7 +56,7 @@ class Recording:
         self.calls: list[ir.TapeCall] = []
         self.asked: list[str] = []
         self.failure: BaseException | None = None
-        self._placeholders: dict[str, fx.Node] = {}
+        self._placeholders: dict[ir.Lifted, fx.Node] = {}
         self._last_placeholder: fx.Node | None = None
         self._values: dict[int, fx.Node | tuple[fx.Node, int]] = {}
         self._alive: list[torch.Tensor] = []
@@ -145,13 +145,14 @@ class Recording:
         return item
 
     def _placeholder(self, kind: str, index: int) -> fx.Node:
-        name = f"{kind}_{index}"
-        node = self._placeholders.get(name)
+        lifted = ir.Lifted(kind, index)
+        node = self._placeholders.get(lifted)
         if node is None:
             last = self._last_placeholder
             with self.graph.inserting_after(last) if last is not None else self.graph.inserting_before():
-                node = self.graph.placeholder(name)
-            self._placeholders[name] = self._last_placeholder = node
+                node = self.graph.placeholder(str(lifted))
+            node.meta["lifted"] = lifted
+            self._placeholders[lifted] = self._last_placeholder = node
         return node
 
     def _symbol(self, symbol: symbols.Symbol) -> Any:

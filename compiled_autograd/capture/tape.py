@@ -219,8 +219,8 @@ def join_names(calls: Sequence[ir.TapeCall], visited: Sequence[Visited]) -> None
 _saved_names: MutableMapping[type, tuple[tuple[str, bool], ...]] = PROCESS.register(weakref.WeakKeyDictionary())
 
 
-def saved_by(node: Any) -> tuple[tuple[str, str | None], ...]:
-    """What a built-in node saved, by its names for it, in its order: the text of each constant, None for tensors.
+def saved_by(node: Any) -> tuple[ir.SavedValue, ...]:
+    """What a built-in node saved, by its names for it, in its order.
 
     Tensors are not read: that would run the hooks that pack them.
     """
@@ -229,7 +229,11 @@ def saved_by(node: Any) -> tuple[tuple[str, str | None], ...]:
         names = [name for name in vars(cls) if name.startswith("_saved_")]
         _saved_names[cls] = tuple((name, f"_raw{name}" in vars(cls)) for name in names)
     return tuple(
-        (name.removeprefix("_saved_"), None if is_tensor else ir.text_of(_signed(getattr(node, name))))
+        ir.SavedValue(
+            name.removeprefix("_saved_"),
+            is_tensor,
+            None if is_tensor else ir.argument_of(_signed(getattr(node, name)), {}),
+        )
         for name, is_tensor in _saved_names[cls]
     )
 

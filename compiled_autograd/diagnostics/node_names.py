@@ -14,7 +14,6 @@ from .. import ir
 _NEAR = 4
 """How many edges away a layer may be to name a node after it."""
 _SIZES = re.compile(r"(?P<name>\w+?)_sym_(?P<kind>sizes|strides)(_opt)?")
-_NUMBER = re.compile(r"[-+]?\d+")
 _OF_VIEWS = (
     *("the gradients", "sizes of the base", "strides of the base", "offset of the base"),
     *("sizes of the view", "strides of the view", "offset of the view"),
@@ -83,23 +82,21 @@ def _parameters(tape: ir.TapeGraph, index: int) -> list[str]:
 # ---- values ----------------------------------------------------------------------------------------------------------
 
 
-def uses(tape: ir.TapeGraph) -> dict[str, int]:
-    """For each placeholder the first node of the tape that uses it."""
+def uses(tape: ir.TapeGraph) -> dict[ir.Lifted, int]:
+    """For each lifted value the first node of the tape that uses it."""
     placeholders = tape.graph.find_nodes(op="placeholder")
-    return {str(node.target): user.meta["call"] for node in placeholders for user in list(node.users)[:1]}
+    return {node.meta["lifted"]: user.meta["call"] for node in placeholders for user in list(node.users)[:1]}
 
 
-def value_name(tape: ir.TapeGraph, name: str) -> str:
-    """What a placeholder is: ``saved self of MulBackward0``, ``0.weight``, ``.grad of 0.weight``, a size of something.
-
-    Args:
-        name: such as ``input_3``.
-    """
-    node = next((node for node in tape.graph.find_nodes(op="placeholder") if node.target == name), None)
+def value_name(tape: ir.TapeGraph, lifted: ir.Lifted) -> str:
+    """What a lifted value is: ``saved self of MulBackward0``, ``0.weight``, ``.grad of 0.weight``, a size of
+    something."""
+    placeholders = tape.graph.find_nodes(op="placeholder")
+    node = next((node for node in placeholders if node.meta["lifted"] == lifted), None)
     user = next(iter(node.users), None) if node is not None else None
     while user is not None and user.op == "call_function" and ir.rule_of(user) is not None:
         if ir.rule_of(user).gives not in ("size", "packed"):  # type: ignore[union-attr]
-            dim = _dimension(user.args, node) if str(name).startswith("size_") else None
+            dim = _dimension(user.args, node) if lifted.kind == "size" else None
             text = argument_of(tape, user, _position(user, node))
             return text if dim is None else f"{text}, dimension {dim}"
         node, user = user, next(iter(user.users), None)  # a size computed of sizes, or what a hook unpacks
@@ -109,7 +106,7 @@ def value_name(tape: ir.TapeGraph, name: str) -> str:
 def node_name(tape: ir.TapeGraph, node: fx.Node) -> str:
     """What any value of the tape graph is: a placeholder's name for people, or what a node of the tape gave."""
     if node.op == "placeholder":
-        return value_name(tape, str(node.target))
+        return value_name(tape, node.meta["lifted"])
     if node.target is operator.getitem:
         source, index = node.args
         assert isinstance(source, fx.Node)
@@ -177,20 +174,19 @@ def _names(tape: ir.TapeGraph, call: fx.Node) -> dict[int, str]:
     names = list(tape.calls[call.meta["call"]].saved)
     found: dict[int, str] = {}
     for position, argument in enumerate(call.args):
-        if position >= 2 and names and _can_be(argument, names[0][1]):
-            found[position] = names.pop(0)[0]
+        if position >= 2 and names and _can_be(argument, names[0]):
+            found[position] = names.pop(0).name
     return found
 
 
-def _can_be(argument: Any, text: str | None) -> bool:
-    """Whether an argument can be a saved value: ``text`` is its text, or None for tensors."""
+def _can_be(argument: Any, saved: ir.SavedValue) -> bool:
+    """Whether an argument can be a saved value."""
     kinds = {ir.value_kind(each) for each in _flat(argument)}
-    if text is None:
+    if saved.is_tensor:
         return kinds <= {"tensor", "none", "packed"}
     if kinds & {"size", "scalar"}:
-        is_list = isinstance(argument, (list, tuple))
-        return is_list if text.startswith("[") else _NUMBER.fullmatch(text) is not None and not is_list
-    return ir.text_of(argument) == text
+        return type(saved.value) is (ir.Listed if isinstance(argument, (list, tuple)) else int)
+    return kinds <= {"none", "constant"} and ir.argument_of(argument, {}) == saved.value
 
 
 def argument_name(tape: ir.TapeGraph, index: int, function: str, position: int) -> str | None:

@@ -13,8 +13,8 @@ from shadow_cache import Miss, VariantKey, explain_variant
 
 from .. import ir
 from ..guards.shapes import SPECIAL, Guard, Spec
+from .call_misses import NUMBER_HINT
 from .node_names import value_name
-from .structure_misses import NUMBER_HINT
 
 _ARGUMENT = re.compile(r"a\[(?P<index>\d+)\](?:\.(?P<what>size|stride)\((?P<dim>\d+)\))?")
 _FIXED = re.compile(rf"({_ARGUMENT.pattern}) == (?P<size>\d+)")
@@ -46,17 +46,17 @@ def shape_miss(
         after: what was handed over now.
         dynamic: whether what changed is a symbol from now on.
     """
-    pairs: list[tuple[str, int | None, Any, Any]] = []
+    pairs: list[tuple[ir.Lifted, int | None, Any, Any]] = []
     for index, (old, new) in enumerate(zip(before[0], after[0], strict=True)):
-        pairs += [(f"input_{index}", dim, one, other) for dim, (one, other) in enumerate(zip(old, new, strict=True))]
-    pairs += [
-        (f"size_{index}", None, one, other) for index, (one, other) in enumerate(zip(before[1], after[1], strict=True))
-    ]
+        lifted = ir.Lifted("input", index)
+        pairs += [(lifted, dim, one, other) for dim, (one, other) in enumerate(zip(old, new, strict=True))]
+    for index, (one, other) in enumerate(zip(before[1], after[1], strict=True)):
+        pairs.append((ir.Lifted("size", index), None, one, other))
     changes = [pair for pair in pairs if type(pair[2]) is int and type(pair[3]) is int and pair[2] != pair[3]]
     if not changes:
         return None
-    name, dim, one, other = changes[0]
-    where = value_name(tape, name)
+    lifted, dim, one, other = changes[0]
+    where = value_name(tape, lifted)
     return Miss(
         "shape",
         where if dim is None else f"{where}, dimension {dim}",
@@ -66,10 +66,10 @@ def shape_miss(
     )
 
 
-def _now_dynamic(changes: Sequence[tuple[str, int | None, int, int]]) -> str:
+def _now_dynamic(changes: Sequence[tuple[ir.Lifted, int | None, int, int]]) -> str:
     """Which sizes are symbols from now on. Those that were 0 or 1 once are all the same compiled by themselves."""
     histories = list(dict.fromkeys((one, other) for _, _, one, other in changes))
-    tensors = len({name for name, dim, _, _ in changes if dim is not None})
+    tensors = len({lifted for lifted, dim, _, _ in changes if dim is not None})
     said = ", ".join(f"{one} -> {other}" for one, other in histories[:4])
     more = f" and {len(histories) - 4} more" if len(histories) > 4 else ""
     of = f", in {tensors} tensor{'' if tensors == 1 else 's'}" if tensors else ""
@@ -85,7 +85,8 @@ def layout_miss(
     for index, (old, new) in enumerate(zip(before, after, strict=True)):
         if old != new:
             hint = "contiguous() where it is made would keep one layout"
-            return Miss("layout", f"{value_name(tape, f'input_{index}')}, strides", str(old), str(new), hint)
+            where = value_name(tape, ir.Lifted("input", index))
+            return Miss("layout", f"{where}, strides", str(old), str(new), hint)
     return None
 
 
@@ -93,38 +94,47 @@ def scalar_miss(tape: ir.TapeGraph, before: Sequence[Any], after: Sequence[Any])
     """Which number that a node saved is another; None where none is."""
     for index, (old, new) in enumerate(zip(before, after, strict=True)):
         if old != new:
-            return Miss("node_attribute", value_name(tape, f"scalar_{index}"), str(old), str(new), NUMBER_HINT)
+            where = value_name(tape, ir.Lifted("scalar", index))
+            return Miss("node_attribute", where, str(old), str(new), NUMBER_HINT)
     return None
 
 
-def tensor_miss(tape: ir.TapeGraph, before: Sequence[str], after: Sequence[str]) -> Miss | None:
-    """Which saved tensor has another number of dimensions, or is of another kind (see :func:`kind_text`)."""
+class TensorKind(msgspec.Struct, frozen=True):
+    """Number of dimensions and kind of a tensor, for people: ``2 dimensions``, ``1 dimension, conjugated``."""
+
+    dims: int
+    properties: tuple[str, ...] = ()
+
+    def __str__(self) -> str:
+        return ", ".join((f"{self.dims} dimension{'' if self.dims == 1 else 's'}", *self.properties))
+
+
+def tensor_miss(tape: ir.TapeGraph, before: Sequence[TensorKind], after: Sequence[TensorKind]) -> Miss | None:
+    """Which saved tensor has another number of dimensions, or is of another kind."""
     for index, (old, new) in enumerate(zip(before, after, strict=True)):
         if old != new:
-            where = value_name(tape, f"input_{index}")
-            kind = "shape" if "dimension" in old and old.partition(",")[2] == new.partition(",")[2] else "layout"
-            return Miss(kind, where, old, new)
+            kind = "shape" if old.properties == new.properties else "layout"
+            return Miss(kind, value_name(tape, ir.Lifted("input", index)), str(old), str(new))
     return None
 
 
-def kind_text(tensor: torch.Tensor) -> str:
-    """Dimensions and kind of a tensor: ``2 dimensions``, ``1 dimension, conjugated``, ``sparse_coo, 2 dimensions``."""
+def tensor_kind(tensor: torch.Tensor) -> TensorKind:
+    """The kind of a tensor: properties are ``conjugated``, ``negated``, its layout, its class, if they are others."""
     with torch._C.DisableTorchFunctionSubclass():
-        dims = tensor.dim()
-        parts = [f"{dims} dimension{'' if dims == 1 else 's'}"]
+        properties = []
         if tensor.is_conj():
-            parts.append("conjugated")
+            properties.append("conjugated")
         if tensor.is_neg():
-            parts.append("negated")
+            properties.append("negated")
         if tensor._is_zerotensor():
-            parts.append("zeros without memory")
+            properties.append("zeros without memory")
         if tensor.layout is not torch.strided:
-            parts.append(str(tensor.layout).removeprefix("torch."))
+            properties.append(str(tensor.layout).removeprefix("torch."))
         if type(tensor) not in ir.PLAIN_TENSORS:
-            parts.append(type(tensor).__qualname__)
+            properties.append(type(tensor).__qualname__)
         elif type(tensor) is not torch.Tensor:
-            parts.append(type(tensor).__name__)
-    return ", ".join(parts)
+            properties.append(type(tensor).__name__)
+        return TensorKind(tensor.dim(), tuple(properties))
 
 
 def state_miss(key: VariantKey, known: Sequence[VariantKey]) -> Miss:

@@ -30,7 +30,7 @@ def cuda_device(tape: TapeGraph) -> int | None:
     Raises:
         CaptureRefusedError: it lies on several.
     """
-    found = {torch.device(described.partition(",")[0].split()[1]) for described in tape.inputs}
+    found = {torch.device(lifted.device) for lifted in tape.inputs}
     for node in tape.graph.nodes:
         found.update(_devices_in(node.args))
     indices = {device.index or 0 for device in found if device.type == "cuda"}

@@ -24,7 +24,17 @@ from .operations import (
     sum_gradients,
     zeros,
 )
-from .tape_graph import TapeCall, TapeGraph, target_name, text_of
+from .structure_keys import (
+    Lifted,
+    LiftedTensor,
+    Listed,
+    SavedValue,
+    StructureKey,
+    argument_of,
+    decode_keys,
+    encode_keys,
+)
+from .tape_graph import TapeCall, TapeGraph, target_name
 
 __all__ = [
     "PLACEHOLDERS",
@@ -33,18 +43,26 @@ __all__ = [
     "USERS_CODE",
     "AOTBackward",
     "IllegalGraphError",
+    "Lifted",
+    "LiftedTensor",
+    "Listed",
     "NaNFoundError",
     "OpaqueOp",
     "Packed",
     "Rule",
+    "SavedValue",
+    "StructureKey",
     "TapeCall",
     "TapeGraph",
     "accumulate_grad",
+    "argument_of",
     "call_backward",
     "check_nan",
     "copy_slices_epilogue",
     "copy_slices_prologue",
     "cpp_hook",
+    "decode_keys",
+    "encode_keys",
     "is_plain",
     "is_validation",
     "post_accumulate_hook",
@@ -54,7 +72,6 @@ __all__ = [
     "sum_gradients",
     "target_name",
     "tensor_hook",
-    "text_of",
     "unpack_hook",
     "value_kind",
     "verify",

@@ -95,7 +95,7 @@ def value_kind(value: Any) -> str:
     """``tensor``, ``size``, ``scalar``, ``object``, ``packed``, ``list``, ``none``, ``nothing`` or ``constant``."""
     if isinstance(value, fx.Node):
         if value.op == "placeholder":
-            kind = str(value.target).split("_")[0]
+            kind = value.meta["lifted"].kind
             return "tensor" if kind == "input" else kind
         rule = rule_of(value)
         return rule.gives if rule is not None else "nothing"
@@ -113,7 +113,8 @@ def verify(graph: fx.Graph) -> None:
     graph.lint()
     for node in graph.nodes:
         if node.op == "placeholder":
-            if str(node.target).split("_")[0] not in PLACEHOLDERS:
+            lifted = node.meta.get("lifted")
+            if lifted is None or lifted.kind not in PLACEHOLDERS:
                 raise IllegalGraphError(f"placeholder {node.target!r} is none of {', '.join(PLACEHOLDERS)}")
         elif node.op == "call_function":
             _verify_call(node)

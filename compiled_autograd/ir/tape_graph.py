@@ -2,15 +2,28 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
-from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
 
 import networkx as nx
 from torch import fx
 
 from .operations import USERS_CODE, OpaqueOp, accumulate_grad
+from .structure_keys import (
+    Accumulates,
+    Argument,
+    CallPart,
+    Constant,
+    LiftedTensor,
+    Part,
+    Returned,
+    RunOrder,
+    SavedValue,
+    StructureKey,
+    Value,
+    argument_of,
+)
 
 
 @dataclass(slots=True)
@@ -25,7 +38,7 @@ class TapeCall:
         parameter: for a leaf, the name of the parameter that it writes to, where a living module has it.
         module: the class of the outermost module that has it.
         source: ``file:line in function`` of the forward, where anomaly mode recorded it.
-        saved: names of what the node saved, with its text; None for tensors. Only for people: nothing is decided by it.
+        saved: what the node saved, by its names for it. Only for people: nothing is decided by it.
     """
 
     index: int
@@ -35,7 +48,7 @@ class TapeCall:
     parameter: str | None = None
     module: str | None = None
     source: str | None = None
-    saved: tuple[tuple[str, str | None], ...] = ()
+    saved: tuple[SavedValue, ...] = ()
 
 
 @dataclass(slots=True)
@@ -43,9 +56,10 @@ class TapeGraph:
     """A capture: the graph, the nodes of the tape it was made of, and what the lifted tensors are.
 
     Attributes:
-        graph: calls in the order in which they run; ``node.meta["call"]`` is the index into ``calls``.
+        graph: calls in the order in which they run; ``node.meta["call"]`` is the index into ``calls``, and a
+            placeholder's ``node.meta["lifted"]`` says what it stands for.
         calls: the tape's nodes in the engine's walk; index 0 is the root.
-        inputs: for each lifted tensor, dtype, device and ``requires_grad``: all that the structure says of it.
+        inputs: for each lifted tensor, all that the structure says of it.
         order: indices into ``calls`` in the order in which the eager engine would run them.
         accumulates: True for ``backward``, False for ``autograd.grad``.
         needs_engine: it has calls that can be run only while the engine's own call is under way.
@@ -54,7 +68,7 @@ class TapeGraph:
 
     graph: fx.Graph
     calls: list[TapeCall]
-    inputs: list[str]
+    inputs: list[LiftedTensor]
     accumulates: bool
     needs_engine: bool = False
     order: list[int] = field(default_factory=list)
@@ -82,15 +96,24 @@ class TapeGraph:
     def readable(self) -> str:
         """The one text form: stable, and complete but for tensors, sizes and scalars, which are no part of it."""
         lines = [f"tape graph: {len(self.calls)} nodes, {len(self.inputs)} tensors"]
-        for node in self.graph.find_nodes(op="placeholder"):
-            lines.extend(f"  {line}" for line in self._described(node))
-        last = None
-        for node, line in self._lines():
+        values: dict[fx.Node, Argument] = {}
+        number, last = itertools.count(), None
+        for node in self.graph.nodes:
+            if node.op == "placeholder":
+                values[node] = lifted = node.meta["lifted"]
+                if lifted.kind == "input":
+                    lines.append(f"  {self.inputs[lifted.index]}")
+                continue
             call = node.meta.get("call")
             if call is not None and call != last:
                 lines.append(f"{self._title(self.calls[call])}")
                 last = call
-            lines.append("  " + line)
+            if node.op == "output":
+                lines.append(f"  return {argument_of(node.args[0], values)}")
+            else:
+                arguments = ", ".join(str(argument_of(each, values)) for each in node.args)
+                values[node] = Constant("value", f"%{next(number)}")
+                lines.append(f"  {values[node]} = {target_name(node)}({arguments})")
         return "\n".join(lines) + "\n"
 
     def _title(self, call: TapeCall) -> str:
@@ -101,49 +124,48 @@ class TapeGraph:
             title += f" at {call.source}"
         return title
 
-    def _lines(self, by_call: bool = False) -> Iterator[tuple[fx.Node, str]]:
-        """Each call with its text. Values are numbered as they come; ``by_call``, within the node they belong to."""
-        names = {node: str(node.target) for node in self.graph.nodes if node.op == "placeholder"}
-        placeholders = len(names)
-        counts: dict[int, int] = {}
-        for node in self.graph.nodes:
-            if node.op == "output":
-                yield node, f"return {_text(node.args[0], names)}"
-            elif by_call and node.target is operator.getitem:
-                names[node] = f"{names[node.args[0]]}.{node.args[1]}"  # in whatever order they are taken
-            elif node.op == "call_function":
-                call = node.meta.get("call")
-                counts[call] = counts.get(call, -1) + 1
-                names[node] = f"%{call}.{counts[call]}" if by_call else f"%{len(names) - placeholders}"
-                arguments = ", ".join(_text(argument, names) for argument in node.args)
-                yield node, f"{names[node]} = {target_name(node)}({arguments})"
-
-    def structure(self) -> list[tuple[str, ...]]:
-        """The key parts of each node of the tape, in the order of the engine's walk, and of its end.
+    def structure(self) -> list[StructureKey]:
+        """The key of each node of the tape, in the order of the engine's walk, and of its end.
 
         A lifted tensor is described where it is first used, and a value is named after its node, so that tapes share
         their keys as far as they agree. Of the order in which nodes run it says what users' code can see.
         """
-        lines: dict[int | None, list[tuple[fx.Node, str]]] = {}
-        for node, line in self._lines(by_call=True):
-            lines.setdefault(node.meta.get("call"), []).append((node, line))
-        described: set[fx.Node] = set()
+        values: dict[fx.Node, Argument] = {}
+        parts: dict[int, dict[fx.Node, CallPart]] = {}
+        tensors: dict[fx.Node, LiftedTensor] = {}
+        for node in self.graph.nodes:
+            if node.op == "placeholder":
+                values[node] = lifted = node.meta["lifted"]
+                if lifted.kind == "input":
+                    tensors[node] = self.inputs[lifted.index]
+            elif node.target is operator.getitem:  # in whatever order they are taken
+                source, edge = node.args
+                whole = values[source]
+                assert isinstance(whole, Value)
+                values[node] = Value(whole.call, whole.number, edge)
+            elif node.op == "output":
+                output, returned = node, Returned(tuple(argument_of(each, values) for each in node.args[0]))
+            else:
+                of_call = parts.setdefault(node.meta["call"], {})
+                values[node] = result = Value(node.meta["call"], len(of_call))
+                arguments = tuple([argument_of(each, values) for each in node.args])
+                of_call[node] = CallPart(result, target_name(node), arguments)
 
-        def key(call: int | None, *begin: str) -> tuple[str, ...]:
-            parts = list(begin)
-            for node, line in lines.get(call, ()):
-                parts.append(line)
-                for source in node.all_input_nodes:
-                    if source.op == "placeholder" and source not in described:
-                        described.add(source)
-                        parts.extend(self._described(source))
-            return tuple(parts)
+        def key(index: int, *begin: str | Part) -> StructureKey:
+            key = list(begin)
+            for node, part in parts.get(index, {}).items():
+                key.append(part)
+                key.extend(first_used(node))
+            return tuple(key)
+
+        def first_used(node: fx.Node) -> list[LiftedTensor]:
+            return [tensors.pop(source) for source in node.all_input_nodes if source in tensors]
 
         root, *others = self.calls
-        keys = [key(0, root.name, f"accumulates={self.accumulates}"), *(key(call.index, call.name) for call in others)]
-        return [*keys, (*key(None, "end"), *self._seen_order())]
+        keys = [key(0, root.name, Accumulates(self.accumulates)), *(key(call.index, call.name) for call in others)]
+        return [*keys, ("end", returned, *first_used(output), *self._seen_order())]
 
-    def _seen_order(self) -> list[str]:
+    def _seen_order(self) -> list[RunOrder]:
         """Where users' code runs, the order of nodes that have some, or write to a leaf; unless it is the walk's."""
         if not self.runs_users_code:
             return []
@@ -153,11 +175,7 @@ class TapeGraph:
             if node.target in USERS_CODE or node.target is accumulate_grad
         }
         seen = [index for index in self.order if index in shows]
-        return [] if seen == sorted(seen) else [f"order: {seen}"]
-
-    def _described(self, placeholder: fx.Node) -> list[str]:
-        kind, index = str(placeholder.target).split("_")
-        return [f"{placeholder.target}: {self.inputs[int(index)]}"] if kind == "input" else []
+        return [] if seen == sorted(seen) else [RunOrder(tuple(seen))]
 
     def to_networkx(self) -> nx.DiGraph:
         """The tape as a directed graph: nodes are indices into ``calls``; edges go along the flow of gradients.
@@ -184,18 +202,3 @@ def target_name(node: fx.Node) -> str:
     if isinstance(node.target, OpaqueOp):
         return repr(node.target)
     return str(getattr(node.target, "__name__", node.target))
-
-
-def text_of(value: Any) -> str:
-    """A constant, as the text form has it."""
-    return _text(value, {})
-
-
-def _text(value: Any, names: dict[fx.Node, str]) -> str:
-    if isinstance(value, fx.Node):
-        return names[value]
-    if isinstance(value, (list, tuple)):
-        return "[" + ", ".join(_text(each, names) for each in value) + "]"
-    if isinstance(value, dict):
-        return "{" + ", ".join(f"{key}: {_text(each, names)}" for key, each in sorted(value.items())) + "}"
-    return str(value)

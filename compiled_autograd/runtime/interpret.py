@@ -35,8 +35,8 @@ def interpret(tape: ir.TapeGraph, given: Mapping[str, Sequence[Any]]) -> list[to
     versions: dict[fx.Node, int] = {}
     for node in tape.graph.nodes:
         if node.op == "placeholder":
-            kind, index = str(node.target).split("_")
-            known[node] = given[kind][int(index)]
+            lifted = node.meta["lifted"]
+            known[node] = given[lifted.kind][lifted.index]
             continue
         if node.target in ir.USERS_CODE and not versions:
             versions = versions_of({each for saved in watched(tape.graph.nodes).values() for each in saved}, known)

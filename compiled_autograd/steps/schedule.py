@@ -51,8 +51,8 @@ class Schedule:
         for position, node in enumerate(tape.graph.nodes):
             self._positions[node] = position
             if node.op == "placeholder":
-                kind, index = str(node.target).split("_")
-                self.slot_of[node] = starts[kind] + int(index)
+                lifted = node.meta["lifted"]
+                self.slot_of[node] = starts[lifted.kind] + lifted.index
             elif node.target is ir.accumulate_grad and node.args[1] is None and not node.users:  # no hook sees it
                 self._fresh.setdefault(node.args[2], []).append(node)
             elif node.target is ir.post_hook:

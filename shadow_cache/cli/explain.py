@@ -236,6 +236,6 @@ def graph(view: View, id: str, form: str | None, lowered: bool) -> None:
     structure = view.structure(found.structure) if isinstance(found, Entry) else found
     if form == "json":
         view.format = "json"
-        view.out(structure, (), tuple)
+        view.out(msgspec.structs.replace(structure, record=b""), (), tuple)
     else:
         view.print({"text": lambda it: it.text.rstrip(), "dot": graphs.dot, "mermaid": graphs.mermaid}[form](structure))

@@ -1,0 +1,222 @@
+"""What differs between a call that belongs to a node of a known structure and the one at hand, in the user's terms."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import pairwise, zip_longest
+
+from shadow_cache import Miss
+
+from .. import ir
+from ..ir.structure_keys import Argument, CallPart, Constant, Lifted, Listed, Value, leaves, values_of
+from .node_names import argument_name, call_name, leaf_name, uses, value_name
+
+_SCALAR_TYPES = (
+    *("uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64"),
+    *("complex32", "complex64", "complex128", "bool", "qint8", "quint8", "qint32", "bfloat16"),
+)
+"""By number (``c10/core/ScalarType.h``): ``validate_outputs`` is given the dtype that it casts to as a number."""
+_WITH_ARGUMENTS = ("ops.", "call_backward", "AOTBackward", "copy_slices", "accumulate_grad", "zeros")
+NUMBER_HINT = "a number that the forward passes as a number is part of the structure; as a tensor it would not be"
+WAY_HINT = "the forward took another way here; each way that it takes is compiled once"
+_UNDEFINED_HINT = "each set of outputs that a loss uses is compiled once"
+_NOTHING, _ANY, _TRUE = Constant("", "nothing"), Constant("", ""), Constant("bool", "True")
+
+
+def call_miss(tape: ir.TapeGraph, depth: int, old: CallPart, new: CallPart) -> Miss | None:
+    """Which gradients are undefined, or which argument differs; None where the two differ in wiring alone."""
+    return _undefined(tape, depth, old, new) or _of_call(tape, depth, old, new)
+
+
+def _undefined(tape: ir.TapeGraph, depth: int, old: CallPart, new: CallPart) -> Miss | None:
+    first = [part.arguments[0] if part.arguments else None for part in (old, new)]
+    if not all(part.function.startswith("ops.") for part in (old, new)) or not all(map(_is_list, first)):
+        return None
+    patterns = [[grad is None for grad in _items(grads)] for grads in first]
+    if patterns[0] == patterns[1]:
+        return None
+    if len(patterns[0]) != len(patterns[1]):
+        verb = "gives" if "validate_outputs" in new.function else "takes"
+        what = f"{call_name(tape, depth)}: how many gradients it {verb}"
+        if depth == 0:
+            what = "how many tensors the backward starts from"
+        return Miss("node_attribute", what, str(len(patterns[0])), str(len(patterns[1])))
+    texts = [" ".join("undefined" if undefined else "defined" for undefined in pattern) for pattern in patterns]
+    return Miss("undefined_gradients", call_name(tape, depth), old=texts[0], new=texts[1], hint=_UNDEFINED_HINT)
+
+
+def _of_call(tape: ir.TapeGraph, depth: int, old: CallPart, new: CallPart) -> Miss | None:
+    """The first argument that differs, of two calls of one function."""
+    function, where = new.function, call_name(tape, depth)
+    if old.function != function or not function.startswith(_WITH_ARGUMENTS):
+        return None
+    for index, (one, other) in enumerate(zip_longest(old.arguments, new.arguments, fillvalue=_NOTHING)):
+        if _unnamed(one) == _unnamed(other):
+            continue
+        if "validate_outputs" in function:
+            return _of_output(tape, depth, one, other)
+        if function == "call_backward":
+            return _of_function(where, index, one, other)
+        if _is_list(one) and all(_is_bool(leaf) for leaf in leaves((one, other))):
+            hint = "requires_grad of what goes in decides which gradients are computed"
+            return Miss("node_attribute", f"{where}: which inputs get a gradient", _yes(one), _yes(other), hint)
+        name = argument_name(tape, depth, function, index)
+        if name is None and _is_count(one) and _is_count(other):
+            continue  # a dtype or a count, which what follows tells better; else see dtype_miss
+        what = f"{where}: {name}" if name else f"{where}: what it saved"
+        return _of_options(what, one, other) or _of_argument(what, one, other)
+    return _same_tensor(tape, depth, old, new)
+
+
+def dtype_miss(tape: ir.TapeGraph, depth: int, old: CallPart, new: CallPart) -> Miss | None:
+    """Numbers that a built-in node has beside what it saved: dtypes of what went in."""
+    if not all(part.function.startswith("ops.") for part in (old, new)):
+        return None
+    for one, other in zip(old.arguments, new.arguments, strict=False):
+        if one != other and _is_count(one) and _is_count(other):
+            differing = ((a, b) for a, b in zip(leaves([one]), leaves([other]), strict=False) if a != b)
+            for numbers in differing:
+                what = f"{call_name(tape, depth)}: what went in"
+                return Miss("dtype", what, _dtype(numbers[0]), _dtype(numbers[1]), one_each("dtype"))
+    return None
+
+
+def _of_argument(what: str, old: Argument, new: Argument) -> Miss:
+    values = values_of([old, new])
+    if values:
+        is_size = any(isinstance(value, Lifted) and value.kind == "size" for value in values)
+        if all(any(map(_is_list, _items(each)[:1])) for each in (old, new)):  # the sizes of several tensors
+            counts = [len(_items(each)) for each in (old, new)]
+            if counts[0] != counts[1]:
+                return Miss("node_attribute", what, f"{counts[0]} tensors", f"{counts[1]} tensors", WAY_HINT)
+        texts = [_described(each, "dimension" if is_size and _is_list(old) else "") for each in (old, new)]
+        return Miss("shape" if is_size else "node_attribute", what, texts[0], texts[1])
+    return Miss("node_attribute", what, str(old), str(new), NUMBER_HINT if any(map(_is_number, (old, new))) else "")
+
+
+def _described(argument: Argument, noun: str = "") -> str:
+    """Without the names that values have in a key."""
+    values = values_of([argument])
+    if not values:
+        return f"0 {noun}s" if noun and argument == Listed(()) else str(argument)
+    kind = values[0].kind if isinstance(values[0], Lifted) else ""
+    noun = noun or {"size": "size", "scalar": "number"}.get(kind, "tensor")
+    if noun == "tensor" and not _is_list(argument):
+        return "a tensor"
+    return f"{len(values)} {noun}{'' if len(values) == 1 else 's'}"
+
+
+def _of_function(where: str, index: int, old: Argument, new: Argument) -> Miss:
+    """An argument of :func:`functions.call_backward`."""
+    if index == 1:
+        counts = [str(len(list(leaves([each])))) for each in (old, new)]
+        return Miss("node_attribute", f"{where}: how many tensors it saved", counts[0], counts[1])
+    if index == 2:
+        hint = "requires_grad of what goes in decides which gradients are computed"
+        return Miss("node_attribute", f"{where}: which inputs get a gradient", _yes(old), _yes(new), hint)
+    if index == 3:
+        words = {"True": "defined", "False": "undefined"}
+        texts = [" ".join(words.get(text, text) for text in map(str, _items(each))) for each in (old, new)]
+        return Miss("undefined_gradients", where, texts[0], texts[1], _UNDEFINED_HINT)
+    texts = ["undefined" if each is None else "defined" for each in (old, new)]
+    return Miss("undefined_gradients", where, texts[0], texts[1], _UNDEFINED_HINT)
+
+
+def _of_output(tape: ir.TapeGraph, depth: int, old: Argument, new: Argument) -> Miss:
+    """What the gradients that a node gives are made to be, for the nodes after it."""
+    what = "the loss" if depth == 0 else f"the gradient from {call_name(tape, depth)}"
+    found = _of_options(what, old, new)
+    if found is not None:
+        return found
+    counts = [[len(values_of([part])) for part in _items(each)] for each in (old, new)]
+    for one, other in zip_longest(*counts, fillvalue=0):
+        if one != other:
+            return Miss("shape", what, f"{one} dimensions", f"{other} dimensions")
+    kinds = ["subclass" if _TRUE in leaves([each]) else "plain" for each in (old, new)]
+    return Miss("node_attribute", f"{what}: the kind of tensor", kinds[0], kinds[1])
+
+
+def _of_options(what: str, old: Argument, new: Argument) -> Miss | None:
+    """Dtype and device, where an argument carries them."""
+    for (old_device, old_dtype), (device, dtype) in zip(_options(old), _options(new), strict=False):
+        if old_dtype != dtype:
+            return Miss("dtype", what, _dtype(old_dtype), _dtype(dtype), one_each("dtype"))
+        if old_device != device:
+            return Miss("device", what, old_device.text, device.text, one_each("device"))
+    return None
+
+
+def _options(argument: Argument) -> Iterator[tuple[Constant, int]]:
+    """The device and the dtype of each list in which one stands right after the other."""
+    items = _items(argument)
+    for one, other in pairwise(items):
+        if isinstance(one, Constant) and one.kind == "device" and type(other) is int:
+            yield one, other
+    for each in items:
+        yield from _options(each)
+
+
+def _dtype(number: Argument) -> str:
+    return _SCALAR_TYPES[number] if isinstance(number, int) and number < len(_SCALAR_TYPES) else f"dtype {number}"
+
+
+def _same_tensor(tape: ir.TapeGraph, depth: int, old: CallPart, new: CallPart) -> Miss | None:
+    """One of the two takes a tensor that it, or a node before it, has taken already; the other takes one of its own."""
+    known = uses(tape)
+    for index, (one, other) in enumerate(zip(old.arguments, new.arguments, strict=False)):
+        for before, after in zip(values_of([one]), values_of([other]), strict=False):
+            if before == after or isinstance(before, Value) or isinstance(after, Value):
+                continue
+            texts = []
+            for lifted, arguments in ((before, old.arguments), (after, new.arguments)):
+                if lifted in values_of(arguments[:index]):
+                    texts.append("a tensor that the same node has already")
+                elif known.get(lifted, depth) < depth:
+                    texts.append(value_name(tape, lifted))
+                else:
+                    texts.append("a tensor of its own")
+            name = argument_name(tape, depth, new.function, index)
+            what = name or ("what it saved" if new.function != "accumulate_grad" else leaf_name(tape, depth))
+            hint = "whether two nodes hold one tensor or two is part of the structure"
+            return Miss("node_attribute", f"{call_name(tape, depth)}: {what}", texts[0], texts[1], hint)
+    return None
+
+
+# ---- what an argument is ---------------------------------------------------------------------------------------------
+
+
+def _is_list(argument: Argument) -> bool:
+    return isinstance(argument, Listed)
+
+
+def _items(argument: Argument) -> tuple[Argument, ...]:
+    return argument.items if isinstance(argument, Listed) else ()
+
+
+def _unnamed(argument: Argument) -> Argument:
+    """An argument in which each value is alike."""
+    if isinstance(argument, Listed):
+        return Listed(tuple(map(_unnamed, argument.items)))
+    return _ANY if isinstance(argument, (Lifted, Value)) else argument
+
+
+def _is_bool(argument: Argument) -> bool:
+    return isinstance(argument, Constant) and argument.kind == "bool"
+
+
+def _yes(argument: Argument) -> str:
+    return ", ".join("yes" if leaf == _TRUE else "no" for leaf in leaves([argument]))
+
+
+def _is_count(argument: Argument) -> bool:
+    """Whether it is a number that stands for a dtype or counts something, or a list of such."""
+    numbers = argument.items if isinstance(argument, Listed) else (argument,)
+    return all(isinstance(number, int) and number >= 0 for number in numbers)
+
+
+def _is_number(argument: Argument) -> bool:
+    return isinstance(argument, int) or (isinstance(argument, Constant) and argument.kind == "float")
+
+
+def one_each(kind: str) -> str:
+    return f"each {kind} that occurs is compiled once"

@@ -1,0 +1,210 @@
+"""What a structure consists of, as records: lifted values, calls and their arguments; and the text of each for people.
+
+The key of one node of the tape is a tuple: the node's name, and then parts. Two keys are equal where every part is. The
+records are frozen and hashable, and msgspec writes and reads them, so that what the store keeps can be compared too.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Any
+
+import msgspec
+import torch
+from torch import fx
+
+# Of these records a tape has hundreds of thousands, and no cycle can begin at one: gc=False keeps them from the garbage
+# collector, which would go through all of them again and again while a key is made.
+
+
+class Lifted(msgspec.Struct, frozen=True, gc=False, array_like=True, tag="lifted"):
+    """What a placeholder stands for: ``node.meta["lifted"]``.
+
+    Attributes:
+        kind: one of :data:`operations.PLACEHOLDERS`.
+        index: which of all that the engine hands over of that kind.
+    """
+
+    kind: str
+    index: int
+
+    def __str__(self) -> str:
+        return f"{self.kind}_{self.index}"
+
+
+class LiftedTensor(msgspec.Struct, frozen=True, gc=False, array_like=True, tag="tensor"):
+    """All that the structure says of a lifted tensor.
+
+    Attributes:
+        index: as in :class:`Lifted`.
+        dtype: without ``torch.``.
+        device: as torch writes it.
+        requires_grad: of the tensor that was saved.
+        kind: its class where that is not one of torch's own, or its layout where it is not strided; else empty.
+    """
+
+    index: int
+    dtype: str
+    device: str
+    requires_grad: bool = False
+    kind: str = ""
+
+    @property
+    def properties(self) -> str:
+        """What it is beside dtype and device; empty where it is nothing else."""
+        return ", ".join(filter(None, ("requires_grad" if self.requires_grad else "", self.kind)))
+
+    def __str__(self) -> str:
+        return ", ".join(filter(None, (f"input_{self.index}: {self.dtype} {self.device}", self.properties)))
+
+
+class Value(msgspec.Struct, frozen=True, gc=False, array_like=True, tag="value"):
+    """What a call gave.
+
+    Attributes:
+        call: the index of the node of the tape that the call belongs to.
+        number: of the call among those of that node, counted from 0.
+        edge: which of the values that the call gave; None for the call's whole result.
+    """
+
+    call: int
+    number: int
+    edge: int | None = None
+
+    def __str__(self) -> str:
+        name = f"%{self.call}.{self.number}"
+        return name if self.edge is None else f"{name}.{self.edge}"
+
+
+class Constant(msgspec.Struct, frozen=True, gc=False, array_like=True, tag="constant"):
+    """A constant that is neither an int nor None. By type and text, since Python takes 1.0, True and 1 for equal, and
+    no NaN for any.
+
+    Attributes:
+        kind: the name of its class.
+        text: as Python writes it.
+    """
+
+    kind: str
+    text: str
+
+    def __str__(self) -> str:
+        return self.text
+
+
+class Listed(msgspec.Struct, frozen=True, gc=False, array_like=True, tag="list"):
+    """A list or a tuple."""
+
+    items: tuple[Argument, ...]
+
+    def __str__(self) -> str:
+        return f"[{', '.join(map(str, self.items))}]"
+
+
+Argument = Lifted | Value | Constant | Listed | int | None
+"""What a call takes."""
+
+
+class CallPart(msgspec.Struct, frozen=True, gc=False, array_like=True, tag="call", cache_hash=True):
+    """One call that belongs to a node of the tape; ``function`` is its name in the text form."""
+
+    result: Value
+    function: str
+    arguments: tuple[Argument, ...]
+
+    def __str__(self) -> str:
+        return f"{self.result} = {self.function}({', '.join(map(str, self.arguments))})"
+
+
+class Accumulates(msgspec.Struct, frozen=True, gc=False, array_like=True, tag="accumulates"):
+    """A part of the first key: True for ``backward``, False for ``autograd.grad``."""
+
+    value: bool
+
+    def __str__(self) -> str:
+        return f"accumulates={self.value}"
+
+
+class Returned(msgspec.Struct, frozen=True, gc=False, array_like=True, tag="return"):
+    """A part of the last key: the gradients that were asked for."""
+
+    values: tuple[Argument, ...]
+
+    def __str__(self) -> str:
+        return f"return {Listed(self.values)}"
+
+
+class RunOrder(msgspec.Struct, frozen=True, gc=False, array_like=True, tag="order"):
+    """A part of the last key: indices of nodes in the order in which they run, as far as users' code can see it."""
+
+    calls: tuple[int, ...]
+
+    def __str__(self) -> str:
+        return f"order: {list(self.calls)}"
+
+
+class SavedValue(msgspec.Struct, frozen=True, gc=False):
+    """What a node of the tape saved under a name: a constant, or a tensor, which has no ``value`` here."""
+
+    name: str
+    is_tensor: bool
+    value: Argument = None
+
+
+Part = CallPart | LiftedTensor | Accumulates | Returned | RunOrder
+StructureKey = tuple[str | Part, ...]
+"""The name of a node, or ``end``, and then parts."""
+_TRUE, _FALSE = Constant("bool", "True"), Constant("bool", "False")
+_decoder = msgspec.msgpack.Decoder(list[StructureKey])
+
+
+def argument_of(value: Any, values: Mapping[fx.Node, Argument]) -> Argument:
+    """The record of what a call takes; ``values`` are those of the graph's nodes."""
+    kind = type(value)
+    if kind is fx.Node:
+        return values[value]
+    if value is None or kind is int:
+        return value
+    if isinstance(value, (list, tuple)):
+        return Listed(tuple([argument_of(each, values) for each in value]))
+    if isinstance(value, bool):
+        return _TRUE if value else _FALSE
+    if isinstance(value, dict):
+        return Constant("dict", "{" + ", ".join(f"{key}: {each}" for key, each in sorted(value.items())) + "}")
+    if kind is torch.device:
+        return _device(value)
+    return Constant(kind.__name__, str(value))
+
+
+@functools.cache
+def _device(value: torch.device) -> Constant:
+    """One for each device: most constants are such."""
+    return Constant("device", str(value))
+
+
+def leaves(arguments: Sequence[Argument]) -> Iterator[Lifted | Value | Constant | int | None]:
+    """What arguments consist of, lists opened."""
+    for argument in arguments:
+        if type(argument) is Listed:
+            yield from leaves(argument.items)
+        else:
+            yield argument  # type: ignore[misc]
+
+
+def values_of(arguments: Sequence[Argument]) -> list[Lifted | Value]:
+    """What is handed over or computed, of all that arguments consist of."""
+    return [leaf for leaf in leaves(arguments) if isinstance(leaf, (Lifted, Value))]
+
+
+def encode_keys(keys: Sequence[StructureKey]) -> bytes:
+    """A structure's keys, as the store keeps them."""
+    return msgspec.msgpack.encode(keys)
+
+
+def decode_keys(data: bytes) -> list[StructureKey] | None:
+    """What :func:`encode_keys` wrote; None where it is damaged, or where another version wrote other records."""
+    try:
+        return _decoder.decode(data)
+    except (msgspec.DecodeError, RecursionError):
+        return None

@@ -10,13 +10,13 @@ from collections.abc import Iterator
 import pytest
 import torch
 
-from compiled_autograd.capture import tape
+from compiled_autograd.capture import parameter_names
 from compiled_autograd.engine import session
 from compiled_autograd.process_state import PROCESS
 
 WATCHDOG_SECONDS = 300
 os.environ["COMPILED_AUTOGRAD_TUNE"] = "false"  # else counts would depend on the clock
-tape._SLOW_SEARCH_SECONDS = math.inf  # else names of parameters would depend on it too
+parameter_names._SLOW_SEARCH_SECONDS = math.inf  # else names of parameters would depend on it too
 os.environ["COMPILED_AUTOGRAD_CACHE_DIR"] = "false"  # tests of the store name a folder of their own
 
 

@@ -16,7 +16,7 @@ from torch import fx, nn
 import compiled_autograd as ca
 from compiled_autograd import ir
 from compiled_autograd.cache.graphs import CompiledGraph
-from compiled_autograd.capture import tape
+from compiled_autograd.capture import parameter_names, tape
 from compiled_autograd.engine import seam
 from compiled_autograd.errors import IllegalGraphError
 from compiled_autograd.ir.nan_checks import with_nan_checks
@@ -406,8 +406,8 @@ def _here() -> str:
 def test_living_modules_are_searched_once_for_each_model(monkeypatch: pytest.MonkeyPatch) -> None:
     """A capture of a model whose names are known, or without parameters, searches nothing."""
     searched: list[int] = []
-    search = tape.all_parameter_names
-    monkeypatch.setattr(tape, "all_parameter_names", lambda: (searched.append(1), search())[1])
+    search = parameter_names.all_parameter_names
+    monkeypatch.setattr(parameter_names, "all_parameter_names", lambda: (searched.append(1), search())[1])
     model = nn.Linear(2, 2)
     captured = [_captured(model(torch.ones(1, 2)).sum()), _captured(model(torch.ones(1, 2)).exp().sum())]
     for each in captured:
@@ -417,20 +417,20 @@ def test_living_modules_are_searched_once_for_each_model(monkeypatch: pytest.Mon
 
 
 def test_a_search_that_takes_long_is_not_made_for_every_model(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tape, "_SLOW_SEARCH_SECONDS", 0.0)
-    monkeypatch.setattr(tape, "_SEARCH_TIME_SHARE", 1e-6)
-    monkeypatch.setattr(tape._search, "next", 0.0)
+    monkeypatch.setattr(parameter_names, "_SLOW_SEARCH_SECONDS", 0.0)
+    monkeypatch.setattr(parameter_names, "_SEARCH_TIME_SHARE", 1e-6)
+    monkeypatch.setattr(parameter_names._search, "next", 0.0)
     models = [nn.Linear(2, 2) for _ in range(2)]
     leaves = [list(model.parameters()) for model in models]
     assert [sorted(_names(each).values()) for each in leaves] == [["bias", "weight"], []]
-    assert sorted(place.name for place in tape.parameter_names_of(leaves[0]).values()) == ["bias", "weight"]
-    monkeypatch.setattr(tape._search, "next", 0.0)
-    assert sorted(place.name for place in tape.parameter_names_of(leaves[1]).values()) == ["bias", "weight"]
+    assert sorted(place.name for place in parameter_names.parameter_names_of(leaves[0]).values()) == ["bias", "weight"]
+    monkeypatch.setattr(parameter_names._search, "next", 0.0)
+    assert sorted(place.name for place in parameter_names.parameter_names_of(leaves[1]).values()) == ["bias", "weight"]
 
 
 def test_parameters_can_be_swapped_after_they_were_named(monkeypatch: pytest.MonkeyPatch) -> None:
     """``swap_tensors`` refuses a tensor that anything refers to weakly."""
-    monkeypatch.setattr(tape._search, "next", 0.0)
+    monkeypatch.setattr(parameter_names._search, "next", 0.0)
     model, lone = nn.Linear(2, 2), nn.Parameter(torch.ones(2))
     captured = _captured((model(torch.ones(1, 2)) * lone).sum())
     assert {call.parameter for call in captured.tape.calls} == {None, "weight", "bias"}
@@ -440,7 +440,7 @@ def test_parameters_can_be_swapped_after_they_were_named(monkeypatch: pytest.Mon
 
 
 def test_names_follow_what_the_module_has(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(tape._search, "next", 0.0)
+    monkeypatch.setattr(parameter_names._search, "next", 0.0)
     model = nn.Linear(2, 2)
     weight = model.weight
     assert _names([weight]) == {id(weight): "weight"}
@@ -449,7 +449,7 @@ def test_names_follow_what_the_module_has(monkeypatch: pytest.MonkeyPatch) -> No
 
 
 def _names(leaves: list[torch.Tensor]) -> dict[int, str]:
-    return {key: place.name for key, place in tape.parameter_names_of(leaves).items()}
+    return {key: place.name for key, place in parameter_names.parameter_names_of(leaves).items()}
 
 
 def test_a_long_tape_is_not_read_from_python(monkeypatch: pytest.MonkeyPatch) -> None:

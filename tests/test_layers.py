@@ -1,11 +1,13 @@
-"""Imports go from a room to those below it: the contract in ``pyproject.toml``, and that it sees what breaks it."""
+"""The house: imports go from a room to those below it, and files, functions and folders stay small."""
 
 from __future__ import annotations
 
+import ast
 import os
 import shutil
 import subprocess
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -45,3 +47,40 @@ def test_an_import_that_goes_up_is_found(planted: str, tmp_path: Path) -> None:
     ended = _lint(tmp_path)
     assert ended.returncode == 1
     assert "compiled_autograd.lowering.aten -> compiled_autograd.engine.session" in ended.stdout
+
+
+def _too_large(folder: Path) -> Iterator[str]:
+    """What is over the limits that CONTRIBUTING sets."""
+    for package in _PACKAGES:
+        for path in sorted(folder.joinpath(package).rglob("*")):
+            name = path.relative_to(folder).as_posix()
+            if path.is_dir() and len([*path.glob("*.py"), *path.glob("*.cpp")]) > 12:
+                yield f"{name} has more than twelve files"
+            if path.suffix != ".py":
+                continue
+            text = path.read_text()
+            if len(text.splitlines()) > 350:
+                yield f"{name} has more than 350 lines"
+            for node in ast.walk(ast.parse(text)):
+                if isinstance(node, ast.FunctionDef) and (node.end_lineno or 0) - node.lineno + 1 > 60:
+                    yield f"{name}: {node.name} has more than 60 lines"
+
+
+def test_files_functions_and_folders_are_small() -> None:
+    assert [*_too_large(ROOT)] == []
+
+
+def test_what_is_too_large_is_found(tmp_path: Path) -> None:
+    for package in _PACKAGES:
+        (tmp_path / package).mkdir()
+    room = tmp_path / "backends" / "room"
+    room.mkdir()
+    for number in range(12):
+        (room / f"file{number}.py").touch()
+    assert [*_too_large(tmp_path)] == []
+    (room / "more.py").write_text("def long():\n" + "    pass\n" * 60 + "\n" * 290)
+    assert [*_too_large(tmp_path)] == [
+        "backends/room has more than twelve files",
+        "backends/room/more.py has more than 350 lines",
+        "backends/room/more.py: long has more than 60 lines",
+    ]

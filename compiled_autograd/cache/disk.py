@@ -12,15 +12,13 @@ import hashlib
 import time
 from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import msgspec
 from torch import fx
 
-import shadow_cache
 from backends import Storing, get_backend
-from shadow_cache import Entry, Miss, MissEntry, Region, ShadowGraph, StoreError, Timing, VariantKey
+from shadow_cache import Entry, Key, Miss, MissEntry, Region, ShadowGraph, StoreError, Timing, VariantKey
 from shadow_cache.entries import name_of
 
 from .. import ir
@@ -31,7 +29,6 @@ from ..guards.ambient import Ambient
 from ..guards.shapes import Spec
 from ..lowering.region_compiler import MAX_GUARDED
 from ..lowering.stored_regions import StoredRegion, StoredRegions
-from ..process_state import PROCESS
 from ..settings import Settings
 from ..steps.steps import CompiledRegion, RegionRecord, RegionStep, region_record
 from .environment_key import differences, is_repeatable, state_of, why_not_stored
@@ -50,37 +47,6 @@ _NEIGHBOURS = 16
 _LATEST = 1000
 """At most this many of the store's latest misses are searched for what it lost."""
 _OTHER_RECORDS = "what the cache has is of another version, and is left alone: it is not compared"
-_opened: dict[str, Disk | None] = {}
-
-
-def disk_for(settings: Settings) -> Disk | None:
-    """The store that a session's settings name; None where it has none, or where it cannot be used."""
-    where = settings.cache_dir
-    if where is False:
-        return None
-    name = "" if where is None or where is True else str(Path(where).expanduser())
-    if name not in _opened:
-        try:
-            _opened[name] = Disk(shadow_cache.open(name or None))
-        except StoreError as error:
-            _opened[name] = None
-            _give_up(error)
-    return _opened[name]
-
-
-def close_all() -> None:
-    """Forget which stores are open; they are opened again when they are asked for."""
-    for disk in _opened.values():
-        if disk is not None:
-            disk.store.close()
-    _opened.clear()
-
-
-PROCESS.register(_opened, reset=close_all)
-
-
-def _give_up(error: StoreError) -> None:
-    warn_once(f"the cache on disk cannot be used, and graphs are kept in memory alone: {error}")
 
 
 @dataclass(eq=False)
@@ -162,7 +128,7 @@ class Disk:
         self._write(lambda: self.store.loaded(entry.id))
         return variant
 
-    def knows(self, tape_graph: ir.TapeGraph, keys: Sequence[shadow_cache.Key]) -> bool:
+    def knows(self, tape_graph: ir.TapeGraph, keys: Sequence[Key]) -> bool:
         """Whether it has anything of a structure."""
         return bool(self._find(structure_id(tape_graph, keys)))
 
@@ -327,7 +293,7 @@ class Disk:
             return self.store.find(structure) if self.usable else ()
         except StoreError as error:
             self.usable = False
-            _give_up(error)
+            warn_of_memory_alone(error)
             return ()
 
     def _write(self, work: Callable[[], object]) -> None:
@@ -351,3 +317,8 @@ def _id(graph: CompiledGraph) -> str:
     if graph.structure is None:
         graph.structure = structure_id(graph.tape, graph.tape.structure())
     return graph.structure
+
+
+def warn_of_memory_alone(error: StoreError) -> None:
+    """Warn once that a store cannot be used."""
+    warn_once(f"the cache on disk cannot be used, and graphs are kept in memory alone: {error}")

@@ -12,8 +12,8 @@ from shadow_cache import Bypass, Failure, Miss
 from ..diagnostics.bypass import FORKED, ON_MISS
 from ..guards.ambient import Ambient
 from ..settings import Settings
-from .disk import Disk, disk_for
 from .graphs import REUSES_WORTH_COMPILING, CompiledGraph
+from .stores import disk_for
 from .variants import Handover, Variant
 
 
@@ -96,7 +96,7 @@ def _nearest_stored(
     settings: Settings, graph: CompiledGraph, handover: Handover, miss: Miss, failures: list[Failure]
 ) -> Miss:
     """A structure miss, told by the store where it knows more."""
-    disk: Disk | None = disk_for(settings)
+    disk = disk_for(settings)
     if disk is None:
         return miss
     with torch._C.DisableTorchFunctionSubclass():

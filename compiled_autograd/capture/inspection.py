@@ -9,6 +9,7 @@ import torch
 from torch.autograd.graph import GradientEdge
 
 from . import tape
+from .parameter_names import all_parameter_names
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +76,7 @@ def inspect(*outputs: torch.Tensor | GradientEdge) -> TapeView:
         )
     visited = tape.walk(outputs)
     index_of = {each.node: index for index, each in enumerate(visited)}
-    names = tape.all_parameter_names()
+    names = all_parameter_names()
     nodes = []
     for each in visited:
         edges = tuple(

@@ -10,8 +10,8 @@ import msgspec
 
 from shadow_cache import Bypass, Failure, Miss
 
-from ..cache.disk import disk_for
 from ..cache.selection import Selection
+from ..cache.stores import disk_for
 from ..cache.variants import Variant
 from ..diagnostics.bypass import INTERRUPTED, reason_of_end
 from ..diagnostics.reporting import tell_of_own_error

@@ -11,8 +11,8 @@ from backends import get_backend
 from shadow_cache import Key, Miss
 
 from .. import ir
-from ..cache.disk import disk_for
 from ..cache.graphs import GRAPHS, MAX_NODES, MAX_STRUCTURES, CompiledGraph
+from ..cache.stores import disk_for
 from ..cache.variants import Handover
 from ..capture import tape
 from ..capture.grad_dtypes import GradDtypes, with_grad_dtypes

@@ -1,0 +1,169 @@
+"""What compiled code gave, held against what the real calls gave: everything that anybody could see."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import fx
+
+from .. import ir
+from ..steps.accumulate import is_dense, obeys_layout
+from ..steps.memory import memory_of
+from ..steps.steps import lies_apart
+from .aliasing import Result, kept_from_before, newly_shared
+from .comparison import (
+    Difference,
+    has_other_format,
+    is_telling,
+    largest,
+    metadata_difference,
+    tolerance,
+    value_difference,
+)
+from .reference import in_double, once_more
+
+if TYPE_CHECKING:
+    from ..lowering.region_compiler import RegionCompiler
+    from ..steps.steps import CompiledRegion, RegionStep, Slots
+
+
+@dataclass(slots=True)
+class Judge:
+    """Compares one run of a compiled region.
+
+    Attributes:
+        region_compiler: what has compiled it.
+        step: the region.
+        compiled: what it was compiled to.
+        inputs: the slots as they were before.
+        arguments: what the compiled code was given.
+    """
+
+    region_compiler: RegionCompiler
+    step: RegionStep
+    compiled: CompiledRegion
+    inputs: Slots
+    arguments: Sequence[Any]
+
+    def compare(self, wanted: Slots, found: Slots) -> tuple[Result | None, Difference | None, bool]:
+        """What differs, how, and whether the run could have shown much.
+
+        Args:
+            wanted: the slots as the real calls have filled them.
+            found: as the compiled code has.
+        """
+        results = self._results(wanted, found)
+        bitwise = self.region_compiler.backend.bitwise and all(_is_on_cpu(result.want) for result in results)
+        relative = 0.0 if bitwise else tolerance(self._dtypes(results))
+        telling = True
+        beside = 0.0 if bitwise else max((largest(each.want) for each in results if each.want is not None), default=0.0)
+        restrided: dict[int, torch.Tensor] = {}
+        other_strides: list[tuple[Result, Difference]] = []
+        for result in results:
+            difference = self._layout(result)
+            if (position := self._strides_at_most(result)) is not None:
+                assert result.want is not None and result.found is not None
+                if difference is not None:
+                    other_strides.append((result, difference))
+                    restrided[position], difference = result.want, None
+                elif has_other_format(result.want, result.found) and lies_apart(self.compiled.wiring, position):
+                    restrided[position] = result.want
+            if difference is None and result.want is not None and result.found is not None:
+                telling = telling and is_telling(result.want)
+                difference = self._values(result, relative, beside)
+            if difference is not None:
+                return result, difference, telling
+        if restrided and not self.region_compiler.restride(self.step, self.compiled, restrided):
+            return (*other_strides[0], telling)
+        shared = self._shared(results)
+        return (*shared, telling) if shared is not None else (None, None, telling)
+
+    def _dtypes(self, results: Sequence[Result]) -> list[torch.dtype]:
+        values = [*self.arguments, *(result.want for result in results)]
+        return [value.dtype for value in values if isinstance(value, torch.Tensor)]
+
+    def _results(self, wanted: Slots, found: Slots) -> list[Result]:
+        step = self.step
+        fresh = {}
+        for leaf in step.fresh:
+            got = found[leaf.owned]
+            owned = got is not None
+            node = leaf.call.args[2]
+            assert isinstance(node, fx.Node)
+            keeper = self.inputs[leaf.leaf] if owned else None
+            got = got if owned else found[leaf.shared]
+            want = wanted[leaf.shared] if wanted[leaf.owned] is None else wanted[leaf.owned]
+            fresh[leaf.shared, leaf.owned] = Result(node, want, got, keeper)
+        made_for_leaves = {shared for shared, _ in fresh}
+        results = list(fresh.values())
+        for node, slot in step.outputs:
+            if slot not in made_for_leaves or found[slot] is not None:
+                results.append(Result(node, wanted[slot], found[slot]))
+        return results
+
+    def _layout(self, result: Result) -> Difference | None:
+        seen = result.leaf is None and not _only_added(result.node)
+        difference = metadata_difference(result.want, result.found, strides=seen)
+        if difference is not None or result.leaf is None or result.found is None:
+            return difference
+        if not obeys_layout(result.found, result.leaf):
+            return Difference(f"its strides are {result.found.stride()}, for a leaf with {result.leaf.stride()}")
+        return None
+
+    def _strides_at_most(self, result: Result) -> int | None:
+        """The number of an output of the region that differs in its strides at most, where somebody sees these."""
+        want = result.want
+        if result.leaf is not None or want is None or _only_added(result.node):
+            return None
+        if metadata_difference(want, result.found, strides=False) is not None:
+            return None
+        positions = [number for number, (node, _) in enumerate(self.step.outputs) if node is result.node]
+        return positions[0] if positions and is_dense(want) else None
+
+    def _values(self, result: Result, relative: float, beside: float) -> Difference | None:
+        assert result.want is not None and result.found is not None
+        wide = functools.partial(self._in_double, result.node)
+        difference = value_difference(result.want, result.found, relative, wide, beside)
+        if difference is None or relative:
+            return difference
+        if self.region_compiler.passes:
+            return difference
+        again = once_more(self.step.region.nodes, self._given(), result.node)
+        if again is None or value_difference(result.want, again, 0.0, _nothing) is None:
+            return difference  # else the real calls do not give the same twice, and it cannot be asked for
+        relative = tolerance(self._dtypes([result]))
+        return value_difference(result.want, result.found, relative, wide, beside)
+
+    def _given(self) -> dict[fx.Node, Any]:
+        region = self.step.region
+        return {node: self.inputs[slot] for node, slot in zip(region.inputs, self.step.inputs, strict=True)}
+
+    def _in_double(self, node: fx.Node, moved: int) -> torch.Tensor | None:
+        if self.region_compiler.passes:
+            return None
+        return in_double(self.step.region.nodes, self._given(), node, moved)
+
+    def _shared(self, results: Sequence[Result]) -> tuple[Result, Difference] | None:
+        """What shares memory that does not where the real calls run."""
+        given = {memory_of(self.inputs[slot]) for slot in self.step.inputs} - {None}
+        difference = newly_shared(results, given)
+        if difference is not None or self.region_compiler.backend.allocates:
+            return difference
+        return kept_from_before(self.compiled.proof, results, given)
+
+
+def _nothing(moved: int) -> None:
+    return None
+
+
+def _is_on_cpu(value: torch.Tensor | None) -> bool:
+    return value is None or value.device.type == "cpu"
+
+
+def _only_added(node: fx.Node) -> bool:
+    """Whether a gradient goes nowhere but into leaves, which take no notice of its strides."""
+    return all(user.target is ir.accumulate_grad for user in node.users)

@@ -67,4 +67,5 @@ def guards_of(variant: Variant) -> tuple[str, ...]:
     if is_static(variant.shapes.sizes) and not variant.shapes.dynamic:
         return ()
     guards = [each.guard for step in variant.regions for each in step.compiled_regions() if each.guard is not None]
-    return tuple(dict.fromkeys(text for guard in guards for text in guard.conditions if not text.startswith("a[")))
+    conditions = [condition for guard in guards for condition in guard.conditions if condition.origin is None]
+    return tuple(dict.fromkeys(map(str, conditions)))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,12 +11,10 @@ import torch
 from shadow_cache import Miss, VariantKey, explain_variant
 
 from .. import ir
-from ..guards.shapes import SPECIAL, Guard, Spec
+from ..guards.shapes import SPECIAL, Guard, Origin, Spec
 from .call_misses import NUMBER_HINT
 from .node_names import value_name
 
-_ARGUMENT = re.compile(r"a\[(?P<index>\d+)\](?:\.(?P<what>size|stride)\((?P<dim>\d+)\))?")
-_FIXED = re.compile(rf"({_ARGUMENT.pattern}) == (?P<size>\d+)")
 _PARTS = (
     *("kind of tensor", "shape", "strides", "dtype", "device", "layout"),
     *("conjugation", "negation", "zeros without memory"),
@@ -147,47 +144,31 @@ def guard_miss(guard: Guard, arguments: Sequence[Any], names: Sequence[str]) -> 
     """What was found to hold of sizes when a region was compiled does not hold now.
 
     Args:
-        guard: that of the region.
+        guard: that of the region; some condition of it does not hold.
         arguments: what the region takes now.
         names: what people call them.
     """
     broken = guard.broken(arguments)
+    assert broken is not None
     hint = "sizes for which other code is needed are compiled by themselves; each such set once"
-    plain = _FIXED.fullmatch(broken)
-    if plain is not None:
-        return Miss("guard", _argument(plain[1], names), plain["size"], _value(plain[1], arguments), hint)
-    symbols = [line.partition(" = ")[::2] for line in guard.names]
-    symbols = [(symbol, text) for symbol, text in symbols if re.search(rf"\b{symbol}\b", broken)]
-    here = [text for _, text in symbols] or [match[0] for match in _ARGUMENT.finditer(broken)][:1]
-    old, new = broken, []
-    for number, (symbol, text) in enumerate(symbols):
-        name = "n" if len(symbols) == 1 else f"n{number}"
-        old = re.sub(rf"\b{symbol}\b", name, old)
-        new.append(f"{name} = {_value(text, arguments)}")
-    for match in list(_ARGUMENT.finditer(broken)):
-        name = "the stride" if match["what"] == "stride" else "the size"
-        old = old.replace(match[0], name)
-        new.append(f"{name} = {_value(match[0], arguments)}")
-    where = "; ".join(dict.fromkeys(_argument(text, names) for text in here))
-    return Miss("guard", where, old=old, new=", ".join(new), hint=hint)
+    origin, found = broken.origin, [each for each in guard.origins if each[0] in broken.symbols]
+    if origin is not None and not found:
+        was, now = broken.expression, str(origin.among(arguments))
+        return Miss("guard", _argument(origin, names), was, now, hint)
+    short = {symbol: "n" if len(found) == 1 else f"n{number}" for number, (symbol, _) in enumerate(found)}
+    number = "the stride" if origin is not None and origin.what == "stride" else "the size"
+    new = [f"{short[symbol]} = {each.among(arguments)}" for symbol, each in found]
+    if origin is not None:
+        new.append(f"{number} = {origin.among(arguments)}")
+    where = "; ".join(dict.fromkeys(_argument(each, names) for _, each in found))
+    return Miss("guard", where, old=broken.text(short, number), new=", ".join(new), hint=hint)
 
 
-def _argument(text: str, names: Sequence[str]) -> str:
-    match = _ARGUMENT.fullmatch(text)
-    if match is None:
-        return text
-    name = names[int(match["index"])]
-    if match["what"] is None:
+def _argument(origin: Origin, names: Sequence[str]) -> str:
+    name = names[origin.argument]
+    if not origin.what:
         return name
-    return f"{name}, {'dimension' if match['what'] == 'size' else 'stride'} {match['dim']}"
-
-
-def _value(text: str, arguments: Sequence[Any]) -> str:
-    match = _ARGUMENT.fullmatch(text)
-    if match is None:
-        return "?"
-    value = arguments[int(match["index"])]
-    return str(value if match["what"] is None else getattr(value, match["what"])(int(match["dim"])))
+    return f"{name}, {'dimension' if origin.what == 'size' else 'stride'} {origin.dim}"
 
 
 def handed_on_miss(name: str, old: Any, new: Any) -> Miss:

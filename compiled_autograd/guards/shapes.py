@@ -9,10 +9,11 @@ of the symbols is a guard, one generated function.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+import msgspec
 import torch
 
 History = tuple[int, int]
@@ -71,37 +72,74 @@ def static_parts(spec: Spec) -> list[int | None]:
     return [each if isinstance(each, int) else None for each in spec]
 
 
+class Origin(msgspec.Struct, frozen=True):
+    """Where a number is found among arguments: a size that is one itself, or a size or a stride of a tensor."""
+
+    argument: int
+    what: str = ""
+    dim: int = 0
+
+    def __str__(self) -> str:
+        return f"a[{self.argument}].{self.what}({self.dim})" if self.what else f"a[{self.argument}]"
+
+    def among(self, arguments: Sequence[Any]) -> int:
+        """The number."""
+        value = arguments[self.argument]
+        return getattr(value, self.what)(self.dim) if self.what else value
+
+
+class Condition(msgspec.Struct, frozen=True):
+    """What must hold of symbols.
+
+    Attributes:
+        expression: Python, with each symbol in braces.
+        symbols: those in it.
+        origin: the number that it must equal; None where it must be true.
+    """
+
+    expression: str
+    symbols: tuple[str, ...] = ()
+    origin: Origin | None = None
+
+    def text(self, names: Mapping[str, str], number: str) -> str:
+        """The condition with other names for the symbols and for what stands in ``origin``."""
+        text = self.expression.format_map(names)
+        return text if self.origin is None else f"{number} == {text}"
+
+    def __str__(self) -> str:
+        return self.text({symbol: symbol for symbol in self.symbols}, str(self.origin))
+
+
 @dataclass(frozen=True)
 class Guard:
     """Whether something compiled holds for its arguments.
 
     Attributes:
-        names: assignments of the symbols, such as ``s0 = a[3].size(1)``.
-        conditions: what must hold, as expressions of Python.
+        origins: the symbols, and where each is found.
+        conditions: what must hold.
         function: says so of the arguments, in microseconds.
         values: gives the values of the symbols.
     """
 
-    names: tuple[str, ...]
-    conditions: tuple[str, ...]
+    origins: tuple[tuple[str, Origin], ...]
+    conditions: tuple[Condition, ...]
     function: Callable[[Sequence[Any]], bool]
     values: Callable[[Sequence[Any]], tuple[int, ...]]
 
-    def broken(self, arguments: Sequence[Any]) -> str:
-        """The first condition that does not hold; empty where all do."""
+    def broken(self, arguments: Sequence[Any]) -> Condition | None:
+        """The first condition that does not hold; None where all do."""
         values: dict[str, Any] = {"a": arguments, "math": math}
-        for line in self.names:
-            name, _, text = line.partition(" = ")
-            values[name] = eval(text, values)
-        return next((text for text in self.conditions if not eval(text, values)), "")
+        values.update({symbol: origin.among(arguments) for symbol, origin in self.origins})
+        return next((condition for condition in self.conditions if not eval(str(condition), values)), None)
 
 
-def guard_of(names: Sequence[str], conditions: Sequence[str]) -> Guard:
-    """A guard, from its text."""
+def guard_of(origins: Sequence[tuple[str, Origin]], conditions: Sequence[Condition]) -> Guard:
+    """A guard, with the functions that are generated of it."""
     all_hold = " and ".join(f"({condition})" for condition in conditions)  # one may be an "or"
-    symbols = "".join(f"{line.partition(' = ')[0]}, " for line in names)
+    symbols = "".join(f"{symbol}, " for symbol, _ in origins)
+    lines = [f"{symbol} = {origin}" for symbol, origin in origins]
     namespace: dict[str, Any] = {"math": math}
     for name, result in (("guard", all_hold or True), ("values", f"({symbols})")):
-        body = "\n    ".join([*names, f"return {result}"])
+        body = "\n    ".join([*lines, f"return {result}"])
         exec(compile(f"def {name}(a):\n    {body}\n", "<guards of a region>", "exec"), namespace)
-    return Guard(tuple(names), tuple(conditions), namespace["guard"], namespace["values"])
+    return Guard(tuple(origins), tuple(conditions), namespace["guard"], namespace["values"])

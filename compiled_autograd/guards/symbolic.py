@@ -7,7 +7,7 @@ keeps the account, and what it has in the end becomes a guard. Imported only whe
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -20,7 +20,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.printers import PythonPrinter
 
-from .shapes import SPECIAL, Guard, History, Spec, guard_of
+from .shapes import SPECIAL, Condition, Guard, History, Origin, Spec, guard_of
 
 
 @dataclass
@@ -29,7 +29,7 @@ class Symbols:
 
     env: ShapeEnv = field(default_factory=ShapeEnv)
     _by_history: dict[tuple[History, int], sympy.Symbol] = field(default_factory=dict)
-    _bindings: list[tuple[str, Any]] = field(default_factory=list)
+    _bindings: list[tuple[Origin, Any]] = field(default_factory=list)
 
     def mode(self) -> FakeTensorMode:
         """A mode whose fake tensors may have these symbols."""
@@ -46,8 +46,8 @@ class Symbols:
         sizes = [self._size(each, size) for each, size in zip(spec, tensor.shape, strict=True)]
         strides = _strides(tensor, sizes)
         if position is not None:
-            self._bindings.extend((f"a[{position}].size({dim})", size) for dim, size in enumerate(sizes))
-            self._bindings.extend((f"a[{position}].stride({dim})", stride) for dim, stride in enumerate(strides))
+            for what, numbers in (("size", sizes), ("stride", strides)):
+                self._bindings.extend((Origin(position, what, dim), number) for dim, number in enumerate(numbers))
         with mode:
             fake = torch.empty_strided(sizes, strides, dtype=tensor.dtype, device=tensor.device)
             if tensor.is_conj() and not plain:
@@ -59,7 +59,7 @@ class Symbols:
     def size(self, value: int, spec: Spec, position: int) -> Any:
         """A size that is argument number ``position``."""
         size = self._size(spec[0], value)
-        self._bindings.append((f"a[{position}]", size))
+        self._bindings.append((Origin(position), size))
         return size
 
     def _size(self, spec: int | History, value: int) -> Any:
@@ -74,18 +74,18 @@ class Symbols:
 
     def guard(self) -> Guard:
         """A function of the region's arguments: whether what was compiled holds for them."""
-        names: dict[sympy.Symbol, str] = {}
-        lines, checks = [], []
-        for text, value in self._bindings:
+        origins: dict[sympy.Symbol, Origin] = {}
+        checks = []
+        for origin, value in self._bindings:
             expression = _expression(value)
-            if expression in self._by_history.values() and expression not in names:
-                names[expression] = str(expression)
-                lines.append(f"{expression} = {text}")
+            if expression in self._by_history.values() and expression not in origins:
+                origins[expression] = origin
             else:
-                checks.append((text, expression))
-        conditions = [f"{text} == {_printed(expression)}" for text, expression in checks]
-        conditions += [_printed(condition) for condition in self.conditions(names)]
-        return guard_of(lines, conditions)
+                checks.append((origin, expression))
+        names = {symbol: str(symbol) for symbol in origins}
+        conditions = [_condition(expression, names, origin) for origin, expression in checks]
+        conditions += [_condition(expression, names) for expression in self.conditions(origins)]
+        return guard_of([(names[symbol], origin) for symbol, origin in origins.items()], conditions)
 
     def conditions(self, symbols: Iterable[sympy.Symbol]) -> list[Any]:
         """What must hold of the symbols, beside where they come from."""
@@ -138,8 +138,17 @@ def _expression(value: Any) -> Any:
     return value.node._expr if isinstance(value, torch.SymInt) else sympy.Integer(value)
 
 
-def _printed(expression: Any) -> str:
-    return PythonPrinter().doprint(expression)
+class _InBraces(PythonPrinter):
+    """Prints Python in which each symbol stands in braces."""
+
+    def _print_Symbol(self, symbol: sympy.Symbol) -> str:
+        return f"{{{symbol.name}}}"
+
+
+def _condition(expression: Any, names: Mapping[sympy.Symbol, str], origin: Origin | None = None) -> Condition:
+    used = sympy.sympify(expression).free_symbols
+    symbols = tuple(name for symbol, name in names.items() if symbol in used)
+    return Condition(_InBraces().doprint(expression), symbols, origin)
 
 
 def _strides(tensor: torch.Tensor, sizes: Sequence[Any]) -> list[Any]:

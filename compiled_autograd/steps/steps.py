@@ -15,7 +15,7 @@ from torch import fx
 
 from backends.protocol import keeps_inputs
 
-from ..guards.shapes import Guard, guard_of
+from ..guards.shapes import Condition, Guard, Origin, guard_of
 from ..ir.partition import Region
 from .proof import Proof
 
@@ -79,13 +79,13 @@ class RegionRecord(msgspec.Struct, frozen=True):
     kind: str
     each_shape: bool
     wiring: Wiring
-    names: tuple[str, ...] | None
-    conditions: tuple[str, ...]
+    origins: tuple[tuple[str, Origin], ...] | None
+    conditions: tuple[Condition, ...]
     dropped: tuple[str, ...] = ()
 
     def guard(self) -> Guard | None:
         """Whether it holds for its arguments; None where nothing changes."""
-        return None if self.names is None else guard_of(self.names, self.conditions)
+        return None if self.origins is None else guard_of(self.origins, self.conditions)
 
 
 @dataclass(slots=True)
@@ -220,10 +220,10 @@ class RegionStep:
 def region_record(step: RegionStep, compiled: CompiledRegion) -> RegionRecord:
     """The plan of a compiled region."""
     guard = compiled.guard
-    names = None if guard is None else guard.names
+    origins = None if guard is None else guard.origins
     conditions = () if guard is None else guard.conditions
     dropped = compiled.proof.dropped
-    return RegionRecord(step.span, repr(compiled.kind), step.each_shape, compiled.wiring, names, conditions, dropped)
+    return RegionRecord(step.span, repr(compiled.kind), step.each_shape, compiled.wiring, origins, conditions, dropped)
 
 
 @dataclass(slots=True, eq=False)

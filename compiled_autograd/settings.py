@@ -103,7 +103,12 @@ def _backend(value: Any) -> Any:
 
 
 def _cache_dir(value: Any) -> Any:
-    return value if value is None or value is False else os.fspath(value)
+    if value is None or value is False:
+        return value
+    path = os.fspath(value)
+    if isinstance(path, str):
+        return path
+    raise TypeError
 
 
 def _passes(value: Any) -> Any:

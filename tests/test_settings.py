@@ -49,6 +49,7 @@ def test_settings_are_keyword_only() -> None:
         ("check", "maybe"),
         ("cache_dir", 3),
         ("cache_dir", True),
+        ("cache_dir", b"folder"),
         ("passes", 3),
         ("passes", ["not a function"]),
     ],

@@ -119,13 +119,13 @@ def test_what_fails_serves_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
 # ---- what is the same ------------------------------------------------------------------------------------------------
 
 
-def _likeness(function: Any, *examples: Any) -> Any:
+def _hash(function: Any, *examples: Any) -> Any:
     return graph_hash(make_fx(function)(*examples), examples)
 
 
 def test_the_same_operators_on_the_same_kinds() -> None:
     x, y = torch.randn(3, 4), torch.randn(3, 4)
-    assert _likeness(lambda a: [a.sin() * 2], x) == _likeness(lambda a: [a.sin() * 2], y) is not None
+    assert _hash(lambda a: [a.sin() * 2], x) == _hash(lambda a: [a.sin() * 2], y) is not None
 
 
 @pytest.mark.parametrize(
@@ -146,12 +146,12 @@ def test_other_inputs_are_another(one: torch.Tensor, other: torch.Tensor) -> Non
 def test_other_operators_and_numbers_are_another() -> None:
     x = torch.randn(3, 4)
     functions = [lambda a: [a.sin()], lambda a: [a.cos()], lambda a: [a * 2], lambda a: [a * 3]]
-    assert len({_likeness(function, x) for function in functions}) == 4
+    assert len({_hash(function, x) for function in functions}) == 4
 
 
 def test_constants_and_symbols_are_never_the_same() -> None:
     x, constant = torch.randn(3, 4), torch.randn(4)
-    assert _likeness(lambda a: [a * constant], x) is None
+    assert _hash(lambda a: [a * constant], x) is None
     symbolic = make_fx(lambda a: [a.sin()], tracing_mode="symbolic")(x)
     fake = next(iter(symbolic.graph.nodes)).meta["val"]
     assert graph_hash(symbolic, [fake]) is None

@@ -81,10 +81,10 @@ class Disk:
                 other_states.append(differing)
                 continue
             try:
-                plan = msgspec.msgpack.decode(entry.plan, type=VariantRecord)
-                if plan.serves(handover):
-                    return self._load(graph, settings, ambient_state, handover, entry, plan), None
-                other_shapes = other_shapes or stored_miss(graph.tape, plan, handover)
+                record = msgspec.msgpack.decode(entry.plan, type=VariantRecord)
+                if record.serves(handover):
+                    return self._load(graph, settings, ambient_state, handover, entry, record), None
+                other_shapes = other_shapes or stored_miss(graph.tape, record, handover)
             except Exception as error:  # noqa: BLE001  the tape is released by now: it is compiled again, and says so
                 found = f"{type(error).__name__}: {error}"
                 other_shapes = Miss("corrupt", f"entry {entry.id}", "stored", found, "it is made anew")
@@ -103,14 +103,14 @@ class Disk:
         ambient_state: Ambient,
         handover: Handover,
         entry: Entry,
-        plan: VariantRecord,
+        record: VariantRecord,
     ) -> Variant:
         tape = graph.tape_for(ambient_state)
         nodes = list(tape.graph.nodes)
-        shapes = shapes_of(plan, handover)
-        specs: dict[fx.Node, Spec] = {nodes[position]: spec for position, spec in plan.specs}
+        shapes = shapes_of(record, handover)
+        specs: dict[fx.Node, Spec] = {nodes[position]: spec for position, spec in record.specs}
         specs.update(shapes.of_placeholders(tape))
-        untraceable = {nodes[position]: reason for position, reason in plan.untraceable}
+        untraceable = {nodes[position]: reason for position, reason in record.untraceable}
         key = VariantKey(settings.key, ambient_state, (*handover.sizes, *handover.scalars))
         backend = get_backend(settings.backend_in_mode)
         variant = graph.make(key, backend, (), handover, shapes, specs, untraceable)
@@ -123,7 +123,7 @@ class Disk:
         variant.program.region_compiler.stored = StoredRegions(stored, self.store.read)
         self._tie(variant, entry)
         variant.timing = entry.timing
-        variant.tensors = plan.tensors
+        variant.tensors = record.tensors
         graph.keep(variant)
         self._write(lambda: self.store.loaded(entry.id))
         return variant
@@ -252,7 +252,7 @@ class Disk:
             raise _NotStoredError("a function or hook handed on a value that its text does not tell")
         stored = compiled.aten
         if isinstance(stored, StoredRegion):
-            if compiled.proof.dropped == stored.plan.dropped:
+            if compiled.proof.dropped == stored.record.dropped:
                 return ()
             digests = [stored.artifact, stored.lowered]
             files.update({digest: self.store.read(digest) for digest in digests})
@@ -267,7 +267,7 @@ class Disk:
         return [Region(len(step.region.nodes), digests[0], digests[1], encoded)]
 
     def _kept(
-        self, structure: str, identity: str, variant: Variant, plans: set[RegionRecord], files: dict[str, bytes]
+        self, structure: str, identity: str, variant: Variant, records: set[RegionRecord], files: dict[str, bytes]
     ) -> Iterator[Region]:
         """What the store has of a variant beside what was compiled of it here; puts its files into ``files``.
 
@@ -276,15 +276,15 @@ class Disk:
         room = {step.span: MAX_GUARDED for step in variant.regions}
         for entry in self._find(structure):
             for region in entry.regions if entry.id == identity else ():
-                plan = undropped(region.plan)
-                if plan in plans or not room.get(plan.span):
+                record = undropped(region.plan)
+                if record in records or not room.get(record.span):
                     continue
                 try:
                     kept = {digest: self.store.read(digest) for digest in (region.artifact, region.lowered)}
                 except StoreError:
                     continue  # who needs it compiles it
                 files.update(kept)
-                room[plan.span] -= 1
+                room[record.span] -= 1
                 yield region
 
     def _find(self, structure: str) -> Sequence[Entry]:

@@ -46,11 +46,11 @@ class VariantRecord(msgspec.Struct, frozen=True):
             return False
         if len(self.tensors) != len(handover.tensors):
             return False
-        return all(plan.serves(tensor) for plan, tensor in zip(self.tensors, handover.tensors, strict=True))
+        return all(record.serves(tensor) for record, tensor in zip(self.tensors, handover.tensors, strict=True))
 
 
 def record_of(variant: Variant, positions: dict[Any, int]) -> VariantRecord:
-    """The plan of a variant that has run; ``positions`` are those of the tape graph's nodes."""
+    """The record of a variant that has run; ``positions`` are those of the tape graph's nodes."""
     assert variant.tensors is not None
     region_compiler = variant.program.region_compiler
     handed_on = [(node, spec) for node, spec in region_compiler.specs.items() if node.op != "placeholder"]
@@ -106,22 +106,22 @@ def entry_of(
     )
 
 
-def undropped(plan: bytes) -> RegionRecord:
-    """The plan of a region, but for what was found to be wrong with it."""
-    return msgspec.structs.replace(msgspec.msgpack.decode(plan, type=RegionRecord), dropped=())
+def undropped(encoded: bytes) -> RegionRecord:
+    """The record of a region, but for what was found to be wrong with it."""
+    return msgspec.structs.replace(msgspec.msgpack.decode(encoded, type=RegionRecord), dropped=())
 
 
-def shapes_of(plan: VariantRecord, handover: Handover) -> Shapes:
-    """The shapes of a plan that serves a backward."""
+def shapes_of(record: VariantRecord, handover: Handover) -> Shapes:
+    """The shapes of a record that serves a backward."""
     shapes = Shapes.of(handover)
-    return Shapes([tensor.spec for tensor in plan.tensors], plan.sizes, shapes.strides, shapes.kinds)
+    return Shapes([tensor.spec for tensor in record.tensors], record.sizes, shapes.strides, shapes.kinds)
 
 
 def structure_id(tape: ir.TapeGraph, keys: Sequence[ir.StructureKey]) -> str:
     """Names a structure in the store: the same for the same tape in any process, its order of execution included."""
     digest = hashlib.sha256(ir.encode_keys(keys))
     positions = {node: position for position, node in enumerate(tape.graph.nodes)}
-    for node in positions:  # plans name nodes by their positions
+    for node in positions:  # records name nodes by their positions
         sources = [positions[source] for source in node.all_input_nodes]
         item = node.args[1] if node.target is operator.getitem else -1
         digest.update(msgspec.msgpack.encode((node.meta.get("call", -1), sources, item)))

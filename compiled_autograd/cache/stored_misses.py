@@ -15,26 +15,26 @@ from .variants import Handover, TensorRecord
 _OTHER_SIZES = "what is stored serves other sizes; one more variant"
 
 
-def stored_miss(tape: ir.TapeGraph, plan: VariantRecord, handover: Handover) -> Miss:
+def stored_miss(tape: ir.TapeGraph, record: VariantRecord, handover: Handover) -> Miss:
     """Why what the store has of a structure, made under the same state, does not serve a backward."""
     kinds = [tensor_kind(tensor) for tensor in handover.tensors]
-    stored = [_kind_of_record(tensor) for tensor in plan.tensors]
+    stored = [_kind_of_record(tensor) for tensor in record.tensors]
     sizes = [tuple(tensor.shape) for tensor in handover.tensors]
     miss = tensor_miss(tape, stored, kinds)
-    if [len(tensor.spec) for tensor in plan.tensors] == [len(size) for size in sizes]:
-        before = [tensor.spec for tensor in plan.tensors], plan.sizes
+    if [len(tensor.spec) for tensor in record.tensors] == [len(size) for size in sizes]:
+        before = [tensor.spec for tensor in record.tensors], record.sizes
         miss = shape_miss(tape, before, (sizes, tuple(handover.sizes)), dynamic=False) or miss
-        strides = [tensor.strides for tensor in plan.tensors]
+        strides = [tensor.strides for tensor in record.tensors]
         now = [None if old is None else new.stride() for old, new in zip(strides, handover.tensors, strict=True)]
         miss = miss or layout_miss(tape, strides, now)
-    miss = miss or scalar_miss(tape, plan.scalars, handover.scalars)
+    miss = miss or scalar_miss(tape, record.scalars, handover.scalars)
     miss = miss or Miss("layout", f"a saved tensor of {title(tape)}", "a kind of tensor", "another kind")
     return msgspec.structs.replace(miss, hint=_OTHER_SIZES if miss.kind == "shape" else miss.hint)
 
 
-def _kind_of_record(plan: TensorRecord) -> TensorKind:
+def _kind_of_record(record: TensorRecord) -> TensorKind:
     """As :func:`tensor_kind`, of a tensor in the store."""
     found = {"Conjugate": "conjugated", "Negative": "negated", "ZeroTensor": "zeros without memory"}
-    properties = [words for key, words in found.items() if key in plan.kind]
-    name = plan.kind.partition(" ")[0]
-    return TensorKind(len(plan.spec), tuple(properties if name == "Tensor" else [*properties, name]))
+    properties = [words for key, words in found.items() if key in record.kind]
+    name = record.kind.partition(" ")[0]
+    return TensorKind(len(record.spec), tuple(properties if name == "Tensor" else [*properties, name]))

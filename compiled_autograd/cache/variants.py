@@ -141,12 +141,12 @@ class TensorRecord(msgspec.Struct, frozen=True, array_like=True):
 
 def tensor_records(shapes: Shapes, tensors: Sequence[torch.Tensor]) -> list[TensorRecord] | None:
     """Of all lifted tensors; None where one is of a kind that is not stored."""
-    plans = []
+    records = []
     for spec, tensor in zip(shapes.tensors, tensors, strict=True):
         if not ir.is_plain(tensor):
             return None
-        plans.append(TensorRecord(spec, tuple(tensor.stride()) if is_static(spec) else None, _kind(tensor)))
-    return plans
+        records.append(TensorRecord(spec, tuple(tensor.stride()) if is_static(spec) else None, _kind(tensor)))
+    return records
 
 
 def fits(spec: Spec, sizes: Sequence[int]) -> bool:

@@ -106,15 +106,15 @@ class RegionCompiler:
         if self.stored is None:
             return False
         for stored in self.stored.regions.get(step.span, ()):
-            step.each_shape = step.each_shape or stored.plan.each_shape
+            step.each_shape = step.each_shape or stored.record.each_shape
             kind = self.kind(step, slots)
-            if stored.plan.kind != repr(kind):
+            if stored.record.kind != repr(kind):
                 continue
             started = time.perf_counter()
             try:
                 stored.code = self.stored.read(stored.lowered).decode()
                 call = self.stored.load(self.backend, stored.artifact)
-                compiled = step.bind(stored, call, stored.plan.wiring, kind, stored.plan.guard())
+                compiled = step.bind(stored, call, stored.record.wiring, kind, stored.record.guard())
             except (StoreError, ArtifactError) as error:
                 where = f"the stored code of {len(step.region.nodes)} calls"
                 found = error.found if isinstance(error, DamagedEntryError) else str(error)
@@ -122,7 +122,7 @@ class RegionCompiler:
                 continue
             finally:
                 context.report.add("load", time.perf_counter() - started)
-            for form in stored.plan.dropped:  # another process has found it to be wrong
+            for form in stored.record.dropped:  # another process has found it to be wrong
                 instead = self.drop(step, compiled, form)
                 found = "in an earlier process it differed from the real calls"
                 context.report.failures.append(Failure("mismatch", self.where(step, form), found, instead))

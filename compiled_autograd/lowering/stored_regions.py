@@ -37,7 +37,7 @@ class InMemoryGraph:
 class StoredRegion:
     """A compiled region in the store on disk: how it is fed, and the names of its files there."""
 
-    plan: RegionRecord
+    record: RegionRecord
     artifact: str
     lowered: str
     code: str = ""

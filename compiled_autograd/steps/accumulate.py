@@ -125,8 +125,8 @@ def _kept(grad: torch.Tensor) -> torch.Tensor:
 def write(step: AccumulateStep, slots: list[Any], context: RunContext) -> None:
     """Give the leaves of a step what lies in its slots, with grad mode off.
 
-    Where hooks of a leaf run next, ``log`` has the claim on it from when the leaves are written: to be released after
-    these hooks, or after whatever comes in between.
+    Where hooks of a leaf run next, ``context`` has the claim on it from when the leaves are written: to be released
+    after these hooks, or after whatever comes in between.
     """
     claim = Claim(threading.get_ident(), slots, step.leaves)
     try:

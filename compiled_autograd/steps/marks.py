@@ -1,4 +1,4 @@
-"""What a run has to look after between the steps of a plan: the hooks of leaves, and saved tensors that may change."""
+"""What a run has to look after between the steps of a program: hooks of leaves, and saved tensors that may change."""
 
 from __future__ import annotations
 

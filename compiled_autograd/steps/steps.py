@@ -218,7 +218,7 @@ class RegionStep:
 
 
 def region_record(step: RegionStep, compiled: CompiledRegion) -> RegionRecord:
-    """The plan of a compiled region."""
+    """The record of a compiled region."""
     guard = compiled.guard
     origins = None if guard is None else guard.origins
     conditions = () if guard is None else guard.conditions

@@ -1,8 +1,8 @@
 // Runs a straight-line program: the statements of Inductor's generated `call`, without Python between them.
 //
 // `kernel(slots, inputs, instructions, outputs)` makes a function of a program, which takes its arguments in a list,
-// empties that list, and returns a tuple, as `call` does. (All libraries that `backends/kernels.py` loads have that
-// name.) What an instruction is made of: `backends/translation.py`.
+// empties that list, and returns a tuple, as `call` does. (All libraries that `inductor/kernels.py` loads have that
+// name.) What an instruction is made of: `translation.py`.
 //
 // Values are Python objects in slots. Beside each slot stands the address of its tensor's memory, for the instructions
 // that take addresses: kernels, products and copies.
@@ -148,7 +148,7 @@ static void call_with_so_many(void* function, void** arguments) {
   call_with(function, arguments, std::make_index_sequence<count>());
 }
 
-constexpr std::size_t most_arguments = 64;  // MOST_ARGUMENTS in backends/translation.py
+constexpr std::size_t most_arguments = 64;  // MAX_ARGUMENTS in translation.py
 using Caller = void (*)(void*, void**);
 
 template <std::size_t... count>

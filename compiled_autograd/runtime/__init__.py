@@ -1,1 +1,1 @@
-"""Runs the steps of a tape graph."""
+"""Runs a program: the steps of a tape graph, one after the other, and what the engine would answer meanwhile."""

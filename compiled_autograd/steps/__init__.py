@@ -1,1 +1,3 @@
-"""What a tape graph is run by: regions, users' code and leaves in their order, and the slots between them."""
+"""What a program is made of: regions, users' code and leaves in their order, the slots between them, and what each step
+does (:mod:`accumulate` writes ``.grad``). :mod:`compiled_autograd.runtime` runs the steps one after the other.
+"""

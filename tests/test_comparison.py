@@ -120,6 +120,15 @@ def test_what_cancels_has_the_scale_of_what_lies_beside_it_where_float64_cannot_
     assert value_difference(want, found + 1e-7, 1e-4, double, beside=0.1) is not None
 
 
+def test_in_float64_what_cancels_has_the_scale_of_what_lies_beside_it() -> None:
+    """A layer norm over one element: its gradient is zero, and each way to compute it rounds to something else."""
+    want, found = torch.tensor([2e-13, -1e-13]).double(), torch.zeros(2).double()
+    relative = tolerance([torch.float64])
+    assert value_difference(want, found, relative, lambda moved: want + (1e-13 if moved else 0), beside=1.0) is None
+    assert value_difference(want, found + 1e-10, relative, lambda _: want, beside=1.0) is not None
+    assert value_difference(want.float(), found.float(), 1e-4, lambda _: want, beside=1.0) is not None
+
+
 def test_what_rounding_of_the_inputs_moves_may_differ_as_far() -> None:
     """One value of two is ill-conditioned; the real calls have its bits by luck. The other one is not excused by it."""
     exact = torch.tensor([1e-3, 1e-3], dtype=torch.float64)

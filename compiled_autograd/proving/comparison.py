@@ -111,8 +111,8 @@ def value_difference(
             above 0 the inputs are moved first, by their own rounding and in another way for each number; with its
             opposite in the same way, but hardly at all.
         beside: the largest value of all that was computed together. What is zero but for rounding (a bias before a
-            normalisation) has no scale of its own: its terms had that of the others, and cancelled. Where float64 can
-            be asked, moved inputs show that; else it is taken for so.
+            normalisation) has no scale of its own: its terms had that of the others, and cancelled. Where float64 is
+            wider than what was computed, it shows that; else it is taken for so.
     """
     want, found = plain(want), plain(found)
     if torch.equal(want, found) or want.numel() == 0:
@@ -123,6 +123,8 @@ def value_difference(
         return None if _as_good(want, found, in_double(0)) else _measured(want, found)
     want, found = _exact(want), _exact(found)
     scale = root_mean_square(want)
+    if relative <= _TOLERANCES[torch.float64]:  # nothing is wider, to show what has cancelled
+        scale += _CANCELLED_SHARE * beside
     if torch.allclose(found, want, rtol=relative, atol=relative * scale, equal_nan=True):
         return None
     double = in_double(0)

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import os
+import sys
 from collections.abc import Callable, Iterator
+from importlib.machinery import ModuleSpec
+from types import ModuleType
 from typing import Any
 
 import pytest
@@ -771,3 +774,16 @@ def test_pytorchs_own_around_ours_captures_once() -> None:
             assert_same(torch.autograd.grad(_square(x), x), [2 * x.detach()])
     assert len(made) == 1
     expect(session.stats(), bypasses={"torch_compiled_autograd": 4})
+
+
+def test_a_thread_that_imports_pytorchs_own_compiled_autograd(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It lies among the modules before it has anything in it: until then it is not on, and has captured nothing."""
+    half = ModuleType("torch._dynamo.compiled_autograd")
+    half.__spec__ = ModuleSpec(half.__name__, None)
+    half.__spec__._initializing = True  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, half.__name__, half)
+    x = torch.randn(3, requires_grad=True)
+    with ca.enable(backend="eager", cache_dir=False) as session:
+        (found,) = torch.autograd.grad(x.sin().sum(), x)
+    assert torch.equal(found, x.detach().cos())
+    expect(session.stats(), structure_misses=1)

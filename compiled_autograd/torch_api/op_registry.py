@@ -22,9 +22,19 @@ _pending: list[tuple[str, Callable[..., Any], bool, bool]] = PROCESS.register([]
 _custom: Counter[str] = PROCESS.register(Counter())
 
 
+def _others() -> ModuleType | None:
+    """The module of PyTorch's own compiled autograd, once all of it has been imported: another thread may be at it."""
+    module = sys.modules.get(_OTHERS)
+    if module is None or getattr(module.__spec__, "_initializing", False):
+        return None
+    if _pending and not hasattr(type(module.ops), "knows_of_ours"):  # it was being imported when the first was bound
+        _tell_when_asked(module)
+    return module
+
+
 def share_op(name: str, function: Callable[..., Any], is_custom: bool, traceable: bool) -> str:
     """A function was bound for us. Gives the name under which both of us know it."""
-    others = sys.modules.get(_OTHERS)
+    others = _others()
     if others is not None and not _pending:
         return str(others.ops.add(name, function, is_custom, traceable))
     _pending.append((name, function, is_custom, traceable))
@@ -39,20 +49,20 @@ def share_op(name: str, function: Callable[..., Any], is_custom: bool, traceable
 
 def find_op(name: str) -> Callable[..., Any] | None:
     """A function that the engine bound for PyTorch's own compiled autograd before we were there."""
-    others = sys.modules.get(_OTHERS)
+    others = _others()
     found = getattr(others.ops, name, None) if others is not None else None
     return found if callable(found) else None
 
 
 def others_are_on() -> bool:
     """Whether PyTorch's own compiled autograd takes the backwards of the process."""
-    others = sys.modules.get(_OTHERS)
+    others = _others()
     return others is not None and bool(others.compiled_autograd_enabled)
 
 
 def captures_of_others() -> int:
     """How often PyTorch's own compiled autograd has captured."""
-    others = sys.modules.get(_OTHERS)
+    others = _others()
     return 0 if others is None else int(repr(others.COMPILE_COUNTER).strip("count()"))
 
 
@@ -62,6 +72,8 @@ def _tell_when_asked(others: ModuleType) -> None:
     namespace = type(others.ops)
 
     class Shared(namespace):  # type: ignore[misc, valid-type]
+        knows_of_ours = True
+
         def __getattr__(self, name: str) -> Any:
             if not _pending:
                 raise AttributeError(name)

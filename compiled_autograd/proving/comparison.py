@@ -31,10 +31,10 @@ _CANCELLED_SHARE = 1e-2
 """Of the largest value beside a result: such a part of it, by the tolerance, is what terms leave that cancel."""
 _ERROR_FACTOR = 4.0
 """A result may be this many times further from the float64 values than the real calls' own result, or than rounding of
-the inputs alone moves them. """
+the inputs alone moves them."""
 
 _PERTURBATIONS = 4
-"""So often is a region computed from moved inputs: by chance one move leaves a value where it was."""
+"""How often a region is computed from moved inputs: by chance one move leaves a value where it was."""
 
 _JUMP = 0.5
 """A value of which inputs that hardly move make such a part of its move jumps there. What is smooth moves far less."""
@@ -122,22 +122,23 @@ def value_difference(
     if not want.is_floating_point():
         return None if _as_good(want, found, in_double(0)) else _measured(want, found)
     want, found = _exact(want), _exact(found)
-    scale = root_mean_square(want)
-    if relative <= _TOLERANCES[torch.float64]:  # nothing is wider, to show what has cancelled
-        scale += _CANCELLED_SHARE * beside
-    if torch.allclose(found, want, rtol=relative, atol=relative * scale, equal_nan=True):
+    scale, cancelled = root_mean_square(want), _CANCELLED_SHARE * beside
+    widest = relative <= _TOLERANCES[torch.float64]  # nothing is wider, to show what has cancelled
+    if _is_close(want, found, relative, scale + cancelled if widest else scale):
         return None
     double = in_double(0)
     if double is None:
-        scale += _CANCELLED_SHARE * beside
-        near = torch.allclose(found, want, rtol=relative, atol=relative * scale, equal_nan=True)
-        return None if near else _measured(want, found)
+        return None if _is_close(want, found, relative, scale + cancelled) else _measured(want, found)
     exact = plain(double).to(torch.float64)
     own_error = _largest_error(want, exact)
     if _as_near(want, found, exact, own_error, relative):
         return None
     rounding = own_error + _moved_by(exact, in_double)
     return None if _as_near(want, found, exact, rounding, relative) else _measured(want, found)
+
+
+def _is_close(want: torch.Tensor, found: torch.Tensor, relative: float, scale: float) -> bool:
+    return torch.allclose(found, want, rtol=relative, atol=relative * scale, equal_nan=True)
 
 
 def _largest_error(found: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:

@@ -21,11 +21,11 @@ _WIDER = {
 _WIDER_NUMBERS = {5: 7, 6: 7, 15: 7, 8: 10, 9: 10}
 """The same as numbers (``c10/core/ScalarType.h``), as ``validate_outputs`` and options of tensors have them."""
 _ROUNDING = 2
-"""Inputs are moved by so many units of rounding of the dtype that they have, to see how far results move."""
+"""Inputs are moved by at most this many units of rounding of the dtype that they have, to see how far results move."""
 _ROUNDING_IN_DOUBLE = 1024
-"""And those that are float64: so many that a move which is a hundred times less can still be told from it."""
+"""The same for inputs that are float64: enough to tell the move from one that is a hundred times less."""
 _LITTLE = 8
-"""And by so many units of float64, whatever the dtype, to see whether a result jumps."""
+"""And by at most this many units of float64, whatever the dtype, to see whether a result jumps."""
 
 
 class RealCalls:

@@ -174,7 +174,7 @@ class RegionStep:
         """Have something else run in place of what was compiled; the wiring holds for the results of both."""
         made = self.bind(compiled.aten, call, wiring, compiled.kind, compiled.guard)
         compiled.wiring, compiled.checked = wiring, True
-        compiled.results, compiled.copied = made.results, made.copied
+        compiled.results, compiled.copied, compiled.keeps_inputs = made.results, made.copied, made.keeps_inputs
         compiled.call = call  # last: a thread that sees it sees the rest
 
     def aten(self) -> list[fx.GraphModule]:

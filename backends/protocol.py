@@ -11,17 +11,9 @@ from torch import fx
 Compiled = Callable[[list[Any]], Sequence[Any]]
 """Takes its arguments in a list and empties it, so that each is freed after its last use; gives the outputs.
 
-A callable may say more of itself. The functions below ask, and have the answer for one that says nothing:
-
-- ``keeps_inputs``: true where it leaves the list as it is: if it fails, its region can then be run another way.
-- ``form_for(arguments) -> str`` and ``drop(form) -> bool``, where it does not run the same code at each call: see
-  :class:`HasForms`. ``backends.poison.run_poisoned`` takes the name of a form.
-- ``proving_runs``: how many of its first runs differ from all later ones, and one more; 2 where it is not there.
-- ``another() -> Compiled``, where what it does depends on the sizes and strides of the inputs that it was first run
-  with: the same code for another region, with which it shares all but that.
+A callable may say more of itself, in attributes and methods with the names of the functions below. These ask for them,
+and have the answer for one that says nothing.
 """
-
-
 PROVING_RUNS = 2
 """The number of runs of each form that are compared with the real calls. Two, since one that keeps memory from run to
 run shows it only at the second."""
@@ -29,26 +21,8 @@ ONLY_FORM = "compiled code"
 """The name of what runs where something compiled has but one form."""
 
 
-@runtime_checkable
-class HasForms(Protocol):
-    """A callable that runs one thing at first, and later another that gives the same results sooner."""
-
-    def form_for(self, arguments: Sequence[Any]) -> str:
-        """The name of what the next call in this thread will run, with these arguments; it is made now if need be.
-
-        The name is for people too. The arguments stay as they are.
-        """
-
-    def drop(self, form: str) -> bool:
-        """Never run a form again, for it gave what it should not. False where no other takes its place: then this
-        callable must not be called any more."""
-
-    def __call__(self, arguments: list[Any]) -> Sequence[Any]:
-        """As :data:`Compiled` has it."""
-
-
 def keeps_inputs(compiled: Compiled) -> bool:
-    """Whether it leaves its arguments in their list."""
+    """Whether it leaves the list of its arguments as it is: if it fails, its region can then be run another way."""
     return getattr(compiled, "keeps_inputs", False)
 
 
@@ -58,19 +32,30 @@ def proving_runs(compiled: Compiled) -> int:
 
 
 def form_for(compiled: Compiled, arguments: Sequence[Any]) -> str:
-    """The name of what the next call of something compiled will run; :data:`ONLY_FORM` where it has no forms."""
+    """The name of what its next call in this thread will run, with these arguments; it is made now if need be.
+
+    Some run one thing at first, and later another that gives the same results sooner. The name is for people too
+    (:data:`ONLY_FORM` where there is but one), and ``run_poisoned`` takes it. The arguments stay as they are.
+    """
     ask = getattr(compiled, "form_for", None)
     return ONLY_FORM if ask is None else ask(arguments)
 
 
 def drop(compiled: Compiled, form: str) -> bool:
-    """See :meth:`HasForms.drop`; False where it has no forms."""
+    """Never run a form again, for it gave what it should not.
+
+    False where no other takes its place: then the callable must not be called any more.
+    """
     never_run = getattr(compiled, "drop", None)
     return never_run is not None and never_run(form)
 
 
 def another(compiled: Compiled) -> Compiled:
-    """The same code for another region."""
+    """The same code for another region.
+
+    A callable has it where what it does depends on the sizes and strides of the inputs that it was first run with; the
+    two share all but that.
+    """
     make = getattr(compiled, "another", None)
     return compiled if make is None else make()
 
@@ -92,6 +77,7 @@ class Backend(Protocol):
 
     def decompositions(self) -> Mapping[Any, Callable[..., Any]] | None:
         """The decompositions that the ATen graph should be traced with; None for none."""
+        return None
 
     def compile(self, graph_module: fx.GraphModule, example_inputs: Sequence[torch.Tensor]) -> Compiled:
         """Make a callable of a functional ATen graph.

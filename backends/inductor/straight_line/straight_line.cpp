@@ -51,13 +51,13 @@ struct Instruction {
   std::vector<Py_ssize_t> slots;  // of a drop: what is let go
   std::vector<Owned> constants;
   Py_ssize_t result = -1;
-  bool result_has_address = false;
+  int result_has_address = 0;
   // kernel and product: a function of compiled code; kernel, copy (to, from) and product (a, b, c): on what memory
   void* function = nullptr;
   std::vector<Memory> memory;
-  std::size_t bytes = 0;  // of a copy
+  Py_ssize_t bytes = 0;  // of a copy
   // product, as BLAS has it
-  bool in_double = false;
+  int in_double = 0;
   char transpose_a = 'n', transpose_b = 'n';
   int m = 0, n = 0, k = 0, lda = 0, ldb = 0, ldc = 0;
   double alpha = 1, beta = 0;
@@ -89,47 +89,39 @@ static Instruction instruction_of(PyObject* tuple) {
   require(PyTuple_Check(tuple) && PyTuple_GET_SIZE(tuple) > 0);
   require((operation = PyUnicode_AsUTF8(PyTuple_GET_ITEM(tuple, 0))) != nullptr);
   const std::string name = operation;
-  PyObject *first = nullptr, *second = nullptr, *third = nullptr;
+  PyObject *callee = nullptr, *constants = nullptr, *slots = nullptr, *memory = nullptr;
   unsigned long long function = 0;
   if (name == "call") {
-    int has_address = 0;
     made.operation = Operation::call;
-    require(PyArg_ParseTuple(tuple, "sOOOnp", &operation, &first, &second, &third, &made.result, &has_address));
-    made.callee.reset(Py_NewRef(first));
-    made.slots = numbers_of(second);
-    made.result_has_address = has_address != 0;
-    for (Py_ssize_t index = 0; index < PyTuple_GET_SIZE(third); ++index)
-      made.constants.emplace_back(Py_NewRef(PyTuple_GET_ITEM(third, index)));
+    require(PyArg_ParseTuple(
+        tuple, "sOOOnp", &operation, &callee, &slots, &constants, &made.result, &made.result_has_address));
+    made.callee.reset(Py_NewRef(callee));
+    for (Py_ssize_t index = 0; index < PyTuple_GET_SIZE(constants); ++index)
+      made.constants.emplace_back(Py_NewRef(PyTuple_GET_ITEM(constants, index)));
   } else if (name == "kernel") {
     made.operation = Operation::kernel;
-    require(PyArg_ParseTuple(tuple, "sKO", &operation, &function, &first));
-    made.function = reinterpret_cast<void*>(static_cast<std::uintptr_t>(function));
-    made.memory = memory_of(first);
+    require(PyArg_ParseTuple(tuple, "sKO", &operation, &function, &memory));
   } else if (name == "product") {
-    int in_double = 0, transpose_a = 0, transpose_b = 0;
+    int transpose_a = 0, transpose_b = 0;
     made.operation = Operation::product;
     require(PyArg_ParseTuple(
-        tuple, "sKpppiiiiiiddO", &operation, &function, &in_double, &transpose_a, &transpose_b, &made.m, &made.n,
-        &made.k, &made.lda, &made.ldb, &made.ldc, &made.alpha, &made.beta, &first));
-    made.function = reinterpret_cast<void*>(static_cast<std::uintptr_t>(function));
-    made.in_double = in_double != 0;
+        tuple, "sKpppiiiiiiddO", &operation, &function, &made.in_double, &transpose_a, &transpose_b, &made.m, &made.n,
+        &made.k, &made.lda, &made.ldb, &made.ldc, &made.alpha, &made.beta, &memory));
     made.transpose_a = transpose_a ? 't' : 'n';
     made.transpose_b = transpose_b ? 't' : 'n';
-    made.memory = memory_of(first);
   } else if (name == "copy") {
-    Py_ssize_t bytes = 0;
     made.operation = Operation::copy;
-    require(PyArg_ParseTuple(tuple, "snO", &operation, &bytes, &first));
-    made.bytes = static_cast<std::size_t>(bytes);
-    made.memory = memory_of(first);
+    require(PyArg_ParseTuple(tuple, "snO", &operation, &made.bytes, &memory));
   } else if (name == "drop") {
     made.operation = Operation::drop;
-    require(PyArg_ParseTuple(tuple, "sO", &operation, &first));
-    made.slots = numbers_of(first);
+    require(PyArg_ParseTuple(tuple, "sO", &operation, &slots));
   } else {
     PyErr_Format(PyExc_ValueError, "no instruction is called %s", name.c_str());
     throw PythonError();
   }
+  made.function = reinterpret_cast<void*>(static_cast<std::uintptr_t>(function));
+  if (slots != nullptr) made.slots = numbers_of(slots);
+  if (memory != nullptr) made.memory = memory_of(memory);
   return made;
 }
 
@@ -161,23 +153,15 @@ static Caller caller_for(std::size_t arguments) {
   return caller_for(arguments, std::make_index_sequence<most_arguments + 1>());
 }
 
-using SingleProduct = void (*)(
-    char*, char*, int*, int*, int*, float*, const void*, int*, const void*, int*, float*, void*, int*);
-using DoubleProduct = void (*)(
-    char*, char*, int*, int*, int*, double*, const void*, int*, const void*, int*, double*, void*, int*);
-
+template <typename Number>
 static void multiply(const Instruction& of, const void* a, const void* b, void* c) {
   char transpose_a = of.transpose_a, transpose_b = of.transpose_b;  // BLAS takes all by address, and as if to change it
   int m = of.m, n = of.n, k = of.k, lda = of.lda, ldb = of.ldb, ldc = of.ldc;
-  if (of.in_double) {
-    double alpha = of.alpha, beta = of.beta;
-    reinterpret_cast<DoubleProduct>(of.function)(
-        &transpose_a, &transpose_b, &m, &n, &k, &alpha, a, &lda, b, &ldb, &beta, c, &ldc);
-  } else {
-    float alpha = static_cast<float>(of.alpha), beta = static_cast<float>(of.beta);
-    reinterpret_cast<SingleProduct>(of.function)(
-        &transpose_a, &transpose_b, &m, &n, &k, &alpha, a, &lda, b, &ldb, &beta, c, &ldc);
-  }
+  auto alpha = static_cast<Number>(of.alpha), beta = static_cast<Number>(of.beta);
+  using Product = void (*)(
+      char*, char*, int*, int*, int*, Number*, const void*, int*, const void*, int*, Number*, void*, int*);
+  reinterpret_cast<Product>(of.function)(
+      &transpose_a, &transpose_b, &m, &n, &k, &alpha, a, &lda, b, &ldb, &beta, c, &ldc);
 }
 
 using Clock = std::chrono::steady_clock;
@@ -242,7 +226,8 @@ class Run {
       case Operation::product: {
         const std::int64_t size = std::int64_t{instruction.m} * instruction.n * instruction.k;
         PyThreadState* others = size >= long_product ? PyEval_SaveThread() : nullptr;
-        multiply(instruction, at(memory[0]), at(memory[1]), at(memory[2]));
+        const auto product = instruction.in_double ? multiply<double> : multiply<float>;
+        product(instruction, at(memory[0]), at(memory[1]), at(memory[2]));
         if (others != nullptr) PyEval_RestoreThread(others);
         break;
       }

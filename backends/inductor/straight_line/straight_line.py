@@ -1,11 +1,6 @@
 """Straight-line programs: the Python code that Inductor generates around its kernels (torch 2.13), run without Python.
 
-The code is one function, ``call``, without branches. Where kernels are small, most of its time is the interpreter's,
-and that of the dispatcher for each product of matrices. Here its statements become a list of instructions, which a
-small piece of C++ runs (``straight_line.cpp``): memory is allocated and let go at the same places, by the same
-allocator; kernels are called at their addresses; and a product calls the function of BLAS that ``torch.mm`` calls, with
-the same arguments, so that its result is the same bit for bit. Whatever is not known is called as Python has it. The
-instructions: :mod:`backends.translation`.
+What is the same in both, and what a program does otherwise: ``docs/internals/backends.md``.
 """
 
 from __future__ import annotations
@@ -13,6 +8,7 @@ from __future__ import annotations
 import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import torch
@@ -27,12 +23,11 @@ Inputs = tuple[Value, ...]
 """All that a program has in it of the run that it was made for."""
 Change = Callable[[Mapping[str, Any]], Mapping[str, Any]]
 """From a namespace to one with other functions under some names."""
-
-
 GENERATED_CODE, PROGRAM = "generated code", "straight-line program"
 """The forms of a :class:`StraightLine`."""
 
 
+@dataclass(eq=False, repr=False)
 class StraightLine:
     """Generated code, which from its second run on runs as a straight-line program.
 
@@ -49,33 +44,25 @@ class StraightLine:
         has_run: the generated code has; the program can take over.
     """
 
-    def __init__(
-        self,
-        compiled: Compiled,
-        source: str,
-        namespace: Mapping[str, Any],
-        make_program: MakeProgram,
-        library: bytes = b"",
-    ) -> None:
-        self.compiled = compiled
-        self.make_program = make_program
-        self.library = library
-        self.program: Compiled | None = None
-        self.why_not = "it has not run yet"
-        self.has_run = False
-        self._is_settled = False
-        self._source = source
-        self._namespace = namespace
-        self._inputs: Inputs = ()  # what the program was made for
-        self._programs: dict[Inputs, Compiled | None] = {}  # of this code; None where it is not to be used
-        self._users: list[weakref.ref[StraightLine]] = [weakref.ref(self)]  # of these programs
+    compiled: Compiled
+    source: str
+    namespace: Mapping[str, Any]
+    make_program: MakeProgram
+    library: bytes = b""
+    program: Compiled | None = field(init=False, default=None)
+    why_not: str = field(init=False, default="it has not run yet")
+    has_run: bool = field(init=False, default=False)
+    _is_settled: bool = field(init=False, default=False)
+    _inputs: Inputs = field(init=False, default=())  # what the program was made for
+    _programs: dict[Inputs, Compiled | None] = field(default_factory=dict)  # of this code; None: not to be used
+    _users: list[weakref.ref[StraightLine]] = field(default_factory=list)  # of these programs
+
+    def __post_init__(self) -> None:
+        self._users.append(weakref.ref(self))
 
     def another(self) -> StraightLine:
         """The same code for another region, with a program of its own where its inputs have other sizes or strides."""
-        made = StraightLine(self.compiled, self._source, self._namespace, self.make_program, self.library)
-        made._programs, made._users = self._programs, self._users
-        self._users.append(weakref.ref(made))
-        return made
+        return replace(self)
 
     def __call__(self, arguments: list[Any]) -> Sequence[Any]:
         """Run it. The arguments are emptied, as :data:`Compiled` has it."""
@@ -100,7 +87,7 @@ class StraightLine:
         """
         if form == PROGRAM and change is not None:
             with RARELY:
-                program = translated(self._source, change(self._namespace), arguments).made_by(self.make_program)
+                program = translated(self.source, change(self.namespace), arguments).made_by(self.make_program)
             return program(arguments)
         made = self.program  # another thread may drop it meanwhile
         if form == PROGRAM and made is not None:
@@ -125,7 +112,7 @@ class StraightLine:
         try:
             if inputs not in self._programs:
                 with RARELY:
-                    made = translated(self._source, self._namespace, arguments).made_by(self.make_program)
+                    made = translated(self.source, self.namespace, arguments).made_by(self.make_program)
                 self._programs.setdefault(inputs, made)
             self.why_not = "" if self._programs[inputs] is not None else "it was dropped"
         except UnknownCodeError as error:
@@ -141,10 +128,6 @@ def _somebody_looks() -> bool:
     return (
         torch.autograd.profiler._is_profiler_enabled
         or torch._C._len_torch_dispatch_stack() > 0
-        or not _plain_products()
+        # Otherwise float32 is not multiplied as float32 (`mkldnn_reduced_f32_gemm`, `ATen/native/CPUBlas.cpp`).
+        or torch._C._get_fp32_precision_getter("mkldnn", "matmul") not in ("none", "ieee")
     )
-
-
-def _plain_products() -> bool:
-    """Whether float32 is multiplied as float32 (``mkldnn_reduced_f32_gemm``, ``ATen/native/CPUBlas.cpp``)."""
-    return torch._C._get_fp32_precision_getter("mkldnn", "matmul") in ("none", "ieee")

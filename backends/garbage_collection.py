@@ -1,8 +1,7 @@
 """Python's search for reference cycles, made rare while a graph is captured, traced or compiled.
 
-Graphs are many small objects that live on. To make them sets off the search again and again, which finds nothing and
-takes longer the more lives in the process: an eighth of a first backward where nothing else does, and for its length no
-other thread runs. Here it comes after as many new objects as make it worth while.
+Graphs are many small objects that live on. To make them sets off the search again and again, which finds nothing,
+takes longer the more lives in the process, and for its length no other thread runs.
 """
 
 from __future__ import annotations
@@ -33,12 +32,10 @@ class _Rarely:
             me, first = threading.get_ident(), not self.entered
             self.entered[me] = self.entered.get(me, 0) + 1
             if first:
-                self._before = gc.get_threshold()
-                if self._before[0] == 0:  # the user has turned it off
-                    self._set = self._before
-                    return
-                self._set = tuple(max(pair) for pair in zip(RARE_THRESHOLDS, self._before, strict=True))  # type: ignore[assignment]
-                gc.set_threshold(*self._set)
+                self._before = self._set = gc.get_threshold()
+                if self._before[0] > 0:  # else the user has turned it off
+                    self._set = tuple(max(pair) for pair in zip(RARE_THRESHOLDS, self._before, strict=True))  # type: ignore[assignment]
+                    gc.set_threshold(*self._set)
 
     def __exit__(self, *exception: object) -> None:
         with self._lock:

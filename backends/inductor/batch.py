@@ -1,16 +1,14 @@
 """Compiles the kernels of a region together (torch 2.13).
 
-Inductor gives each kernel to the C++ compiler as a file of its own, and reading the headers takes longer than most
-kernels do. Here as many files are made as Inductor compiles at once, each with its share of the kernels; they are what
-Inductor would compile, one after the other, each in a namespace of its own. A kernel that this process has compiled
-before is not compiled again.
+As many files are made as Inductor compiles at once, for reading the headers takes longer than most kernels do. In a
+file are its kernels as Inductor would compile them, one after the other, each in a namespace of its own. A kernel that
+this process has compiled before is not compiled again.
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
-import heapq
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -144,11 +142,8 @@ def _compile(sources: Sequence[_Source]) -> dict[_Source, Kernel]:
 def _shares(sources: Sequence[_Source], count: int) -> list[list[_Source]]:
     """At most ``count`` lists of kernels whose codes are about as long."""
     shares: list[list[_Source]] = [[] for _ in range(min(count, len(sources)))]
-    lengths = [(0, index) for index in range(len(shares))]
     for source in sorted(sources, key=lambda each: -len(each.code)):
-        length, index = heapq.heappop(lengths)
-        shares[index].append(source)
-        heapq.heappush(lengths, (length + len(source.code), index))
+        min(shares, key=lambda share: sum(len(each.code) for each in share)).append(source)
     return shares
 
 

@@ -1,8 +1,7 @@
 """What Inductor's code for the CPU depends on beside its graph and the versions of torch and Python (torch 2.13).
 
-What it was compiled *with* is no part of it: a library that any compiler made either loads or does not, and the loader
-says so. (The machine that loads may have no compiler at all.) What it was compiled *for* is, as a wrong processor shows
-only when an instruction is met.
+What it was compiled *with* is no part of it: a library either loads or does not, and the loader says so. What it was
+compiled *for* is, as a wrong processor shows only when an instruction is met.
 """
 
 from __future__ import annotations
@@ -47,8 +46,13 @@ def environment() -> dict[str, str]:
 
 
 def inductor_settings() -> str:
-    """A digest of Inductor's settings that are not at their defaults."""
-    return _digest(repr(_settings()))
+    """A digest of Inductor's settings that are not at their defaults, and of the variables that change the defaults.
+
+    A process that has not imported Inductor has changed none of its settings: it need not be imported to see that.
+    """
+    variables = [each for each in os.environ.items() if each[0].startswith(_VARIABLES)]
+    found = [each for each in variables if not each[0].startswith(_NO_CODE)]
+    return _digest(repr(sorted([*found, *_changed(sys.modules.get("torch._inductor.config"))])))
 
 
 _texts: dict[bytes, str] = {}
@@ -96,38 +100,19 @@ def _instructions() -> str:
     return repr(sorted(torch.cpu.get_capabilities().items()))
 
 
-def _settings() -> list[tuple[str, str]]:
-    """Inductor's settings that are not at their defaults, and the variables that change the defaults.
-
-    A process that has not imported Inductor has changed none of its settings: it need not be imported to see that.
-    """
-    found = [
-        (name, value)
-        for name, value in os.environ.items()
-        if name.startswith(_VARIABLES) and not name.startswith(_NO_CODE)
-    ]
-    config = sys.modules.get("torch._inductor.config")
-    return sorted([*found, *_changed(config)])
-
-
 def _changed(config: Any) -> list[tuple[str, str]]:
-    """What is not at its default in a module of settings, or in None."""
+    """What the user has set to another value than the default in a module of settings, or in None.
+
+    The order of what counts is that of ``ConfigModule._get_dict``.
+    """
+    from torch.utils._config_module import _UNSET_SENTINEL as UNSET
+
     found = []
     entries: dict[str, Any] = getattr(config, "_config", {})
     for name, entry in sorted(entries.items()):
-        if entry.alias is None and not name.startswith(_NO_CODE_SETTINGS):
-            default, value = _value(entry, with_users=False), _value(entry, with_users=True)
-            if value != default:
+        if entry.alias is None and entry.env_value_force is UNSET and not name.startswith(_NO_CODE_SETTINGS):
+            default = entry.default if entry.env_value_default is UNSET else entry.env_value_default
+            value = user_override(entry)
+            if value is not UNSET and value != default:
                 found.append((name, repr(value)))
     return found
-
-
-def _value(entry: Any, with_users: bool) -> Any:
-    """As ``ConfigModule._get_dict`` reads an entry of it."""
-    from torch.utils._config_module import _UNSET_SENTINEL
-
-    of_user = user_override(entry) if with_users else _UNSET_SENTINEL
-    for value in (entry.env_value_force, of_user, entry.env_value_default):
-        if value is not _UNSET_SENTINEL:
-            return value
-    return entry.default

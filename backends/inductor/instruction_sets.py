@@ -1,17 +1,16 @@
 """Finds out which vector instructions generated CPU code may use, while the graph is still being traced.
 
-Inductor finds it out when it generates the first kernel: for each instruction set that the processor has, it compiles
-a small file and loads it, one after the other; in a process with nothing cached that takes seconds. It keeps what it
-found (``torch/_inductor/cpu_vec_isa.py``, 2.13). So the same question is asked early, in a thread, by a compiler that
-needs no interpreter; and of the widest set first, since who manages that one manages those that it includes.
+Inductor finds it out when it generates the first kernel, by compiling and loading small files, which takes seconds, and
+keeps what it found (``torch/_inductor/cpu_vec_isa.py``, 2.13). So the same question is asked early, in a thread; and of
+the widest set first, since who manages that one manages those that it includes.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
-import os
+import threading
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -37,20 +36,20 @@ def ask() -> None:
     if not has or find.cache_info().currsize:
         return
     sets = [each for each in cpu_vec_isa.supported_vec_isa_list if all(flag in has for flag in str(each).split())]
-    pool = ThreadPoolExecutor(1, "instruction_sets")
-    answer = pool.submit(_widest_first, sets)
-    pool.shutdown(wait=False)
-    asker = os.getpid()
+    found: list[list[VecISA]] = []
 
-    found: list[list[VecISA]] = []  # what a forked child may read: the answer has a lock
-    answer.add_done_callback(lambda done: None if done.exception() else found.append(done.result()))
+    def look() -> None:
+        with contextlib.suppress(Exception):
+            found.append(_widest_first(sets))
+
+    thread = threading.Thread(target=look, name="instruction_sets")
+    thread.start()
 
     @functools.wraps(find)
-    def find_when_answered() -> list[cpu_vec_isa.VecISA]:
-        if os.getpid() != asker and not found:  # the thread is the parent's
-            return find()
+    def find_when_answered() -> list[VecISA]:
+        thread.join()  # in a forked child, which has no such thread, it counts as ended
         if not found:
-            found.append(answer.result() if answer.exception() is None else find())
+            found.append(find())
         return found[0]
 
     for name in ("cache_info", "cache_clear"):

@@ -73,18 +73,14 @@ def load_kernels(libraries: Mapping[str, bytes], wanted: Iterable[KernelId]) -> 
     """
     with _LOADING:
         missing = sorted({kernel_id for kernel_id in wanted if kernel_id not in _loaded})
-        needed = {digest: libraries[digest] for digest, _ in missing}
-        for digest, data in needed.items():
-            if hashlib.sha256(data).hexdigest() != digest:
-                raise ArtifactError(f"its library {digest[:16]} has other content than its name says")
         if missing:
             tell_libraries()
             # Inductor asks the system for AMX registers when it looks for a processor's vectors; without that, a kernel
             # that uses them dies. Where there are none, this does nothing.
             torch.cpu._init_amx()
             with _private_folder() as folder:
-                for digest, data in needed.items():
-                    _write(folder, digest, data)
+                for digest in {digest for digest, _ in missing}:
+                    _write(folder, digest, libraries[digest])
                 for digest, entry in missing:
                     _loaded[digest, entry] = _load(folder, digest, entry)
         return {kernel_id: _loaded[kernel_id] for kernel_id in wanted}
@@ -114,6 +110,8 @@ def _path(folder: Path, digest: str) -> Path:
 
 
 def _write(folder: Path, digest: str, data: bytes) -> None:
+    if hashlib.sha256(data).hexdigest() != digest:
+        raise ArtifactError(f"its library {digest[:16]} has other content than its name says")
     path = _path(folder, digest)
     path.write_bytes(data)
     path.chmod(0o700)

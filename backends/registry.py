@@ -1,13 +1,12 @@
 """Names of backends, and what is behind them: ours, those of installed packages, and those of ``torch.compile``.
 
-Nothing is imported before it is asked for: a name is looked up in our own table, then among the entry points of the
-group ``compiled_autograd.backends``, and last among ``torch._dynamo.list_backends()``, whose import takes a second.
+Nothing is imported before it is asked for. Names of ``torch.compile`` come last: Dynamo's import takes a second.
 """
 
 from __future__ import annotations
 
-import importlib
 import inspect
+import pkgutil
 from collections.abc import Callable, Mapping, Sequence
 from difflib import get_close_matches
 from importlib.metadata import entry_points
@@ -17,7 +16,6 @@ import torch
 from torch import fx
 from torch.fx._lazy_graph_module import _LazyGraphModule  # private in torch 2.13
 
-from .artifacts import ArtifactError
 from .modes import MODES, name_in
 from .protocol import Backend, Compiled
 
@@ -40,7 +38,10 @@ class UnknownBackendError(LookupError):
 
 
 class FunctionBackend(Backend):
-    """A function ``(GraphModule, example_inputs) -> callable``, as ``torch.compile`` takes it."""
+    """A function ``(GraphModule, example_inputs) -> callable``, as ``torch.compile`` takes it.
+
+    It is no :class:`Storing` one: what a function made is only known to itself.
+    """
 
     def __init__(self, function: Callable[..., Any], name: str | None = None) -> None:
         self.function = function
@@ -60,21 +61,6 @@ class FunctionBackend(Backend):
         if not callable(compiled):
             raise TypeError(f"backend {self.name!r} gave a {type(compiled).__name__}, which cannot be called")
         return compiled if _is_boxed(compiled) else _Unboxed(compiled)
-
-    def save(self, compiled: Compiled) -> None:
-        """None: what a function made is only known to itself."""
-
-    def why_not_saved(self, compiled: Compiled) -> str:
-        """The same for all."""
-        return f"backend {self.name!r} is a function, which says nothing of how to store what it made"
-
-    def load(self, data: bytes) -> Compiled:
-        """Never: nothing was stored."""
-        raise ArtifactError(f"backend {self.name!r} is a function and has stored none")
-
-    def environment(self) -> dict[str, str]:
-        """Nothing is stored, so nothing depends on anything."""
-        return {}
 
 
 class _Unboxed:
@@ -122,8 +108,7 @@ def get_backend(backend: str | Callable[..., Any]) -> Backend:
 def _load(name: str) -> Backend:
     if name in _OURS:
         where, arguments = _OURS[name]
-        module, _, attribute = where.partition(":")
-        return getattr(importlib.import_module(module), attribute)(*arguments)
+        return pkgutil.resolve_name(where)(*arguments)
     for point in entry_points(group=ENTRY_POINT_GROUP, name=name):
         loaded = point.load()
         return _made(loaded) if isinstance(loaded, type) else FunctionBackend(loaded, name)

@@ -336,10 +336,7 @@ def _why_not(backend: Any, compiled: Any) -> str:
 
 def test_what_a_function_made_cannot_be_stored() -> None:
     backend = backends.get_backend(lambda graph_module, examples: graph_module.forward)
-    assert isinstance(backend, backends.Storing)
-    assert "is a function" in _why_not(backend, lambda arguments: arguments)
-    with pytest.raises(ArtifactError, match="is a function"):
-        backend.load(b"")
+    assert not isinstance(backend, backends.Storing)
 
 
 def test_what_has_other_parts_than_code_for_the_cpu_cannot_be_stored(monkeypatch: pytest.MonkeyPatch) -> None:

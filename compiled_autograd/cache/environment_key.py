@@ -57,7 +57,7 @@ def why_not_stored(tape: ir.TapeGraph, settings: Settings) -> str:
     if not isinstance(settings.backend, str):
         return "the backend is a function, which may be another in another process"
     if not isinstance(get_backend(settings.backend_in_mode), Storing):
-        return f"backend {settings.backend!r} cannot store what it compiles"
+        return f"backend {settings.backend!r} says nothing of how to store what it makes"
     for node in tape.graph.nodes:
         if isinstance(node.target, ir.AOTBackward):
             return "the tape has the backward of a forward that torch.compile compiled"

@@ -10,15 +10,17 @@ from __future__ import annotations
 import ast
 import functools
 import hashlib
-import importlib
 import io
 import pickle
+import pkgutil
 import types
 from collections.abc import Iterable, Mapping
 from typing import Any
 
 import msgspec
 import torch
+
+from .protocol import Backend, Compiled
 
 _STABLE_MODULES = ("torch", "math", "operator", "_operator")
 FORMAT = 2
@@ -58,6 +60,45 @@ class Stored(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     constants: bytes = b""
     kernels: dict[str, tuple[str, str]] = {}
     libraries: dict[str, bytes] = {}
+
+
+class ArtifactBackend(Backend):
+    """A backend whose compiled code is kept as an artifact, as :class:`backends.protocol.Storing` has it."""
+
+    def stored(self, compiled: Compiled) -> Stored:
+        """What is to be kept of what :meth:`compile` gave.
+
+        Raises:
+            CannotStoreError: it cannot be kept.
+        """
+        raise NotImplementedError
+
+    def loaded(self, stored: Stored) -> Compiled:
+        """Undo :meth:`stored`.
+
+        Raises:
+            ArtifactError: something that it needs is not here.
+        """
+        raise NotImplementedError
+
+    def load(self, data: bytes) -> Compiled:
+        """Run the code of an artifact. There is no graph then."""
+        return self.loaded(from_bytes(data, self.name))
+
+    def save(self, compiled: Compiled) -> bytes | None:
+        """An artifact; None where something in it cannot be kept."""
+        try:
+            return to_bytes(self.stored(compiled), self.name)
+        except CannotStoreError:
+            return None
+
+    def why_not_saved(self, compiled: Compiled) -> str | None:
+        """Why :meth:`save` gives None."""
+        try:
+            self.stored(compiled)
+        except CannotStoreError as error:
+            return str(error)
+        return None
 
 
 # ---- bytes -------------------------------------------------------------------------------------------------------
@@ -129,34 +170,25 @@ def resolve(text: str) -> Any:
     Raises:
         ArtifactError: it is not there.
     """
-    module, _, qualified = text.partition(":")
     try:
-        value = importlib.import_module(module)
-        for part in qualified.split(".") if qualified else ():
-            value = getattr(value, part)
-    except (ImportError, AttributeError) as error:
+        return pkgutil.resolve_name(text)
+    except (ImportError, AttributeError, ValueError) as error:  # ValueError: the text is no name
         raise ArtifactError(f"it needs {text}, which is not here ({error})") from error
-    return value
+
+
+def names_in(tree: ast.AST) -> set[str]:
+    """The names in code, without what follows a dot."""
+    return {node.id for node in ast.walk(tree) if isinstance(node, ast.Name)}
 
 
 def dotted_names(trees: Iterable[ast.AST], roots: Iterable[str]) -> list[str]:
     """The longest attribute chains in the code (``torch.ops.aten.mm.default``) that begin with one of ``roots``."""
     known = set(roots)
-    found: dict[str, None] = {}
-    inner: set[int] = set()
-    for tree in trees:
-        for node in ast.walk(tree):  # outer nodes come first
-            if not isinstance(node, ast.Attribute) or id(node) in inner:
-                continue
-            parts: list[str] = []
-            at: ast.AST = node
-            while isinstance(at, ast.Attribute):
-                inner.add(id(at))
-                parts.append(at.attr)
-                at = at.value
-            if isinstance(at, ast.Name) and at.id in known:
-                found[".".join([at.id, *reversed(parts)])] = None
-    return list(found)
+    attributes = [node for tree in trees for node in ast.walk(tree) if isinstance(node, ast.Attribute)]
+    inner = {node.value for node in attributes}
+    texts = [ast.unparse(node) for node in attributes if node not in inner]
+    chains = [text for text in texts if text.replace(".", "").isidentifier() and text.partition(".")[0] in known]
+    return list(dict.fromkeys(chains))
 
 
 # ---- tensors -----------------------------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ import shadow_cache
 from backends.inductor import cuda_graphs
 from backends.inductor.backend import InductorBackend
 from backends.inductor.cuda_graphs import CopiedOut, copies, cuda_device
-from backends.modes import MODES, name_in, options_of
+from backends.modes import MODES, name_in
 from compiled_autograd.policies import worker_main, worker_process
 from compiled_autograd.settings import Settings, resolve
 
@@ -43,9 +43,9 @@ def test_the_modes_are_those_of_torch_compile() -> None:
     from torch._inductor import list_mode_options
 
     assert set(MODES) == set(list_mode_options()) - {"lite"}  # which leaves most of a graph as it is
-    assert options_of("default") == {}
-    assert options_of("reduce-overhead") == {"triton.cudagraphs": True}
-    assert all(options_of(mode)["max_autotune"] for mode in TUNED)
+    assert list_mode_options("default") == {}
+    assert list_mode_options("reduce-overhead") == {"triton.cudagraphs": True}
+    assert all(list_mode_options(mode)["max_autotune"] for mode in TUNED)
 
 
 @pytest.mark.parametrize("mode", MODES)

@@ -59,7 +59,7 @@ EXCEPTIONS = {
     },
     "backends/inductor/memory.py": {"keep_freed_memory": _ONCE},
     "backends/inductor/outer_loops.py": {"_thread": _COMPILES, "_install": _ONCE},
-    "backends/inductor/randomness.py": {"_made": _UNCHANGING},
+    "backends/inductor/randomness.py": {"decompositions": _UNCHANGING},
     "backends/inductor/straight_line/products.py": {"products": _UNCHANGING},
     "backends/inductor/straight_line/program_library.py": {"begin": _SERVES_ON, _FORK: _ALONE},
     "shadow_cache/compile_counter.py": dict.fromkeys(("_watching", "_lock", _FORK), _ALONE),

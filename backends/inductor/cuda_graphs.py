@@ -1,11 +1,8 @@
 """Regions that Inductor runs as CUDA graphs: their results are copied out of the graphs' memory (torch 2.13).
 
-A graph's results lie in memory of its own, which the next replay overwrites; ``torch._inductor.cudagraph_trees`` has
-all graphs of a thread share one pool of it. A gradient that a leaf keeps, or that a hook sees, must not change under
-them, so no such tensor leaves this file. That also means that nothing in the pool is alive when the next region begins:
-each region's graph stands by itself, and no generation has to be marked (``mark_step_begin``).
-
-No input is promised to stay where it is (``static_input_idxs`` is empty): the graph copies each into its own memory.
+No tensor of a graph's own memory leaves this file, for the next replay overwrites it. So nothing in the pool that all
+graphs of a thread share (``torch._inductor.cudagraph_trees``) is alive when the next region begins: each region's graph
+stands by itself, and no generation has to be marked (``mark_step_begin``).
 """
 
 from __future__ import annotations
@@ -17,8 +14,6 @@ from typing import Any
 import torch
 from torch import fx
 from torch.utils._pytree import tree_leaves
-
-from ..protocol import Compiled
 
 
 def cuda_device(graph_module: fx.GraphModule) -> int | None:
@@ -100,8 +95,3 @@ def _wait_for_last(device: int) -> None:
     if last is not None and last != now:
         now.wait_stream(last)
     _thread.streams[device] = now
-
-
-def made_by_inductor(compiled: Compiled) -> Any:
-    """What Inductor made, without what this file has put around it."""
-    return compiled.compiled if isinstance(compiled, CopiedOut) else compiled

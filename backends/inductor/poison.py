@@ -1,8 +1,7 @@
 """Runs something compiled once with poison in all memory that it allocates: what reads it before it wrote it is seen.
 
-Fresh memory often holds zeros, or what the last run left there, which is right as long as it is the same. Here it holds
-NaN, or the largest integer. Nothing that others run is changed: the code runs in a namespace of its own, with other
-functions that allocate.
+Fresh memory often holds zeros, or what the last run left there, which is right as long as it is the same. Nothing that
+others run is changed: the code runs in a namespace of its own, with other functions that allocate.
 """
 
 from __future__ import annotations
@@ -21,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ..artifacts import LINKED
 from ..protocol import Compiled
 from .straight_line.straight_line import PROGRAM, StraightLine
+from .wrappers import namespace_of
 
 _ALLOCATING = "empty_strided"
 """Names of functions that allocate begin so in Inductor's generated code (``_inductor/codegen/wrapper.py``, 2.13)."""
@@ -94,18 +94,16 @@ def _poison_for(dtype: torch.dtype) -> Any:
 def _generated_code(compiled: Any) -> Callable[[list[Any]], Any] | None:
     """The function ``call`` of generated code, in a poisoned namespace; None where it is none, or not all of it."""
     call = getattr(compiled, "current_callable", None) or compiled
-    function = getattr(call, "__func__", call)
-    namespace = getattr(function, "__globals__", {})
-    if not isinstance(function, types.FunctionType) or namespace.get("call") != call:
+    namespace = namespace_of(call)
+    if namespace is None:
         return None  # or there is something around it: CUDA graphs, which would record the poisoning
     changed = poisoned(namespace)
-    function = _in_namespace(function, changed)
     if not isinstance(call, types.MethodType):
-        return function
+        return _in_namespace(call, changed)
     owner = copy.copy(call.__self__)  # a `Runner`, with the parts that a graph was partitioned into
     if hasattr(owner, "partitions"):
         owner.partitions = [_in_namespace(part, changed) for part in owner.partitions]
-    return types.MethodType(function, owner)
+    return types.MethodType(_in_namespace(call.__func__, changed), owner)
 
 
 def _in_namespace(function: Any, namespace: dict[str, Any]) -> Any:

@@ -4,16 +4,14 @@ are, so that compiled code draws what eager would, and both can be compared.
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 
-Table = Mapping[Any, Callable[..., Any]]
 FALLBACK = "fallback_random"
 """The setting of Inductor's that has it call eager's operators, in the graph's order."""
-_made: dict[int, tuple[Table, Table]] = {}
-"""By identity of a table of decompositions: it, and what was made of it, which keeps an identity too."""
 
 
 def draws(target: Any) -> bool:
@@ -21,14 +19,17 @@ def draws(target: Any) -> bool:
     return torch.Tag.nondeterministic_seeded in getattr(target, "tags", ())
 
 
-def eagers_draws(table: Table) -> Table:
+@functools.cache
+def decompositions() -> Mapping[Any, Callable[..., Any]]:
     """Inductor's table as it is with its own ``fallback_random``, and ``bernoulli`` as eager has it.
 
     Inductor decomposes that into a comparison with ``rand``, which draws something else.
     """
-    if id(table) not in _made:
-        _made[id(table)] = table, {**table, torch.ops.aten.bernoulli.default: _bernoulli}
-    return _made[id(table)][1]
+    from torch._inductor import config
+    from torch._inductor.decomposition import select_decomp_table
+
+    with config.patch({FALLBACK: True}):
+        return {**select_decomp_table(), torch.ops.aten.bernoulli.default: _bernoulli}
 
 
 def _bernoulli(self: torch.Tensor, *, generator: torch.Generator | None = None) -> torch.Tensor:

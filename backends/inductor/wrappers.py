@@ -1,7 +1,6 @@
 """The Python code that Inductor generates around its kernels (torch 2.13), cut down to what running a region needs.
 
-As generated, the code imports most of Inductor (two seconds), compiles its kernels or looks for them, and has a
-benchmark in it. What is kept: the function ``call`` and the statements that it depends on.
+What is kept: the function ``call`` and the statements that it depends on.
 """
 
 from __future__ import annotations
@@ -11,7 +10,7 @@ import hashlib
 from collections.abc import Mapping
 from typing import Any
 
-from ..artifacts import CannotStoreError, Stored, dotted_names, reference, tensors_to_bytes
+from ..artifacts import CannotStoreError, Stored, dotted_names, names_in, reference, tensors_to_bytes
 from .kernels import KernelId, library_of
 
 _ENTRY = "call"
@@ -65,6 +64,12 @@ def store(source: str, live: Mapping[str, Any], constants: Mapping[str, Any]) ->
     )
 
 
+def namespace_of(call: Any) -> dict[str, Any] | None:
+    """That of generated code, where ``call`` is its entry; None where something is put around that, or it is none."""
+    namespace = getattr(getattr(call, "__func__", call), "__globals__", {})
+    return namespace if namespace.get(_ENTRY) == call else None
+
+
 def _bindings(tree: ast.Module) -> dict[str, ast.stmt]:
     """Names that the module's own statements bind, and the statement of each."""
     found: dict[str, ast.stmt] = {}
@@ -88,10 +93,10 @@ def _bindings(tree: ast.Module) -> dict[str, ast.stmt]:
 def _is_idle(statement: ast.stmt) -> bool:
     """Waiting for the compiler, comments, and what only a script does."""
     if isinstance(statement, ast.If):
-        return "__name__" in _names(statement.test)
+        return "__name__" in names_in(statement.test)
     if isinstance(statement, ast.Expr) and isinstance(statement.value, ast.Constant):
         return True
-    return isinstance(statement, (ast.Delete, ast.Expr)) and _COMPILER in _names(statement)
+    return isinstance(statement, (ast.Delete, ast.Expr)) and _COMPILER in names_in(statement)
 
 
 def _needed(bindings: Mapping[str, ast.stmt]) -> set[str]:
@@ -104,14 +109,10 @@ def _needed(bindings: Mapping[str, ast.stmt]) -> set[str]:
         statement = bindings[waiting.pop()]
         if _made_by(statement) is not None:
             continue
-        new = (_names(statement) & bindings.keys()) - needed
+        new = (names_in(statement) & bindings.keys()) - needed
         needed |= new
         waiting.extend(new)
     return needed
-
-
-def _names(statement: ast.AST) -> set[str]:
-    return {node.id for node in ast.walk(statement) if isinstance(node, ast.Name)}
 
 
 def _check_import(statement: ast.stmt) -> None:

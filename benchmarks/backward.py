@@ -22,10 +22,8 @@ from rich.console import Console
 
 from benchmarks import picture, targets
 from benchmarks.tables import model_table, problems, summary_table, targets_table
-from benchmarks.targets import WITHOUT_HITS, Result
+from benchmarks.targets import MODELS, WITHOUT_HITS, Result
 
-# Named here again because whoever only wants --help should not wait for torch to load.
-MODELS = ("mlp", "gpt", "resnet", "lstm", "pinn")
 LARGE_MODELS = ("gpt-100m",)  # only where it is named
 RUNNERS = ("eager", "ours-eager", "ours-inductor", "torch-ca-dynamic", "torch-ca-static", "aot")
 CUDA_RUNNERS = ("ours-cuda-graphs",)  # likewise

@@ -29,7 +29,8 @@ from rich.table import Table
 from torch import Tensor, nn
 
 import compiled_autograd as ca
-from benchmarks.measure import SMALLEST_SCALE, WARM_PAIRS
+from benchmarks.measure import WARM_PAIRS, gradient_difference
+from benchmarks.models import tanh_network
 
 Context = contextlib.AbstractContextManager[Any]
 Clock = Callable[[], float]
@@ -37,11 +38,6 @@ Step = Callable[[nn.Module, Context, Context, Clock], float]
 RUNNERS = ("last", "all")
 # What the processor spent says more than a wall clock where others use the machine too; it adds up over threads.
 CLOCKS: dict[str, Clock] = {"wall": time.perf_counter, "cpu": time.process_time}
-
-
-def mlp(*widths: int) -> nn.Sequential:
-    layers = [layer for before, after in pairwise(widths) for layer in (nn.Linear(before, after), nn.Tanh())]
-    return nn.Sequential(*layers[:-1])
 
 
 def pinn(width: int, depth: int, batch: int) -> tuple[nn.Module, Step]:
@@ -61,7 +57,7 @@ def pinn(width: int, depth: int, batch: int) -> tuple[nn.Module, Step]:
             residual.backward()
         return now() - started
 
-    return mlp(2, *[width] * depth, 1), step
+    return tanh_network(2, *[width] * depth, 1), step
 
 
 def penalty(critic: nn.Module, real: Tensor, fake: Tensor) -> tuple[nn.Module, Step]:
@@ -90,12 +86,12 @@ def convolutional_critic() -> tuple[nn.Module, Step]:
 
 
 def mlp_critic() -> tuple[nn.Module, Step]:
-    return penalty(mlp(32, 128, 128, 128, 1), torch.rand(256, 32), torch.rand(256, 32))
+    return penalty(tanh_network(32, 128, 128, 128, 1), torch.rand(256, 32), torch.rand(256, 32))
 
 
 def hessian_vector_product() -> tuple[nn.Module, Step]:
     x, y = torch.rand(256, 64), torch.rand(256, 1)
-    module = mlp(64, 64, 64, 64, 64, 1)
+    module = tanh_network(64, 64, 64, 64, 64, 1)
     vector = [torch.randn_like(parameter) for parameter in module.parameters()]
 
     def step(module: nn.Module, inner: Context, last: Context, now: Clock) -> float:
@@ -140,20 +136,6 @@ class Side:
         return self.step_of(self.module, self.inner, self.last, self.now)
 
 
-def difference(eager: nn.Module, other: nn.Module) -> float:
-    """Largest difference of two copies' gradients, each by its own size."""
-    expected = [parameter.grad for parameter in eager.parameters()]
-    floor = SMALLEST_SCALE * max(float(grad.abs().max()) for grad in expected if grad is not None)
-    worst = 0.0
-    for grad, parameter in zip(expected, other.parameters(), strict=True):
-        if grad is None or parameter.grad is None:
-            worst = worst if grad is parameter.grad else float("inf")
-        else:
-            scale = max(float(grad.abs().max()), floor)
-            worst = max(worst, float((parameter.grad - grad).abs().max()) / scale)
-    return worst
-
-
 def alternate(eager: Side, others: dict[str, Side], rounds: int) -> dict[str, list[float]]:
     """Seconds of each side in each round; the order turns by one from round to round."""
     sides = {"eager": eager, **others}
@@ -190,7 +172,7 @@ def measure(model: str, pairs: int, seed: int, backend: str, clock: str) -> list
                 "eager_ms": 1e3 * statistics.median(times["eager"]),
                 "runner_ms": 1e3 * statistics.median(times[name]),
                 "ratio": statistics.median(b / a for a, b in zip(times["eager"], times[name], strict=True)),
-                "gradient_difference": difference(module, side.module),
+                "gradient_difference": gradient_difference(module, side.module),
                 "counts": {"hits": stats.hits, "compiles": stats.compiles, "bypasses": stats.bypasses},
             }
         )

@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, Protocol
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from benchmarks import floor, memory
 from benchmarks.apart import EagerApart
@@ -40,13 +40,13 @@ def count_nodes(loss: Tensor) -> int:
     return len(seen)
 
 
-def gradient_difference(eager: Side, other: Side) -> float:
+def gradient_difference(eager: nn.Module, other: nn.Module) -> float:
     """Largest relative difference of two modules' gradients, by the largest absolute element of each parameter."""
-    expected = {name: parameter.grad for name, parameter in eager.module.named_parameters()}
+    expected = {name: parameter.grad for name, parameter in eager.named_parameters()}
     scales = {name: grad.abs().max().item() for name, grad in expected.items() if grad is not None}
     smallest = SMALLEST_SCALE * max(scales.values())
     worst = 0.0
-    for name, parameter in other.module.named_parameters():
+    for name, parameter in other.named_parameters():
         grad = expected[name]
         if grad is None or parameter.grad is None:
             worst = worst if grad is parameter.grad else float("inf")
@@ -125,7 +125,7 @@ def measure_steady(model: str, runner_name: str, pairs: int, seed: int, device: 
     forward_done = now(device)
     first_backward = other.backward(loss)
     eager.step()
-    first_difference = gradient_difference(eager, other)
+    first_difference = gradient_difference(eager.module, other.module)
 
     del eager, loss  # what one copy holds on to changes what the C library gives back after the other's step
     with EagerApart(model, seed, device) as apart:
@@ -144,7 +144,7 @@ def measure_steady(model: str, runner_name: str, pairs: int, seed: int, device: 
         "eager_here_ms": eager_here_ms,
         "ratio_here": ratio_here,
         # The first backward and a late one may run different code.
-        "gradient_difference": max(first_difference, gradient_difference(eager, other)),
+        "gradient_difference": max(first_difference, gradient_difference(eager.module, other.module)),
         "eager_peak_bytes": grown_bytes(eager),
         "runner_peak_bytes": grown_bytes(other),
         # The profiler last: it leaves memory of its own behind, and slows whatever runs under it.

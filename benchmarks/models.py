@@ -89,6 +89,12 @@ class UnrolledLSTM(nn.Module):
         return self.head(h)
 
 
+def tanh_network(*widths: int) -> nn.Sequential:
+    """Linear layers between these widths, with tanh between them."""
+    layers = [layer for before, after in pairwise(widths) for layer in (nn.Linear(before, after), nn.Tanh())]
+    return nn.Sequential(*layers[:-1])
+
+
 def mlp() -> tuple[nn.Module, MakeLoss]:
     x = torch.randn(32, 32)
     return ResidualMLP(), lambda module: module(x).square().mean()
@@ -114,9 +120,7 @@ def pinn() -> tuple[nn.Module, MakeLoss]:
     """A tanh network fitted to a known function of points (x, t); no derivative of the network itself is taken."""
     points = torch.rand(16384, 2)
     solution = torch.sin(math.pi * points[:, :1]) * torch.exp(-points[:, 1:])
-    widths = [2, 128, 128, 128, 128]
-    layers = [layer for before, after in pairwise(widths) for layer in (nn.Linear(before, after), nn.Tanh())]
-    return nn.Sequential(*layers, nn.Linear(128, 1)), lambda module: F.mse_loss(module(points), solution)
+    return tanh_network(2, 128, 128, 128, 128, 1), lambda module: F.mse_loss(module(points), solution)
 
 
 def gpt_100m() -> tuple[nn.Module, MakeLoss]:

@@ -19,7 +19,8 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-MODELS = ("mlp", "gpt", "resnet", "lstm", "pinn")
+from benchmarks.targets import MODELS
+
 PROVED_AFTER = 6
 """Runs after which both forms of Inductor's code for the CPU have proved themselves."""
 

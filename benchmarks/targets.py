@@ -9,6 +9,9 @@ from typing import Any
 
 Result = dict[str, Any]
 
+# Named here again because whoever only wants --help should not wait for torch to load.
+MODELS = ("mlp", "gpt", "resnet", "lstm", "pinn")
+
 # What a first backward and a hit are compared with: PyTorch's own compiled autograd, at its better.
 REFERENCE = "torch-ca-static"
 # Runners that capture no tape: they have no hits, and of `aot`'s compiling the first backward is only a part.

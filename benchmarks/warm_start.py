@@ -19,17 +19,14 @@ import sys
 import tempfile
 import time
 from pathlib import Path
-from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
-# Named here again because whoever only wants --help should not wait for torch to load.
-MODELS = ("mlp", "gpt", "resnet", "lstm", "pinn")
+from benchmarks.targets import MODELS, Result
+
 STAGES = ("capture", "lower", "compile", "load", "run")
 LARGEST_RATIO = 0.25
-
-Result = dict[str, Any]
 
 
 def parse_arguments() -> argparse.Namespace:

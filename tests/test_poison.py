@@ -105,9 +105,9 @@ def test_code_for_symbols() -> None:
 
 def test_generated_text_in_both_forms() -> None:
     """Memory that only Python reads, or only part of which is written."""
-    from backends.inductor.straight_line.program_library import library
+    from backends.inductor.straight_line.program_library import begin
 
-    programs = library()
+    programs = begin().result()
     assert programs is not None
     for line, wrong in (
         ("d = c + a", True),

@@ -7,6 +7,7 @@ import itertools
 import random
 import types
 import weakref
+from concurrent.futures import Future
 from typing import Any
 
 import pytest
@@ -27,7 +28,7 @@ _view = torch._C._dynamo.guards._reinterpret_tensor
 @pytest.fixture(scope="module")
 def make_program() -> Any:
     """The function of ``straight_line.cpp``."""
-    library = program_library.library()
+    library = program_library.begin().result()
     assert library is not None
     return library.make_program
 
@@ -333,7 +334,9 @@ def test_without_a_library_generated_code_stays_python(monkeypatch: pytest.Monke
     for flag in ("-std=no-such-standard", "-std=no-text-\udcff"):  # what the compiler says of it need not be UTF-8
         monkeypatch.setattr(program_library, "_FLAGS", (flag,))
         assert program_library._compiled() is None
-    monkeypatch.setattr(inductor, "library", lambda: None)
+    nothing: Future[None] = Future()
+    nothing.set_result(None)
+    monkeypatch.setattr(inductor, "begin", lambda: nothing)
     graph_module, inputs = _region()
     expected = graph_module(*inputs)
     compiled, loaded = _compiled_and_loaded(graph_module, inputs)

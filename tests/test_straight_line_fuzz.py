@@ -26,7 +26,7 @@ ROWS, COLUMNS = (N, 1), (1, N)
 @pytest.fixture(scope="module")
 def make_program() -> Any:
     """The function of ``straight_line.cpp``."""
-    library = program_library.library()
+    library = program_library.begin().result()
     assert library is not None
     return library.make_program
 

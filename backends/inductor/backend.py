@@ -24,7 +24,7 @@ from .kernels import ENTRY, load_kernels
 from .memory import keep_freed_memory
 from .outer_loops import sound_outer_loops
 from .randomness import FALLBACK, decompositions, draws
-from .straight_line.program_library import begin, library
+from .straight_line.program_library import begin
 from .straight_line.straight_line import StraightLine
 from .wrappers import namespace_of, store
 
@@ -202,7 +202,7 @@ def _straight(compiled: Any, example_inputs: Sequence[Any]) -> Compiled:
     if not are_numbers or getattr(compiled, "device_types", None) != {"cpu"}:
         return compiled
     namespace = namespace_of(compiled.current_callable)
-    if namespace is None or (programs := library()) is None:
+    if namespace is None or (programs := begin().result()) is None:
         return compiled
     return StraightLine(compiled, compiled.source_code, namespace, programs.make_program, programs.content)
 

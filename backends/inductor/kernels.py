@@ -1,7 +1,6 @@
 """Compiled kernels for the CPU, which Inductor made (torch 2.13): from functions to shared libraries, and back.
 
-Inductor's own loader looks for a library in its cache folder, by a hash of the source and the compiler's command line;
-to know those it runs the compiler. Here a library is known by the hash of its bytes, and no compiler is asked.
+Inductor's own loader runs the compiler to know a library's name. Here it is the hash of its bytes.
 """
 
 from __future__ import annotations
@@ -59,14 +58,10 @@ def library_of(name: str, kernel: Any) -> tuple[bytes, str]:
 
 
 def load_kernels(libraries: Mapping[str, bytes], wanted: Iterable[KernelId]) -> dict[KernelId, Kernel]:
-    """Kernels of libraries. One that this process has loaded before is not loaded again.
+    """Kernels of libraries, which come by their SHA-256. One that this process has loaded before is not loaded again.
 
     The libraries are written into a new folder that only this user can enter, and deleted once they are loaded: no
     other process can change what is loaded, and none finds a file there that it did not write.
-
-    Args:
-        libraries: by SHA-256.
-        wanted: the SHA-256 of its library and its name there, of each kernel.
 
     Raises:
         ArtifactError: a library is not what its hash says, or cannot be loaded on this machine.

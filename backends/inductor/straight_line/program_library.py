@@ -40,7 +40,7 @@ class Library(NamedTuple):
 
 @functools.cache
 def begin() -> Future[Library | None]:
-    """Begin, once in a process. Returns at once."""
+    """Begin, once in a process. Returns at once; None is what comes where it cannot be compiled."""
     pool = ThreadPoolExecutor(1, "program_library")
     future = pool.submit(_compiled)
     pool.shutdown(wait=False)
@@ -49,11 +49,6 @@ def begin() -> Future[Library | None]:
 
 if hasattr(os, "register_at_fork"):
     os.register_at_fork(after_in_child=begin.cache_clear)  # the thread is the parent's
-
-
-def library() -> Library | None:
-    """It, when it is there; None where it cannot be compiled: then generated code runs as Python."""
-    return begin().result()
 
 
 def _compiled() -> Library | None:

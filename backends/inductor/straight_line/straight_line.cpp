@@ -149,10 +149,6 @@ static Caller caller_for(std::size_t arguments, std::index_sequence<count...>) {
   return callers[arguments];
 }
 
-static Caller caller_for(std::size_t arguments) {
-  return caller_for(arguments, std::make_index_sequence<most_arguments + 1>());
-}
-
 template <typename Number>
 static void multiply(const Instruction& of, const void* a, const void* b, void* c) {
   char transpose_a = of.transpose_a, transpose_b = of.transpose_b;  // BLAS takes all by address, and as if to change it
@@ -220,7 +216,7 @@ class Run {
       case Operation::kernel: {
         void* arguments[most_arguments];
         for (std::size_t index = 0; index < memory.size(); ++index) arguments[index] = at(memory[index]);
-        caller_for(memory.size())(instruction.function, arguments);
+        caller_for(memory.size(), std::make_index_sequence<most_arguments + 1>())(instruction.function, arguments);
         break;
       }
       case Operation::product: {

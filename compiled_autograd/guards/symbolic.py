@@ -20,7 +20,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.printers import PythonPrinter
 
-from .shapes import SPECIAL, Condition, Guard, History, Origin, Spec, guard_of
+from .shapes import SPECIAL, Condition, Guard, History, Origin, Spec
 
 
 @dataclass
@@ -85,7 +85,7 @@ class Symbols:
         names = {symbol: str(symbol) for symbol in origins}
         conditions = [_condition(expression, names, origin) for origin, expression in checks]
         conditions += [_condition(expression, names) for expression in self.conditions(origins)]
-        return guard_of([(names[symbol], origin) for symbol, origin in origins.items()], conditions)
+        return Guard([(names[symbol], origin) for symbol, origin in origins.items()], conditions)
 
     def conditions(self, symbols: Iterable[sympy.Symbol]) -> list[Any]:
         """What must hold of the symbols, beside where they come from."""

@@ -145,7 +145,7 @@ def _residual_layers(number: int) -> Gradients:
 
 
 def _one_program_for_all(patch: Patch) -> None:
-    _without(patch, stored_regions.StoredRegions, "load", {"another(call)": "call"})
+    _without(patch, stored_regions.StoredRegions, "load", {"another(self.loaded[artifact])": "self.loaded[artifact]"})
 
 
 class _Transposes(torch.autograd.Function):

@@ -51,9 +51,7 @@ def marked(tensors: Sequence[torch.Tensor], everything: bool) -> set[int]:
 
 def promoted(tensor: torch.Tensor, changing: Container[int]) -> Spec:
     """A spec in which dimensions of the sizes ``changing`` change, but a parameter's do not."""
-    if _is_parameter(tensor):
-        return tuple(tensor.shape)
-    return tuple((size, size) if size in changing else size for size in tensor.shape)
+    return tuple((size, size) if size in changing and not _is_parameter(tensor) else size for size in tensor.shape)
 
 
 def _is_parameter(tensor: torch.Tensor) -> bool:

@@ -300,6 +300,19 @@ def test_a_backend_that_fails_on_a_later_run_is_the_same_step_in_eager() -> None
     assert result.stats.failures == 1
 
 
+def test_a_backend_that_cannot_be_prepared_costs_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Unprepared(backends.get_backend("eager").__class__):  # type: ignore[misc]
+        name = "unprepared"
+
+        def prepare(self) -> None:
+            raise RuntimeError("nothing is at hand")
+
+    _plant(monkeypatch, _EntryPoint("unprepared", Unprepared))
+    with pytest.warns(UserWarning, match="nothing is at hand"):
+        result = compare(mlp, _loss, "unprepared", steps=2, bitwise=True, counts=False)
+    expect(result.stats, structure_misses=1, hits=1, compiles=0, failures=1)
+
+
 def test_a_backend_may_give_outputs_that_share_memory() -> None:
     """With inputs, or with each other: in ``.grad`` each leaf still has memory of its own."""
 

@@ -17,6 +17,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch._subclasses.fake_tensor import FakeTensor
@@ -27,7 +28,6 @@ from backends.inductor.straight_line.straight_line import GENERATED_CODE, PROGRA
 from backends.protocol import ONLY_FORM
 from compiled_autograd import ir
 from compiled_autograd.lowering import fake_tensors, lower, region_compiler, stored_regions
-from compiled_autograd.steps import steps
 from compiled_autograd.steps.accumulate import own_copy
 from shadow_cache import Failure
 
@@ -145,7 +145,7 @@ def _residual_layers(number: int) -> Gradients:
 
 
 def _one_program_for_all(patch: Patch) -> None:
-    _without(patch, stored_regions.StoredRegions, "load", {"another(call)": "call"})
+    _without(patch, stored_regions.StoredRegions, "load", {"another(self.loaded[artifact])": "self.loaded[artifact]"})
 
 
 class _Transposes(torch.autograd.Function):
@@ -194,15 +194,15 @@ def _written_into_a_view(number: int) -> Gradients:
 def _products_stay_as_they_are(patch: Patch) -> None:
     """And a leaf's gradient is copied into strides that are such products."""
     leaves: dict[int, torch.Tensor] = {}
-    fake = lower._fake
+    fake = lower._Lowering._fake
 
-    def remembered(mode: Any, leaf: torch.Tensor, *rest: Any) -> torch.Tensor:
-        leaves[id(leaf)] = made = fake(mode, leaf, *rest)
+    def remembered(self: lower._Lowering, leaf: torch.Tensor, *rest: Any) -> torch.Tensor:
+        leaves[id(leaf)] = made = fake(self, leaf, *rest)
         return made
 
-    patch.setattr(lower, "_fake", remembered)
+    patch.setattr(lower._Lowering, "_fake", remembered)
     patch.setattr(lower, "copy_laid_out_as", lambda grad, leaf: own_copy(grad, leaves.pop(id(leaf))))
-    patch.setattr(lower, "_made_binary", lambda graph: None)
+    patch.setattr("compiled_autograd.guards.symbolic.made_binary", lambda graph: None)
     patch.setattr(region_compiler.aten, "verify", lambda graph_module: None)
 
 
@@ -285,13 +285,14 @@ def _one_region(number: int) -> Gradients:
 
 
 def _a_result_is_left_out(patch: Patch) -> None:
-    right = region_compiler.wiring_of
+    right = region_compiler.lower
 
-    def wiring(step: steps.RegionStep, lowered: lower.Lowered) -> steps.Wiring:
-        lowered.values, lowered.apart = dict.fromkeys(lowered.values), []
-        return right(step, lowered)
+    def lowered(*args: Any) -> lower.Lowered:
+        found = right(*args)
+        found.wiring = msgspec.structs.replace(found.wiring, values=(), apart=())
+        return found
 
-    patch.setattr(region_compiler, "wiring_of", wiring)
+    patch.setattr(region_compiler, "lower", lowered)
 
 
 def _transposed_softmaxes(number: int) -> Gradients:

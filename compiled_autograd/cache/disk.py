@@ -1,8 +1,6 @@
 """Joins this process to the store on disk: a structure that it captures may have been compiled by another before.
 
-What is found there serves as if it had been compiled here: no lowering, no backend. What the store cannot give (it is
-damaged, of another version, not there) is compiled, and the reason can be read. A store that cannot be used at all is
-warned of once, and graphs then live in memory alone.
+What the store cannot give (it is damaged, of another version, not there) is compiled, and the reason can be read.
 """
 
 from __future__ import annotations
@@ -15,26 +13,24 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
 import msgspec
-from torch import fx
 
 from backends import Storing, get_backend
-from shadow_cache import Entry, Key, Miss, MissEntry, Region, ShadowGraph, StoreError, Timing, VariantKey
+from shadow_cache import Entry, Key, Miss, MissEntry, Region, ShadowGraph, StoreError
 from shadow_cache.entries import name_of
 
 from .. import ir
-from ..diagnostics.node_names import title
+from ..diagnostics.node_names import module_of, title
 from ..diagnostics.reporting import warn_once
 from ..diagnostics.structure_misses import structure_miss
 from ..guards.ambient import Ambient
-from ..guards.shapes import Spec
 from ..lowering.region_compiler import MAX_GUARDED
 from ..lowering.stored_regions import StoredRegion, StoredRegions
 from ..settings import Settings
 from ..steps.steps import CompiledRegion, RegionRecord, RegionStep, region_record
 from .environment_key import differences, is_repeatable, state_of, why_not_stored
-from .metadata import caller, loss_of, module_of, structure_of
+from .metadata import caller, loss_of, structure_of
 from .records import VariantRecord, entry_of, shapes_of, structure_id, undropped
-from .stored_misses import stored_miss
+from .value_misses import stored_miss
 from .variants import Handover, Variant
 
 if TYPE_CHECKING:
@@ -105,15 +101,10 @@ class Disk:
         entry: Entry,
         record: VariantRecord,
     ) -> Variant:
-        tape = graph.tape_for(ambient_state)
-        nodes = list(tape.graph.nodes)
-        shapes = shapes_of(record, handover)
-        specs: dict[fx.Node, Spec] = {nodes[position]: spec for position, spec in record.specs}
-        specs.update(shapes.of_placeholders(tape))
+        nodes = list(graph.tape_for(ambient_state).graph.nodes)
+        specs = {nodes[position]: spec for position, spec in record.specs}
         untraceable = {nodes[position]: reason for position, reason in record.untraceable}
-        key = VariantKey(settings.key, ambient_state, (*handover.sizes, *handover.scalars))
-        backend = get_backend(settings.backend_in_mode)
-        variant = graph.make(key, backend, (), handover, shapes, specs, untraceable)
+        variant = graph.make(settings, ambient_state, handover, shapes_of(record, handover), specs, untraceable)
         stored: dict[tuple[int, int], list[StoredRegion]] = {}
         for region in entry.regions:
             region_record = msgspec.msgpack.decode(region.plan, type=RegionRecord)
@@ -121,7 +112,7 @@ class Disk:
                 StoredRegion(region_record, region.artifact, region.lowered)
             )
         variant.program.region_compiler.stored = StoredRegions(stored, self.store.read)
-        self._tie(variant, entry)
+        self._tie(variant, entry.id)
         variant.timing = entry.timing
         variant.tensors = record.tensors
         graph.keep(variant)
@@ -187,13 +178,10 @@ class Disk:
             record = MissEntry(time.time(), _id(graph), entry, name, miss)
             self._write(functools.partial(self.store.record, record))
 
-    def timed(self, entry: str, timing: Timing) -> None:
-        """Keep how a variant with an entry did against eager."""
-        self._write(lambda: self.store.timed(entry, timing))
-
-    def _tie(self, variant: Variant, entry: Entry) -> None:
+    def _tie(self, variant: Variant, entry: str) -> None:
         """The variant has this entry."""
-        variant.entry, variant.store_timing = entry.id, functools.partial(self.timed, entry.id)
+        variant.entry = entry
+        variant.store_timing = lambda timing: self._write(lambda: self.store.timed(entry, timing))
 
     def save(
         self,
@@ -235,7 +223,7 @@ class Disk:
         except StoreError as error:
             self._write_no_more(error)
             return str(error)
-        self._tie(variant, entry)
+        self._tie(variant, entry.id)
         return ""
 
     def _region(

@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-import shadow_cache
 from backends import Storing, get_backend
 from shadow_cache import Entry, Miss
 
@@ -26,7 +25,6 @@ from ..versions import VERSION
 State = tuple[dict[str, str], dict[str, str], dict[str, str]]
 _KINDS = ("backend_or_settings", "ambient_state", "environment")
 _SOURCE = frozenset({".py", ".pyi", ".c", ".cc", ".cpp", ".cu", ".cuh", ".h", ".hpp", ".json", ".toml"})
-_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def state_of(settings: Settings, ambient_state: Ambient) -> State:
@@ -70,7 +68,7 @@ def is_repeatable(kind: Any) -> bool:
     """Whether what a step handed on can be told by its text in another process."""
     if isinstance(kind, tuple):
         if kind and isinstance(kind[0], type):  # a tensor, as kind_of_value has it
-            return kind[0] in _PLAIN
+            return kind[0] in ir.PLAIN_TENSORS
         return all(map(is_repeatable, kind))
     return kind is None or isinstance(kind, (bool, int, float, str))
 
@@ -78,9 +76,7 @@ def is_repeatable(kind: Any) -> bool:
 @functools.cache
 def versions() -> Mapping[str, str]:
     """Of this package, to the last byte of its source; of torch and Python."""
-    import backends
-
-    roots = [Path(str(module.__file__)).parent for module in (sys.modules["compiled_autograd"], backends, shadow_cache)]
+    roots = [Path(str(sys.modules[name].__file__)).parent for name in ("compiled_autograd", "backends", "shadow_cache")]
     return {
         "package": f"{VERSION} {digest_of_source(roots)[:12]}",
         "torch": f"{torch.__version__} {torch.version.git_version}",

@@ -14,22 +14,22 @@ import networkx as nx
 import torch
 from torch import fx
 
-from backends import Backend, get_backend
+from backends import get_backend
 from shadow_cache import Key, Miss, ShadowGraph, Terminal, VariantKey
 
 from .. import ir
 from ..diagnostics.node_names import node_name, title
 from ..diagnostics.structure_misses import order_miss, structure_miss
-from ..diagnostics.variant_misses import layout_miss, scalar_miss, shape_miss, state_miss, tensor_miss
+from ..diagnostics.variant_misses import state_miss
 from ..guards.ambient import Ambient, ambient
 from ..guards.shapes import Spec
 from ..ir import nan_checks
-from ..lowering.region_compiler import Pass
 from ..process_state import PROCESS, free_in_child
 from ..runtime.interpret import interpret
 from ..runtime.program import Program
 from ..settings import Settings
 from ..steps.steps import RegionStep
+from .value_misses import values_miss
 from .variants import Handover, Shapes, Variant, tensor_check, tensor_records
 
 MAX_VARIANTS = 32
@@ -89,37 +89,41 @@ class CompiledGraph:
         """A new variant, not yet compiled; and why none of those that are there serves."""
         with _ADDING:
             key, before = self._nearest(settings, ambient, handover)
-            specs: dict[fx.Node, Spec] = {}
+            specs: Mapping[fx.Node, Spec] = {}
             if before is None or settings.dynamic is False:
                 shapes = Shapes.of(handover, settings.dynamic)
             else:
                 shapes = before.shapes.widened(handover)
-                specs.update(before.program.region_compiler.specs)
+                specs = before.program.region_compiler.specs
             misses = [self._why(key, before, handover, shapes.dynamic)]
-            specs.update(shapes.of_placeholders(self.tape_for(ambient)))
-            variant = self.make(key, get_backend(settings.backend_in_mode), settings.passes, handover, shapes, specs)
+            variant = self.make(settings, ambient, handover, shapes, specs)
             variant.tensors = tensor_records(shapes, handover.tensors)
             misses += self.keep(variant)
         return variant, misses
 
     def make(
         self,
-        key: VariantKey,
-        backend: Backend,
-        passes: Sequence[Pass],
+        settings: Settings,
+        ambient: Ambient,
         handover: Handover,
         shapes: Shapes,
         specs: Mapping[fx.Node, Spec],
         untraceable: Mapping[fx.Node, str] | None = None,
     ) -> Variant:
-        """A variant whose regions are not compiled yet."""
+        """A variant whose regions are not compiled yet.
+
+        Args:
+            specs: what the steps of one that was there before handed on.
+        """
         counts = [len(values) for values in handover.kinds()]
-        tape = self.tape_for(key.ambient)
-        program = Program(tape, backend, passes, counts, specs, shapes.dynamic, untraceable or {})
+        tape, backend = self.tape_for(ambient), get_backend(settings.backend_in_mode)
+        specs = {**specs, **shapes.of_placeholders(tape)}
+        program = Program(tape, backend, settings.passes, counts, specs, shapes.dynamic, untraceable or {})
         check = tensor_check(handover.tensors, shapes.tensors)
         program.region_compiler.name_of = functools.partial(node_name, tape)
         program.region_compiler.title = functools.partial(title, self.tape)
         devices = frozenset(tensor.device.type for tensor in handover.tensors)
+        key = _key_of(settings, ambient, handover)
         return Variant(key, shapes, list(handover.scalars), check, program, next(_uses), devices=devices)
 
     def tape_for(self, ambient: Ambient) -> ir.TapeGraph:
@@ -156,33 +160,25 @@ class CompiledGraph:
 
     def _nearest(self, settings: Settings, ambient: Ambient, handover: Handover) -> tuple[VariantKey, Variant | None]:
         """The key of a new variant, and the newest one that differs from it in nothing but sizes and strides."""
-        key = VariantKey(settings.key, ambient, (*handover.sizes, *handover.scalars))
-        for variant in reversed(self.variants):
-            same_state = (variant.key.settings, variant.key.ambient) == (key.settings, key.ambient)
-            if same_state and variant.scalars == handover.scalars and variant.shapes.fits(handover):
-                return key, variant
-        return key, None
+        key = _key_of(settings, ambient, handover)
+        alike = (each for each in self._in_state_of(key) if each.scalars == handover.scalars)
+        return key, next((each for each in alike if each.shapes.fits(handover)), None)
+
+    def _in_state_of(self, key: VariantKey) -> list[Variant]:
+        """The variants with the settings and the ambient state of ``key``, the newest first."""
+        state = (key.settings, key.ambient)
+        return [each for each in reversed(self.variants) if (each.key.settings, each.key.ambient) == state]
 
     def _why(self, key: VariantKey, before: Variant | None, handover: Handover, dynamic: bool) -> Miss:
         if not self.variants:
             if self.evicted:
                 return Miss("evicted", title(self.tape), hint=_EVICTED)
             return Miss("first_seen", title(self.tape))
-        nearest = before or self._in_this_state(key)
-        if nearest is None:
+        alike = self._in_state_of(key)
+        if not alike:
             return state_miss(key, [other.key for other in self.variants])
-        old, new = nearest.shapes, Shapes.of(handover)
-        miss = tensor_miss(self.tape, old.kinds, new.kinds)
-        if before is not None:
-            miss = shape_miss(self.tape, (old.tensors, old.sizes), (new.tensors, new.sizes), dynamic) or miss
-            miss = miss or layout_miss(self.tape, old.strides, new.strides)
-        miss = miss or scalar_miss(self.tape, nearest.scalars, handover.scalars)
-        return miss or Miss("layout", f"a saved tensor of {title(self.tape)}", "a kind of tensor", "another kind")
-
-    def _in_this_state(self, key: VariantKey) -> Variant | None:
-        """The newest variant with the settings and the ambient state of ``key``."""
-        state = (key.settings, key.ambient)
-        return next((each for each in reversed(self.variants) if (each.key.settings, each.key.ambient) == state), None)
+        nearest = before or alike[0]
+        return values_miss(self.tape, nearest.shapes, nearest.scalars, handover, before is not None, dynamic)
 
     @property
     def aten(self) -> list[fx.GraphModule]:
@@ -204,6 +200,10 @@ class CompiledGraph:
 
     def __repr__(self) -> str:
         return f"<CompiledGraph {self.number}: {len(self.tape.calls)} nodes, {len(self.variants)} variants>"
+
+
+def _key_of(settings: Settings, ambient: Ambient, handover: Handover) -> VariantKey:
+    return VariantKey(settings.key, ambient, (*handover.sizes, *handover.scalars))
 
 
 class Graphs:

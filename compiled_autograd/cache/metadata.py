@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import traceback
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,6 @@ from shadow_cache import Call, Input, Structure
 
 from .. import ir
 from ..diagnostics.node_names import call_name, uses
-from ..guards.shapes import is_static
 from .variants import Variant
 
 
@@ -32,20 +32,14 @@ def loss_of(tape_graph: ir.TapeGraph) -> str:
     return tape_graph.calls[1].name if len(tape_graph.calls) > 1 else tape_graph.calls[0].name
 
 
-def module_of(tape_graph: ir.TapeGraph) -> str | None:
-    return next((call.module for call in tape_graph.calls if call.module is not None), None)
-
-
 def caller() -> str | None:
     """``file:line in function`` of whoever called backward: the innermost frame that is neither ours nor torch's."""
     ours = f"{Path(__file__).parents[1]}{os.sep}"
     torchs = f"{Path(str(torch.__file__)).parent}{os.sep}"
-    frame: Any = sys._getframe()
-    while frame is not None:
+    for frame, line in traceback.walk_stack(sys._getframe()):
         file = frame.f_code.co_filename
         if not file.startswith((ours, torchs)) and "contextlib" not in file and "functools" not in file:
-            return f"{file}:{frame.f_lineno} in {frame.f_code.co_name}"
-        frame = frame.f_back
+            return f"{file}:{line} in {frame.f_code.co_name}"
     return None
 
 
@@ -64,8 +58,6 @@ def inputs_of(tape_graph: ir.TapeGraph, variant: Variant) -> tuple[Input, ...]:
 
 def guards_of(variant: Variant) -> tuple[str, ...]:
     """What must hold of the symbols; not what only says where one comes from."""
-    if is_static(variant.shapes.sizes) and not variant.shapes.dynamic:
-        return ()
     guards = [each.guard for step in variant.regions for each in step.compiled_regions() if each.guard is not None]
     conditions = [condition for guard in guards for condition in guard.conditions if condition.origin is None]
     return tuple(dict.fromkeys(map(str, conditions)))

@@ -10,6 +10,7 @@ import hashlib
 import operator
 import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import msgspec
@@ -17,9 +18,10 @@ import msgspec
 from shadow_cache import Entry, Miss, Region
 
 from .. import ir
+from ..diagnostics.node_names import module_of
 from ..guards.shapes import Spec
 from ..steps.steps import RegionRecord
-from .metadata import caller, guards_of, inputs_of, loss_of, module_of
+from .metadata import caller, guards_of, inputs_of, loss_of
 from .variants import Handover, Shapes, TensorRecord, Variant, fits
 
 
@@ -76,10 +78,8 @@ def entry_of(
     """What the store is told of a variant that has run.
 
     Args:
-        identity: the entry's id.
-        structure: that of its structure.
-        state: what :func:`state_of` gave: settings, ambient state and environment.
-        regions: what was compiled.
+        identity: the entry's id; ``structure`` is that of its structure.
+        state: settings, ambient state and environment.
         misses: why it was made, the first reason first.
         seconds: what making it cost.
     """
@@ -113,8 +113,7 @@ def undropped(encoded: bytes) -> RegionRecord:
 
 def shapes_of(record: VariantRecord, handover: Handover) -> Shapes:
     """The shapes of a record that serves a backward."""
-    shapes = Shapes.of(handover)
-    return Shapes([tensor.spec for tensor in record.tensors], record.sizes, shapes.strides, shapes.kinds)
+    return replace(Shapes.of(handover), tensors=[tensor.spec for tensor in record.tensors], sizes=record.sizes)
 
 
 def structure_id(tape: ir.TapeGraph, keys: Sequence[ir.StructureKey]) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import msgspec
@@ -62,10 +62,10 @@ class Shapes:
     tensors: list[Spec]
     sizes: Spec
     strides: list[tuple[int, ...] | None]
-    kinds: list[TensorKind] = field(default_factory=list)
-    dynamic: bool = False
-    _static_sizes: list[tuple[int, int]] = field(default_factory=list)
-    _sizes: list[int] | None = None
+    kinds: list[TensorKind]
+    dynamic: bool = field(init=False)
+    _static_sizes: list[tuple[int, int]] = field(init=False)
+    _sizes: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
         self.dynamic = not all(is_static(spec) for spec in (*self.tensors, self.sizes))
@@ -80,13 +80,11 @@ class Shapes:
             dynamic: True makes symbols of all dimensions but those of parameters; None of those that
                 ``torch._dynamo.mark_dynamic`` marked, and of what has the same size.
         """
-        tensors: list[Spec] = [tuple(tensor.shape) for tensor in handover.tensors]
-        sizes: Spec = tuple(handover.sizes)
         changing = set() if dynamic is False else marked(handover.tensors, everything=dynamic is True)
-        if changing:
-            tensors = [promoted(tensor, changing) for tensor in handover.tensors]
-            sizes = tuple((size, size) if size in changing else size for size in handover.sizes)
-        return Shapes(tensors, sizes, _strides(handover), _kinds(handover))
+        tensors = [promoted(tensor, changing) for tensor in handover.tensors]
+        sizes = tuple((size, size) if size in changing else size for size in handover.sizes)
+        strides = [tensor.stride() if ir.is_plain(tensor) else None for tensor in handover.tensors]
+        return Shapes(tensors, sizes, strides, [tensor_kind(tensor) for tensor in handover.tensors])
 
     def fits(self, handover: Handover) -> bool:
         """Whether as many tensors of as many dimensions were handed over."""
@@ -97,7 +95,7 @@ class Shapes:
         pairs = zip(self.tensors, handover.tensors, strict=True)
         tensors = [widened(spec, tensor) or () for spec, tensor in pairs]
         sizes = widened(self.sizes, tuple(handover.sizes)) or ()
-        return Shapes(tensors, sizes, _strides(handover), _kinds(handover))
+        return replace(Shapes.of(handover), tensors=tensors, sizes=sizes)
 
     def serves(self, sizes: list[int]) -> bool:
         """Whether the sizes that do not change are as they were."""
@@ -117,14 +115,6 @@ class Shapes:
         return specs
 
 
-def _strides(handover: Handover) -> list[tuple[int, ...] | None]:
-    return [tensor.stride() if ir.is_plain(tensor) else None for tensor in handover.tensors]
-
-
-def _kinds(handover: Handover) -> list[TensorKind]:
-    return [tensor_kind(tensor) for tensor in handover.tensors]
-
-
 class TensorRecord(msgspec.Struct, frozen=True, array_like=True):
     """A lifted tensor: its spec, its strides where nothing of it changes, and what operators on it depend on."""
 
@@ -132,31 +122,28 @@ class TensorRecord(msgspec.Struct, frozen=True, array_like=True):
     strides: tuple[int, ...] | None
     kind: str
 
+    @staticmethod
+    def of(spec: Spec, tensor: torch.Tensor) -> TensorRecord:
+        """That of a plain tensor."""
+        kind = f"{type(tensor).__name__} {tensor.dtype} {tensor.device} {torch._C._dispatch_keys(tensor)}"
+        return TensorRecord(spec, tuple(tensor.stride()) if is_static(spec) else None, kind)
+
     def serves(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is like the one that this was made of."""
-        if not ir.is_plain(tensor) or not fits(self.spec, tensor.shape) or self.kind != _kind(tensor):
-            return False
-        return self.strides is None or self.strides == tensor.stride()
+        return ir.is_plain(tensor) and fits(self.spec, tensor.shape) and TensorRecord.of(self.spec, tensor) == self
 
 
 def tensor_records(shapes: Shapes, tensors: Sequence[torch.Tensor]) -> list[TensorRecord] | None:
     """Of all lifted tensors; None where one is of a kind that is not stored."""
-    records = []
-    for spec, tensor in zip(shapes.tensors, tensors, strict=True):
-        if not ir.is_plain(tensor):
-            return None
-        records.append(TensorRecord(spec, tuple(tensor.stride()) if is_static(spec) else None, _kind(tensor)))
-    return records
+    if not all(map(ir.is_plain, tensors)):
+        return None
+    return [TensorRecord.of(spec, tensor) for spec, tensor in zip(shapes.tensors, tensors, strict=True)]
 
 
 def fits(spec: Spec, sizes: Sequence[int]) -> bool:
     """Whether sizes are as many as those of ``spec``, and those that do not change as they were."""
     pairs = zip(spec, sizes, strict=False)
     return len(spec) == len(sizes) and all(part == size or not isinstance(part, int) for part, size in pairs)
-
-
-def _kind(tensor: torch.Tensor) -> str:
-    return f"{type(tensor).__name__} {tensor.dtype} {tensor.device} {torch._C._dispatch_keys(tensor)}"
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)

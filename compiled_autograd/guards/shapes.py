@@ -2,15 +2,13 @@
 
 A *spec* says of one value what a program was made for: of a tensor its dimensions, of a size the one number. Each is a
 number, or a *history*: the two values that were seen when it was found to change, or one value twice where it was said
-to change from the beginning. Dimensions with one history share a symbol (:mod:`symbolic`). What holds
-of the symbols is a guard, one generated function.
+to change from the beginning. Dimensions with one history share a symbol (:mod:`symbolic`); what holds of it is a guard.
 """
 
 from __future__ import annotations
 
 import math
 from collections.abc import Callable, Container, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import msgspec
@@ -53,9 +51,7 @@ def marked(tensors: Sequence[torch.Tensor], everything: bool) -> set[int]:
 
 def promoted(tensor: torch.Tensor, changing: Container[int]) -> Spec:
     """A spec in which dimensions of the sizes ``changing`` change, but a parameter's do not."""
-    if _is_parameter(tensor):
-        return tuple(tensor.shape)
-    return tuple((size, size) if size in changing else size for size in tensor.shape)
+    return tuple((size, size) if size in changing and not _is_parameter(tensor) else size for size in tensor.shape)
 
 
 def _is_parameter(tensor: torch.Tensor) -> bool:
@@ -110,36 +106,32 @@ class Condition(msgspec.Struct, frozen=True):
         return self.text({symbol: symbol for symbol in self.symbols}, str(self.origin))
 
 
-@dataclass(frozen=True)
 class Guard:
     """Whether something compiled holds for its arguments.
 
     Attributes:
         origins: the symbols, and where each is found.
         conditions: what must hold.
-        function: says so of the arguments, in microseconds.
+        function: says so of the arguments, in microseconds; it is generated, and so is the next.
         values: gives the values of the symbols.
     """
 
-    origins: tuple[tuple[str, Origin], ...]
-    conditions: tuple[Condition, ...]
-    function: Callable[[Sequence[Any]], bool]
-    values: Callable[[Sequence[Any]], tuple[int, ...]]
+    __slots__ = ("conditions", "function", "origins", "values")
+
+    def __init__(self, origins: Sequence[tuple[str, Origin]], conditions: Sequence[Condition]) -> None:
+        self.origins, self.conditions = tuple(origins), tuple(conditions)
+        all_hold = " and ".join(f"({condition})" for condition in conditions)  # one may be an "or"
+        symbols = "".join(f"{symbol}, " for symbol, _ in origins)
+        lines = [f"{symbol} = {origin}" for symbol, origin in origins]
+        namespace: dict[str, Any] = {"math": math}
+        for name, result in (("guard", all_hold or True), ("values", f"({symbols})")):
+            body = "\n    ".join([*lines, f"return {result}"])
+            exec(compile(f"def {name}(a):\n    {body}\n", "<guards of a region>", "exec"), namespace)
+        self.function: Callable[[Sequence[Any]], bool] = namespace["guard"]
+        self.values: Callable[[Sequence[Any]], tuple[int, ...]] = namespace["values"]
 
     def broken(self, arguments: Sequence[Any]) -> Condition | None:
         """The first condition that does not hold; None where all do."""
         values: dict[str, Any] = {"a": arguments, "math": math}
         values.update({symbol: origin.among(arguments) for symbol, origin in self.origins})
         return next((condition for condition in self.conditions if not eval(str(condition), values)), None)
-
-
-def guard_of(origins: Sequence[tuple[str, Origin]], conditions: Sequence[Condition]) -> Guard:
-    """A guard, with the functions that are generated of it."""
-    all_hold = " and ".join(f"({condition})" for condition in conditions)  # one may be an "or"
-    symbols = "".join(f"{symbol}, " for symbol, _ in origins)
-    lines = [f"{symbol} = {origin}" for symbol, origin in origins]
-    namespace: dict[str, Any] = {"math": math}
-    for name, result in (("guard", all_hold or True), ("values", f"({symbols})")):
-        body = "\n    ".join([*lines, f"return {result}"])
-        exec(compile(f"def {name}(a):\n    {body}\n", "<guards of a region>", "exec"), namespace)
-    return Guard(tuple(origins), tuple(conditions), namespace["guard"], namespace["values"])

@@ -1,7 +1,6 @@
 """The symbols that stand for sizes that change while a region is traced, and what is found to hold of them.
 
-What holds (equal, divisible, at least two) is found out while a region is traced and compiled; PyTorch's ``ShapeEnv``
-keeps the account, and what it has in the end becomes a guard. Imported only where something changes: it takes a second.
+What PyTorch's ``ShapeEnv`` has in the end becomes a guard. Imported only where something changes: it takes a second.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.printers import PythonPrinter
 
-from .shapes import SPECIAL, Condition, Guard, History, Origin, Spec, guard_of
+from .shapes import SPECIAL, Condition, Guard, History, Origin, Spec
 
 
 @dataclass
@@ -30,10 +29,6 @@ class Symbols:
     env: ShapeEnv = field(default_factory=ShapeEnv)
     _by_history: dict[tuple[History, int], sympy.Symbol] = field(default_factory=dict)
     _bindings: list[tuple[Origin, Any]] = field(default_factory=list)
-
-    def mode(self) -> FakeTensorMode:
-        """A mode whose fake tensors may have these symbols."""
-        return FakeTensorMode(allow_non_fake_inputs=True, shape_env=self.env)
 
     def tensor(
         self, mode: FakeTensorMode, tensor: torch.Tensor, spec: Spec, plain: bool, position: int | None
@@ -85,7 +80,7 @@ class Symbols:
         names = {symbol: str(symbol) for symbol in origins}
         conditions = [_condition(expression, names, origin) for origin, expression in checks]
         conditions += [_condition(expression, names) for expression in self.conditions(origins)]
-        return guard_of([(names[symbol], origin) for symbol, origin in origins.items()], conditions)
+        return Guard([(names[symbol], origin) for symbol, origin in origins.items()], conditions)
 
     def conditions(self, symbols: Iterable[sympy.Symbol]) -> list[Any]:
         """What must hold of the symbols, beside where they come from."""

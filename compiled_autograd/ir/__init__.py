@@ -9,7 +9,7 @@ from ..errors import IllegalGraphError
 from ..user_code.aot import AOTBackward
 from ..user_code.functions import Packed, call_backward
 from ..user_code.hooks import cpp_hook, post_accumulate_hook, post_hook, pre_hook, tensor_hook, unpack_hook
-from .legality import RULES, Rule, is_validation, rule_of, value_kind, verify
+from .legality import RULES, is_validation, rule_of, value_kind, verify
 from .operations import (
     PLACEHOLDERS,
     PLAIN_TENSORS,
@@ -35,45 +35,3 @@ from .structure_keys import (
     encode_keys,
 )
 from .tape_graph import TapeCall, TapeGraph, target_name
-
-__all__ = [
-    "PLACEHOLDERS",
-    "PLAIN_TENSORS",
-    "RULES",
-    "USERS_CODE",
-    "AOTBackward",
-    "IllegalGraphError",
-    "Lifted",
-    "LiftedTensor",
-    "Listed",
-    "NaNFoundError",
-    "OpaqueOp",
-    "Packed",
-    "Rule",
-    "SavedValue",
-    "StructureKey",
-    "TapeCall",
-    "TapeGraph",
-    "accumulate_grad",
-    "argument_of",
-    "call_backward",
-    "check_nan",
-    "copy_slices_epilogue",
-    "copy_slices_prologue",
-    "cpp_hook",
-    "decode_keys",
-    "encode_keys",
-    "is_plain",
-    "is_validation",
-    "post_accumulate_hook",
-    "post_hook",
-    "pre_hook",
-    "rule_of",
-    "sum_gradients",
-    "target_name",
-    "tensor_hook",
-    "unpack_hook",
-    "value_kind",
-    "verify",
-    "zeros",
-]

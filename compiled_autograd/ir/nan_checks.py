@@ -2,15 +2,13 @@
 
 The rules are those of ``Engine::evaluate_function`` (``torch/csrc/autograd/engine.cpp``, 2.13), which looks at whatever
 a node gives after its post-hooks, and of ``PyAnomalyMetadata::print_stack``
-(``torch/csrc/autograd/python_anomaly_mode.cpp``). In a compiled region the question is one more result: a flag for each
-gradient that a node gives. It is read when the region has run, before anything else does.
+(``torch/csrc/autograd/python_anomaly_mode.cpp``).
 """
 
 from __future__ import annotations
 
 import sys
 import warnings
-from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -50,28 +48,23 @@ def in_the_engines_words(error: ir.NaNFoundError, name: str) -> RuntimeError:
 
 
 def tell_of_forward(node: Any) -> None:
-    """Tell where the forward of a node was called whose backward failed, as far as anomaly mode recorded it."""
-    for index, (name, stack) in enumerate(_induced(node)):
+    """Tell where the forward of a node was called whose backward failed, as far as anomaly mode recorded it; then that
+    of the node in whose backward it was made, and so on."""
+    words = "Error detected in {}. Traceback of forward call that caused the error:\n{}"
+    while node is not None:
+        name, stack = type(node).name(node), node.metadata.get("traceback_")
         if stack is None:
             _warn(
                 f"Error detected in {name}. No forward pass information available. Enable detect anomaly during "
                 "forward pass for more information."
             )
-        elif index == 0:
-            _warn(f"Error detected in {name}. Traceback of forward call that caused the error:\n{''.join(stack)}")
         else:
-            _warn(
-                f"\n\nPrevious calculation was induced by {name}. Traceback of forward call that induced the previous "
-                f"calculation:\n{''.join(stack)}"
-            )
-
-
-def _induced(node: Any) -> Iterator[tuple[str, list[str] | None]]:
-    """A node and those in whose backward it was made, with the tracebacks of their forwards."""
-    while node is not None:
-        metadata = node.metadata
-        yield type(node).name(node), metadata.get("traceback_")
-        node = metadata.get("parent_")
+            _warn(words.format(name, "".join(stack)))
+        words = (
+            "\n\nPrevious calculation was induced by {}. Traceback of forward call that induced the previous "
+            "calculation:\n{}"
+        )
+        node = node.metadata.get("parent_")
 
 
 def _warn(message: str) -> None:

@@ -33,7 +33,7 @@ class ReadyQueue:
     def push(self, item: int) -> None:
         """Add an index into ``priority``."""
         self._heap.append(item)
-        self._rise(len(self._heap) - 1, 0, item)
+        self._rise(len(self._heap) - 1, item)
 
     def pop(self) -> int:
         """Take out the index with the highest priority."""
@@ -43,13 +43,10 @@ class ReadyQueue:
             self._sink(last)
         return top
 
-    def _less(self, one: int, other: int) -> bool:
-        return self._priority[one] < self._priority[other]
-
-    def _rise(self, hole: int, top: int, item: int) -> None:
+    def _rise(self, hole: int, item: int) -> None:
         heap = self._heap
         parent = (hole - 1) // 2
-        while hole > top and self._less(heap[parent], item):
+        while hole and self._priority[heap[parent]] < self._priority[item]:
             heap[hole] = heap[parent]
             hole, parent = parent, (parent - 1) // 2
         heap[hole] = item
@@ -60,7 +57,7 @@ class ReadyQueue:
         hole = child = 0
         while child < (size - 1) // 2:
             child = 2 * (child + 1)
-            if self._less(heap[child], heap[child - 1]):
+            if self._priority[heap[child]] < self._priority[heap[child - 1]]:
                 child -= 1
             heap[hole] = heap[child]
             hole = child
@@ -68,7 +65,7 @@ class ReadyQueue:
             child = 2 * child + 1
             heap[hole] = heap[child]
             hole = child
-        self._rise(hole, 0, item)
+        self._rise(hole, item)
 
 
 def engine_order(calls: Sequence[ir.TapeCall]) -> list[int]:

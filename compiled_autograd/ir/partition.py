@@ -1,8 +1,6 @@
 """The tape graph cut into steps: regions that compile, and between them the calls that run as they are.
 
-A region is a maximal run of calls that can be traced. Python functions, and calls that have shown that they cannot be
-traced, lie between regions, in the engine's order. What the leaves receive is accumulated after the region that made
-it, before anything of the user's runs.
+What the leaves receive is accumulated after the region that made it, before anything of the user's runs.
 """
 
 from __future__ import annotations
@@ -160,16 +158,12 @@ def _stretch(nodes: Sequence[fx.Node], longest: int) -> int:
 
 def _region(nodes: list[fx.Node]) -> Region:
     inside = set(nodes)
-    inputs: dict[fx.Node, None] = {}
+    inputs = dict.fromkeys(source for node in nodes for source in node.all_input_nodes if source not in inside)
     outputs: list[fx.Node] = []
     for node in nodes:
-        for source in node.all_input_nodes:
-            if source not in inside:
-                inputs[source] = None
-        if ir.value_kind(node) == "tensor" and any(user not in inside for user in node.users):
+        kind, outside = ir.value_kind(node), [user for user in node.users if user not in inside]
+        if kind == "tensor" and outside:
             outputs.append(node)
-        elif ir.value_kind(node) == "list" and any(
-            user not in inside and user.target is not operator.getitem for user in node.users
-        ):
+        elif kind == "list" and any(user.target is not operator.getitem for user in outside):
             raise ir.IllegalGraphError(f"{node.name}: a list of gradients leaves its region whole")
     return Region(nodes, list(inputs), outputs)

@@ -4,6 +4,7 @@ what is asked of them during a trace."""
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
@@ -21,8 +22,8 @@ def made_fake(
     offset: int | torch.SymInt,
     dtype: torch.dtype,
     device: torch.device,
-    conj: bool = False,
-    neg: bool = False,
+    conj: bool,
+    neg: bool,
 ) -> FakeTensor:
     """A fake tensor that lies in ``storage``, which is one of the meta device. To be called with no mode on."""
     tensor = torch.empty(0, dtype=dtype, device="meta").set_(storage, offset, size, stride)
@@ -31,6 +32,12 @@ def made_fake(
     if neg:
         torch._C._set_neg(tensor, True)
     return FakeTensor(mode, tensor, device)
+
+
+def metadata_of(fake: FakeTensor) -> tuple[Any, ...]:
+    """What :func:`made_fake` has to be told beside the memory, to make one like it."""
+    placed = (fake.shape, fake.stride(), fake.storage_offset())
+    return (*placed, fake.dtype, fake.fake_device, fake.is_conj(), fake.is_neg())
 
 
 def fake_of(mode: FakeTensorMode, tensor: torch.Tensor, plain: bool = False) -> torch.Tensor:
@@ -49,9 +56,7 @@ def fake_of(mode: FakeTensorMode, tensor: torch.Tensor, plain: bool = False) -> 
     conj, neg = tensor.is_conj() and not plain, tensor.is_neg() and not plain
     with torch._C._DisableTorchDispatch():
         storage = torch.UntypedStorage(extent(tensor) * tensor.itemsize, device="meta")
-        fake = made_fake(
-            mode, storage, tensor.shape, tensor.stride(), 0, tensor.dtype, tensor.device, conj=conj, neg=neg
-        )
+        fake = made_fake(mode, storage, tensor.shape, tensor.stride(), 0, tensor.dtype, tensor.device, conj, neg)
         return fake.requires_grad_() if tensor.requires_grad else fake
 
 

@@ -1,8 +1,7 @@
 """In-place operators of an ATen graph -> operators that give a new tensor.
 
-A write into what one operator made becomes an operator that gives the written tensor. Where it went through a view,
-what it gave is put back in place (``slice`` -> ``slice_scatter``), up to the tensor that owns the memory. What is used
-later and lies in that memory is taken anew from there. ``torch.func.functionalize`` does the same by tracing the graph
+What was written through a view is put back in place (``slice`` -> ``slice_scatter``), up to the tensor that owns the
+memory, and what is used later is taken anew from there. ``torch.func.functionalize`` does the same by tracing the graph
 once more, which takes five times as long as the trace; it remains for what is not understood here.
 """
 
@@ -14,6 +13,8 @@ from typing import Any
 
 import torch
 from torch import fx
+
+from .fake_tensors import storage_of
 
 _aten = torch.ops.aten
 
@@ -79,7 +80,7 @@ class _Writes:
 
     def __init__(self, graph: fx.Graph) -> None:
         self._graph = graph
-        self._memories: dict[int, _Memory] = {}
+        self._memories: dict[int | None, _Memory] = {}
         self._seen: dict[fx.Node, _Seen] = {}
         self._made: list[fx.Node] = []
         self._before: list[tuple[fx.Node, Any, Any]] = []  # arguments that were replaced
@@ -93,13 +94,15 @@ class _Writes:
         nodes = list(self._graph.nodes)
         writing = [node for node in nodes if mutates(node)]
         self._memories = {_storage(node): _Memory() for node in writing}
+        if None in self._memories:
+            raise _NotUnderstoodError
         for node in nodes:
             first = self._seen.get(node.args[0]) if node.args and isinstance(node.args[0], fx.Node) else None
             with self._graph.inserting_before(node):
                 self._take_what_is_there_now(node)
                 if mutates(node):
                     self._seen[node] = self._write(node, first)
-                elif isinstance(node.meta.get("val"), torch.Tensor) and _has_storage(node.meta["val"]):
+                else:
                     self._see(node, first)
         for node in reversed(writing):
             self._graph.erase_node(node)
@@ -130,7 +133,7 @@ class _Writes:
         return seen.value
 
     def _see(self, node: fx.Node, parent: _Seen | None) -> None:
-        """A node gives a tensor; is it in memory that is written to?"""
+        """What a node gives may be a tensor in memory that is written to."""
         memory = self._memories.get(_storage(node))
         if memory is None:
             return
@@ -169,18 +172,15 @@ class _Writes:
 
     def _put_back(self, seen: _Seen, whole: fx.Node, value: fx.Node) -> fx.Node:
         """``whole`` with ``value`` where ``seen`` lies in it."""
-        if seen.view is None:
+        if seen.view is None or seen.view.kwargs:
             raise _NotUnderstoodError
         target, rest = seen.view.target, seen.view.args[1:]
-        if seen.view.kwargs:
-            raise _NotUnderstoodError
         if target in _SCATTERS:
             return self._call(_SCATTERS[target], (whole, value, *rest), {})
-        if target in _INVERSES:
-            call = _INVERSES[target](whole.meta["val"], *rest)
-            if call is not None:
-                return self._call(call[0], (value, *call[1:]), {})
-        raise _NotUnderstoodError
+        call = _INVERSES[target](whole.meta["val"], *rest) if target in _INVERSES else None
+        if call is None:
+            raise _NotUnderstoodError
+        return self._call(call[0], (value, *call[1:]), {})
 
     def _call(self, operator: Any, args: Any, kwargs: Any, meta: dict[str, Any] | None = None) -> fx.Node:
         node = self._graph.call_function(operator, args, kwargs)
@@ -192,15 +192,9 @@ class _Writes:
         return node
 
 
-def _has_storage(tensor: torch.Tensor) -> bool:
-    return tensor.layout is torch.strided
-
-
-def _storage(node: fx.Node) -> int:
+def _storage(node: fx.Node) -> int | None:
     value = node.meta.get("val")
-    if not isinstance(value, torch.Tensor) or not _has_storage(value):
-        raise _NotUnderstoodError
-    return value.untyped_storage()._cdata
+    return storage_of(value) if isinstance(value, torch.Tensor) and value.layout is torch.strided else None
 
 
 def _is_view(node: fx.Node, parent: _Seen) -> bool:

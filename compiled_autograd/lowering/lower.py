@@ -14,13 +14,16 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
+from backends import Backend
+
 from ..errors import IllegalGraphError, UntraceableError
 from ..guards.shapes import Spec, is_static
 from ..ir import check_nan, is_plain
 from ..ir.partition import Region
 from ..steps.accumulate import copy_laid_out_as, own_copy
 from ..steps.memory import has_bit
-from ..torch_api.cpp_warnings import RaisingWarnings
+from ..steps.steps import RegionStep, Slots, Wiring
+from ..torch_api.cpp_warnings import raising_warnings
 from ..torch_api.version_differences import prepare_fake_tensors
 from ..user_code.aot import AOTBackward
 from .aten import CONSTANT, breaches, constants
@@ -38,93 +41,67 @@ class Lowered:
     """A region as ATen operators.
 
     Attributes:
-        graph_module: its placeholders are the region's tensors, in the order of ``tensors``; its output is a list.
+        graph_module: its placeholders are those of the region's inputs that it takes; its output is a list.
         examples: fake tensors, and symbols for sizes that change, for the placeholders.
-        taken: indices into ``region.inputs`` of what the graph takes (other sizes are numbers in it).
-        plain: indices into ``taken`` of tensors whose conjugate and negative bits the graph does not know of.
-        values: for each of ``region.outputs`` that something but a fresh leaf needs, the index into the graph's
-            output, or None where the gradient is undefined.
-        apart: of ``values``, those that share memory with nothing that the graph takes or gives.
-        leaves: for each fresh leaf's ``accumulate_grad`` call, the index into the graph's output of a gradient that
-            the leaf can keep as it is, or None where it is undefined.
-        passed: for the others, the index into ``region.inputs`` of what an earlier step made, and goes to the leaf as
-            it is; whether the leaf can keep it is known only when it is there.
-        flags: where NaNs are looked for: ``check_nan`` calls, and numbers of what they look at. If there are any, the
-            last output is a boolean tensor with as many elements.
+        wiring: what it takes (other sizes are numbers in it), and what its results are.
         symbols: what stands for sizes that change, and what was found to hold of it; None where nothing does.
     """
 
     graph_module: fx.GraphModule
     examples: Sequence[Any]
-    taken: list[int]
-    plain: list[int]
-    values: dict[fx.Node, int | None]
-    apart: list[fx.Node]
-    leaves: dict[fx.Node, int | None]
-    passed: dict[fx.Node, int]
-    flags: list[tuple[fx.Node, int]]
+    wiring: Wiring
     symbols: Symbols | None
 
 
-def lower(
-    region: Region,
-    given: Sequence[Any],
-    fresh_leaves: Mapping[fx.Node, torch.Tensor],
-    decompositions: Mapping[Any, Callable[..., Any]] | None,
-    specs: Mapping[fx.Node, Spec | None] | None = None,
-    plain: bool = False,
-) -> Lowered:
-    """Trace a region with the shapes of ``given``.
+def lower(step: RegionStep, slots: Slots, backend: Backend, specs: Mapping[fx.Node, Spec]) -> Lowered:
+    """Trace a region with the shapes of the values in hand.
+
+    Its fresh leaves, where they are strided, get their gradient in memory of its own, in the leaf's layout, so that the
+    leaf can keep it.
 
     Args:
-        region: what to trace.
-        given: real values for ``region.inputs``: tensors, sizes, or None for an undefined gradient.
-        fresh_leaves: ``accumulate_grad`` calls whose leaf (a strided tensor) has no ``.grad`` yet, and that leaf. They
-            get their gradient in memory of its own, in the leaf's layout, so that the leaf can keep it.
-        decompositions: the table to trace with.
+        step: the region.
+        slots: real values: tensors, sizes, or None for an undefined gradient.
+        backend: whose decompositions are traced with. Unless it is bitwise, conjugate and negative bits are taken off
+            tensors before the graph gets them.
         specs: for inputs and leaves, which of their dimensions change; they become symbols.
-        plain: conjugate and negative bits are taken off tensors before the graph gets them.
 
     Raises:
         UntraceableError: naming the calls that cannot be run under fake tensors.
     """
-    _check_plain(region, given)
     prepare_fake_tensors()
-    return _Lowering(region, given, fresh_leaves, decompositions, specs or {}, plain).lowered()
+    return _Lowering(step, slots, backend, specs).lowered()
 
 
 class _Lowering:
     """One region while it is lowered; the arguments are those of :func:`lower`."""
 
-    def __init__(
-        self,
-        region: Region,
-        given: Sequence[Any],
-        fresh_leaves: Mapping[fx.Node, torch.Tensor],
-        decompositions: Mapping[Any, Callable[..., Any]] | None,
-        specs: Mapping[fx.Node, Spec | None],
-        plain: bool,
-    ) -> None:
-        self.region, self.given, self.decompositions, self.plain = region, given, decompositions, plain
-        self.fresh_leaves = fresh_leaves
+    def __init__(self, step: RegionStep, slots: Slots, backend: Backend, specs: Mapping[fx.Node, Spec]) -> None:
+        self.region = step.region
+        self.given = [slots[slot] for slot in step.inputs]
+        _check_plain(self.region, self.given)
+        self.decompositions, self.plain = backend.decompositions(), not backend.bitwise
         self.symbols: Symbols | None = None
         if not all(is_static(spec) for spec in specs.values()):
             from ..guards.symbolic import Symbols
 
             self.symbols = Symbols()
-        self.mode = FakeTensorMode(allow_non_fake_inputs=True) if self.symbols is None else self.symbols.mode()
-        self.taken: list[int] = []
+        env = None if self.symbols is None else self.symbols.env
+        self.mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=env)
         self.examples: list[Any] = []
+        # What follows is as in Wiring.
+        self.taken: list[int] = []
+        self.values: list[tuple[int, int]] = []
+        self.apart: list[tuple[int, int]] = []
+        self.fresh: list[tuple[int, int]] = []
+        self.passed: list[tuple[int, int]] = []
+        self.flags: list[tuple[int, int]] = []
         self._take_in(specs)
-        self.leaves = {
-            call: _fake(self.mode, leaf, specs.get(leaf_of(call)), self.symbols, plain)
-            for call, leaf in fresh_leaves.items()
+        self.leaves = {  # strided fresh leaves by their calls: which it is, the leaf, and a fake one
+            fresh.call: (position, leaf, self._fake(leaf, specs.get(leaf_of(fresh.call))))
+            for position, fresh in enumerate(step.fresh)
+            if is_plain(leaf := slots[fresh.leaf])
         }
-        self.values: dict[fx.Node, int | None] = {}
-        self.apart: list[fx.Node] = []
-        self.leaf_positions: dict[fx.Node, int | None] = {}
-        self.passed: dict[fx.Node, int] = {}
-        self.flags: list[tuple[fx.Node, int]] = []
         self.found: list[torch.Tensor] = []  # for each of the flags, a boolean tensor of one element
         self.looked_at: set[int] = set()  # ids of the tensors
         self.origins: dict[fx.Node, fx.Node] = {}  # of nodes of the ATen graph, the calls that made them
@@ -141,36 +118,42 @@ class _Lowering:
         if self.symbols is None:  # else a tensor may be there for its sizes
             _take_what_is_used(graph_module.graph, self.taken, self.examples)
         graph_module.recompile()
-        return Lowered(
-            graph_module=graph_module,
-            examples=self.examples,
-            taken=self.taken,
-            plain=[place for place, index in enumerate(self.taken) if self.plain and has_bit(self.given[index])],
-            values=self.values,
-            apart=self.apart,
-            leaves=self.leaf_positions,
-            passed=self.passed,
-            flags=self.flags,
-            symbols=self.symbols,
+        wiring = Wiring(
+            taken=tuple(self.taken),
+            values=tuple(self.values),
+            fresh=tuple(self.fresh),
+            copied=(),
+            passed=tuple(self.passed),
+            flags=tuple(self.flags),
+            apart=tuple(self.apart),
+            plain=tuple(place for place, index in enumerate(self.taken) if self.plain and has_bit(self.given[index])),
         )
+        return Lowered(graph_module, self.examples, wiring, self.symbols)
 
-    def _take_in(self, specs: Mapping[fx.Node, Spec | None]) -> None:
+    def _take_in(self, specs: Mapping[fx.Node, Spec]) -> None:
         """Make an example of each tensor, and of each size that changes."""
         for index, (node, value) in enumerate(zip(self.region.inputs, self.given, strict=True)):
             spec, position = specs.get(node), len(self.examples)
             if isinstance(value, torch.Tensor):
-                self.examples.append(_fake(self.mode, value, spec, self.symbols, self.plain, position))
+                self.examples.append(self._fake(value, spec, position))
             elif self.symbols is not None and value is not None and not is_static(spec):  # None: no gradient
                 self.examples.append(self.symbols.size(value, spec, position))  # type: ignore[arg-type]
             else:
                 continue
             self.taken.append(index)
 
+    def _fake(self, tensor: torch.Tensor, spec: Spec | None, position: int | None = None) -> torch.Tensor:
+        if self.symbols is not None and spec is not None and not is_static(spec):
+            return self.symbols.tensor(self.mode, tensor, spec, self.plain, position)
+        return fake_of(self.mode, tensor, self.plain)
+
     def _trace(self, function: Callable[..., Any], decompositions: Any) -> fx.GraphModule:
         names = [_name(position, self.given[index]) for position, index in enumerate(self.taken)]
         graph_module = trace(function, decompositions, self.examples, names)
         if self.symbols is not None:
-            _made_binary(graph_module.graph)
+            from ..guards.symbolic import made_binary
+
+            made_binary(graph_module.graph)
         return graph_module
 
     def _run(self, *fakes: Any) -> list[Any]:
@@ -180,11 +163,13 @@ class _Lowering:
         self._run_calls(known)
         inside = set(self.region.nodes)
         results: list[torch.Tensor] = []
-        for node in self.region.outputs:
-            if any(user not in inside and user not in self.leaves for user in node.users):
-                self.values[node] = _append(results, known[node])
+        for position, node in enumerate(self.region.outputs):
+            needed = any(user not in inside and user not in self.leaves for user in node.users)
+            if needed and known[node] is not None:
+                self.values.append((position, len(results)))
+                results.append(known[node])
         memory = Counter(storage_of(tensor) for tensor in (*fakes, *results) if isinstance(tensor, torch.Tensor))
-        self.apart.extend(node for node, index in self.values.items() if _is_apart(results, index, memory))
+        self.apart = [pair for pair in self.values if memory[storage_of(results[pair[1]])] == 1]
         self._give_to_leaves(known, fakes, results, set(memory))
         if self.found:
             results.append(torch.stack(self.found))
@@ -200,18 +185,18 @@ class _Lowering:
         mode = get_proxy_mode()
         assert mode is not None and isinstance(mode.tracer, fx.Tracer)
         graph = mode.tracer.graph
-        with RaisingWarnings() as cpp:  # a call that warns stays opaque: it is to warn at each step, as under eager
-            for node in self.region.nodes:
+        with raising_warnings() as call:  # a call that warns stays opaque: it is to warn at each step, as under eager
+            for place, node in enumerate(self.region.nodes):
                 last = last_of(graph)
                 if node.target is operator.getitem:
                     made, index = node.args
                     known[node] = known[made][index]  # type: ignore[index]
                     continue
                 if node.target is check_nan:
-                    self._look(node, known)
+                    self._look(place, known[node.args[0]])  # type: ignore[index]
                     continue
                 function: Any = getattr(node.target, "trace", node.target)
-                run = functools.partial(cpp.call, function)
+                run = functools.partial(call, function)
                 try:
                     arguments = fx.map_arg(node.args, known.__getitem__)
                     result = run(*arguments) if traced is None else traced.call(node.target, arguments, run)
@@ -223,30 +208,32 @@ class _Lowering:
                     if isinstance(value, torch.Tensor) and value.layout is not torch.strided:
                         raise UntraceableError([node], _not_plain(value))
 
-    def _look(self, check: fx.Node, known: Mapping[fx.Node, Any]) -> None:
+    def _look(self, place: int, values: Sequence[Any]) -> None:
         """Add flags for what a node of the tape gives. What several nodes hand on is looked at once."""
-        for index, value in enumerate(known[check.args[0]]):  # type: ignore[index]
+        for index, value in enumerate(values):
             if isinstance(value, torch.Tensor) and id(value) not in self.looked_at:
                 self.looked_at.add(id(value))
-                self.flags.append((check, index))
+                self.flags.append((place, index))
                 self.found.append(torch.isnan(value).any())
 
     def _give_to_leaves(
         self, known: Mapping[fx.Node, Any], fakes: Sequence[Any], results: list[torch.Tensor], used: set[int]
     ) -> None:
         """Append to ``results`` a gradient for each fresh leaf, in memory that is not among the ``used``."""
-        for call, leaf in self.leaves.items():
+        for call, (position, leaf, fake_leaf) in self.leaves.items():
             grad = known[call.args[2]]  # type: ignore[index]
             source = next((index for index, fake in zip(self.taken, fakes, strict=True) if fake is grad), None)
             if source is not None and self.region.inputs[source].op != "placeholder":
-                self.passed[call] = source
+                self.passed.append((position, source))
                 continue
-            if grad is not None and (storage_of(grad) in used or not fake_obeys_layout(grad, leaf)):
+            if grad is None:
+                continue
+            if storage_of(grad) in used or not fake_obeys_layout(grad, fake_leaf):
                 copy = own_copy if self.symbols is None else copy_laid_out_as  # operators which a backend can fuse
-                grad = copy(grad, self.fresh_leaves[call])
-            self.leaf_positions[call] = _append(results, grad)
-            if grad is not None:
-                used.add(storage_of(grad))
+                grad = copy(grad, leaf)
+            self.fresh.append((position, len(results)))
+            results.append(grad)
+            used.add(storage_of(grad))
 
 
 def _leave_opaque_what_is_forbidden(graph_module: fx.GraphModule, origins: Mapping[fx.Node, fx.Node]) -> None:
@@ -273,26 +260,17 @@ def _leave_opaque_what_is_forbidden(graph_module: fx.GraphModule, origins: Mappi
     raise UntraceableError(named, ValueError(rule), always=False)
 
 
-def _made_binary(graph: fx.Graph) -> None:
-    from ..guards.symbolic import made_binary
-
-    made_binary(graph)
-
-
 def _check_plain(region: Region, given: Sequence[Any]) -> None:
     """Calls that see a subclass or a sparse tensor, directly or through others, stay as they are."""
-    unusual = {
-        node
-        for node, value in zip(region.inputs, given, strict=True)
-        if isinstance(value, torch.Tensor) and not is_plain(value)
-    }
+    pairs = zip(region.inputs, given, strict=True)
+    unusual = {node: value for node, value in pairs if isinstance(value, torch.Tensor) and not is_plain(value)}
     if not unusual:
         return
-    example = next(value for node, value in zip(region.inputs, given, strict=True) if node in unusual)
+    example, seers = next(iter(unusual.values())), set(unusual)
     calls = []
     for node in region.nodes:
-        if any(source in unusual for source in node.all_input_nodes):
-            unusual.add(node)
+        if any(source in seers for source in node.all_input_nodes):
+            seers.add(node)
             if node.target is not operator.getitem:
                 calls.append(node)
     raise UntraceableError(calls, _not_plain(example), always=False)
@@ -301,19 +279,6 @@ def _check_plain(region: Region, given: Sequence[Any]) -> None:
 def _not_plain(tensor: torch.Tensor) -> TypeError:
     kind = type(tensor).__name__
     return TypeError(f"a {kind} of layout {tensor.layout}" if kind in ("Tensor", "FakeTensor") else f"a {kind}")
-
-
-def _fake(
-    mode: FakeTensorMode,
-    tensor: torch.Tensor,
-    spec: Spec | None,
-    symbols: Symbols | None,
-    plain: bool,
-    position: int | None = None,
-) -> torch.Tensor:
-    if symbols is not None and spec is not None and not is_static(spec):
-        return symbols.tensor(mode, tensor, spec, plain, position)
-    return fake_of(mode, tensor, plain)
 
 
 def leaf_of(call: fx.Node) -> fx.Node:
@@ -336,14 +301,3 @@ def _name(position: int, value: Any) -> str:
     runs so that all else can be freed early (``is_nonfreeable_buffers`` in ``torch/_inductor/utils.py``, 2.13)."""
     owner = value._base if isinstance(value, torch.Tensor) and value._is_view() else value
     return f"{'arg' if isinstance(owner, torch.nn.Parameter) else 'saved'}{position}_1"
-
-
-def _is_apart(results: Sequence[torch.Tensor], index: int | None, memory: Mapping[int, int]) -> bool:
-    return index is not None and memory[storage_of(results[index])] == 1
-
-
-def _append(results: list[torch.Tensor], value: torch.Tensor | None) -> int | None:
-    if value is None:
-        return None
-    results.append(value)
-    return len(results) - 1

@@ -5,12 +5,9 @@ and run for the first time.
 from __future__ import annotations
 
 import threading
-import time
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
-import msgspec
-import torch
 from torch import fx
 
 from backends import ArtifactError, Backend, Compiled
@@ -33,7 +30,7 @@ from . import aten
 from .graph_hash import graph_hash
 from .lower import Lowered, leaf_of, lower
 from .stored_regions import InMemoryGraph, StoredRegions, copy_of
-from .wiring import all_copied, owned, restrided, wiring_of
+from .wiring import all_copied, owned
 
 Pass = Callable[[fx.GraphModule], fx.GraphModule | None]
 COMPILING = compiles_under(threading.RLock())  # neither tracing nor Inductor can be used by two threads at once
@@ -110,18 +107,16 @@ class RegionCompiler:
             kind = self.kind(step, slots)
             if stored.record.kind != repr(kind):
                 continue
-            started = time.perf_counter()
             try:
-                stored.code = self.stored.read(stored.lowered).decode()
-                call = self.stored.load(self.backend, stored.artifact)
-                compiled = step.bind(stored, call, stored.record.wiring, kind, stored.record.guard())
+                with context.report.timed("load"):
+                    stored.code = self.stored.read(stored.lowered).decode()
+                    call = self.stored.load(self.backend, stored.artifact)
+                    compiled = step.bind(stored, call, stored.record.wiring, kind, stored.record.guard())
             except (StoreError, ArtifactError) as error:
                 where = f"the stored code of {len(step.region.nodes)} calls"
                 found = error.found if isinstance(error, DamagedEntryError) else str(error)
                 context.report.misses.append(Miss("corrupt", where, "what was stored", found, "it is compiled again"))
                 continue
-            finally:
-                context.report.add("load", time.perf_counter() - started)
             for form in stored.record.dropped:  # another process has found it to be wrong
                 instead = self.drop(step, compiled, form)
                 found = "in an earlier process it differed from the real calls"
@@ -165,24 +160,21 @@ class RegionCompiler:
         run: RunCompiled | None = None,
     ) -> CompiledRegion | None:
         """Run what was just compiled. None: it failed, and the region's calls are to run one by one."""
-        started = time.perf_counter()
         arguments = [slots[slot] for slot in compiled.arguments]
         make_plain(arguments, compiled.plain)
         checked: CompiledRegion | None = None
         try:
-            results = (run or run_compiled)(compiled.call, list(arguments))
-            leaves = [slots[fresh.leaf] for fresh in step.fresh]
-            specs = [self.specs.get(leaf_of(fresh.call)) for fresh in step.fresh]
-            wiring = owned(compiled.wiring, results, arguments, leaves, specs)
-            checked = step.rebind(compiled, wiring)
+            with context.report.timed("compile"):
+                results = (run or run_compiled)(compiled.call, list(arguments))
+                leaves = [slots[fresh.leaf] for fresh in step.fresh]
+                specs = [self.specs.get(leaf_of(fresh.call)) for fresh in step.fresh]
+                checked = step.rebind(compiled, owned(compiled.wiring, results, arguments, leaves, specs))
         except Exception as error:
             if run is not None and is_out_of_memory(error):
                 raise  # there was less than this needs elsewhere
             context.report.failures.append(failure_of("compile", self.backend.name, step.region, error))
             context.report.compiles -= 1  # what cannot run does not count, nor serve another region
             self._forget(compiled.call)
-        finally:
-            context.report.add("compile", time.perf_counter() - started)
         step.put_in_place(compiled, checked)
         if checked is not None:
             put_results(checked, results, slots)
@@ -212,26 +204,6 @@ class RegionCompiler:
             each.proof.refuted = True
         return "the region's calls run one by one from now on"
 
-    def restride(self, step: RegionStep, compiled: CompiledRegion, like: Mapping[int, torch.Tensor]) -> bool:
-        """Hand on copies of results whose strides are not those that the real calls give; the arguments and when it
-        cannot be done (False) are those of :func:`restrided`."""
-        wiring = restrided(compiled.wiring, like)
-        if wiring is not None:
-            step.put_in_place(compiled, step.rebind(compiled, wiring))
-        return wiring is not None
-
-    @staticmethod
-    def all_copied(step: RegionStep, compiled: CompiledRegion) -> CompiledRegion:
-        """The same where its graph runs as it is, of whose results it is not known whether they share memory."""
-        return step.rebind(compiled, all_copied(compiled.wiring))
-
-    def failed_to_run(
-        self, step: RegionStep, compiled: CompiledRegion, form: str, context: RunContext, error: BaseException
-    ) -> None:
-        """A form of something that had run before has failed, beside the real calls."""
-        failure = failure_of("run", self.backend.name, step.region, error)
-        context.report.failures.append(msgspec.structs.replace(failure, instead=self.drop(step, compiled, form)))
-
     def where(self, step: RegionStep, form: str) -> str:
         """Which region of which tape it is, in words."""
         calls = [node.meta["call"] for node in step.region.nodes]
@@ -244,7 +216,7 @@ class RegionCompiler:
     def _guard_miss(self, step: RegionStep, compiled: CompiledRegion, slots: Slots) -> Miss:
         """What was found to hold of the symbols when the region was compiled does not hold now."""
         assert compiled.guard is not None
-        nodes = [step.region.inputs[step.inputs.index(slot)] for slot in compiled.arguments]
+        nodes = [step.region.inputs[position] for position in compiled.wiring.taken]
         return guard_miss(compiled.guard, [slots[slot] for slot in compiled.arguments], list(map(self.name_of, nodes)))
 
     def _other_kind(self, step: RegionStep, new: tuple[Any, ...], old: tuple[Any, ...]) -> Miss:
@@ -257,8 +229,9 @@ class RegionCompiler:
 
     def _attempts(self, step: RegionStep, slots: Slots, context: RunContext, compile: Compile) -> CompiledRegion | None:
         symbols = self.dynamic and not step.each_shape
+        made: CompiledRegion | Failure
         try:
-            return self._attempt(step, slots, context, compile, self.specs if symbols else None)
+            made = self._attempt(step, slots, context, compile, self.specs if symbols else {})
         except UntraceableError as error:
             if symbols and self._opaque < _MAX_OPAQUE:  # of such calls there are few; the rest is for all sizes
                 self._opaque += 1
@@ -266,17 +239,17 @@ class RegionCompiler:
                 raise
             if not symbols:
                 raise
-            failed = failure_of("symbols", self.backend.name, step.region, error.cause)
-        except _Failed as error:
-            failed = error.failure
+            made = failure_of("symbols", self.backend.name, step.region, error.cause)
+        if isinstance(made, CompiledRegion):
+            return made
         if not symbols:
-            context.report.failures.append(failed)
+            context.report.failures.append(made)
             return None
         step.each_shape = True
         compiled = self._attempts(step, slots, context, compile)
         if compiled is not None:
             instead = "each set of shapes is compiled by itself"
-            context.report.failures.append(Failure("symbols", failed.where, failed.error, instead))
+            context.report.failures.append(Failure("symbols", made.where, made.error, instead))
         return compiled
 
     def _attempt(
@@ -285,32 +258,32 @@ class RegionCompiler:
         slots: Slots,
         context: RunContext,
         compile: Compile,
-        specs: Mapping[fx.Node, Spec] | None,
-    ) -> CompiledRegion:
-        """Lower and compile a region."""
-        started = time.perf_counter()
-        if compile is compile_here:
-            with RARELY:
-                self.backend.prepare()
+        specs: Mapping[fx.Node, Spec],
+    ) -> CompiledRegion | Failure:
+        """Lower and compile a region.
+
+        Raises:
+            UntraceableError: some of its calls cannot be traced.
+        """
+        stage = "lower"
         try:
-            with RARELY:
-                lowered = self._lower(step, slots, specs)
+            with context.report.timed(stage), RARELY:
+                if compile is compile_here:
+                    self.backend.prepare()
+                lowered = lower(step, slots, self.backend, specs)
+                for each in self.passes:
+                    lowered.graph_module = each(lowered.graph_module) or lowered.graph_module
+                aten.verify(lowered.graph_module)
+            stage = "compile"
+            with context.report.timed(stage):
+                graph = copy_of(lowered.graph_module)
+                call = self._compile(lowered, compile, context)
+                guard = None if lowered.symbols is None else lowered.symbols.guard()
         except UntraceableError:
             raise
-        except Exception as error:
-            raise _Failed(failure_of("lower", self.backend.name, step.region, error)) from error
-        finally:
-            context.report.add("lower", time.perf_counter() - started)
-        started = time.perf_counter()
-        try:
-            aten = copy_of(lowered.graph_module)
-            call = self._compile(lowered, compile, context)
-            guard = None if lowered.symbols is None else lowered.symbols.guard()
-        except Exception as error:
-            raise _Failed(failure_of("compile", self.backend.name, step.region, error)) from error
-        finally:
-            context.report.add("compile", time.perf_counter() - started)
-        compiled = step.bind(InMemoryGraph(aten), call, wiring_of(step, lowered), self.kind(step, slots), guard)
+        except Exception as error:  # noqa: BLE001  whoever asked records it, and the region's calls run one by one
+            return failure_of(stage, self.backend.name, step.region, error)
+        compiled = step.bind(InMemoryGraph(graph), call, lowered.wiring, self.kind(step, slots), guard)
         compiled.checked = False
         return compiled
 
@@ -324,25 +297,6 @@ class RegionCompiler:
         if like is not None:
             self._made[like] = call
         return call
-
-    def _lower(self, step: RegionStep, slots: Slots, specs: Mapping[fx.Node, Spec] | None) -> Lowered:
-        given = [slots[slot] for slot in step.inputs]
-        leaves = {fresh.call: slots[fresh.leaf] for fresh in step.fresh}
-        leaves = {call: leaf for call, leaf in leaves.items() if ir.is_plain(leaf)}
-        plain = not self.backend.bitwise
-        lowered = lower(step.region, given, leaves, self.backend.decompositions(), specs, plain)
-        for each in self.passes:
-            lowered.graph_module = each(lowered.graph_module) or lowered.graph_module
-        aten.verify(lowered.graph_module)
-        return lowered
-
-
-class _Failed(Exception):
-    """Lowering or compiling failed."""
-
-    def __init__(self, failure: Failure) -> None:
-        super().__init__(str(failure))
-        self.failure = failure
 
 
 def _one_by_one(graph_module: fx.GraphModule) -> Compiled:

@@ -67,30 +67,24 @@ class StoredRegions:
         """
         if artifact not in self.loaded:
             self.loaded[artifact] = backend.load(self.read(artifact))  # type: ignore[attr-defined]
-        call = self.loaded[artifact]
-        return another(call)
+        return another(self.loaded[artifact])
 
 
 def graph_of(code: str) -> fx.GraphModule:
     """The graph of a text that :meth:`InMemoryGraph.text` gave."""
-    names = sorted(set(re.findall(r"\bself\.(\w+)", code)))
-    root = torch.nn.Module()
-    for name in names:
-        root.register_buffer(name, torch.empty(0))
     namespace: dict[str, Any] = {"torch": torch, "device": torch.device, "inf": math.inf, "nan": math.nan}
     namespace.update({"operator": operator, "_operator": operator, "math": math, "fx_pytree": fx._pytree})
     exec(compile(code, "<an ATen graph>", "exec"), namespace)
     module = type("Lowered", (torch.nn.Module,), {"forward": namespace["forward"]})()
-    for name, buffer in root.named_buffers():
-        module.register_buffer(name, buffer)
+    for constant in sorted(set(re.findall(r"\bself\.(\w+)", code))):
+        module.register_buffer(constant, torch.empty(0))
     return fx.symbolic_trace(module)
 
 
 def copy_of(graph_module: fx.GraphModule) -> fx.GraphModule:
     """The graph as it is now, without the fake tensors in its nodes; backends change the one that they get."""
     graph = fx.Graph()
-    output = graph.graph_copy(graph_module.graph, {})
-    graph.output(output)
+    graph.output(graph.graph_copy(graph_module.graph, {}))
     for node in graph.nodes:
         node.meta = {}
     return _LazyGraphModule(graph_module, graph)

@@ -1,9 +1,5 @@
 """What the engine's functions were traced to, remembered for the next region that calls them alike.
 
-To run one of the engine's functions under fake tensors takes about a millisecond; to copy the few ATen nodes that came
-of it last time, a tenth of that. Repeated layers call the same functions with tensors of the same metadata, and so do
-tapes that differ in a few nodes.
-
 What comes of a call depends on the function, on the metadata of its tensors and on how these share memory, on its other
 arguments, on the table of decompositions, and on the state of the process (``guards/ambient.py``). All of
 that is in the key; a call whose arguments have anything else in them (a symbol, a constant that is known by value) is
@@ -14,7 +10,6 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 from torch import fx
@@ -29,7 +24,10 @@ MAX_TRACES = 4096
 """The largest number of traces for one table of decompositions; the one that was used longest ago goes first."""
 _MAX_TABLES = 4
 _PURE = frozenset({ir.sum_gradients, ir.copy_slices_prologue, ir.copy_slices_epilogue})
-TRACED: OrderedDict[int, _Table] = OrderedDict()
+Table = Mapping[Any, Callable[..., Any]] | None
+TRACED: OrderedDict[int, tuple[Table, OrderedDict[Hashable, TracedCall]]] = OrderedDict()
+"""By the ``id`` of a table of decompositions, the table, which is held so that its ``id`` stays its own, and calls that
+were traced with it."""
 PROCESS.register(TRACED, reset=TRACED.clear)
 
 
@@ -40,12 +38,11 @@ class TracedCalls:
         decompositions: the table that the trace has.
     """
 
-    def __init__(self, decompositions: Mapping[Any, Callable[..., Any]] | None) -> None:
-        table = TRACED.setdefault(id(decompositions), _Table(decompositions))
+    def __init__(self, decompositions: Table) -> None:
+        _, self._known = TRACED.setdefault(id(decompositions), (decompositions, OrderedDict()))
         TRACED.move_to_end(id(decompositions))
         while len(TRACED) > _MAX_TABLES:
             TRACED.popitem(last=False)
-        self._known = table.known
         self._ambient = ambient()
         mode = get_proxy_mode()
         assert mode is not None
@@ -69,12 +66,12 @@ class TracedCalls:
         known = self._known.get(key)
         if known is not None:
             self._known.move_to_end(key)
-            return known.again(given, self._tracer)
+            return known.again(given)
         last = last_of(self._tracer.graph)
         result = run(*arguments)
         made = list(nodes_after(last, self._tracer.graph))
         try:
-            self._known[key] = recorded(made, result, given, self._tracer)
+            self._known[key] = recorded(made, result, given)
         except NotACopyError:
             return result
         if len(self._known) > MAX_TRACES:
@@ -93,14 +90,6 @@ def nodes_after(last: fx.Node, graph: fx.Graph) -> Iterator[fx.Node]:
     while node is not graph._root:
         yield node
         node = node._next
-
-
-@dataclass(slots=True)
-class _Table:
-    """Calls that were traced with one table of decompositions, which is held here, so that its ``id`` stays its own."""
-
-    decompositions: Mapping[Any, Callable[..., Any]] | None
-    known: OrderedDict[Hashable, TracedCall] = field(default_factory=OrderedDict)
 
 
 def _is_pure(target: Any) -> bool:

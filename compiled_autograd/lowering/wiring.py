@@ -11,25 +11,7 @@ import torch
 from ..guards.shapes import Spec, is_static
 from ..steps.accumulate import obeys_layout, outermost_first
 from ..steps.memory import memory_of
-from ..steps.steps import RegionStep, Wiring, lies_apart
-from .lower import Lowered
-
-
-def wiring_of(step: RegionStep, lowered: Lowered) -> Wiring:
-    """As the lowered graph has it."""
-    positions = {fresh.call: position for position, fresh in enumerate(step.fresh)}
-    outputs = {node: position for position, (node, _) in enumerate(step.outputs)}
-    places = {node: place for place, node in enumerate(step.region.nodes)}
-    return Wiring(
-        taken=tuple(lowered.taken),
-        values=tuple((outputs[node], index) for node, index in lowered.values.items() if index is not None),
-        fresh=tuple((positions[call], index) for call, index in lowered.leaves.items() if index is not None),
-        copied=(),
-        passed=tuple((positions[call], index) for call, index in lowered.passed.items()),
-        flags=tuple((places[check], number) for check, number in lowered.flags),
-        plain=tuple(lowered.plain),
-        apart=tuple((outputs[node], lowered.values[node]) for node in lowered.apart),  # type: ignore[misc]
-    )
+from ..steps.steps import Wiring, lies_apart
 
 
 def owned(

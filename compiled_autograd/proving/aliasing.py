@@ -10,7 +10,7 @@ from torch import fx
 
 from ..steps.memory import memory_of
 from ..steps.proof import Proof
-from .comparison import Difference, value_difference
+from .comparison import value_difference
 
 _HELD_BYTES = 1 << 20
 """So much of what a run gave is held until the next, to see whether that one writes there."""
@@ -29,8 +29,8 @@ class Result:
     leaf: torch.Tensor | None = None
 
 
-def newly_shared(results: Sequence[Result], given: set[int | None]) -> tuple[Result, Difference] | None:
-    """Results that share memory with an input or another result, where those of the real calls do not.
+def newly_shared(results: Sequence[Result], given: set[int | None]) -> tuple[Result, str] | None:
+    """A result that shares memory with an input or another result, where that of the real calls does not; in words.
 
     Args:
         results: of one run.
@@ -47,23 +47,21 @@ def newly_shared(results: Sequence[Result], given: set[int | None]) -> tuple[Res
             allowed = want in given if found in given else found not in theirs or theirs[found] == want
         if (found in given or found in theirs) and not allowed:
             other = "an input" if found in given else "another result"
-            return result, Difference(f"it shares memory with {other}, which no result of the real calls does")
+            return result, f"it shares memory with {other}, which no result of the real calls does"
         if want is not None:
             theirs[found] = want
     return None
 
 
-def kept_from_before(
-    proof: Proof, results: Sequence[Result], given: set[int | None]
-) -> tuple[Result, Difference] | None:
+def kept_from_before(proof: Proof, results: Sequence[Result], given: set[int | None]) -> tuple[Result, str] | None:
     """Results in memory that the run before gave out and somebody still holds; small ones of this run are held then."""
     held = {memory_of(tensor) for tensor, _ in proof.held}
     for result in results:
         if memory_of(result.found) in held - {None}:
-            return result, Difference("it lies where the run before left a result that is still held")
+            return result, "it lies where the run before left a result that is still held"
     for tensor, copy in proof.held:
         if value_difference(copy, tensor, 0.0, lambda _: None) is not None:
-            return results[0], Difference("the run has written into what the run before gave")
+            return results[0], "the run has written into what the run before gave"
     proof.held = _small(results, given)
     return None
 

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 
 import torch
 
@@ -43,35 +42,24 @@ _TIED_SHARE = 1e-3
 """Such a part of many whole numbers may be what rounding alone decides, and float64 decides otherwise."""
 
 
-@dataclass(frozen=True, slots=True)
-class Difference:
-    """What was found. ``size`` is relative to the largest value; infinite where it cannot be told in numbers."""
-
-    text: str
-    size: float = math.inf
-
-    def __str__(self) -> str:
-        return self.text
-
-
 def tolerance(dtypes: Sequence[torch.dtype]) -> float:
     """That of the coarsest of the dtypes that a computation goes through."""
     floating = [dtype for dtype in dtypes if dtype.is_floating_point or dtype.is_complex]
     return max((_TOLERANCES.get(dtype, _EIGHT_BIT_TOLERANCE) for dtype in floating), default=0.0)
 
 
-def metadata_difference(want: Optional, found: Optional, strides: bool = True) -> Difference | None:
-    """In definedness, dtype, device, shape or strides."""
+def metadata_difference(want: Optional, found: Optional, strides: bool = True) -> str | None:
+    """How two results differ in definedness, dtype, device, shape or strides, in words; None where they do not."""
     if want is None or found is None:
         if want is found:
             return None
-        return Difference(f"it is {_defined(found)}, and {_defined(want)} as the real calls give it")
+        return f"it is {_defined(found)}, and {_defined(want)} as the real calls give it"
     for name in ("dtype", "device", "layout", "shape"):
         one, other = getattr(found, name), getattr(want, name)
         if one != other:
-            return Difference(f"its {name} is {_text(one)}, and {_text(other)} as the real calls give it")
+            return f"its {name} is {_text(one)}, and {_text(other)} as the real calls give it"
     if strides and want.layout is torch.strided and _strides(want) != _strides(found):
-        return Difference(f"its strides are {found.stride()}, and {want.stride()} as the real calls give it")
+        return f"its strides are {found.stride()}, and {want.stride()} as the real calls give it"
     return None
 
 
@@ -100,8 +88,8 @@ def has_other_format(want: torch.Tensor, found: torch.Tensor) -> bool:
 
 def value_difference(
     want: torch.Tensor, found: torch.Tensor, relative: float, in_double: Callable[[int], Optional], beside: float = 0.0
-) -> Difference | None:
-    """In what lies in two tensors of one dtype and shape.
+) -> str | None:
+    """The same for what lies in two tensors of one dtype and shape.
 
     Args:
         want: what the real calls gave.
@@ -118,7 +106,8 @@ def value_difference(
     if torch.equal(want, found) or want.numel() == 0:
         return None
     if relative == 0:
-        return None if _same_but_nan(want, found) else _measured(want, found)
+        same = want.is_floating_point() and _is_close(_exact(want), _exact(found), 0.0, 0.0)  # NaNs may have other bits
+        return None if same else _measured(want, found)
     if not want.is_floating_point():
         return None if _as_good(want, found, in_double(0)) else _measured(want, found)
     want, found = _exact(want), _exact(found)
@@ -130,7 +119,7 @@ def value_difference(
     if double is None:
         return None if _is_close(want, found, relative, scale + cancelled) else _measured(want, found)
     exact = plain(double).to(torch.float64)
-    own_error = _largest_error(want, exact)
+    own_error = largest(want.to(torch.float64) - exact)
     if _as_near(want, found, exact, own_error, relative):
         return None
     rounding = own_error + _moved_by(exact, in_double)
@@ -139,12 +128,6 @@ def value_difference(
 
 def _is_close(want: torch.Tensor, found: torch.Tensor, relative: float, scale: float) -> bool:
     return torch.allclose(found, want, rtol=relative, atol=relative * scale, equal_nan=True)
-
-
-def _largest_error(found: torch.Tensor, exact: torch.Tensor) -> torch.Tensor:
-    """Where both are finite."""
-    error = (found.to(torch.float64) - exact).abs()[found.isfinite() & exact.isfinite()]
-    return error.max() if error.numel() else exact.new_zeros(())
 
 
 def _moved_by(exact: torch.Tensor, in_double: Callable[[int], Optional]) -> torch.Tensor:
@@ -200,18 +183,11 @@ def _exact(tensor: torch.Tensor) -> torch.Tensor:
     return tensor if tensor.dtype in (torch.float32, torch.float64) else tensor.to(torch.float32)
 
 
-def _same_but_nan(want: torch.Tensor, found: torch.Tensor) -> bool:
-    if not want.is_floating_point():
-        return False
-    want, found = _exact(want), _exact(found)
-    return bool(torch.all((want == found) | (want.isnan() & found.isnan())))
-
-
 def _as_near(
     want: torch.Tensor,
     found: torch.Tensor,
     double: torch.Tensor,
-    rounding: torch.Tensor,
+    rounding: torch.Tensor | float,
     relative: float,
 ) -> bool:
     """Whether ``found`` is no further from the float64 values than a few times ``rounding``: one number, or for each.
@@ -241,14 +217,11 @@ def _as_good(want: torch.Tensor, found: torch.Tensor, double: Optional) -> bool:
     return wrong <= want.numel() * _TIED_SHARE
 
 
-def _measured(want: torch.Tensor, found: torch.Tensor) -> Difference:
+def _measured(want: torch.Tensor, found: torch.Tensor) -> str:
     want, found = want.to(torch.float64), found.to(torch.float64)
     error = (found - want).abs()
     wrong_kind = int((found.isfinite() != want.isfinite()).sum())
-    finite = error[error.isfinite()]
-    largest = float(finite.max()) if finite.numel() else 0.0
-    scale = float(want[want.isfinite()].abs().max()) if bool(want.isfinite().any()) else 0.0
-    text = f"the largest difference is {largest:.3g}, where the largest value is {scale:.3g}"
+    text = f"the largest difference is {largest(error):.3g}, where the largest value is {largest(want):.3g}"
     if wrong_kind:
         text += f"; {wrong_kind} of {want.numel()} values are not finite in one of the two alone"
-    return Difference(text, math.inf if wrong_kind or not scale else largest / scale)
+    return text

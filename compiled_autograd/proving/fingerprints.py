@@ -36,12 +36,8 @@ def _fingerprint(tensor: torch.Tensor) -> Fingerprint:
 
 def written(before: Sequence[Fingerprint], values: Sequence[Any]) -> list[int]:
     """Which of the values have changed since their fingerprints were taken."""
-    now = fingerprints(values)
-    changed = []
-    for index, (old, new) in enumerate(zip(before, now, strict=True)):
-        if old is not None and not torch.equal(old, new):
-            changed.append(index)
-    return changed
+    pairs = zip(before, fingerprints(values), strict=True)
+    return [index for index, (old, new) in enumerate(pairs) if old is not None and not torch.equal(old, new)]
 
 
 def twins(values: Sequence[Any], other: Sequence[int] = ()) -> list[Any]:

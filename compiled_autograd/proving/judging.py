@@ -11,12 +11,12 @@ import torch
 from torch import fx
 
 from .. import ir
+from ..lowering.wiring import restrided
 from ..steps.accumulate import is_dense, obeys_layout
 from ..steps.memory import memory_of
 from ..steps.steps import lies_apart
 from .aliasing import Result, kept_from_before, newly_shared
 from .comparison import (
-    Difference,
     has_other_format,
     is_telling,
     largest,
@@ -33,15 +33,8 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Judge:
-    """Compares one run of a compiled region.
-
-    Attributes:
-        region_compiler: what has compiled it.
-        step: the region.
-        compiled: what it was compiled to.
-        inputs: the slots as they were before.
-        arguments: what the compiled code was given.
-    """
+    """Compares one run of a compiled region: ``inputs`` are the slots as they were before, and ``arguments`` what the
+    compiled code was given."""
 
     region_compiler: RegionCompiler
     step: RegionStep
@@ -49,7 +42,7 @@ class Judge:
     inputs: Slots
     arguments: Sequence[Any]
 
-    def compare(self, wanted: Slots, found: Slots) -> tuple[Result | None, Difference | None, bool]:
+    def compare(self, wanted: Slots, found: Slots) -> tuple[Result | None, str | None, bool]:
         """What differs, how, and whether the run could have shown much.
 
         Args:
@@ -57,28 +50,32 @@ class Judge:
             found: as the compiled code has.
         """
         results = self._results(wanted, found)
-        bitwise = self.region_compiler.backend.bitwise and all(_is_on_cpu(result.want) for result in results)
+        wants = [result.want for result in results if result.want is not None]
+        bitwise = self.region_compiler.backend.bitwise and all(want.device.type == "cpu" for want in wants)
         relative = 0.0 if bitwise else tolerance(self._dtypes(results))
         telling = True
-        beside = 0.0 if bitwise else max((largest(each.want) for each in results if each.want is not None), default=0.0)
-        restrided: dict[int, torch.Tensor] = {}
-        other_strides: list[tuple[Result, Difference]] = []
+        beside = 0.0 if bitwise else max(map(largest, wants), default=0.0)
+        other_layouts: dict[int, torch.Tensor] = {}
+        other_strides: list[tuple[Result, str]] = []
         for result in results:
             difference = self._layout(result)
             if (position := self._strides_at_most(result)) is not None:
                 assert result.want is not None and result.found is not None
                 if difference is not None:
                     other_strides.append((result, difference))
-                    restrided[position], difference = result.want, None
+                    other_layouts[position], difference = result.want, None
                 elif has_other_format(result.want, result.found) and lies_apart(self.compiled.wiring, position):
-                    restrided[position] = result.want
+                    other_layouts[position] = result.want
             if difference is None and result.want is not None and result.found is not None:
                 telling = telling and is_telling(result.want)
                 difference = self._values(result, relative, beside)
             if difference is not None:
                 return result, difference, telling
-        if restrided and not self.region_compiler.restride(self.step, self.compiled, restrided):
-            return (*other_strides[0], telling)
+        if other_layouts:
+            wiring = restrided(self.compiled.wiring, other_layouts)
+            if wiring is None:
+                return (*other_strides[0], telling)
+            self.step.put_in_place(self.compiled, self.step.rebind(self.compiled, wiring))
         shared = self._shared(results)
         return (*shared, telling) if shared is not None else (None, None, telling)
 
@@ -105,13 +102,13 @@ class Judge:
                 results.append(Result(node, wanted[slot], found[slot]))
         return results
 
-    def _layout(self, result: Result) -> Difference | None:
+    def _layout(self, result: Result) -> str | None:
         seen = result.leaf is None and not _only_added(result.node)
         difference = metadata_difference(result.want, result.found, strides=seen)
         if difference is not None or result.leaf is None or result.found is None:
             return difference
         if not obeys_layout(result.found, result.leaf):
-            return Difference(f"its strides are {result.found.stride()}, for a leaf with {result.leaf.stride()}")
+            return f"its strides are {result.found.stride()}, for a leaf with {result.leaf.stride()}"
         return None
 
     def _strides_at_most(self, result: Result) -> int | None:
@@ -124,7 +121,7 @@ class Judge:
         positions = [number for number, (node, _) in enumerate(self.step.outputs) if node is result.node]
         return positions[0] if positions and is_dense(want) else None
 
-    def _values(self, result: Result, relative: float, beside: float) -> Difference | None:
+    def _values(self, result: Result, relative: float, beside: float) -> str | None:
         assert result.want is not None and result.found is not None
         wide = functools.partial(self._in_double, result.node)
         difference = value_difference(result.want, result.found, relative, wide, beside)
@@ -133,7 +130,7 @@ class Judge:
         if self.region_compiler.passes:
             return difference
         again = once_more(self.step.region.nodes, self._given(), result.node)
-        if again is None or value_difference(result.want, again, 0.0, _nothing) is None:
+        if again is None or value_difference(result.want, again, 0.0, lambda _: None) is None:
             return difference  # else the real calls do not give the same twice, and it cannot be asked for
         relative = tolerance(self._dtypes([result]))
         return value_difference(result.want, result.found, relative, wide, beside)
@@ -147,21 +144,13 @@ class Judge:
             return None
         return in_double(self.step.region.nodes, self._given(), node, moved)
 
-    def _shared(self, results: Sequence[Result]) -> tuple[Result, Difference] | None:
+    def _shared(self, results: Sequence[Result]) -> tuple[Result, str] | None:
         """What shares memory that does not where the real calls run."""
         given = {memory_of(self.inputs[slot]) for slot in self.step.inputs} - {None}
         difference = newly_shared(results, given)
         if difference is not None or self.region_compiler.backend.allocates:
             return difference
         return kept_from_before(self.compiled.proof, results, given)
-
-
-def _nothing(moved: int) -> None:
-    return None
-
-
-def _is_on_cpu(value: torch.Tensor | None) -> bool:
-    return value is None or value.device.type == "cpu"
 
 
 def _only_added(node: fx.Node) -> bool:

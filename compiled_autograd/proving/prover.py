@@ -1,29 +1,30 @@
 """One run of a compiled region beside the real calls: theirs are the results, and what differs from them is dropped.
 
-What is compared is what anybody could see: which results are defined, their dtypes, shapes and strides, who shares
-memory with whom, and the values. Fresh memory is poisoned meanwhile, so that what is read before it is written shows.
-The inputs must be what they were, and nothing may be written into what an earlier run gave.
+Fresh memory is poisoned meanwhile, so that what is read before it is written shows. The inputs must be what they were,
+and nothing may be written into what an earlier run gave.
 """
 
 from __future__ import annotations
 
 import functools
 import re
-import time
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
+
+import msgspec
 
 from backends.inductor.poison import run_poisoned
 from backends.protocol import Compiled, form_for, proving_runs
 from shadow_cache import Failure
 
 from .. import ir
+from ..diagnostics.reporting import failure_of
 from ..errors import GradientMismatchError
 from ..steps.compiled_calls import make_plain, put_results, run_compiled
 from ..steps.memory import is_out_of_memory
 from ..steps.proof import Sizes
 from .aliasing import Result
-from .comparison import Difference
 from .fingerprints import Draws, Fingerprint, fingerprints, twins, written
 from .judging import Judge
 from .reproduction import reproduction
@@ -77,32 +78,24 @@ def prove(
         GradientMismatchError: the compiled code has written into what it was given, which cannot be undone.
         NaNFoundError: NaNs are looked for, and a node of the tape gave one.
     """
-    started = time.perf_counter()
-    try:
+    with context.report.timed("prove"):
         return _Run(region_compiler, step, compiled, slots, context).beside(real_calls)
-    finally:
-        context.report.add("prove", time.perf_counter() - started)
 
 
+@dataclass
 class _Run:
-    def __init__(
-        self,
-        region_compiler: RegionCompiler,
-        step: RegionStep,
-        compiled: CompiledRegion,
-        slots: Slots,
-        context: RunContext,
-    ) -> None:
-        self.region_compiler = region_compiler
-        self.step = step
-        self.compiled = compiled
-        self.slots = slots
-        self.context = context
-        self.inputs = list(slots)  # held, since both ways need them
-        self.taken = [slots[slot] for slot in compiled.arguments]
+    region_compiler: RegionCompiler
+    step: RegionStep
+    compiled: CompiledRegion
+    slots: Slots
+    context: RunContext
+
+    def __post_init__(self) -> None:
+        self.inputs = list(self.slots)  # held, since both ways need them
+        self.taken = [self.slots[slot] for slot in self.compiled.arguments]
         self.arguments = list(self.taken)
-        make_plain(self.arguments, compiled.plain)
-        self.form = form_for(compiled.call, self.arguments)
+        make_plain(self.arguments, self.compiled.plain)
+        self.form = form_for(self.compiled.call, self.arguments)
 
     def beside(self, real_calls: Callable[[], None]) -> bool:
         """Both ways, and what follows from the comparison. False: nothing has run, for want of memory."""
@@ -129,9 +122,11 @@ class _Run:
             if is_out_of_memory(error):
                 self._unproved(error)
             elif isinstance(error, ir.NaNFoundError):
-                self._refute(None, Difference("it has found a NaN, and the real calls gave none"))
+                self._refute(None, "it has found a NaN, and the real calls gave none")
             else:
-                self.region_compiler.failed_to_run(self.step, self.compiled, self.form, self.context, error)
+                failure = failure_of("run", self.region_compiler.backend.name, self.step.region, error)
+                instead = self.region_compiler.drop(self.step, self.compiled, self.form)
+                self.context.report.failures.append(msgspec.structs.replace(failure, instead=instead))
             return True
         draws.rewind()
         if found is None:
@@ -193,15 +188,15 @@ class _Run:
 
     # ---- what follows --------------------------------------------------------------------------------------------
 
-    def _refute(self, wrong: Result | None, difference: Difference) -> None:
+    def _refute(self, wrong: Result | None, difference: str) -> None:
         """The form is not used again; the next slower one takes over."""
         region_compiler = self.region_compiler
         instead = region_compiler.drop(self.step, self.compiled, self.form)
         node = self.step.region.nodes[-1] if wrong is None else wrong.node
         where = f"{region_compiler.name_of(node)}, {region_compiler.where(self.step, self.form)}"
         name = region_compiler.backend.name
-        written_to = reproduction(self.compiled.aten.text(), name, self.arguments, where, str(difference))
-        self.context.report.mismatched(Failure("mismatch", where, str(difference), f"{instead}; {written_to}"))
+        written_to = reproduction(self.compiled.aten.text(), name, self.arguments, where, difference)
+        self.context.report.mismatched(Failure("mismatch", where, difference, f"{instead}; {written_to}"))
 
     def _inputs_changed(self, changed: Sequence[int]) -> None:
         """Something has written into the inputs meanwhile: the compiled code, or somebody else.
@@ -218,9 +213,9 @@ class _Run:
         if not ours:
             self.compiled.proof.shown(self.form, None, telling=False)
             return  # another thread or process trains on the same memory: this run shows nothing
-        node = self.step.region.inputs[self.step.inputs.index(self.compiled.arguments[ours[0]])]
+        node = self.step.region.inputs[self.compiled.wiring.taken[ours[0]]]
         name = self.region_compiler.name_of(node)
-        self._refute(None, Difference(f"the compiled code has written into {name}, which was given to it"))
+        self._refute(None, f"the compiled code has written into {name}, which was given to it")
         raise GradientMismatchError(self.context.report.mismatches, f"{name} was overwritten, and has to be made anew")
 
     def _unproved(self, error: BaseException) -> None:

@@ -58,18 +58,15 @@ class RealCalls:
     def run(self, node: fx.Node) -> Any:
         """Run one call; gives its result."""
         known = self.known
-        function: Any = repeatable(node.target) if self._again else node.target
+        function: Any = node.target
+        if self._again and isinstance(function, ir.AOTBackward):
+            function = function.trace
         args = _wider_arguments(node) if self._wide else node.args
         result = known[node] = function(*fx.map_arg(args, known.__getitem__))
         for source in node.all_input_nodes:
             if self._last_use.get(source) is node:
                 del known[source]
         return result
-
-
-def repeatable(target: Any) -> Any:
-    """What runs a call without touching what it is given."""
-    return target.trace if isinstance(target, ir.AOTBackward) else target
 
 
 def in_double(

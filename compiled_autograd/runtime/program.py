@@ -23,6 +23,7 @@ from ..errors import UntraceableError
 from ..guards.shapes import Spec
 from ..ir import nan_checks, partition
 from ..lowering.region_compiler import COMPILING, Pass, RegionCompiler
+from ..lowering.wiring import all_copied
 from ..proving.prover import is_due, prove
 from ..steps.accumulate import write
 from ..steps.compiled_calls import make_plain, pass_on, put_results, run_compiled, store_results
@@ -42,12 +43,8 @@ class Program:
 
     Args:
         tape: the tape graph, in the engine's order.
-        backend: what compiles regions.
-        passes: functions over each region's ATen graph; each gives a new one, or None where it changed it in place.
+        backend, passes, specs, dynamic: as :class:`RegionCompiler` has them.
         counts: how many values of each kind of placeholder the engine hands over.
-        specs: for placeholders, what they are made for; where another program was there before, also for what its
-            steps hand on.
-        dynamic: some of the specs have a history: what changes becomes a symbol.
         untraceable: calls that are known not to be traceable, and why, beside those that ``tape`` says it of.
 
     Attributes:
@@ -276,7 +273,7 @@ class Program:
             arguments = [slots[slot] for slot in compiled.arguments]
             make_plain(arguments, compiled.plain)
             results = compiled.aten.graph_module()(*arguments)
-            put_results(self.region_compiler.all_copied(step, compiled), results, slots)
+            put_results(step.rebind(compiled, all_copied(compiled.wiring)), results, slots)  # as nobody has seen them
             drop(step, slots)
 
         def real_calls() -> None:

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+import contextlib
+import time
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -50,6 +52,15 @@ class RunReport:
     def add(self, stage: str, seconds: float) -> None:
         """Seconds spent in a stage."""
         self.seconds[stage] = self.seconds.get(stage, 0.0) + seconds
+
+    @contextlib.contextmanager
+    def timed(self, stage: str) -> Iterator[None]:
+        """What is done inside is a stage."""
+        started = time.perf_counter()
+        try:
+            yield
+        finally:
+            self.add(stage, time.perf_counter() - started)
 
 
 @dataclass(slots=True)

@@ -15,7 +15,7 @@ from torch import fx
 
 from backends.protocol import keeps_inputs
 
-from ..guards.shapes import Condition, Guard, Origin, guard_of
+from ..guards.shapes import Condition, Guard, Origin
 from ..ir.partition import Region
 from .proof import Proof
 
@@ -85,7 +85,7 @@ class RegionRecord(msgspec.Struct, frozen=True):
 
     def guard(self) -> Guard | None:
         """Whether it holds for its arguments; None where nothing changes."""
-        return None if self.origins is None else guard_of(self.origins, self.conditions)
+        return None if self.origins is None else Guard(self.origins, self.conditions)
 
 
 @dataclass(slots=True)

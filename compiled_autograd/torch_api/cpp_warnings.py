@@ -7,8 +7,9 @@ it binds for a capture are not, and their warnings would only be printed.
 
 from __future__ import annotations
 
+import contextlib
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -29,37 +30,27 @@ def issuing_warnings(function: Callable[..., Any], *args: Any) -> Any:
     return results[0]
 
 
-class RaisingWarnings:
-    """Within it, :meth:`call` raises what C++ code warns of. All other warnings are passed on at its end."""
+@contextlib.contextmanager
+def raising_warnings() -> Iterator[Callable[..., Any]]:
+    """Gives what calls a function, and raises what C++ code warned of meanwhile, if it did. All other warnings are
+    passed on at the end."""
+    caught: list[warnings.WarningMessage] = []
 
-    def __enter__(self) -> RaisingWarnings:
-        self._passed_on: list[warnings.WarningMessage] = []
-        self._catching = warnings.catch_warnings(record=True)
-        caught = self._catching.__enter__()
-        assert caught is not None  # it records
-        self._caught = caught
-        warnings.simplefilter("always")
-        return self
-
-    def __exit__(self, *exception: Any) -> None:
-        self._noted()
-        self._catching.__exit__(*exception)
-        for each in self._passed_on:
-            warnings.warn_explicit(each.message, each.category, each.filename, each.lineno, source=each.source)
-
-    def call(self, function: Callable[..., Any], *args: Any) -> Any:
-        """Call ``function``, and raise what C++ code warned of meanwhile, if it did."""
+    def call(function: Callable[..., Any], *args: Any) -> Any:
+        before = len(caught)
         result = issuing_warnings(function, *args)
-        if self._caught and (warning := self._noted()) is not None:
-            raise warning
+        by_cpp = [each.message for each in caught[before:] if _BY_CPP in str(each.message)]
+        if by_cpp:
+            raise by_cpp[-1] if isinstance(by_cpp[-1], Warning) else UserWarning(by_cpp[-1])
         return result
 
-    def _noted(self) -> Warning | None:
-        noted = None
-        for each in self._caught:
-            if _BY_CPP in str(each.message):
-                noted = each.message if isinstance(each.message, Warning) else UserWarning(each.message)
-            else:
-                self._passed_on.append(each)
-        self._caught.clear()
-        return noted
+    try:
+        with warnings.catch_warnings(record=True) as recorded:
+            assert recorded is not None
+            caught = recorded
+            warnings.simplefilter("always")
+            yield call
+    finally:
+        for each in caught:
+            if _BY_CPP not in str(each.message):
+                warnings.warn_explicit(each.message, each.category, each.filename, each.lineno, source=each.source)

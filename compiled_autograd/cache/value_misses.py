@@ -1,0 +1,55 @@
+"""Why a variant, in this process or in the store on disk, does not serve values, in the user's terms."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import Any
+
+import msgspec
+
+from shadow_cache import Miss
+
+from .. import ir
+from ..diagnostics.node_names import title
+from ..diagnostics.variant_misses import TensorKind, layout_miss, scalar_miss, shape_miss, tensor_miss
+from .records import VariantRecord
+from .variants import Handover, Shapes, TensorRecord
+
+_OTHER_SIZES = "what is stored serves other sizes; one more variant"
+
+
+def values_miss(
+    tape: ir.TapeGraph, old: Shapes, scalars: Sequence[Any], handover: Handover, comparable: bool, dynamic: bool = False
+) -> Miss:
+    """Why a variant that was made under the same state does not serve a backward.
+
+    Args:
+        old: what it was made for, as are the ``scalars``.
+        comparable: as many tensors of as many dimensions were handed over, so sizes and strides can be compared too.
+        dynamic: whether sizes that changed are symbols from now on.
+    """
+    new = Shapes.of(handover)
+    miss = tensor_miss(tape, old.kinds, new.kinds)
+    if comparable:
+        miss = shape_miss(tape, (old.tensors, old.sizes), (new.tensors, new.sizes), dynamic) or miss
+        strides = [None if was is None else now for was, now in zip(old.strides, new.strides, strict=True)]
+        miss = miss or layout_miss(tape, old.strides, strides)
+    miss = miss or scalar_miss(tape, scalars, handover.scalars)
+    return miss or Miss("layout", f"a saved tensor of {title(tape)}", "a kind of tensor", "another kind")
+
+
+def stored_miss(tape: ir.TapeGraph, record: VariantRecord, handover: Handover) -> Miss:
+    """The same for what the store has of a structure."""
+    tensors = record.tensors
+    kinds = [_kind_of_record(tensor) for tensor in tensors]
+    old = Shapes([tensor.spec for tensor in tensors], record.sizes, [tensor.strides for tensor in tensors], kinds)
+    miss = values_miss(tape, old, record.scalars, handover, old.fits(handover))
+    return msgspec.structs.replace(miss, hint=_OTHER_SIZES if miss.kind == "shape" else miss.hint)
+
+
+def _kind_of_record(record: TensorRecord) -> TensorKind:
+    """As :func:`tensor_kind`, of a tensor in the store."""
+    found = {"Conjugate": "conjugated", "Negative": "negated", "ZeroTensor": "zeros without memory"}
+    properties = [words for key, words in found.items() if key in record.kind]
+    name = record.kind.partition(" ")[0]
+    return TensorKind(len(record.spec), tuple(properties if name == "Tensor" else [*properties, name]))

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 
 import msgspec
@@ -15,9 +14,6 @@ from ..safe_text import harmless
 from . import graphs, render
 from .base import Fault, Verb, View, cache_dir_option, ids, options, pass_view
 from .difference import Change, Difference, difference, left_to_eager, timed, variant
-
-_NODE = re.compile(r"(?:\bnode |#)(\d{1,9})\b")
-_OPERATION = re.compile(r"\w*Backward\d*\b|AccumulateGrad|GraphRoot")
 
 
 class Why(msgspec.Struct, frozen=True):
@@ -120,7 +116,7 @@ def _explained(miss: Miss, structure: Structure | None) -> list[tuple[str, str]]
     kind = explain(miss.kind)
     rows = [("kind", render.bold(miss.kind)), ("means", kind.means)]
     if miss.where:
-        rows.append(("where", "\n".join((miss.where, *_place(miss.where, structure)))))
+        rows.append(("where", "\n".join((miss.where, *_node(miss, structure)))))
     if miss.old or miss.new:
         rows += [("old", render.old(miss.old or "nothing")), ("new", render.new(miss.new or "nothing"))]
     if miss.seconds:
@@ -130,19 +126,13 @@ def _explained(miss: Miss, structure: Structure | None) -> list[tuple[str, str]]
     return [*rows, ("do", kind.do)]
 
 
-def _place(where: str, structure: Structure | None) -> list[str]:
-    """Parameter and source line of the node that ``where`` names, as far as it does not say them itself."""
-    found = _NODE.search(where)
-    if found is None or structure is None or int(found[1]) >= len(structure.calls):
+def _node(miss: Miss, structure: Structure | None) -> list[str]:
+    """Name, parameter and source line of the node of a miss, as far as ``where`` does not say them itself."""
+    if miss.node is None or structure is None or not 0 <= miss.node < len(structure.calls):
         return []
-    call = structure.calls[int(found[1])]
-    named = _OPERATION.findall(where)
-    if named and call.name not in named:
-        return []  # a number of another tape
-    operation = [] if named else [call.name]
-    parameter = [f"parameter {call.parameter}"] if call.parameter and call.parameter not in where else []
-    source = [call.source] if call.source and call.source not in where else []
-    return [harmless(text) for text in (*operation, *parameter, *source)]
+    call = structure.calls[miss.node]
+    words = ((f"#{miss.node} ", call.name), ("parameter ", call.parameter), ("", call.source))
+    return [harmless(f"{noun}{word}") for noun, word in words if word and word not in miss.where]
 
 
 @click.command(cls=Verb)

@@ -96,7 +96,7 @@ def _entry(id: str, structure: Structure, source: str, batch: str, miss: Miss, *
         ambient=AMBIENT,
         environment=ENVIRONMENT,
         inputs=_inputs(batch),
-        plan=b"serves this",
+        record=b"serves this",
         regions=(region,),
         miss=miss,
         size=SIZES[id],

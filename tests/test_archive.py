@@ -267,4 +267,4 @@ def test_entries_are_what_they_were(tmp_path: Path) -> None:
             store.add(*made(number))
         assert store.export(tmp_path / "file") == other.import_(tmp_path / "file") == 4
         by_id: dict[str, Entry] = {entry.id: entry for entry in store.entries()}
-        assert {entry.id: entry.plan for entry in other.entries()} == {id: each.plan for id, each in by_id.items()}
+        assert {entry.id: entry.record for entry in other.entries()} == {id: each.record for id, each in by_id.items()}

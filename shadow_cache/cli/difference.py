@@ -77,12 +77,12 @@ def varying(entries: Sequence[Entry]) -> dict[str, list[Change]]:
     }
 
 
-def variant(entry: Entry | Summary) -> str:
+def variant(entry: Summary) -> str:
     """``static`` or ``dynamic``."""
     return "dynamic" if entry.dynamic else "static"
 
 
-def left_to_eager(entry: Entry | Summary) -> bool:
+def left_to_eager(entry: Summary) -> bool:
     """It was timed, and the eager engine is faster, and goes on."""
     return entry.timing is not None and entry.timing.on_eager
 

@@ -8,7 +8,7 @@ from typing import TypeVar
 
 import rich_click as click
 
-from ..entries import Entry, Problem, Summary
+from ..entries import Problem, Summary
 from . import render
 from .base import Fault, Verb, View, ids, options, pass_view
 
@@ -25,7 +25,7 @@ def _parsed(parse: Callable[[str], _T]) -> Callable[[click.Context, click.Parame
     return callback
 
 
-def _told(verb: str, entries: Iterable[Entry | Summary]) -> Iterator[str]:
+def _told(verb: str, entries: Iterable[Summary]) -> Iterator[str]:
     entries = list(entries)
     yield from (f"{render.identifier(entry.id)}  {entry.name}, {render.size(entry.size)}" for entry in entries)
     size = render.size(sum(entry.size for entry in entries))

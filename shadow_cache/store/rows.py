@@ -46,8 +46,8 @@ SELECT_STRUCTURE = "SELECT number, id, record, checksum FROM structures"
 SELECT_MISS = "SELECT number, record, checksum FROM misses"
 SELECT_TIMING = "SELECT number, entry, record, checksum FROM timings"
 
-R = TypeVar("R", Entry, Summary, Structure, MissEntry, Timing)
-E = TypeVar("E", Entry, Summary)
+R = TypeVar("R")
+E = TypeVar("E", bound=Summary)
 _decoders: dict[type, msgspec.msgpack.Decoder[Any]] = {
     kind: msgspec.msgpack.Decoder(kind) for kind in (Entry, Summary, Structure, MissEntry, Timing)
 }
@@ -99,7 +99,7 @@ def _entry_of(kind: type[E], row: tuple[Any, ...]) -> E | None:
     return msgspec.structs.replace(entry, size=size, loads=loads, last_used=last_used, timing=None)
 
 
-def what_is_wrong(entry: Entry | Summary) -> str:
+def what_is_wrong(entry: Summary) -> str:
     """What no entry can have, and would make the index, or whoever shows it, stumble; empty where there is nothing."""
     for name, text in (("id", entry.id), ("structure", entry.structure)):
         if not _ID.fullmatch(text):

@@ -43,7 +43,7 @@ from .rows import (
 from .verify import verify
 
 _TIDY_SECONDS = 86400.0
-_E = TypeVar("_E", Entry, Summary)
+_E = TypeVar("_E", bound=Summary)
 _LAST_USED_FIRST = "ORDER BY last_used DESC, number DESC"
 
 

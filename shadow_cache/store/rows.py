@@ -140,8 +140,7 @@ def timings(connection: Connection, where: str = "", *arguments: Any) -> dict[st
     if connection.execute("PRAGMA user_version").fetchone()[0] < HAS_TIMINGS:
         return {}
     rows = connection.execute(f"{SELECT_TIMING} {where}", arguments).fetchall()
-    found = {row[1]: timing_of(row) for row in rows}
-    return {entry: timing for entry, timing in found.items() if timing is not None}
+    return {row[1]: timing for row in rows if (timing := timing_of(row)) is not None}
 
 
 def digests(entry: Entry) -> set[str]:
@@ -193,10 +192,16 @@ def put_entry(
         (entry.id, entry.structure, data, checksum, sum(sizes.values()), loads, last_used, float(entry.seconds)),
     )
     (number,) = connection.execute("SELECT number FROM entries WHERE id = ?", (entry.id,)).fetchone()
-    before = [name for (name,) in connection.execute("SELECT digest FROM names WHERE entry = ?", (number,)).fetchall()]
-    connection.execute("DELETE FROM names WHERE entry = ?", (number,))
+    before = forget_names(connection, number)
     connection.executemany("INSERT INTO names VALUES (?, ?, ?)", [(number, *each) for each in sizes.items()])
     return number, before
+
+
+def forget_names(connection: Connection, number: Any) -> list[str]:
+    """Forget which files a row of entries names; gives them."""
+    names = [name for (name,) in connection.execute("SELECT digest FROM names WHERE entry = ?", (number,)).fetchall()]
+    connection.execute("DELETE FROM names WHERE entry = ?", (number,))
+    return names
 
 
 def put_timing(connection: Connection, entry: str, timing: Timing) -> None:

@@ -147,6 +147,11 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
         """What people know it by: loss, module and source line, as far as they are known."""
         return name_of(self.loss, self.module, self.source)
 
+    @property
+    def left_to_eager(self) -> Timing | None:
+        """How it was timed, where the eager engine is faster and goes on; else None."""
+        return self.timing if self.timing is not None and self.timing.on_eager else None
+
 
 class Entry(Summary, frozen=True, kw_only=True):
     """A structure compiled for one set of shapes, ambient state and settings, on one kind of machine.
@@ -166,6 +171,11 @@ class Entry(Summary, frozen=True, kw_only=True):
     guards: tuple[str, ...]
     record: bytes = msgspec.field(name="plan")
     regions: tuple[Region, ...]
+
+    @property
+    def sections(self) -> dict[str, dict[str, str]]:
+        """What it was made under, under titles."""
+        return {"settings": self.settings, "ambient": self.ambient, "environment": self.environment}
 
 
 def name_of(loss: str, module: str | None, source: str | None) -> str:

@@ -111,7 +111,7 @@ class Disk:
         specs: dict[fx.Node, Spec] = {nodes[position]: spec for position, spec in record.specs}
         specs.update(shapes.of_placeholders(tape))
         untraceable = {nodes[position]: reason for position, reason in record.untraceable}
-        key = VariantKey(settings.key, ambient_state, (*handover.sizes, *handover.scalars))
+        key = VariantKey(settings.key, ambient_state)
         backend = get_backend(settings.backend_in_mode)
         variant = graph.make(key, backend, (), handover, shapes, specs, untraceable)
         stored: dict[tuple[int, int], list[StoredRegion]] = {}

@@ -156,21 +156,21 @@ class CompiledGraph:
 
     def _nearest(self, settings: Settings, ambient: Ambient, handover: Handover) -> tuple[VariantKey, Variant | None]:
         """The key of a new variant, and the newest one that differs from it in nothing but sizes and strides."""
-        key = VariantKey(settings.key, ambient, (*handover.sizes, *handover.scalars))
+        key = VariantKey(settings.key, ambient)
         for variant in reversed(self.variants):
-            same_state = (variant.key.settings, variant.key.ambient) == (key.settings, key.ambient)
-            if same_state and variant.scalars == handover.scalars and variant.shapes.fits(handover):
+            if variant.key == key and variant.scalars == handover.scalars and variant.shapes.fits(handover):
                 return key, variant
         return key, None
 
     def _why(self, key: VariantKey, before: Variant | None, handover: Handover, dynamic: bool) -> Miss:
-        if not self.variants:
+        newest_first = self.variants[::-1]  # other threads add some, and evict all
+        if not newest_first:
             if self.evicted:
                 return Miss("evicted", title(self.tape), hint=_EVICTED)
             return Miss("first_seen", title(self.tape))
-        nearest = before or self._in_this_state(key)
+        nearest = before or next((variant for variant in newest_first if variant.key == key), None)
         if nearest is None:
-            return state_miss(key, [other.key for other in self.variants])
+            return state_miss(key, [variant.key for variant in newest_first])
         old, new = nearest.shapes, Shapes.of(handover)
         miss = tensor_miss(self.tape, old.kinds, new.kinds)
         if before is not None:
@@ -178,11 +178,6 @@ class CompiledGraph:
             miss = miss or layout_miss(self.tape, old.strides, new.strides)
         miss = miss or scalar_miss(self.tape, nearest.scalars, handover.scalars)
         return miss or Miss("layout", f"a saved tensor of {title(self.tape)}", "a kind of tensor", "another kind")
-
-    def _in_this_state(self, key: VariantKey) -> Variant | None:
-        """The newest variant with the settings and the ambient state of ``key``."""
-        state = (key.settings, key.ambient)
-        return next((each for each in reversed(self.variants) if (each.key.settings, each.key.ambient) == state), None)
 
     @property
     def aten(self) -> list[fx.GraphModule]:

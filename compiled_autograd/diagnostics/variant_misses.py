@@ -8,7 +8,7 @@ from typing import Any
 import msgspec
 import torch
 
-from shadow_cache import Miss, VariantKey, explain_variant
+from shadow_cache import Miss, VariantKey
 
 from .. import ir
 from ..guards.shapes import SPECIAL, Guard, Origin, Spec
@@ -133,9 +133,13 @@ def tensor_kind(tensor: torch.Tensor) -> TensorKind:
 
 
 def state_miss(key: VariantKey, known: Sequence[VariantKey]) -> Miss:
-    """Why none of ``known`` serves ``key``, where they differ in settings or in the state of the process."""
-    miss = explain_variant(key, known, text_of_part)
-    return msgspec.structs.replace(miss, hint=_HINTS.get(miss.kind, ""))
+    """What the nearest of ``known`` was made under and ``key`` is not; each of them is another."""
+    nearest = max(known, key=lambda other: (other.settings == key.settings, other.ambient == key.ambient))
+    kind, before, after = "ambient_state", nearest.ambient, key.ambient
+    if nearest.settings != key.settings:
+        kind, before, after = "backend_or_settings", nearest.settings, key.settings
+    name, old, new = next((name, old, new) for (name, old), (_, new) in zip(before, after, strict=True) if old != new)
+    return Miss(kind, name, text_of_part(name, old), text_of_part(name, new), state_hint(kind))
 
 
 def guard_miss(guard: Guard, arguments: Sequence[Any], names: Sequence[str]) -> Miss:

@@ -16,6 +16,8 @@ import msgspec
 import rich_click
 from click.shell_completion import CompletionItem
 
+import shadow_cache
+
 from ..entries import Entry, Structure, Summary
 from ..safe_text import harmless_json
 from . import render
@@ -47,8 +49,6 @@ class View:
     @cached_property
     def store(self) -> Store:
         """The store, opened; :class:`Fault` where there is none, and none is made."""
-        import shadow_cache
-
         if not (self.path / "index").is_dir():  # to open a folder is to make what it lacks of a store
             raise Fault(self.nothing)
         try:
@@ -67,8 +67,6 @@ class View:
     @property
     def path(self) -> Path:
         """Where the store is, or would be."""
-        import shadow_cache
-
         text = os.environ.get(CACHE_DIR_VARIABLE, "")
         if self.cache_dir is None and text.lower() not in _NO_PATHS:
             return Path(text).expanduser()

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
 import rich_click as click
+
+import shadow_cache
 
 from ..entries import Problem, Summary
 from . import render
@@ -25,8 +27,7 @@ def _parsed(parse: Callable[[str], _T]) -> Callable[[click.Context, click.Parame
     return callback
 
 
-def _told(verb: str, entries: Iterable[Summary]) -> Iterator[str]:
-    entries = list(entries)
+def _told(verb: str, entries: Sequence[Summary]) -> Iterator[str]:
     yield from (f"{render.identifier(entry.id)}  {entry.name}, {render.size(entry.size)}" for entry in entries)
     size = render.size(sum(entry.size for entry in entries))
     yield render.dim(f"{verb} {render.plural(len(entries), 'entry', 'entries')}, {size}")
@@ -133,8 +134,6 @@ def import_(view: View, file: Path) -> None:
     Examples:
       shadow-cache import warm.tar
     """
-    import shadow_cache
-
     before = view.entries
     with shadow_cache.open(view.path) as store:
         count = store.import_(file)

@@ -229,9 +229,9 @@ def _run(branch: Branch) -> str:
         names = f"{branch.nodes[0]} to {branch.nodes[-1]}" if count > 1 else "".join(branch.nodes)
         shared = render.dim(f"… {render.plural(count, 'node')} shared")
         return f"{shared}, {names}" if names else shared
-    if not count:
-        return f"the tape ends: {render.clip(branch.differs, _CLIP)}" if branch.differs else "the tape ends"
     what = f": {render.clip(branch.differs, _CLIP)}" if branch.differs else ""
+    if not count:
+        return f"the tape ends{what}"
     more = render.dim(f" … {render.plural(count - 1, 'more node')}") if count > 1 else ""
     return f"#{branch.start} {branch.nodes[0]}{what}{more}"
 

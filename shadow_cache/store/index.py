@@ -57,37 +57,6 @@ class Index:
 
     def read(self, work: Callable[[sqlite3.Connection], T]) -> T:
         """What ``work`` gives. It should fetch all that it asks for."""
-        return self._run(work)
-
-    def write(self, work: Callable[[sqlite3.Connection], T], *, durable: bool = False) -> T:
-        """What ``work`` gives, in one transaction; ``durable`` if it must outlast a loss of power too."""
-
-        def in_transaction(connection: sqlite3.Connection) -> T:
-            connection.execute(f"PRAGMA synchronous = {'FULL' if durable else 'NORMAL'}")
-            with transaction(connection):
-                return work(connection)
-
-        return self._run(in_transaction)
-
-    def close(self) -> None:
-        """Close this process's connection."""
-        self._closed = True
-        process = self._process()
-        with process.lock:
-            self._disconnect(process)
-
-    # ---- one connection for a process --------------------------------------------------------------------------------
-
-    def _process(self) -> _Process:
-        pid = os.getpid()
-        process = self._processes.get(pid)
-        if process is None:
-            for inherited in list(self._processes.values()):
-                _never_close(inherited.connection)
-            process = self._processes.setdefault(pid, _Process())
-        return process
-
-    def _run(self, work: Callable[[sqlite3.Connection], T]) -> T:
         process = self._process()
         for last in (False, True):
             seen = None
@@ -106,6 +75,34 @@ class Index:
                     raise self._folder.unavailable(error) from error
                 self._replace(process, error, seen)
         raise AssertionError("the second time returns or raises")
+
+    def write(self, work: Callable[[sqlite3.Connection], T], *, durable: bool = False) -> T:
+        """What ``work`` gives, in one transaction; ``durable`` if it must outlast a loss of power too."""
+
+        def in_transaction(connection: sqlite3.Connection) -> T:
+            connection.execute(f"PRAGMA synchronous = {'FULL' if durable else 'NORMAL'}")
+            with transaction(connection):
+                return work(connection)
+
+        return self.read(in_transaction)
+
+    def close(self) -> None:
+        """Close this process's connection."""
+        self._closed = True
+        process = self._process()
+        with process.lock:
+            self._disconnect(process)
+
+    # ---- one connection for a process --------------------------------------------------------------------------------
+
+    def _process(self) -> _Process:
+        pid = os.getpid()
+        process = self._processes.get(pid)
+        if process is None:
+            for inherited in list(self._processes.values()):
+                _never_close(inherited.connection)
+            process = self._processes.setdefault(pid, _Process())
+        return process
 
     def _connected(self, process: _Process) -> sqlite3.Connection:
         """The connection, made anew where the file is no longer the one that it is to."""

@@ -50,7 +50,7 @@ def fill(path: Path, entries: int) -> None:
                 inputs=inputs,
                 dynamic=False,
                 guards=(),
-                plan=b"",
+                record=b"",
                 regions=(Region(NODES, *names, b""),),
                 miss=Miss("shape", "node 2 AddmmBackward0, mat1, dim 0", "64", str(number)),
                 seconds=17.0,

@@ -22,7 +22,7 @@ from .errors import (
     StoreRefusedError,
     StoreUnavailableError,
 )
-from .graph import Key, ShadowGraph, Terminal, VariantKey, explain_variant
+from .graph import Key, ShadowGraph, Terminal, VariantKey
 from .records import Bypass, Failure, Miss, unsupported
 
 if TYPE_CHECKING:
@@ -58,7 +58,6 @@ __all__ = [
     "VariantKey",
     "assert_max_compiles",
     "default_dir",
-    "explain_variant",
     "open",
     "unsupported",
 ]

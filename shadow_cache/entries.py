@@ -64,13 +64,13 @@ class Region(msgspec.Struct, frozen=True):
         calls: how many calls of the tape it holds.
         artifact: the compiled code: SHA-256 of a file of the store, in hexadecimal.
         lowered: the ATen graph as text: likewise.
-        plan: how it is fed and what it serves; only who wrote it reads it.
+        record: how it is fed and what it serves; only who wrote it reads it. It is stored under an earlier name.
     """
 
     calls: int
     artifact: str
     lowered: str
-    plan: bytes
+    record: bytes = msgspec.field(name="plan")
 
 
 class Timing(msgspec.Struct, frozen=True, gc=False):
@@ -105,8 +105,8 @@ class Timing(msgspec.Struct, frozen=True, gc=False):
         return f"{figures} (medians of {self.samples} each)"
 
 
-class Entry(msgspec.Struct, frozen=True):
-    """A structure compiled for one set of shapes, ambient state and settings, on one kind of machine.
+class Summary(msgspec.Struct, frozen=True, kw_only=True):
+    """An :class:`Entry` without what is long in it: thirty times as fast to read where tapes have hundreds of nodes.
 
     Attributes:
         id: short, of hexadecimal digits.
@@ -116,13 +116,7 @@ class Entry(msgspec.Struct, frozen=True):
         source: ``file:line in function`` of the backward's caller.
         nodes: how many nodes the tape has.
         settings: backend and what else the compiled code depends on, by name.
-        ambient: state of the process that it depends on, by name.
-        environment: versions, compiler and processor, by name.
-        inputs: the saved tensors.
-        dynamic: some of their dimensions are symbols.
-        guards: what must hold of the symbols, as text.
-        plan: what it serves; only who wrote it reads it.
-        regions: its compiled parts.
+        dynamic: some dimensions of the saved tensors are symbols.
         miss: why it was made.
         seconds: what making it cost.
         created: when.
@@ -139,13 +133,7 @@ class Entry(msgspec.Struct, frozen=True):
     source: str | None
     nodes: int
     settings: dict[str, str]
-    ambient: dict[str, str]
-    environment: dict[str, str]
-    inputs: tuple[Input, ...]
     dynamic: bool
-    guards: tuple[str, ...]
-    plan: bytes
-    regions: tuple[Region, ...]
     miss: Miss
     seconds: float
     created: float
@@ -159,30 +147,35 @@ class Entry(msgspec.Struct, frozen=True):
         """What people know it by: loss, module and source line, as far as they are known."""
         return name_of(self.loss, self.module, self.source)
 
+    @property
+    def left_to_eager(self) -> Timing | None:
+        """How it was timed, where the eager engine is faster and goes on; else None."""
+        return self.timing if self.timing is not None and self.timing.on_eager else None
 
-class Summary(msgspec.Struct, frozen=True):
-    """An :class:`Entry` without what is long in it: thirty times as fast to read where tapes have hundreds of nodes."""
 
-    id: str
-    structure: str
-    loss: str
-    module: str | None
-    source: str | None
-    nodes: int
-    settings: dict[str, str]
-    dynamic: bool
-    miss: Miss
-    seconds: float
-    created: float
-    last_used: float = 0.0
-    loads: int = 0
-    size: int = 0
-    timing: Timing | None = None
+class Entry(Summary, frozen=True, kw_only=True):
+    """A structure compiled for one set of shapes, ambient state and settings, on one kind of machine.
+
+    Attributes:
+        ambient: state of the process that it depends on, by name.
+        environment: versions, compiler and processor, by name.
+        inputs: the saved tensors.
+        guards: what must hold of the symbols, as text.
+        record: what it serves; only who wrote it reads it. It is stored under an earlier name.
+        regions: its compiled parts.
+    """
+
+    ambient: dict[str, str]
+    environment: dict[str, str]
+    inputs: tuple[Input, ...]
+    guards: tuple[str, ...]
+    record: bytes = msgspec.field(name="plan")
+    regions: tuple[Region, ...]
 
     @property
-    def name(self) -> str:
-        """As that of the entry."""
-        return name_of(self.loss, self.module, self.source)
+    def sections(self) -> dict[str, dict[str, str]]:
+        """What it was made under, under titles."""
+        return {"settings": self.settings, "ambient": self.ambient, "environment": self.environment}
 
 
 def name_of(loss: str, module: str | None, source: str | None) -> str:

@@ -15,7 +15,6 @@ class StoreRefusedError(StoreError):
 
     def __init__(self, path: Path, found: str, do: str) -> None:
         super().__init__(f"{path} is not used as a cache: {found}. {do}.")
-        self.path = path
 
 
 class StoreNewerError(StoreError):
@@ -33,7 +32,6 @@ class StoreUnavailableError(StoreError, OSError):
 
     def __init__(self, path: Path, found: str, do: str) -> None:
         super().__init__(f"the cache in {path} cannot be used: {found}. {do}.")
-        self.path = path
 
 
 class StoreMissingError(StoreUnavailableError):
@@ -48,7 +46,6 @@ class DamagedEntryError(StoreError):
 
     def __init__(self, file: str, found: str) -> None:
         super().__init__(f"{file} of the cache: {found}. Its entries are not used; compile anew.")
-        self.file = file
         self.found = found
 
 

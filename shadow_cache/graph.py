@@ -10,11 +10,9 @@ from __future__ import annotations
 import itertools
 import os
 import threading
-from collections.abc import Callable, Container, Iterator, Sequence
+from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
-
-from .records import Miss
 
 Key = tuple[Any, ...]
 """The name of a node, and parts: whatever can be hashed."""
@@ -23,14 +21,10 @@ P = TypeVar("P")
 
 @dataclass(frozen=True, slots=True)
 class VariantKey:
-    """What one variant of a structure was made for, as named parts.
-
-    ``settings`` and ``ambient`` are compared by value; ``sizes`` are all the sizes and scalars that the tape carries.
-    """
+    """What one variant of a structure was made under, as named parts that are compared by value."""
 
     settings: tuple[tuple[str, Any], ...]
     ambient: tuple[tuple[str, Any], ...]
-    sizes: tuple[Any, ...]
 
 
 @dataclass(slots=True)
@@ -72,24 +66,23 @@ class ShadowGraph(Generic[P]):
     def find(self, keys: Sequence[Key]) -> Terminal[P] | None:
         """The terminal for ``keys``, if there is one; :meth:`nearest` says how near they come to another's."""
         with _LOCK:
-            node = self._root
-            for key in keys:
-                child = node.children.get(key)
-                if child is None:
-                    return None
-                node = child
-            return node.terminal
+            depth, node = self._follow(keys)
+            return node.terminal if depth == len(keys) else None
 
     def nearest(self, keys: Sequence[Key]) -> tuple[int, Key | None]:
         """How many of ``keys`` are a known path, and of what follows on that path the key nearest to the next one."""
         with _LOCK:
-            node = self._root
-            for depth, key in enumerate(keys):
-                child = node.children.get(key)
-                if child is None:
-                    return depth, _closest(node, key)
-                node = child
-            return len(keys), None
+            depth, node = self._follow(keys)
+            return depth, _closest(node, keys[depth]) if depth < len(keys) else None
+
+    def _follow(self, keys: Sequence[Key]) -> tuple[int, _TrieNode]:
+        node = self._root
+        for depth, key in enumerate(keys):
+            child = node.children.get(key)
+            if child is None:
+                return depth, node
+            node = child
+        return len(keys), node
 
     def insert(self, keys: Sequence[Key], payload: P) -> Terminal[P]:
         """Add a path; where it is there already, its terminal is given and ``payload`` is not used."""
@@ -135,33 +128,3 @@ def _closest(node: _TrieNode, key: Key) -> Key | None:
 
 def _agreement(one: Key, other: Key) -> int:
     return sum(a == b for a, b in zip(one, other, strict=False))
-
-
-def _nearness(other: VariantKey, key: VariantKey) -> tuple[bool, bool, int]:
-    same_sizes = sum(a == b for a, b in zip(other.sizes, key.sizes, strict=False))
-    return (other.settings == key.settings, other.ambient == key.ambient, same_sizes)
-
-
-def _said(name: str, value: Any) -> str:
-    return str(value)
-
-
-def explain_variant(key: VariantKey, known: Sequence[VariantKey], said: Callable[[str, Any], str] = _said) -> Miss:
-    """Why none of ``known`` serves ``key``: compared with the nearest of them.
-
-    ``said(name, value)`` is the text of a setting, or of a part of the ambient state.
-    """
-    if not known:
-        return Miss("first_seen")
-    nearest = max(known, key=lambda other: _nearness(other, key))
-    for kind, before, after in (
-        ("backend_or_settings", nearest.settings, key.settings),
-        ("ambient_state", nearest.ambient, key.ambient),
-    ):
-        for (name, old), (_, new) in zip(before, after, strict=True):
-            if old != new:
-                return Miss(kind, name, old=said(name, old), new=said(name, new))
-    for index, (old, new) in enumerate(zip(nearest.sizes, key.sizes, strict=True)):
-        if old != new:
-            return Miss("shape", f"size {index}", old=str(old), new=str(new))
-    return Miss("layout", "an input's strides, or its kind of tensor")

@@ -31,6 +31,8 @@ class Miss(msgspec.Struct, frozen=True):
     hint: str = ""
     seconds: float = 0.0
     """What it cost: capturing, lowering and compiling; 0 where that is not known yet."""
+    node: int | None = None
+    """The node of this backward's tape that ``where`` names, as its structure counts them; None where it names none."""
 
     def __str__(self) -> str:
         text = f"{self.kind} at {self.where}" if self.where else self.kind

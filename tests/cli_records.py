@@ -96,7 +96,7 @@ def _entry(id: str, structure: Structure, source: str, batch: str, miss: Miss, *
         ambient=AMBIENT,
         environment=ENVIRONMENT,
         inputs=_inputs(batch),
-        plan=b"serves this",
+        record=b"serves this",
         regions=(region,),
         miss=miss,
         size=SIZES[id],
@@ -104,8 +104,8 @@ def _entry(id: str, structure: Structure, source: str, batch: str, miss: Miss, *
     )
 
 
-BATCH = Miss("shape", "node 2 AddmmBackward0, mat1, dim 0", "32", "48", "dim 0 is dynamic from now on", 19.84)
-GRAD = Miss("grad_state", "node 4 AccumulateGrad", "None", "Tensor", "call zero_grad() before each backward", 0.231)
+BATCH = Miss("shape", "node 2 AddmmBackward0, mat1, dim 0", "32", "48", "dim 0 is dynamic from now on", 19.84, 2)
+GRAD = Miss("grad_state", "node 4 AccumulateGrad", "None", "Tensor", "call zero_grad() before each backward", 0.231, 4)
 FIRST = _entry("3fa91c", MEAN, "train.py:41 in step", "32", Miss("first_seen", seconds=17.3))
 DYNAMIC = _entry(
     *("3fb07e", MEAN, "train.py:41 in step", "s0", BATCH),
@@ -126,7 +126,8 @@ ADDED = _entry(
     timing=Timing(0.18, 0.31, 7, NOW - 40 * DAY, "eager"),
 )
 MSE_ENTRY = _entry(
-    *("e2a944", MSE, "evaluate.py:9 in main", "32", Miss("new_node", "node 1", "MeanBackward0", "MseLossBackward0")),
+    *("e2a944", MSE, "evaluate.py:9 in main", "32"),
+    Miss("new_node", "node 1", "MeanBackward0", "MseLossBackward0", node=1),
     seconds=121.0,
     created=NOW - 3 * DAY,
     last_used=NOW - 3 * DAY,
@@ -136,19 +137,19 @@ ENTRIES = (FIRST, DYNAMIC, ADDED, MSE_ENTRY)
 
 MISSES = {
     "first_seen": Miss("first_seen", seconds=17.3),
-    "new_node": Miss("new_node", "node 5", "ReluBackward0", "TanhBackward0", "", 17.9),
+    "new_node": Miss("new_node", "node 5", "ReluBackward0", "TanhBackward0", "", 17.9, 5),
     "node_attribute": Miss(
-        "node_attribute", "node 5 TanhBackward0", "[True], 2", "[True], 3", "the exponent is a constant", 17.2
+        "node_attribute", "node 5 TanhBackward0", "[True], 2", "[True], 3", "the exponent is a constant", 17.2, 5
     ),
     "grad_state": GRAD,
-    "hooks_changed": Miss("hooks_changed", "node 4 AccumulateGrad", "", "tensor_hook", "", 15.5),
+    "hooks_changed": Miss("hooks_changed", "node 4 AccumulateGrad", "", "tensor_hook", "", 15.5, 4),
     "undefined_gradients": Miss(
-        "undefined_gradients", "node 2 AddmmBackward0", "[defined, None]", "[defined, defined]"
+        "undefined_gradients", "node 2 AddmmBackward0", "[defined, None]", "[defined, defined]", node=2
     ),
     "shape": BATCH,
-    "dtype": Miss("dtype", "node 2 AddmmBackward0, mat1", "float32", "bfloat16", "", 14.0),
-    "device": Miss("device", "node 2 AddmmBackward0, mat1", "cpu", "cuda:0", "", 31.0),
-    "layout": Miss("layout", "node 2 AddmmBackward0, mat1", "strides (3, 1)", "strides (1, 32)", "", 17.0),
+    "dtype": Miss("dtype", "node 2 AddmmBackward0, mat1", "float32", "bfloat16", "", 14.0, 2),
+    "device": Miss("device", "node 2 AddmmBackward0, mat1", "cpu", "cuda:0", "", 31.0, 2),
+    "layout": Miss("layout", "node 2 AddmmBackward0, mat1", "strides (3, 1)", "strides (1, 32)", "", 17.0, 2),
     "guard": Miss("guard", "s0 > 1", "s0 = 48", "s0 = 1", "size 1 is always compiled by itself", 16.6),
     "variant_limit": Miss("variant_limit", "structure 5e1fab90c2d4", "8 variants", "a ninth", "set dynamic=True"),
     "ambient_state": Miss("ambient_state", "autocast", "None", "(('cpu', 'torch.bfloat16'),)", "", 18.2),

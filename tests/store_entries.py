@@ -39,7 +39,7 @@ def made(number: int, size: int = 2000, structures: int = 5) -> Made:
         inputs=tuple(Input(f"node {index}", "float32", "cpu", ("s0", "8")) for index in range(5)),
         dynamic=True,
         guards=("s0 > 1",),
-        plan=content(number, 300),
+        record=content(number, 300),
         regions=(Region(40, names[0], names[1], content(number, 100)),),
         miss=Miss("shape", "size 0", "3", "5"),
         seconds=2.0,

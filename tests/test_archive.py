@@ -165,6 +165,7 @@ EVIL = "\x1b]0;owned\x07\x1b[31mred\x9b1m\u202e\nfake  line\r\U000f0001"
 def _evil(tmp_path: Path) -> Path:
     """A store full of such texts."""
     calls = (Call(EVIL, (EVIL,), parameter=EVIL, source=EVIL, edges=(1, -7, 10**9)), Call("", (), edges=(0,)))
+    nodes = (-7, 10**9, 0)
     folder = tmp_path / "evil"
     with shadow_cache.open(folder) as store:
         for number in range(3):
@@ -180,7 +181,9 @@ def _evil(tmp_path: Path) -> Path:
                 ambient={EVIL: EVIL},
                 environment={},
                 guards=(EVIL,),
-                miss=msgspec.structs.replace(entry.miss, kind=EVIL, where=f"node {'9' * 5000} #0", hint=EVIL, old=EVIL),
+                miss=msgspec.structs.replace(
+                    entry.miss, kind=EVIL, where=EVIL, hint=EVIL, old=EVIL, node=nodes[number]
+                ),
                 inputs=(entry.inputs[0], msgspec.structs.replace(entry.inputs[0], where=EVIL, dtype=EVIL)),
                 regions=(msgspec.structs.replace(entry.regions[0], artifact=digest, lowered=digest),),
             )
@@ -264,4 +267,4 @@ def test_entries_are_what_they_were(tmp_path: Path) -> None:
             store.add(*made(number))
         assert store.export(tmp_path / "file") == other.import_(tmp_path / "file") == 4
         by_id: dict[str, Entry] = {entry.id: entry for entry in store.entries()}
-        assert {entry.id: entry.plan for entry in other.entries()} == {id: each.plan for id, each in by_id.items()}
+        assert {entry.id: entry.record for entry in other.entries()} == {id: each.record for id, each in by_id.items()}

@@ -149,7 +149,7 @@ def test_the_oldest_trials_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> Non
     trials, held = Autotune(), []
     for tape in range(5):
         variant: Any = variants.Variant(("settings",), None, [], bool, None)  # type: ignore[arg-type]
-        variant.key, variant.hits = shadow_cache.VariantKey((), (), ()), 100
+        variant.key, variant.hits = shadow_cache.VariantKey((), ()), 100
         held.append(variant)
         trials.hit(variant, 1e-3, lambda tape=tape: tape)
     assert [tape for tape, _ in trials._trials] == [3, 4]

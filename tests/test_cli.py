@@ -299,7 +299,7 @@ e2a944  MseLossBackward0 of Sequential, evaluate.py:9 in main
   kind   new_node
   means  The tape runs along a known one and then has another operation, or ends earlier or later.
   where  node 1
-         MseLossBackward0
+         #1 MseLossBackward0
          train.py:40 in step
   old    MeanBackward0
   new    MseLossBackward0
@@ -573,9 +573,11 @@ def test_what_was_evicted_is_not_said_to_have_been_made(run: Run, cache: Path) -
     )
 
 
-def test_the_place_of_a_node_of_another_tape_is_not_made_up(run: Run, cache: Path) -> None:
+@pytest.mark.parametrize("node", [None, -1, 11])
+def test_a_node_that_is_not_known_is_not_made_up(node: int | None, run: Run, cache: Path) -> None:
+    """What an earlier version stored says no node."""
     with shadow_cache.open(cache) as store:
-        store.record(stored.missed(shadow_cache.Miss("node_attribute", "node 4 PowBackward0", "2", "3")))
+        store.record(stored.missed(shadow_cache.Miss("node_attribute", "#4 PowBackward0", "2", "3", node=node)))
     assert "2.weight" not in run("why", cache=cache).out
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import click
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -62,16 +63,20 @@ def test_sizes_and_ages_are_read() -> None:
             render.parse_age(text)
 
 
+def _plain(line: str) -> str:
+    return click.unstyle(render.shown(line))
+
+
 def test_a_table_is_cut_in_one_column_and_only_where_there_is_a_width() -> None:
     rows = [("aa", "a name that is long", "1"), ("b", "short", "1,000")]
-    whole = [render.plain(line) for line in render.table(("ID", "NAME", "N"), rows, right=(2,), flexible=1)]
+    whole = [_plain(line) for line in render.table(("ID", "NAME", "N"), rows, right=(2,), flexible=1)]
     assert whole == [
         "ID  NAME                     N",
         "aa  a name that is long      1",
         "b   short                1,000",
     ]
     narrow = render.table(("ID", "NAME", "N"), rows, right=(2,), flexible=1, width=24)
-    assert [render.plain(line) for line in narrow] == [
+    assert [_plain(line) for line in narrow] == [
         "ID  NAME               N",
         "aa  a name…s long      1",
         "b   short          1,000",
@@ -81,9 +86,9 @@ def test_a_table_is_cut_in_one_column_and_only_where_there_is_a_width() -> None:
 def test_spare_columns_go_before_a_name_is_cut_short() -> None:
     rows = [("aa", "n" * 60, "1", "x", "2")]
     narrow = render.table(("ID", "NAME", "N", "X", "M"), rows, flexible=1, spare=(3, 2), width=50)
-    assert [render.plain(line) for line in narrow][1] == f"aa  {'n' * 20}…{'n' * 19}  1  2"
+    assert [_plain(line) for line in narrow][1] == f"aa  {'n' * 20}…{'n' * 19}  1  2"
     narrow = render.table(("ID", "NAME", "N", "X", "M"), rows, flexible=1, spare=(3, 2), width=30)
-    assert [render.plain(line) for line in narrow][1] == f"aa  {'n' * 11}…{'n' * 11}  2"
+    assert [_plain(line) for line in narrow][1] == f"aa  {'n' * 11}…{'n' * 11}  2"
 
 
 def _structure(id: str, names: str) -> Structure:

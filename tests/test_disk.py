@@ -690,7 +690,7 @@ def test_an_entry_with_a_plan_that_cannot_be_read_is_a_miss(folder: Path) -> Non
         structure = store.structure(entry.structure)
         assert structure is not None
         files = {name: store.read(name) for each in entry.regions for name in (each.artifact, each.lowered)}
-        store.add(structure, msgspec.structs.replace(entry, plan=b"nonsense"), files)
+        store.add(structure, msgspec.structs.replace(entry, record=b"nonsense"), files)
     session = _again(static, folder)
     expect(session.stats(), structure_misses=1, compiles=1)
     assert _reason(session).kind == "corrupt"

@@ -636,7 +636,7 @@ def test_very_deep_reentrant_backwards_are_left_to_eager() -> None:
         assert stats.bypasses["deep_reentrant"] == stats.backwards - 9 >= 22
 
 
-def test_a_graph_that_cannot_be_planned_runs_call_by_call(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_graph_whose_program_cannot_be_made_runs_call_by_call(monkeypatch: pytest.MonkeyPatch) -> None:
     """The tape is released by then: whatever fails, the step goes on from the tape graph, hooks and all."""
     from compiled_autograd.cache.graphs import CompiledGraph
 

@@ -111,7 +111,7 @@ def test_a_leaf_that_a_hook_freezes_keeps_nothing(step: str, monkeypatch: pytest
     if step == "one by one":
         monkeypatch.setattr("compiled_autograd.cache.graphs.Program", None)
     with ca.enable(backend="eager") as session, warnings.catch_warnings():
-        warnings.simplefilter("ignore")  # of the plan that cannot be made
+        warnings.simplefilter("ignore")  # of the program that cannot be made
         assert [run(), run()] == [(True, False, 1)] * 2
     failures = 2 * (step == "one by one")
     assert session.stats().failures == failures and session.stats().hits == (0 if failures else 1)

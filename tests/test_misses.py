@@ -21,8 +21,9 @@ from backends.eager import EagerBackend
 from compiled_autograd import ir
 from compiled_autograd.cache import disk, environment_key, graphs
 from compiled_autograd.diagnostics.structure_misses import structure_miss
+from compiled_autograd.diagnostics.variant_misses import state_hint, state_miss
 from compiled_autograd.proving import prover
-from shadow_cache import Failure, Miss, MissEntry, miss_kinds
+from shadow_cache import Failure, Miss, MissEntry, VariantKey, miss_kinds
 from shadow_cache.cli import main
 
 from .helpers import ROOT
@@ -238,6 +239,25 @@ def test_another_device(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys:
     assert structure_miss(tape, keys, 0, _on_cuda(keys[0])) == Miss(
         "device", "the loss", "cuda:0", "cpu", "each device that occurs is compiled once"
     )
+
+
+def _key(backend: str = "eager", threads: int = 2) -> VariantKey:
+    return VariantKey((("backend", backend),), (("autocast", None), ("threads", threads)))
+
+
+@pytest.mark.parametrize(
+    ("known", "kind", "name", "old", "new"),
+    [
+        ([_key(threads=1)], "ambient_state", "threads", "1", "2"),
+        ([_key("x")], "backend_or_settings", "backend", "x", "eager"),
+        ([_key("x"), _key(threads=1), _key("y")], "ambient_state", "threads", "1", "2"),
+        ([_key("x", 1), _key("y")], "backend_or_settings", "backend", "y", "eager"),
+    ],
+)
+def test_what_differs_from_the_nearest_variant(
+    known: list[VariantKey], kind: str, name: str, old: str, new: str
+) -> None:
+    assert state_miss(_key(), known) == Miss(kind, name, old, new, state_hint(kind))
 
 
 def test_code_that_differs_from_the_real_calls(

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from shadow_cache import Bypass, Failure, Key, Miss, ShadowGraph, VariantKey, explain_variant, unsupported
+from shadow_cache import Bypass, Failure, Key, Miss, ShadowGraph, unsupported
 
 from .helpers import in_subprocess
 
@@ -124,33 +124,6 @@ def test_threads_that_insert_the_same_path_get_one_leaf() -> None:
     for thread in threads:
         thread.join(30)
     assert len(found) == 400 and len(set(found)) == 50 == len(graph)
-
-
-# ---- variants --------------------------------------------------------------------------------------------------------
-
-
-def _variant(settings: str = "eager", threads: int = 2, sizes: tuple[Any, ...] = (3, 4)) -> VariantKey:
-    return VariantKey((("backend", settings),), (("autocast", None), ("threads", threads)), sizes)
-
-
-@pytest.mark.parametrize(
-    ("key", "known", "miss"),
-    [
-        (_variant(), [], Miss("first_seen")),
-        (_variant(sizes=(3, 5)), [_variant()], Miss("shape", "size 1", old="4", new="5")),
-        (_variant(threads=1), [_variant()], Miss("ambient_state", "threads", old="2", new="1")),
-        (_variant("x"), [_variant()], Miss("backend_or_settings", "backend", "eager", "x")),
-        (_variant(), [_variant()], Miss("layout", "an input's strides, or its kind of tensor")),
-        (_variant(sizes=(9, 9)), [_variant("x"), _variant(threads=1), _variant()], Miss("shape", "size 0", "3", "9")),
-    ],
-)
-def test_why_no_variant_serves(key: VariantKey, known: list[VariantKey], miss: Miss) -> None:
-    assert explain_variant(key, known) == miss
-
-
-def test_the_nearest_variant_is_the_one_with_most_equal_sizes() -> None:
-    known = [_variant(sizes=(8, 9)), _variant(sizes=(3, 4))]
-    assert explain_variant(_variant(sizes=(3, 5)), known) == Miss("shape", "size 1", old="4", new="5")
 
 
 # ---- records ---------------------------------------------------------------------------------------------------------

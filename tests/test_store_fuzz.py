@@ -158,10 +158,10 @@ def test_damage_to_the_log(tmp_path: Path) -> None:
 
 def test_a_flipped_byte_in_a_row_costs_that_entry_only(copy: Path) -> None:
     index = copy / "index" / "index.db"
-    plan = made(3)[1].plan[:64]
+    record = made(3)[1].record[:64]
     data = index.read_bytes()
-    assert plan in data
-    index.write_bytes(data.replace(plan, bytes([plan[0] ^ 1]) + plan[1:]))
+    assert record in data
+    index.write_bytes(data.replace(record, bytes([record[0] ^ 1]) + record[1:]))
     with shadow_cache.open(copy) as store:
         assert {int(entry.id, 16) for entry in store.entries()} == set(range(COUNT)) - {3}
         (reason,) = store.damage
@@ -226,7 +226,7 @@ def test_what_can_be_read_of_a_damaged_index_is_saved(tmp_path: Path) -> None:
             store.add(*made(number, size=100))
     index = tmp_path / "store" / "index" / "index.db"
     data = bytearray(index.read_bytes())
-    page = data.index(made(30)[1].plan[:64]) // 4096
+    page = data.index(made(30)[1].record[:64]) // 4096
     data[page * 4096 : (page + 1) * 4096] = bytes(4096)
     index.write_bytes(data)
     with shadow_cache.open(tmp_path / "store") as store:

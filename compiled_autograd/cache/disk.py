@@ -77,7 +77,7 @@ class Disk:
                 other_states.append(differing)
                 continue
             try:
-                record = msgspec.msgpack.decode(entry.plan, type=VariantRecord)
+                record = msgspec.msgpack.decode(entry.record, type=VariantRecord)
                 if record.serves(handover):
                     return self._load(graph, settings, ambient_state, handover, entry, record), None
                 other_shapes = other_shapes or stored_miss(graph.tape, record, handover)
@@ -107,7 +107,7 @@ class Disk:
         variant = graph.make(settings, ambient_state, handover, shapes_of(record, handover), specs, untraceable)
         stored: dict[tuple[int, int], list[StoredRegion]] = {}
         for region in entry.regions:
-            region_record = msgspec.msgpack.decode(region.plan, type=RegionRecord)
+            region_record = msgspec.msgpack.decode(region.record, type=RegionRecord)
             stored.setdefault(region_record.span, []).append(
                 StoredRegion(region_record, region.artifact, region.lowered)
             )
@@ -216,7 +216,7 @@ class Disk:
                     regions += self._region(step, compiled, backend, files)
                 except _NotStoredError as error:
                     return str(error)
-        regions += self._kept(_id(graph), identity, variant, {undropped(region.plan) for region in regions}, files)
+        regions += self._kept(_id(graph), identity, variant, {undropped(region.record) for region in regions}, files)
         entry = entry_of(graph.tape, variant, identity, _id(graph), state, regions, misses, seconds)
         try:
             self.store.add(structure_of(graph.tape, _id(graph)), entry, files)
@@ -264,7 +264,7 @@ class Disk:
         room = {step.span: MAX_GUARDED for step in variant.regions}
         for entry in self._find(structure):
             for region in entry.regions if entry.id == identity else ():
-                record = undropped(region.plan)
+                record = undropped(region.record)
                 if record in records or not room.get(record.span):
                     continue
                 try:

@@ -123,7 +123,7 @@ class CompiledGraph:
         program.region_compiler.name_of = functools.partial(node_name, tape)
         program.region_compiler.title = functools.partial(title, self.tape)
         devices = frozenset(tensor.device.type for tensor in handover.tensors)
-        key = _key_of(settings, ambient, handover)
+        key = VariantKey(settings.key, ambient)
         return Variant(key, shapes, list(handover.scalars), check, program, next(_uses), devices=devices)
 
     def tape_for(self, ambient: Ambient) -> ir.TapeGraph:
@@ -160,24 +160,21 @@ class CompiledGraph:
 
     def _nearest(self, settings: Settings, ambient: Ambient, handover: Handover) -> tuple[VariantKey, Variant | None]:
         """The key of a new variant, and the newest one that differs from it in nothing but sizes and strides."""
-        key = _key_of(settings, ambient, handover)
-        alike = (each for each in self._in_state_of(key) if each.scalars == handover.scalars)
-        return key, next((each for each in alike if each.shapes.fits(handover)), None)
-
-    def _in_state_of(self, key: VariantKey) -> list[Variant]:
-        """The variants with the settings and the ambient state of ``key``, the newest first."""
-        state = (key.settings, key.ambient)
-        return [each for each in reversed(self.variants) if (each.key.settings, each.key.ambient) == state]
+        key = VariantKey(settings.key, ambient)
+        for variant in reversed(self.variants):
+            if variant.key == key and variant.scalars == handover.scalars and variant.shapes.fits(handover):
+                return key, variant
+        return key, None
 
     def _why(self, key: VariantKey, before: Variant | None, handover: Handover, dynamic: bool) -> Miss:
-        if not self.variants:
+        newest_first = self.variants[::-1]  # other threads add some, and evict all
+        if not newest_first:
             if self.evicted:
                 return Miss("evicted", title(self.tape), hint=_EVICTED)
             return Miss("first_seen", title(self.tape))
-        alike = self._in_state_of(key)
-        if not alike:
-            return state_miss(key, [other.key for other in self.variants])
-        nearest = before or alike[0]
+        nearest = before or next((variant for variant in newest_first if variant.key == key), None)
+        if nearest is None:
+            return state_miss(key, [variant.key for variant in newest_first])
         return values_miss(self.tape, nearest.shapes, nearest.scalars, handover, before is not None, dynamic)
 
     @property
@@ -200,10 +197,6 @@ class CompiledGraph:
 
     def __repr__(self) -> str:
         return f"<CompiledGraph {self.number}: {len(self.tape.calls)} nodes, {len(self.variants)} variants>"
-
-
-def _key_of(settings: Settings, ambient: Ambient, handover: Handover) -> VariantKey:
-    return VariantKey(settings.key, ambient, (*handover.sizes, *handover.scalars))
 
 
 class Graphs:

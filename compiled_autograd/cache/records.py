@@ -98,7 +98,7 @@ def entry_of(
         inputs=inputs_of(tape, variant),
         dynamic=variant.shapes.dynamic,
         guards=guards_of(variant),
-        plan=msgspec.msgpack.encode(record_of(variant, positions)),
+        record=msgspec.msgpack.encode(record_of(variant, positions)),
         regions=tuple(regions),
         miss=misses[0] if misses else Miss("first_seen"),
         seconds=seconds,

@@ -86,7 +86,7 @@ def _add(
     try:
         selection.variant, misses = graph.add(settings, ambient_state, handover)
     except Exception as error:  # noqa: BLE001  the step must go on
-        failure = Failure("plan", repr(graph), f"{type(error).__name__}: {error}", "its calls run one by one")
+        failure = Failure("program", repr(graph), f"{type(error).__name__}: {error}", "its calls run one by one")
         selection.failures.append(failure)
         misses = [failure]
     selection.reasons.extend(misses[1:] if selection.reasons else misses)

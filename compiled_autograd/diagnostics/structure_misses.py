@@ -10,6 +10,8 @@ from collections.abc import Sequence
 from itertools import zip_longest
 from typing import TypeVar
 
+import msgspec
+
 from shadow_cache import Miss
 
 from .. import ir
@@ -93,11 +95,18 @@ def structure_miss(
         calls = [_called(each) for each in (nearest or (), key)]
         if calls[0] != calls[1]:
             return Miss("node_attribute", f"what was called, for {title(tape)}", calls[0], calls[1])
+    found = _of_node(tape, depth, None if old_ends else nearest, key, shapes)
+    return msgspec.structs.replace(found, node=depth or None)  # the root is no node that people know
+
+
+def _of_node(
+    tape: ir.TapeGraph, depth: int, nearest: StructureKey | None, key: StructureKey, shapes: Sequence[Sequence[int]]
+) -> Miss:
+    """How a node differs from the one that the nearest structure has there; None where that has ended."""
     where = call_name(tape, depth)
-    if old_ends or nearest is None:
-        return Miss("new_node", where, old=_END, new=str(key[0]), hint=WAY_HINT)
-    if nearest[0] != key[0]:
-        return Miss("new_node", where, old=str(nearest[0]), new=str(key[0]), hint=WAY_HINT)
+    if nearest is None or nearest[0] != key[0]:
+        before = _END if nearest is None else str(nearest[0])
+        return Miss("new_node", where, old=before, new=str(key[0]), hint=WAY_HINT)
     found = _hooks_changed(where, nearest, key)
     pairs = [(old, new) for old, new in zip_longest(nearest, key) if old != new]
     for old, new in pairs:  # the first that differs tells: the parts after it may have moved

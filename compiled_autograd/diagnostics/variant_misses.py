@@ -8,12 +8,12 @@ from typing import Any
 import msgspec
 import torch
 
-from shadow_cache import Miss, VariantKey, explain_variant
+from shadow_cache import Miss, VariantKey
 
 from .. import ir
 from ..guards.shapes import SPECIAL, Guard, Origin, Spec
 from .call_misses import NUMBER_HINT
-from .node_names import value_name
+from .node_names import uses, value_name
 
 _PARTS = (
     *("kind of tensor", "shape", "strides", "dtype", "device", "layout"),
@@ -53,14 +53,14 @@ def shape_miss(
     if not changes:
         return None
     lifted, dim, one, other = changes[0]
-    where = value_name(tape, lifted)
-    return Miss(
-        "shape",
-        where if dim is None else f"{where}, dimension {dim}",
-        old=str(one),
-        new=str(other),
-        hint=_now_dynamic(changes) if dynamic else "one more variant; with dynamic=None one serves many sizes",
-    )
+    hint = _now_dynamic(changes) if dynamic else "one more variant; with dynamic=None one serves many sizes"
+    return _at_value("shape", tape, lifted, "" if dim is None else f", dimension {dim}", one, other, hint)
+
+
+def _at_value(kind: str, tape: ir.TapeGraph, lifted: ir.Lifted, part: str, old: Any, new: Any, hint: str = "") -> Miss:
+    """A lifted value, or a part of it, is another."""
+    where = f"{value_name(tape, lifted)}{part}"
+    return Miss(kind, where, str(old), str(new), hint, node=uses(tape).get(lifted) or None)
 
 
 def _now_dynamic(changes: Sequence[tuple[ir.Lifted, int | None, int, int]]) -> str:
@@ -82,8 +82,7 @@ def layout_miss(
     for index, (old, new) in enumerate(zip(before, after, strict=True)):
         if old != new:
             hint = "contiguous() where it is made would keep one layout"
-            where = value_name(tape, ir.Lifted("input", index))
-            return Miss("layout", f"{where}, strides", str(old), str(new), hint)
+            return _at_value("layout", tape, ir.Lifted("input", index), ", strides", old, new, hint)
     return None
 
 
@@ -91,8 +90,7 @@ def scalar_miss(tape: ir.TapeGraph, before: Sequence[Any], after: Sequence[Any])
     """Which number that a node saved is another; None where none is."""
     for index, (old, new) in enumerate(zip(before, after, strict=True)):
         if old != new:
-            where = value_name(tape, ir.Lifted("scalar", index))
-            return Miss("node_attribute", where, str(old), str(new), NUMBER_HINT)
+            return _at_value("node_attribute", tape, ir.Lifted("scalar", index), "", old, new, NUMBER_HINT)
     return None
 
 
@@ -111,7 +109,7 @@ def tensor_miss(tape: ir.TapeGraph, before: Sequence[TensorKind], after: Sequenc
     for index, (old, new) in enumerate(zip(before, after, strict=True)):
         if old != new:
             kind = "shape" if old.properties == new.properties else "layout"
-            return Miss(kind, value_name(tape, ir.Lifted("input", index)), str(old), str(new))
+            return _at_value(kind, tape, ir.Lifted("input", index), "", old, new)
     return None
 
 
@@ -135,9 +133,13 @@ def tensor_kind(tensor: torch.Tensor) -> TensorKind:
 
 
 def state_miss(key: VariantKey, known: Sequence[VariantKey]) -> Miss:
-    """Why none of ``known`` serves ``key``, where they differ in settings or in the state of the process."""
-    miss = explain_variant(key, known, text_of_part)
-    return msgspec.structs.replace(miss, hint=_HINTS.get(miss.kind, ""))
+    """What the nearest of ``known`` was made under and ``key`` is not; each of them is another."""
+    nearest = max(known, key=lambda other: (other.settings == key.settings, other.ambient == key.ambient))
+    kind, before, after = "ambient_state", nearest.ambient, key.ambient
+    if nearest.settings != key.settings:
+        kind, before, after = "backend_or_settings", nearest.settings, key.settings
+    name, old, new = next((name, old, new) for (name, old), (_, new) in zip(before, after, strict=True) if old != new)
+    return Miss(kind, name, text_of_part(name, old), text_of_part(name, new), state_hint(kind))
 
 
 def guard_miss(guard: Guard, arguments: Sequence[Any], names: Sequence[str]) -> Miss:

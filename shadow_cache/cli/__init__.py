@@ -13,7 +13,7 @@ import rich_click
 
 from ..errors import StoreError
 from . import explain, keep, look, system
-from .base import Fault, Verbs, View, options, pass_view
+from .base import Fault, Verbs, View, with_format
 
 VERBS = (
     *(look.ls, look.show, look.tree, look.stats),
@@ -30,9 +30,8 @@ VERBS = (
         "rich_help_config": {"text_paragraph_linebreaks": "\n\n", "style_helptext": ""},
     },
 )
-@options
+@with_format
 @rich_click.version_option(package_name="compiled-autograd", message="%(version)s")
-@pass_view
 def cli(view: View) -> None:
     """Look into the cache of compiled backwards.
 

@@ -9,13 +9,16 @@ import time
 from collections.abc import Callable, Iterable
 from functools import cached_property
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, NoReturn, TypeVar
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import click
+import msgspec
 import rich_click
 from click.shell_completion import CompletionItem
 
-from ..entries import Entry, MissEntry, Structure, Summary
+import shadow_cache
+
+from ..entries import Entry, Structure, Summary
 from ..safe_text import harmless_json
 from . import render
 
@@ -25,15 +28,14 @@ if TYPE_CHECKING:
 CACHE_DIR_VARIABLE = "COMPILED_AUTOGRAD_CACHE_DIR"
 _NO_PATHS = ("", "none", "false", "0")  # what the setting takes beside a path: no place is named by these
 _CANDIDATES = 8
-_F = TypeVar("_F", bound=Callable[..., Any])
+_Function = Callable[..., Any]
 
 
 class Fault(click.ClickException):
     """Something was not found, or is wrong with the store: exit code 1."""
 
     def show(self, file: Any = None) -> None:
-        text = render.shown(f"{render.old('Error:')} {self.message}")
-        click.echo(render.for_encoding(text, sys.stderr.encoding), file=file or sys.stderr, color=colours(sys.stderr))
+        _say(f"{render.old('Error:')} {self.message}", file or sys.stderr)
 
 
 class View:
@@ -47,8 +49,6 @@ class View:
     @cached_property
     def store(self) -> Store:
         """The store, opened; :class:`Fault` where there is none, and none is made."""
-        import shadow_cache
-
         if not (self.path / "index").is_dir():  # to open a folder is to make what it lacks of a store
             raise Fault(self.nothing)
         try:
@@ -56,28 +56,17 @@ class View:
         except shadow_cache.StoreMissingError:
             raise Fault(self.nothing) from None
 
-    @property
-    def _exists(self) -> bool:
+    @cached_property
+    def entries(self) -> dict[str, Summary]:
+        """All entries by id, last used first; none where there is no store."""
         try:
-            return self.store is not None
+            return {entry.id: entry for entry in self.store.summaries()}
         except Fault:
-            return False
-
-    @cached_property
-    def entries(self) -> tuple[Summary, ...]:
-        """All entries, last used first; none where there is no store."""
-        return self.store.summaries() if self._exists else ()
-
-    @cached_property
-    def misses(self) -> tuple[MissEntry, ...]:
-        """All misses that are kept, newest first."""
-        return self.store.misses() if self._exists else ()
+            return {}
 
     @property
     def path(self) -> Path:
         """Where the store is, or would be."""
-        import shadow_cache
-
         text = os.environ.get(CACHE_DIR_VARIABLE, "")
         if self.cache_dir is None and text.lower() not in _NO_PATHS:
             return Path(text).expanduser()
@@ -95,23 +84,21 @@ class View:
 
     def entry(self, prefix: str) -> Entry:
         """The one entry whose id begins so."""
-        known = {entry.id: entry for entry in self.entries}
-        return self.whole(known[self.complete(prefix, {id: entry.name for id, entry in known.items()}, "entry")])
+        return self.whole(self.complete(prefix, {id: entry.name for id, entry in self.entries.items()}, "entry"))
 
-    def whole(self, summary: Summary) -> Entry:
-        """The entry of a summary."""
-        for entry in self.store.find(summary.structure):
-            if entry.id == summary.id:
+    def whole(self, id: str) -> Entry:
+        """One of the entries with what is long in it."""
+        for entry in self.store.find(self.entries[id].structure):
+            if entry.id == id:
                 return entry
-        raise Fault(f"entry {summary.id} has just been removed.")
+        raise Fault(f"entry {id} has just been removed.")
 
     def entry_or_structure(self, prefix: str) -> Entry | Structure:
         """The one entry or structure whose id begins so."""
-        known = {entry.id: entry for entry in self.entries}
-        names = {entry.structure: f"structure of {entry.name}" for entry in self.entries}
-        names |= {id: entry.name for id, entry in known.items()}
+        names = {entry.structure: f"structure of {entry.name}" for entry in self.entries.values()}
+        names |= {id: entry.name for id, entry in self.entries.items()}
         found = self.complete(prefix, names, "entry or structure")
-        return self.whole(known[found]) if found in known else self.structure(found)
+        return self.whole(found) if found in self.entries else self.structure(found)
 
     def structure(self, id: str) -> Structure:
         """The structure of that whole id."""
@@ -142,16 +129,19 @@ class View:
     def out(self, record: Any, quiet: Iterable[str], human: Callable[[], Iterable[str]]) -> None:
         """Show ``record`` as JSON, the ids or values in ``quiet`` one a line, or the lines that ``human`` makes."""
         if self.format == "json":
-            import msgspec
-
-            self.print(harmless_json(msgspec.json.format(msgspec.json.encode(record), indent=2).decode()))
+            self.print_json(record)
         else:
-            self.print("\n".join(map(render.in_one_line, quiet if self.format == "quiet" else human())))
+            lines = quiet if self.format == "quiet" else human()
+            self.print("\n".join(line.replace("\n", "\\n") for line in lines))  # a name makes no lines of its own
+
+    def print_json(self, record: Any) -> None:
+        """A record to standard output, in several lines."""
+        self.print(harmless_json(msgspec.json.format(msgspec.json.encode(record), indent=2).decode()))
 
     def print(self, text: str) -> None:
         """To standard output, without colours where it is no terminal; nothing at all where there is no text."""
         if text:
-            click.echo(render.for_encoding(render.shown(text), sys.stdout.encoding), color=colours(sys.stdout))
+            _say(text, sys.stdout)
 
     def fail(self) -> NoReturn:
         """End with exit code 1; what there is to say has been said."""
@@ -160,18 +150,13 @@ class View:
     def note(self, text: str) -> None:
         """For people only, beside the output proper."""
         if self.format == "human":
-            click.echo(render.for_encoding(render.plain(text), sys.stderr.encoding), err=True)
+            _say(text, sys.stderr)
 
 
-def colours(stream: Any) -> bool:
-    """Whether to colour what goes to ``stream``: a terminal, without ``NO_COLOR``; or ``FORCE_COLOR``."""
-    if os.environ.get("NO_COLOR"):
-        return False
-    return bool(os.environ.get("FORCE_COLOR")) or stream.isatty()
-
-
-def _in_pipe(formatter: Any) -> bool:
-    return type(formatter) is click.HelpFormatter
+def _say(text: str, stream: Any) -> None:
+    """In colours where ``stream`` is a terminal, without ``NO_COLOR``; or with ``FORCE_COLOR``."""
+    colours = not os.environ.get("NO_COLOR") and (bool(os.environ.get("FORCE_COLOR")) or stream.isatty())
+    click.echo(render.for_encoding(render.shown(text), stream.encoding), file=stream, color=colours)
 
 
 class _Context(rich_click.RichContext):
@@ -185,25 +170,18 @@ class Verb(rich_click.RichCommand):
 
     context_class = _Context
 
-    def format_help_text(self, ctx: Any, formatter: Any) -> None:
-        (click.Command if _in_pipe(formatter) else rich_click.RichCommand).format_help_text(self, ctx, formatter)
-
-    def format_options(self, ctx: Any, formatter: Any) -> None:
-        (click.Command if _in_pipe(formatter) else rich_click.RichCommand).format_options(self, ctx, formatter)
-
-    def format_epilog(self, ctx: Any, formatter: Any) -> None:
-        (click.Command if _in_pipe(formatter) else rich_click.RichCommand).format_epilog(self, ctx, formatter)
-
-
-class Verbs(Verb, rich_click.RichGroup):
-    """All verbs, in the order in which they were added."""
-
-    command_class = Verb
-
-    def format_options(self, ctx: Any, formatter: Any) -> None:
-        super().format_options(ctx, formatter)
-        if _in_pipe(formatter):
+    def format_help(self, ctx: Any, formatter: Any) -> None:
+        if isinstance(formatter, rich_click.RichHelpFormatter):
+            super().format_help(ctx, formatter)
+            return
+        for plain in (click.Command.format_usage, click.Command.format_help_text, click.Command.format_options):
+            plain(self, ctx, formatter)
+        if isinstance(self, Verbs):
             click.Group.format_commands(self, ctx, formatter)
+
+
+class Verbs(Verb, rich_click.RichGroup):  # type: ignore[misc]  # as RichGroup itself
+    """All verbs, in the order in which they were added."""
 
     def list_commands(self, ctx: click.Context) -> list[str]:
         return list(self.commands)
@@ -217,33 +195,29 @@ def _set(attribute: str) -> Callable[[click.Context, click.Parameter, Any], None
     return callback
 
 
-def cache_dir_option(function: _F) -> _F:
-    """``--cache-dir``, on the program and on each verb."""
+def with_view(function: _Function) -> _Function:
+    """A verb, or the program, that is given its :class:`View`, and has ``--cache-dir``."""
     return rich_click.option(
         "--cache-dir",
         type=click.Path(file_okay=False, path_type=Path),
         expose_value=False,
         callback=_set("cache_dir"),
         help=f"The cache to look into.  [default: ${CACHE_DIR_VARIABLE}, or that of this user]",
-    )(function)
+    )(click.make_pass_decorator(View, ensure=True)(function))
 
 
-def options(function: _F) -> _F:
-    """``--format`` and ``--cache-dir``, on the program and on each verb."""
-    formats = rich_click.option(
+def with_format(function: _Function) -> _Function:
+    """The same, with ``--format``."""
+    return rich_click.option(
         "--format",
         type=click.Choice(("human", "json", "quiet")),
         expose_value=False,
         callback=_set("format"),
         help="human: for reading. json: records. quiet: one id or value a line.  [default: human]",
-    )
-    return formats(cache_dir_option(function))
-
-
-pass_view = click.make_pass_decorator(View, ensure=True)
+    )(with_view(function))
 
 
 def ids(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem[Any]]:
     """For the shell: ids that begin so, with names."""
     view = ctx.find_root().ensure_object(View)
-    return [CompletionItem(entry.id, help=entry.name) for entry in view.entries if entry.id.startswith(incomplete)]
+    return [CompletionItem(id, help=entry.name) for id, entry in view.entries.items() if id.startswith(incomplete)]

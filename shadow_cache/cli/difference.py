@@ -50,11 +50,9 @@ def difference(old: Entry, new: Entry, old_structure: Structure, new_structure: 
     """All that tells ``new`` from ``old``."""
     same = old.structure == new.structure
     changes = [
-        *_changes("settings", old.settings, new.settings),
-        *_changes("ambient", old.ambient, new.ambient),
-        *_changes("environment", old.environment, new.environment),
+        *(change for title, values in old.sections.items() for change in _changes(title, values, new.sections[title])),
         *_changes("inputs", inputs(old), inputs(new), only_common=not same),
-        *_changes("variant", {"shapes": variant(old), **_guards(old)}, {"shapes": variant(new), **_guards(new)}),
+        *_changes("variant", _serves(old), _serves(new)),
     ]
     return Difference(old.id, new.id, tuple(changes), None if same else parting(old_structure, new_structure))
 
@@ -63,8 +61,7 @@ def varying(entries: Sequence[Entry]) -> dict[str, list[Change]]:
     """For each entry, by id, what tells it from the others of the same structure, as changes without ``old``."""
     parts: list[dict[tuple[str, str], str]] = []
     for entry in entries:
-        sections = (("settings", entry.settings), ("ambient", entry.ambient), ("environment", entry.environment))
-        flat = {(section, name): value for section, values in sections for name, value in values.items()}
+        flat = {(section, name): value for section, values in entry.sections.items() for name, value in values.items()}
         for name, each in _named(entry).items():
             flat["inputs", f"{name} shape"] = f"[{', '.join(each.shape)}]"
             flat["inputs", f"{name} dtype"] = f"{each.dtype} {each.device}"
@@ -77,14 +74,9 @@ def varying(entries: Sequence[Entry]) -> dict[str, list[Change]]:
     }
 
 
-def variant(entry: Entry | Summary) -> str:
+def variant(entry: Summary) -> str:
     """``static`` or ``dynamic``."""
     return "dynamic" if entry.dynamic else "static"
-
-
-def left_to_eager(entry: Entry | Summary) -> bool:
-    """It was timed, and the eager engine is faster, and goes on."""
-    return entry.timing is not None and entry.timing.on_eager
 
 
 def timed(timing: Timing, now: float) -> str:
@@ -127,8 +119,8 @@ def _call(structure: Structure, index: int) -> Call | None:
     return structure.calls[index] if index < len(structure.calls) else None
 
 
-def _guards(entry: Entry) -> dict[str, str]:
-    return {"guards": ", ".join(entry.guards)} if entry.guards else {}
+def _serves(entry: Entry) -> dict[str, str]:
+    return {"shapes": variant(entry), "guards": ", ".join(entry.guards)}
 
 
 def _changes(section: str, old: dict[str, str], new: dict[str, str], only_common: bool = False) -> list[Change]:

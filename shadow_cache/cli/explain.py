@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterator
 
 import msgspec
@@ -13,11 +12,8 @@ from ..miss_kinds import NOT_WORTH_IT, explain
 from ..records import Miss
 from ..safe_text import harmless
 from . import graphs, render
-from .base import Fault, Verb, View, cache_dir_option, ids, options, pass_view
-from .difference import Change, Difference, difference, left_to_eager, timed, variant
-
-_NODE = re.compile(r"(?:\bnode |#)(\d{1,9})\b")
-_OPERATION = re.compile(r"\w*Backward\d*\b|AccumulateGrad|GraphRoot")
+from .base import Fault, Verb, View, ids, with_format, with_view
+from .difference import Change, Difference, difference, timed, variant
 
 
 class Why(msgspec.Struct, frozen=True):
@@ -30,8 +26,7 @@ class Why(msgspec.Struct, frozen=True):
 @click.command(cls=Verb)
 @click.argument("id", required=False, shell_complete=ids)
 @click.option("--last", is_flag=True, help="The newest miss; also what is meant without an ID.")
-@options
-@pass_view
+@with_format
 def why(view: View, id: str | None, last: bool) -> None:
     """Say why something was compiled, or why it does not run compiled.
 
@@ -53,22 +48,20 @@ def why(view: View, id: str | None, last: bool) -> None:
             raise Fault(f"no miss is recorded in {view.path}.")
         view.out(newest, [newest.miss.kind], lambda: _last(view, newest))
         return
-    misses = view.misses
-    entries = {entry.id: entry for entry in view.entries}
+    misses = view.store.misses()
     names = {miss.entry: f"{miss.name}, not stored any more" for miss in reversed(misses) if miss.entry}
-    names |= {id: entry.name for id, entry in entries.items()}
+    names |= {id: entry.name for id, entry in view.entries.items()}
     whole = view.complete(id, names, "entry")
-    entry = view.whole(entries[whole]) if whole in entries else None
+    entry = view.whole(whole) if whole in view.entries else None
     found = Why(entry, tuple(miss for miss in misses if miss.entry == whole))
     kinds = [found.entry.miss.kind] if found.entry else [miss.miss.kind for miss in found.misses]
     view.out(found, kinds, lambda: _why(view, whole, names[whole], found))
 
 
 def _last(view: View, newest: MissEntry) -> Iterator[str]:
-    entries = {entry.id: entry for entry in view.entries}
     yield f"{render.bold(newest.name)}, {render.ago(newest.when, view.now)}"
     yield ""
-    made = entries.get(newest.entry or "")
+    made = view.entries.get(newest.entry or "")
     if made is not None:
         kind = ", ".join((made.settings.get("backend", ""), variant(made), render.size(made.size))).lstrip(", ")
         words = f"entry {render.identifier(made.id)} ({kind}) of structure {render.identifier(made.structure)}"
@@ -76,12 +69,11 @@ def _last(view: View, newest: MissEntry) -> Iterator[str]:
         words = f"entry {render.identifier(newest.entry)}, not stored any more"
     else:
         words = "nothing that is kept on disk"
-    stored = any(entry.structure == newest.structure for entry in entries.values())
-    structure = view.structure(newest.structure) if stored else None
     gone = made is None and newest.miss.kind in ("evicted", "corrupt")  # then it says what was lost, not what was made
+    structure = view.store.structure(newest.structure)
     rows = [*_explained(newest.miss, structure), ("lost" if gone else "made", words)]
-    if made is not None and made.timing is not None and left_to_eager(made):
-        rows.append(("but", f"it is left to eager, timed {timed(made.timing, view.now)}"))
+    if made is not None and made.left_to_eager is not None:
+        rows.append(("but", f"it is left to eager, timed {timed(made.left_to_eager, view.now)}"))
     yield from render.pairs(rows)
 
 
@@ -89,8 +81,8 @@ def _why(view: View, id: str, name: str, found: Why) -> Iterator[str]:
     yield f"{render.identifier(id)}  {render.bold(name)}"
     yield ""
     if found.entry is not None:
-        if found.entry.timing is not None and left_to_eager(found.entry):
-            yield from render.pairs(_left_to_eager(found.entry.timing, view.now))
+        if found.entry.left_to_eager is not None:
+            yield from render.pairs(_left_to_eager(found.entry.left_to_eager, view.now))
             yield ""
         miss = msgspec.structs.replace(found.entry.miss, seconds=found.entry.miss.seconds or found.entry.seconds)
         structure = view.structure(found.entry.structure)
@@ -120,7 +112,7 @@ def _explained(miss: Miss, structure: Structure | None) -> list[tuple[str, str]]
     kind = explain(miss.kind)
     rows = [("kind", render.bold(miss.kind)), ("means", kind.means)]
     if miss.where:
-        rows.append(("where", "\n".join((miss.where, *_place(miss.where, structure)))))
+        rows.append(("where", "\n".join((miss.where, *_node(miss, structure)))))
     if miss.old or miss.new:
         rows += [("old", render.old(miss.old or "nothing")), ("new", render.new(miss.new or "nothing"))]
     if miss.seconds:
@@ -130,26 +122,19 @@ def _explained(miss: Miss, structure: Structure | None) -> list[tuple[str, str]]
     return [*rows, ("do", kind.do)]
 
 
-def _place(where: str, structure: Structure | None) -> list[str]:
-    """Parameter and source line of the node that ``where`` names, as far as it does not say them itself."""
-    found = _NODE.search(where)
-    if found is None or structure is None or int(found[1]) >= len(structure.calls):
+def _node(miss: Miss, structure: Structure | None) -> list[str]:
+    """Name, parameter and source line of the node of a miss, as far as ``where`` does not say them itself."""
+    if miss.node is None or structure is None or not 0 <= miss.node < len(structure.calls):
         return []
-    call = structure.calls[int(found[1])]
-    named = _OPERATION.findall(where)
-    if named and call.name not in named:
-        return []  # a number of another tape
-    operation = [] if named else [call.name]
-    parameter = [f"parameter {call.parameter}"] if call.parameter and call.parameter not in where else []
-    source = [call.source] if call.source and call.source not in where else []
-    return [harmless(text) for text in (*operation, *parameter, *source)]
+    call = structure.calls[miss.node]
+    words = ((f"#{miss.node} ", call.name), ("parameter ", call.parameter), ("", call.source))
+    return [harmless(f"{noun}{word}") for noun, word in words if word and word not in miss.where]
 
 
 @click.command(cls=Verb)
 @click.argument("a", shell_complete=ids)
 @click.argument("b", shell_complete=ids)
-@options
-@pass_view
+@with_format
 def diff(view: View, a: str, b: str) -> None:
     """Show what tells entry B from entry A.
 
@@ -177,7 +162,10 @@ def _difference(old: Entry, new: Entry, found: Difference) -> Iterator[str]:
     for section, changes in sections.items():
         yield ""
         yield render.bold(section)
-        yield from render.pairs((change.name, render.change(change.old, change.new)) for change in changes)
+        yield from render.pairs(
+            (each.name, f"{render.old(each.old or 'nothing')} -> {render.new(each.new or 'nothing')}")
+            for each in changes
+        )
     yield ""
     yield render.bold("structure")
     if found.parting is None:
@@ -204,8 +192,7 @@ def _difference(old: Entry, new: Entry, found: Difference) -> Iterator[str]:
     help="text: the whole tape graph. dot, mermaid: a drawing. json: records.  [default: text]",
 )
 @click.option("--lowered", is_flag=True, help="The ATen graph of each region instead, as it was compiled.")
-@cache_dir_option
-@pass_view
+@with_view
 def graph(view: View, id: str, form: str | None, lowered: bool) -> None:
     """Print the tape of an entry or a structure, or what it was lowered to.
 
@@ -227,15 +214,13 @@ def graph(view: View, id: str, form: str | None, lowered: bool) -> None:
             raise click.UsageError(f"ATen graphs are stored as text: --lowered goes with text or json, not {form}.")
         texts = [view.store.read(region.lowered).decode(errors="backslashreplace") for region in found.regions]
         if form == "json":
-            view.format = "json"
-            view.out(texts, (), tuple)
+            view.print_json(texts)
+            return
         for number, (region, text) in enumerate(zip(found.regions, texts, strict=True)):
-            if form == "text":
-                view.print(f"# region {number} of {found.id}: {render.plural(region.calls, 'call')}\n{text.rstrip()}\n")
+            view.print(f"# region {number} of {found.id}: {render.plural(region.calls, 'call')}\n{text.rstrip()}\n")
         return
     structure = view.structure(found.structure) if isinstance(found, Entry) else found
     if form == "json":
-        view.format = "json"
-        view.out(msgspec.structs.replace(structure, record=b""), (), tuple)
+        view.print_json(msgspec.structs.replace(structure, record=b""))
     else:
         view.print({"text": lambda it: it.text.rstrip(), "dot": graphs.dot, "mermaid": graphs.mermaid}[form](structure))

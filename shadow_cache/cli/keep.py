@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
 import rich_click as click
 
-from ..entries import Entry, Problem, Summary
+import shadow_cache
+
+from ..entries import Problem, Summary
 from . import render
-from .base import Fault, Verb, View, ids, options, pass_view
+from .base import Fault, Verb, View, ids, with_format
 
 _T = TypeVar("_T")
 
@@ -25,8 +27,7 @@ def _parsed(parse: Callable[[str], _T]) -> Callable[[click.Context, click.Parame
     return callback
 
 
-def _told(verb: str, entries: Iterable[Entry | Summary]) -> Iterator[str]:
-    entries = list(entries)
+def _told(verb: str, entries: Sequence[Summary]) -> Iterator[str]:
     yield from (f"{render.identifier(entry.id)}  {entry.name}, {render.size(entry.size)}" for entry in entries)
     size = render.size(sum(entry.size for entry in entries))
     yield render.dim(f"{verb} {render.plural(len(entries), 'entry', 'entries')}, {size}")
@@ -34,8 +35,7 @@ def _told(verb: str, entries: Iterable[Entry | Summary]) -> Iterator[str]:
 
 @click.command(cls=Verb)
 @click.argument("id", nargs=-1, required=True, shell_complete=ids)
-@options
-@pass_view
+@with_format
 def rm(view: View, id: tuple[str, ...]) -> None:
     """Remove entries.
 
@@ -55,8 +55,7 @@ def rm(view: View, id: tuple[str, ...]) -> None:
 @click.option("--older", callback=_parsed(render.parse_age), help="Those not used for so long: 30d, 12h, 2w.")
 @click.option("--max-size", callback=_parsed(render.parse_size), help="Those used least lately, until it fits: 2GB.")
 @click.option("--dry-run", is_flag=True, help="Remove nothing, only say what would be.")
-@options
-@pass_view
+@with_format
 def prune(view: View, older: float | None, max_size: int | None, dry_run: bool) -> None:
     """Remove what has not been used for long, or what is too much.
 
@@ -73,8 +72,7 @@ def prune(view: View, older: float | None, max_size: int | None, dry_run: bool) 
 
 
 @click.command(cls=Verb)
-@options
-@pass_view
+@with_format
 def verify(view: View) -> None:
     """Check every file against its checksum, and that nothing is missing.
 
@@ -105,8 +103,7 @@ def _verified(problems: Sequence[Problem], count: int) -> Iterator[str]:
 @click.command(cls=Verb)
 @click.argument("file", type=click.Path(dir_okay=False, path_type=Path))
 @click.argument("id", nargs=-1, shell_complete=ids)
-@options
-@pass_view
+@with_format
 def export(view: View, file: Path, id: tuple[str, ...]) -> None:
     """Write entries to FILE, for another machine of the same kind; all of them, or those of the IDs.
 
@@ -117,7 +114,7 @@ def export(view: View, file: Path, id: tuple[str, ...]) -> None:
       shadow-cache export warm.tar
       shadow-cache export one.tar 3fa9
     """
-    entries = [view.entry(prefix) for prefix in id] if id else view.entries
+    entries = [view.entry(prefix) for prefix in id] if id else list(view.entries.values())
     if not entries:
         raise Fault(view.nothing)
     view.store.export(file, [entry.id for entry in entries])
@@ -126,8 +123,7 @@ def export(view: View, file: Path, id: tuple[str, ...]) -> None:
 
 @click.command(cls=Verb, name="import")
 @click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
-@options
-@pass_view
+@with_format
 def import_(view: View, file: Path) -> None:
     """Add the entries of FILE, which export has written.
 
@@ -138,9 +134,7 @@ def import_(view: View, file: Path) -> None:
     Examples:
       shadow-cache import warm.tar
     """
-    import shadow_cache
-
-    before = {entry.id for entry in view.entries}
+    before = view.entries
     with shadow_cache.open(view.path) as store:
         count = store.import_(file)
         entries = [entry for entry in store.summaries() if entry.id not in before]

@@ -10,8 +10,8 @@ import rich_click as click
 from ..entries import Entry, StoreStats, Structure, Summary
 from ..miss_kinds import explain
 from . import render
-from .base import Verb, View, ids, options, pass_view
-from .difference import describe, left_to_eager, timed, variant, varying
+from .base import Verb, View, ids, with_format
+from .difference import describe, timed, variant, varying
 from .trie import Branch, fold, guides
 
 _BAR = 20
@@ -37,8 +37,7 @@ _KEYS: dict[str, Callable[[Summary], Any]] = {
 @click.option("--name", help="Only those with this text in their loss, module or source line.")
 @click.option("--dynamic/--static", default=None, help="Only those with symbols for sizes, or without.")
 @click.option("--slower", is_flag=True, help="Only those that were slower than eager, which goes on for them.")
-@options
-@pass_view
+@with_format
 def ls(
     view: View,
     sort: str,
@@ -67,12 +66,12 @@ def ls(
     stored = view.entries
     found = [
         entry
-        for entry in stored
+        for entry in stored.values()
         if (backend is None or entry.settings.get("backend") == backend)
         and (loss is None or loss.lower() in entry.loss.lower())
         and (name is None or name.lower() in entry.name.lower())
         and (dynamic is None or entry.dynamic == dynamic)
-        and (not slower or left_to_eager(entry))
+        and (not slower or entry.left_to_eager)
     ]
     found = sorted(found, key=_KEYS[sort], reverse=reverse)[:limit]
     view.out(found, (entry.id for entry in found), lambda: _listed(view, found, len(stored)))
@@ -99,7 +98,7 @@ def _listed(view: View, entries: list[Summary], stored: int) -> Iterator[str]:
     if any(entry.timing for entry in entries):  # else the column would be empty: tune=False, or all is new
         header.append("RUNS")
         for row, entry in zip(rows, entries, strict=True):
-            row.append("on eager" if left_to_eager(entry) else "compiled" if entry.timing else "")
+            row.append("on eager" if entry.left_to_eager else "compiled" if entry.timing else "")
     yield from render.table(header, rows, right=(3, 5, 6, 7), flexible=1, spare=(3, 6, 4, 2, 7), width=view.width)
     of = f" of {stored:,}" if stored > len(entries) else ""
     cost = render.seconds(sum(entry.seconds for entry in entries))
@@ -110,8 +109,7 @@ def _listed(view: View, entries: list[Summary], stored: int) -> Iterator[str]:
 
 @click.command(cls=Verb)
 @click.argument("id", shell_complete=ids)
-@options
-@pass_view
+@with_format
 def show(view: View, id: str) -> None:
     """Show everything about one entry, or about a structure.
 
@@ -147,8 +145,7 @@ def _entry(view: View, entry: Entry) -> Iterator[str]:
             ("structure", f"{render.identifier(entry.structure)}, {render.plural(entry.nodes, 'node')}"),
         ]
     )
-    sections = (("settings", entry.settings), ("ambient", entry.ambient), ("environment", entry.environment))
-    for title, values in sections:
+    for title, values in entry.sections.items():
         if values:
             yield from ("", render.bold(title), *render.pairs(values.items()))
     if entry.inputs:
@@ -182,8 +179,7 @@ def _structure(view: View, structure: Structure) -> Iterator[str]:
 
 
 @click.command(cls=Verb)
-@options
-@pass_view
+@with_format
 def tree(view: View) -> None:
     """Show how the tapes differ.
 
@@ -196,7 +192,7 @@ def tree(view: View) -> None:
       shadow-cache tree
       shadow-cache tree --format quiet    ids of the structures
     """
-    by_structure = {id: view.store.find(id) for id in dict.fromkeys(entry.structure for entry in view.entries)}
+    by_structure = {id: view.store.find(id) for id in dict.fromkeys(entry.structure for entry in view.entries.values())}
     branches = fold(view.structure(id) for id in by_structure)
     view.out(branches, by_structure, lambda: _tree(branches, by_structure))
     if not by_structure:
@@ -233,9 +229,9 @@ def _run(branch: Branch) -> str:
         names = f"{branch.nodes[0]} to {branch.nodes[-1]}" if count > 1 else "".join(branch.nodes)
         shared = render.dim(f"… {render.plural(count, 'node')} shared")
         return f"{shared}, {names}" if names else shared
-    if not count:
-        return f"the tape ends: {render.clip(branch.differs, _CLIP)}" if branch.differs else "the tape ends"
     what = f": {render.clip(branch.differs, _CLIP)}" if branch.differs else ""
+    if not count:
+        return f"the tape ends{what}"
     more = render.dim(f" … {render.plural(count - 1, 'more node')}") if count > 1 else ""
     return f"#{branch.start} {branch.nodes[0]}{what}{more}"
 
@@ -247,14 +243,13 @@ def _variants(entries: Sequence[Entry], before: str) -> Iterator[str]:
         more = f" and {len(told) - 3} more" if len(told) > 3 else ""
         guide = "└─ " if index == len(entries) - 1 else "├─ "
         words = [entry.settings.get("backend", ""), variant(entry), render.seconds(entry.seconds)]
-        words += [render.size(entry.size), "runs on eager" if left_to_eager(entry) else ""]
+        words += [render.size(entry.size), "runs on eager" if entry.left_to_eager else ""]
         words += [*(render.clip(text, _CLIP) for text in told[:3])]
         yield f"{before}{guide}{render.identifier(entry.id)}  {', '.join(word for word in words if word)}{more}"
 
 
 @click.command(cls=Verb)
-@options
-@pass_view
+@with_format
 def stats(view: View) -> None:
     """Show the cache in figures.
 
@@ -271,14 +266,10 @@ def stats(view: View) -> None:
     view.out(figures, [str(figures.size)], lambda: _stats(view, figures))
 
 
-def _timed(figures: StoreStats) -> str:
-    entries = render.plural(figures.timed, "entry", "entries")
-    return f"{entries} against eager, of which {figures.left_to_eager:,} slower and left to it"
-
-
 def _stats(view: View, figures: StoreStats) -> Iterable[str]:
     full = f" of {render.size(figures.max_size)} ({figures.size / figures.max_size:.1%})" if figures.max_size else ""
     structures = render.plural(figures.structures, "structure")
+    slower = f"against eager, of which {figures.left_to_eager:,} slower and left to it"
     yield from render.pairs(
         [
             ("cache", str(view.path)),
@@ -286,7 +277,7 @@ def _stats(view: View, figures: StoreStats) -> Iterable[str]:
             ("size", f"{render.size(figures.size)}{full}"),
             ("compiling", f"{render.seconds(figures.compile_seconds)} to make what is stored"),
             ("loads", f"{figures.loads:,}, which saved {render.seconds(figures.seconds_saved)} of compiling"),
-            *([("timed", _timed(figures))] if figures.timed else []),
+            *([("timed", f"{render.plural(figures.timed, 'entry', 'entries')} {slower}")] if figures.timed else []),
         ],
         indent="",
     )

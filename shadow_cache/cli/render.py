@@ -5,6 +5,7 @@ from __future__ import annotations
 import datetime
 import re
 from collections.abc import Collection, Iterable, Sequence
+from functools import partial
 
 import click
 
@@ -112,39 +113,11 @@ def shown(text: str) -> str:
     return "".join(_ANSI.get(part) or harmless(part, lines=True) for part in _MARK.split(text))
 
 
-def in_one_line(text: str) -> str:
-    """A line of output that looks like no other: what breaks lines is escaped."""
-    return text.replace("\n", "\\n")
-
-
-def plain(text: str) -> str:
-    """The same without styles."""
-    return click.unstyle(shown(text))
-
-
-def bold(text: str) -> str:
-    return _styled(text, "bold")
-
-
-def dim(text: str) -> str:
-    return _styled(text, "dim")
-
-
-def identifier(text: str) -> str:
-    return _styled(text, "identifier")
-
-
-def old(text: str) -> str:
-    return _styled(text, "old")
-
-
-def new(text: str) -> str:
-    return _styled(text, "new")
-
-
-def change(before: str, after: str) -> str:
-    """``before -> after``."""
-    return f"{old(before or 'nothing')} -> {new(after or 'nothing')}"
+bold = partial(_styled, style="bold")
+dim = partial(_styled, style="dim")
+identifier = partial(_styled, style="identifier")
+old = partial(_styled, style="old")
+new = partial(_styled, style="new")
 
 
 def pairs(rows: Iterable[tuple[str, str]], indent: str = "  ") -> list[str]:

@@ -13,14 +13,13 @@ import rich_click as click
 from click.shell_completion import get_completion_class
 
 from . import render
-from .base import Verb, View, options, pass_view
+from .base import Verb, View, with_format
 
 _PACKAGES = ("torch", "compiled-autograd", "msgspec", "rich-click")
 
 
 @click.command(cls=Verb, name="dir")
-@options
-@pass_view
+@with_format
 def dir_(view: View) -> None:
     """Print the folder of the cache.
 
@@ -36,8 +35,7 @@ def dir_(view: View) -> None:
 
 
 @click.command(cls=Verb)
-@options
-@pass_view
+@with_format
 def env(view: View) -> None:
     """Print what a report of a bug should say.
 

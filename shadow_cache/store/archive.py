@@ -10,17 +10,20 @@ from __future__ import annotations
 import hashlib
 import os
 import secrets
-from collections.abc import Iterable, Mapping
-from contextlib import suppress
+from collections.abc import Iterable
 from pathlib import Path
-from typing import BinaryIO, Protocol, TypeVar
+from typing import TYPE_CHECKING, BinaryIO, TypeVar
 
 import msgspec
 
 from ..entries import Entry, Structure
 from ..errors import DamagedArchiveError, DamagedEntryError, InvalidEntryError
 from ..safe_text import harmless
+from .folder import written_whole
 from .rows import digests
+
+if TYPE_CHECKING:
+    from .store import Store
 
 _MAGIC = b"shadow cache 1\n\0"
 R = TypeVar("R", Entry, Structure)
@@ -29,22 +32,7 @@ _NO_RECORD = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """What reading msgpack raises: it is another record, no text, or lists in lists without end."""
 
 
-class Keeper(Protocol):
-    """What entries are taken from and added to: a store."""
-
-    @property
-    def path(self) -> Path: ...
-
-    def entries(self) -> Iterable[Entry]: ...
-
-    def structure(self, id_: str) -> Structure | None: ...
-
-    def read(self, digest: str) -> bytes: ...
-
-    def add(self, structure: Structure, entry: Entry, files: Mapping[str, bytes]) -> Entry: ...
-
-
-def export(store: Keeper, file: Path, ids: Iterable[str] | None) -> int:
+def export(store: Store, file: Path, ids: Iterable[str] | None) -> int:
     """Write entries with their structures and files; gives how many. Damaged ones are dropped, and not counted."""
     entries = {entry.id: entry for entry in store.entries()}
     if ids is not None:
@@ -53,46 +41,36 @@ def export(store: Keeper, file: Path, ids: Iterable[str] | None) -> int:
         if missing:
             raise InvalidEntryError(f"{store.path} has no entry {', '.join(missing)}; entries() says what it has")
         entries = {id_: entries[id_] for id_ in wanted}
-    parts: dict[str, bytes | None] = {}  # None: a file of the store, read again when it is written
-    table: dict[str, tuple[str, int, str]] = {}
+    members: dict[str, tuple[int, str, bytes | None]] = {}  # None: a file of the store, read again when it is written
     count = 0
     for entry in entries.values():
         structure = store.structure(entry.structure)
-        sizes = {}
-        with suppress(DamagedEntryError):  # the store has dropped the entry, and has kept why
+        try:
             sizes = {digest: len(store.read(digest)) for digest in digests(entry)}
-        if structure is None or len(sizes) != len(digests(entry)):
+        except DamagedEntryError:
+            continue  # the store has dropped the entry, and has kept why
+        if structure is None:
             continue
         count += 1
         for name, record in ((f"structure {structure.id}", structure), (f"entry {entry.id}", entry)):
             data = msgspec.msgpack.encode(record)
-            parts[name], table[name] = data, (name, len(data), hashlib.sha256(data).hexdigest())
-        for digest, size in sizes.items():
-            parts[f"file {digest}"], table[f"file {digest}"] = None, (f"file {digest}", size, digest)
-    packed = msgspec.msgpack.encode(list(table.values()))
-    temporary = file.with_name(f".{file.name}.{secrets.token_hex(4)}")
-    try:
-        with temporary.open("xb") as out:
-            out.write(_MAGIC + len(packed).to_bytes(8, "big") + hashlib.sha256(packed).digest() + packed)
-            for name, part in parts.items():
-                out.write(store.read(name.removeprefix("file ")) if part is None else part)
-            out.flush()
-            os.fsync(out.fileno())
-        temporary.replace(file)
-    except BaseException:
-        with suppress(OSError):
-            temporary.unlink()
-        raise
+            members[name] = len(data), hashlib.sha256(data).hexdigest(), data
+        members.update({f"file {digest}": (size, digest, None) for digest, size in sizes.items()})
+    packed = msgspec.msgpack.encode([(name, size, digest) for name, (size, digest, _) in members.items()])
+    with written_whole(file, file.with_name(f".{file.name}.{secrets.token_hex(4)}"), 0o666) as out:
+        out.write(_MAGIC + len(packed).to_bytes(8, "big") + hashlib.sha256(packed).digest() + packed)
+        for name, (_, _, part) in members.items():
+            out.write(store.read(name.removeprefix("file ")) if part is None else part)
     return count
 
 
-def import_(store: Keeper, file: Path) -> int:
+def import_(store: Store, file: Path) -> int:
     """Add the entries of ``file``, the least recently used first; gives how many."""
     with file.open("rb") as opened:
         archive = _Archive(file, opened)
         count = 0
         refused: list[str] = []
-        for name in reversed(archive.names("entry ")):
+        for name in [name for name in reversed(archive.members) if name.startswith("entry ")]:
             try:
                 entry = archive.record(name, Entry)
                 structure = archive.record(f"structure {entry.structure}", Structure)
@@ -124,7 +102,7 @@ class _Archive:
         packed = file.read(size) if size <= all_bytes - file.tell() else b""
         if hashlib.sha256(packed).digest() != checksum:
             raise DamagedArchiveError(path, ["the whole file: its table of contents does not match its checksum"])
-        self._members: dict[str, tuple[int, int, str]] = {}
+        self.members: dict[str, tuple[int, int, str]] = {}
         offset = file.tell()
         try:
             table = msgspec.msgpack.decode(packed, type=_Table)
@@ -134,16 +112,13 @@ class _Archive:
             if not 0 <= length <= all_bytes - offset:
                 found = f"{harmless(name)} is said to have {length} bytes, and {all_bytes - offset} are left"
                 raise DamagedArchiveError(path, [f"the whole file: {found}"])
-            self._members[name] = (offset, length, digest)
+            self.members[name] = (offset, length, digest)
             offset += length
 
-    def names(self, prefix: str) -> list[str]:
-        return [name for name in self._members if name.startswith(prefix)]
-
     def read(self, name: str) -> bytes:
-        if name not in self._members:
+        if name not in self.members:
             raise _RefusedError(f"{harmless(name)} is not in the file")
-        offset, length, digest = self._members[name]
+        offset, length, digest = self.members[name]
         self._file.seek(offset)
         data = self._file.read(length)
         if len(data) != length:

@@ -17,9 +17,10 @@ import re
 import secrets
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
 from pathlib import Path
+from typing import BinaryIO
 
 from ..errors import DamagedEntryError, StoreMissingError, StoreRefusedError, StoreUnavailableError
 
@@ -45,13 +46,7 @@ def is_ours(status: os.stat_result) -> bool:
 
 
 class Folder:
-    """The store's place on disk. ``read_only`` where this process may not write there.
-
-    Raises:
-        StoreRefusedError: it, or a part of it, belongs to someone else, or others can read or write it.
-        StoreMissingError: it is not there, and ``create`` is False.
-        StoreUnavailableError: it cannot be made.
-    """
+    """The store's place on disk. ``read_only`` where this process may not write there. Raises as ``open`` says."""
 
     def __init__(self, path: Path, *, create: bool) -> None:
         self._given = path.expanduser().absolute()
@@ -136,16 +131,10 @@ class Folder:
 
     def _wait_for_lock(self, handle: int, how: int) -> None:
         # Not for ever: a child that was forked while the lock was held keeps it as long as it lives.
-        deadline = time.monotonic() + BUSY_SECONDS
-        while True:
-            try:
-                return fcntl.flock(handle, how)
-            except BlockingIOError as error:
-                if time.monotonic() > deadline:
-                    raise self.unavailable(error) from error
-                time.sleep(0.01)
-            except OSError as error:
-                raise self.unavailable(error) from error
+        try:
+            until_free(lambda: fcntl.flock(handle, how), BlockingIOError)
+        except OSError as error:
+            raise self.unavailable(error) from error
 
     # ---- files -------------------------------------------------------------------------------------------------------
 
@@ -175,18 +164,8 @@ class Folder:
 
     def _replace(self, target: Path, data: bytes) -> None:
         temporary = self.temporary / f"{os.getpid()}-{secrets.token_hex(8)}"
-        try:
-            handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _FLAGS, 0o600)
-            with os.fdopen(handle, "wb", buffering=0) as file:
-                left = memoryview(data)
-                while left:
-                    left = left[file.write(left) :]
-                os.fsync(handle)
-            temporary.replace(target)
-        except BaseException:
-            with suppress(OSError):
-                temporary.unlink()
-            raise
+        with written_whole(target, temporary, 0o600) as file:
+            file.write(data)
 
     def size(self, digest: str) -> int | None:
         """The size of the file of that name in bytes, or None if there is none; what it holds is not read."""
@@ -218,6 +197,14 @@ class Folder:
             raise DamagedEntryError(name, f"its {len(data)} bytes have the SHA-256 {found[:12]}..., not its name")
         return data
 
+    def damage(self, digest: str) -> str | None:
+        """What is wrong with the file of that name; None where nothing is."""
+        try:
+            self.read(digest)
+        except DamagedEntryError as error:
+            return error.found
+        return None
+
     def remove(self, digest: str) -> None:
         """Remove a file, where it is there. Raises StoreUnavailableError."""
         if not is_digest(digest):
@@ -248,6 +235,35 @@ class Folder:
         return [path for path in _listed(self.path) if path.name.startswith(("index.corrupt-", "index.new-"))]
 
 
+def until_free(take: Callable[[], object], busy: type[Exception]) -> None:
+    """Call ``take`` until it no longer raises ``busy``, which is raised after half a minute."""
+    deadline = time.monotonic() + BUSY_SECONDS
+    while True:
+        try:
+            take()
+            return
+        except busy:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.01)
+
+
+@contextmanager
+def written_whole(target: Path, temporary: Path, mode: int) -> Iterator[BinaryIO]:
+    """Gives a new file, ``temporary``, which takes the place of ``target`` once all of it is on disk, or goes."""
+    try:
+        handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _FLAGS, mode)
+        with os.fdopen(handle, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(handle)
+        temporary.replace(target)
+    except BaseException:
+        with suppress(OSError):
+            temporary.unlink()
+        raise
+
+
 def is_old(status: os.stat_result) -> bool:
     """Whether a file is so old that no process can be about to use it."""
     return abs(time.time() - status.st_mtime) > _OLD_SECONDS
@@ -255,7 +271,10 @@ def is_old(status: os.stat_result) -> bool:
 
 def refuse_unless_plain(path: Path, *, folder: bool) -> None:
     """Raise StoreRefusedError unless ``path`` is a folder or file, no link, and of this user."""
-    status = path.lstat()
+    _refuse_unless_plain(path, path.lstat(), folder)
+
+
+def _refuse_unless_plain(path: Path, status: os.stat_result, folder: bool) -> None:
     kind = "folder" if folder else "file"
     if not (stat.S_ISDIR if folder else stat.S_ISREG)(status.st_mode):
         raise StoreRefusedError(path, f"it is no plain {kind}", "Remove it")
@@ -266,11 +285,7 @@ def refuse_unless_plain(path: Path, *, folder: bool) -> None:
 def _read(path: Path) -> bytes:
     handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | _FLAGS)
     with os.fdopen(handle, "rb") as file:
-        status = os.fstat(handle)
-        if not stat.S_ISREG(status.st_mode):
-            raise StoreRefusedError(path, "it is no plain file", "Remove it")
-        if not is_ours(status):
-            raise StoreRefusedError(path, f"this file belongs to user {status.st_uid}", "Remove it")
+        _refuse_unless_plain(path, os.fstat(handle), folder=False)
         return file.read()
 
 

@@ -19,9 +19,9 @@ from typing import TypeVar
 from ..entries import MissEntry
 from ..errors import StoreError, StoreMissingError, StoreNewerError, StoreUnavailableError
 from ..records import Miss
-from .folder import BUSY_SECONDS, Folder, refuse_unless_plain
+from .folder import Folder, refuse_unless_plain, until_free
 from .rows import TABLES, put_miss
-from .salvage import SQLITE_ERRORS, open_index, salvage
+from .salvage import SQLITE_ERRORS, open_index, salvage, transaction
 
 SCHEMA = 2
 """2 has the table of timings. An older store gets what it lacks when it is opened (:func:`_make`); its rows stay."""
@@ -42,7 +42,6 @@ class _Process:
         self.lock = threading.RLock()
         self.connection: sqlite3.Connection | None = None
         self.opened: tuple[int, int] | None = None
-        self.durable: bool | None = None
 
 
 class Index:
@@ -58,11 +57,34 @@ class Index:
 
     def read(self, work: Callable[[sqlite3.Connection], T]) -> T:
         """What ``work`` gives. It should fetch all that it asks for."""
-        return self._run(work, write=False, durable=False)
+        process = self._process()
+        for last in (False, True):
+            seen = None
+            try:
+                with process.lock, self._folder.locked():
+                    if self._closed:
+                        raise StoreUnavailableError(self._folder.path, "it was closed", "Open it anew")
+                    try:
+                        return work(self._connected(process))
+                    finally:
+                        seen = process.opened
+            except (sqlite3.ProgrammingError, sqlite3.InterfaceError):
+                raise  # a mistake of the caller's, a value of the wrong type: it says nothing of the database
+            except SQLITE_ERRORS as error:
+                if not _is_damage(error) or self._folder.read_only or last:
+                    raise self._folder.unavailable(error) from error
+                self._replace(process, error, seen)
+        raise AssertionError("the second time returns or raises")
 
     def write(self, work: Callable[[sqlite3.Connection], T], *, durable: bool = False) -> T:
         """What ``work`` gives, in one transaction; ``durable`` if it must outlast a loss of power too."""
-        return self._run(work, write=True, durable=durable)
+
+        def in_transaction(connection: sqlite3.Connection) -> T:
+            connection.execute(f"PRAGMA synchronous = {'FULL' if durable else 'NORMAL'}")
+            with transaction(connection):
+                return work(connection)
+
+        return self.read(in_transaction)
 
     def close(self) -> None:
         """Close this process's connection."""
@@ -82,54 +104,13 @@ class Index:
             process = self._processes.setdefault(pid, _Process())
         return process
 
-    def _run(self, work: Callable[[sqlite3.Connection], T], *, write: bool, durable: bool) -> T:
-        process = self._process()
-        for last in (False, True):
-            seen = None
-            try:
-                with process.lock, self._folder.locked():
-                    if self._closed:
-                        raise StoreUnavailableError(self._folder.path, "it was closed", "Open it anew")
-                    try:
-                        connection = self._connected(process)
-                        return self._transaction(process, connection, work, durable) if write else work(connection)
-                    finally:
-                        seen = process.opened
-            except (sqlite3.ProgrammingError, sqlite3.InterfaceError):
-                raise  # a mistake of the caller's, a value of the wrong type: it says nothing of the database
-            except SQLITE_ERRORS as error:
-                if not _is_damage(error) or self._folder.read_only or last:
-                    raise self._folder.unavailable(error) from error
-                self._replace(process, error, seen)
-        raise AssertionError("the second time returns or raises")
-
-    @staticmethod
-    def _transaction(
-        process: _Process, connection: sqlite3.Connection, work: Callable[[sqlite3.Connection], T], durable: bool
-    ) -> T:
-        if process.durable != durable:
-            connection.execute(f"PRAGMA synchronous = {'FULL' if durable else 'NORMAL'}")
-            process.durable = durable
-        connection.execute("BEGIN IMMEDIATE")
-        try:
-            result = work(connection)
-            connection.execute("COMMIT")
-        except BaseException:
-            with suppress(*SQLITE_ERRORS):  # the first error says more
-                connection.execute("ROLLBACK")
-            raise
-        return result
-
     def _connected(self, process: _Process) -> sqlite3.Connection:
         """The connection, made anew where the file is no longer the one that it is to."""
         if process.connection is not None:
             if self._folder.read_only or process.opened == _identity(self._file):
                 return process.connection
             self._disconnect(process)
-        if self._folder.read_only:
-            process.connection = self._connect_read_only()
-        else:
-            process.connection = self._connect(process)
+        process.connection = self._connect_read_only() if self._folder.read_only else self._connect(process)
         return process.connection
 
     @staticmethod
@@ -137,7 +118,7 @@ class Index:
         if process.connection is not None:
             with suppress(*SQLITE_ERRORS):
                 process.connection.close()
-        process.connection = process.opened = process.durable = None
+        process.connection = process.opened = None
 
     def _connect(self, process: _Process) -> sqlite3.Connection:
         self._folder.prepare()
@@ -148,11 +129,14 @@ class Index:
         refuse_unless_plain(self._file, folder=False)
         self._refuse_newer(_version_in_header(self._file))
         process.opened = _identity(self._file)
-        connection = open_index(self._file, "mode=rw")
+        return self._open("mode=rw")
+
+    def _open(self, mode: str) -> sqlite3.Connection:
+        connection = open_index(self._file, mode)
         try:
             version = connection.execute("PRAGMA user_version").fetchone()[0]
             self._refuse_newer(version)
-            if version != SCHEMA:
+            if version != SCHEMA and mode == "mode=rw":
                 _make(connection)
         except BaseException:
             connection.close()
@@ -171,17 +155,10 @@ class Index:
         refuse_unless_plain(self._file, folder=False)
         # In a folder where sqlite can make no files of its own, it reads only what is declared never to change. If it
         # does change, checksums tell.
-        for mode in ("mode=ro", "immutable=1"):
-            connection = open_index(self._file, mode)
-            try:
-                version = connection.execute("PRAGMA user_version").fetchone()[0]
-                self._refuse_newer(version)
-                return connection
-            except (*SQLITE_ERRORS, StoreNewerError) as error:
-                connection.close()
-                if mode == "immutable=1" or isinstance(error, StoreNewerError):
-                    raise
-        raise AssertionError("the last mode returns or raises")
+        try:
+            return self._open("mode=ro")
+        except SQLITE_ERRORS:
+            return self._open("immutable=1")
 
     def _refuse_newer(self, version: int) -> None:
         if version > SCHEMA:
@@ -232,25 +209,12 @@ def _never_close(connection: sqlite3.Connection | None) -> None:
 
 
 def _make(connection: sqlite3.Connection) -> None:
-    deadline = time.monotonic() + BUSY_SECONDS
-    while True:  # sqlite does not wait by itself when the journal's mode is changed
-        try:
-            connection.execute("PRAGMA journal_mode = WAL")
-            break
-        except sqlite3.OperationalError:
-            if time.monotonic() > deadline:
-                raise
-            time.sleep(0.01)
-    connection.execute("BEGIN IMMEDIATE")
-    try:
+    # sqlite does not wait by itself when the journal's mode is changed.
+    until_free(lambda: connection.execute("PRAGMA journal_mode = WAL"), sqlite3.OperationalError)
+    with transaction(connection):
         for statement in TABLES.split(";"):
             connection.execute(statement)
         connection.execute(f"PRAGMA user_version = {SCHEMA}")
-        connection.execute("COMMIT")
-    except BaseException:
-        with suppress(*SQLITE_ERRORS):
-            connection.execute("ROLLBACK")
-        raise
 
 
 def _identity(file: Path) -> tuple[int, int] | None:

@@ -16,7 +16,7 @@ from ..entries import MissEntry
 from ..records import Miss
 from .folder import Folder, is_old
 from .index import Index
-from .rows import SELECT_ENTRY, entry_of, put_miss
+from .rows import SELECT_ENTRY, entry_of, forget_names, put_miss
 
 _TIMINGS_OF_NONE = "DELETE FROM timings WHERE entry NOT IN (SELECT id FROM entries)"
 TOTAL_SIZE = "SELECT total(size) FROM (SELECT max(size) AS size FROM names GROUP BY digest)"
@@ -29,17 +29,10 @@ def damaged(table: str, row: tuple) -> MissEntry:
     return MissEntry(time.time(), str(structure), None if id_ is None else str(id_), "", miss)
 
 
-def went(row: tuple, kind: str, why: str) -> MissEntry:
+def went(row: tuple, miss: Miss) -> MissEntry:
     """Why an entry is no longer there: to be found when it is made anew."""
     entry = entry_of(row)
-    return MissEntry(time.time(), str(row[2]), str(row[1]), entry.name if entry else "", Miss(kind, hint=why))
-
-
-def forget_names(connection: sqlite3.Connection, number: Any) -> list[str]:
-    """Forget which files a row of entries names; gives them."""
-    names = [name for (name,) in connection.execute("SELECT digest FROM names WHERE entry = ?", (number,)).fetchall()]
-    connection.execute("DELETE FROM names WHERE entry = ?", (number,))
-    return names
+    return MissEntry(time.time(), str(row[2]), str(row[1]), entry.name if entry else "", miss)
 
 
 def delete_entry(connection: sqlite3.Connection, number: Any) -> list[str]:
@@ -92,7 +85,8 @@ def evict(connection: sqlite3.Connection, folder: Folder, limit: int, keep: int)
     if total > limit:
         for number in over(connection, folder, limit, set(), keep).values():
             row = connection.execute(f"{SELECT_ENTRY} WHERE number = ?", (number,)).fetchone()
-            put_miss(connection, went(row, "evicted", f"the files had more than max_size={limit} bytes"))
+            miss = Miss("evicted", hint=f"the files had more than max_size={limit} bytes")
+            put_miss(connection, went(row, miss))
             gone += delete_entry(connection, number)
     return gone
 

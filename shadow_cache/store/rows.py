@@ -46,8 +46,8 @@ SELECT_STRUCTURE = "SELECT number, id, record, checksum FROM structures"
 SELECT_MISS = "SELECT number, record, checksum FROM misses"
 SELECT_TIMING = "SELECT number, entry, record, checksum FROM timings"
 
-R = TypeVar("R", Entry, Summary, Structure, MissEntry, Timing)
-E = TypeVar("E", Entry, Summary)
+R = TypeVar("R")
+E = TypeVar("E", bound=Summary)
 _decoders: dict[type, msgspec.msgpack.Decoder[Any]] = {
     kind: msgspec.msgpack.Decoder(kind) for kind in (Entry, Summary, Structure, MissEntry, Timing)
 }
@@ -99,7 +99,7 @@ def _entry_of(kind: type[E], row: tuple[Any, ...]) -> E | None:
     return msgspec.structs.replace(entry, size=size, loads=loads, last_used=last_used, timing=None)
 
 
-def what_is_wrong(entry: Entry | Summary) -> str:
+def what_is_wrong(entry: Summary) -> str:
     """What no entry can have, and would make the index, or whoever shows it, stumble; empty where there is nothing."""
     for name, text in (("id", entry.id), ("structure", entry.structure)):
         if not _ID.fullmatch(text):
@@ -140,8 +140,7 @@ def timings(connection: Connection, where: str = "", *arguments: Any) -> dict[st
     if connection.execute("PRAGMA user_version").fetchone()[0] < HAS_TIMINGS:
         return {}
     rows = connection.execute(f"{SELECT_TIMING} {where}", arguments).fetchall()
-    found = {row[1]: timing_of(row) for row in rows}
-    return {entry: timing for entry, timing in found.items() if timing is not None}
+    return {row[1]: timing for row in rows if (timing := timing_of(row)) is not None}
 
 
 def digests(entry: Entry) -> set[str]:
@@ -193,10 +192,16 @@ def put_entry(
         (entry.id, entry.structure, data, checksum, sum(sizes.values()), loads, last_used, float(entry.seconds)),
     )
     (number,) = connection.execute("SELECT number FROM entries WHERE id = ?", (entry.id,)).fetchone()
-    before = [name for (name,) in connection.execute("SELECT digest FROM names WHERE entry = ?", (number,)).fetchall()]
-    connection.execute("DELETE FROM names WHERE entry = ?", (number,))
+    before = forget_names(connection, number)
     connection.executemany("INSERT INTO names VALUES (?, ?, ?)", [(number, *each) for each in sizes.items()])
     return number, before
+
+
+def forget_names(connection: Connection, number: Any) -> list[str]:
+    """Forget which files a row of entries names; gives them."""
+    names = [name for (name,) in connection.execute("SELECT digest FROM names WHERE entry = ?", (number,)).fetchall()]
+    connection.execute("DELETE FROM names WHERE entry = ?", (number,))
+    return names
 
 
 def put_timing(connection: Connection, entry: str, timing: Timing) -> None:

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import shutil
 import sqlite3
-from contextlib import closing, suppress
+from collections.abc import Iterator
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from urllib.parse import quote
 
@@ -39,6 +40,19 @@ def open_index(file: Path, how: str) -> sqlite3.Connection:
     return connection
 
 
+@contextmanager
+def transaction(connection: sqlite3.Connection) -> Iterator[None]:
+    """What is done inside is done, or nothing of it."""
+    connection.execute("BEGIN IMMEDIATE")
+    try:
+        yield
+        connection.execute("COMMIT")
+    except BaseException:
+        with suppress(*SQLITE_ERRORS):  # the first error says more
+            connection.execute("ROLLBACK")
+        raise
+
+
 def salvage(folder: Folder, damaged: Path, new: sqlite3.Connection, new_file: Path) -> int:
     """Copy what can be read of ``damaged`` into the index ``new``, which is empty; gives the count of entries.
 
@@ -54,7 +68,8 @@ def salvage(folder: Folder, damaged: Path, new: sqlite3.Connection, new_file: Pa
         finally:
             for file in new_file.parent.glob("repaired.db*"):
                 file.unlink(missing_ok=True)
-    return _copy_rows(folder, tables, new)
+    with transaction(new):
+        return _copy_rows(folder, tables, new)
 
 
 def _repair(damaged: Path, new: sqlite3.Connection, new_file: Path, repaired: Path) -> None:
@@ -79,30 +94,23 @@ def _tables(source: Path) -> list[list[tuple]]:
 
 def _copy_rows(folder: Folder, tables: list[list[tuple]], new: sqlite3.Connection) -> int:
     """Copy structures, entries whose files are there, misses, and timings of those entries; gives how many entries."""
-    entries = 0
-    new.execute("BEGIN IMMEDIATE")
-    for row in tables[0]:
-        structure = structure_of(row)
-        if structure is not None:
-            put_structure(new, structure)
-    for row in tables[1]:
-        entry = entry_of(row)
-        if entry is not None:
-            sizes = {name: folder.size(name) for name in digests(entry)}
-            whole = {name: size for name, size in sizes.items() if size is not None}
-            if len(whole) == len(sizes):
-                put_entry(new, entry, whole, entry.last_used, entry.loads)
-                entries += 1
-    for row in sorted(tables[2]):
-        miss = miss_of(row)
-        if miss is not None:
-            put_miss(new, miss)
-    for row in tables[3]:
+    structures, entries, misses, timings = tables
+    count = 0
+    for structure in filter(None, map(structure_of, structures)):
+        put_structure(new, structure)
+    for entry in filter(None, map(entry_of, entries)):
+        sizes = {name: folder.size(name) for name in digests(entry)}
+        whole = {name: size for name, size in sizes.items() if size is not None}
+        if len(whole) == len(sizes):
+            put_entry(new, entry, whole, entry.last_used, entry.loads)
+            count += 1
+    for miss in filter(None, map(miss_of, sorted(misses))):
+        put_miss(new, miss)
+    for row in timings:
         timing = timing_of(row)
         if timing is not None:
             put_timing(new, row[1], timing)
-    new.execute("COMMIT")
-    return entries
+    return count
 
 
 def _rows(connection: sqlite3.Connection, select: str) -> list[tuple]:

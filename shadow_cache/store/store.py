@@ -12,7 +12,6 @@ from collections.abc import Callable, Iterable, Mapping
 from contextlib import suppress
 from os import PathLike
 from pathlib import Path
-from types import TracebackType
 from typing import Any, TypeVar
 
 import msgspec
@@ -23,12 +22,13 @@ from ..records import Miss
 from .archive import export, import_
 from .folder import Folder, is_digest
 from .index import Index
-from .removal import TOTAL_SIZE, damaged, delete_entry, evict, forget_names, over, remove_files, remove_unnamed, went
+from .removal import TOTAL_SIZE, damaged, delete_entry, evict, over, remove_files, remove_unnamed, went
 from .rows import (
     SELECT_ENTRY,
     SELECT_MISS,
     SELECT_STRUCTURE,
     entry_of,
+    forget_names,
     miss_of,
     put_entry,
     put_miss,
@@ -43,7 +43,7 @@ from .rows import (
 from .verify import verify
 
 _TIDY_SECONDS = 86400.0
-_E = TypeVar("_E", Entry, Summary)
+_E = TypeVar("_E", bound=Summary)
 _LAST_USED_FIRST = "ORDER BY last_used DESC, number DESC"
 
 
@@ -79,9 +79,7 @@ class Store:
     def __enter__(self) -> Store:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *raised: object) -> None:
         self.close()
 
     # ---- reading -----------------------------------------------------------------------------------------------------
@@ -184,19 +182,16 @@ class Store:
 
     def _drop_file(self, digest: str) -> None:
         def work(connection: sqlite3.Connection) -> list[str]:
-            try:
-                self._folder.read(digest)
+            found = self._folder.damage(digest)
+            if found is None:
                 return []  # another process has put it right
-            except DamagedEntryError as error:
-                found = error.found
             rows = connection.execute(
                 f"{SELECT_ENTRY} WHERE number IN (SELECT entry FROM names WHERE digest = ?)", (digest,)
             ).fetchall()
             gone: list[str] = []
             for row in rows:
-                entry = entry_of(row)
                 miss = Miss("corrupt", f"file {digest[:12]}", old="what was stored", new=found, hint="it is made anew")
-                reason = MissEntry(time.time(), str(row[2]), str(row[1]), entry.name if entry else "", miss)
+                reason = went(row, miss)
                 self._index.reasons.append(reason)
                 put_miss(connection, reason)
                 gone += delete_entry(connection, row[0])
@@ -273,7 +268,7 @@ class Store:
                 for row in connection.execute(f"{SELECT_ENTRY} WHERE id = ?", (id_,)).fetchall():
                     count += 1
                     if reason != "removed":
-                        put_miss(connection, went(row, reason, ""))
+                        put_miss(connection, went(row, Miss(reason)))
                     gone += delete_entry(connection, row[0])
             return count, gone
 

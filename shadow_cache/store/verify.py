@@ -6,7 +6,6 @@ import sqlite3
 from collections.abc import Iterator
 
 from ..entries import Problem
-from ..errors import DamagedEntryError
 from .folder import Folder, is_old
 from .index import Index
 from .rows import (
@@ -66,17 +65,9 @@ def _entry(folder: Folder, connection: sqlite3.Connection, row: tuple) -> Iterat
     if {name for (name,) in named} != digests(entry):
         yield Problem(entry.id, "the index counts other files as its own", _REMOVE)
     for digest in sorted(digests(entry)):
-        found = _damage(folder, digest)
+        found = folder.damage(digest)
         if found is not None:
             yield Problem(entry.id, f"file {digest}: {found}", _DROPPED)
-
-
-def _damage(folder: Folder, digest: str) -> str | None:
-    try:
-        folder.read(digest)
-    except DamagedEntryError as error:
-        return error.found
-    return None
 
 
 def _files(folder: Folder, connection: sqlite3.Connection) -> Iterator[Problem]:

@@ -1,9 +1,4 @@
-"""One backward of a session, on one page: decide, hand over, run, account.
-
-Nothing here knows how any of these is done. :mod:`decide` has the policies that leave a backward to the eager engine,
-:mod:`seam` has the engine walk the tape and hand it over, :mod:`execution` selects a variant and runs it, and
-:mod:`account` tells the session, once, what became of it.
-"""
+"""One backward of a session, on one page: decide, hand over, run, account. Nothing here knows how these are done."""
 
 from __future__ import annotations
 
@@ -11,6 +6,7 @@ import functools
 import time
 from typing import Any
 
+from ..diagnostics.bypass import reason_of_end
 from ..errors import UnsupportedBackwardError
 from ..policies.autotune import AUTOTUNE
 from ..torch_api.version_differences import words_for_unused
@@ -37,7 +33,8 @@ def run(session: Session, call: Call) -> Any:
             return _asked_for(call, given.results)
         return _refused(call, account, given)
     except BaseException as error:
-        account.end_before_anything_ran(error)
+        if not account.told:
+            account.bypass(*reason_of_end(error))
         raise
 
 

@@ -44,14 +44,8 @@ class Call:
 
 
 class HandedOver(NamedTuple):
-    """The engine has walked the tape, and released it.
-
-    Attributes:
-        graph: the structure.
-        handover: what the engine gave.
-        miss: how the structure differs from those that were known before; None where it was known.
-        captured: whether the engine had to report the tape.
-    """
+    """The engine has walked the tape, and released it; where it was ``captured``, the engine had to report it. ``miss``
+    says how the structure differs from those that were known before; None where it was known."""
 
     graph: CompiledGraph
     handover: Handover
@@ -60,13 +54,8 @@ class HandedOver(NamedTuple):
 
 
 class Refused(NamedTuple):
-    """The tape is whole, and stays with the eager engine.
-
-    Attributes:
-        reason: why.
-        miss: how the structure differs from those that were known before, where that is the reason.
-        mistake: it is one of the user's, if it is anything: the eager engine has the word.
-    """
+    """The tape is whole, and stays with the eager engine. ``miss`` says how the structure differs from those that were
+    known before, where that is the reason; ``mistake`` that it is the user's, if it is one: eager has the word."""
 
     reason: Bypass
     miss: Miss | None = None

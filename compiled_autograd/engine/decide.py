@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
 
 from shadow_cache import Bypass
 
@@ -20,8 +19,6 @@ from .handles import KEPT
 from .seam import hand_over
 from .streams import STREAMS
 
-Policy = Callable[[Call, Settings], Bypass | None]
-
 _NOT_UNSUPPORTED = (TRACING, ON_MISS, COMPILING, EVERY_TAPE_NEW, FORKED)
 
 
@@ -31,11 +28,20 @@ def decide(call: Call, settings: Settings) -> Bypass | None:
     Raises:
         CacheMissError: ``on_miss="raise"``, and it would be no hit.
     """
-    for policy in POLICIES:
-        reason = policy(call, settings)
-        if reason is not None:
+    reason = before_capture(call.create_graph, call.grads, depth())
+    if reason is None and STREAMS.in_use:
+        reason = STREAMS.reason(call.outputs)
+    if reason is not None:
+        return reason
+    if settings.on_miss == "raise":
+        _raise_unless_a_hit(call, settings)
+    if settings.on_miss == "background" and BACKGROUND.busy and BACKGROUND.busy_with(call.fingerprint()):
+        return COMPILING
+    if settings.tune and AUTOTUNE.active:
+        trial = AUTOTUNE.find(call.fingerprint(), settings.key)
+        if trial is not None and (reason := trial.reason()) is not None:
             return reason
-    return None
+    return ON_MISS if settings.on_miss == "eager" and call.description() in KEPT.left_to_eager else None
 
 
 def is_policy(reason: Bypass) -> bool:
@@ -43,56 +49,18 @@ def is_policy(reason: Bypass) -> bool:
     return reason in _NOT_UNSUPPORTED or AUTOTUNE.sent(reason)
 
 
-def _cannot_be_captured(call: Call, settings: Settings) -> Bypass | None:
-    return before_capture(call.create_graph, call.grads, depth())
-
-
-def _on_other_streams(call: Call, settings: Settings) -> Bypass | None:
-    return STREAMS.reason(call.outputs) if STREAMS.in_use else None
-
-
-def _must_be_a_hit(call: Call, settings: Settings) -> Bypass | None:
-    """With ``on_miss="raise"``: let the engine walk the tape, and keep it, to see whether it would be a hit."""
-    if settings.on_miss != "raise":
-        return None
+def _raise_unless_a_hit(call: Call, settings: Settings) -> None:
+    """Let the engine walk the tape, and keep it, to see whether it would be a hit."""
     given = hand_over(dataclasses.replace(call, keep_graph=True), settings, None)
     if not isinstance(given, HandedOver):
         if isinstance(given, Refused) and given.miss is not None:
             raise CacheMissError([given.miss])
-        return None  # what refused this walk refuses the next one
+        return  # what refused this walk refuses the next one
     graph, ambient_state = given.graph, ambient()
     variant, other = find_variant(settings, graph, ambient_state, given.handover)
     if variant is not None:
-        return None
+        return
     misses = [] if given.miss is None else [given.miss]
     new = bool(misses) or not graph.variants  # to this process: then the store knows more
     explained = graph.explain(settings, ambient_state, given.handover)
     raise CacheMissError([other] if other is not None and new else misses or explained)
-
-
-def _is_being_compiled(call: Call, settings: Settings) -> Bypass | None:
-    if settings.on_miss == "background" and BACKGROUND.busy and BACKGROUND.busy_with(call.fingerprint()):
-        return COMPILING
-    return None
-
-
-def _is_on_trial(call: Call, settings: Settings) -> Bypass | None:
-    if not (AUTOTUNE.active and settings.tune):
-        return None
-    trial = AUTOTUNE.find(call.fingerprint(), settings.key)
-    return None if trial is None else trial.reason()
-
-
-def _is_known_not_to_be_kept(call: Call, settings: Settings) -> Bypass | None:
-    return ON_MISS if settings.on_miss == "eager" and call.description() in KEPT.left_to_eager else None
-
-
-POLICIES: tuple[Policy, ...] = (
-    _cannot_be_captured,
-    _on_other_streams,
-    _must_be_a_hit,
-    _is_being_compiled,
-    _is_on_trial,
-    _is_known_not_to_be_kept,
-)
-"""Asked one after the other; the first that gives a reason decides."""

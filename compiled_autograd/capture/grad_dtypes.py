@@ -51,7 +51,8 @@ class GradDtypes:
         with torch._C.DisableTorchFunctionSubclass():
             if self.accumulates:
                 return [tensors[leaf].grad_dtype for leaf in self.leaves]
-            return [_of_input(*each) for each in zip(inputs, self.captured, strict=True)]
+            leaves = zip(map(_leaf, inputs), self.captured, strict=True)
+            return [captured if leaf is None else leaf.grad_dtype for leaf, captured in leaves]
 
 
 def refuse_others(tape: ir.TapeGraph, inputs: Sequence[Any]) -> None:
@@ -119,11 +120,6 @@ def metadata_of(edge: _Edge) -> Any:
     """What the engine says of an edge: ``[options, sizes, is nested, dtype]``."""
     call, index = edge
     return call.args[1][index]  # type: ignore[index]
-
-
-def _of_input(asked: Any, captured: torch.dtype | None) -> torch.dtype | None:
-    leaf = _leaf(asked)
-    return captured if leaf is None else leaf.grad_dtype
 
 
 def _leaf(asked: Any) -> Any:

@@ -81,17 +81,11 @@ class Symbol:
 
     guard_or_false = guard_or_true = guard_size_oblivious
 
-    def _graph_repr(self) -> str:
-        return str(self)
-
     def __str__(self) -> str:
         first, *rest = self.origin
         return f"{first.__name__}({', '.join(map(str, rest))})" if len(rest) > 1 else f"{first}_{rest[0]}"
 
-    str = __str__
-
-    def __repr__(self) -> str:  # type: ignore[valid-type]
-        return self.__str__()
+    _graph_repr = __repr__ = str = __str__
 
 
 def _arithmetic(function: Callable[[Any, Any], Any]) -> Callable[[Symbol, Symbol], Symbol]:

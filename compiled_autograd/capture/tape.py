@@ -124,24 +124,18 @@ def _edges(roots: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
                 worklist.append(following)
 
 
-def _targets(inputs: Ends) -> set[int]:
-    """What ``inputs`` are on the tape, by ``id``: nodes; for leaves the tensors, since asking for a leaf's node runs an
-    operator on it."""
-    with torch._C.DisableTorchFunctionSubclass():
-        return {id(each.node if isinstance(each, GradientEdge) else each.grad_fn or each) for each in inputs}
-
-
-def _is_target(node: Any, targets: set[int]) -> bool:
-    return id(node) in targets or (type(node).name(node).endswith(LEAF) and id(node.variable) in targets)
-
-
 def _leading_to(inputs: Ends, roots: Sequence[Any]) -> set[Any]:
     """The nodes from which one of ``inputs`` can be reached, those of ``inputs`` included."""
-    targets = _targets(inputs)
+    with torch._C.DisableTorchFunctionSubclass():  # for leaves the tensors: to ask for a leaf's node runs an operator
+        targets = {id(each.node if isinstance(each, GradientEdge) else each.grad_fn or each) for each in inputs}
+
+    def is_target(node: Any) -> bool:
+        return id(node) in targets or (type(node).name(node).endswith(LEAF) and id(node.variable) in targets)
+
     came_from: dict[Any, list[Any]] = {root: [] for root in roots}
     for node, following in _edges(roots):
         came_from.setdefault(following, []).append(node)
-    worklist = [node for node in came_from if _is_target(node, targets)]
+    worklist = list(filter(is_target, came_from))
     wanted = set(worklist)
     while worklist:
         for before in came_from[worklist.pop()]:

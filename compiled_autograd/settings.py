@@ -82,7 +82,10 @@ def resolve(given: Mapping[str, Any], environ: Mapping[str, str] | None = None) 
     for name, value in given.items():
         values[name] = _check(name, value, "enable()")
     settings = Settings(**values)
-    _check_mode(settings, "enable()" if "mode" in given else PREFIX + "MODE")
+    if settings.mode != DEFAULT and settings.backend != WITH_MODES:
+        do = f"leave it out, or set backend={WITH_MODES!r}, which alone has modes"
+        allowed = f"{DEFAULT!r} with backend={settings.backend!r}: {do}"
+        raise InvalidSettingError("mode", settings.mode, allowed, "enable()" if "mode" in given else PREFIX + "MODE")
     return settings
 
 
@@ -115,14 +118,6 @@ def _passes(value: Any) -> Any:
     if isinstance(value, (list, tuple)) and all(map(callable, value)):
         return tuple(value)
     raise TypeError
-
-
-def _check_mode(settings: Settings, where: str) -> None:
-    """Only one backend has modes."""
-    if settings.mode != DEFAULT and settings.backend != WITH_MODES:
-        allowed = f"{DEFAULT!r} with backend={settings.backend!r}"
-        do = f"leave it out, or set backend={WITH_MODES!r}, which alone has modes"
-        raise InvalidSettingError("mode", settings.mode, f"{allowed}: {do}", where)
 
 
 _ALLOWED: dict[str, tuple[Any, str]] = {

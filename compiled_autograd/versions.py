@@ -1,7 +1,7 @@
 """The version of this package; which versions of PyTorch it was tried on, and the refusal to run on any other.
 
 The engine's capture seam is private and changes without notice: a version that was never tried could give a wrong
-gradient instead of an error, so the range is closed on both ends. Where those inside it differ, see ``seam.py``.
+gradient instead of an error, so the range is closed on both ends. Where those inside it differ: ``torch_api/``.
 """
 
 from __future__ import annotations

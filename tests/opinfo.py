@@ -162,7 +162,7 @@ def _note(verdict: Verdict, session: ca.Session, what: str) -> None:
             if reason.kind == "mismatch":  # the right gradients were used, but compiled code gave others
                 verdict.mismatches.append(f"{what}: {reason}")
     if session.last.graph is not None:
-        for node, reason in session.last.graph.variants[-1].program.untraceable.items():
+        for node, reason in session.last.graph.variants[-1].program.schedule.untraceable.items():
             verdict.untraced.add(f"{node.target}: {reason.splitlines()[0]}")
 
 

@@ -61,7 +61,7 @@ def _train(
 
 def _steps(session: ca.Session) -> list[type]:
     assert session.last is not None and session.last.graph is not None
-    return [type(step) for step in session.last.graph.variants[-1].program.steps]
+    return [type(step) for step in session.last.graph.variants[-1].program.schedule.steps]
 
 
 @pytest.mark.parametrize("keep", [True, False])

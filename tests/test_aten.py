@@ -181,7 +181,7 @@ def test_a_call_that_fills_memory_unseen_stays_opaque(backend: str, monkeypatch:
             assert_same(run(), wanted, bitwise=backend == "eager")
     expect(session.stats(), structure_misses=1, hits=2)
     assert session.last is not None and session.last.graph is not None
-    reasons = session.last.graph.variants[-1].program.untraceable
+    reasons = session.last.graph.variants[-1].program.schedule.untraceable
     assert [node.target.__name__ for node in reasons] == ["TanhBackward0"] * 2  # type: ignore[union-attr]
     assert all(UNWRITTEN in reason for reason in reasons.values())
 
@@ -213,7 +213,7 @@ def test_a_call_that_is_given_an_undefined_gradient_stays_opaque_where_its_opera
             assert_same(run(), wanted)
     expect(session.stats(), structure_misses=1, hits=2)
     assert session.last is not None and session.last.graph is not None
-    (reason,) = session.last.graph.variants[-1].program.untraceable.values()
+    (reason,) = session.last.graph.variants[-1].program.schedule.untraceable.values()
     assert UNDEFINED in reason
 
 
@@ -232,7 +232,7 @@ def test_a_call_that_brings_a_tensor_of_its_own_stays_opaque(monkeypatch: pytest
             y = x.detach().exp()
             assert torch.allclose(found[0], y * kept * (1 - y.tanh() ** 2) * y.tanh().cos())
     assert session.last is not None and session.last.graph is not None
-    (reason,) = session.last.graph.variants[-1].program.untraceable.values()
+    (reason,) = session.last.graph.variants[-1].program.schedule.untraceable.values()
     assert CONSTANT in reason and session.stats().failures == 0
 
 
@@ -243,7 +243,7 @@ def test_it_stays_opaque_too_where_its_nodes_are_copied(monkeypatch: pytest.Monk
     with ca.enable(backend="eager") as session:
         torch.autograd.grad(x.tanh().exp().tanh().exp().tanh().sum(), x)
     assert session.last is not None and session.last.graph is not None
-    assert len(session.last.graph.variants[-1].program.untraceable) == 3
+    assert len(session.last.graph.variants[-1].program.schedule.untraceable) == 3
 
 
 @pytest.mark.filterwarnings("ignore:Since version 1.3.0")

@@ -312,7 +312,7 @@ def test_a_folder_that_may_only_be_read(
 def test_the_log_has_a_line_for_each_decision(clock: dict[str, float], monkeypatch: pytest.MonkeyPatch) -> None:
     lines: list[str] = []
     monkeypatch.setattr(reporting._log, "isEnabledFor", lambda level: True)
-    monkeypatch.setattr(reporting, "_say", lines.append)
+    monkeypatch.setattr(reporting, "_write", lambda level, line: lines.append(line))
     _run(ca.enable(backend="eager", tune=True), nn.Parameter(torch.randn(8)), 12)
     (line,) = [line for line in lines if line.startswith("timed ")]
     assert line.startswith("timed SumBackward0, ") and line.endswith("; eager goes on")

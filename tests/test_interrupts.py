@@ -200,13 +200,19 @@ class _IsThereForAWhile(Claim):
         return {id(WEIGHT)} if self.asked < 4 else set()
 
 
+def _claim_and_release() -> None:
+    claim = Claim([WEIGHT], [0])
+    CLAIMS.enter(claim)
+    CLAIMS.release(claim)
+
+
 def test_an_interrupt_while_a_leaf_is_waited_for() -> None:
     """After each call there is, also in what Python's own modules do for it: others can claim leaves as ever."""
     files = (*OURS, threading.__file__)
     came = 0
     for count in itertools.count():
-        CLAIMS._made.append(_IsThereForAWhile(-1, [WEIGHT], [0]))
-        interrupt, claim = _InterruptAt(count, files), Claim(threading.get_ident(), [WEIGHT], [0])
+        CLAIMS._made.append(_IsThereForAWhile([WEIGHT], [0], thread=-1))
+        interrupt, claim = _InterruptAt(count, files), Claim([WEIGHT], [0])
         sys.setprofile(interrupt)
         try:
             try:
@@ -218,7 +224,7 @@ def test_an_interrupt_while_a_leaf_is_waited_for() -> None:
             came += 1
         finally:
             sys.setprofile(None)
-        other = threading.Thread(target=lambda: CLAIMS.release(CLAIMS.take([WEIGHT], [0])), daemon=True)
+        other = threading.Thread(target=_claim_and_release, daemon=True)
         other.start()
         other.join(20)
         assert not other.is_alive(), f"after {count} calls, others wait for ever"

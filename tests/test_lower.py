@@ -35,7 +35,7 @@ class _Doubles(torch.autograd.Function):
 
 
 def _steps(graph: CompiledGraph) -> list[str]:
-    return [type(step).__name__ for step in graph.variants[-1].program.steps]
+    return [type(step).__name__ for step in graph.variants[-1].program.schedule.steps]
 
 
 def _last(session: ca.Session) -> CompiledGraph:
@@ -432,5 +432,6 @@ def test_what_a_region_takes_is_used_and_named_after_who_keeps_it() -> None:
     with ca.enable(backend="eager") as session:
         model(x).sum().backward()
     (region,) = _last(session).regions
-    names = [str(node.target) for node in region.aten()[0].graph.find_nodes(op="placeholder")]
+    (compiled,) = region.compiled_regions()
+    names = [str(node.target) for node in compiled.aten.graph_module().graph.find_nodes(op="placeholder")]
     assert sorted(name.rstrip("_1234567890") for name in names) == ["arg", "saved", "saved"]

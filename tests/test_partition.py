@@ -102,6 +102,17 @@ def test_a_run_of_few_calls_is_cut_too(monkeypatch: pytest.MonkeyPatch) -> None:
     assert 1 < len(lengths) < 8 and session.stats().failures == 0
 
 
+def test_checks_for_nans_do_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    session, lengths = _compiled(_Mixed, lambda model: model(torch.randn(2, 4, 5)))
+    assert session.last is not None and session.last.graph is not None
+    calls = [node for node in session.last.graph.tape.graph.nodes if node.op == "call_function"]
+    ca.reset()
+    monkeypatch.setattr(partition, "MAX_CALLS_OF_SLOW_REGION", len(calls))
+    with pytest.warns(UserWarning, match="Anomaly Detection"), torch.autograd.detect_anomaly():
+        _, checked = _compiled(_Mixed, lambda model: model(torch.randn(2, 4, 5)))
+    assert len(checked) == 1 and checked[0] > lengths[0]
+
+
 def test_where_compiling_takes_no_time_nothing_is_cut(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(EagerBackend, "slow", False, raising=False)
     monkeypatch.setattr(partition, "MAX_CALLS_OF_SLOW_REGION", 5)

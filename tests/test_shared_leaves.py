@@ -273,13 +273,19 @@ def test_threads_with_sessions_and_without_on_one_leaf() -> None:
 # ---- forks -----------------------------------------------------------------------------------------------------------
 
 
+def _claimed(leaf: torch.Tensor) -> Claim:
+    claim = Claim([leaf], (0,))
+    CLAIMS.enter(claim)
+    return claim
+
+
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 def test_a_forked_child_has_the_claims_of_its_own_thread_alone() -> None:
     leaf = torch.ones(2, requires_grad=True)
     inside, leave = threading.Event(), threading.Event()
 
     def hold() -> None:
-        claim = CLAIMS.take([leaf], (0,))
+        claim = _claimed(leaf)
         inside.set()
         leave.wait(WAIT)
         CLAIMS.release(claim)
@@ -288,7 +294,7 @@ def test_a_forked_child_has_the_claims_of_its_own_thread_alone() -> None:
         assert inside.wait(WAIT)
         child = os.fork()
         if child == 0:
-            claim = CLAIMS.take([leaf], (0,))  # would wait for ever for a thread that is not there
+            claim = _claimed(leaf)  # would wait for ever for a thread that is not there
             os._exit(0 if [claim] == CLAIMS._made else 1)
         deadline = time.monotonic() + WAIT
         status = 0
@@ -345,7 +351,7 @@ def test_a_backward_in_a_hook_while_another_thread_waits_for_its_leaf(inner: str
 
 def _left(leaf: torch.Tensor) -> Claim:
     """What a thread claimed that Ctrl-C took out before it could tell anybody."""
-    left = CLAIMS.take([leaf], [0])
+    left = _claimed(leaf)
     left.token.release()
     return left
 
@@ -366,7 +372,7 @@ def test_two_threads_that_drop_the_same_left_claim(who: str) -> None:
         if who == "releases":
             CLAIMS.release(left)
         else:
-            CLAIMS.release(CLAIMS.take([leaf], [0]))
+            CLAIMS.release(_claimed(leaf))
     finally:
         sys.setprofile(None)
     assert not CLAIMS._made
@@ -382,7 +388,7 @@ def test_a_writer_is_waited_for_where_another_one_ends_meanwhile(monkeypatch: py
             return super().__getattribute__(name)
 
     leaf = torch.ones(4)
-    first, second = Ends(-1, [leaf], [0]), Claim(-2, [leaf], [0])
+    first, second = Ends([leaf], [0], thread=-1), Claim([leaf], [0], thread=-2)
     CLAIMS._made += [first, second]
     waited: list[bool] = []
     monkeypatch.setattr(CLAIMS, "_wait", lambda over: waited.append(not over()))

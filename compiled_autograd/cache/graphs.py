@@ -180,7 +180,7 @@ class CompiledGraph:
     @property
     def aten(self) -> list[fx.GraphModule]:
         """The ATen graphs of the newest variant's regions."""
-        return [graph for region in self.regions for graph in region.aten()]
+        return [each.aten.graph_module() for region in self.regions for each in region.compiled_regions()]
 
     @property
     def regions(self) -> list[RegionStep]:

@@ -61,7 +61,7 @@ def record_of(variant: Variant, positions: dict[Any, int]) -> VariantRecord:
         variant.shapes.sizes,
         tuple(variant.scalars),
         tuple((positions[node], spec) for node, spec in handed_on),
-        tuple((positions[node], reason) for node, reason in variant.program.untraceable.items()),
+        tuple((positions[node], reason) for node, reason in variant.program.schedule.untraceable.items()),
     )
 
 

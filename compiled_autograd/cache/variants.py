@@ -189,7 +189,7 @@ class Variant:
     @property
     def regions(self) -> list[RegionStep]:
         """The regions, in the order in which they run."""
-        return [step for step in self.program.steps if isinstance(step, RegionStep)]
+        return [step for step in self.program.schedule.steps if isinstance(step, RegionStep)]
 
 
 def tensor_check(tensors: Sequence[torch.Tensor], specs: Sequence[Spec]) -> Callable[..., bool]:

@@ -1,14 +1,12 @@
 """The engine's report of a backward, call by call, recorded as a tape graph.
 
 The engine calls the methods of :class:`Capture` (the protocol of ``torch/csrc/dynamo/python_compiled_autograd.cpp``,
-2.13; PyTorch's own user of it is ``torch/_dynamo/compiled_autograd.py``). It runs each node's ``apply_with_saved`` with
-empty stand-ins in place of tensors; we recognise a stand-in by identity when it comes back as an argument.
+2.13; PyTorch's own user of it is ``torch/_dynamo/compiled_autograd.py``).
 
 While a node reports, its saved tensors are swapped out, and an exception would lose them. So nothing here raises into
-the engine but :meth:`Capture.set_node_origin` and :meth:`Capture.end_capture`, which are called between nodes, when the
-tape is whole: what goes wrong elsewhere is kept and raised there, and the eager engine can still run the backward. What
-cannot be kept is Ctrl-C at the very beginning of a method: then stand-ins stay in the tape, and :meth:`Capture.spoil`
-sees that nobody takes them for what was saved.
+the engine but :meth:`Capture.set_node_origin` and :meth:`Capture.end_capture`, which are called between nodes. What
+cannot be kept until then is Ctrl-C at the very beginning of a method: stand-ins stay in the tape, and
+:meth:`Capture.spoil` sees that nobody takes them for what was saved.
 """
 
 from __future__ import annotations
@@ -26,6 +24,7 @@ from shadow_cache import unsupported
 from .. import ir
 from ..errors import CaptureRefusedError
 from ..process_state import PROCESS
+from ..torch_api.op_registry import find_op, share_op
 from ..torch_api.version_differences import reports_leaf
 from ..user_code.aot import aot_backward
 from ..user_code.functions import tell_packed_apart, wants_zeros
@@ -47,23 +46,12 @@ _BUILT_IN = r"(torch::autograd::)?\w+?(Backward|BackwardAutogradNestedTensor)\d*
 class Capture(HookReports):
     """One capture. Made by the engine through the factory that :mod:`compiled_autograd.engine.seam` sets.
 
-    Args:
-        share_op: called with ``(name, function, is_custom, traceable)`` for each function that the engine binds; gives
-            the name under which it is known.
-        find_op: gives the function that the engine bound under a name before we were there, or None.
-        finish: called with the finished :class:`ir.TapeGraph` and this capture, while the tape is still whole; gives
-            what the engine will keep for the structure and call at each hit.
+    ``finish`` is called while the tape is still whole; it gives what the engine will keep for the structure and call at
+    each hit.
     """
 
-    def __init__(
-        self,
-        share_op: Callable[[str, Callable[..., Any], bool, bool], str],
-        find_op: Callable[[str], Callable[..., Any] | None],
-        finish: Callable[[ir.TapeGraph, Capture], tuple[Callable[..., Any], Any]],
-    ) -> None:
+    def __init__(self, finish: Callable[[ir.TapeGraph, Capture], tuple[Callable[..., Any], Any]]) -> None:
         super().__init__()
-        self.share_op = share_op
-        self.find_op = find_op
         self.finish = finish
         self.inputs: list[ir.LiftedTensor] = []
         self.shapes: list[tuple[int, ...]] = []
@@ -118,7 +106,7 @@ class Capture(HookReports):
     def bind_function(self, name: str, function: Callable[..., Any], is_custom: bool, traceable: bool) -> str:
         """The engine hands over the function of a kind of node, once in a process: also when we have given up."""
         try:
-            known = self.share_op(name, function, is_custom, traceable)
+            known = share_op(name, function, is_custom, traceable)
             OPS[known] = ir.OpaqueOp(known, function, traceable, is_custom)
         except BaseException as error:  # noqa: BLE001  as in keeps_failures
             self.failure = self.failure or error
@@ -146,10 +134,7 @@ class Capture(HookReports):
             return list(outputs)
         node = self._call(self._op(name), (list(outputs), *saved))
         self._tell_size(node)
-        results: list[torch.Tensor | None] = []
-        for index, output in enumerate(outputs):
-            results.append(None if output is None else self._stand_in((node, index)))
-        return results
+        return self._replaced(node, outputs)
 
     @keeps_failures
     def accumulate(self, old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
@@ -199,7 +184,7 @@ class Capture(HookReports):
             value.target = ir.Packed  # the function unpacks it when it asks for it
         if not packed and state_index is None and not opaque_indices:
             node.target = aot_backward(ctx) or ir.call_backward
-        return tuple(self._stand_in((node, index)) if is_tensor else None for index, is_tensor in enumerate(expected))
+        return tuple(self._replaced(node, metadata))
 
     @keeps_failures
     def call_copy_slices_prologue(self, *args: Any) -> list[torch.Tensor]:
@@ -251,7 +236,7 @@ class Capture(HookReports):
     def _op(self, name: str) -> ir.OpaqueOp:
         op = OPS.get(name)
         if op is None:
-            function = self.find_op(name)
+            function = find_op(name)
             if function is None:
                 raise CaptureRefusedError(unsupported(f"{name}, which the engine has handed to someone else"))
             op = OPS[name] = ir.OpaqueOp(name, function, custom=not re.fullmatch(_BUILT_IN, name))

@@ -44,14 +44,15 @@ class GradDtypes:
         self.leaves, self.captured = [], []
         for leaf, value in _gradients(tape):
             self.leaves.append(leaf)
-            self.captured.append(next((_DTYPES.get(_metadata(edge)[-1]) for edge in _edges(value)), None))
+            self.captured.append(next((_DTYPES.get(metadata_of(edge)[-1]) for edge in edges(value)), None))
 
     def now(self, tensors: Sequence[torch.Tensor], inputs: Sequence[Any]) -> list[torch.dtype | None]:
         """Those of a tape that was handed over; as they were captured, for what is no leaf."""
         with torch._C.DisableTorchFunctionSubclass():
             if self.accumulates:
                 return [tensors[leaf].grad_dtype for leaf in self.leaves]
-            return [_of_input(*each) for each in zip(inputs, self.captured, strict=True)]
+            leaves = zip(map(_leaf, inputs), self.captured, strict=True)
+            return [captured if leaf is None else leaf.grad_dtype for leaf, captured in leaves]
 
 
 def refuse_others(tape: ir.TapeGraph, inputs: Sequence[Any]) -> None:
@@ -65,13 +66,13 @@ def refuse_others(tape: ir.TapeGraph, inputs: Sequence[Any]) -> None:
         edge
         for index, (_, value) in enumerate(_gradients(tape))
         if leaves is True or leaves[index]
-        for edge in _edges(value)
-        if _metadata(edge)[-1] in _DTYPES
+        for edge in edges(value)
+        if metadata_of(edge)[-1] in _DTYPES
     }
     for call in tape.graph.find_nodes(op="call_function", target=operator.getitem):
         edge = (call.args[0], call.args[1])
-        if ir.is_validation(edge[0]) and edge not in known and _metadata(edge) is not None:  # else it leads nowhere
-            options, *_, number = _metadata(edge)
+        if ir.is_validation(edge[0]) and edge not in known and metadata_of(edge) is not None:  # else it leads nowhere
+            options, *_, number = metadata_of(edge)
             if number not in _DTYPES or number != options[_DTYPE_IN_OPTIONS]:
                 raise CaptureRefusedError(unsupported("a grad_dtype of a tensor that is no leaf, or is no usual one"))
 
@@ -80,7 +81,7 @@ def with_grad_dtypes(tape: ir.TapeGraph, dtypes: Sequence[torch.dtype | None]) -
     """The tape graph for leaves that want their gradients to have other dtypes."""
     changed = tape.copy(tape.calls)
     for dtype, (_, value) in zip(dtypes, _gradients(changed), strict=True):
-        for call, index in _edges(value):
+        for call, index in edges(value):
             metadata = list(call.args[1])  # type: ignore[arg-type]
             metadata[index] = [*metadata[index][:-1], _NUMBERS[dtype]]
             call.update_arg(1, metadata)
@@ -95,7 +96,7 @@ def _gradients(tape: ir.TapeGraph) -> list[tuple[int, Any]]:
     return list(enumerate(tape.graph.find_nodes(op="output")[0].args[0]))
 
 
-def _edges(value: Any) -> Iterator[_Edge]:
+def edges(value: Any) -> Iterator[_Edge]:
     """Where what becomes a gradient was handed on by the nodes before: the call, and which of its results."""
     worklist = [value]
     while worklist:
@@ -115,14 +116,10 @@ def _edges(value: Any) -> Iterator[_Edge]:
                 worklist.append(call.args[1][index])
 
 
-def _metadata(edge: _Edge) -> Any:
+def metadata_of(edge: _Edge) -> Any:
+    """What the engine says of an edge: ``[options, sizes, is nested, dtype]``."""
     call, index = edge
     return call.args[1][index]  # type: ignore[index]
-
-
-def _of_input(asked: Any, captured: torch.dtype | None) -> torch.dtype | None:
-    leaf = _leaf(asked)
-    return captured if leaf is None else leaf.grad_dtype
 
 
 def _leaf(asked: Any) -> Any:

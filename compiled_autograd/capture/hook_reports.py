@@ -18,15 +18,11 @@ from .recording import Recording, keeps_failures
 
 
 class HookReports(Recording):
-    """The part of the protocol that is about hooks.
-
-    Attributes:
-        needs_engine: the graph has a hook that runs only inside the engine.
-    """
+    """The part of the protocol that is about hooks."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.needs_engine = False
+        self.needs_engine = False  # the graph has a hook that runs only inside the engine
         self._packed_in: int | None = None
         self._leaves: list[fx.Node] = []
 

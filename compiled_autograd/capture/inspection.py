@@ -84,9 +84,6 @@ def inspect(*outputs: torch.Tensor | GradientEdge) -> TapeView:
             for following, number in each.node.next_functions
         )
         found = names.get(id(each.node.variable)) if each.name == tape.LEAF else None
-        nodes.append(
-            TapeNode(
-                each.name, each.sequence, None if found is None else found.name, tape.source_line(each.node), edges
-            )
-        )
+        parameter = None if found is None else found.name
+        nodes.append(TapeNode(each.name, each.sequence, parameter, tape.source_line(each.node), edges))
     return TapeView(tuple(nodes))

@@ -77,8 +77,7 @@ def _look_for(parameters: Sequence[torch.Tensor]) -> None:
     _search.next = ended + (ended - started) / _SEARCH_TIME_SHARE if ended - started > _SLOW_SEARCH_SECONDS else 0.0
     if len(_search.in_no_module) > _MAX_IN_NO_MODULE:
         _search.in_no_module.clear()
-    for key in [key for key, found in _search.found.items() if found.module() is None]:
-        del _search.found[key]
+    _search.found = {key: found for key, found in _search.found.items() if found.module() is not None}
     for parameter in parameters:
         if id(parameter) in names_by_id:
             _search.found[id(parameter)] = names_by_id[id(parameter)]

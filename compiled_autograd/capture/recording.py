@@ -1,8 +1,5 @@
 """The tape graph of a capture while it is being made, and the stand-ins: the empty tensors that the engine is given in
-place of the values that nodes of the graph stand for.
-
-A stand-in is recognised by identity when the engine gives it back as an argument. What goes wrong while the engine
-reports is kept here too, until it can be raised.
+place of the values that nodes of the graph stand for, recognised by identity when they come back as arguments.
 """
 
 from __future__ import annotations
@@ -161,7 +158,7 @@ class Recording:
             return parts[0]
         if kind in ir.PLACEHOLDERS:
             return self._placeholder(kind, parts[0])
-        return self._call(symbols.evaluate(kind), [self._symbol(part) for part in parts])
+        return self._call(kind, [self._symbol(part) for part in parts])
 
     def _lift(self, value: Any) -> Any:
         """An argument as the engine gives it -> as the graph has it."""

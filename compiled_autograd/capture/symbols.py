@@ -15,22 +15,15 @@ from typing import Any
 
 import torch
 
-_ARITHMETIC: dict[str, Callable[[Any, Any], Any]] = {
-    "add": operator.add,
-    "sub": operator.sub,
-    "mul": operator.mul,
-    "floordiv": operator.floordiv,
-    "mod": operator.mod,
-}
-_COMPARISONS: dict[str, Callable[[Any, Any], bool]] = {
-    name: getattr(operator, name) for name in ("eq", "ne", "lt", "le", "gt", "ge")
-}
+from ..ir.legality import ARITHMETIC
+
+_COMPARISONS = (operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge)
 
 
 class Symbol:
     """A size or scalar of the tape: ``origin`` says which, ``value`` is what it was in the backward being captured.
 
-    ``origin`` is ``("size", i)``, ``("scalar", i)``, ``("constant", v)`` or ``(operator name, Symbol, Symbol)``.
+    ``origin`` is ``("size", i)``, ``("scalar", i)``, ``("constant", v)`` or ``(operator.mul, Symbol, Symbol)``.
     ``asked`` collects every comparison whose outcome the engine wanted to know, since what it did next holds only where
     the outcome is the same.
     """
@@ -55,14 +48,12 @@ class Symbol:
     def is_nested_int(self) -> bool:
         return False
 
+    is_constant = is_nested_int
+
     def is_symbolic(self) -> bool:
         return True
 
-    def is_constant(self) -> bool:
-        return False
-
-    def has_hint(self) -> bool:
-        return True
+    has_hint = is_symbolic
 
     def maybe_as_int(self) -> None:
         """Never a plain integer: then the engine would take it for a constant."""
@@ -88,45 +79,36 @@ class Symbol:
     def guard_size_oblivious(self, file: str, line: int) -> bool:
         return bool(self.guard_int(file, line))
 
-    def guard_or_false(self, file: str, line: int) -> bool:
-        return bool(self.guard_int(file, line))
-
-    guard_or_true = guard_or_false
-
-    def _graph_repr(self) -> str:
-        return str(self)
+    guard_or_false = guard_or_true = guard_size_oblivious
 
     def __str__(self) -> str:
         first, *rest = self.origin
-        return f"{first}({', '.join(map(str, rest))})" if len(rest) > 1 else f"{first}_{rest[0]}"
+        return f"{first.__name__}({', '.join(map(str, rest))})" if len(rest) > 1 else f"{first}_{rest[0]}"
 
-    str = __str__
-
-    def __repr__(self) -> str:  # type: ignore[valid-type]
-        return self.__str__()
+    _graph_repr = __repr__ = str = __str__
 
 
-def _arithmetic(name: str, function: Callable[[Any, Any], Any]) -> Callable[[Symbol, Symbol], Symbol]:
+def _arithmetic(function: Callable[[Any, Any], Any]) -> Callable[[Symbol, Symbol], Symbol]:
     def method(self: Symbol, other: Symbol) -> Symbol:
-        return Symbol((name, self, other), function(self.value, other.value), self.asked)
+        return Symbol((function, self, other), function(self.value, other.value), self.asked)
 
     return method
 
 
-def _comparison(name: str, function: Callable[[Any, Any], bool]) -> Callable[[Symbol, Symbol], Symbol]:
+def _comparison(function: Callable[[Any, Any], bool]) -> Callable[[Symbol, Symbol], Symbol]:
     def method(self: Symbol, other: Symbol) -> Symbol:
         outcome = function(self.value, other.value)
-        if not (name == "ge" and other.origin == ("constant", 0)):  # every size is at least 0
-            self.asked.append(f"{self} {name} {other}")
+        if not (function is operator.ge and other.origin == ("constant", 0)):  # every size is at least 0
+            self.asked.append(f"{self} {function.__name__} {other}")
         return Symbol(("constant", outcome), outcome, [])
 
     return method
 
 
-for _name, _function in _ARITHMETIC.items():
-    setattr(Symbol, _name, _arithmetic(_name, _function))
-for _name, _function in _COMPARISONS.items():
-    setattr(Symbol, _name, _comparison(_name, _function))
+for _function in ARITHMETIC:
+    setattr(Symbol, _function.__name__, _arithmetic(_function))
+for _function in _COMPARISONS:
+    setattr(Symbol, _function.__name__, _comparison(_function))
 
 
 def sym_ints(kind: str, values: Any, asked: list[str]) -> list[Any]:
@@ -142,8 +124,3 @@ def symbol_of(value: Any) -> Symbol | None:
     if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)) and isinstance(value.node, Symbol):
         return value.node
     return None
-
-
-def evaluate(origin_operator: str) -> Callable[[Any, Any], Any]:
-    """The Python function behind the name of an arithmetic origin."""
-    return _ARITHMETIC[origin_operator]

@@ -11,7 +11,8 @@ from __future__ import annotations
 
 import re
 import weakref
-from collections.abc import Iterable, MutableMapping, Sequence
+from collections import Counter
+from collections.abc import Iterable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -25,11 +26,12 @@ from .parameter_names import parameter_names_of
 LEAF = "AccumulateGrad"
 MAX_NODES_READ = 10_000
 """The largest number of nodes of a tape that are read from Python. A node that was once seen from Python is freed by
-recursion (2.13): a tape that is a chain of some 50,000 nodes, walked over ``next_functions`` and then dropped,
-overflows a stack of 8 MiB and ends the process, with PyTorch alone."""
+recursion (2.13), which overflows a stack of 8 MiB in a chain of some 50,000 and ends the process."""
 LEAF_NUMBER = 2**64 - 1
 """The sequence number of all leaves, which makes them go first."""
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)')
+Ends = Sequence[torch.Tensor | GradientEdge]
+"""What ``backward`` is called on, or what ``autograd.grad`` is asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,7 +43,7 @@ class Visited:
     sequence: int
 
 
-def root_nodes(outputs: Iterable[torch.Tensor | GradientEdge]) -> list[Any]:
+def root_nodes(outputs: Ends) -> list[Any]:
     """The nodes that the gradients of ``outputs`` enter."""
     with torch._C.DisableTorchFunctionSubclass():
         return [output.node if isinstance(output, GradientEdge) else _node(output) for output in outputs]
@@ -51,52 +53,48 @@ def _node(tensor: torch.Tensor) -> Any:
     return tensor.grad_fn or torch.autograd.graph.get_gradient_edge(tensor).node
 
 
-def walk(
-    outputs: Sequence[torch.Tensor | GradientEdge], inputs: Sequence[torch.Tensor | GradientEdge] | None = None
-) -> list[Visited]:
-    """Nodes in the order of the engine's walk, without its root.
-
-    Args:
-        outputs: what ``backward`` is called on.
-        inputs: where given, only nodes on a way to one of them are walked, as for ``autograd.grad``.
-    """
+def walk(outputs: Ends, inputs: Ends = ()) -> list[Visited]:
+    """Nodes in the order of the engine's walk, without its root; of those, where there are ``inputs``, the nodes on a
+    way to one of them."""
     roots = root_nodes(outputs)
-    waits = _dependencies(roots)
-    wanted = None if not inputs else _leading_to(inputs, roots)
+    waits = Counter(roots)
+    waits.update(following for _, following in _edges(roots))
+    wanted = _leading_to(inputs, roots) if inputs else None
     found: list[Visited] = []
     worklist: list[Any] = []
-    for root in roots:
-        _arrive(root, waits, wanted, worklist)
-    while worklist:
+    entered = roots
+    while True:
+        for node in entered:
+            if node is not None and (wanted is None or node in wanted):
+                waits[node] -= 1
+                if waits[node] == 0:
+                    worklist.append(node)
+        if not worklist:
+            return found
         node = worklist.pop()
         # Asked of the type: a function's context may have attributes of these names.
         name, sequence = type(node).name(node), type(node)._sequence_nr(node)
         found.append(Visited(node, name.rpartition("::")[2], sequence))
-        for following, _ in node.next_functions:
-            if following is not None:
-                _arrive(following, waits, wanted, worklist)
-    return found
+        entered = [following for following, _ in node.next_functions]
 
 
-def fingerprint(
-    outputs: Sequence[torch.Tensor | GradientEdge], inputs: Sequence[torch.Tensor | GradientEdge] | None = None
-) -> int:
+def fingerprint(outputs: Ends, inputs: Ends = ()) -> int:
     """Of the names of a tape's nodes: tapes with one structure have one fingerprint, but not only they.
 
     Read before the engine is asked, at each step: some 0.4 microseconds a node.
     """
     names = [type(node).name(node) for node in first_nodes(outputs)]
-    return hash((len(inputs or ()), *names))
+    return hash((len(inputs), *names))
 
 
-def made_when(outputs: Sequence[torch.Tensor | GradientEdge]) -> tuple[int, ...]:
+def made_when(outputs: Ends) -> tuple[int, ...]:
     """When the nodes of a tape were made, counted from the first: tapes of one structure for which this is the same run
     in the same order. Some 0.5 microseconds a node."""
     numbers = [type(node)._sequence_nr(node) for node in first_nodes(outputs)]
     return tuple([number - numbers[0] if number < LEAF_NUMBER else 0 for number in numbers])
 
 
-def first_nodes(outputs: Iterable[torch.Tensor | GradientEdge]) -> list[Any]:
+def first_nodes(outputs: Ends) -> list[Any]:
     """Nodes of the tape, one more than :data:`MAX_NODES_READ` at most, in no order of any meaning."""
     worklist = root_nodes(outputs)
     seen = set(worklist)
@@ -111,69 +109,43 @@ def first_nodes(outputs: Iterable[torch.Tensor | GradientEdge]) -> list[Any]:
     return found
 
 
-def _arrive(node: Any, waits: dict[Any, int], wanted: set[Any] | None, worklist: list[Any]) -> None:
-    if wanted is not None and node not in wanted:
-        return
-    waits[node] -= 1
-    if waits[node] == 0:
-        worklist.append(node)
-
-
-def _dependencies(roots: Sequence[Any]) -> dict[Any, int]:
-    waits: dict[Any, int] = {}
-    for root in roots:
-        waits[root] = waits.get(root, 0) + 1
-    worklist = list(dict.fromkeys(roots))
-    while worklist:
-        for following, _ in worklist.pop().next_functions:
-            if following is None:
-                continue
-            if following not in waits:
-                waits[following] = 0
-                worklist.append(following)
-            waits[following] += 1
-    return waits
-
-
-def _targets(inputs: Iterable[torch.Tensor | GradientEdge]) -> set[int]:
-    """What ``inputs`` are on the tape, by ``id``: nodes; for leaves the tensors, since asking for a leaf's node runs an
-    operator on it."""
-    with torch._C.DisableTorchFunctionSubclass():
-        return {id(each.node if isinstance(each, GradientEdge) else each.grad_fn or each) for each in inputs}
-
-
-def _is_target(node: Any, targets: set[int]) -> bool:
-    return id(node) in targets or (type(node).name(node).endswith(LEAF) and id(node.variable) in targets)
-
-
-def _leading_to(inputs: Sequence[torch.Tensor | GradientEdge], roots: Sequence[Any]) -> set[Any]:
-    """The nodes from which one of ``inputs`` can be reached, those of ``inputs`` included."""
-    targets = _targets(inputs)
-    came_from: dict[Any, list[Any]] = {}
-    worklist = list(dict.fromkeys(roots))
-    seen = set(worklist)
+def _edges(roots: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
+    """Each edge of the tape below some nodes: the node that it leaves, and the one that it enters."""
+    seen = set(roots)
+    worklist = list(seen)
     while worklist:
         node = worklist.pop()
         for following, _ in node.next_functions:
             if following is None:
                 continue
-            came_from.setdefault(following, []).append(node)
+            yield node, following
             if following not in seen:
                 seen.add(following)
                 worklist.append(following)
-    worklist = [node for node in seen if _is_target(node, targets)]
+
+
+def _leading_to(inputs: Ends, roots: Sequence[Any]) -> set[Any]:
+    """The nodes from which one of ``inputs`` can be reached, those of ``inputs`` included."""
+    with torch._C.DisableTorchFunctionSubclass():  # for leaves the tensors: to ask for a leaf's node runs an operator
+        targets = {id(each.node if isinstance(each, GradientEdge) else each.grad_fn or each) for each in inputs}
+
+    def is_target(node: Any) -> bool:
+        return id(node) in targets or (type(node).name(node).endswith(LEAF) and id(node.variable) in targets)
+
+    came_from: dict[Any, list[Any]] = {root: [] for root in roots}
+    for node, following in _edges(roots):
+        came_from.setdefault(following, []).append(node)
+    worklist = list(filter(is_target, came_from))
     wanted = set(worklist)
     while worklist:
-        for before in came_from.get(worklist.pop(), ()):
+        for before in came_from[worklist.pop()]:
             if before not in wanted:
                 wanted.add(before)
                 worklist.append(before)
     return wanted
 
 
-def description(
-    outputs: Sequence[torch.Tensor | GradientEdge], inputs: Sequence[torch.Tensor | GradientEdge], accumulates: bool
-) -> int:
+def description(outputs: Ends, inputs: Ends, accumulates: bool) -> int:
     """A number for what can be read of a tape from Python: nodes, their constants, and which leaves have a ``.grad``.
 
     Tapes with one structure and one set of sizes have one number. Hooks, dtypes and undefined gradients are not in it.
@@ -190,9 +162,7 @@ def description(
     return hash(tuple(parts))
 
 
-def join_order(
-    calls: Sequence[ir.TapeCall], visited: Sequence[Visited], outputs: Sequence[torch.Tensor | GradientEdge]
-) -> bool:
+def join_order(calls: Sequence[ir.TapeCall], visited: Sequence[Visited], outputs: Ends) -> bool:
     """Join sequence numbers and edges to what the engine reported; False, and nothing joined, where the two differ."""
     if len(calls) != len(visited) + 1 or any(a.name != b.name for a, b in zip(calls[1:], visited, strict=True)):
         return False

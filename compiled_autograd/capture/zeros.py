@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import operator
 from typing import Any
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_map
 
-from .. import ir
 from . import symbols
+from .grad_dtypes import edges, metadata_of
 from .recording import Recording
 
 _LAYOUTS = {1: torch.sparse_coo, 2: torch.sparse_csr, 4: torch.sparse_csc, 5: torch.sparse_bsr, 6: torch.sparse_bsc}
@@ -41,12 +40,5 @@ def _concrete(value: Any) -> Any:
 
 def layout_of(grad: Any) -> Any:
     """The layout that the engine expects of a gradient, by its number, where it is not strided; else True."""
-    while grad.target in (ir.sum_gradients, ir.tensor_hook, operator.getitem):
-        if grad.target is not operator.getitem:
-            grad = grad.args[grad.target is ir.tensor_hook]
-            continue
-        call, index = grad.args
-        if ir.is_validation(call):
-            return _LAYOUTS.get(call.args[1][index][0][4], True)
-        grad = call.args[1][index] if call.target is ir.pre_hook else call
-    return True
+    edge = next(edges(grad), None)
+    return True if edge is None else _LAYOUTS.get(metadata_of(edge)[0][4], True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch._guards import TracingContext
@@ -81,31 +81,13 @@ def before_capture(create_graph: bool, grads: Sequence[torch.Tensor | None], dep
         return DEEP
     if any(grad is not None and torch._C._functorch.is_legacy_batchedtensor(grad) for grad in grads):
         return BATCHED_GRADS
-    for applies, reason in _QUESTIONS:
-        if applies():
-            return reason
-    return None
-
-
-def _functorch() -> bool:
-    return torch._C._functorch.peek_interpreter_stack() is not None
-
-
-def _dispatch_mode() -> bool:
-    return torch._C._len_torch_dispatch_stack() > 0
-
-
-def _tracing() -> bool:
     if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
-        return True
-    return TracingContext.try_get() is not None  # AOTAutograd differentiates a forward that it compiles
-
-
-_QUESTIONS: tuple[tuple[Callable[[], bool], Bypass], ...] = (
-    (_tracing, TRACING),
-    (_functorch, BATCHED_GRADS),
-    (_dispatch_mode, DISPATCH_MODE),
-)
+        return TRACING
+    if TracingContext.try_get() is not None:  # AOTAutograd differentiates a forward that it compiles
+        return TRACING
+    if torch._C._functorch.peek_interpreter_stack() is not None:
+        return BATCHED_GRADS
+    return DISPATCH_MODE if torch._C._len_torch_dispatch_stack() else None
 
 
 _DDP = "C++ DDP Reducer"

@@ -55,7 +55,7 @@ def _of_call(tape: ir.TapeGraph, depth: int, old: CallPart, new: CallPart) -> Mi
             continue
         if "validate_outputs" in function:
             return _of_output(tape, depth, one, other)
-        if function == "call_backward":
+        if function == "call_backward" and index != 2:
             return _of_function(where, index, one, other)
         if _is_list(one) and all(_is_bool(leaf) for leaf in leaves((one, other))):
             hint = "requires_grad of what goes in decides which gradients are computed"
@@ -107,13 +107,10 @@ def _described(argument: Argument, noun: str = "") -> str:
 
 
 def _of_function(where: str, index: int, old: Argument, new: Argument) -> Miss:
-    """An argument of :func:`functions.call_backward`."""
+    """An argument of :func:`functions.call_backward` that is not ``expected``."""
     if index == 1:
         counts = [str(len(list(leaves([each])))) for each in (old, new)]
         return Miss("node_attribute", f"{where}: how many tensors it saved", counts[0], counts[1])
-    if index == 2:
-        hint = "requires_grad of what goes in decides which gradients are computed"
-        return Miss("node_attribute", f"{where}: which inputs get a gradient", _yes(old), _yes(new), hint)
     if index == 3:
         words = {"True": "defined", "False": "undefined"}
         texts = [" ".join(words.get(text, text) for text in map(str, _items(each))) for each in (old, new)]

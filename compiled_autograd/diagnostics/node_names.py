@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import operator
 import re
-from collections.abc import Iterator
 from typing import Any
 
 from torch import fx
@@ -135,12 +134,10 @@ def _position(user: fx.Node, node: Any) -> int:
     return next((index for index, argument in enumerate(user.args) if node in _flat(argument)), 0)
 
 
-def _flat(argument: Any) -> Iterator[Any]:
-    if isinstance(argument, (list, tuple)):
-        for each in argument:
-            yield from _flat(each)
-    else:
-        yield argument
+def _flat(argument: Any) -> list[Any]:
+    found: list[Any] = []
+    fx.node.map_aggregate(argument, found.append)
+    return found
 
 
 def argument_of(tape: ir.TapeGraph, call: fx.Node, position: int) -> str:

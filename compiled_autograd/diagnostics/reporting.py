@@ -39,17 +39,13 @@ def tell(outcome: str, reasons: Reasons, seconds: Mapping[str, float], compiles:
     if not texts or not _log.isEnabledFor(logging.INFO):
         return
     took = ", ".join(f"{stage} {spent:.3g} s" for stage, spent in seconds.items())
-    _say(f"{outcome}: {'; '.join(texts)} [{took}]")
+    _write(logging.INFO, f"{outcome}: {'; '.join(texts)} [{took}]")
 
 
 def tell_decision(what: str, timing: Timing) -> None:
     """One line for a tape that was timed against eager."""
     if _log.isEnabledFor(logging.INFO):
-        _say(f"timed {what}: {timing}; {timing.winner} goes on")
-
-
-def _say(line: str) -> None:
-    _write(logging.INFO, line)
+        _write(logging.INFO, f"timed {what}: {timing}; {timing.winner} goes on")
 
 
 def _write(level: int, line: str) -> None:

@@ -40,14 +40,6 @@ _HOOKS = {
     "Packed": "saved-tensor hook",
 }
 _P = TypeVar("_P", bound=Part)
-_SHORT = {
-    "float16": "f16",
-    "float32": "f32",
-    "float64": "f64",
-    "bfloat16": "bf16",
-    "complex64": "c64",
-    "complex128": "c128",
-}
 _END = "the tape ends"
 _CALLS = {
     "accumulate_grad": "a gradient for the leaf",
@@ -162,8 +154,7 @@ def _tensor(tape: ir.TapeGraph, value: Argument, shapes: Sequence[Sequence[int]]
     """``f32[256,128]``, for a lifted tensor."""
     if not isinstance(value, Lifted) or value.kind != "input":
         return "a Tensor"
-    dtype = tape.inputs[value.index].dtype
-    short = _SHORT.get(dtype, dtype)
+    short = tape.inputs[value.index].dtype.replace("float", "f").replace("complex", "c")
     return f"{short}[{','.join(map(str, shapes[value.index]))}]" if value.index < len(shapes) else short
 
 

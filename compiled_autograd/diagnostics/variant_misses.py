@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -16,10 +17,10 @@ from .call_misses import NUMBER_HINT
 from .node_names import uses, value_name
 
 _PARTS = (
-    *("kind of tensor", "shape", "strides", "dtype", "device", "layout"),
-    *("conjugation", "negation", "zeros without memory"),
+    *((1, "shape"), (3, "dtype"), (4, "device"), (2, "strides"), (0, "kind of tensor"), (5, "layout")),
+    *((6, "conjugation"), (7, "negation"), (8, "zeros without memory")),
 )
-"""What ``guards.value_kinds.kind_of_value`` gives of a tensor."""
+"""What ``guards.value_kinds.kind_of_value`` gives of a tensor, and at which place; strides follow from a shape."""
 _HINTS = {
     "ambient_state": "set it once, before training; each value of it that occurs is compiled once",
     "backend_or_settings": "what was compiled under the others stays, and serves them",
@@ -116,19 +117,12 @@ def tensor_miss(tape: ir.TapeGraph, before: Sequence[TensorKind], after: Sequenc
 def tensor_kind(tensor: torch.Tensor) -> TensorKind:
     """The kind of a tensor: properties are ``conjugated``, ``negated``, its layout, its class, if they are others."""
     with torch._C.DisableTorchFunctionSubclass():
-        properties = []
-        if tensor.is_conj():
-            properties.append("conjugated")
-        if tensor.is_neg():
-            properties.append("negated")
-        if tensor._is_zerotensor():
-            properties.append("zeros without memory")
+        bits = (tensor.is_conj(), tensor.is_neg(), tensor._is_zerotensor())
+        properties = [*itertools.compress(("conjugated", "negated", "zeros without memory"), bits)]
         if tensor.layout is not torch.strided:
-            properties.append(str(tensor.layout).removeprefix("torch."))
-        if type(tensor) not in ir.PLAIN_TENSORS:
+            properties.append(_text(tensor.layout))
+        if type(tensor) is not torch.Tensor:
             properties.append(type(tensor).__qualname__)
-        elif type(tensor) is not torch.Tensor:
-            properties.append(type(tensor).__name__)
         return TensorKind(tensor.dim(), tuple(properties))
 
 
@@ -189,9 +183,7 @@ def handed_on_miss(name: str, old: Any, new: Any) -> Miss:
         kind = "undefined_gradients" if "undefined" in texts else "shape"
         return Miss(kind, name, texts[0], texts[1], hint)
     kinds = {"shape": "shape", "dtype": "dtype", "device": "device"}
-    order = (1, 3, 4, 2, 0, 5, 6, 7, 8)  # strides follow from a shape
-    part = next(index for index in order if old[index] != new[index])
-    what = _PARTS[part]
+    part, what = next((part, what) for part, what in _PARTS if old[part] != new[part])
     return Miss(kinds.get(what, "layout"), f"{name}, {what}", _text(old[part]), _text(new[part]), hint)
 
 

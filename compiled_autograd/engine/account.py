@@ -13,7 +13,7 @@ from shadow_cache import Bypass, Failure, Miss
 from ..cache.selection import Selection
 from ..cache.stores import disk_for
 from ..cache.variants import Variant
-from ..diagnostics.bypass import INTERRUPTED, reason_of_end
+from ..diagnostics.bypass import INTERRUPTED
 from ..diagnostics.reporting import tell_of_own_error
 from ..guards.ambient import Ambient
 from ..policies.autotune import AUTOTUNE
@@ -27,13 +27,7 @@ _REAL_CALLS = "what the real calls give"
 
 @dataclass(slots=True)
 class Account:
-    """Tells the session of one backward, once.
-
-    Attributes:
-        session: who is told.
-        started: when the backward was asked for, by ``time.perf_counter``.
-        told: the session knows.
-    """
+    """Tells the session of one backward, once; ``started`` is when that was asked for."""
 
     session: Session
     started: float = field(default_factory=time.perf_counter)
@@ -46,24 +40,11 @@ class Account:
             seconds = {} if since is None else {"run": time.perf_counter() - since}
             self.session.record(Outcome(BYPASS, reasons=(reason, *misses), seconds=seconds))
 
-    def end_before_anything_ran(self, error: BaseException) -> None:
-        """It has raised ``error``; nothing where the session knows what became of it."""
-        if not self.told:
-            self.bypass(*reason_of_end(error))
-
 
 @dataclass(slots=True)
 class RunAccount:
-    """What is known of a backward that was handed over, while it runs.
-
-    Attributes:
-        account: who tells the session.
-        handed: what was handed over.
-        report: what the run did.
-        fingerprint: gives that of the tape, see :func:`tape.fingerprint`.
-        ambient_state: the ambient state, once it was asked for.
-        selection: what serves.
-    """
+    """What is known of a backward that was handed over, while it runs. ``ambient_state`` is the ambient state once it
+    was asked for, ``fingerprint`` gives that of the tape (:func:`tape.fingerprint`)."""
 
     account: Account
     handed: HandedOver

@@ -11,6 +11,7 @@ import functools
 import time
 from typing import Any
 
+from ..diagnostics.bypass import reason_of_end
 from ..errors import UnsupportedBackwardError
 from ..policies.autotune import AUTOTUNE
 from ..torch_api.version_differences import words_for_unused
@@ -37,7 +38,8 @@ def run(session: Session, call: Call) -> Any:
             return _asked_for(call, given.results)
         return _refused(call, account, given)
     except BaseException as error:
-        account.end_before_anything_ran(error)
+        if not account.told:
+            account.bypass(*reason_of_end(error))
         raise
 
 

@@ -1,8 +1,4 @@
-"""Runs what the engine handed over, and answers for the engine while it does.
-
-Users' code that runs inside a backward asks the engine about it: which task this is, which node runs, whether a node
-will. During a compiled backward there is no task of the engine's, so the answers come from here.
-"""
+"""Runs what the engine handed over, and knows which compiled backward answers for the engine while it runs."""
 
 from __future__ import annotations
 
@@ -24,7 +20,7 @@ from ..policies.background import BACKGROUND
 from ..process_state import PROCESS
 from ..runtime.program import Program
 from ..runtime.running_backward import Running
-from ..steps.run_context import RunContext, no_hooks
+from ..steps.run_context import RunContext
 from ..steps.steps import RegionStep, Slots
 from ..threads.forks import can_compile
 from ..threads.gate import GATE, take
@@ -105,12 +101,10 @@ def _with_state(state: Running, run: RunAccount) -> Results:
     grad_mode, saved_hooks = torch.is_grad_enabled(), _saved_tensor_hooks()
     try:
         _thread.running, _thread.depth = state, outer_depth + 1
-        state.context.late_hooks = state.late_hooks
         torch._C._set_grad_enabled(False)
         return _run(state, run)
     finally:
         _thread.running, _thread.depth = outer, outer_depth
-        state.context.late_hooks = no_hooks  # else the two hold each other, and the tape with them
         try:
             torch._C._set_grad_enabled(grad_mode)
         finally:

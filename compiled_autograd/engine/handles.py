@@ -57,19 +57,19 @@ class Handle:
 
         Also how it differs from those that were known before, where this process has not met it.
         """
-        assert self.graph is not None
+        assert self.graph is not None, "the engine called what it had forgotten"
         dtypes = self.dtypes.now(tensors, call.inputs)
         in_order = not self.shows and not (self.shows_bitwise and get_backend(settings.backend_in_mode).bitwise)
-        if in_order and dtypes == self.dtypes.captured:
+        same_dtypes = dtypes == self.dtypes.captured
+        if in_order and same_dtypes:
             return self.graph, None
         key = (None if in_order else tape.made_when(call.outputs), *dtypes)
-        graph, miss = self.others.get(key), None
-        if graph is None:
-            same = dtypes == self.dtypes.captured
-            other = self.graph.tape if same else with_grad_dtypes(self.graph.tape, dtypes)
-            graph, miss, is_kept = _of_other_tape(call, settings, self.graph, other, in_order)
-            if not is_kept:
-                return graph, miss
+        known = self.others.get(key)
+        if known is not None:
+            return known, None
+        other = self.graph.tape if same_dtypes else with_grad_dtypes(self.graph.tape, dtypes)
+        graph, miss, is_kept = _of_other_tape(call, settings, self.graph, other, in_order)
+        if is_kept:
             if len(self.others) >= _MAX_OTHERS:
                 self.others.clear()
             self.others[key] = graph

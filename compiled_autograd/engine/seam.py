@@ -1,10 +1,9 @@
 """Has the engine walk a tape and hand it over. What is private about the seam is used here, and here alone but for the
 C++ hooks that :mod:`compiled_autograd.user_code.hooks` calls. Written against torch 2.13.
 
-The engine's seam (``torch._C._dynamo.compiled_autograd``) is set for one call only. It is used for nothing but to hand
-over: the function that the engine calls on a hit puts everything aside and returns. What was handed over runs after the
-engine has returned, without its locks, so that a backward inside a backward is captured too. Only a graph with hooks
-that C++ registered, ``retain_grad`` among them, runs before it returns, since those can be called no later.
+The engine's seam (``torch._C._dynamo.compiled_autograd``) is set for one call only, and used for nothing but to hand
+over (``docs/internals/engine.md``): what was handed over runs after the engine has returned, without its locks, so that
+a backward inside a backward is captured too.
 """
 
 from __future__ import annotations
@@ -43,7 +42,7 @@ from ..process_state import PROCESS
 from ..settings import Settings
 from ..threads.forks import can_compile
 from ..threads.gate import GATE, Token, take
-from ..torch_api.op_registry import captures_of_others, find_op, others_are_on, share_op
+from ..torch_api.op_registry import captures_of_others, others_are_on
 from ..user_code.functions import forget_numbers
 from .call import Call, HandedOver, RanInside, Refused, Results, run_backward
 from .devices import cuda_device
@@ -233,7 +232,7 @@ def _begin() -> Capture:
         KEPT.must_forget = True
     if walk.settings.tune and walk.settings.compiles and ADMISSION.refuses():
         raise CaptureRefusedError(EVERY_TAPE_NEW)
-    capture = Capture(share_op, find_op, _finish)
+    capture = Capture(_finish)
     walk.begin_report(capture)
     return capture
 
@@ -277,7 +276,6 @@ def _hand_over(
     handle: Handle, tensors: list[torch.Tensor], sizes: Any, scalars: Any, objects: Any, packed: Any
 ) -> list[Any]:
     """What the engine calls once it has walked a tape whose structure it knows."""
-    assert handle.graph is not None, "the engine called what it had forgotten"
     handover = Handover(tensors, sizes, scalars, objects, packed)
     walk = _thread.walk
     if walk is None:  # PyTorch's own compiled autograd met a structure that we captured before it

@@ -5,9 +5,7 @@ from __future__ import annotations
 import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
 
 from shadow_cache import Bypass, Failure, Miss
 
@@ -18,7 +16,6 @@ from ..process_state import PROCESS, free_in_child
 from ..settings import Settings
 
 HIT, SHAPE_MISS, STRUCTURE_MISS, BYPASS = "hit", "shape_miss", "structure_miss", "bypass"
-_F = TypeVar("_F", bound=Callable[..., Any])
 _RECORDING = free_in_child(threading.RLock())  # microseconds
 
 
@@ -78,7 +75,7 @@ class Session:
         self._missed: Counter[tuple[str, str]] = Counter()
 
     def __enter__(self) -> Session:
-        _stack().append(self)
+        _thread.stack.append(self)
         return self
 
     def __exit__(self, *exception: object) -> None:
@@ -146,30 +143,28 @@ class Disabled:
     """A context manager in which every ``backward`` runs on the eager engine, uncounted."""
 
     def __enter__(self) -> None:
-        _stack().append(None)
+        _thread.stack.append(None)
 
     def __exit__(self, *exception: object) -> None:
         _leave(None)
 
 
-_local = PROCESS.register(threading.local())
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        self.stack: list[Session | None] = []
 
 
-def _stack() -> list[Session | None]:
-    stack = getattr(_local, "stack", None)
-    if stack is None:
-        stack = _local.stack = []
-    return stack
+_thread = PROCESS.register(_Thread())
 
 
 def _leave(session: Session | None) -> None:
     """Take the innermost entry of ``session`` away, whatever was entered after it."""
-    stack = _stack()
+    stack = _thread.stack
     position = max(index for index, entry in enumerate(stack) if entry is session)
     del stack[position]
 
 
 def current() -> Session | None:
     """The session that the calling thread is in; None outside of any, and inside ``disable``."""
-    stack = getattr(_local, "stack", None)
+    stack = _thread.stack
     return stack[-1] if stack else None

@@ -1,15 +1,9 @@
 """On which CUDA streams the nodes of a tape were recorded: may it run on the stream that backward is called on?
 Private API of torch; written against 2.13, tried on 2.11 to 2.13.
 
-The eager engine runs each node on the stream that its forward ran on, and makes streams wait for one another where
-gradients go from one to another (``torch/csrc/autograd/engine.cpp``, ``input_buffer.cpp``). A compiled backward runs on
-one stream, that of the thread that calls it, and nothing waits. So it is right for tapes that were wholly recorded on
-that stream; any other is the eager engine's.
-
-A node does not show its stream to Python. But each thread numbers the nodes that it records, and says how many there
-were. So whatever changes the current streams is watched, and for each thread is kept which numbers it recorded under
-which streams. A prefetcher that only copies on a stream of its own records no nodes, and leaves no trace here. Where
-all was recorded on the devices' default streams, and backward is called there, no number is looked at.
+Why it matters, and how it is found out, stands in ``docs/internals/engine.md``: whatever changes the current streams is
+watched, and for each thread is kept which numbers of nodes it recorded under which streams. The engine's own rules are
+in ``torch/csrc/autograd/engine.cpp`` and ``input_buffer.cpp``.
 
 Nothing here happens before CUDA is in use. What stays unknown:
 
@@ -124,14 +118,10 @@ class _Thread:
 
 
 class StreamWatch:
-    """Knows on which streams the nodes of the process were recorded.
-
-    Attributes:
-        in_use: whether CUDA is; else there is nothing to ask.
-    """
+    """Knows on which streams the nodes of the process were recorded."""
 
     def __init__(self) -> None:
-        self.in_use = False
+        self.in_use = False  # CUDA is not: there is nothing to ask
         self._asked = False
         self._local = threading.local()
         self._lock = threading.Lock()

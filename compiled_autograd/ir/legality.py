@@ -23,7 +23,8 @@ from .operations import (
     zeros,
 )
 
-_ARITHMETIC = frozenset({operator.add, operator.sub, operator.mul, operator.floordiv, operator.mod})
+ARITHMETIC = frozenset({operator.add, operator.sub, operator.mul, operator.floordiv, operator.mod})
+"""What sizes are computed with."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +76,7 @@ RULES: dict[Any, Rule] = {
     check_nan: Rule((_TENSORS, _kinds("constant")), gives="nothing"),
     zeros: Rule((_TENSORS, _kinds("constant")), gives="tensor"),
     operator.getitem: Rule((_TENSORS, _kinds("constant")), gives="tensor"),
-    **{function: Rule((_SIZE, _SIZE), gives="size") for function in _ARITHMETIC},
+    **{function: Rule((_SIZE, _SIZE), gives="size") for function in ARITHMETIC},
 }
 """The legality table: for each kind of call, what it may take and what it gives."""
 

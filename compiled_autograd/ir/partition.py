@@ -93,12 +93,14 @@ def cut(
     """Steps for a run of calls. Values used by calls that are not among ``nodes`` become outputs.
 
     Args:
-        longest: the largest number of calls of a region, beside the other items that its last call gives.
+        longest: the largest number of calls of a region, beside checks for NaNs and the other items that its last call
+            gives.
     """
     steps: list[Step] = []
     region: list[fx.Node] = []
     leaves: list[fx.Node] = []
-    cuts = frozenset[fx.Node]() if longest is None or len(nodes) <= longest else _cuts(nodes, longest)
+    counted = [node for node in nodes if node.target is not ir.check_nan]
+    cuts = frozenset[fx.Node]() if longest is None or len(counted) <= longest else _cuts(counted, longest)
 
     def flush() -> None:
         if region:

@@ -1,9 +1,5 @@
-"""Structures that hardly ever come back. Where every tape is another, or is met two or three times, none is worth
-capturing: capture and compile are paid again and again for a few hits. ``tune=False`` turns this off.
-
-Once as many structures as :data:`WINDOW` were captured one after the other, and none of them was met again often, the
-next ones are left to the eager engine, but for one now and then: if one of the last does come back, all are captured
-again.
+"""Structures that hardly ever come back: where every tape is another, or is met two or three times, none is worth what
+it costs to capture and compile it, and all but one now and then are left to the eager engine.
 """
 
 from __future__ import annotations
@@ -32,7 +28,7 @@ class Admission:
 
     def refuses(self) -> bool:
         """Whether the structure that the engine is about to report shall be left to it."""
-        if len(self._last) < WINDOW or any(_pays(graph()) for graph in self._last):
+        if len(self._last) < WINDOW or any(_pays(each()) for each in self._last):
             self._left, self._spacing = 0, FIRST_PROBE
             return False
         self._left += 1

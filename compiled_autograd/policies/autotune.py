@@ -1,9 +1,6 @@
 """Never slower than eager: a variant that has served for a while is timed against the eager engine, and the faster one
-goes on. Decided anew from time to time. ``tune=False`` turns it off, and so do deterministic algorithms, since it
-would make rounding depend on the clock; on devices that compute asynchronously nothing is timed.
-
-What was decided stands in ``Variant.timing``, and beside the variant's entry in the store on disk. It is there to be
-seen: another process, on a machine that has more or less to do, times anew.
+goes on. Deterministic algorithms turn it off, since it would make rounding depend on the clock; on devices that compute
+asynchronously nothing is timed.
 
 A trial lets backwards of one tape run on either in turn. Which tape it is must be known before the engine is asked, so
 tapes are told apart by their fingerprint alone: variants of one structure for several shapes share a decision.
@@ -109,7 +106,7 @@ class Autotune:
         key = (tape(), variant.key.settings)
         trial = self._trials.get(key)
         if trial is None:
-            if not _can_be_timed(variant):
+            if torch.are_deterministic_algorithms_enabled() or variant.devices - {"cpu"}:
                 variant.next_trial = variant.hits + 10 * BACKWARDS_BEFORE_RETRIAL
                 return
             trial = self._trials[key] = Trial(weakref.ref(variant))
@@ -155,12 +152,6 @@ class Autotune:
         tell_decision(title(variant.program.tape), timing)
         if variant.store_timing is not None:
             variant.store_timing(timing)
-
-
-def _can_be_timed(variant: Variant) -> bool:
-    if torch.are_deterministic_algorithms_enabled():
-        return False
-    return all(device == "cpu" for device in variant.devices)
 
 
 AUTOTUNE = Autotune()

@@ -1,8 +1,5 @@
-"""Compiles beside the training: ``on_miss="background"``.
-
-A step that misses runs without a backend. What it would have compiled is lowered by a thread, which works from tensors
-without memory, and compiled by a process of lower priority; a later step finds it there. Until then, backwards of such
-tapes stay with the eager engine: they are known by a fingerprint, read before the engine is asked.
+"""Compiles beside the training: ``on_miss="background"``. A thread lowers from tensors without memory, and a process of
+lower priority compiles; a later step finds what was made.
 """
 
 from __future__ import annotations
@@ -29,6 +26,7 @@ from ..errors import UntraceableError
 from ..guards.ambient import Ambient, ambient, compile_state
 from ..lowering.region_compiler import COMPILING
 from ..process_state import PROCESS
+from ..steps.memory import has_bit
 from ..steps.run_context import RunContext
 from ..steps.steps import RegionStep, Slots
 from ..torch_api.version_differences import prepare_fake_tensors
@@ -87,16 +85,13 @@ class Background:
         with self._lock:
             if (id(step), kind) in self._submitted:
                 return
-            self._start()
+            if self._thread is None:
+                thread = threading.Thread(target=self._work, name="compiled_autograd", daemon=True)
+                thread.start()
+                self._thread = thread
             self._submitted.add((id(step), kind))
             self._tapes[tape] += 1
             self._jobs.put(job)  # last: what was not handed on is not waited for
-
-    def _start(self) -> None:
-        if self._thread is None:
-            thread = threading.Thread(target=self._work, name="compiled_autograd", daemon=True)
-            thread.start()
-            self._thread = thread
 
     def wait(self, timeout: float | None = None) -> bool:
         """Until nothing is being compiled; False where that took more than ``timeout`` seconds."""
@@ -205,9 +200,7 @@ def _in_same_state(job: Job) -> bool:
 
 def memoryless(value: Any) -> Any:
     """A tensor with everything that a trace asks for, but no memory; what is no plain tensor, or a parameter, stays."""
-    if not isinstance(value, torch.Tensor) or not ir.is_plain(value) or type(value) is not torch.Tensor:
-        return value
-    if value.is_conj() or value.is_neg() or value._is_zerotensor():
+    if type(value) is not torch.Tensor or not ir.is_plain(value) or has_bit(value):
         return value
     twin = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)
     twin.untyped_storage().resize_(0)

@@ -1,15 +1,13 @@
 """Compiles a region in another process, so that this one's interpreter and cores are left to the training.
 
-The graph goes there as text with the shapes of its inputs, and comes back as an artifact. What cannot go that way
-(sizes that are symbols, constants in the graph, other devices than the CPU, backends that store nothing) is compiled
-here.
+The graph goes there as text with the shapes of its inputs, and comes back as an artifact. What cannot go that way is
+compiled here.
 """
 
 from __future__ import annotations
 
 import atexit
 import os
-import re
 import subprocess
 import sys
 import threading
@@ -28,6 +26,7 @@ from ..diagnostics.reporting import warn_once
 from ..guards.ambient import Ambient, ambient, compile_state
 from ..lowering.graph_hash import InputKind, kinds_of_inputs
 from ..process_state import PROCESS
+from ..steps.memory import has_bit
 
 
 class Request(msgspec.Struct):
@@ -72,25 +71,22 @@ def _request(backend: Backend, graph_module: fx.GraphModule, examples: Sequence[
     tensors = [value for value in examples if isinstance(value, torch.Tensor)]
     if any(value.device.type != "cpu" for value in tensors):
         return None  # its code could not be brought back
-    if any(value.is_conj() or value.is_neg() or value._is_zerotensor() for value in tensors):
+    if any(map(has_bit, tensors)):
         return None  # the request does not say so
     inputs = kinds_of_inputs(graph_module, examples)
     if inputs is None:
         return None
-    state = dict(ambient())
+    ambient_state = ambient()
+    state = dict(ambient_state)
     return Request(
         backend.name,
         graph_module.graph.python_code("self").src,
         inputs,
-        torch.get_num_threads(),
-        (
-            torch.are_deterministic_algorithms_enabled(),
-            torch.is_deterministic_algorithms_warn_only_enabled(),
-            torch._C._get_deterministic_fill_uninitialized_memory(),
-        ),
+        state["threads"],
+        (state["deterministic"], state["deterministic_warn_only"], state["deterministic_fill"]),
         state["matmul_precision"],
-        str(torch.get_default_dtype()),
-        told(ambient()),
+        str(state["default_dtype"]),
+        told(ambient_state),
     )
 
 
@@ -183,7 +179,7 @@ def receive(stream: IO[bytes]) -> bytes:
 
 def dtype_of(name: str) -> torch.dtype:
     """The dtype with a name such as ``torch.float32``."""
-    found = getattr(torch, re.sub(r"^torch\.", "", name))
+    found = getattr(torch, name.removeprefix("torch."))
     assert isinstance(found, torch.dtype)
     return found
 

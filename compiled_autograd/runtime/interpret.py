@@ -17,6 +17,7 @@ from ..steps.accumulate import accumulate_into
 from ..steps.marks import saved_by, watched
 from ..user_code.hooks import post_hook
 from ..user_code.in_place import Watched, check, versions_of
+from .running_backward import late_hooks
 
 if TYPE_CHECKING:
     from ..steps.run_context import RunContext
@@ -39,7 +40,7 @@ def interpret(tape: ir.TapeGraph, given: Mapping[str, Sequence[Any]]) -> list[to
             known[node] = given[lifted.kind][lifted.index]
             continue
         if node.target in ir.USERS_CODE and not versions:
-            versions = versions_of({each for saved in watched(tape.graph.nodes).values() for each in saved}, known)
+            versions = versions_of(watched(tape.graph.nodes), known)
         arguments = fx.map_arg(node.args, known.__getitem__)
         if node.op == "output":
             return list(arguments[0])
@@ -86,7 +87,7 @@ def finish(
         if node is ends[call] and call in context.asked and isinstance(known[node], (list, tuple)):
             # What entered the node the engine keeps only where it had hooks before; elsewhere it has moved on.
             entered: Any = node.args[2] if node.target is ir.post_hook else []
-            for hook in context.late_hooks(captured(call)):
+            for hook in late_hooks(context.asked[call], captured(call)):
                 known[node] = post_hook(hook, known[node], fx.map_arg(entered, known.get))
     raise ir.IllegalGraphError("a tape graph without an output")
 

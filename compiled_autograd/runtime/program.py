@@ -1,8 +1,7 @@
 """Runs one variant of a tape graph: its regions, the opaque calls between them, and what the leaves receive.
 
 A region is lowered and compiled when it is first reached, with the values that it then has in hand: what a Python
-function gave is known only there. Values lie in slots, one for each lifted tensor, size, scalar and object and one for
-each value that steps hand on; a slot is emptied after its last use, so that memory is freed as under eager.
+function gave is known only there.
 """
 
 from __future__ import annotations
@@ -36,20 +35,16 @@ from ..threads.forks import can_compile
 from ..user_code.in_place import changed, check, versions_of
 from .interpret import finish
 from .opaque_calls import drop, run_calls, run_opaque
+from .running_backward import late_hooks
 
 
 class Program:
     """A tape graph made ready to run for one set of shapes.
 
     Args:
-        tape: the tape graph, in the engine's order.
-        backend, passes, specs, dynamic: as :class:`RegionCompiler` has them.
-        counts: how many values of each kind of placeholder the engine hands over.
+        tape, counts: see :class:`Schedule`.
+        backend, passes, specs, dynamic: see :class:`RegionCompiler`.
         untraceable: calls that are known not to be traceable, and why, beside those that ``tape`` says it of.
-
-    Attributes:
-        schedule: what runs, in order.
-        region_compiler: what compiles the regions.
     """
 
     def __init__(
@@ -69,25 +64,10 @@ class Program:
         schedule = self.schedule = Schedule(tape, counts, backend.bitwise, {**known, **untraceable}, longest)
         self.region_compiler.regions = lambda: [step for step in schedule.steps if isinstance(step, RegionStep)]
 
-    @property
-    def steps(self) -> list[Executor]:
-        """What runs, in order."""
-        return self.schedule.steps
-
-    @property
-    def untraceable(self) -> dict[fx.Node, str]:
-        """Calls that stay opaque because they cannot be traced, and why."""
-        return self.schedule.untraceable
-
     def run(self, given: Slots, context: RunContext) -> list[torch.Tensor | None]:
-        """Run everything, with grad mode off.
+        """Run everything, with grad mode off; gives the gradients that ``autograd.grad`` asked for.
 
-        Args:
-            given: what the engine handed over, kind after kind. The list is emptied.
-            context: is told what was done.
-
-        Returns:
-            The gradients that ``autograd.grad`` asked for; empty for ``backward``.
+        ``given`` is what the engine handed over, kind after kind; the list is emptied.
 
         Raises:
             RuntimeError: NaNs are looked for, and a node of the tape gave one.
@@ -104,7 +84,7 @@ class Program:
         schedule, slots = self.schedule, given
         while self.region_compiler.finished:
             context.report.take(self.region_compiler.finished.pop())
-        slots.extend([None] * (schedule.size - schedule.given))
+        slots.extend([None] * (schedule.size - len(slots)))
         steps = schedule.steps
         versions = versions_of(schedule.watched, slots) if schedule.watched else {}
         position = 0
@@ -138,7 +118,8 @@ class Program:
                     claim, context.claim = context.claim, None  # no call: nothing comes between this and the next line
                     claim.token.release()
                     CLAIMS.release(claim)
-                if context.call in context.asked and context.late_hooks(self._captured_hooks(context.call, slots)):
+                asked = context.asked.get(context.call)
+                if asked is not None and late_hooks(asked, self._captured_hooks(context.call, slots)):
                     known = {node: slots[slot] for node, slot in schedule.slot_of.items()}
                     seen = {node: versions[slot] for node, slot in schedule.slot_of.items() if slot in versions}
                     captured = functools.partial(self._captured_hooks, slots=slots)

@@ -73,16 +73,16 @@ class Running:
 
     def current_node(self) -> Any:
         """The node whose hooks or function are running."""
-        self.context.asked.add(self.context.call)
-        return self.nodes[self.context.call - 1] if self.context.call else None
-
-    def late_hooks(self, captured: Sequence[Any]) -> list[Any]:
-        """Post-hooks of the running node that are none of ``captured``: registered since the engine walked the tape."""
-        handle = self.nodes[self.context.call - 1].register_hook(_nothing)
-        hooks = handle.hooks_dict_ref()  # all of them lie in one dict, which is to be had no other way
-        handle.remove()
-        return [hook for hook in hooks.values() if not any(hook is known for known in captured)]
+        call = self.context.call
+        if not call:
+            return None
+        node = self.context.asked[call] = self.nodes[call - 1]
+        return node
 
 
-def _nothing(*args: object) -> None:
-    """A hook that does nothing."""
+def late_hooks(node: Any, captured: Sequence[Any]) -> list[Any]:
+    """Post-hooks of a node that are none of ``captured``: registered since the engine walked the tape."""
+    handle = node.register_hook(lambda *args: None)
+    hooks = handle.hooks_dict_ref()  # all of them lie in one dict, which is to be had no other way
+    handle.remove()
+    return [hook for hook in hooks.values() if not any(hook is known for known in captured)]

@@ -1,14 +1,11 @@
-"""What AccumulateGrad does with ``.grad``, for all leaves of a step at once.
+"""What AccumulateGrad does with ``.grad``, for all leaves of a step at once (``docs/internals/steps.md`` has a table).
 
 The rules are those of ``torch/csrc/autograd/functions/accumulate_grad.h`` and ``utils/grad_layout_contract.h`` (2.13),
-for grad mode off: a leaf without ``.grad`` keeps the gradient itself if nothing else can see its memory and it has the
-leaf's layout, else a copy in that layout; an existing ``.grad`` is added to in place, unless it is sparse and the
-gradient is not. We are stricter in one point: what a leaf keeps never shares memory with a tensor of the user's.
+for grad mode off. We are stricter in one point: what a leaf keeps never shares memory with a tensor of the user's.
 """
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -16,6 +13,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
+from ..ir import is_plain
 from ..threads.claims import CLAIMS, Claim
 from ..user_code.references import COUNT_OF_UNSHARED, references
 
@@ -51,18 +49,13 @@ def obeys_layout(grad: torch.Tensor, leaf: torch.Tensor) -> bool:
     )
 
 
-def clone_obeying_layout(grad: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
-    """A copy of ``grad`` in the layout that ``leaf`` wants, with ``grad``'s dtype and device."""
+def own_copy(grad: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
+    """A copy of ``grad`` that ``leaf`` can keep: in the layout that it wants, with ``grad``'s dtype and device."""
+    if grad.layout is not torch.strided or grad.is_nested:
+        return grad.clone()
     if leaf.layout is torch.strided and is_dense(leaf):
         return grad.new_empty_strided(leaf.shape, leaf.stride()).copy_(grad)
     return grad.clone(memory_format=torch.contiguous_format)
-
-
-def own_copy(grad: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
-    """A copy of ``grad`` that ``leaf`` can keep."""
-    if grad.layout is not torch.strided or grad.is_nested:
-        return grad.clone()
-    return clone_obeying_layout(grad, leaf)
 
 
 def copy_laid_out_as(grad: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
@@ -81,11 +74,7 @@ def outermost_first(dense: torch.Tensor) -> tuple[int, ...]:
 
 def stealable(only: list[torch.Tensor], leaf: torch.Tensor) -> bool:
     """Whether ``leaf`` can keep a gradient that users' code made: nobody else holds it, or other views of its memory.
-
-    Args:
-        only: the gradient, and nothing else of ours refers to it.
-        leaf: the tensor that it is for.
-    """
+    Of ours, the list ``only`` alone refers to it."""
     if references(only, 0) > COUNT_OF_UNSHARED:
         return False
     (grad,) = only
@@ -128,7 +117,7 @@ def write(step: AccumulateStep, slots: list[Any], context: RunContext) -> None:
     Where hooks of a leaf run next, ``context`` has the claim on it from when the leaves are written: to be released
     after these hooks, or after whatever comes in between.
     """
-    claim = Claim(threading.get_ident(), slots, step.leaves)
+    claim = Claim(slots, step.leaves)
     try:
         CLAIMS.enter(claim)
         if claim.through_nodes:
@@ -201,7 +190,7 @@ def _write_one_by_one(step: AccumulateStep, slots: list[Any], claim: Claim) -> N
 
 def accumulate_into(leaf: torch.Tensor, grad: torch.Tensor | None) -> None:
     """Give one leaf its gradient, which somebody else may hold."""
-    claim = Claim(threading.get_ident(), [leaf], (0,))
+    claim = Claim([leaf], (0,))
     try:
         CLAIMS.enter(claim)
         if leaf.requires_grad:  # else a hook has frozen it
@@ -254,19 +243,14 @@ def _assign(leaf: torch.Tensor, grad: torch.Tensor) -> None:
 def leaf_node(leaf: torch.Tensor) -> Any:
     """The engine's node for a leaf."""
     with torch.enable_grad():
-        plain = type(leaf) in (torch.Tensor, torch.nn.Parameter) and leaf.layout is torch.strided
-        like = leaf.view_as(leaf) if plain else leaf.clone()
+        like = leaf.view_as(leaf) if is_plain(leaf) else leaf.clone()
         return like.grad_fn.next_functions[0][0]  # type: ignore[union-attr]
 
 
 def _add_in_place(into: list[torch.Tensor], terms: list[torch.Tensor]) -> None:
     distinct = len({id(each) for each in into}) == len(into)
-    if len(into) >= _BATCH and distinct and all(_plain(a) and _plain(b) for a, b in zip(into, terms, strict=True)):
+    if len(into) >= _BATCH and distinct and all(map(is_plain, (*into, *terms))):
         torch._foreach_add_(into, terms)
         return
     for old, grad in zip(into, terms, strict=True):
         old.add_(grad)
-
-
-def _plain(tensor: torch.Tensor) -> bool:
-    return type(tensor) is torch.Tensor and tensor.layout is torch.strided

@@ -25,11 +25,10 @@ def saved_by(call: fx.Node) -> list[fx.Node]:
     return [node for node in found if node.op == "placeholder" and ir.value_kind(node) == "tensor"]
 
 
-def watched(calls: Iterable[fx.Node]) -> dict[fx.Node, list[fx.Node]]:
+def watched(calls: Iterable[fx.Node]) -> set[fx.Node]:
     """What calls that run after users' code, or are such, have saved: it may have been changed in place."""
     after = itertools.dropwhile(lambda call: call.target not in ir.USERS_CODE, calls)
-    found = {call: saved_by(call) for call in after}
-    return {call: saved for call, saved in found.items() if saved}
+    return {saved for call in after for saved in saved_by(call)}
 
 
 def mark_saved(steps: Sequence[Executor], slot_of: Mapping[fx.Node, int]) -> list[int]:

@@ -46,9 +46,7 @@ def in_own_memory(tensor: torch.Tensor) -> torch.Tensor:
 def made_plain(tensor: torch.Tensor) -> torch.Tensor:
     """A copy, with the same strides, of a tensor that has a conjugate or negative bit, or zeros without memory: with
     memory, and without bits."""
-    if tensor._is_zerotensor():
+    if tensor._is_zerotensor() or not tensor.numel():
         return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device).zero_()
-    if not tensor.numel():
-        return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
     whole = tensor.as_strided((extent(tensor),), (1,)).resolve_conj().resolve_neg()
     return whole.as_strided(tensor.shape, tensor.stride())

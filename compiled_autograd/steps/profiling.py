@@ -1,13 +1,10 @@
 """What a profiler shows of a compiled backward.
 
-Under a backend that computes what the engine would, operator by operator, a profiled backward runs node by node, each
-in the two events that the engine makes for it, with the sequence number that joins it to its operator of the forward.
-Under other backends the nodes of a region are one piece of code: each region is one event, named after its nodes.
-
-An event with a sequence number can be had from the engine alone. So the nodes' computations run inside nodes of the
-same names, which are made for it: a chain on which the eager engine is called. It ends at a leaf, as each tape does; so
-there is one ``AccumulateGrad`` event for each region, not for each parameter. What is no part of a region, Python
-functions and hooks, runs as always, in an event that only has its name.
+A region is one event, named after its nodes. Under a backend that computes what the engine would, operator by operator,
+it runs node by node instead, each in the engine's two events, with the sequence number that joins it to its operator of
+the forward. The engine alone makes such events: so the computations run inside nodes of the same names, which are made
+for it, a chain on which the eager engine is called. The chain ends at a leaf, as each tape does; so there is one
+``AccumulateGrad`` event for each region, not for each parameter.
 """
 
 from __future__ import annotations

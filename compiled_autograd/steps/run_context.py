@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
@@ -13,11 +13,6 @@ from shadow_cache import Failure, Miss
 if TYPE_CHECKING:
     from ..threads.claims import Claim
     from .profiling import Profile
-
-
-def no_hooks(captured: Sequence[Any]) -> list[Any]:
-    """Nobody registers hooks while nothing runs."""
-    return []
 
 
 @dataclass(slots=True)
@@ -75,10 +70,8 @@ class RunContext:
     check_every: int = 0
     call: int = 0
     """Which node of the tape runs users' code now: an index into ``TapeGraph.calls``."""
-    asked: set[int] = field(default_factory=set)
-    """Nodes whose users' code asked which node is running; it may have registered more hooks on it."""
-    late_hooks: Callable[[Sequence[Any]], list[Any]] = no_hooks
-    """Post-hooks of the running node that are none of those captured."""
+    asked: dict[int, Any] = field(default_factory=dict)
+    """Nodes whose users' code asked which node is running, by index; it may have registered more hooks on them."""
     claim: Claim | None = None
     """On the leaf whose post-accumulate hooks run now."""
     profile: Profile | None = None

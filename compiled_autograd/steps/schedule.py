@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Sequence
 
 from torch import fx
@@ -24,7 +25,7 @@ class Schedule:
 
     Attributes:
         steps: what runs, in order.
-        size: how many slots there are; the first ``given`` of them are filled by the engine.
+        size: how many slots there are; the first of them are filled by the engine.
         slot_of: the slot of each value that has one.
         outputs: slots of what the caller asked for; None for what stays undefined.
         post_hooks: by node of the tape, the slots of its post-hooks.
@@ -43,8 +44,8 @@ class Schedule:
         self.longest = longest
         self.untraceable = untraceable
         self.slot_of: dict[fx.Node, int] = {}
-        starts = dict(zip(ir.PLACEHOLDERS, _running_sums(counts), strict=True))
-        self.size = self.given = sum(counts)
+        starts = dict(zip(ir.PLACEHOLDERS, itertools.accumulate([0, *counts[:-1]]), strict=True))
+        self.size = sum(counts)
         self.post_hooks: dict[int, list[int]] = {}
         self._fresh: dict[fx.Node, list[fx.Node]] = {}
         self._positions: dict[fx.Node, int] = {}
@@ -122,7 +123,3 @@ class Schedule:
     def _mark(self) -> None:
         mark_hooks(self.steps)
         self.watched = mark_saved(self.steps, self.slot_of)
-
-
-def _running_sums(counts: Sequence[int]) -> list[int]:
-    return [sum(counts[:index]) for index in range(len(counts))]

@@ -95,15 +95,9 @@ class CompiledRegion:
     Attributes:
         aten: the graph that the backend was given.
         call: what it made of it.
-        wiring: how it is fed.
         kind: what it was compiled for, of what earlier steps hand on.
-        arguments: slots of the tensors and sizes that it takes.
-        plain: which of these are given without conjugate and negative bit.
-        results: slots, and the outputs that go into them.
-        copied: as ``results``, for those that are copied.
-        permuted: as ``results``, for those that are copied into another order of dimensions, and this.
-        passed: slots, and those of values that go there as they are.
-        flags: nodes of the tape, and numbers of what they give, where NaNs are looked for; as in the last result.
+        arguments, plain, results, copied, permuted, passed, flags: what ``wiring`` says, in slots of the step and nodes
+            of the tape.
         keeps_inputs: it leaves its arguments in their list.
         guard: says of the arguments whether their sizes are such that this holds; None where nothing changes.
         checked: it has run, and what it gives in memory that something else sees is known.
@@ -176,10 +170,6 @@ class RegionStep:
         compiled.wiring, compiled.checked = wiring, True
         compiled.results, compiled.copied, compiled.keeps_inputs = made.results, made.copied, made.keeps_inputs
         compiled.call = call  # last: a thread that sees it sees the rest
-
-    def aten(self) -> list[fx.GraphModule]:
-        """The ATen graphs that were compiled for it."""
-        return [each.aten.graph_module() for each in self.compiled_regions()]
 
     def bind(
         self,

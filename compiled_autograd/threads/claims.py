@@ -1,11 +1,9 @@
 """Which leaves each thread is writing, so that two threads that give to one leaf lose nothing.
 
-The engine's node for a leaf has a lock in C++, held while it adds and while the leaf's post-accumulate hooks run
-(``AccumulateGrad::apply``, ``torch/csrc/autograd/functions/accumulate_grad.cpp``, 2.13). It cannot be had from Python.
-So between threads that run compiled, a claim takes its place, for all leaves of a step at once: whoever comes later
-waits while an earlier claim of another thread has one of its leaves. With threads that are in the eager engine the node
-itself settles it: while there are such, we give gradients to nodes (:attr:`Claim.through_nodes`), and who enters the
-eager engine meanwhile waits for those who write by themselves.
+The engine's node for a leaf has a lock in C++ (``AccumulateGrad::apply``,
+``torch/csrc/autograd/functions/accumulate_grad.cpp``, 2.13), which cannot be had from Python. Between threads that run
+compiled, a claim takes its place (``docs/internals/threads.md``). With threads that are in the eager engine the node
+itself settles it: while there are such, we give gradients to nodes (:attr:`Claim.through_nodes`).
 
 A claim that meets no other costs two operations on a list. Both kinds of waiting are for as long as additions take:
 claims held while hooks run are waited for only by those who want the same leaf, as under eager.
@@ -39,11 +37,11 @@ class Claim:
     stay so.
     """
 
-    thread: int
     slots: Sequence[Any]
     indices: Sequence[int]
     through_nodes: bool = False
     waiting: bool = False
+    thread: int = field(default_factory=threading.get_ident)
     token: Token = field(default_factory=take)
 
     def leaves(self) -> set[int]:
@@ -63,14 +61,8 @@ class Claims:
         self._bells: dict[LockType, None] = {}  # of those who wait: unlocked where something has changed
         self._changing = allocate_lock()
 
-    def take(self, slots: Sequence[Any], indices: Sequence[int]) -> Claim:
-        """Claim leaves, once no other thread has any of them."""
-        claim = Claim(threading.get_ident(), slots, indices)
-        self.enter(claim)
-        return claim
-
     def enter(self, claim: Claim) -> None:
-        """The same, for a claim that the caller has made, and whose token it unlocks whatever comes."""
+        """Claim leaves, once no other thread has any of them. The caller unlocks the claim's token whatever comes."""
         self._enter(claim)
         if GATE.others_in_eager():
             self._let_pass(claim)

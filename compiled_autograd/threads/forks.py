@@ -2,10 +2,8 @@
 lock that another one held would never be free again.
 
 A lock that guards a few lines is made free in the child: at worst such a line was half done, and these are written so
-that nothing needs the other half. What takes long, compiling, cannot be treated so. Inductor, fake tensors and the
-modules that are imported meanwhile have state and locks of their own, so a child that was forked while another thread
-compiled compiles nothing: it runs what its parent had compiled, and leaves the rest to the eager engine
-(:data:`bypass.FORKED`).
+that nothing needs the other half. Compiling takes too long for that: Inductor, fake tensors and the modules that are
+imported meanwhile have state and locks of their own (:data:`bypass.FORKED`).
 """
 
 from __future__ import annotations

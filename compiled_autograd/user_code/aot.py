@@ -1,8 +1,8 @@
 """The backward of a forward that ``torch.compile`` compiled: its graph, to be inlined into the region around it.
 
-AOTAutograd makes one ``autograd.Function`` of a whole forward, and keeps the graph of its backward. Called as it is, it
-would lie between regions like any Python function; inlined, hooks, accumulation and its neighbours fuse with it. What
-is read of AOTAutograd here is private (``torch/_functorch/_aot_autograd/runtime_wrappers.py``, 2.13).
+Called as it is, the function would lie between regions like any Python function; inlined, hooks, accumulation and its
+neighbours fuse with it. What is read of AOTAutograd here is private
+(``torch/_functorch/_aot_autograd/runtime_wrappers.py``, 2.13).
 """
 
 from __future__ import annotations

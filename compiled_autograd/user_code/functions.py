@@ -1,11 +1,8 @@
 """Calls the ``backward`` of a Python ``autograd.Function`` with its real ``ctx``, after the engine let go of the tape.
 
-By the time a region before it has run, the engine has released what ``ctx`` saved. So for the length of one call the
-real ``ctx`` gets a class of its own, a subclass of the one it has, whose ``saved_tensors`` are those that the capture
-lifted. Everything else about it is what the user made it: identity, attributes, ``needs_input_grad``.
-
-Of a graph that is kept, several threads may be in one function at once, as under eager. So ``ctx`` has a list of the
-calls that it is in, and gets its class back when the last one is over.
+For the length of the call the real ``ctx`` gets a subclass of the class that it has, whose ``saved_tensors`` are those
+that the capture lifted. Of a graph that is kept, several threads may be in one function at once, as under eager: so
+``ctx`` has a list of the calls that it is in, and gets its class back when the last one is over.
 """
 
 from __future__ import annotations

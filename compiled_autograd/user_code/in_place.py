@@ -1,8 +1,7 @@
 """Whether a saved tensor was changed in place since the engine handed it over, and what the engine says of it.
 
-A node looks at the versions of what it saved when it is about to run. The engine has done so for us at the handover,
-for all nodes at once; where users' code runs in the middle of the backward, we do it again. The rules and the words are
-those of ``SavedVariable::unpack`` (``torch/csrc/autograd/saved_variable.cpp``, 2.13).
+The rules and the words are those of ``SavedVariable::unpack`` (``torch/csrc/autograd/saved_variable.cpp``, 2.13); when
+it is looked at stands in ``docs/internals/steps.md``.
 """
 
 from __future__ import annotations
@@ -17,21 +16,14 @@ import torch
 _Place = TypeVar("_Place", bound=Hashable)
 
 
-def version_of(value: Any) -> int | None:
-    """How often a tensor was changed in place; None where that is not counted: for an inference tensor, or none."""
-    if not isinstance(value, torch.Tensor) or value.is_inference():
-        return None
-    return value._version
-
-
 def versions_of(places: Collection[_Place], values: Any) -> dict[_Place, int]:
-    """The versions of what lies at some places, as far as they are counted."""
+    """How often what lies at some places was changed in place, as far as that is counted: not of inference tensors."""
     with torch._C.DisableTorchFunctionSubclass():
         try:
             return {place: values[place]._version for place in places}
         except (AttributeError, RuntimeError):  # there is one without
-            found = {place: version_of(values[place]) for place in places}
-            return {place: version for place, version in found.items() if version is not None}
+            tensors = [place for place in places if isinstance(values[place], torch.Tensor)]
+            return {place: values[place]._version for place in tensors if not values[place].is_inference()}
 
 
 def changed(places: Iterable[_Place], values: Any, versions: Mapping[_Place, int]) -> bool:

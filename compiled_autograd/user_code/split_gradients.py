@@ -30,12 +30,11 @@ def _fitted(grads: Grads, count: int) -> list[torch.Tensor | None]:
     return [*grads[:count], *[None] * (count - len(grads))]
 
 
+UNBIND = ("UnbindBackward0", "UnbindBackward0_copy")
+"""Functions that do not know the size that was cut; the tape graph hands it to them as their last argument."""
 FITTED: dict[str, Callable[..., tuple[Any, ...]]] = {
     **dict.fromkeys(("SplitBackward0", "SplitBackward0_copy", "UnsafeSplitBackward0"), _of_split),
-    **dict.fromkeys(("UnbindBackward0", "UnbindBackward0_copy"), _of_unbind),
+    **dict.fromkeys(UNBIND, _of_unbind),
 }
 """By the name of the engine's function, what makes its arguments of those in the tape graph. One that is given a list
 of sizes (``SplitWithSizesBackward0``) needs none: how long the list is, the engine's key has."""
-
-UNBIND = ("UnbindBackward0", "UnbindBackward0_copy")
-"""Functions that do not know the size that was cut; the tape graph hands it to them as their last argument."""

@@ -96,5 +96,5 @@ def _list_of_examples() -> str:
 
 
 def _fenced(text: str, language: str, title: str) -> str:
-    """A file shown as it is."""
-    return f"# {title}\n\n````{language}\n{text}\n````\n"
+    """A file shown as it is, with the room that its lines need."""
+    return f"---\nhide: [toc]\n---\n# {title}\n\n````{language}\n{text}\n````\n"

@@ -231,7 +231,7 @@ assert session.wait(60)
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="needs fork")
 @pytest.mark.skipif(
-    release(torch.__version__) < (2, 12), reason="in 2.11 the child's thread may not end: see the README"
+    release(torch.__version__) < (2, 12), reason="in 2.11 the child's thread may not end: see docs/limits.md"
 )
 def test_a_forked_child_goes_on() -> None:
     result = in_subprocess(_FORKS, OMP_NUM_THREADS="1")

@@ -15,7 +15,8 @@ _PACKAGES = ("compiled_autograd", "backends", "shadow_cache")
 _CONTRIBUTING = ROOT / "CONTRIBUTING.md"
 _INTERNALS = sorted((ROOT / "docs" / "internals").glob("*.md"))
 _DOCUMENTS = [ROOT / name for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md")]
-_DOCUMENTS += sorted((ROOT / "docs").rglob("*.md"))
+_PAGES = sorted((ROOT / "docs").rglob("*.md"))
+_DOCUMENTS += [*_PAGES, *sorted((ROOT / "examples").glob("*.md"))]
 
 _SPAN = re.compile(r"`([^`\n]+)`")
 _FENCED = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
@@ -260,3 +261,31 @@ def test_links_lead_somewhere(document: Path) -> None:
         if not target.exists() or (anchor and anchor not in _anchors(target)):
             broken.append(link)
     assert broken == []
+
+
+# The site
+
+
+def _in_the_nav() -> list[str]:
+    text = (ROOT / "mkdocs.yml").read_text()
+    return re.findall(r"^ +- (?:.+: )?([\w/]+\.md)$", text[text.index("\nnav:") :], re.MULTILINE)
+
+
+def test_every_page_is_in_the_nav_of_the_site_once() -> None:
+    of_the_repository = ["index.md", "contributing.md", "changelog.md"]  # made by docs/mkdocs_hook.py
+    pages = [page.relative_to(ROOT / "docs").as_posix() for page in _PAGES]
+    assert sorted(_in_the_nav()) == sorted(pages + of_the_repository)
+
+
+@pytest.mark.parametrize("document", _DOCUMENTS, ids=_by_name)
+def test_headings_of_a_page_have_anchors_of_their_own(document: Path) -> None:
+    """GitHub and the site number anchors that come twice in different ways."""
+    titles = _HEADING.findall(_prose(document))
+    if document.name != "CHANGELOG.md":  # its form has "Added" for each version
+        assert len(_anchors(document)) == len(titles)
+
+
+def test_an_anchor_that_is_not_there_is_found(tmp_path: Path) -> None:
+    page = tmp_path / "page.md"
+    page.write_text("# A title\n\n## `code` and, more\n\n```\n# no heading\n```\n")
+    assert _anchors(page) == {"a-title", "code-and-more"}

@@ -10,6 +10,8 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 
+import grimp
+import networkx as nx
 import pytest
 
 from .helpers import ROOT
@@ -47,6 +49,31 @@ def test_an_import_that_goes_up_is_found(planted: str, tmp_path: Path) -> None:
     ended = _lint(tmp_path)
     assert ended.returncode == 1
     assert "compiled_autograd.lowering.aten -> compiled_autograd.engine.session" in ended.stdout
+
+
+def _circles(*packages: str) -> list[set[str]]:
+    """Files that import one another, lazily and for types alone too."""
+    graph = grimp.build_graph(*packages, cache_dir=None)
+    imports = nx.DiGraph(
+        (file, other) for file in graph.modules for other in graph.find_modules_directly_imported_by(file)
+    )
+    return [found for found in nx.strongly_connected_components(imports) if len(found) > 1]
+
+
+def test_no_files_import_one_another() -> None:
+    assert _circles(*_PACKAGES) == []
+
+
+def test_files_that_import_one_another_are_found(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = tmp_path / "planted_circle"
+    folder.mkdir()
+    (folder / "__init__.py").touch()
+    (folder / "one.py").write_text("from .other import f\n")
+    (folder / "other.py").write_text(
+        "TYPE_CHECKING = False\nif TYPE_CHECKING:\n    from .one import g\n\ndef f(): ...\n"
+    )
+    monkeypatch.syspath_prepend(tmp_path)
+    assert _circles("planted_circle") == [{"planted_circle.one", "planted_circle.other"}]
 
 
 def _too_large(folder: Path) -> Iterator[str]:

@@ -10,9 +10,9 @@ from __future__ import annotations
 import hashlib
 import os
 import secrets
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import TYPE_CHECKING, BinaryIO, TypeVar
+from typing import BinaryIO, Protocol, TypeVar
 
 import msgspec
 
@@ -22,9 +22,6 @@ from ..safe_text import harmless
 from .folder import written_whole
 from .rows import digests
 
-if TYPE_CHECKING:
-    from .store import Store
-
 _MAGIC = b"shadow cache 1\n\0"
 R = TypeVar("R", Entry, Structure)
 _Table = list[tuple[str, int, str]]
@@ -32,7 +29,22 @@ _NO_RECORD = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
 """What reading msgpack raises: it is another record, no text, or lists in lists without end."""
 
 
-def export(store: Store, file: Path, ids: Iterable[str] | None) -> int:
+class Keeper(Protocol):
+    """What entries are taken from and added to: a store."""
+
+    @property
+    def path(self) -> Path: ...
+
+    def entries(self) -> Iterable[Entry]: ...
+
+    def structure(self, id_: str) -> Structure | None: ...
+
+    def read(self, digest: str) -> bytes: ...
+
+    def add(self, structure: Structure, entry: Entry, files: Mapping[str, bytes]) -> Entry: ...
+
+
+def export(store: Keeper, file: Path, ids: Iterable[str] | None) -> int:
     """Write entries with their structures and files; gives how many. Damaged ones are dropped, and not counted."""
     entries = {entry.id: entry for entry in store.entries()}
     if ids is not None:
@@ -64,7 +76,7 @@ def export(store: Store, file: Path, ids: Iterable[str] | None) -> int:
     return count
 
 
-def import_(store: Store, file: Path) -> int:
+def import_(store: Keeper, file: Path) -> int:
     """Add the entries of ``file``, the least recently used first; gives how many."""
     with file.open("rb") as opened:
         archive = _Archive(file, opened)

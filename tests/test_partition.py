@@ -87,12 +87,12 @@ def test_a_tape_that_repeats_itself_is_cut_at_the_same_place_of_each_repetition(
 
 def test_a_tape_that_repeats_nothing_is_cut_too(monkeypatch: pytest.MonkeyPatch) -> None:
     whole = sum(_compiled(_Mixed, lambda model: model(torch.randn(2, 4, 5)))[1])
-    for longest in (1, 2, 3, 5, 11, whole - 1, 2 * whole):
+    for max_calls in (1, 2, 3, 5, 11, whole - 1, 2 * whole):
         ca.reset()
-        monkeypatch.setattr(partition, "MAX_CALLS_OF_SLOW_REGION", longest)
+        monkeypatch.setattr(partition, "MAX_CALLS_OF_SLOW_REGION", max_calls)
         session, lengths = _compiled(_Mixed, lambda model: model(torch.randn(2, 4, 5)))
         assert sum(lengths) == whole
-        assert (len(lengths) == 1) == (longest > whole)
+        assert (len(lengths) == 1) == (max_calls > whole)
         assert session.stats().hits == 2 and session.stats().failures == 0
 
 

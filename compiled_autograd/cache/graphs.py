@@ -39,7 +39,7 @@ MAX_NODES = 100_000
 """The largest numbers of structures, and of nodes of all their tapes together, some 20 KiB each. Where there are more,
 the half that was used last stays."""
 REUSES_WORTH_COMPILING = 3
-"""A structure that was met again so often may be worth what it costs to capture and compile it."""
+"""A structure that was met again this many times may be worth what it costs to capture and compile it."""
 _MAX_GONE = 100_000
 _EVICTED = "it was compiled before, and went because others were used since"
 _uses = PROCESS.register(itertools.count(1))

@@ -78,29 +78,29 @@ def is_opaque(node: fx.Node, bitwise: bool, untraceable: Container[fx.Node] = ()
 
 
 def partition(
-    graph: fx.Graph, bitwise: bool = False, untraceable: Container[fx.Node] = (), longest: int | None = None
+    graph: fx.Graph, bitwise: bool = False, untraceable: Container[fx.Node] = (), max_calls: int | None = None
 ) -> list[Step]:
     """All steps of a tape graph, in the order in which they run."""
-    return cut([node for node in graph.nodes if node.op == "call_function"], bitwise, untraceable, longest)
+    return cut([node for node in graph.nodes if node.op == "call_function"], bitwise, untraceable, max_calls)
 
 
 def cut(
     nodes: Sequence[fx.Node],
     bitwise: bool = False,
     untraceable: Container[fx.Node] = (),
-    longest: int | None = None,
+    max_calls: int | None = None,
 ) -> list[Step]:
     """Steps for a run of calls. Values used by calls that are not among ``nodes`` become outputs.
 
     Args:
-        longest: the largest number of calls of a region, beside checks for NaNs and the other items that its last call
-            gives.
+        max_calls: the largest number of calls of a region, not counting checks for NaNs and the other items that its
+            last call gives.
     """
     steps: list[Step] = []
     region: list[fx.Node] = []
     leaves: list[fx.Node] = []
     counted = [node for node in nodes if node.target is not ir.check_nan]
-    cuts = frozenset[fx.Node]() if longest is None or len(counted) <= longest else _cuts(counted, longest)
+    cuts = frozenset[fx.Node]() if max_calls is None or len(counted) <= max_calls else _cuts(counted, max_calls)
 
     def flush() -> None:
         if region:
@@ -127,9 +127,9 @@ def cut(
     return steps
 
 
-def _cuts(nodes: Sequence[fx.Node], longest: int) -> frozenset[fx.Node]:
+def _cuts(nodes: Sequence[fx.Node], max_calls: int) -> frozenset[fx.Node]:
     """The calls before which a region ends. A list of gradients stays in the region that takes them from it."""
-    stretch = _stretch(nodes, longest)
+    stretch = _stretch(nodes, max_calls)
     positions = {node: position for position, node in enumerate(nodes)}
     cuts, due, taken = [], False, -1
     for position, node in enumerate(nodes):
@@ -142,9 +142,9 @@ def _cuts(nodes: Sequence[fx.Node], longest: int) -> frozenset[fx.Node]:
     return frozenset(cuts)
 
 
-def _stretch(nodes: Sequence[fx.Node], longest: int) -> int:
+def _stretch(nodes: Sequence[fx.Node], max_calls: int) -> int:
     """After how many calls a region ends: as many repetitions of what the middle of the tape repeats as there is room
-    for, or ``longest`` where it repeats nothing."""
+    for, or ``max_calls`` where it repeats nothing."""
     quarter = len(nodes) // 4
     middle = [node.target for node in nodes[quarter : len(nodes) - quarter]]
     border = [0] * len(middle)  # of each beginning, how long a piece it begins and ends with (Knuth, Morris, Pratt)
@@ -155,7 +155,7 @@ def _stretch(nodes: Sequence[fx.Node], longest: int) -> int:
         length += middle[position] == middle[length]
         border[position] = length
     period = len(middle) - border[-1]
-    return longest // period * period if period <= longest else longest
+    return max_calls // period * period if period <= max_calls else max_calls
 
 
 def _region(nodes: list[fx.Node]) -> Region:

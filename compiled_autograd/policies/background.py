@@ -50,7 +50,7 @@ class Job:
 
 
 _LAST_SECONDS = 2.0
-"""So long the process waits for the thread when it ends."""
+"""Seconds that the process waits for the thread when it ends."""
 
 
 class Background:

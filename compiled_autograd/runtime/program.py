@@ -60,8 +60,8 @@ class Program:
         self.tape = tape
         self.region_compiler = RegionCompiler(backend, passes, specs, dynamic)
         known = {node: node.meta["untraceable"] for node in tape.graph.nodes if "untraceable" in node.meta}
-        longest = partition.MAX_CALLS_OF_SLOW_REGION if backend.slow else None
-        schedule = self.schedule = Schedule(tape, counts, backend.bitwise, {**known, **untraceable}, longest)
+        max_calls = partition.MAX_CALLS_OF_SLOW_REGION if backend.slow else None
+        schedule = self.schedule = Schedule(tape, counts, backend.bitwise, {**known, **untraceable}, max_calls)
         self.region_compiler.regions = lambda: [step for step in schedule.steps if isinstance(step, RegionStep)]
 
     def run(self, given: Slots, context: RunContext) -> list[torch.Tensor | None]:

@@ -21,7 +21,7 @@ class Schedule:
         counts: how many values of each kind of placeholder the engine hands over.
         bitwise: what is compiled must be bit for bit what the engine would compute.
         untraceable: calls that stay opaque beside those that always do, and why.
-        longest: the largest number of calls of a region; None for any number.
+        max_calls: the largest number of calls of a region; None for any number.
 
     Attributes:
         steps: what runs, in order.
@@ -38,10 +38,10 @@ class Schedule:
         counts: Sequence[int],
         bitwise: bool,
         untraceable: dict[fx.Node, str],
-        longest: int | None = None,
+        max_calls: int | None = None,
     ) -> None:
         self.bitwise = bitwise
-        self.longest = longest
+        self.max_calls = max_calls
         self.untraceable = untraceable
         self.slot_of: dict[fx.Node, int] = {}
         starts = dict(zip(ir.PLACEHOLDERS, itertools.accumulate([0, *counts[:-1]]), strict=True))
@@ -61,7 +61,7 @@ class Schedule:
         self.outputs = [
             None if value is None else self._slot(value) for value in tape.graph.find_nodes(op="output")[0].args[0]
         ]
-        parts = partition(tape.graph, bitwise, untraceable, longest)
+        parts = partition(tape.graph, bitwise, untraceable, max_calls)
         self.steps: list[Executor] = [self._executor(part) for part in parts]
         self._plan_drops()
         self._mark()
@@ -71,7 +71,9 @@ class Schedule:
         step = steps[position]
         assert isinstance(step, RegionStep)
         self.untraceable.update(untraceable)
-        parts = [self._executor(part) for part in cut(step.region.nodes, self.bitwise, self.untraceable, self.longest)]
+        parts = [
+            self._executor(part) for part in cut(step.region.nodes, self.bitwise, self.untraceable, self.max_calls)
+        ]
         self.steps = [*steps[:position], *parts, *steps[position + 1 :]]
         self._plan_drops()
         self._mark()

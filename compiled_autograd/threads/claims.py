@@ -21,7 +21,7 @@ from ..process_state import PROCESS
 from .gate import GATE, Token, take
 
 _SECONDS = 0.02
-"""After so long, who waits looks whether a claim was left by Ctrl-C."""
+"""Seconds after which who waits looks whether a claim was left by Ctrl-C."""
 
 
 @dataclass(slots=True, eq=False)

@@ -52,7 +52,7 @@ def rm(view: View, id: tuple[str, ...]) -> None:
 
 
 @click.command(cls=Verb)
-@click.option("--older", callback=_parsed(render.parse_age), help="Those not used for so long: 30d, 12h, 2w.")
+@click.option("--older", callback=_parsed(render.parse_age), help="Those not used for this long: 30d, 12h, 2w.")
 @click.option("--max-size", callback=_parsed(render.parse_size), help="Those used least lately, until it fits: 2GB.")
 @click.option("--dry-run", is_flag=True, help="Remove nothing, only say what would be.")
 @with_format

@@ -31,7 +31,7 @@ _KEYS: dict[str, Callable[[Summary], Any]] = {
     "--sort", type=click.Choice(tuple(_KEYS)), default="used", show_default=True, help="Largest or newest first."
 )
 @click.option("--reverse", is_flag=True, help="Turn the order round.")
-@click.option("--limit", type=click.IntRange(min=0), help="Only so many.")
+@click.option("--limit", type=click.IntRange(min=0), help="At most this many.")
 @click.option("--backend", help="Only those of this backend, in its mode: inductor, inductor:max-autotune.")
 @click.option("--loss", help="Only those whose loss has this text in its name.")
 @click.option("--name", help="Only those with this text in their loss, module or source line.")

@@ -14,8 +14,6 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from examples.train_gpt import GPT
-
 MakeLoss = Callable[[nn.Module], Tensor]
 Factory = Callable[[], tuple[nn.Module, MakeLoss]]
 
@@ -70,6 +68,68 @@ class ResNet(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         """[batch, 3, height, width] -> logits [batch, classes]."""
         return self.head(self.features(x).mean((2, 3)))
+
+
+class GPTBlock(nn.Module):
+    """One transformer layer: causal self-attention and an MLP, each behind a LayerNorm and a residual."""
+
+    def __init__(self, width: int, heads: int, dropout: float) -> None:
+        super().__init__()
+        self.heads = heads
+        self.dropout = dropout
+        self.attention_norm = nn.LayerNorm(width)
+        self.qkv = nn.Linear(width, 3 * width)
+        self.attention_out = nn.Linear(width, width)
+        self.mlp_norm = nn.LayerNorm(width)
+        self.mlp_in = nn.Linear(width, 4 * width)
+        self.mlp_out = nn.Linear(4 * width, width)
+
+    def attention(self, x: Tensor) -> Tensor:
+        """Mix the positions of `x` [batch, time, width], each with those before it; same shape."""
+        batch, length, width = x.shape
+        q, k, v = self.qkv(x).view(batch, length, 3, self.heads, width // self.heads).permute(2, 0, 3, 1, 4).unbind(0)
+        dropout = self.dropout if self.training else 0.0
+        mixed = F.scaled_dot_product_attention(q, k, v, dropout_p=dropout, is_causal=True)
+        return self.attention_out(mixed.transpose(1, 2).reshape(batch, length, width))
+
+    def forward(self, x: Tensor) -> Tensor:
+        """[batch, time, width] float -> the same."""
+        x = x + F.dropout(self.attention(self.attention_norm(x)), self.dropout, self.training)
+        hidden = self.mlp_out(F.gelu(self.mlp_in(self.mlp_norm(x))))
+        return x + F.dropout(hidden, self.dropout, self.training)
+
+
+class GPT(nn.Module):
+    """A decoder-only transformer over `vocabulary` symbols, at most `block_size` of them at a time."""
+
+    def __init__(
+        self, vocabulary: int, block_size: int, layers: int, width: int, heads: int, dropout: float = 0.0
+    ) -> None:
+        super().__init__()
+        if width % heads:
+            raise ValueError(f"width {width} is not a multiple of heads {heads}: choose one that is")
+        self.block_size = block_size
+        self.tokens = nn.Embedding(vocabulary, width)
+        self.positions = nn.Embedding(block_size, width)
+        self.blocks = nn.ModuleList(GPTBlock(width, heads, dropout) for _ in range(layers))
+        self.norm = nn.LayerNorm(width)
+        self.head = nn.Linear(width, vocabulary)
+        self.apply(self._initialise)
+
+    @staticmethod
+    def _initialise(module: nn.Module) -> None:
+        if isinstance(module, nn.Linear | nn.Embedding):
+            nn.init.normal_(module.weight, std=0.02)
+        if isinstance(module, nn.Linear):
+            nn.init.zeros_(module.bias)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        """`tokens` [batch, time] int64 -> logits [batch, time, vocabulary] float."""
+        positions = torch.arange(tokens.shape[1], device=tokens.device)
+        x = self.tokens(tokens) + self.positions(positions)
+        for block in self.blocks:
+            x = block(x)
+        return self.head(self.norm(x))
 
 
 class UnrolledLSTM(nn.Module):

@@ -11,8 +11,7 @@ import torch.nn.functional as F
 from torch import nn
 
 import compiled_autograd as ca
-from benchmarks.models import BasicBlock, ResidualMLP, UnrolledLSTM
-from examples.train_gpt import GPT
+from benchmarks.models import GPT, BasicBlock, ResidualMLP, UnrolledLSTM
 
 from .helpers import MakeLoss, assert_grads, compare, expect, mlp
 

@@ -27,8 +27,7 @@ class Block(nn.Sequential):
     """A residual block that saves some ten times the size of its input. It counts how often it runs."""
 
     def __init__(self) -> None:
-        up, down = nn.Linear(WIDTH, 4 * WIDTH), nn.Linear(4 * WIDTH, WIDTH)
-        super().__init__(nn.LayerNorm(WIDTH), up, nn.GELU(), down)
+        super().__init__(nn.LayerNorm(WIDTH), nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
         self.runs = 0
 
     def forward(self, x: Tensor) -> Tensor:
@@ -58,8 +57,7 @@ def gradients(model: nn.Module) -> Tensor:
 
 def accumulation() -> None:
     """The first small batch of a step finds no `.grad`, the others add to one: two structures, each compiled once."""
-    reference, model = Model(), Model()
-    session = ca.enable(backend="eager", cache_dir=False)
+    reference, model, session = Model(), Model(), ca.enable(backend="eager", cache_dir=False)
     for _ in range(STEPS):
         x = torch.randn(PARTS * 32, WIDTH)
         reference.zero_grad()

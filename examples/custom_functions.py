@@ -7,7 +7,6 @@ and under `vmap`; one made of other functions, with a backward inside its backwa
     python examples/custom_functions.py
 """
 
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -67,8 +66,8 @@ class Recomputed(Function):
             return torch.autograd.grad(Softplus.apply(x).exp(), x, grad)[0]
 
 
-def train(name: str, session: ca.Session, make_loss: Callable[[int], Tensor], inputs: list[Tensor]) -> None:
-    """Gradients of STEPS losses with respect to `inputs`, beside eager's. Whatever is compiled is told."""
+def train(name: str, session: ca.Session, make_loss: Any, inputs: list[Tensor]) -> None:
+    """Gradients of `make_loss(step)` with respect to `inputs`, beside eager's. Whatever is compiled is told."""
     for step in range(STEPS):
         loss = make_loss(step)
         wanted = torch.autograd.grad(loss, inputs, retain_graph=True, allow_unused=True)
@@ -83,12 +82,10 @@ def main() -> None:
     torch.manual_seed(0)
     session = ca.enable(backend="eager", cache_dir=False)
     expert, head, x = nn.Linear(32, 32), nn.Linear(32, 1), torch.randn(8, 32)
-    parameters = [*expert.parameters(), *head.parameters()]
-    # An expert behind a gate that is open at every second step. Where it is closed, no product is computed for it: the
-    # structure is the same, and what comes after the gate in the backward is compiled for each pattern of None.
-    train(
-        "gate", session, lambda step: head(x + Gate.apply(expert(x).tanh(), step % 2 == 0)).square().mean(), parameters
-    )
+    inputs = [*expert.parameters(), *head.parameters()]
+    # An expert behind a gate that is open at every second step. Both are one structure, and what comes after the gate
+    # in the backward is compiled for each pattern of None: with a closed gate, no product is left to be computed there.
+    train("gate", session, lambda step: head(x + Gate.apply(expert(x).tanh(), step % 2 == 0)).square().mean(), inputs)
     stats, aten = session.stats(), session.last.graph.aten
     assert (stats.captures, stats.compiles, stats.hits, stats.bypasses) == (1, 3, STEPS - 2, {})
     products = [len(each.graph.find_nodes(op="call_function", target=torch.ops.aten.mm.default)) for each in aten]
@@ -101,14 +98,14 @@ def main() -> None:
     for name, function in cases.items():
         session = ca.enable(backend="eager", cache_dir=False)
         train(name, session, lambda step, function=function: (function(x.tanh()) * x).sum(), [x])
-        stats = session.stats()
-        structures = 2 if name == "backward inside" else 1
+        stats, structures = session.stats(), 2 if name == "backward inside" else 1
         assert (stats.captures, stats.hits, stats.bypasses) == (structures, structures * (STEPS - 1), {})
         print(f"{name}: {stats.backwards} backwards, {stats.hits} hits")
 
     # `gradcheck` in a session checks what is compiled; of second derivatives, that is the last backward.
     with ca.enable(backend="eager", cache_dir=False, tune=False) as session:
         assert gradcheck(Softplus.apply, x) and not session.stats().bypasses and gradgradcheck(Softplus.apply, x)
+        assert session.stats().hits > 0 and set(session.stats().bypasses) == {"create_graph"}
         print(f"gradcheck, gradgradcheck: {session.stats().hits} hits, left to eager {session.stats().bypasses}")
         (first,) = torch.autograd.grad(Recomputed.apply(x).exp().sum(), x, create_graph=True)
         try:

@@ -74,11 +74,10 @@ def optimizer_in_backward(plain: nn.Module) -> None:
         optimizer.zero_grad()
         assert torch.equal(flat(inside.parameters()), flat(plain.parameters()))
         assert torch.equal(flat(compiled.parameters()), flat(plain.parameters()))
-    stats = session.stats()
-    assert (stats.captures, stats.hits, stats.bypasses) == (1, STEPS - 1, {})
+    assert (session.stats().captures, session.stats().hits, session.stats().bypasses) == (1, STEPS - 1, {})
     assert peaks["in it, compiled"] < 0.4 * peaks["after it"] and all(p.grad is None for p in own)
     sizes = ", ".join(f"{way} {peak:.2f} MiB" for way, peak in peaks.items())
-    print(f"optimizer: the same weights; highest memory of the backward, with the optimizer {sizes}")
+    print(f"optimizer: the same weights; the most memory of a backward, with the optimizer {sizes}")
 
 
 def gradient_edges(model: nn.Module) -> None:
@@ -86,7 +85,7 @@ def gradient_edges(model: nn.Module) -> None:
     session, weight = ca.enable(backend="eager", cache_dir=False), model[0].weight
 
     def gradients(x: Tensor) -> list[Tensor]:
-        """Of the hidden tensor before and after it is changed in place, and of the first weight alone."""
+        """Of `hidden` before and after it is changed in place, and of the first weight alone."""
         hidden = model[:5](x)
         before = get_gradient_edge(hidden)
         hidden.mul_(3)  # from here on, `hidden` is another place on the tape
@@ -106,7 +105,7 @@ def gradient_edges(model: nn.Module) -> None:
         assert torch.equal(found[0], 3 * found[1])
     stats = session.stats()
     assert (stats.captures, stats.hits, stats.bypasses) == (2, 2 * STEPS - 2, {})
-    print(f"edges: before `hidden.mul_(3)` and after it; {stats.captures} captures, {stats.hits} hits")
+    print(f"edges: `hidden` before and after `hidden.mul_(3)`; {stats.captures} captures, {stats.hits} hits")
 
 
 def main() -> None:

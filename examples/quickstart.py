@@ -18,6 +18,7 @@ from torch import Tensor, nn
 
 import compiled_autograd as ca
 
+# With more steps, some backwards would be bypasses: after 16 hits, it is tried whether eager is faster (`tune`).
 STEPS, WARM_UP, BATCH, WIDTH, DEPTH = 16, 3, 2048, 16, 4
 
 

@@ -243,10 +243,12 @@ def print_summary(
     console.print(table)
 
 
-def draw(runs: Sequence[Run], file: Path) -> None:
-    """Draw the loss and the time of each step of all runs to `file`."""
-    import matplotlib
-
+def draw(runs: Sequence[Run], file: Path) -> str:
+    """Draw the loss and the time of each step of all runs to `file`; says where, or what that needs."""
+    try:
+        import matplotlib
+    except ImportError:
+        return "No picture of the curves: matplotlib draws it, which `pip install -e '.[examples]'` installs."
     matplotlib.use("Agg")
     from matplotlib import pyplot
 
@@ -259,9 +261,10 @@ def draw(runs: Sequence[Run], file: Path) -> None:
     curves.legend()
     figure.savefig(file)
     pyplot.close(figure)
+    return f"Losses and step times are drawn in {file}."
 
 
-def sentences(runs: Sequence[Run], session: ca.Session, file: Path | None) -> Iterator[str]:
+def sentences(runs: Sequence[Run], session: ca.Session) -> Iterator[str]:
     """What the table does not say: compiling, the way of each backward, and whether it was worth it."""
     eager, compiled = runs[:2]
     stats = session.stats()
@@ -275,8 +278,6 @@ def sentences(runs: Sequence[Run], session: ca.Session, file: Path | None) -> It
         yield f"{spent}, which {len(eager.steps)} steps did not earn back. {why_not(stats)}"
     ways = {"hits": stats.hits, "misses": stats.structure_misses + stats.shape_misses, **stats.bypasses}
     yield f"Of {stats.backwards} backwards: {', '.join(f'{count} {way}' for way, count in ways.items())}."
-    if file is not None:
-        yield f"Losses and step times are drawn in {file}."
 
 
 def plural(count: int, what: str) -> str:
@@ -357,9 +358,8 @@ def main() -> int:
     print_curves(runs, console)
     memory = [memory_of_a_step(run, next(corpus.batches(args))) for run in runs]
     print_summary(runs, memory, args, console)
-    draw(runs, args.picture)
-    for sentence in sentences(runs, session, args.picture):
-        console.print(sentence)
+    for sentence in (*sentences(runs, session), draw(runs, args.picture)):
+        console.print(sentence, markup=False)
     return verdict(runs, session.stats(), args, console)
 
 

@@ -19,7 +19,7 @@ from torch import Tensor
 
 import compiled_autograd as ca
 
-LAYERS, WIDTH, INNER_STEPS, OUTER_STEPS = 4, 32, 3, 30
+LAYERS, WIDTH, INNER_STEPS, OUTER_STEPS = 3, 32, 3, 30
 Tensors = list[Tensor]
 
 

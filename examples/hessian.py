@@ -65,29 +65,22 @@ def func_trained(network: nn.Module, weights: dict[str, Tensor], x: Tensor) -> l
     return [each for each in by_name.values() if each.dim() == 2]
 
 
-def inside(session: ca.Session, way: Way) -> list[Tensor]:
-    """Compute it in the session."""
-    with session:
-        return way()
-
-
 def compare(title: str, eager: Way, func: Way, backwards: int, create_graph: int) -> int:
-    """Compute it all three ways, and time them in turn.
+    """Compute it all three ways, time them in turn, and give the number of matrix products in the compiled backward.
 
-    Args:
-        backwards: how many of its backwards are captured.
-        create_graph: how many are left to eager, since they are differentiated again.
-
-    Returns:
-        The number of matrix products in the compiled backward.
+    Of its backwards, `backwards` are captured, and `create_graph` left to eager, since they are differentiated again.
     """
     session = ca.enable(cache_dir=False, tune=False)  # tune=False leaves nothing to eager to be timed: exact counts
-    ours = functools.partial(inside, session, eager)
-    found = ours()
+
+    def compiled() -> list[Tensor]:
+        with session:
+            return eager()
+
+    found = compiled()
     torch.testing.assert_close(found, eager())
     torch.testing.assert_close(found, func())
     for _ in range(2):
-        ours()  # the first runs are compared with the real calls, which takes time; what is timed below is not
+        compiled()  # the first runs are compared with the real calls, which takes time; what is timed below is not
     stats = session.stats()
     assert (stats.structure_misses, stats.hits, stats.compiles) == (1, 3 * backwards - 1, 1)
     assert stats.bypasses == {"create_graph": 3 * create_graph}
@@ -96,7 +89,7 @@ def compare(title: str, eager: Way, func: Way, backwards: int, create_graph: int
     products = sum(name in ("aten.mm.default", "aten.addmm.default") for name in operators)
     times: dict[str, list[float]] = {"eager": [], "compiled": [], "torch.func": []}
     for _ in range(ROUNDS):
-        for way, seconds in zip((eager, ours, func), times.values(), strict=True):
+        for way, seconds in zip((eager, compiled, func), times.values(), strict=True):
             started = time.perf_counter()
             way()
             seconds.append(time.perf_counter() - started)

@@ -29,7 +29,7 @@ HITS = 30
 def make_model() -> tuple[nn.Module, Tensor]:
     """A network of many small layers, and its input [32, 64]; the same in each process."""
     torch.manual_seed(0)
-    layers = [layer for _ in range(12) for layer in (nn.Linear(64, 64), nn.LayerNorm(64), nn.GELU())]
+    layers = [layer for _ in range(8) for layer in (nn.Linear(64, 64), nn.LayerNorm(64), nn.GELU())]
     return nn.Sequential(*layers), torch.randn(32, 64)
 
 

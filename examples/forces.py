@@ -52,8 +52,7 @@ def morse(positions: Tensor) -> Tensor:
 def with_forces(energy_of: Callable[[Tensor], Tensor], positions: Tensor) -> tuple[Tensor, Tensor]:
     """Energies [batch] and forces [batch, atoms, 3], both with the history that training needs."""
     energy = energy_of(positions)
-    (slope,) = torch.autograd.grad(energy.sum(), positions, create_graph=True)
-    return energy, -slope
+    return energy, -torch.autograd.grad(energy.sum(), positions, create_graph=True)[0]
 
 
 def gradients(model: Any, positions: Tensor, around: AbstractContextManager[Any]) -> tuple[Seconds, list[Tensor]]:
@@ -108,7 +107,6 @@ def main() -> None:
     print(f"backwards of the loss: 1 compiled in {stats.compile_seconds:.1f} s, {stats.hits} hits")
     eager, ours = ([statistics.median(each) for each in zip(*times[way][3:], strict=True)] for way in times)
     print(f"time over eager's: last backward {ours[1] / eager[1]:.2f}, the whole {ours[0] / eager[0]:.2f}")
-
     # "aot_eager" is AOTAutograd without Inductor: it is there that the second derivative is missing.
     try:
         gradients(torch.compile(model, backend="aot_eager"), batch(), ca.disable())

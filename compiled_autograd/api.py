@@ -25,8 +25,8 @@ def enable(**settings: Any) -> Session:
             ``"max-autotune-no-cudagraphs"``. What each sets is ``torch._inductor.list_mode_options(mode)``. Results of
             CUDA graphs are copied, so that gradients are nobody else's memory.
         dynamic: None compiles for the shapes that it meets, and makes symbols of those dimensions that are seen to
-            change, or that ``torch._dynamo.mark_dynamic`` marked; True of all but those of parameters, at once; False
-            of none.
+            change, or that ``torch._dynamo.mark_dynamic`` marked; True of all of saved tensors but those of parameters,
+            at once (a size that no saved tensor has is a number until it changes); False of none.
         on_miss: ``"compile"``; ``"background"`` compiles beside the training, and leaves what is not ready to eager
             (:meth:`Session.wait` waits for it); ``"eager"`` compiles nothing, and leaves to eager what is not in the
             cache; ``"raise"`` raises :class:`CacheMissError` then.

@@ -13,7 +13,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
-from torch.autograd import Variable
+from torch.autograd import Variable, forward_ad
 from torch.autograd.graph import GradientEdge
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
@@ -426,6 +426,16 @@ def _dispatch_mode(x: torch.Tensor) -> torch.Tensor:
         return torch.autograd.grad(loss, x)[0]
 
 
+def _forward_over_reverse(x: torch.Tensor) -> torch.Tensor:
+    """The tangent of a gradient: the second derivative times a direction."""
+    with forward_ad.dual_level():
+        loss = (forward_ad.make_dual(x, torch.ones(3)).sin() * x).sum()
+        (gradient,) = torch.autograd.grad(loss, x)
+        tangent = forward_ad.unpack_dual(gradient).tangent
+        assert tangent is not None
+        return tangent.clone()
+
+
 def _torch_compiled_autograd(x: torch.Tensor) -> torch.Tensor:
     from torch._dynamo.compiled_autograd import _enable
 
@@ -440,6 +450,7 @@ def _torch_compiled_autograd(x: torch.Tensor) -> torch.Tensor:
         (_create_graph, "create_graph", 1),
         (_batched, "batched_grads", 0),
         (_dispatch_mode, "dispatch_mode", 0),
+        (_forward_over_reverse, "forward_ad", 0),
         (_torch_compiled_autograd, "torch_compiled_autograd", 0),
     ],
 )

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 
 import torch
 from torch._guards import TracingContext
+from torch.autograd import forward_ad
 
 from shadow_cache import Bypass, Miss, unsupported
 
@@ -13,6 +14,9 @@ from ..errors import BrokenCaptureError, CacheMissError, UnsupportedBackwardErro
 
 CREATE_GRAPH = Bypass("create_graph", hint="a backward that is differentiated again is left to the eager engine")
 BATCHED_GRADS = Bypass("batched_grads", hint="is_grads_batched, vmap and grad transforms are left to the eager engine")
+FORWARD_AD = Bypass(
+    "forward_ad", hint="a dual level is on, and gradients may have tangents, which compiled code would drop"
+)
 DISPATCH_MODE = Bypass("dispatch_mode", hint="a TorchDispatchMode is on; leave it, or call backward outside of it")
 TRACING = Bypass("tracing", hint="torch.compile, export or jit.trace is tracing this backward itself")
 TORCH_COMPILED_AUTOGRAD = Bypass(
@@ -87,6 +91,8 @@ def before_capture(create_graph: bool, grads: Sequence[torch.Tensor | None], dep
         return TRACING
     if torch._C._functorch.peek_interpreter_stack() is not None:
         return BATCHED_GRADS
+    if forward_ad._current_level >= 0:
+        return FORWARD_AD
     return DISPATCH_MODE if torch._C._len_torch_dispatch_stack() else None
 
 

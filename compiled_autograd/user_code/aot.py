@@ -61,7 +61,8 @@ def aot_backward(ctx: Any) -> AOTBackward | None:
     if getattr(function, "_aot_id", None) is None or not has_aot_prologue(function):
         return None
     metadata = function.metadata
-    if ctx.symints or function.maybe_subclass_metadata is not None:
+    # A backward that is differentiated again has no symints: PyTorch refuses it, and says so when it runs.
+    if getattr(ctx, "symints", True) or function.maybe_subclass_metadata is not None:
         return None
     if metadata.is_rng_op_functionalized or metadata.num_graphsafe_rng_states or metadata.num_backward_tokens:
         return None

@@ -2,16 +2,19 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import os
 import shutil
 import sqlite3
 import subprocess
+import sys
 import tempfile
 import textwrap
 import threading
 from collections.abc import Iterator
 from pathlib import Path
+from types import FrameType
 
 import msgspec
 import pytest
@@ -152,6 +155,29 @@ def test_misses_are_newest_first(store: Store) -> None:
     store.record(MissEntry(9.0, "s2", "000001", "name", Miss("first_seen")))
     assert store.misses()[1:] == tuple(misses[::-1]) and store.misses(2)[1] == misses[4]
     assert store.stats().misses == {"shape": 5, "first_seen": 1} and store.misses(0) == ()
+
+
+def test_ctrl_c_as_a_transaction_begins_leaves_none_open(store: Store) -> None:
+    miss = MissEntry(1.0, "structure", None, "name", Miss("first_seen"))
+
+    def interrupt(frame: FrameType, event: str, argument: object) -> None:
+        connection = frame.f_locals.get("connection")
+        if event == "c_return" and isinstance(connection, sqlite3.Connection) and connection.in_transaction:
+            sys.setprofile(None)
+            raise KeyboardInterrupt
+
+    sys.setprofile(interrupt)
+    try:
+        with pytest.raises(KeyboardInterrupt):
+            store.record(miss)
+    finally:
+        sys.setprofile(None)
+    (index,) = store.path.rglob("*.db")
+    with contextlib.closing(sqlite3.connect(index, timeout=0.1, isolation_level=None)) as other:
+        other.execute("BEGIN IMMEDIATE")
+        other.execute("ROLLBACK")
+    store.record(miss)
+    assert [each.miss.kind for each in store.misses()] == ["first_seen"]
 
 
 def test_the_oldest_misses_go(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -21,7 +21,7 @@ from ..errors import StoreError, StoreMissingError, StoreNewerError, StoreUnavai
 from ..records import Miss
 from .folder import Folder, refuse_unless_plain, until_free
 from .rows import TABLES, put_miss
-from .salvage import SQLITE_ERRORS, open_index, salvage, transaction
+from .salvage import SQLITE_ERRORS, in_transaction, open_index, salvage
 
 SCHEMA = 2
 """2 has the table of timings. An older store gets what it lacks when it is opened (:func:`_make`); its rows stay."""
@@ -79,12 +79,11 @@ class Index:
     def write(self, work: Callable[[sqlite3.Connection], T], *, durable: bool = False) -> T:
         """What ``work`` gives, in one transaction; ``durable`` if it must outlast a loss of power too."""
 
-        def in_transaction(connection: sqlite3.Connection) -> T:
+        def whole(connection: sqlite3.Connection) -> T:
             connection.execute(f"PRAGMA synchronous = {'FULL' if durable else 'NORMAL'}")
-            with transaction(connection):
-                return work(connection)
+            return in_transaction(connection, lambda: work(connection))
 
-        return self.read(in_transaction)
+        return self.read(whole)
 
     def close(self) -> None:
         """Close this process's connection."""
@@ -211,10 +210,13 @@ def _never_close(connection: sqlite3.Connection | None) -> None:
 def _make(connection: sqlite3.Connection) -> None:
     # sqlite does not wait by itself when the journal's mode is changed.
     until_free(lambda: connection.execute("PRAGMA journal_mode = WAL"), sqlite3.OperationalError)
-    with transaction(connection):
+
+    def make() -> None:
         for statement in TABLES.split(";"):
             connection.execute(statement)
         connection.execute(f"PRAGMA user_version = {SCHEMA}")
+
+    in_transaction(connection, make)
 
 
 def _identity(file: Path) -> tuple[int, int] | None:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import shutil
 import sqlite3
-from collections.abc import Iterator
-from contextlib import closing, contextmanager, suppress
+from collections.abc import Callable
+from contextlib import closing, suppress
 from pathlib import Path
+from typing import TypeVar
 from urllib.parse import quote
 
 from .folder import BUSY_SECONDS, Folder
@@ -26,6 +27,7 @@ from .rows import (
     timing_of,
 )
 
+T = TypeVar("T")
 # A damaged name in an error's message is no text, and Python then says that instead of the error.
 SQLITE_ERRORS = (sqlite3.Error, UnicodeDecodeError)
 
@@ -40,17 +42,21 @@ def open_index(file: Path, how: str) -> sqlite3.Connection:
     return connection
 
 
-@contextmanager
-def transaction(connection: sqlite3.Connection) -> Iterator[None]:
-    """What is done inside is done, or nothing of it."""
-    connection.execute("BEGIN IMMEDIATE")
+def in_transaction(connection: sqlite3.Connection, work: Callable[[], T]) -> T:
+    """What ``work`` gives; all that it does is done, or nothing of it.
+
+    Beginning is part of what is undone: it waits for other processes, and Ctrl-C may come as it returns.
+    """
     try:
-        yield
+        connection.execute("BEGIN IMMEDIATE")
+        result = work()
         connection.execute("COMMIT")
     except BaseException:
-        with suppress(*SQLITE_ERRORS):  # the first error says more
-            connection.execute("ROLLBACK")
+        if connection.in_transaction:
+            with suppress(*SQLITE_ERRORS):  # the first error says more
+                connection.execute("ROLLBACK")
         raise
+    return result
 
 
 def salvage(folder: Folder, damaged: Path, new: sqlite3.Connection, new_file: Path) -> int:
@@ -68,8 +74,7 @@ def salvage(folder: Folder, damaged: Path, new: sqlite3.Connection, new_file: Pa
         finally:
             for file in new_file.parent.glob("repaired.db*"):
                 file.unlink(missing_ok=True)
-    with transaction(new):
-        return _copy_rows(folder, tables, new)
+    return in_transaction(new, lambda: _copy_rows(folder, tables, new))
 
 
 def _repair(damaged: Path, new: sqlite3.Connection, new_file: Path, repaired: Path) -> None:

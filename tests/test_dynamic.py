@@ -438,3 +438,13 @@ def test_strides_of_a_leaf_may_change_where_its_sizes_do(dynamic: bool | None, w
             assert_same(run(*tape), expected)
     stats = session.stats()
     assert not stats.failures and stats.backwards == len(tapes) and not stats.bypasses
+
+
+@pytest.mark.parametrize("inputs", [False, True])
+def test_a_gradient_that_a_leaf_copies_keeps_its_strides_for_others(inputs: bool) -> None:
+    """With ``inputs=`` it is a result too, and there has the strides of the real calls."""
+    leaf = torch.randn(2, 3).t().requires_grad_()
+    with ca.enable(backend="eager", dynamic=True, check=True) as session:
+        leaf.sum().backward(inputs=[leaf] if inputs else None)
+    assert leaf.grad is not None and leaf.grad.stride() == leaf.stride()
+    expect(session.stats(), structure_misses=1, compiles=1, failures=0)

@@ -180,9 +180,9 @@ class RegionStep:
         guard: Guard | None,
     ) -> CompiledRegion:
         """Join something compiled to this step's slots."""
-        results = [(self.outputs[position][1], index) for position, index in wiring.values]
+        results = [(self.fresh[position].shared, index) for position, index in wiring.other_strides]
+        results += [(self.outputs[position][1], index) for position, index in wiring.values]  # after: others see these
         results += [(self.fresh[position].owned, index) for position, index in wiring.fresh]
-        results += [(self.fresh[position].shared, index) for position, index in wiring.other_strides]
         return CompiledRegion(
             aten,
             call,

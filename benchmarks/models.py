@@ -14,6 +14,8 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
+from examples.train_llama import Llama
+
 MakeLoss = Callable[[nn.Module], Tensor]
 Factory = Callable[[], tuple[nn.Module, MakeLoss]]
 
@@ -183,6 +185,13 @@ def pinn() -> tuple[nn.Module, MakeLoss]:
     return tanh_network(2, 128, 128, 128, 128, 1), lambda module: F.mse_loss(module(points), solution)
 
 
+def llama() -> tuple[nn.Module, MakeLoss]:
+    """The example's decoder: norms, gates and rotary positions written out, so that much of it is pointwise."""
+    tokens, targets = torch.randint(96, (8, 128)), torch.randint(96, (8, 128))
+    module = Llama(vocabulary=96, layers=4, width=64, heads=4)
+    return module, lambda module: F.cross_entropy(module(tokens).flatten(0, 1), targets.flatten())
+
+
 def gpt_100m() -> tuple[nn.Module, MakeLoss]:
     """A GPT of 111 million parameters in bfloat16, as large as a GPU is trained on: minutes for each step of a CPU."""
     tokens, targets = torch.randint(16384, (8, 1024)), torch.randint(16384, (8, 1024))
@@ -196,6 +205,7 @@ FACTORIES: dict[str, Factory] = {
     "resnet": resnet,
     "lstm": lstm,
     "pinn": pinn,
+    "llama": llama,
     "gpt-100m": gpt_100m,
 }
 

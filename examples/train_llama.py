@@ -148,18 +148,26 @@ class Run:
         self.steps: list[float] = []
         self.backwards: list[float] = []
 
-    def step(self, tokens: Tensor, targets: Tensor) -> None:
-        """Train on one batch: `tokens` and `targets` are [batch, time] int64."""
+    def step(self, tokens: Tensor, targets: Tensor) -> tuple[float, float, float]:
+        """Train on one batch: `tokens` and `targets` are [batch, time] int64.
+
+        Gives the loss, the seconds of the backward and those of the whole step.
+        """
         started = now(tokens.device)
         loss = F.cross_entropy(self.model(tokens).flatten(0, 1), targets.flatten())
         before = now(tokens.device)
         with self.around:
             loss.backward()
-        self.backwards.append(now(tokens.device) - before)
+        backward = now(tokens.device) - before
         self.optimizer.step()
         self.optimizer.zero_grad()
-        self.losses.append(loss.item())
-        self.steps.append(now(tokens.device) - started)
+        return loss.item(), backward, now(tokens.device) - started
+
+    def record(self, loss: float, backward: float, whole: float) -> None:
+        """Keep what a step of the training gave."""
+        self.losses.append(loss)
+        self.backwards.append(backward)
+        self.steps.append(whole)
 
 
 def now(device: torch.device) -> float:
@@ -178,7 +186,7 @@ def train(runs: Sequence[Run], args: argparse.Namespace, corpus: Corpus, console
         for step, (tokens, targets) in enumerate(corpus.batches(args)):
             turn = step % len(runs)  # who comes second finds warmer caches, so they take turns at that too
             for run in (*runs[turn:], *runs[:turn]):
-                run.step(tokens, targets)
+                run.record(*run.step(tokens, targets))
             said = "loss " + ", ".join(f"{run.losses[-1]:.4f} {run.name}" for run in runs)
             progress.update(task, advance=1, description=said)
             if not console.is_terminal and step % max(1, args.steps // 10) == 0:
@@ -291,7 +299,7 @@ def why_not(stats: ca.Stats) -> str:
     """Why compiling did not pay, as far as the counts tell."""
     if stats.bypasses.get("not_worth_it"):
         return "Timed against eager, the compiled backward was slower here and was left (setting `tune`)."
-    return "Most of this backward is matrix products, which eager and compiled code call alike."
+    return "The table says how much a step gained since: a longer training earns back what a faster step saves."
 
 
 def largest_difference(runs: Sequence[Run]) -> float:

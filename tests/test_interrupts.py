@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import gc
 import itertools
@@ -10,6 +11,7 @@ import signal
 import sys
 import threading
 import time
+import warnings
 from collections.abc import Callable, Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -318,6 +320,35 @@ def test_a_tape_that_an_interrupt_broke_is_not_run_again(inside: str) -> None:
                         loss(leaf).backward()
             assert same_bits(leaf.grad, right), f"after {count} calls"
     assert count and broken
+
+
+def test_an_interrupt_while_a_region_is_lowered_leaves_the_filters_of_warnings() -> None:
+    """Also while the exception lives: a generator that it holds would not have put them back yet."""
+    files = _files("lower.py", "cpp_warnings.py")
+    before = list(warnings.filters)
+
+    class InterruptAt(_InterruptAt):
+        def __call__(self, frame: Any, event: str, argument: Any) -> None:
+            """In our files, and in context managers that they enter: in PyTorch's own, modes of its stay."""
+            in_contextlib = frame.f_code.co_filename == contextlib.__file__
+            if not in_contextlib or (frame.f_back is not None and frame.f_back.f_code.co_filename in files):
+                super().__call__(frame, event, argument)
+
+    with ca.enable(backend="eager", cache_dir=False):
+        for count in itertools.count():
+            ca.reset()
+            interrupt = InterruptAt(count, (*files, contextlib.__file__))
+            loss = (torch.ones(2, requires_grad=True) * 2).sum()
+            sys.setprofile(interrupt)
+            try:
+                loss.backward()
+            except KeyboardInterrupt as error:
+                assert list(warnings.filters) == before, error.__traceback__
+            finally:
+                sys.setprofile(None)
+            if not interrupt.came:
+                break
+    assert count > 50
 
 
 def test_an_interrupt_in_what_runs_before_a_fork() -> None:

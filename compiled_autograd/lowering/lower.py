@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import operator
+import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
@@ -23,7 +24,7 @@ from ..ir.partition import Region
 from ..steps.accumulate import copy_laid_out_as, own_copy
 from ..steps.memory import has_bit
 from ..steps.steps import RegionStep, Slots, Wiring
-from ..torch_api.cpp_warnings import raising_warnings
+from ..torch_api.cpp_warnings import pass_on, raising
 from ..torch_api.version_differences import prepare_fake_tensors
 from ..user_code.aot import AOTBackward
 from .aten import CONSTANT, breaches, constants
@@ -176,7 +177,7 @@ class _Lowering:
         return results
 
     def _run_calls(self, known: dict[fx.Node, Any]) -> None:
-        """Run opaque calls one after the other.
+        """Run opaque calls one after the other. One that warns stays opaque: it is to warn at each step, as on eager.
 
         Args:
             known: has the values so far, and gets the new ones.
@@ -185,28 +186,41 @@ class _Lowering:
         mode = get_proxy_mode()
         assert mode is not None and isinstance(mode.tracer, fx.Tracer)
         graph = mode.tracer.graph
-        with raising_warnings() as call:  # a call that warns stays opaque: it is to warn at each step, as under eager
-            for place, node in enumerate(self.region.nodes):
-                last = last_of(graph)
-                if node.target is operator.getitem:
-                    made, index = node.args
-                    known[node] = known[made][index]  # type: ignore[index]
-                    continue
-                if node.target is check_nan:
-                    self._look(place, known[node.args[0]])  # type: ignore[index]
-                    continue
-                function: Any = getattr(node.target, "trace", node.target)
-                run = functools.partial(call, function)
-                try:
-                    arguments = fx.map_arg(node.args, known.__getitem__)
-                    result = run(*arguments) if traced is None else traced.call(node.target, arguments, run)
-                except Exception as error:
-                    raise UntraceableError([node], error) from error
-                known[node] = result
-                self.origins.update(dict.fromkeys(nodes_after(last, graph), node))
-                for value in result if isinstance(result, (list, tuple)) else (result,):
-                    if isinstance(value, torch.Tensor) and value.layout is not torch.strided:
-                        raise UntraceableError([node], _not_plain(value))
+        caught: list[warnings.WarningMessage] = []
+        try:
+            with warnings.catch_warnings(record=True) as caught:
+                warnings.simplefilter("always")
+                for place, node in enumerate(self.region.nodes):
+                    last = last_of(graph)
+                    if node.target is operator.getitem:
+                        made, index = node.args
+                        known[node] = known[made][index]  # type: ignore[index]
+                    elif node.target is check_nan:
+                        self._look(place, known[node.args[0]])  # type: ignore[index]
+                    else:
+                        self._run_call(node, known, traced, caught)
+                        self.origins.update(dict.fromkeys(nodes_after(last, graph), node))
+        finally:
+            pass_on(caught)
+
+    def _run_call(
+        self,
+        node: fx.Node,
+        known: dict[fx.Node, Any],
+        traced: TracedCalls | None,
+        caught: Sequence[warnings.WarningMessage],
+    ) -> None:
+        function: Any = getattr(node.target, "trace", node.target)
+        run = functools.partial(raising, caught, function)
+        try:
+            arguments = fx.map_arg(node.args, known.__getitem__)
+            result = run(*arguments) if traced is None else traced.call(node.target, arguments, run)
+        except Exception as error:
+            raise UntraceableError([node], error) from error
+        known[node] = result
+        for value in result if isinstance(result, (list, tuple)) else (result,):
+            if isinstance(value, torch.Tensor) and value.layout is not torch.strided:
+                raise UntraceableError([node], _not_plain(value))
 
     def _look(self, place: int, values: Sequence[Any]) -> None:
         """Add flags for what a node of the tape gives. What several nodes hand on is looked at once."""

@@ -7,9 +7,8 @@ it binds for a capture are not, and their warnings would only be printed.
 
 from __future__ import annotations
 
-import contextlib
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -30,27 +29,25 @@ def issuing_warnings(function: Callable[..., Any], *args: Any) -> Any:
     return results[0]
 
 
-@contextlib.contextmanager
-def raising_warnings() -> Iterator[Callable[..., Any]]:
-    """Gives what calls a function, and raises what C++ code warned of meanwhile, if it did. All other warnings are
-    passed on at the end."""
-    caught: list[warnings.WarningMessage] = []
+def raising(caught: Sequence[warnings.WarningMessage], function: Callable[..., Any], *args: Any) -> Any:
+    """Call ``function``, and raise the last of what C++ code warned of meanwhile, if it did.
 
-    def call(function: Callable[..., Any], *args: Any) -> Any:
-        before = len(caught)
-        result = issuing_warnings(function, *args)
-        by_cpp = [each.message for each in caught[before:] if _BY_CPP in str(each.message)]
-        if by_cpp:
-            raise by_cpp[-1] if isinstance(by_cpp[-1], Warning) else UserWarning(by_cpp[-1])
-        return result
+    Args:
+        caught: what ``warnings.catch_warnings(record=True)``, which the caller is inside of, has recorded so far.
 
-    try:
-        with warnings.catch_warnings(record=True) as recorded:
-            assert recorded is not None
-            caught = recorded
-            warnings.simplefilter("always")
-            yield call
-    finally:
-        for each in caught:
-            if _BY_CPP not in str(each.message):
-                warnings.warn_explicit(each.message, each.category, each.filename, each.lineno, source=each.source)
+    Raises:
+        Warning: C++ code warned.
+    """
+    before = len(caught)
+    result = issuing_warnings(function, *args)
+    by_cpp = [each.message for each in caught[before:] if _BY_CPP in str(each.message)]
+    if by_cpp:
+        raise by_cpp[-1] if isinstance(by_cpp[-1], Warning) else UserWarning(by_cpp[-1])
+    return result
+
+
+def pass_on(caught: Sequence[warnings.WarningMessage]) -> None:
+    """Issue those warnings again that are not C++ code's."""
+    for each in caught:
+        if _BY_CPP not in str(each.message):
+            warnings.warn_explicit(each.message, each.category, each.filename, each.lineno, source=each.source)

@@ -7,6 +7,9 @@ import math
 import os
 from collections.abc import Iterator
 
+if "PYTEST_XDIST_WORKER" in os.environ:  # one process for each core: with more threads, each would wait for the others
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
+
 import pytest
 import torch
 

@@ -34,7 +34,6 @@ class ArtifactError(RuntimeError):
 
     def __init__(self, what: str) -> None:
         super().__init__(f"a stored artifact cannot be used: {what}; compile its graph again")
-        self.what = what
 
 
 class CannotStoreError(Exception):

@@ -51,7 +51,7 @@ EXCEPTIONS = {
     "backends/registry.py": {"_loaded": _SERVES_ON},
     "backends/inductor/batch.py": {"_known": _SERVES_ON, "_thread": _COMPILES, "_install": _ONCE},
     "backends/inductor/cuda_graphs.py": {"_thread": _COMPILES},
-    "backends/inductor/environment.py": {"_texts": _UNCHANGING, "_hash": _UNCHANGING},
+    "backends/inductor/environment.py": {"_text": _UNCHANGING, "_hash": _UNCHANGING},
     "backends/inductor/instruction_sets.py": {"ask": _ONCE},
     "backends/inductor/kernels.py": {
         **dict.fromkeys(("_loaded", "_addresses"), _SERVES_ON),

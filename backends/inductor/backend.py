@@ -91,7 +91,9 @@ class InductorBackend(ArtifactBackend):
         device = cuda_device(graph_module)
         settings = config.patch(_settings(self.mode, graph_module, device is not None))
         sound = sound_outer_loops(graph_module)
-        with torch.no_grad(), settings, together(), sound, _convolutions_of_any_size(example_inputs):
+        has_symbols = any(type(number) is not int for value in example_inputs for number in _numbers(value))
+        convolutions = _convolutions_of_any_size() if has_symbols else contextlib.nullcontext()
+        with torch.no_grad(), settings, together(), sound, convolutions:
             with detect_fake_mode(example_inputs) or contextlib.nullcontext():
                 joint_graph_passes(graph_module)  # as AOTAutograd does: one makes a tensor whose size is a symbol
             if not any(node.op.startswith("call") for node in graph_module.graph.nodes):
@@ -102,7 +104,7 @@ class InductorBackend(ArtifactBackend):
             compiled = compile_fx_inner(graph_module, inputs, is_backward=True, boxed_forward_device_index=boxed)
         if boxed is not None:
             return CopiedOut(compiled, device)
-        return _straight(compiled, example_inputs)
+        return compiled if has_symbols else _straight(compiled)
 
     def stored(self, compiled: Any) -> Stored:
         """The generated Python code and its compiled kernels, where all of it runs on the CPU."""
@@ -167,14 +169,13 @@ def _settings(mode: str, graph_module: fx.GraphModule, on_cuda: bool) -> dict[st
 
 
 @contextlib.contextmanager
-def _convolutions_of_any_size(example_inputs: Sequence[Any]) -> Iterator[None]:
+def _convolutions_of_any_size() -> Iterator[None]:
     """Where sizes are symbols, let the backward of a convolution be a plain call.
 
     Inductor's lowering of it (``_inductor/kernel/conv.py``, 2.13) asks for the input's strides as numbers, which makes
     numbers of the image's height and width; without Triton it ends in that plain call anyhow.
     """
-    dynamic = any(isinstance(number, torch.SymInt) for value in example_inputs for number in _numbers(value))
-    plain = plain_convolution_backward() if dynamic else None
+    plain = plain_convolution_backward()
     if plain is None:
         yield
         return
@@ -196,10 +197,9 @@ def _numbers(example: Any) -> Sequence[Any]:
     return (*example.shape, *example.stride()) if example.layout is torch.strided else example.shape
 
 
-def _straight(compiled: Any, example_inputs: Sequence[Any]) -> Compiled:
-    """The same, to be run as a straight-line program: where all sizes are numbers, and all that runs is on the CPU."""
-    are_numbers = all(type(number) is int for value in example_inputs for number in _numbers(value))
-    if not are_numbers or getattr(compiled, "device_types", None) != {"cpu"}:
+def _straight(compiled: Any) -> Compiled:
+    """What has numbers for sizes, to be run as a straight-line program where all of it is on the CPU."""
+    if getattr(compiled, "device_types", None) != {"cpu"}:
         return compiled
     namespace = namespace_of(compiled.current_callable)
     if namespace is None or (programs := begin().result()) is None:

@@ -6,6 +6,7 @@ compiled *for* is, as a wrong processor shows only when an instruction is met.
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import os
 import platform
@@ -55,9 +56,6 @@ def inductor_settings() -> str:
     return _digest(repr(sorted([*found, *_changed(sys.modules.get("torch._inductor.config"))])))
 
 
-_texts: dict[bytes, str] = {}
-"""By the hash that Inductor's settings have of themselves, what :func:`chosen_settings` says."""
-_MAX_TEXTS = 256
 _hash: Callable[[], bytes] | None = None
 """The settings' own method, once they are imported: this is asked at every backward."""
 
@@ -74,14 +72,14 @@ def chosen_settings() -> str:
         if config is None or not settings_belong_to_a_thread() or not hasattr(config, "get_hash"):
             return DEFAULTS  # or it is being imported
         _hash = config.get_hash
-    digest = _hash()
-    text = _texts.get(digest)
-    if text is None:
-        if len(_texts) >= _MAX_TEXTS:
-            _texts.clear()
-        changed = _changed(sys.modules["torch._inductor.config"])
-        text = _texts[digest] = ", ".join(f"{name}={value}" for name, value in changed) or DEFAULTS
-    return text
+    return _text(_hash())
+
+
+@functools.lru_cache(256)
+def _text(digest: bytes) -> str:
+    """What :func:`chosen_settings` says of the settings at hand, which have this hash of themselves."""
+    changed = _changed(sys.modules["torch._inductor.config"])
+    return ", ".join(f"{name}={value}" for name, value in changed) or DEFAULTS
 
 
 def _digest(text: str) -> str:

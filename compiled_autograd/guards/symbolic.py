@@ -6,7 +6,7 @@ What PyTorch's ``ShapeEnv`` has in the end becomes a guard. Imported only where 
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -78,22 +78,18 @@ class Symbols:
             else:
                 checks.append((origin, expression))
         names = {symbol: str(symbol) for symbol in origins}
-        conditions = [_condition(expression, names, origin) for origin, expression in checks]
-        conditions += [_condition(expression, names) for expression in self.conditions(origins)]
-        return Guard([(names[symbol], origin) for symbol, origin in origins.items()], conditions)
-
-    def conditions(self, symbols: Iterable[sympy.Symbol]) -> list[Any]:
-        """What must hold of the symbols, beside where they come from."""
-        conditions = [guard.expr for guard in self.env.guards]
-        for symbol in symbols:
+        found = [guard.expr for guard in self.env.guards]
+        for symbol in origins:
             bounds = self.env.var_to_range[symbol]
-            conditions.append(sympy.Ge(symbol, bounds.lower))
+            found.append(sympy.Ge(symbol, bounds.lower))
             if bounds.upper != int_oo:
-                conditions.append(sympy.Le(symbol, bounds.upper))
+                found.append(sympy.Le(symbol, bounds.upper))
             replaced = self.env.replace(symbol)
             if replaced != symbol:
-                conditions.append(sympy.Eq(symbol, replaced))
-        return list(dict.fromkeys(condition for condition in conditions if condition != sympy.true))
+                found.append(sympy.Eq(symbol, replaced))
+        conditions = [_condition(expression, names, origin) for origin, expression in checks]
+        conditions += [_condition(each, names) for each in dict.fromkeys(found) if each != sympy.true]
+        return Guard([(names[symbol], origin) for symbol, origin in origins.items()], conditions)
 
 
 _OF_TWO: dict[str, Callable[[Any, Any], Any]] = {

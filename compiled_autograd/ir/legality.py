@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import operator
 from dataclasses import dataclass
 from typing import Any
@@ -34,11 +35,6 @@ class Rule:
     takes: tuple[frozenset[str], ...]
     gives: str
     variadic: bool = False
-
-    def takes_at(self, position: int) -> frozenset[str] | None:
-        if position < len(self.takes):
-            return self.takes[position]
-        return self.takes[-1] if self.variadic else None
 
 
 def _kinds(*names: str) -> frozenset[str]:
@@ -129,11 +125,11 @@ def _verify_call(node: fx.Node) -> None:
         raise IllegalGraphError(f"{node.name}: {node.target!r} is not in the vocabulary of the tape graph")
     if len(node.args) < len(rule.takes) - rule.variadic:
         raise IllegalGraphError(f"{node.name}: takes {len(rule.takes)} arguments, got {len(node.args)}")
-    for position, argument in enumerate(node.args):
-        allowed = rule.takes_at(position)
+    takes = itertools.chain(rule.takes, itertools.repeat(rule.takes[-1] if rule.variadic else frozenset()))
+    for position, (argument, allowed) in enumerate(zip(node.args, takes, strict=False)):
         found = value_kind(argument)
-        if allowed is None or found not in allowed:
-            wanted = "nothing" if allowed is None else " or ".join(sorted(allowed))
+        if found not in allowed:
+            wanted = " or ".join(sorted(allowed)) or "nothing"
             raise IllegalGraphError(f"{node.name}: argument {position} is a {found} ({argument}), allowed: {wanted}")
     if "call" not in node.meta:
         raise IllegalGraphError(f"{node.name}: does not say which node of the tape it belongs to (meta['call'])")

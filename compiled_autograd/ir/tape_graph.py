@@ -187,13 +187,9 @@ class TapeGraph:
             result.add_node(
                 call.index, name=call.name, sequence=call.sequence, parameter=call.parameter, source=call.source
             )
-        for node in self.graph.nodes:
-            if node.op != "call_function":
-                continue
-            for source in node.all_input_nodes:
-                before, after = source.meta.get("call"), node.meta["call"]
-                if before is not None and before != after:
-                    result.add_edge(before, after)
+        for after, nodes in self.by_call().items():
+            sources = {source.meta.get("call") for node in nodes for source in node.all_input_nodes}
+            result.add_edges_from((before, after) for before in sources - {None, after})
         return result
 
 

@@ -139,7 +139,11 @@ def breaches(graph: fx.Graph) -> Iterator[Breach]:
         if facts.places and memory is not None and memory.op == "placeholder":
             yield Breach(ABSOLUTE, node, memory)
         if unwritten and facts.name not in _ASK_FOR_METADATA:
-            yield from _reads(node, first, facts, base, parts, unwritten)
+            read = _read_by(node, first, facts)
+            sources = [source for source in node.all_input_nodes if base.get(source) in unwritten]
+            yield from (Breach(UNWRITTEN, node, base[source]) for source in sources if source in read)
+            if facts.writes:
+                unwritten.difference_update(base[source] for source in {*sources} - read - parts)
         if facts.name in _ALLOCATE:
             if not _has_no_elements(node):
                 base[node] = node
@@ -150,26 +154,14 @@ def breaches(graph: fx.Graph) -> Iterator[Breach]:
                 parts.add(node)
 
 
-def _reads(
-    node: fx.Node,
-    first: fx.Node | None,
-    facts: _Facts,
-    base: dict[fx.Node, fx.Node],
-    parts: set[fx.Node],
-    unwritten: set[fx.Node],
-) -> Iterator[Breach]:
-    """What a node reads of unwritten memory; what it writes wholly is taken out of ``unwritten``."""
+def _read_by(node: fx.Node, first: fx.Node | None, facts: _Facts) -> set[fx.Node]:
+    """The nodes whose memory a node reads."""
     read: set[fx.Node] = set()
     rest = node.args if first is None else node.args[1:]
     fx.map_arg((rest, [each for name, each in node.kwargs.items() if name not in facts.outs]), read.add)
     if first is not None and facts.name not in _OVERWRITE and (facts.writes or not facts.aliases):
         read.add(first)
-    sources = [source for source in node.all_input_nodes if base.get(source) in unwritten]
-    for source in sources:
-        if source in read:
-            yield Breach(UNWRITTEN, node, base[source])
-    if facts.writes:
-        unwritten.difference_update(base[source] for source in sources if source not in read and source not in parts)
+    return read
 
 
 def _has_no_elements(node: fx.Node) -> bool:
@@ -216,10 +208,8 @@ def _why_not(node: fx.Node, graph_module: fx.GraphModule) -> str:
         return ""
     if node.op == "get_attr":
         value = _attribute(graph_module, target)
-        has_values = isinstance(value, torch.Tensor) and not isinstance(value, FakeTensor)
-        return (
-            "" if has_values or isinstance(value, fx.GraphModule) else "an attribute is a tensor with values or a graph"
-        )
+        right = isinstance(value, (torch.Tensor, fx.GraphModule)) and not isinstance(value, FakeTensor)
+        return "" if right else "an attribute is a tensor with values or a graph"
     if node.op == "output":
         values = node.args[0]
         is_list = isinstance(values, (list, tuple)) and all(isinstance(each, fx.Node) for each in values)

@@ -8,9 +8,7 @@ from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
-from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
-from ..steps.accumulate import obeys_layout
 from ..steps.memory import extent
 
 
@@ -58,13 +56,6 @@ def fake_of(mode: FakeTensorMode, tensor: torch.Tensor, plain: bool = False) -> 
         storage = torch.UntypedStorage(extent(tensor) * tensor.itemsize, device="meta")
         fake = made_fake(mode, storage, tensor.shape, tensor.stride(), 0, tensor.dtype, tensor.device, conj, neg)
         return fake.requires_grad_() if tensor.requires_grad else fake
-
-
-def fake_obeys_layout(grad: torch.Tensor, leaf: torch.Tensor) -> bool:
-    """The same as :func:`obeys_layout`, of fake tensors during a trace: it compares sizes and strides, and those of the
-    leaf, which is none of the arguments, the trace does not know."""
-    with disable_proxy_modes_tracing():
-        return obeys_layout(grad, leaf)
 
 
 def storage_of(tensor: torch.Tensor) -> int:

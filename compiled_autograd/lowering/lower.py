@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
-from torch.fx.experimental.proxy_tensor import get_proxy_mode
+from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode
 
 from backends import Backend
 
@@ -21,14 +21,14 @@ from ..errors import IllegalGraphError, UntraceableError
 from ..guards.shapes import Spec, is_static
 from ..ir import check_nan, is_plain
 from ..ir.partition import Region
-from ..steps.accumulate import copy_laid_out_as, own_copy
+from ..steps.accumulate import copy_laid_out_as, obeys_layout, own_copy
 from ..steps.memory import has_bit
 from ..steps.steps import RegionStep, Slots, Wiring
 from ..torch_api.cpp_warnings import pass_on, raising
 from ..torch_api.version_differences import prepare_fake_tensors
 from ..user_code.aot import AOTBackward
 from .aten import CONSTANT, breaches, constants
-from .fake_tensors import fake_obeys_layout, fake_of, storage_of
+from .fake_tensors import fake_of, storage_of
 from .functional import made_functional, mutates
 from .trace_cache import TracedCalls, last_of, nodes_after
 from .tracing import plain_tracing, trace
@@ -242,7 +242,9 @@ class _Lowering:
                 continue
             if grad is None:
                 continue
-            if storage_of(grad) in used or not fake_obeys_layout(grad, fake_leaf):
+            with disable_proxy_modes_tracing():  # sizes and strides of a leaf, which is no argument, no trace knows
+                can_be_kept = storage_of(grad) not in used and obeys_layout(grad, fake_leaf)
+            if not can_be_kept:
                 copy = own_copy if self.symbols is None else copy_laid_out_as  # operators which a backend can fuse
                 grad = copy(grad, leaf)
             self.fresh.append((position, len(results)))

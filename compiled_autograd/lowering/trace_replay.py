@@ -6,7 +6,7 @@ and which of them share memory. Nodes and memories are numbered: those of the ar
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,6 +15,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.fx.experimental.proxy_tensor import get_proxy_slot, track_tensor
 from torch.fx.immutable_collections import immutable_dict, immutable_list
+from torch.fx.node import map_aggregate
 
 from .fake_tensors import made_fake, metadata_of
 from .functional import mutates
@@ -150,22 +151,11 @@ class TracedCall:
         with torch._C._DisableTorchDispatch():
             memories += [torch.UntypedStorage(size, device="meta") for size in self.memories]
             for each in self.nodes:
-                args, kwargs = _mapped(each.args, node_of), _mapped(each.kwargs, node_of)
+                args, kwargs = map_aggregate(each.args, node_of), map_aggregate(each.kwargs, node_of)
                 node = tracer.graph.create_node("call_function", each.target, args, kwargs, each.name)
-                node.meta = {**each.meta, "val": _mapped(each.meta["val"], tensor_of)}
+                node.meta = {**each.meta, "val": map_aggregate(each.meta["val"], tensor_of)}
                 nodes.append(node)
-            return _mapped(self.result, result_of)
-
-
-def _mapped(value: Any, function: Callable[[Any], Any]) -> Any:
-    """A structure with ``function`` of each of its leaves."""
-    if isinstance(value, list):
-        return [_mapped(each, function) for each in value]
-    if type(value) is tuple:
-        return tuple([_mapped(each, function) for each in value])
-    if isinstance(value, dict):
-        return {name: _mapped(each, function) for name, each in value.items()}
-    return function(value)
+            return map_aggregate(self.result, result_of)
 
 
 def recorded(made: Sequence[fx.Node], result: Any, given: Arguments) -> TracedCall:
@@ -178,7 +168,7 @@ def recorded(made: Sequence[fx.Node], result: Any, given: Arguments) -> TracedCa
         raise NotACopyError
     recorder = _Recorder(made, given)
     nodes = [recorder.node(node) for node in made]
-    return TracedCall(nodes, recorder.sizes, _mapped(result, recorder.result))
+    return TracedCall(nodes, recorder.sizes, map_aggregate(result, recorder.result))
 
 
 class _Recorder:
@@ -193,12 +183,12 @@ class _Recorder:
     def node(self, node: fx.Node) -> _Node:
         if node.op != "call_function":
             raise NotACopyError
-        value = _mapped(node.meta.get("val"), self._value)
+        value = map_aggregate(node.meta.get("val"), self._value)
         if mutates(node) and not (isinstance(value, _Value) and value.memory >= len(self.given.tensors)):
             raise NotACopyError
         packet: Any = getattr(node.target, "overloadpacket", node.target)
         name = self.given.tracer.graph._target_to_str(packet.__name__)
-        args, kwargs = _mapped(node.args, self._input), _mapped(node.kwargs, self._input)
+        args, kwargs = map_aggregate(node.args, self._input), map_aggregate(node.kwargs, self._input)
         return _Node(name, node.target, args, kwargs, {**node.meta, "val": value})
 
     def result(self, value: Any) -> Any:

@@ -51,9 +51,8 @@ def tolerance(dtypes: Sequence[torch.dtype]) -> float:
 def metadata_difference(want: Optional, found: Optional, strides: bool = True) -> str | None:
     """How two results differ in definedness, dtype, device, shape or strides, in words; None where they do not."""
     if want is None or found is None:
-        if want is found:
-            return None
-        return f"it is {_defined(found)}, and {_defined(want)} as the real calls give it"
+        one, other = ("undefined", "defined") if found is None else ("defined", "undefined")
+        return None if want is found else f"it is {one}, and {other} as the real calls give it"
     for name in ("dtype", "device", "layout", "shape"):
         one, other = getattr(found, name), getattr(want, name)
         if one != other:
@@ -61,10 +60,6 @@ def metadata_difference(want: Optional, found: Optional, strides: bool = True) -
     if strides and want.layout is torch.strided and _strides(want) != _strides(found):
         return f"its strides are {found.stride()}, and {want.stride()} as the real calls give it"
     return None
-
-
-def _defined(value: Optional) -> str:
-    return "undefined" if value is None else "defined"
 
 
 def _text(value: object) -> str:

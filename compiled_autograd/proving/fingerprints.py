@@ -72,21 +72,18 @@ class Draws:
     """
 
     def __init__(self, values: Iterable[Any] | None) -> None:
-        self._states: list[torch.Tensor] = []
-        if values is None:
-            return
-        devices = {value.device for value in values if isinstance(value, torch.Tensor)}
-        self._devices = sorted({device.index or 0 for device in devices if device.type == "cuda"})
+        self._generators: list[torch.Generator] = []
+        if values is not None:
+            devices = {value.device for value in values if isinstance(value, torch.Tensor)}
+            indices = {device.index or 0 for device in devices if device.type == "cuda"}
+            self._generators = [torch.default_generator, *(torch.cuda.default_generators[each] for each in indices)]
         self._states = self._now()
 
     def rewind(self) -> None:
         """Set them back to what they were; the next call of this sets them to what they are now."""
-        if not self._states:
-            return
         states, self._states = self._states, self._now()
-        torch.set_rng_state(states[0])
-        for device, state in zip(self._devices, states[1:], strict=True):
-            torch.cuda.set_rng_state(state, device)
+        for generator, state in zip(self._generators, states, strict=True):
+            generator.set_state(state)
 
     def _now(self) -> list[torch.Tensor]:
-        return [torch.get_rng_state(), *(torch.cuda.get_rng_state(device) for device in self._devices)]
+        return [generator.get_state() for generator in self._generators]

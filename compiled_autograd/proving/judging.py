@@ -84,20 +84,17 @@ class Judge:
         return [value.dtype for value in values if isinstance(value, torch.Tensor)]
 
     def _results(self, wanted: Slots, found: Slots) -> list[Result]:
-        step = self.step
-        fresh = {}
-        for leaf in step.fresh:
-            got = found[leaf.owned]
-            owned = got is not None
+        results = []
+        for leaf in self.step.fresh:
             node = leaf.call.args[2]
             assert isinstance(node, fx.Node)
-            keeper = self.inputs[leaf.leaf] if owned else None
-            got = got if owned else found[leaf.shared]
             want = wanted[leaf.shared] if wanted[leaf.owned] is None else wanted[leaf.owned]
-            fresh[leaf.shared, leaf.owned] = Result(node, want, got, keeper)
-        made_for_leaves = {shared for shared, _ in fresh}
-        results = list(fresh.values())
-        for node, slot in step.outputs:
+            if found[leaf.owned] is None:
+                results.append(Result(node, want, found[leaf.shared]))
+            else:
+                results.append(Result(node, want, found[leaf.owned], self.inputs[leaf.leaf]))
+        made_for_leaves = {leaf.shared for leaf in self.step.fresh}
+        for node, slot in self.step.outputs:
             if slot not in made_for_leaves or found[slot] is not None:
                 results.append(Result(node, wanted[slot], found[slot]))
         return results
@@ -125,9 +122,7 @@ class Judge:
         assert result.want is not None and result.found is not None
         wide = functools.partial(self._in_double, result.node)
         difference = value_difference(result.want, result.found, relative, wide, beside)
-        if difference is None or relative:
-            return difference
-        if self.region_compiler.passes:
+        if difference is None or relative or self.region_compiler.passes:
             return difference
         again = once_more(self.step.region.nodes, self._given(), result.node)
         if again is None or value_difference(result.want, again, 0.0, lambda _: None) is None:

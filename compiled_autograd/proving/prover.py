@@ -220,12 +220,10 @@ class _Run:
 
     def _unproved(self, error: BaseException) -> None:
         """There was no memory to compare in, or what is to be compared is of a kind that cannot be."""
+        failure = failure_of("unproved", self.region_compiler.backend.name, self.step.region, error)
         where = self.region_compiler.where(self.step, self.form)
-        first_line = str(error).partition("\n")[0]
-        what = f"{type(error).__name__}: {first_line[:200]}"
-        self.context.report.failures.append(
-            Failure("unproved", where, what, "this run was not compared with the real calls")
-        )
+        instead = "this run was not compared with the real calls"
+        self.context.report.failures.append(msgspec.structs.replace(failure, where=where, instead=instead))
         self.compiled.proof.shown(self.form, None, telling=False)
 
 

@@ -17,6 +17,7 @@ _WIDER = {
     torch.float16: torch.float64,
     torch.bfloat16: torch.float64,
     torch.complex64: torch.complex128,
+    **{dtype: dtype for dtype in (torch.float64, torch.complex128)},
 }
 _WIDER_NUMBERS = {5: 7, 6: 7, 15: 7, 8: 10, 9: 10}
 """The same as numbers (``c10/core/ScalarType.h``), as ``validate_outputs`` and options of tensors have them."""
@@ -24,8 +25,8 @@ _ROUNDING = 2
 """Inputs are moved by at most this many units of rounding of the dtype that they have, to see how far results move."""
 _ROUNDING_IN_DOUBLE = 1024
 """The same for inputs that are float64: enough to tell the move from one that is a hundred times less."""
-_LITTLE = 8
-"""And by at most this many units of float64, whatever the dtype, to see whether a result jumps."""
+_HARDLY = 8 * torch.finfo(torch.float64).eps
+"""And by at most this, eight units of float64, whatever the dtype, to see whether a result jumps."""
 
 
 class RealCalls:
@@ -86,7 +87,7 @@ def in_double(
         place = places.setdefault(node if (memory := memory_of(value)) is None else memory, len(places))
         wide[node] = widened(value, moved, place)
     calls = RealCalls(nodes, [wanted], wide, again=True, wide=True)
-    by = _coarsest(given.values()) if moved > 0 else _LITTLE * torch.finfo(torch.float64).eps
+    by = _coarsest(given.values()) if moved > 0 else _HARDLY
     try:
         for number, node in enumerate(nodes):
             result = calls.run(node)
@@ -139,26 +140,23 @@ def _wider_constant(value: Any, is_validation: bool) -> Any:
 
 def widened(value: Any, moved: int = 0, place: int = 0) -> Any:
     """A tensor in float64; ``moved``: with other values, see :func:`in_double`. ``place`` tells inputs apart."""
-    if not isinstance(value, torch.Tensor):
+    if not isinstance(value, torch.Tensor) or value.dtype not in _WIDER:
         return value
-    in_double = value.dtype in (torch.float64, torch.complex128)
-    if not in_double and value.dtype not in _WIDER:
-        return value
-    wide = value if in_double else value.to(_WIDER[value.dtype])
+    wide = value.to(_WIDER[value.dtype])
     if moved == 0:
         return wide
-    by = _LITTLE * torch.finfo(torch.float64).eps
-    if moved > 0:
-        by = (_ROUNDING_IN_DOUBLE if in_double else _ROUNDING) * torch.finfo(value.dtype).eps
-    return _perturbed(wide, by, (abs(moved) << 32) + place)
+    return _perturbed(wide, _rounding(value.dtype) if moved > 0 else _HARDLY, (abs(moved) << 32) + place)
+
+
+def _rounding(dtype: torch.dtype) -> float:
+    """By how much a number may be moved, to see how far rounding of its dtype moves results."""
+    return (_ROUNDING_IN_DOUBLE if _WIDER[dtype] is dtype else _ROUNDING) * torch.finfo(dtype).eps
 
 
 def _coarsest(values: Iterable[Any]) -> float:
-    """By how much rounding may move a number, in the coarsest of the dtypes of some tensors."""
+    """The same for the coarsest of the dtypes of some tensors."""
     dtypes = {value.dtype for value in values if isinstance(value, torch.Tensor) and value.dtype in _WIDER}
-    if not dtypes:
-        return _ROUNDING_IN_DOUBLE * torch.finfo(torch.float64).eps
-    return _ROUNDING * max(torch.finfo(dtype).eps for dtype in dtypes)
+    return max(map(_rounding, {torch.float64, *dtypes}))
 
 
 def _rounded(result: Any, by: float, seed: int) -> Any:

@@ -130,22 +130,19 @@ static Instruction instruction_of(PyObject* tuple) {
 template <std::size_t>
 using Address = void*;
 
-template <std::size_t... index>
-static void call_with(void* function, void** arguments, std::index_sequence<index...>) {
-  reinterpret_cast<void (*)(Address<index>...)>(function)(arguments[index]...);
-}
-
-template <std::size_t count>
-static void call_with_so_many(void* function, void** arguments) {
-  call_with(function, arguments, std::make_index_sequence<count>());
-}
-
 constexpr std::size_t most_arguments = 64;  // MAX_ARGUMENTS in translation.py
 using Caller = void (*)(void*, void**);
 
+template <std::size_t... index>
+static constexpr Caller caller_of(std::index_sequence<index...>) {
+  return [](void* function, [[maybe_unused]] void** arguments) {
+    reinterpret_cast<void (*)(Address<index>...)>(function)(arguments[index]...);
+  };
+}
+
 template <std::size_t... count>
 static Caller caller_for(std::size_t arguments, std::index_sequence<count...>) {
-  static constexpr Caller callers[] = {call_with_so_many<count>...};
+  static constexpr Caller callers[] = {caller_of(std::make_index_sequence<count>())...};
   return callers[arguments];
 }
 

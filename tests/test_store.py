@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import os
 import shutil
@@ -35,6 +36,7 @@ from shadow_cache import (
     StoreRefusedError,
     StoreUnavailableError,
 )
+from shadow_cache.store import index
 from shadow_cache.store.rows import decode, encode
 
 from .helpers import ROOT, in_subprocess
@@ -80,6 +82,18 @@ def test_importing_the_package_imports_no_database() -> None:
 def test_the_default_place() -> None:
     done = in_subprocess("import shadow_cache; print(shadow_cache.default_dir())", XDG_CACHE_HOME="/nowhere")
     assert Path(done.stdout.strip()).name == "compiled_autograd" and not Path("/nowhere").exists()
+
+
+def test_an_index_that_cannot_be_read_is_said_in_the_words_of_the_store(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def refused(file: Path) -> int:
+        raise PermissionError(errno.EACCES, os.strerror(errno.EACCES), str(file))
+
+    shadow_cache.open(tmp_path / "store").close()
+    monkeypatch.setattr(index, "_version_in_header", refused)
+    with pytest.raises(StoreUnavailableError, match="permission denied"):
+        shadow_cache.open(tmp_path / "store")
 
 
 # ---- what is put in comes out ----------------------------------------------------------------------------------------

@@ -109,7 +109,7 @@ class Index:
             if self._folder.read_only or process.opened == _identity(self._file):
                 return process.connection
             self._disconnect(process)
-        process.connection = self._connect_read_only() if self._folder.read_only else self._connect(process)
+        process.connection = self._connect(process)
         return process.connection
 
     @staticmethod
@@ -120,15 +120,25 @@ class Index:
         process.connection = process.opened = None
 
     def _connect(self, process: _Process) -> sqlite3.Connection:
-        self._folder.prepare()
+        read_only = self._folder.read_only
+        if not read_only:
+            self._folder.prepare()
         if _identity(self._file) is None:
-            if not self._folder.create:
+            if read_only or not self._folder.create:
                 raise StoreMissingError(self._folder.path)
             self._create_file(self._file)
         refuse_unless_plain(self._file, folder=False)
-        self._refuse_newer(_version_in_header(self._file))
-        process.opened = _identity(self._file)
-        return self._open("mode=rw")
+        if not read_only:
+            with self._folder.worded():
+                self._refuse_newer(_version_in_header(self._file))
+            process.opened = _identity(self._file)
+            return self._open("mode=rw")
+        # In a folder where sqlite can make no files of its own, it reads only what is declared never to change. If it
+        # does change, checksums tell.
+        try:
+            return self._open("mode=ro")
+        except SQLITE_ERRORS:
+            return self._open("immutable=1")
 
     def _open(self, mode: str) -> sqlite3.Connection:
         connection = open_index(self._file, mode)
@@ -143,21 +153,8 @@ class Index:
         return connection
 
     def _create_file(self, file: Path) -> None:
-        try:
+        with self._folder.worded():
             os.close(os.open(file, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o600))
-        except OSError as error:
-            raise self._folder.unavailable(error) from error
-
-    def _connect_read_only(self) -> sqlite3.Connection:
-        if _identity(self._file) is None:
-            raise StoreMissingError(self._folder.path)
-        refuse_unless_plain(self._file, folder=False)
-        # In a folder where sqlite can make no files of its own, it reads only what is declared never to change. If it
-        # does change, checksums tell.
-        try:
-            return self._open("mode=ro")
-        except SQLITE_ERRORS:
-            return self._open("immutable=1")
 
     def _refuse_newer(self, version: int) -> None:
         if version > SCHEMA:

@@ -33,19 +33,14 @@ def call_name(tape: ir.TapeGraph, index: int) -> str:
 def title(tape: ir.TapeGraph) -> str:
     """A tape as people know it: what the backward begins at, the model, and how long it is."""
     roots = [tape.calls[index].name for index in tape.calls[0].edges or ()] or [call.name for call in tape.calls[1:2]]
-    module = module_of(tape)
     text = ", ".join(dict.fromkeys(roots)) or "an empty tape"
-    return f"{text} of {module}, {_nodes(tape)}" if module else f"{text}, {_nodes(tape)}"
+    module, count = module_of(tape), len(tape.calls)  # the root is one of them, as in the tape graph's text
+    return f"{text}{f' of {module}' if module else ''}, {count} node{'' if count == 1 else 's'}"
 
 
 def module_of(tape: ir.TapeGraph) -> str | None:
     """The class of the outermost module whose parameters it reaches, where that is known."""
     return next((call.module for call in tape.calls if call.module is not None), None)
-
-
-def _nodes(tape: ir.TapeGraph) -> str:
-    count = len(tape.calls)  # the root is one of them, as in the tape graph's text
-    return "1 node" if count == 1 else f"{count} nodes"
 
 
 def leaf_name(tape: ir.TapeGraph, index: int) -> str:

@@ -116,8 +116,8 @@ class Folder:
         if fcntl is None or self.read_only:
             yield
             return
-        handle = self._open_lock()
         how = (fcntl.LOCK_EX if alone else fcntl.LOCK_SH) | fcntl.LOCK_NB
+        handle = self._open_lock()
         try:
             # Not for ever: a child that was forked while the lock was held keeps it as long as it lives.
             with self.worded():

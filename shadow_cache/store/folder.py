@@ -60,27 +60,28 @@ class Folder:
 
     def prepare(self) -> None:
         """Look at the folder and make what it lacks. Asked again before the index is opened anew."""
+        with self.worded():
+            self._refuse_others(self._made())
+            parts = (self.files, self.temporary, self.index)
+            there = [self.path, *(part for part in parts if os.path.lexists(part))]
+            self.read_only = not all(os.access(part, os.W_OK | os.X_OK) for part in there)
+            for part in parts:
+                if not self.read_only and not os.path.lexists(part):
+                    with suppress(FileExistsError):  # something that is no folder: refused below
+                        part.mkdir(mode=0o700, exist_ok=True)
+                        _sync_folder(self.path)
+                if os.path.lexists(part):
+                    refuse_unless_plain(part, folder=True)
+
+    def _made(self) -> os.stat_result:
         if self._given.is_symlink() and not is_ours(self._given.lstat()):
             raise StoreRefusedError(self._given, "it is a symbolic link of someone else's", f"Use {self.path} itself")
         try:
             if self.create:
                 self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            status = self.path.lstat()
+            return self.path.lstat()
         except FileNotFoundError:
             raise StoreMissingError(self.path) from None
-        except OSError as error:
-            raise self.unavailable(error) from error
-        self._refuse_others(status)
-        parts = (self.files, self.temporary, self.index)
-        there = [self.path, *(part for part in parts if os.path.lexists(part))]
-        self.read_only = not all(os.access(part, os.W_OK | os.X_OK) for part in there)
-        for part in parts:
-            if not self.read_only and not os.path.lexists(part):
-                with self.worded(), suppress(FileExistsError):  # something that is no folder: refused below
-                    part.mkdir(mode=0o700, exist_ok=True)
-                    _sync_folder(self.path)
-            if os.path.lexists(part):
-                refuse_unless_plain(part, folder=True)
 
     def _refuse_others(self, status: os.stat_result) -> None:
         if not stat.S_ISDIR(status.st_mode):

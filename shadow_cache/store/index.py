@@ -105,12 +105,13 @@ class Index:
 
     def _connected(self, process: _Process) -> sqlite3.Connection:
         """The connection, made anew where the file is no longer the one that it is to."""
-        if process.connection is not None:
-            if self._folder.read_only or process.opened == _identity(self._file):
-                return process.connection
-            self._disconnect(process)
-        process.connection = self._connect(process)
-        return process.connection
+        with self._folder.worded():
+            if process.connection is not None:
+                if self._folder.read_only or process.opened == _identity(self._file):
+                    return process.connection
+                self._disconnect(process)
+            process.connection = self._connect(process)
+            return process.connection
 
     @staticmethod
     def _disconnect(process: _Process) -> None:
@@ -126,11 +127,10 @@ class Index:
         if _identity(self._file) is None:
             if read_only or not self._folder.create:
                 raise StoreMissingError(self._folder.path)
-            self._create_file(self._file)
+            _create_file(self._file)
         refuse_unless_plain(self._file, folder=False)
         if not read_only:
-            with self._folder.worded():
-                self._refuse_newer(_version_in_header(self._file))
+            self._refuse_newer(_version_in_header(self._file))
             process.opened = _identity(self._file)
             return self._open("mode=rw")
         # In a folder where sqlite can make no files of its own, it reads only what is declared never to change. If it
@@ -152,10 +152,6 @@ class Index:
             raise
         return connection
 
-    def _create_file(self, file: Path) -> None:
-        with self._folder.worded():
-            os.close(os.open(file, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o600))
-
     def _refuse_newer(self, version: int) -> None:
         if version > SCHEMA:
             raise StoreNewerError(self._folder.path, version, SCHEMA)
@@ -174,7 +170,7 @@ class Index:
                 # Whole before it takes the place: a process that ends in here loses nothing.
                 fresh.mkdir(mode=0o700)
                 file = fresh / self._file.name
-                self._create_file(file)
+                _create_file(file)
                 with closing(open_index(file, "mode=rw")) as new:
                     _make(new)
                     count = salvage(self._folder, self._file, new, file)
@@ -202,6 +198,10 @@ def _never_close(connection: sqlite3.Connection | None) -> None:
         import ctypes
 
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(connection))
+
+
+def _create_file(file: Path) -> None:
+    os.close(os.open(file, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o600))
 
 
 def _make(connection: sqlite3.Connection) -> None:

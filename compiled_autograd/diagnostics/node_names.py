@@ -96,7 +96,8 @@ def value_name(tape: ir.TapeGraph, lifted: ir.Lifted) -> str:
     while user is not None and user.op == "call_function" and ir.rule_of(user) is not None:
         if ir.rule_of(user).gives not in ("size", "packed"):  # type: ignore[union-attr]
             dim = _dimension(user.args, node) if lifted.kind == "size" else None
-            text = argument_of(tape, user, _position(user, node))
+            position = next((index for index, argument in enumerate(user.args) if node in _flat(argument)), 0)
+            text = argument_of(tape, user, position)
             return text if dim is None else f"{text}, dimension {dim}"
         node, user = user, next(iter(user.users), None)  # a size computed of sizes, or what a hook unpacks
     return "a value that nothing uses"
@@ -123,10 +124,6 @@ def _dimension(argument: Any, node: Any) -> int | None:
             if found is not None:
                 return found
     return None
-
-
-def _position(user: fx.Node, node: Any) -> int:
-    return next((index for index, argument in enumerate(user.args) if node in _flat(argument)), 0)
 
 
 def _flat(argument: Any) -> list[Any]:

@@ -45,7 +45,8 @@ def fold(structures: Iterable[Structure]) -> tuple[Branch, ...]:
         stop = _shared([keys for _, keys in group], start)
         index = len(branches)
         alone = first.id if len(group) == 1 else None
-        branches.append(Branch(parent, start, tuple(_names(first, start, stop)), differs, len(group), alone))
+        names = tuple(" ".join(filter(None, (call.name, call.parameter))) for call in first.calls[start:stop])
+        branches.append(Branch(parent, start, names, differs, len(group), alone))
         if alone is None:
             groups = _groups(group, stop)
             forks = [each[0][1][stop] if stop < len(each[0][1]) else () for each in groups]
@@ -85,11 +86,6 @@ def _shared(paths: Sequence[tuple[Key, ...]], start: int) -> int:
         if any(path[depth : depth + 1] != first[depth : depth + 1] for path in others):
             return depth
     return len(first)
-
-
-def _names(structure: Structure, start: int, stop: int) -> Iterator[str]:
-    for call in structure.calls[start:stop]:
-        yield f"{call.name} {call.parameter}" if call.parameter else call.name
 
 
 def differing_parts(keys: Sequence[Key]) -> list[str]:

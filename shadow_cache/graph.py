@@ -8,6 +8,7 @@ ambient state and settings that was met. What a variant holds is the caller's: t
 from __future__ import annotations
 
 import itertools
+import operator
 import os
 import threading
 from collections.abc import Container, Iterator, Sequence
@@ -99,14 +100,14 @@ class ShadowGraph(Generic[P]):
         """Forget structures, and the parts of their paths that no other has."""
         with _LOCK:
             self._terminals = [terminal for terminal in self._terminals if terminal.number not in numbers]
-            paths: list[tuple[_TrieNode, Key | None, _TrieNode | None]] = [(self._root, None, None)]
-            for node, _, _ in paths:  # grows while it is read: each node after its parent
-                paths.extend((child, key, node) for key, child in node.children.items())
-            for node, key, parent in reversed(paths):
+            nodes = [self._root]
+            for node in nodes:  # grows while it is read: each node after its parent
+                nodes.extend(node.children.values())
+            for node in reversed(nodes):
                 if node.terminal is not None and node.terminal.number in numbers:
                     node.terminal = None
-                if parent is not None and key is not None and node.terminal is None and not node.children:
-                    del parent.children[key]
+                for key in [key for key, child in node.children.items() if not (child.children or child.terminal)]:
+                    del node.children[key]
 
     def clear(self) -> None:
         """Forget everything."""
@@ -123,8 +124,4 @@ class ShadowGraph(Generic[P]):
 
 def _closest(node: _TrieNode, key: Key) -> Key | None:
     same_name = [other for other in node.children if other[0] == key[0]]
-    return max(same_name or node.children, key=lambda candidate: _agreement(candidate, key), default=None)
-
-
-def _agreement(one: Key, other: Key) -> int:
-    return sum(a == b for a, b in zip(one, other, strict=False))
+    return max(same_name or node.children, key=lambda other: sum(map(operator.eq, other, key)), default=None)

@@ -21,7 +21,7 @@ from backends.eager import EagerBackend
 from compiled_autograd import ir
 from compiled_autograd.cache import disk, environment_key, graphs
 from compiled_autograd.diagnostics.structure_misses import structure_miss
-from compiled_autograd.diagnostics.variant_misses import state_hint, state_miss
+from compiled_autograd.diagnostics.variant_misses import STATE_HINTS, state_miss
 from compiled_autograd.proving import prover
 from shadow_cache import Failure, Miss, MissEntry, VariantKey, miss_kinds
 from shadow_cache.cli import main
@@ -257,7 +257,7 @@ def _key(backend: str = "eager", threads: int = 2) -> VariantKey:
 def test_what_differs_from_the_nearest_variant(
     known: list[VariantKey], kind: str, name: str, old: str, new: str
 ) -> None:
-    assert state_miss(_key(), known) == Miss(kind, name, old, new, state_hint(kind))
+    assert state_miss(_key(), known) == Miss(kind, name, old, new, STATE_HINTS[kind])
 
 
 def test_code_that_differs_from_the_real_calls(

@@ -87,9 +87,10 @@ def test_the_default_place() -> None:
 
 def test_what_is_added_is_found_with_its_files(store: Store) -> None:
     structure, entry, files = made(1)
-    added = store.add(structure, entry, files)
+    store.add(structure, entry, files)
+    (added,) = store.find("s1")
     assert stored(added) == entry and added.size == sum(map(len, files.values())) and added.loads == 0
-    assert store.find("s1") == store.entries() == (added,) and store.find("s2") == ()
+    assert store.entries() == (added,) and store.find("s2") == ()
     assert store.structure("s1") == structure and store.structure("s2") is None
     assert {digest: store.read(digest) for digest in files} == files
     assert store.verify() == () and store.damage == ()
@@ -116,8 +117,9 @@ def test_adding_again_puts_the_entry_in_its_place(store: Store) -> None:
     data = content(99, 500)
     digest = hashlib.sha256(data).hexdigest()
     changed = msgspec.structs.replace(entry, regions=(Region(1, digest, digest, b""),), seconds=3.0)
-    added = store.add(structure, changed, {digest: data})
-    assert store.entries() == (added,) and added.loads == 1 and added.size == 500
+    store.add(structure, changed, {digest: data})
+    (added,) = store.entries()
+    assert stored(added) == changed and added.loads == 1 and added.size == 500
     assert files_of(store) == {digest}, "files that no entry names are gone"
 
 
@@ -133,8 +135,9 @@ def test_a_damaged_file_is_put_right_by_adding_again(store: Store) -> None:
 
 def test_an_entry_without_regions(store: Store) -> None:
     structure, entry, _ = made(1)
-    added = store.add(structure, msgspec.structs.replace(entry, regions=()), {})
-    assert added.size == 0 and store.entries() == (added,)
+    store.add(structure, msgspec.structs.replace(entry, regions=()), {})
+    (added,) = store.entries()
+    assert added.size == 0 and added.regions == ()
 
 
 def test_last_used_first(store: Store) -> None:
@@ -401,6 +404,26 @@ def test_a_read_only_folder_can_be_read(writer: str) -> None:
         shutil.rmtree(path)
     assert done.returncode == 0, done.stderr
     assert "this process may only read it" in done.stdout and len(done.stdout.splitlines()) == 3
+
+
+@pytest.mark.skipif(os.name != "posix", reason="needs folder modes")
+def test_what_may_not_even_be_read_is_said_in_the_words_of_the_store() -> None:
+    done = in_child("""
+        if os.geteuid() == 0:
+            os.setgid(65534); os.setuid(65534)
+        with tempfile.TemporaryDirectory() as path:
+            store = os.path.join(path, "store")
+            shadow_cache.open(store).close()
+            for closed in (store + "/index/index.db", store + "/index", path):
+                os.chmod(closed, 0)
+                try:
+                    shadow_cache.open(store)
+                except StoreUnavailableError as error:
+                    print(error)
+                os.chmod(closed, 0o700)
+    """)
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.count("permission denied") == 3
 
 
 def test_after_close(store: Store) -> None:

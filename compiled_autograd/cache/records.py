@@ -51,9 +51,10 @@ class VariantRecord(msgspec.Struct, frozen=True):
         return all(record.serves(tensor) for record, tensor in zip(self.tensors, handover.tensors, strict=True))
 
 
-def record_of(variant: Variant, positions: dict[Any, int]) -> VariantRecord:
-    """The record of a variant that has run; ``positions`` are those of the tape graph's nodes."""
+def record_of(variant: Variant) -> VariantRecord:
+    """The record of a variant that has run."""
     assert variant.tensors is not None
+    positions = {node: position for position, node in enumerate(variant.program.tape.graph.nodes)}
     region_compiler = variant.program.region_compiler
     handed_on = [(node, spec) for node, spec in region_compiler.specs.items() if node.op != "placeholder"]
     return VariantRecord(
@@ -84,7 +85,6 @@ def entry_of(
         seconds: what making it cost.
     """
     settings, ambient, environment = state
-    positions = {node: position for position, node in enumerate(variant.program.tape.graph.nodes)}
     return Entry(
         id=identity,
         structure=structure,
@@ -98,7 +98,7 @@ def entry_of(
         inputs=inputs_of(tape, variant),
         dynamic=variant.shapes.dynamic,
         guards=guards_of(variant),
-        record=msgspec.msgpack.encode(record_of(variant, positions)),
+        record=msgspec.msgpack.encode(record_of(variant)),
         regions=tuple(regions),
         miss=misses[0] if misses else Miss("first_seen"),
         seconds=seconds,

@@ -10,11 +10,13 @@ import msgspec
 from shadow_cache import Miss
 
 from .. import ir
+from ..diagnostics.call_misses import NUMBER_HINT
 from ..diagnostics.node_names import title
-from ..diagnostics.variant_misses import TensorKind, layout_miss, scalar_miss, shape_miss, tensor_miss
+from ..diagnostics.variant_misses import TensorKind, shape_miss, tensor_miss, value_miss
 from .records import VariantRecord
-from .variants import Handover, Shapes, TensorRecord
+from .variants import Handover, Shapes
 
+_STRIDES_HINT = "contiguous() where it is made would keep one layout"
 _OTHER_SIZES = "what is stored serves other sizes; one more variant"
 
 
@@ -33,23 +35,15 @@ def values_miss(
     if comparable:
         miss = shape_miss(tape, (old.tensors, old.sizes), (new.tensors, new.sizes), dynamic) or miss
         strides = [None if was is None else now for was, now in zip(old.strides, new.strides, strict=True)]
-        miss = miss or layout_miss(tape, old.strides, strides)
-    miss = miss or scalar_miss(tape, scalars, handover.scalars)
+        miss = miss or value_miss("layout", tape, "input", old.strides, strides, ", strides", _STRIDES_HINT)
+    miss = miss or value_miss("node_attribute", tape, "scalar", scalars, handover.scalars, hint=NUMBER_HINT)
     return miss or Miss("layout", f"a saved tensor of {title(tape)}", "a kind of tensor", "another kind")
 
 
 def stored_miss(tape: ir.TapeGraph, record: VariantRecord, handover: Handover) -> Miss:
     """The same for what the store has of a structure."""
     tensors = record.tensors
-    kinds = [_kind_of_record(tensor) for tensor in tensors]
+    kinds = [TensorKind(len(tensor.spec), tensor.properties) for tensor in tensors]
     old = Shapes([tensor.spec for tensor in tensors], record.sizes, [tensor.strides for tensor in tensors], kinds)
     miss = values_miss(tape, old, record.scalars, handover, old.fits(handover))
     return msgspec.structs.replace(miss, hint=_OTHER_SIZES if miss.kind == "shape" else miss.hint)
-
-
-def _kind_of_record(record: TensorRecord) -> TensorKind:
-    """As :func:`tensor_kind`, of a tensor in the store."""
-    found = {"Conjugate": "conjugated", "Negative": "negated", "ZeroTensor": "zeros without memory"}
-    properties = [words for key, words in found.items() if key in record.kind]
-    name = record.kind.partition(" ")[0]
-    return TensorKind(len(record.spec), tuple(properties if name == "Tensor" else [*properties, name]))

@@ -116,17 +116,20 @@ class Shapes:
 
 
 class TensorRecord(msgspec.Struct, frozen=True, array_like=True):
-    """A lifted tensor: its spec, its strides where nothing of it changes, and what operators on it depend on."""
+    """A lifted tensor: its spec, its strides where nothing of it changes, what operators on it depend on, and what of
+    that people are told (:class:`TensorKind`)."""
 
     spec: Spec
     strides: tuple[int, ...] | None
     kind: str
+    properties: tuple[str, ...]
 
     @staticmethod
     def of(spec: Spec, tensor: torch.Tensor) -> TensorRecord:
         """That of a plain tensor."""
         kind = f"{type(tensor).__name__} {tensor.dtype} {tensor.device} {torch._C._dispatch_keys(tensor)}"
-        return TensorRecord(spec, tuple(tensor.stride()) if is_static(spec) else None, kind)
+        strides = tuple(tensor.stride()) if is_static(spec) else None
+        return TensorRecord(spec, strides, kind, tensor_kind(tensor).properties)
 
     def serves(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is like the one that this was made of."""

@@ -29,8 +29,8 @@ def call_miss(tape: ir.TapeGraph, depth: int, old: CallPart, new: CallPart) -> M
 
 
 def _undefined(tape: ir.TapeGraph, depth: int, old: CallPart, new: CallPart) -> Miss | None:
-    first = [part.arguments[0] if part.arguments else None for part in (old, new)]
-    if not all(part.function.startswith("ops.") for part in (old, new)) or not all(map(_is_list, first)):
+    first = [part.arguments[0] for part in (old, new) if part.function.startswith("ops.") and part.arguments]
+    if len(first) < 2 or not all(isinstance(grads, Listed) for grads in first):
         return None
     patterns = [[grad is None for grad in _items(grads)] for grads in first]
     if patterns[0] == patterns[1]:
@@ -57,7 +57,7 @@ def _of_call(tape: ir.TapeGraph, depth: int, old: CallPart, new: CallPart) -> Mi
             return _of_output(tape, depth, one, other)
         if function == "call_backward" and index != 2:
             return _of_function(where, index, one, other)
-        if _is_list(one) and all(_is_bool(leaf) for leaf in leaves((one, other))):
+        if isinstance(one, Listed) and all(_is_bool(leaf) for leaf in leaves((one, other))):
             hint = "requires_grad of what goes in decides which gradients are computed"
             return Miss("node_attribute", f"{where}: which inputs get a gradient", _yes(one), _yes(other), hint)
         name = argument_name(tape, depth, function, index)
@@ -85,11 +85,11 @@ def _of_argument(what: str, old: Argument, new: Argument) -> Miss:
     values = values_of([old, new])
     if values:
         is_size = any(isinstance(value, Lifted) and value.kind == "size" for value in values)
-        if all(any(map(_is_list, _items(each)[:1])) for each in (old, new)):  # the sizes of several tensors
+        if all(_items(each) and isinstance(_items(each)[0], Listed) for each in (old, new)):  # sizes of several tensors
             counts = [len(_items(each)) for each in (old, new)]
             if counts[0] != counts[1]:
                 return Miss("node_attribute", what, f"{counts[0]} tensors", f"{counts[1]} tensors", WAY_HINT)
-        texts = [_described(each, "dimension" if is_size and _is_list(old) else "") for each in (old, new)]
+        texts = [_described(each, "dimension" if is_size and isinstance(old, Listed) else "") for each in (old, new)]
         return Miss("shape" if is_size else "node_attribute", what, texts[0], texts[1])
     return Miss("node_attribute", what, str(old), str(new), NUMBER_HINT if any(map(_is_number, (old, new))) else "")
 
@@ -101,7 +101,7 @@ def _described(argument: Argument, noun: str = "") -> str:
         return f"0 {noun}s" if noun and argument == Listed(()) else str(argument)
     kind = values[0].kind if isinstance(values[0], Lifted) else ""
     noun = noun or {"size": "size", "scalar": "number"}.get(kind, "tensor")
-    if noun == "tensor" and not _is_list(argument):
+    if noun == "tensor" and not isinstance(argument, Listed):
         return "a tensor"
     return f"{len(values)} {noun}{'' if len(values) == 1 else 's'}"
 
@@ -114,8 +114,8 @@ def _of_function(where: str, index: int, old: Argument, new: Argument) -> Miss:
     if index == 3:
         words = {"True": "defined", "False": "undefined"}
         texts = [" ".join(words.get(text, text) for text in map(str, _items(each))) for each in (old, new)]
-        return Miss("undefined_gradients", where, texts[0], texts[1], _UNDEFINED_HINT)
-    texts = ["undefined" if each is None else "defined" for each in (old, new)]
+    else:
+        texts = ["undefined" if each is None else "defined" for each in (old, new)]
     return Miss("undefined_gradients", where, texts[0], texts[1], _UNDEFINED_HINT)
 
 
@@ -180,10 +180,6 @@ def _same_tensor(tape: ir.TapeGraph, depth: int, old: CallPart, new: CallPart) -
 
 
 # ---- what an argument is ---------------------------------------------------------------------------------------------
-
-
-def _is_list(argument: Argument) -> bool:
-    return isinstance(argument, Listed)
 
 
 def _items(argument: Argument) -> tuple[Argument, ...]:

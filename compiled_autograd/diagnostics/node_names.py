@@ -33,19 +33,14 @@ def call_name(tape: ir.TapeGraph, index: int) -> str:
 def title(tape: ir.TapeGraph) -> str:
     """A tape as people know it: what the backward begins at, the model, and how long it is."""
     roots = [tape.calls[index].name for index in tape.calls[0].edges or ()] or [call.name for call in tape.calls[1:2]]
-    module = module_of(tape)
     text = ", ".join(dict.fromkeys(roots)) or "an empty tape"
-    return f"{text} of {module}, {_nodes(tape)}" if module else f"{text}, {_nodes(tape)}"
+    module, count = module_of(tape), len(tape.calls)  # the root is one of them, as in the tape graph's text
+    return f"{text}{f' of {module}' if module else ''}, {count} node{'' if count == 1 else 's'}"
 
 
 def module_of(tape: ir.TapeGraph) -> str | None:
     """The class of the outermost module whose parameters it reaches, where that is known."""
     return next((call.module for call in tape.calls if call.module is not None), None)
-
-
-def _nodes(tape: ir.TapeGraph) -> str:
-    count = len(tape.calls)  # the root is one of them, as in the tape graph's text
-    return "1 node" if count == 1 else f"{count} nodes"
 
 
 def leaf_name(tape: ir.TapeGraph, index: int) -> str:
@@ -101,7 +96,8 @@ def value_name(tape: ir.TapeGraph, lifted: ir.Lifted) -> str:
     while user is not None and user.op == "call_function" and ir.rule_of(user) is not None:
         if ir.rule_of(user).gives not in ("size", "packed"):  # type: ignore[union-attr]
             dim = _dimension(user.args, node) if lifted.kind == "size" else None
-            text = argument_of(tape, user, _position(user, node))
+            position = next((index for index, argument in enumerate(user.args) if node in _flat(argument)), 0)
+            text = argument_of(tape, user, position)
             return text if dim is None else f"{text}, dimension {dim}"
         node, user = user, next(iter(user.users), None)  # a size computed of sizes, or what a hook unpacks
     return "a value that nothing uses"
@@ -128,10 +124,6 @@ def _dimension(argument: Any, node: Any) -> int | None:
             if found is not None:
                 return found
     return None
-
-
-def _position(user: fx.Node, node: Any) -> int:
-    return next((index for index, argument in enumerate(user.args) if node in _flat(argument)), 0)
 
 
 def _flat(argument: Any) -> list[Any]:

@@ -13,7 +13,6 @@ from shadow_cache import Miss, VariantKey
 
 from .. import ir
 from ..guards.shapes import SPECIAL, Guard, Origin, Spec
-from .call_misses import NUMBER_HINT
 from .node_names import uses, value_name
 
 _PARTS = (
@@ -21,16 +20,12 @@ _PARTS = (
     *((6, "conjugation"), (7, "negation"), (8, "zeros without memory")),
 )
 """What ``guards.value_kinds.kind_of_value`` gives of a tensor, and at which place; strides follow from a shape."""
-_HINTS = {
+STATE_HINTS = {
     "ambient_state": "set it once, before training; each value of it that occurs is compiled once",
     "backend_or_settings": "what was compiled under the others stays, and serves them",
     "environment": "it is compiled again for what runs now",
 }
-
-
-def state_hint(kind: str) -> str:
-    """What to do where another state, other settings or another environment is the reason."""
-    return _HINTS[kind]
+"""What to do where another state, other settings or another environment is the reason."""
 
 
 def shape_miss(
@@ -76,22 +71,13 @@ def _now_dynamic(changes: Sequence[tuple[ir.Lifted, int | None, int, int]]) -> s
     return f"now dynamic: {said}{more}{of}; {then}"
 
 
-def layout_miss(
-    tape: ir.TapeGraph, before: Sequence[tuple[int, ...] | None], after: Sequence[tuple[int, ...] | None]
+def value_miss(
+    kind: str, tape: ir.TapeGraph, of: str, before: Sequence[Any], after: Sequence[Any], part: str = "", hint: str = ""
 ) -> Miss | None:
-    """Which saved tensor has other strides; None where none has."""
+    """Which lifted value of the kind ``of``, or which ``part`` of one, is another; None where none is."""
     for index, (old, new) in enumerate(zip(before, after, strict=True)):
         if old != new:
-            hint = "contiguous() where it is made would keep one layout"
-            return _at_value("layout", tape, ir.Lifted("input", index), ", strides", old, new, hint)
-    return None
-
-
-def scalar_miss(tape: ir.TapeGraph, before: Sequence[Any], after: Sequence[Any]) -> Miss | None:
-    """Which number that a node saved is another; None where none is."""
-    for index, (old, new) in enumerate(zip(before, after, strict=True)):
-        if old != new:
-            return _at_value("node_attribute", tape, ir.Lifted("scalar", index), "", old, new, NUMBER_HINT)
+            return _at_value(kind, tape, ir.Lifted(of, index), part, old, new, hint)
     return None
 
 
@@ -133,7 +119,7 @@ def state_miss(key: VariantKey, known: Sequence[VariantKey]) -> Miss:
     if nearest.settings != key.settings:
         kind, before, after = "backend_or_settings", nearest.settings, key.settings
     name, old, new = next((name, old, new) for (name, old), (_, new) in zip(before, after, strict=True) if old != new)
-    return Miss(kind, name, text_of_part(name, old), text_of_part(name, new), state_hint(kind))
+    return Miss(kind, name, text_of_part(name, old), text_of_part(name, new), STATE_HINTS[kind])
 
 
 def guard_miss(guard: Guard, arguments: Sequence[Any], names: Sequence[str]) -> Miss:

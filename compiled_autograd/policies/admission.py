@@ -28,7 +28,8 @@ class Admission:
 
     def refuses(self) -> bool:
         """Whether the structure that the engine is about to report shall be left to it."""
-        if len(self._last) < WINDOW or any(_pays(each()) for each in self._last):
+        pays = any((graph := each()) is not None and graph.met >= REUSES_WORTH_COMPILING for each in self._last)
+        if pays or len(self._last) < WINDOW:
             self._left, self._spacing = 0, FIRST_PROBE
             return False
         self._left += 1
@@ -41,10 +42,6 @@ class Admission:
         """Forget all."""
         self._last: deque[weakref.ref[CompiledGraph]] = deque(maxlen=WINDOW)
         self._left, self._spacing = 0, FIRST_PROBE
-
-
-def _pays(graph: CompiledGraph | None) -> bool:
-    return graph is not None and graph.met >= REUSES_WORTH_COMPILING
 
 
 ADMISSION = Admission()

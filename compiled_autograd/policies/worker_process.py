@@ -68,14 +68,11 @@ def compile_elsewhere(backend: Backend, graph_module: fx.GraphModule, examples: 
 def _request(backend: Backend, graph_module: fx.GraphModule, examples: Sequence[Any]) -> Request | None:
     if not backend.slow or not isinstance(backend, Storing):
         return None
-    tensors = [value for value in examples if isinstance(value, torch.Tensor)]
-    if any(value.device.type != "cpu" for value in tensors):
-        return None  # its code could not be brought back
-    if any(map(has_bit, tensors)):
-        return None  # the request does not say so
     inputs = kinds_of_inputs(graph_module, examples)
-    if inputs is None:
-        return None
+    if inputs is None or any(map(has_bit, examples)):
+        return None  # the request does not say so
+    if any(value.device.type != "cpu" for value in examples):
+        return None  # its code could not be brought back
     ambient_state = ambient()
     state = dict(ambient_state)
     return Request(
@@ -170,9 +167,9 @@ def receive(stream: IO[bytes]) -> bytes:
     Raises:
         EOFError: the other end was closed.
     """
-    head = stream.read(8)
-    data = stream.read(int.from_bytes(head, "little")) if len(head) == 8 else b""
-    if len(head) < 8 or len(data) < int.from_bytes(head, "little"):
+    size = int.from_bytes(stream.read(8), "little")
+    data = stream.read(size)
+    if not data or len(data) < size:  # no message is empty
         raise EOFError("it ended before it had answered")
     return data
 

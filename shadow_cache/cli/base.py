@@ -143,14 +143,11 @@ class View:
         if text:
             _say(text, sys.stdout)
 
-    def fail(self) -> NoReturn:
-        """End with exit code 1; what there is to say has been said."""
+    def fail(self, note: str = "") -> NoReturn:
+        """End with exit code 1, after a note for people; what else there is to say has been said."""
+        if note and self.format == "human":
+            _say(note, sys.stderr)
         raise click.exceptions.Exit(1)
-
-    def note(self, text: str) -> None:
-        """For people only, beside the output proper."""
-        if self.format == "human":
-            _say(text, sys.stderr)
 
 
 def _say(text: str, stream: Any) -> None:

@@ -8,6 +8,7 @@ import msgspec
 
 from ..entries import Call, Entry, Input, Structure, Summary, Timing
 from . import render
+from .trie import differing_parts
 
 
 class Change(msgspec.Struct, frozen=True):
@@ -98,9 +99,7 @@ def parting(old: Structure, new: Structure) -> Parting | None:
     """Where two tapes part; None where they do not."""
     for index, (one, other) in enumerate(zip(old.keys, new.keys, strict=False)):
         if one != other:
-            parts = [pair for pair in zip(one, other, strict=False) if pair[0] != pair[1]]
-            mine, others = parts[0] if parts else (f"{len(one)} parts", f"{len(other)} parts")
-            return Parting(index, _call(old, index), _call(new, index), mine, others)
+            return Parting(index, _call(old, index), _call(new, index), *differing_parts((one, other)))
     return None
 
 

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import itertools
+import operator
 from collections.abc import Iterator
 
 import msgspec
@@ -13,7 +15,7 @@ from ..records import Miss
 from ..safe_text import harmless
 from . import graphs, render
 from .base import Fault, Verb, View, ids, with_format, with_view
-from .difference import Change, Difference, difference, timed, variant
+from .difference import Difference, difference, timed, variant
 
 
 class Why(msgspec.Struct, frozen=True):
@@ -156,10 +158,7 @@ def diff(view: View, a: str, b: str) -> None:
 def _difference(old: Entry, new: Entry, found: Difference) -> Iterator[str]:
     yield f"{render.old('-')} {render.identifier(old.id)}  {old.name}"
     yield f"{render.new('+')} {render.identifier(new.id)}  {new.name}"
-    sections: dict[str, list[Change]] = {}
-    for change in found.changes:
-        sections.setdefault(change.section, []).append(change)
-    for section, changes in sections.items():
+    for section, changes in itertools.groupby(found.changes, operator.attrgetter("section")):
         yield ""
         yield render.bold(section)
         yield from render.pairs(

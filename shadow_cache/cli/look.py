@@ -75,12 +75,10 @@ def ls(
     ]
     found = sorted(found, key=_KEYS[sort], reverse=reverse)[:limit]
     view.out(found, (entry.id for entry in found), lambda: _listed(view, found, len(stored)))
+    if not stored:
+        view.fail(view.nothing)
     if not found:
-        if stored:
-            view.note(f"none of {render.plural(len(stored), 'entry', 'entries')} is so; leave out a filter.")
-        else:
-            view.note(view.nothing)
-        view.fail()
+        view.fail(f"none of {render.plural(len(stored), 'entry', 'entries')} is so; leave out a filter.")
 
 
 def _listed(view: View, entries: list[Summary], stored: int) -> Iterator[str]:
@@ -196,8 +194,7 @@ def tree(view: View) -> None:
     branches = fold(view.structure(id) for id in by_structure)
     view.out(branches, by_structure, lambda: _tree(branches, by_structure))
     if not by_structure:
-        view.note(view.nothing)
-        view.fail()
+        view.fail(view.nothing)
 
 
 def _tree(branches: tuple[Branch, ...], by_structure: dict[str, tuple[Entry, ...]]) -> Iterator[str]:

@@ -156,14 +156,12 @@ def table(
     columns = list(range(len(header)))
     widths = [max(len(row[column]) for row in (header, *rows)) for column in columns]
     if flexible is not None and width is not None:
-        dropped = iter(spare)
-        while True:
-            others = sum(widths[column] + 2 for column in columns if column != flexible) + len(indent)
-            column = next(dropped, -1) if width - others < min(widths[flexible], _NAME_WIDTH) else -1
-            if column < 0:
-                break
-            columns.remove(column)
-        widths[flexible] = min(widths[flexible], max(width - others, 12))
+        room = width - len(indent) - sum(widths[column] + 2 for column in columns if column != flexible)
+        for column in spare:
+            if room < min(widths[flexible], _NAME_WIDTH):
+                columns.remove(column)
+                room += widths[column] + 2
+        widths[flexible] = min(widths[flexible], max(room, 12))
 
     def line(row: Sequence[str], is_header: bool) -> str:
         cells = []

@@ -93,6 +93,5 @@ def completion(ctx: click.Context, shell: str) -> None:
       shadow-cache completion fish > ~/.config/fish/completions/shadow-cache.fish
     """
     completer = get_completion_class(shell)
-    if completer is None:
-        raise click.UsageError(f"click has no completion for {shell}.")
+    assert completer is not None  # click has one for each of the choices
     sys.stdout.write(completer(ctx.find_root().command, {}, "shadow-cache", "_SHADOW_CACHE_COMPLETE").source())

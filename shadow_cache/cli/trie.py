@@ -45,10 +45,13 @@ def fold(structures: Iterable[Structure]) -> tuple[Branch, ...]:
         stop = _shared([keys for _, keys in group], start)
         index = len(branches)
         alone = first.id if len(group) == 1 else None
-        branches.append(Branch(parent, start, tuple(_names(first, start, stop)), differs, len(group), alone))
+        names = tuple(" ".join(filter(None, (call.name, call.parameter))) for call in first.calls[start:stop])
+        branches.append(Branch(parent, start, names, differs, len(group), alone))
         if alone is None:
             groups = _groups(group, stop)
-            differences = _differences([each[0][1][stop] if stop < len(each[0][1]) else () for each in groups])
+            forks = [each[0][1][stop] if stop < len(each[0][1]) else () for each in groups]
+            same_name = len({key[:1] for key in forks}) == 1
+            differences = differing_parts(forks) if same_name else [""] * len(forks)
             pairs = zip(groups, differences, strict=True)
             waiting += [(index, stop, difference, each) for each, difference in reversed(list(pairs))]
     return tuple(branches)
@@ -85,14 +88,8 @@ def _shared(paths: Sequence[tuple[Key, ...]], start: int) -> int:
     return len(first)
 
 
-def _names(structure: Structure, start: int, stop: int) -> Iterator[str]:
-    for call in structure.calls[start:stop]:
-        yield f"{call.name} {call.parameter}" if call.parameter else call.name
-
-
-def _differences(keys: Sequence[Key]) -> list[str]:
-    if len({key[:1] for key in keys}) > 1:
-        return [""] * len(keys)
+def differing_parts(keys: Sequence[Key]) -> list[str]:
+    """Of each key the first part in which they are not all alike, or how many parts it has."""
     for parts in zip(*keys, strict=False):
         if len(set(parts)) > 1:
             return list(parts)

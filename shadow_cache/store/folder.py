@@ -22,7 +22,7 @@ from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import BinaryIO
 
-from ..errors import DamagedEntryError, StoreMissingError, StoreRefusedError, StoreUnavailableError
+from ..errors import DamagedEntryError, StoreError, StoreMissingError, StoreRefusedError, StoreUnavailableError
 
 try:
     import fcntl
@@ -60,31 +60,28 @@ class Folder:
 
     def prepare(self) -> None:
         """Look at the folder and make what it lacks. Asked again before the index is opened anew."""
+        with self.worded():
+            self._refuse_others(self._made())
+            parts = (self.files, self.temporary, self.index)
+            there = [self.path, *(part for part in parts if os.path.lexists(part))]
+            self.read_only = not all(os.access(part, os.W_OK | os.X_OK) for part in there)
+            for part in parts:
+                if not self.read_only and not os.path.lexists(part):
+                    with suppress(FileExistsError):  # something that is no folder: refused below
+                        part.mkdir(mode=0o700, exist_ok=True)
+                        _sync_folder(self.path)
+                if os.path.lexists(part):
+                    refuse_unless_plain(part, folder=True)
+
+    def _made(self) -> os.stat_result:
         if self._given.is_symlink() and not is_ours(self._given.lstat()):
             raise StoreRefusedError(self._given, "it is a symbolic link of someone else's", f"Use {self.path} itself")
         try:
             if self.create:
                 self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
-            status = self.path.lstat()
+            return self.path.lstat()
         except FileNotFoundError:
             raise StoreMissingError(self.path) from None
-        except OSError as error:
-            raise self.unavailable(error) from error
-        self._refuse_others(status)
-        parts = (self.files, self.temporary, self.index)
-        there = [self.path, *(part for part in parts if os.path.lexists(part))]
-        self.read_only = not all(os.access(part, os.W_OK | os.X_OK) for part in there)
-        for part in parts:
-            if not self.read_only and not os.path.lexists(part):
-                try:
-                    part.mkdir(mode=0o700, exist_ok=True)
-                    _sync_folder(self.path)
-                except FileExistsError:
-                    pass  # something that is no folder: refused below
-                except OSError as error:
-                    raise self.unavailable(error) from error
-            if os.path.lexists(part):
-                refuse_unless_plain(part, folder=True)
 
     def _refuse_others(self, status: os.stat_result) -> None:
         if not stat.S_ISDIR(status.st_mode):
@@ -105,36 +102,39 @@ class Folder:
         return StoreUnavailableError(self.path, found[:1].lower() + found[1:], f"{do}, or name another folder")
 
     @contextmanager
+    def worded(self) -> Iterator[None]:
+        """What the system raises inside is raised in the words of the store."""
+        try:
+            yield
+        except StoreError:
+            raise
+        except OSError as error:
+            raise self.unavailable(error) from error
+
+    @contextmanager
     def locked(self, *, alone: bool = False) -> Iterator[None]:
         """Hold the lock, shared or alone. It is let go with the process, however that ends."""
         if fcntl is None or self.read_only:
             yield
             return
+        how = (fcntl.LOCK_EX if alone else fcntl.LOCK_SH) | fcntl.LOCK_NB
         handle = self._open_lock()
         try:
-            self._wait_for_lock(handle, (fcntl.LOCK_EX if alone else fcntl.LOCK_SH) | fcntl.LOCK_NB)
+            # Not for ever: a child that was forked while the lock was held keeps it as long as it lives.
+            with self.worded():
+                until_free(lambda: fcntl.flock(handle, how), BlockingIOError)
             yield
         finally:
             os.close(handle)
 
     def _open_lock(self) -> int:
-        for last in (False, True):
+        file, flags = self.path / "lock", os.O_RDWR | os.O_CREAT | _FLAGS
+        with self.worded():
             try:
-                return os.open(self.path / "lock", os.O_RDWR | os.O_CREAT | _FLAGS, 0o600)
-            except FileNotFoundError as error:
-                if last:
-                    raise self.unavailable(error) from error
+                return os.open(file, flags, 0o600)
+            except FileNotFoundError:
                 self.prepare()  # the whole folder was removed: that is a way to begin anew
-            except OSError as error:
-                raise self.unavailable(error) from error
-        raise AssertionError("the second time returns or raises")
-
-    def _wait_for_lock(self, handle: int, how: int) -> None:
-        # Not for ever: a child that was forked while the lock was held keeps it as long as it lives.
-        try:
-            until_free(lambda: fcntl.flock(handle, how), BlockingIOError)
-        except OSError as error:
-            raise self.unavailable(error) from error
+                return os.open(file, flags, 0o600)
 
     # ---- files -------------------------------------------------------------------------------------------------------
 
@@ -145,7 +145,7 @@ class Folder:
     def write(self, digest: str, data: bytes) -> None:
         """Store ``data`` durably: its bytes, then its name. Raises StoreUnavailableError."""
         target = self.file(digest)
-        try:
+        with self.worded():
             if not target.parent.is_dir() or target.parent.is_symlink():
                 target.parent.mkdir(mode=0o700, exist_ok=True)
                 _sync_folder(self.files)
@@ -153,8 +153,6 @@ class Folder:
             if not self._has(target, data):
                 self._replace(target, data)
             _sync_folder(target.parent)
-        except OSError as error:
-            raise self.unavailable(error) from error
 
     def _has(self, target: Path, data: bytes) -> bool:
         try:
@@ -207,12 +205,9 @@ class Folder:
 
     def remove(self, digest: str) -> None:
         """Remove a file, where it is there. Raises StoreUnavailableError."""
-        if not is_digest(digest):
-            return  # a damaged name leads anywhere
-        try:
-            self.file(digest).unlink(missing_ok=True)
-        except OSError as error:
-            raise self.unavailable(error) from error
+        if is_digest(digest):  # a damaged name leads anywhere
+            with self.worded():
+                self.file(digest).unlink(missing_ok=True)
 
     def all_files(self) -> Iterator[tuple[Path, os.stat_result]]:
         """Everything below ``files/`` that is no sub folder, whatever its name."""
@@ -269,12 +264,9 @@ def is_old(status: os.stat_result) -> bool:
     return abs(time.time() - status.st_mtime) > _OLD_SECONDS
 
 
-def refuse_unless_plain(path: Path, *, folder: bool) -> None:
+def refuse_unless_plain(path: Path, *, folder: bool, status: os.stat_result | None = None) -> None:
     """Raise StoreRefusedError unless ``path`` is a folder or file, no link, and of this user."""
-    _refuse_unless_plain(path, path.lstat(), folder)
-
-
-def _refuse_unless_plain(path: Path, status: os.stat_result, folder: bool) -> None:
+    status = status or path.lstat()
     kind = "folder" if folder else "file"
     if not (stat.S_ISDIR if folder else stat.S_ISREG)(status.st_mode):
         raise StoreRefusedError(path, f"it is no plain {kind}", "Remove it")
@@ -285,7 +277,7 @@ def _refuse_unless_plain(path: Path, status: os.stat_result, folder: bool) -> No
 def _read(path: Path) -> bytes:
     handle = os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0) | _FLAGS)
     with os.fdopen(handle, "rb") as file:
-        _refuse_unless_plain(path, os.fstat(handle), folder=False)
+        refuse_unless_plain(path, folder=False, status=os.fstat(handle))
         return file.read()
 
 

@@ -105,12 +105,13 @@ class Index:
 
     def _connected(self, process: _Process) -> sqlite3.Connection:
         """The connection, made anew where the file is no longer the one that it is to."""
-        if process.connection is not None:
-            if self._folder.read_only or process.opened == _identity(self._file):
-                return process.connection
-            self._disconnect(process)
-        process.connection = self._connect_read_only() if self._folder.read_only else self._connect(process)
-        return process.connection
+        with self._folder.worded():
+            if process.connection is not None:
+                if self._folder.read_only or process.opened == _identity(self._file):
+                    return process.connection
+                self._disconnect(process)
+            process.connection = self._connect(process)
+            return process.connection
 
     @staticmethod
     def _disconnect(process: _Process) -> None:
@@ -120,15 +121,24 @@ class Index:
         process.connection = process.opened = None
 
     def _connect(self, process: _Process) -> sqlite3.Connection:
-        self._folder.prepare()
+        read_only = self._folder.read_only
+        if not read_only:
+            self._folder.prepare()
         if _identity(self._file) is None:
-            if not self._folder.create:
+            if read_only or not self._folder.create:
                 raise StoreMissingError(self._folder.path)
-            self._create_file(self._file)
+            _create_file(self._file)
         refuse_unless_plain(self._file, folder=False)
-        self._refuse_newer(_version_in_header(self._file))
-        process.opened = _identity(self._file)
-        return self._open("mode=rw")
+        if not read_only:
+            self._refuse_newer(_version_in_header(self._file))
+            process.opened = _identity(self._file)
+            return self._open("mode=rw")
+        # In a folder where sqlite can make no files of its own, it reads only what is declared never to change. If it
+        # does change, checksums tell.
+        try:
+            return self._open("mode=ro")
+        except SQLITE_ERRORS:
+            return self._open("immutable=1")
 
     def _open(self, mode: str) -> sqlite3.Connection:
         connection = open_index(self._file, mode)
@@ -141,23 +151,6 @@ class Index:
             connection.close()
             raise
         return connection
-
-    def _create_file(self, file: Path) -> None:
-        try:
-            os.close(os.open(file, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o600))
-        except OSError as error:
-            raise self._folder.unavailable(error) from error
-
-    def _connect_read_only(self) -> sqlite3.Connection:
-        if _identity(self._file) is None:
-            raise StoreMissingError(self._folder.path)
-        refuse_unless_plain(self._file, folder=False)
-        # In a folder where sqlite can make no files of its own, it reads only what is declared never to change. If it
-        # does change, checksums tell.
-        try:
-            return self._open("mode=ro")
-        except SQLITE_ERRORS:
-            return self._open("immutable=1")
 
     def _refuse_newer(self, version: int) -> None:
         if version > SCHEMA:
@@ -177,7 +170,7 @@ class Index:
                 # Whole before it takes the place: a process that ends in here loses nothing.
                 fresh.mkdir(mode=0o700)
                 file = fresh / self._file.name
-                self._create_file(file)
+                _create_file(file)
                 with closing(open_index(file, "mode=rw")) as new:
                     _make(new)
                     count = salvage(self._folder, self._file, new, file)
@@ -205,6 +198,10 @@ def _never_close(connection: sqlite3.Connection | None) -> None:
         import ctypes
 
         ctypes.pythonapi.Py_IncRef(ctypes.py_object(connection))
+
+
+def _create_file(file: Path) -> None:
+    os.close(os.open(file, os.O_RDWR | os.O_CREAT | getattr(os, "O_NOFOLLOW", 0), 0o600))
 
 
 def _make(connection: sqlite3.Connection) -> None:

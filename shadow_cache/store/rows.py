@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import hashlib
 import math
 import re
@@ -77,17 +78,8 @@ def _checksum(name: str, data: bytes) -> bytes:
     return hashlib.sha256(name.encode(errors="replace") + b"\0" + data).digest()
 
 
-def entry_of(row: tuple[Any, ...]) -> Entry | None:
-    """The entry of a row of SELECT_ENTRY, with what is counted beside it; None if it is damaged."""
-    return _entry_of(Entry, row)
-
-
-def summary_of(row: tuple[Any, ...]) -> Summary | None:
-    """The same without what is long in it."""
-    return _entry_of(Summary, row)
-
-
 def _entry_of(kind: type[E], row: tuple[Any, ...]) -> E | None:
+    """The entry of a row of SELECT_ENTRY, with what is counted beside it; None if it is damaged."""
     _, id_, structure, data, checksum, size, loads, last_used = row
     if not (isinstance(id_, str) and isinstance(size, int) and isinstance(loads, int) and isinstance(last_used, float)):
         return None
@@ -97,6 +89,10 @@ def _entry_of(kind: type[E], row: tuple[Any, ...]) -> E | None:
     if entry is None or entry.id != id_ or entry.structure != structure or what_is_wrong(entry):
         return None
     return msgspec.structs.replace(entry, size=size, loads=loads, last_used=last_used, timing=None)
+
+
+entry_of = functools.partial(_entry_of, Entry)
+summary_of = functools.partial(_entry_of, Summary)
 
 
 def what_is_wrong(entry: Summary) -> str:

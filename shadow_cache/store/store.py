@@ -201,7 +201,7 @@ class Store:
 
     # ---- writing -----------------------------------------------------------------------------------------------------
 
-    def add(self, structure: Structure, entry: Entry, files: Mapping[str, bytes]) -> Entry:
+    def add(self, structure: Structure, entry: Entry, files: Mapping[str, bytes]) -> None:
         """Store an entry and the files that its regions name, in place of the one with its id, if there is one.
 
         Whatever ends the process, or the machine, after this has returned: the entry is complete. Then the least
@@ -218,25 +218,20 @@ class Store:
         for digest, data in files.items():
             self._folder.write(digest, data)
         sizes = {digest: len(data) for digest, data in files.items()}
-        now = time.time()
 
-        def work(connection: sqlite3.Connection) -> tuple[int, Timing | None, list[str]]:
+        def work(connection: sqlite3.Connection) -> list[str]:
             for digest, data in files.items():
                 # A file that was there already may have been removed meanwhile, with the last entry that named it.
                 # Files are removed in transactions only (remove_files), so what is here now stays.
                 if self._folder.size(digest) != len(data):
                     self._folder.write(digest, data)
             put_structure(connection, structure)
-            number, before = put_entry(connection, entry, sizes, now)
-            gone = evict(connection, self._folder, self.max_size, keep=number)
-            (loads,) = connection.execute("SELECT loads FROM entries WHERE number = ?", (number,)).fetchone()
-            timing = timings(connection, "WHERE entry = ?", entry.id).get(entry.id)
-            return int(loads), timing, [*before, *gone]
+            number, before = put_entry(connection, entry, sizes, time.time())
+            return [*before, *evict(connection, self._folder, self.max_size, keep=number)]
 
-        loads, timing, gone = self._index.write(work, durable=True)
+        gone = self._index.write(work, durable=True)
         with suppress(StoreUnavailableError):  # the entry is stored; files that stay are found again by _tidy
             remove_files(self._folder, self._index, gone)
-        return msgspec.structs.replace(entry, last_used=now, loads=loads, size=sum(sizes.values()), timing=timing)
 
     def loaded(self, entry_id: str) -> None:
         """Count one more load of an entry, which is then the one used last."""

@@ -47,7 +47,7 @@ def gradients(model: nn.Module, x: Tensor, around: AbstractContextManager[Any]) 
 def beside_the_training() -> None:
     """Go on training while the compiler works."""
     model, x = make_model()
-    # cache_dir=False: what is compiled beside the training is not stored by this version. tune=False: exact counts.
+    # cache_dir=False: here it is to be compiled at each run. tune=False: exact counts.
     session = ca.enable(on_miss="background", cache_dir=False, tune=False)
     seconds: dict[str, list[float]] = {"eager": [], "structure_miss": [], "bypass": [], "hit": []}
     expected = gradients(model, x, ca.disable())[1]

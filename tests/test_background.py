@@ -264,17 +264,26 @@ def test_a_forked_child_does_not_use_the_parents_process() -> None:
     assert result.returncode == 0, result.stderr
 
 
-def test_what_was_compiled_in_the_background_is_stored(tmp_path: Path) -> None:
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_what_was_compiled_in_the_background_is_stored(backend: str, tmp_path: Path) -> None:
+    """By the other process too, which sends back what is loaded: that cannot be saved, but it can be sent on."""
     model, reference = _twins()
     x = torch.randn(4, 8)
-    session = ca.enable(backend="eager", on_miss="background", cache_dir=tmp_path)
-    _step(session, model, reference, x)
-    assert session.wait(60)
-    _step(session, model, reference, x)
+    bitwise = backend == "eager"
+    session = ca.enable(backend=backend, on_miss="background", cache_dir=tmp_path)
+    _step(session, model, reference, x, bitwise)
+    assert session.wait(300)
+    _step(session, model, reference, x, bitwise)
+    (variant,) = session.last.graph.variants
+    assert variant.not_stored == ""
+    assert (worker_process.WORKER._process is not None) == (backend == "inductor")
+    worker_process.WORKER.stop()
     ca.reset()
-    again = ca.enable(backend="eager", on_miss="background", cache_dir=tmp_path)
-    _step(again, model, reference, x)
-    expect(again.stats(), hits=1, compiles=0)
+    again = ca.enable(backend=backend, cache_dir=tmp_path)
+    for _ in range(3):
+        _step(again, model, reference, x, bitwise)
+    expect(again.stats(), hits=3, compiles=0)
+    assert again.stats().loads == 1
 
 
 def test_messages_are_whole_or_refused() -> None:

@@ -24,7 +24,7 @@ from ..diagnostics.reporting import warn_once
 from ..diagnostics.structure_misses import structure_miss
 from ..guards.ambient import Ambient
 from ..lowering.region_compiler import MAX_GUARDED
-from ..lowering.stored_regions import StoredRegion, StoredRegions
+from ..lowering.stored_regions import InMemoryGraph, StoredRegion, StoredRegions
 from ..settings import Settings
 from ..steps.steps import CompiledRegion, RegionRecord, RegionStep, region_record
 from .environment_key import differences, is_repeatable, state_of, why_not_stored
@@ -245,7 +245,8 @@ class Disk:
             digests = [stored.artifact, stored.lowered]
             files.update({digest: self.store.read(digest) for digest in digests})
         else:
-            artifact = backend.save(compiled.call)
+            made_of = stored.made_of if isinstance(stored, InMemoryGraph) else None
+            artifact = backend.save(compiled.call) if made_of is None else made_of
             if artifact is None:
                 raise _NotStoredError(backend.why_not_saved(compiled.call) or "its backend does not say why")
             lowered = stored.text().encode()

@@ -60,7 +60,7 @@ def why_not_stored(tape: ir.TapeGraph, settings: Settings) -> str:
         if isinstance(node.target, ir.AOTBackward):
             return "the tape has the backward of a forward that torch.compile compiled"
         if isinstance(node.target, ir.OpaqueOp) and node.target.custom:
-            return f"{node.target!r} is of a C++ extension, which may be another in another process"
+            return f"{node.target!r} is of a C++ extension or a front end, and may be another in another process"
     return ""
 
 

@@ -78,7 +78,7 @@ class Capture(HookReports):
             with torch._C.DisableTorchFunctionSubclass():
                 if tensor.is_nested:
                     self.refuse("a nested tensor")
-                self.inputs.append(_described(index, tensor))
+                self.inputs.append(described(index, tensor))
                 self.shapes.append(tuple(tensor.shape))
             stand_ins.append(self._stand_in(self._placeholder("input", index)))
         return (
@@ -254,7 +254,7 @@ class Capture(HookReports):
             node.args = (*node.args, size)
 
 
-def _described(index: int, tensor: torch.Tensor) -> ir.LiftedTensor:
+def described(index: int, tensor: torch.Tensor) -> ir.LiftedTensor:
     """What the structure says of a lifted tensor."""
     kind = ""
     if type(tensor) not in ir.PLAIN_TENSORS:

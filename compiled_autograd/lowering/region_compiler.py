@@ -29,7 +29,7 @@ from ..threads.forks import compiles_under
 from . import aten
 from .graph_hash import graph_hash
 from .lower import Lowered, leaf_of, lower
-from .stored_regions import InMemoryGraph, StoredRegions, copy_of
+from .stored_regions import InMemoryGraph, Made, StoredRegions, copy_of
 from .wiring import all_copied, owned
 
 Pass = Callable[[fx.GraphModule], fx.GraphModule | None]
@@ -42,13 +42,13 @@ MAX_GUARDED = 8
 
 
 RunCompiled = Callable[[Callable[[list[Any]], Sequence[Any]], list[Any]], Sequence[Any]]
-Compile = Callable[[Backend, fx.GraphModule, Sequence[Any]], Compiled]
+Compile = Callable[[Backend, fx.GraphModule, Sequence[Any]], Made]
 
 
-def compile_here(backend: Backend, graph_module: fx.GraphModule, examples: Sequence[Any]) -> Compiled:
+def compile_here(backend: Backend, graph_module: fx.GraphModule, examples: Sequence[Any]) -> Made:
     """Compile in this thread."""
     with RARELY:
-        return backend.compile(graph_module, examples)
+        return Made(backend.compile(graph_module, examples))
 
 
 class RegionCompiler:
@@ -75,7 +75,7 @@ class RegionCompiler:
         self.name_of: Callable[[fx.Node], str] = str  # for people
         self.title: Callable[[], str] = lambda: "a tape"
         self._opaque = 0
-        self._made: dict[Hashable, Compiled] = {}
+        self._made: dict[Hashable, Made] = {}
 
     # ---- looking up ------------------------------------------------------------------------------------------------
 
@@ -211,7 +211,7 @@ class RegionCompiler:
 
     def _forget(self, call: Compiled) -> None:
         """Give it to no other region."""
-        self._made = {like: made for like, made in self._made.items() if made is not call}
+        self._made = {like: made for like, made in self._made.items() if made.call is not call}
 
     def _guard_miss(self, step: RegionStep, compiled: CompiledRegion, slots: Slots) -> Miss:
         """What was found to hold of the symbols when the region was compiled does not hold now."""
@@ -277,26 +277,28 @@ class RegionCompiler:
             stage = "compile"
             with context.report.timed(stage):
                 graph = copy_of(lowered.graph_module)
-                call = self._compile(lowered, compile, context)
+                made = self._compile(lowered, compile, context)
                 guard = None if lowered.symbols is None else lowered.symbols.guard()
         except UntraceableError:
             raise
         except Exception as error:  # noqa: BLE001  whoever asked records it, and the region's calls run one by one
             return failure_of(stage, self.backend.name, step.region, error)
-        compiled = step.bind(InMemoryGraph(graph), call, lowered.wiring, self.kind(step, slots), guard)
+        compiled = step.bind(
+            InMemoryGraph(graph, made.artifact), made.call, lowered.wiring, self.kind(step, slots), guard
+        )
         compiled.checked = False
         return compiled
 
-    def _compile(self, lowered: Lowered, compile: Compile, context: RunContext) -> Compiled:
+    def _compile(self, lowered: Lowered, compile: Compile, context: RunContext) -> Made:
         """Compile an ATen graph; or take what was made of one that is the same, as repeated layers have them."""
         like = graph_hash(lowered.graph_module, lowered.examples) if self.backend.slow else None
         if like is not None and like in self._made:
             return self._made[like]
-        call = compile(self.backend, lowered.graph_module, lowered.examples)
+        made = compile(self.backend, lowered.graph_module, lowered.examples)
         context.report.compiles += 1
         if like is not None:
-            self._made[like] = call
-        return call
+            self._made[like] = made
+        return made
 
 
 def _one_by_one(graph_module: fx.GraphModule) -> Compiled:

@@ -7,7 +7,7 @@ import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import fx
@@ -18,11 +18,20 @@ from backends.protocol import Backend, Compiled, another
 from ..steps.steps import RegionRecord
 
 
+class Made(NamedTuple):
+    """What was compiled; and the artifact that it was loaded from, where another process has compiled it for this one:
+    what was loaded cannot be saved again."""
+
+    call: Compiled
+    artifact: bytes | None = None
+
+
 @dataclass(slots=True)
 class InMemoryGraph:
-    """An ATen graph that was made in this process."""
+    """An ATen graph that was made in this process, and the artifact of what was :class:`Made` of it."""
 
     module: fx.GraphModule
+    made_of: bytes | None = None
 
     def graph_module(self) -> fx.GraphModule:
         """The graph."""

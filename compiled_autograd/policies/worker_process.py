@@ -20,11 +20,12 @@ import msgspec
 import torch
 from torch import fx
 
-from backends import ArtifactError, Backend, Compiled, Storing
+from backends import ArtifactError, Backend, Storing
 
 from ..diagnostics.reporting import warn_once
 from ..guards.ambient import Ambient, ambient, compile_state
 from ..lowering.graph_hash import InputKind, kinds_of_inputs
+from ..lowering.stored_regions import Made
 from ..process_state import PROCESS
 from ..steps.memory import has_bit
 
@@ -50,19 +51,19 @@ class Reply(msgspec.Struct):
     error: str = ""
 
 
-def compile_elsewhere(backend: Backend, graph_module: fx.GraphModule, examples: Sequence[Any]) -> Compiled:
-    """As ``backend.compile``, but in the other process where that can be."""
+def compile_elsewhere(backend: Backend, graph_module: fx.GraphModule, examples: Sequence[Any]) -> Made:
+    """Compile in the other process where that can be, else here."""
     request = _request(backend, graph_module, examples)
     if request is not None:
         assert isinstance(backend, Storing)
         try:
             reply = WORKER.ask(request)
             if reply.artifact is not None and reply.environment == backend.environment():
-                return backend.load(reply.artifact)
+                return Made(backend.load(reply.artifact), reply.artifact)
         except (OSError, EOFError, msgspec.DecodeError, ArtifactError) as error:
             warn_once(f"the process that compiles in the background failed, and compiling goes on in this one: {error}")
             WORKER.stop()
-    return backend.compile(graph_module, examples)
+    return Made(backend.compile(graph_module, examples))
 
 
 def _request(backend: Backend, graph_module: fx.GraphModule, examples: Sequence[Any]) -> Request | None:

@@ -3,10 +3,9 @@
 The engine calls the methods of :class:`Capture` (the protocol of ``torch/csrc/dynamo/python_compiled_autograd.cpp``,
 2.13; PyTorch's own user of it is ``torch/_dynamo/compiled_autograd.py``).
 
-While a node reports, its saved tensors are swapped out, and an exception would lose them. So nothing here raises into
-the engine but :meth:`Capture.set_node_origin` and :meth:`Capture.end_capture`, which are called between nodes. What
-cannot be kept until then is Ctrl-C at the very beginning of a method: stand-ins stay in the tape, and
-:meth:`Capture.spoil` sees that nobody takes them for what was saved.
+Nothing here raises into the engine but :meth:`Capture.set_node_origin` and :meth:`Capture.end_capture`
+(``docs/internals/capture.md`` says why). What cannot be kept until then is Ctrl-C at the very beginning of a method:
+stand-ins stay in the tape, and :meth:`Capture.spoil` sees that nobody takes them for what was saved.
 """
 
 from __future__ import annotations

@@ -80,15 +80,10 @@ class Recording:
             return list(args[0]) if isinstance(args[0], (list, tuple)) else [args[0]]
         if method in ("accumulate", "accumulate_grad", "record_zeros", "unpack_hook"):
             return self._blank()
-        counted = {
-            "apply_functional": 3,
-            "validate_outputs": 1,
-            "proxy_call_backward": 1,
-            "call_copy_slices_epilogue": 0,
-        }
-        count = len(args[counted[method]]) if method in counted else 3
         if method == "proxy_call_backward":  # a tuple, and None for what was no tensor: the engine insists on both
             return tuple(None if each is None else self._blank() for each in args[1])
+        counted = {"apply_functional": 3, "validate_outputs": 1, "call_copy_slices_epilogue": 0}
+        count = len(args[counted[method]]) if method in counted else 3
         return [self._blank() for _ in range(count)]
 
     def spoil(self) -> None:

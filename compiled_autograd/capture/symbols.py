@@ -1,9 +1,8 @@
 """Stand-ins for sizes and scalars while the engine reports a capture.
 
-The engine hands over every size of the tape as an integer and takes back symbols, which it then passes along as
-arguments. All that is asked of a symbol is to be recognised when it comes back, and to be multiplied once or twice (the
-engine computes the number of elements of a view). So instead of a ``ShapeEnv`` with its symbolic algebra, a symbol here
-is an object that knows where it comes from. PyTorch takes any Python object with these methods as the node of a
+All that is asked of a symbol is to be recognised when it comes back, and to be multiplied once or twice (the engine
+computes the number of elements of a view). So instead of a ``ShapeEnv`` with its symbolic algebra, a symbol here is an
+object that knows where it comes from. PyTorch takes any Python object with these methods as the node of a
 ``torch.SymInt`` (``torch/csrc/utils/python_symnode.h``, 2.13).
 """
 
@@ -16,8 +15,6 @@ from typing import Any
 import torch
 
 from ..ir.legality import ARITHMETIC
-
-_COMPARISONS = (operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge)
 
 
 class Symbol:
@@ -107,7 +104,7 @@ def _comparison(function: Callable[[Any, Any], bool]) -> Callable[[Symbol, Symbo
 
 for _function in ARITHMETIC:
     setattr(Symbol, _function.__name__, _arithmetic(_function))
-for _function in _COMPARISONS:
+for _function in (operator.eq, operator.ne, operator.lt, operator.le, operator.gt, operator.ge):
     setattr(Symbol, _function.__name__, _comparison(_function))
 
 

@@ -1,10 +1,9 @@
 """Reads the tape from Python, without running it: names, sequence numbers, parameters, source lines.
 
 What is read here gives names and an order of execution; which order is legal, and what is computed, the capture alone
-says. The walk is the engine's own: a worklist, last in first
-out, over ``next_functions`` with dependency counts (``_compiled_autograd_impl`` in
-``torch/csrc/dynamo/python_compiled_autograd.cpp``, 2.13). So its nodes come in the order of the seam's report, and can
-be joined to it.
+says. The walk is the engine's own: a worklist, last in first out, over ``next_functions`` with dependency counts
+(``_compiled_autograd_impl`` in ``torch/csrc/dynamo/python_compiled_autograd.cpp``, 2.13). So its nodes come in the
+order of the seam's report, and can be joined to it.
 """
 
 from __future__ import annotations
@@ -216,10 +215,7 @@ def _signed(value: Any) -> Any:
 
 def source_line(node: Any) -> str | None:
     """``file:line in function`` of the forward that made a node, where anomaly mode recorded it."""
-    trace = node.metadata.get("traceback_")
-    if not trace:
-        return None
-    frames = _FRAME.findall("".join(trace))
+    frames = _FRAME.findall("".join(node.metadata.get("traceback_", ())))
     own = [frame for frame in frames if "/torch/" not in frame[0]]
     if not own:
         return None

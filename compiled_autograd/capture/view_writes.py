@@ -6,9 +6,8 @@ what that function saved, but not which one it is (``CopySlices::compiled_args``
 show the function. So its C++ class is read from the node's memory, where the pointer to the class's table of methods is
 what stands for it.
 
-It has to be read before the engine is asked, which lets go of the tape when it has the key. That takes a walk in
-Python, half a microsecond a node, and is done for tapes whose first nodes are of kinds that those of some captured tape
-with such a write were: other processes, and other tapes, pay nothing.
+It has to be read before the engine is asked, which lets go of the tape when it has the key. When that is done, and what
+it costs, stands in ``docs/internals/capture.md``.
 """
 
 from __future__ import annotations

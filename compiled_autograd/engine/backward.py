@@ -1,9 +1,4 @@
-"""One backward of a session, on one page: decide, hand over, run, account.
-
-Nothing here knows how any of these is done. :mod:`decide` has the policies that leave a backward to the eager engine,
-:mod:`seam` has the engine walk the tape and hand it over, :mod:`execution` selects a variant and runs it, and
-:mod:`account` tells the session, once, what became of it.
-"""
+"""One backward of a session, on one page: decide, hand over, run, account (``docs/internals/engine.md``)."""
 
 from __future__ import annotations
 

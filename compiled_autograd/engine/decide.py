@@ -20,8 +20,6 @@ from .handles import KEPT
 from .seam import hand_over
 from .streams import STREAMS
 
-Policy = Callable[[Call, Settings], Bypass | None]
-
 _NOT_UNSUPPORTED = (TRACING, ON_MISS, COMPILING, EVERY_TAPE_NEW, FORKED)
 
 
@@ -87,7 +85,7 @@ def _is_known_not_to_be_kept(call: Call, settings: Settings) -> Bypass | None:
     return ON_MISS if settings.on_miss == "eager" and call.description() in KEPT.left_to_eager else None
 
 
-POLICIES: tuple[Policy, ...] = (
+POLICIES: tuple[Callable[[Call, Settings], Bypass | None], ...] = (
     _cannot_be_captured,
     _on_other_streams,
     _must_be_a_hit,

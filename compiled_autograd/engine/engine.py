@@ -1,9 +1,6 @@
 """The one choke point: every ``backward`` that Python asks for comes through here, and goes to the eager engine or is
-captured. Written against torch 2.13.
-
-``Tensor.backward``, ``torch.autograd.backward`` and ``torch.autograd.grad`` all end in
-``Variable._execution_engine.run_backward`` (``torch/autograd/graph.py``). At the first ``enable`` that object is
-replaced by one of a subclass, which passes on everything that no session asks for.
+captured. How it comes there stands in ``docs/internals/engine.md``. Written against torch 2.13
+(``torch/autograd/graph.py``).
 """
 
 from __future__ import annotations

@@ -30,9 +30,8 @@ from .devices import on_device
 
 
 class _Thread(threading.local):
-    def __init__(self) -> None:
-        self.running: Running | None = None
-        self.depth = 0
+    running: Running | None = None
+    depth = 0
 
 
 _thread = PROCESS.register(_Thread())

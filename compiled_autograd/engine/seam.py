@@ -51,7 +51,6 @@ from .handles import KEPT, Handle, may_be_kept
 
 _seam = torch._C._dynamo.compiled_autograd
 
-
 MAX_REPORTS = 8 * MAX_STRUCTURES
 """After this many reports the engine is made to forget, and captures anew what comes back. It keeps something of each
 tape that it has reported, also where nothing was made of it, or where it is another to the engine alone."""
@@ -94,8 +93,7 @@ class _Walk:
 
 
 class _Thread(threading.local):
-    def __init__(self) -> None:
-        self.walk: _Walk | None = None
+    walk: _Walk | None = None
 
 
 _thread = _Thread()

@@ -191,17 +191,15 @@ class StreamWatch:
         nodes = first_nodes(outputs)
         if len(nodes) > MAX_NODES_READ:
             return on_other_streams(f"some node of a tape of more than {MAX_NODES_READ} nodes")
-        numbers = [number for node in nodes if (number := type(node)._sequence_nr(node)) != LEAF_NUMBER]
-        if not numbers:
+        numbered = [(number, node) for node in nodes if (number := type(node)._sequence_nr(node)) != LEAF_NUMBER]
+        if not numbered:
             return None
+        numbers = [number for number, _ in numbered]
         lowest, highest = min(numbers), max(numbers)
         here = {DEFAULT, now}
         if mine.during(lowest, highest) == {now} and all(each.during(lowest, highest) <= here for each in others):
             return None
-        for node in nodes:
-            number = type(node)._sequence_nr(node)
-            if number == LEAF_NUMBER:
-                continue
+        for number, node in numbered:
             if mine.at(number) != now or any(each.at(number) not in here for each in others):
                 return on_other_streams(type(node).name(node).rpartition("::")[2])
         return None
@@ -248,19 +246,15 @@ class StreamWatch:
             # In a backward of the engine's, streams are its own, and what it records is seen to in `differentiable`.
             if not self.in_use or _engines_task() != -1:
                 return original(*args, **kwargs)
-            self._look()
+            mine = self._look()
             try:
                 return original(*args, **kwargs)
             finally:
-                self._look_after_change()
+                mine.change(_recorded(), _current_streams())
+                self._list(mine)
 
         _set(owner, name, watched)
         self._undo.append(functools.partial(_set, owner, name, original))
-
-    def _look_after_change(self) -> None:
-        mine: _Thread = self._local.thread
-        mine.change(_recorded(), _current_streams())
-        self._list(mine)
 
 
 def _set(owner: Any, name: str, value: Any) -> None:

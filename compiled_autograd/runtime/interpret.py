@@ -16,7 +16,8 @@ from ..ir import nan_checks
 from ..steps.accumulate import accumulate_into
 from ..steps.marks import saved_by, watched
 from ..user_code.hooks import post_hook
-from ..user_code.in_place import Watched, check, versions_of
+from ..user_code.in_place import versions_of
+from .opaque_calls import looked_after
 from .running_backward import late_hooks
 
 if TYPE_CHECKING:
@@ -34,20 +35,16 @@ def interpret(tape: ir.TapeGraph, given: Mapping[str, Sequence[Any]]) -> list[to
     """
     known: dict[fx.Node, Any] = {}
     versions: dict[fx.Node, int] = {}
-    for node in tape.graph.nodes:
+    *nodes, output = tape.graph.nodes
+    for node in nodes:
         if node.op == "placeholder":
             lifted = node.meta["lifted"]
             known[node] = given[lifted.kind][lifted.index]
             continue
         if node.target in ir.USERS_CODE and not versions:
-            versions = versions_of(watched(tape.graph.nodes), known)
-        arguments = fx.map_arg(node.args, known.__getitem__)
-        if node.op == "output":
-            return list(arguments[0])
-        if versions:
-            arguments = _looked_after(tape, node, arguments, known, versions)
-        known[node] = _run(tape, node, arguments)
-    raise ir.IllegalGraphError("a tape graph without an output")
+            versions = versions_of(watched(nodes), known)
+        known[node] = _run(tape, node, fx.map_arg(node.args, known.__getitem__), known, versions)
+    return list(fx.map_arg(output.args[0], known.__getitem__))
 
 
 def finish(
@@ -74,48 +71,28 @@ def finish(
     context.report.failures.append(
         Failure("late_hook", where, "the engine had not reported it", "the rest ran call by call")
     )
-    nodes = list(tape.graph.nodes)
+    *nodes, output = tape.graph.nodes
     ends = {node.meta.get("call"): node for node in nodes if node.target not in (operator.getitem, ir.check_nan)}
     for node in nodes[nodes.index(last) + 1 :]:
-        if node.op == "output":
-            return list(fx.map_arg(node.args[0], known.get))
         if node.target is operator.getitem and node.args[0] not in known:
             continue  # of a call that ran before: what was taken from it is known
         context.call = call = node.meta["call"]
-        arguments = _looked_after(tape, node, fx.map_arg(node.args, known.get), known, versions)
-        known[node] = _run(tape, node, arguments)
+        known[node] = _run(tape, node, fx.map_arg(node.args, known.get), known, versions)
         if node is ends[call] and call in context.asked and isinstance(known[node], (list, tuple)):
             # What entered the node the engine keeps only where it had hooks before; elsewhere it has moved on.
             entered: Any = node.args[2] if node.target is ir.post_hook else []
             for hook in late_hooks(context.asked[call], captured(call)):
                 known[node] = post_hook(hook, known[node], fx.map_arg(entered, known.get))
-    raise ir.IllegalGraphError("a tape graph without an output")
+    return list(fx.map_arg(output.args[0], known.get))
 
 
-def _looked_after(
-    tape: ir.TapeGraph,
-    node: fx.Node,
-    arguments: Sequence[Any],
-    known: Mapping[fx.Node, Any],
-    versions: Mapping[fx.Node, int],
-) -> Sequence[Any]:
-    """See that nothing that a node saved was changed in place; of a Python function's, when it asks for it."""
-    saved = [source for source in saved_by(node) if source in versions]
-    if not saved:
-        return arguments
-    if isinstance(node.target, ir.OpaqueOp):
-        for source in saved:
-            check(known[source], versions[source], tape.calls[node.meta["call"]].name)
-        return arguments
-    places: Any = node.args[1]
-    looked_at = [
-        Watched(value, versions[source]) if source in versions else value
-        for source, value in zip(places, arguments[1], strict=True)
-    ]
-    return [arguments[0], looked_at, *arguments[2:]]
-
-
-def _run(tape: ir.TapeGraph, node: fx.Node, arguments: Sequence[Any]) -> Any:
+def _run(
+    tape: ir.TapeGraph, node: fx.Node, arguments: Any, known: Mapping[fx.Node, Any], versions: Mapping[fx.Node, int]
+) -> Any:
+    saved = [source for source in saved_by(node) if source in versions] if versions else []
+    if saved:
+        name = tape.calls[node.meta["call"]].name
+        arguments = looked_after(node, saved, node.args, arguments, known, versions, name)
     if node.target is not ir.accumulate_grad:
         try:
             return node.target(*arguments)  # type: ignore[operator]

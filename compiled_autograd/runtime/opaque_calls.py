@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -61,7 +61,7 @@ def run_opaque(step: OpaqueStep, slots: Slots, name: str, versions: Mapping[int,
     """
     arguments = _filled(step.arguments, slots)
     if step.saved:
-        _look_after(step, arguments, slots, name, versions)
+        arguments = looked_after(step.node, step.saved, step.arguments, arguments, slots, versions, name)
     try:
         if step.node.target in ir.USERS_CODE:
             result = step.node.target(*arguments)  # type: ignore[operator]
@@ -76,16 +76,31 @@ def run_opaque(step: OpaqueStep, slots: Slots, name: str, versions: Mapping[int,
         slots[step.result] = result
 
 
-def _look_after(step: OpaqueStep, arguments: Any, slots: Slots, name: str, versions: Mapping[int, int]) -> None:
-    """See that nothing that a node saved was changed in place; of a Python function's, when it asks for it."""
-    if isinstance(step.node.target, ir.OpaqueOp):
-        if changed(step.saved, slots, versions):
-            for slot in step.saved:
-                check(slots[slot], versions[slot], name)
-        return
-    for index, slot in enumerate(step.arguments[1]):
-        if slot in versions and type(slot) is Slot:
-            arguments[1][index] = Watched(arguments[1][index], versions[slot])
+def looked_after(
+    node: fx.Node,
+    saved: Sequence[Any],
+    template: Any,
+    arguments: Any,
+    values: Any,
+    versions: Mapping[Any, int],
+    name: str,
+) -> Any:
+    """A call's arguments, after a look whether what its node of the tape (``name``) saved was changed in place; with
+    those of a Python function such that it looks when it asks for them.
+
+    ``saved`` are keys of ``values``, slots or nodes of the tape graph; ``template`` has them in place of the values.
+    """
+    if isinstance(node.target, ir.OpaqueOp):
+        if changed(saved, values, versions):
+            for source in saved:
+                check(values[source], versions[source], name)
+        return arguments
+    context, tensors, *rest = arguments
+    tensors = [
+        Watched(value, versions[source]) if isinstance(source, (Slot, fx.Node)) and source in versions else value
+        for source, value in zip(template[1], tensors, strict=True)
+    ]
+    return [context, tensors, *rest]
 
 
 _TRACING = "[Compiled Autograd Tracing:]"

@@ -1,9 +1,7 @@
 """What a profiler shows of a compiled backward.
 
-A region is one event, named after its nodes. Under a backend that computes what the engine would, operator by operator,
-it runs node by node instead, each in the engine's two events, with the sequence number that joins it to its operator of
-the forward. The engine alone makes such events: so the computations run inside nodes of the same names, which are made
-for it, a chain on which the eager engine is called. The chain ends at a leaf, as each tape does; so there is one
+What is one event, and what runs node by node, stands in ``docs/internals/steps.md``. The nodes that are made for the
+engine are a chain, on which the eager engine is called. The chain ends at a leaf, as each tape does; so there is one
 ``AccumulateGrad`` event for each region, not for each parameter.
 """
 

@@ -63,8 +63,7 @@ class Schedule:
         ]
         parts = partition(tape.graph, bitwise, untraceable, max_calls)
         self.steps: list[Executor] = [self._executor(part) for part in parts]
-        self._plan_drops()
-        self._mark()
+        self._plan()
 
     def split(self, steps: list[Executor], position: int, untraceable: dict[fx.Node, str]) -> list[Executor]:
         """Steps in which some calls of the region at ``position`` are opaque. Other threads keep the steps they run."""
@@ -75,8 +74,7 @@ class Schedule:
             self._executor(part) for part in cut(step.region.nodes, self.bitwise, self.untraceable, self.max_calls)
         ]
         self.steps = [*steps[:position], *parts, *steps[position + 1 :]]
-        self._plan_drops()
-        self._mark()
+        self._plan()
         return self.steps
 
     def _slot(self, node: fx.Node) -> int:
@@ -107,8 +105,8 @@ class Schedule:
             [call.meta["call"] for call in step.nodes],
         )
 
-    def _plan_drops(self) -> None:
-        """After which step each slot can be emptied."""
+    def _plan(self) -> None:
+        """Tell each step which slots can be emptied after it, and what it has to look after."""
         kept = set(self.outputs)
         for step in reversed(self.steps):
             if isinstance(step, RegionStep):
@@ -121,7 +119,5 @@ class Schedule:
             if isinstance(step, AccumulateStep):
                 step.dropped = frozenset(step.drops)
             kept.update(step.drops)
-
-    def _mark(self) -> None:
         mark_hooks(self.steps)
         self.watched = mark_saved(self.steps, self.slot_of)

@@ -209,10 +209,8 @@ class RegionStep:
 
 def region_record(step: RegionStep, compiled: CompiledRegion) -> RegionRecord:
     """The record of a compiled region."""
-    guard = compiled.guard
-    origins = None if guard is None else guard.origins
-    conditions = () if guard is None else guard.conditions
-    dropped = compiled.proof.dropped
+    guard, dropped = compiled.guard, compiled.proof.dropped
+    origins, conditions = (None, ()) if guard is None else (guard.origins, guard.conditions)
     return RegionRecord(step.span, repr(compiled.kind), step.each_shape, compiled.wiring, origins, conditions, dropped)
 
 

@@ -1,9 +1,7 @@
 """Which leaves each thread is writing, so that two threads that give to one leaf lose nothing.
 
-The engine's node for a leaf has a lock in C++ (``AccumulateGrad::apply``,
-``torch/csrc/autograd/functions/accumulate_grad.cpp``, 2.13), which cannot be had from Python. Between threads that run
-compiled, a claim takes its place (``docs/internals/threads.md``). With threads that are in the eager engine the node
-itself settles it: while there are such, we give gradients to nodes (:attr:`Claim.through_nodes`).
+Between threads that run compiled, a claim takes the place of the lock in C++ that the engine's node for a leaf has
+(``AccumulateGrad::apply``, ``torch/csrc/autograd/functions/accumulate_grad.cpp``, 2.13; ``docs/internals/threads.md``).
 
 A claim that meets no other costs two operations on a list. Both kinds of waiting are for as long as additions take:
 claims held while hooks run are waited for only by those who want the same leaf, as under eager.
@@ -63,7 +61,15 @@ class Claims:
 
     def enter(self, claim: Claim) -> None:
         """Claim leaves, once no other thread has any of them. The caller unlocks the claim's token whatever comes."""
-        self._enter(claim)
+        if self._made:
+            for each in self._made.copy():
+                if not each.token.locked():
+                    self._remove(each)
+        self._made.append(claim)
+        if len(self._made) > 1:  # else whoever comes now sees that this one has its leaves
+            claim.waiting = True
+            self._tell()
+            self._wait(lambda: self._obtains(claim))
         if GATE.others_in_eager():
             self._let_pass(claim)
 
@@ -92,17 +98,6 @@ class Claims:
         except ValueError:  # another thread was quicker: one that found it unlocked
             pass
 
-    def _enter(self, claim: Claim) -> None:
-        if self._made:
-            for each in self._made.copy():
-                if not each.token.locked():
-                    self._remove(each)
-        self._made.append(claim)
-        if len(self._made) > 1:  # else whoever comes now sees that this one has its leaves
-            claim.waiting = True
-            self._tell()
-            self._wait(lambda: self._obtains(claim))
-
     def wait_for_writers(self) -> None:
         """The calling thread is counted as one that enters the eager engine: wait for those who did not know it."""
         if not self._made:
@@ -117,21 +112,16 @@ class Claims:
         )
 
     def _obtains(self, claim: Claim) -> bool:
-        """Whether a claim that waits has its leaves now."""
+        """Whether a claim that waits has its leaves now: no other thread has one of them."""
         with self._changing:  # while it is asked and answered: of two, one comes first
-            taken = self._are_taken(claim)
-            claim.waiting = taken
-        return not taken
-
-    def _are_taken(self, claim: Claim) -> bool:
-        """Whether another thread has a leaf of this claim."""
-        others = [
-            each
-            for each in self._made.copy()
-            if each.thread != claim.thread and not each.waiting and each.token.locked()
-        ]
-        leaves = claim.leaves() if others else set()
-        return any(not leaves.isdisjoint(each.leaves()) for each in others)
+            others = [
+                each
+                for each in self._made.copy()
+                if each.thread != claim.thread and not each.waiting and each.token.locked()
+            ]
+            leaves = claim.leaves() if others else set()
+            claim.waiting = any(not leaves.isdisjoint(each.leaves()) for each in others)
+            return not claim.waiting
 
     def _let_pass(self, claim: Claim) -> None:
         claim.through_nodes = True

@@ -1,9 +1,7 @@
 """Who may use the engine's seam, and when: it belongs to the process.
 
-It is set only while no other thread is in backward. A thread that captures holds it for the length of the engine's
-walk; other threads that come to a backward then wait, some milliseconds at most. A thread that finds another in
-backward does not wait for it: it bypasses. A backward inside one that the eager engine runs in the same thread is
-captured: while the engine walks its tape, nothing else of that thread runs.
+Who waits for whom, and who bypasses, stands in ``docs/internals/threads.md``. A backward inside one that the eager
+engine runs in the same thread is captured: while the engine walks its tape, nothing else of that thread runs.
 
 **Nothing is stuck after Ctrl-C.** Python may raise ``KeyboardInterrupt`` in the main thread after any call, at the
 beginning of any function of Python's, and at a jump back (the "eval breaker" of CPython 3.10 to 3.14), but nowhere
@@ -19,6 +17,7 @@ from __future__ import annotations
 
 import sys
 import threading
+import traceback
 from _thread import LockType, allocate_lock
 from collections.abc import Callable
 from typing import Any
@@ -180,15 +179,8 @@ def _holders(tokens: dict[Token, int]) -> set[int]:
 
 def threads_running(code: Any) -> set[int]:
     """Threads that have a frame of the given code object on their stack."""
-    found = set()
-    for ident, frame in sys._current_frames().items():
-        walking: Any = frame
-        while walking is not None:
-            if walking.f_code is code:
-                found.add(ident)
-                break
-            walking = walking.f_back
-    return found
+    frames = sys._current_frames().items()
+    return {ident for ident, top in frames if any(frame.f_code is code for frame, _ in traceback.walk_stack(top))}
 
 
 GATE = Gate()

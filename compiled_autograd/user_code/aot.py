@@ -1,7 +1,6 @@
 """The backward of a forward that ``torch.compile`` compiled: its graph, to be inlined into the region around it.
 
-Called as it is, the function would lie between regions like any Python function; inlined, hooks, accumulation and its
-neighbours fuse with it. What is read of AOTAutograd here is private
+Inlined, hooks, accumulation and its neighbours fuse with it. What is read of AOTAutograd here is private
 (``torch/_functorch/_aot_autograd/runtime_wrappers.py``, 2.13).
 """
 

@@ -1,8 +1,7 @@
 """Calls the ``backward`` of a Python ``autograd.Function`` with its real ``ctx``, after the engine let go of the tape.
 
-For the length of the call the real ``ctx`` gets a subclass of the class that it has, whose ``saved_tensors`` are those
-that the capture lifted. Of a graph that is kept, several threads may be in one function at once, as under eager: so
-``ctx`` has a list of the calls that it is in, and gets its class back when the last one is over.
+For the length of the call ``ctx`` has another class (``docs/internals/user_code.md``). Of a graph that is kept, several
+threads may be in one function at once, as under eager: so ``ctx`` has a list of the calls that it is in.
 """
 
 from __future__ import annotations
@@ -223,9 +222,7 @@ def _call_of(ctx: Any) -> _Call | None:
     calls = tuple(ctx.__dict__.get(_CALLS, ()))
     if len(calls) > 1:
         me = threading.get_ident()
-        for call in reversed(calls):
-            if call.thread == me:
-                return call
+        return next((call for call in reversed(calls) if call.thread == me), calls[-1])
     return calls[-1] if calls else None
 
 

@@ -20,36 +20,44 @@ the same places. A gradient that is known to be zero is ``None``, so each patter
 
 from __future__ import annotations
 
+import contextlib
+import functools
+import itertools
 import operator
-from collections import Counter
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+import time
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
 from torch import fx
 
-from shadow_cache import Miss
+from shadow_cache import Bypass, Miss, unsupported
 
 from . import ir
 from .cache.graphs import GRAPHS, CompiledGraph
 from .cache.variants import Handover
 from .capture.capture import described
+from .diagnostics.bypass import before_capture, reason_of_end
 from .engine.account import Account
 from .engine.call import Call, HandedOver
+from .engine.decide import is_policy
 from .engine.devices import cuda_device
-from .engine.execution import execute
+from .engine.engine import keep_from_dynamo
+from .engine.execution import depth, execute
 from .engine.handles import KEPT, may_be_kept
 from .engine.session import Session
-from .errors import CacheMissError
+from .errors import CacheMissError, CaptureRefusedError, UnsupportedBackwardError
 from .guards.ambient import ambient
 from .process_state import PROCESS
+from .runtime.interpret import interpret
+from .settings import Settings
 
 _ROOT = "FrontEnd"
 """The name of the first node, so that no tape of PyTorch's has the structure of a front end's."""
 _SUM = "Sum"
 _CONSTANTS = (bool, int, float, str, torch.dtype, torch.device)
-_declared: Counter[str] = PROCESS.register(Counter())
+_declared: dict[str, Iterator[int]] = PROCESS.register({})
 
 Function = Callable[..., Sequence["torch.Tensor | None"]]
 
@@ -67,17 +75,24 @@ def operation(function: Function) -> ir.OpaqueOp:
     declare operations once, at the top level of a module.
     """
     name = f"{function.__module__}.{function.__qualname__}"
-    _declared[name] += 1
-    if _declared[name] > 1:
-        name += f"#{_declared[name]}"
-    return ir.OpaqueOp(name, function, custom=True)
+    number = next(_declared.setdefault(name, itertools.count(1)))
+    if number > 1:
+        name += f"#{number}"
+
+    @functools.wraps(function)
+    def checked(*arguments: Any) -> Sequence[torch.Tensor | None]:
+        found = function(*arguments)
+        if not isinstance(found, (list, tuple)):
+            raise TypeError(f"operation {name} gave a {type(found).__name__}: it is to give a list of gradients")
+        return found
+
+    return ir.OpaqueOp(name, checked, custom=True)
 
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Value:
     """What stands for a tensor on a :class:`Tape`, or for None that is known only when the tape runs."""
 
-    tape: Tape
     node: fx.Node
 
 
@@ -99,14 +114,16 @@ class Tape:
         """
         if not isinstance(tensor, torch.Tensor):
             raise TypeError(f"a tensor is needed, not {type(tensor).__name__}: a constant is given to a call as it is")
+        if tensor.is_nested:
+            raise TypeError("a nested tensor cannot stand on a tape: give its parts")
         value = self._values.get(id(tensor))
         if value is None:
             lifted = ir.Lifted("input", len(self._tensors))
             with self._graph.inserting_before() if self._last is None else self._graph.inserting_after(self._last):
                 self._last = self._graph.placeholder(str(lifted))
-            self._last.meta["lifted"] = lifted
+            self._last.meta["lifted"] = lifted  # counted anew among those that are used
             self._tensors.append(tensor)
-            value = self._values[id(tensor)] = Value(self, self._last)
+            value = self._values[id(tensor)] = Value(self._last)
         return value
 
     def call(
@@ -139,27 +156,32 @@ class Tape:
         terms = [each for each in gradients if each is not None]
         if len(terms) < 2:
             return terms[0] if terms else None
-        return Value(self, self._add(_SUM, ir.sum_gradients, [self._node(each) for each in terms]))
+        return Value(self._add(_SUM, ir.sum_gradients, [self._node(each) for each in terms]))
 
-    def graph(self, results: Sequence[Value | None]) -> ir.TapeGraph:
-        """The tape graph of what was written down so far, which gives ``results``. The tape can go on.
+    def captured(self, results: Sequence[Value | None]) -> tuple[ir.TapeGraph, list[torch.Tensor]]:
+        """The tape graph of what was written down so far, which gives ``results``, and the tensors that it takes: those
+        that something uses. The tape can go on.
 
         Raises:
             TypeError, ValueError: a result is no value of this tape.
         """
+        if wrong := [each for each in results if not isinstance(each, Value | None)]:
+            raise TypeError(f"a result is a value of the tape or None, not {type(wrong[0]).__name__}")
         graph = fx.Graph()
         copies: dict[fx.Node, fx.Node] = {}
         graph.graph_copy(self._graph, copies)
         graph.output([None if each is None else copies[self._node(each)] for each in results])
-        inputs = [described(index, tensor) for index, tensor in enumerate(self._tensors)]
-        found = ir.TapeGraph(graph, list(self._calls), inputs, accumulates=False)
-        found.order = [call.index for call in self._calls]
-        found.cuda_device = cuda_device(found)
-        return found
-
-    def handover(self) -> Handover:
-        """The tensors that were given."""
-        return Handover(list(self._tensors), [], [], (), ())
+        tensors: list[torch.Tensor] = []
+        for node, tensor in zip(graph.find_nodes(op="placeholder"), self._tensors, strict=True):
+            if node.users:
+                node.meta["lifted"] = ir.Lifted("input", len(tensors))
+                tensors.append(tensor)
+            else:
+                graph.erase_node(node)
+        with torch._C.DisableTorchFunctionSubclass():
+            inputs = [described(index, tensor) for index, tensor in enumerate(tensors)]
+        order = [call.index for call in self._calls]
+        return ir.TapeGraph(graph, list(self._calls), inputs, accumulates=False, order=order), tensors
 
     def _add(self, name: str, target: Callable[..., Any], arguments: Sequence[Any]) -> fx.Node:
         call = ir.TapeCall(len(self._calls), name)
@@ -171,17 +193,17 @@ class Tape:
     def _item(self, node: fx.Node, index: int) -> Value:
         item = self._graph.call_function(operator.getitem, (node, index))
         item.meta["call"] = node.meta["call"]
-        return Value(self, item)
+        return Value(item)
 
     def _node(self, value: Any) -> Any:
         """What the graph has for an argument."""
         if isinstance(value, Value):
-            if value.tape is not self:
+            if value.node.graph is not self._graph:
                 raise ValueError("a value of another tape: each tape has values of its own, which Tape.tensor gives")
             return value.node
         if isinstance(value, (list, tuple)):
             return [self._node(each) for each in value]
-        if value is None or isinstance(value, _CONSTANTS):
+        if value is None or type(value) in _CONSTANTS:
             return value
         hint = "lift it with Tape.tensor" if isinstance(value, torch.Tensor) else "make it part of the operation"
         raise TypeError(f"a {type(value).__name__} cannot stand on a tape: {hint}")
@@ -190,32 +212,75 @@ class Tape:
 def run(tape: Tape, results: Sequence[Value | None], session: Session) -> list[torch.Tensor | None]:
     """Run a tape compiled, from what an earlier tape of its structure left behind where there was one.
 
+    What cannot be compiled runs call by call, and is a bypass: inside of a functional transform, a dual level, a
+    dispatch mode or what is being traced, and with tensor subclasses. There is nothing to time it against, whatever
+    ``tune`` says.
+
     Args:
         results: what is asked for, of what the tape has computed or was given.
         session: of :func:`compiled_autograd.enable`. It need not be entered; the tape counts as one backward of it.
 
     Returns:
-        A tensor for each of the results; None where the tape has None, or an operation gave None.
+        A tensor for each of the results, which no gradient of PyTorch's flows through; None where the tape has None, or
+        an operation gave None.
 
     Raises:
         TypeError, ValueError: a result is no value of this tape.
         CacheMissError: ``on_miss="raise"``, and it is no hit.
+        UnsupportedBackwardError: ``on_unsupported="raise"``, and it cannot be compiled.
         GradientMismatchError: as for a backward of PyTorch's, see :func:`compiled_autograd.enable`.
-        CaptureRefusedError: the tensors lie on several CUDA devices.
     """
-    graph, handover, miss = _find(tape, results, session)
-    call = Call((), (), False, False, (), True, False, graph.identity)
-    with torch.autograd.set_detect_anomaly(False):  # that mode looks at the nodes of PyTorch's tapes
-        return list(execute(call, Account(session), HandedOver(graph, handover, miss, miss is not None)))
+    captured, tensors = tape.captured(results)
+    account = Account(session, replace(session.settings, tune=False))
+    try:
+        reason = before_capture(False, tensors, depth()) or _cannot_be_compiled(captured, tensors)
+        if reason is not None:
+            return _one_by_one(captured, tensors, account, reason)
+        graph, handover, miss = _find(captured, tensors, account.settings)
+        call = Call((), (), False, False, (), True, False, graph.identity)
+        return list(execute(call, account, HandedOver(graph, handover, miss, miss is not None)))
+    except BaseException as error:
+        if not account.told:
+            account.bypass(*reason_of_end(error))
+        raise
 
 
-def _find(tape: Tape, results: Sequence[Value | None], session: Session) -> tuple[CompiledGraph, Handover, Miss | None]:
-    captured, handover, settings = tape.graph(results), tape.handover(), session.settings
+keep_from_dynamo(run.__code__)
+
+
+def _cannot_be_compiled(captured: ir.TapeGraph, tensors: Sequence[torch.Tensor]) -> Bypass | None:
+    try:
+        captured.cuda_device = cuda_device(captured)
+    except CaptureRefusedError as refused:
+        return refused.reason
+    other = next((tensor for tensor in tensors if type(tensor) not in ir.PLAIN_TENSORS), None)
+    return None if other is None else unsupported(f"a tensor of the class {type(other).__name__}")
+
+
+def _one_by_one(
+    captured: ir.TapeGraph, tensors: Sequence[torch.Tensor], account: Account, reason: Bypass
+) -> list[torch.Tensor | None]:
+    """Run its calls as Python would; functional transforms see them."""
+    if account.settings.on_unsupported == "raise" and not is_policy(reason):
+        raise UnsupportedBackwardError(reason)
+    started = time.perf_counter()
+    transformed = torch._C._functorch.peek_interpreter_stack() is not None
+    try:
+        with contextlib.nullcontext() if transformed else torch.no_grad():
+            return interpret(captured, {"input": tensors})
+    finally:
+        account.bypass(reason, since=started)
+
+
+def _find(
+    captured: ir.TapeGraph, tensors: list[torch.Tensor], settings: Settings
+) -> tuple[CompiledGraph, Handover, Miss | None]:
+    handover = Handover(tensors, [], [], (), ())
     keys = captured.structure()
     graph, miss = GRAPHS.find(keys), None
     if graph is None:
         ir.verify(captured.graph)
-        miss = GRAPHS.explain(captured, keys, [tuple(tensor.shape) for tensor in handover.tensors])
+        miss = GRAPHS.explain(captured, keys, [tuple(tensor.shape) for tensor in tensors])
         kept = may_be_kept(settings, captured, keys)
         graph = KEPT.new_graph(captured, keys) if kept else CompiledGraph(captured)
     if settings.on_miss == "raise" and graph.find(settings.key, ambient(), handover) is None:

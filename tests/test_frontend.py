@@ -2,13 +2,20 @@
 
 from __future__ import annotations
 
+import gc
 import threading
+import weakref
 
 import pytest
 import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+from torch.autograd import forward_ad
+from torch.fx.experimental.proxy_tensor import make_fx
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import compiled_autograd as ca
 from compiled_autograd import frontend
+from compiled_autograd.policies.autotune import AUTOTUNE
 
 
 @frontend.operation
@@ -31,6 +38,24 @@ def pair_backward(gradients, x):
 @frontend.operation
 def asks_for_values(gradients, x):
     return [gradients[0] * x.sum().item()]
+
+
+@frontend.operation
+def raises(gradients):
+    raise ValueError("not mine")
+
+
+@frontend.operation
+def no_list(gradients):
+    return gradients[0]
+
+
+class Doubling(TorchDispatchMode):
+    """Makes each product twice as large."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        return result * 2 if func is torch.ops.aten.mul.Tensor else result
 
 
 @frontend.operation
@@ -148,8 +173,10 @@ def test_an_operation_that_is_declared_again_is_another(session):
 
 def test_on_miss():
     x, y = torch.randn(2, 5)
+    refused = ca.enable(backend="eager", cache_dir=False, on_miss="raise")
     with pytest.raises(ca.CacheMissError, match="first_seen"):
-        multiply(ca.enable(backend="eager", cache_dir=False, on_miss="raise"), x, y)
+        multiply(refused, x, y)
+    assert refused.stats().bypasses == {"on_miss": 1}
     left = ca.enable(backend="eager", cache_dir=False, on_miss="eager")
     equal(multiply(left, x, y), y, x)
     assert left.stats().bypasses == {"on_miss": 1} and not left.stats().compiles
@@ -191,12 +218,119 @@ def test_beside_pytorchs_own_tapes(session):
 
 
 def test_anomaly_mode_is_of_pytorchs_tapes(session):
+    """And of the process: it is never turned off, which other threads would see."""
     x, y = torch.tensor([torch.nan, 1.0]), torch.ones(2)
     with torch.autograd.set_detect_anomaly(True):
         for _ in range(2):
             found = multiply(session, x, y)
-        assert torch.is_anomaly_enabled()
-    assert found[1].isnan().tolist() == [True, False] and session.last.outcome == "hit"
+        assert found[1].isnan().tolist() == [True, False] and session.last.outcome == "hit"
+        with pytest.raises(ValueError, match="not mine"):
+            tape = frontend.Tape()
+            frontend.run(tape, tape.call(raises, [tape.tensor(x)], results=1), session)
+
+
+def test_tensors_that_nothing_uses_are_no_part_of_a_tape(session):
+    x, y = torch.randn(2, 3)
+    for unused in (
+        [],
+        [torch.ones(2)],
+        [torch.ones(2, 2), torch.ones(4, dtype=torch.int64)],
+        [torch.eye(2).to_sparse()],
+    ):
+        tape = frontend.Tape()
+        for each in unused:
+            tape.tensor(each)
+        seed, a, b = map(tape.tensor, (torch.ones(3), x, y))
+        equal(frontend.run(tape, tape.call(multiply_backward, [seed], a, b, results=2), session), y, x)
+    assert (session.stats().structure_misses, session.stats().hits, session.stats().failures) == (1, 3, 0)
+
+
+def test_structures_that_give_back_what_they_were_given(session):
+    """What differs from the structures before is told of these too."""
+    x, y = torch.randn(2, 3)
+    for size, take in ((3, (0, 1)), (3, (1, 0)), (3, (0, 0)), (4, (0, 1))):
+        tape = frontend.Tape()
+        given = [tape.tensor(each[:1].expand(size).clone()) for each in (x, y)]
+        (grad,) = tape.call(same, [given[0]], results=1)
+        wanted = [(x, y)[index][:1].expand(size) for index in take]
+        equal(frontend.run(tape, [*(given[index] for index in take), grad], session), *wanted, x[:1].expand(size))
+        assert session.last.reasons or session.last.outcome == "hit"
+    assert session.stats().backwards == 4 and not session.stats().failures
+
+
+def test_what_transforms_and_modes_see(session):
+    """Such a tape runs as Python would run it, also where it was compiled before."""
+
+    def tripled(x):
+        tape = frontend.Tape()
+        return frontend.run(tape, tape.call(power_backward, [tape.tensor(x)], tape.tensor(x), 2, results=1), session)[0]
+
+    x = torch.rand(3) + 1
+    for _ in range(4):
+        equal([tripled(x)], 2 * x * x)
+    assert session.stats().hits == 3
+    with forward_ad.dual_level():
+        dual = tripled(forward_ad.make_dual(x, torch.ones(3)))
+        equal([forward_ad.unpack_dual(dual).tangent], 4 * x)
+    assert session.last.outcome == "bypass" and session.last.reasons[0].kind == "forward_ad"
+    equal([torch.func.grad(lambda x: tripled(x).sum())(x)], 4 * x)
+    equal([torch.func.vmap(tripled)(torch.stack([x, x]))], torch.stack([2 * x * x, 2 * x * x]))
+    traced = make_fx(tripled, tracing_mode="real")(x)
+    equal([traced(3 * x)], 18 * x * x)
+    with FakeTensorMode() as mode:
+        assert isinstance(tripled(mode.from_tensor(x)), FakeTensor)
+    with Doubling():
+        found = tripled(x)
+    equal([found], 8 * x * x)
+    assert session.stats().bypasses == {"forward_ad": 1, "batched_grads": 2, "dispatch_mode": 3}
+    with pytest.raises(ca.UnsupportedBackwardError, match="dispatch_mode"), Doubling():
+        session = ca.enable(backend="eager", cache_dir=False, on_unsupported="raise")
+        tripled(x)
+    assert session.stats().backwards == 1
+
+
+def test_subclasses_keep_their_class(session):
+    class Own(torch.Tensor):
+        pass
+
+    x = torch.rand(3).as_subclass(Own)
+    for _ in range(2):
+        found = multiply(session, x, x, times=2)
+        assert all(type(each) is Own for each in found)
+    assert session.stats().bypasses == {"unsupported(a tensor of the class Own)": 2}
+
+
+def test_nothing_is_timed_and_nothing_grows():
+    session = ca.enable(backend="eager", cache_dir=False, tune=True)
+    x, y = torch.randn(2, 5)
+    for _ in range(40):
+        multiply(session, x, y)
+    assert session.stats().hits == 39 and not AUTOTUNE.active
+
+
+def test_given_tensors_live_as_long_as_their_tape(session):
+    gc.collect()
+    gc.disable()
+    try:
+        for _ in range(3):
+            x, y = torch.randn(2, 5).unbind()
+            alive = weakref.ref(x)
+            multiply(session, x, y)
+            del x
+            assert alive() is None
+    finally:
+        gc.enable()
+
+
+def test_inside_what_torch_compile_compiles(session):
+    @torch.compile(backend="eager")
+    def step(x, y):
+        return multiply(session, x * 1, y)[0] + 1
+
+    for _ in range(3):
+        x, y = torch.randn(2, 5)
+        equal([step(x, y)], y + 1)
+    assert session.stats().hits == 2 and not session.stats().failures
 
 
 def test_gradients_are_off_inside(session):
@@ -236,6 +370,13 @@ def test_bad_input():
         tape.call(same, [x], {}, results=1)
     with pytest.raises(ValueError, match="a value of another tape"):
         other.call(same, [x], results=1)
+    with pytest.raises(TypeError, match="a nested tensor cannot stand on a tape"):
+        tape.tensor(torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]))
+    for wrong in (["a"], [3], "ab", [[x]], [torch.ones(3)]):
+        with pytest.raises(TypeError, match="a result is a value of the tape or None, not"):
+            frontend.run(tape, wrong, ca.enable(backend="eager", cache_dir=False))
+    with pytest.raises(TypeError, match="no_list gave a Tensor: it is to give a list of gradients"):
+        frontend.run(tape, tape.call(no_list, [x], results=1), ca.enable(backend="eager", cache_dir=False))
     with pytest.raises(ValueError, match="a value of another tape"):
         frontend.run(other, [x], ca.enable(backend="eager", cache_dir=False))
 

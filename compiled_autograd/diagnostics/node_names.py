@@ -82,9 +82,9 @@ def _parameters(tape: ir.TapeGraph, index: int) -> list[str]:
 
 
 def uses(tape: ir.TapeGraph) -> dict[ir.Lifted, int]:
-    """For each lifted value the first node of the tape that uses it."""
-    placeholders = tape.graph.find_nodes(op="placeholder")
-    return {node.meta["lifted"]: user.meta["call"] for node in placeholders for user in list(node.users)[:1]}
+    """For each lifted value the first node of the tape that uses it; nothing for one that is only given back."""
+    users = [(node, next(iter(node.users), None)) for node in tape.graph.find_nodes(op="placeholder")]
+    return {node.meta["lifted"]: user.meta["call"] for node, user in users if user is not None and "call" in user.meta}
 
 
 def value_name(tape: ir.TapeGraph, lifted: ir.Lifted) -> str:
@@ -100,7 +100,7 @@ def value_name(tape: ir.TapeGraph, lifted: ir.Lifted) -> str:
             text = argument_of(tape, user, position)
             return text if dim is None else f"{text}, dimension {dim}"
         node, user = user, next(iter(user.users), None)  # a size computed of sizes, or what a hook unpacks
-    return "a value that nothing uses"
+    return "a value that nothing uses" if user is None else "a value that is given back as it is"
 
 
 def node_name(tape: ir.TapeGraph, node: fx.Node) -> str:

@@ -17,6 +17,7 @@ from ..diagnostics.bypass import INTERRUPTED
 from ..diagnostics.reporting import tell_of_own_error
 from ..guards.ambient import Ambient
 from ..policies.autotune import AUTOTUNE
+from ..settings import Settings
 from ..steps.run_context import RunReport
 from ..threads.forks import can_compile
 from .call import HandedOver
@@ -30,6 +31,7 @@ class Account:
     """Tells the session of one backward, once; ``started`` is when that was asked for."""
 
     session: Session
+    settings: Settings
     started: float = field(default_factory=time.perf_counter)
     told: bool = False
 
@@ -88,7 +90,7 @@ class RunAccount:
 
     def _settle(self, failed: bool) -> Outcome:
         report, reasons, variant = self.report, self.selection.reasons, self.selection.variant
-        settings = self.account.session.settings
+        settings = self.account.settings
         report.seconds["run"] = time.perf_counter() - self._started
         reasons.extend(report.misses)
         if report.uncompiled:
@@ -113,7 +115,7 @@ class RunAccount:
 
     def _store(self, variant: Variant, seconds: float) -> None:
         """Keep what was compiled for other processes, and what was found to be wrong of it."""
-        settings, graph, reasons = self.account.session.settings, self.handed.graph, self.selection.reasons
+        settings, graph, reasons = self.account.settings, self.handed.graph, self.selection.reasons
         disk = disk_for(settings)
         if disk is None:
             return

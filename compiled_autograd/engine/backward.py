@@ -21,7 +21,7 @@ from .streams import STREAMS
 
 def run(session: Session, call: Call) -> Any:
     """Run a backward compiled where that can be done, else on the eager engine; gives what the engine would give."""
-    account = Account(session)
+    account = Account(session, session.settings)
     try:
         reason = decide(call, session.settings)
         if reason is not None:
@@ -48,7 +48,7 @@ def _asked_for(call: Call, results: Results) -> tuple[Any, ...]:
 
 def _refused(call: Call, account: Account, refused: Refused) -> Any:
     """Let the eager engine run it, if nothing else was asked for."""
-    reason, settings = refused.reason, account.session.settings
+    reason, settings = refused.reason, account.settings
     if settings.on_unsupported == "raise" and not refused.mistake and not is_policy(reason):
         raise UnsupportedBackwardError(reason)
     started = time.perf_counter()

@@ -89,12 +89,12 @@ def install() -> None:
     torch.autograd.Function._compiled_autograd_key = staticmethod(  # type: ignore[method-assign]
         _key_of_function(torch.autograd.Function._compiled_autograd_key)
     )
-    _keep_from_dynamo(Engine.run_backward.__code__)
+    keep_from_dynamo(Engine.run_backward.__code__)
     GATE.expect_unseen(lambda: threads_running(code))
     STREAMS.install()
 
 
-def _keep_from_dynamo(code: Any) -> None:
+def keep_from_dynamo(code: Any) -> None:
     """Have ``torch.compile`` run code, and what that calls, as it is.
 
     A step that it compiles breaks at its ``backward``, which Dynamo runs as Python: and would look at each frame of

@@ -71,7 +71,7 @@ def execute(call: Call, account: Account, handed: HandedOver) -> Results:
         GradientMismatchError: ``check`` is True or a number, and compiled code has given something else than the real
             calls: the step is done, with what these gave.
     """
-    settings, context = account.session.settings, RunContext()
+    settings, context = account.settings, RunContext()
     report = context.report
     report.add("capture", time.perf_counter() - account.started)
     state = Running(call.outputs, call.inputs, call.accumulate_grad, call.keep_graph, context, handed.graph.tape.order)
@@ -112,7 +112,7 @@ def _with_state(state: Running, run: RunAccount) -> Results:
 
 def _run(state: Running, run: RunAccount) -> Results:
     graph, handover = run.handed.graph, run.handed.handover
-    settings, context = run.account.session.settings, state.context
+    settings, context = run.account.settings, state.context
     forked = not can_compile()
     context.prove, context.check_every = settings.check is not False, settings.check_every
     context.may_compile = settings.on_miss == "compile" and not forked
@@ -133,7 +133,7 @@ def _run(state: Running, run: RunAccount) -> Results:
             raise GradientMismatchError(context.report.mismatches)
         return results
     except Exception:
-        if context.call and torch.is_anomaly_enabled():
+        if context.call and state.outputs and torch.is_anomaly_enabled():
             nan_checks.tell_of_forward(state.nodes[context.call - 1])
         raise
 

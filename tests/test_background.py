@@ -14,8 +14,10 @@ from torch import fx, nn
 
 import compiled_autograd as ca
 from backends import get_backend
+from compiled_autograd.cache.disk import made_in_memory
 from compiled_autograd.engine.session import Session
 from compiled_autograd.guards.ambient import ambient
+from compiled_autograd.lowering import region_compiler
 from compiled_autograd.policies import background, worker_process
 from compiled_autograd.versions import release
 
@@ -277,6 +279,8 @@ def test_what_was_compiled_in_the_background_is_stored(backend: str, tmp_path: P
     (variant,) = session.last.graph.variants
     assert variant.not_stored == ""
     assert (worker_process.WORKER._process is not None) == (backend == "inductor")
+    (made,) = made_in_memory(variant)
+    assert made.artifact is None and bool(made.digest) == (backend == "inductor")  # the store has it: once is enough
     worker_process.WORKER.stop()
     ca.reset()
     again = ca.enable(backend=backend, cache_dir=tmp_path)
@@ -284,6 +288,48 @@ def test_what_was_compiled_in_the_background_is_stored(backend: str, tmp_path: P
         _step(again, model, reference, x, bitwise)
     expect(again.stats(), hits=3, compiles=0)
     assert again.stats().loads == 1
+
+
+def test_an_artifact_is_not_kept_where_there_is_no_store() -> None:
+    model, reference = _twins()
+    session = ca.enable(backend="inductor", on_miss="background", cache_dir=False)
+    for _ in range(2):
+        _step(session, model, reference, torch.randn(4, 8), bitwise=False)
+        assert session.wait(300)
+    worker_process.WORKER.stop()
+    assert session.last.outcome == "hit"
+    (made,) = made_in_memory(session.last.graph.variants[0])
+    assert made.artifact is None and not made.digest
+
+
+def test_what_was_compiled_in_another_state_is_given_up(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Else it would be stored for the state that the step was in, and serve there."""
+    lower = region_compiler.lower
+    changes = [False]
+
+    def lower_and_change(*arguments: Any) -> Any:
+        lowered = lower(*arguments)
+        torch.use_deterministic_algorithms(*changes)
+        return lowered
+
+    monkeypatch.setattr(region_compiler, "lower", lower_and_change)
+    model, reference = _twins()
+    x = torch.randn(4, 8)
+    session = ca.enable(backend="eager", on_miss="background", cache_dir=tmp_path)
+    try:
+        torch.use_deterministic_algorithms(True)
+        _step(session, model, reference, x)
+        assert session.wait(60)
+        assert not torch.are_deterministic_algorithms_enabled()  # it was lowered
+        torch.use_deterministic_algorithms(True)
+        changes[:] = [True]
+        _step(session, model, reference, x)
+        assert not session.stats().compiles and session.wait(60)
+        for _ in range(2):
+            _step(session, model, reference, x)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    expect(session.stats(), structure_misses=1, shape_misses=1, hits=2, compiles=1)
 
 
 def test_messages_are_whole_or_refused() -> None:
@@ -390,4 +436,4 @@ def test_only_code_for_the_cpu_is_compiled_in_another_process() -> None:
     for device, goes in (("cpu", True), ("meta", False)):
         x = torch.empty(3, device=device)
         graph_module.graph.find_nodes(op="placeholder")[0].meta["val"] = x
-        assert (worker_process._request(backend, graph_module, [x]) is not None) is goes
+        assert (worker_process._request(ambient(), backend, graph_module, [x]) is not None) is goes

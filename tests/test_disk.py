@@ -510,6 +510,7 @@ def test_what_a_function_hands_on_is_looked_at_in_each_process(folder: Path) -> 
             session = _again(_given, folder)
             stats = session.stats()
             assert (stats.compiles > 0) == compiles and stats.backwards == 1 and not stats.failures
+            assert session.last is not None and bool(session.last.reasons) == (not stats.hits)  # each miss says why
             assert compiles or stats.hits == 1
 
 

@@ -16,6 +16,7 @@ import compiled_autograd as ca
 from backends import get_backend
 from backends.eager import EagerBackend
 from backends.inductor.straight_line.straight_line import StraightLine
+from compiled_autograd.guards.ambient import ambient
 from compiled_autograd.lowering.graph_hash import graph_hash
 from compiled_autograd.lowering.region_compiler import CompiledRegion
 from compiled_autograd.policies.worker_process import _request
@@ -163,8 +164,8 @@ def test_constants_and_symbols_are_never_the_same() -> None:
 def test_what_the_worker_could_not_know_is_compiled_here() -> None:
     x = torch.randn(2, dtype=torch.complex64)
     graph = make_fx(lambda a: [a * a])(x)
-    assert _request(get_backend("inductor"), graph, [x]) is not None
-    assert _request(get_backend("inductor"), graph, [x.conj()]) is None
+    assert _request(ambient(), get_backend("inductor"), graph, [x]) is not None
+    assert _request(ambient(), get_backend("inductor"), graph, [x.conj()]) is None
 
 
 # ---- the same code, inputs of other strides --------------------------------------------------------------------------

@@ -28,6 +28,7 @@ from compiled_autograd.lowering.region_compiler import COMPILING
 from compiled_autograd.policies.background import Background
 from compiled_autograd.threads.claims import CLAIMS, Claim
 from compiled_autograd.threads.gate import GATE
+from shadow_cache.store.folder import Folder
 
 from .helpers import ROOT, in_threads, same_bits
 
@@ -329,9 +330,12 @@ def test_an_interrupt_while_a_region_is_lowered_leaves_the_filters_of_warnings()
 
     class InterruptAt(_InterruptAt):
         def __call__(self, frame: Any, event: str, argument: Any) -> None:
-            """In our files, and in context managers that they enter: in PyTorch's own, modes of its stay."""
-            in_contextlib = frame.f_code.co_filename == contextlib.__file__
-            if not in_contextlib or (frame.f_back is not None and frame.f_back.f_code.co_filename in files):
+            """In these files, and as a context manager of theirs is entered and left. As one of PyTorch's is, modes of
+            its would stay."""
+            generator = getattr(frame.f_locals.get("self"), "gen", None)
+            if frame.f_code.co_filename != contextlib.__file__ or (
+                generator is not None and generator.gi_code.co_filename in files
+            ):
                 super().__call__(frame, event, argument)
 
     with ca.enable(backend="eager", cache_dir=False):
@@ -349,6 +353,30 @@ def test_an_interrupt_while_a_region_is_lowered_leaves_the_filters_of_warnings()
             if not interrupt.came:
                 break
     assert count > 50
+
+
+def test_an_interrupt_while_the_store_is_locked_leaves_no_file_open(tmp_path: Path) -> None:
+    folder = Folder(tmp_path / "cache", create=True)
+    folder.prepare()
+    files = (str(ROOT / "shadow_cache"), contextlib.__file__)
+    before = len(list(Path("/proc/self/fd").iterdir()))
+    for count in itertools.count():
+        interrupt = _InterruptAt(count, files)
+        sys.setprofile(interrupt)
+        try:
+            with folder.locked():
+                pass
+        except KeyboardInterrupt:  # not `suppress`, which would be interrupted too
+            assert interrupt.came
+        finally:
+            sys.setprofile(None)
+        gc.collect()
+        if interrupt.came:
+            found = len(list(Path("/proc/self/fd").iterdir()))
+            assert found == before, count
+        else:
+            break
+    assert count > 5
 
 
 def test_an_interrupt_in_what_runs_before_a_fork() -> None:

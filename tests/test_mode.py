@@ -21,6 +21,7 @@ from backends.inductor import cuda_graphs
 from backends.inductor.backend import InductorBackend
 from backends.inductor.cuda_graphs import CopiedOut, copies, cuda_device
 from backends.modes import MODES, name_in
+from compiled_autograd.guards.ambient import ambient
 from compiled_autograd.policies import worker_main, worker_process
 from compiled_autograd.settings import Settings, resolve
 
@@ -441,7 +442,7 @@ def test_the_other_process_is_asked_for_the_mode(monkeypatch: pytest.MonkeyPatch
     monkeypatch.setattr(InductorBackend, "compile", compile)
     backend = backends.get_backend("inductor:max-autotune")
     graph_module, examples = _graph("cpu")
-    request = worker_process._request(backend, graph_module, examples)
+    request = worker_process._request(ambient(), backend, graph_module, examples)
     assert request is not None and request.backend == "inductor:max-autotune"
     reply = worker_main.answer(request)
     assert made == ["max-autotune"] and reply.environment == backend.environment()  # type: ignore[attr-defined]

@@ -5,12 +5,14 @@ Inductor's own loader runs the compiler to know a library's name. Here it is the
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import hashlib
 import importlib.machinery
 import importlib.util
 import os
 import re
+import shutil
 import sys
 import tempfile
 import threading
@@ -71,12 +73,11 @@ def load_kernels(libraries: Mapping[str, bytes], wanted: Iterable[KernelId]) -> 
             # Inductor asks the system for AMX registers when it looks for a processor's vectors; without that, a kernel
             # that uses them dies. Where there are none, this does nothing.
             torch.cpu._init_amx()
-            # Its mode is 0700. Memory that was mapped stays; Windows deletes no library that is loaded: that stays too.
-            with tempfile.TemporaryDirectory(prefix="compiled-region-", ignore_cleanup_errors=True) as folder:
+            with _private_folder() as folder:
                 for digest in {digest for digest, _ in missing}:
-                    _write(Path(folder), digest, libraries[digest])
+                    _write(folder, digest, libraries[digest])
                 for digest, entry in missing:
-                    _loaded[digest, entry] = _load(Path(folder), digest, entry)
+                    _loaded[digest, entry] = _load(folder, digest, entry)
         return {kernel_id: _loaded[kernel_id] for kernel_id in wanted}
 
 
@@ -87,6 +88,17 @@ def tell_libraries() -> None:
     """
     address = torch._C._dynamo.guards._torchinductor_pyobject_tensor_data_ptr  # type: ignore[attr-defined]
     os.environ["_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR"] = str(address)
+
+
+@contextlib.contextmanager
+def _private_folder() -> Any:
+    folder = tempfile.mkdtemp(prefix="compiled-region-")  # mode 0700
+    try:
+        yield Path(folder)
+    finally:
+        # No TemporaryDirectory: a child that is forked meanwhile would remove that when it ends. The memory that was
+        # mapped stays. Windows refuses to delete a library that is loaded: then it stays too.
+        shutil.rmtree(folder, ignore_errors=True)
 
 
 def _path(folder: Path, digest: str) -> Path:

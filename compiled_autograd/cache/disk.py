@@ -24,7 +24,7 @@ from ..diagnostics.reporting import warn_once
 from ..diagnostics.structure_misses import structure_miss
 from ..guards.ambient import Ambient
 from ..lowering.region_compiler import MAX_GUARDED
-from ..lowering.stored_regions import InMemoryGraph, StoredRegion, StoredRegions
+from ..lowering.stored_regions import InMemoryGraph, Made, StoredRegion, StoredRegions
 from ..settings import Settings
 from ..steps.steps import CompiledRegion, RegionRecord, RegionStep, region_record
 from .environment_key import differences, is_repeatable, state_of, why_not_stored
@@ -224,6 +224,9 @@ class Disk:
             self._write_no_more(error)
             return str(error)
         self._tie(variant, entry.id)
+        for made in made_in_memory(variant):
+            if made.artifact is not None:
+                made.digest = hashlib.sha256(made.artifact).hexdigest()
         return ""
 
     def _region(
@@ -245,15 +248,31 @@ class Disk:
             digests = [stored.artifact, stored.lowered]
             files.update({digest: self.store.read(digest) for digest in digests})
         else:
-            made_of = stored.made_of if isinstance(stored, InMemoryGraph) else None
-            artifact = backend.save(compiled.call) if made_of is None else made_of
-            if artifact is None:
-                raise _NotStoredError(backend.why_not_saved(compiled.call) or "its backend does not say why")
+            assert isinstance(stored, InMemoryGraph)
+            artifact = self._artifact(stored.made, compiled, backend)
             lowered = stored.text().encode()
             digests = [hashlib.sha256(data).hexdigest() for data in (artifact, lowered)]
             files.update(zip(digests, (artifact, lowered), strict=True))
         encoded = msgspec.msgpack.encode(region_record(step, compiled))
         return [Region(len(step.region.nodes), digests[0], digests[1], encoded)]
+
+    def _artifact(self, made: Made, compiled: CompiledRegion, backend: Storing) -> bytes:
+        """What is to be stored of a region that was compiled for this process.
+
+        Raises:
+            _NotStoredError: it cannot be stored.
+        """
+        if made.call is compiled.call and made.artifact is not None:
+            return made.artifact
+        try:
+            if made.call is compiled.call and made.digest:
+                return self.store.read(made.digest)
+        except StoreError as error:
+            raise _NotStoredError(f"what another process compiled was stored, and is gone: {error}") from error
+        artifact = backend.save(compiled.call)
+        if artifact is None:
+            raise _NotStoredError(backend.why_not_saved(compiled.call) or "its backend does not say why")
+        return artifact
 
     def _kept(
         self, structure: str, identity: str, variant: Variant, records: set[RegionRecord], files: dict[str, bytes]
@@ -300,6 +319,12 @@ class Disk:
 
 class _NotStoredError(Exception):
     """Why a variant cannot be stored, in words."""
+
+
+def made_in_memory(variant: Variant) -> list[Made]:
+    """What was compiled of a variant for this process."""
+    compiled = [each for step in variant.regions for each in step.compiled_regions()]
+    return [each.aten.made for each in compiled if isinstance(each.aten, InMemoryGraph)]
 
 
 def _id(graph: CompiledGraph) -> str:

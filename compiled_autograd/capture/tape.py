@@ -215,7 +215,7 @@ def _signed(value: Any) -> Any:
 
 def source_line(node: Any) -> str | None:
     """``file:line in function`` of the forward that made a node, where anomaly mode recorded it."""
-    frames = _FRAME.findall("".join(node.metadata.get("traceback_", ())))
+    frames = _FRAME.findall("".join(node.metadata.get("traceback_") or ()))
     own = [frame for frame in frames if "/torch/" not in frame[0]]
     if not own:
         return None

@@ -10,6 +10,7 @@ import msgspec
 
 from shadow_cache import Bypass, Failure, Miss
 
+from ..cache.disk import Disk, made_in_memory
 from ..cache.selection import Selection
 from ..cache.stores import disk_for
 from ..cache.variants import Variant
@@ -115,10 +116,16 @@ class RunAccount:
 
     def _store(self, variant: Variant, seconds: float) -> None:
         """Keep what was compiled for other processes, and what was found to be wrong of it."""
+        disk = disk_for(self.account.settings)
+        try:
+            if disk is not None:
+                self._store_in(disk, variant, seconds)
+        finally:
+            for made in made_in_memory(variant):
+                made.artifact = None  # hundreds of kilobytes, of which nobody has any use from now on
+
+    def _store_in(self, disk: Disk, variant: Variant, seconds: float) -> None:
         settings, graph, reasons = self.account.settings, self.handed.graph, self.selection.reasons
-        disk = disk_for(settings)
-        if disk is None:
-            return
         misses = [reason for reason in reasons if isinstance(reason, Miss)]
         found = self.report.mismatches
         misses += [Miss("mismatch", each.where, _REAL_CALLS, each.error, each.instead) for each in found]

@@ -142,6 +142,9 @@ class RegionCompiler:
             context.report.misses.append(self._guard_miss(step, known[-1], slots))
         elif step.compiled:
             context.report.misses.append(self._other_kind(step, before, next(reversed(step.compiled))))
+        elif self.stored is not None and step.span in self.stored.regions and not context.report.misses:
+            where = f"what earlier steps hand to {len(step.region.nodes)} calls"
+            context.report.misses.append(Miss("layout", where, "as it is stored", "other sizes or strides"))
         for node, slot in step.made():
             spec = widened(self.specs.get(node), slots[slot]) if self.dynamic else spec_of(slots[slot])
             if spec is not None:
@@ -283,9 +286,7 @@ class RegionCompiler:
             raise
         except Exception as error:  # noqa: BLE001  whoever asked records it, and the region's calls run one by one
             return failure_of(stage, self.backend.name, step.region, error)
-        compiled = step.bind(
-            InMemoryGraph(graph, made.artifact), made.call, lowered.wiring, self.kind(step, slots), guard
-        )
+        compiled = step.bind(InMemoryGraph(graph, made), made.call, lowered.wiring, self.kind(step, slots), guard)
         compiled.checked = False
         return compiled
 

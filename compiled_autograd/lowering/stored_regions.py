@@ -7,7 +7,7 @@ import operator
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import fx
@@ -18,20 +18,27 @@ from backends.protocol import Backend, Compiled, another
 from ..steps.steps import RegionRecord
 
 
-class Made(NamedTuple):
-    """What was compiled; and the artifact that it was loaded from, where another process has compiled it for this one:
-    what was loaded cannot be saved again."""
+@dataclass(slots=True, eq=False)
+class Made:
+    """What was compiled.
+
+    Attributes:
+        artifact: what it was loaded from, where another process has compiled it for this one, since what was loaded
+            cannot be saved again; None once it was to be stored.
+        digest: that of the artifact, once it is stored.
+    """
 
     call: Compiled
     artifact: bytes | None = None
+    digest: str = ""
 
 
 @dataclass(slots=True)
 class InMemoryGraph:
-    """An ATen graph that was made in this process, and the artifact of what was :class:`Made` of it."""
+    """An ATen graph that was made in this process, and what was made of it."""
 
     module: fx.GraphModule
-    made_of: bytes | None = None
+    made: Made
 
     def graph_module(self) -> fx.GraphModule:
         """The graph."""

@@ -11,11 +11,12 @@ import queue
 import sys
 import threading
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from backends import Backend
@@ -25,6 +26,7 @@ from ..diagnostics.reporting import failure_of, warn_of
 from ..errors import UntraceableError
 from ..guards.ambient import Ambient, ambient, compile_state
 from ..lowering.region_compiler import COMPILING
+from ..lowering.stored_regions import Made
 from ..process_state import PROCESS
 from ..steps.memory import has_bit
 from ..steps.run_context import RunContext
@@ -164,15 +166,29 @@ def _import_first(backend: Backend) -> None:
             backend.decompositions()
 
 
+class _OtherStateError(BaseException):
+    """The process is in another state than what is compiled is for. No failure, and nobody who records such catches it:
+    a later step that finds the state of this one submits it again."""
+
+
 def _compile(job: Job) -> None:
     region_compiler, context = job.program.region_compiler, RunContext()
+
+    def compile(backend: Backend, graph_module: fx.GraphModule, examples: Sequence[Any]) -> Made:
+        made = compile_elsewhere(job.ambient_state, backend, graph_module, examples)
+        if not _in_same_state(job):  # as it was lowered, or compiled here
+            raise _OtherStateError
+        return made
+
     try:
         _import_first(region_compiler.backend)
         if not _in_same_state(job):
-            return  # a later step that finds the state of this one submits it again
+            return
         with COMPILING, torch.no_grad():
             if not region_compiler.load(job.step, job.slots, context):
-                region_compiler.compile_region(job.step, job.slots, context, compile_elsewhere)
+                region_compiler.compile_region(job.step, job.slots, context, compile)
+    except _OtherStateError:
+        return
     except UntraceableError as error:
         job.program.leave_opaque(job.step, error)
     except Exception as error:  # noqa: BLE001  the thread must live on; the region's calls go on one by one

@@ -23,7 +23,7 @@ from torch import fx
 from backends import ArtifactError, Backend, Storing
 
 from ..diagnostics.reporting import warn_once
-from ..guards.ambient import Ambient, ambient, compile_state
+from ..guards.ambient import Ambient, compile_state
 from ..lowering.graph_hash import InputKind, kinds_of_inputs
 from ..lowering.stored_regions import Made
 from ..process_state import PROCESS
@@ -51,9 +51,11 @@ class Reply(msgspec.Struct):
     error: str = ""
 
 
-def compile_elsewhere(backend: Backend, graph_module: fx.GraphModule, examples: Sequence[Any]) -> Made:
+def compile_elsewhere(
+    ambient_state: Ambient, backend: Backend, graph_module: fx.GraphModule, examples: Sequence[Any]
+) -> Made:
     """Compile in the other process where that can be, else here."""
-    request = _request(backend, graph_module, examples)
+    request = _request(ambient_state, backend, graph_module, examples)
     if request is not None:
         assert isinstance(backend, Storing)
         try:
@@ -66,7 +68,9 @@ def compile_elsewhere(backend: Backend, graph_module: fx.GraphModule, examples: 
     return Made(backend.compile(graph_module, examples))
 
 
-def _request(backend: Backend, graph_module: fx.GraphModule, examples: Sequence[Any]) -> Request | None:
+def _request(
+    ambient_state: Ambient, backend: Backend, graph_module: fx.GraphModule, examples: Sequence[Any]
+) -> Request | None:
     if not backend.slow or not isinstance(backend, Storing):
         return None
     inputs = kinds_of_inputs(graph_module, examples)
@@ -74,7 +78,6 @@ def _request(backend: Backend, graph_module: fx.GraphModule, examples: Sequence[
         return None  # the request does not say so
     if any(value.device.type != "cpu" for value in examples):
         return None  # its code could not be brought back
-    ambient_state = ambient()
     state = dict(ambient_state)
     return Request(
         backend.name,

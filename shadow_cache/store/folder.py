@@ -118,23 +118,26 @@ class Folder:
             yield
             return
         how = (fcntl.LOCK_EX if alone else fcntl.LOCK_SH) | fcntl.LOCK_NB
-        handle = self._open_lock()
+        opened: list[int] = []
         try:
+            self._open_lock(opened)
             # Not for ever: a child that was forked while the lock was held keeps it as long as it lives.
             with self.worded():
-                until_free(lambda: fcntl.flock(handle, how), BlockingIOError)
+                until_free(lambda: fcntl.flock(opened[0], how), BlockingIOError)
             yield
         finally:
-            os.close(handle)
+            for handle in opened:
+                os.close(handle)
 
-    def _open_lock(self) -> int:
-        file, flags = self.path / "lock", os.O_RDWR | os.O_CREAT | _FLAGS
+    def _open_lock(self, opened: list[int]) -> None:
+        """Open the lock's file, into the list in the same call of C: Ctrl-C comes before that or after it."""
+        how = (str(self.path / "lock"),), (os.O_RDWR | os.O_CREAT | _FLAGS,), (0o600,)
         with self.worded():
             try:
-                return os.open(file, flags, 0o600)
+                opened.extend(map(os.open, *how))
             except FileNotFoundError:
                 self.prepare()  # the whole folder was removed: that is a way to begin anew
-                return os.open(file, flags, 0o600)
+                opened.extend(map(os.open, *how))
 
     # ---- files -------------------------------------------------------------------------------------------------------
 

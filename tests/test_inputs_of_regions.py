@@ -285,6 +285,32 @@ def test_zeros_without_memory_are_of_another_kind(backend: str, stored: bool, ch
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
+def test_they_are_made_by_real_calls_alone(backend: str) -> None:
+    """As ``sgn`` gives them: Inductor's code for a product with them would read at address 0, and end the process."""
+
+    def penalty() -> Any:
+        torch.manual_seed(0)
+        x, weight = torch.randn(1, 1, requires_grad=True), torch.randn(1, 1, requires_grad=True)
+        loss = torch.nn.functional.linear(x.sin(), weight).abs().sum()
+        return sum(each.square().sum() for each in torch.autograd.grad(loss, [x, weight], create_graph=True)), x, weight
+
+    def gradients() -> Any:
+        loss, *leaves = penalty()
+        loss.backward()
+        return [leaf.grad for leaf in leaves]
+
+    wanted = gradients()
+    session = ca.enable(backend=backend, cache_dir=False)
+    for _ in range(3):
+        loss, *leaves = penalty()
+        with session:
+            loss.backward()
+        assert_same([leaf.grad for leaf in leaves], wanted, bitwise=backend == "eager")
+    assert session.stats().hits == 2 and not session.stats().failures
+    assert not any("_efficientzerotensor" in each.code for each in session.last.graph.aten)  # type: ignore[union-attr]
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
 def test_they_have_sizes_that_change(backend: str) -> None:
     session = ca.enable(backend=backend, cache_dir=False, tune=False, dynamic=True)
     for zeros, size in ((False, 6), (True, 6), (True, 7), (True, 8), (False, 9), (True, 9)):

@@ -59,7 +59,7 @@ _VIEWS_OF_ALL = frozenset(
 UNWRITTEN = "it reads memory that was allocated and not wholly written; C++ may have written it, unseen by the trace"
 CONSTANT = "it brings a tensor of its own, which may be one of the step that is traced"
 ABSOLUTE = "it looks at a place in the memory of what it is given, counted from where that memory begins"
-
+NO_MEMORY = "it makes zeros that have no memory, which generated code would read"
 UNDEFINED = "it is given an undefined tensor where its schema wants one: its trace has results that it does not give"
 
 
@@ -120,6 +120,7 @@ def breaches(graph: fx.Graph) -> Iterator[Breach]:
       allocated through a data pointer, as ``at::tensor`` does, and of that a trace sees the allocation alone.
     - No operator counts from the beginning of an input's memory (``as_strided``). Inputs are traced as if they began
       there; a tensor that the graph is run with may be a part of another one.
+    - No zeros are made without memory (``_efficientzerotensor``): what Inductor generates takes their address, 0.
     - No operator is given an undefined tensor that it cannot do without. Kernels may then give undefined ones in turn
       (``_scaled_dot_product_flash_attention_for_cpu_backward``), and the functions that make fake tensors do not.
     """
@@ -136,6 +137,8 @@ def breaches(graph: fx.Graph) -> Iterator[Breach]:
         memory = base.get(first) if first is not None else None
         if any(node.args[index] is None for index in facts.tensors if index < len(node.args)):
             yield Breach(UNDEFINED, node, node)
+        if facts.name == "_efficientzerotensor":
+            yield Breach(NO_MEMORY, node, node)
         if facts.places and memory is not None and memory.op == "placeholder":
             yield Breach(ABSOLUTE, node, memory)
         if unwritten and facts.name not in _ASK_FOR_METADATA:

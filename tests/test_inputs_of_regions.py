@@ -106,6 +106,39 @@ def test_a_fake_tensor_has_memory_of_its_own() -> None:
         assert fake.untyped_storage().nbytes() == 4 * extent(tensor)
 
 
+# ---- dimensions of one element ---------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("where", ["saved", ".grad"])
+def test_strides_of_dimensions_of_one_element_make_no_variant(where: str) -> None:
+    """Operators give them one stride or another; a seed of the random tapes was compiled twice for it."""
+    session = ca.enable(backend="eager", cache_dir=False)
+    for stride in (1, 3, 7):
+        x = torch.randn(4, 3, 1, requires_grad=True)
+        other = torch.randn(4, 3, 1)
+        wanted = 2 * other
+        if where == "saved":
+            other = other.as_strided((4, 3, 1), (3, 1, stride))
+            x.grad = other.clone()
+        else:
+            x.grad = other.clone().as_strided((4, 3, 1), (3, 1, stride))
+        with session:
+            (x * other).sum().backward()
+        assert x.grad is not None and torch.equal(x.grad, wanted)
+    expect(session.stats(), structure_misses=1, hits=2, captures=1)
+
+
+def test_whether_channels_come_last_makes_one() -> None:
+    session = ca.enable(backend="eager", cache_dir=False)
+    for strides in ((3, 3, 3, 1), (3, 1, 3, 1), (3, 1, 3, 1)):
+        x = torch.randn(4, 1, 1, 3, requires_grad=True)
+        other = torch.randn(4, 1, 1, 3).as_strided((4, 1, 1, 3), strides)
+        with session:
+            (found,) = torch.autograd.grad((x * other).sum(), x)
+        assert torch.equal(found, other)
+    expect(session.stats(), structure_misses=1, shape_misses=1, hits=1, captures=1, compiles=2)
+
+
 # ---- conjugate and negative bits -------------------------------------------------------------------------------------
 
 

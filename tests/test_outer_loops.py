@@ -1,4 +1,4 @@
-"""Outer loops that Inductor may fuse, and those that it may not, see :mod:`backends.outer_loops`."""
+"""Outer loops that Inductor may fuse, and those that it may not."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ import torch
 
 import compiled_autograd as ca
 from backends.inductor import backend as inductor
-from backends.inductor import outer_loops
+from backends.inductor.workarounds import outer_loops
 
 SIZE = 16
 
@@ -51,7 +51,7 @@ def test_rows_do_not_overwrite_one_another(monkeypatch: pytest.MonkeyPatch) -> N
         wrong = _error_of(transposed_softmaxes)
     assert _error_of(transposed_softmaxes) < 1e-5
     if torch.__version__ >= "2.13" and torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512"):
-        assert wrong > 1e-2, "this PyTorch does it right: backends/outer_loops.py can go"
+        assert wrong > 1e-2, "this PyTorch does it right: workarounds/outer_loops.py can go"
 
 
 def test_what_is_right_is_still_fused() -> None:

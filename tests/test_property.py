@@ -23,7 +23,7 @@ from .fuzz.shrink import shrink
 from .fuzz.values import LAYOUTS, LEFT_OUT, lay_out, plain, share_memory
 
 _EAGER, _AT_ONCE = 135, 15
-_INDUCTOR = (3, 8, 20)
+_INDUCTOR = (3, 8, 20, 10_013, 10_038)
 
 
 @pytest.fixture(autouse=True)

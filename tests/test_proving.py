@@ -16,6 +16,7 @@ import compiled_autograd as ca
 from backends.eager import EagerBackend
 from backends.protocol import PROVING_RUNS
 from compiled_autograd.proving import prover
+from compiled_autograd.proving.reproduction import reproduction
 from compiled_autograd.steps.accumulate import outermost_first
 from compiled_autograd.steps.proof import PROVING_SIZES, Proof
 from shadow_cache import Failure
@@ -112,6 +113,25 @@ def test_a_reproduction_is_a_script_that_runs(tmp_path: Path, monkeypatch: pytes
     namespace: dict[str, Any] = {"__name__": "reproduction"}
     exec(compile(path.read_text(), str(path), "exec"), namespace)
     assert len(namespace["want"]) == 6 and all(each.isfinite().all() for each in namespace["want"])
+
+
+def test_a_reproduction_has_the_graph_as_it_was_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """With the names of its inputs, and without what tracing adds: what Inductor makes of a graph depends on both."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    text = """
+def forward(self, saved0_1, arg1_1):
+    view = torch.ops.aten.view.dtype(saved0_1, torch.float64);  saved0_1 = None
+    full = torch.ops.aten.full.default([2], 2, dtype = torch.float64, device = device(type='cpu'), pin_memory = False)
+    add = torch.ops.aten.add.Tensor(view, full);  view = full = None
+    mul = torch.ops.aten.mul.Tensor(add, arg1_1);  add = arg1_1 = None
+    return [mul]
+"""
+    reproduction(text, "eager", [torch.ones(1, dtype=torch.complex128), torch.ones(2)], "here", "it differs")
+    (path,) = tmp_path.glob("*/mismatch.py")
+    namespace: dict[str, Any] = {"__name__": "reproduction"}
+    exec(compile(path.read_text(), str(path), "exec"), namespace)
+    lines = [line.split(";")[0].strip() for line in namespace["graph_module"].code.strip().splitlines()]
+    assert lines == [line.split(";")[0].strip() for line in text.strip().splitlines()]
 
 
 def _other_dtype(number: int, arguments: Sequence[Any], right: Callable[..., Any]) -> Any:
@@ -296,23 +316,41 @@ def test_code_that_writes_the_same_into_its_inputs_each_time(value: float) -> No
         (x @ w).sum().backward()
 
 
-def test_inputs_that_somebody_else_changes_meanwhile_show_nothing() -> None:
+@pytest.mark.parametrize("wrong", [False, True])
+def test_what_somebody_else_changes_meanwhile_is_compared_on_copies(wrong: bool) -> None:
     w = torch.randn(5, 5, requires_grad=True)
 
     def run(number: int, arguments: Sequence[Any], right: Callable[..., Any]) -> Any:
         results = right(*arguments)
         if number < 3:
             w.data.mul_(1.5)  # as a thread does that trains the same model
-        return results
+        return [result + 0.01 for result in results] if wrong else results
 
     x = torch.randn(3, 5, requires_grad=True)
     with ca.enable(backend=_backend(run), cache_dir=False) as session:
         for _ in range(6):
             (x @ w).sum().backward()
             x.grad = w.grad = None
-    assert session.stats().failures == 0
+    assert session.stats().failures == wrong
     (compiled,) = session.graphs()[0].regions[0].compiled_regions()
-    assert compiled.proof.settled and not compiled.proof.refuted
+    assert compiled.proof.settled != wrong and compiled.proof.refuted == wrong and compiled.proof.weak == 0
+
+
+def test_operators_that_write_into_what_was_saved_for_them() -> None:
+    """An LSTM's backward on the CPU writes into the workspace of its forward, not in each run."""
+    torch.manual_seed(0)
+    model, x = torch.nn.LSTM(4, 6), torch.randn(5, 2, 4)
+    for backend, failures in ((_backend(lambda number, arguments, right: right(*arguments)), 0), (_wrong_from(1), 1)):
+        session = ca.enable(backend=backend, cache_dir=False, tune=False)
+        for _ in range(4):
+            wanted = torch.autograd.grad(model(x)[0].square().mean(), list(model.parameters()))
+            with session:
+                found = torch.autograd.grad(model(x)[0].square().mean(), list(model.parameters()))
+            assert_same(found, wanted)
+        stats = session.stats()
+        assert (stats.failures, stats.hits, stats.compiles) == (failures, 3, 1)
+        (compiled,) = session.graphs()[0].regions[0].compiled_regions()
+        assert compiled.proof.refuted == bool(failures) and compiled.proof.weak == 0
 
 
 def test_random_numbers_are_drawn_once(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -10,6 +10,7 @@ from torch._decomp import get_decompositions
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import make_fx
 
+from compiled_autograd.lowering.fake_tensors import TracingMode
 from compiled_autograd.lowering.tracing import trace
 
 
@@ -68,3 +69,31 @@ def test_an_error_comes_through_and_leaves_no_mode_behind() -> None:
     with pytest.raises(KeyError, match="own"):
         trace(function, None, _examples())
     assert type(torch.ones(2) + 1) is torch.Tensor
+
+
+def test_two_results_that_have_one_fake_tensor_stay_two() -> None:
+    """As those of ``mkldnn_rnn_layer_backward``; what an operator hands on of its arguments stays one."""
+
+    @torch.library.custom_op("compiled_autograd_tests::twice", mutates_args=())
+    def twice(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        return x + 1, x + 2, x + 3
+
+    @twice.register_fake
+    def _(x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        one = torch.empty_like(x)
+        return one, torch.empty_like(x), one
+
+    mode = TracingMode(allow_non_fake_inputs=True)
+    example = mode.from_tensor(torch.ones(2, 3).t())
+    graph_module = trace(lambda x: list(torch.ops.compiled_autograd_tests.twice(x)), None, [example])
+    assert [each.flatten()[0].item() for each in graph_module(torch.ones(3, 2))] == [2, 3, 4]
+    first, _, last = (node.meta["val"] for node in graph_module.graph.output_node().args[0])
+    assert first is not last and first.stride() == last.stride() and first.fake_mode is last.fake_mode is mode
+
+    with mode:
+        parts = torch.ops.aten.split.Tensor(example, 3)
+    assert (
+        len(parts) == 1
+        and parts[0]._is_view()
+        and parts[0].untyped_storage()._cdata == example.untyped_storage()._cdata
+    )

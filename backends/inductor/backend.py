@@ -22,10 +22,11 @@ from .cuda_graphs import CopiedOut, cuda_device, running_backward
 from .environment import environment
 from .kernels import ENTRY, load_kernels
 from .memory import keep_freed_memory
-from .outer_loops import sound_outer_loops
 from .randomness import FALLBACK, decompositions, draws
 from .straight_line.program_library import begin
 from .straight_line.straight_line import StraightLine
+from .workarounds.complex_scatters import keep_complex_scatters
+from .workarounds.outer_loops import sound_outer_loops
 from .wrappers import namespace_of, store
 
 _CUDA_GRAPHS = "triton.cudagraphs"
@@ -84,6 +85,7 @@ class InductorBackend(ArtifactBackend):
             require_cpp_compiler()
             begin()
             keep_freed_memory()
+        keep_complex_scatters(graph_module)
         output = graph_module.graph.find_nodes(op="output")[0]
         output.meta["user_visible_output_idxs"] = [
             index for index, value in enumerate(output.args[0]) if isinstance(value, fx.Node)

@@ -28,6 +28,19 @@ def kind_of_value(value: Any, spec: Spec | None = None) -> Any:
     return (type(value), *kind)
 
 
+def strides_that_matter(tensor: torch.Tensor) -> list[int | None]:
+    """The strides of a strided tensor; None for a dimension of one element, which has any: an operator may give it
+    another one at each call. In four and five dimensions all matter, as they may say that the channels come last."""
+    if tensor.dim() in (4, 5):
+        return list(tensor.stride())
+    return [None if size == 1 else stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
+
+
+def comparable_strides(tensor: torch.Tensor) -> tuple[int, ...]:
+    """The strides of a strided tensor, with 1 for those that do not matter (:func:`strides_that_matter`)."""
+    return tuple(1 if stride is None else stride for stride in strides_that_matter(tensor))
+
+
 def is_channels_last(shape: Sequence[int], strides: Sequence[int]) -> bool:
     """Whether operators that keep a memory format take it that the channels come last.
 

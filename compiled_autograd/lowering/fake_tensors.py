@@ -12,6 +12,31 @@ from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 from ..steps.memory import extent
 
 
+class TracingMode(FakeTensorMode):
+    """Fake tensors of which each result of an operator is another one.
+
+    A trace knows a result by its fake tensor. Some operators' fake implementations give one for two results, as that of
+    ``mkldnn_rnn_layer_backward`` does (``torch/_meta_registrations.py``, 2.13), where the operator gives two that share
+    no memory: both would become the last one.
+    """
+
+    def dispatch(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        results = super().dispatch(func, types, args, kwargs or {})
+        if not isinstance(results, (tuple, list)) or len({*map(id, results)}) == len(results):
+            return results
+        if any(each.alias_info is not None for each in func._schema.returns):  # it hands on what it was given
+            return results
+        made: list[Any] = []
+        for index, result in enumerate(results):
+            again = isinstance(result, torch.Tensor) and any(result is other for other in results[:index])
+            made.append(self._another(result) if again else result)
+        return type(results)(made)
+
+    def _another(self, tensor: torch.Tensor) -> torch.Tensor:
+        with self:
+            return torch.empty_strided(tensor.shape, tensor.stride(), dtype=tensor.dtype, device=tensor.device)
+
+
 def made_fake(
     mode: FakeTensorMode,
     storage: torch.UntypedStorage,

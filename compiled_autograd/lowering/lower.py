@@ -12,7 +12,6 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
-from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode
 
 from backends import Backend
@@ -28,7 +27,7 @@ from ..torch_api.cpp_warnings import pass_on, raising
 from ..torch_api.version_differences import prepare_fake_tensors
 from ..user_code.aot import AOTBackward
 from .aten import CONSTANT, breaches, constants
-from .fake_tensors import fake_of, storage_of
+from .fake_tensors import TracingMode, fake_of, storage_of
 from .functional import made_functional, mutates
 from .trace_cache import TracedCalls, last_of, nodes_after
 from .tracing import plain_tracing, trace
@@ -88,7 +87,7 @@ class _Lowering:
 
             self.symbols = Symbols()
         env = None if self.symbols is None else self.symbols.env
-        self.mode = FakeTensorMode(allow_non_fake_inputs=True, shape_env=env)
+        self.mode = TracingMode(allow_non_fake_inputs=True, shape_env=env)
         self.examples: list[Any] = []
         # What follows is as in Wiring.
         self.taken: list[int] = []

@@ -64,12 +64,12 @@ def prove(
     compiled: CompiledRegion,
     slots: Slots,
     context: RunContext,
-    real_calls: Callable[[], None],
+    real_calls: Callable[[Slots], None],
 ) -> bool:
     """Run a region both ways. In ``slots`` is afterwards what the real calls gave.
 
     Args:
-        real_calls: runs the region's calls on what lies in ``slots``, and leaves their results there.
+        real_calls: runs the region's calls on what lies in the slots that it is given, and leaves their results there.
 
     Returns:
         False where there was not enough memory for that; the slots are then as they were.
@@ -79,7 +79,7 @@ def prove(
         NaNFoundError: NaNs are looked for, and a node of the tape gave one.
     """
     with context.report.timed("prove"):
-        return _Run(region_compiler, step, compiled, slots, context).beside(real_calls)
+        return _Run(region_compiler, step, compiled, slots, context, real_calls).beside()
 
 
 @dataclass
@@ -89,6 +89,7 @@ class _Run:
     compiled: CompiledRegion
     slots: Slots
     context: RunContext
+    real_calls: Callable[[Slots], None]
 
     def __post_init__(self) -> None:
         self.inputs = list(self.slots)  # held, since both ways need them
@@ -97,7 +98,7 @@ class _Run:
         make_plain(self.arguments, self.compiled.plain)
         self.form = form_for(self.compiled.call, self.arguments)
 
-    def beside(self, real_calls: Callable[[], None]) -> bool:
+    def beside(self) -> bool:
         """Both ways, and what follows from the comparison. False: nothing has run, for want of memory."""
         draws = Draws(self.arguments if self._may_draw() else None)
         try:
@@ -106,7 +107,7 @@ class _Run:
             self._unproved(error)
             return False
         try:
-            real_calls()
+            self.real_calls(self.slots)
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
@@ -155,15 +156,36 @@ class _Run:
         """
         changed = written(before, self.taken)
         if changed:
-            self._inputs_changed(changed)
-            return
-        judge = Judge(self.region_compiler, self.step, self.compiled, self.inputs, self.arguments)
-        wrong, difference, telling = judge.compare(self.slots, found)
+            self._look_who_wrote(changed)
+            self._compare(*self._on_copies())
+        else:
+            self._compare(self.inputs, self.arguments, self.slots, found)
+
+    def _compare(self, inputs: Slots, arguments: Sequence[Any], wanted: Slots, found: Slots) -> None:
+        judge = Judge(self.region_compiler, self.step, self.compiled, inputs, arguments)
+        wrong, difference, telling = judge.compare(wanted, found)
         if difference is not None:
             self._refute(wrong, difference)
             return
-        sizes = _sizes(self.compiled, self.arguments)
-        self.compiled.proof.shown(self.form, sizes, telling)
+        self.compiled.proof.shown(self.form, _sizes(self.compiled, arguments), telling)
+
+    def _on_copies(self) -> tuple[Slots, Sequence[Any], Slots, Slots]:
+        """Both ways once more, where nobody else writes; gives what :meth:`_compare` takes."""
+        inputs, places = list(self.inputs), self.step.inputs
+        for slot, twin in zip(places, twins([inputs[slot] for slot in places]), strict=True):
+            inputs[slot] = twin
+        arguments = [inputs[slot] for slot in self.compiled.arguments]
+        make_plain(arguments, self.compiled.plain)
+        wanted, found = list(inputs), list(inputs)
+        may_draw = arguments if self._may_draw() else None
+        before, draws = Draws(may_draw), Draws(may_draw)
+        try:
+            self.real_calls(wanted)
+            draws.rewind()
+            put_results(self.compiled, self._run_form(self.compiled.call, list(arguments)), found)
+        finally:
+            before.rewind()
+        return inputs, arguments, wanted, found
 
     # ---- the compiled code ---------------------------------------------------------------------------------------
 
@@ -198,8 +220,8 @@ class _Run:
         written_to = reproduction(self.compiled.aten.text(), name, self.arguments, where, difference)
         self.context.report.mismatched(Failure("mismatch", where, difference, f"{instead}; {written_to}"))
 
-    def _inputs_changed(self, changed: Sequence[int]) -> None:
-        """Something has written into the inputs meanwhile: the compiled code, or somebody else.
+    def _look_who_wrote(self, changed: Sequence[int]) -> None:
+        """Something has written into the inputs meanwhile: the compiled code; or the real calls too, or somebody else.
 
         Raises:
             GradientMismatchError: it was the compiled code.
@@ -211,8 +233,7 @@ class _Run:
         self._run_form(self.compiled.call, arguments)
         ours = [index for index in changed if index in written(before, copies)]
         if not ours:
-            self.compiled.proof.shown(self.form, None, telling=False)
-            return  # another thread or process trains on the same memory: this run shows nothing
+            return
         node = self.step.region.inputs[self.compiled.wiring.taken[ours[0]]]
         name = self.region_compiler.name_of(node)
         self._refute(None, f"the compiled code has written into {name}, which was given to it")

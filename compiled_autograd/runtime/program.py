@@ -250,14 +250,14 @@ class Program:
     def _proved(self, step: RegionStep, compiled: CompiledRegion, slots: Slots, context: RunContext) -> bool:
         """Run a region beside its real calls; False where there was not enough memory for both."""
 
-        def graph_as_it_is() -> None:
+        def graph_as_it_is(slots: Slots) -> None:
             arguments = [slots[slot] for slot in compiled.arguments]
             make_plain(arguments, compiled.plain)
             results = compiled.aten.graph_module()(*arguments)
             put_results(step.rebind(compiled, all_copied(compiled.wiring)), results, slots)  # as nobody has seen them
             drop(step, slots)
 
-        def real_calls() -> None:
+        def real_calls(slots: Slots) -> None:
             run_calls(step, slots, again=True)
 
         # What the user's passes have made of the graph is what was asked for.

@@ -146,3 +146,38 @@ def test_two_outputs_of_which_one_leads_to_an_input() -> None:
     with ca.enable(backend="eager", tune=False) as session:
         assert run() == run() == wanted
     assert session.stats().hits == 1
+
+
+class _GivesNone(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> None:  # type: ignore[override]
+        return None
+
+
+@pytest.mark.parametrize("also_used", [False, True])
+def test_retain_grad_of_a_tensor_whose_gradient_is_undefined(also_used: bool) -> None:
+    """The engine's seam, asked to call a hook of C++ with None, ended the process; a random tape found it."""
+
+    def gradients(session: Any) -> list[Any]:
+        x = torch.tensor(2.0, requires_grad=True)
+        y = x * 3
+        y.retain_grad()
+        z = _GivesNone.apply(y)
+        z = z + y if also_used else z
+        if session is None:
+            z.backward()
+        else:
+            with session:
+                z.backward()
+        return [x.grad, y.grad]
+
+    wanted = gradients(None)
+    assert (wanted[1] is None) != also_used
+    session = ca.enable(backend="eager", cache_dir=False)
+    for _ in range(3):
+        assert gradients(session) == wanted
+    assert (session.stats().hits, session.stats().bypasses) == (2, {})

@@ -25,8 +25,8 @@ def tensor_hook(hook: Callable[[Grad], Any], grad: Grad) -> Grad:
 def cpp_hook(index: int, grad: Grad) -> Grad:
     """A hook that C++ registered, as ``retain_grad`` does; only callable while the engine's call is under way.
 
-    Of an undefined gradient ``retain_grad`` takes no notice (``VariableHooks::retain_grad``), and no hook may put another
-    in its place; the seam, asked to call one with ``None``, ends the process (2.13).
+    Of an undefined gradient ``retain_grad`` takes no notice (``VariableHooks::retain_grad``), and no hook may put
+    another in its place; the seam, asked to call one with ``None``, ends the process (2.13).
     """
     if grad is None:
         return None

@@ -30,7 +30,7 @@ def cpp_hook(index: int, grad: Grad) -> Grad:
     """
     if grad is None:
         return None
-    return torch._C._dynamo.compiled_autograd.call_cpp_tensor_pre_hooks(index, grad)  # type: ignore[arg-type]
+    return torch._C._dynamo.compiled_autograd.call_cpp_tensor_pre_hooks(index, grad)
 
 
 def pre_hook(hook: Callable[..., Any], grads: Sequence[Grad]) -> tuple[Grad, ...]:

@@ -36,7 +36,13 @@ def _each(x: torch.Tensor) -> list[torch.Tensor]:
     return [aten.mul.Tensor(aten.view.dtype(square, torch.float64), 2)]
 
 
-@pytest.mark.parametrize("function", [_two_writes, _each])
+def _values_are_a_view(x: torch.Tensor) -> list[torch.Tensor]:
+    square = aten.mul.Tensor(aten.view.default(aten.expand.default(x, [9]), [3, 3]), 2)
+    index = aten.cumsum.default(aten.new_zeros.default(x, [2], dtype=torch.int64), 0)
+    return [aten.index_put.default(square, [index], aten.slice.Tensor(square, 0, 1, 3), True)]
+
+
+@pytest.mark.parametrize("function", [_two_writes, _each, _values_are_a_view])
 def test_writes_into_complex_tensors_are_done(function: Any) -> None:
     torch.manual_seed(0)
     x = torch.randn(1, dtype=torch.complex128)

@@ -119,7 +119,7 @@ class CompiledGraph:
         tape, backend = self.tape_for(ambient), get_backend(settings.backend_in_mode)
         specs = {**specs, **shapes.of_placeholders(tape)}
         program = Program(tape, backend, settings.passes, counts, specs, shapes.dynamic, untraceable or {})
-        check = tensor_check(handover.tensors, shapes.tensors)
+        check = tensor_check(handover.tensors, shapes.tensors, tape.added_to())
         program.region_compiler.name_of = functools.partial(node_name, tape)
         program.region_compiler.title = functools.partial(title, self.tape)
         devices = frozenset(tensor.device.type for tensor in handover.tensors)

@@ -34,7 +34,9 @@ def values_miss(
     miss = tensor_miss(tape, old.kinds, new.kinds)
     if comparable:
         miss = shape_miss(tape, (old.tensors, old.sizes), (new.tensors, new.sizes), dynamic) or miss
-        strides = [None if was is None else now for was, now in zip(old.strides, new.strides, strict=True)]
+        added_to = tape.added_to()
+        pairs = zip(old.strides, new.strides, strict=True)
+        strides = [was if was is None or index in added_to else now for index, (was, now) in enumerate(pairs)]
         miss = miss or value_miss("layout", tape, "input", old.strides, strides, ", strides", _STRIDES_HINT)
     miss = miss or value_miss("node_attribute", tape, "scalar", scalars, handover.scalars, hint=NUMBER_HINT)
     return miss or Miss("layout", f"a saved tensor of {title(tape)}", "a kind of tensor", "another kind")

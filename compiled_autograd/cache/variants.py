@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Container, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -17,7 +17,7 @@ from .. import ir
 from ..diagnostics.variant_misses import TensorKind, tensor_kind
 from ..guards.ambient import Ambient
 from ..guards.shapes import Spec, is_static, marked, promoted, static_parts, widened
-from ..guards.value_kinds import comparable_strides, kind_of_value, strides_that_matter
+from ..guards.value_kinds import kind_of_value
 from ..runtime.program import Program
 from ..steps.steps import RegionStep
 
@@ -83,7 +83,7 @@ class Shapes:
         changing = set() if dynamic is False else marked(handover.tensors, everything=dynamic is True)
         tensors = [promoted(tensor, changing) for tensor in handover.tensors]
         sizes = tuple((size, size) if size in changing else size for size in handover.sizes)
-        strides = [comparable_strides(tensor) if ir.is_plain(tensor) else None for tensor in handover.tensors]
+        strides = [tensor.stride() if ir.is_plain(tensor) else None for tensor in handover.tensors]
         return Shapes(tensors, sizes, strides, [tensor_kind(tensor) for tensor in handover.tensors])
 
     def fits(self, handover: Handover) -> bool:
@@ -128,7 +128,7 @@ class TensorRecord(msgspec.Struct, frozen=True, array_like=True):
     def of(spec: Spec, tensor: torch.Tensor) -> TensorRecord:
         """That of a plain tensor."""
         kind = f"{type(tensor).__name__} {tensor.dtype} {tensor.device} {torch._C._dispatch_keys(tensor)}"
-        strides = comparable_strides(tensor) if is_static(spec) else None
+        strides = tuple(tensor.stride()) if is_static(spec) else None
         return TensorRecord(spec, strides, kind, tensor_kind(tensor).properties)
 
     def serves(self, tensor: torch.Tensor) -> bool:
@@ -195,15 +195,22 @@ class Variant:
         return [step for step in self.program.schedule.steps if isinstance(step, RegionStep)]
 
 
-def tensor_check(tensors: Sequence[torch.Tensor], specs: Sequence[Spec]) -> Callable[..., bool]:
+def tensor_check(
+    tensors: Sequence[torch.Tensor], specs: Sequence[Spec], added_to: Container[int] = ()
+) -> Callable[..., bool]:
     """Makes a function that says whether as many tensors have the kinds, sizes and strides that ``tensors`` have.
 
     Of those whose sizes change, what changes is not asked, nor are the strides: that is left to each region's guards.
+
+    Args:
+        added_to: of which of them the strides do not matter (:meth:`ir.TapeGraph.added_to`).
     """
     plain = [index for index, tensor in enumerate(tensors) if ir.is_plain(tensor)]
     sizes: Any = [static_parts(specs[index]) for index in plain]
     strides: Any = [
-        strides_that_matter(tensors[index]) if is_static(specs[index]) else [None] * len(specs[index])
+        list(tensors[index].stride())
+        if is_static(specs[index]) and index not in added_to
+        else [None] * len(specs[index])
         for index in plain
     ]
     if all(None not in each for each in strides):

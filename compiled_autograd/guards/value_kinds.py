@@ -21,27 +21,32 @@ def kind_of_value(value: Any, spec: Spec | None = None) -> Any:
             parts = zip(static_parts(spec), shape, strict=True)
             stride, shape = None, tuple([None if part is None else size for part, size in parts])
         elif stride is not None and 1 in shape:  # compiled code may give a dimension of one element another stride
-            instead = int(is_channels_last(shape, stride))  # and with it, operators give another layout
+            instead = memory_formats(shape, stride)  # and with it, operators give another layout
             stride = tuple([instead if size == 1 else each for size, each in zip(shape, stride, strict=True)])
         bits = (value.is_conj(), value.is_neg(), value._is_zerotensor())
         kind = (shape, stride, value.dtype, value.device, value.layout, *bits)
     return (type(value), *kind)
 
 
-def strides_that_matter(tensor: torch.Tensor) -> list[int | None]:
-    """The strides of a strided tensor; None for a dimension of one element, which has any: an operator may give it
-    another one at each call. In four and five dimensions all matter, as they may say that the channels come last."""
-    if tensor.dim() in (4, 5):
-        return list(tensor.stride())
-    return [None if size == 1 else stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True)]
+def memory_formats(shape: Sequence[int], strides: Sequence[int]) -> int:
+    """In which of the ways that operators look at a tensor its channels come last; a bit for each way.
+
+    Convolutions and poolings in one dimension are done in two, of which the first is new, and what has no dimension for
+    the batch gets one (``view4d`` and ``batchify`` in ``aten/src/ATen/native/Convolution.cpp``, 2.13).
+    """
+    ways = [(tuple(shape), tuple(strides))]
+    if 2 <= len(shape) <= 4:
+        ways.append(_unsqueezed(*ways[0], 0))
+    ways = [_unsqueezed(*way, 2) if len(way[0]) == 3 else way for way in ways]
+    return sum(_is_channels_last(*way) << bit for bit, way in enumerate(ways))
 
 
-def comparable_strides(tensor: torch.Tensor) -> tuple[int, ...]:
-    """The strides of a strided tensor, with 1 for those that do not matter (:func:`strides_that_matter`)."""
-    return tuple(1 if stride is None else stride for stride in strides_that_matter(tensor))
+def _unsqueezed(shape: tuple[int, ...], strides: tuple[int, ...], dim: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+    """As ``Tensor.unsqueeze`` gives them."""
+    return (*shape[:dim], 1, *shape[dim:]), (*strides[:dim], shape[dim] * strides[dim], *strides[dim:])
 
 
-def is_channels_last(shape: Sequence[int], strides: Sequence[int]) -> bool:
+def _is_channels_last(shape: Sequence[int], strides: Sequence[int]) -> bool:
     """Whether operators that keep a memory format take it that the channels come last.
 
     As ``is_channels_last_strides_2d_s4`` and its like in ``c10/core/MemoryFormat.h`` (2.13).

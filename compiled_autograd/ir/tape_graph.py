@@ -87,6 +87,15 @@ class TapeGraph:
         """Whether it has hooks or Python functions."""
         return any(node.target in USERS_CODE for node in self.graph.nodes)
 
+    def added_to(self) -> frozenset[int]:
+        """Which of the lifted tensors are nothing but ``.grad`` of leaves: their strides are nobody's concern."""
+        return frozenset(
+            node.meta["lifted"].index
+            for node in self.graph.find_nodes(op="placeholder")
+            if node.meta["lifted"].kind == "input"
+            and all(user.target is accumulate_grad and user.args.index(node) == 1 for user in node.users)
+        )
+
     def copy(self, calls: list[TapeCall]) -> TapeGraph:
         """The same calls of a graph of its own, with other facts about the tape's nodes."""
         graph = fx.Graph()

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from ..guards.value_kinds import is_channels_last
+from ..guards.value_kinds import memory_formats
 
 Optional = torch.Tensor | None
 
@@ -78,7 +78,7 @@ def has_other_format(want: torch.Tensor, found: torch.Tensor) -> bool:
     alone. Nobody sees these, but operators give their results such a layout."""
     if want.layout is not torch.strided or 1 not in want.shape or _strides(want) != _strides(found):
         return False
-    return is_channels_last(want.shape, want.stride()) != is_channels_last(found.shape, found.stride())
+    return memory_formats(want.shape, want.stride()) != memory_formats(found.shape, found.stride())
 
 
 def value_difference(

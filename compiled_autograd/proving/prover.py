@@ -155,11 +155,15 @@ class _Run:
             before: fingerprints of what it was given.
         """
         changed = written(before, self.taken)
-        if changed:
+        if not changed:
+            self._compare(self.inputs, self.arguments, self.slots, found)
+            return
+        draws = Draws(self.arguments if self._may_draw() else None)
+        try:
             self._look_who_wrote(changed)
             self._compare(*self._on_copies())
-        else:
-            self._compare(self.inputs, self.arguments, self.slots, found)
+        finally:
+            draws.rewind()
 
     def _compare(self, inputs: Slots, arguments: Sequence[Any], wanted: Slots, found: Slots) -> None:
         judge = Judge(self.region_compiler, self.step, self.compiled, inputs, arguments)
@@ -171,21 +175,29 @@ class _Run:
 
     def _on_copies(self) -> tuple[Slots, Sequence[Any], Slots, Slots]:
         """Both ways once more, where nobody else writes; gives what :meth:`_compare` takes."""
-        inputs, places = list(self.inputs), self.step.inputs
-        for slot, twin in zip(places, twins([inputs[slot] for slot in places]), strict=True):
-            inputs[slot] = twin
-        arguments = [inputs[slot] for slot in self.compiled.arguments]
-        make_plain(arguments, self.compiled.plain)
+        inputs = self._copied()
+        arguments = self._arguments(inputs)
         wanted, found = list(inputs), list(inputs)
-        may_draw = arguments if self._may_draw() else None
-        before, draws = Draws(may_draw), Draws(may_draw)
-        try:
-            self.real_calls(wanted)
-            draws.rewind()
-            put_results(self.compiled, self._run_form(self.compiled.call, list(arguments)), found)
-        finally:
-            before.rewind()
+        draws = Draws(arguments if self._may_draw() else None)
+        self.real_calls(wanted)
+        draws.rewind()
+        put_results(self.compiled, self._run_form(self.compiled.call, list(arguments)), found)
         return inputs, arguments, wanted, found
+
+    def _copied(self, other: Sequence[int] = ()) -> Slots:
+        """The slots as they were before, with copies of what the region takes; of the arguments ``other``, copies that
+        hold other values."""
+        inputs, places = list(self.inputs), self.step.inputs
+        changed = {self.compiled.arguments[index] for index in other}
+        copies = twins([inputs[slot] for slot in places], [at for at, slot in enumerate(places) if slot in changed])
+        for slot, copy in zip(places, copies, strict=True):
+            inputs[slot] = copy
+        return inputs
+
+    def _arguments(self, slots: Slots) -> list[Any]:
+        arguments = [slots[slot] for slot in self.compiled.arguments]
+        make_plain(arguments, self.compiled.plain)
+        return arguments
 
     # ---- the compiled code ---------------------------------------------------------------------------------------
 
@@ -226,18 +238,29 @@ class _Run:
         Raises:
             GradientMismatchError: it was the compiled code.
         """
-        copies = twins(self.taken, changed)  # what was written before would be no change if it were written again
-        before = fingerprints(copies)
-        arguments = list(copies)
-        make_plain(arguments, self.compiled.plain)
-        self._run_form(self.compiled.call, arguments)
-        ours = [index for index in changed if index in written(before, copies)]
+        ours = self._written_by(lambda slots: self._run_form(self.compiled.call, self._arguments(slots)), changed)
+        if ours:
+            try:
+                theirs = self._written_by(self.real_calls, changed)
+            except Exception:  # noqa: BLE001  the values on which they raise are not the user's
+                theirs = []
+            ours = [index for index in ours if index not in theirs]
         if not ours:
             return
         node = self.step.region.inputs[self.compiled.wiring.taken[ours[0]]]
         name = self.region_compiler.name_of(node)
         self._refute(None, f"the compiled code has written into {name}, which was given to it")
         raise GradientMismatchError(self.context.report.mismatches, f"{name} was overwritten, and has to be made anew")
+
+    def _written_by(self, run: Callable[[Slots], object], changed: Sequence[int]) -> list[int]:
+        """Which of the arguments ``changed`` a run writes into. Before it they hold other values than they had: what
+        was written before would be no change if it were written again."""
+        slots = self._copied(changed)
+        copies = [slots[slot] for slot in self.compiled.arguments]
+        before = fingerprints(copies)
+        run(slots)
+        after = written(before, copies)
+        return [index for index in changed if index in after]
 
     def _unproved(self, error: BaseException) -> None:
         """There was no memory to compare in, or what is to be compared is of a kind that cannot be."""

@@ -75,7 +75,7 @@ if __name__ == "__main__":
     for run in range(4):
         found = compiled(list(inputs))
         pairs = [(a, b) for a, b in zip(want, found) if a is not None and a.numel()]
-        print(run, *("%.3g" % float((a - b).abs().max()) for a, b in pairs))
+        print(run, *("%.3g" % float((a.cdouble() - b.cdouble()).abs().max()) for a, b in pairs))
 '''
 
 

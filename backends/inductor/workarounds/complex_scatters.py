@@ -3,7 +3,8 @@
 That pass turns a scatter into a view and a ``copy_`` into the view (``_decompose_scatter_mutating`` in
 ``torch/_inductor/fx_passes/reinplace.py``, 2.13). Of a complex tensor both are calls of ATen. What reads the tensor
 itself is then ordered after the ``copy_`` by nothing: the scheduler knows a write by the name of what was written,
-which is the view's. So here such a scatter is an operator of another name, which does the same and is left as it is.
+which is the view's. An ``index_put`` becomes one in place, into a tensor that its values may be a view of. So here such
+a scatter is an operator of another name, which does the same and is left as it is.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ def _under_another_name(scatter: torch._ops.OpOverload) -> torch._ops.OpOverload
     return getattr(torch.ops.compiled_autograd, name).default
 
 
-_SCATTERS = ("as_strided_scatter", "diagonal_scatter", "select_scatter", "slice_scatter")
+_SCATTERS = ("as_strided_scatter", "diagonal_scatter", "index_put", "select_scatter", "slice_scatter")
 _INSTEAD = {each: _under_another_name(each) for each in (getattr(torch.ops.aten, name).default for name in _SCATTERS)}
 
 

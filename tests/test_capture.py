@@ -910,7 +910,7 @@ def test_the_capture_works_where_fake_tensors_cannot_be_made(monkeypatch: pytest
     def none_today(*args: Any, **kwargs: Any) -> Any:
         raise MemoryError("no fake tensors today")
 
-    monkeypatch.setattr(lower, "FakeTensorMode", none_today)
+    monkeypatch.setattr(lower, "TracingMode", none_today)
     x = _leaf(4)
     wanted = torch.autograd.grad((x.exp() * x).sum(), x)
     with ca.enable(backend="eager") as session, pytest.warns(UserWarning, match="no fake tensors today"):

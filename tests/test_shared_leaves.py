@@ -13,6 +13,7 @@ import pytest
 import torch
 
 import compiled_autograd as ca
+from compiled_autograd.engine import seam
 from compiled_autograd.steps import accumulate as module
 from compiled_autograd.threads.claims import CLAIMS, Claim
 from compiled_autograd.threads.gate import GATE
@@ -395,3 +396,24 @@ def test_a_writer_is_waited_for_where_another_one_ends_meanwhile(monkeypatch: py
     CLAIMS.wait_for_writers()
     CLAIMS._made.remove(second)
     assert waited == [True] and not CLAIMS._made
+
+
+def test_a_gradient_that_is_taken_away_between_the_walk_and_the_report(monkeypatch: pytest.MonkeyPatch) -> None:
+    """By another thread. The engine hands the tensor over all the same, and the report knows nothing of it."""
+    leaf = torch.ones(4, requires_grad=True)
+    session = ca.enable(backend="eager", cache_dir=False)
+    begin = seam._begin
+
+    def take() -> Any:
+        leaf.grad = None
+        return begin()
+
+    for step in range(6):
+        leaf.grad = torch.full((4,), 5.0) if step in (2, 3, 5) else None
+        with monkeypatch.context() as patch:
+            if step == 2:
+                patch.setattr(seam, "_begin", take)
+            with session:
+                (leaf * 2).sum().backward()
+        assert leaf.grad is not None and leaf.grad.tolist() == [7.0 if step in (3, 5) else 2.0] * 4
+    expect(session.stats(), structure_misses=2, hits=4, captures=2)

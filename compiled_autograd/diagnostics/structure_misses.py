@@ -53,6 +53,7 @@ _GRAD_HINT = (
     "are two, each compiled once"
 )
 _HOOKS_HINT = "register hooks once, before the first backward; with and without are two structures, each compiled once"
+_TAKEN_HINT = "another thread took away, or gave, the .grad of a leaf while the tape was read"
 _ORDER_HINT = "the forward computed its branches in another order; each order is compiled once"
 
 
@@ -209,6 +210,11 @@ def _of_end(tape: ir.TapeGraph, nearest: StructureKey, key: StructureKey) -> Mis
     """All nodes are the same, and what is asked for is not, or the order in which they run."""
     asked = [_parts(each, Returned) for each in (nearest, key)]
     if asked[0] == asked[1]:
+        unused = [len(_parts(each, LiftedTensor)) for each in (nearest, key)]
+        if unused[0] != unused[1]:
+            return Miss(
+                "node_attribute", f"unused tensors of {title(tape)}", str(unused[0]), str(unused[1]), _TAKEN_HINT
+            )
         return order_miss(tape)
     texts = []
     for returned in asked:

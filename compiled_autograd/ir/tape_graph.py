@@ -172,7 +172,8 @@ class TapeGraph:
 
         root, *others = self.calls
         keys = [key(0, root.name, Accumulates(self.accumulates)), *(key(call.index, call.name) for call in others)]
-        return [*keys, ("end", returned, *first_used(output), *self._seen_order())]
+        unused = tensors.values()  # of a leaf whose .grad another thread took away after the walk
+        return [*keys, ("end", returned, *first_used(output), *self._seen_order(), *unused)]
 
     def _seen_order(self) -> list[RunOrder]:
         """Where users' code runs, the order of nodes that have some, or write to a leaf; unless it is the walk's."""

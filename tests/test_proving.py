@@ -370,6 +370,26 @@ def test_what_the_real_calls_write_is_not_laid_at_the_door_of_the_compiled_code(
     expect(session.stats(), structure_misses=1, hits=3)
 
 
+@pytest.mark.parametrize("write", [lambda saved: saved.add_(1), lambda saved: saved.fill_(7)])
+def test_code_that_writes_where_the_real_calls_write_too(write: Callable[[torch.Tensor], Any]) -> None:
+    """But something else: a second backward of the same tape would read it."""
+    torch.manual_seed(0)
+    model, x = torch.nn.LSTM(4, 6), torch.randn(5, 2, 4)
+
+    def run(number: int, arguments: Sequence[Any], right: Callable[..., Any]) -> Any:
+        results = right(*arguments)
+        for each in arguments:
+            if each.dtype is torch.uint8:
+                write(each.data)
+        return results
+
+    with (
+        ca.enable(backend=_backend(run), cache_dir=False, tune=False),
+        pytest.raises(ca.GradientMismatchError, match="overwritten"),
+    ):
+        torch.autograd.grad(model(x)[0].square().mean(), list(model.parameters()))
+
+
 @pytest.mark.parametrize("changes", [False, True])
 def test_random_numbers_are_drawn_once(changes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prover, "_RANDOM", re.compile("cos"))

@@ -97,7 +97,7 @@ class CompiledGraph:
                 specs = before.program.region_compiler.specs
             misses = [self._why(key, before, handover, shapes.dynamic)]
             variant = self.make(settings, ambient, handover, shapes, specs)
-            variant.tensors = tensor_records(shapes, handover.tensors)
+            variant.tensors = tensor_records(shapes, handover.tensors, self.tape.added_to())
             misses += self.keep(variant)
         return variant, misses
 

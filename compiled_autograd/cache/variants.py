@@ -116,8 +116,8 @@ class Shapes:
 
 
 class TensorRecord(msgspec.Struct, frozen=True, array_like=True):
-    """A lifted tensor: its spec, its strides where nothing of it changes, what operators on it depend on, and what of
-    that people are told (:class:`TensorKind`)."""
+    """A lifted tensor: its spec, its strides where they matter and nothing of it changes, what operators on it depend
+    on, and what of that people are told (:class:`TensorKind`)."""
 
     spec: Spec
     strides: tuple[int, ...] | None
@@ -133,14 +133,24 @@ class TensorRecord(msgspec.Struct, frozen=True, array_like=True):
 
     def serves(self, tensor: torch.Tensor) -> bool:
         """Whether a tensor is like the one that this was made of."""
-        return ir.is_plain(tensor) and fits(self.spec, tensor.shape) and TensorRecord.of(self.spec, tensor) == self
+        if not ir.is_plain(tensor) or not fits(self.spec, tensor.shape):
+            return False
+        made = TensorRecord.of(self.spec, tensor)
+        return made == self or (self.strides is None and msgspec.structs.replace(made, strides=None) == self)
 
 
-def tensor_records(shapes: Shapes, tensors: Sequence[torch.Tensor]) -> list[TensorRecord] | None:
-    """Of all lifted tensors; None where one is of a kind that is not stored."""
+def tensor_records(
+    shapes: Shapes, tensors: Sequence[torch.Tensor], added_to: Container[int]
+) -> list[TensorRecord] | None:
+    """Of all lifted tensors; None where one is of a kind that is not stored. The strides of those in ``added_to`` do
+    not matter (:meth:`ir.TapeGraph.added_to`)."""
     if not all(map(ir.is_plain, tensors)):
         return None
-    return [TensorRecord.of(spec, tensor) for spec, tensor in zip(shapes.tensors, tensors, strict=True)]
+    records = [TensorRecord.of(spec, tensor) for spec, tensor in zip(shapes.tensors, tensors, strict=True)]
+    return [
+        msgspec.structs.replace(record, strides=None) if index in added_to else record
+        for index, record in enumerate(records)
+    ]
 
 
 def fits(spec: Spec, sizes: Sequence[int]) -> bool:

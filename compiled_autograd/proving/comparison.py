@@ -11,8 +11,6 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from ..guards.value_kinds import memory_formats
-
 Optional = torch.Tensor | None
 
 _TOLERANCES = {
@@ -78,7 +76,22 @@ def has_other_format(want: torch.Tensor, found: torch.Tensor) -> bool:
     alone. Nobody sees these, but operators give their results such a layout."""
     if want.layout is not torch.strided or 1 not in want.shape or _strides(want) != _strides(found):
         return False
-    return memory_formats(want.shape, want.stride()) != memory_formats(found.shape, found.stride())
+    return _is_channels_last(want.shape, want.stride()) != _is_channels_last(found.shape, found.stride())
+
+
+def _is_channels_last(shape: Sequence[int], strides: Sequence[int]) -> bool:
+    """Whether operators that keep a memory format take it that the channels come last.
+
+    As ``is_channels_last_strides_2d_s4`` and its like in ``c10/core/MemoryFormat.h`` (2.13).
+    """
+    if len(shape) not in (4, 5) or strides[1] == 0:
+        return False
+    least = 0
+    for dim in (1, *range(len(shape) - 1, 1, -1), 0):
+        if shape[dim] == 0 or strides[dim] < least or (dim == 0 and least == strides[1]):
+            return False
+        least = strides[dim] * shape[dim]
+    return True
 
 
 def value_difference(

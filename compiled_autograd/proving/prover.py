@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import msgspec
+import torch
 
 from backends.inductor.poison import run_poisoned
 from backends.protocol import Compiled, form_for, proving_runs
@@ -175,7 +176,7 @@ class _Run:
 
     def _on_copies(self) -> tuple[Slots, Sequence[Any], Slots, Slots]:
         """Both ways once more, where nobody else writes; gives what :meth:`_compare` takes."""
-        inputs = self._copied()
+        inputs = self._copied(self.inputs)
         arguments = self._arguments(inputs)
         wanted, found = list(inputs), list(inputs)
         draws = Draws(arguments if self._may_draw() else None)
@@ -184,15 +185,15 @@ class _Run:
         put_results(self.compiled, self._run_form(self.compiled.call, list(arguments)), found)
         return inputs, arguments, wanted, found
 
-    def _copied(self, other: Sequence[int] = ()) -> Slots:
-        """The slots as they were before, with copies of what the region takes; of the arguments ``other``, copies that
-        hold other values."""
-        inputs, places = list(self.inputs), self.step.inputs
+    def _copied(self, slots: Slots, other: Sequence[int] = ()) -> Slots:
+        """Slots with copies of what the region takes; of the arguments ``other``, copies that hold other values, where
+        these are no whole numbers."""
+        copied, places = list(slots), self.step.inputs
         changed = {self.compiled.arguments[index] for index in other}
-        copies = twins([inputs[slot] for slot in places], [at for at, slot in enumerate(places) if slot in changed])
+        copies = twins([slots[slot] for slot in places], [at for at, slot in enumerate(places) if slot in changed])
         for slot, copy in zip(places, copies, strict=True):
-            inputs[slot] = copy
-        return inputs
+            copied[slot] = copy
+        return copied
 
     def _arguments(self, slots: Slots) -> list[Any]:
         arguments = [slots[slot] for slot in self.compiled.arguments]
@@ -238,29 +239,27 @@ class _Run:
         Raises:
             GradientMismatchError: it was the compiled code.
         """
-        ours = self._written_by(lambda slots: self._run_form(self.compiled.call, self._arguments(slots)), changed)
-        if ours:
-            try:
-                theirs = self._written_by(self.real_calls, changed)
-            except Exception:  # noqa: BLE001  the values on which they raise are not the user's
-                theirs = []
-            ours = [index for index in ours if index not in theirs]
-        if not ours:
+        given = self._copied(self.inputs, changed)  # other values: to write the same once more would be no change
+        before = fingerprints([given[slot] for slot in self.compiled.arguments])
+        ours = self._left_by(lambda slots: self._run_form(self.compiled.call, self._arguments(slots)), given)
+        try:
+            theirs = self._left_by(self.real_calls, given)
+        except Exception:  # noqa: BLE001  the values on which they raise are not the user's
+            theirs = before
+        wrong = next((index for index in changed if not torch.equal(ours[index], theirs[index])), None)
+        if wrong is None:
             return
-        node = self.step.region.inputs[self.compiled.wiring.taken[ours[0]]]
+        node = self.step.region.inputs[self.compiled.wiring.taken[wrong]]
         name = self.region_compiler.name_of(node)
         self._refute(None, f"the compiled code has written into {name}, which was given to it")
         raise GradientMismatchError(self.context.report.mismatches, f"{name} was overwritten, and has to be made anew")
 
-    def _written_by(self, run: Callable[[Slots], object], changed: Sequence[int]) -> list[int]:
-        """Which of the arguments ``changed`` a run writes into. Before it they hold other values than they had: what
-        was written before would be no change if it were written again."""
-        slots = self._copied(changed)
-        copies = [slots[slot] for slot in self.compiled.arguments]
-        before = fingerprints(copies)
+    def _left_by(self, run: Callable[[Slots], object], given: Slots) -> list[Fingerprint]:
+        """Fingerprints of the arguments once something has run on copies of ``given``."""
+        slots = self._copied(given)
+        arguments = [slots[slot] for slot in self.compiled.arguments]
         run(slots)
-        after = written(before, copies)
-        return [index for index in changed if index in after]
+        return fingerprints(arguments)
 
     def _unproved(self, error: BaseException) -> None:
         """There was no memory to compare in, or what is to be compared is of a kind that cannot be."""

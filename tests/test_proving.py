@@ -17,6 +17,7 @@ import compiled_autograd as ca
 from backends.eager import EagerBackend
 from backends.protocol import PROVING_RUNS
 from compiled_autograd.proving import prover
+from compiled_autograd.proving.fingerprints import twins
 from compiled_autograd.proving.reproduction import reproduction
 from compiled_autograd.steps.accumulate import outermost_first
 from compiled_autograd.steps.proof import PROVING_SIZES, Proof
@@ -315,6 +316,58 @@ def test_code_that_writes_the_same_into_its_inputs_each_time(value: float) -> No
         pytest.raises(ca.GradientMismatchError, match="overwritten"),
     ):
         (x @ w).sum().backward()
+
+
+@pytest.mark.parametrize("value", [0, 1])
+@pytest.mark.parametrize("dtype", [torch.int64, torch.int32, torch.uint8, torch.bool])
+def test_code_that_writes_the_same_into_indices_and_masks(dtype: torch.dtype, value: int) -> None:
+    """Where indices are all 0 afterwards no other value is known to be one: this alone is not found."""
+
+    def run(number: int, arguments: Sequence[Any], right: Callable[..., Any]) -> Any:
+        results = right(*arguments)
+        next(each for each in arguments if each.dtype is dtype).fill_(value)
+        return results
+
+    given = torch.tensor([1, 0, 1, 0]).to(dtype)
+    x = torch.randn(4, 4, requires_grad=True)
+    is_index = dtype in (torch.int64, torch.int32)
+    loss = (x.sin().index_select(0, given) if is_index else x.sin() * given).cos().sum()
+    raises = pytest.raises(ca.GradientMismatchError, match="overwritten")
+    with ca.enable(backend=_backend(run), cache_dir=False) as session:
+        if is_index and value == 0:
+            loss.backward()
+            assert session.stats().failures == 0
+        else:
+            with raises:
+                loss.backward()
+
+
+@pytest.mark.parametrize("change", [lambda a: a.flip(0), lambda a: a.flip(1), lambda a: a.t(), lambda a: a.roll(1, 1)])
+def test_code_that_moves_what_it_was_given(change: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    def run(number: int, arguments: Sequence[Any], right: Callable[..., Any]) -> Any:
+        results = right(*arguments)
+        for each in arguments:
+            if each.shape == (5, 5):
+                each.copy_(change(each).clone())
+        return results
+
+    w, x = torch.arange(25.0).reshape(5, 5).requires_grad_(), torch.randn(3, 5, requires_grad=True)
+    with (
+        ca.enable(backend=_backend(run), cache_dir=False),
+        pytest.raises(ca.GradientMismatchError, match="overwritten"),
+    ):
+        (x @ w).sum().backward()
+
+
+def test_copies_of_views_share_one_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+    made: list[int] = []
+    clone = torch.UntypedStorage.clone
+    monkeypatch.setattr(torch.UntypedStorage, "clone", lambda self: made.append(self.nbytes()) or clone(self))
+    whole = torch.randn(6, 4)
+    copies = twins([whole[0], whole[1:3], whole.t()])
+    assert made == [96]
+    assert len({each.untyped_storage().data_ptr() for each in copies}) == 1
+    assert_same(copies, [whole[0], whole[1:3], whole.t()])
 
 
 @pytest.mark.parametrize("wrong", [False, True])

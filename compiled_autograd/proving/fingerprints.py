@@ -10,7 +10,7 @@ import torch
 from .. import ir
 
 Fingerprint = Any
-_OTHER_VALUE = 0.37
+_OTHER_VALUE, _PERIOD = 0.37, 97
 _SIGNED = {2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
@@ -27,11 +27,18 @@ def _fingerprint(tensor: torch.Tensor) -> Fingerprint:
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.conj() if tensor.is_conj() else tensor)
     if tensor.element_size() == 1:
-        return tensor.view(torch.uint8).sum()  # of so few values many would cancel
+        return torch.stack(_places(tensor.view(torch.uint8)))  # of so few values a hash would cancel
     if not tensor.is_floating_point():
         tensor = tensor.view(_SIGNED[tensor.element_size()])  # of those without a sign there is no hash
-    total = tensor.view(_SIGNED[tensor.element_size()]).sum()  # the hash alone cancels where values are equal
-    return torch.stack([torch.hash_tensor(tensor).view(torch.int64), total])
+    hashed = torch.hash_tensor(tensor).view(torch.int64)
+    numbers = tensor.view(_SIGNED[tensor.element_size()])
+    return torch.stack([hashed, *_places(numbers)])  # the hash alone cancels where values are equal
+
+
+def _places(numbers: torch.Tensor) -> list[torch.Tensor]:
+    """Sums of whole numbers in which each has a weight, by its place in the first dimension, and in the last."""
+    sums = [numbers.sum(dim) if numbers.dim() > 1 else numbers for dim in (0, -1)]
+    return [(each.flatten() * torch.arange(1, each.numel() + 1, device=each.device)).sum() for each in sums]
 
 
 def written(before: Sequence[Fingerprint], values: Sequence[Any]) -> list[int]:
@@ -44,7 +51,8 @@ def twins(values: Sequence[Any], other: Sequence[int] = ()) -> list[Any]:
     """Copies of tensors that lie in memory as those do: in one piece where those share one, at the same offsets.
 
     Args:
-        other: of which of them the copies hold other values, where these are no whole numbers.
+        other: of which of them the copies hold other values. Whole numbers may be indices, so that 0 is the only other
+            one: those that are 0 stay so, unless they take a byte.
     """
     storages: dict[int, torch.UntypedStorage] = {}
     copies: list[Any] = []
@@ -53,16 +61,32 @@ def twins(values: Sequence[Any], other: Sequence[int] = ()) -> list[Any]:
             copies.append(value)
             continue
         storage = value.untyped_storage()
-        own = storages.setdefault(storage._cdata, storage.clone())
+        if storage._cdata not in storages:
+            storages[storage._cdata] = storage.clone()
+        own = storages[storage._cdata]
         twin = torch.empty(0, dtype=value.dtype, device=value.device)
         twin.set_(own, value.storage_offset(), value.shape, value.stride())
         if value.is_conj():
             twin = twin.conj()
         copies.append(twin._neg_view() if value.is_neg() else twin)
-        if len(copies) - 1 in other and (value.dtype.is_floating_point or value.dtype.is_complex):
+        if len(copies) - 1 in other:
             whole = torch.empty(0, dtype=value.dtype, device=value.device)
-            whole.set_(own, 0, (own.nbytes() // value.element_size(),), (1,)).fill_(_OTHER_VALUE)
+            _change(whole.set_(own, 0, (own.nbytes() // value.element_size(),), (1,)))
     return copies
+
+
+def _change(tensor: torch.Tensor) -> None:
+    if tensor.is_complex():
+        tensor = torch.view_as_real(tensor).flatten()
+    if not tensor.is_floating_point():
+        tensor.copy_(tensor == 0) if tensor.element_size() == 1 else tensor.zero_()
+        return
+    tensor.fill_(_OTHER_VALUE)
+    if tensor.element_size() > 1:  # not all the same: somebody may only have moved them
+        steps = torch.arange(_PERIOD, dtype=tensor.dtype, device=tensor.device) / 100
+        whole = tensor.numel() // _PERIOD * _PERIOD
+        tensor[:whole].view(-1, _PERIOD).add_(steps)
+        tensor[whole:].add_(steps[: tensor.numel() - whole])
 
 
 class Draws:

@@ -185,8 +185,7 @@ class _Run:
         return inputs, arguments, wanted, found
 
     def _copied(self, slots: Slots, other: Sequence[int] = ()) -> Slots:
-        """Slots with copies of what the region takes; of the arguments ``other``, copies that hold other values, where
-        these are no whole numbers."""
+        """Slots with copies of what the region takes; of the arguments ``other``, copies that hold other values."""
         copied, places = list(slots), self.step.inputs
         changed = {self.compiled.arguments[index] for index in other}
         copies = twins([slots[slot] for slot in places], [at for at, slot in enumerate(places) if slot in changed])
@@ -240,10 +239,8 @@ class _Run:
         """
         given = self._copied(self.inputs, changed)  # other values: to write the same once more would be no change
         ours = self._written_by(lambda slots: self._run_form(self.compiled.call, self._arguments(slots)), given)
-        try:
-            theirs = self._written_by(self.real_calls, given)
-        except Exception:  # noqa: BLE001  the values on which they raise are not the user's
-            theirs = []
+        theirs = self._written_by(self.real_calls, given) if ours else []
+        del given
         # Where both write, the bytes may differ: what an operator writes depends on gradients, which are rounded.
         wrong = next((index for index in changed if index in ours and index not in theirs), None)
         if wrong is None:

@@ -188,6 +188,34 @@ def test_other_strides_are_those_of_the_real_calls_from_then_on(first: int) -> N
         assert [each.stride() for each in found][-2:] == [(1, 3)] * 2, "nobody looks any more"
 
 
+@pytest.mark.parametrize("backend", ["inductor", "eager"])
+@pytest.mark.parametrize("check", ["new", True])
+def test_other_strides_of_what_is_repeated(backend: str, check: Any) -> None:
+    """An expanded gradient over a permuted one: the real calls give it strides that no dense tensor has."""
+    seen: list[tuple[int, ...]] = []
+
+    class Seen(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+            seen.append(grad.stride())
+            return grad * 2
+
+    w = torch.randn(2, 1, 3).permute(2, 1, 0)
+    session = ca.enable(backend=backend, cache_dir=False, tune=False, check=check)
+    for _ in range(5):
+        x = torch.randn(3, 4, 2, requires_grad=True)
+        (wanted,) = torch.autograd.grad((Seen.apply(x).sum(1, keepdim=True).sin() * w).sum(), x)
+        with session:
+            (found,) = torch.autograd.grad((Seen.apply(x).sum(1, keepdim=True).sin() * w).sum(), x)
+        torch.testing.assert_close(found, wanted)
+        assert found.stride() == wanted.stride()
+    assert set(seen) == {(1, 0, 3)} and session.stats().failures == 0
+
+
 def test_other_strides_of_what_has_symbols_for_sizes_follow_the_sizes() -> None:
     def run(number: int, arguments: Sequence[Any], right: Callable[..., Any]) -> Any:
         return [each.transpose(0, 2).contiguous().transpose(0, 2) for each in right(*arguments)]

@@ -10,7 +10,7 @@ import torch
 
 from ..guards.shapes import Spec, is_static
 from ..steps.accumulate import obeys_layout, outermost_first
-from ..steps.memory import memory_of
+from ..steps.memory import first_along, memory_of, repeated
 from ..steps.steps import Wiring, lies_apart
 
 
@@ -64,8 +64,8 @@ def restrided(wiring: Wiring, like: Mapping[int, torch.Tensor]) -> Wiring | None
     """The same, with copies of results that have other strides; None where that cannot be.
 
     Args:
-        like: for outputs of the region, by their number, what the real calls give. They are dense: the order of their
-            dimensions in memory is what is kept, for whatever sizes.
+        like: for outputs of the region, by their number, what the real calls give. They are dense, but for dimensions
+            that are repeated: the order of the others in memory is what is kept, for whatever sizes.
     """
     given = dict(wiring.values)
     if not all(lies_apart(wiring, each) for each in like):
@@ -73,8 +73,13 @@ def restrided(wiring: Wiring, like: Mapping[int, torch.Tensor]) -> Wiring | None
     return msgspec.structs.replace(
         wiring,
         values=tuple(pair for pair in wiring.values if pair[0] not in like),
-        permuted=(*wiring.permuted, *((each, given[each], outermost_first(one)) for each, one in like.items())),
+        permuted=(*wiring.permuted, *((each, given[each], _order(one)) for each, one in like.items())),
     )
+
+
+def _order(tensor: torch.Tensor) -> tuple[int, ...]:
+    again = repeated(tensor)
+    return tuple(dim for dim in outermost_first(first_along(tensor, again)) if dim not in again)
 
 
 def _not_owned(results: Sequence[Any], fresh: Sequence[int], arguments: Sequence[Any]) -> set[int]:

@@ -13,7 +13,7 @@ from torch import fx
 from .. import ir
 from ..lowering.wiring import restrided
 from ..steps.accumulate import is_dense, obeys_layout
-from ..steps.memory import memory_of
+from ..steps.memory import first_along, memory_of, repeated
 from ..steps.steps import lies_apart
 from .aliasing import Result, kept_from_before, newly_shared
 from .comparison import (
@@ -111,12 +111,12 @@ class Judge:
     def _strides_at_most(self, result: Result) -> int | None:
         """The number of an output of the region that differs in its strides at most, where somebody sees these."""
         want = result.want
-        if result.leaf is not None or want is None or _only_added(result.node):
+        if result.leaf is not None or want is None or want.layout is not torch.strided or _only_added(result.node):
             return None
         if metadata_difference(want, result.found, strides=False) is not None:
             return None
         positions = [number for number, (node, _) in enumerate(self.step.outputs) if node is result.node]
-        return positions[0] if positions and is_dense(want) else None
+        return positions[0] if positions and is_dense(first_along(want, repeated(want))) else None
 
     def _values(self, result: Result, relative: float, beside: float) -> str | None:
         assert result.want is not None and result.found is not None

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 
 from ..ir import NaNFoundError
-from .memory import in_own_memory, made_plain
+from .memory import in_own_memory, laid_out, made_plain
 from .steps import CompiledRegion, Slots
 
 
@@ -43,8 +43,7 @@ def store_results(compiled: CompiledRegion, results: Sequence[Any], slots: Slots
     for slot, index in compiled.copied:
         slots[slot] = in_own_memory(results[index])
     for slot, index, order in compiled.permuted:
-        result = results[index]
-        slots[slot] = torch.empty_permuted(result.shape, order, dtype=result.dtype, device=result.device).copy_(result)
+        slots[slot] = laid_out(results[index], order)
     if compiled.flags and results[-1].any():
         raise NaNFoundError(*compiled.flags[results[-1].tolist().index(True)])
 

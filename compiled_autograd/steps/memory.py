@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
@@ -33,6 +34,26 @@ def extent(tensor: torch.Tensor) -> int:
 def has_bit(value: object) -> bool:
     """Whether a value is a tensor that :func:`made_plain` makes another one of."""
     return isinstance(value, torch.Tensor) and (value.is_conj() or value.is_neg() or value._is_zerotensor())
+
+
+def repeated(tensor: torch.Tensor) -> list[int]:
+    """The dimensions along which a strided tensor has the same memory again and again, as ``expand`` makes them."""
+    return [dim for dim in range(tensor.dim()) if tensor.shape[dim] > 1 and tensor.stride(dim) == 0]
+
+
+def first_along(tensor: torch.Tensor, dims: Iterable[int]) -> torch.Tensor:
+    """The same with one element in each of these dimensions."""
+    for dim in dims:
+        tensor = tensor.narrow(dim, 0, 1)
+    return tensor
+
+
+def laid_out(tensor: torch.Tensor, order: Sequence[int]) -> torch.Tensor:
+    """A copy whose dimensions lie in memory in this order, outermost first; those that are not named are repeated."""
+    again = [dim for dim in range(tensor.dim()) if dim not in order]
+    first = first_along(tensor, again)
+    copy = torch.empty_permuted(first.shape, (*again, *order), dtype=first.dtype, device=first.device).copy_(first)
+    return copy.expand(tensor.shape) if again else copy
 
 
 def in_own_memory(tensor: torch.Tensor) -> torch.Tensor:

@@ -48,8 +48,8 @@ class Wiring(msgspec.Struct, frozen=True):
         passed: fresh leaves, and the input that goes there as it is.
         flags: where NaNs are looked for: calls of the region, and numbers of what they give. What was found is the
             last result.
-        permuted: outputs of the region, which result each is, and the order of dimensions in memory, outermost first,
-            that the real calls give it: a copy that has it is handed on.
+        permuted: outputs of the region, which result each is, and the order of dimensions in memory that the real calls
+            give it, outermost first, without those that they repeat: a copy that has it is handed on.
         plain: which of ``taken`` are given as copies, because the compiled function would ignore their conjugate or
             negative bits, or that they are zeros without memory.
     """

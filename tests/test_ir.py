@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import operator
+import sys
+import threading
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -418,6 +421,34 @@ def test_living_modules_are_searched_once_for_each_model(monkeypatch: pytest.Mon
         assert {call.parameter for call in each.tape.calls} == {None, "weight", "bias"}
     _captured(torch.ones(2, requires_grad=True).sin().sum())
     assert len(searched) == 1
+
+
+def test_a_search_of_living_modules_lets_other_threads_make_tuples() -> None:
+    """Which raise SystemError where somebody else refers to one that is being made, as a list of all objects does."""
+    model, errors, ended = nn.Linear(2, 2), [], threading.Event()
+
+    def make() -> None:
+        try:
+            while not ended.is_set():
+                assert len(tuple(each for each in range(3))) == 3
+        except BaseException as error:  # noqa: BLE001  shown below
+            errors.append(error)
+
+    interval, thread = sys.getswitchinterval(), threading.Thread(target=make)
+    sys.setswitchinterval(1e-5)
+    try:
+        thread.start()
+        for _ in range(20):
+            found = parameter_names.all_parameter_names()
+    finally:
+        ended.set()
+        thread.join()
+        sys.setswitchinterval(interval)
+    assert not errors and gc.isenabled()
+    assert {found[id(each)].name for each in model.parameters()} == {"weight", "bias"}
+    before = sys.getrefcount(model)
+    parameter_names.all_parameter_names()
+    assert sys.getrefcount(model) == before
 
 
 def test_a_search_that_takes_long_is_not_made_for_every_model(monkeypatch: pytest.MonkeyPatch) -> None:

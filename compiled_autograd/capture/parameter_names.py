@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import gc
+import itertools
+import operator
 import time
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -87,7 +89,9 @@ def _look_for(parameters: Sequence[torch.Tensor]) -> None:
 
 def all_parameter_names() -> dict[int, ParameterName]:
     """``id`` of each parameter of each living module -> where it is, seen from the outermost module that has it."""
-    modules = [each for each in gc.get_objects() if _is_module(each)]
+    modules = [
+        each for each in _living_modules() if "_modules" in each.__dict__
+    ]  # one that is being made may have none
     inner = {id(child) for module in modules for child in module._modules.values() if child is not None}
     names_by_id: dict[int, ParameterName] = {}
     for outermost in modules:
@@ -103,6 +107,28 @@ def all_parameter_names() -> dict[int, ParameterName]:
     return names_by_id
 
 
-def _is_module(candidate: Any) -> bool:
-    # The type, not isinstance: that asks the object for __class__, and some objects answer by running code.
-    return issubclass(type(candidate), torch.nn.Module) and "_modules" in candidate.__dict__
+def _living_modules() -> list[torch.nn.Module]:
+    """All modules, found in one call of C: no other thread runs meanwhile.
+
+    Among all objects are tuples that other threads are making, which Python can finish only where nobody else refers to
+    them (``_PyTuple_Resize``): if a list of all objects lived for longer, ``tuple(...)`` would raise there.
+    """
+    was_enabled = gc.isenabled()
+    gc.disable()  # a collection would move objects from one generation to the next
+    try:
+        found = list(_modules_among(_every_object(), _every_object()))
+    finally:
+        if was_enabled:
+            gc.enable()
+    return [each for _, each in found if issubclass(type(each), torch.nn.Module) and "_modules" in each.__dict__]
+
+
+def _every_object() -> Iterator[Any]:
+    return itertools.chain.from_iterable(map(gc.get_objects, (2, 1, 0)))  # the newest last: these lists are among them
+
+
+def _modules_among(objects: Iterator[Any], same: Iterator[Any]) -> Iterator[tuple[Any, Any]]:
+    """Pairs of True and a module. Both iterators are used up, since they are among the objects that they refer to."""
+    # The types are asked, not `isinstance`, which asks objects for `__class__`: some answer by running code.
+    are_modules = map(issubclass, map(type, same), itertools.repeat(torch.nn.Module))
+    return filter(operator.itemgetter(0), itertools.zip_longest(are_modules, objects))

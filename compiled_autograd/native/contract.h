@@ -1,0 +1,62 @@
+// What holds in every file of this room, and what the files need of PyTorch. Written against torch 2.13.
+//
+// The GIL. Whoever calls into the room holds it, and nothing here lets go of it. The nodes of Python functions run
+// Python while they are asked for their key: there other threads may come in between, and this thread may come in again.
+// So working memory belongs to one walk (`Lease` in walk.h), and nothing is kept in a global variable but idle memory.
+//
+// Errors. `Refused` says why a tape is left to the engine, in words for people. Any other exception comes from PyTorch
+// or from users' code that it calls. Only functions of module.cpp catch: an `Exception` of Python's, and whatever becomes
+// one, is a reason to refuse, since the engine will raise it in its own words; the others (Ctrl-C) are raised.
+//
+// The tape. It is read and never changed, so that an exception anywhere leaves it whole. The engine's root, which a walk
+// makes, owns the edges to the tape until the walk ends, and each node owns those below it: so nodes are plain pointers.
+// Another thread must not run or free the same tape meanwhile: `threads/gate.py` sees to that, as for the engine's walk.
+//
+// What was found belongs to the walk, and moves to whoever takes it (`Walk::take`). A plan owns bytes, and no tensors.
+
+#pragma once
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include <torch/csrc/autograd/functions/basic_ops.h>
+#include <torch/csrc/autograd/variable.h>
+#include <torch/csrc/dynamo/compiled_autograd.h>
+
+#include <string>
+#include <utility>
+
+namespace native {
+
+using c10::IValue;
+using torch::autograd::Edge;
+using torch::autograd::edge_list;
+using torch::autograd::Node;
+using torch::autograd::variable_list;
+using torch::dynamo::autograd::AutogradCompilerCall;
+using torch::dynamo::autograd::CompiledNodeArgs;
+using torch::dynamo::autograd::NodeCall;
+using torch::dynamo::autograd::SizeInput;
+using torch::dynamo::autograd::TensorArgs;
+
+struct Refused {
+  std::string reason;
+};
+
+}  // namespace native
+
+// PyTorch's own, exported, declared here since the headers that declare them include pybind11, which would make the
+// compilation a third longer: torch/csrc/autograd/{engine,python_variable}.h, torch/csrc/Exceptions.h.
+
+extern PyObject* THPVariableClass;
+extern PyObject* ParameterClass;
+PyObject* THPVariable_Wrap(const at::TensorBase& tensor);
+
+namespace torch {
+void translate_exception_to_python(const std::exception_ptr& error);
+}  // namespace torch
+
+namespace torch::autograd {
+void validate_outputs(
+    const edge_list& edges, variable_list& grads, const std::function<std::string(const std::string&)>& format_error);
+}  // namespace torch::autograd

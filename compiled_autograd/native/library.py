@@ -1,0 +1,171 @@
+"""Finds the extension of this room, has it built where it is not there yet, loads it and checks it.
+
+It is built once for each build of torch, Python, compiler and text of the sources, whose hash is its name, in a process
+of low priority (:mod:`build`): nobody waits for it. Private, and of 2.13: the headers in ``torch/include``. The layouts
+of the classes there are compiled into the extension.
+"""
+
+from __future__ import annotations
+
+import functools
+import hashlib
+import importlib.util
+import os
+import shutil
+import stat
+import subprocess
+import sys
+import sysconfig
+import time
+from collections.abc import Sequence
+from importlib.machinery import ExtensionFileLoader
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+
+from ..torch_api.version_differences import NATIVE_WALK
+from . import build
+from .self_check import why_wrong
+
+_SOURCES = Path(__file__).parent
+_MODULE = "compiled_autograd_native"
+_SECONDS_BETWEEN_LOOKS = 1.0
+_SECONDS_BETWEEN_BUILDS = 60.0
+_FLAGS = ("-std=c++20", "-O2", "-fPIC", "-shared", "-fvisibility=hidden", "-Wall", "-Wextra")
+_LIBRARIES = ("torch_cpu", "torch_python", "c10")
+
+Found = tuple[int, list[torch.Tensor], list[int], list[int | float], list[Any]]
+"""What a tape holds: the number of the variant that serves or -1, tensors, sizes, scalars, users' objects."""
+
+
+class Plan(Protocol):
+    """What was learnt of a tape. Methods give the reason where they refuse a tape, or where it is another."""
+
+    nodes: int
+
+    def compare(self, outputs: Sequence[Any], gradients: Sequence[Any]) -> Found | str:
+        """What a tape holds, if it is the one that was learnt."""
+
+    def add_variant(self, outputs: Sequence[Any], gradients: Sequence[Any]) -> Found | str:
+        """The same; what the tape holds is a variant from then on."""
+
+
+class Module(Protocol):
+    """The extension."""
+
+    built_for: str
+
+    def learn(self, outputs: Sequence[Any], gradients: Sequence[Any], order_shows: bool) -> Plan | str:
+        """Learn a tape, or the reason why not."""
+
+
+class Library:
+    """The extension as it is or will be in a folder.
+
+    Attributes:
+        reason: why it is not there; empty where it is.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.reason = "it is being built"
+        self._folder = folder
+        self._module: Module | None = None
+        self._refused = False
+        self._looked = self._began = -_SECONDS_BETWEEN_BUILDS
+
+    def module(self) -> Module | None:
+        """The extension; None where it is not there, or not yet. Never waits."""
+        if self._module is not None or self._refused:
+            return self._module
+        now = time.monotonic()
+        if now - self._looked >= _SECONDS_BETWEEN_LOOKS:
+            self._looked = now
+            try:
+                self._look(now)
+            except (OSError, ImportError) as error:
+                self._refuse(str(error))
+        return self._module
+
+    def _look(self, now: float) -> None:
+        reason = why_unsupported()
+        if reason:
+            self._refuse(reason)
+            return
+        name = name_of_build()
+        target = self._folder / f"{name}.so"
+        if self._began < 0:
+            _make_private(self._folder)
+        if target.exists():
+            self._load(target, name)
+        elif target.with_suffix(build.FAILED).exists():
+            self._refuse(f"the compiler failed: {target.with_suffix(build.FAILED).read_text()}")
+        elif now - self._began >= _SECONDS_BETWEEN_BUILDS:  # also where whoever built it was ended
+            self._began = now
+            _begin_build(target, name)
+
+    def _load(self, target: Path, name: str) -> None:
+        loader = ExtensionFileLoader(_MODULE, str(target))
+        spec = importlib.util.spec_from_loader(_MODULE, loader)
+        assert spec is not None
+        module: Any = importlib.util.module_from_spec(spec)
+        loader.exec_module(module)
+        reason = f"it was built for {module.built_for}, not {name}" if module.built_for != name else why_wrong(module)
+        if reason:
+            self._refuse(reason)
+        else:
+            self._module, self.reason = module, ""
+
+    def _refuse(self, reason: str) -> None:
+        self._refused, self.reason = True, reason
+
+
+def why_unsupported() -> str:
+    """Why there can be no extension here; empty where there can."""
+    if not NATIVE_WALK:
+        return f"it was not written for torch {torch.__version__}"
+    if sys.platform != "linux":
+        return f"it was not tried on {sys.platform}"
+    return "" if _compiler() else "there is no C++ compiler: set CXX, or install g++"
+
+
+@functools.cache
+def name_of_build() -> str:
+    """A hash of all that the extension depends on."""
+    compiler = _compiler()
+    assert compiler is not None
+    status = Path(compiler).resolve().stat()
+    parts = [torch.__version__, str(torch.version.git_version), str(sysconfig.get_config_var("SOABI")), *_FLAGS]
+    parts += [compiler, str(status.st_size), str(status.st_mtime_ns)]
+    digest = hashlib.sha256("\0".join(parts).encode())
+    for source in sorted(_SOURCES.iterdir()):
+        if source.suffix in (".h", ".cpp"):
+            digest.update(source.name.encode() + b"\0" + source.read_bytes())
+    return digest.hexdigest()[:32]
+
+
+def _compiler() -> str | None:
+    found = (shutil.which(name) for name in (os.environ.get("CXX"), "g++", "clang++") if name)
+    return next(filter(None, found), None)
+
+
+def _make_private(folder: Path) -> None:
+    """What is in there is run as code: nobody else may be able to write it. Raises OSError."""
+    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    status = folder.lstat()
+    if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
+        raise PermissionError(f"{folder} is no folder that is this user's alone: chmod 700, or remove it")
+
+
+def _begin_build(target: Path, name: str) -> None:
+    root = Path(torch.__file__).parent
+    command = [str(_compiler()), *_FLAGS, f'-DNATIVE_BUILT_FOR="{name}"', str(_SOURCES / "all.cpp")]
+    command += [f"-isystem{root / 'include'}", f"-isystem{sysconfig.get_path('include')}", f"-L{root / 'lib'}"]
+    command += [f"-l{library}" for library in _LIBRARIES]
+    subprocess.Popen(
+        [sys.executable, "-I", str(Path(build.__file__)), str(target), *command],
+        stdin=subprocess.DEVNULL,
+        stdout=subprocess.DEVNULL,
+        stderr=subprocess.DEVNULL,
+        start_new_session=True,  # Ctrl-C is not meant for it
+    )

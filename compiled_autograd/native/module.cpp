@@ -1,0 +1,200 @@
+// The module as Python has it: `Plan(outputs, gradients, order_shows)`, `Plan.compare(outputs, gradients)` and
+// `Plan.add_variant(outputs, gradients)`. Each gives a string, the reason, where it refuses a tape or the tape is another.
+
+#include "plan.h"
+
+#include <new>
+
+namespace native {
+
+namespace {
+
+struct Release {
+  void operator()(PyObject* object) const { Py_XDECREF(object); }
+};
+using Owned = std::unique_ptr<PyObject, Release>;
+
+struct PythonError : std::exception {};  // the error is set
+
+PyObject* checked(PyObject* object) {
+  if (!object) throw PythonError();
+  return object;
+}
+
+// The beginning of `THPVariable` (python_variable.h, 2.13), which the self-check of library.py proves.
+struct PythonTensor {
+  PyObject_HEAD
+  at::Tensor tensor;
+};
+
+const at::Tensor& tensor_of(PyObject* object, const char* refusal) {
+  if (!PyObject_TypeCheck(object, reinterpret_cast<PyTypeObject*>(THPVariableClass))) throw Refused{refusal};
+  return reinterpret_cast<PythonTensor*>(object)->tensor;
+}
+
+// Begin a walk over the tape of some outputs: what `run_backward` is called with.
+void begin(Walk& walk, PyObject* outputs, PyObject* gradients) {
+  const Owned output_list(checked(PySequence_Fast(outputs, "outputs is no sequence")));
+  const Owned gradient_list(checked(PySequence_Fast(gradients, "gradients is no sequence")));
+  const Py_ssize_t count = PySequence_Fast_GET_SIZE(output_list.get());
+  if (PySequence_Fast_GET_SIZE(gradient_list.get()) != count) throw Refused{"not a gradient for each output"};
+  edge_list edges;
+  variable_list given;
+  for (Py_ssize_t index = 0; index < count; ++index) {
+    PyObject* output = PySequence_Fast_GET_ITEM(output_list.get(), index);
+    PyObject* gradient = PySequence_Fast_GET_ITEM(gradient_list.get(), index);
+    edges.push_back(torch::autograd::impl::gradient_edge(tensor_of(output, "an output that is no tensor")));
+    given.push_back(tensor_of(gradient, "a gradient that is undefined"));
+  }
+  walk.begin(std::move(edges), std::move(given));
+}
+
+// ---- what was found, as Python has it -------------------------------------------------------------------------------
+
+PyObject* to_python(const at::Tensor& tensor) { return THPVariable_Wrap(tensor); }
+PyObject* to_python(int64_t size) { return PyLong_FromLongLong(size); }
+PyObject* to_python(const IValue& scalar) {
+  return scalar.isInt() ? PyLong_FromLongLong(scalar.toInt()) : PyFloat_FromDouble(scalar.toDouble());
+}
+PyObject* to_python(c10::SafePyObject& object) { return object.release(); }
+
+template <typename Values>
+Owned list_of(Values& values) {
+  Owned list(checked(PyList_New(static_cast<Py_ssize_t>(values.size()))));
+  Py_ssize_t index = 0;
+  for (auto& value : values) PyList_SET_ITEM(list.get(), index++, checked(to_python(value)));
+  return list;
+}
+
+PyObject* handed_over(int variant, Handover found) {
+  const Owned number(checked(PyLong_FromLong(variant)));
+  const Owned tensors = list_of(found.tensors);
+  const Owned sizes = list_of(found.sizes);
+  const Owned scalars = list_of(found.scalars);
+  const Owned objects = list_of(found.objects);
+  return checked(PyTuple_Pack(5, number.get(), tensors.get(), sizes.get(), scalars.get(), objects.get()));
+}
+
+// ---- errors ---------------------------------------------------------------------------------------------------------
+
+PyObject* text(const std::string& reason) {
+  return PyUnicode_DecodeUTF8(reason.data(), static_cast<Py_ssize_t>(reason.size()), "replace");
+}
+
+// The error that is set, in its own words; null, and it stays set, where it is none that a step goes on after.
+PyObject* reason_of_error() {
+  if (!PyErr_ExceptionMatches(PyExc_Exception)) return nullptr;
+  PyObject *type, *value, *traceback;
+  PyErr_Fetch(&type, &value, &traceback);
+  PyErr_NormalizeException(&type, &value, &traceback);
+  const Owned owned_type(type), owned_value(value), owned_traceback(traceback);
+  PyObject* words = PyObject_Str(value);
+  if (words || !PyErr_ExceptionMatches(PyExc_Exception)) return words;
+  PyErr_Clear();
+  return PyUnicode_FromString(reinterpret_cast<PyTypeObject*>(type)->tp_name);
+}
+
+// What `act` gives; the reason, where it refuses. No exception of C++ goes further.
+template <typename Act>
+PyObject* or_reason(Act act) {
+  try {
+    return act();
+  } catch (const Refused& refused) {
+    return text(refused.reason);
+  } catch (const PythonError&) {
+  } catch (...) {
+    torch::translate_exception_to_python(std::current_exception());
+  }
+  return reason_of_error();
+}
+
+// ---- the class ------------------------------------------------------------------------------------------------------
+
+struct PlanObject {
+  PyObject_HEAD
+  Plan* plan;
+};
+
+Plan& plan_of(PyObject* self) { return *reinterpret_cast<PlanObject*>(self)->plan; }
+
+PyTypeObject* plan_type = nullptr;  // made with the module, which is made once
+
+PyObject* learn(PyObject*, PyObject* arguments) {
+  PyObject *outputs, *gradients;
+  int order_shows;
+  if (!PyArg_ParseTuple(arguments, "OOp", &outputs, &gradients, &order_shows)) return nullptr;
+  return or_reason([&] {
+    const Lease walk;
+    begin(*walk, outputs, gradients);
+    auto plan = std::make_unique<Plan>(*walk, order_shows);
+    Owned object(checked(plan_type->tp_alloc(plan_type, 0)));
+    reinterpret_cast<PlanObject*>(object.get())->plan = plan.release();
+    return object.release();
+  });
+}
+
+// Walk a tape with a plan, and give what it holds, with the number that `variant` gives for it.
+template <typename Variant>
+PyObject* walk_with(PyObject* self, PyObject* arguments, Variant variant) {
+  PyObject *outputs, *gradients;
+  if (!PyArg_ParseTuple(arguments, "OO", &outputs, &gradients)) return nullptr;
+  return or_reason([&]() -> PyObject* {
+    const Lease walk;
+    begin(*walk, outputs, gradients);
+    if (const auto difference = plan_of(self).difference(*walk)) return text(*difference);
+    const int number = variant(plan_of(self), walk->found());
+    return handed_over(number, walk->take());
+  });
+}
+
+PyObject* compare(PyObject* self, PyObject* arguments) {
+  return walk_with(self, arguments, [](const Plan& plan, const Handover& found) { return plan.variant_for(found); });
+}
+
+PyObject* add_variant(PyObject* self, PyObject* arguments) {
+  return walk_with(self, arguments, [](Plan& plan, const Handover& found) { return plan.add_variant(found); });
+}
+
+PyObject* nodes(PyObject* self, void*) { return PyLong_FromSize_t(plan_of(self).nodes()); }
+
+void let_go(PyObject* self) {
+  PyTypeObject* type = Py_TYPE(self);
+  delete reinterpret_cast<PlanObject*>(self)->plan;
+  type->tp_free(self);
+  Py_DECREF(type);
+}
+
+PyMethodDef plan_methods[] = {
+    {"compare", compare, METH_VARARGS,
+     "(outputs, gradients) -> (variant or -1, tensors, sizes, scalars, objects), or what differs."},
+    {"add_variant", add_variant, METH_VARARGS, "The same; what the tape holds becomes a variant if it is none."},
+    {nullptr, nullptr, 0, nullptr}};
+PyGetSetDef plan_attributes[] = {
+    {"nodes", nodes, nullptr, "How many nodes the tape has, the engine's root among them.", nullptr},
+    {nullptr, nullptr, nullptr, nullptr, nullptr}};
+PyType_Slot plan_slots[] = {
+    {Py_tp_dealloc, reinterpret_cast<void*>(let_go)},
+    {Py_tp_methods, plan_methods},
+    {Py_tp_getset, plan_attributes},
+    {0, nullptr}};
+PyType_Spec plan_spec = {
+    "compiled_autograd_native.Plan", sizeof(PlanObject), 0,
+    Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, plan_slots};
+
+PyMethodDef functions[] = {
+    {"learn", learn, METH_VARARGS, "(outputs, gradients, order_shows) -> Plan, or the reason why not."},
+    {nullptr, nullptr, 0, nullptr}};
+PyModuleDef module = {
+    PyModuleDef_HEAD_INIT, "compiled_autograd_native", nullptr, -1, functions, nullptr, nullptr, nullptr, nullptr};
+
+}  // namespace
+
+}  // namespace native
+
+PyMODINIT_FUNC PyInit_compiled_autograd_native() {
+  native::plan_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&native::plan_spec));
+  if (!native::plan_type) return nullptr;
+  PyObject* module = PyModule_Create(&native::module);
+  if (module && PyModule_AddStringConstant(module, "built_for", NATIVE_BUILT_FOR) < 0) Py_CLEAR(module);
+  return module;
+}

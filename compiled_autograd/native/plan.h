@@ -1,0 +1,44 @@
+// What was learnt of one tape: the order of the engine's walk, and what each node said of itself. A tape whose nodes say
+// the same in the same order is the same to the engine: what a node says has the numbers of the nodes that its edges lead
+// to, so by induction the two walks come to corresponding nodes, and no count of dependencies is needed.
+
+#pragma once
+
+#include "guards.h"
+
+#include <optional>
+
+namespace native {
+
+class Plan {
+ public:
+  // Learn the tape of a walk that has begun, with what it holds as variant 0. Throws Refused, and anything.
+  //
+  // order_shows: tapes whose nodes were made in another order are others.
+  Plan(Walk& walk, bool order_shows);
+
+  // Walk another tape, which has begun. What differs, in words; nothing where it is the same. Throws as the walk does.
+  std::optional<std::string> difference(Walk& walk) const;
+
+  // The number of the variant whose guards hold, or -1.
+  int variant_for(const Handover& found) const;
+  // Its number; a new one where none held. Throws Refused.
+  int add_variant(const Handover& found);
+
+  size_t nodes() const { return order_.size(); }
+
+ private:
+  static constexpr int kNone = -1;
+
+  void learn_ages(const Walk& walk);
+  bool same_ages(const Walk& walk) const;
+
+  std::vector<uint32_t> order_;  // numbers of nodes
+  std::string key_;              // what they said
+  std::vector<size_t> ends_;     // where in `key_` each one's end is
+  std::vector<uint32_t> by_age_;       // numbers of nodes, the oldest first; empty where the order does not show
+  std::vector<bool> older_than_next_;  // else as old: leaves, and nodes of several threads
+  std::vector<Guards> variants_;
+};
+
+}  // namespace native

@@ -1,0 +1,52 @@
+"""Whether the extension, as it was built here, walks as the engine does: on a small tape of which all is known."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def why_wrong(module: Any) -> str:
+    """What it does wrong; empty where nothing."""
+    with torch.inference_mode(False), torch.enable_grad(), torch.device("cpu"):
+        one, other = (torch.zeros(2, 3, requires_grad=True) for _ in range(2))
+        return _why_wrong(module, one, other)
+
+
+def _why_wrong(module: Any, one: Tensor, other: Tensor) -> str:
+    gradient = torch.ones(())
+    saved: list[Tensor] = []
+
+    def hook(gradient: Tensor) -> None: ...
+
+    def forward(exponent: int = 3, first: Tensor = one, second: Tensor = other, hooked: bool = True) -> Tensor:
+        product = first * second
+        saved[:] = [product]
+        if hooked:
+            product.register_hook(hook)
+        return (product.pow(exponent) - one).sum()
+
+    def walk(act: Callable[..., Any], tape: Tensor, *more: Any) -> Any:
+        return act((tape,), (gradient,), *more)
+
+    plan = walk(module.learn, forward(), True)
+    if isinstance(plan, str):
+        return f"it refused its own tape: {plan}"
+    found = walk(plan.compare, forward())
+    if isinstance(found, str):
+        return f"it did not know a tape again: {found}"
+    variant, tensors, sizes, scalars, objects = found
+    expected = [gradient, *saved, other, one]  # in the order of the engine's walk
+    if len(tensors) != len(expected) or any(map(operator.is_not, tensors, expected)):
+        return "it found other tensors than the engine would"
+    if (variant, sizes, scalars, objects) != (0, [2, 3] * 6, [], [hook]):
+        return "it found other values than the engine would"
+    others = [forward(2), forward(first=other, second=one), forward(hooked=False)]
+    others += [forward(first=torch.zeros(2, 3)), forward(second=one), gradient * forward()]
+    if not all(isinstance(walk(plan.compare, tape), str) for tape in others):
+        return "it took a tape for another one"
+    return ""

@@ -43,7 +43,7 @@ def _why_wrong(module: Any, one: Tensor, other: Tensor) -> str:
     expected = [gradient, *saved, other, one]  # in the order of the engine's walk
     if len(tensors) != len(expected) or any(map(operator.is_not, tensors, expected)):
         return "it found other tensors than the engine would"
-    if (variant, sizes, scalars, objects) != (0, [2, 3] * 6, [], [hook]):
+    if (variant, sizes, scalars, objects) != (0, [2, 3] * 7, [], [hook]):
         return "it found other values than the engine would"
     others = [forward(2), forward(first=other, second=one), forward(hooked=False)]
     others += [forward(first=torch.zeros(2, 3)), forward(second=one), gradient * forward()]

@@ -23,7 +23,7 @@ from compiled_autograd.cache.variants import Handover, Shapes, tensor_check
 from compiled_autograd.engine.call import Call, HandedOver
 from compiled_autograd.engine.seam import hand_over
 from compiled_autograd.ir.order import order_shows
-from compiled_autograd.native.library import Library, why_unsupported
+from compiled_autograd.native.library import BEING_BUILT, Library, why_unsupported
 from compiled_autograd.native.self_check import why_wrong
 
 from .fuzz import execute
@@ -41,7 +41,7 @@ def native(request: pytest.FixtureRequest) -> Any:
         pytest.skip(f"there is no extension here: {reason}")
     library = Library(Path(request.config.cache.mkdir("native")) / "builds")  # type: ignore[union-attr]
     deadline = time.monotonic() + _SECONDS_TO_BUILD
-    while library.module() is None and library.reason == "it is being built" and time.monotonic() < deadline:
+    while library.module() is None and library.reason == BEING_BUILT and time.monotonic() < deadline:
         time.sleep(0.1)
     assert library.module() is not None, library.reason
     return library.module()
@@ -525,7 +525,7 @@ def test_nothing_leaks(native: Any) -> None:
     assert _resident() - before < 256  # pages
 
 
-# ---- the library -----------------------------------------------------------------------------------------------------
+# ---- the self-check --------------------------------------------------------------------------------------------------
 
 
 def test_the_self_check_finds_a_walk_that_is_wrong(native: Any) -> None:

@@ -7,9 +7,9 @@ of the classes there are compiled into the extension.
 
 from __future__ import annotations
 
-import functools
 import hashlib
 import importlib.util
+import math
 import os
 import shutil
 import stat
@@ -18,7 +18,6 @@ import sys
 import sysconfig
 import time
 from collections.abc import Sequence
-from importlib.machinery import ExtensionFileLoader
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -28,6 +27,7 @@ from ..torch_api.version_differences import NATIVE_WALK
 from . import build
 from .self_check import why_wrong
 
+BEING_BUILT = "it is being built"
 _SOURCES = Path(__file__).parent
 _MODULE = "compiled_autograd_native"
 _SECONDS_BETWEEN_LOOKS = 1.0
@@ -68,56 +68,52 @@ class Library:
     """
 
     def __init__(self, folder: Path) -> None:
-        self.reason = "it is being built"
+        self.reason = BEING_BUILT
         self._folder = folder
+        self._name = ""
         self._module: Module | None = None
-        self._refused = False
-        self._looked = self._began = -_SECONDS_BETWEEN_BUILDS
+        self._looked = self._began = -math.inf
 
     def module(self) -> Module | None:
         """The extension; None where it is not there, or not yet. Never waits."""
-        if self._module is not None or self._refused:
+        if self.reason != BEING_BUILT:
             return self._module
         now = time.monotonic()
         if now - self._looked >= _SECONDS_BETWEEN_LOOKS:
             self._looked = now
             try:
-                self._look(now)
+                self.reason = why_unsupported() or self._look(now)
             except (OSError, ImportError) as error:
-                self._refuse(str(error))
+                self.reason = str(error)
         return self._module
 
-    def _look(self, now: float) -> None:
-        reason = why_unsupported()
-        if reason:
-            self._refuse(reason)
-            return
-        name = name_of_build()
-        target = self._folder / f"{name}.so"
-        if self._began < 0:
+    def _look(self, now: float) -> str:
+        """Load it where it is built, else have it built. Gives the reason why it is not there."""
+        if not self._name:
             _make_private(self._folder)
+            self._name = name_of_build()
+        target = self._folder / f"{self._name}.so"
+        failed = target.with_suffix(build.FAILED)
         if target.exists():
-            self._load(target, name)
-        elif target.with_suffix(build.FAILED).exists():
-            self._refuse(f"the compiler failed: {target.with_suffix(build.FAILED).read_text()}")
-        elif now - self._began >= _SECONDS_BETWEEN_BUILDS:  # also where whoever built it was ended
+            return self._load(target)
+        if failed.exists():
+            return f"the compiler failed, as {failed} says"
+        if now - self._began >= _SECONDS_BETWEEN_BUILDS:  # again, where whoever built it was ended
             self._began = now
-            _begin_build(target, name)
+            _begin_build(target, self._name)
+        return BEING_BUILT
 
-    def _load(self, target: Path, name: str) -> None:
-        loader = ExtensionFileLoader(_MODULE, str(target))
-        spec = importlib.util.spec_from_loader(_MODULE, loader)
-        assert spec is not None
+    def _load(self, target: Path) -> str:
+        spec = importlib.util.spec_from_file_location(_MODULE, target)
+        assert spec is not None and spec.loader is not None
         module: Any = importlib.util.module_from_spec(spec)
-        loader.exec_module(module)
-        reason = f"it was built for {module.built_for}, not {name}" if module.built_for != name else why_wrong(module)
-        if reason:
-            self._refuse(reason)
-        else:
-            self._module, self.reason = module, ""
-
-    def _refuse(self, reason: str) -> None:
-        self._refused, self.reason = True, reason
+        spec.loader.exec_module(module)
+        if module.built_for != self._name:
+            return f"{target} was built for something else"
+        wrong = why_wrong(module)
+        if not wrong:
+            self._module = module
+        return wrong
 
 
 def why_unsupported() -> str:
@@ -129,7 +125,6 @@ def why_unsupported() -> str:
     return "" if _compiler() else "there is no C++ compiler: set CXX, or install g++"
 
 
-@functools.cache
 def name_of_build() -> str:
     """A hash of all that the extension depends on."""
     compiler = _compiler()

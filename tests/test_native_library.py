@@ -1,0 +1,140 @@
+"""The extension is built once, in the background, for what it is loaded into; else there is a reason."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from compiled_autograd.native import build, library
+from compiled_autograd.native.library import BEING_BUILT, Library, name_of_build, why_unsupported
+
+from .helpers import ROOT
+
+_SECONDS = 60.0
+_ASK = """
+import sys, time
+from pathlib import Path
+from compiled_autograd.native import library
+found = library.Library(Path(sys.argv[1]))
+while found.module() is None and found.reason == library.BEING_BUILT:
+    time.sleep(0.05)
+print(found.reason)
+"""
+
+pytestmark = pytest.mark.skipif(bool(why_unsupported()), reason=f"there is no extension here: {why_unsupported()}")
+
+
+@pytest.fixture
+def compiler(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[[str], Path]:
+    """Makes the compiler one that does something else; gives a file with a line for each time that it was called."""
+
+    def make(act: str) -> Path:
+        script, calls = tmp_path / "compiler", tmp_path / "calls"
+        script.write_text(f'#!/bin/sh\necho called "$@" >> {calls}\n{act}\n')
+        script.chmod(0o755)
+        monkeypatch.setenv("CXX", str(script))
+        return calls
+
+    monkeypatch.setattr(library, "_SECONDS_BETWEEN_LOOKS", 0.0)
+    return make
+
+
+def _reason(found: Library) -> str:
+    """The reason, once it is there."""
+    deadline = time.monotonic() + _SECONDS
+    while found.module() is None and found.reason == BEING_BUILT and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert found.module() is None
+    return found.reason
+
+
+_WRITES = 'for each in "$@"; do last="$each"; done; sleep 0.5; echo no library > "$last"'
+
+
+def test_nobody_waits(compiler: Callable[[str], Path], tmp_path: Path) -> None:
+    compiler("sleep 3; exit 1")
+    found = Library(tmp_path / "builds")
+    began = time.monotonic()
+    assert found.module() is None
+    assert time.monotonic() - began < 2
+    assert found.reason == BEING_BUILT
+
+
+def test_eight_processes_build_once(compiler: Callable[[str], Path], tmp_path: Path) -> None:
+    calls = compiler(_WRITES)
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-c", _ASK, str(tmp_path / "builds")]
+    processes = [subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, text=True) for _ in range(8)]
+    said = {process.communicate(timeout=_SECONDS)[0] for process in processes}
+    assert len(calls.read_text().splitlines()) == 1
+    assert len(said) == 1  # what was made is no library
+    assert "file too short" in said.pop()
+    names = sorted(path.suffix for path in (tmp_path / "builds").iterdir())
+    assert names == [".lock", ".so"]
+
+
+def test_the_compiler_runs_at_low_priority(compiler: Callable[[str], Path], tmp_path: Path) -> None:
+    calls = compiler("nice >> $(dirname $0)/calls; exit 1")
+    _reason(Library(tmp_path / "builds"))
+    assert calls.read_text().splitlines()[1] == "19"
+
+
+def test_what_the_compiler_says_is_kept(compiler: Callable[[str], Path], tmp_path: Path) -> None:
+    calls = compiler("echo no such header >&2; exit 1")
+    reason = _reason(Library(tmp_path / "builds"))
+    (failed,) = (tmp_path / "builds").glob(f"*{build.FAILED}")
+    assert reason == f"the compiler failed, as {failed} says"
+    assert failed.read_text() == "no such header\n"
+    assert _reason(Library(tmp_path / "builds")) == reason  # it is not asked again
+    assert len(calls.read_text().splitlines()) == 1
+
+
+def test_one_that_was_ended_is_begun_again(
+    compiler: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    calls = compiler("[ $(wc -l < $(dirname $0)/calls) = 1 ] && kill -9 $$; exit 1")
+    monkeypatch.setattr(library, "_SECONDS_BETWEEN_BUILDS", 0.5)
+    assert "the compiler failed" in _reason(Library(tmp_path / "builds"))
+    assert len(calls.read_text().splitlines()) == 2
+
+
+def test_a_folder_that_others_can_write_is_refused(compiler: Callable[[str], Path], tmp_path: Path) -> None:
+    calls = compiler("exit 1")
+    folder = tmp_path / "builds"
+    folder.mkdir(mode=0o777)
+    folder.chmod(0o777)
+    assert "this user's alone" in _reason(Library(folder))
+    link = tmp_path / "link"
+    link.symlink_to(tmp_path)
+    assert "this user's alone" in _reason(Library(link))
+    assert not calls.exists()
+
+
+def test_there_is_a_reason_where_there_can_be_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with monkeypatch.context() as patch:
+        patch.setattr(library, "NATIVE_WALK", False)
+        assert "not written for torch" in _reason(Library(tmp_path / "builds"))
+    with monkeypatch.context() as patch:
+        patch.setattr(sys, "platform", "win32")
+        assert "win32" in _reason(Library(tmp_path / "builds"))
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.delenv("CXX", raising=False)
+    assert "no C++ compiler" in _reason(Library(tmp_path / "builds"))
+    assert not (tmp_path / "builds").exists()
+
+
+def test_the_name_says_what_it_was_built_for(compiler: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:
+    names = [name_of_build()]
+    compiler("exit 1")
+    names.append(name_of_build())
+    monkeypatch.setattr("torch.__version__", "2.13.1")
+    names.append(name_of_build())
+    monkeypatch.setattr("torch.version.git_version", "another")
+    names.append(name_of_build())
+    assert len(set(names)) == 4

@@ -18,6 +18,15 @@ std::unique_ptr<Walk> take_idle() {
   return walk;
 }
 
+// Have the processor fetch nodes and their edges before the walk needs them, while PyTorch unpacks what this one saved: a
+// walk over a tape that was just made waits for memory more than for anything else.
+void prefetch_next(const Node& node) {
+  constexpr size_t kLine = 64, kBytes = 1024;  // of a node's own members, and of what the common ones save
+  for (const Edge& edge : node.next_edges())
+    for (size_t offset = 0; offset < kBytes; offset += kLine)
+      __builtin_prefetch(reinterpret_cast<const char*>(edge.function.get()) + offset);
+}
+
 uint64_t type_of(const Node& node) { return reinterpret_cast<uintptr_t>(&typeid(node)); }
 
 }  // namespace
@@ -48,6 +57,7 @@ uint32_t Walk::see(Node* node) {
 
 std::string_view Walk::visit(uint32_t number) {
   Node& node = *nodes_[number];
+  prefetch_next(node);
   forget_node();
   call_.id = number;
   call_.node = c10::intrusive_ptr<Node>::reclaim_copy(&node);
@@ -73,6 +83,7 @@ void Walk::collect_edges(const Node& node) {
     if (!args_.cond(edge.is_valid())) continue;
     args_.collect_size(see(edge.function.get()));
     args_.collect_size(edge.input_nr);
+    __builtin_prefetch(edge.function->next_edges().data());
     const torch::autograd::InputMetadata& metadata = edge.function->input_metadata(edge.input_nr);
     args_.collect(metadata);
     args_.collect(metadata.grad_dtype());  // which the engine's key lacks

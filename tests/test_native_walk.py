@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import os
+import subprocess
 import sys
 import threading
 import time
@@ -29,6 +31,7 @@ from compiled_autograd.native.self_check import why_wrong
 from .fuzz import execute
 from .fuzz.backward import real
 from .fuzz.generate import generate
+from .helpers import ROOT
 
 _SECONDS_TO_BUILD = 600.0
 
@@ -523,6 +526,23 @@ def test_nothing_leaks(native: Any) -> None:
     walk(34_000)
     assert sys.getrefcount(x) == references
     assert _resident() - before < 256  # pages
+
+
+@pytest.mark.slow
+def test_under_sanitizers() -> None:
+    """The tests above, with the extension built to find reads and writes of what is not its own."""
+    if why_unsupported():
+        pytest.skip(f"there is no extension here: {why_unsupported()}")
+    names = ("libasan.so", "libubsan.so", "libstdc++.so.6")
+    found = [subprocess.run(["g++", f"-print-file-name={name}"], capture_output=True, text=True) for name in names]
+    libraries = [each.stdout.strip() for each in found]
+    if not all(map(os.path.isabs, libraries)):
+        pytest.skip("g++ has no sanitizers here")
+    options = {"ASAN_OPTIONS": "detect_leaks=0", "LD_PRELOAD": " ".join(libraries), "OMP_NUM_THREADS": "1"}
+    command = [sys.executable, "-m", "pytest", "-p", "tests.sanitized", "-q", "-k", "not leaks", __file__]
+    environment = {**os.environ, "PYTHONPATH": str(ROOT), **options}
+    ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
+    assert ended.returncode == 0, ended.stdout[-4000:] + ended.stderr[-4000:]
 
 
 # ---- the self-check --------------------------------------------------------------------------------------------------

@@ -177,18 +177,17 @@ def _run_program(both: Both, seed: int) -> None:
 
 
 def _backward(outputs: Sequence[Tensor], gradients: Sequence[Tensor]) -> None:
-    with contextlib.suppress(RuntimeError):  # some are changed in place: those both refuse
+    with contextlib.suppress(Exception):  # of tapes changed in place, and of hooks that are given no gradient
         torch.autograd.backward(outputs, gradients)
 
 
 def _compare_programs(native: Any, seeds: range) -> Counter[str]:
-    counts: Counter[str] = Counter()
+    """Each tape meets the plans of all that came before."""
+    ca.reset()
+    both = Both(native)
     for seed in seeds:
-        ca.reset()
-        both = Both(native)
         _run_program(both, seed)
-        counts += both.counts
-    return counts
+    return both.counts
 
 
 @pytest.mark.parametrize("first", range(0, 120, 20))
@@ -201,8 +200,11 @@ def test_random_tapes(native: Any, first: int) -> None:
 
 @pytest.mark.slow
 def test_many_random_tapes(native: Any) -> None:
-    counts = _compare_programs(native, range(1000, 2500))
-    assert counts["hit"] > 1000 and counts["stricter"] == 0, counts
+    counts: Counter[str] = Counter()
+    for first in range(1000, 3000, 50):
+        counts += _compare_programs(native, range(first, first + 50))
+    assert counts["hit"] > counts["learnt"] > 1000
+    assert counts["stricter"] == 0
 
 
 # ---- planted differences ---------------------------------------------------------------------------------------------

@@ -41,8 +41,8 @@ from .capture.capture import described
 from .diagnostics.bypass import before_capture, reason_of_end
 from .engine.account import Account
 from .engine.call import Call, HandedOver
+from .engine.cuda.devices import cuda_device
 from .engine.decide import is_policy
-from .engine.devices import cuda_device
 from .engine.engine import keep_from_dynamo
 from .engine.execution import depth, execute
 from .engine.handles import KEPT, may_be_kept

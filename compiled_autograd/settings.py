@@ -33,6 +33,7 @@ class Settings:
     passes: tuple[Callable[..., Any], ...] = ()
     tune: bool = True
     mode: str = DEFAULT
+    native: bool | None = None
 
     @property
     def backend_in_mode(self) -> str | Callable[..., Any]:
@@ -136,5 +137,6 @@ _ALLOWED: dict[str, tuple[Any, str]] = {
     "passes": (_passes, "a list of functions over a GraphModule"),
     "tune": (bool, "True or False"),
     "mode": (Literal[MODES], "one of " + ", ".join(map(repr, MODES))),
+    "native": (bool | None, "None, True or False"),
 }
 """Of each setting, its type or a function that raises ``TypeError`` for what it cannot be; and the same in words."""

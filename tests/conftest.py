@@ -5,6 +5,7 @@ from __future__ import annotations
 import faulthandler
 import math
 import os
+import sys
 from collections.abc import Iterator
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # one process for each core: with more threads, each would wait for the others
@@ -14,13 +15,37 @@ import pytest
 import torch
 
 from compiled_autograd.capture import parameter_names
-from compiled_autograd.engine import session
+from compiled_autograd.engine import backward, seam, session
+from compiled_autograd.engine.native_hits import NATIVE_HITS
 from compiled_autograd.process_state import PROCESS
+
+from . import both_walks
 
 WATCHDOG_SECONDS = 300
 os.environ["COMPILED_AUTOGRAD_TUNE"] = "false"  # else counts would depend on the clock
 parameter_names._SLOW_SEARCH_SECONDS = math.inf  # else names of parameters would depend on it too
 os.environ["COMPILED_AUTOGRAD_CACHE_DIR"] = "false"  # tests of the store name a folder of their own
+if both_walks.MODE != "off":
+    os.environ["COMPILED_AUTOGRAD_NATIVE"] = "true"
+
+
+@pytest.fixture(autouse=True, scope="session")
+def native_mode(request: pytest.FixtureRequest) -> Iterator[None]:
+    """See :mod:`tests.both_walks`."""
+    if both_walks.MODE == "off":
+        yield
+        return
+    library = both_walks.library_of(request.config)
+    with pytest.MonkeyPatch.context() as patch:
+        if both_walks.MODE == "both":
+            both = both_walks.Both(library)
+            patch.setattr(backward, "NATIVE_HITS", both)
+            patch.setattr(seam, "NATIVE_HITS", both)
+        else:
+            patch.setattr(NATIVE_HITS, "library", library)
+        yield
+    if both_walks.MODE == "both":
+        sys.stderr.write(f"\n{both_walks.Both.compared} tapes were walked by both\n")
 
 
 @pytest.fixture(autouse=True)

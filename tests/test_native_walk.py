@@ -8,7 +8,6 @@ import os
 import subprocess
 import sys
 import threading
-import time
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -25,9 +24,10 @@ from compiled_autograd.cache.variants import Handover, Shapes, tensor_check
 from compiled_autograd.engine.call import Call, HandedOver
 from compiled_autograd.engine.seam import hand_over
 from compiled_autograd.ir.order import order_shows
-from compiled_autograd.native.library import BEING_BUILT, Library, why_unsupported
+from compiled_autograd.native.library import why_unsupported
 from compiled_autograd.native.self_check import why_wrong
 
+from .both_walks import assert_same, library_of
 from .fuzz import execute
 from .fuzz.backward import real
 from .fuzz.generate import generate
@@ -39,15 +39,7 @@ _SECONDS_TO_BUILD = 600.0
 @pytest.fixture(scope="module")
 def native(request: pytest.FixtureRequest) -> Any:
     """The extension, built once for all runs of the tests."""
-    reason = why_unsupported()
-    if reason:
-        pytest.skip(f"there is no extension here: {reason}")
-    library = Library(Path(request.config.cache.mkdir("native")) / "builds")  # type: ignore[union-attr]
-    deadline = time.monotonic() + _SECONDS_TO_BUILD
-    while library.module() is None and library.reason == BEING_BUILT and time.monotonic() < deadline:
-        time.sleep(0.1)
-    assert library.module() is not None, library.reason
-    return library.module()
+    return library_of(request.config).module()
 
 
 def _ones(*outputs: Tensor) -> tuple[Tensor, ...]:
@@ -102,7 +94,7 @@ class Both:
             self.counts[f"refused: {fresh}"] += 1
             assert not found
             return
-        _assert_same(fresh, handed.handover)
+        assert_same(fresh, handed.handover)
         if handed.graph in found:
             self.counts["hit"] += 1
             self._compare_variants(handed.graph, found[handed.graph], outputs, gradients, handed.handover)
@@ -113,7 +105,7 @@ class Both:
         self.serves[id(plan)] = [_serves_like(handed.handover)]
 
     def _compare_variants(self, graph: Any, found: Any, outputs: Any, gradients: Any, handover: Handover) -> None:
-        _assert_same(found, handover)
+        assert_same(found, handover)
         expected = [
             [index for index, serves in enumerate(self.serves[id(plan)]) if serves(handover)]
             for plan in self.plans[graph]
@@ -128,30 +120,6 @@ def _serves_like(handover: Handover) -> Callable[[Handover], bool]:
     check = tensor_check(handover.tensors, shapes.tensors)
     scalars = list(handover.scalars)
     return lambda other: shapes.serves(other.sizes) and scalars == other.scalars and check(*other.tensors)
-
-
-def _assert_same(found: Any, handover: Handover) -> None:
-    """Both found the same: tensors by identity, but those that are made anew whenever they are unpacked."""
-    _, tensors, sizes, scalars, objects = found
-    assert len(tensors) == len(handover.tensors)
-    for one, other in zip(tensors, handover.tensors, strict=True):
-        assert one is other or _unpacked_alike(one, other)
-    assert (sizes, scalars) == (list(handover.sizes), list(handover.scalars))
-    assert [*map(id, objects)] == [*map(id, handover.objects)]
-    assert not handover.packed
-
-
-def _unpacked_alike(one: Tensor, other: Tensor) -> bool:
-    same = one.grad_fn is other.grad_fn and one.grad_fn is not None and one.output_nr == other.output_nr
-    memory = (one.untyped_storage()._cdata, one.storage_offset(), one.stride(), one.shape, one.dtype, one._version)
-    return same and memory == (
-        other.untyped_storage()._cdata,
-        other.storage_offset(),
-        other.stride(),
-        other.shape,
-        other.dtype,
-        other._version,
-    )
 
 
 def _run_program(both: Both, seed: int) -> None:

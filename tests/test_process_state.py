@@ -58,6 +58,7 @@ EXCEPTIONS = {
         **dict.fromkeys(("_LOADING", _FORK), _ALONE),
     },
     "backends/inductor/memory.py": {"keep_freed_memory": _ONCE},
+    "backends/inductor/workarounds/complex_scatters.py": {"_LIBRARY": _ONCE},
     "backends/inductor/workarounds/outer_loops.py": {"_thread": _COMPILES, "_install": _ONCE},
     "backends/inductor/randomness.py": {"decompositions": _UNCHANGING},
     "backends/inductor/straight_line/products.py": {"products": _UNCHANGING},

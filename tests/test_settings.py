@@ -75,6 +75,8 @@ def test_impossible_values_say_what_is_possible(name: str, value: Any) -> None:
         {"check": 7},
         {"cache_dir": None},
         {"cache_dir": False},
+        {"native": None},
+        {"native": True},
         {"passes": []},
         {"passes": (print,)},
     ],

@@ -16,9 +16,10 @@ import torch._dynamo.device_interface  # looks for CUDA when it is imported, and
 import compiled_autograd as ca
 from compiled_autograd import errors, ir
 from compiled_autograd.diagnostics.bypass import CUDA_DEVICES
-from compiled_autograd.engine import backward, decide, seam, streams
-from compiled_autograd.engine.devices import cuda_device, on_device
-from compiled_autograd.engine.streams import DEFAULT, UNKNOWN, StreamWatch, _Thread
+from compiled_autograd.engine import backward, decide, seam
+from compiled_autograd.engine.cuda import streams
+from compiled_autograd.engine.cuda.devices import cuda_device, on_device
+from compiled_autograd.engine.cuda.streams import DEFAULT, UNKNOWN, StreamWatch, _Thread
 
 from .helpers import assert_same, expect, in_subprocess
 
@@ -412,7 +413,7 @@ import compiled_autograd as ca
 x = torch.ones(3, requires_grad=True)
 with ca.enable(backend="eager", on_unsupported="raise"):
     (x * x).sum().backward()
-from compiled_autograd.engine.streams import STREAMS
+from compiled_autograd.engine.cuda.streams import STREAMS
 assert not STREAMS.in_use and not STREAMS._undo
 assert torch.Stream.__enter__ is enter and torch._C._accelerator_setStream is accelerator
 assert len(torch.cuda._queued_calls) - len(calls) == torch.backends.cuda.is_built()

@@ -85,6 +85,13 @@ class CompiledGraph:
                 return variant
         return None
 
+    def uses(self, variant: Variant, settings: tuple[Any, ...], ambient: Ambient) -> bool:
+        """Whether a variant, which fits the shapes of a backward, is one that still serves under these; it is used."""
+        serves = variant.key.ambient == ambient and variant.key.settings == settings and variant in self.variants
+        if serves:
+            self.used = variant.used = next(_uses)
+        return serves
+
     def add(self, settings: Settings, ambient: Ambient, handover: Handover) -> tuple[Variant, list[Miss]]:
         """A new variant, not yet compiled; and why none of those that are there serves."""
         with _ADDING:

@@ -12,11 +12,12 @@ from ..policies.autotune import AUTOTUNE
 from ..torch_api.version_differences import words_for_unused
 from .account import Account
 from .call import Call, HandedOver, RanInside, Refused, Results, run_backward
+from .cuda.streams import STREAMS
 from .decide import decide, is_policy
 from .execution import execute, on_eager
+from .native_hits import NATIVE_HITS
 from .seam import hand_over
 from .session import Session
-from .streams import STREAMS
 
 
 def run(session: Session, call: Call) -> Any:
@@ -26,7 +27,7 @@ def run(session: Session, call: Call) -> Any:
         reason = decide(call, session.settings)
         if reason is not None:
             return _refused(call, account, Refused(reason))
-        given = hand_over(call, session.settings, functools.partial(execute, call, account))
+        given = NATIVE_HITS.hand_over(call, session.settings) or _engine_hands_over(call, session, account)
         if isinstance(given, HandedOver):
             return _asked_for(call, execute(call, account, given))
         if isinstance(given, RanInside):
@@ -36,6 +37,13 @@ def run(session: Session, call: Call) -> Any:
         if not account.told:
             account.bypass(*reason_of_end(error))
         raise
+
+
+def _engine_hands_over(call: Call, session: Session, account: Account) -> HandedOver | RanInside | Refused:
+    plan = NATIVE_HITS.learn(call, session.settings)
+    given = hand_over(call, session.settings, functools.partial(execute, call, account))
+    NATIVE_HITS.keep(plan, call, session.settings, given)
+    return given
 
 
 def _asked_for(call: Call, results: Results) -> tuple[Any, ...]:

@@ -13,7 +13,7 @@ from torch.autograd import Variable
 from shadow_cache import Bypass, Miss
 
 from ..cache.graphs import CompiledGraph
-from ..cache.variants import Handover
+from ..cache.variants import Handover, Variant
 from ..capture import tape
 
 Results = Sequence[torch.Tensor | None]
@@ -43,6 +43,13 @@ class Call:
         return tape.description(self.outputs, self.inputs, self.accumulate_grad)
 
 
+@dataclass(slots=True)
+class KnownShapes:
+    """Shapes, scalars and kinds of tensors that a tape was met with before: the variant that served them last."""
+
+    variant: Variant | None = None
+
+
 class HandedOver(NamedTuple):
     """The engine has walked the tape, and released it.
 
@@ -51,12 +58,14 @@ class HandedOver(NamedTuple):
         handover: what the engine gave.
         miss: how the structure differs from those that were known before; None where it was known.
         captured: whether the engine had to report the tape.
+        shapes: all that a variant is asked for besides settings and state; None where nobody has compared it.
     """
 
     graph: CompiledGraph
     handover: Handover
     miss: Miss | None
     captured: bool
+    shapes: KnownShapes | None = None
 
 
 class Refused(NamedTuple):

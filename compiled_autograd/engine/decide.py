@@ -15,10 +15,10 @@ from ..policies.autotune import AUTOTUNE
 from ..policies.background import BACKGROUND
 from ..settings import Settings
 from .call import Call, HandedOver, Refused
+from .cuda.streams import STREAMS
 from .execution import depth
 from .handles import KEPT
 from .seam import hand_over
-from .streams import STREAMS
 
 _NOT_UNSUPPORTED = (TRACING, ON_MISS, COMPILING, EVERY_TAPE_NEW, FORKED)
 

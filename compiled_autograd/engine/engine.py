@@ -19,10 +19,10 @@ from ..threads.gate import GATE, threads_running
 from ..user_code.functions import number_of
 from . import backward
 from .call import Call, run_backward
+from .cuda.streams import STREAMS
 from .execution import depth, on_eager, running
 from .seam import walking
 from .session import BYPASS, Outcome, current
-from .streams import STREAMS
 
 
 class Engine(_ImperativeEngine):

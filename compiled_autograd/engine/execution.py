@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from ..cache.selection import select
+from ..cache.selection import Selection, select
 from ..diagnostics.reporting import failure_of
 from ..errors import CacheMissError, GradientMismatchError
 from ..guards.ambient import Ambient, ambient
@@ -26,7 +26,7 @@ from ..threads.forks import can_compile
 from ..threads.gate import GATE, take
 from .account import Account, RunAccount
 from .call import Call, HandedOver, Results
-from .devices import on_device
+from .cuda.devices import on_device
 
 
 class _Thread(threading.local):
@@ -122,7 +122,7 @@ def _run(state: Running, run: RunAccount) -> Results:
         ambient_state = run.ambient_state = ambient()
         if settings.on_miss == "background" and not forked:
             context.submit = functools.partial(_submit, run, ambient_state)
-        run.selection = select(settings, graph, ambient_state, handover, run.handed.miss, forked)
+        run.selection = _select(run, ambient_state, forked)
         context.report.failures.extend(run.selection.failures)
         variant = run.selection.variant
         results = graph(handover) if variant is None else variant.program.run(handover.slots(), context)
@@ -136,6 +136,17 @@ def _run(state: Running, run: RunAccount) -> Results:
         if context.call and state.outputs and torch.is_anomaly_enabled():
             nan_checks.tell_of_forward(state.nodes[context.call - 1])
         raise
+
+
+def _select(run: RunAccount, ambient_state: Ambient, forked: bool) -> Selection:
+    """What serves the backward: without asking for shapes, where these were found to be ones that were met before."""
+    settings, graph, shapes = run.account.settings, run.handed.graph, run.handed.shapes
+    if shapes is not None and shapes.variant is not None and graph.uses(shapes.variant, settings.key, ambient_state):
+        return Selection(shapes.variant)
+    selection = select(settings, graph, ambient_state, run.handed.handover, run.handed.miss, forked)
+    if shapes is not None:
+        shapes.variant = selection.variant
+    return selection
 
 
 def _submit(run: RunAccount, ambient_state: Ambient, program: Program, step: RegionStep, slots: Slots) -> None:

@@ -45,9 +45,10 @@ from ..threads.gate import GATE, Token, take
 from ..torch_api.op_registry import captures_of_others, others_are_on
 from ..user_code.functions import forget_numbers
 from .call import Call, HandedOver, RanInside, Refused, Results, run_backward
-from .devices import cuda_device
+from .cuda.devices import cuda_device
 from .execution import depth
 from .handles import KEPT, Handle, may_be_kept
+from .native_hits import NATIVE_HITS
 
 _seam = torch._C._dynamo.compiled_autograd
 
@@ -126,6 +127,7 @@ def _forget() -> None:
     forget_numbers()
     VIEW_WRITES.forget()
     KEPT.clear()
+    NATIVE_HITS.forget()
 
 
 PROCESS.register(_thread, reset=forget)

@@ -50,6 +50,9 @@ class Plan(Protocol):
     def add_variant(self, outputs: Sequence[Any], gradients: Sequence[Any]) -> Found | str:
         """The same; what the tape holds is a variant from then on."""
 
+    def take(self, outputs: Sequence[Any], gradients: Sequence[Any], keep_graph: bool) -> Found | str:
+        """The same; unless it is to be kept, the tape is freed, as by the engine."""
+
 
 class Module(Protocol):
     """The extension."""

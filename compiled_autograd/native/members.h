@@ -3,6 +3,7 @@
 //
 //   CompiledNodeArgs   the bytes of the key, which its only reader takes a node at a time
 //   TensorArgs         maps that would grow with the tape; emptied after each node they stay in the cache
+//   Node               the lock that is held while another thread runs the node or releases what it saved
 
 #pragma once
 
@@ -35,11 +36,16 @@ struct NextTensor {
   using Type = uint32_t TensorArgs::*;
   friend Type pointer_to(NextTensor);
 };
+struct NodeLock {
+  using Type = std::mutex Node::*;
+  friend Type pointer_to(NodeLock);
+};
 
 template struct Grant<KeyBytes, &CompiledNodeArgs::_specialization_key>;
 template struct Grant<KeySize, &CompiledNodeArgs::_specialization_key_size>;
 template struct Grant<TensorMap, &TensorArgs::_args>;
 template struct Grant<SavedMap, &TensorArgs::_saved_variables>;
 template struct Grant<NextTensor, &TensorArgs::_next_id>;
+template struct Grant<NodeLock, &Node::mutex_>;
 
 }  // namespace native

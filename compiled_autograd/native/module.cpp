@@ -1,5 +1,5 @@
-// The module as Python has it: `Plan(outputs, gradients, order_shows)`, `Plan.compare(outputs, gradients)` and
-// `Plan.add_variant(outputs, gradients)`. Each gives a string, the reason, where it refuses a tape or the tape is another.
+// The module as Python has it: `learn(outputs, gradients, order_shows)`, and of the plan that it gives `compare`,
+// `add_variant` and `take`. Each gives a string, the reason, where it refuses a tape or the tape is another.
 
 #include "plan.h"
 
@@ -155,6 +155,31 @@ PyObject* add_variant(PyObject* self, PyObject* arguments) {
   return walk_with(self, arguments, [](Plan& plan, const Handover& found) { return plan.add_variant(found); });
 }
 
+struct WithoutGIL {
+  PyThreadState* state = PyEval_SaveThread();
+  ~WithoutGIL() { PyEval_RestoreThread(state); }
+};
+
+// As add_variant; and the tape lets go of what it has saved, once nothing can go wrong any more.
+PyObject* take(PyObject* self, PyObject* arguments) {
+  PyObject *outputs, *gradients;
+  int keeps;
+  if (!PyArg_ParseTuple(arguments, "OOp", &outputs, &gradients, &keeps)) return nullptr;
+  return or_reason([&]() -> PyObject* {
+    const Lease walk;
+    begin(*walk, outputs, gradients);
+    Plan& plan = plan_of(self);
+    if (const auto difference = plan.difference(*walk)) return text(*difference);
+    const int number = plan.add_variant(walk->found());
+    Owned found(handed_over(number, walk->take()));
+    if (!keeps) {
+      const WithoutGIL meanwhile;
+      plan.release(*walk);
+    }
+    return found.release();
+  });
+}
+
 PyObject* nodes(PyObject* self, void*) { return PyLong_FromSize_t(plan_of(self).nodes()); }
 
 void let_go(PyObject* self) {
@@ -168,6 +193,8 @@ PyMethodDef plan_methods[] = {
     {"compare", compare, METH_VARARGS,
      "(outputs, gradients) -> (variant or -1, tensors, sizes, scalars, objects), or what differs."},
     {"add_variant", add_variant, METH_VARARGS, "The same; what the tape holds becomes a variant if it is none."},
+    {"take", take, METH_VARARGS,
+     "(outputs, gradients, keep_graph) -> the same; unless it is kept, the tape is freed as by the engine."},
     {nullptr, nullptr, 0, nullptr}};
 PyGetSetDef plan_attributes[] = {
     {"nodes", nodes, nullptr, "How many nodes the tape has, the engine's root among them.", nullptr},

@@ -87,9 +87,13 @@ int Plan::variant_for(const Handover& found) const {
 
 int Plan::add_variant(const Handover& found) {
   const int known = variant_for(found);
-  if (known != kNone) return known;
+  if (known != kNone || variants_.size() == kMaxVariants) return known;
   variants_.emplace_back(found);
   return static_cast<int>(variants_.size()) - 1;
+}
+
+void Plan::release(const Walk& walk) const {
+  for (const uint32_t number : order_) walk.node(number).release_variables();
 }
 
 }  // namespace native

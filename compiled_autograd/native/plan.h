@@ -22,13 +22,18 @@ class Plan {
 
   // The number of the variant whose guards hold, or -1.
   int variant_for(const Handover& found) const;
-  // Its number; a new one where none held. Throws Refused.
+  // Its number; a new one where none held, or -1 where there are many. Throws Refused.
   int add_variant(const Handover& found);
+
+  // Let go of what the nodes of a walked tape have saved, as the engine does. Without the GIL: another thread may hold a
+  // node's lock and wait for it.
+  void release(const Walk& walk) const;
 
   size_t nodes() const { return order_.size(); }
 
  private:
   static constexpr int kNone = -1;
+  static constexpr size_t kMaxVariants = 64;
 
   void learn_ages(const Walk& walk);
   bool same_ages(const Walk& walk) const;

@@ -2,6 +2,7 @@
 
 #include "members.h"
 
+#include <mutex>
 #include <typeinfo>
 
 namespace native {
@@ -59,6 +60,8 @@ std::string_view Walk::visit(uint32_t number) {
   Node& node = *nodes_[number];
   prefetch_next(node);
   forget_node();
+  const std::unique_lock<std::mutex> lock(node.*pointer_to(NodeLock()), std::try_to_lock);
+  if (!lock) throw Refused{"another thread is at the tape"};
   call_.id = number;
   call_.node = c10::intrusive_ptr<Node>::reclaim_copy(&node);
   args_.collect(type_of(node));

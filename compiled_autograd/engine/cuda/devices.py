@@ -13,9 +13,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from ..diagnostics.bypass import CUDA_DEVICES
-from ..errors import CaptureRefusedError
-from ..ir import TapeGraph
+from ...diagnostics.bypass import CUDA_DEVICES
+from ...errors import CaptureRefusedError
+from ...ir import TapeGraph
 
 _AS_IT_IS = nullcontext()
 

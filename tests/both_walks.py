@@ -1,0 +1,104 @@
+"""Has the walk in C++ and the engine's own walk every tape of a test run, and compares what they find.
+
+    TESTS_NATIVE=both python -m pytest     each tape that is known is walked by both
+    TESTS_NATIVE=on python -m pytest       the walk in C++ serves hits
+
+Otherwise no test but those of the room itself waits for the extension, and none uses it.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from backends import get_backend
+from compiled_autograd.diagnostics.bypass import OTHER_THREAD
+from compiled_autograd.engine import native_hits
+from compiled_autograd.engine.call import Call, HandedOver, Refused
+from compiled_autograd.engine.native_hits import NativeHits
+from compiled_autograd.native.library import BEING_BUILT, Library
+from compiled_autograd.settings import Settings
+
+MODE = os.environ.get("TESTS_NATIVE", "off")
+_SECONDS_TO_BUILD = 600.0
+
+
+def library_of(config: pytest.Config) -> Library:
+    """Built once for all runs of the tests; skips where there can be none."""
+    library = Library(Path(config.cache.mkdir("native")) / "builds")  # type: ignore[union-attr]
+    deadline = time.monotonic() + _SECONDS_TO_BUILD
+    while library.module() is None and library.reason == BEING_BUILT and time.monotonic() < deadline:
+        time.sleep(0.1)
+    if library.module() is None:
+        pytest.skip(f"there is no extension here: {library.reason}")
+    return library
+
+
+def assert_same(found: Any, handover: Any) -> None:
+    """Both found the same: tensors by identity, but those that are made anew whenever they are unpacked."""
+    _, tensors, sizes, scalars, objects = found
+    assert len(tensors) == len(handover.tensors)
+    for one, other in zip(tensors, handover.tensors, strict=True):
+        assert one is other or _unpacked_alike(one, other)
+    assert (sizes, scalars) == (list(handover.sizes), list(handover.scalars))
+    assert [*map(id, objects)] == [*map(id, handover.objects)]
+    assert not handover.packed
+
+
+def _unpacked_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
+    same = one.grad_fn is other.grad_fn and one.grad_fn is not None and one.output_nr == other.output_nr
+    memory = (one.untyped_storage()._cdata, one.storage_offset(), one.stride(), one.shape, one.dtype, one._version)
+    return same and memory == (
+        other.untyped_storage()._cdata,
+        other.storage_offset(),
+        other.stride(),
+        other.shape,
+        other.dtype,
+        other._version,
+    )
+
+
+class Both(NativeHits):
+    """Never serves; compares what it would have served with what the engine gives."""
+
+    compared = 0
+
+    def __init__(self, library: Any) -> None:
+        super().__init__()
+        self.library = library
+        self._thread = threading.local()
+
+    def hand_over(self, call: Call, settings: Settings) -> HandedOver | None:
+        self._wanted = max(self._wanted, 1)
+        self._thread.found = None
+        if not self._learnt or not native_hits._may_be_known(call, settings):
+            return None
+        bitwise = get_backend(settings.backend_in_mode).bitwise
+        for each in self._learnt:
+            graph = each.graphs.get(bitwise)
+            if graph is None or graph.evicted:
+                continue
+            found = each.plan.add_variant(call.outputs, call.grads)
+            if not isinstance(found, str):
+                self._thread.found = (graph, found)
+                break
+        return None
+
+    def keep(self, plan: Any, call: Call, settings: Settings, given: object) -> None:
+        found = self._thread.found
+        if found is None:
+            super().keep(plan, call, settings, given)
+            return
+        if isinstance(given, Refused) and given.reason == OTHER_THREAD:
+            return  # the walk in C++ need not have the tape for itself
+        graph, what = found
+        assert isinstance(given, HandedOver), given
+        assert given.graph is graph and given.miss is None and not given.captured
+        assert_same(what, given.handover)
+        Both.compared += 1

@@ -17,9 +17,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 import compiled_autograd as ca
 from backends.inductor import backend as inductor
 from backends.inductor.backend import InductorBackend
+from backends.inductor.poison import poisoned
 from backends.inductor.straight_line import products, program_library
 from backends.inductor.straight_line.straight_line import GENERATED_CODE, PROGRAM, StraightLine
 from backends.inductor.straight_line.translation import UnknownCodeError, translated
+from compiled_autograd.steps.memory import is_out_of_memory
 
 _empty = torch._C._dynamo.guards._empty_strided_cpu
 _view = torch._C._dynamo.guards._reinterpret_tensor
@@ -193,6 +195,63 @@ def test_what_is_let_go_is_gone(make_program: Any) -> None:
     gone[:] = [weakref.ref(inputs[0]), weakref.ref(inputs[1])]
     program(inputs)
     assert alive == [True, False, False]
+
+
+def _allocations(code: str, make_program: Any, inputs: list[Any], **names: Any) -> tuple[int, int]:
+    """How many pieces of plain memory a program allocates, and how many tensors."""
+    made: list[Any] = []
+
+    def making(*of: Any) -> Any:
+        made.extend(of[2])
+        return make_program(*of)
+
+    namespace = _namespace(**names)
+    translated(code, namespace, inputs).made_by(making)
+    calls = [each for each in made if each[0] == "call" and each[1] is namespace["empty_strided_cpu"]]
+    return [each[0] for each in made].count("memory"), len(calls)
+
+
+@pytest.mark.skipif(not products.products(), reason="products are torch's own here")
+@pytest.mark.parametrize(
+    ("lines", "expected"),
+    [
+        (["return (d, )"], (1, 1)),
+        (["return (c, d)"], (0, 2)),
+        (["return (reinterpret_tensor(c, (16, ), (1, ), 0), d)"], (0, 2)),
+        (["e = d + 1", "return (e, )"], (1, 1)),
+        (["e = reinterpret_tensor(c, (16, ), (1, ), 0)", "f = e + 1", "return (d, f)"], (0, 2)),
+        (["return (a, )"], (2, 0)),
+    ],
+)
+def test_memory_that_python_never_sees_is_no_tensor(
+    make_program: Any, lines: list[str], expected: tuple[int, int]
+) -> None:
+    code = _code(
+        "c = empty_strided_cpu((4, 4), (4, 1), torch.float32)",
+        "extern_kernels.mm(a, b, out=c)",
+        "d = empty_strided_cpu((4, 4), (4, 1), torch.float32)",
+        "extern_kernels.mm(c, b, out=d)",
+        *lines,
+    )
+    inputs = [torch.randn(4, 4), torch.randn(4, 4)]
+    _both(make_program, code, inputs)
+    assert _allocations(code, make_program, inputs) == expected
+    names = poisoned(_namespace())  # these functions do more than to allocate
+    assert _allocations(code, make_program, inputs, **names) == (0, 2)
+
+
+@pytest.mark.skipif(not products.products(), reason="products are torch's own here")
+def test_memory_that_cannot_be_had_is_said_as_torch_says_it(make_program: Any) -> None:
+    code = _code(
+        f"c = empty_strided_cpu((4, 4), ({2**58}, 1), torch.float32)",
+        "extern_kernels.mm(a, b, out=c)",
+        "return (b, )",
+    )
+    inputs = [torch.randn(4, 4), torch.randn(4, 4)]
+    program = translated(code, _namespace(), inputs).made_by(make_program)
+    with pytest.raises(RuntimeError, match="can't allocate memory") as raised:
+        program(inputs)
+    assert is_out_of_memory(raised.value)
 
 
 def test_an_error_is_told_and_everything_let_go(make_program: Any) -> None:

@@ -4,8 +4,8 @@
 // empties that list, and returns a tuple, as `call` does. (All libraries that `inductor/kernels.py` loads have that
 // name.) What an instruction is made of: `translation.py`.
 //
-// Values are Python objects in slots. Beside each slot stands the address of its tensor's memory, for the instructions
-// that take addresses: kernels, products and copies.
+// Values are Python objects in slots, or plain memory where no Python sees it. Beside each slot stands the address of its
+// memory, for the instructions that take addresses: kernels, products and copies.
 
 #define PY_SSIZE_T_CLEAN
 #include <Python.h>
@@ -31,6 +31,11 @@ struct Release {
 };
 using Owned = std::unique_ptr<PyObject, Release>;
 
+struct Free {
+  void operator()(char* memory) const { std::free(memory); }
+};
+using Bytes = std::unique_ptr<char, Free>;
+
 struct PythonError : std::exception {};  // the error is set
 
 static void require(bool holds) {
@@ -42,11 +47,11 @@ struct Memory {  // some bytes into the memory of a slot's tensor
   Py_ssize_t offset;
 };
 
-enum class Operation { call, kernel, product, copy, drop };
+enum class Operation { call, memory, kernel, product, copy, drop };
 
 struct Instruction {
   Operation operation;
-  // call: what, the slots it takes, the constants after them, and where the result goes (-1: nowhere)
+  // call: what, the slots it takes, the constants after them, and where the result goes (-1: nowhere); memory: where to
   Owned callee;
   std::vector<Py_ssize_t> slots;  // of a drop: what is let go
   std::vector<Owned> constants;
@@ -55,7 +60,7 @@ struct Instruction {
   // kernel and product: a function of compiled code; kernel, copy (to, from) and product (a, b, c): on what memory
   void* function = nullptr;
   std::vector<Memory> memory;
-  Py_ssize_t bytes = 0;  // of a copy
+  Py_ssize_t bytes = 0;  // of a copy, and of memory
   // product, as BLAS has it
   int in_double = 0;
   char transpose_a = 'n', transpose_b = 'n';
@@ -98,6 +103,9 @@ static Instruction instruction_of(PyObject* tuple) {
     made.callee.reset(Py_NewRef(callee));
     for (Py_ssize_t index = 0; index < PyTuple_GET_SIZE(constants); ++index)
       made.constants.emplace_back(Py_NewRef(PyTuple_GET_ITEM(constants, index)));
+  } else if (name == "memory") {
+    made.operation = Operation::memory;
+    require(PyArg_ParseTuple(tuple, "snn", &operation, &made.bytes, &made.result));
   } else if (name == "kernel") {
     made.operation = Operation::kernel;
     require(PyArg_ParseTuple(tuple, "sKO", &operation, &function, &memory));
@@ -157,6 +165,7 @@ static void multiply(const Instruction& of, const void* a, const void* b, void* 
       &transpose_a, &transpose_b, &m, &n, &k, &alpha, a, &lda, b, &ldb, &beta, c, &ldc);
 }
 
+constexpr std::size_t alignment = 64;  // of memory that PyTorch allocates (c10/core/alignment.h)
 using Clock = std::chrono::steady_clock;
 constexpr auto longest_hold = std::chrono::milliseconds(2);  // of the interpreter's lock, where somebody wants it
 constexpr std::int64_t long_product = 1 << 20;                // multiplications: some ten microseconds
@@ -170,7 +179,8 @@ struct Program {
 
 class Run {
  public:
-  explicit Run(const Program& program) : program_(program), values_(program.slots), addresses_(program.slots) {}
+  explicit Run(const Program& program)
+      : program_(program), values_(program.slots), memory_(program.slots), addresses_(program.slots) {}
 
   PyObject* operator()(PyObject* arguments) {
     take(arguments);
@@ -210,6 +220,9 @@ class Run {
       case Operation::call:
         call(instruction);
         break;
+      case Operation::memory:
+        allocate(instruction);
+        break;
       case Operation::kernel: {
         void* arguments[most_arguments];
         for (std::size_t index = 0; index < memory.size(); ++index) arguments[index] = at(memory[index]);
@@ -228,9 +241,22 @@ class Run {
         std::memcpy(at(memory[0]), at(memory[1]), instruction.bytes);
         break;
       case Operation::drop:
-        for (const auto slot : instruction.slots) values_[slot].reset();
+        for (const auto slot : instruction.slots) {
+          values_[slot].reset();
+          memory_[slot].reset();
+        }
         break;
     }
+  }
+
+  void allocate(const Instruction& instruction) {
+    void* memory = nullptr;
+    if (posix_memalign(&memory, alignment, instruction.bytes) != 0) {
+      PyErr_Format(PyExc_RuntimeError, "can't allocate memory: %zd bytes are wanted", instruction.bytes);
+      throw PythonError();
+    }
+    memory_[instruction.result].reset(static_cast<char*>(memory));
+    addresses_[instruction.result] = static_cast<char*>(memory);
   }
 
   void call(const Instruction& instruction) {
@@ -256,6 +282,7 @@ class Run {
 
   const Program& program_;
   std::vector<Owned> values_;
+  std::vector<Bytes> memory_;
   std::vector<char*> addresses_;
   Clock::time_point held_since_ = Clock::now();
 };

@@ -4,6 +4,7 @@ An instruction is a tuple:
 
 - ``("call", function, slots, constants, result, has_address)``: call a Python function with what lies in ``slots``, and
   after that ``constants``; keep the result in slot ``result`` (-1: nowhere).
+- ``("memory", bytes, result)``: memory that no Python sees, in slot ``result``.
 - ``("kernel", address, memory)``: ``memory`` has a slot and an offset in bytes for each argument, one after the other.
 - ``("product", address, in_double, transpose_a, transpose_b, m, n, k, lda, ldb, ldc, alpha, beta, memory)``: BLAS.
 - ``("copy", bytes, memory)``: to the first from the second.
@@ -19,6 +20,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
+from torch._C._dynamo.guards import _empty_strided_cpu as empty_strided_cpu  # type: ignore[attr-defined]
 
 from ...protocol import Compiled
 from ..kernels import address_of
@@ -87,13 +89,21 @@ class Translation:
         if self.outputs is None:
             raise UnknownCodeError("it returns nothing")
         inputs = [slot for slot in range(len(self._inputs)) if slot in self._addressed]
-        unused = self._allocations.keys() - self._addressed
-        instructions = [
-            (*each[:-1], each[-2] in self._addressed) if each[0] == "call" else each
-            for each in self.instructions
-            if each[0] != "call" or each[-2] not in unused
-        ]
+        instructions = [*filter(None, map(self._settled, self.instructions))]
         return make_program(len(self._objects), tuple(inputs), instructions, tuple(self.outputs))
+
+    def _settled(self, instruction: Instruction) -> Instruction | None:
+        """An instruction, now that all uses of its result are known. None: it has none."""
+        if instruction[0] != "call":
+            return instruction
+        *call, result, _ = instruction
+        if result not in self._allocations:
+            return (*call, result, result in self._addressed)
+        if result not in self._addressed:
+            return None
+        if self._namespace["empty_strided_cpu"] is not empty_strided_cpu:  # it does more than to allocate
+            return (*call, result, True)
+        return ("memory", self._objects[result].bytes, result)
 
     def statement(self, statement: ast.stmt, following: Iterable[ast.stmt] = ()) -> None:
         """Translate one statement, after which ``following`` come."""

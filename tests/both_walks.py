@@ -91,7 +91,7 @@ class Both(NativeHits):
         return None
 
     def keep(self, plan: Any, call: Call, settings: Settings, given: object) -> None:
-        found = self._thread.found
+        found, self._thread.found = self._thread.found, None  # the backward is about to run, and to let go of it
         if found is None:
             super().keep(plan, call, settings, given)
             return

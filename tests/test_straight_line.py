@@ -197,8 +197,8 @@ def test_what_is_let_go_is_gone(make_program: Any) -> None:
     assert alive == [True, False, False]
 
 
-def _allocations(code: str, make_program: Any, inputs: list[Any], **names: Any) -> tuple[int, int]:
-    """How many pieces of plain memory a program allocates, and how many tensors."""
+def _allocations(code: str, make_program: Any, inputs: list[Any], **names: Any) -> tuple[int, int, int]:
+    """How many pieces of plain memory a program allocates, how many outputs, and how many tensors for Python."""
     made: list[Any] = []
 
     def making(*of: Any) -> Any:
@@ -208,23 +208,26 @@ def _allocations(code: str, make_program: Any, inputs: list[Any], **names: Any) 
     namespace = _namespace(**names)
     translated(code, namespace, inputs).made_by(making)
     calls = [each for each in made if each[0] == "call" and each[1] is namespace["empty_strided_cpu"]]
-    return [each[0] for each in made].count("memory"), len(calls)
+    kinds = [each[0] for each in made]
+    return kinds.count("memory"), kinds.count("output"), len(calls)
 
 
 @pytest.mark.skipif(not products.products(), reason="products are torch's own here")
 @pytest.mark.parametrize(
     ("lines", "expected"),
     [
-        (["return (d, )"], (1, 1)),
-        (["return (c, d)"], (0, 2)),
-        (["return (reinterpret_tensor(c, (16, ), (1, ), 0), d)"], (0, 2)),
-        (["e = d + 1", "return (e, )"], (1, 1)),
-        (["e = reinterpret_tensor(c, (16, ), (1, ), 0)", "f = e + 1", "return (d, f)"], (0, 2)),
-        (["return (a, )"], (2, 0)),
+        (["return (d, )"], (1, 1, 0)),
+        (["return (c, d)"], (0, 2, 0)),
+        (["return (d, d)"], (1, 1, 0)),
+        (["return (reinterpret_tensor(c, (16, ), (1, ), 0), d)"], (0, 2, 0)),
+        (["return (c, reinterpret_tensor(c, (16, ), (1, ), 0))"], (1, 0, 1)),
+        (["e = d + 1", "return (e, )"], (1, 0, 1)),
+        (["e = reinterpret_tensor(c, (16, ), (1, ), 0)", "f = e + 1", "return (d, f)"], (0, 1, 1)),
+        (["return (a, )"], (2, 0, 0)),
     ],
 )
 def test_memory_that_python_never_sees_is_no_tensor(
-    make_program: Any, lines: list[str], expected: tuple[int, int]
+    make_program: Any, lines: list[str], expected: tuple[int, int, int]
 ) -> None:
     code = _code(
         "c = empty_strided_cpu((4, 4), (4, 1), torch.float32)",
@@ -237,7 +240,7 @@ def test_memory_that_python_never_sees_is_no_tensor(
     _both(make_program, code, inputs)
     assert _allocations(code, make_program, inputs) == expected
     names = poisoned(_namespace())  # these functions do more than to allocate
-    assert _allocations(code, make_program, inputs, **names) == (0, 2)
+    assert _allocations(code, make_program, inputs, **names) == (0, 0, 2)
 
 
 @pytest.mark.skipif(not products.products(), reason="products are torch's own here")

@@ -15,6 +15,8 @@ from shadow_cache import Bypass, Miss
 from ..cache.graphs import CompiledGraph
 from ..cache.variants import Handover, Variant
 from ..capture import tape
+from ..native.library import Module, Taken
+from ..runtime.native_run import NativeRun
 
 Results = Sequence[torch.Tensor | None]
 
@@ -45,27 +47,45 @@ class Call:
 
 @dataclass(slots=True)
 class KnownShapes:
-    """Shapes, scalars and kinds of tensors that a tape was met with before: the variant that served them last."""
+    """Shapes, scalars and kinds of tensors that a tape was met with before.
 
+    Attributes:
+        module: what found them.
+        variant: the one that served them last.
+        native: runs that variant without Python, where it can be run so.
+        tries: how often one was looked for.
+    """
+
+    module: Module
     variant: Variant | None = None
+    native: NativeRun | None = None
+    tries: int = 0
 
 
-class HandedOver(NamedTuple):
-    """The engine has walked the tape, and released it.
+@dataclass(slots=True)
+class HandedOver:
+    """A tape was walked, and released.
 
     Attributes:
         graph: the structure.
-        handover: what the engine gave.
+        given: what was found: by the engine, or in C++, where it may go to a program as it is.
         miss: how the structure differs from those that were known before; None where it was known.
         captured: whether the engine had to report the tape.
         shapes: all that a variant is asked for besides settings and state; None where nobody has compared it.
     """
 
     graph: CompiledGraph
-    handover: Handover
+    given: Handover | Taken
     miss: Miss | None
     captured: bool
     shapes: KnownShapes | None = None
+
+    @property
+    def handover(self) -> Handover:
+        """What was found, as objects of Python."""
+        if not isinstance(self.given, Handover):
+            self.given = Handover(*self.given.lists(), ())
+        return self.given
 
 
 class Refused(NamedTuple):

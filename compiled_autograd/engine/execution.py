@@ -12,12 +12,14 @@ from typing import Any
 import torch
 
 from ..cache.selection import Selection, select
+from ..cache.variants import Handover
 from ..diagnostics.reporting import failure_of
 from ..errors import CacheMissError, GradientMismatchError
 from ..guards.ambient import Ambient, ambient
 from ..ir import nan_checks
 from ..policies.background import BACKGROUND
 from ..process_state import PROCESS
+from ..runtime.native_run import native_run
 from ..runtime.program import Program
 from ..runtime.running_backward import Running
 from ..steps.run_context import RunContext
@@ -27,6 +29,9 @@ from ..threads.gate import GATE, take
 from .account import Account, RunAccount
 from .call import Call, HandedOver, Results
 from .cuda.devices import on_device
+
+_MAX_TRIES = 32
+"""Hits of one set of shapes after which nobody looks any more whether it can be run without Python."""
 
 
 class _Thread(threading.local):
@@ -111,7 +116,7 @@ def _with_state(state: Running, run: RunAccount) -> Results:
 
 
 def _run(state: Running, run: RunAccount) -> Results:
-    graph, handover = run.handed.graph, run.handed.handover
+    handed, graph = run.handed, run.handed.graph
     settings, context = run.account.settings, state.context
     forked = not can_compile()
     context.prove, context.check_every = settings.check is not False, settings.check_every
@@ -125,7 +130,12 @@ def _run(state: Running, run: RunAccount) -> Results:
         run.selection = _select(run, ambient_state, forked)
         context.report.failures.extend(run.selection.failures)
         variant = run.selection.variant
-        results = graph(handover) if variant is None else variant.program.run(handover.slots(), context)
+        if variant is None:
+            results: Results = graph(handed.handover)
+        elif _runs_native(handed, variant.program, context):
+            results = ()
+        else:
+            results = variant.program.run(handed.handover.slots(), context)
         context.call = 0
         for callback in state.callbacks:  # one may queue another
             callback()
@@ -136,6 +146,21 @@ def _run(state: Running, run: RunAccount) -> Results:
         if context.call and state.outputs and torch.is_anomaly_enabled():
             nan_checks.tell_of_forward(state.nodes[context.call - 1])
         raise
+
+
+def _runs_native(handed: HandedOver, program: Program, context: RunContext) -> bool:
+    """Whether it could be run without Python, and was."""
+    taken, shapes = handed.given, handed.shapes
+    if shapes is None or isinstance(taken, Handover):
+        return False
+    if shapes.native is not None and not shapes.native.is_of(program):
+        shapes.native = None
+    if shapes.native is None and shapes.tries < _MAX_TRIES:
+        shapes.native, shapes.tries = native_run(program, shapes.module), shapes.tries + 1
+    if shapes.native is None or not shapes.native.is_usable(context):
+        return False
+    shapes.native.run(taken, context)
+    return True
 
 
 def _select(run: RunAccount, ambient_state: Ambient, forked: bool) -> Selection:

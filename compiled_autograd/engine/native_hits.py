@@ -14,7 +14,6 @@ from backends import get_backend
 from shadow_cache import default_dir
 
 from ..cache.graphs import CompiledGraph
-from ..cache.variants import Handover
 from ..native.library import Library, Module, Plan
 from ..process_state import PROCESS
 from ..settings import Settings
@@ -35,6 +34,7 @@ class _Learnt:
     """A plan, and what the engine would give for its tape: the structure depends on whether the backend is bitwise."""
 
     plan: Plan
+    module: Module
     graphs: dict[bool, CompiledGraph] = field(default_factory=dict)
     shapes: dict[int, KnownShapes] = field(default_factory=dict)
 
@@ -70,20 +70,19 @@ class NativeHits:
             found = each.plan.take(call.outputs, call.grads, call.keep_graph)
             if isinstance(found, str):
                 continue
-            number, tensors, sizes, scalars, objects = found
             if index:
                 self._learnt.insert(0, self._learnt.pop(index))
             self.hits += 1
             graph.met += 1
-            known = None if number < 0 else each.shapes.setdefault(number, KnownShapes())
-            return HandedOver(graph, Handover(tensors, sizes, scalars, objects, ()), None, False, known)
+            known = None if found.variant < 0 else each.shapes.setdefault(found.variant, KnownShapes(each.module))
+            return HandedOver(graph, found, None, False, known)
         return None
 
     def learn(self, call: Call, settings: Settings) -> Plan | None:
         """A plan of a tape that the engine is about to be asked about; None where that is not worth it."""
         if not self._wanted or not _may_be_known(call, settings):
             return None
-        module = self._module()
+        module = self.module()
         if module is None:
             return None
         self._wanted -= 1
@@ -97,12 +96,14 @@ class NativeHits:
         if plan is None:
             self._wanted = min(self._wanted + 1, _MAX_WANTED)
             return
-        if given.graph.tape.needs_engine or given.handover.packed:
+        module = self.module()
+        if module is None or given.graph.tape.needs_engine or given.handover.packed:
             return
-        self._learnt.insert(0, _Learnt(plan, {get_backend(settings.backend_in_mode).bitwise: given.graph}))
+        self._learnt.insert(0, _Learnt(plan, module, {get_backend(settings.backend_in_mode).bitwise: given.graph}))
         del self._learnt[_MAX_PLANS:]
 
-    def _module(self) -> Module | None:
+    def module(self) -> Module | None:
+        """The extension; None where it is not there, or not yet."""
         if self.library is None:
             self.library = Library(Path(default_dir()) / "native")
         return self.library.module()

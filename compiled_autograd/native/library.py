@@ -17,7 +17,7 @@ import subprocess
 import sys
 import sysconfig
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -39,6 +39,31 @@ Found = tuple[int, list[torch.Tensor], list[int], list[int | float], list[Any]]
 """What a tape holds: the number of the variant that serves or -1, tensors, sizes, scalars, users' objects."""
 
 
+class StraightLineProgram(Protocol):
+    """A straight-line program whose arguments and results are tensors of C++."""
+
+
+class Taken(Protocol):
+    """What a tape held that was taken; ``variant`` is the number of the one that serves, or -1."""
+
+    variant: int
+
+    def lists(self) -> tuple[list[torch.Tensor], list[int], list[int | float], list[Any]]:
+        """Tensors, sizes, scalars, users' objects. It has nothing afterwards."""
+
+    def run(
+        self, program: StraightLineProgram, may_write: Callable[[], bool]
+    ) -> tuple[list[torch.Tensor | None], list[torch.Tensor | None]] | None:
+        """Run a program on the tensors, and give the leaves their gradients. It has nothing afterwards.
+
+        Args:
+            may_write: asked before anything is written; no other thread of Python comes in from then on.
+
+        Returns:
+            None; or where Python has to write, what the program gave, and the tensors, those that are leaves.
+        """
+
+
 class Plan(Protocol):
     """What was learnt of a tape. Methods give the reason where they refuse a tape, or where it is another."""
 
@@ -50,7 +75,7 @@ class Plan(Protocol):
     def add_variant(self, outputs: Sequence[Any], gradients: Sequence[Any]) -> Found | str:
         """The same; what the tape holds is a variant from then on."""
 
-    def take(self, outputs: Sequence[Any], gradients: Sequence[Any], keep_graph: bool) -> Found | str:
+    def take(self, outputs: Sequence[Any], gradients: Sequence[Any], keep_graph: bool) -> Taken | str:
         """The same; unless it is to be kept, the tape is freed, as by the engine."""
 
 
@@ -61,6 +86,15 @@ class Module(Protocol):
 
     def learn(self, outputs: Sequence[Any], gradients: Sequence[Any], order_shows: bool) -> Plan | str:
         """Learn a tape, or the reason why not."""
+
+    def program(self, function: Any, arguments: Sequence[int], gives: Sequence[int]) -> StraightLineProgram:
+        """A straight-line program as a step has it.
+
+        Args:
+            function: what runs it in Python.
+            arguments: which of a handover's tensors it takes.
+            gives: for each leaf the number of its tensor, that of its result, and 1 where it can keep that.
+        """
 
 
 class Library:

@@ -2,35 +2,11 @@
 // `add_variant` and `take`. Each gives a string, the reason, where it refuses a tape or the tape is another.
 
 #include "plan.h"
-
-#include <new>
+#include "taken.h"
 
 namespace native {
 
 namespace {
-
-struct Release {
-  void operator()(PyObject* object) const { Py_XDECREF(object); }
-};
-using Owned = std::unique_ptr<PyObject, Release>;
-
-struct PythonError : std::exception {};  // the error is set
-
-PyObject* checked(PyObject* object) {
-  if (!object) throw PythonError();
-  return object;
-}
-
-// The beginning of `THPVariable` (python_variable.h, 2.13), which the self-check of library.py proves.
-struct PythonTensor {
-  PyObject_HEAD
-  at::Tensor tensor;
-};
-
-const at::Tensor& tensor_of(PyObject* object, const char* refusal) {
-  if (!PyObject_TypeCheck(object, reinterpret_cast<PyTypeObject*>(THPVariableClass))) throw Refused{refusal};
-  return reinterpret_cast<PythonTensor*>(object)->tensor;
-}
 
 // Begin a walk over the tape of some outputs: what `run_backward` is called with.
 void begin(Walk& walk, PyObject* outputs, PyObject* gradients) {
@@ -49,63 +25,10 @@ void begin(Walk& walk, PyObject* outputs, PyObject* gradients) {
   walk.begin(std::move(edges), std::move(given));
 }
 
-// ---- what was found, as Python has it -------------------------------------------------------------------------------
-
-PyObject* to_python(const at::Tensor& tensor) { return THPVariable_Wrap(tensor); }
-PyObject* to_python(int64_t size) { return PyLong_FromLongLong(size); }
-PyObject* to_python(const IValue& scalar) {
-  return scalar.isInt() ? PyLong_FromLongLong(scalar.toInt()) : PyFloat_FromDouble(scalar.toDouble());
-}
-PyObject* to_python(c10::SafePyObject& object) { return object.release(); }
-
-template <typename Values>
-Owned list_of(Values& values) {
-  Owned list(checked(PyList_New(static_cast<Py_ssize_t>(values.size()))));
-  Py_ssize_t index = 0;
-  for (auto& value : values) PyList_SET_ITEM(list.get(), index++, checked(to_python(value)));
-  return list;
-}
-
 PyObject* handed_over(int variant, Handover found) {
   const Owned number(checked(PyLong_FromLong(variant)));
-  const Owned tensors = list_of(found.tensors);
-  const Owned sizes = list_of(found.sizes);
-  const Owned scalars = list_of(found.scalars);
-  const Owned objects = list_of(found.objects);
-  return checked(PyTuple_Pack(5, number.get(), tensors.get(), sizes.get(), scalars.get(), objects.get()));
-}
-
-// ---- errors ---------------------------------------------------------------------------------------------------------
-
-PyObject* text(const std::string& reason) {
-  return PyUnicode_DecodeUTF8(reason.data(), static_cast<Py_ssize_t>(reason.size()), "replace");
-}
-
-// The error that is set, in its own words; null, and it stays set, where it is none that a step goes on after.
-PyObject* reason_of_error() {
-  if (!PyErr_ExceptionMatches(PyExc_Exception)) return nullptr;
-  PyObject *type, *value, *traceback;
-  PyErr_Fetch(&type, &value, &traceback);
-  PyErr_NormalizeException(&type, &value, &traceback);
-  const Owned owned_type(type), owned_value(value), owned_traceback(traceback);
-  PyObject* words = PyObject_Str(value);
-  if (words || !PyErr_ExceptionMatches(PyExc_Exception)) return words;
-  PyErr_Clear();
-  return PyUnicode_FromString(reinterpret_cast<PyTypeObject*>(type)->tp_name);
-}
-
-// What `act` gives; the reason, where it refuses. No exception of C++ goes further.
-template <typename Act>
-PyObject* or_reason(Act act) {
-  try {
-    return act();
-  } catch (const Refused& refused) {
-    return text(refused.reason);
-  } catch (const PythonError&) {
-  } catch (...) {
-    torch::translate_exception_to_python(std::current_exception());
-  }
-  return reason_of_error();
+  const Owned lists(as_python(found));
+  return checked(PySequence_Concat(Owned(checked(PyTuple_Pack(1, number.get()))).get(), lists.get()));
 }
 
 // ---- the class ------------------------------------------------------------------------------------------------------
@@ -171,12 +94,12 @@ PyObject* take(PyObject* self, PyObject* arguments) {
     Plan& plan = plan_of(self);
     if (const auto difference = plan.difference(*walk)) return text(*difference);
     const int number = plan.add_variant(walk->found());
-    Owned found(handed_over(number, walk->take()));
+    Owned taken(new_taken(number, walk->take()));
     if (!keeps) {
       const WithoutGIL meanwhile;
       plan.release(*walk);
     }
-    return found.release();
+    return taken.release();
   });
 }
 
@@ -194,7 +117,7 @@ PyMethodDef plan_methods[] = {
      "(outputs, gradients) -> (variant or -1, tensors, sizes, scalars, objects), or what differs."},
     {"add_variant", add_variant, METH_VARARGS, "The same; what the tape holds becomes a variant if it is none."},
     {"take", take, METH_VARARGS,
-     "(outputs, gradients, keep_graph) -> the same; unless it is kept, the tape is freed as by the engine."},
+     "(outputs, gradients, keep_graph) -> Taken, or what differs; unless it is kept, the tape is freed as by the engine."},
     {nullptr, nullptr, 0, nullptr}};
 PyGetSetDef plan_attributes[] = {
     {"nodes", nodes, nullptr, "How many nodes the tape has, the engine's root among them.", nullptr},
@@ -210,6 +133,9 @@ PyType_Spec plan_spec = {
 
 PyMethodDef functions[] = {
     {"learn", learn, METH_VARARGS, "(outputs, gradients, order_shows) -> Plan, or the reason why not."},
+    {"program", new_program, METH_VARARGS,
+     "(function, arguments, gives) -> Program: a straight-line program, which of a handover's tensors it takes, and for "
+     "each leaf the number of its tensor, that of its result, and whether it can keep that."},
     {nullptr, nullptr, 0, nullptr}};
 PyModuleDef module = {
     PyModuleDef_HEAD_INIT, "compiled_autograd_native", nullptr, -1, functions, nullptr, nullptr, nullptr, nullptr};
@@ -220,7 +146,7 @@ PyModuleDef module = {
 
 PyMODINIT_FUNC PyInit_compiled_autograd_native() {
   native::plan_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&native::plan_spec));
-  if (!native::plan_type) return nullptr;
+  if (!native::plan_type || !native::make_classes_of_taken()) return nullptr;
   PyObject* module = PyModule_Create(&native::module);
   if (module && PyModule_AddStringConstant(module, "built_for", NATIVE_BUILT_FOR) < 0) Py_CLEAR(module);
   return module;

@@ -25,7 +25,8 @@ class Schedule:
 
     Attributes:
         steps: what runs, in order.
-        size: how many slots there are; the first of them are filled by the engine.
+        size: how many slots there are; the first of them are filled by the engine, with ``tensors`` tensors before all
+            else.
         slot_of: the slot of each value that has one.
         outputs: slots of what the caller asked for; None for what stays undefined.
         post_hooks: by node of the tape, the slots of its post-hooks.
@@ -45,7 +46,7 @@ class Schedule:
         self.untraceable = untraceable
         self.slot_of: dict[fx.Node, int] = {}
         starts = dict(zip(ir.PLACEHOLDERS, itertools.accumulate([0, *counts[:-1]]), strict=True))
-        self.size = sum(counts)
+        self.size, self.tensors = sum(counts), counts[0]
         self.post_hooks: dict[int, list[int]] = {}
         self._fresh: dict[fx.Node, list[fx.Node]] = {}
         self._positions: dict[fx.Node, int] = {}

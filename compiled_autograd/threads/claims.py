@@ -73,6 +73,10 @@ class Claims:
         if GATE.others_in_eager():
             self._let_pass(claim)
 
+    def none_needed(self) -> bool:
+        """Whether nobody has to be asked before leaves are written: for who lets no other thread run meanwhile."""
+        return not self._made and not GATE.others_in_eager()
+
     def change(self, claim: Claim, indices: Sequence[int]) -> None:
         """Claim other leaves instead."""
         self._remove(claim)

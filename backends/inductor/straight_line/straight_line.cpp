@@ -5,133 +5,21 @@
 // name.) What an instruction is made of: `translation.py`.
 //
 // Values are Python objects in slots, or plain memory where no Python sees it. Beside each slot stands the address of its
-// memory, for the instructions that take addresses: kernels, products and copies.
+// memory, for the instructions that take addresses: kernels, products and copies. Where a host runs it (`host.h`), those
+// of arguments and outputs are objects only where Python sees them.
 
-#define PY_SSIZE_T_CLEAN
-#include <Python.h>
+#include "host.h"
+#include "program.h"
 
 #include <chrono>
-#include <cstdint>
-#include <cstdlib>
 #include <cstring>
-#include <exception>
-#include <memory>
-#include <string>
-#include <utility>
-#include <vector>
 
 namespace {
 
-// ---- references and instructions ------------------------------------------------------------------------------------
+using straight_line::Host;
+using straight_line::Shape;
 
 static void* (*address_of_data)(PyObject* tensor);  // PyTorch's own; throws for what is no tensor
-
-struct Release {
-  void operator()(PyObject* object) const { Py_XDECREF(object); }
-};
-using Owned = std::unique_ptr<PyObject, Release>;
-
-struct Free {
-  void operator()(char* memory) const { std::free(memory); }
-};
-using Bytes = std::unique_ptr<char, Free>;
-
-struct PythonError : std::exception {};  // the error is set
-
-static void require(bool holds) {
-  if (!holds) throw PythonError();
-}
-
-struct Memory {  // some bytes into the memory of a slot's tensor
-  Py_ssize_t slot;
-  Py_ssize_t offset;
-};
-
-enum class Operation { call, memory, kernel, product, copy, drop };
-
-struct Instruction {
-  Operation operation;
-  // call: what, the slots it takes, the constants after them, and where the result goes (-1: nowhere); memory: where to
-  Owned callee;
-  std::vector<Py_ssize_t> slots;  // of a drop: what is let go
-  std::vector<Owned> constants;
-  Py_ssize_t result = -1;
-  int result_has_address = 0;
-  // kernel and product: a function of compiled code; kernel, copy (to, from) and product (a, b, c): on what memory
-  void* function = nullptr;
-  std::vector<Memory> memory;
-  Py_ssize_t bytes = 0;  // of a copy, and of memory
-  // product, as BLAS has it
-  int in_double = 0;
-  char transpose_a = 'n', transpose_b = 'n';
-  int m = 0, n = 0, k = 0, lda = 0, ldb = 0, ldc = 0;
-  double alpha = 1, beta = 0;
-};
-
-// ---- reading a program from Python ----------------------------------------------------------------------------------
-
-static std::vector<Py_ssize_t> numbers_of(PyObject* tuple) {
-  std::vector<Py_ssize_t> numbers;
-  require(PyTuple_Check(tuple) || (PyErr_SetString(PyExc_TypeError, "a tuple of numbers is wanted"), false));
-  for (Py_ssize_t index = 0; index < PyTuple_GET_SIZE(tuple); ++index) {
-    numbers.push_back(PyLong_AsSsize_t(PyTuple_GET_ITEM(tuple, index)));
-    require(!PyErr_Occurred());
-  }
-  return numbers;
-}
-
-static std::vector<Memory> memory_of(PyObject* tuple) {
-  std::vector<Memory> memory;
-  const auto numbers = numbers_of(tuple);
-  for (std::size_t index = 0; index + 1 < numbers.size(); index += 2)
-    memory.push_back({numbers[index], numbers[index + 1]});
-  return memory;
-}
-
-static Instruction instruction_of(PyObject* tuple) {
-  Instruction made;
-  const char* operation = nullptr;
-  require(PyTuple_Check(tuple) && PyTuple_GET_SIZE(tuple) > 0);
-  require((operation = PyUnicode_AsUTF8(PyTuple_GET_ITEM(tuple, 0))) != nullptr);
-  const std::string name = operation;
-  PyObject *callee = nullptr, *constants = nullptr, *slots = nullptr, *memory = nullptr;
-  unsigned long long function = 0;
-  if (name == "call") {
-    made.operation = Operation::call;
-    require(PyArg_ParseTuple(
-        tuple, "sOOOnp", &operation, &callee, &slots, &constants, &made.result, &made.result_has_address));
-    made.callee.reset(Py_NewRef(callee));
-    for (Py_ssize_t index = 0; index < PyTuple_GET_SIZE(constants); ++index)
-      made.constants.emplace_back(Py_NewRef(PyTuple_GET_ITEM(constants, index)));
-  } else if (name == "memory") {
-    made.operation = Operation::memory;
-    require(PyArg_ParseTuple(tuple, "snn", &operation, &made.bytes, &made.result));
-  } else if (name == "kernel") {
-    made.operation = Operation::kernel;
-    require(PyArg_ParseTuple(tuple, "sKO", &operation, &function, &memory));
-  } else if (name == "product") {
-    int transpose_a = 0, transpose_b = 0;
-    made.operation = Operation::product;
-    require(PyArg_ParseTuple(
-        tuple, "sKpppiiiiiiddO", &operation, &function, &made.in_double, &transpose_a, &transpose_b, &made.m, &made.n,
-        &made.k, &made.lda, &made.ldb, &made.ldc, &made.alpha, &made.beta, &memory));
-    made.transpose_a = transpose_a ? 't' : 'n';
-    made.transpose_b = transpose_b ? 't' : 'n';
-  } else if (name == "copy") {
-    made.operation = Operation::copy;
-    require(PyArg_ParseTuple(tuple, "snO", &operation, &made.bytes, &memory));
-  } else if (name == "drop") {
-    made.operation = Operation::drop;
-    require(PyArg_ParseTuple(tuple, "sO", &operation, &slots));
-  } else {
-    PyErr_Format(PyExc_ValueError, "no instruction is called %s", name.c_str());
-    throw PythonError();
-  }
-  made.function = reinterpret_cast<void*>(static_cast<std::uintptr_t>(function));
-  if (slots != nullptr) made.slots = numbers_of(slots);
-  if (memory != nullptr) made.memory = memory_of(memory);
-  return made;
-}
 
 // ---- running it -----------------------------------------------------------------------------------------------------
 
@@ -170,24 +58,15 @@ using Clock = std::chrono::steady_clock;
 constexpr auto longest_hold = std::chrono::milliseconds(2);  // of the interpreter's lock, where somebody wants it
 constexpr std::int64_t long_product = 1 << 20;                // multiplications: some ten microseconds
 
-struct Program {
-  Py_ssize_t slots = 0;
-  std::vector<Py_ssize_t> inputs;  // of each input that some instruction takes by its address
-  std::vector<Instruction> instructions;
-  std::vector<Py_ssize_t> outputs;  // -1 for None
-};
-
 class Run {
  public:
-  explicit Run(const Program& program)
-      : program_(program), values_(program.slots), memory_(program.slots), addresses_(program.slots) {}
+  // With a host, arguments and outputs are its tensors, and Python objects are made of those alone that Python sees.
+  explicit Run(const Program& program, const Host* host = nullptr)
+      : program_(program), host_(host), values_(program.slots), memory_(program.slots), addresses_(program.slots) {}
 
-  PyObject* operator()(PyObject* arguments) {
+  PyObject* with(PyObject* arguments) {
     take(arguments);
-    for (const auto& instruction : program_.instructions) {
-      run(instruction);
-      if (instruction.operation != Operation::drop) let_others_run();
-    }
+    run_all();
     Owned results(PyTuple_New(static_cast<Py_ssize_t>(program_.outputs.size())));
     require(results != nullptr);
     for (std::size_t index = 0; index < program_.outputs.size(); ++index) {
@@ -197,13 +76,28 @@ class Run {
     return results.release();
   }
 
+  void with_tensors_of_host(Py_ssize_t arguments) {
+    require_slots_for(arguments);
+    made_by_host_.resize(program_.slots);
+    for (const auto slot : program_.inputs) addresses_[slot] = static_cast<char*>(host_->address(host_->self, slot));
+    run_all();
+    for (std::size_t index = 0; index < program_.outputs.size(); ++index) {
+      const auto slot = program_.outputs[index];
+      const bool is_the_hosts = slot < 0 || slot < arguments || made_by_host_[slot];
+      host_->result(host_->self, static_cast<Py_ssize_t>(index), slot, is_the_hosts ? nullptr : values_[slot].get());
+    }
+  }
+
  private:
+  void require_slots_for(Py_ssize_t arguments) {
+    if (arguments <= program_.slots) return;
+    PyErr_Format(PyExc_TypeError, "%zd arguments were given to a program with %zd slots", arguments, program_.slots);
+    throw PythonError();
+  }
+
   void take(PyObject* arguments) {
     const auto count = PyList_GET_SIZE(arguments);
-    if (count > program_.slots) {
-      PyErr_Format(PyExc_TypeError, "%zd arguments were given to a program with %zd slots", count, program_.slots);
-      throw PythonError();
-    }
+    require_slots_for(count);
     for (Py_ssize_t index = 0; index < count; ++index)
       values_[index].reset(Py_NewRef(PyList_GET_ITEM(arguments, index)));
     require(PyList_SetSlice(arguments, 0, count, nullptr) == 0);
@@ -214,11 +108,21 @@ class Run {
 
   void* at(const Memory& memory) const { return addresses_[memory.slot] + memory.offset; }
 
+  void run_all() {
+    for (const auto& instruction : program_.instructions) {
+      run(instruction);
+      if (instruction.operation != Operation::drop) let_others_run();
+    }
+  }
+
   void run(const Instruction& instruction) {
     const auto& memory = instruction.memory;
     switch (instruction.operation) {
       case Operation::call:
         call(instruction);
+        break;
+      case Operation::output:
+        host_ ? allocate_output(instruction) : call(instruction);
         break;
       case Operation::memory:
         allocate(instruction);
@@ -244,6 +148,7 @@ class Run {
         for (const auto slot : instruction.slots) {
           values_[slot].reset();
           memory_[slot].reset();
+          if (host_) host_->drop(host_->self, slot);
         }
         break;
     }
@@ -259,10 +164,24 @@ class Run {
     addresses_[instruction.result] = static_cast<char*>(memory);
   }
 
+  void allocate_output(const Instruction& instruction) {
+    const auto dimensions = static_cast<Py_ssize_t>(instruction.sizes.size());
+    const Shape shape{
+        dimensions, instruction.sizes.data(), instruction.strides.data(), instruction.constants.back().get()};
+    addresses_[instruction.result] = static_cast<char*>(host_->allocate(host_->self, instruction.result, shape));
+    made_by_host_[instruction.result] = true;
+  }
+
+  PyObject* object(Py_ssize_t slot) {
+    if (!values_[slot] && host_) values_[slot].reset(host_->object(host_->self, slot));
+    require(values_[slot] != nullptr);
+    return values_[slot].get();
+  }
+
   void call(const Instruction& instruction) {
     std::vector<PyObject*> arguments;
     arguments.reserve(instruction.slots.size() + instruction.constants.size());
-    for (const auto slot : instruction.slots) arguments.push_back(values_[slot].get());
+    for (const auto slot : instruction.slots) arguments.push_back(object(slot));
     for (const auto& constant : instruction.constants) arguments.push_back(constant.get());
     Owned result(PyObject_Vectorcall(instruction.callee.get(), arguments.data(), arguments.size(), nullptr));
     require(result != nullptr);
@@ -281,8 +200,10 @@ class Run {
   }
 
   const Program& program_;
+  const Host* host_;
   std::vector<Owned> values_;
   std::vector<Bytes> memory_;
+  std::vector<bool> made_by_host_;
   std::vector<char*> addresses_;
   Clock::time_point held_since_ = Clock::now();
 };
@@ -301,36 +222,53 @@ static PyObject* reporting_errors(Function function) {
   return nullptr;
 }
 
-constexpr const char* capsule_name = "straight-line program";
+static bool run_for_host(void* program, Py_ssize_t arguments, const Host& host) {
+  Owned done(reporting_errors([&]() -> PyObject* {
+    Run(*static_cast<Program*>(program), &host).with_tensors_of_host(arguments);
+    return Py_NewRef(Py_None);
+  }));
+  return done != nullptr;
+}
+
+struct Held {
+  Program program;
+  straight_line::Entry entry{run_for_host, &program};
+};
+
+static Held* held_in(PyObject* capsule) {
+  return static_cast<Held*>(PyCapsule_GetPointer(capsule, straight_line::program_name));
+}
 
 static PyObject* run_program(PyObject* capsule, PyObject* arguments) {
   return reporting_errors([&]() -> PyObject* {
-    auto* program = static_cast<Program*>(PyCapsule_GetPointer(capsule, capsule_name));
-    require(program != nullptr);
+    Held* held = held_in(capsule);
+    require(held != nullptr);
     require(PyList_Check(arguments) || (PyErr_SetString(PyExc_TypeError, "a list of arguments is wanted"), false));
-    return Run(*program)(arguments);
+    return Run(held->program).with(arguments);
   });
 }
 
 static PyMethodDef run_method = {"straight_line_program", run_program, METH_O, nullptr};
 
 static void free_program(PyObject* capsule) {
-  delete static_cast<Program*>(PyCapsule_GetPointer(capsule, capsule_name));
+  delete held_in(capsule);
 }
 
 static PyObject* make_program(PyObject*, PyObject* arguments) {
   return reporting_errors([&]() -> PyObject* {
-    auto program = std::make_unique<Program>();
+    auto held = std::make_unique<Held>();
+    Program& program = held->program;
     PyObject *inputs = nullptr, *instructions = nullptr, *outputs = nullptr;
-    require(PyArg_ParseTuple(arguments, "nOOO", &program->slots, &inputs, &instructions, &outputs));
-    program->inputs = numbers_of(inputs);
-    program->outputs = numbers_of(outputs);
+    require(PyArg_ParseTuple(arguments, "nOOO", &program.slots, &inputs, &instructions, &outputs));
+    program.inputs = numbers_of(inputs);
+    program.outputs = numbers_of(outputs);
     require(PyList_Check(instructions));
     for (Py_ssize_t index = 0; index < PyList_GET_SIZE(instructions); ++index)
-      program->instructions.push_back(instruction_of(PyList_GET_ITEM(instructions, index)));
-    Owned capsule(PyCapsule_New(program.get(), capsule_name, free_program));
+      program.instructions.push_back(instruction_of(PyList_GET_ITEM(instructions, index)));
+    Owned capsule(PyCapsule_New(held.get(), straight_line::program_name, free_program));
     require(capsule != nullptr);
-    program.release();
+    Held* kept = held.release();
+    require(PyCapsule_SetContext(capsule.get(), &kept->entry) == 0);
     return PyCFunction_New(&run_method, capsule.get());
   });
 }

@@ -66,10 +66,12 @@ class StraightLine:
 
     def __call__(self, arguments: list[Any]) -> Sequence[Any]:
         """Run it. The arguments are emptied, as :data:`Compiled` has it."""
-        program = self.program
-        if program is not None and not _somebody_looks():
-            return program(arguments)
-        return self.run_form(self.form_for(arguments), arguments)
+        program = self.program_in_use()
+        return self.run_form(self.form_for(arguments), arguments) if program is None else program(arguments)
+
+    def program_in_use(self) -> Compiled | None:
+        """The program, where it is what the next call in this thread runs."""
+        return None if self.program is None or _somebody_looks() else self.program
 
     def form_for(self, arguments: Sequence[Any]) -> str:
         """What the next call in this thread runs: :data:`GENERATED_CODE`, or :data:`PROGRAM`, which is made for it."""

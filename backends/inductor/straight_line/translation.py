@@ -4,6 +4,7 @@ An instruction is a tuple:
 
 - ``("call", function, slots, constants, result, has_address)``: call a Python function with what lies in ``slots``, and
   after that ``constants``; keep the result in slot ``result`` (-1: nowhere).
+- ``("output", function, sizes, strides, dtype, result, has_address)``: memory that Python sees once it is given back.
 - ``("memory", bytes, result)``: memory that no Python sees, in slot ``result``.
 - ``("kernel", address, memory)``: ``memory`` has a slot and an offset in bytes for each argument, one after the other.
 - ``("product", address, in_double, transpose_a, transpose_b, m, n, k, lda, ldb, ldc, alpha, beta, memory)``: BLAS.
@@ -16,7 +17,7 @@ from __future__ import annotations
 import ast
 import itertools
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -89,21 +90,26 @@ class Translation:
         if self.outputs is None:
             raise UnknownCodeError("it returns nothing")
         inputs = [slot for slot in range(len(self._inputs)) if slot in self._addressed]
-        instructions = [*filter(None, map(self._settled, self.instructions))]
+        seen = frozenset(slot for each in self.instructions if each[0] == "call" for slot in each[2])
+        instructions = [*filter(None, (self._settled(each, seen) for each in self.instructions))]
         return make_program(len(self._objects), tuple(inputs), instructions, tuple(self.outputs))
 
-    def _settled(self, instruction: Instruction) -> Instruction | None:
-        """An instruction, now that all uses of its result are known. None: it has none."""
+    def _settled(self, instruction: Instruction, seen: Container[int]) -> Instruction | None:
+        """An instruction, now that all uses of its result are known. None: it has none.
+
+        Args:
+            seen: slots that Python takes in some instruction.
+        """
         if instruction[0] != "call":
             return instruction
-        *call, result, _ = instruction
-        if result not in self._allocations:
-            return (*call, result, result in self._addressed)
-        if result not in self._addressed:
-            return None
-        if self._namespace["empty_strided_cpu"] is not empty_strided_cpu:  # it does more than to allocate
-            return (*call, result, True)
-        return ("memory", self._objects[result].bytes, result)
+        _, function, _, constants, result, _ = instruction
+        has_address = result in self._addressed
+        if function is not empty_strided_cpu or result in seen:  # another function may do more than to allocate
+            return None if result in self._allocations and not has_address else (*instruction[:-1], has_address)
+        assert self.outputs is not None
+        if result in self.outputs:
+            return ("output", function, *constants, result, has_address)
+        return ("memory", self._objects[result].bytes, result) if has_address else None
 
     def statement(self, statement: ast.stmt, following: Iterable[ast.stmt] = ()) -> None:
         """Translate one statement, after which ``following`` come."""

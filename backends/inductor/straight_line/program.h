@@ -1,0 +1,142 @@
+// A program, and how it is read from Python: what an instruction is made of stands in `translation.py`.
+
+#pragma once
+
+#define PY_SSIZE_T_CLEAN
+#include <Python.h>
+
+#include <cstdint>
+#include <cstdlib>
+#include <exception>
+#include <memory>
+#include <string>
+#include <utility>
+#include <vector>
+
+namespace {
+
+struct Release {
+  void operator()(PyObject* object) const { Py_XDECREF(object); }
+};
+using Owned = std::unique_ptr<PyObject, Release>;
+
+struct Free {
+  void operator()(char* memory) const { std::free(memory); }
+};
+using Bytes = std::unique_ptr<char, Free>;
+
+struct PythonError : std::exception {};  // the error is set
+
+static void require(bool holds) {
+  if (!holds) throw PythonError();
+}
+
+struct Memory {  // some bytes into the memory of a slot's tensor
+  Py_ssize_t slot;
+  Py_ssize_t offset;
+};
+
+enum class Operation { call, output, memory, kernel, product, copy, drop };
+
+struct Instruction {
+  Operation operation;
+  // call and output: what, the slots it takes, the constants after them, where the result goes (-1: nowhere); memory: where
+  Owned callee;
+  std::vector<Py_ssize_t> slots;  // of a drop: what is let go
+  std::vector<Owned> constants;
+  Py_ssize_t result = -1;
+  int result_has_address = 0;
+  // kernel and product: a function of compiled code; kernel, copy (to, from) and product (a, b, c): on what memory
+  void* function = nullptr;
+  std::vector<Memory> memory;
+  Py_ssize_t bytes = 0;  // of a copy, and of memory
+  std::vector<std::int64_t> sizes, strides;  // of an output; its dtype is the last constant
+  // product, as BLAS has it
+  int in_double = 0;
+  char transpose_a = 'n', transpose_b = 'n';
+  int m = 0, n = 0, k = 0, lda = 0, ldb = 0, ldc = 0;
+  double alpha = 1, beta = 0;
+};
+
+struct Program {
+  Py_ssize_t slots = 0;
+  std::vector<Py_ssize_t> inputs;  // of each input that some instruction takes by its address
+  std::vector<Instruction> instructions;
+  std::vector<Py_ssize_t> outputs;  // -1 for None
+};
+
+// ---- reading a program from Python ----------------------------------------------------------------------------------
+
+static std::vector<Py_ssize_t> numbers_of(PyObject* tuple) {
+  std::vector<Py_ssize_t> numbers;
+  require(PyTuple_Check(tuple) || (PyErr_SetString(PyExc_TypeError, "a tuple of numbers is wanted"), false));
+  for (Py_ssize_t index = 0; index < PyTuple_GET_SIZE(tuple); ++index) {
+    numbers.push_back(PyLong_AsSsize_t(PyTuple_GET_ITEM(tuple, index)));
+    require(!PyErr_Occurred());
+  }
+  return numbers;
+}
+
+static std::vector<Memory> memory_of(PyObject* tuple) {
+  std::vector<Memory> memory;
+  const auto numbers = numbers_of(tuple);
+  for (std::size_t index = 0; index + 1 < numbers.size(); index += 2)
+    memory.push_back({numbers[index], numbers[index + 1]});
+  return memory;
+}
+
+static Instruction instruction_of(PyObject* tuple) {
+  Instruction made;
+  const char* operation = nullptr;
+  require(PyTuple_Check(tuple) && PyTuple_GET_SIZE(tuple) > 0);
+  require((operation = PyUnicode_AsUTF8(PyTuple_GET_ITEM(tuple, 0))) != nullptr);
+  const std::string name = operation;
+  PyObject *callee = nullptr, *constants = nullptr, *slots = nullptr, *memory = nullptr;
+  unsigned long long function = 0;
+  if (name == "call") {
+    made.operation = Operation::call;
+    require(PyArg_ParseTuple(
+        tuple, "sOOOnp", &operation, &callee, &slots, &constants, &made.result, &made.result_has_address));
+    made.callee.reset(Py_NewRef(callee));
+    for (Py_ssize_t index = 0; index < PyTuple_GET_SIZE(constants); ++index)
+      made.constants.emplace_back(Py_NewRef(PyTuple_GET_ITEM(constants, index)));
+  } else if (name == "output") {
+    PyObject *sizes = nullptr, *strides = nullptr, *dtype = nullptr;
+    made.operation = Operation::output;
+    require(PyArg_ParseTuple(
+        tuple, "sOOOOnp", &operation, &callee, &sizes, &strides, &dtype, &made.result, &made.result_has_address));
+    made.callee.reset(Py_NewRef(callee));
+    for (PyObject* constant : {sizes, strides, dtype}) made.constants.emplace_back(Py_NewRef(constant));
+    for (const auto size : numbers_of(sizes)) made.sizes.push_back(size);
+    for (const auto stride : numbers_of(strides)) made.strides.push_back(stride);
+  } else if (name == "memory") {
+    made.operation = Operation::memory;
+    require(PyArg_ParseTuple(tuple, "snn", &operation, &made.bytes, &made.result));
+  } else if (name == "kernel") {
+    made.operation = Operation::kernel;
+    require(PyArg_ParseTuple(tuple, "sKO", &operation, &function, &memory));
+  } else if (name == "product") {
+    int transpose_a = 0, transpose_b = 0;
+    made.operation = Operation::product;
+    require(PyArg_ParseTuple(
+        tuple, "sKpppiiiiiiddO", &operation, &function, &made.in_double, &transpose_a, &transpose_b, &made.m, &made.n,
+        &made.k, &made.lda, &made.ldb, &made.ldc, &made.alpha, &made.beta, &memory));
+    made.transpose_a = transpose_a ? 't' : 'n';
+    made.transpose_b = transpose_b ? 't' : 'n';
+  } else if (name == "copy") {
+    made.operation = Operation::copy;
+    require(PyArg_ParseTuple(tuple, "snO", &operation, &made.bytes, &memory));
+  } else if (name == "drop") {
+    made.operation = Operation::drop;
+    require(PyArg_ParseTuple(tuple, "sO", &operation, &slots));
+  } else {
+    PyErr_Format(PyExc_ValueError, "no instruction is called %s", name.c_str());
+    throw PythonError();
+  }
+  made.function = reinterpret_cast<void*>(static_cast<std::uintptr_t>(function));
+  if (slots != nullptr) made.slots = numbers_of(slots);
+  if (memory != nullptr) made.memory = memory_of(memory);
+  return made;
+}
+
+}  // namespace

@@ -1,0 +1,21 @@
+// What a step gives to its leaves.
+
+#pragma once
+
+#include "contract.h"
+
+#include <vector>
+
+namespace native {
+
+struct Gift {
+  at::Tensor leaf;
+  at::Tensor gradient;
+  bool can_keep;  // it lies in memory of its own and as the leaf wants it
+};
+
+// Write all of it into `.grad`, as `steps/accumulate.py` does; or nothing, and false, where that file has to do it: it
+// knows more cases, and lets other threads run meanwhile. With grad mode off. Throws what PyTorch's addition throws.
+bool accumulate(const std::vector<Gift>& gifts);
+
+}  // namespace native

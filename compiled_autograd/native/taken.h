@@ -1,0 +1,23 @@
+// `Taken`, of Python: what a tape held that was taken. It becomes objects of Python when somebody asks for these, or goes
+// to a program as it is. And `Program`, of Python: a `HostedProgram`.
+
+#pragma once
+
+#include "hosted.h"
+#include "walk.h"
+
+namespace native {
+
+// The tuple (tensors, sizes, scalars, objects), which has them from then on. Throws PythonError.
+PyObject* as_python(Handover& found);
+
+// A new `Taken`. Throws PythonError.
+PyObject* new_taken(int variant, Handover found);
+
+// program(function, arguments, gives) -> Program
+PyObject* new_program(PyObject*, PyObject* arguments);
+
+// Make the classes; false with the error set.
+bool make_classes_of_taken();
+
+}  // namespace native

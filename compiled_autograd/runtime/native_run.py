@@ -1,0 +1,113 @@
+"""A program of one region and its leaves, run in C++ on what was taken from a tape, without objects of Python.
+
+The Python way beside it is :meth:`Program.run`, which does the same wherever this cannot.
+"""
+
+from __future__ import annotations
+
+import itertools
+from dataclasses import dataclass
+
+import torch
+
+from backends.inductor.straight_line.straight_line import StraightLine
+from backends.protocol import Compiled
+
+from ..native.library import Module, StraightLineProgram, Taken
+from ..steps.accumulate import write
+from ..steps.run_context import RunContext
+from ..steps.steps import AccumulateStep, CompiledRegion, Executor, RegionStep, Slots
+from ..threads.claims import CLAIMS
+from .program import Program
+
+
+@dataclass(slots=True, eq=False)
+class NativeRun:
+    """What runs a program; ``function`` is the straight-line program that it was made of."""
+
+    program: Program
+    steps: list[Executor]
+    region: RegionStep
+    leaves: AccumulateStep
+    compiled: CompiledRegion
+    line: StraightLine
+    function: Compiled
+    made: StraightLineProgram
+
+    def is_of(self, program: Program) -> bool:
+        """Whether it still does what a program does."""
+        return program is self.program and program.schedule.steps is self.steps and self.line.program is self.function
+
+    def is_usable(self, context: RunContext) -> bool:
+        """Whether the program would now do no more than this does."""
+        compiled, compiler = self.compiled, self.program.region_compiler
+        return (
+            self.region.compiled.get(()) == [compiled]
+            and compiled.call is self.line
+            and (compiled.proof.settled or not context.prove)
+            and not compiled.proof.refuted
+            and not context.check_every
+            and context.profile is None
+            and not compiler.finished
+            and self.line.program_in_use() is self.function
+        )
+
+    def run(self, taken: Taken, context: RunContext) -> None:
+        """Run it, with grad mode off."""
+        if torch._C._is_any_autocast_enabled():
+            with torch._C._DisableAutocast():  # the graph has its casts in it
+                left = taken.run(self.made, CLAIMS.none_needed)
+        else:
+            left = taken.run(self.made, CLAIMS.none_needed)
+        if left is None:
+            return
+        results, tensors = left
+        slots: Slots = [*tensors, *[None] * (self.program.schedule.size - len(tensors))]
+        for slot, index in self.compiled.results:
+            slots[slot] = results[index]
+        del left, results, tensors  # a leaf keeps what nobody else holds
+        with torch._C.DisableTorchFunctionSubclass():
+            write(self.leaves, slots, context)
+
+
+def native_run(program: Program, module: Module) -> NativeRun | None:
+    """What runs a program without Python; None where it cannot be run so, or not yet."""
+    steps = program.schedule.steps
+    if len(steps) != 2 or program.region_compiler.dynamic:
+        return None
+    region, leaves = steps
+    if not isinstance(region, RegionStep) or not isinstance(leaves, AccumulateStep):
+        return None
+    compiled, *others = region.compiled.get((), (None,))
+    if compiled is None or others or not _is_plain(program, region, leaves, compiled):
+        return None
+    line = compiled.call
+    if not isinstance(line, StraightLine) or line.program is None:
+        return None
+    function, results = line.program, dict(compiled.results)
+    gives: list[tuple[int, int, bool]] = []
+    for leaf, owned, shared in zip(leaves.leaves, leaves.owned, leaves.shared, strict=True):
+        slot = owned if owned in results else shared
+        if slot not in results:
+            return None
+        gives.append((leaf, results[slot], slot == owned))
+    taken = [*compiled.arguments, *leaves.leaves]
+    if any(slot >= program.schedule.tensors for slot in taken):
+        return None
+    made = module.program(function, compiled.arguments, [*itertools.chain(*gives)])
+    return NativeRun(program, steps, region, leaves, compiled, line, function, made)
+
+
+def _is_plain(program: Program, region: RegionStep, leaves: AccumulateStep, compiled: CompiledRegion) -> bool:
+    """Whether nothing is asked for but a region on tensors, and what it gives for the leaves."""
+    more = (compiled.copied, compiled.permuted, compiled.passed, compiled.flags, compiled.plain, region.saved)
+    return (
+        compiled.checked
+        and compiled.guard is None
+        and not any(more)
+        and not region.handed_on
+        and not program.schedule.outputs
+        and not program.schedule.watched
+        and leaves.hooked is None
+        and not leaves.after_users_code
+    )

@@ -1,0 +1,478 @@
+"""Hits that run from the tape to ``.grad`` without Python leave what the Python way leaves, bit for bit."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import compiled_autograd as ca
+from backends.inductor.straight_line.straight_line import PROGRAM
+from compiled_autograd.engine import backward, seam
+from compiled_autograd.engine.native_hits import NativeHits
+from compiled_autograd.runtime import native_run
+from compiled_autograd.runtime.native_run import NativeRun
+from compiled_autograd.threads.claims import CLAIMS, Claim
+
+from .both_walks import library_of
+from .helpers import assert_same, mlp
+
+Make = Callable[[int], torch.Tensor]
+_LEARNT_AFTER = 3
+"""Backwards until a tape is known, where its program was run and proved by others: met, met again, and learnt."""
+_UNTIL_NATIVE = 6
+"""Backwards until a program runs so: learnt, run as Python, and both forms proved."""
+
+
+class Counted:
+    """How many backwards ran without Python, and how many of those had their leaves written by Python."""
+
+    def __init__(self) -> None:
+        self.runs = self.written_by_python = 0
+
+
+@pytest.fixture
+def counted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Counted]:
+    hits, counted = NativeHits(), Counted()
+    hits.library = library_of(request.config)
+    for module in (backward, seam):
+        monkeypatch.setattr(module, "NATIVE_HITS", hits)
+    run, write = NativeRun.run, native_run.write
+
+    def count_run(*arguments: Any) -> None:
+        counted.runs += 1
+        run(*arguments)
+
+    def count_write(*arguments: Any) -> None:
+        counted.written_by_python += 1
+        write(*arguments)
+
+    monkeypatch.setattr(NativeRun, "run", count_run)
+    monkeypatch.setattr(native_run, "write", count_write)
+    yield counted
+    ca.reset()
+
+
+def _session(native: bool = True, **settings: Any) -> ca.Session:
+    return ca.enable(**{"backend": "inductor", "cache_dir": False, "tune": False, "native": native, **settings})
+
+
+def _step(session: Any, make: Make, leaves: list[torch.Tensor], step: int, **how: Any) -> list[torch.Tensor | None]:
+    loss = make(step)
+    with session:
+        loss.backward(**how)
+    return [None if leaf.grad is None else leaf.grad.clone() for leaf in leaves]
+
+
+def _compare(
+    counted: Counted,
+    make: Make,
+    leaves: list[torch.Tensor],
+    steps: int = 10,
+    between: Callable[[], None] | None = None,
+    low: bool = False,
+) -> ca.Session:
+    """Each step three ways: eager, and the same compiled code fed by Python and in C++. Gives the session of the last.
+
+    ``between`` is what is done to the gradients before each step, in the place of having none.
+    """
+    ways: list[Any] = [ca.disable(), _session(False), _session()]
+    before: list[torch.Tensor | None] = [None] * len(leaves)
+    for step in range(steps):
+        found, runs = [], counted.runs
+        for way in ways:
+            for leaf, grad in zip(leaves, before, strict=True):
+                leaf.grad = None if grad is None or between is None else grad.clone()
+            if between is not None:
+                between()
+            found.append(_step(way, make, leaves, step))
+        before = found[0]
+        for one, other in zip(found[1], found[2], strict=True):
+            assert one is None or (other is not None and one.stride() == other.stride())
+        assert_same(found[1], found[0], bitwise=False, low=low)
+        if counted.runs > runs:
+            assert_same(found[2], found[1])
+        else:  # one of them may be what the real calls gave, while compiled code is proved
+            assert_same(found[2], found[1], bitwise=False, low=low)
+    return ways[-1]
+
+
+@pytest.fixture
+def net() -> tuple[Make, list[torch.Tensor]]:
+    model, x = mlp(), torch.randn(3, 8)
+    return lambda step: (model(x + step) ** 2).mean(), list(model.parameters())
+
+
+# ---- what they leave -------------------------------------------------------------------------------------------------
+
+
+def test_fresh_gradients(counted: Counted, net: tuple[Make, list[torch.Tensor]]) -> None:
+    session = _compare(counted, *net)
+    assert counted.runs == 10 - _LEARNT_AFTER and not counted.written_by_python
+    stats = session.stats()
+    assert (stats.hits, stats.compiles, stats.failures) == (10, 0, 0)  # the session before has captured and compiled
+
+
+@pytest.mark.parametrize("leaves_of", [slice(None), slice(2)], ids=["in one call", "one by one"])
+def test_gradients_that_are_added_to(counted: Counted, net: tuple[Make, list[torch.Tensor]], leaves_of: slice) -> None:
+    make, leaves = net
+    for leaf in leaves:
+        leaf.requires_grad_(False)
+    for leaf in leaves[leaves_of]:
+        leaf.requires_grad_()
+    _compare(counted, make, leaves[leaves_of], 12, between=lambda: None)
+    assert counted.runs > 2 and not counted.written_by_python
+
+
+def test_gradients_are_added_in_place(counted: Counted, net: tuple[Make, list[torch.Tensor]]) -> None:
+    make, leaves = net
+    session = _session()
+    for leaf in leaves:
+        leaf.grad = torch.zeros_like(leaf)
+    held = [leaf.grad for leaf in leaves]
+    for step in range(10):
+        versions = [grad._version for grad in held if grad is not None]
+        _step(session, make, leaves, step)
+        assert all(leaf.grad is grad for leaf, grad in zip(leaves, held, strict=True))
+        assert [grad._version for grad in held if grad is not None] == [version + 1 for version in versions]
+    assert counted.runs > 0
+
+
+def test_long_additions_are_left_to_python(counted: Counted) -> None:
+    """Which lets other threads run meanwhile."""
+    weight, x = torch.randn(600, 600, requires_grad=True), torch.randn(4, 600)
+    _compare(counted, lambda step: (x @ weight).tanh().sum() * (step + 1), [weight], 12, between=lambda: None)
+    assert counted.written_by_python == counted.runs > 0
+
+
+def test_a_gradient_that_came_while_the_tape_was_run(
+    counted: Counted, net: tuple[Make, list[torch.Tensor]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By another thread: nothing of either is lost."""
+    make, leaves = net
+    session = _session()
+    for step in range(_UNTIL_NATIVE):
+        for leaf in leaves:
+            leaf.grad = None
+        alone = _step(session, make, leaves, step)
+    for leaf in leaves:
+        leaf.grad = None
+    asked = CLAIMS.none_needed
+
+    def meanwhile() -> bool:
+        leaves[0].grad = torch.ones_like(leaves[0])
+        return asked()
+
+    monkeypatch.setattr(CLAIMS, "none_needed", meanwhile)
+    before = counted.runs
+    found = _step(session, make, leaves, _UNTIL_NATIVE - 1)
+    assert counted.runs == before + 1
+    assert alone[0] is not None
+    assert_same(found, [alone[0] + 1, *alone[1:]])
+
+
+def test_leaves_that_others_write_are_left_to_python(counted: Counted, net: tuple[Make, list[torch.Tensor]]) -> None:
+    make, leaves = net
+    session, others = _session(), torch.zeros(1)
+    for step in range(8):
+        for leaf in leaves:
+            leaf.grad = None
+        claim = Claim([others], (0,))  # of another leaf: it is waited for only by whoever wants that one
+        CLAIMS.enter(claim)
+        try:
+            found = _step(session, make, leaves, step)
+        finally:
+            CLAIMS.release(claim)
+        for leaf in leaves:
+            leaf.grad = None
+        torch.testing.assert_close(found, _step(ca.disable(), make, leaves, step))
+    assert counted.written_by_python == counted.runs > 0
+
+
+def test_calls_of_python_in_a_program(counted: Counted) -> None:
+    """What Python computes in between sees tensors, and no mode that the user has on."""
+    weights = [torch.randn(8, 8, requires_grad=True) for _ in range(3)]
+    x = torch.randn(4, 8)
+
+    def make(step: int) -> torch.Tensor:
+        parts = [(x + step) @ weight for weight in weights]
+        return torch.cat([part.sort(dim=1).values for part in parts], 1).cumsum(1).tanh().sum()
+
+    _compare(counted, make, weights)
+    assert counted.runs > 0
+
+
+def test_autocast(counted: Counted, net: tuple[Make, list[torch.Tensor]]) -> None:
+    make, leaves = net
+    with torch.autocast("cpu", torch.bfloat16):
+        _compare(counted, make, leaves, low=True)
+    assert counted.runs > 0
+
+
+def test_frozen_shared_and_unused_leaves(counted: Counted) -> None:
+    shared, frozen, unused = (torch.randn(6, 6, requires_grad=each != 1) for each in range(3))
+    bias = torch.randn(6, requires_grad=True)
+    x = torch.randn(5, 6)
+
+    def make(step: int) -> torch.Tensor:
+        y = torch.relu((x * (step + 1)) @ shared + bias) @ frozen
+        return ((y @ shared.t()) ** 2).sum() + unused.detach().sum()
+
+    _compare(counted, make, [shared, bias, unused])
+    assert counted.runs > 0
+
+
+def test_kept_tapes(counted: Counted, net: tuple[Make, list[torch.Tensor]]) -> None:
+    make, leaves = net
+    session = _session()
+    for step in range(10):
+        loss = make(step)
+        twice = []
+        for _ in range(2):
+            for leaf in leaves:
+                leaf.grad = None
+            with session:
+                loss.backward(retain_graph=True)
+            twice.append([leaf.grad for leaf in leaves])
+        assert_same(*twice, bitwise=counted.runs > 1)  # before that, what the real calls gave
+        assert all(one is not other for one, other in zip(*twice, strict=True))
+    assert counted.runs > 10
+
+
+def test_inputs_are_let_go_as_they_are_not_needed_any_more(counted: Counted) -> None:
+    """What the tape saved is gone after the backward, and gradients alone are left."""
+    weight, x = torch.randn(64, 64, requires_grad=True), torch.randn(64, 64)
+    session = _session()
+    for _ in range(_UNTIL_NATIVE + 2):
+        weight.grad = None
+        hidden = (x @ weight).tanh()
+        counts = [hidden._use_count()]
+        loss = (hidden * hidden).sum()
+        counts.append(hidden._use_count())
+        with session:
+            loss.backward()
+        assert counts[1] > counts[0] and hidden._use_count() == counts[0]
+    assert counted.runs > 0
+
+
+# ---- when they run ---------------------------------------------------------------------------------------------------
+
+
+def test_other_shapes_have_programs_of_their_own(counted: Counted) -> None:
+    model = mlp()
+    leaves = list(model.parameters())
+    xs = [torch.randn(rows, 8) for rows in (3, 5)]
+    ways: list[Any] = [ca.disable(), _session(dynamic=False)]
+    for step in range(24):
+        found = []
+        for way in ways:
+            for leaf in leaves:
+                leaf.grad = None
+            found.append(_step(way, lambda step: model(xs[step % 2] * (step + 1)).sum(), leaves, step))
+        torch.testing.assert_close(*found)
+    assert counted.runs > 8
+
+
+@pytest.mark.parametrize("settings", [{"check": 3}, {"check": True}, {"native": False}, {"backend": "eager"}], ids=str)
+def test_settings_under_which_none_runs(
+    counted: Counted, net: tuple[Make, list[torch.Tensor]], settings: dict[str, Any]
+) -> None:
+    make, leaves = net
+    session = _session(**settings)
+    for step in range(10):
+        _step(session, make, leaves, step)
+    assert counted.runs == 0
+
+
+def test_a_program_that_is_dropped_is_not_run(counted: Counted, net: tuple[Make, list[torch.Tensor]]) -> None:
+    make, leaves = net
+    _compare(counted, make, leaves)
+    session, before = _session(), counted.runs
+    (run,) = [each.native for each in _known_shapes() if each.native is not None]
+    assert run.line.drop(PROGRAM)
+    _step(session, make, leaves, 0)
+    assert counted.runs == before
+
+
+def _known_shapes() -> list[Any]:
+    return [shapes for each in backward.NATIVE_HITS._learnt for shapes in each.shapes.values()]
+
+
+def test_a_profiler_sees_operators(counted: Counted, net: tuple[Make, list[torch.Tensor]]) -> None:
+    make, leaves = net
+    _compare(counted, make, leaves)
+    before = counted.runs
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
+        _step(_session(), make, leaves, 0)
+    assert counted.runs == before
+
+
+def test_an_error_of_a_program_is_raised_and_everything_let_go(
+    counted: Counted, net: tuple[Make, list[torch.Tensor]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make, leaves = net
+    _compare(counted, make, leaves)
+    session, before = _session(), counted.runs
+    for leaf in leaves:
+        leaf.grad = None
+
+    def fail() -> bool:
+        raise MemoryError("here")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(CLAIMS, "none_needed", fail)
+        with pytest.raises(MemoryError, match="here"):
+            _step(session, make, leaves, 0)
+    assert counted.runs == before + 1 and all(leaf.grad is None for leaf in leaves)
+    found = _step(session, make, leaves, 0)
+    for leaf in leaves:
+        leaf.grad = None
+    torch.testing.assert_close(found, _step(ca.disable(), make, leaves, 0))
+    assert counted.runs == before + 2
+
+
+def test_what_is_no_program_is_refused(counted: Counted) -> None:
+    module = backward.NATIVE_HITS.module()
+    assert module is not None
+    for function in (len, [].append, 3):
+        with pytest.raises(TypeError, match="a straight-line program is wanted"):
+            module.program(function, (), ())
+
+
+def test_threads_that_train_one_model(counted: Counted, net: tuple[Make, list[torch.Tensor]]) -> None:
+    """Each gradient is added once, whoever adds it."""
+    make, leaves = net
+    session = _session()
+    for leaf in leaves:
+        leaf.grad = torch.zeros_like(leaf)
+    for _ in range(_UNTIL_NATIVE + 2):
+        _step(session, lambda _: make(0), leaves, 0)
+    for leaf in leaves:
+        leaf.grad = torch.zeros_like(leaf)
+    before, errors = counted.runs, []
+
+    def train() -> None:
+        try:
+            for _ in range(20):
+                loss = make(0)
+                with session:
+                    loss.backward()
+        except BaseException as error:  # noqa: BLE001  shown below
+            errors.append(error)
+
+    threads = [threading.Thread(target=train) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors and counted.runs > before
+    found = [leaf.grad for leaf in leaves]
+    for leaf in leaves:
+        leaf.grad = None
+    (alone,) = [_step(ca.disable(), make, leaves, 0)]
+    for grad, one in zip(found, alone, strict=True):
+        assert grad is not None and one is not None
+        torch.testing.assert_close(grad, 80 * one)
+
+
+# ---- whatever is drawn -----------------------------------------------------------------------------------------------
+
+
+class _Drawn:
+    """A random net: layers, layouts, frozen and shared weights, residuals, slices, in-place writes."""
+
+    def __init__(self, seed: int) -> None:
+        self._random = random.Random(seed)
+        self._generator = torch.Generator().manual_seed(seed)
+        self.width = self._random.choice([1, 3, 8, 17])
+        self.rows = self._random.choice([1, 2, 5])
+        self.leaves: list[torch.Tensor] = []
+        self._layers = [self._layer() for _ in range(self._random.randint(1, 6))]
+        self._inputs = [self._tensor(self.rows, self.width) for _ in range(2)]
+
+    def _tensor(self, *shape: int) -> torch.Tensor:
+        whole = torch.randn(*[size + 2 for size in shape], generator=self._generator)
+        kind = self._random.choice(["dense", "transposed", "offset"])
+        if kind == "transposed" and len(shape) == 2:
+            return whole[: shape[0], : shape[1]].t().contiguous().t().clone(memory_format=torch.preserve_format)
+        cut = whole[tuple(slice(1, 1 + size) for size in shape)]
+        return cut if kind == "offset" else cut.contiguous()
+
+    def _weight(self, *shape: int) -> torch.Tensor:
+        alike = [leaf for leaf in self.leaves if leaf.shape == shape]
+        if alike and self._random.random() < 0.25:
+            return self._random.choice(alike)
+        weight = self._tensor(*shape)
+        if self._random.random() < 0.85:
+            weight.requires_grad_()
+        self.leaves.append(weight)
+        return weight
+
+    def _layer(self) -> Callable[[torch.Tensor], torch.Tensor]:
+        width, kind = self.width, self._random.randrange(8)
+        if kind == 0:
+            weight, bias = self._weight(width, width), self._weight(width)
+            return lambda x: nn.functional.linear(x, weight, bias)
+        if kind == 1:
+            weight, bias = self._weight(width), self._weight(width)
+            return lambda x: nn.functional.layer_norm(x, (width,), weight, bias)
+        if kind == 2:
+            weight = self._weight(width, width)
+            return lambda x: x + torch.tanh(x @ weight) @ weight.t()
+        if kind == 3:
+            weight = self._weight(width)
+            return lambda x: torch.cat([x[:, : width // 2], x[:, width // 2 :] * weight[width // 2 :]], 1)
+        if kind == 4:
+            weight = self._weight(width, width)
+            return lambda x: torch.relu((x @ weight).mul_(0.5)) + x
+        if kind == 5:
+            weight = self._weight(width)
+            return lambda x: x.clone().add_(weight).sigmoid_() * 2
+        if kind == 6:
+            weight = self._weight(1, width)
+            return lambda x: x * weight.expand(x.shape[0], width)
+        weight = self._weight(width, width)
+        return lambda x: torch.addmm(x, x, weight, beta=0.5, alpha=2.0)
+
+    def loss(self, step: int) -> torch.Tensor:
+        first = next((leaf for leaf in self.leaves if leaf.requires_grad), None)
+        x = self._inputs[step % 2] * (1 + step / 8)
+        for layer in self._layers:
+            x = layer(x)
+        total = (x**2).mean()
+        return total if first is None else total + first.sum() * 0.01
+
+
+def _draw(seed: int, counted: Counted) -> None:
+    drawn = _Drawn(seed)
+    leaves = [leaf for leaf in dict.fromkeys(drawn.leaves) if leaf.requires_grad]
+    if not leaves:
+        return
+    policy = random.Random(seed).choice(["none", "zero", "add", "some"])
+
+    def between() -> None:
+        for index, leaf in enumerate(leaves):
+            if policy == "none" or (policy == "some" and index % 2):
+                leaf.grad = None
+            elif policy == "zero" and leaf.grad is not None:
+                leaf.grad.zero_()
+
+    _compare(counted, drawn.loss, leaves, 12, between)
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_random_nets(counted: Counted, seed: int) -> None:
+    _draw(seed, counted)
+
+
+@pytest.mark.slow
+def test_many_random_nets(counted: Counted) -> None:
+    for seed in range(100, 250):
+        _draw(seed, counted)
+        ca.reset()
+    assert counted.runs > 300

@@ -15,6 +15,7 @@ from backends.protocol import Compiled
 
 from ..native.library import Module, StraightLineProgram, Taken
 from ..steps.accumulate import write
+from ..steps.compiled_calls import run_compiled
 from ..steps.run_context import RunContext
 from ..steps.steps import AccumulateStep, CompiledRegion, Executor, RegionStep, Slots
 from ..threads.claims import CLAIMS
@@ -54,11 +55,7 @@ class NativeRun:
 
     def run(self, taken: Taken, context: RunContext) -> None:
         """Run it, with grad mode off."""
-        if torch._C._is_any_autocast_enabled():
-            with torch._C._DisableAutocast():  # the graph has its casts in it
-                left = taken.run(self.made, CLAIMS.none_needed)
-        else:
-            left = taken.run(self.made, CLAIMS.none_needed)
+        left = run_compiled(taken.run, self.made, CLAIMS.none_needed)
         if left is None:
             return
         results, tensors = left

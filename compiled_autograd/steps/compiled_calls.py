@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 
 from ..ir import NaNFoundError
 from .memory import in_own_memory, laid_out, made_plain
 from .steps import CompiledRegion, Slots
+
+_Results = TypeVar("_Results")
 
 
 def make_plain(arguments: list[Any], positions: Sequence[int]) -> None:
@@ -18,12 +20,12 @@ def make_plain(arguments: list[Any], positions: Sequence[int]) -> None:
         arguments[position] = made_plain(arguments[position])
 
 
-def run_compiled(call: Callable[[list[Any]], Sequence[Any]], arguments: list[Any]) -> Sequence[Any]:
+def run_compiled(call: Callable[..., _Results], *arguments: Any) -> _Results:
     """Call something compiled."""
     if torch._C._is_any_autocast_enabled():
         with torch._C._DisableAutocast():  # the graph has its casts in it
-            return call(arguments)
-    return call(arguments)
+            return call(*arguments)
+    return call(*arguments)
 
 
 def pass_on(compiled: CompiledRegion, slots: Slots) -> None:

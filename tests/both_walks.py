@@ -9,6 +9,7 @@ Otherwise no test but those of the room itself waits for the extension, and none
 from __future__ import annotations
 
 import os
+import sys
 import threading
 import time
 from pathlib import Path
@@ -19,9 +20,10 @@ import torch
 
 from backends import get_backend
 from compiled_autograd.diagnostics.bypass import OTHER_THREAD
-from compiled_autograd.engine import native_hits
+from compiled_autograd.engine import backward, native_hits, seam
 from compiled_autograd.engine.call import Call, HandedOver, Refused
 from compiled_autograd.engine.native_hits import NativeHits
+from compiled_autograd.native import library as native_library
 from compiled_autograd.native.library import BEING_BUILT, Library
 from compiled_autograd.settings import Settings
 
@@ -31,7 +33,14 @@ _SECONDS_TO_BUILD = 600.0
 
 def library_of(config: pytest.Config) -> Library:
     """Built once for all runs of the tests; skips where there can be none."""
-    library = Library(Path(config.cache.mkdir("native")) / "builds")  # type: ignore[union-attr]
+    return library_in(Path(config.cache.mkdir("native")) / "builds")  # type: ignore[union-attr]
+
+
+def library_in(folder: Path) -> Library:
+    """The one in a folder, as soon as it is built; skips where there can be none."""
+    if "-Werror" not in native_library._FLAGS:  # type: ignore[attr-defined]
+        native_library._FLAGS += ("-Werror",)
+    library = Library(folder)
     deadline = time.monotonic() + _SECONDS_TO_BUILD
     while library.module() is None and library.reason == BEING_BUILT and time.monotonic() < deadline:
         time.sleep(0.1)
@@ -102,3 +111,13 @@ class Both(NativeHits):
         assert given.graph is graph and given.miss is None and not given.captured
         assert_same(what, given.handover)
         Both.compared += 1
+
+
+def compare_everywhere(library: Library) -> None:
+    """From now on, in this process."""
+    backward.NATIVE_HITS = seam.NATIVE_HITS = Both(library)
+
+
+def tell() -> None:
+    """How many tapes were compared."""
+    sys.stderr.write(f"\n{Both.compared} tapes were walked by both\n")

@@ -5,7 +5,6 @@ from __future__ import annotations
 import faulthandler
 import math
 import os
-import sys
 from collections.abc import Iterator
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # one process for each core: with more threads, each would wait for the others
@@ -15,7 +14,7 @@ import pytest
 import torch
 
 from compiled_autograd.capture import parameter_names
-from compiled_autograd.engine import backward, seam, session
+from compiled_autograd.engine import session
 from compiled_autograd.engine.native_hits import NATIVE_HITS
 from compiled_autograd.process_state import PROCESS
 
@@ -32,20 +31,13 @@ if both_walks.MODE != "off":
 @pytest.fixture(autouse=True, scope="session")
 def native_mode(request: pytest.FixtureRequest) -> Iterator[None]:
     """See :mod:`tests.both_walks`."""
-    if both_walks.MODE == "off":
-        yield
-        return
-    library = both_walks.library_of(request.config)
-    with pytest.MonkeyPatch.context() as patch:
-        if both_walks.MODE == "both":
-            both = both_walks.Both(library)
-            patch.setattr(backward, "NATIVE_HITS", both)
-            patch.setattr(seam, "NATIVE_HITS", both)
-        else:
-            patch.setattr(NATIVE_HITS, "library", library)
-        yield
+    if both_walks.MODE == "on":
+        NATIVE_HITS.library = both_walks.library_of(request.config)
     if both_walks.MODE == "both":
-        sys.stderr.write(f"\n{both_walks.Both.compared} tapes were walked by both\n")
+        both_walks.compare_everywhere(both_walks.library_of(request.config))
+    yield
+    if both_walks.MODE == "both":
+        both_walks.tell()
 
 
 @pytest.fixture(autouse=True)

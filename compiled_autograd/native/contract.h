@@ -1,16 +1,19 @@
 // What holds in every file of this room, and what the files need of PyTorch. Written against torch 2.13.
 //
-// The GIL. Whoever calls into the room holds it, and nothing here lets go of it. The nodes of Python functions run
-// Python while they are asked for their key: there other threads may come in between, and this thread may come in again.
-// So working memory belongs to one walk (`Lease` in walk.h), and nothing is kept in a global variable but idle memory.
+// The GIL. Whoever calls into the room holds it. The nodes of Python functions run Python while they are asked for
+// their key, and programs let go of it during long products and now and then: there other threads may come in between,
+// and this thread may come in again. A tape is freed without it. So working memory belongs to one walk (`Lease` in
+// walk.h), and nothing is kept in a global variable but idle memory.
 //
 // Errors. `Refused` says why a tape is left to the engine, in words for people. Any other exception comes from PyTorch
-// or from users' code that it calls. Only functions of module.cpp catch: an `Exception` of Python's, and whatever becomes
-// one, is a reason to refuse, since the engine will raise it in its own words; the others (Ctrl-C) are raised.
+// or from users' code that it calls. Only functions of module.cpp and taken.cpp catch (python.h). While a tape is
+// whole, an `Exception` of Python's, and whatever becomes one, is a reason to refuse, since the engine will raise it in
+// its own words; the others (Ctrl-C) are raised. Once it has been taken, all of them are.
 //
-// The tape. It is read and never changed, so that an exception anywhere leaves it whole. The engine's root, which a walk
-// makes, owns the edges to the tape until the walk ends, and each node owns those below it: so nodes are plain pointers.
-// Another thread must not run or free the same tape meanwhile: `threads/gate.py` sees to that, as for the engine's walk.
+// The tape. It is read and not changed until all of it is known, so that an exception anywhere leaves it whole. The
+// engine's root, which a walk makes, owns the edges to the tape until the walk ends, and each node owns those below it:
+// so nodes are plain pointers. Another thread may run or free the same tape meanwhile: each node is read under its own
+// lock.
 //
 // What was found belongs to the walk, and moves to whoever takes it (`Walk::take`). A plan owns bytes, and no tensors.
 

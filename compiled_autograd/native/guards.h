@@ -1,5 +1,5 @@
-// What compiled code was made for: the kinds, sizes and strides of the tensors that it is given, the sizes, the numbers.
-// It asks what `TensorGuards` asks in Python (`Variant.serves`), of all tensors in one go.
+// What compiled code was made for: the kinds, sizes and strides of the tensors that it is given, the sizes, the
+// numbers. It asks what `TensorGuards` asks in Python (`Variant.serves`), of all tensors in one go.
 
 #pragma once
 

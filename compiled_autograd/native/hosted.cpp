@@ -12,9 +12,7 @@ class Tensors {
  public:
   explicit Tensors(variable_list arguments) : tensors_(std::move(arguments)) {}
 
-  straight_line::Host host() {
-    return {this, address, allocate, object, drop, result};
-  }
+  straight_line::Host host() { return {this, address, allocate, object, drop, result}; }
   variable_list results;
 
  private:
@@ -27,8 +25,7 @@ class Tensors {
     if (tensors.size() <= static_cast<size_t>(slot)) tensors.resize(slot + 1);
     const size_t dimensions = shape.dimensions;
     const at::ScalarType dtype = reinterpret_cast<THPDtype*>(shape.dtype)->scalar_type;
-    tensors[slot] =
-        at::detail::empty_strided_cpu({shape.sizes, dimensions}, {shape.strides, dimensions}, dtype);
+    tensors[slot] = at::detail::empty_strided_cpu({shape.sizes, dimensions}, {shape.strides, dimensions}, dtype);
     return tensors[slot].data_ptr();
   }
 

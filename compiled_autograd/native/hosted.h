@@ -10,8 +10,8 @@
 namespace native {
 
 struct Gives {
-  size_t leaf;      // of the handover's tensors
-  size_t result;    // of the program's
+  size_t leaf;    // of the handover's tensors
+  size_t result;  // of the program's
   bool can_keep;
 };
 

@@ -29,7 +29,8 @@ struct TensorMap {
   friend Type pointer_to(TensorMap);
 };
 struct SavedMap {
-  using Type = std::unordered_map<const torch::autograd::SavedVariable*, torch::dynamo::autograd::TensorArg*> TensorArgs::*;
+  using Type =
+      std::unordered_map<const torch::autograd::SavedVariable*, torch::dynamo::autograd::TensorArg*> TensorArgs::*;
   friend Type pointer_to(SavedMap);
 };
 struct NextTensor {

@@ -117,7 +117,7 @@ PyMethodDef plan_methods[] = {
      "(outputs, gradients) -> (variant or -1, tensors, sizes, scalars, objects), or what differs."},
     {"add_variant", add_variant, METH_VARARGS, "The same; what the tape holds becomes a variant if it is none."},
     {"take", take, METH_VARARGS,
-     "(outputs, gradients, keep_graph) -> Taken, or what differs; unless it is kept, the tape is freed as by the engine."},
+     "(outputs, gradients, keep_graph) -> Taken, or what differs; a tape that is not kept is freed as by the engine."},
     {nullptr, nullptr, 0, nullptr}};
 PyGetSetDef plan_attributes[] = {
     {"nodes", nodes, nullptr, "How many nodes the tape has, the engine's root among them.", nullptr},
@@ -128,13 +128,13 @@ PyType_Slot plan_slots[] = {
     {Py_tp_getset, plan_attributes},
     {0, nullptr}};
 PyType_Spec plan_spec = {
-    "compiled_autograd_native.Plan", sizeof(PlanObject), 0,
-    Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, plan_slots};
+    "compiled_autograd_native.Plan", sizeof(PlanObject), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION,
+    plan_slots};
 
 PyMethodDef functions[] = {
     {"learn", learn, METH_VARARGS, "(outputs, gradients, order_shows) -> Plan, or the reason why not."},
     {"program", new_program, METH_VARARGS,
-     "(function, arguments, gives) -> Program: a straight-line program, which of a handover's tensors it takes, and for "
+     "(function, arguments, gives) -> Program: a straight-line program, which of a handover's tensors it takes; for "
      "each leaf the number of its tensor, that of its result, and whether it can keep that."},
     {nullptr, nullptr, 0, nullptr}};
 PyModuleDef module = {

@@ -7,8 +7,8 @@ namespace native {
 
 namespace {
 
-// For each node below `root`, how many edges lead to it: the engine comes to it once it has been at all their beginnings
-// (Engine::compute_dependencies, engine.cpp, 2.13). `numbers` are those of the result.
+// For each node below `root`, how many edges lead to it: the engine comes to it once it has been at all their
+// beginnings (Engine::compute_dependencies, engine.cpp, 2.13). `numbers` are those of the result.
 std::vector<uint32_t> edges_to(const Node& root, Numbers& numbers) {
   std::vector<uint32_t> counts;
   std::vector<const Node*> worklist{&root};

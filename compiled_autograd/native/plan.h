@@ -1,6 +1,6 @@
-// What was learnt of one tape: the order of the engine's walk, and what each node said of itself. A tape whose nodes say
-// the same in the same order is the same to the engine: what a node says has the numbers of the nodes that its edges lead
-// to, so by induction the two walks come to corresponding nodes, and no count of dependencies is needed.
+// What was learnt of one tape: the order of the engine's walk, and what each node said of itself. A tape whose nodes
+// say the same in the same order is the same to the engine: what a node says has the numbers of the nodes that its
+// edges lead to, so by induction the two walks come to corresponding nodes, and no count of dependencies is needed.
 
 #pragma once
 
@@ -25,8 +25,8 @@ class Plan {
   // Its number; a new one where none held, or -1 where there are many. Throws Refused.
   int add_variant(const Handover& found);
 
-  // Let go of what the nodes of a walked tape have saved, as the engine does. Without the GIL: another thread may hold a
-  // node's lock and wait for it.
+  // Let go of what the nodes of a walked tape have saved, as the engine does. Without the GIL: another thread may hold
+  // a node's lock and wait for it.
   void release(const Walk& walk) const;
 
   size_t nodes() const { return order_.size(); }
@@ -38,9 +38,9 @@ class Plan {
   void learn_ages(const Walk& walk);
   bool same_ages(const Walk& walk) const;
 
-  std::vector<uint32_t> order_;  // numbers of nodes
-  std::string key_;              // what they said
-  std::vector<size_t> ends_;     // where in `key_` each one's end is
+  std::vector<uint32_t> order_;        // numbers of nodes
+  std::string key_;                    // what they said
+  std::vector<size_t> ends_;           // where in `key_` each one's end is
   std::vector<uint32_t> by_age_;       // numbers of nodes, the oldest first; empty where the order does not show
   std::vector<bool> older_than_next_;  // else as old: leaves, and nodes of several threads
   std::vector<Guards> variants_;

@@ -47,7 +47,8 @@ PyObject* run(PyObject* self, PyObject* arguments) {
     const HostedProgram& program = *reinterpret_cast<ProgramObject*>(program_object)->program;
     Handover found = std::exchange(reinterpret_cast<TakenObject*>(self)->found, Handover());
     variable_list results = program.run(found.tensors);
-    const Owned may(checked(PyObject_CallNoArgs(may_write)));  // from here on no other thread of Python comes in between
+    const Owned may(
+        checked(PyObject_CallNoArgs(may_write)));  // from here on no other thread of Python comes in between
     if (may.get() == Py_True && accumulate(program.gifts(found.tensors, results))) return Py_NewRef(Py_None);
     const Owned given = list_of(results), leaves = list_of(found.tensors);
     return checked(PyTuple_Pack(2, given.get(), leaves.get()));

@@ -1,5 +1,5 @@
-// `Taken`, of Python: what a tape held that was taken. It becomes objects of Python when somebody asks for these, or goes
-// to a program as it is. And `Program`, of Python: a `HostedProgram`.
+// `Taken`, of Python: what a tape held that was taken. It becomes objects of Python when somebody asks for these, or
+// goes to a program as it is. And `Program`, of Python: a `HostedProgram`.
 
 #pragma once
 

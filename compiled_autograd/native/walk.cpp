@@ -19,8 +19,8 @@ std::unique_ptr<Walk> take_idle() {
   return walk;
 }
 
-// Have the processor fetch nodes and their edges before the walk needs them, while PyTorch unpacks what this one saved: a
-// walk over a tape that was just made waits for memory more than for anything else.
+// Have the processor fetch nodes and their edges before the walk needs them, while PyTorch unpacks what this one saved:
+// a walk over a tape that was just made waits for memory more than for anything else.
 void prefetch_next(const Node& node) {
   constexpr size_t kLine = 64, kBytes = 1024;  // of a node's own members, and of what the common ones save
   for (const Edge& edge : node.next_edges())

@@ -1,7 +1,8 @@
 """A pytest plugin that runs each test inside one of the engines, and writes what became of its backwards.
 
 ``CONFORMANCE_ENGINE`` names the engine: ``eager``, ``torch`` (PyTorch's own compiled autograd), ``ours:<backend>``, or
-``ours:<backend>:tune``, which leaves to eager what is not worth it.
+``ours:<backend>:tune``, which leaves to eager what is not worth it, or ``ours:<backend>:native``, where each tape that
+is known is walked by the engine and in C++ (:mod:`tests.both_walks`).
 ``CONFORMANCE_RESULT`` names the file to which lines of JSON are added, one when a test starts and one when it ends; a
 test that is in it already is not run again, so that after a crash the rest can be run. One that began and never ended
 is tried a second time: it may have been the run that was ended. ``CONFORMANCE_ONLY`` may name a file with the names of
@@ -22,6 +23,7 @@ from typing import Any
 import pytest
 import torch
 
+from tests import both_walks
 from tests.conformance import names, redirect
 
 _redirect: redirect.Redirect | None = None
@@ -39,17 +41,22 @@ def _torch() -> Iterator[None]:
 
 
 @contextlib.contextmanager
-def _ours(backend: str, tune: bool) -> Iterator[Any]:
+def _ours(backend: str, *settings: str) -> Iterator[Any]:
     import compiled_autograd as ca
 
-    with ca.enable(backend=backend, cache_dir=False, tune=tune) as session:
+    tune, native = "tune" in settings, "native" in settings
+    with ca.enable(backend=backend, cache_dir=False, tune=tune, native=native) as session:
         yield session
 
 
+def _named() -> list[str]:
+    return os.environ["CONFORMANCE_ENGINE"].split(":")
+
+
 def _engine() -> contextlib.AbstractContextManager[Any]:
-    name, *settings = os.environ["CONFORMANCE_ENGINE"].split(":")
+    name, *settings = _named()
     if name == "ours":
-        return _ours(settings[0], "tune" in settings[1:])
+        return _ours(*settings)
     return _torch() if name == "torch" else contextlib.nullcontext()
 
 
@@ -57,8 +64,16 @@ def pytest_configure(config: pytest.Config) -> None:
     """Before any test is imported."""
     global _redirect
     names.supply()
+    if "native" in _named():
+        both_walks.compare_everywhere(both_walks.library_in(_records_file().parent / "native"))
     if any(str(each).partition("::")[0].endswith(redirect.FILE) for each in config.args):
         _redirect = redirect.Redirect(_engine)
+
+
+def pytest_unconfigure() -> None:
+    """After all tests."""
+    if "native" in _named():
+        both_walks.tell()
 
 
 def _around_test() -> contextlib.AbstractContextManager[Any]:
@@ -72,8 +87,12 @@ def _leave_to_rest() -> None:
     gc.freeze()
 
 
+def _records_file() -> Path:
+    return Path(os.environ["CONFORMANCE_RESULT"])
+
+
 def _write(record: dict[str, Any]) -> None:
-    with Path(os.environ["CONFORMANCE_RESULT"]).open("a") as file:
+    with _records_file().open("a") as file:
         file.write(json.dumps(record) + "\n")
 
 

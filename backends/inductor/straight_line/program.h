@@ -40,7 +40,8 @@ enum class Operation { call, output, memory, kernel, product, copy, drop };
 
 struct Instruction {
   Operation operation;
-  // call and output: what, the slots it takes, the constants after them, where the result goes (-1: nowhere); memory: where
+  // call and output: what, the slots it takes, the constants after them; these and memory: where the result goes (or
+  // -1)
   Owned callee;
   std::vector<Py_ssize_t> slots;  // of a drop: what is let go
   std::vector<Owned> constants;
@@ -49,7 +50,7 @@ struct Instruction {
   // kernel and product: a function of compiled code; kernel, copy (to, from) and product (a, b, c): on what memory
   void* function = nullptr;
   std::vector<Memory> memory;
-  Py_ssize_t bytes = 0;  // of a copy, and of memory
+  Py_ssize_t bytes = 0;                      // of a copy, and of memory
   std::vector<std::int64_t> sizes, strides;  // of an output; its dtype is the last constant
   // product, as BLAS has it
   int in_double = 0;

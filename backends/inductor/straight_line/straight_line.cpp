@@ -4,9 +4,9 @@
 // empties that list, and returns a tuple, as `call` does. (All libraries that `inductor/kernels.py` loads have that
 // name.) What an instruction is made of: `translation.py`.
 //
-// Values are Python objects in slots, or plain memory where no Python sees it. Beside each slot stands the address of its
-// memory, for the instructions that take addresses: kernels, products and copies. Where a host runs it (`host.h`), those
-// of arguments and outputs are objects only where Python sees them.
+// Values are Python objects in slots, or plain memory where no Python sees it. Beside each slot stands the address of
+// its memory, for the instructions that take addresses: kernels, products and copies. Where a host runs it (`host.h`),
+// those of arguments and outputs are objects only where Python sees them.
 
 #include "host.h"
 #include "program.h"
@@ -47,8 +47,8 @@ static void multiply(const Instruction& of, const void* a, const void* b, void* 
   char transpose_a = of.transpose_a, transpose_b = of.transpose_b;  // BLAS takes all by address, and as if to change it
   int m = of.m, n = of.n, k = of.k, lda = of.lda, ldb = of.ldb, ldc = of.ldc;
   auto alpha = static_cast<Number>(of.alpha), beta = static_cast<Number>(of.beta);
-  using Product = void (*)(
-      char*, char*, int*, int*, int*, Number*, const void*, int*, const void*, int*, Number*, void*, int*);
+  using Product =
+      void (*)(char*, char*, int*, int*, int*, Number*, const void*, int*, const void*, int*, Number*, void*, int*);
   reinterpret_cast<Product>(of.function)(
       &transpose_a, &transpose_b, &m, &n, &k, &alpha, a, &lda, b, &ldb, &beta, c, &ldc);
 }
@@ -56,7 +56,7 @@ static void multiply(const Instruction& of, const void* a, const void* b, void* 
 constexpr std::size_t alignment = 64;  // of memory that PyTorch allocates (c10/core/alignment.h)
 using Clock = std::chrono::steady_clock;
 constexpr auto longest_hold = std::chrono::milliseconds(2);  // of the interpreter's lock, where somebody wants it
-constexpr std::int64_t long_product = 1 << 20;                // multiplications: some ten microseconds
+constexpr std::int64_t long_product = 1 << 20;               // multiplications: some ten microseconds
 
 class Run {
  public:
@@ -250,9 +250,7 @@ static PyObject* run_program(PyObject* capsule, PyObject* arguments) {
 
 static PyMethodDef run_method = {"straight_line_program", run_program, METH_O, nullptr};
 
-static void free_program(PyObject* capsule) {
-  delete held_in(capsule);
-}
+static void free_program(PyObject* capsule) { delete held_in(capsule); }
 
 static PyObject* make_program(PyObject*, PyObject* arguments) {
   return reporting_errors([&]() -> PyObject* {
@@ -279,7 +277,8 @@ static struct PyModuleDef module_definition = {PyModuleDef_HEAD_INIT, "kernel", 
 }  // namespace
 
 PyMODINIT_FUNC PyInit_kernel(void) {
-  const char* address = std::getenv("_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR");  // where Inductor's kernels have it from
+  const char* address =
+      std::getenv("_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR");  // where Inductor's kernels have it from
   if (address == nullptr) {
     PyErr_SetString(PyExc_RuntimeError, "_TORCHINDUCTOR_PYOBJECT_TENSOR_DATA_PTR must be set");
     return nullptr;

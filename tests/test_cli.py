@@ -10,6 +10,7 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from importlib import metadata
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -534,7 +535,8 @@ added 2 entries, 3.2 MB
     assert run("export", tmp_path / "no" / "folder").code == 1
 
 
-def test_dir_and_env(run: Run, filled: Path, tmp_path: Path) -> None:
+def test_dir_and_env(run: Run, filled: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
     assert run("dir") == Ran(f"{filled}\n", "", 0)
     assert run("--cache-dir", tmp_path, "dir").out == run("dir", "--cache-dir", tmp_path).out == f"{tmp_path}\n"
     for word in ("False", "0", "none", ""):
@@ -543,6 +545,27 @@ def test_dir_and_env(run: Run, filled: Path, tmp_path: Path) -> None:
     assert found["torch"].startswith("2.") and found["cache"] == str(filled) and found["cache size"] == "8.2 MB"
     assert {"python", "compiled-autograd", "platform", "compiler"} <= set(found)
     assert f"cache={filled}\n" in run("env", "--format", "quiet").out
+    assert found["native"] == "not built; native=True has it built"
+
+
+@pytest.mark.parametrize(
+    ("file", "said"),
+    [
+        ("torch-{torch}-0.so", "built for torch {torch}"),
+        ("torch-{torch}-0.failed", "not built, as {folder}/torch-{torch}-0.failed says"),
+        ("torch-1.0-0.so", "not built; native=True has it built"),
+    ],
+)
+def test_env_says_whether_the_extension_is_built(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, file: str, said: str
+) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    names = {"torch": metadata.version("torch"), "folder": str(shadow_cache.default_dir() / "native")}
+    folder = Path(names["folder"])
+    folder.mkdir(parents=True)
+    (folder / file.format(**names)).touch()
+    found = msgspec.json.decode(run("env", "--format", "json").out, type=dict[str, str])
+    assert found["native"] == said.format(**names)
 
 
 # ---- every kind of miss ----------------------------------------------------------------------------------------------

@@ -1,8 +1,8 @@
 """Finds the extension of this room, has it built where it is not there yet, loads it and checks it.
 
-It is built once for each build of torch, Python, compiler and text of the sources, whose hash is its name, in a process
-of low priority (:mod:`build`): nobody waits for it. Private, and of 2.13: the headers in ``torch/include``. The layouts
-of the classes there are compiled into the extension.
+It is built once for each build of torch, Python, compiler and text of the sources, whose hash is in its name, in a
+process of low priority (:mod:`build`): nobody waits for it. Private, and of 2.13: the headers in ``torch/include``. The
+layouts of the classes there are compiled into the extension.
 """
 
 from __future__ import annotations
@@ -163,7 +163,7 @@ def why_unsupported() -> str:
 
 
 def name_of_build() -> str:
-    """A hash of all that the extension depends on."""
+    """The version of torch, which ``shadow-cache env`` reads, and a hash of all that the extension depends on."""
     compiler = _compiler()
     assert compiler is not None
     status = Path(compiler).resolve().stat()
@@ -173,7 +173,7 @@ def name_of_build() -> str:
     for source in sorted(_SOURCES.iterdir()):
         if source.suffix in (".h", ".cpp"):
             digest.update(source.name.encode() + b"\0" + source.read_bytes())
-    return digest.hexdigest()[:32]
+    return f"torch-{torch.__version__}-{digest.hexdigest()[:32]}"
 
 
 def _compiler() -> str | None:

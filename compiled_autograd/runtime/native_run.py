@@ -42,8 +42,10 @@ class NativeRun:
     def is_usable(self, context: RunContext) -> bool:
         """Whether the program would now do no more than this does."""
         compiled, compiler = self.compiled, self.program.region_compiler
+        (found, *others) = self.region.compiled.get((), (None,))
         return (
-            self.region.compiled.get(()) == [compiled]
+            found is compiled
+            and not others
             and compiled.call is self.line
             and (compiled.proof.settled or not context.prove)
             and not compiled.proof.refuted

@@ -12,6 +12,8 @@ from collections.abc import Iterator
 import rich_click as click
 from click.shell_completion import get_completion_class
 
+import shadow_cache
+
 from . import render
 from .base import Verb, View, with_format
 
@@ -39,8 +41,8 @@ def dir_(view: View) -> None:
 def env(view: View) -> None:
     """Print what a report of a bug should say.
 
-    Prints versions of Python, torch and this package, platform, C++ compiler, the folder of the cache and its size, and
-    settings from the environment.
+    Prints versions of Python, torch and this package, platform, C++ compiler, whether the extension for native=True is
+    built, the folder of the cache and its size, and settings from the environment.
 
     \b
     Examples:
@@ -63,9 +65,19 @@ def _environment(view: View) -> Iterator[tuple[str, str]]:
     yield "platform", platform.platform()
     yield "machine", f"{platform.machine()}, {os.cpu_count()} cores"
     yield "compiler", _compiler()
+    yield "native", _native(metadata.version("torch"))
     yield "cache", str(view.path)
     yield "cache size", render.size(view.store.stats().size) if view.path.is_dir() else "nothing is stored"
     yield from ((name, value) for name, value in sorted(os.environ.items()) if name.startswith("COMPILED_AUTOGRAD_"))
+
+
+def _native(torch: str) -> str:
+    """Whether ``native=True`` has its extension; a file's name begins with the version of torch that it is for."""
+    folder = shadow_cache.default_dir() / "native"
+    if any(folder.glob(f"torch-{torch}-*.so")):
+        return f"built for torch {torch}"
+    failed = next(folder.glob(f"torch-{torch}-*.failed"), None)
+    return "not built; native=True has it built" if failed is None else f"not built, as {failed} says"
 
 
 def _compiler() -> str:

@@ -45,10 +45,14 @@ Plan::Plan(Walk& walk, bool order_shows) {
         ready.push_back(walk.number_of(edge.function.get()));
   }
   if (order_shows) learn_ages(walk);
+  tensors_ = walk.found().tensors.size();
+  sizes_ = walk.found().sizes.size();
+  scalars_ = walk.found().scalars.size();
   add_variant(walk.found());
 }
 
 std::optional<std::string> Plan::difference(Walk& walk) const {
+  walk.expect(tensors_, sizes_, scalars_);
   const std::string_view key = key_;
   size_t begin = 0;
   for (size_t index = 0; index < order_.size(); ++index) {

@@ -38,6 +38,7 @@ class Plan {
   void learn_ages(const Walk& walk);
   bool same_ages(const Walk& walk) const;
 
+  size_t tensors_, sizes_, scalars_;   // how many it held
   std::vector<uint32_t> order_;        // numbers of nodes
   std::string key_;                    // what they said
   std::vector<size_t> ends_;           // where in `key_` each one's end is

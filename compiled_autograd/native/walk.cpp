@@ -50,6 +50,12 @@ void Walk::begin(edge_list outputs, variable_list gradients) {
   see(root_.get());
 }
 
+void Walk::expect(size_t tensors, size_t sizes, size_t scalars) {
+  found_.tensors.reserve(tensors);
+  found_.sizes.reserve(sizes);
+  found_.scalars.reserve(scalars);
+}
+
 uint32_t Walk::see(Node* node) {
   const auto [number, is_new] = nodes_seen_.of(node);
   if (is_new) nodes_.push_back(node);

@@ -27,6 +27,9 @@ class Walk {
   // Begin, with the engine's own root, which is number 0. Throws Refused, and what the engine raises of the gradients.
   void begin(edge_list outputs, variable_list gradients);
 
+  // Make room for what a walk will find.
+  void expect(size_t tensors, size_t sizes, size_t scalars);
+
   // What a node says of itself: valid until the next call. Nodes have numbers, in the order in which they are first
   // seen at the end of an edge. What the node holds joins the handover. Throws Refused, and anything.
   std::string_view visit(uint32_t number);

@@ -26,7 +26,7 @@ from benchmarks.targets import MODELS, WITHOUT_HITS, Result
 
 ONLY_BY_NAME = ("llama", "gpt-100m")
 RUNNERS = ("eager", "ours-eager", "ours-inductor", "torch-ca-dynamic", "torch-ca-static", "aot")
-CUDA_RUNNERS = ("ours-cuda-graphs",)  # likewise
+OTHER_RUNNERS = ("ours-native", "ours-cuda-graphs")  # likewise
 MEASUREMENTS = ("steady", "hit")
 CACHE_FOLDERS = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 
@@ -34,7 +34,7 @@ CACHE_FOLDERS = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=(*MODELS, *ONLY_BY_NAME), default=list(MODELS))
-    parser.add_argument("--runners", nargs="+", choices=(*RUNNERS, *CUDA_RUNNERS), default=list(RUNNERS))
+    parser.add_argument("--runners", nargs="+", choices=(*RUNNERS, *OTHER_RUNNERS), default=list(RUNNERS))
     parser.add_argument("--pairs", type=int, default=30, help="pairs of an eager and a runner's step that are timed")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds that one process may take")
     parser.add_argument("--json", type=Path, help="write all results to this file")

@@ -79,6 +79,15 @@ def ours(backend: str | Callable[..., Any], **settings: Any) -> Runner:
     return Runner(lambda: session, counts=counts)
 
 
+def native(backend: str | Callable[..., Any], **settings: Any) -> Runner:
+    """The same with its extension, which is built first: else the walk in C++ would set in at some step."""
+    from benchmarks.native_walk import loaded
+    from shadow_cache import default_dir
+
+    loaded(default_dir() / "native")
+    return ours(backend, native=True, **settings)
+
+
 def empty_torch_function(graph_module: GraphModule) -> Callable[..., list[Tensor]]:
     """What PyTorch's own compiled autograd calls instead of compiled code: it does nothing and returns nothing.
 
@@ -114,6 +123,7 @@ RUNNERS: dict[str, Callable[[], Runner]] = {
     "eager": eager,
     "ours-eager": lambda: ours("eager"),
     "ours-inductor": lambda: ours("inductor"),
+    "ours-native": lambda: native("inductor"),
     "ours-cuda-graphs": lambda: ours("inductor:reduce-overhead"),
     "torch-ca-dynamic": lambda: torch_own(dynamic=True),
     "torch-ca-static": lambda: torch_own(dynamic=False),
@@ -125,6 +135,7 @@ RUNNERS: dict[str, Callable[[], Runner]] = {
 EMPTY_RUNNERS: dict[str, Callable[[], Runner]] = {
     "ours-eager": lambda: ours(empty_backend, check=False),
     "ours-inductor": lambda: ours(empty_backend, check=False),
+    "ours-native": lambda: native(empty_backend, check=False),
     "ours-cuda-graphs": lambda: ours(empty_backend, check=False),
     "torch-ca-dynamic": lambda: torch_own(dynamic=True, compiler=empty_torch_function),
     "torch-ca-static": lambda: torch_own(dynamic=False, compiler=empty_torch_function),

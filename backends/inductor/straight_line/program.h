@@ -38,25 +38,32 @@ struct Memory {  // some bytes into the memory of a slot's tensor
 
 enum class Operation { call, output, memory, kernel, product, copy, drop };
 
+struct Range {  // of one of the lists of a program
+  std::uint32_t begin = 0, count = 0;
+};
+
+struct Call {
+  Owned callee;
+  std::vector<Owned> constants;              // after the slots that it takes
+  std::vector<std::int64_t> sizes, strides;  // of an output; its dtype is the last constant
+};
+
+// Between two runs of a program all of it may have left the processor's cache: so this is small, and what it needs lies
+// in lists of the program, one after the other.
 struct Instruction {
   Operation operation;
-  // call and output: what, the slots it takes, the constants after them; these and memory: where the result goes (or
-  // -1)
-  Owned callee;
-  std::vector<Py_ssize_t> slots;  // of a drop: what is let go
-  std::vector<Owned> constants;
+  int in_double = 0;  // and further down: a product, as BLAS has it
+  // call, output and memory: where the result goes (or -1)
   Py_ssize_t result = -1;
   int result_has_address = 0;
-  // kernel and product: a function of compiled code; kernel, copy (to, from) and product (a, b, c): on what memory
+  std::uint32_t call = 0;  // of `calls`
+  Range slots;             // those that a call takes, and that a drop lets go
+  Range memory;            // of a kernel, a copy (to, from) and a product (a, b, c)
   void* function = nullptr;
-  std::vector<Memory> memory;
-  Py_ssize_t bytes = 0;                      // of a copy, and of memory
-  std::vector<std::int64_t> sizes, strides;  // of an output; its dtype is the last constant
-  // product, as BLAS has it
-  int in_double = 0;
-  char transpose_a = 'n', transpose_b = 'n';
-  int m = 0, n = 0, k = 0, lda = 0, ldb = 0, ldc = 0;
+  Py_ssize_t bytes = 0;  // of a copy, and of memory
   double alpha = 1, beta = 0;
+  int m = 0, n = 0, k = 0, lda = 0, ldb = 0, ldc = 0;
+  char transpose_a = 'n', transpose_b = 'n';
 };
 
 struct Program {
@@ -64,6 +71,9 @@ struct Program {
   std::vector<Py_ssize_t> inputs;  // of each input that some instruction takes by its address
   std::vector<Instruction> instructions;
   std::vector<Py_ssize_t> outputs;  // -1 for None
+  std::vector<Call> calls;
+  std::vector<Py_ssize_t> slots_taken;
+  std::vector<Memory> memory;
 };
 
 // ---- reading a program from Python ----------------------------------------------------------------------------------
@@ -78,6 +88,13 @@ static std::vector<Py_ssize_t> numbers_of(PyObject* tuple) {
   return numbers;
 }
 
+template <typename Value>
+static Range added(std::vector<Value>& to, const std::vector<Value>& values) {
+  const Range range{static_cast<std::uint32_t>(to.size()), static_cast<std::uint32_t>(values.size())};
+  to.insert(to.end(), values.begin(), values.end());
+  return range;
+}
+
 static std::vector<Memory> memory_of(PyObject* tuple) {
   std::vector<Memory> memory;
   const auto numbers = numbers_of(tuple);
@@ -86,8 +103,14 @@ static std::vector<Memory> memory_of(PyObject* tuple) {
   return memory;
 }
 
-static Instruction instruction_of(PyObject* tuple) {
-  Instruction made;
+static std::uint32_t add_call(Program& program, PyObject* callee) {
+  program.calls.emplace_back();
+  program.calls.back().callee.reset(Py_NewRef(callee));
+  return static_cast<std::uint32_t>(program.calls.size() - 1);
+}
+
+static Instruction instruction_of(PyObject* tuple, Program& program) {
+  Instruction made{};
   const char* operation = nullptr;
   require(PyTuple_Check(tuple) && PyTuple_GET_SIZE(tuple) > 0);
   require((operation = PyUnicode_AsUTF8(PyTuple_GET_ITEM(tuple, 0))) != nullptr);
@@ -98,18 +121,19 @@ static Instruction instruction_of(PyObject* tuple) {
     made.operation = Operation::call;
     require(PyArg_ParseTuple(
         tuple, "sOOOnp", &operation, &callee, &slots, &constants, &made.result, &made.result_has_address));
-    made.callee.reset(Py_NewRef(callee));
+    made.call = add_call(program, callee);
     for (Py_ssize_t index = 0; index < PyTuple_GET_SIZE(constants); ++index)
-      made.constants.emplace_back(Py_NewRef(PyTuple_GET_ITEM(constants, index)));
+      program.calls.back().constants.emplace_back(Py_NewRef(PyTuple_GET_ITEM(constants, index)));
   } else if (name == "output") {
     PyObject *sizes = nullptr, *strides = nullptr, *dtype = nullptr;
     made.operation = Operation::output;
     require(PyArg_ParseTuple(
         tuple, "sOOOOnp", &operation, &callee, &sizes, &strides, &dtype, &made.result, &made.result_has_address));
-    made.callee.reset(Py_NewRef(callee));
-    for (PyObject* constant : {sizes, strides, dtype}) made.constants.emplace_back(Py_NewRef(constant));
-    for (const auto size : numbers_of(sizes)) made.sizes.push_back(size);
-    for (const auto stride : numbers_of(strides)) made.strides.push_back(stride);
+    made.call = add_call(program, callee);
+    Call& call = program.calls.back();
+    for (PyObject* constant : {sizes, strides, dtype}) call.constants.emplace_back(Py_NewRef(constant));
+    for (const auto size : numbers_of(sizes)) call.sizes.push_back(size);
+    for (const auto stride : numbers_of(strides)) call.strides.push_back(stride);
   } else if (name == "memory") {
     made.operation = Operation::memory;
     require(PyArg_ParseTuple(tuple, "snn", &operation, &made.bytes, &made.result));
@@ -135,8 +159,8 @@ static Instruction instruction_of(PyObject* tuple) {
     throw PythonError();
   }
   made.function = reinterpret_cast<void*>(static_cast<std::uintptr_t>(function));
-  if (slots != nullptr) made.slots = numbers_of(slots);
-  if (memory != nullptr) made.memory = memory_of(memory);
+  if (slots != nullptr) made.slots = added(program.slots_taken, numbers_of(slots));
+  if (memory != nullptr) made.memory = added(program.memory, memory_of(memory));
   return made;
 }
 

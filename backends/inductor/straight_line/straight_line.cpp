@@ -109,24 +109,16 @@ class Run {
   void* at(const Memory& memory) const { return addresses_[memory.slot] + memory.offset; }
 
   void run_all() {
-    const Instruction* end = program_.instructions.data() + program_.instructions.size();
-    for (const Instruction* each = program_.instructions.data(); each != end; ++each) {
-      if (end - each > 2) fetch(each);
-      run(*each);
-      if (each->operation != Operation::drop) let_others_run();
+    for (const auto& instruction : program_.instructions) {
+      __builtin_prefetch(&instruction + 2);  // an address, which need not be one of anything
+      run(instruction);
+      if (instruction.operation != Operation::drop) let_others_run();
     }
   }
 
-  // Between two runs of a program all of it may have left the processor's cache.
-  static void fetch(const Instruction* at) {
-    __builtin_prefetch(at[1].memory.data());
-    __builtin_prefetch(at[1].slots.data());
-    for (std::size_t offset = 0; offset < sizeof(Instruction); offset += 64)
-      __builtin_prefetch(reinterpret_cast<const char*>(at + 2) + offset);
-  }
-
   void run(const Instruction& instruction) {
-    const auto& memory = instruction.memory;
+    const Memory* memory = program_.memory.data() + instruction.memory.begin;
+    const std::size_t count = instruction.memory.count;
     switch (instruction.operation) {
       case Operation::call:
         call(instruction);
@@ -139,8 +131,8 @@ class Run {
         break;
       case Operation::kernel: {
         void* arguments[most_arguments];
-        for (std::size_t index = 0; index < memory.size(); ++index) arguments[index] = at(memory[index]);
-        caller_for(memory.size(), std::make_index_sequence<most_arguments + 1>())(instruction.function, arguments);
+        for (std::size_t index = 0; index < count; ++index) arguments[index] = at(memory[index]);
+        caller_for(count, std::make_index_sequence<most_arguments + 1>())(instruction.function, arguments);
         break;
       }
       case Operation::product: {
@@ -155,11 +147,7 @@ class Run {
         std::memcpy(at(memory[0]), at(memory[1]), instruction.bytes);
         break;
       case Operation::drop:
-        for (const auto slot : instruction.slots) {
-          values_[slot].reset();
-          memory_[slot].reset();
-          if (host_) host_->drop(host_->self, slot);
-        }
+        for (std::size_t index = 0; index < instruction.slots.count; ++index) drop(slots_of(instruction)[index]);
         break;
     }
   }
@@ -175,9 +163,9 @@ class Run {
   }
 
   void allocate_output(const Instruction& instruction) {
-    const auto dimensions = static_cast<Py_ssize_t>(instruction.sizes.size());
-    const Shape shape{
-        dimensions, instruction.sizes.data(), instruction.strides.data(), instruction.constants.back().get()};
+    const Call& made = program_.calls[instruction.call];
+    const auto dimensions = static_cast<Py_ssize_t>(made.sizes.size());
+    const Shape shape{dimensions, made.sizes.data(), made.strides.data(), made.constants.back().get()};
     addresses_[instruction.result] = static_cast<char*>(host_->allocate(host_->self, instruction.result, shape));
     made_by_host_[instruction.result] = true;
   }
@@ -188,12 +176,24 @@ class Run {
     return values_[slot].get();
   }
 
+  const Py_ssize_t* slots_of(const Instruction& instruction) const {
+    return program_.slots_taken.data() + instruction.slots.begin;
+  }
+
+  void drop(Py_ssize_t slot) {
+    values_[slot].reset();
+    memory_[slot].reset();
+    if (host_) host_->drop(host_->self, slot);
+  }
+
   void call(const Instruction& instruction) {
+    const Call& made = program_.calls[instruction.call];
     std::vector<PyObject*> arguments;
-    arguments.reserve(instruction.slots.size() + instruction.constants.size());
-    for (const auto slot : instruction.slots) arguments.push_back(object(slot));
-    for (const auto& constant : instruction.constants) arguments.push_back(constant.get());
-    Owned result(PyObject_Vectorcall(instruction.callee.get(), arguments.data(), arguments.size(), nullptr));
+    arguments.reserve(instruction.slots.count + made.constants.size());
+    for (std::size_t index = 0; index < instruction.slots.count; ++index)
+      arguments.push_back(object(slots_of(instruction)[index]));
+    for (const auto& constant : made.constants) arguments.push_back(constant.get());
+    Owned result(PyObject_Vectorcall(made.callee.get(), arguments.data(), arguments.size(), nullptr));
     require(result != nullptr);
     if (instruction.result < 0) return;
     values_[instruction.result] = std::move(result);
@@ -272,7 +272,7 @@ static PyObject* make_program(PyObject*, PyObject* arguments) {
     program.outputs = numbers_of(outputs);
     require(PyList_Check(instructions));
     for (Py_ssize_t index = 0; index < PyList_GET_SIZE(instructions); ++index)
-      program.instructions.push_back(instruction_of(PyList_GET_ITEM(instructions, index)));
+      program.instructions.push_back(instruction_of(PyList_GET_ITEM(instructions, index), program));
     Owned capsule(PyCapsule_New(held.get(), straight_line::program_name, free_program));
     require(capsule != nullptr);
     Held* kept = held.release();

@@ -90,8 +90,8 @@ class Both(NativeHits):
             return None
         bitwise = get_backend(settings.backend_in_mode).bitwise
         for each in self._learnt:
-            graph = each.graphs.get(bitwise)
-            if graph is None or graph.evicted:
+            graph = each.graph()
+            if each.bitwise != bitwise or graph is None or graph.evicted:
                 continue
             found = each.plan.add_variant(call.outputs, call.grads)
             if not isinstance(found, str):

@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import copy
+import gc
 import random
+import sys
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -18,6 +22,7 @@ from compiled_autograd.engine.native_hits import NativeHits
 from compiled_autograd.runtime import native_run
 from compiled_autograd.runtime.native_run import NativeRun
 from compiled_autograd.threads.claims import CLAIMS, Claim
+from compiled_autograd.threads.gate import GATE, take
 
 from .both_walks import library_of
 from .helpers import assert_same, mlp
@@ -227,6 +232,19 @@ def test_frozen_shared_and_unused_leaves(counted: Counted) -> None:
     assert counted.runs > 0
 
 
+def test_a_leaf_that_has_two_nodes(counted: Counted) -> None:
+    """It loses its node where its data gets another dtype, and has another one from then on."""
+    model, x = nn.Linear(4, 4), torch.randn(3, 4)
+
+    def make(step: int) -> torch.Tensor:
+        first = (model(x) * (step + 1)).sum()
+        model.double().float()
+        return first + model(x).sin().sum()
+
+    _compare(counted, make, list(model.parameters()))
+    assert counted.runs == counted.written_by_python > 0
+
+
 def test_kept_tapes(counted: Counted, net: tuple[Make, list[torch.Tensor]]) -> None:
     make, leaves = net
     session = _session()
@@ -293,7 +311,8 @@ def test_a_program_that_is_dropped_is_not_run(counted: Counted, net: tuple[Make,
     make, leaves = net
     _compare(counted, make, leaves)
     session, before = _session(), counted.runs
-    (run,) = [each.native for each in _known_shapes() if each.native is not None]
+    programs = [variant.program for each in _known_shapes() for variant in each.variants()]
+    (run,) = [each.native for each in programs if each.native is not None]
     assert run.line.drop(PROGRAM)
     _step(session, make, leaves, 0)
     assert counted.runs == before
@@ -301,6 +320,76 @@ def test_a_program_that_is_dropped_is_not_run(counted: Counted, net: tuple[Make,
 
 def _known_shapes() -> list[Any]:
     return [shapes for each in backward.NATIVE_HITS._learnt for shapes in each.shapes.values()]
+
+
+def test_settings_in_turn_have_programs_of_their_own(counted: Counted, net: tuple[Make, list[torch.Tensor]]) -> None:
+    """One tape, one set of shapes, two variants: whichever comes, it is that one that runs."""
+    make, leaves = net
+    sessions = [_session(), _session(passes=(_doubled,))]
+    for step in range(60):
+        wanted = _fresh(ca.disable(), make, leaves, step)
+        for factor, session in zip((1, 2), sessions, strict=True):
+            found = _fresh(session, make, leaves, step)
+            torch.testing.assert_close(found, [factor * each for each in wanted if each is not None])
+    assert counted.runs > 60
+
+
+def test_threads_with_other_settings_have_programs_of_their_own(
+    counted: Counted, net: tuple[Make, list[torch.Tensor]]
+) -> None:
+    _, leaves = net
+    wrong: list[Any] = []
+
+    def train(factor: int, session: ca.Session) -> None:
+        own = copy.deepcopy(leaves)
+        model = mlp()
+        for mine, given in zip(model.parameters(), own, strict=True):
+            mine.data = given.data
+        x = torch.ones(3, 8)
+
+        def make(step: int) -> torch.Tensor:
+            return (model(x + step) ** 2).mean()
+
+        try:
+            for step in range(150):
+                wanted = torch.autograd.grad(make(step), list(model.parameters()))
+                found = _fresh(session, make, list(model.parameters()), step)
+                torch.testing.assert_close(found, [factor * each for each in wanted])
+        except BaseException as error:  # noqa: BLE001  shown below
+            wrong.append(error)
+
+    sessions = [_session(), _session(passes=(_doubled,))]
+    threads = [threading.Thread(target=train, args=each) for each in zip((1, 2), sessions, strict=True)]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-5)
+    try:
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        sys.setswitchinterval(interval)
+    assert not wrong and counted.runs > 0
+
+
+def _fresh(session: Any, make: Make, leaves: list[torch.Tensor], step: int) -> list[torch.Tensor | None]:
+    for leaf in leaves:
+        leaf.grad = None
+    return _step(session, make, leaves, step)
+
+
+def _doubled(graph_module: torch.fx.GraphModule) -> torch.fx.GraphModule:
+    """A user's pass, by which the gradients are told apart."""
+    graph = graph_module.graph
+    (output,) = graph.find_nodes(op="output")
+    with graph.inserting_before(output):
+        twice = [
+            None if each is None else graph.call_function(torch.ops.aten.mul.Tensor, (each, 2))
+            for each in output.args[0]
+        ]
+    output.args = (tuple(twice),)
+    graph_module.recompile()
+    return graph_module
 
 
 def test_a_profiler_sees_operators(counted: Counted, net: tuple[Make, list[torch.Tensor]]) -> None:
@@ -334,6 +423,61 @@ def test_an_error_of_a_program_is_raised_and_everything_let_go(
         leaf.grad = None
     torch.testing.assert_close(found, _step(ca.disable(), make, leaves, 0))
     assert counted.runs == before + 2
+
+
+def test_variants_that_went_are_freed(counted: Counted) -> None:
+    """Plans keep none alive: a structure has no more than it may have."""
+    model, session = mlp(), _session(dynamic=False)
+    seen: list[weakref.ref[Any]] = []
+    for rows in range(2, 42):
+        for _ in range(_UNTIL_NATIVE):
+            model.zero_grad()
+            _step(session, lambda _, rows=rows: model(torch.ones(rows, 8)).sum(), [], 0)  # type: ignore[misc]
+        seen += [weakref.ref(each) for each in session.graphs()[0].variants]
+    assert counted.runs > 40
+    gc.collect()
+    assert len({id(each()) for each in seen} - {id(None)}) == len(session.graphs()[0].variants) <= 32
+
+
+def test_plans_that_are_forgotten_while_a_tape_is_freed(
+    counted: Counted, net: tuple[Make, list[torch.Tensor]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By another thread: nodes are freed without the GIL."""
+    make, leaves = net
+    other = torch.randn(3, requires_grad=True)
+    _compare(counted, make, leaves)
+    for step in range(_UNTIL_NATIVE):
+        _step(_session(), lambda _: (other * 2).sum(), [other], step)
+    hits = backward.NATIVE_HITS
+    assert len(hits._learnt) == 2
+    before, wanted = hits.hits, _fresh(ca.disable(), make, leaves, 0)
+    put_first = hits._put_first
+
+    def forgotten(learnt: Any) -> None:
+        hits.forget()
+        put_first(learnt)
+
+    monkeypatch.setattr(hits, "_put_first", forgotten)
+    torch.testing.assert_close(_fresh(_session(), make, leaves, 0), wanted)
+    assert hits.hits == before + 1 and not hits._learnt
+
+
+def test_nobody_comes_in_between_the_questions_whether_leaves_may_be_written() -> None:
+    """Neither calls a function of Python's, at which another thread may take over."""
+    called: list[str] = []
+    sys.setprofile(lambda frame, event, _: called.append(frame.f_code.co_name) if "call" in event else None)
+    try:
+        answer = CLAIMS.none_needed()
+    finally:
+        sys.setprofile(None)
+    assert answer and called[0] == "none_needed" and len(called) == 2, "the second is the call that ends it"
+    token = take()
+    try:
+        GATE.enter_eager(token)
+        assert not CLAIMS.none_needed()
+    finally:
+        token.release()
+        GATE.forget(token)
 
 
 def test_what_is_no_program_is_refused(counted: Counted) -> None:

@@ -132,7 +132,7 @@ def test_a_backward_that_began_before_the_first_enable_is_seen(monkeypatch: pyte
     thread.start()
     assert entered.wait(WAIT)
     assert thread.ident in threads_running(code)
-    monkeypatch.setattr(GATE, "_in_eager", {})  # as if it had gone in before there was a gate
+    monkeypatch.setattr(GATE, "in_eager", {})  # as if it had gone in before there was a gate
     monkeypatch.setattr(GATE, "_unseen", {thread.ident})
     monkeypatch.setattr(GATE, "_find_unseen", lambda: threads_running(code), raising=False)
     x = torch.randn(3, requires_grad=True)

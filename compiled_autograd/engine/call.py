@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import weakref
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -16,8 +17,8 @@ from ..cache.graphs import CompiledGraph
 from ..cache.variants import Handover, Variant
 from ..capture import tape
 from ..native.library import Module, Taken
-from ..runtime.native_run import NativeRun
 
+_MAX_VARIANTS = 4
 Results = Sequence[torch.Tensor | None]
 
 
@@ -51,15 +52,20 @@ class KnownShapes:
 
     Attributes:
         module: what found them.
-        variant: the one that served them last.
-        native: runs that variant without Python, where it can be run so.
-        tries: how often one was looked for.
+        served_by: the variants that served them last, under the settings and states that take turns, unless they went.
     """
 
     module: Module
-    variant: Variant | None = None
-    native: NativeRun | None = None
-    tries: int = 0
+    served_by: tuple[weakref.ref[Variant], ...] = ()
+
+    def variants(self) -> Iterator[Variant]:
+        """Those variants, the last one first."""
+        return filter(None, (each() for each in self.served_by))
+
+    def served(self, variant: Variant) -> None:
+        """A variant has."""
+        others = [each for each in self.served_by if each() not in (None, variant)]
+        self.served_by = (weakref.ref(variant), *others[: _MAX_VARIANTS - 1])
 
 
 @dataclass(slots=True)

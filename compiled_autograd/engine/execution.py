@@ -19,7 +19,7 @@ from ..guards.ambient import Ambient, ambient
 from ..ir import nan_checks
 from ..policies.background import BACKGROUND
 from ..process_state import PROCESS
-from ..runtime.native_run import native_run
+from ..runtime.native_run import native_run_of
 from ..runtime.program import Program
 from ..runtime.running_backward import Running
 from ..steps.run_context import RunContext
@@ -29,9 +29,6 @@ from ..threads.gate import GATE, take
 from .account import Account, RunAccount
 from .call import Call, HandedOver, Results
 from .cuda.devices import on_device
-
-_MAX_TRIES = 32
-"""Hits of one set of shapes after which nobody looks any more whether it can be run without Python."""
 
 
 class _Thread(threading.local):
@@ -153,24 +150,22 @@ def _runs_native(handed: HandedOver, program: Program, context: RunContext) -> b
     taken, shapes = handed.given, handed.shapes
     if shapes is None or isinstance(taken, Handover):
         return False
-    if shapes.native is not None and not shapes.native.is_of(program):
-        shapes.native = None
-    if shapes.native is None and shapes.tries < _MAX_TRIES:
-        shapes.native, shapes.tries = native_run(program, shapes.module), shapes.tries + 1
-    if shapes.native is None or not shapes.native.is_usable(context):
+    native = native_run_of(program, shapes.module)
+    if native is None or not native.is_usable(context):
         return False
-    shapes.native.run(taken, context)
+    native.run(taken, context)
     return True
 
 
 def _select(run: RunAccount, ambient_state: Ambient, forked: bool) -> Selection:
     """What serves the backward: without asking for shapes, where these were found to be ones that were met before."""
     settings, graph, shapes = run.account.settings, run.handed.graph, run.handed.shapes
-    if shapes is not None and shapes.variant is not None and graph.uses(shapes.variant, settings.key, ambient_state):
-        return Selection(shapes.variant)
+    for known in () if shapes is None else shapes.variants():
+        if graph.uses(known, settings.key, ambient_state):
+            return Selection(known)
     selection = select(settings, graph, ambient_state, run.handed.handover, run.handed.miss, forked)
-    if shapes is not None:
-        shapes.variant = selection.variant
+    if shapes is not None and selection.variant is not None:
+        shapes.served(selection.variant)
     return selection
 
 

@@ -7,6 +7,7 @@ that its key has. What is not known here takes the way through the engine (:mod:
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -29,13 +30,17 @@ _MAX_WANTED = 8
 """Of hits of the engine's, so many are owed a try to learn their tape when it comes again."""
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False)
 class _Learnt:
-    """A plan, and what the engine would give for its tape: the structure depends on whether the backend is bitwise."""
+    """A plan, and what the engine would give for its tape: the structure depends on whether the backend is bitwise.
+
+    It keeps neither a structure nor a variant: others say how many of these there are.
+    """
 
     plan: Plan
     module: Module
-    graphs: dict[bool, CompiledGraph] = field(default_factory=dict)
+    bitwise: bool
+    graph: weakref.ref[CompiledGraph]
     shapes: dict[int, KnownShapes] = field(default_factory=dict)
 
 
@@ -64,19 +69,27 @@ class NativeHits:
             return None
         bitwise = get_backend(settings.backend_in_mode).bitwise
         for index, each in enumerate(self._learnt[:_MAX_TRIED]):
-            graph = each.graphs.get(bitwise)
-            if graph is None or graph.evicted:
+            graph = each.graph()
+            if each.bitwise != bitwise or graph is None or graph.evicted:
                 continue
             found = each.plan.take(call.outputs, call.grads, call.keep_graph)
             if isinstance(found, str):
                 continue
             if index:
-                self._learnt.insert(0, self._learnt.pop(index))
+                self._put_first(each)
             self.hits += 1
             graph.met += 1
             known = None if found.variant < 0 else each.shapes.setdefault(found.variant, KnownShapes(each.module))
             return HandedOver(graph, found, None, False, known)
         return None
+
+    def _put_first(self, learnt: _Learnt) -> None:
+        """It has served. Another thread may have forgotten it meanwhile, or have put another one first."""
+        try:
+            self._learnt.remove(learnt)
+        except ValueError:
+            return
+        self._learnt.insert(0, learnt)
 
     def learn(self, call: Call, settings: Settings) -> Plan | None:
         """A plan of a tape that the engine is about to be asked about; None where that is not worth it."""
@@ -99,8 +112,9 @@ class NativeHits:
         module = self.module()
         if module is None or given.graph.tape.needs_engine or given.handover.packed:
             return
-        self._learnt.insert(0, _Learnt(plan, module, {get_backend(settings.backend_in_mode).bitwise: given.graph}))
-        del self._learnt[_MAX_PLANS:]
+        bitwise = get_backend(settings.backend_in_mode).bitwise
+        kept = [each for each in self._learnt if each.graph() is not None]
+        self._learnt = [_Learnt(plan, module, bitwise, weakref.ref(given.graph)), *kept[: _MAX_PLANS - 1]]
 
     def module(self) -> Module | None:
         """The extension; None where it is not there, or not yet."""

@@ -67,7 +67,7 @@ variable_list HostedProgram::run(variable_list& tensors) const {
   variable_list arguments, leaves(tensors.size());
   arguments.reserve(arguments_.size());
   for (const size_t index : arguments_) arguments.push_back(tensors[index]);
-  for (const Gives& each : gives_) leaves[each.leaf] = std::move(tensors[each.leaf]);
+  for (const Gives& each : gives_) leaves[each.leaf] = tensors[each.leaf];  // one may occur twice
   tensors = std::move(leaves);
   const auto count = static_cast<Py_ssize_t>(arguments.size());
   Tensors all(std::move(arguments));

@@ -21,6 +21,9 @@ from ..steps.steps import AccumulateStep, CompiledRegion, Executor, RegionStep, 
 from ..threads.claims import CLAIMS
 from .program import Program
 
+_MAX_TRIES = 32
+"""Hits of a program after which nobody looks any more whether it can be run without Python."""
+
 
 @dataclass(slots=True, eq=False)
 class NativeRun:
@@ -35,9 +38,9 @@ class NativeRun:
     function: Compiled
     made: StraightLineProgram
 
-    def is_of(self, program: Program) -> bool:
-        """Whether it still does what a program does."""
-        return program is self.program and program.schedule.steps is self.steps and self.line.program is self.function
+    def is_current(self) -> bool:
+        """Whether it is still made of what the program is made of."""
+        return self.program.schedule.steps is self.steps and self.line.program is self.function
 
     def is_usable(self, context: RunContext) -> bool:
         """Whether the program would now do no more than this does."""
@@ -69,8 +72,19 @@ class NativeRun:
             write(self.leaves, slots, context)
 
 
-def native_run(program: Program, module: Module) -> NativeRun | None:
+def native_run_of(program: Program, module: Module) -> NativeRun | None:
     """What runs a program without Python; None where it cannot be run so, or not yet."""
+    native = program.native  # which another thread may change
+    if native is not None and native.is_current():
+        return native
+    if program.native_tries == _MAX_TRIES:
+        return None
+    program.native_tries += 1
+    program.native = native = _made(program, module)
+    return native
+
+
+def _made(program: Program, module: Module) -> NativeRun | None:
     steps = program.schedule.steps
     if len(steps) != 2 or program.region_compiler.dynamic:
         return None

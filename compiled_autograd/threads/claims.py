@@ -74,8 +74,11 @@ class Claims:
             self._let_pass(claim)
 
     def none_needed(self) -> bool:
-        """Whether nobody has to be asked before leaves are written: for who lets no other thread run meanwhile."""
-        return not self._made and not GATE.others_in_eager()
+        """Whether nobody has to be asked before leaves are written: for who lets no other thread run meanwhile.
+
+        No other thread comes in between the two questions, nor between them and the caller: no function is called.
+        """
+        return not self._made and not GATE.in_eager
 
     def change(self, claim: Claim, indices: Sequence[int]) -> None:
         """Claim other leaves instead."""

@@ -46,7 +46,7 @@ class Gate:
 
     def __init__(self) -> None:
         self._lock = allocate_lock()
-        self._in_eager: dict[Token, int] = {}
+        self.in_eager: dict[Token, int] = {}
         self._in_call: dict[Token, int] = {}
         self._capturing: tuple[int, Token] | None = None
         self._lost = False
@@ -66,7 +66,7 @@ class Gate:
             with self._lock:
                 holder = self._capturing
                 if holder is None or holder[0] == me or not holder[1].locked():
-                    self._in_eager[token] = me
+                    self.in_eager[token] = me
                     break
             with holder[1]:  # until it is unlocked
                 pass
@@ -74,16 +74,16 @@ class Gate:
 
     def others_in_eager(self) -> bool:
         """Whether another thread is in the eager engine."""
-        if not self._in_eager:
+        if not self.in_eager:
             return False
         me = threading.get_ident()
         with self._lock:
-            return any(ident != me for ident in _holders(self._in_eager))
+            return any(ident != me for ident in _holders(self.in_eager))
 
     def forget(self, token: Token) -> None:
         """The calling thread, which has released the token, is out of the eager engine."""
         with self._lock:
-            self._in_eager.pop(token, None)
+            self.in_eager.pop(token, None)
             self._in_call.pop(token, None)
 
     def enter_capture(self, token: Token) -> Bypass | None:
@@ -109,7 +109,7 @@ class Gate:
             self._unseen &= self._find_unseen()
         if self._in_call and me in _holders(self._in_call):
             return INSIDE_ENGINE_CALL
-        if self._unseen or (self._in_eager and any(ident != me for ident in _holders(self._in_eager))):
+        if self._unseen or (self.in_eager and any(ident != me for ident in _holders(self.in_eager))):
             return OTHER_THREAD
         return None
 
@@ -139,12 +139,12 @@ class Gate:
         """Stay in the engine when the seam is given back: the calling thread runs users' code inside its call."""
         me = threading.get_ident()
         with self._lock:
-            self._in_eager[token] = self._in_call[token] = me
+            self.in_eager[token] = self._in_call[token] = me
 
     def idle(self) -> bool:
         """Whether no thread captures, and none is in the eager engine."""
         with self._lock:
-            return not _holders(self._in_eager) and (self._capturing is None or not self._capturing[1].locked())
+            return not _holders(self.in_eager) and (self._capturing is None or not self._capturing[1].locked())
 
     def hold_over_fork(self) -> None:
         """No other thread walks while the process is forked: the engine's own lock would stay locked in the child."""
@@ -165,7 +165,7 @@ class Gate:
         me = threading.get_ident()
         others_inside = any(ident != me for ident in _holders(self._in_call))
         self._lost = self._lost or others_inside  # the same lock: they had it
-        self._in_eager = {token: ident for token, ident in self._in_eager.items() if ident == me}
+        self.in_eager = {token: ident for token, ident in self.in_eager.items() if ident == me}
         self._in_call = {token: ident for token, ident in self._in_call.items() if ident == me}
         self._unseen = set()
 

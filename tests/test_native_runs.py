@@ -311,8 +311,8 @@ def test_a_program_that_is_dropped_is_not_run(counted: Counted, net: tuple[Make,
     make, leaves = net
     _compare(counted, make, leaves)
     session, before = _session(), counted.runs
-    programs = [variant.program for each in _known_shapes() for variant in each.variants()]
-    (run,) = [each.native for each in programs if each.native is not None]
+    runs = [variant.native.current for each in _known_shapes() for variant in each.variants()]
+    (run,) = [each for each in runs if each is not None]
     assert run.line.drop(PROGRAM)
     _step(session, make, leaves, 0)
     assert counted.runs == before

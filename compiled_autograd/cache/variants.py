@@ -18,6 +18,7 @@ from ..diagnostics.variant_misses import TensorKind, tensor_kind
 from ..guards.ambient import Ambient
 from ..guards.shapes import Spec, is_static, marked, promoted, static_parts, widened
 from ..guards.value_kinds import kind_of_value
+from ..runtime.native_run import NativeRuns
 from ..runtime.program import Program
 from ..steps.steps import RegionStep
 
@@ -188,6 +189,7 @@ class Variant:
     store_timing: Callable[[Timing], None] | None = None
     not_stored: str = ""
     tensors: Sequence[TensorRecord] | None = None
+    native: NativeRuns = field(default_factory=NativeRuns)
 
     def serves(self, settings: tuple[Any, ...], ambient: Ambient, handover: Handover) -> bool:
         """Whether this variant is the one for a backward; microseconds, and no Python work for each tensor."""

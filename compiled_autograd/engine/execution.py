@@ -12,14 +12,13 @@ from typing import Any
 import torch
 
 from ..cache.selection import Selection, select
-from ..cache.variants import Handover
+from ..cache.variants import Handover, Variant
 from ..diagnostics.reporting import failure_of
 from ..errors import CacheMissError, GradientMismatchError
 from ..guards.ambient import Ambient, ambient
 from ..ir import nan_checks
 from ..policies.background import BACKGROUND
 from ..process_state import PROCESS
-from ..runtime.native_run import native_run_of
 from ..runtime.program import Program
 from ..runtime.running_backward import Running
 from ..steps.run_context import RunContext
@@ -129,7 +128,7 @@ def _run(state: Running, run: RunAccount) -> Results:
         variant = run.selection.variant
         if variant is None:
             results: Results = graph(handed.handover)
-        elif _runs_native(handed, variant.program, context):
+        elif _runs_native(handed, variant, context):
             results = ()
         else:
             results = variant.program.run(handed.handover.slots(), context)
@@ -145,12 +144,12 @@ def _run(state: Running, run: RunAccount) -> Results:
         raise
 
 
-def _runs_native(handed: HandedOver, program: Program, context: RunContext) -> bool:
+def _runs_native(handed: HandedOver, variant: Variant, context: RunContext) -> bool:
     """Whether it could be run without Python, and was."""
     taken, shapes = handed.given, handed.shapes
     if shapes is None or isinstance(taken, Handover):
         return False
-    native = native_run_of(program, shapes.module)
+    native = variant.native.of(variant.program, shapes.module)
     if native is None or not native.is_usable(context):
         return False
     native.run(taken, context)

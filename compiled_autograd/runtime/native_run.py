@@ -72,16 +72,23 @@ class NativeRun:
             write(self.leaves, slots, context)
 
 
-def native_run_of(program: Program, module: Module) -> NativeRun | None:
-    """What runs a program without Python; None where it cannot be run so, or not yet."""
-    native = program.native  # which another thread may change
-    if native is not None and native.is_current():
-        return native
-    if program.native_tries == _MAX_TRIES:
-        return None
-    program.native_tries += 1
-    program.native = native = _made(program, module)
-    return native
+@dataclass(slots=True)
+class NativeRuns:
+    """What runs one program without Python, once there is such a thing; ``tries`` is how often it was looked for."""
+
+    current: NativeRun | None = None
+    tries: int = 0
+
+    def of(self, program: Program, module: Module) -> NativeRun | None:
+        """None where the program cannot be run so, or not yet."""
+        found = self.current  # which another thread may change
+        if found is not None and found.is_current():
+            return found
+        if self.tries == _MAX_TRIES:
+            return None
+        self.tries += 1
+        self.current = found = _made(program, module)
+        return found
 
 
 def _made(program: Program, module: Module) -> NativeRun | None:

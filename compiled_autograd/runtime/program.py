@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, NoReturn
+from typing import Any, NoReturn
 
 import torch
 from torch import fx
@@ -37,9 +37,6 @@ from .interpret import finish
 from .opaque_calls import drop, run_calls, run_opaque
 from .running_backward import late_hooks
 
-if TYPE_CHECKING:
-    from .native_run import NativeRun
-
 
 class Program:
     """A tape graph made ready to run for one set of shapes.
@@ -48,9 +45,6 @@ class Program:
         tape, counts: see :class:`Schedule`.
         backend, passes, specs, dynamic: see :class:`RegionCompiler`.
         untraceable: calls that are known not to be traceable, and why, beside those that ``tape`` says it of.
-
-    Attributes:
-        native, native_tries: what runs it without Python, and how often that was looked for (:mod:`native_run`).
     """
 
     def __init__(
@@ -68,8 +62,6 @@ class Program:
         known = {node: node.meta["untraceable"] for node in tape.graph.nodes if "untraceable" in node.meta}
         max_calls = partition.MAX_CALLS_OF_SLOW_REGION if backend.slow else None
         schedule = self.schedule = Schedule(tape, counts, backend.bitwise, {**known, **untraceable}, max_calls)
-        self.native: NativeRun | None = None
-        self.native_tries = 0
         self.region_compiler.regions = lambda: [step for step in schedule.steps if isinstance(step, RegionStep)]
 
     def run(self, given: Slots, context: RunContext) -> list[torch.Tensor | None]:

@@ -26,7 +26,8 @@ from benchmarks.targets import MODELS, WITHOUT_HITS, Result
 
 ONLY_BY_NAME = ("llama", "gpt-100m")
 RUNNERS = ("eager", "ours-eager", "ours-inductor", "torch-ca-dynamic", "torch-ca-static", "aot")
-OTHER_RUNNERS = ("ours-native", "ours-cuda-graphs")  # likewise
+OTHER_RUNNERS = ("ours-seam", "ours-cuda-graphs")  # likewise
+WITH_EXTENSION = {"ours-eager", "ours-inductor", "ours-cuda-graphs"}
 MEASUREMENTS = ("steady", "hit")
 CACHE_FOLDERS = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 
@@ -114,6 +115,17 @@ def write_json(results: list[Result], args: argparse.Namespace) -> None:
     args.json.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
+def build_extension(console: Console) -> None:
+    """Else it would be built while something is measured, and set in at some step."""
+    from benchmarks.native_walk import loaded
+
+    try:
+        with console.status("the extension of native=True is being built"):
+            loaded()
+    except SystemExit as error:
+        console.print(f"without the extension of native=True: {error}", style="dim")
+
+
 def main() -> int:
     args = parse_arguments()
     if args.child:
@@ -123,6 +135,8 @@ def main() -> int:
     if not console.is_terminal:
         # A file has no width to fit into, and the default of 80 columns would break every row.
         console.width = 220
+    if WITH_EXTENSION & {*args.runners}:
+        build_extension(console)
     results: list[Result] = []
     total = len(args.models) * len(args.runners)
     for model in args.models:

@@ -26,9 +26,9 @@ from compiled_autograd.native.library import BEING_BUILT, Library, Module
 from shadow_cache import default_dir
 
 
-def loaded(folder: Path) -> Module:
-    """The extension, once it is built."""
-    library = Library(folder)
+def loaded(folder: Path | None = None) -> Module:
+    """The extension, once it is built in a folder; where none is named, in the one where sessions look for it."""
+    library = Library(folder or default_dir() / "native")
     while library.module() is None and library.reason == BEING_BUILT:
         time.sleep(0.1)
     module = library.module()
@@ -73,7 +73,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
     parser.add_argument("--models", nargs="+", default=["mlp", "lstm", "gpt"])
     parser.add_argument("--rounds", type=int, default=60)
-    parser.add_argument("--folder", type=Path, default=default_dir() / "native")
+    parser.add_argument("--folder", type=Path)
     given = parser.parse_args()
     torch.set_num_threads(1)
     native = loaded(given.folder)

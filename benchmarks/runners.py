@@ -64,12 +64,15 @@ def torch_own(dynamic: bool, compiler: Callable[[GraphModule], Callable[..., Any
     )
 
 
-def ours(backend: str | Callable[..., Any], **settings: Any) -> Runner:
-    """compiled_autograd over `backend`; the counts leave out what stayed zero."""
+def ours(backend: str | Callable[..., Any], native: bool = True, **settings: Any) -> Runner:
+    """compiled_autograd over `backend`; the counts leave out what stayed zero.
+
+    With `native` the extension is there already (`backward.build_extension`): else it would set in at some step.
+    """
     import compiled_autograd as ca
 
     # Nothing kept on disk, so that the first backward is as cold as that of the others; and no step left to eager.
-    session = ca.enable(backend=backend, cache_dir=False, tune=False, **settings)
+    session = ca.enable(backend=backend, cache_dir=False, tune=False, native=native, **settings)
     names = ("hits", "captures", "shape_misses", "structure_misses", "compiles", "bypasses", "failures")
 
     def counts() -> dict[str, Any]:
@@ -77,15 +80,6 @@ def ours(backend: str | Callable[..., Any], **settings: Any) -> Runner:
         return {name: value for name in names if (value := getattr(stats, name))}
 
     return Runner(lambda: session, counts=counts)
-
-
-def native(backend: str | Callable[..., Any], **settings: Any) -> Runner:
-    """The same with its extension, which is built first: else the walk in C++ would set in at some step."""
-    from benchmarks.native_walk import loaded
-    from shadow_cache import default_dir
-
-    loaded(default_dir() / "native")
-    return ours(backend, native=True, **settings)
 
 
 def empty_torch_function(graph_module: GraphModule) -> Callable[..., list[Tensor]]:
@@ -123,7 +117,7 @@ RUNNERS: dict[str, Callable[[], Runner]] = {
     "eager": eager,
     "ours-eager": lambda: ours("eager"),
     "ours-inductor": lambda: ours("inductor"),
-    "ours-native": lambda: native("inductor"),
+    "ours-seam": lambda: ours("inductor", native=False),
     "ours-cuda-graphs": lambda: ours("inductor:reduce-overhead"),
     "torch-ca-dynamic": lambda: torch_own(dynamic=True),
     "torch-ca-static": lambda: torch_own(dynamic=False),
@@ -135,7 +129,7 @@ RUNNERS: dict[str, Callable[[], Runner]] = {
 EMPTY_RUNNERS: dict[str, Callable[[], Runner]] = {
     "ours-eager": lambda: ours(empty_backend, check=False),
     "ours-inductor": lambda: ours(empty_backend, check=False),
-    "ours-native": lambda: native(empty_backend, check=False),
+    "ours-seam": lambda: ours(empty_backend, native=False, check=False),
     "ours-cuda-graphs": lambda: ours(empty_backend, check=False),
     "torch-ca-dynamic": lambda: torch_own(dynamic=True, compiler=empty_torch_function),
     "torch-ca-static": lambda: torch_own(dynamic=False, compiler=empty_torch_function),

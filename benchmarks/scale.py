@@ -1,12 +1,13 @@
 """How a backward's cost grows with its tape: one long chain of two small operators, captured once and hit after that.
 
-    python -m benchmarks.scale                     # 1,000, 10,000 and 100,000 nodes, two minutes
+    python -m benchmarks.scale                     # 401 to 100,000 nodes, two minutes
     python -m benchmarks.scale --nodes 1000 10000
     python -m benchmarks.scale --steps 64 640      # instead: an LSTM cell in a loop, with the `inductor` backend
 
 Microseconds a node of the tape: of the first backward the capture (the engine's walk and report, the tape graph, the
-key) and all of it, with `backend="eager"`, which compiles nothing long; of a hit the engine's walk, and all of it; of
-eager's own backward. Linear is what is the same at each length.
+key) and all of it, with `backend="eager"`, which compiles nothing long; of a hit the walk, by the engine and in C++,
+and all of it, with the walk in C++; of eager's own backward. Hits and eager take turns. Linear is what is the same at
+each length.
 
 Of the loop: seconds of the first backward (Inductor's folder empty, tracing included), how many regions the tape was
 cut into and how many of them were compiled, and a hit by eager, medians of interleaved pairs.
@@ -27,8 +28,10 @@ from rich.table import Table
 import compiled_autograd as ca
 
 from .models import UnrolledLSTM
+from .native_walk import loaded
 
 HITS = 5
+HITS_BEFORE_LEARNT = 3
 PAIRS = 15
 
 
@@ -47,32 +50,39 @@ def seconds(loss: torch.Tensor) -> float:
 
 
 def measure(nodes: int) -> list[float]:
-    """Seconds: capture, first backward, a hit's walk, a hit, eager; medians where there are several."""
+    """Seconds: capture, first backward, a hit's two walks, a hit, eager; medians where there are several."""
     leaf = torch.randn(4, requires_grad=True)
-    session = ca.enable(backend="eager", cache_dir=False, tune=False)
-    hits, walks = [], []
-    with session:
+    engine, native = (ca.enable(backend="eager", cache_dir=False, tune=False, native=each) for each in (False, True))
+    with engine:
         first = seconds(chain(leaf, nodes))
-        assert session.last is not None
-        capture = session.last.seconds["capture"]
-        for _ in range(HITS):
-            leaf.grad = None
-            hits.append(seconds(chain(leaf, nodes)))
-            assert session.last.outcome == "hit", session.last
-            walks.append(session.last.seconds["capture"])
-    eager = []
+    assert engine.last is not None
+    capture = engine.last.seconds["capture"]
+    for _ in range(HITS_BEFORE_LEARNT):
+        leaf.grad = None
+        with native:
+            chain(leaf, nodes).backward()
+    walks: dict[ca.Session, list[float]] = {engine: [], native: []}
+    hits, eager = [], []
     for _ in range(HITS):
+        for session, found in walks.items():
+            leaf.grad = None
+            with session:
+                took = seconds(chain(leaf, nodes))
+            assert session.last is not None and session.last.outcome == "hit", session.last
+            found.append(session.last.seconds["capture"])
+            if session is native:
+                hits.append(took)
         leaf.grad = None
         eager.append(seconds(chain(leaf, nodes)))
     ca.reset()
-    return [capture, first, statistics.median(walks), statistics.median(hits), statistics.median(eager)]
+    return [capture, first, *(statistics.median(each) for each in (*walks.values(), hits, eager))]
 
 
 def measure_loop(steps: int) -> list[str]:
     """Nodes, regions, compiles, seconds of the first backward, and the ratio of a hit to eager."""
     torch.manual_seed(0)
     model, x, y = UnrolledLSTM(), torch.randn(steps, 16, 32), torch.randn(16, 1)
-    session = ca.enable(cache_dir=False, tune=False)
+    session = ca.enable(cache_dir=False, tune=False, native=True)
 
     def step(compiled: bool) -> float:
         model.zero_grad()
@@ -100,13 +110,14 @@ def measure_loop(steps: int) -> list[str]:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--nodes", nargs="+", type=int, default=[1_000, 10_000, 100_000])
+    parser.add_argument("--nodes", nargs="+", type=int, default=[401, 1_000, 10_000, 100_000])
     parser.add_argument("--steps", nargs="+", type=int)
     args = parser.parse_args()
     if min(args.nodes) < 2:
         parser.error(f"--nodes {min(args.nodes)}: a tape has two at least")
     if args.steps and min(args.steps) < 1:
         parser.error(f"--steps {min(args.steps)}: a loop has one at least")
+    loaded()
     if args.steps:
         table = Table("steps", "nodes", "regions", "compiled", "first backward s", "hit by eager")
         for steps in args.steps:
@@ -114,7 +125,7 @@ def main() -> int:
         Console().print(table)
         return 0
     torch.set_num_threads(1)  # the operators are too small for more
-    table = Table("nodes", *("capture", "first backward", "hit: walk", "hit", "eager"))
+    table = Table("nodes", *("capture", "first backward", "hit: engine's walk", "in C++", "hit", "eager"))
     table.title = "Microseconds a node"
     for nodes in args.nodes:
         table.add_row(f"{nodes:,}", *(f"{1e6 * each / nodes:.2f}" for each in measure(nodes)))

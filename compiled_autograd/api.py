@@ -42,9 +42,10 @@ def enable(**settings: Any) -> Session:
             structure (``every_tape_new``).
         cache_dir: the folder in which compiled graphs outlive the process; None is the user's cache folder, False keeps
             them in memory.
-        native: True has tapes that came several times walked by an extension in C++, where the engine would walk them;
-            it is compiled once, in the background, where there is a compiler and torch 2.13 on Linux, and until then,
-            and without it, the engine walks. None, the default, is as False for now.
+        native: whether tapes that came several times are walked by an extension in C++, where the engine would walk
+            them. It is compiled once, in the background, where there is a compiler, on Linux, and until then, and
+            without it, the engine walks: with True from the first hit on; with None, the default, once a process had a
+            hundred hits, and where ``cache_dir`` is not False.
         passes: functions over the ATen graph of each region, in order; each gives a ``GraphModule``, or None where it
             changed the one it got.
 

@@ -93,7 +93,7 @@ class Both(NativeHits):
             graph = each.graph()
             if each.bitwise != bitwise or graph is None or graph.evicted:
                 continue
-            found = each.plan.add_variant(call.outputs, call.grads)
+            found = each.plan.add_variant(call.outputs, call.grads, call.inputs, not call.accumulate_grad)
             if not isinstance(found, str):
                 self._thread.found = (graph, found)
                 break

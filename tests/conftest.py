@@ -24,8 +24,7 @@ WATCHDOG_SECONDS = 300
 os.environ["COMPILED_AUTOGRAD_TUNE"] = "false"  # else counts would depend on the clock
 parameter_names._SLOW_SEARCH_SECONDS = math.inf  # else names of parameters would depend on it too
 os.environ["COMPILED_AUTOGRAD_CACHE_DIR"] = "false"  # tests of the store name a folder of their own
-if both_walks.MODE != "off":
-    os.environ["COMPILED_AUTOGRAD_NATIVE"] = "true"
+os.environ["COMPILED_AUTOGRAD_NATIVE"] = "false" if both_walks.MODE == "off" else "true"
 
 
 @pytest.fixture(autouse=True, scope="session")

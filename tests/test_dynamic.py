@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import operator
 import random
 from collections.abc import Callable
@@ -240,6 +241,56 @@ def test_strides_that_are_products_of_three_sizes(
         assert_same(gradients[1:], gradients[:1])
     stats = session.stats()
     assert stats.hits and not stats.failures and not stats.bypasses and stats.compiles < 4
+
+
+class _FusedProjection(nn.Module):
+    """Attention as GPT-2 has it: queries, keys and values are pieces of one projection, and lie in its memory."""
+
+    def __init__(self, causal: bool) -> None:
+        super().__init__()
+        self.causal = causal
+        self.projection = nn.Linear(16, 48)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        batch, length, _ = x.shape
+        pieces = self.projection(x).split(16, 2)
+        query, key, value = (each.view(batch, length, 2, 8).transpose(1, 2) for each in pieces)
+        if not self.causal:  # products of matrices, with a mask that is expanded
+            mask = torch.ones(length, length, dtype=torch.bool).tril()[None, None].expand(batch, 1, length, length)
+            return (query @ key.transpose(2, 3)).masked_fill(~mask, -1e9).softmax(-1) @ value
+        return F.scaled_dot_product_attention(query, key, value, is_causal=True)
+
+
+@pytest.mark.parametrize("causal", [True, False], ids=["in one operator", "written out"])
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_pieces_of_a_fused_projection_need_two_compiles_for_all_lengths(backend: str, causal: bool) -> None:
+    """Their strides are no products of their own sizes alone: ``(48 * T, 8, 48, 1)`` of ``(B, 2, T, 8)``."""
+    model = _FusedProjection(causal)
+    other = copy.deepcopy(model)
+    session = ca.enable(backend=backend)
+    lengths = (22, 18, 25, 27, 11, 31, 13, 22, 18)
+    for length in lengths:
+        x = torch.randn(3, length, 16)
+        for each in (model, other):
+            each.zero_grad()
+        loss = model(x).square().mean()
+        with session:
+            loss.backward()
+        other(x).square().mean().backward()
+        assert_grads(model, other, bitwise=backend == "eager")
+    expect(session.stats(), structure_misses=1, shape_misses=1, hits=len(lengths) - 2, captures=1)
+
+
+def test_a_piece_of_a_buffer_keeps_its_stride_as_a_number() -> None:
+    """It is no product of sizes, also where the first length is that of the buffer."""
+    buffer, session = torch.randn(3, 16, 4), ca.enable(backend="eager")
+    weight = torch.randn(4, requires_grad=True)
+    for length in (16, 9, 12, 7, 16, 5):
+        weight.grad, x = None, buffer[:, :length]
+        with session:
+            (x * weight).sin().sum().backward()
+        assert_same([weight.grad], torch.autograd.grad((x * weight).sin().sum(), [weight]), bitwise=False)
+    assert session.stats().hits >= 3 and session.stats().shape_misses <= 2
 
 
 def test_arithmetic_of_many_sizes_is_made_binary() -> None:

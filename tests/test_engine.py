@@ -798,3 +798,19 @@ def test_a_thread_that_imports_pytorchs_own_compiled_autograd(monkeypatch: pytes
         (found,) = torch.autograd.grad(x.sin().sum(), x)
     assert torch.equal(found, x.detach().cos())
     expect(session.stats(), structure_misses=1)
+
+
+def test_a_backward_goes_on_from_a_tensor_whose_gradient_was_asked_for() -> None:
+    """The engine's seam frees each node that it walks over; the eager engine those that ran."""
+    x = torch.randn(3, requires_grad=True)
+    session = ca.enable(backend="eager")
+    for keeps in (False, True):
+        for _ in range(3):
+            hidden = x.sin()
+            loss = hidden.exp().sum()
+            with session:
+                (gradient,) = torch.autograd.grad(loss, [hidden], retain_graph=keeps)
+                (found,) = torch.autograd.grad(hidden, [x], gradient)
+            assert torch.equal(found, x.cos() * x.sin().exp())
+    stats = session.stats()
+    assert stats.bypasses == {"input_inside_tape": 3} and stats.hits == 7

@@ -7,6 +7,7 @@ import gc
 import threading
 import weakref
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,8 +15,9 @@ import torch
 from torch import nn
 
 import compiled_autograd as ca
-from compiled_autograd.engine import backward, seam
+from compiled_autograd.engine import backward, native_hits, seam
 from compiled_autograd.engine.native_hits import NativeHits
+from compiled_autograd.settings import resolve
 
 from .both_walks import library_of
 from .helpers import assert_same, expect, mlp
@@ -223,6 +225,114 @@ def test_an_error_of_a_hook_is_the_users(native: NativeHits) -> None:
     assert native.hits == 7 - LEARNT_AFTER
 
 
+# ---- inputs ----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_gradients_of_inputs(native: NativeHits, backend: str) -> None:
+    """Of leaves and of what lies inside the tape, one of them twice, one that the tape does not know."""
+    x, y, z = (torch.randn(3, 4, requires_grad=True) for _ in range(3))
+
+    def ask(step: int) -> Any:
+        inside = (x * (step + 1)).sin()
+        loss = (inside @ y.T).exp().sum() + y.cos().sum()
+        found = torch.autograd.grad(loss, [inside, y, z, inside], allow_unused=True, retain_graph=True)
+        again = torch.autograd.grad(loss, [y, x])
+        with pytest.raises(RuntimeError, match="second time"):
+            torch.autograd.grad(loss, [y])
+        return *found, *again
+
+    session = _session(backend=backend)
+    for step in range(8):
+        wanted = ask(step)
+        with session:
+            found = ask(step)
+        assert found[2] is wanted[2] is None
+        assert_same([*found], [*wanted], bitwise=backend == "eager")
+    stats = session.stats()
+    assert (stats.hits, stats.captures, *stats.bypasses.values()) == (14, 2, 8), "the third was freed by the second"
+    assert native.hits >= 6, "of 10, as tapes that are freed are tried too"
+
+
+def test_an_input_that_is_not_used(native: NativeHits) -> None:
+    x, z, session = torch.randn(3, requires_grad=True), torch.randn(3, requires_grad=True), _session()
+    for _ in range(8):
+        loss = x.sin().sum()
+        with session, pytest.raises(RuntimeError, match="appears to not have been used"):
+            torch.autograd.grad(loss, [x, z])
+    assert session.stats().hits == 7 and native.hits == 8 - LEARNT_AFTER
+
+
+def test_leaves_that_alone_are_to_get_gradients(native: NativeHits) -> None:
+    x, y, seen = torch.randn(3, requires_grad=True), torch.randn(3, requires_grad=True), []
+    y.register_hook(seen.append)
+    session = _session()
+    for step in range(8):
+        x.grad = None
+        with session:
+            torch.autograd.backward((x * y * step).sum(), inputs=[x])
+        assert_same([x.grad], [y.detach() * step])
+    assert y.grad is None and not seen
+    assert native.hits == 8 - LEARNT_AFTER
+
+
+def test_other_inputs_are_another_tape(native: NativeHits) -> None:
+    x, y = (torch.randn(3, requires_grad=True) for _ in range(2))
+    session = _session()
+
+    def ask(*inputs: torch.Tensor, captures: bool = True) -> Any:
+        loss = (x * y).sum()
+        if captures:
+            return torch.autograd.grad(loss, inputs)
+        x.grad = y.grad = None
+        torch.autograd.backward(loss, inputs=inputs or None)
+        return x.grad, y.grad
+
+    ways = [((x,), True), ((y,), True), ((x, y), True), ((y, x), True), ((x,), False), ((), False), ((x, x), True)]
+    for _ in range(12):
+        for inputs, captures in ways:
+            wanted = ask(*inputs, captures=captures)
+            with session:
+                found = ask(*inputs, captures=captures)
+            for one, other in zip(found, wanted, strict=True):
+                assert (one is None and other is None) or torch.equal(one, other)
+    assert session.stats().captures == len(ways) and session.stats().hits == 11 * len(ways)
+    assert native.hits > 6 * len(ways)
+
+
+def test_many_tapes_in_turn(native: NativeHits) -> None:
+    """More than a tape is compared with: each is found as the one that came next before."""
+    x, session, count = torch.randn(3, requires_grad=True), _session(), 20
+    for _ in range(30):
+        for length in range(1, count + 1):
+            x.grad, y = None, x
+            for _ in range(length):
+                y = y.sin()
+            with session:
+                y.sum().backward()
+    before = native.hits
+    for _ in range(3):
+        for length in range(1, count + 1):
+            x.grad, y = None, x
+            for _ in range(length):
+                y = y.sin()
+            with session:
+                y.sum().backward()
+    assert native.hits == before + 3 * count
+
+
+def test_what_leads_to_no_input_may_lead_to_one_in_another_tape(native: NativeHits) -> None:
+    """There the engine would not even look where no input lies."""
+    x, y = (torch.randn(3, requires_grad=True) for _ in range(2))
+    session = _session()
+    for step in range(12):
+        other = x if step > 8 else y
+        with session:
+            (found,) = torch.autograd.grad((x.sin() + other.cos()).sum(), [x])
+        assert_same([found], [x.detach().cos() - (x.detach().sin() if step > 8 else 0)])
+    assert native.hits == 9 - LEARNT_AFTER
+
+
 # ---- what stays with the engine --------------------------------------------------------------------------------------
 
 
@@ -231,8 +341,6 @@ def test_what_no_plan_serves_takes_the_way_through_the_engine(native: NativeHits
     for _ in range(6):
         x.grad = torch.zeros(4)
         with session:
-            torch.autograd.grad((x * 2).sin().sum(), x)
-            torch.autograd.backward((x * 2).cos().sum(), inputs=[x])
             y = x * 3
             y.retain_grad()
             y.sum().backward()
@@ -241,13 +349,76 @@ def test_what_no_plan_serves_takes_the_way_through_the_engine(native: NativeHits
             z.sum().backward()
     assert native.hits == 0
     stats = session.stats()
-    assert stats.captures == 4 and stats.hits == 20 and stats.bypasses == {}
+    assert stats.captures == 2 and stats.hits == 10 and stats.bypasses == {}
+
+
+def test_what_cannot_be_learnt_is_not_tried_for_ever(native: NativeHits) -> None:
+    x, session = torch.randn(4, requires_grad=True), _session()
+    learnt, tried = native.learn, []
+    native.learn = lambda *given: tried.append(learnt(*given)) or tried[-1]  # type: ignore[method-assign, func-returns-value]
+    for _ in range(20):
+        with torch.autograd.graph.saved_tensors_hooks(lambda tensor: tensor, lambda packed: packed):
+            loss = x.exp().sum()
+        x.grad = None
+        with session:
+            loss.backward()
+    assert [each for each in tried if each is not None] == ["saved-tensor hooks"] * 3
+    assert session.stats().hits == 19
 
 
 def test_false_is_none_of_it(native: NativeHits) -> None:
     x, session = torch.randn(4, requires_grad=True), _session(native=False)
     _steps(session, lambda step: (x * step).sum(), [x], range(6))
     assert native.hits == 0 and session.stats().hits == 5
+
+
+class _NotBuilt:
+    """In the place of the library: whether it was to be built, each time it was asked."""
+
+    def __init__(self) -> None:
+        self.asked: list[bool] = []
+
+    def module(self, build: bool) -> None:
+        self.asked.append(build)
+
+
+@pytest.mark.parametrize(
+    ("settings", "builds"),
+    [
+        ({"native": True}, "at once"),
+        ({"native": None, "cache_dir": "a folder"}, "later"),
+        ({"native": None, "cache_dir": False}, "never"),
+    ],
+    ids=["asked for", "by default", "without a folder"],
+)
+def test_when_it_is_built(
+    native: NativeHits, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, settings: dict[str, Any], builds: str
+) -> None:
+    if settings.get("cache_dir"):
+        settings = settings | {"cache_dir": tmp_path}
+    monkeypatch.setattr(native_hits, "HITS_WORTH_BUILDING", 5)
+    library = _NotBuilt()
+    native.library = library  # type: ignore[assignment]
+    x = torch.randn(4, requires_grad=True)
+    session = _session(on_miss="compile", **settings)
+    _steps(session, lambda step: (x * step).sum(), [x], range(8))
+    expect(session.stats(), structure_misses=1, hits=7, captures=1)
+    # The first hit owes a try, and each later one asks before the tape is walked.
+    assert library.asked == {"at once": [True] * 6, "later": [False] * 4 + [True] * 2, "never": [False] * 6}[builds]
+
+
+def test_by_default_it_serves_where_it_is_built(native: NativeHits) -> None:
+    x = torch.randn(4, requires_grad=True)
+    _steps(_session(native=None), lambda step: (x * step).sum(), [x], range(8))
+    assert native.hits == 8 - LEARNT_AFTER
+
+
+def test_it_lies_in_the_folder_of_the_cache(native: NativeHits, tmp_path: Path) -> None:
+    native.library = None
+    assert native.module(resolve({"cache_dir": tmp_path, "native": None})) is None
+    assert not (tmp_path / "native").exists(), "nothing is built yet"
+    assert native.module(resolve({"cache_dir": tmp_path / "other", "native": True})) is None
+    assert native.library is not None and native.library._folder == tmp_path / "native", "the first that asked"
 
 
 def test_a_reset_forgets(native: NativeHits) -> None:

@@ -118,9 +118,6 @@ def test_a_folder_that_others_can_write_is_refused(compiler: Callable[[str], Pat
 
 def test_there_is_a_reason_where_there_can_be_none(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as patch:
-        patch.setattr(library, "NATIVE_WALK", False)
-        assert "not written for torch" in _reason(Library(tmp_path / "builds"))
-    with monkeypatch.context() as patch:
         patch.setattr(sys, "platform", "win32")
         assert "win32" in _reason(Library(tmp_path / "builds"))
     monkeypatch.setenv("PATH", str(tmp_path))

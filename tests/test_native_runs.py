@@ -8,15 +8,15 @@ import random
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
 import torch
-from torch import nn
+from torch import fx, nn
 
 import compiled_autograd as ca
-from backends.inductor.straight_line.straight_line import PROGRAM
+from backends.inductor.straight_line.straight_line import PROGRAM, StraightLine
 from compiled_autograd.engine import backward, seam
 from compiled_autograd.engine.native_hits import NativeHits
 from compiled_autograd.runtime import native_run
@@ -242,7 +242,120 @@ def test_a_leaf_that_has_two_nodes(counted: Counted) -> None:
         return first + model(x).sin().sum()
 
     _compare(counted, make, list(model.parameters()))
-    assert counted.runs == counted.written_by_python > 0
+    assert counted.runs == 0 < backward.NATIVE_HITS.hits, "what one gives the leaf, the other adds to"
+
+
+def test_the_reference_backend(counted: Counted) -> None:
+    """Bitwise eager's, where gradients are fresh and where they are added to."""
+    model, x, session = mlp(), torch.randn(3, 8), _session(backend="eager")
+    other = copy.deepcopy(model)
+    for step in range(16):
+        for each in (model, other):
+            each.zero_grad(set_to_none=step % 4 == 0)
+        found = _step(session, lambda step: model(x + step).sin().sum(), list(model.parameters()), step)
+        assert_same(
+            found, _step(ca.disable(), lambda step: other(x + step).sin().sum(), list(other.parameters()), step)
+        )
+    assert counted.runs > 4 and not counted.written_by_python
+
+
+@pytest.mark.parametrize("boxed", [True, False], ids=["empties its list", "keeps its inputs"])
+def test_what_is_no_straight_line_program_is_called_in_python(
+    counted: Counted, net: tuple[Make, list[torch.Tensor]], boxed: bool
+) -> None:
+    make, leaves = net
+
+    def backend(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        def run(arguments: list[Any]) -> list[Any]:
+            given = [*graph(*arguments)]
+            arguments.clear()
+            return given
+
+        run._boxed_call = True  # type: ignore[attr-defined]
+        return run if boxed else graph
+
+    sessions = [ca.disable(), _session(False, backend=backend), _session(backend=backend)]
+    for step in range(10):
+        found = []
+        for session in sessions:
+            for leaf in leaves:
+                leaf.grad = None
+            found.append(_step(session, make, leaves, step))
+        assert_same(found[2], found[1])
+        assert_same(found[1], found[0], bitwise=False)
+    assert bool(counted.runs) == boxed and not counted.written_by_python
+
+
+@pytest.mark.parametrize(
+    ("spoil", "error"),
+    [
+        (lambda given: given[:1], RuntimeError),
+        (lambda given: [], RuntimeError),
+        (lambda given: [3 for _ in given], RuntimeError),
+        (lambda given: given[0], RuntimeError),
+        (lambda given: [each.flatten() for each in given], RuntimeError),
+        (lambda given: [each.double() for each in given], RuntimeError),
+        (lambda given: 3, TypeError),
+    ],
+    ids=["too few", "none at all", "numbers", "one tensor", "other shapes", "other dtypes", "no sequence"],
+)
+def test_results_that_no_leaf_can_have_are_errors(
+    counted: Counted, spoil: Callable[[list[torch.Tensor]], Any], error: type[Exception]
+) -> None:
+    """A backend that gives something else than when it was proved."""
+    model, x, spoils = nn.Linear(4, 3), torch.randn(2, 4), False
+
+    def backend(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        def run(arguments: list[Any]) -> Any:
+            given = [*graph(*arguments)]
+            arguments.clear()
+            return spoil(given) if spoils else given
+
+        run._boxed_call = True  # type: ignore[attr-defined]
+        return run
+
+    session = _session(backend=backend)
+    for step in range(_UNTIL_NATIVE + 2):
+        model.zero_grad()
+        _step(session, lambda step: model(x).sin().sum(), [], step)
+    runs, spoils = counted.runs, True
+    model.zero_grad()
+    loss = model(x).sin().sum()
+    with session, pytest.raises(error):
+        loss.backward()
+    assert counted.runs == runs + 1 > 1
+
+
+def test_an_error_of_what_is_called_in_python(counted: Counted, net: tuple[Make, list[torch.Tensor]]) -> None:
+    make, leaves = net
+    breaks = False
+
+    def backend(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        def run(arguments: list[Any]) -> list[Any]:
+            given = [*graph(*arguments)]
+            arguments.clear()
+            if breaks:
+                raise ValueError("not today")
+            return given
+
+        run._boxed_call = True  # type: ignore[attr-defined]
+        return run
+
+    session = _session(backend=backend)
+    for step in range(8):
+        _step(session, make, leaves, step)
+    runs, breaks = counted.runs, True
+    loss = make(0)
+    with session, pytest.raises(ValueError, match="not today"):
+        loss.backward()
+    assert counted.runs == runs + 1 > 1
+    breaks = False
+    for leaf in leaves:
+        leaf.grad = None
+    found = _step(session, make, leaves, 0)
+    for leaf in leaves:
+        leaf.grad = None
+    assert_same(found, _step(ca.disable(), make, leaves, 0), bitwise=False)
 
 
 def test_kept_tapes(counted: Counted, net: tuple[Make, list[torch.Tensor]]) -> None:
@@ -296,7 +409,7 @@ def test_other_shapes_have_programs_of_their_own(counted: Counted) -> None:
     assert counted.runs > 8
 
 
-@pytest.mark.parametrize("settings", [{"check": 3}, {"check": True}, {"native": False}, {"backend": "eager"}], ids=str)
+@pytest.mark.parametrize("settings", [{"check": 3}, {"check": True}, {"native": False}], ids=str)
 def test_settings_under_which_none_runs(
     counted: Counted, net: tuple[Make, list[torch.Tensor]], settings: dict[str, Any]
 ) -> None:
@@ -313,9 +426,18 @@ def test_a_program_that_is_dropped_is_not_run(counted: Counted, net: tuple[Make,
     session, before = _session(), counted.runs
     runs = [variant.native.current for each in _known_shapes() for variant in each.variants()]
     (run,) = [each for each in runs if each is not None]
-    assert run.line.drop(PROGRAM)
-    _step(session, make, leaves, 0)
-    assert counted.runs == before
+    line = run.compiled.call
+    assert isinstance(line, StraightLine) and line.program is run.function and line.drop(PROGRAM)
+    assert not run.is_current()
+    for leaf in leaves:
+        leaf.grad = None
+    found = _step(session, make, leaves, 0)
+    for leaf in leaves:
+        leaf.grad = None
+    assert_same(found, _step(ca.disable(), make, leaves, 0), bitwise=False)
+    (run,) = [each.native.current for shapes in _known_shapes() for each in shapes.variants() if each.native.current]
+    assert run.function is line, "the code that the program was made of, in Python"
+    assert counted.runs == before + 1
 
 
 def _known_shapes() -> list[Any]:
@@ -451,13 +573,13 @@ def test_plans_that_are_forgotten_while_a_tape_is_freed(
     hits = backward.NATIVE_HITS
     assert len(hits._learnt) == 2
     before, wanted = hits.hits, _fresh(ca.disable(), make, leaves, 0)
-    put_first = hits._put_first
+    served = hits._served
 
     def forgotten(learnt: Any) -> None:
         hits.forget()
-        put_first(learnt)
+        served(learnt)
 
-    monkeypatch.setattr(hits, "_put_first", forgotten)
+    monkeypatch.setattr(hits, "_served", forgotten)
     torch.testing.assert_close(_fresh(_session(), make, leaves, 0), wanted)
     assert hits.hits == before + 1 and not hits._learnt
 
@@ -478,14 +600,6 @@ def test_nobody_comes_in_between_the_questions_whether_leaves_may_be_written() -
     finally:
         token.release()
         GATE.forget(token)
-
-
-def test_what_is_no_program_is_refused(counted: Counted) -> None:
-    module = backward.NATIVE_HITS.module()
-    assert module is not None
-    for function in (len, [].append, 3):
-        with pytest.raises(TypeError, match="a straight-line program is wanted"):
-            module.program(function, (), ())
 
 
 def test_threads_that_train_one_model(counted: Counted, net: tuple[Make, list[torch.Tensor]]) -> None:

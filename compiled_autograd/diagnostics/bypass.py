@@ -25,6 +25,11 @@ TORCH_COMPILED_AUTOGRAD = Bypass(
 OTHER_THREAD = Bypass(
     "other_thread_in_backward", hint="the engine's seam belongs to the process; the next backward is captured again"
 )
+INPUT_INSIDE = Bypass(
+    "input_inside_tape",
+    hint="the gradient of a tensor inside the tape is asked for: the engine would free the node that made it, which "
+    "does not run. With retain_graph=True it compiles",
+)
 MAX_NESTED = 8
 """Compiled backwards inside one another. Each takes more of Python's stack than one of the engine's."""
 DEEP = Bypass("deep_reentrant", hint=f"more than {MAX_NESTED} backwards inside one another; eager has threads for that")

@@ -5,10 +5,13 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
+import torch
+
 from shadow_cache import Bypass
 
 from ..cache.selection import find_variant
-from ..diagnostics.bypass import COMPILING, EVERY_TAPE_NEW, FORKED, ON_MISS, TRACING, before_capture
+from ..capture.grad_dtypes import leaf_of
+from ..diagnostics.bypass import COMPILING, EVERY_TAPE_NEW, FORKED, INPUT_INSIDE, ON_MISS, TRACING, before_capture
 from ..errors import CacheMissError
 from ..guards.ambient import ambient
 from ..policies.autotune import AUTOTUNE
@@ -29,7 +32,7 @@ def decide(call: Call, settings: Settings) -> Bypass | None:
     Raises:
         CacheMissError: ``on_miss="raise"``, and it would be no hit.
     """
-    for policy in POLICIES:
+    for policy in POLICIES[settings.on_miss]:
         reason = policy(call, settings)
         if reason is not None:
             return reason
@@ -45,14 +48,21 @@ def _cannot_be_captured(call: Call, settings: Settings) -> Bypass | None:
     return before_capture(call.create_graph, call.grads, depth())
 
 
+def _frees_what_does_not_run(call: Call, settings: Settings) -> Bypass | None:
+    """The seam frees each node that the engine walks over, also one at whose end the walk is over since its gradient
+    was asked for (``python_compiled_autograd.cpp``, 2.13). The eager engine leaves that one as it is."""
+    if call.accumulate_grad or call.keep_graph:
+        return None
+    with torch._C.DisableTorchFunctionSubclass():
+        return INPUT_INSIDE if any(leaf_of(each) is None for each in call.inputs) else None
+
+
 def _on_other_streams(call: Call, settings: Settings) -> Bypass | None:
     return STREAMS.reason(call.outputs) if STREAMS.in_use else None
 
 
 def _must_be_a_hit(call: Call, settings: Settings) -> Bypass | None:
-    """With ``on_miss="raise"``: let the engine walk the tape, and keep it, to see whether it would be a hit."""
-    if settings.on_miss != "raise":
-        return None
+    """Let the engine walk the tape, and keep it, to see whether it would be a hit."""
     given = hand_over(dataclasses.replace(call, keep_graph=True), settings, None)
     if not isinstance(given, HandedOver):
         if isinstance(given, Refused) and given.miss is not None:
@@ -69,9 +79,7 @@ def _must_be_a_hit(call: Call, settings: Settings) -> Bypass | None:
 
 
 def _is_being_compiled(call: Call, settings: Settings) -> Bypass | None:
-    if settings.on_miss == "background" and BACKGROUND.busy and BACKGROUND.busy_with(call.fingerprint()):
-        return COMPILING
-    return None
+    return COMPILING if BACKGROUND.busy and BACKGROUND.busy_with(call.fingerprint()) else None
 
 
 def _is_on_trial(call: Call, settings: Settings) -> Bypass | None:
@@ -82,15 +90,14 @@ def _is_on_trial(call: Call, settings: Settings) -> Bypass | None:
 
 
 def _is_known_not_to_be_kept(call: Call, settings: Settings) -> Bypass | None:
-    return ON_MISS if settings.on_miss == "eager" and call.description() in KEPT.left_to_eager else None
+    return ON_MISS if call.description() in KEPT.left_to_eager else None
 
 
-POLICIES: tuple[Callable[[Call, Settings], Bypass | None], ...] = (
-    _cannot_be_captured,
-    _on_other_streams,
-    _must_be_a_hit,
-    _is_being_compiled,
-    _is_on_trial,
-    _is_known_not_to_be_kept,
-)
-"""Asked one after the other; the first that gives a reason decides."""
+Policy = Callable[[Call, Settings], Bypass | None]
+POLICIES: dict[str, tuple[Policy, ...]] = {
+    "compile": (_cannot_be_captured, _frees_what_does_not_run, _on_other_streams, _is_on_trial),
+    "background": (_cannot_be_captured, _frees_what_does_not_run, _on_other_streams, _is_being_compiled, _is_on_trial),
+    "eager": (_cannot_be_captured, _frees_what_does_not_run, _on_other_streams, _is_on_trial, _is_known_not_to_be_kept),
+    "raise": (_cannot_be_captured, _frees_what_does_not_run, _on_other_streams, _must_be_a_hit, _is_on_trial),
+}
+"""For each ``on_miss``, those that are asked, one after the other; the first that gives a reason decides."""

@@ -24,13 +24,17 @@ from .handles import KEPT
 
 _MAX_PLANS = 64
 """The largest number of plans; then the one that was used least recently goes."""
-_MAX_TRIED = 4
-"""A tape is compared with so many plans, those that served last, before the engine is asked."""
+_MAX_TRIED = 8
+"""A tape is compared with so many plans before the engine is asked, as long as it need not be learnt."""
 _MAX_WANTED = 8
 """Of hits of the engine's, so many are owed a try to learn their tape when it comes again."""
+_MAX_REFUSED = 3
+"""A tape of a structure that so many times could not be learnt is not tried again."""
+HITS_WORTH_BUILDING = 100
+"""Where nobody asked for the extension, it is built once a process had so many hits through the engine."""
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class _Learnt:
     """A plan, and what the engine would give for its tape: the structure depends on whether the backend is bitwise.
 
@@ -42,6 +46,8 @@ class _Learnt:
     bitwise: bool
     graph: weakref.ref[CompiledGraph]
     shapes: dict[int, KnownShapes] = field(default_factory=dict)
+    next: weakref.ref[_Learnt] | None = None
+    """Whose tape came after this one's: where several take turns, it comes after it again."""
 
 
 class NativeHits:
@@ -56,11 +62,15 @@ class NativeHits:
         self.library: Library | None = None
         self.hits = 0
         self._learnt: list[_Learnt] = []
-        self._wanted = 0
+        self._last: _Learnt | None = None
+        self._refused: weakref.WeakKeyDictionary[CompiledGraph, int] = weakref.WeakKeyDictionary()
+        self._wanted = self._met = 0
 
     def forget(self) -> None:
         """Forget all plans."""
         self._learnt.clear()
+        self._last = None
+        self._refused.clear()
         self._wanted = 0
 
     def hand_over(self, call: Call, settings: Settings) -> HandedOver | None:
@@ -68,67 +78,88 @@ class NativeHits:
         if not self._learnt or not _may_be_known(call, settings):
             return None
         bitwise = get_backend(settings.backend_in_mode).bitwise
-        for index, each in enumerate(self._learnt[:_MAX_TRIED]):
+        for each in self._likely():
             graph = each.graph()
             if each.bitwise != bitwise or graph is None or graph.evicted:
                 continue
-            found = each.plan.take(call.outputs, call.grads, call.keep_graph)
+            found = each.plan.take(call.outputs, call.grads, call.keep_graph, call.inputs, not call.accumulate_grad)
             if isinstance(found, str):
                 continue
-            if index:
-                self._put_first(each)
+            self._served(each)
             self.hits += 1
             graph.met += 1
             known = None if found.variant < 0 else each.shapes.setdefault(found.variant, KnownShapes(each.module))
             return HandedOver(graph, found, None, False, known)
         return None
 
-    def _put_first(self, learnt: _Learnt) -> None:
-        """It has served. Another thread may have forgotten it meanwhile, or have put another one first."""
+    def _likely(self) -> list[_Learnt]:
+        """Those that a tape is compared with: the one that came next the last time, and those that served last; all of
+        them where the tape would be learnt else."""
+        likely = self._learnt[: _MAX_PLANS if self._wanted else _MAX_TRIED]
+        last = self._last
+        follows = None if last is None or last.next is None else last.next()
+        if follows is None or (likely and likely[0] is follows):
+            return likely
+        return [follows, *(each for each in likely if each is not follows)]
+
+    def _served(self, learnt: _Learnt) -> None:
+        """Another thread may have forgotten it meanwhile, or have put another one first."""
+        last, self._last = self._last, learnt
+        if last is not None and (last.next is None or last.next() is not learnt):
+            last.next = weakref.ref(learnt)
+        if self._learnt and self._learnt[0] is learnt:
+            return
         try:
             self._learnt.remove(learnt)
         except ValueError:
             return
         self._learnt.insert(0, learnt)
 
-    def learn(self, call: Call, settings: Settings) -> Plan | None:
-        """A plan of a tape that the engine is about to be asked about; None where that is not worth it."""
+    def learn(self, call: Call, settings: Settings) -> Plan | str | None:
+        """A plan of a tape that the engine is about to be asked about, or why not; None where no try is owed."""
         if not self._wanted or not _may_be_known(call, settings):
             return None
-        module = self.module()
+        module = self.module(settings)
         if module is None:
             return None
         self._wanted -= 1
-        plan = module.learn(call.outputs, call.grads, True)
-        return None if isinstance(plan, str) else plan
+        return module.learn(call.outputs, call.grads, True, call.inputs, not call.accumulate_grad)
 
-    def keep(self, plan: Plan | None, call: Call, settings: Settings, given: object) -> None:
+    def keep(self, plan: Plan | str | None, call: Call, settings: Settings, given: object) -> None:
         """The engine was asked, and gave this."""
         if not isinstance(given, HandedOver) or given.captured or given.miss is not None:
             return
-        if plan is None:
-            self._wanted = min(self._wanted + 1, _MAX_WANTED)
+        self._met += 1
+        if isinstance(plan, str):
+            self._refused[given.graph] = self._refused.get(given.graph, 0) + 1
             return
-        module = self.module()
+        if plan is None:
+            if self._refused.get(given.graph, 0) < _MAX_REFUSED:
+                self._wanted = min(self._wanted + 1, _MAX_WANTED)
+            return
+        module = self.module(settings)
         if module is None or given.graph.tape.needs_engine or given.handover.packed:
             return
         bitwise = get_backend(settings.backend_in_mode).bitwise
         kept = [each for each in self._learnt if each.graph() is not None]
-        self._learnt = [_Learnt(plan, module, bitwise, weakref.ref(given.graph)), *kept[: _MAX_PLANS - 1]]
+        new = _Learnt(plan, module, bitwise, weakref.ref(given.graph))
+        self._learnt = [new, *kept[: _MAX_PLANS - 1]]
+        self._served(new)
 
-    def module(self) -> Module | None:
+    def module(self, settings: Settings) -> Module | None:
         """The extension; None where it is not there, or not yet."""
+        where = settings.cache_dir
         if self.library is None:
-            self.library = Library(Path(default_dir()) / "native")
-        return self.library.module()
+            folder = default_dir() if where is None or isinstance(where, bool) else Path(where).expanduser()
+            self.library = Library(folder / "native")
+        wanted = settings.native or (where is not False and self._met >= HITS_WORTH_BUILDING)
+        return self.library.module(build=bool(wanted))
 
 
 def _may_be_known(call: Call, settings: Settings) -> bool:
     """Whether a plan may serve a backward; microseconds."""
     return (
-        settings.native is True
-        and call.accumulate_grad
-        and not call.inputs
+        settings.native is not False
         and not call.create_graph
         and not KEPT.must_forget
         and not others_are_on()

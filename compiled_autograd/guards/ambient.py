@@ -37,7 +37,6 @@ def ambient() -> Ambient:
         ("mkldnn", _C._get_mkldnn_enabled()),
         ("mkldnn_deterministic", _C._get_mkldnn_deterministic()),
         ("nnpack", _C._get_nnpack_enabled()),
-        ("cudnn", (_C._get_cudnn_enabled(), _C._get_cudnn_benchmark(), _C._get_cudnn_deterministic())),
     )
     return parts + _cuda() if torch.cuda._initialized else parts
 
@@ -70,6 +69,7 @@ def _matmul_precision() -> str:
 
 def _cuda() -> Ambient:
     return (
+        ("cudnn", (_C._get_cudnn_enabled(), _C._get_cudnn_benchmark(), _C._get_cudnn_deterministic())),
         ("cuda_precision", _precision("cuda")),
         ("cuda_bf16_reduction", _C._get_cublas_allow_bf16_reduced_precision_reduction()),
         ("cuda_fp16_reduction", _C._get_cublas_allow_fp16_reduced_precision_reduction()),

@@ -143,11 +143,17 @@ def _condition(expression: Any, names: Mapping[sympy.Symbol, str], origin: Origi
 
 
 def _strides(tensor: torch.Tensor, sizes: Sequence[Any]) -> list[Any]:
-    """The tensor's strides, as products of ``sizes`` where they are such."""
+    """The tensor's strides, as products of ``sizes`` where they are such.
+
+    Where there is a gap, as in a piece of a fused projection, that stride is a number, and those further out may be
+    products of it: of the strides ``(96 * T, 8, 96, 1)`` of sizes ``(B, 4, T, 8)`` that is the first one.
+    """
     strides: list[Any] = list(tensor.stride())
-    expected, value = 1, 1
+    expected: Any = 1
+    value = 1
     for dim in sorted(range(tensor.dim()), key=lambda dim: (strides[dim], tensor.shape[dim])):
-        if tensor.stride(dim) == value:
-            strides[dim] = expected
-            expected, value = expected * sizes[dim], value * tensor.shape[dim]
+        if tensor.stride(dim) != value:
+            expected = value = tensor.stride(dim)
+        strides[dim] = expected
+        expected, value = expected * sizes[dim], value * tensor.shape[dim]
     return strides

@@ -17,12 +17,18 @@ bool is_plain(const at::Tensor& tensor) {
   return !is_of_a_subclass && tensor.layout() == at::kStrided && tensor.device().is_cpu();
 }
 
+// Whether Python would let the leaf have it as it is.
+bool can_keep(const Gift& gift) {
+  const at::Tensor &leaf = gift.leaf, &gradient = gift.gradient;
+  return gift.can_keep && is_plain(gradient) && gradient.sizes() == leaf.sizes() && gradient.dtype() == leaf.dtype();
+}
+
 }  // namespace
 
 bool accumulate(const std::vector<Gift>& gifts) {
   size_t bytes = 0;
   std::vector<at::Tensor> into, terms;
-  std::unordered_set<const c10::TensorImpl*> distinct, assigned;
+  std::unordered_set<const c10::TensorImpl*> distinct;
   for (const Gift& gift : gifts) {
     if (!gift.gradient.defined()) continue;
     const at::Tensor& old = gift.leaf.grad();
@@ -32,7 +38,7 @@ bool accumulate(const std::vector<Gift>& gifts) {
       into.push_back(old);
       terms.push_back(gift.gradient);
       if (!distinct.insert(old.unsafeGetTensorImpl()).second) return false;
-    } else if (!gift.can_keep || !assigned.insert(gift.leaf.unsafeGetTensorImpl()).second) {
+    } else if (!can_keep(gift)) {
       return false;
     }
   }

@@ -14,8 +14,9 @@ struct Gift {
   bool can_keep;  // it lies in memory of its own and as the leaf wants it
 };
 
-// Write all of it into `.grad`, as `steps/accumulate.py` does; or nothing, and false, where that file has to do it: it
-// knows more cases, and lets other threads run meanwhile. With grad mode off. Throws what PyTorch's addition throws.
+// Write all of it into `.grad` of leaves that are all others, as `steps/accumulate.py` does; or nothing, and false,
+// where that file has to do it: it knows more cases, and lets other threads run meanwhile. With grad mode off. Throws
+// what PyTorch's addition throws.
 bool accumulate(const std::vector<Gift>& gifts);
 
 }  // namespace native

@@ -1,4 +1,5 @@
-// What holds in every file of this room, and what the files need of PyTorch. Written against torch 2.13.
+// What holds in every file of this room, and what the files need of PyTorch. Written against torch 2.13,
+// tried on 2.11 to 2.13.
 //
 // The GIL. Whoever calls into the room holds it. The nodes of Python functions run Python while they are asked for
 // their key, and programs let go of it during long products and now and then: there other threads may come in between,
@@ -41,6 +42,8 @@ using torch::dynamo::autograd::CompiledNodeArgs;
 using torch::dynamo::autograd::NodeCall;
 using torch::dynamo::autograd::SizeInput;
 using torch::dynamo::autograd::TensorArgs;
+
+using NodePtr = decltype(Edge::function);  // owns a node: std::shared_ptr before 2.13, c10::intrusive_ptr since
 
 struct Refused {
   std::string reason;

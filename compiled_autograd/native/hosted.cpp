@@ -7,7 +7,28 @@ namespace native {
 
 namespace {
 
-// The tensors of one run, by slot: arguments first, then what the program has allocated to give back.
+at::Tensor result_in(PyObject* object) {
+  if (!object || object == Py_None) return {};
+  const at::Tensor* tensor = tensor_in(object);
+  if (!tensor) throw std::runtime_error("a compiled region has given what is no tensor");
+  return *tensor;
+}
+
+variable_list call(PyObject* function, variable_list arguments) {
+  Owned list(checked(PyList_New(static_cast<Py_ssize_t>(arguments.size()))));
+  for (size_t index = 0; index < arguments.size(); ++index)
+    PyList_SET_ITEM(list.get(), static_cast<Py_ssize_t>(index), checked(THPVariable_Wrap(arguments[index])));
+  arguments.clear();  // the function lets go of them
+  const Owned given(checked(PyObject_CallOneArg(function, list.get())));
+  const Owned results(checked(PySequence_Fast(given.get(), "a compiled region has given no sequence")));
+  variable_list found;
+  for (Py_ssize_t index = 0; index < PySequence_Fast_GET_SIZE(results.get()); ++index)
+    found.push_back(result_in(PySequence_Fast_GET_ITEM(results.get(), index)));
+  return found;
+}
+
+// The tensors of one run of a straight-line program, by slot: arguments first, then what the program has allocated to
+// give back.
 class Tensors {
  public:
   explicit Tensors(variable_list arguments) : tensors_(std::move(arguments)) {}
@@ -38,14 +59,7 @@ class Tensors {
 
   static void result(void* self, Py_ssize_t, Py_ssize_t slot, PyObject* object) {
     Tensors& all = of(self);
-    if (slot < 0 || object == Py_None)
-      all.results.emplace_back();
-    else if (!object)
-      all.results.push_back(all.tensors_[slot]);
-    else if (const at::Tensor* tensor = tensor_in(object))
-      all.results.push_back(*tensor);
-    else
-      throw std::runtime_error("a straight-line program has given what is no tensor");
+    all.results.push_back(slot < 0 || object ? result_in(object) : all.tensors_[slot]);
   }
 
   variable_list tensors_;
@@ -56,11 +70,8 @@ class Tensors {
 HostedProgram::HostedProgram(PyObject* function, std::vector<size_t> arguments, std::vector<Gives> gives)
     : function_(Py_NewRef(function)), arguments_(std::move(arguments)), gives_(std::move(gives)) {
   PyObject* capsule = PyCFunction_Check(function) ? PyCFunction_GET_SELF(function) : nullptr;
-  if (!capsule || !PyCapsule_IsValid(capsule, straight_line::program_name)) {
-    PyErr_SetString(PyExc_TypeError, "a straight-line program is wanted");
-    throw PythonError();
-  }
-  entry_ = static_cast<const straight_line::Entry*>(PyCapsule_GetContext(capsule));
+  if (capsule && PyCapsule_IsValid(capsule, straight_line::program_name))
+    entry_ = static_cast<const straight_line::Entry*>(PyCapsule_GetContext(capsule));
 }
 
 variable_list HostedProgram::run(variable_list& tensors) const {
@@ -69,6 +80,7 @@ variable_list HostedProgram::run(variable_list& tensors) const {
   for (const size_t index : arguments_) arguments.push_back(tensors[index]);
   for (const Gives& each : gives_) leaves[each.leaf] = tensors[each.leaf];  // one may occur twice
   tensors = std::move(leaves);
+  if (!entry_) return call(function_.get(), std::move(arguments));
   const auto count = static_cast<Py_ssize_t>(arguments.size());
   Tensors all(std::move(arguments));
   if (!entry_->run(entry_->program, count, all.host())) throw PythonError();
@@ -78,7 +90,10 @@ variable_list HostedProgram::run(variable_list& tensors) const {
 std::vector<Gift> HostedProgram::gifts(const variable_list& tensors, const variable_list& results) const {
   std::vector<Gift> gifts;
   gifts.reserve(gives_.size());
-  for (const Gives& each : gives_) gifts.push_back({tensors[each.leaf], results[each.result], each.can_keep});
+  for (const Gives& each : gives_) {
+    if (each.result >= results.size()) throw std::runtime_error("a compiled region has given too few results");
+    gifts.push_back({tensors[each.leaf], results[each.result], each.can_keep});
+  }
   return gifts;
 }
 

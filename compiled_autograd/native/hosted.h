@@ -1,4 +1,5 @@
-// Straight-line programs (`backends/inductor/straight_line`) whose arguments and results are tensors of C++.
+// What a region was compiled to, with tensors of C++ as arguments and results. A straight-line program
+// (`backends/inductor/straight_line`) takes them as they are; anything else is called in Python.
 
 #pragma once
 
@@ -17,11 +18,11 @@ struct Gives {
 
 class HostedProgram {
  public:
-  // function: what `straight_line.cpp` made. arguments: which of a handover's tensors it takes. Throws PythonError.
+  // function: takes a list, which it empties, and gives a sequence. arguments: which of a handover's tensors it takes.
   HostedProgram(PyObject* function, std::vector<size_t> arguments, std::vector<Gives> gives);
 
   // The program's results. Of the tensors, those that are arguments and no leaves are let go as they are not needed any
-  // more, and the others at once. Throws PythonError, and what others throw.
+  // more, and the others at once. Throws what the function does.
   variable_list run(variable_list& tensors) const;
 
   // What each leaf is to be given.
@@ -31,7 +32,7 @@ class HostedProgram {
 
  private:
   Owned function_;
-  const straight_line::Entry* entry_;
+  const straight_line::Entry* entry_ = nullptr;  // of a straight-line program
   std::vector<size_t> arguments_;
   std::vector<Gives> gives_;
 };

@@ -1,8 +1,8 @@
 """Finds the extension of this room, has it built where it is not there yet, loads it and checks it.
 
 It is built once for each build of torch, Python, compiler and text of the sources, whose hash is in its name, in a
-process of low priority (:mod:`build`): nobody waits for it. Private, and of 2.13: the headers in ``torch/include``. The
-layouts of the classes there are compiled into the extension.
+process of low priority (:mod:`build`): nobody waits for it. Private, tried on 2.11 to 2.13: the headers in
+``torch/include``. The layouts of the classes there are compiled into the extension.
 """
 
 from __future__ import annotations
@@ -23,11 +23,10 @@ from typing import Any, Protocol
 
 import torch
 
-from ..torch_api.version_differences import NATIVE_WALK
-from . import build
+from . import build as building
 from .self_check import why_wrong
 
-BEING_BUILT = "it is being built"
+BEING_BUILT = "it is not built yet"
 _SOURCES = Path(__file__).parent
 _MODULE = "compiled_autograd_native"
 _SECONDS_BETWEEN_LOOKS = 1.0
@@ -39,8 +38,8 @@ Found = tuple[int, list[torch.Tensor], list[int], list[int | float], list[Any]]
 """What a tape holds: the number of the variant that serves or -1, tensors, sizes, scalars, users' objects."""
 
 
-class StraightLineProgram(Protocol):
-    """A straight-line program whose arguments and results are tensors of C++."""
+class HostedProgram(Protocol):
+    """What a region was compiled to, with tensors of C++ as arguments and results."""
 
 
 class Taken(Protocol):
@@ -52,7 +51,7 @@ class Taken(Protocol):
         """Tensors, sizes, scalars, users' objects. It has nothing afterwards."""
 
     def run(
-        self, program: StraightLineProgram, may_write: Callable[[], bool]
+        self, program: HostedProgram, may_write: Callable[[], bool]
     ) -> tuple[list[torch.Tensor | None], list[torch.Tensor | None]] | None:
         """Run a program on the tensors, and give the leaves their gradients. It has nothing afterwards.
 
@@ -69,13 +68,24 @@ class Plan(Protocol):
 
     nodes: int
 
-    def compare(self, outputs: Sequence[Any], gradients: Sequence[Any]) -> Found | str:
+    def compare(
+        self, outputs: Sequence[Any], gradients: Sequence[Any], inputs: Sequence[Any] = (), captures: bool = False
+    ) -> Found | str:
         """What a tape holds, if it is the one that was learnt."""
 
-    def add_variant(self, outputs: Sequence[Any], gradients: Sequence[Any]) -> Found | str:
+    def add_variant(
+        self, outputs: Sequence[Any], gradients: Sequence[Any], inputs: Sequence[Any] = (), captures: bool = False
+    ) -> Found | str:
         """The same; what the tape holds is a variant from then on."""
 
-    def take(self, outputs: Sequence[Any], gradients: Sequence[Any], keep_graph: bool) -> Taken | str:
+    def take(
+        self,
+        outputs: Sequence[Any],
+        gradients: Sequence[Any],
+        keep_graph: bool,
+        inputs: Sequence[Any] = (),
+        captures: bool = False,
+    ) -> Taken | str:
         """The same; unless it is to be kept, the tape is freed, as by the engine."""
 
 
@@ -84,14 +94,27 @@ class Module(Protocol):
 
     built_for: str
 
-    def learn(self, outputs: Sequence[Any], gradients: Sequence[Any], order_shows: bool) -> Plan | str:
-        """Learn a tape, or the reason why not."""
-
-    def program(self, function: Any, arguments: Sequence[int], gives: Sequence[int]) -> StraightLineProgram:
-        """A straight-line program as a step has it.
+    def learn(
+        self,
+        outputs: Sequence[Any],
+        gradients: Sequence[Any],
+        order_shows: bool,
+        inputs: Sequence[Any] = (),
+        captures: bool = False,
+    ) -> Plan | str:
+        """Learn a tape, or the reason why not.
 
         Args:
-            function: what runs it in Python.
+            outputs, gradients, inputs: as ``run_backward`` has them; no inputs are all leaves.
+            order_shows: a tape whose nodes were made in another order is another.
+            captures: the gradients of inputs are asked for, and not added to theirs.
+        """
+
+    def program(self, function: Any, arguments: Sequence[int], gives: Sequence[int]) -> HostedProgram:
+        """What a region was compiled to, as a step has it.
+
+        Args:
+            function: takes a list of arguments, which it empties, and gives a sequence of results.
             arguments: which of a handover's tensors it takes.
             gives: for each leaf the number of its tensor, that of its result, and 1 where it can keep that.
         """
@@ -111,31 +134,37 @@ class Library:
         self._module: Module | None = None
         self._looked = self._began = -math.inf
 
-    def module(self) -> Module | None:
-        """The extension; None where it is not there, or not yet. Never waits."""
+    def module(self, build: bool = True) -> Module | None:
+        """The extension; None where it is not there, or not yet. Never waits.
+
+        Args:
+            build: have it built where it is not there.
+        """
         if self.reason != BEING_BUILT:
             return self._module
         now = time.monotonic()
         if now - self._looked >= _SECONDS_BETWEEN_LOOKS:
             self._looked = now
             try:
-                self.reason = why_unsupported() or self._look(now)
+                self.reason = why_unsupported() or self._look(now, begins=build)
             except (OSError, ImportError) as error:
                 self.reason = str(error)
         return self._module
 
-    def _look(self, now: float) -> str:
-        """Load it where it is built, else have it built. Gives the reason why it is not there."""
+    def _look(self, now: float, begins: bool) -> str:
+        """Load it where it is built, else begin to build it. Gives the reason why it is not there."""
         if not self._name:
+            if not begins and not self._folder.exists():
+                return BEING_BUILT
             _make_private(self._folder)
             self._name = name_of_build()
         target = self._folder / f"{self._name}.so"
-        failed = target.with_suffix(build.FAILED)
+        failed = target.with_suffix(building.FAILED)
         if target.exists():
             return self._load(target)
         if failed.exists():
             return f"the compiler failed, as {failed} says"
-        if now - self._began >= _SECONDS_BETWEEN_BUILDS:  # again, where whoever built it was ended
+        if begins and now - self._began >= _SECONDS_BETWEEN_BUILDS:  # again, where whoever built it was ended
             self._began = now
             _begin_build(target, self._name)
         return BEING_BUILT
@@ -155,8 +184,6 @@ class Library:
 
 def why_unsupported() -> str:
     """Why there can be no extension here; empty where there can."""
-    if not NATIVE_WALK:
-        return f"it was not written for torch {torch.__version__}"
     if sys.platform != "linux":
         return f"it was not tried on {sys.platform}"
     return "" if _compiler() else "there is no C++ compiler: set CXX, or install g++"
@@ -195,7 +222,7 @@ def _begin_build(target: Path, name: str) -> None:
     command += [f"-isystem{root / 'include'}", f"-isystem{sysconfig.get_path('include')}", f"-L{root / 'lib'}"]
     command += [f"-l{library}" for library in _LIBRARIES]
     subprocess.Popen(
-        [sys.executable, "-I", str(Path(build.__file__)), str(target), *command],
+        [sys.executable, "-I", str(Path(building.__file__)), str(target), *command],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,

@@ -1,4 +1,4 @@
-// The module as Python has it: `learn(outputs, gradients, order_shows)`, and of the plan that it gives `compare`,
+// The module as Python has it: `learn(outputs, gradients, ...)`, and of the plan that it gives `compare`,
 // `add_variant` and `take`. Each gives a string, the reason, where it refuses a tape or the tape is another.
 
 #include "plan.h"
@@ -8,10 +8,16 @@ namespace native {
 
 namespace {
 
-// Begin a walk over the tape of some outputs: what `run_backward` is called with.
-void begin(Walk& walk, PyObject* outputs, PyObject* gradients) {
-  const Owned output_list(checked(PySequence_Fast(outputs, "outputs is no sequence")));
-  const Owned gradient_list(checked(PySequence_Fast(gradients, "gradients is no sequence")));
+// What a backward is called with.
+struct Call {
+  PyObject *outputs, *gradients, *inputs = nullptr;
+  int captures = 0;  // the gradients of inputs are asked for, and not added to theirs
+};
+
+// Begin a walk over the tape of some outputs.
+void begin(Walk& walk, const Call& call) {
+  const Owned output_list(checked(PySequence_Fast(call.outputs, "outputs is no sequence")));
+  const Owned gradient_list(checked(PySequence_Fast(call.gradients, "gradients is no sequence")));
   const Py_ssize_t count = PySequence_Fast_GET_SIZE(output_list.get());
   if (PySequence_Fast_GET_SIZE(gradient_list.get()) != count) throw Refused{"not a gradient for each output"};
   edge_list edges;
@@ -23,6 +29,24 @@ void begin(Walk& walk, PyObject* outputs, PyObject* gradients) {
     given.push_back(tensor_of(gradient, "a gradient that is undefined"));
   }
   walk.begin(std::move(edges), std::move(given));
+}
+
+// As THPEngine_run_backward finds them (python_engine.cpp, 2.13).
+Inputs inputs_of(const Call& call) {
+  Inputs inputs{{}, call.captures != 0};
+  if (!call.inputs) return inputs;
+  const Owned list(checked(PySequence_Fast(call.inputs, "inputs is no sequence")));
+  for (Py_ssize_t index = 0; index < PySequence_Fast_GET_SIZE(list.get()); ++index) {
+    const at::Tensor& input = tensor_of(PySequence_Fast_GET_ITEM(list.get(), index), "an input that is no tensor");
+    if (!input.requires_grad()) throw Refused{"an input that requires no gradient"};
+    if (const auto& function = input.grad_fn()) {
+      if (!inputs.are_captured) throw Refused{"an input that is no leaf, whose gradient is kept"};
+      inputs.edges.emplace_back(function, input.output_nr());
+    } else {
+      inputs.edges.emplace_back(torch::autograd::impl::try_get_grad_accumulator(input), 0);
+    }
+  }
+  return inputs;
 }
 
 PyObject* handed_over(int variant, Handover found) {
@@ -43,13 +67,15 @@ Plan& plan_of(PyObject* self) { return *reinterpret_cast<PlanObject*>(self)->pla
 PyTypeObject* plan_type = nullptr;  // made with the module, which is made once
 
 PyObject* learn(PyObject*, PyObject* arguments) {
-  PyObject *outputs, *gradients;
+  Call call;
   int order_shows;
-  if (!PyArg_ParseTuple(arguments, "OOp", &outputs, &gradients, &order_shows)) return nullptr;
+  if (!PyArg_ParseTuple(
+          arguments, "OOp|Op", &call.outputs, &call.gradients, &order_shows, &call.inputs, &call.captures))
+    return nullptr;
   return or_reason([&] {
     const Lease walk;
-    begin(*walk, outputs, gradients);
-    auto plan = std::make_unique<Plan>(*walk, order_shows);
+    begin(*walk, call);
+    auto plan = std::make_unique<Plan>(*walk, inputs_of(call), order_shows);
     Owned object(checked(plan_type->tp_alloc(plan_type, 0)));
     reinterpret_cast<PlanObject*>(object.get())->plan = plan.release();
     return object.release();
@@ -59,12 +85,13 @@ PyObject* learn(PyObject*, PyObject* arguments) {
 // Walk a tape with a plan, and give what it holds, with the number that `variant` gives for it.
 template <typename Variant>
 PyObject* walk_with(PyObject* self, PyObject* arguments, Variant variant) {
-  PyObject *outputs, *gradients;
-  if (!PyArg_ParseTuple(arguments, "OO", &outputs, &gradients)) return nullptr;
+  Call call;
+  if (!PyArg_ParseTuple(arguments, "OO|Op", &call.outputs, &call.gradients, &call.inputs, &call.captures))
+    return nullptr;
   return or_reason([&]() -> PyObject* {
     const Lease walk;
-    begin(*walk, outputs, gradients);
-    if (const auto difference = plan_of(self).difference(*walk)) return text(*difference);
+    begin(*walk, call);
+    if (const auto difference = plan_of(self).difference(*walk, inputs_of(call))) return text(*difference);
     const int number = variant(plan_of(self), walk->found());
     return handed_over(number, walk->take());
   });
@@ -85,14 +112,15 @@ struct WithoutGIL {
 
 // As add_variant; and the tape lets go of what it has saved, once nothing can go wrong any more.
 PyObject* take(PyObject* self, PyObject* arguments) {
-  PyObject *outputs, *gradients;
+  Call call;
   int keeps;
-  if (!PyArg_ParseTuple(arguments, "OOp", &outputs, &gradients, &keeps)) return nullptr;
+  if (!PyArg_ParseTuple(arguments, "OOp|Op", &call.outputs, &call.gradients, &keeps, &call.inputs, &call.captures))
+    return nullptr;
   return or_reason([&]() -> PyObject* {
     const Lease walk;
-    begin(*walk, outputs, gradients);
+    begin(*walk, call);
     Plan& plan = plan_of(self);
-    if (const auto difference = plan.difference(*walk)) return text(*difference);
+    if (const auto difference = plan.difference(*walk, inputs_of(call))) return text(*difference);
     const int number = plan.add_variant(walk->found());
     Owned taken(new_taken(number, walk->take()));
     if (!keeps) {
@@ -114,10 +142,12 @@ void let_go(PyObject* self) {
 
 PyMethodDef plan_methods[] = {
     {"compare", compare, METH_VARARGS,
-     "(outputs, gradients) -> (variant or -1, tensors, sizes, scalars, objects), or what differs."},
+     "(outputs, gradients, inputs, captures) -> (variant or -1, tensors, sizes, scalars, objects), or what differs."},
     {"add_variant", add_variant, METH_VARARGS, "The same; what the tape holds becomes a variant if it is none."},
     {"take", take, METH_VARARGS,
-     "(outputs, gradients, keep_graph) -> Taken, or what differs; a tape that is not kept is freed as by the engine."},
+     "(outputs, gradients, keep_graph, inputs, captures) -> Taken, or what differs; a tape that is not kept is freed "
+     "as by "
+     "the engine."},
     {nullptr, nullptr, 0, nullptr}};
 PyGetSetDef plan_attributes[] = {
     {"nodes", nodes, nullptr, "How many nodes the tape has, the engine's root among them.", nullptr},
@@ -132,9 +162,11 @@ PyType_Spec plan_spec = {
     plan_slots};
 
 PyMethodDef functions[] = {
-    {"learn", learn, METH_VARARGS, "(outputs, gradients, order_shows) -> Plan, or the reason why not."},
+    {"learn", learn, METH_VARARGS,
+     "(outputs, gradients, order_shows, inputs, captures) -> Plan, or the reason why not."},
     {"program", new_program, METH_VARARGS,
-     "(function, arguments, gives) -> Program: a straight-line program, which of a handover's tensors it takes; for "
+     "(function, arguments, gives) -> Program: what a region was compiled to, which of a handover's tensors it takes; "
+     "for "
      "each leaf the number of its tensor, that of its result, and whether it can keep that."},
     {nullptr, nullptr, 0, nullptr}};
 PyModuleDef module = {

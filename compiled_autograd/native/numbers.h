@@ -21,6 +21,14 @@ class Numbers {
     return {count_++, true};
   }
 
+  // The same of an address that was asked for before; else a number that none has.
+  uint32_t known(const void* address) {
+    if (slots_.empty()) return kNone;
+    const Slot& slot = slot_of(address);
+    return slot.address ? slot.number : kNone;
+  }
+
+  static constexpr uint32_t kNone = UINT32_MAX;
   uint32_t count() const { return count_; }
 
   void clear() {

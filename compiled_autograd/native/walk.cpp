@@ -46,7 +46,7 @@ void Walk::begin(edge_list outputs, variable_list gradients) {
     if (!edge.is_valid()) throw Refused{"an output has no tape"};
   // As Engine::execute does before it asks for the tape (engine.cpp, 2.13).
   torch::autograd::validate_outputs(outputs, gradients, [](const std::string& message) { return message; });
-  root_ = c10::make_intrusive<torch::autograd::GraphRoot>(std::move(outputs), std::move(gradients));
+  root_ = NodePtr(std::make_unique<torch::autograd::GraphRoot>(std::move(outputs), std::move(gradients)));
   see(root_.get());
 }
 
@@ -62,21 +62,23 @@ uint32_t Walk::see(Node* node) {
   return number;
 }
 
-std::string_view Walk::visit(uint32_t number) {
+std::string_view Walk::visit(uint32_t number, Role role) {
   Node& node = *nodes_[number];
   prefetch_next(node);
   forget_node();
   const std::unique_lock<std::mutex> lock(node.*pointer_to(NodeLock()), std::try_to_lock);
   if (!lock) throw Refused{"another thread is at the tape"};
   call_.id = number;
-  call_.node = c10::intrusive_ptr<Node>::reclaim_copy(&node);
+  call_.node = node.getptr();
   args_.collect(type_of(node));
   // How many gradients it takes: the engine's key has it of what is used alone, so that unused pieces do not count.
   args_.collect_size(node.num_inputs());
-  args_.collect(call_);
-  node.compiled_args(args_);
-  collect_inner_nodes();
-  collect_edges(node);
+  if (role != Role::kIsBeside) args_.collect(call_);
+  if (role == Role::kRuns) {
+    node.compiled_args(args_);
+    collect_inner_nodes();
+  }
+  collect_edges(node, role == Role::kRuns);
   take_tensors();
   take_sizes();
   take_scalars();
@@ -86,12 +88,13 @@ std::string_view Walk::visit(uint32_t number) {
   return {reinterpret_cast<const char*>(args_.*pointer_to(KeyBytes())), args_.*pointer_to(KeySize())};
 }
 
-void Walk::collect_edges(const Node& node) {
+void Walk::collect_edges(const Node& node, bool with_metadata) {
   args_.collect_size(node.next_edges().size());
   for (const Edge& edge : node.next_edges()) {
     if (!args_.cond(edge.is_valid())) continue;
     args_.collect_size(see(edge.function.get()));
     args_.collect_size(edge.input_nr);
+    if (!with_metadata) continue;
     __builtin_prefetch(edge.function->next_edges().data());
     const torch::autograd::InputMetadata& metadata = edge.function->input_metadata(edge.input_nr);
     args_.collect(metadata);

@@ -20,6 +20,13 @@ struct Handover {
   std::vector<c10::SafePyObject> objects;
 };
 
+// What becomes of a node in a backward.
+enum class Role : uint8_t {
+  kRuns,
+  kIsAsked,  // it does not run: the gradient that comes to it is asked for
+  kIsBeside  // neither: with inputs, the tape has nodes that lead to none of them
+};
+
 class Walk {
  public:
   Walk();
@@ -31,13 +38,12 @@ class Walk {
   void expect(size_t tensors, size_t sizes, size_t scalars);
 
   // What a node says of itself: valid until the next call. Nodes have numbers, in the order in which they are first
-  // seen at the end of an edge. What the node holds joins the handover. Throws Refused, and anything.
-  std::string_view visit(uint32_t number);
+  // seen at the end of an edge. What the node holds joins the handover, if it runs. Throws Refused, and anything.
+  std::string_view visit(uint32_t number, Role role);
 
   Node& node(uint32_t number) const { return *nodes_[number]; }
   uint32_t nodes_seen() const { return nodes_seen_.count(); }
-  // Of a node that was seen; of another one, a number that none has.
-  uint32_t number_of(const Node* node) { return nodes_seen_.of(node).first; }
+  uint32_t number_of(const Node* node) { return nodes_seen_.known(node); }  // Numbers::kNone where it was not seen
 
   const Handover& found() const { return found_; }
   Handover take();
@@ -50,7 +56,7 @@ class Walk {
   static constexpr size_t kLarge = 1 << 16;
 
   uint32_t see(Node* node);
-  void collect_edges(const Node& node);
+  void collect_edges(const Node& node, bool with_metadata);
   void collect_inner_nodes();
   void take_tensors();
   void take_sizes();
@@ -63,7 +69,7 @@ class Walk {
   Numbers nodes_seen_;
   Numbers tensors_seen_;
   std::vector<Node*> nodes_;
-  c10::intrusive_ptr<Node> root_;
+  NodePtr root_;
   Handover found_;
 };
 

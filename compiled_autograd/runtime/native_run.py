@@ -13,7 +13,7 @@ import torch
 from backends.inductor.straight_line.straight_line import StraightLine
 from backends.protocol import Compiled
 
-from ..native.library import Module, StraightLineProgram, Taken
+from ..native.library import HostedProgram, Module, Taken
 from ..steps.accumulate import write
 from ..steps.compiled_calls import run_compiled
 from ..steps.run_context import RunContext
@@ -27,20 +27,19 @@ _MAX_TRIES = 32
 
 @dataclass(slots=True, eq=False)
 class NativeRun:
-    """What runs a program; ``function`` is the straight-line program that it was made of."""
+    """What runs a program; ``function`` is what its region calls."""
 
     program: Program
     steps: list[Executor]
     region: RegionStep
     leaves: AccumulateStep
     compiled: CompiledRegion
-    line: StraightLine
     function: Compiled
-    made: StraightLineProgram
+    made: HostedProgram
 
     def is_current(self) -> bool:
         """Whether it is still made of what the program is made of."""
-        return self.program.schedule.steps is self.steps and self.line.program is self.function
+        return self.program.schedule.steps is self.steps and _called_by(self.compiled) is self.function
 
     def is_usable(self, context: RunContext) -> bool:
         """Whether the program would now do no more than this does."""
@@ -49,13 +48,12 @@ class NativeRun:
         return (
             found is compiled
             and not others
-            and compiled.call is self.line
             and (compiled.proof.settled or not context.prove)
             and not compiled.proof.refuted
             and not context.check_every
             and context.profile is None
             and not compiler.finished
-            and self.line.program_in_use() is self.function
+            and _called_by(compiled, now=True) is self.function
         )
 
     def run(self, taken: Taken, context: RunContext) -> None:
@@ -101,11 +99,10 @@ def _made(program: Program, module: Module) -> NativeRun | None:
     compiled, *others = region.compiled.get((), (None,))
     if compiled is None or others or not _is_plain(program, region, leaves, compiled):
         return None
-    line = compiled.call
-    if not isinstance(line, StraightLine) or line.program is None:
-        return None
-    function, results = line.program, dict(compiled.results)
+    function, results = _called_by(compiled), dict(compiled.results)
     gives: list[tuple[int, int, bool]] = []
+    if len({*leaves.leaves}) < len(leaves.leaves):
+        return None  # what one gives a leaf, another is to add to
     for leaf, owned, shared in zip(leaves.leaves, leaves.owned, leaves.shared, strict=True):
         slot = owned if owned in results else shared
         if slot not in results:
@@ -115,7 +112,16 @@ def _made(program: Program, module: Module) -> NativeRun | None:
     if any(slot >= program.schedule.tensors for slot in taken):
         return None
     made = module.program(function, compiled.arguments, [*itertools.chain(*gives)])
-    return NativeRun(program, steps, region, leaves, compiled, line, function, made)
+    return NativeRun(program, steps, region, leaves, compiled, function, made)
+
+
+def _called_by(compiled: CompiledRegion, now: bool = False) -> Compiled:
+    """The straight-line program, where a region has one (and ``now`` uses it); else whatever it was compiled to."""
+    call = compiled.call
+    program = None
+    if isinstance(call, StraightLine):
+        program = call.program_in_use() if now else call.program
+    return call if program is None else program
 
 
 def _is_plain(program: Program, region: RegionStep, leaves: AccumulateStep, compiled: CompiledRegion) -> bool:
@@ -123,6 +129,7 @@ def _is_plain(program: Program, region: RegionStep, leaves: AccumulateStep, comp
     more = (compiled.copied, compiled.permuted, compiled.passed, compiled.flags, compiled.plain, region.saved)
     return (
         compiled.checked
+        and not compiled.keeps_inputs
         and compiled.guard is None
         and not any(more)
         and not region.handed_on

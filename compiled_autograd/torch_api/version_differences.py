@@ -18,9 +18,6 @@ import torch
 from ..versions import release
 
 _VERSION = release(torch.__version__)
-NATIVE_WALK = (2, 13) <= _VERSION < (2, 14)
-"""Whether the classes of the tape are those that ``compiled_autograd/native`` was written for. Before 2.13, a node
-belongs to ``std::shared_ptr`` (``torch/csrc/autograd/function.h``)."""
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 

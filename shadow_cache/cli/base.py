@@ -49,7 +49,7 @@ class View:
     @cached_property
     def store(self) -> Store:
         """The store, opened; :class:`Fault` where there is none, and none is made."""
-        if not (self.path / "index").is_dir():  # to open a folder is to make what it lacks of a store
+        if not self.is_store:  # to open a folder is to make what it lacks of a store
             raise Fault(self.nothing)
         try:
             return shadow_cache.open(self.path, create=False)
@@ -71,6 +71,11 @@ class View:
         if self.cache_dir is None and text.lower() not in _NO_PATHS:
             return Path(text).expanduser()
         return (self.cache_dir or shadow_cache.default_dir()).expanduser()
+
+    @property
+    def is_store(self) -> bool:
+        """Whether there is one."""
+        return (self.path / "index").is_dir()
 
     @property
     def nothing(self) -> str:

@@ -8,11 +8,10 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator
+from pathlib import Path
 
 import rich_click as click
 from click.shell_completion import get_completion_class
-
-import shadow_cache
 
 from . import render
 from .base import Verb, View, with_format
@@ -65,19 +64,22 @@ def _environment(view: View) -> Iterator[tuple[str, str]]:
     yield "platform", platform.platform()
     yield "machine", f"{platform.machine()}, {os.cpu_count()} cores"
     yield "compiler", _compiler()
-    yield "native", _native(metadata.version("torch"))
+    yield "native", _native(view.path / "native", metadata.version("torch"))
     yield "cache", str(view.path)
-    yield "cache size", render.size(view.store.stats().size) if view.path.is_dir() else "nothing is stored"
+    yield "cache size", render.size(view.store.stats().size) if view.is_store else "nothing is stored"
     yield from ((name, value) for name, value in sorted(os.environ.items()) if name.startswith("COMPILED_AUTOGRAD_"))
 
 
-def _native(torch: str) -> str:
-    """Whether ``native=True`` has its extension; a file's name begins with the version of torch that it is for."""
-    folder = shadow_cache.default_dir() / "native"
+def _native(folder: Path, torch: str) -> str:
+    """Whether the extension is there; a file's name begins with the version of torch that it is for."""
     if any(folder.glob(f"torch-{torch}-*.so")):
         return f"built for torch {torch}"
     failed = next(folder.glob(f"torch-{torch}-*.failed"), None)
-    return "not built; native=True has it built" if failed is None else f"not built, as {failed} says"
+    return (
+        "not built; native=True has it built, and so have a hundred hits"
+        if failed is None
+        else f"not built, as {failed} says"
+    )
 
 
 def _compiler() -> str:

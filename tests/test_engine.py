@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Callable, Iterator
+from contextlib import nullcontext
 from importlib.machinery import ModuleSpec
 from types import ModuleType
 from typing import Any
@@ -814,3 +815,28 @@ def test_a_backward_goes_on_from_a_tensor_whose_gradient_was_asked_for() -> None
             assert torch.equal(found, x.cos() * x.sin().exp())
     stats = session.stats()
     assert stats.bypasses == {"input_inside_tape": 3} and stats.hits == 7
+
+
+@pytest.mark.parametrize("scale", [2, 3])
+def test_a_node_that_saved_nothing_may_be_freed(scale: int) -> None:
+    x = torch.randn(3, requires_grad=True)
+    session = ca.enable(backend="eager")
+    for _ in range(3):
+        hidden = x.sum() + scale
+        with session:
+            (gradient,) = torch.autograd.grad(hidden.exp(), [hidden])
+            (found,) = torch.autograd.grad(hidden, [x], gradient)
+        assert torch.equal(found, (x.sum() + scale).exp().expand(3).detach())
+    assert not session.stats().bypasses
+
+
+def test_a_node_that_runs_is_freed_as_eager_frees_it() -> None:
+    """Its gradient is asked for, and one below it."""
+    x = torch.randn(3, requires_grad=True)
+    for on in (False, True):
+        hidden = x.sin()
+        with ca.enable(backend="eager") if on else nullcontext() as session:
+            torch.autograd.grad(hidden.exp().sum(), [hidden, x])
+            with pytest.raises(RuntimeError, match="backward through the graph a second time"):
+                torch.autograd.grad(hidden.sum(), [x])
+    assert session is not None and session.stats().structure_misses == 1

@@ -201,7 +201,7 @@ class _HasAVariable(torch.autograd.Function):
 def test_what_a_function_calls_its_variable_is_no_leaf() -> None:
     def program() -> Sequence[torch.Tensor | None]:
         y = _HasAVariable.apply(torch.ones(3, requires_grad=True))
-        return torch.autograd.grad(y.sin().sum(), [torch.autograd.graph.get_gradient_edge(y)])
+        return torch.autograd.grad(y.sin().sum(), [torch.autograd.graph.get_gradient_edge(y)], retain_graph=True)
 
     stats = _run(program, program)
     expect(stats, structure_misses=1, hits=1)

@@ -60,7 +60,7 @@ HOOKS = (_changes, _sees, _two, _writes, _retains, _retains_first, _before_node,
 ASKED = ("y", "xy", "yx", "x", "yy", "yxy", "w", "wy", "wxy", "z", "zxy")
 
 
-def _run(hooked: Hooked, output: str, asked: str, by: str = "grad", on: str = "y") -> Any:
+def _run(hooked: Hooked, output: str, asked: str, by: str = "grad", on: str = "y", keeps: bool = False) -> Any:
     torch.manual_seed(0)
     x = torch.randn(3, dtype=torch.float64, requires_grad=True)
     w = torch.randn(3, dtype=torch.float64, requires_grad=True)
@@ -73,23 +73,30 @@ def _run(hooked: Hooked, output: str, asked: str, by: str = "grad", on: str = "y
     gradient = torch.linspace(1, 2, 3, dtype=torch.float64)
     wanted = [tensors[name] for name in asked]
     if by == "grad":
-        given = torch.autograd.grad(tensors[output], wanted, gradient, allow_unused=True)
+        given = torch.autograd.grad(tensors[output], wanted, gradient, allow_unused=True, retain_graph=keeps)
     else:
-        torch.autograd.backward(tensors[output], gradient, inputs=wanted)
+        torch.autograd.backward(tensors[output], gradient, inputs=wanted, retain_graph=keeps)
         given = [each.grad if each.is_leaf or each.retains_grad else None for each in tensors.values()]
     kept = [each.grad for each in tensors.values() if each.is_leaf or each.retains_grad]
     return [[None if each is None else each.tolist() for each in values] for values in (given, kept)], seen
 
 
-def _compare(*how: Any) -> None:
-    wanted = _run(*how)
-    with ca.enable(backend="eager", tune=False) as session:
-        for _ in range(3):
-            assert _run(*how) == wanted
-    stats = session.stats()
-    assert not stats.failures
-    reached = how[2] != "w" or how[1] == "z"
-    assert stats.hits == 2 or (not reached and stats.bypasses)
+def _compare(hooked: Hooked, output: str, asked: str, by: str = "grad", on: str = "y") -> None:
+    """Where the gradient of ``y`` is asked for and none below, what made ``y`` must stay: only ``retain_graph`` keeps
+    it."""
+    stops = by == "grad" and "y" in asked and "x" not in asked
+    for keeps in (False, True):
+        wanted = _run(hooked, output, asked, by, on, keeps)
+        with ca.enable(backend="eager", tune=False) as session:
+            for _ in range(3):
+                assert _run(hooked, output, asked, by, on, keeps) == wanted
+        stats = session.stats()
+        assert not stats.failures
+        if stops and not keeps:
+            assert stats.bypasses == {"input_inside_tape": 3}
+        else:
+            reached = asked != "w" or output == "z"
+            assert (stats.hits >= 2 and not stats.bypasses) or (not reached and stats.bypasses)
 
 
 @pytest.mark.parametrize("hooked", HOOKS)

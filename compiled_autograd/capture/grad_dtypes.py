@@ -51,7 +51,7 @@ class GradDtypes:
         with torch._C.DisableTorchFunctionSubclass():
             if self.accumulates:
                 return [tensors[leaf].grad_dtype for leaf in self.leaves]
-            leaves = zip(map(leaf_of, inputs), self.captured, strict=True)
+            leaves = zip(map(_leaf, inputs), self.captured, strict=True)
             return [captured if leaf is None else leaf.grad_dtype for leaf, captured in leaves]
 
 
@@ -61,7 +61,7 @@ def refuse_others(tape: ir.TapeGraph, inputs: Sequence[Any]) -> None:
     Raises:
         CaptureRefusedError: a tensor that is no leaf has one, or a leaf has one whose number is not known.
     """
-    leaves = tape.accumulates or [leaf_of(each) is not None for each in inputs]
+    leaves = tape.accumulates or [_leaf(each) is not None for each in inputs]
     known = {
         edge
         for index, (_, value) in enumerate(_gradients(tape))
@@ -122,7 +122,7 @@ def metadata_of(edge: _Edge) -> Any:
     return call.args[1][index]  # type: ignore[index]
 
 
-def leaf_of(asked: Any) -> Any:
+def _leaf(asked: Any) -> Any:
     """The leaf whose gradient was asked for; None where that is another tensor's."""
     if isinstance(asked, GradientEdge):
         is_leaf = type(asked.node).name(asked.node).endswith(tape_reading.LEAF)  # else it is an attribute of the user's

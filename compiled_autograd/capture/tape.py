@@ -11,7 +11,7 @@ from __future__ import annotations
 import re
 import weakref
 from collections import Counter
-from collections.abc import Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -123,14 +123,31 @@ def _edges(roots: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
                 worklist.append(following)
 
 
+def ends(inputs: Ends) -> list[Any]:
+    """The nodes inside a tape at which a walk for the gradients of ``inputs`` ends, since below them nothing is asked
+    for. One with more than :data:`MAX_NODES_READ` nodes below it counts."""
+    with torch._C.DisableTorchFunctionSubclass():
+        inside = [each.node if isinstance(each, GradientEdge) else each.grad_fn for each in inputs]
+    is_asked_for = _belongs_to(inputs)
+    return [
+        node
+        for node in dict.fromkeys(inside)
+        if node is not None
+        and not type(node).name(node).endswith(LEAF)
+        and not any(map(is_asked_for, first_nodes([GradientEdge(node, 0)])[1:]))
+    ]
+
+
+def frees(node: Any) -> bool:
+    """Whether something is lost where a node is released: tensors, or what is not known of here."""
+    names = vars(type(node))
+    is_known = any(name.startswith("_saved_") for name in names)
+    return not is_known or any(name.startswith("_raw_saved_") for name in names)
+
+
 def _leading_to(inputs: Ends, roots: Sequence[Any]) -> set[Any]:
     """The nodes from which one of ``inputs`` can be reached, those of ``inputs`` included."""
-    with torch._C.DisableTorchFunctionSubclass():  # for leaves the tensors: to ask for a leaf's node runs an operator
-        targets = {id(each.node if isinstance(each, GradientEdge) else each.grad_fn or each) for each in inputs}
-
-    def is_target(node: Any) -> bool:
-        return id(node) in targets or (type(node).name(node).endswith(LEAF) and id(node.variable) in targets)
-
+    is_target = _belongs_to(inputs)
     came_from: dict[Any, list[Any]] = {root: [] for root in roots}
     for node, following in _edges(roots):
         came_from.setdefault(following, []).append(node)
@@ -142,6 +159,13 @@ def _leading_to(inputs: Ends, roots: Sequence[Any]) -> set[Any]:
                 wanted.add(before)
                 worklist.append(before)
     return wanted
+
+
+def _belongs_to(inputs: Ends) -> Callable[[Any], bool]:
+    """Whether a node is that of one of ``inputs``."""
+    with torch._C.DisableTorchFunctionSubclass():  # for leaves the tensors: to ask for a leaf's node runs an operator
+        targets = {id(each.node if isinstance(each, GradientEdge) else each.grad_fn or each) for each in inputs}
+    return lambda node: id(node) in targets or (type(node).name(node).endswith(LEAF) and id(node.variable) in targets)
 
 
 def description(outputs: Ends, inputs: Ends, accumulates: bool) -> int:

@@ -27,8 +27,8 @@ OTHER_THREAD = Bypass(
 )
 INPUT_INSIDE = Bypass(
     "input_inside_tape",
-    hint="the gradient of a tensor inside the tape is asked for: the engine would free the node that made it, which "
-    "does not run. With retain_graph=True it compiles",
+    hint="the gradient of a tensor inside the tape is asked for, and of none below it: the engine would free what the "
+    "node that made it saved, although that does not run. With retain_graph=True it compiles",
 )
 MAX_NESTED = 8
 """Compiled backwards inside one another. Each takes more of Python's stack than one of the engine's."""

@@ -5,12 +5,10 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Callable
 
-import torch
-
 from shadow_cache import Bypass
 
 from ..cache.selection import find_variant
-from ..capture.grad_dtypes import leaf_of
+from ..capture.tape import ends, frees
 from ..diagnostics.bypass import COMPILING, EVERY_TAPE_NEW, FORKED, INPUT_INSIDE, ON_MISS, TRACING, before_capture
 from ..errors import CacheMissError
 from ..guards.ambient import ambient
@@ -53,8 +51,7 @@ def _frees_what_does_not_run(call: Call, settings: Settings) -> Bypass | None:
     was asked for (``python_compiled_autograd.cpp``, 2.13). The eager engine leaves that one as it is."""
     if call.accumulate_grad or call.keep_graph:
         return None
-    with torch._C.DisableTorchFunctionSubclass():
-        return INPUT_INSIDE if any(leaf_of(each) is None for each in call.inputs) else None
+    return INPUT_INSIDE if any(map(frees, ends(call.inputs))) else None
 
 
 def _on_other_streams(call: Call, settings: Settings) -> Bypass | None:

@@ -540,6 +540,7 @@ def test_an_error_of_a_program_is_raised_and_everything_let_go(
         with pytest.raises(MemoryError, match="here"):
             _step(session, make, leaves, 0)
     assert counted.runs == before + 1 and all(leaf.grad is None for leaf in leaves)
+    assert torch.is_grad_enabled() and (session.stats().backwards, session.stats().hits) == (1, 1)
     found = _step(session, make, leaves, 0)
     for leaf in leaves:
         leaf.grad = None

@@ -39,9 +39,13 @@ class Account:
     def bypass(self, reason: Bypass, misses: Sequence[Miss] = (), since: float | None = None) -> None:
         """The eager engine has run it, from the time ``since`` on, or was to; nothing where the session knows."""
         if not self.told:
-            self.told = True
             seconds = {} if since is None else {"run": time.perf_counter() - since}
-            self.session.record(Outcome(BYPASS, reasons=(reason, *misses), seconds=seconds))
+            self.tell(Outcome(BYPASS, reasons=(reason, *misses), seconds=seconds))
+
+    def tell(self, outcome: Outcome, captured: bool = False, compiles: int = 0, loads: int = 0) -> None:
+        """This became of it."""
+        self.told = True
+        self.session.record(outcome, captured, compiles, loads)
 
 
 @dataclass(slots=True)
@@ -78,8 +82,7 @@ class RunAccount:
             outcome = self._outcome()
             raise
         finally:
-            self.account.told = True
-            self.account.session.record(outcome, self.handed.captured, self.report.compiles, self.report.loads)
+            self.account.tell(outcome, self.handed.captured, self.report.compiles, self.report.loads)
 
     def _outcome(self) -> Outcome:
         selection, report = self.selection, self.report

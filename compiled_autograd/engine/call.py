@@ -62,6 +62,10 @@ class KnownShapes:
         """Those variants, the last one first."""
         return filter(None, (each() for each in self.served_by))
 
+    def last(self) -> Variant | None:
+        """The one that served last, under settings or a state that may have changed since."""
+        return self.served_by[0]() if self.served_by else None
+
     def served(self, variant: Variant) -> None:
         """A variant has."""
         others = [each for each in self.served_by if each() not in (None, variant)]

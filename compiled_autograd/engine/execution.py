@@ -17,6 +17,7 @@ from ..diagnostics.reporting import failure_of
 from ..errors import CacheMissError, GradientMismatchError
 from ..guards.ambient import Ambient, ambient
 from ..ir import nan_checks
+from ..policies.autotune import AUTOTUNE
 from ..policies.background import BACKGROUND
 from ..process_state import PROCESS
 from ..runtime.program import Program
@@ -28,6 +29,7 @@ from ..threads.gate import GATE, take
 from .account import Account, RunAccount
 from .call import Call, HandedOver, Results
 from .cuda.devices import on_device
+from .session import HIT, Outcome
 
 
 class _Thread(threading.local):
@@ -72,6 +74,8 @@ def execute(call: Call, account: Account, handed: HandedOver) -> Results:
         GradientMismatchError: ``check`` is True or a number, and compiled code has given something else than the real
             calls: the step is done, with what these gave.
     """
+    if _ran_alone(call, account, handed):
+        return ()
     settings, context = account.settings, RunContext()
     report = context.report
     report.add("capture", time.perf_counter() - account.started)
@@ -150,9 +154,38 @@ def _runs_native(handed: HandedOver, variant: Variant, context: RunContext) -> b
     if shapes is None or isinstance(taken, Handover):
         return False
     native = variant.native.of(variant.program, shapes.module)
-    if native is None or not native.is_usable(context):
+    if native is None or context.check_every or context.profile is not None or not native.is_usable(context.prove):
         return False
-    native.run(taken, context)
+    native.run(taken)
+    return True
+
+
+def _ran_alone(call: Call, account: Account, handed: HandedOver) -> bool:
+    """Whether it was a hit that could be run without Python, and so without what only users' code, reports and misses
+    need: the state of the thread, a context and its report. Then it was."""
+    taken, shapes, settings = handed.given, handed.shapes, account.settings
+    variant = None if shapes is None else shapes.last()
+    native = None if variant is None else variant.native.current
+    if native is None or not native.is_alone or not native.is_current() or isinstance(taken, Handover):
+        return False
+    if settings.check_every or torch.autograd._profiler_enabled() or not native.is_usable(settings.check is not False):
+        return False
+    assert variant is not None
+    if not handed.graph.uses(variant, settings.key, ambient()):
+        return False
+    started, grad_mode = time.perf_counter(), torch.is_grad_enabled()
+    outcome = Outcome(HIT, handed.graph, (), {"capture": started - account.started})
+    try:
+        try:
+            torch._C._set_grad_enabled(False)
+            native.run(taken)
+        finally:
+            torch._C._set_grad_enabled(grad_mode)
+        outcome.seconds["run"] = time.perf_counter() - started
+        if settings.tune:
+            AUTOTUNE.hit(variant, time.perf_counter() - account.started, call.fingerprint)
+    finally:
+        account.tell(outcome)
     return True
 
 

@@ -27,7 +27,12 @@ _MAX_TRIES = 32
 
 @dataclass(slots=True, eq=False)
 class NativeRun:
-    """What runs a program; ``function`` is what its region calls."""
+    """What runs a program.
+
+    Attributes:
+        function: what its region calls.
+        is_alone: that is a straight-line program, in which no code of anybody else's runs.
+    """
 
     program: Program
     steps: list[Executor]
@@ -36,27 +41,26 @@ class NativeRun:
     compiled: CompiledRegion
     function: Compiled
     made: HostedProgram
+    is_alone: bool
 
     def is_current(self) -> bool:
         """Whether it is still made of what the program is made of."""
         return self.program.schedule.steps is self.steps and _called_by(self.compiled) is self.function
 
-    def is_usable(self, context: RunContext) -> bool:
-        """Whether the program would now do no more than this does."""
+    def is_usable(self, prove: bool) -> bool:
+        """Whether the program would now do no more than this does, where nobody looks on."""
         compiled, compiler = self.compiled, self.program.region_compiler
         (found, *others) = self.region.compiled.get((), (None,))
         return (
             found is compiled
             and not others
-            and (compiled.proof.settled or not context.prove)
+            and (compiled.proof.settled or not prove)
             and not compiled.proof.refuted
-            and not context.check_every
-            and context.profile is None
             and not compiler.finished
             and _called_by(compiled, now=True) is self.function
         )
 
-    def run(self, taken: Taken, context: RunContext) -> None:
+    def run(self, taken: Taken) -> None:
         """Run it, with grad mode off."""
         left = run_compiled(taken.run, self.made, CLAIMS.none_needed)
         if left is None:
@@ -67,7 +71,7 @@ class NativeRun:
             slots[slot] = results[index]
         del left, results, tensors  # a leaf keeps what nobody else holds
         with torch._C.DisableTorchFunctionSubclass():
-            write(self.leaves, slots, context)
+            write(self.leaves, slots, RunContext())
 
 
 @dataclass(slots=True)
@@ -112,7 +116,7 @@ def _made(program: Program, module: Module) -> NativeRun | None:
     if any(slot >= program.schedule.tensors for slot in taken):
         return None
     made = module.program(function, compiled.arguments, [*itertools.chain(*gives)])
-    return NativeRun(program, steps, region, leaves, compiled, function, made)
+    return NativeRun(program, steps, region, leaves, compiled, function, made, function is not compiled.call)
 
 
 def _called_by(compiled: CompiledRegion, now: bool = False) -> Compiled:

@@ -237,7 +237,7 @@ def run(tape: Tape, results: Sequence[Value | None], session: Session) -> list[t
         if reason is not None:
             return _one_by_one(captured, tensors, account, reason)
         graph, handover, miss = _find(captured, tensors, account.settings)
-        call = Call((), (), False, False, (), True, False, graph.identity)
+        call = Call((), (), False, False, (), True, False, _fingerprint=graph.identity)
         return list(execute(call, account, HandedOver(graph, handover, miss, miss is not None)))
     except BaseException as error:
         if not account.told:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import threading
 import time
 import warnings
 import weakref
@@ -19,9 +20,10 @@ import compiled_autograd as ca
 import shadow_cache
 from compiled_autograd.cache import variants
 from compiled_autograd.cache.variants import Variant
+from compiled_autograd.capture import tape
 from compiled_autograd.diagnostics import reporting
 from compiled_autograd.engine.session import Session
-from compiled_autograd.policies import autotune
+from compiled_autograd.policies import autotune, sketches
 from compiled_autograd.policies.autotune import Autotune, Trial
 from shadow_cache import Bypass, StoreError, Timing
 
@@ -147,12 +149,95 @@ def test_a_verdict_holds_no_variant_that_went() -> None:
 def test_the_oldest_trials_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(autotune, "_MAX_TRIALS", 2)
     trials, held = Autotune(), []
-    for tape in range(5):
+    for number in range(5):
         variant: Any = variants.Variant(("settings",), None, [], bool, None)  # type: ignore[arg-type]
         variant.key, variant.hits = shadow_cache.VariantKey((), ()), 100
         held.append(variant)
-        trials.hit(variant, 1e-3, lambda tape=tape: tape)
-    assert [tape for tape, _ in trials._trials] == [3, 4]
+        trials.hit(variant, 1e-3, lambda number=number: number)
+    assert [number for number, _ in trials._trials] == [3, 4]
+
+
+# ---- tapes are told apart by their roots -----------------------------------------------------------------------------
+
+
+@pytest.fixture
+def looks(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """One number for each tape whose nodes were looked at."""
+    found: list[int] = []
+    fingerprint = tape.fingerprint
+    monkeypatch.setattr(tape, "fingerprint", lambda *ends: found.append(fingerprint(*ends)) or found[-1])
+    monkeypatch.setattr(autotune, "BACKWARDS_BEFORE_RETRIAL", 10_000)
+    return found
+
+
+def test_what_was_decided_holds_without_a_look_at_each_node(looks: list[int]) -> None:
+    session, weight = ca.enable(backend=_slow, tune=True), nn.Parameter(torch.randn(8))
+    assert _run(session, weight, 10)[-1] == "not_worth_it"
+    before = len(looks)
+    assert set(_run(session, weight, 16 + 32 + 64)) == {"not_worth_it"}
+    assert len(looks) - before <= 4
+
+
+def test_a_tape_beside_one_that_was_decided_about_is_not_looked_at_either(looks: list[int]) -> None:
+    slow, session = ca.enable(backend=_slow, tune=True), ca.enable(backend="eager", tune=True)
+    weight = nn.Parameter(torch.randn(8))
+    assert _run(slow, weight, 10)[-1] == "not_worth_it"
+    assert _run(session, weight, 3)[1:] == ["hit", "hit"]
+    _never_timed(session)
+    before = len(looks)
+    assert set(_run(session, weight, 16 + 32 + 64)) == {"hit"}
+    assert len(looks) - before <= 4
+
+
+def _never_timed(session: Session) -> None:
+    for variant in _variants(session):
+        variant.next_trial = 10**9
+
+
+def _other(weight: torch.Tensor) -> torch.Tensor:
+    return (weight.sin() * weight).sum()
+
+
+def test_tapes_whose_roots_say_the_same_are_told_apart_all_the_same(looks: list[int]) -> None:
+    """One of them is better left to eager, and the other one is not."""
+    session, weight = ca.enable(backend=_slow, tune=True), nn.Parameter(torch.randn(8))
+    assert _run(session, weight, 10)[-1] == "not_worth_it"
+
+    def run_other() -> str:
+        expected = torch.autograd.grad(_other(weight), weight)
+        loss = _other(weight)
+        with session:
+            assert_same(torch.autograd.grad(loss, weight), expected)
+        assert session.last is not None
+        return session.last.outcome
+
+    outcomes = []
+    for _ in range(100):
+        outcomes.append(run_other())
+        _never_timed(session)
+        assert _run(session, weight, 1) == ["not_worth_it"]
+    assert outcomes.index("structure_miss") <= sketches.FIRST_SPACING
+    assert set(outcomes[outcomes.index("structure_miss") + 1 :]) == {"hit"}
+
+
+def test_threads_have_sketches_of_their_own() -> None:
+    """Numbers of nodes are a thread's own."""
+    weight = nn.Parameter(torch.randn(8))
+    found: list[list[Any]] = []
+
+    def run() -> None:
+        found.append([tape.sketch([(weight.exp() * weight).sum()]) for _ in range(5)])
+
+    run()
+    threads = [threading.Thread(target=run) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+        thread.join()
+    assert len({each for one in found for each in one[1:]}) == 1
+
+
+def test_a_leaf_has_no_sketch() -> None:
+    assert tape.sketch([nn.Parameter(torch.randn(()))]) is None
 
 
 # ---- the decision, and where it stands -------------------------------------------------------------------------------
@@ -169,8 +254,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     def hit_at(self: Autotune, variant: Variant, seconds: float, tape: Callable[[], int]) -> None:
         hit(self, variant, takes["compiled"] / 1e3, tape)
 
-    def eager_at(self: Autotune, tape: int, settings: tuple[Any, ...], seconds: float) -> None:
-        eager(self, tape, settings, takes["eager"] / 1e3)
+    def eager_at(self: Autotune, trial: Trial, seconds: float) -> None:
+        eager(self, trial, takes["eager"] / 1e3)
 
     monkeypatch.setattr(Autotune, "hit", hit_at)
     monkeypatch.setattr(Autotune, "eager", eager_at)
@@ -197,7 +282,7 @@ def _stored(folder: Path) -> list[Timing | None]:
     ],
 )
 def test_medians_decide(eager: list[float], compiled: list[float], goes_on: str) -> None:
-    trial = Trial(lambda: None, [each / 1e3 for each in eager], [each / 1e3 for each in compiled])  # type: ignore[arg-type]
+    trial = Trial((0, None), lambda: None, [each / 1e3 for each in eager], [each / 1e3 for each in compiled])  # type: ignore[arg-type]
     timing = trial.decide()
     assert (timing.eager, timing.compiled) == (pytest.approx(1.0), pytest.approx(sorted(compiled)[1]))
     assert (timing.samples, timing.goes_on) == (3, goes_on) and timing.when == pytest.approx(time.time(), abs=60)

@@ -9,9 +9,10 @@ order of the seam's report, and can be joined to it.
 from __future__ import annotations
 
 import re
+import threading
 import weakref
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -75,6 +76,26 @@ def walk(outputs: Ends, inputs: Ends = ()) -> list[Visited]:
         name, sequence = type(node).name(node), type(node)._sequence_nr(node)
         found.append(Visited(node, name.rpartition("::")[2], sequence))
         entered = [following for following, _ in node.next_functions]
+
+
+class _Thread(threading.local):
+    last = 0
+
+
+_thread = PROCESS.register(_Thread())
+
+
+def sketch(outputs: Ends, inputs: Ends = ()) -> Hashable:
+    """What the first root says of a tape: its kind, and how many nodes the thread has made since the last tape that was
+    asked for its sketch. None for a leaf. In a loop, tapes of one structure have one sketch, but not only they."""
+    output = outputs[0]
+    node = output.node if isinstance(output, GradientEdge) else output.grad_fn
+    if node is None:
+        return None
+    kind = type(node)
+    number = kind._sequence_nr(node)
+    made, _thread.last = number - _thread.last, number
+    return kind, made, len(outputs), len(inputs)
 
 
 def fingerprint(outputs: Ends, inputs: Ends = ()) -> int:

@@ -34,9 +34,12 @@ Reasons = Iterable[Bypass | Miss | Failure]
 
 def tell(outcome: str, reasons: Reasons, seconds: Mapping[str, float], compiles: int) -> None:
     """One line for a backward that was no hit, or on which something failed; and who counts compiles is told."""
+    is_logged = bool(reasons) and _log.isEnabledFor(logging.INFO)
+    if not is_logged and not compiles:
+        return
     texts = [str(reason) for reason in reasons]
     compile_counter.note(compiles, texts)
-    if not texts or not _log.isEnabledFor(logging.INFO):
+    if not is_logged:
         return
     took = ", ".join(f"{stage} {spent:.3g} s" for stage, spent in seconds.items())
     _write(logging.INFO, f"{outcome}: {'; '.join(texts)} [{took}]")

@@ -6,9 +6,11 @@ import functools
 import time
 from typing import Any
 
+from shadow_cache import Bypass
+
 from ..diagnostics.bypass import reason_of_end
 from ..errors import UnsupportedBackwardError
-from ..policies.autotune import AUTOTUNE
+from ..policies.autotune import AUTOTUNE, Trial
 from ..torch_api.version_differences import words_for_unused
 from .account import Account
 from .call import Call, HandedOver, RanInside, Refused, Results, run_backward
@@ -17,17 +19,22 @@ from .decide import decide, is_policy
 from .execution import execute, on_eager
 from .native_hits import NATIVE_HITS
 from .seam import hand_over
-from .session import Session
+from .session import BYPASS, Outcome, Session
 
 
 def run(session: Session, call: Call) -> Any:
     """Run a backward compiled where that can be done, else on the eager engine; gives what the engine would give."""
-    account = Account(session, session.settings)
+    settings = session.settings
+    if AUTOTUNE.active and settings.tune and not call.create_graph:
+        call.trial = AUTOTUNE.find(call.sketch(), call.fingerprint, settings.key)
+        if call.trial is not None and call.trial.verdict is not None:
+            return _known_to_be_slower(session, call, call.trial, call.trial.verdict)
+    account = Account(session, settings)
     try:
-        reason = decide(call, session.settings)
+        reason = decide(call, settings)
         if reason is not None:
             return _refused(call, account, Refused(reason))
-        given = NATIVE_HITS.hand_over(call, session.settings) or _engine_hands_over(call, session, account)
+        given = NATIVE_HITS.hand_over(call, settings) or _engine_hands_over(call, session, account)
         if isinstance(given, HandedOver):
             return _asked_for(call, execute(call, account, given))
         if isinstance(given, RanInside):
@@ -37,6 +44,17 @@ def run(session: Session, call: Call) -> Any:
         if not account.told:
             account.bypass(*reason_of_end(error))
         raise
+
+
+def _known_to_be_slower(session: Session, call: Call, trial: Trial, verdict: Bypass) -> Any:
+    """Nothing else is asked: it was decided when the tape was timed, and may be a small one."""
+    started = time.perf_counter()
+    try:
+        return eager(call)
+    finally:
+        seconds = time.perf_counter() - started
+        session.record(Outcome(BYPASS, reasons=(verdict,), seconds={"run": seconds}))
+        AUTOTUNE.eager(trial, seconds)
 
 
 def _engine_hands_over(call: Call, session: Session, account: Account) -> HandedOver | RanInside | Refused:
@@ -64,8 +82,8 @@ def _refused(call: Call, account: Account, refused: Refused) -> Any:
         results = eager(call)
     finally:
         account.bypass(reason, () if refused.miss is None else (refused.miss,), since=started)
-    if AUTOTUNE.sent(reason):
-        AUTOTUNE.eager(call.fingerprint(), settings.key, time.perf_counter() - started)
+    if call.trial is not None and AUTOTUNE.sent(reason):
+        AUTOTUNE.eager(call.trial, time.perf_counter() - started)
     return results
 
 

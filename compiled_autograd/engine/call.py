@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -17,6 +17,7 @@ from ..cache.graphs import CompiledGraph
 from ..cache.variants import Handover, Variant
 from ..capture import tape
 from ..native.library import Module, Taken
+from ..policies.autotune import Trial
 
 _MAX_VARIANTS = 4
 Results = Sequence[torch.Tensor | None]
@@ -33,6 +34,8 @@ class Call:
     inputs: Sequence[Any]
     allow_unreachable: bool
     accumulate_grad: bool
+    trial: Trial | None = None
+    """That of its tape, where this was asked for and there is one."""
     _fingerprint: int | None = None
 
     def fingerprint(self) -> int:
@@ -40,6 +43,10 @@ class Call:
         if self._fingerprint is None:
             self._fingerprint = tape.fingerprint(self.outputs, self.inputs)
         return self._fingerprint
+
+    def sketch(self) -> Hashable:
+        """See :func:`tape.sketch`; to be asked for once."""
+        return tape.sketch(self.outputs, self.inputs)
 
     def description(self) -> int:
         """Of what can be read of the tape from Python: tapes with one structure have one, but not only they."""

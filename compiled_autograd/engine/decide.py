@@ -80,10 +80,7 @@ def _is_being_compiled(call: Call, settings: Settings) -> Bypass | None:
 
 
 def _is_on_trial(call: Call, settings: Settings) -> Bypass | None:
-    if not (AUTOTUNE.active and settings.tune):
-        return None
-    trial = AUTOTUNE.find(call.fingerprint(), settings.key)
-    return None if trial is None else trial.reason()
+    return None if call.trial is None else call.trial.reason()
 
 
 def _is_known_not_to_be_kept(call: Call, settings: Settings) -> Bypass | None:

@@ -106,7 +106,7 @@ class Session:
 
     def record(self, outcome: Outcome, captured: bool = False, compiles: int = 0, loads: int = 0) -> None:
         """Count one backward."""
-        failures = [reason for reason in outcome.reasons if isinstance(reason, Failure)]
+        failures = [reason for reason in outcome.reasons if isinstance(reason, Failure)] if outcome.reasons else ()
         failed, kind = len(failures), outcome.outcome
         seconds = outcome.seconds.get("lower", 0.0) + outcome.seconds.get("compile", 0.0)
         label = outcome.reasons[0].label if kind == BYPASS and isinstance(outcome.reasons[0], Bypass) else ""

@@ -11,7 +11,7 @@ from __future__ import annotations
 import statistics
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,6 +23,7 @@ from ..cache.variants import Variant
 from ..diagnostics.node_names import title
 from ..diagnostics.reporting import tell_decision
 from ..process_state import PROCESS
+from .sketches import Sketches
 
 SAMPLES_PER_SIDE = 7
 """Backwards that are timed each way."""
@@ -42,6 +43,7 @@ class Trial:
     """One tape, timed both ways.
 
     Attributes:
+        key: the tape's fingerprint, and the settings.
         held: what is timed against eager, while it is a variant of its graph. A verdict for eager may outlive it.
         eager: seconds of the eager engine's backwards.
         compiled: of the variant's.
@@ -49,6 +51,7 @@ class Trial:
         left: for how many backwards the verdict still holds.
     """
 
+    key: tuple[int, Any]
     held: weakref.ref[Variant]
     eager: list[float] = field(default_factory=list)
     compiled: list[float] = field(default_factory=list)
@@ -83,15 +86,22 @@ class Autotune:
 
     def __init__(self) -> None:
         self._trials: dict[tuple[int, Any], Trial] = {}
+        self._settled: Sketches[Trial | None] = Sketches()
 
     @property
     def active(self) -> bool:
         """Whether any tape must be told apart before the engine is asked."""
         return bool(self._trials)
 
-    def find(self, tape: int, settings: tuple[Any, ...]) -> Trial | None:
-        """The trial of a tape under some settings."""
-        return self._trials.get((tape, settings))
+    def find(self, sketch: Hashable, fingerprint: Callable[[], int], settings: tuple[Any, ...]) -> Trial | None:
+        """The trial of a tape under some settings. Where none is under way, the tape is looked at now and then only."""
+        known = None if sketch is None else self._settled.find((sketch, settings))
+        if known is not None:
+            return known[0]
+        trial = self._trials.get((fingerprint(), settings))
+        if sketch is not None and (trial is None or trial.verdict is not None):
+            self._settled.keep((sketch, settings), trial)
+        return trial
 
     @staticmethod
     def sent(reason: Bypass) -> bool:
@@ -109,45 +119,51 @@ class Autotune:
             if torch.are_deterministic_algorithms_enabled() or variant.devices - {"cpu"}:
                 variant.next_trial = variant.hits + 10 * BACKWARDS_BEFORE_RETRIAL
                 return
-            trial = self._trials[key] = Trial(weakref.ref(variant))
+            trial = Trial(key, weakref.ref(variant))
+            self._change(key, trial)
             while len(self._trials) > _MAX_TRIALS:
-                self._trials.pop(next(iter(self._trials)), None)
+                self._change(next(iter(self._trials)), None)
         if trial.held() is variant and trial.verdict is None:
             trial.compiled.append(seconds)
-            self._judge(key, trial)
+            self._judge(trial)
 
-    def eager(self, tape: int, settings: tuple[Any, ...], seconds: float) -> None:
+    def eager(self, trial: Trial, seconds: float) -> None:
         """The eager engine has run a backward of a tape that is on trial, or was found to be better left to it."""
-        key = (tape, settings)
-        trial = self._trials.get(key)
-        if trial is None:
+        if self._trials.get(trial.key) is not trial:
             return
         if trial.verdict is None:
             trial.eager.append(seconds)
-            self._judge(key, trial)
+            self._judge(trial)
             return
         trial.left -= 1
         if trial.left > 0:
             return
-        if trial.held() is None:
-            self._trials.pop(key, None)  # it is compiled again, and timed when it has served for a while
-        else:
-            self._trials[key] = Trial(trial.held)
+        # Where its variant went, it is compiled again, and timed when it has served for a while.
+        self._change(trial.key, None if trial.held() is None else Trial(trial.key, trial.held))
 
     def clear(self) -> None:
         """Forget all."""
         self._trials.clear()
+        self._settled.forget()
 
-    def _judge(self, key: tuple[int, Any], trial: Trial) -> None:
+    def _change(self, key: tuple[int, Any], trial: Trial | None) -> None:
+        """Another trial of a tape, or none any more."""
+        if trial is None:
+            self._trials.pop(key, None)
+        else:
+            self._trials[key] = trial
+        self._settled.forget()
+
+    def _judge(self, trial: Trial) -> None:
         variant = trial.held()
         if variant is None:
-            self._trials.pop(key, None)
+            self._change(trial.key, None)
             return
         if trial.samples < SAMPLES_PER_SIDE:
             return
         variant.timing = timing = trial.decide()
         if not timing.on_eager:
-            self._trials.pop(key, None)
+            self._change(trial.key, None)
             variant.next_trial = variant.hits + 10 * BACKWARDS_BEFORE_RETRIAL
         tell_decision(title(variant.program.tape), timing)
         if variant.store_timing is not None:

@@ -1,0 +1,84 @@
+"""The user's passes over the ATen graph of a region, which are told what becomes a gradient of a leaf.
+
+A pass may compute other values for the graph's outputs, and append outputs of its own, which nobody takes: so what is
+called for what it does, such as an operator of the user's that notes a value, is not left out as unused.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch._subclasses.fake_tensor import FakeTensor
+
+from .. import ir
+from ..steps.steps import RegionStep
+from .lower import Lowered
+
+Pass = Callable[[fx.GraphModule], fx.GraphModule | None]
+GRADIENT_OF = "gradient_of"
+"""In the ``meta`` of a node of the graph: the names of the leaves whose gradient it is; hooks may still change it."""
+_HOOKS = (ir.tensor_hook, ir.pre_hook, ir.post_accumulate_hook)
+
+
+def run_passes(passes: Sequence[Pass], lowered: Lowered, step: RegionStep, leaf_name: Callable[[int], str]) -> None:
+    """Run passes one after the other.
+
+    Args:
+        leaf_name: the name of the leaf that a node of the tape writes.
+    """
+    (output,) = lowered.graph_module.graph.find_nodes(op="output")
+    for index, call in _gradients(lowered, step):
+        node = output.args[0][index]
+        if isinstance(node, fx.Node):
+            node.meta[GRADIENT_OF] = tuple(dict.fromkeys((*node.meta.get(GRADIENT_OF, ()), leaf_name(call))))
+    count = len(output.args[0])
+    for each in passes:
+        lowered.graph_module = each(lowered.graph_module) or lowered.graph_module
+    _fill_in(lowered)
+    (output,) = lowered.graph_module.graph.find_nodes(op="output")
+    results: list[Any] = list(output.args[0])
+    if lowered.wiring.flags and len(results) > count:  # what says where NaNs are is the last result
+        results.append(results.pop(count - 1))
+        output.args = (results,)
+        lowered.graph_module.recompile()
+
+
+def _fill_in(lowered: Lowered) -> None:
+    """Give each node that a pass has made the fake value that a trace would have given it: compilers ask for it."""
+    mode = next((each.fake_mode for each in lowered.examples if isinstance(each, FakeTensor)), None)
+    if mode is None:
+        return
+    examples = iter(lowered.examples)
+    with torch.no_grad(), mode:
+        for node in lowered.graph_module.graph.nodes:
+            if node.op == "placeholder":
+                node.meta.setdefault("val", next(examples, None))
+            elif node.op == "call_function" and "val" not in node.meta:
+                arguments, named = fx.map_arg((node.args, node.kwargs), lambda each: each.meta.get("val"))
+                node.meta["val"] = node.target(*arguments, **named)
+
+
+def _gradients(lowered: Lowered, step: RegionStep) -> Iterator[tuple[int, int]]:
+    """Which outputs of the graph become gradients of which leaves, by the nodes of the tape that write these."""
+    for position, index in lowered.wiring.fresh:
+        yield index, step.fresh[position].call.meta["call"]
+    for position, index in lowered.wiring.values:
+        for call in _leaves(step.outputs[position][0]):
+            yield index, call
+
+
+def _leaves(value: fx.Node) -> list[int]:
+    """The leaves that a value goes to, through hooks alone; none where anything else is computed of it."""
+    found: list[int] = []
+    for user in value.users:
+        if user.target is ir.accumulate_grad and user.args[2] is value:
+            found.append(user.meta["call"])
+        elif user.target in _HOOKS or user.target is operator.getitem:
+            found += _leaves(user)
+        else:
+            return []
+    return found

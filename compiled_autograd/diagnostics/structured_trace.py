@@ -1,9 +1,10 @@
 """PyTorch's structured trace (``TORCH_TRACE``), which tlparse shows: what was captured and compiled here stands there
-beside what ``torch.compile`` did, under a number that tells it apart as a compiled backward (``[!0]``).
+beside what ``torch.compile`` did, under a number that tells it apart as a compiled backward (``[!10000]``).
 """
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
@@ -11,9 +12,11 @@ from typing import Any, Protocol
 from torch._guards import CompileContext, CompileId, compile_context
 from torch._logging._internal import trace_log, trace_structured_artifact
 
+from ..process_state import PROCESS
 from .reporting import warn_once
 
 TEXT, JSON = "string", "json"
+_numbers = PROCESS.register(itertools.count(10_000))
 
 
 class Traced(Protocol):
@@ -52,10 +55,8 @@ def add(run: Traced, artifacts: dict[str, tuple[str, Callable[[], Any]]]) -> Non
 
 
 def _id_of(run: Traced) -> CompileId:
-    """Numbered as PyTorch's own compiled autograd does, and with the same counter: no two share one."""
+    """Told apart by its number from what PyTorch's own compiled autograd traces, which counts from 0."""
     if run.compile_id is None:
-        from torch._dynamo import compiled_autograd  # a second to import, for who traces
-
-        number = next(compiled_autograd.COMPILE_COUNTER)
+        number = next(_numbers)
         run.compile_id = CompileId(frame_id=None, frame_compile_id=None, compiled_autograd_id=number)
     return run.compile_id

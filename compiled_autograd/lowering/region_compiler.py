@@ -24,13 +24,13 @@ from ..guards.shapes import Spec, spec_of, widened
 from ..guards.value_kinds import kind_of_value
 from ..steps.compiled_calls import make_plain, put_results, run_compiled
 from ..steps.memory import is_out_of_memory
+from ..steps.passes import Pass, run_passes
 from ..steps.run_context import RunContext, RunReport
 from ..steps.steps import CompiledRegion, RegionStep, Slots
 from ..threads.forks import compiles_under
 from . import aten
 from .graph_hash import graph_hash
 from .lower import Lowered, leaf_of, lower
-from .passes import Pass, run_passes
 from .stored_regions import InMemoryGraph, Made, StoredRegions, copy_of
 from .wiring import all_copied, owned
 
@@ -278,7 +278,8 @@ class RegionCompiler:
                     self.backend.prepare()
                 lowered = lower(step, slots, self.backend, specs)
                 if self.passes:
-                    run_passes(self.passes, lowered, step, self.leaf_name)
+                    about = (lowered.examples, step, lowered.wiring, self.leaf_name)
+                    lowered.graph_module = run_passes(self.passes, lowered.graph_module, *about)
                 aten.verify(lowered.graph_module)
             stage = "compile"
             with context.report.timed(stage):

@@ -23,13 +23,13 @@ from ..diagnostics.reporting import failure_of
 from ..errors import UntraceableError
 from ..guards.shapes import Spec
 from ..ir import nan_checks, partition
-from ..lowering.passes import Pass
 from ..lowering.region_compiler import COMPILING, RegionCompiler
 from ..lowering.wiring import all_copied
 from ..proving.prover import is_due, prove
 from ..steps.accumulate import write
 from ..steps.compiled_calls import make_plain, pass_on, put_results, run_compiled, store_results
 from ..steps.marks import saved_by
+from ..steps.passes import Pass
 from ..steps.run_context import RunContext
 from ..steps.schedule import Schedule
 from ..steps.steps import AccumulateStep, CompiledRegion, Executor, OpaqueStep, RegionStep, Slots

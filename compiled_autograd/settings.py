@@ -34,6 +34,7 @@ class Settings:
     tune: bool = True
     mode: str = DEFAULT
     native: bool | None = None
+    progress: bool | None = None
 
     @property
     def backend_in_mode(self) -> str | Callable[..., Any]:
@@ -138,5 +139,6 @@ _ALLOWED: dict[str, tuple[Any, str]] = {
     "tune": (bool, "True or False"),
     "mode": (Literal[MODES], "one of " + ", ".join(map(repr, MODES))),
     "native": (bool | None, "None, True or False"),
+    "progress": (bool | None, "None, True or False"),
 }
 """Of each setting, its type or a function that raises ``TypeError`` for what it cannot be; and the same in words."""

@@ -14,7 +14,18 @@ from .helpers import ROOT
 
 _EXAMPLES = ROOT / "examples"
 _TUTORIALS = sorted(file.stem for file in _EXAMPLES.glob("*.py") if file.stem != "train_llama")
-_LONG = ("quickstart", "background_and_warm_start", "forces", "foreach", "hessian", "pinn", "with_torch_compile")
+_LONG = (
+    *(
+        "quickstart",
+        "background_and_warm_start",
+        "compressed_gradients",
+        "forces",
+        "foreach",
+        "gradient_norms",
+        "hessian",
+    ),
+    *("hessian", "pinn", "with_torch_compile"),
+)
 """These compile with Inductor."""
 
 

@@ -18,7 +18,8 @@ from torch import fx, nn
 import compiled_autograd as ca
 from backends.inductor.straight_line.straight_line import PROGRAM, StraightLine
 from compiled_autograd.cache import graphs
-from compiled_autograd.engine import backward, seam
+from compiled_autograd.diagnostics import node_log
+from compiled_autograd.engine import backward, execution, seam
 from compiled_autograd.engine.native_hits import NativeHits
 from compiled_autograd.runtime import native_run
 from compiled_autograd.runtime.native_run import NativeRun
@@ -522,6 +523,25 @@ def test_a_profiler_sees_operators(counted: Counted, net: tuple[Make, list[torch
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU]):
         _step(_session(), make, leaves, 0)
     assert counted.runs == before
+
+
+def test_the_log_has_each_node(
+    counted: Counted, net: tuple[Make, list[torch.Tensor]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    make, leaves = net
+    _compare(counted, make, leaves)
+    written: list[str] = []
+    for logs in (False, True, False):
+        before = counted.runs
+        for leaf in leaves:
+            leaf.grad = None
+        with monkeypatch.context() as patch:
+            patch.setattr(node_log, "tell_of_nodes", written.append)
+            patch.setattr(execution, "logs_nodes", lambda logs=logs: logs)
+            session = _session()
+            _step(session, make, leaves, 0)
+        assert session.stats().hits == 1 and counted.runs == before + (not logs)
+    assert sum("backward of" in text for text in written) == 1 and any("AccumulateGrad" in text for text in written)
 
 
 def test_an_error_of_a_program_is_raised_and_everything_let_go(

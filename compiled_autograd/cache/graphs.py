@@ -18,7 +18,8 @@ from backends import get_backend
 from shadow_cache import Key, Miss, ShadowGraph, Terminal, VariantKey
 
 from .. import ir
-from ..diagnostics.node_names import node_name, title
+from ..diagnostics.node_log import NodeLog
+from ..diagnostics.node_names import leaf_name, node_name, title
 from ..diagnostics.structure_misses import order_miss, structure_miss
 from ..diagnostics.variant_misses import state_miss
 from ..guards.ambient import Ambient, ambient
@@ -73,9 +74,9 @@ class CompiledGraph:
     structure: str | None = None
     identity: int = 0
 
-    def __call__(self, handover: Handover) -> list[torch.Tensor | None]:
+    def __call__(self, handover: Handover, log: NodeLog | None = None) -> list[torch.Tensor | None]:
         """Run the tape graph's calls one by one, without a backend."""
-        return interpret(self.tape_for(ambient()), dict(zip(ir.PLACEHOLDERS, handover.kinds(), strict=True)))
+        return interpret(self.tape_for(ambient()), dict(zip(ir.PLACEHOLDERS, handover.kinds(), strict=True)), log)
 
     def find(self, settings: tuple[Any, ...], ambient: Ambient, handover: Handover) -> Variant | None:
         """The variant for a backward, if there is one."""
@@ -128,6 +129,7 @@ class CompiledGraph:
         program = Program(tape, backend, settings.passes, counts, specs, shapes.dynamic, untraceable or {})
         check = tensor_check(handover.tensors, shapes.tensors, tape.added_to())
         program.region_compiler.name_of = functools.partial(node_name, tape)
+        program.region_compiler.leaf_name = functools.partial(leaf_name, tape)
         program.region_compiler.title = functools.partial(title, self.tape)
         devices = frozenset(tensor.device.type for tensor in handover.tensors)
         key = VariantKey(settings.key, ambient)

@@ -11,7 +11,7 @@ from .. import ir
 from ..ir.structure_keys import Argument, CallPart, Constant, Lifted, Listed, Value, leaves, values_of
 from .node_names import argument_name, call_name, leaf_name, uses, value_name
 
-_SCALAR_TYPES = (
+SCALAR_TYPES = (
     *("uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64"),
     *("complex32", "complex64", "complex128", "bool", "qint8", "quint8", "qint32", "bfloat16"),
 )
@@ -154,7 +154,7 @@ def _options(argument: Argument) -> Iterator[tuple[Constant, int]]:
 
 
 def _dtype(number: Argument) -> str:
-    return _SCALAR_TYPES[number] if isinstance(number, int) and number < len(_SCALAR_TYPES) else f"dtype {number}"
+    return SCALAR_TYPES[number] if isinstance(number, int) and number < len(SCALAR_TYPES) else f"dtype {number}"
 
 
 def _same_tensor(tape: ir.TapeGraph, depth: int, old: CallPart, new: CallPart) -> Miss | None:

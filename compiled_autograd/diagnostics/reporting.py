@@ -1,8 +1,13 @@
-"""Tells people what became of a backward: a line in the log, a warning when one reason comes again and again."""
+"""Tells people what became of a backward: a line in the log, a warning when one reason comes again and again.
+
+The log is that of ``TORCH_LOGS``: INFO has a line for each backward that was no hit, and for each decision; DEBUG has
+each node as it runs too (:mod:`node_log`).
+"""
 
 from __future__ import annotations
 
 import logging
+import os
 import re
 import sys
 import warnings
@@ -25,8 +30,26 @@ _warned: dict[str, None] = {}
 PROCESS.register(_warned, restart=_warned.clear)
 _NOT_REPEATING = ("first_seen", "evicted")
 
-# PyTorch registers the name for its own compiled autograd; TORCH_LOGS="+compiled_autograd" turns both on.
-_log = torch._logging.getArtifactLogger(__name__, "compiled_autograd")
+_NAME = "compiled_autograd"
+"""PyTorch has registered it for its own compiled autograd; ``TORCH_LOGS="+compiled_autograd"`` turns both on."""
+_LEVELS = {"+": logging.DEBUG, "": logging.INFO, "-": logging.ERROR}
+_LOG_SETTING = re.compile(rf"(?:^|[,\s\"'])([+-]?){_NAME}(?=$|[,\s\"'])")
+_log = torch._logging.getArtifactLogger(__name__, _NAME)
+
+
+def level_in(setting: str) -> int | None:
+    """The level that a value of ``TORCH_LOGS`` asks of this log; None where it does not name it.
+
+    To PyTorch the name is that of an artifact, which has no levels: with "+", without it and with "-", it is at DEBUG
+    (``torch/_logging/_internal.py``, 2.13).
+    """
+    signs = _LOG_SETTING.findall(setting)
+    return _LEVELS[signs[-1]] if signs else None
+
+
+_level = level_in(os.environ.get("TORCH_LOGS", ""))
+if _level is not None:
+    _log.setLevel(_level)
 
 
 Reasons = Iterable[Bypass | Miss | Failure]
@@ -51,12 +74,25 @@ def tell_decision(what: str, timing: Timing) -> None:
         _write(logging.INFO, f"timed {what}: {timing}; {timing.winner} goes on")
 
 
-def _write(level: int, line: str) -> None:
+def logs_nodes() -> bool:
+    """Whether each node is to be shown as it runs."""
+    return _log.isEnabledFor(logging.DEBUG)
+
+
+def tell_of_nodes(text: str) -> None:
+    """What is about to run, in one line or several."""
+    _write(logging.DEBUG, text)
+
+
+def _write(level: int, text: str) -> None:
     if not _log.hasHandlers():
-        handler = logging.StreamHandler(sys.stderr)
-        handler.setFormatter(logging.Formatter("[compiled_autograd] %(message)s"))
-        _log.addHandler(handler)
-    _log.log(level, "%s", line)
+        handlers: list[logging.Handler] = [logging.StreamHandler(sys.stderr)]
+        file = os.environ.get("TORCH_LOGS_OUT")
+        handlers += [logging.FileHandler(file)] if file else []
+        for handler in handlers:
+            handler.setFormatter(torch._logging._internal.DEFAULT_FORMATTER)
+            _log.addHandler(handler)
+    _log.log(level, "%s", text, stacklevel=3)
 
 
 def count_repeats(counts: Counter[tuple[str, str]], reasons: Reasons) -> None:

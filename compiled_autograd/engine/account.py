@@ -23,6 +23,7 @@ from ..steps.run_context import RunReport
 from ..threads.forks import can_compile
 from .call import HandedOver
 from .session import BYPASS, HIT, SHAPE_MISS, STRUCTURE_MISS, Outcome, Session
+from .traced import trace
 
 _REAL_CALLS = "what the real calls give"
 
@@ -40,7 +41,9 @@ class Account:
         """The eager engine has run it, from the time ``since`` on, or was to; nothing where the session knows."""
         if not self.told:
             seconds = {} if since is None else {"run": time.perf_counter() - since}
-            self.tell(Outcome(BYPASS, reasons=(reason, *misses), seconds=seconds))
+            outcome = Outcome(BYPASS, reasons=(reason, *misses), seconds=seconds)
+            self.tell(outcome)
+            trace(outcome)
 
     def tell(self, outcome: Outcome, captured: bool = False, compiles: int = 0, loads: int = 0) -> None:
         """This became of it."""
@@ -83,6 +86,7 @@ class RunAccount:
             raise
         finally:
             self.account.tell(outcome, self.handed.captured, self.report.compiles, self.report.loads)
+        trace(outcome, self.report, self.selection.variant)
 
     def _outcome(self) -> Outcome:
         selection, report = self.selection, self.report

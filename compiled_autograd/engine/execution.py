@@ -13,7 +13,8 @@ import torch
 
 from ..cache.selection import Selection, select
 from ..cache.variants import Handover, Variant
-from ..diagnostics.reporting import failure_of
+from ..diagnostics.node_log import NodeLog
+from ..diagnostics.reporting import failure_of, logs_nodes
 from ..errors import CacheMissError, GradientMismatchError
 from ..guards.ambient import Ambient, ambient
 from ..ir import nan_checks
@@ -120,10 +121,13 @@ def _run(state: Running, run: RunAccount) -> Results:
     settings, context = run.account.settings, state.context
     forked = not can_compile()
     context.prove, context.check_every = settings.check is not False, settings.check_every
+    context.progress = settings.progress
     context.may_compile = settings.on_miss == "compile" and not forked
     try:
         if torch.autograd._profiler_enabled():
             context.profile = state.profile(graph.tape)
+        if logs_nodes():
+            context.log = NodeLog()
         ambient_state = run.ambient_state = ambient()
         if settings.on_miss == "background" and not forked:
             context.submit = functools.partial(_submit, run, ambient_state)
@@ -131,7 +135,7 @@ def _run(state: Running, run: RunAccount) -> Results:
         context.report.failures.extend(run.selection.failures)
         variant = run.selection.variant
         if variant is None:
-            results: Results = graph(handed.handover)
+            results: Results = graph(handed.handover, context.log)
         elif _runs_native(handed, variant, context):
             results = ()
         else:
@@ -154,7 +158,8 @@ def _runs_native(handed: HandedOver, variant: Variant, context: RunContext) -> b
     if shapes is None or isinstance(taken, Handover):
         return False
     native = variant.native.of(variant.program, shapes.module)
-    if native is None or context.check_every or context.profile is not None or not native.is_usable(context.prove):
+    looked_at = context.profile is not None or context.log is not None
+    if native is None or context.check_every or looked_at or not native.is_usable(context.prove):
         return False
     native.run(taken)
     return True
@@ -168,7 +173,9 @@ def _ran_alone(call: Call, account: Account, handed: HandedOver) -> bool:
     native = None if variant is None else variant.native.current
     if native is None or not native.is_alone or not native.is_current() or isinstance(taken, Handover):
         return False
-    if settings.check_every or torch.autograd._profiler_enabled() or not native.is_usable(settings.check is not False):
+    if settings.check_every or torch.autograd._profiler_enabled() or logs_nodes():
+        return False
+    if not native.is_usable(settings.check is not False):
         return False
     assert variant is not None
     if not handed.graph.uses(variant, settings.key, ambient()):

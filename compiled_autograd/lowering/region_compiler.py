@@ -17,12 +17,14 @@ from shadow_cache import DamagedEntryError, Failure, Miss, StoreError
 
 from .. import ir
 from ..diagnostics.reporting import failure_of
+from ..diagnostics.structured_trace import part_of
 from ..diagnostics.variant_misses import guard_miss, handed_on_miss
 from ..errors import UntraceableError
 from ..guards.shapes import Spec, spec_of, widened
 from ..guards.value_kinds import kind_of_value
 from ..steps.compiled_calls import make_plain, put_results, run_compiled
 from ..steps.memory import is_out_of_memory
+from ..steps.passes import Pass, run_passes
 from ..steps.run_context import RunContext, RunReport
 from ..steps.steps import CompiledRegion, RegionStep, Slots
 from ..threads.forks import compiles_under
@@ -32,7 +34,6 @@ from .lower import Lowered, leaf_of, lower
 from .stored_regions import InMemoryGraph, Made, StoredRegions, copy_of
 from .wiring import all_copied, owned
 
-Pass = Callable[[fx.GraphModule], fx.GraphModule | None]
 COMPILING = compiles_under(threading.RLock())  # neither tracing nor Inductor can be used by two threads at once
 _MAX_OPAQUE = 4
 """The largest number of calls that stay opaque because they cannot be traced with symbols, before a region is rather
@@ -73,6 +74,7 @@ class RegionCompiler:
         self.finished: list[RunReport] = []
         self.regions: Callable[[], Iterable[RegionStep]] = tuple
         self.name_of: Callable[[fx.Node], str] = str  # for people
+        self.leaf_name: Callable[[int], str] = str
         self.title: Callable[[], str] = lambda: "a tape"
         self._opaque = 0
         self._made: dict[Hashable, Made] = {}
@@ -149,7 +151,8 @@ class RegionCompiler:
             spec = widened(self.specs.get(node), slots[slot]) if self.dynamic else spec_of(slots[slot])
             if spec is not None:
                 self.specs[node] = spec
-        compiled = self._attempts(step, slots, context, compile)
+        with part_of(context.report):
+            compiled = self._attempts(step, slots, context, compile)
         kind = self.kind(step, slots)
         step.compiled[kind] = [*step.compiled.get(kind, ())[-MAX_GUARDED:], compiled]
         return compiled
@@ -274,8 +277,9 @@ class RegionCompiler:
                 if compile is compile_here:
                     self.backend.prepare()
                 lowered = lower(step, slots, self.backend, specs)
-                for each in self.passes:
-                    lowered.graph_module = each(lowered.graph_module) or lowered.graph_module
+                if self.passes:
+                    about = (lowered.examples, step, lowered.wiring, self.leaf_name)
+                    lowered.graph_module = run_passes(self.passes, lowered.graph_module, *about)
                 aten.verify(lowered.graph_module)
             stage = "compile"
             with context.report.timed(stage):

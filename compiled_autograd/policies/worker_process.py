@@ -136,6 +136,8 @@ _MAIN = "from compiled_autograd.policies.worker_main import main; main()"
 
 def _start() -> subprocess.Popen[bytes]:
     environment = {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "1", "OMP_NUM_THREADS": "1"}
+    for each in ("TORCH_TRACE", "TORCH_DTRACE", "TORCH_LOGS"):  # what is compiled there is told of here
+        environment.pop(each, None)
     return subprocess.Popen(_command(_MAIN), stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
 
 

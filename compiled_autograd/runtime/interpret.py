@@ -21,14 +21,18 @@ from .opaque_calls import looked_after
 from .running_backward import late_hooks
 
 if TYPE_CHECKING:
+    from ..diagnostics.node_log import NodeLog
     from ..steps.run_context import RunContext
 
 
-def interpret(tape: ir.TapeGraph, given: Mapping[str, Sequence[Any]]) -> list[torch.Tensor | None]:
+def interpret(
+    tape: ir.TapeGraph, given: Mapping[str, Sequence[Any]], log: NodeLog | None = None
+) -> list[torch.Tensor | None]:
     """Run a whole tape graph.
 
     Args:
         given: for each kind of placeholder, what the engine handed over.
+        log: is told what runs.
 
     Raises:
         RuntimeError: NaNs are looked for, and a node of the tape gave one.
@@ -36,11 +40,15 @@ def interpret(tape: ir.TapeGraph, given: Mapping[str, Sequence[Any]]) -> list[to
     known: dict[fx.Node, Any] = {}
     versions: dict[fx.Node, int] = {}
     *nodes, output = tape.graph.nodes
+    if log is not None:
+        log.begin(tape, known.__getitem__)
     for node in nodes:
         if node.op == "placeholder":
             lifted = node.meta["lifted"]
             known[node] = given[lifted.kind][lifted.index]
             continue
+        if log is not None:
+            log.call(node)
         if node.target in ir.USERS_CODE and not versions:
             versions = versions_of(watched(nodes), known)
         known[node] = _run(tape, node, fx.map_arg(node.args, known.__getitem__), known, versions)
@@ -71,12 +79,16 @@ def finish(
     context.report.failures.append(
         Failure("late_hook", where, "the engine had not reported it", "the rest ran call by call")
     )
+    if context.log is not None:
+        context.log.value = known.__getitem__
     *nodes, output = tape.graph.nodes
     ends = {node.meta.get("call"): node for node in nodes if node.target not in (operator.getitem, ir.check_nan)}
     for node in nodes[nodes.index(last) + 1 :]:
         if node.target is operator.getitem and node.args[0] not in known:
             continue  # of a call that ran before: what was taken from it is known
         context.call = call = node.meta["call"]
+        if context.log is not None:
+            context.log.call(node)
         known[node] = _run(tape, node, fx.map_arg(node.args, known.get), known, versions)
         if node is ends[call] and call in context.asked and isinstance(known[node], (list, tuple)):
             # What entered the node the engine keeps only where it had hooks before; elsewhere it has moved on.

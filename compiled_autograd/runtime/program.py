@@ -15,18 +15,21 @@ import torch
 from torch import fx
 
 from backends import Backend
+from shadow_cache.safe_text import harmless
 
 from .. import ir
+from ..diagnostics.progress import Wait
 from ..diagnostics.reporting import failure_of
 from ..errors import UntraceableError
 from ..guards.shapes import Spec
 from ..ir import nan_checks, partition
-from ..lowering.region_compiler import COMPILING, Pass, RegionCompiler
+from ..lowering.region_compiler import COMPILING, RegionCompiler
 from ..lowering.wiring import all_copied
 from ..proving.prover import is_due, prove
 from ..steps.accumulate import write
 from ..steps.compiled_calls import make_plain, pass_on, put_results, run_compiled, store_results
 from ..steps.marks import saved_by
+from ..steps.passes import Pass
 from ..steps.run_context import RunContext
 from ..steps.schedule import Schedule
 from ..steps.steps import AccumulateStep, CompiledRegion, Executor, OpaqueStep, RegionStep, Slots
@@ -85,7 +88,9 @@ class Program:
         while self.region_compiler.finished:
             context.report.take(self.region_compiler.finished.pop())
         slots.extend([None] * (schedule.size - len(slots)))
-        steps = schedule.steps
+        steps, log = schedule.steps, context.log
+        if log is not None:
+            log.begin(self.tape, lambda node: slots[schedule.slot_of[node]])
         versions = versions_of(schedule.watched, slots) if schedule.watched else {}
         position = 0
         while position < len(steps):
@@ -105,6 +110,8 @@ class Program:
                     raise self._nan(found, context) from None
             elif isinstance(step, OpaqueStep):
                 context.call = step.node.meta["call"]
+                if log is not None:
+                    log.call(step.node)
                 name = self.tape.calls[context.call].name
                 try:
                     if context.profile is None:
@@ -125,6 +132,8 @@ class Program:
                     captured = functools.partial(self._captured_hooks, slots=slots)
                     return finish(self.tape, step.node, known, captured, context, seen)
             else:
+                if log is not None:
+                    log.leaves(step.calls)
                 with torch._C.DisableTorchFunctionSubclass():
                     write(step, slots, context)
             if not isinstance(step, RegionStep):  # those have done it before they ran
@@ -189,13 +198,25 @@ class Program:
                 if not found and region_compiler.load(step, slots, context):
                     found, compiled = region_compiler.find(step, slots)
                 if not found and context.may_compile:
-                    found, compiled = True, region_compiler.compile_region(step, slots, context)
+                    found, compiled = True, self._compile(step, slots, context)
         finally:
             if acquired and acquired[0]:
                 COMPILING.release()
         if not found and context.submit is not None:
             context.submit(self, step, slots)
         return found, compiled
+
+    def _compile(self, step: RegionStep, slots: Slots, context: RunContext) -> CompiledRegion | None:
+        if context.wait is None:
+            context.wait = Wait(context.progress)
+
+        def what() -> tuple[str, str]:
+            regions = list(self.region_compiler.regions())
+            number = regions.index(step) + 1 if step in regions else len(regions)
+            return f"region {number} of {len(regions)}", harmless(self.region_compiler.title())
+
+        with context.wait.compiling(what):
+            return self.region_compiler.compile_region(step, slots, context)
 
     def leave_opaque(self, step: RegionStep, error: UntraceableError) -> None:
         """Calls of a region have shown that they cannot be traced, while nothing runs."""
@@ -207,6 +228,9 @@ class Program:
         found, compiled = self.region_compiler.find(step, slots)
         if not found:
             found, compiled = self._obtain(step, slots, context)
+        if context.log is not None:
+            how = f"compiled by {self.region_compiler.backend.name}" if compiled is not None else "call by call"
+            context.log.region(step.region.nodes, how)
         if context.profile is None:
             self._run_found(step, found, compiled, slots, context)
         elif compiled is not None and self.schedule.bitwise:

@@ -11,6 +11,10 @@ from typing import TYPE_CHECKING, Any
 from shadow_cache import Failure, Miss
 
 if TYPE_CHECKING:
+    from torch._guards import CompileId
+
+    from ..diagnostics.node_log import NodeLog
+    from ..diagnostics.progress import Wait
     from ..threads.claims import Claim
     from .profiling import Profile
 
@@ -30,12 +34,15 @@ class RunReport:
     mismatches: list[Failure] = field(default_factory=list)
     failures: list[Failure] = field(default_factory=list)
     misses: list[Miss] = field(default_factory=list)
+    compile_id: CompileId | None = None
+    """What the structured trace has it under (:mod:`structured_trace`)."""
 
     def take(self, other: RunReport) -> None:
         """Add what was done in the background since the last run."""
         self.compiles += other.compiles
         self.background += other.compiles
         self.failures.extend(other.failures)
+        self.compile_id = self.compile_id or other.compile_id
         for stage, seconds in other.seconds.items():
             self.add(stage, seconds)
 
@@ -76,5 +83,11 @@ class RunContext:
     """On the leaf whose post-accumulate hooks run now."""
     profile: Profile | None = None
     """Where a profiler looks on, what shows it the events."""
+    progress: bool | None = False
+    """Whether a line says what is being compiled while this run waits for it; None where somebody looks."""
+    wait: Wait | None = None
+    """What it has waited for so far."""
+    log: NodeLog | None = None
+    """Where the log has each node as it runs, what writes them there."""
     submit: Callable[[Any, Any, list[Any]], None] | None = None
     """With ``on_miss="background"``, what is told of a program's region that is not compiled for the values in hand."""

@@ -1,0 +1,199 @@
+"""A line in the log for each node of a tape as it runs, with its incoming gradients (``f32[10,3]``), as
+``TORCH_LOGS="+autograd"`` has them for an eager backward; a region is a block.
+
+What runs as it is, is shown with the gradients in hand. Between the nodes of a region there are none: there the engine
+has reported which shape and dtype each node is to hand on, and of an undefined gradient (None) nothing comes but such.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+import torch
+from torch import fx
+from torch.utils._dtype_abbrs import dtype_abbrs
+
+from shadow_cache.safe_text import harmless
+
+from .. import ir
+from ..ir.legality import ARITHMETIC
+from ..user_code.aot import AOTBackward
+from ..user_code.functions import call_backward
+from .call_misses import SCALAR_TYPES
+from .node_names import call_name, title
+from .reporting import tell_of_nodes
+
+_FIRST_GRADIENT = 4
+"""Of what runs a Python function: object, saved tensors and two lists of flags come before the gradients."""
+_DTYPE_IN_OPTIONS = 3
+_UNKNOWN = "?"
+Lookup = Callable[[fx.Node], Any]
+
+
+class NodeLog:
+    """The log of one backward.
+
+    Attributes:
+        regions: how many have run so far.
+        value: what a placeholder, or what some step made, is now; ``KeyError`` where that lies nowhere.
+    """
+
+    def __init__(self) -> None:
+        self.regions = 0
+        self._tape: ir.TapeGraph | None = None
+        self.value: Lookup = _nowhere
+        self._sizes: dict[fx.Node, Any] = {}
+        self._does: dict[int, fx.Node] = {}
+
+    def begin(self, tape: ir.TapeGraph, value: Lookup) -> None:
+        """A tape graph is about to run."""
+        self._tape, self.value = tape, value
+        placeholders = tape.graph.find_nodes(op="placeholder")
+        self._sizes = {node: self._slot(node) for node in placeholders if node.meta["lifted"].kind == "size"}
+        self._does = {node.meta["call"]: node for node in reversed(tape.graph.nodes) if _is_function(node)}
+        tell_of_nodes(f"backward of {harmless(title(tape))}")
+
+    def region(self, nodes: Sequence[fx.Node], how: str) -> None:
+        """Calls are about to run together, ``how`` in words."""
+        self.regions += 1
+        lines = [f"  {line}" for line in _Block(self, nodes).lines()]
+        head = f"region {self.regions}, {how}: {len(lines)} node{'' if len(lines) == 1 else 's'}, {len(nodes)} calls"
+        tell_of_nodes("\n".join([head, *lines]))
+
+    def call(self, node: fx.Node) -> None:
+        """A call is about to run as it is: the function of a node of the tape, a hook, or what the engine adds."""
+        index = node.meta["call"]
+        if self._does.get(index) is node:
+            self._tell_node(node, [self.text(each) for each in entering(node)])
+        elif node.target in ir.USERS_CODE:
+            tell_of_nodes(f"Executing: {ir.target_name(node)} of {self.name(index)}")
+
+    def leaves(self, calls: Sequence[int]) -> None:
+        """Leaves are about to be written."""
+        for index in calls:
+            node = self._does[index]
+            kept = self._slot(node)  # in memory that the leaf can keep; else it copies what it is given
+            self._tell_node(node, [self.text(node.args[2]) if kept is None else of_tensor(kept)])
+
+    def _tell_node(self, node: fx.Node, gradients: Sequence[str]) -> None:
+        tell_of_nodes(f"Executing: {self.line(node, gradients)}")
+
+    def line(self, node: fx.Node, gradients: Sequence[str]) -> str:
+        """A node of the tape, by its function, and what comes in."""
+        return f"{self.name(node.meta['call'])} with grad_outputs: [{', '.join(gradients)}]"
+
+    def name(self, index: int) -> str:
+        """What people call a node of the tape."""
+        assert self._tape is not None
+        return harmless(call_name(self._tape, index))
+
+    def text(self, value: Any) -> str:
+        """A gradient that is there."""
+        return of_tensor(self._slot(value) if isinstance(value, fx.Node) else value)
+
+    def _slot(self, node: fx.Node) -> Any:
+        try:
+            return self.value(node)
+        except KeyError:
+            return None
+
+    def does(self, node: fx.Node) -> bool:
+        """Whether it is the function of its node of the tape."""
+        return self._does.get(node.meta["call"]) is node
+
+    def size(self, value: Any) -> Any:
+        """A size of the tape graph as a number."""
+        if not isinstance(value, fx.Node):
+            return value
+        if value in self._sizes:
+            return self._sizes[value]
+        return value.target(*map(self.size, value.args)) if value.target in ARITHMETIC else _UNKNOWN
+
+
+class _Block:
+    """What enters each node of a region.
+
+    ``known`` has a text for each of its values, and a list of texts for what gives several.
+    """
+
+    def __init__(self, log: NodeLog, nodes: Sequence[fx.Node]) -> None:
+        self.log, self.nodes = log, nodes
+        self.known: dict[fx.Node, Any] = dict.fromkeys(nodes, _UNKNOWN)
+
+    def lines(self) -> Iterator[str]:
+        for node in self.nodes:
+            if self.log.does(node):
+                gradients = [self._text(each) for each in entering(node)]
+                yield self.log.line(node, gradients)
+                undefined = isinstance(node.target, ir.OpaqueOp) and {*gradients} == {"None"}
+                self.known[node] = "None" if undefined else _UNKNOWN
+            else:
+                self.known[node] = self._given(node)
+
+    def _given(self, node: fx.Node) -> Any:
+        arguments: Any = node.args
+        if node.target is operator.getitem:
+            made = self.known.get(arguments[0], _UNKNOWN)
+            return made[arguments[1]] if isinstance(made, list) else made
+        if ir.is_validation(node):
+            return [self._handed_on(*each) for each in zip(arguments[0], arguments[1], strict=False)]
+        if node.target is ir.sum_gradients:
+            texts = [self._text(each) for each in arguments]
+            return next((text for text in texts if text != "None"), "None")
+        if node.target is ir.zeros:
+            return self._shaped(dtype_abbrs[arguments[1]["dtype"]], arguments[0])
+        return _UNKNOWN
+
+    def _handed_on(self, value: Any, metadata: Any) -> str:
+        """What becomes of a gradient that leads to a node for which the engine has reported this."""
+        if metadata is None or self._text(value) == "None":
+            return "None"
+        options, sizes, *_ = metadata
+        number = options[_DTYPE_IN_OPTIONS]
+        if not isinstance(number, int) or number >= len(SCALAR_TYPES):
+            return self._shaped(_UNKNOWN, sizes)
+        return self._shaped(dtype_abbrs.get(getattr(torch, SCALAR_TYPES[number]), _UNKNOWN), sizes)
+
+    def _text(self, value: Any) -> str:
+        if not isinstance(value, fx.Node) or value not in self.known:
+            return self.log.text(value)
+        text = self.known[value]
+        return text if isinstance(text, str) else _UNKNOWN
+
+    def _shaped(self, dtype: str, sizes: Any) -> str:
+        if not isinstance(sizes, (list, tuple)):
+            return f"{dtype}[{_UNKNOWN}]"
+        return f"{dtype}[{','.join(str(self.log.size(each)) for each in sizes)}]"
+
+
+def _nowhere(node: fx.Node) -> Any:
+    raise KeyError(node)
+
+
+def _is_function(node: fx.Node) -> bool:
+    """Whether a call does what a node of the tape is there for."""
+    if isinstance(node.target, (ir.OpaqueOp, AOTBackward)):
+        return not ir.is_validation(node)
+    return node.target in (call_backward, ir.copy_slices_prologue, ir.accumulate_grad)
+
+
+def entering(node: fx.Node) -> Sequence[Any]:
+    """The gradients that the function of a node takes."""
+    arguments: Any = node.args
+    if node.target is ir.accumulate_grad:
+        return [arguments[2]]
+    if node.target is call_backward or isinstance(node.target, AOTBackward):
+        return arguments[_FIRST_GRADIENT:]
+    return arguments[0]
+
+
+def of_tensor(value: Any) -> str:
+    """``f32[10,3]``, or ``None`` for what is undefined."""
+    if value is None:
+        return "None"
+    if not isinstance(value, torch.Tensor):
+        return type(value).__name__
+    shape = _UNKNOWN if value.is_nested else ",".join(map(str, value.shape))
+    return f"{dtype_abbrs.get(value.dtype, str(value.dtype))}[{shape}]"

@@ -1,0 +1,82 @@
+"""One line that moves while a step waits for a compile that takes long: what is compiled, and for how long by now.
+
+A step that waits for nothing has none: what is compiled in the background shows nothing.
+"""
+
+from __future__ import annotations
+
+import contextvars
+import itertools
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+
+from .displays import Display, display_for
+from .reporting import warn_once
+
+PATIENCE = 2.0
+"""Seconds of compiling in one backward, after which there is a line."""
+_TURNS = "|/-\\"
+
+
+class Wait:
+    """What one backward waits for, from its first compile on.
+
+    Args:
+        setting: False shows nothing; True also where nobody is known to look: in a pipe, and on every rank.
+    """
+
+    def __init__(self, setting: bool | None) -> None:
+        self._display: Display | None = display_for(setting)
+        self._started = time.monotonic()
+        self._lock = threading.Lock()
+
+    @contextmanager
+    def compiling(self, what: Callable[[], tuple[str, str]]) -> Iterator[None]:
+        """Around one compile; ``what`` names the part of the tape, and the tape. The line is gone at the end, however
+        that comes."""
+        if self._display is None:
+            yield
+            return
+        done = threading.Event()
+        show = contextvars.copy_context().run  # a notebook knows by it which cell an output belongs to
+        thread = threading.Thread(target=show, args=(self._show, what, done), name="compiled_autograd", daemon=True)
+        try:
+            thread.start()
+            yield
+        finally:
+            done.set()
+            self._on_display(lambda display: display.erase(), done, wanted=True)
+
+    def _show(self, what: Callable[[], tuple[str, str]], done: threading.Event) -> None:
+        wait = max(PATIENCE - self._seconds(), 0.0)
+        for turn in itertools.cycle(_TURNS):
+            if done.wait(wait):
+                return
+            display = self._display
+            if display is None:
+                return
+            part, tape = what()
+            text = f"{turn} compiled_autograd: compiling {part}, {self._seconds():.0f} s: {tape}"
+            self._on_display(lambda display, text=text: display.draw(text), done, wanted=False)  # type: ignore[misc]
+            wait = display.pause(self._seconds())
+
+    def _seconds(self) -> float:
+        return time.monotonic() - self._started
+
+    def _on_display(self, act: Callable[[Display], None], done: threading.Event, wanted: bool) -> None:
+        """Do something with the display, if the compile is done or not, as ``wanted``.
+
+        What fails there must cost no step: it is warned of, and there is no line any more.
+        """
+        with self._lock:
+            if self._display is None or done.is_set() is not wanted:
+                return
+            try:
+                act(self._display)
+            except Exception as error:  # noqa: BLE001  it is warned of, below
+                self._display, failed = None, error
+            else:
+                return
+        warn_once(f"progress could not be shown ({type(failed).__name__}: {failed})")

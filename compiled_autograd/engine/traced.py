@@ -1,0 +1,81 @@
+"""What the structured trace has of one backward: why it was no hit, its tape graph, and of each region the ATen graph
+and the backend's code."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import msgspec
+
+from backends import Backend
+from backends.artifacts import ArtifactBackend, CannotStoreError
+from backends.protocol import Compiled
+
+from ..cache.variants import Variant
+from ..diagnostics.node_names import title
+from ..diagnostics.structured_trace import JSON, TEXT, add, is_on
+from ..process_state import PROCESS
+from ..steps.run_context import RunReport
+from .session import Outcome
+
+_MAX_TRACED = 1000
+"""The largest number of reasons kept that were traced without anything having been compiled."""
+_traced: dict[Any, None] = {}
+PROCESS.register(_traced, reset=_traced.clear)
+
+
+def trace(outcome: Outcome, report: RunReport | None = None, variant: Variant | None = None) -> None:
+    """Trace a backward that was no hit, or on which something failed. One for the same reasons as an earlier one, for
+    which nothing was compiled, is left out: a bypass comes at each step."""
+    report = RunReport() if report is None else report
+    made = bool(report.compiles or report.loads)
+    if not (outcome.reasons or made) or not is_on():
+        return
+    key = (outcome.outcome, *((each.kind, getattr(each, "where", "")) for each in outcome.reasons))
+    if not made and key in _traced:
+        return
+    _traced[key] = None
+    while len(_traced) > _MAX_TRACED:
+        _traced.pop(next(iter(_traced)), None)
+    artifacts: dict[str, tuple[str, Callable[[], Any]]] = {"outcome": (JSON, lambda: _record(outcome, report))}
+    if outcome.graph is not None and (made or variant is None):
+        artifacts["tape_graph"] = TEXT, outcome.graph.tape.readable
+    if variant is not None and made:
+        artifacts.update(_of_regions(variant))
+    add(report, artifacts)
+
+
+def _record(outcome: Outcome, report: RunReport) -> dict[str, Any]:
+    return {
+        "outcome": outcome.outcome,
+        "tape": None if outcome.graph is None else title(outcome.graph.tape),
+        "reasons": [{"record": type(each).__name__, **msgspec.to_builtins(each)} for each in outcome.reasons],
+        "compiled": report.compiles,
+        "loaded": report.loads,
+        "seconds": outcome.seconds,
+    }
+
+
+def _of_regions(variant: Variant) -> dict[str, tuple[str, Callable[[], Any]]]:
+    artifacts: dict[str, tuple[str, Callable[[], Any]]] = {}
+    backend = variant.program.region_compiler.backend
+    for number, step in enumerate(variant.regions, 1):
+        for count, compiled in enumerate(step.compiled_regions(), 1):
+            name = f"region_{number}" if count == 1 else f"region_{number}_version_{count}"
+            artifacts[f"{name}_aten"] = TEXT, compiled.aten.text
+            code = _code(backend, compiled.call)
+            if code is not None:
+                artifacts[f"{name}_code"] = TEXT, code.__str__
+    return artifacts
+
+
+def _code(backend: Backend, call: Compiled) -> str | None:
+    """What a backend has generated, where it can be had."""
+    if isinstance(backend, ArtifactBackend):
+        try:
+            return backend.stored(call).source
+        except CannotStoreError:
+            pass  # of what was loaded the text is at hand
+    source = getattr(call, "source", None)
+    return source if isinstance(source, str) else None

@@ -11,6 +11,7 @@ from typing import Any
 import pytest
 import torch
 import torch.nn.functional as F
+from compiled_autograd.proving.reproduction import reproduction
 from torch import fx, nn
 
 import compiled_autograd as ca
@@ -18,7 +19,6 @@ from backends.eager import EagerBackend
 from backends.protocol import PROVING_RUNS
 from compiled_autograd.proving import prover
 from compiled_autograd.proving.fingerprints import twins
-from compiled_autograd.proving.reproduction import reproduction
 from compiled_autograd.steps.accumulate import outermost_first
 from compiled_autograd.steps.proof import PROVING_SIZES, Proof
 from shadow_cache import Failure

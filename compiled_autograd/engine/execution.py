@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from shadow_cache import VariantKey
+
 from ..cache.selection import Selection, select
 from ..cache.variants import Handover, Variant
 from ..diagnostics.reporting import failure_of
@@ -127,6 +129,8 @@ def _run(state: Running, run: RunAccount) -> Results:
         ambient_state = run.ambient_state = ambient()
         if settings.on_miss == "background" and not forked:
             context.submit = functools.partial(_submit, run, ambient_state)
+        if graph.saving is not None:
+            graph.save_now(VariantKey(settings.key, ambient_state), handed.handover)
         run.selection = _select(run, ambient_state, forked)
         context.report.failures.extend(run.selection.failures)
         variant = run.selection.variant

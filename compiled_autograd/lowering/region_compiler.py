@@ -74,6 +74,7 @@ class RegionCompiler:
         self.regions: Callable[[], Iterable[RegionStep]] = tuple
         self.name_of: Callable[[fx.Node], str] = str  # for people
         self.title: Callable[[], str] = lambda: "a tape"
+        self.tape: ir.TapeGraph | None = None
         self._opaque = 0
         self._made: dict[Hashable, Made] = {}
 

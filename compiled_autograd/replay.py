@@ -212,6 +212,10 @@ def _difference(name: str, want: torch.Tensor | None, found: torch.Tensor | None
     if (want.dtype, want.shape) != (found.dtype, found.shape):
         text = f"{found.dtype} {list(found.shape)} in place of {want.dtype} {list(want.shape)}"
         return Difference(name, float("nan"), run=run, is_rounding=False, text=text)
+    if want.layout is not found.layout:
+        return Difference(name, float("nan"), run=run, is_rounding=False, text=f"{found.layout}, not {want.layout}")
+    if want.layout is not torch.strided:
+        want, found = want.to_dense(), found.to_dense()
     relative = tolerance([want.dtype])
     want, found = plain(want).double(), plain(found).double()
     if want.numel() == 0:

@@ -55,6 +55,13 @@ def flattened(value: Any) -> list[Any]:
     return [value]
 
 
+def mapped(results: Any, function: Callable[[Any], Any]) -> Any:
+    """The same lists with something in the place of each tensor, or of what stands for one."""
+    if isinstance(results, list):
+        return [mapped(each, function) for each in results]
+    return results if results is None or isinstance(results, (bool, int, float)) else function(results)
+
+
 def recorded(function: Callable[..., Any], arguments: Sequence[Any]) -> tuple[Function, Any]:
     """Run a function under fake tensors; gives its operators, and its results.
 

@@ -23,7 +23,7 @@ from ..lowering.tracing import plain_tracing
 from ..torch_api.version_differences import prepare_fake_tensors
 from ..user_code.aot import AOTBackward
 from ..versions import VERSION
-from .functions import NotRecordedError, recorded
+from .functions import NotRecordedError, flattened, mapped, recorded
 from .records import About, CallRecord, Function, Given, Listed, NodeRecord, Record, Ref, TensorRecord, Value, encoded
 from .tensors import Unusual, fakes, records_of
 
@@ -109,6 +109,7 @@ class _Recording:
     refs: dict[fx.Node, Value] = field(default_factory=dict)
     known: dict[fx.Node, Any] = field(default_factory=dict)  # fake tensors, and real sizes
     _numbers: dict[bytes, int] = field(default_factory=dict)  # of functions, by what they are encoded as
+    _like: dict[Any, tuple[Function, Any]] = field(default_factory=dict)  # by a call's kind, its function and results
 
     def __post_init__(self) -> None:
         records = [each for each in self.sample.tensors if isinstance(each, TensorRecord)]
@@ -145,7 +146,7 @@ class _Recording:
         try:
             if isinstance(target, ir.OpaqueOp) and not target.traceable:
                 raise NotRecordedError("not to be traced")
-            function, self.known[node] = recorded(getattr(target, "trace", target), self._arguments(node.args))
+            function, self.known[node] = self._recorded(target, self._arguments(node.args))
         except NotRecordedError as error:
             self._stand_in(node, f"{target.__name__}, {error}")
             return
@@ -154,6 +155,25 @@ class _Recording:
             self.functions.append(function)
         args = [_or_as_text(each, self.refs) for each in node.args]
         self._add(node, FUNCTION, args, target.__name__, number)
+
+    def _recorded(self, target: Any, arguments: Sequence[Any]) -> tuple[Function, Any]:
+        """A function and its results; of calls that are alike, as those of repeated layers, but one is traced."""
+        given = flattened(arguments)
+        places = {id(each): place for place, each in reversed(list(enumerate(given)))}
+        kind = target, repr([_kind_of(each, places) for each in given]), repr([type(each) for each in arguments])
+        if kind not in self._like:
+            function, results = recorded(getattr(target, "trace", target), arguments)
+            tensors = [each for each in flattened(results) if isinstance(each, torch.Tensor)]
+            if all(each.layout is torch.strided for each in tensors):
+                self._like[kind] = function, mapped(results, lambda each: (places.get(id(each)), _record_like(each)))
+            return function, results
+        function, like = self._like[kind]
+
+        def again(made: Any) -> Any:
+            place, record = made
+            return given[place] if place is not None else fakes(self.mode, [record])[0]
+
+        return function, mapped(like, again)
 
     def _add(self, node: fx.Node, target: str, args: list[Value], name: str = "", *rest: Any) -> None:
         self.refs[node] = Ref(len(self.calls))
@@ -232,6 +252,12 @@ def _or_as_text(value: Any, refs: Mapping[fx.Node, Value]) -> Value:
         return encoded(value, refs.__getitem__)
     except TypeError:
         return str(value)
+
+
+def _kind_of(value: Any, places: Mapping[int, int]) -> Any:
+    if not isinstance(value, torch.Tensor):
+        return type(value), value
+    return places[id(value)], _record_like(value), value.requires_grad
 
 
 def _record_like(fake: torch.Tensor) -> TensorRecord:

@@ -6,6 +6,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
+from typing import Any
 
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
@@ -32,7 +33,7 @@ def records_of(tensors: Sequence[torch.Tensor], ranges: bool = False, first: int
 
     Args:
         ranges: look for the smallest and largest value of each tensor of floating point too. Of whole numbers they are
-            looked for in any case: most are indices.
+            looked for in any case, since most are indices, and how many of a mask are set.
         first: the number of the first storage.
     """
     storages: dict[int, tuple[int, int]] = {}  # by its address, its number and its first byte that is used
@@ -54,12 +55,15 @@ def _record(
     if _has_memory(tensor):
         storage, start = storages[tensor.untyped_storage()._cdata]
         offset = int(tensor.storage_offset()) - start // _ALIGNED * _ALIGNED // tensor.itemsize
-    low, high, values = _range(tensor, ranges)
+    try:
+        known = _known(tensor, ranges)
+    except Exception:  # noqa: BLE001  no kernel for the dtype, or no memory: then nothing is known of what lies in it
+        known = {}
     is_view = isinstance(tensor._base, torch.nn.Parameter)
     parameter = "itself" if isinstance(tensor, torch.nn.Parameter) else "view" if is_view else ""
     kind = (str(tensor.dtype), str(tensor.device), list(tensor.shape), list(tensor.stride()))
     bits = (tensor.requires_grad, tensor.is_conj(), tensor.is_neg())
-    return TensorRecord(*kind, storage, offset, *bits, parameter, low, high, values)
+    return TensorRecord(*kind, storage, offset, *bits, parameter, **known)
 
 
 def _has_memory(tensor: torch.Tensor) -> bool:
@@ -76,18 +80,22 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().as_strided((extent(tensor),), (1,))
 
 
-def _range(tensor: torch.Tensor, floating: bool) -> tuple[float | None, float | None, list[int] | None]:
+def _known(tensor: torch.Tensor, ranges: bool) -> dict[str, Any]:
+    """What a record has of what lies in a tensor."""
     if not _has_memory(tensor):
-        return (0, 0, None) if tensor.numel() else (None, None, None)
-    if tensor.dtype in _WHOLE:
-        values = _flat(tensor).tolist() if extent(tensor) <= SMALL else None
-        smallest, greatest = tensor.aminmax()
-        return int(smallest), int(greatest), values
-    if floating and tensor.dtype in _FLOATING:
+        return {"low": 0, "high": 0} if tensor.numel() else {}
+    dtype, known = tensor.dtype, dict[str, Any]()
+    if (dtype in _WHOLE or dtype is torch.bool) and extent(tensor) <= SMALL:
+        known["values"] = _flat(tensor).to(torch.int64).tolist()
+    if dtype is torch.bool:
+        known["ones"] = int(_flat(tensor).count_nonzero())
+    elif dtype in _WHOLE:
+        known["low"], known["high"] = (int(each) for each in tensor.aminmax())
+    elif ranges and dtype in _FLOATING:
         low, high = (float(each) for each in tensor.aminmax())
         if math.isfinite(low) and math.isfinite(high):
-            return low, high, None
-    return None, None, None
+            known["low"], known["high"] = low, high
+    return known
 
 
 # ---- made of records -------------------------------------------------------------------------------------------------
@@ -168,7 +176,8 @@ def _fill(memory: torch.Tensor, record: TensorRecord, generator: torch.Generator
     if record.values is not None and len(record.values) == count:
         flat.copy_(torch.tensor(record.values, dtype=torch.int64))
     elif dtype is torch.bool:
-        flat.copy_(torch.rand(count, generator=generator) > 0.5)
+        ones = count // 2 if record.ones is None else record.ones
+        flat.copy_(torch.randperm(count, generator=generator) < ones)
     elif dtype.is_complex:
         drawn = torch.rand((count, 2), dtype=torch.float64, generator=generator)
         flat.copy_(torch.view_as_complex(drawn))

@@ -149,7 +149,8 @@ def region_tape(
         args = fx.map_arg(node.args, copies.__getitem__)
         copies[node] = copy = graph.create_node("call_function", node.target, args)
         copy.meta["call"] = numbers[node.meta["call"]]
-    graph.output([copies[node] for node in step.region.outputs])
+    inside = {*step.region.nodes, *(fresh.call for fresh in step.fresh)}
+    graph.output([copies[node] for node in step.region.outputs if not inside.issuperset(node.users)])
     titles = [_numbered(tape.calls[call], numbers) for call in calls]
     inputs = []
     for index, tensor in enumerate(given["input"]):

@@ -79,7 +79,7 @@ def _show(reproduction: Reproduction, comparison: Comparison, times: Times | Non
     worst = max((each.error for each in comparison.differences), default=0.0)
     wrong = [each for each in comparison.differences if not each.is_rounding]
     verdict = f"[red]{len(wrong)} gradients differ[/red]" if wrong else "all differences are within rounding"
-    console.print(f"{comparison.compiles} regions compiled; {verdict}; the largest is {worst:.3g}")
+    console.print(f"regions compiled: {comparison.compiles}; {verdict}; the largest is {worst:.3g}")
     if times is not None:
         console.print(
             f"one by one {times.eager * 1e3:.3g} ms, compiled {times.compiled * 1e3:.3g} ms, "

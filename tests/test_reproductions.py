@@ -356,7 +356,7 @@ def test_real_tensors_come_back_as_they_were() -> None:
 
 
 def _records(given: Sequence[torch.Tensor]) -> list[Any]:
-    return records_of(given, ranges=True)
+    return records_of(given)
 
 
 # ---- files of anybody ------------------------------------------------------------------------------------------------

@@ -140,7 +140,7 @@ class CompiledGraph:
         program.region_compiler.tape = self.tape
         devices = frozenset(tensor.device.type for tensor in handover.tensors)
         key = VariantKey(settings.key, ambient)
-        sample = Sample.of(handover.by_kind(), ranges=False)
+        sample = Sample.of(handover.by_kind())
         return Variant(key, shapes, list(handover.scalars), check, program, sample, next(_uses), devices=devices)
 
     def tape_for(self, ambient: Ambient) -> ir.TapeGraph:
@@ -224,8 +224,8 @@ class CompiledGraph:
         Args:
             path: the file; what is there is replaced.
             values: with what lies in its tensors. Those of the last backward are gone, so the next backward of this
-                structure is written, before it runs. Else they are made up when the file is read; of them it has the
-                smallest and the largest number of tensors of whole numbers, and all of such with at most 32.
+                structure is written, before it runs. Else they are made up when the file is read, of the same
+                size: it has bounds, mean and deviation, and all of tensors of at most 32 whole numbers.
 
         Raises:
             ReproductionError: nothing was compiled of it, or it takes a tensor of which no other can be made.

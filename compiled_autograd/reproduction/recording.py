@@ -51,9 +51,9 @@ class Sample:
     scalars: Sequence[Any]
 
     @staticmethod
-    def of(given: Mapping[str, Sequence[Any]], ranges: bool = True) -> Sample:
+    def of(given: Mapping[str, Sequence[Any]]) -> Sample:
         """That of real values, by kind of placeholder."""
-        tensors = records_of(given.get("input", ()), ranges)
+        tensors = records_of(given.get("input", ()))
         return Sample(tensors, list(given.get("size", ())), list(given.get("scalar", ())))
 
 

@@ -93,6 +93,7 @@ class TensorRecord(msgspec.Struct, frozen=True, omit_defaults=True):
         storage: tensors with the same number lie in the same memory.
         parameter: ``"itself"`` or ``"view"``: it is a parameter, or a view of one.
         low, high: the smallest and the largest value, where they are known; those that are made up lie between.
+        mean, deviation: of values of floating point, where they are known and finite.
         ones: of a mask, how many between its first and its last element are set.
         values: all that lies between its first and its last element, of a small tensor of whole numbers or a mask.
     """
@@ -109,6 +110,8 @@ class TensorRecord(msgspec.Struct, frozen=True, omit_defaults=True):
     parameter: str = ""
     low: int | float | None = None
     high: int | float | None = None
+    mean: float | None = None
+    deviation: float = 0.0
     ones: int | None = None
     values: list[int] | None = None
 

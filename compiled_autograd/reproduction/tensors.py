@@ -14,7 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from .. import ir
 from ..errors import ReproductionError
 from ..lowering.fake_tensors import made_fake
-from ..steps.memory import extent
+from ..steps.memory import extent, first_along, repeated
 from .records import TensorRecord, device_of, dtype_of
 
 SMALL = 32
@@ -28,27 +28,22 @@ class Unusual(str):
     """What stands in the place of a record for a tensor that has none, and why, in words."""
 
 
-def records_of(tensors: Sequence[torch.Tensor], ranges: bool = False, first: int = 0) -> list[TensorRecord | Unusual]:
+def records_of(tensors: Sequence[torch.Tensor]) -> list[TensorRecord | Unusual]:
     """A record for each tensor.
 
-    Args:
-        ranges: look for the smallest and largest value of each tensor of floating point too. Of whole numbers they are
-            looked for in any case, since most are indices, and how many of a mask are set.
-        first: the number of the first storage.
+    All values are read for it, and a device waited for: that is for backwards that are compiled, or written.
     """
     storages: dict[int, tuple[int, int]] = {}  # by its address, its number and its first byte that is used
     with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
         for tensor in filter(_has_memory, tensors):
             place, start = tensor.untyped_storage()._cdata, _start(tensor)
-            number, before = storages.setdefault(place, (first + len(storages), start))
+            number, before = storages.setdefault(place, (len(storages), start))
             storages[place] = number, min(start, before)
-        count = first + len(storages)
-        return [_record(tensor, storages, count + index, ranges) for index, tensor in enumerate(tensors)]
+        count = len(storages)
+        return [_record(tensor, storages, count + index) for index, tensor in enumerate(tensors)]
 
 
-def _record(
-    tensor: torch.Tensor, storages: Mapping[int, tuple[int, int]], own: int, ranges: bool
-) -> TensorRecord | Unusual:
+def _record(tensor: torch.Tensor, storages: Mapping[int, tuple[int, int]], own: int) -> TensorRecord | Unusual:
     if not ir.is_plain(tensor) or tensor.is_quantized:
         return Unusual(f"a {type(tensor).__name__} of layout {tensor.layout} and dtype {tensor.dtype}")
     storage, offset = own, 0
@@ -56,7 +51,7 @@ def _record(
         storage, start = storages[tensor.untyped_storage()._cdata]
         offset = int(tensor.storage_offset()) - start // _ALIGNED * _ALIGNED // tensor.itemsize
     try:
-        known = _known(tensor, ranges)
+        known = _known(tensor)
     except Exception:  # noqa: BLE001  no kernel for the dtype, or no memory: then nothing is known of what lies in it
         known = {}
     is_view = isinstance(tensor._base, torch.nn.Parameter)
@@ -80,7 +75,7 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
     return tensor.detach().as_strided((extent(tensor),), (1,))
 
 
-def _known(tensor: torch.Tensor, ranges: bool) -> dict[str, Any]:
+def _known(tensor: torch.Tensor) -> dict[str, Any]:
     """What a record has of what lies in a tensor."""
     if not _has_memory(tensor):
         return {"low": 0, "high": 0} if tensor.numel() else {}
@@ -91,10 +86,14 @@ def _known(tensor: torch.Tensor, ranges: bool) -> dict[str, Any]:
         known["ones"] = int(_flat(tensor).count_nonzero())
     elif dtype in _WHOLE:
         known["low"], known["high"] = (int(each) for each in tensor.aminmax())
-    elif ranges and dtype in _FLOATING:
-        low, high = (float(each) for each in tensor.aminmax())
-        if math.isfinite(low) and math.isfinite(high):
-            known["low"], known["high"] = low, high
+    elif dtype in _FLOATING:
+        values = first_along(tensor.detach(), repeated(tensor))
+        values = values if dtype in (torch.float32, torch.float64) else values.to(torch.float32)
+        deviation, mean = torch.std_mean(values, correction=0)
+        numbers = torch.stack([*values.aminmax(), mean, deviation]).tolist()  # a device is asked once
+        if all(map(math.isfinite, numbers)):
+            known["low"], known["high"] = numbers[:2]
+            known["mean"], known["deviation"] = (float(f"{number:.4g}") for number in numbers[2:])
     return known
 
 
@@ -147,8 +146,8 @@ def tensors(
 ) -> list[torch.Tensor]:
     """Tensors, with made-up values: the same for one seed.
 
-    Numbers lie between those of the record; where it has none, from 0 to 1, so that they can be probabilities, and
-    have a logarithm. Masks are drawn.
+    Numbers have the mean, the deviation and the bounds of the record; where it has none, they lie from 0 to 1, so that
+    they can be probabilities, and have a logarithm.
 
     Args:
         stored: what lies in the memory of each storage.
@@ -182,12 +181,18 @@ def _fill(memory: torch.Tensor, record: TensorRecord, generator: torch.Generator
         drawn = torch.rand((count, 2), dtype=torch.float64, generator=generator)
         flat.copy_(torch.view_as_complex(drawn))
     elif dtype.is_floating_point:
-        low, high = (0.0, 1.0) if record.low is None or record.high is None else (record.low, record.high)
-        flat.copy_(torch.rand(count, dtype=torch.float64, generator=generator) * (high - low) + low)
+        flat.copy_(_drawn(count, record, generator))
     else:
         low, high = int(record.low or 0), int(1 if record.high is None else record.high)
         drawn = torch.rand(count, dtype=torch.float64, generator=generator) * (high - low + 1)
         flat.copy_((drawn.floor().to(torch.int64) + low).clamp(low, high))
+
+
+def _drawn(count: int, record: TensorRecord, generator: torch.Generator) -> torch.Tensor:
+    if record.mean is None or record.low is None or record.high is None:
+        return torch.rand(count, dtype=torch.float64, generator=generator)
+    drawn = torch.randn(count, dtype=torch.float64, generator=generator) * record.deviation + record.mean
+    return drawn.clamp(record.low, record.high)
 
 
 def _placed(memory: torch.Tensor, record: TensorRecord) -> torch.Tensor:

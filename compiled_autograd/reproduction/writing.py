@@ -44,8 +44,8 @@ def write(
     Args:
         given: what the tape graph is given, by kind of placeholder: ``input`` (tensors), ``size``, ``scalar``. Of
             objects nothing is kept.
-        values: keep what lies in the tensors; else what is kept of it is the smallest and the largest value of each,
-            and all of small tensors of whole numbers.
+        values: keep what lies in the tensors; else what is kept of it is how large the values of each are, and all of
+            small tensors of whole numbers.
         known: what users' code gave, by node of the tape graph, as far as it is at hand.
 
     Raises:
@@ -58,7 +58,7 @@ def write(
         value = gave.get(node, "")
         if not isinstance(value, torch.Tensor):
             return None if value is None else ""
-        (found,) = records_of([value], ranges=True)
+        (found,) = records_of([value])
         return "" if isinstance(found, Unusual) else found
 
     write_sample(path, tape, Sample.of(given), kinds, about, given["input"] if values else None)

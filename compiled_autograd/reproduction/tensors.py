@@ -14,11 +14,13 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from .. import ir
 from ..errors import ReproductionError
 from ..lowering.fake_tensors import made_fake
-from ..steps.memory import extent, first_along, repeated
+from ..steps.memory import extent
 from .records import TensorRecord, device_of, dtype_of
 
 SMALL = 32
 """Of a tensor of whole numbers with at most so many all are kept: they may be offsets, or a generator's state."""
+_LOOKED_AT = 1 << 16
+"""Of values of floating point the first so many say how large they are; of whole numbers all: they are indices."""
 _ALIGNED = 64  # a tensor lies as it did within so many bytes
 _WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _FLOATING = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
@@ -31,7 +33,7 @@ class Unusual(str):
 def records_of(tensors: Sequence[torch.Tensor]) -> list[TensorRecord | Unusual]:
     """A record for each tensor.
 
-    All values are read for it, and a device waited for: that is for backwards that are compiled, or written.
+    A device is waited for: that is for backwards that are compiled, or written.
     """
     storages: dict[int, tuple[int, int]] = {}  # by its address, its number and its first byte that is used
     with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
@@ -87,7 +89,7 @@ def _known(tensor: torch.Tensor) -> dict[str, Any]:
     elif dtype in _WHOLE:
         known["low"], known["high"] = (int(each) for each in tensor.aminmax())
     elif dtype in _FLOATING:
-        values = first_along(tensor.detach(), repeated(tensor))
+        values = _flat(tensor)[:_LOOKED_AT]
         values = values if dtype in (torch.float32, torch.float64) else values.to(torch.float32)
         deviation, mean = torch.std_mean(values, correction=0)
         numbers = torch.stack([*values.aminmax(), mean, deviation]).tolist()  # a device is asked once

@@ -20,7 +20,7 @@ from typing import Any
 import msgspec
 import torch
 
-from .protocol import Backend, Compiled
+from .protocol import SOURCE, Backend, Compiled
 
 _STABLE_MODULES = ("torch", "math", "operator", "_operator")
 FORMAT = 2
@@ -232,7 +232,7 @@ def link(stored: Stored, given: Mapping[str, Any]) -> dict[str, Any]:
     Raises:
         ArtifactError: something that it needs is not here, or the source cannot be run.
     """
-    namespace: dict[str, Any] = {"__name__": LINKED, **given}
+    namespace: dict[str, Any] = {"__name__": LINKED, SOURCE: stored.source, **given}
     filename = f"<stored region {hashlib.sha256(stored.source.encode()).hexdigest()[:16]}>"
     try:
         for name, where in stored.names.items():

@@ -17,6 +17,8 @@ and have the answer for one that says nothing.
 PROVING_RUNS = 2
 """The number of runs of each form that are compared with the real calls. Two, since one that keeps memory from run to
 run shows it only at the second."""
+SOURCE = "__source__"
+"""The name in a namespace that an artifact was run in, under which its source lies there."""
 ONLY_FORM = "compiled code"
 """The name of what runs where something compiled has but one form."""
 
@@ -58,6 +60,23 @@ def another(compiled: Compiled) -> Compiled:
     """
     make = getattr(compiled, "another", None)
     return compiled if make is None else make()
+
+
+def source_of(compiled: Compiled) -> str | None:
+    """The code that a backend has generated, for people; None where it does not keep it.
+
+    Found in an attribute ``source`` or ``source_code`` of the callable, of what it is a method of or calls, or in its
+    graph's code; where it was loaded from an artifact, in the namespace of that.
+    """
+    owner = getattr(compiled, "__self__", compiled)
+    for each in (compiled, owner, getattr(compiled, "compiled", None)):
+        for name in ("source", "source_code"):
+            if isinstance(source := getattr(each, name, None), str) and source:
+                return source
+    if isinstance(owner, fx.GraphModule):
+        return owner.graph.python_code("self").src
+    function = getattr(compiled, "__func__", compiled)
+    return getattr(function, "__globals__", {}).get(SOURCE)
 
 
 class Backend(Protocol):

@@ -7,6 +7,11 @@
 captures the tape that eager autograd recorded, compiles it, and runs that instead of the autograd engine.
 """
 
+from __future__ import annotations
+
+import os
+from typing import TYPE_CHECKING
+
 from .versions import TESTED_TORCH, VERSION, UnsupportedTorchError, check_torch
 
 import torch  # isort: skip
@@ -32,9 +37,13 @@ from .errors import (  # noqa: E402
     CompiledAutogradError,
     GradientMismatchError,
     InvalidSettingError,
+    ReproductionError,
     UnknownSettingError,
     UnsupportedBackwardError,
 )
+
+if TYPE_CHECKING:
+    from .replay import Reproduction
 
 __version__ = VERSION
 
@@ -46,6 +55,7 @@ __all__ = [
     "GradientMismatchError",
     "InvalidSettingError",
     "Outcome",
+    "ReproductionError",
     "Session",
     "Stats",
     "TapeView",
@@ -56,5 +66,18 @@ __all__ = [
     "disable",
     "enable",
     "inspect",
+    "load",
     "reset",
 ]
+
+
+def load(path: str | os.PathLike[str]) -> Reproduction:
+    """Read a reproduction that :meth:`CompiledGraph.save` wrote. Nothing of the file is run.
+
+    Raises:
+        ReproductionError: it is no reproduction, it is damaged or of another version, or it names what is not here.
+        OSError: it cannot be read.
+    """
+    from .replay import Reproduction
+
+    return Reproduction(path)

@@ -72,6 +72,13 @@ class GradientMismatchError(CompiledAutogradError, RuntimeError):
         self.mismatches = tuple(mismatches)
 
 
+class ReproductionError(CompiledAutogradError, ValueError):
+    """A file that is no reproduction, or one that cannot be used here; or a backward of which none can be written."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(f"a reproduction cannot be used: {what}")
+
+
 class IllegalGraphError(CompiledAutogradError, AssertionError):
     """A tape graph that breaks a rule of :mod:`compiled_autograd.ir`: always a bug of the pass that made it."""
 

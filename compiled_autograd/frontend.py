@@ -231,13 +231,18 @@ def run(tape: Tape, results: Sequence[Value | None], session: Session) -> list[t
         GradientMismatchError: as for a backward of PyTorch's, see :func:`compiled_autograd.enable`.
     """
     captured, tensors = tape.captured(results)
+    return run_captured(captured, Handover(tensors, [], [], (), ()), session)
+
+
+def run_captured(captured: ir.TapeGraph, handover: Handover, session: Session) -> list[torch.Tensor | None]:
+    """The same for a tape graph; gives what it returns, and writes to its leaves where it has any."""
     account = Account(session, replace(session.settings, tune=False))
     try:
-        reason = before_capture(False, tensors, depth()) or _cannot_be_compiled(captured, tensors)
+        reason = before_capture(False, handover.tensors, depth()) or _cannot_be_compiled(captured, handover.tensors)
         if reason is not None:
-            return _one_by_one(captured, tensors, account, reason)
-        graph, handover, miss = _find(captured, tensors, account.settings)
-        call = Call((), (), False, False, (), True, False, _fingerprint=graph.identity)
+            return _one_by_one(captured, handover, account, reason)
+        graph, miss = _find(captured, handover, account.settings)
+        call = Call((), (), False, False, (), True, captured.accumulates, _fingerprint=graph.identity)
         return list(execute(call, account, HandedOver(graph, handover, miss, miss is not None)))
     except BaseException as error:
         if not account.told:
@@ -246,6 +251,7 @@ def run(tape: Tape, results: Sequence[Value | None], session: Session) -> list[t
 
 
 keep_from_dynamo(run.__code__)
+keep_from_dynamo(run_captured.__code__)
 
 
 def _cannot_be_compiled(captured: ir.TapeGraph, tensors: Sequence[torch.Tensor]) -> Bypass | None:
@@ -258,7 +264,7 @@ def _cannot_be_compiled(captured: ir.TapeGraph, tensors: Sequence[torch.Tensor])
 
 
 def _one_by_one(
-    captured: ir.TapeGraph, tensors: Sequence[torch.Tensor], account: Account, reason: Bypass
+    captured: ir.TapeGraph, handover: Handover, account: Account, reason: Bypass
 ) -> list[torch.Tensor | None]:
     """Run its calls as Python would; functional transforms see them."""
     if account.settings.on_unsupported == "raise" and not is_policy(reason):
@@ -267,22 +273,19 @@ def _one_by_one(
     transformed = torch._C._functorch.peek_interpreter_stack() is not None
     try:
         with contextlib.nullcontext() if transformed else torch.no_grad():
-            return interpret(captured, {"input": tensors})
+            return interpret(captured, handover.by_kind())
     finally:
         account.bypass(reason, since=started)
 
 
-def _find(
-    captured: ir.TapeGraph, tensors: list[torch.Tensor], settings: Settings
-) -> tuple[CompiledGraph, Handover, Miss | None]:
-    handover = Handover(tensors, [], [], (), ())
+def _find(captured: ir.TapeGraph, handover: Handover, settings: Settings) -> tuple[CompiledGraph, Miss | None]:
     keys = captured.structure()
     graph, miss = GRAPHS.find(keys), None
     if graph is None:
         ir.verify(captured.graph)
-        miss = GRAPHS.explain(captured, keys, [tuple(tensor.shape) for tensor in tensors])
+        miss = GRAPHS.explain(captured, keys, [tuple(tensor.shape) for tensor in handover.tensors])
         kept = may_be_kept(settings, captured, keys)
         graph = KEPT.new_graph(captured, keys) if kept else CompiledGraph(captured)
     if settings.on_miss == "raise" and graph.find(settings.key, ambient(), handover) is None:
         raise CacheMissError([miss] if miss is not None else graph.explain(settings, ambient(), handover))
-    return graph, handover, miss
+    return graph, miss

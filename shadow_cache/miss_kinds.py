@@ -83,7 +83,7 @@ KINDS: dict[str, Kind] = {
     ),
     "mismatch": Kind(
         "Compiled code gave something else than the calls that it was made of, which were run beside it.",
-        "Nothing for this training: the right gradients were used; please report it, with the script that it names.",
+        "Nothing for this training: the right gradients were used; please report it, with the file that it names.",
     ),
 }
 

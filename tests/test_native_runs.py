@@ -9,6 +9,7 @@ import sys
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -542,6 +543,28 @@ def test_the_log_has_each_node(
             _step(session, make, leaves, 0)
         assert session.stats().hits == 1 and counted.runs == before + (not logs)
     assert sum("backward of" in text for text in written) == 1 and any("AccumulateGrad" in text for text in written)
+
+
+def test_a_backward_that_is_to_be_saved_with_its_values(
+    counted: Counted, net: tuple[Make, list[torch.Tensor]], tmp_path: Path
+) -> None:
+    make, leaves = net
+    session = _compare(counted, make, leaves)
+    before, path = counted.runs, tmp_path / "backward.zip"
+    assert session.last is not None and session.last.graph is not None
+    session.last.graph.save(path, values=True)
+    for leaf in leaves:
+        leaf.grad = None
+    found = _step(session, make, leaves, 0)
+    assert counted.runs == before and path.exists()
+    reproduction = ca.load(path).eager()
+    assert_same(sorted(reproduction.values(), key=_size), sorted(found, key=_size), bitwise=False)
+    _step(session, make, leaves, 0)
+    assert session.last.graph.saving is None
+
+
+def _size(gradient: torch.Tensor | None) -> float:
+    return 0.0 if gradient is None else float(gradient.abs().sum())
 
 
 def test_an_error_of_a_program_is_raised_and_everything_let_go(

@@ -18,7 +18,6 @@ from backends.eager import EagerBackend
 from backends.protocol import PROVING_RUNS
 from compiled_autograd.proving import prover
 from compiled_autograd.proving.fingerprints import twins
-from compiled_autograd.proving.reproduction import reproduction
 from compiled_autograd.steps.accumulate import outermost_first
 from compiled_autograd.steps.proof import PROVING_SIZES, Proof
 from shadow_cache import Failure
@@ -107,33 +106,19 @@ def test_wrong_values_cost_no_step_and_are_not_met_again(first: int) -> None:
     assert (stats.failures, stats.compiles, stats.bypasses) == (1, 1, {})
 
 
-def test_a_reproduction_is_a_script_that_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_mismatch_leaves_a_reproduction(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of the region, as it was compiled; and code that is wrong shows there too."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    _, outcomes = _train(_wrong_from(1), steps=1)
-    (path,) = tmp_path.glob("*/mismatch.py")
-    assert str(path) in _failures(outcomes[0])[0].instead
-    namespace: dict[str, Any] = {"__name__": "reproduction"}
-    exec(compile(path.read_text(), str(path), "exec"), namespace)
-    assert len(namespace["want"]) == 6 and all(each.isfinite().all() for each in namespace["want"])
-
-
-def test_a_reproduction_has_the_graph_as_it_was_compiled(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """With the names of its inputs, and without what tracing adds: what Inductor makes of a graph depends on both."""
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    text = """
-def forward(self, saved0_1, arg1_1):
-    view = torch.ops.aten.view.dtype(saved0_1, torch.float64);  saved0_1 = None
-    full = torch.ops.aten.full.default([2], 2, dtype = torch.float64, device = device(type='cpu'), pin_memory = False)
-    add = torch.ops.aten.add.Tensor(view, full);  view = full = None
-    mul = torch.ops.aten.mul.Tensor(add, arg1_1);  add = arg1_1 = None
-    return [mul]
-"""
-    reproduction(text, "eager", [torch.ones(1, dtype=torch.complex128), torch.ones(2)], "here", "it differs")
-    (path,) = tmp_path.glob("*/mismatch.py")
-    namespace: dict[str, Any] = {"__name__": "reproduction"}
-    exec(compile(path.read_text(), str(path), "exec"), namespace)
-    lines = [line.split(";")[0].strip() for line in namespace["graph_module"].code.strip().splitlines()]
-    assert lines == [line.split(";")[0].strip() for line in text.strip().splitlines()]
+    session, outcomes = _train(_wrong_from(1), steps=1)
+    (path,) = tmp_path.glob("*/reproduction.zip")
+    (failure,) = _failures(outcomes[0])
+    assert str(path) in failure.instead
+    reproduction = ca.load(path)
+    assert (reproduction.about.where, reproduction.about.difference) == (failure.where, failure.error)
+    (wrong,) = [each for each in reproduction.compare(_wrong_from(1)).differences if not each.is_rounding]
+    assert "bias" in wrong.name and wrong.error == pytest.approx(0.01)
+    (graph,) = session.graphs()
+    assert [each.code for each in reproduction.graph("eager").aten] == [each.code for each in graph.aten]
 
 
 def _other_dtype(number: int, arguments: Sequence[Any], right: Callable[..., Any]) -> Any:

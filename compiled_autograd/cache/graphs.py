@@ -5,6 +5,7 @@ from __future__ import annotations
 import bisect
 import functools
 import itertools
+import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -20,16 +21,21 @@ from shadow_cache import Key, Miss, ShadowGraph, Terminal, VariantKey
 from .. import ir
 from ..diagnostics.node_log import NodeLog
 from ..diagnostics.node_names import leaf_name, node_name, title
+from ..diagnostics.reporting import warn_once
 from ..diagnostics.structure_misses import order_miss, structure_miss
 from ..diagnostics.variant_misses import state_miss
+from ..errors import ReproductionError
 from ..guards.ambient import Ambient, ambient
 from ..guards.shapes import Spec
 from ..ir import nan_checks
 from ..process_state import PROCESS, free_in_child
+from ..reproduction.recording import Sample
+from ..reproduction.writing import write, write_sample
 from ..runtime.interpret import interpret
 from ..runtime.program import Program
 from ..settings import Settings
 from ..steps.steps import RegionStep
+from .stages import about, handed_on, readable
 from .value_misses import values_miss
 from .variants import Handover, Shapes, Variant, tensor_check, tensor_records
 
@@ -59,6 +65,7 @@ class CompiledGraph:
         used: orders the structures by their last use.
         structure: its id in the store on disk, once somebody has asked for it.
         identity: the hash of its keys.
+        saving: where the next backward is to be written, with its values.
         evicted: its variants were let go of, because there were too many structures.
         met: how often it was met again after it was captured; at least :data:`REUSES_WORTH_COMPILING` if other
             processes met it.
@@ -73,10 +80,11 @@ class CompiledGraph:
     met: int = 0
     structure: str | None = None
     identity: int = 0
+    saving: str | os.PathLike[str] | None = None
 
     def __call__(self, handover: Handover, log: NodeLog | None = None) -> list[torch.Tensor | None]:
         """Run the tape graph's calls one by one, without a backend."""
-        return interpret(self.tape_for(ambient()), dict(zip(ir.PLACEHOLDERS, handover.kinds(), strict=True)), log)
+        return interpret(self.tape_for(ambient()), handover.by_kind(), log)
 
     def find(self, settings: tuple[Any, ...], ambient: Ambient, handover: Handover) -> Variant | None:
         """The variant for a backward, if there is one."""
@@ -131,9 +139,11 @@ class CompiledGraph:
         program.region_compiler.name_of = functools.partial(node_name, tape)
         program.region_compiler.leaf_name = functools.partial(leaf_name, tape)
         program.region_compiler.title = functools.partial(title, self.tape)
+        program.region_compiler.tape = self.tape
         devices = frozenset(tensor.device.type for tensor in handover.tensors)
         key = VariantKey(settings.key, ambient)
-        return Variant(key, shapes, list(handover.scalars), check, program, next(_uses), devices=devices)
+        sample = Sample.of(handover.by_kind())
+        return Variant(key, shapes, list(handover.scalars), check, program, sample, next(_uses), devices=devices)
 
     def tape_for(self, ambient: Ambient) -> ir.TapeGraph:
         """The tape graph, with NaN checks where anomaly mode asks for them."""
@@ -196,9 +206,50 @@ class CompiledGraph:
         """The regions of the newest variant."""
         return self.variants[-1].regions if self.variants else []
 
-    def readable(self) -> str:
-        """The tape graph's text form."""
-        return self.tape.readable()
+    def readable(self, stage: str = "tape") -> str:
+        """The text form of one stage of it; each block says of which module and line of the forward it is, if known.
+
+        Args:
+            stage: ``"tape"``, the tape graph; ``"aten"``, the ATen graphs of its regions; ``"regions"``, the steps of a
+                run; ``"code"``, what the backend has generated. All but the first are those of the newest variant.
+
+        Raises:
+            ValueError: there is no such stage.
+        """
+        return readable(self.tape, self.variants[-1] if self.variants else None, stage)
+
+    def save(self, path: str | os.PathLike[str], values: bool = False) -> None:
+        """Write a reproduction of it, which :func:`compiled_autograd.load` reads: what the newest variant computes, for
+        the shapes that it was made with. Of the user's code nothing is in it; of hooks and functions the kinds of what
+        they gave.
+
+        Args:
+            path: the file; what is there is replaced.
+            values: with what lies in its tensors. Those of the last backward are gone, so the next backward of this
+                structure is written, before it runs. Else they are made up when the file is read, of the same
+                size: it has bounds, mean and deviation, and all of tensors of at most 32 whole numbers.
+
+        Raises:
+            ReproductionError: nothing was compiled of it, or it takes a tensor of which no other can be made.
+            OSError: the file cannot be written.
+        """
+        if values:
+            self.saving = path
+            return
+        if not self.variants:
+            raise ReproductionError("nothing was compiled of this structure, so no shapes of it are known")
+        variant = self.variants[-1]
+        write_sample(path, self.tape, variant.sample, handed_on(variant), about(self.tape, variant.key))
+
+    def save_now(self, key: VariantKey, handover: Handover) -> None:
+        """Write what :meth:`save` was to write with its values. What fails is told in a warning."""
+        path, self.saving = self.saving, None
+        if path is None:
+            return
+        try:
+            write(path, self.tape, handover.by_kind(), about=about(self.tape, key), values=True)
+        except Exception as error:  # noqa: BLE001  the backward goes on
+            warn_once(f"a reproduction could not be written to {os.fspath(path)}: {error}")
 
     def to_networkx(self) -> nx.DiGraph:
         """The tape as a directed graph, see :meth:`ir.TapeGraph.to_networkx`."""

@@ -18,6 +18,7 @@ from ..diagnostics.variant_misses import TensorKind, tensor_kind
 from ..guards.ambient import Ambient
 from ..guards.shapes import Spec, is_static, marked, promoted, static_parts, widened
 from ..guards.value_kinds import kind_of_value
+from ..reproduction.recording import Sample
 from ..runtime.native_run import NativeRuns
 from ..runtime.program import Program
 from ..steps.steps import RegionStep
@@ -43,6 +44,10 @@ class Handover:
     def kinds(self) -> tuple[Sequence[Any], ...]:
         """What was given for each kind of placeholder, in the order of :data:`ir.PLACEHOLDERS`."""
         return (self.tensors, self.sizes, self.scalars, self.objects, self.packed)
+
+    def by_kind(self) -> dict[str, Sequence[Any]]:
+        """The same by the kind's name."""
+        return dict(zip(ir.PLACEHOLDERS, self.kinds(), strict=True))
 
     def slots(self) -> list[Any]:
         """All of it in one list, which is then the only holder: what users packed can be as large as any tensor."""
@@ -170,6 +175,8 @@ class Variant:
     ``timing`` says how it did when it was last timed: in this process, or, until then, in the one that the store on
     disk heard it from. None where it never was.
 
+    ``sample`` is what it was made with, without what lay in the tensors: a reproduction is made of it.
+
     ``used`` orders variants by their last use. ``entry`` is the id of what the store on disk has of it, and
     ``store_timing`` tells that store how it did; ``not_stored`` says why it has nothing, and ``tensors`` says of the
     lifted tensors what the store must know; None of unusual ones.
@@ -180,6 +187,7 @@ class Variant:
     scalars: list[Any]
     check: Callable[..., bool]
     program: Program
+    sample: Sample
     used: int = 0
     hits: int = 0
     next_trial: int = HITS_BEFORE_TIMING

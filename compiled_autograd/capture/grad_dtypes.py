@@ -116,6 +116,11 @@ def edges(value: Any) -> Iterator[_Edge]:
                 worklist.append(call.args[1][index])
 
 
+def dtype_of_number(number: int) -> torch.dtype | None:
+    """The dtype that a number of the engine's stands for; None for one that no gradient has."""
+    return _DTYPES.get(number)
+
+
 def metadata_of(edge: _Edge) -> Any:
     """What the engine says of an edge: ``[options, sizes, is nested, dtype]``."""
     call, index = edge

@@ -25,7 +25,7 @@ def call_name(tape: ir.TapeGraph, index: int) -> str:
     call = tape.calls[index]
     if index == 0:
         return "where the backward starts"
-    layer = _layer(tape, index)
+    layer = layer_of(tape, index)
     text = f"#{index} {call.name}" if layer is None else f"#{index} {call.name} {layer}"
     return f"{text}, {call.source}" if call.source is not None else text
 
@@ -48,7 +48,7 @@ def leaf_name(tape: ir.TapeGraph, index: int) -> str:
     return tape.calls[index].parameter or f"the leaf of #{index}"
 
 
-def _layer(tape: ir.TapeGraph, index: int) -> str | None:
+def layer_of(tape: ir.TapeGraph, index: int) -> str | None:
     """``of 0.weight`` for a node that takes a parameter, ``after 0`` for one that takes what such a node gave."""
     calls = tape.calls
     if calls[index].parameter is not None:

@@ -11,6 +11,8 @@ from typing import Any
 
 import torch
 
+from shadow_cache import VariantKey
+
 from ..cache.selection import Selection, select
 from ..cache.variants import Handover, Variant
 from ..diagnostics.node_log import NodeLog
@@ -75,7 +77,7 @@ def execute(call: Call, account: Account, handed: HandedOver) -> Results:
         GradientMismatchError: ``check`` is True or a number, and compiled code has given something else than the real
             calls: the step is done, with what these gave.
     """
-    if _ran_alone(call, account, handed):
+    if handed.graph.saving is None and _ran_alone(call, account, handed):
         return ()
     settings, context = account.settings, RunContext()
     report = context.report
@@ -131,6 +133,8 @@ def _run(state: Running, run: RunAccount) -> Results:
         ambient_state = run.ambient_state = ambient()
         if settings.on_miss == "background" and not forked:
             context.submit = functools.partial(_submit, run, ambient_state)
+        if graph.saving is not None:
+            graph.save_now(VariantKey(settings.key, ambient_state), handed.handover)
         run.selection = _select(run, ambient_state, forked)
         context.report.failures.extend(run.selection.failures)
         variant = run.selection.variant

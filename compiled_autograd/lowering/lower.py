@@ -114,6 +114,8 @@ class _Lowering:
             _leave_opaque_what_is_forbidden(graph_module, self.origins)
             if any(mutates(node) for node in graph_module.graph.nodes) and not made_functional(graph_module.graph):
                 graph_module = self._trace(torch.func.functionalize(graph_module, remove="mutations"), None)
+        for node, call in self.origins.items():
+            node.meta["call"] = call.meta["call"]
         graph_module.graph.eliminate_dead_code()
         if self.symbols is None:  # else a tensor may be there for its sizes
             _take_what_is_used(graph_module.graph, self.taken, self.examples)

@@ -76,6 +76,7 @@ class RegionCompiler:
         self.name_of: Callable[[fx.Node], str] = str  # for people
         self.leaf_name: Callable[[int], str] = str
         self.title: Callable[[], str] = lambda: "a tape"
+        self.tape: ir.TapeGraph | None = None
         self._opaque = 0
         self._made: dict[Hashable, Made] = {}
 

@@ -98,9 +98,10 @@ def graph_of(code: str) -> fx.GraphModule:
 
 
 def copy_of(graph_module: fx.GraphModule) -> fx.GraphModule:
-    """The graph as it is now, without the fake tensors in its nodes; backends change the one that they get."""
+    """The graph as it is now, without the fake tensors in its nodes; backends change the one that they get. A node
+    keeps which node of the tape it comes from (``meta["call"]``), where that is known."""
     graph = fx.Graph()
     graph.output(graph.graph_copy(graph_module.graph, {}))
     for node in graph.nodes:
-        node.meta = {}
+        node.meta = {"call": node.meta["call"]} if "call" in node.meta else {}
     return _LazyGraphModule(graph_module, graph)

@@ -15,19 +15,21 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from backends.inductor.poison import run_poisoned
+from backends.modes import DEFAULT
 from backends.protocol import Compiled, form_for, proving_runs
 from shadow_cache import Failure
 
 from .. import ir
 from ..diagnostics.reporting import failure_of
 from ..errors import GradientMismatchError
+from ..reproduction.records import About
+from ..reproduction.writing import Kept, keep, region_tape
 from ..steps.compiled_calls import make_plain, put_results, run_compiled
 from ..steps.memory import is_out_of_memory
 from ..steps.proof import Sizes
 from .aliasing import Result
 from .fingerprints import Draws, Fingerprint, fingerprints, twins, written
 from .judging import Judge
-from .reproduction import reproduction
 
 if TYPE_CHECKING:
     from ..lowering.region_compiler import RegionCompiler
@@ -227,9 +229,8 @@ class _Run:
         instead = region_compiler.drop(self.step, self.compiled, self.form)
         node = self.step.region.nodes[-1] if wrong is None else wrong.node
         where = f"{region_compiler.name_of(node)}, {region_compiler.where(self.step, self.form)}"
-        name = region_compiler.backend.name
-        written_to = reproduction(self.compiled.aten.text(), name, self.arguments, where, difference)
-        self.context.report.mismatched(Failure("mismatch", where, difference, f"{instead}; {written_to}"))
+        kept = reproduction_of(region_compiler, self.step, self.inputs, where, difference)
+        self.context.report.mismatched(Failure("mismatch", where, difference, f"{instead}; {kept.text}"))
 
     def _look_who_wrote(self, changed: Sequence[int]) -> None:
         """Something has written into the inputs meanwhile: the compiled code; or the real calls too, or somebody else.
@@ -265,6 +266,24 @@ class _Run:
         instead = "this run was not compared with the real calls"
         self.context.report.failures.append(msgspec.structs.replace(failure, where=where, instead=instead))
         self.compiled.proof.shown(self.form, None, telling=False)
+
+
+def reproduction_of(
+    region_compiler: RegionCompiler, step: RegionStep, slots: Slots, where: str, difference: str
+) -> Kept:
+    """Write a reproduction of one region, with values that are made up.
+
+    Args:
+        slots: what it was given.
+        where: which region of which tape it is, in words.
+        difference: what was found.
+    """
+    if region_compiler.tape is None:
+        return Kept(None, "there is no reproduction of it")
+    name, _, mode = region_compiler.backend.name.partition(":")
+    dynamic = None if region_compiler.dynamic else False
+    about = About(backend=name, mode=mode or DEFAULT, dynamic=dynamic, where=where, difference=difference)
+    return keep(*region_tape(region_compiler.tape, step, slots), about=about)
 
 
 def _sizes(compiled: CompiledRegion, arguments: Sequence[Any]) -> Sizes | None:

@@ -1,0 +1,137 @@
+"""A record -> a tape graph that runs in any process, and what it is to be given. All that is in it is checked."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import msgspec
+import torch
+from torch import fx
+
+from .. import ir
+from ..errors import IllegalGraphError, ReproductionError
+from ..steps.memory import in_own_memory
+from .functions import arguments_of, flattened, function_of
+from .recording import FUNCTION, STAND_IN, VOCABULARY
+from .records import CallRecord, Given, Record, Ref, decoded
+from .tensors import check, tensors
+
+_MAX_NODES = 1_000_000
+_SEED_OF_STAND_INS = 1 << 20
+
+
+def tape_of(record: Record) -> ir.TapeGraph:
+    """The tape graph of a record. Its functions run ATen operators, and those that stand in for users' code hand on
+    values that are made up here.
+
+    Raises:
+        ReproductionError: something of it is not possible.
+    """
+    _check(record)
+    digest = hashlib.sha256(msgspec.json.encode([record.functions, record.calls])).hexdigest()[:8]
+    functions = [function_of(each) for each in record.functions]
+    needed = [arguments_of(each) for each in record.functions]
+    ops: dict[tuple[str, int], ir.OpaqueOp] = {}
+    graph = fx.Graph()
+    given = _placeholders(graph, record)
+    made: list[fx.Node] = []
+
+    def known(value: Any) -> fx.Node:
+        if isinstance(value, Given):
+            found = given.get((value.kind, value.index))
+        else:
+            found = made[value.number] if isinstance(value, Ref) and 0 <= value.number < len(made) else None
+        if found is None:
+            raise ReproductionError(f"a call takes {value}, which is not there")
+        return found
+
+    for number, call in enumerate(record.calls):
+        args = [decoded(each, known) for each in call.args]
+        if call.target == FUNCTION:
+            if not 0 <= call.function < len(functions) or needed[call.function] > len(flattened(args)):
+                raise ReproductionError(f"call {number} is of a function that is not there, or takes more than that")
+            key = _plain(call.name), call.function
+            if key not in ops:
+                ops[key] = ir.OpaqueOp(f"{key[0]}_{digest}_{call.function}", functions[call.function])
+            target: Any = ops[key]
+        elif call.target == STAND_IN:
+            name = f"{_plain(call.name)}_{digest}_{number}"
+            target = ir.OpaqueOp(name, _standing_in(call, number), traceable=False, custom=True)
+        elif call.target in VOCABULARY:
+            target = VOCABULARY[call.target]
+        else:
+            raise ReproductionError(f"{call.target[:40]!r} is no call of a tape graph")
+        node = graph.create_node("call_function", target, tuple(args), name=f"call_{number}")
+        node.meta["call"] = call.call
+        made.append(node)
+    graph.output([decoded(each, known) for each in record.returned])
+    inputs = [
+        ir.LiftedTensor(index, each.dtype.removeprefix("torch."), each.device, each.requires_grad)
+        for index, each in enumerate(record.tensors)
+    ]
+    calls = [
+        ir.TapeCall(index, each.name, each.sequence, each.edges, each.parameter, each.module, each.source)
+        for index, each in enumerate(record.nodes)
+    ]
+    try:
+        ir.verify(graph)
+    except (IllegalGraphError, RuntimeError) as error:
+        raise ReproductionError(f"its calls are no tape graph: {error}") from error
+    return ir.TapeGraph(graph, calls, inputs, record.accumulates, order=list(record.order))
+
+
+def _check(record: Record) -> None:
+    count = len(record.nodes)
+    if not 0 < count <= _MAX_NODES or len(record.calls) > 4 * _MAX_NODES:
+        raise ReproductionError(f"it has {count} nodes and {len(record.calls)} calls")
+    indices = [*record.order, *(each.call for each in record.calls)]
+    indices += [edge for node in record.nodes for edge in node.edges or ()]
+    if any(not 0 <= index < count for index in indices):
+        raise ReproductionError("it names a node of the tape that is not there")
+    for each in itertools.chain(record.tensors, *(call.results for call in record.calls)):
+        if each is not None:
+            check(each)
+    for number in record.scalars:
+        if isinstance(decoded(number, _none), (list, str, type(None))):
+            raise ReproductionError("a scalar is no number")
+
+
+def _none(value: Any) -> Any:
+    raise ReproductionError(f"{value} stands where a number should")
+
+
+def _plain(name: str) -> str:
+    """A name as part of one of Python's: whatever else the file has in its place goes."""
+    return "".join(each if each.isascii() and (each.isalnum() or each == "_") else "_" for each in name[:60])
+
+
+def _placeholders(graph: fx.Graph, record: Record) -> dict[tuple[str, int], fx.Node]:
+    counts: dict[str, Sequence[Any]] = {"input": record.tensors, "size": record.sizes, "scalar": record.scalars}
+    found = {}
+    for kind, values in counts.items():
+        for index in range(len(values)):
+            lifted = ir.Lifted(kind, index)
+            node = found[kind, index] = graph.placeholder(str(lifted))
+            node.meta["lifted"] = lifted
+    return found
+
+
+def _standing_in(call: CallRecord, number: int) -> Callable[..., list[torch.Tensor | None]]:
+    made: list[torch.Tensor | None] = []
+
+    def stand_in(*_: Any) -> list[torch.Tensor | None]:
+        if not made:
+            values = iter(tensors([each for each in call.results if each is not None], _SEED_OF_STAND_INS + number))
+            made.extend(None if each is None else next(values).detach() for each in call.results)
+        return [None if each is None else in_own_memory(each) for each in made]
+
+    return stand_in
+
+
+def given_to(record: Record, stored: dict[int, bytes], seed: int = 0) -> tuple[list[torch.Tensor], Sequence[Any]]:
+    """Tensors for a tape graph, made anew, and its scalars."""
+    made = tensors(record.tensors, seed, stored if record.real else None)
+    return made, [decoded(each, _none) for each in record.scalars]

@@ -23,8 +23,8 @@ from shadow_cache import miss_kinds
 from shadow_cache.cli import VERBS, main
 from shadow_cache.cli.difference import Difference
 from shadow_cache.cli.explain import Why
-from shadow_cache.cli.trie import Branch
 from shadow_cache.entries import Entry, MissEntry, Problem, StoreStats, Structure, Summary, Timing
+from shadow_cache.trie import Branch
 
 from . import cli_records as stored
 from .helpers import ROOT, in_subprocess
@@ -34,7 +34,7 @@ DESIGN = """
 first_seen new_node node_attribute grad_state hooks_changed undefined_gradients shape dtype device layout guard
 variant_limit ambient_state backend_or_settings environment evicted corrupt mismatch
 """
-VERB_NAMES = "ls show tree stats why diff graph rm prune verify export import dir env completion"
+VERB_NAMES = "ls show tree stats why diff graph report rm prune verify export import dir env completion"
 BOX = "─│├└╭╮╰╯"
 
 

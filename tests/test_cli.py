@@ -821,6 +821,7 @@ def test_no_verb_imports_torch(filled: Path, tmp_path: Path) -> None:
         *(["export", str(tmp_path / "all")], ["completion", "bash"], ["--help"], ["--version"], ["ls", "--help"]),
         *(["import", str(tmp_path / "all"), "--cache-dir", str(tmp_path / "other")],),
         *(["rm", "3fa", "--cache-dir", str(tmp_path / "other")],),
+        ["report", "-o", str(tmp_path / "report.html")],
     ]
     assert {verb.name for verb in VERBS} <= {call[0] for call in calls}
     ran = in_subprocess(

@@ -362,6 +362,8 @@ def test_generated_code_is_linked_by_the_inputs_that_it_names() -> None:
         "    mul = aten.mul.Tensor(saved0_1, saved0_1)",
         "    mm = aten.mm.default(mul, arg1_1)",
         "    return [mm]",
+        "    neg = aten.neg.default(mul)",
+        "    exp = aten.exp.default(mm)",
     ]
     code = """cpp_fused_0 = async_compile.cpp_pybinding(['const float*'], r'''
 extern "C" void kernel(const float* in_ptr0)
@@ -372,8 +374,8 @@ extern "C" void kernel(const float* in_ptr0)
         extern_kernels.mm(buf0, arg1_1, out=buf1)
         del arg1_1
         return (buf1, )"""
-    lines = code_lines(code, list(enumerate(aten, 10)))
-    assert [line.links for line in lines] == [(11,), 0, 0, (), (11, 12), (11,), (12,), (), (13,)]
+    lines = code_lines(code, enumerate(aten, 10), 100)
+    assert [line.links for line in lines] == [(11, 14), 100, 100, (), (11, 12), (11, 14), (12,), (), (13,)]
 
 
 def test_the_pages_data_is_what_the_records_say() -> None:

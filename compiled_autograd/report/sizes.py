@@ -178,7 +178,8 @@ def _result(graph: fx.Graph, node: fx.Node, environment: dict[fx.Node, Any]) -> 
     if node.op == "get_attr":
         value = operator.attrgetter(str(node.target))(graph.owning_module)
         return value.to(_META) if isinstance(value, torch.Tensor) else value
-    arguments, named = fx.map_arg((node.args, dict(node.kwargs)), environment.__getitem__)
+    arguments, named = fx.map_arg(node.args, environment.__getitem__), {}
+    named.update(fx.map_arg(node.kwargs, environment.__getitem__))
     if named.get("device") is not None:
         named["device"] = _META
     target: Callable[..., Any] = node.target  # type: ignore[assignment]

@@ -112,7 +112,7 @@ def stages_of(variant: Variant, sizes: Mapping[int, RegionSizes]) -> tuple[data.
         source = source_of(compiled.call)
         without_code = without_code or source is None
         if source is not None:
-            code.add(number, code_lines(source, list(enumerate(texts, first))))
+            code.add(number, code_lines(source, enumerate(texts, first), len(code.lines)))
     return (
         tape_stage,
         aten.stage("aten", "ATen", _FROM_STORE if from_store else ""),

@@ -43,7 +43,8 @@ class Drawing {
     if (box.outside) return [box.outside, ''];
     if (box.group) {
       const base = this.group.path ? `${this.group.path}.` : '';
-      const path = box.group.path.startsWith(base) && !box.group.run ? box.group.path.slice(base.length) : box.group.name;
+      const whole = box.group.run ? box.group.name : box.group.path;
+      const path = whole.startsWith(base) ? whole.slice(base.length) : whole;
       return [clipMiddle(shown(path || box.group.name || 'all'), 30), plural(box.size, 'node')];
     }
     const node = nodes[box.node];

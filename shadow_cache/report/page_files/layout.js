@@ -35,7 +35,8 @@ function insideOf(group) {
     const size = run.reduce((sum, box) => sum + box.size, 0);
     if (run.length === 1) { runs.push(run[0]); continue; }
     const names = [run[0], run[run.length - 1]].map((box) => (box.group ? box.group.name : `#${box.node}`));
-    const inner = { name: `${names[0]} … ${names[1]}`, path: group.path, run, groups: new Map(), nodes: [], size, order: run[0].order };
+    const prefix = group.path && run[0].group ? `${group.path}.` : '';
+    const inner = { name: `${prefix}${names[0]} … ${names[1]}`, path: group.path, run, groups: new Map(), nodes: [], size, order: run[0].order };
     runs.push({ group: inner, order: inner.order, size });
   }
   return runs;

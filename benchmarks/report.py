@@ -1,8 +1,8 @@
 """How long a report of a large tape takes to write and to open, and how large it is: `python -m benchmarks.report`.
 
 The model is a chain of small layers; its backward has about as many nodes as `--nodes` says. The page is opened in
-Chromium without a screen (Debian's `chromium` and `chromium-driver`, and `pip install selenium`). It has opened once its
-script has run to the end and two frames were drawn.
+Chromium without a screen (Debian's `chromium` and `chromium-driver`, and `pip install selenium`). It has opened once
+its script has run to the end and two frames were drawn.
 """
 
 import argparse

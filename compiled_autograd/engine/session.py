@@ -167,7 +167,9 @@ class Session:
                 self._graphs.setdefault(id(outcome.graph), outcome.graph)
         tell(outcome.outcome, outcome.reasons, outcome.seconds, compiles)
         if compiles or outcome.reasons:
-            self._steps.add(stats.backwards, kind, outcome.graph, outcome.reasons, outcome.seconds, compiles, loads)
+            with _RECORDING:
+                number = stats.backwards
+                self._steps.add(number, kind, outcome.graph, outcome.reasons, outcome.seconds, compiles, loads)
         if compiles:
             count_repeats(self._missed, outcome.reasons)
         for failure in failures:

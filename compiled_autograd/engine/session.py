@@ -166,10 +166,11 @@ class Session:
             if outcome.graph is not None and (captured or outcome.outcome != HIT):
                 self._graphs.setdefault(id(outcome.graph), outcome.graph)
         tell(outcome.outcome, outcome.reasons, outcome.seconds, compiles)
-        if compiles or outcome.reasons:
-            with _RECORDING:
-                number = stats.backwards
-                self._steps.add(number, kind, outcome.graph, outcome.reasons, outcome.seconds, compiles, loads)
+        if not compiles and not outcome.reasons:
+            return
+        with _RECORDING:
+            number = stats.backwards
+            self._steps.add(number, kind, outcome.graph, outcome.reasons, outcome.seconds, compiles, loads)
         if compiles:
             count_repeats(self._missed, outcome.reasons)
         for failure in failures:

@@ -16,7 +16,9 @@ class Stages {
         if (from < list.length) (list[from] = list[from] || []).push(index);
       }
     }));
-    byId('stages').replaceChildren(...this.stages.map((stage, at) => this.column(stage, at)));
+    const columns = this.stages.map((stage, at) => this.column(stage, at));
+    byId('stages').style.setProperty('--rows', `${Math.max(160, 22 + 20 * Math.max(...this.stages.map((stage) => stage.rows.length)))}px`);
+    byId('stages').replaceChildren(...columns);
   }
 
   column(stage, at) {

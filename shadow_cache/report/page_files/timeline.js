@@ -90,7 +90,7 @@ function timelineOf(timeline) {
   host.append(legend);
   list.host.classList.add('events');
   list.host.style.height = `${Math.min(28 * events.length + 2, 310)}px`;
-  byId('events').append(el('div', { class: 'list-head events-head', 'aria-hidden': 'true' }, ...['backward', 'outcome', 'what', 'cost', 'reasons']
+  byId('events').append(el('div', { class: 'list-head events-head', 'aria-hidden': 'true' }, ...[timeline.hits_between ? 'backward' : 'number', 'outcome', 'what', 'cost', 'reasons']
     .map((name, index) => el('span', { class: index === 0 || index === 3 ? 'num' : '' }, name))), list.host);
   list.draw();
   return { choose: (index) => { choose(index); list.show(index); } };

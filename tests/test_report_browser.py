@@ -46,10 +46,16 @@ def large_page(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 def _open(browser: Any, path: Path) -> None:
+    """Open a page, and wait until its script has run to the end; the driver may be back before."""
+    from selenium.webdriver.support.ui import WebDriverWait
+
     browser.get_log("browser")
     browser.get(path.as_uri())
-    assert browser.execute_script("return document.documentElement.dataset.ready") == "yes"
-    assert browser.get_log("browser") == []
+    wait = WebDriverWait(browser, 30)
+    try:
+        wait.until(lambda page: page.execute_script("return document.documentElement.dataset.ready") == "yes")
+    finally:
+        assert browser.get_log("browser") == []
 
 
 def _press(browser: Any, *keys: str) -> None:

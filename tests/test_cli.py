@@ -23,8 +23,8 @@ from shadow_cache import miss_kinds
 from shadow_cache.cli import VERBS, main
 from shadow_cache.cli.difference import Difference
 from shadow_cache.cli.explain import Why
-from shadow_cache.cli.trie import Branch
 from shadow_cache.entries import Entry, MissEntry, Problem, StoreStats, Structure, Summary, Timing
+from shadow_cache.trie import Branch
 
 from . import cli_records as stored
 from .helpers import ROOT, in_subprocess
@@ -34,7 +34,7 @@ DESIGN = """
 first_seen new_node node_attribute grad_state hooks_changed undefined_gradients shape dtype device layout guard
 variant_limit ambient_state backend_or_settings environment evicted corrupt mismatch
 """
-VERB_NAMES = "ls show tree stats why diff graph rm prune verify export import dir env completion"
+VERB_NAMES = "ls show tree stats why diff graph report rm prune verify export import dir env completion"
 BOX = "─│├└╭╮╰╯"
 
 
@@ -821,6 +821,7 @@ def test_no_verb_imports_torch(filled: Path, tmp_path: Path) -> None:
         *(["export", str(tmp_path / "all")], ["completion", "bash"], ["--help"], ["--version"], ["ls", "--help"]),
         *(["import", str(tmp_path / "all"), "--cache-dir", str(tmp_path / "other")],),
         *(["rm", "3fa", "--cache-dir", str(tmp_path / "other")],),
+        ["report", "-o", str(tmp_path / "report.html")],
     ]
     assert {verb.name for verb in VERBS} <= {call[0] for call in calls}
     ran = in_subprocess(

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from shadow_cache.cli import graphs, render
 from shadow_cache.cli.difference import parting, varying
-from shadow_cache.cli.trie import fold, guides
 from shadow_cache.entries import Call, Structure
+from shadow_cache.trie import fold, guides
 
 from . import cli_records as stored
 

@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import weakref
 from collections import Counter
-from dataclasses import dataclass, field, replace
+from dataclasses import asdict, dataclass, field, replace
+from pathlib import Path
 
 from shadow_cache import Bypass, Failure, Miss
 
@@ -14,6 +16,7 @@ from ..diagnostics.reporting import count_repeats, tell, warn_of
 from ..policies.background import BACKGROUND
 from ..process_state import PROCESS, free_in_child
 from ..settings import Settings
+from .step_log import StepLog
 
 HIT, SHAPE_MISS, STRUCTURE_MISS, BYPASS = "hit", "shape_miss", "structure_miss", "bypass"
 _RECORDING = free_in_child(threading.RLock())  # microseconds
@@ -73,6 +76,7 @@ class Session:
         self._stats = Stats()
         self._graphs: weakref.WeakValueDictionary[int, CompiledGraph] = weakref.WeakValueDictionary()
         self._missed: Counter[tuple[str, str]] = Counter()
+        self._steps = StepLog()
 
     def __enter__(self) -> Session:
         _thread.stack.append(self)
@@ -104,6 +108,35 @@ class Session:
         """
         return list(self._graphs.values())
 
+    def report(self, path: str | os.PathLike[str]) -> Path:
+        """Write one HTML file that shows the session so far, and opens in a browser without a network.
+
+        It has the totals, the steps that were no hits with what they cost, how the tapes differ, and of each structure
+        (those of :meth:`graphs`, and the one that ran last) a drawing, its stages beside each other, its regions, its
+        memory, and how it was timed against eager. Time per region is of backwards that ran under ``torch.profiler``.
+        Nothing is run or compiled for it.
+
+        Args:
+            path: of the file; one that is there is replaced.
+
+        Returns:
+            The file.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        from shadow_cache.report import page
+
+        from ..report.session_report import session_report
+
+        with _RECORDING:
+            stats, events, left_out = asdict(self._stats), self._steps.events(), self._steps.left_out
+            last = None if self.last is None else self.last.graph
+        graphs = self.graphs()
+        if last is not None and last not in graphs:  # another session captured it
+            graphs.append(last)
+        return page.write(session_report(stats, events, left_out, graphs, self.settings), path)
+
     def record(self, outcome: Outcome, captured: bool = False, compiles: int = 0, loads: int = 0) -> None:
         """Count one backward."""
         failures = [reason for reason in outcome.reasons if isinstance(reason, Failure)] if outcome.reasons else ()
@@ -133,6 +166,11 @@ class Session:
             if outcome.graph is not None and (captured or outcome.outcome != HIT):
                 self._graphs.setdefault(id(outcome.graph), outcome.graph)
         tell(outcome.outcome, outcome.reasons, outcome.seconds, compiles)
+        if not compiles and not outcome.reasons:
+            return
+        with _RECORDING:
+            number = stats.backwards
+            self._steps.add(number, kind, outcome.graph, outcome.reasons, outcome.seconds, compiles, loads)
         if compiles:
             count_repeats(self._missed, outcome.reasons)
         for failure in failures:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 import operator
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 
 import networkx as nx
@@ -104,26 +105,29 @@ class TapeGraph:
 
     def readable(self) -> str:
         """The one text form: stable, and complete but for tensors, sizes and scalars, which are no part of it."""
-        lines = [f"tape graph: {len(self.calls)} nodes, {len(self.inputs)} tensors"]
+        return "".join(f"{line}\n" for line, _ in self.lines())
+
+    def lines(self) -> Iterator[tuple[str, fx.Node | TapeCall | None]]:
+        """The lines of :meth:`readable`, and what each is about: a call, a node of the tape, or neither."""
+        yield f"tape graph: {len(self.calls)} nodes, {len(self.inputs)} tensors", None
         values: dict[fx.Node, Argument] = {}
         number, last = itertools.count(), None
         for node in self.graph.nodes:
             if node.op == "placeholder":
                 values[node] = lifted = node.meta["lifted"]
                 if lifted.kind == "input":
-                    lines.append(f"  {self.inputs[lifted.index]}")
+                    yield f"  {self.inputs[lifted.index]}", None
                 continue
             call = node.meta.get("call")
             if call is not None and call != last:
-                lines.append(f"{self._title(self.calls[call])}")
+                yield self._title(self.calls[call]), self.calls[call]
                 last = call
             if node.op == "output":
-                lines.append(f"  return {argument_of(node.args[0], values)}")
+                yield f"  return {argument_of(node.args[0], values)}", None
             else:
                 arguments = ", ".join(str(argument_of(each, values)) for each in node.args)
                 values[node] = Constant("value", f"%{next(number)}")
-                lines.append(f"  {values[node]} = {target_name(node)}({arguments})")
-        return "\n".join(lines) + "\n"
+                yield f"  {values[node]} = {target_name(node)}({arguments})", node
 
     def _title(self, call: TapeCall) -> str:
         title = f"#{call.index} {call.name}"

@@ -45,12 +45,14 @@ class Lowered:
         examples: fake tensors, and symbols for sizes that change, for the placeholders.
         wiring: what it takes (other sizes are numbers in it), and what its results are.
         symbols: what stands for sizes that change, and what was found to hold of it; None where nothing does.
+        origins: for nodes of the graph, by name, the node of the tape whose call they came from.
     """
 
     graph_module: fx.GraphModule
     examples: Sequence[Any]
     wiring: Wiring
     symbols: Symbols | None
+    origins: Mapping[str, int]
 
 
 def lower(step: RegionStep, slots: Slots, backend: Backend, specs: Mapping[fx.Node, Spec]) -> Lowered:
@@ -130,7 +132,10 @@ class _Lowering:
             apart=tuple(self.apart),
             plain=tuple(place for place, index in enumerate(self.taken) if self.plain and has_bit(self.given[index])),
         )
-        return Lowered(graph_module, self.examples, wiring, self.symbols)
+        origins = {
+            node.name: self.origins[node].meta["call"] for node in graph_module.graph.nodes if node in self.origins
+        }
+        return Lowered(graph_module, self.examples, wiring, self.symbols, origins)
 
     def _take_in(self, specs: Mapping[fx.Node, Spec]) -> None:
         """Make an example of each tensor, and of each size that changes."""

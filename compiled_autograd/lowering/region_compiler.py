@@ -291,7 +291,8 @@ class RegionCompiler:
             raise
         except Exception as error:  # noqa: BLE001  whoever asked records it, and the region's calls run one by one
             return failure_of(stage, self.backend.name, step.region, error)
-        compiled = step.bind(InMemoryGraph(graph, made), made.call, lowered.wiring, self.kind(step, slots), guard)
+        lowering = InMemoryGraph(graph, made, lowered.origins)
+        compiled = step.bind(lowering, made.call, lowered.wiring, self.kind(step, slots), guard)
         compiled.checked = False
         return compiled
 

@@ -35,10 +35,12 @@ class Made:
 
 @dataclass(slots=True)
 class InMemoryGraph:
-    """An ATen graph that was made in this process, and what was made of it."""
+    """An ATen graph that was made in this process, and what was made of it; and for its nodes, by name, which node of
+    the tape they came from."""
 
     module: fx.GraphModule
     made: Made
+    origins: Mapping[str, int] = field(default_factory=dict)
 
     def graph_module(self) -> fx.GraphModule:
         """The graph."""
@@ -57,6 +59,7 @@ class StoredRegion:
     artifact: str
     lowered: str
     code: str = ""
+    origins: Mapping[str, int] = field(default_factory=dict)
 
     def graph_module(self) -> fx.GraphModule:
         """The ATen graph, made of its text. Constants in it are empty tensors."""

@@ -6,6 +6,7 @@ function gave is known only there.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
@@ -117,7 +118,7 @@ class Program:
                     if context.profile is None:
                         run_opaque(step, slots, name, versions)
                     else:
-                        with context.profile.call(step.node):
+                        with context.profile.call(step.node), step.spent.timed():
                             run_opaque(step, slots, name, versions)
                 except ir.NaNFoundError as found:
                     raise self._nan(found, context) from None
@@ -234,9 +235,12 @@ class Program:
         if context.profile is None:
             self._run_found(step, found, compiled, slots, context)
         elif compiled is not None and self.schedule.bitwise:
-            run_calls(step, slots, context.profile)
+            with step.spent.timed():
+                run_calls(step, slots, context.profile)
         else:
-            with context.profile.region(step.region.nodes):
+            settled = compiled is not None and compiled.checked and compiled.proof.settled
+            spent = step.spent.timed() if settled else contextlib.nullcontext()
+            with context.profile.region(step.region.nodes), spent:
                 self._run_found(step, found, compiled, slots, context)
 
     def _run_found(

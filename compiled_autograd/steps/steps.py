@@ -6,7 +6,9 @@ step hands to another.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Container, Iterator, Sequence
+import contextlib
+import time
+from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -23,7 +25,14 @@ Slots = list[Any]
 
 
 class Lowering(Protocol):
-    """The ATen graph of something compiled, at hand or in the store."""
+    """The ATen graph of something compiled, at hand or in the store.
+
+    Attributes:
+        origins: for its nodes, by name, the node of the tape whose call they came from, as far as that is known.
+    """
+
+    @property
+    def origins(self) -> Mapping[str, int]: ...
 
     def graph_module(self) -> fx.GraphModule:
         """The graph."""
@@ -132,6 +141,26 @@ class FreshLeaf:
     shared: int
 
 
+@dataclass(slots=True)
+class Spent:
+    """What a step took while a profiler looked on: how often it ran so, the seconds of all these runs, and those of the
+    shortest one. Compiling is not among them."""
+
+    runs: int = 0
+    seconds: float = 0.0
+    least: float = 0.0
+
+    @contextlib.contextmanager
+    def timed(self) -> Iterator[None]:
+        """What is done inside is one run; nothing is counted of one that raises."""
+        started = time.perf_counter()
+        yield
+        seconds = time.perf_counter() - started
+        self.least = min(self.least, seconds) if self.runs else seconds
+        self.runs += 1
+        self.seconds += seconds
+
+
 @dataclass(slots=True, eq=False)
 class RegionStep:
     """A region, and what was compiled for it, for each kind of what earlier steps hand to it; newest last.
@@ -151,6 +180,7 @@ class RegionStep:
     each_shape: bool = False
     drops: list[int] = field(default_factory=list)
     saved: list[int] = field(default_factory=list)
+    spent: Spent = field(default_factory=Spent)
 
     def made(self) -> Iterator[tuple[fx.Node, int]]:
         """The inputs that earlier steps made, and their slots."""
@@ -226,6 +256,7 @@ class OpaqueStep:
     drops: list[int] = field(default_factory=list)
     last_hook: bool = False
     saved: list[int] = field(default_factory=list)
+    spent: Spent = field(default_factory=Spent)
 
 
 @dataclass(slots=True, eq=False)

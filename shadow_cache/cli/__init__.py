@@ -12,12 +12,13 @@ import click
 import rich_click
 
 from ..errors import StoreError
-from . import explain, keep, look, system
+from . import explain, keep, look, report, system
 from .base import Fault, Verbs, View, with_format
 
 VERBS = (
     *(look.ls, look.show, look.tree, look.stats),
     *(explain.why, explain.diff, explain.graph),
+    report.report,
     *(keep.rm, keep.prune, keep.verify, keep.export, keep.import_),
     *(system.dir_, system.env, system.completion),
 )
@@ -43,6 +44,7 @@ def cli(view: View) -> None:
       shadow-cache ls                    what is compiled
       shadow-cache why                   why the last backward that was no hit was none
       shadow-cache tree                  how the tapes differ
+      shadow-cache report -o cache.html  all of it in a browser
       shadow-cache ls --format json      for scripts
     """
 

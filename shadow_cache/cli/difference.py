@@ -7,8 +7,8 @@ from collections.abc import Sequence
 import msgspec
 
 from ..entries import Call, Entry, Input, Structure, Summary, Timing
+from ..trie import differing_parts
 from . import render
-from .trie import differing_parts
 
 
 class Change(msgspec.Struct, frozen=True):

@@ -9,10 +9,10 @@ import rich_click as click
 
 from ..entries import Entry, StoreStats, Structure, Summary
 from ..miss_kinds import explain
+from ..trie import Branch, fold, guides
 from . import render
 from .base import Verb, View, ids, with_format
 from .difference import describe, timed, variant, varying
-from .trie import Branch, fold, guides
 
 _BAR = 20
 _CLIP = 100

@@ -6,7 +6,7 @@ from collections.abc import Iterable, Iterator, Sequence
 
 import msgspec
 
-from ..entries import Structure
+from .entries import Structure
 
 Key = tuple[str, ...]
 _Path = tuple[Structure, tuple[Key, ...]]

@@ -1,0 +1,207 @@
+"""The report of a session: its totals and steps, and all that is known of each of its graphs."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Any, Protocol
+
+import torch
+
+from shadow_cache import Bypass, Failure, Miss
+from shadow_cache.amounts import date, plural, seconds
+from shadow_cache.miss_kinds import NOT_WORTH_IT
+from shadow_cache.report import data
+from shadow_cache.report.from_store import nodes_of, reason_of, trie_of
+from shadow_cache.report.texts import defined
+
+from ..cache.graphs import CompiledGraph
+from ..cache.metadata import structure_of
+from ..cache.variants import Variant
+from ..diagnostics.node_names import title
+from ..settings import Settings
+from ..versions import VERSION
+from .memory import memory_of, run_without_memory
+from .stages import stages_of, step_of_calls, steps_of, tape_stage_of
+
+_NOTHING = "Nothing is compiled of it: its stages end here."
+
+
+class Event(Protocol):
+    """What a session keeps of a step (:class:`engine.step_log.StepEvent`)."""
+
+    number: int
+    count: int
+    outcome: str
+    graph: int | None
+    reasons: tuple[Bypass | Miss | Failure, ...]
+    seconds: dict[str, float]
+    compiles: int
+    loads: int
+    when: float
+
+
+def session_report(
+    stats: Mapping[str, Any],
+    events: Sequence[Event],
+    left_out: int,
+    graphs: Sequence[CompiledGraph],
+    settings: Settings,
+) -> data.Report:
+    """All that is known of a session.
+
+    Args:
+        stats: its counts, as :class:`engine.session.Stats` names them.
+        events: its steps that were more than a hit, oldest first; ``left_out`` more were not kept.
+        graphs: its structures.
+    """
+    titles = {graph.number: title(graph.tape) for graph in graphs}
+    structures = [structure_of(graph.tape, _id(graph.number)) for graph in graphs]
+    outermost = next((call.module for graph in graphs for call in graph.tape.calls if call.module), None)
+    return data.Report(
+        of="session",
+        title=outermost or "a session",
+        made=date(time.time()),
+        totals=_totals(stats, graphs),
+        timeline=data.Timeline(
+            tuple(_event(each, titles) for each in events), stats["backwards"], hits_between=True, left_out=left_out
+        ),
+        trie=trie_of(structures, {_id(number): name for number, name in titles.items()}),
+        graphs=tuple(_graph(graph, each.calls) for graph, each in zip(graphs, structures, strict=True)),
+        facts=(
+            ("torch", str(torch.__version__)),
+            ("compiled_autograd", VERSION),
+            *((name, _shown(value)) for name, value in settings.key),
+        ),
+    )
+
+
+def _id(number: int) -> str:
+    return f"g{number}"
+
+
+def _shown(value: object) -> str:
+    return value if isinstance(value, str) else repr(value)
+
+
+def _totals(stats: Mapping[str, Any], graphs: Sequence[CompiledGraph]) -> tuple[data.Figure, ...]:
+    backwards, bypassed = stats["backwards"], sum(stats["bypasses"].values())
+    part = f"{stats['hits'] / backwards:.1%} of all" if backwards else ""
+    misses = stats["shape_misses"] + stats["structure_misses"]
+    of = f"{stats['structure_misses']:,} of structure, {stats['shape_misses']:,} of shape"
+    labels = ", ".join(f"{label} {count:,}" for label, count in sorted(stats["bypasses"].items(), key=_most_first))
+    return (
+        data.Figure("backwards", f"{backwards:,}", plural(len(graphs), "structure")),
+        data.Figure("hits", f"{stats['hits']:,}", part),
+        data.Figure("misses", f"{misses:,}", of),
+        data.Figure("bypasses", f"{bypassed:,}", labels),
+        data.Figure("compiling", seconds(stats["compile_seconds"]), plural(stats["compiles"], "region")),
+        data.Figure("from disk", f"{stats['loads']:,}", "regions loaded"),
+        data.Figure("failures", f"{stats['failures']:,}", "a slower way was taken"),
+    )
+
+
+def _most_first(item: tuple[str, int]) -> tuple[int, str]:
+    return -item[1], item[0]
+
+
+def _event(event: Event, titles: Mapping[int, str]) -> data.Event:
+    known = event.graph if event.graph in titles else None
+    first = event.reasons[0] if event.reasons else None
+    name = titles[known] if known is not None else first.label if isinstance(first, Bypass) else event.outcome
+    stages = ("capture", "lower", "compile", "load", "prove") if event.outcome != "bypass" else ("run",)
+    return data.Event(
+        number=event.number,
+        count=event.count,
+        outcome=event.outcome,
+        title=name,
+        graph=None if known is None else _id(known),
+        cost=sum(event.seconds.get(stage, 0.0) for stage in stages),
+        seconds=event.seconds,
+        compiles=event.compiles,
+        loads=event.loads,
+        when=event.when,
+        reasons=tuple(map(_reason, event.reasons)),
+    )
+
+
+def _reason(reason: Bypass | Miss | Failure) -> data.Reason:
+    if isinstance(reason, Miss):
+        return reason_of(reason)
+    if isinstance(reason, Bypass):
+        kind = NOT_WORTH_IT if reason.kind == "not_worth_it" else None
+        return data.Reason(
+            reason.label, str(reason), "" if kind is None else kind.means, "" if kind is None else kind.do
+        )
+    return data.Reason(f"failure: {reason.kind}", str(reason), "Gradients are right; this way is slower.")
+
+
+def _graph(graph: CompiledGraph, calls: Sequence[Any]) -> data.Graph:
+    variants = list(graph.variants)
+    facts: list[tuple[str, str]] = [
+        ("nodes", f"{len(graph.tape.calls):,}"),
+        ("tensors handed over", f"{len(graph.tape.inputs):,}"),
+        ("met again", plural(graph.met, "time")),
+    ]
+    if not variants:
+        return data.Graph(
+            id=_id(graph.number),
+            title=title(graph.tape),
+            facts=tuple(facts),
+            nodes=nodes_of(calls),
+            stages=(tape_stage_of(graph.tape, {})[0],),
+            note=_NOTHING,
+        )
+    variant = variants[-1]
+    sizes = run_without_memory(variant)
+    stages = stages_of(variant, sizes)
+    if len(variants) > 1:
+        facts.append(("stages shown", "those of the newest variant"))
+    return data.Graph(
+        id=_id(graph.number),
+        title=title(graph.tape),
+        facts=tuple(facts),
+        nodes=nodes_of(calls, step_of_calls(variant)),
+        steps=tuple(steps_of(variant)),
+        stages=stages,
+        memory=memory_of(variant, sizes, _definitions(stages[1])),
+        variants=tuple(_variant(number, each) for number, each in enumerate(variants)),
+    )
+
+
+def _definitions(stage: data.Stage) -> dict[tuple[int, str], int]:
+    found = {}
+    for block in stage.blocks:
+        for number in range(block.first, block.first + block.count):
+            name = defined(stage.lines[number].text)
+            if name is not None:
+                found[block.step, name] = number
+    return found
+
+
+def _variant(number: int, variant: Variant) -> data.Variant:
+    settings = dict(variant.key.settings)
+    facts = [
+        ("hits timed or counted", f"{variant.hits:,}"),
+        *((name, _shown(value)) for name, value in variant.key.settings),
+        *((name, _shown(value)) for name, value in variant.key.ambient),
+        ("stored as", variant.entry or variant.not_stored or "not stored"),
+    ]
+    words = ["dynamic" if variant.shapes.dynamic else "static", _shown(settings.get("backend", ""))]
+    timing = variant.timing
+    times = {} if timing is None else {"eager": timing.eager, "compiled": timing.compiled, "samples": timing.samples}
+    shapes = _some_shapes(variant.shapes.tensors)
+    return data.Variant(
+        f"variant {number}: {', '.join(filter(None, words))}",
+        tuple([("shapes", shapes), *facts]),
+        **times,  # type: ignore[arg-type]
+    )
+
+
+def _some_shapes(specs: Iterable[Sequence[Any]]) -> str:
+    sizes = [
+        f"[{', '.join(str(each) if isinstance(each, int) else f'{each[0]} or {each[1]}' for each in spec)}]"
+        for spec in specs
+    ]
+    more = f" and {len(sizes) - 12} more" if len(sizes) > 12 else ""
+    return " ".join(sizes[:12]) + more

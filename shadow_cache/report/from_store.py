@@ -1,0 +1,184 @@
+"""The report of a store: its records, and nothing that is not in them."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
+
+from ..amounts import date, plural, seconds, size
+from ..entries import Call, Entry, MissEntry, StoreStats, Structure
+from ..errors import StoreError
+from ..miss_kinds import explain
+from ..records import Miss
+from ..trie import fold, guides
+from . import data
+from .modules import modules_of
+from .texts import aten_texts, tape_lines
+
+if TYPE_CHECKING:
+    from ..store import Store
+
+_VALUE = re.compile(r"%(\d+)\.\d+")
+_NOT_IN_STORE = "The store has it as compiled code alone, which the report of a session shows: session.report(path)."
+_NO_LINKS = "The store does not say which node each line came from; session.report(path) does."
+
+
+def store_report(store: Store) -> data.Report:
+    """All that a store has of structures, entries and misses."""
+    entries = store.entries()
+    by_structure: dict[str, list[Entry]] = {}
+    for entry in entries:
+        by_structure.setdefault(entry.structure, []).append(entry)
+    found = {id: store.structure(id) for id in by_structure}
+    structures = [structure for structure in found.values() if structure is not None]
+    names = {id: members[0].name for id, members in by_structure.items()}
+    return data.Report(
+        of="store",
+        title=str(store.path),
+        made=date(time.time()),
+        totals=_totals(store.stats()),
+        timeline=_timeline(store.misses(), found),
+        trie=trie_of(structures, names),
+        graphs=tuple(_graph(store, each, by_structure[each.id]) for each in structures),
+    )
+
+
+def _totals(stats: StoreStats) -> tuple[data.Figure, ...]:
+    figures = [
+        data.Figure("entries", f"{stats.entries:,}", f"of {plural(stats.structures, 'structure')}"),
+        data.Figure("size", size(stats.size), f"of {size(stats.max_size)}"),
+        data.Figure("compiling", seconds(stats.compile_seconds), "to make what is stored"),
+        data.Figure("loads", f"{stats.loads:,}", f"saved {seconds(stats.seconds_saved)} of compiling"),
+        data.Figure("misses", f"{sum(stats.misses.values()):,}", "recorded here"),
+    ]
+    if stats.timed:
+        figures.append(data.Figure("timed", f"{stats.timed:,}", f"{stats.left_to_eager:,} slower, left to eager"))
+    return tuple(figures)
+
+
+def _timeline(misses: Sequence[MissEntry], structures: Mapping[str, Structure | None]) -> data.Timeline:
+    events = [
+        data.Event(
+            number=number,
+            count=1,
+            outcome="miss",
+            title=each.name,
+            graph=each.structure if structures.get(each.structure) is not None else None,
+            cost=each.miss.seconds,
+            seconds={},
+            compiles=0,
+            loads=0,
+            when=each.when,
+            reasons=(reason_of(each.miss),),
+        )
+        for number, each in enumerate(reversed(misses), 1)
+    ]
+    return data.Timeline(tuple(events), total=0, hits_between=False)
+
+
+def reason_of(miss: Miss) -> data.Reason:
+    """A miss with what its kind means."""
+    kind = explain(miss.kind)
+    return data.Reason(miss.kind, str(miss), kind.means, kind.do)
+
+
+def trie_of(structures: Sequence[Structure], names: Mapping[str, str]) -> tuple[data.Branch, ...]:
+    """The structures, folded: what they share is told once."""
+    lines: list[data.Branch] = []
+    branches = fold(structures)
+    depths: list[int] = []
+    for branch, guide, _ in guides(branches):
+        depths.append(0 if branch.parent is None else depths[branch.parent] + 1)
+        count, first = len(branch.nodes), branch.nodes[:1]
+        text = " to ".join(dict.fromkeys((*first, *branch.nodes[-1:]))) if branch.parent is None else "".join(first)
+        if not count:
+            text = "the tape ends"
+        elif count > 1:
+            text += f", {plural(count, 'node')}"
+        id = branch.structure
+        title = "" if id is None else names.get(id, "")
+        lines.append(data.Branch(depths[-1], guide, text, branch.differs, branch.shared, id, title))
+    return tuple(lines)
+
+
+def nodes_of(calls: Sequence[Call], steps: Mapping[int, int] | None = None) -> tuple[data.Node, ...]:
+    """The nodes of a tape, with the module of each.
+
+    Args:
+        steps: which step runs a node, by index.
+    """
+    names = [call.name for call in calls]
+    edges = [call.edges for call in calls]
+    if not any(edges):  # what could not be read of the tape, its keys tell
+        edges = _edges_of_keys(calls)
+    edges = [tuple(each for each in targets if 0 <= each < len(calls)) for targets in edges]
+    modules = modules_of(names, [call.parameter for call in calls], edges)
+    steps = steps or {}
+    return tuple(
+        data.Node(call.name, call.parameter, call.source, modules[index], edges[index], steps.get(index))
+        for index, call in enumerate(calls)
+    )
+
+
+def _edges_of_keys(calls: Sequence[Call]) -> list[tuple[int, ...]]:
+    edges: list[dict[int, None]] = [{} for _ in calls]
+    for index, call in enumerate(calls):
+        for part in call.key[1:]:
+            for found in _VALUE.findall(part.partition(" = ")[2]):
+                if int(found) != index and int(found) < len(calls):
+                    edges[int(found)][index] = None
+    return [tuple(targets) for targets in edges]
+
+
+def _graph(store: Store, structure: Structure, entries: Sequence[Entry]) -> data.Graph:
+    entry = entries[0]
+    steps: list[data.Step] = []
+    lines: list[data.Line] = []
+    blocks: list[data.Block] = []
+    note = _NO_LINKS
+    for number, region in enumerate(entry.regions):
+        detail = f"code {region.artifact[:12]}, ATen graph {region.lowered[:12]}"
+        steps.append(data.Step("region", f"region {number}", detail, region.calls, 0))
+        try:
+            texts = aten_texts(store.read(region.lowered).decode())
+        except (StoreError, UnicodeDecodeError) as error:
+            texts, note = [f"(this file cannot be read: {error})"], f"{_NO_LINKS} Some of it cannot be read."
+        blocks.append(data.Block(number, len(lines), len(texts)))
+        lines += [data.Line(text) for text in texts]
+    stages = (
+        data.Stage("tape", "Tape graph", "", tuple(tape_lines(structure.text))),
+        data.Stage("aten", "ATen", note, tuple(lines), tuple(blocks)),
+        data.Stage("code", "Backend's code", _NOT_IN_STORE, ()),
+    )
+    return data.Graph(
+        id=structure.id,
+        title=entry.name,
+        facts=(
+            ("structure", structure.id),
+            ("nodes", f"{len(structure.calls):,}"),
+            ("entries", f"{len(entries):,}; the stages are those of {entry.id}, the one used last"),
+        ),
+        nodes=nodes_of(structure.calls),
+        steps=tuple(steps),
+        stages=stages,
+        variants=tuple(map(_variant, entries)),
+    )
+
+
+def _variant(entry: Entry) -> data.Variant:
+    timing = entry.timing
+    facts = [
+        ("made", f"{date(entry.created)}, {seconds(entry.seconds)}"),
+        ("why", str(entry.miss)),
+        ("loads", f"{entry.loads:,}"),
+        ("size", size(entry.size)),
+        *((name, value) for values in entry.sections.values() for name, value in values.items()),
+        ("inputs", ", ".join(f"{each.dtype}[{', '.join(each.shape)}]" for each in entry.inputs)),
+    ]
+    if entry.guards:
+        facts.append(("guards", ", ".join(entry.guards)))
+    times = {} if timing is None else {"eager": timing.eager, "compiled": timing.compiled, "samples": timing.samples}
+    title = f"{entry.id}, {entry.settings.get('backend', '')}, {'dynamic' if entry.dynamic else 'static'}"
+    return data.Variant(title, tuple(facts), **times)  # type: ignore[arg-type]

@@ -1,0 +1,172 @@
+"""A report as one HTML file: no network, nothing beside it, and nothing in it that came from a user runs.
+
+Whatever comes from user code is data. The template escapes what it shows, and the rest lies in the page as JSON, which
+the page's own script puts into text nodes. A policy in the page allows that script and its style, and nothing else.
+"""
+
+from __future__ import annotations
+
+import base64
+import functools
+import hashlib
+import json
+import os
+import tempfile
+from collections.abc import Sequence
+from importlib import resources
+from pathlib import Path
+from typing import Any
+
+import jinja2
+import markupsafe
+import msgspec
+
+from ..safe_text import harmless
+from .data import Graph, Report
+
+MAX_BYTES = 4_500_000
+"""Of all graphs together, so that the file stays below 5 MB. What is beyond goes, the longest texts first."""
+_SCRIPTS = ("base.js", "lists.js", "timeline.js", "layout.js", "drawing.js", "stages.js", "figures.js", "main.js")
+_ESCAPES = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"}
+_LEFT_OUT = "These lines were left out so that the file stays small."
+
+
+def write(report: Report, path: str | os.PathLike[str]) -> Path:
+    """Write the page; a file that is there is replaced in one step, and left as it is where something fails.
+
+    Raises:
+        OSError: ``path`` cannot be written.
+    """
+    target = Path(path).expanduser()
+    text = page(report)
+    if target.is_dir():
+        raise IsADirectoryError(21, "a report is one file, and this is a folder; name a file in it", str(target))
+    descriptor, name = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
+    try:
+        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+            file.write(text)
+        Path(name).chmod(0o666 & ~_umask())
+        Path(name).replace(target)
+    except BaseException:
+        Path(name).unlink(missing_ok=True)
+        raise
+    return target.absolute()
+
+
+def page(report: Report) -> str:
+    """The whole page as text."""
+    style, script = _text("page.css"), "\n".join(["'use strict';", *map(_text, _SCRIPTS)])
+    graphs = _fitting(report.graphs)
+    rest = msgspec.structs.replace(report, graphs=())
+    return _template().render(
+        report=report,
+        graphs=report.graphs,
+        harmless=harmless,
+        # Both are this package's own files, and hashed below.
+        style=markupsafe.Markup(style),
+        script=markupsafe.Markup(script),
+        style_hash=_hash(style),
+        script_hash=_hash(script),
+        data=_json(rest),
+        graph_data=[_safe(each) for each in graphs],
+    )
+
+
+def _umask() -> int:
+    mask = os.umask(0o077)
+    os.umask(mask)
+    return mask
+
+
+@functools.cache
+def _template() -> jinja2.Template:
+    environment = jinja2.Environment(
+        autoescape=True, undefined=jinja2.StrictUndefined, trim_blocks=True, lstrip_blocks=True
+    )
+    return environment.from_string(_text("page.html"))
+
+
+@functools.cache
+def _text(name: str) -> str:
+    return resources.files(__package__).joinpath("page_files", name).read_text(encoding="utf-8")
+
+
+def _hash(text: str) -> str:
+    """As a content security policy names an inline script or style."""
+    return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
+
+
+def _encoded(record: Any) -> bytes:
+    """As JSON. A name may hold half of a pair of surrogates, as those of files do that are no UTF-8: it is escaped."""
+    try:
+        return msgspec.json.encode(record)
+    except UnicodeEncodeError:
+        return json.dumps(msgspec.to_builtins(record), separators=(",", ":")).encode()
+
+
+def _json(record: Any) -> markupsafe.Markup:
+    return _safe(_encoded(record))
+
+
+def _safe(data: bytes) -> markupsafe.Markup:
+    """JSON that says the same, and in which no tag, comment or entity can begin."""
+    text = data.decode()
+    for character, escape in _ESCAPES.items():
+        text = text.replace(character, escape)
+    return markupsafe.Markup(text)
+
+
+def _fitting(graphs: Sequence[Graph]) -> list[bytes]:
+    """The graphs as JSON, without the longest stages where all of them would be too much."""
+    encoded = [_encoded(graph) for graph in graphs]
+    total = sum(map(_escaped_size, encoded))
+    while total > MAX_BYTES:
+        sizes = [
+            (_escaped_size(_encoded(stage.lines)), which, place)
+            for which, graph in enumerate(graphs)
+            for place, stage in enumerate(graph.stages)
+            if stage.lines
+        ]
+        if not sizes:
+            return _bare(graphs, encoded)
+        sizes.sort(reverse=True)
+        graphs = list(graphs)
+        for size, which, place in sizes:
+            stages = list(graphs[which].stages)
+            note = " ".join(filter(None, (stages[place].note, _LEFT_OUT)))
+            stages[place] = msgspec.structs.replace(stages[place], lines=(), blocks=(), note=note)
+            graphs[which] = msgspec.structs.replace(graphs[which], stages=tuple(_linked(stages)))
+            total -= size
+            if total <= MAX_BYTES:
+                break
+        encoded = [_encoded(graph) for graph in graphs]
+        total = sum(map(_escaped_size, encoded))
+    return encoded
+
+
+def _linked(stages: Sequence[Any]) -> list[Any]:
+    """Stages without links into one that has no lines."""
+    linked = []
+    for place, stage in enumerate(stages):
+        if place and not stages[place - 1].lines and stage.lines:
+            lines = tuple(msgspec.structs.replace(line, links=()) for line in stage.lines)
+            stage = msgspec.structs.replace(stage, lines=lines)
+        linked.append(stage)
+    return linked
+
+
+def _bare(graphs: Sequence[Graph], encoded: Sequence[bytes]) -> list[bytes]:
+    """Of so many nodes that their stages are not all: the last graphs keep their names alone."""
+    kept, total = [], 0
+    for graph, data in zip(graphs, encoded, strict=True):
+        total += _escaped_size(data)
+        if total > MAX_BYTES:
+            graph = msgspec.structs.replace(graph, nodes=(), steps=(), stages=(), memory=None, note=_LEFT_OUT)
+            data = _encoded(graph)
+            total += _escaped_size(data)
+        kept.append(data)
+    return kept
+
+
+def _escaped_size(data: bytes) -> int:
+    return len(data) + 5 * sum(data.count(each) for each in (b"<", b">", b"&"))

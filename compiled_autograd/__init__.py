@@ -24,7 +24,7 @@ except ImportError as error:
     ) from error
 
 from .api import compile_step, disable, enable, reset  # noqa: E402
-from .capture.inspection import TapeView, inspect  # noqa: E402
+from .capture.forward_lines import trace_sources  # noqa: E402
 from .engine.session import Outcome, Session, Stats  # noqa: E402
 from .errors import (  # noqa: E402
     BrokenCaptureError,
@@ -35,6 +35,7 @@ from .errors import (  # noqa: E402
     UnknownSettingError,
     UnsupportedBackwardError,
 )
+from .inspection.view import TapeView, inspect  # noqa: E402
 
 __version__ = VERSION
 
@@ -57,4 +58,5 @@ __all__ = [
     "enable",
     "inspect",
     "reset",
+    "trace_sources",
 ]

@@ -30,6 +30,9 @@ _MOST_CALLS = 1 << 20
 _NOT_THE_CALLERS = (f"{Path(torch.__file__).parent}{os.sep}", __file__)  # this file too, where it is entered twice
 
 
+_LOCK = free_in_child(threading.RLock())
+
+
 class _Lines:
     """What one thread has noted: of each call that made nodes the number of the first and the one behind the last, in
     ascending order, and which line it was."""
@@ -58,7 +61,6 @@ class _Noted:
     """Of all threads."""
 
     def __init__(self) -> None:
-        self.lock = free_in_child(threading.RLock())
         self.forget()
 
     def forget(self) -> None:
@@ -70,7 +72,7 @@ class _Noted:
         key = (id(code), line)  # the code lives as long as `places`
         number = self.numbers.get(key)
         if number is None:
-            with self.lock:
+            with _LOCK:
                 number = self.numbers.setdefault(key, len(self.places))
                 if number == len(self.places):
                     self.places.append((code, line))

@@ -29,7 +29,7 @@ except ImportError as error:
     ) from error
 
 from .api import compile_step, disable, enable, reset  # noqa: E402
-from .capture.inspection import TapeView, inspect  # noqa: E402
+from .capture.forward_lines import trace_sources  # noqa: E402
 from .engine.session import Outcome, Session, Stats  # noqa: E402
 from .errors import (  # noqa: E402
     BrokenCaptureError,
@@ -41,6 +41,7 @@ from .errors import (  # noqa: E402
     UnknownSettingError,
     UnsupportedBackwardError,
 )
+from .inspection.view import TapeView, inspect  # noqa: E402
 
 if TYPE_CHECKING:
     from .replay import Reproduction
@@ -68,6 +69,7 @@ __all__ = [
     "inspect",
     "load",
     "reset",
+    "trace_sources",
 ]
 
 

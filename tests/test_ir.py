@@ -504,5 +504,3 @@ def test_a_long_tape_is_not_read_from_python(monkeypatch: pytest.MonkeyPatch) ->
     assert {call.parameter for call in session.last.graph.tape.calls} == {None}
     assert len(tape.first_nodes([model(x).sum()])) == 7
     assert tape.fingerprint([model(x).sum()]) == tape.fingerprint([model(x).sum()])
-    with pytest.raises(ValueError, match="more than 6 nodes"):
-        ca.inspect(model(x).sum())

@@ -3,19 +3,16 @@
 from __future__ import annotations
 
 import inspect as python_inspect
-from pathlib import Path
 from typing import Any
 
 import networkx as nx
 import pytest
 import torch
-from torch import nn
-from torch.autograd.graph import get_gradient_edge
 
 import compiled_autograd as ca
 from compiled_autograd.cache.graphs import GRAPHS
 
-from .helpers import expect, in_subprocess, mlp
+from .helpers import expect, in_subprocess
 
 
 def _square(x: torch.Tensor) -> torch.Tensor:
@@ -330,65 +327,6 @@ def test_a_step_that_raises_leaves_its_session() -> None:
         step()
     _square(_leaf()).backward()
     expect(step.session.stats())  # type: ignore[attr-defined]
-
-
-# ---- inspect ---------------------------------------------------------------------------------------------------------
-
-
-def test_inspect_runs_nothing() -> None:
-    x = _leaf()
-    loss = _square(x.exp())
-    view = ca.inspect(loss)
-    assert [node.name for node in view.nodes] == ["SumBackward0", "MulBackward0", "ExpBackward0", "AccumulateGrad"]
-    assert x.grad is None
-    loss.backward()
-    assert x.grad is not None
-
-
-def test_inspect_text() -> None:
-    x = _leaf()
-    view = ca.inspect((x.exp() * x).sum())
-    assert view.readable() == (
-        "#0 SumBackward0 -> #1[0]\n#1 MulBackward0 -> #2[0], #3[0]\n#2 ExpBackward0 -> #3[0]\n#3 AccumulateGrad\n"
-    )
-
-
-def test_inspect_names_parameters_and_sources() -> None:
-    model = nn.Sequential(nn.Linear(2, 2), nn.Tanh())
-    with pytest.warns(UserWarning, match="Anomaly Detection"), torch.autograd.detect_anomaly(check_nan=False):
-        loss = model(torch.ones(1, 2)).exp().sum()
-    view = ca.inspect(loss)
-    assert {node.parameter for node in view.nodes if node.parameter} == {"0.weight", "0.bias"}
-    (source,) = [node.source for node in view.nodes if node.name == "ExpBackward0"]
-    assert source is not None and f"{Path(__file__).name}:" in source
-    assert "parameter=0.weight" in view.readable() and f"at {source}" in view.readable()
-
-
-def test_inspect_of_several_outputs_and_edges() -> None:
-    x = _leaf()
-    a, b = x.exp(), x.sin()
-    view = ca.inspect(a, get_gradient_edge(b))
-    assert sorted(node.name for node in view.nodes) == ["AccumulateGrad", "ExpBackward0", "SinBackward0"]
-    graph = view.to_networkx()
-    assert nx.is_directed_acyclic_graph(graph) and graph.number_of_edges() == 2
-    assert {data["name"] for _, data in graph.nodes(data=True)} == {node.name for node in view.nodes}
-
-
-def test_inspect_of_something_without_a_tape_says_so() -> None:
-    with pytest.raises(ValueError, match=r"output 1 does not require grad.*no_grad"):
-        ca.inspect(_leaf().sum(), torch.ones(3))
-
-
-def test_inspect_walks_in_the_order_of_the_capture() -> None:
-    model = mlp(depth=3)
-    loss = model(torch.randn(2, 8)).square().mean()
-    view = ca.inspect(loss)
-    with ca.enable(backend="eager") as session:
-        loss.backward()
-    assert session.last is not None and session.last.graph is not None
-    captured = [call.name for call in session.last.graph.tape.calls[1:]]
-    assert [node.name for node in view.nodes] == captured
-    assert [node.parameter for node in view.nodes] == [call.parameter for call in session.last.graph.tape.calls[1:]]
 
 
 # ---- the public face -------------------------------------------------------------------------------------------------

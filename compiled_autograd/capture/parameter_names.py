@@ -19,13 +19,14 @@ from ..process_state import PROCESS
 
 @dataclass(frozen=True, slots=True)
 class ParameterName:
-    """Where a parameter was found: its name from the outermost module, that one's class, and the module that has it as
-    ``attribute``."""
+    """Where a parameter was found: its name from the outermost module, that one's class, the module that has it as
+    ``attribute``, and the outermost one itself."""
 
     name: str
     outermost: str
     module: weakref.ref[torch.nn.Module]
     attribute: str
+    model: weakref.ref[torch.nn.Module]
 
     def has(self, parameter: torch.Tensor) -> bool:
         """Whether it is still there."""
@@ -55,10 +56,16 @@ _SLOW_SEARCH_SECONDS, _SEARCH_TIME_SHARE = 0.3, 0.05
 of the process's time, another model has no names until searches take no more than this share of that time."""
 
 
-def parameter_names_of(leaves: Sequence[torch.Tensor]) -> dict[int, ParameterName]:
-    """``id`` of each leaf that is a parameter of a living module -> where it is."""
+def parameter_names_of(leaves: Sequence[torch.Tensor], *, at_any_cost: bool = False) -> dict[int, ParameterName]:
+    """``id`` of each leaf that is a parameter of a living module -> where it is.
+
+    Args:
+        at_any_cost: search also where searches have taken long.
+    """
     parameters = [leaf for leaf in leaves if isinstance(leaf, torch.nn.Parameter)]
     if not all(_is_known(parameter) for parameter in parameters):
+        if at_any_cost:
+            _search.next = 0.0
         _look_for(parameters)
     return {key: _search.found[key] for key in map(id, parameters) if key in _search.found}
 
@@ -97,12 +104,14 @@ def all_parameter_names() -> dict[int, ParameterName]:
     for outermost in modules:
         if id(outermost) in inner:
             continue
+        model = weakref.ref(outermost)
         for path, module in outermost.named_modules():
             for attribute, parameter in module._parameters.items():
                 if parameter is not None:
                     name = f"{path}.{attribute}" if path else attribute
                     names_by_id.setdefault(
-                        id(parameter), ParameterName(name, type(outermost).__name__, weakref.ref(module), attribute)
+                        id(parameter),
+                        ParameterName(name, type(outermost).__name__, weakref.ref(module), attribute, model),
                     )
     return names_by_id
 

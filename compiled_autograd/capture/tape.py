@@ -21,6 +21,7 @@ from torch.autograd.graph import GradientEdge
 
 from .. import ir
 from ..process_state import PROCESS
+from .forward_lines import line_of
 from .parameter_names import parameter_names_of
 
 LEAF = "AccumulateGrad"
@@ -237,18 +238,22 @@ def saved_by(node: Any) -> tuple[ir.SavedValue, ...]:
 
     Tensors are not read: that would run the hooks that pack them.
     """
-    cls = type(node)
-    if cls not in _saved_names:
-        names = [name for name in vars(cls) if name.startswith("_saved_")]
-        _saved_names[cls] = tuple((name, f"_raw{name}" in vars(cls)) for name in names)
     return tuple(
         ir.SavedValue(
             name.removeprefix("_saved_"),
             is_tensor,
             None if is_tensor else ir.argument_of(_signed(getattr(node, name)), {}),
         )
-        for name, is_tensor in _saved_names[cls]
+        for name, is_tensor in saved_names(type(node))
     )
+
+
+def saved_names(cls: type) -> tuple[tuple[str, bool], ...]:
+    """The attributes of a class of built-in nodes for what its nodes saved, and whether each is of tensors."""
+    if cls not in _saved_names:
+        names = [name for name in vars(cls) if name.startswith("_saved_")]
+        _saved_names[cls] = tuple((name, f"_raw{name}" in vars(cls)) for name in names)
+    return _saved_names[cls]
 
 
 def _signed(value: Any) -> Any:
@@ -259,10 +264,10 @@ def _signed(value: Any) -> Any:
 
 
 def source_line(node: Any) -> str | None:
-    """``file:line in function`` of the forward that made a node, where anomaly mode recorded it."""
+    """``file:line in function`` of the forward that made a node, where anomaly mode or ``trace_sources`` noted it."""
     frames = _FRAME.findall("".join(node.metadata.get("traceback_") or ()))
     own = [frame for frame in frames if "/torch/" not in frame[0]]
     if not own:
-        return None
+        return line_of(type(node)._sequence_nr(node))
     file, line, function = own[-1]
     return f"{file}:{line} in {function}"

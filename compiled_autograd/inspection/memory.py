@@ -1,0 +1,121 @@
+"""What the forward keeps alive for a backward: the nodes of a tape to bytes, by module and by node.
+
+Each piece of memory counts once, at the node that ran first of those that hold it. What a parameter, a buffer or an
+input of the program takes is there without the tape, and is named but not counted.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TypeVar
+
+from .folding import folded_names
+from .nodes import COUNTED, TapeNode, size
+
+
+@dataclass(frozen=True, slots=True)
+class TapeMemory:
+    """What a tape keeps alive.
+
+    Attributes:
+        bytes: in all.
+        by_module: bytes of the nodes of each module, the largest first; nodes of modules inside it are not its own.
+        by_node: bytes of each node that keeps something, by its index, the largest first.
+        there_anyway: bytes that are saved and not counted: of ``parameter``, ``buffer`` and ``input``.
+        unknown: how many saved tensors have a size that cannot be known: a hook packed them into something else than
+            tensors, or they have no storage.
+        folded: as :attr:`by_module`, equal layers together: bytes by their name.
+        lines: a line for each node of :attr:`by_node`, those of equal layers that keep the same together.
+    """
+
+    bytes: int
+    by_module: dict[str, int]
+    by_node: dict[int, int]
+    there_anyway: dict[str, int]
+    unknown: int
+    folded: dict[str, int]
+    lines: tuple[str, ...]
+
+    def __str__(self) -> str:
+        anyway = ", ".join(f"{size(count)} of {kind}s" for kind, count in self.there_anyway.items() if count)
+        lines = [f"the forward keeps {size(self.bytes)} alive" + (f", besides {anyway}" if anyway else "")]
+        if self.unknown:
+            lines.append(f"{self.unknown:,} saved tensors have a size that cannot be known")
+        of_modules = [f"{size(count):>10}  {name or '(the model itself)'}" for name, count in self.folded.items()]
+        lines += ["", "by module", *_most(of_modules, "by_module"), "", "by node", *_most(self.lines, "by_node")]
+        return "\n".join(lines) + "\n"
+
+
+_MOST = 20
+
+
+def _most(lines: Sequence[str], where: str) -> list[str]:
+    left_out = len(lines) - _MOST
+    return [*lines[:_MOST], *([f"{'':>10}  and {left_out:,} lines more: {where} has all"] if left_out > 0 else [])]
+
+
+def memory_of(nodes: Sequence[TapeNode]) -> TapeMemory:
+    """Add up what the nodes of a tape saved."""
+    by_node: Counter[int] = Counter()
+    there_anyway: Counter[str] = Counter({"parameter": 0, "buffer": 0, "input": 0})
+    unknown = 0
+    seen: set[int] = set()
+    for index in _in_the_order_of_the_forward(nodes):
+        for saved in nodes[index].saved:
+            if saved.bytes is None:
+                unknown += 1
+            if saved.bytes is None or saved.memory is None or saved.memory in seen:
+                continue
+            seen.add(saved.memory)
+            if saved.kind in COUNTED:
+                by_node[index] += saved.bytes
+            else:
+                there_anyway[saved.kind] += saved.bytes
+    names = folded_names(nodes)
+    by_module: Counter[str] = Counter()
+    folded: Counter[str] = Counter()
+    for index, count in by_node.items():
+        by_module[nodes[index].module] += count
+        folded[names[nodes[index].module]] += count
+    largest = _largest(by_node)
+    return TapeMemory(
+        sum(by_node.values()),
+        _largest(by_module),
+        largest,
+        dict(there_anyway),
+        unknown,
+        _largest(folded),
+        _lines(nodes, largest, names),
+    )
+
+
+_Key = TypeVar("_Key", int, str)
+
+
+def _largest(counts: Counter[_Key]) -> dict[_Key, int]:
+    return {key: count for key, count in counts.most_common() if count}
+
+
+def _lines(nodes: Sequence[TapeNode], by_node: dict[int, int], names: dict[str, str]) -> tuple[str, ...]:
+    alike: dict[str, list[int]] = {}
+    for index in by_node:
+        node = nodes[index]
+        held = ", ".join(str(saved) for saved in node.saved if saved.kind in COUNTED)
+        of = f" of {names[node.module]}" if node.module else ""
+        alike.setdefault(f"{node.name}{of}: {held}", []).append(index)
+    kept = {text: sum(by_node[index] for index in indices) for text, indices in alike.items()}
+    return tuple(
+        f"{size(kept[text]):>10}  {_numbered(alike[text])} {text}"
+        for text in sorted(alike, key=lambda text: kept[text], reverse=True)
+    )
+
+
+def _numbered(indices: Sequence[int]) -> str:
+    return f"#{indices[0]}" if len(indices) == 1 else f"{len(indices):,} times"
+
+
+def _in_the_order_of_the_forward(nodes: Sequence[TapeNode]) -> list[int]:
+    """Indices of nodes as the forward made them; leaves, which it did not make, come last."""
+    return sorted(range(len(nodes)), key=lambda index: (nodes[index].sequence, -index))

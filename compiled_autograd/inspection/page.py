@@ -1,0 +1,70 @@
+"""A tape in a notebook: its listing as HTML that folds, with nothing from outside. All text is escaped."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from html import escape
+
+from ..capture import tape
+from .folding import Layers, Module, parts_of, shown, tree_of
+from .listing import Listing, edges_of, saved_as
+from .nodes import counted
+
+_MOST_ROWS = 1_000
+
+_STYLE = """
+<style>
+.ca-tape { font: 13px/1.45 system-ui, sans-serif; }
+.ca-tape details { margin-left: 1em; border-left: 1px solid #8884; padding-left: .6em; }
+.ca-tape summary { cursor: pointer; }
+.ca-tape table { border-collapse: collapse; font: 12px/1.4 ui-monospace, monospace; margin: .2em 0 .4em 1em; }
+.ca-tape td, .ca-tape th { border: 0; padding: .1em .8em .1em 0; text-align: left; vertical-align: top; }
+.ca-tape .ca-less { opacity: .7; }
+</style>
+"""
+
+
+def html_of(listing: Listing) -> str:
+    """The listing, modules folded but for the model; up to a thousand nodes."""
+    page = _Page(listing)
+    body = "".join(page.module(tree_of(listing.nodes)))
+    if page.left_out:
+        body += f"<p>{page.left_out:,} more nodes are not shown: <code>readable()</code> has each.</p>"
+    return f'{_STYLE}<div class="ca-tape"><strong>{escape(listing.title)}</strong>{body}</div>'
+
+
+class _Page:
+    def __init__(self, listing: Listing) -> None:
+        self._listing = listing
+        self._rows = 0
+        self.left_out = 0
+
+    def module(self, module: Module) -> Iterator[str]:
+        for part in parts_of(module, self._listing.nodes):
+            if isinstance(part, Layers):
+                yield f"<details><summary>{escape(self._listing.of_layers(part))}</summary>"
+                yield from self.module(shown(part))
+                yield "</details>"
+                continue
+            if part.times > 1:
+                yield f"<div>{part.times:,} times {counted(len(part.indices))}:</div>"
+            yield from self._table(part.indices)
+
+    def _table(self, indices: tuple[int, ...]) -> Iterator[str]:
+        there_is_room = max(0, _MOST_ROWS - self._rows)
+        self._rows += len(indices)
+        self.left_out += len(indices[there_is_room:])
+        yield "<table>"
+        for index in indices[:there_is_room]:
+            node = self._listing.nodes[index]
+            name = node.parameter if node.name == tape.LEAF and node.parameter else node.name
+            cells = [
+                f"#{index}",
+                name,
+                " ".join(map(str, node.gradients)),
+                edges_of(node),
+                "; ".join(map(saved_as, node.saved)),
+                "; ".join((*node.hooks, *([f"at {node.source}"] if node.source else []))),
+            ]
+            yield "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>"
+        yield "</table>"

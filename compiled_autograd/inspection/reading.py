@@ -1,0 +1,168 @@
+"""A live tape to plain values: what each node is, holds and belongs to. Nothing is run, and nothing of it is kept."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch.autograd.graph import GradientEdge
+
+from backends.garbage_collection import RARELY
+
+from ..capture import tape
+from ..capture.parameter_names import ParameterName, parameter_names_of
+from .long_tapes import have_it_freed_in_parts
+from .modules import Bare, modules_of
+from .nodes import Gradient, TapeNode
+from .saved import Handles, SavedTensors, handles
+
+
+@dataclass(frozen=True, slots=True)
+class Reading:
+    """What was read of a tape.
+
+    Attributes:
+        nodes: in the order in which the engine would walk them.
+        models: what the outermost modules are called whose parameters the tape leads to.
+    """
+
+    nodes: tuple[TapeNode, ...]
+    models: tuple[str, ...]
+
+
+def read(outputs: tape.Ends) -> Reading:
+    """Read the tape below some outputs that have one."""
+    with RARELY:
+        return _read(outputs)
+
+
+def _read(outputs: tape.Ends) -> Reading:
+    have_it_freed_in_parts(outputs)
+    visited = tape.walk(outputs)
+    index_of = {each.node: index for index, each in enumerate(visited)}
+    edges = [
+        tuple(
+            None if following is None else (index_of[following], int(number))
+            for following, number in each.node.next_functions
+        )
+        for each in visited
+    ]
+    leaves = {index: each.node.variable for index, each in enumerate(visited) if each.name == tape.LEAF}
+    names = parameter_names_of(list(leaves.values()), at_any_cost=True)
+    parameters = {index: names[id(leaf)] for index, leaf in leaves.items() if id(leaf) in names}
+    models, labels = _models(parameters)
+    gradients = [_gradients(each.node) for each in visited]
+    modules = modules_of(
+        [
+            Bare(
+                each.sequence,
+                edges[index],
+                _elements(gradients[index], leaves.get(index)),
+                _owner(parameters.get(index), labels),
+            )
+            for index, each in enumerate(visited)
+        ]
+    )
+    held = [handles(each.node) for each in visited]
+    hooks = _hooks(outputs, held, index_of, leaves)
+    saved = SavedTensors(
+        [parameter for model in models for parameter in model.parameters()],
+        [buffer for model in models for buffer in model.buffers()],
+        leaves.values(),
+    )
+    nodes = tuple(
+        TapeNode(
+            each.name,
+            each.sequence,
+            parameters[index].name if index in parameters else None,
+            tape.source_line(each.node),
+            edges[index],
+            ".".join(modules[index]),
+            gradients[index],
+            saved.of(held[index]),
+            tuple(hooks[index]),
+        )
+        for index, each in enumerate(visited)
+    )
+    return Reading(nodes, tuple(dict.fromkeys(labels.values())))
+
+
+def _models(parameters: dict[int, ParameterName]) -> tuple[list[torch.nn.Module], dict[int, str]]:
+    """The outermost modules, and what each is called, by its ``id``: its class, with a number where there are more."""
+    models: list[torch.nn.Module] = []
+    labels: dict[int, str] = {}
+    for found in parameters.values():
+        model = found.model()
+        if model is None or id(model) in labels:
+            continue
+        alike = sum(type(each).__name__ == found.outermost for each in models)
+        labels[id(model)] = f"{found.outermost} {alike + 1}" if alike else found.outermost
+        models.append(model)
+    return models, labels
+
+
+def _owner(found: ParameterName | None, labels: dict[int, str]) -> tuple[str, ...] | None:
+    """The path of the module that has a parameter; among several models it begins with what its own is called."""
+    if found is None:
+        return None
+    path = tuple(found.name.split(".")[:-1])
+    if "parametrizations" in path:  # of torch.nn.utils.parametrize: inside the module that is parametrized
+        path = path[: path.index("parametrizations")]
+    return (labels.get(id(found.model()), found.outermost), *path) if len(labels) > 1 else path
+
+
+def _gradients(node: Any) -> tuple[Gradient, ...]:
+    return tuple(Gradient(tuple(each.shape), each.dtype) for each in node._input_metadata)
+
+
+def _elements(gradients: Sequence[Gradient], leaf: torch.Tensor | None) -> int | None:
+    if leaf is not None:
+        return leaf.numel()
+    if len(gradients) != 1:
+        return None
+    elements = 1
+    for length in gradients[0].shape:
+        elements *= length
+    return elements
+
+
+def _hooks(
+    outputs: tape.Ends, held: Sequence[Handles], index_of: dict[Any, int], leaves: dict[int, torch.Tensor]
+) -> dict[int, list[str]]:
+    """The hooks that can be seen, by node: those of tensors that can be reached without unpacking anything."""
+    found: dict[int, list[str]] = defaultdict(list)
+    for index, leaf in leaves.items():
+        found[index] += _of_tensor(leaf)
+        found[index] += [f"after accumulation: {_named(hook)}" for hook in _values(leaf._post_accumulate_grad_hooks)]
+    seen: set[tuple[int, int]] = set()
+    with torch._C.DisableTorchFunctionSubclass():
+        for tensor in _reachable(outputs, held):
+            index = index_of.get(tensor.grad_fn, -1)
+            if index >= 0 and (index, tensor.output_nr) not in seen:
+                seen.add((index, tensor.output_nr))
+                found[index] += _of_tensor(tensor)
+    return found
+
+
+def _reachable(outputs: tape.Ends, held: Sequence[Handles]) -> Iterator[torch.Tensor]:
+    yield from (output for output in outputs if not isinstance(output, GradientEdge))
+    for each in held:
+        for _, handle in each:
+            if handle.unpack_hook is None and handle.data.requires_grad:
+                yield handle.data
+
+
+def _of_tensor(tensor: torch.Tensor) -> list[str]:
+    lines = [f"on the gradient: {_named(hook)}" for hook in _values(tensor._backward_hooks)]
+    return [*lines, "retain_grad"] if tensor.retains_grad else lines
+
+
+def _values(hooks: Any) -> list[Any]:
+    return list((hooks or {}).values())
+
+
+def _named(hook: Any) -> str:
+    return getattr(hook, "__qualname__", None) or type(hook).__name__

@@ -1,0 +1,98 @@
+"""``ca.inspect``: the tape as a graph, without running it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Literal
+
+import networkx as nx
+import torch
+from torch.autograd.graph import GradientEdge
+
+from . import page, pictures
+from .listing import Listing, edges_of
+from .memory import TapeMemory, memory_of
+from .nodes import TapeNode
+from .reading import read
+
+_MOST_DRAWN = 300
+
+By = Literal["node", "module"]
+
+
+@dataclass(frozen=True, slots=True)
+class TapeView:
+    """A tape as it was when it was read: plain values, which keep nothing of it alive.
+
+    ``print`` shows it by module, equal layers told once; in a notebook it unfolds.
+
+    Attributes:
+        nodes: in the order in which the engine would walk them.
+        models: the classes of the outermost modules whose parameters the tape leads to.
+    """
+
+    nodes: tuple[TapeNode, ...]
+    models: tuple[str, ...] = ()
+
+    def readable(self) -> str:
+        """One line for each node."""
+        return "\n".join(f"#{index} {_line(node)}" for index, node in enumerate(self.nodes)) + "\n"
+
+    def memory(self) -> TapeMemory:
+        """What the forward keeps alive, by module and by node."""
+        return memory_of(self.nodes)
+
+    def to_networkx(self) -> nx.DiGraph:
+        """Nodes are indices into ``nodes``, with what is known of each as attributes; edges go where gradients go."""
+        return pictures.network(self.nodes)
+
+    def to_dot(self, by: By | None = None) -> str:
+        """A picture for Graphviz, in which edges go where gradients go.
+
+        Args:
+            by: whether nodes are drawn, each in its module, or modules alone, equal layers as one. If not given: nodes,
+                where there are no more than 300.
+        """
+        return pictures.dot(self._picture(by))
+
+    def to_mermaid(self, by: By | None = None) -> str:
+        """A picture for Mermaid, which GitHub draws in Markdown; otherwise as :meth:`to_dot`."""
+        return pictures.mermaid(self._picture(by))
+
+    def _picture(self, by: By | None) -> pictures.Picture:
+        if by not in (None, "node", "module"):
+            raise ValueError(f"by={by!r}: a picture is drawn by 'node' or by 'module'")
+        if (by or ("node" if len(self.nodes) <= _MOST_DRAWN else "module")) == "node":
+            return pictures.of_nodes(self.nodes)
+        return pictures.of_modules(self.nodes, ", ".join(self.models) or "tape")
+
+    def _listing(self) -> Listing:
+        return Listing(self.nodes, self.models, self.memory())
+
+    def __str__(self) -> str:
+        return str(self._listing())
+
+    def _repr_html_(self) -> str:
+        return page.html_of(self._listing())
+
+
+def _line(node: TapeNode) -> str:
+    text = f"{node.name} -> {edges_of(node)}" if node.edges else node.name
+    if node.parameter:
+        text += f" parameter={node.parameter}"
+    return f"{text} at {node.source}" if node.source else text
+
+
+def inspect(*outputs: torch.Tensor | GradientEdge) -> TapeView:
+    """The tape below ``outputs``: what ``backward`` on them would run. Nothing is run, and nothing is kept of it.
+
+    Raises:
+        ValueError: an output without a tape (it does not require grad).
+    """
+    for index, output in enumerate(outputs):
+        if isinstance(output, torch.Tensor) and not output.requires_grad:
+            raise ValueError(
+                f"output {index} does not require grad, so no tape leads to it; was it made under no_grad?"
+            )
+    found = read(outputs)
+    return TapeView(found.nodes, found.models)

@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint
 
 import compiled_autograd as ca
+from compiled_autograd.capture import tape
 from compiled_autograd.threads.gate import GATE
 
 from .helpers import assert_grads, assert_same, compare, expect, in_subprocess, mlp
@@ -840,3 +841,17 @@ def test_a_node_that_runs_is_freed_as_eager_frees_it() -> None:
             with pytest.raises(RuntimeError, match="backward through the graph a second time"):
                 torch.autograd.grad(hidden.sum(), [x])
     assert session is not None and session.stats().structure_misses == 1
+
+
+def test_many_inputs_inside_the_tape_are_looked_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    x = torch.randn(3, requires_grad=True)
+    asked: list[int] = []
+    first_nodes = tape.first_nodes
+    monkeypatch.setattr(tape, "first_nodes", lambda *ends: asked.append(len(found := first_nodes(*ends))) or found)
+    for leaves in ([], [x]):
+        hidden = [x.sin()]
+        while len(hidden) < 20:
+            hidden.append(hidden[-1].sin())
+        asked.clear()
+        found = tape.freed_at_the_end([*hidden, *leaves])
+        assert found is (not leaves) and asked == [21]

@@ -66,6 +66,16 @@ def test_nobody_waits(compiler: Callable[[str], Path], tmp_path: Path) -> None:
     assert found.reason == BEING_BUILT
 
 
+def test_the_compiler_is_no_child_of_this_process(compiler: Callable[[str], Path], tmp_path: Path) -> None:
+    """Nobody has to wait for it, and no ``os.wait`` of the user's finds it."""
+    calls = compiler("ps -o ppid= $PPID >> $(dirname $0)/calls; sleep 1; exit 1")
+    Library(tmp_path / "builds").module()
+    until = time.monotonic() + _SECONDS
+    while time.monotonic() < until and (not calls.exists() or len(calls.read_text().split()) < 2):
+        time.sleep(0.05)
+    assert str(os.getpid()) not in calls.read_text().split()[-1:]
+
+
 def test_eight_processes_build_once(compiler: Callable[[str], Path], tmp_path: Path) -> None:
     calls = compiler(_WRITES)
     environment = {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}

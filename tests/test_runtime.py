@@ -438,6 +438,23 @@ def test_backward_under_no_grad_and_inference_of_grad_mode() -> None:
     assert session.stats().backwards == 2 and not session.stats().failures
 
 
+@pytest.mark.parametrize("met_before", [False, True])
+def test_backward_under_inference_mode(met_before: bool) -> None:
+    """What a capture computes with would be inference tensors, which nothing may save."""
+    session = ca.enable(backend="eager")
+    x = torch.randn(3, requires_grad=True)
+    if met_before:
+        with session:
+            (x * x.exp()).sum().backward()
+        x.grad = None
+    loss = (x * x.exp()).sum()
+    with torch.inference_mode(), session:
+        loss.backward()
+    assert x.grad is not None
+    torch.testing.assert_close(x.grad.clone(), ((1 + x) * x.exp()).detach())
+    assert session.stats().bypasses == {"inference_mode": 1}
+
+
 def test_what_a_function_gives_another_way_is_a_miss_that_says_so() -> None:
     """The tape is the same, but a function's gradient has other strides: the region behind it is compiled again."""
 

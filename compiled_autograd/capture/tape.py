@@ -145,23 +145,36 @@ def _edges(roots: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
                 worklist.append(following)
 
 
-def ends(inputs: Ends) -> list[Any]:
-    """The nodes inside a tape at which a walk for the gradients of ``inputs`` ends, since below them nothing is asked
-    for. One with more than :data:`MAX_NODES_READ` nodes below it counts."""
+def freed_at_the_end(inputs: Ends) -> bool:
+    """Whether a walk for the gradients of ``inputs`` ends at a node inside the tape, below which nothing is asked for,
+    and which would lose something if it were released. More than :data:`MAX_NODES_READ` nodes there count."""
     with torch._C.DisableTorchFunctionSubclass():
         inside = [each.node if isinstance(each, GradientEdge) else each.grad_fn for each in inputs]
-    is_asked_for = _belongs_to(inputs)
-    return [
-        node
-        for node in dict.fromkeys(inside)
-        if node is not None
-        and not type(node).name(node).endswith(LEAF)
-        and not any(map(is_asked_for, first_nodes([GradientEdge(node, 0)])[1:]))
-    ]
+    asked = {node for node in inside if node is not None and not type(node).name(node).endswith(LEAF)}
+    if not any(map(_loses, asked)):
+        return False
+    below = first_nodes([GradientEdge(node, 0) for node in asked])
+    if len(below) > MAX_NODES_READ:
+        return True
+    return any(_loses(node) for node in asked - _above(filter(_belongs_to(inputs), below), asked))
 
 
-def frees(node: Any) -> bool:
-    """Whether something is lost where a node is released: tensors, or what is not known of here."""
+def _above(targets: Iterable[Any], roots: Iterable[Any]) -> set[Any]:
+    """Of ``roots`` and the nodes below them, those from which an edge or more lead to one of ``targets``."""
+    came_from: dict[Any, list[Any]] = {}
+    for node, following in _edges(roots):
+        came_from.setdefault(following, []).append(node)
+    worklist, above = list(targets), set()
+    while worklist:
+        for before in came_from.get(worklist.pop(), ()):
+            if before not in above:
+                above.add(before)
+                worklist.append(before)
+    return above
+
+
+def _loses(node: Any) -> bool:
+    """Whether a node that is released loses something: tensors, or what is not known of here."""
     names = vars(type(node))
     is_known = any(name.startswith("_saved_") for name in names)
     return not is_known or any(name.startswith("_raw_saved_") for name in names)
@@ -170,17 +183,9 @@ def frees(node: Any) -> bool:
 def _leading_to(inputs: Ends, roots: Sequence[Any]) -> set[Any]:
     """The nodes from which one of ``inputs`` can be reached, those of ``inputs`` included."""
     is_target = _belongs_to(inputs)
-    came_from: dict[Any, list[Any]] = {root: [] for root in roots}
-    for node, following in _edges(roots):
-        came_from.setdefault(following, []).append(node)
-    worklist = list(filter(is_target, came_from))
-    wanted = set(worklist)
-    while worklist:
-        for before in came_from[worklist.pop()]:
-            if before not in wanted:
-                wanted.add(before)
-                worklist.append(before)
-    return wanted
+    nodes = {*roots, *(following for _, following in _edges(roots))}
+    targets = set(filter(is_target, nodes))
+    return targets | _above(targets, roots)
 
 
 def _belongs_to(inputs: Ends) -> Callable[[Any], bool]:

@@ -17,6 +17,9 @@ BATCHED_GRADS = Bypass("batched_grads", hint="is_grads_batched, vmap and grad tr
 FORWARD_AD = Bypass(
     "forward_ad", hint="a dual level is on, and gradients may have tangents, which compiled code would drop"
 )
+INFERENCE_MODE = Bypass(
+    "inference_mode", hint="the stand-ins of a capture would be inference tensors; call backward outside of it"
+)
 DISPATCH_MODE = Bypass("dispatch_mode", hint="a TorchDispatchMode is on; leave it, or call backward outside of it")
 TRACING = Bypass("tracing", hint="torch.compile, export or jit.trace is tracing this backward itself")
 TORCH_COMPILED_AUTOGRAD = Bypass(
@@ -98,6 +101,8 @@ def before_capture(create_graph: bool, grads: Sequence[torch.Tensor | None], dep
         return BATCHED_GRADS
     if forward_ad._current_level >= 0:
         return FORWARD_AD
+    if torch.is_inference_mode_enabled():
+        return INFERENCE_MODE
     return DISPATCH_MODE if torch._C._len_torch_dispatch_stack() else None
 
 

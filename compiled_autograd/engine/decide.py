@@ -8,7 +8,7 @@ from collections.abc import Callable
 from shadow_cache import Bypass
 
 from ..cache.selection import find_variant
-from ..capture.tape import ends, frees
+from ..capture.tape import freed_at_the_end
 from ..diagnostics.bypass import COMPILING, EVERY_TAPE_NEW, FORKED, INPUT_INSIDE, ON_MISS, TRACING, before_capture
 from ..errors import CacheMissError
 from ..guards.ambient import ambient
@@ -51,7 +51,7 @@ def _frees_what_does_not_run(call: Call, settings: Settings) -> Bypass | None:
     was asked for (``python_compiled_autograd.cpp``, 2.13). The eager engine leaves that one as it is."""
     if call.accumulate_grad or call.keep_graph:
         return None
-    return INPUT_INSIDE if any(map(frees, ends(call.inputs))) else None
+    return INPUT_INSIDE if freed_at_the_end(call.inputs) else None
 
 
 def _on_other_streams(call: Call, settings: Settings) -> Bypass | None:

@@ -20,7 +20,8 @@ bool is_plain(const at::Tensor& tensor) {
 // Whether Python would let the leaf have it as it is.
 bool can_keep(const Gift& gift) {
   const at::Tensor &leaf = gift.leaf, &gradient = gift.gradient;
-  return gift.can_keep && is_plain(gradient) && gradient.sizes() == leaf.sizes() && gradient.dtype() == leaf.dtype();
+  return gift.can_keep && !gradient.is_same(leaf) && is_plain(gradient) && gradient.sizes() == leaf.sizes() &&
+         gradient.dtype() == leaf.dtype();
 }
 
 }  // namespace

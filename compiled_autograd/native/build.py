@@ -43,6 +43,8 @@ def build(target: Path, command: list[str]) -> None:
 
 
 if __name__ == "__main__":
+    if os.fork():
+        os._exit(0)  # whoever asked has no child that it would have to wait for
     os.umask(0o077)
     os.nice(_LEAST_PRIORITY)
     build(Path(sys.argv[1]), sys.argv[2:])

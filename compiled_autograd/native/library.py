@@ -23,11 +23,14 @@ from typing import Any, Protocol
 
 import torch
 
+from backends.inductor import straight_line
+
 from . import build as building
 from .self_check import why_wrong
 
 BEING_BUILT = "it is not built yet"
 _SOURCES = Path(__file__).parent
+_HOST = Path(straight_line.__file__).parent / "host.h"
 _MODULE = "compiled_autograd_native"
 _SECONDS_BETWEEN_LOOKS = 1.0
 _SECONDS_BETWEEN_BUILDS = 60.0
@@ -200,6 +203,7 @@ def name_of_build() -> str:
     for source in sorted(_SOURCES.iterdir()):
         if source.suffix in (".h", ".cpp"):
             digest.update(source.name.encode() + b"\0" + source.read_bytes())
+    digest.update(_HOST.read_bytes())
     return f"torch-{torch.__version__}-{digest.hexdigest()[:32]}"
 
 
@@ -217,14 +221,16 @@ def _make_private(folder: Path) -> None:
 
 
 def _begin_build(target: Path, name: str) -> None:
+    """The process that is waited for ends at once; the compiler runs in one that is no child of this one."""
     root = Path(torch.__file__).parent
     command = [str(_compiler()), *_FLAGS, f'-DNATIVE_BUILT_FOR="{name}"', str(_SOURCES / "all.cpp")]
     command += [f"-isystem{root / 'include'}", f"-isystem{sysconfig.get_path('include')}", f"-L{root / 'lib'}"]
     command += [f"-l{library}" for library in _LIBRARIES]
-    subprocess.Popen(
-        [sys.executable, "-I", str(Path(building.__file__)), str(target), *command],
+    subprocess.run(
+        [sys.executable, "-I", "-S", str(Path(building.__file__)), str(target), *command],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         start_new_session=True,  # Ctrl-C is not meant for it
+        check=False,
     )

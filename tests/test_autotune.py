@@ -150,7 +150,7 @@ def test_the_oldest_trials_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> Non
     monkeypatch.setattr(autotune, "_MAX_TRIALS", 2)
     trials, held = Autotune(), []
     for number in range(5):
-        variant: Any = variants.Variant(("settings",), None, [], bool, None)  # type: ignore[arg-type]
+        variant: Any = variants.Variant(("settings",), None, [], bool, None, None)  # type: ignore[arg-type]
         variant.key, variant.hits = shadow_cache.VariantKey((), ()), 100
         held.append(variant)
         trials.hit(variant, 1e-3, lambda number=number: number)

@@ -47,6 +47,7 @@ EXCEPTIONS = {
     "compiled_autograd/steps/profiling.py": {"_event_named": _UNCHANGING},
     "compiled_autograd/torch_api/version_differences.py": {"prepare_fake_tensors": _ONCE},
     "compiled_autograd/user_code/functions.py": {"_place_of_flag": _UNCHANGING},
+    "shadow_cache/report/page.py": {"_text": _UNCHANGING, "_template": _UNCHANGING},
     "backends/garbage_collection.py": {"RARELY": _ALONE, _FORK: _ALONE},
     "backends/registry.py": {"_loaded": _SERVES_ON},
     "backends/inductor/batch.py": {"_known": _SERVES_ON, "_thread": _COMPILES, "_install": _ONCE},

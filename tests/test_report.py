@@ -15,7 +15,7 @@ from torch.profiler import profile
 
 import compiled_autograd as ca
 import shadow_cache
-from compiled_autograd.engine.step_log import MAX_FIRST, MAX_LAST, StepLog
+from compiled_autograd.report.step_log import MAX_FIRST, MAX_LAST, StepLog
 from shadow_cache import Bypass, Miss
 from shadow_cache.cli import main
 from shadow_cache.report import data, page

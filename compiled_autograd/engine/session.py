@@ -16,7 +16,7 @@ from ..diagnostics.reporting import count_repeats, tell, warn_of
 from ..policies.background import BACKGROUND
 from ..process_state import PROCESS, free_in_child
 from ..settings import Settings
-from .step_log import StepLog
+from ..report.step_log import StepLog
 
 HIT, SHAPE_MISS, STRUCTURE_MISS, BYPASS = "hit", "shape_miss", "structure_miss", "bypass"
 _RECORDING = free_in_child(threading.RLock())  # microseconds

@@ -28,7 +28,7 @@ _NOTHING = "Nothing is compiled of it: its stages end here."
 
 
 class Event(Protocol):
-    """What a session keeps of a step (:class:`engine.step_log.StepEvent`)."""
+    """What a session keeps of a step (:class:`report.step_log.StepEvent`)."""
 
     number: int
     count: int

@@ -15,8 +15,8 @@ from ..cache.graphs import CompiledGraph
 from ..diagnostics.reporting import count_repeats, tell, warn_of
 from ..policies.background import BACKGROUND
 from ..process_state import PROCESS, free_in_child
-from ..settings import Settings
 from ..report.step_log import StepLog
+from ..settings import Settings
 
 HIT, SHAPE_MISS, STRUCTURE_MISS, BYPASS = "hit", "shape_miss", "structure_miss", "bypass"
 _RECORDING = free_in_child(threading.RLock())  # microseconds

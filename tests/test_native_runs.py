@@ -329,6 +329,31 @@ def test_results_that_no_leaf_can_have_are_errors(
     assert counted.runs == runs + 1 > 1
 
 
+def test_a_backend_that_gives_back_a_parameter(counted: Counted) -> None:
+    """It gave new tensors while it was proved. No tensor can be its own gradient."""
+    weight, gives_back = torch.randn(5, requires_grad=True), False
+
+    def backend(graph: fx.GraphModule, inputs: Sequence[Any]) -> Callable[..., Any]:
+        def run(arguments: list[Any]) -> list[Any]:
+            given = [*graph(*arguments)]
+            found = [each for each in arguments if torch.equal(each, weight)] if gives_back else given
+            arguments.clear()
+            return found
+
+        run._boxed_call = True  # type: ignore[attr-defined]
+        return run
+
+    session = _session(backend=backend)
+    for step in range(_UNTIL_NATIVE + 2):
+        weight.grad = None
+        _step(session, lambda _: (weight * weight).sum() / 2, [weight], step)
+    runs, gives_back = counted.runs, True
+    weight.grad, loss = None, (weight * weight).sum() / 2
+    with session, pytest.raises(RuntimeError, match="own grad"):
+        loss.backward()
+    assert weight.grad is None and counted.runs == runs + 1 > 1
+
+
 def test_an_error_of_what_is_called_in_python(counted: Counted, net: tuple[Make, list[torch.Tensor]]) -> None:
     make, leaves = net
     breaks = False

@@ -29,6 +29,7 @@ class HostedProgram {
   std::vector<Gift> gifts(const variable_list& tensors, const variable_list& results) const;
 
   const std::vector<Gives>& gives() const { return gives_; }
+  bool is_straight_line() const { return entry_ != nullptr; }
 
  private:
   Owned function_;

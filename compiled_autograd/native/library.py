@@ -42,7 +42,10 @@ Found = tuple[int, list[torch.Tensor], list[int], list[int | float], list[Any]]
 
 
 class HostedProgram(Protocol):
-    """What a region was compiled to, with tensors of C++ as arguments and results."""
+    """What a region was compiled to, with tensors of C++ as arguments and results; ``is_straight_line`` says whether it
+    runs without Python."""
+
+    is_straight_line: bool
 
 
 class Taken(Protocol):

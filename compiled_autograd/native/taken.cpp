@@ -30,6 +30,7 @@ struct TakenObject {
 struct ProgramObject {
   PyObject_HEAD
   HostedProgram* program;
+  char is_straight_line;
 };
 
 PyTypeObject* taken_type = nullptr;  // made with the module, which is made once
@@ -84,7 +85,12 @@ PyType_Slot taken_slots[] = {
 PyType_Spec taken_spec = {
     "compiled_autograd_native.Taken", sizeof(TakenObject), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION,
     taken_slots};
-PyType_Slot program_slots[] = {{Py_tp_dealloc, reinterpret_cast<void*>(free_program)}, {0, nullptr}};
+PyMemberDef program_members[] = {
+    {"is_straight_line", T_BOOL, offsetof(ProgramObject, is_straight_line), READONLY,
+     "Whether it is a straight-line program: else it is called in Python."},
+    {nullptr, 0, 0, 0, nullptr}};
+PyType_Slot program_slots[] = {
+    {Py_tp_dealloc, reinterpret_cast<void*>(free_program)}, {Py_tp_members, program_members}, {0, nullptr}};
 PyType_Spec program_spec = {
     "compiled_autograd_native.Program", sizeof(ProgramObject), 0,
     Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, program_slots};
@@ -128,7 +134,9 @@ PyObject* new_program(PyObject*, PyObject* arguments) {
       gives.push_back({numbers[index], numbers[index + 1], numbers[index + 2] != 0});
     auto program = std::make_unique<HostedProgram>(function, numbers_of(taken), std::move(gives));
     PyObject* object = checked(program_type->tp_alloc(program_type, 0));
-    reinterpret_cast<ProgramObject*>(object)->program = program.release();
+    auto* made = reinterpret_cast<ProgramObject*>(object);
+    made->is_straight_line = program->is_straight_line();
+    made->program = program.release();
     return object;
   });
 }

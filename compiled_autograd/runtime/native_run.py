@@ -31,7 +31,6 @@ class NativeRun:
 
     Attributes:
         function: what its region calls.
-        is_alone: that is a straight-line program, in which no code of anybody else's runs.
     """
 
     program: Program
@@ -41,7 +40,11 @@ class NativeRun:
     compiled: CompiledRegion
     function: Compiled
     made: HostedProgram
-    is_alone: bool
+
+    @property
+    def is_alone(self) -> bool:
+        """Whether it is a straight-line program, in which no code of anybody else's runs."""
+        return self.made.is_straight_line
 
     def is_current(self) -> bool:
         """Whether it is still made of what the program is made of."""
@@ -116,7 +119,7 @@ def _made(program: Program, module: Module) -> NativeRun | None:
     if any(slot >= program.schedule.tensors for slot in taken):
         return None
     made = module.program(function, compiled.arguments, [*itertools.chain(*gives)])
-    return NativeRun(program, steps, region, leaves, compiled, function, made, function is not compiled.call)
+    return NativeRun(program, steps, region, leaves, compiled, function, made)
 
 
 def _called_by(compiled: CompiledRegion, now: bool = False) -> Compiled:

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+import copy
+import gc
+import random
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +20,14 @@ import compiled_autograd as ca
 from backends import get_backend
 from backends.eager import EagerBackend
 from backends.inductor.straight_line.straight_line import StraightLine
+from compiled_autograd.cache.graphs import GRAPHS
 from compiled_autograd.guards.ambient import ambient
+from compiled_autograd.lowering import region_compiler
 from compiled_autograd.lowering.graph_hash import graph_hash
 from compiled_autograd.lowering.region_compiler import CompiledRegion
 from compiled_autograd.policies.worker_process import _request
 
-from .helpers import assert_grads, expect
+from .helpers import assert_grads, assert_same, expect, mlp
 
 LAYERS = 5
 
@@ -115,6 +121,157 @@ def test_what_fails_serves_no_other(monkeypatch: pytest.MonkeyPatch) -> None:
         _loss(model).backward()
     assert_grads(model, reference)
     assert session.stats().compiles == 0 and session.stats().failures > 1
+
+
+# ---- of several structures -------------------------------------------------------------------------------------------
+
+
+def _accumulated(model: nn.Module, session: Any, batches: int) -> None:
+    """Gradients of so many small batches: the first finds no ``.grad``, the others add to one."""
+    torch.manual_seed(1)
+    model.zero_grad()
+    for _ in range(batches):
+        loss = model(torch.randn(5, 8)).square().mean()
+        with session:
+            loss.backward()
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_accumulation_compiles_once(backend: str, request: pytest.FixtureRequest) -> None:
+    if backend == "eager":
+        request.getfixturevalue("slow")
+    model = mlp()
+    reference = copy.deepcopy(model)
+    session = ca.enable(backend=backend, cache_dir=False, tune=False)
+    for step in range(6):
+        for each, context in ((model, session), (reference, ca.disable())):
+            _accumulated(each, context, 1 + step % 3)
+        assert_grads(model, reference, bitwise=backend == "eager")
+    expect(session.stats(), structure_misses=2, hits=10, captures=2, compiles=1)
+
+
+@pytest.mark.usefixtures("slow")
+def test_another_state_of_the_process_has_code_of_its_own() -> None:
+    model, session, threads = mlp(), ca.enable(backend="eager", cache_dir=False), torch.get_num_threads()
+    try:
+        _accumulated(model, session, 1)
+        torch.set_num_threads(threads + 1)
+        _accumulated(model, session, 2)
+    finally:
+        torch.set_num_threads(threads)
+    expect(session.stats(), structure_misses=2, shape_misses=1, captures=2, compiles=2)
+
+
+@pytest.mark.usefixtures("slow")
+def test_code_goes_with_the_last_structure_that_has_it() -> None:
+    model, session = mlp(), ca.enable(backend="eager", cache_dir=False)
+    _accumulated(model, session, 2)
+    assert session.stats().compiles == 1 and len(region_compiler._MADE) == 1
+    assert session.last is not None and session.last.graph is not None
+    session.last.graph.evict()
+    session.last = None
+    gc.collect()
+    assert len(region_compiler._MADE) == 1, "the first structure has it"
+    ca.reset()
+    gc.collect()
+    assert not region_compiler._MADE
+
+
+@pytest.mark.usefixtures("slow")
+def test_code_that_was_found_to_be_wrong_serves_no_structure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What the proof of one finds, those know that had taken the same code, and none takes it later."""
+    spoils = False
+
+    def compile(self: EagerBackend, graph_module: Any, example_inputs: Any) -> Any:
+        def run(arguments: list[Any]) -> Any:
+            given = [*graph_module(*arguments)]
+            arguments.clear()
+            return [each + 1 for each in given] if spoils else given
+
+        return run
+
+    monkeypatch.setattr(EagerBackend, "compile", compile)
+    model, session = mlp(), ca.enable(backend="eager", cache_dir=False)
+    reference = copy.deepcopy(model)
+    for batches in (1, 1, 1, 1):  # the first structure is proved by now, and the second is not
+        _accumulated(model, session, batches)
+    assert session.stats().compiles == 1
+    spoils = True
+    with pytest.warns(UserWarning, match="differs from|gave something else|mismatch"):
+        model.zero_grad()
+        _accumulated(model, session, 2)
+    spoils = False
+    for each, context in ((model, session), (reference, ca.disable())):
+        _accumulated(each, context, 2)
+    assert_grads(model, reference)
+    assert all(each.proof.refuted for graph in GRAPHS for step in graph.regions for each in step.compiled_regions())
+    assert not region_compiler._MADE
+
+
+def _random_net(draw: random.Random) -> tuple[list[torch.Tensor], Callable[[torch.Tensor], torch.Tensor]]:
+    """Leaves of several layouts, some frozen, some used twice; and a loss of them."""
+    width, layers = draw.choice([3, 4, 8]), draw.randint(1, 4)
+    layouts: list[Callable[[torch.Tensor], torch.Tensor]] = [
+        lambda x: x,
+        lambda x: x.t().contiguous().t(),
+        lambda x: torch.cat([x, x], 1)[:, ::2],
+        lambda x: x[:1].expand(width, width),
+    ]
+    leaves = [draw.choice(layouts)(torch.randn(width, width)).detach() for _ in range(layers)]
+    leaves += [torch.randn(width) for _ in range(layers)]
+    for leaf in leaves:
+        leaf.requires_grad_(draw.random() < 0.8)
+    leaves[0].requires_grad_()
+    used = [draw.randrange(layers) for _ in range(layers + 1)]
+    acts = [draw.choice([torch.tanh, torch.sin, lambda x: x * 2, torch.relu]) for _ in used]
+    residual = draw.random() < 0.5
+
+    def loss(x: torch.Tensor) -> torch.Tensor:
+        x = x[:, :width] @ leaves[0]
+        for index, act in zip(used, acts, strict=True):
+            y = act(x @ leaves[index] + leaves[layers + index])
+            x = x + y if residual else y
+        return x.square().mean()
+
+    return leaves, loss
+
+
+@pytest.mark.parametrize(
+    ("backend", "seeds"),
+    [
+        pytest.param("eager", range(40), id="eager"),
+        pytest.param("inductor", range(40, 43), id="inductor"),
+        pytest.param("inductor", range(100, 160), id="inductor, many", marks=pytest.mark.slow),
+    ],
+)
+def test_random_nets_whose_leaves_have_gradients_or_none(
+    backend: str, seeds: range, request: pytest.FixtureRequest
+) -> None:
+    if backend == "eager":
+        request.getfixturevalue("slow")
+    saved = 0
+    for seed in seeds:
+        draw = random.Random(seed)
+        torch.manual_seed(seed)
+        leaves, loss = _random_net(draw)
+        session, grads = ca.enable(backend=backend, cache_dir=False, tune=False, dynamic=False), [None] * len(leaves)
+        for _ in range(10):
+            x = torch.randn(draw.choice([2, 5]), 8)
+            grads = [None if draw.random() < 0.5 else each for each in grads]
+            found = []
+            for context in (ca.disable(), session):
+                for leaf, grad in zip(leaves, grads, strict=True):
+                    leaf.grad = None if grad is None else torch.clone(grad)
+                with context:
+                    loss(x).backward()
+                found.append([leaf.grad for leaf in leaves])
+            grads = found[0]
+            assert_same(found[1], found[0], [f"{seed}: {index}" for index in range(len(leaves))], backend == "eager")
+        stats = session.stats()
+        assert not stats.bypasses and not stats.failures
+        saved += stats.shape_misses + stats.structure_misses - stats.compiles
+        ca.reset()
+    assert saved > len(seeds)
 
 
 # ---- what is the same ------------------------------------------------------------------------------------------------

@@ -25,7 +25,7 @@ from ..diagnostics.reporting import warn_once
 from ..diagnostics.structure_misses import order_miss, structure_miss
 from ..diagnostics.variant_misses import state_miss
 from ..errors import ReproductionError
-from ..guards.ambient import Ambient, ambient
+from ..guards.ambient import Ambient, ambient, compile_state
 from ..guards.shapes import Spec
 from ..ir import nan_checks
 from ..process_state import PROCESS, free_in_child
@@ -140,6 +140,7 @@ class CompiledGraph:
         program.region_compiler.leaf_name = functools.partial(leaf_name, tape)
         program.region_compiler.title = functools.partial(title, self.tape)
         program.region_compiler.tape = self.tape
+        program.region_compiler.state = compile_state(ambient)
         devices = frozenset(tensor.device.type for tensor in handover.tensors)
         key = VariantKey(settings.key, ambient)
         sample = Sample.of(handover.by_kind())

@@ -50,7 +50,7 @@ _CALLS = {
 }
 _GRAD_HINT = (
     "either zero_grad(set_to_none=True) before each backward, or gradients kept at each: that is one structure; both "
-    "are two, each compiled once"
+    "are two, with the same compiled code where their sizes are numbers"
 )
 _HOOKS_HINT = "register hooks once, before the first backward; with and without are two structures, each compiled once"
 _TAKEN_HINT = "another thread took away, or gave, the .grad of a leaf while the tape was read"

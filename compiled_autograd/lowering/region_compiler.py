@@ -5,6 +5,7 @@ and run for the first time.
 from __future__ import annotations
 
 import threading
+import weakref
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -22,6 +23,7 @@ from ..diagnostics.variant_misses import guard_miss, handed_on_miss
 from ..errors import UntraceableError
 from ..guards.shapes import Spec, spec_of, widened
 from ..guards.value_kinds import kind_of_value
+from ..process_state import PROCESS
 from ..steps.compiled_calls import make_plain, put_results, run_compiled
 from ..steps.memory import is_out_of_memory
 from ..steps.passes import Pass, run_passes
@@ -41,6 +43,11 @@ compiled for each set of shapes by itself."""
 MAX_GUARDED = 8
 """The largest number of compiled versions of a region beside one another; then the oldest goes."""
 
+
+_MADE: weakref.WeakValueDictionary[Hashable, Made] = weakref.WeakValueDictionary()
+"""What backends made, by backend, state of the process and graph hash, while a variant has it. Structures that differ
+in their leaves alone have equal graphs: those with and without a ``.grad`` to add to, as gradients are accumulated."""
+PROCESS.register(_MADE, reset=_MADE.clear)
 
 RunCompiled = Callable[[Callable[[list[Any]], Sequence[Any]], list[Any]], Sequence[Any]]
 Compile = Callable[[Backend, fx.GraphModule, Sequence[Any]], Made]
@@ -77,8 +84,8 @@ class RegionCompiler:
         self.leaf_name: Callable[[int], str] = str
         self.title: Callable[[], str] = lambda: "a tape"
         self.tape: ir.TapeGraph | None = None
+        self.state: Hashable = None  # of the process, as far as a backend asks for it
         self._opaque = 0
-        self._made: dict[Hashable, Made] = {}
 
     # ---- looking up ------------------------------------------------------------------------------------------------
 
@@ -195,21 +202,35 @@ class RegionCompiler:
         Returns:
             What runs instead, in words.
         """
-        like = ((its, each) for its in self.regions() for each in its.compiled_regions() if each.call is compiled.call)
-        alike = [(step, compiled), *((its, each) for its, each in like if each is not compiled)]
-        for _, each in alike:
+        alike = self._alike(step, compiled)
+        for _, _, each in alike:
             each.proof.dropped = tuple(dict.fromkeys((*each.proof.dropped, form)))
             each.proof.settled = False
         if drop(compiled.call, form):
             return "a slower form of it runs from now on"
         self._forget(compiled.call)
-        if self.passes:  # what the user's passes have made of it was asked for, and not the calls
-            for its, each in alike:
+        for compiler, its, each in alike:
+            if compiler.passes:  # what the user's passes have made of it was asked for, and not the calls
                 its.run_instead(each, _one_by_one(each.aten.graph_module()), all_copied(each.wiring))
-            return "the operators of its graph run one by one from now on"
-        for _, each in alike:
-            each.proof.refuted = True
-        return "the region's calls run one by one from now on"
+            else:
+                each.proof.refuted = True
+        one_by_one = "the operators of its graph run" if self.passes else "the region's calls run"
+        return f"{one_by_one} one by one from now on"
+
+    def _alike(
+        self, step: RegionStep, compiled: CompiledRegion
+    ) -> list[tuple[RegionCompiler, RegionStep, CompiledRegion]]:
+        """All regions that run the same code, of other variants too, and who compiles them; this one first."""
+        same = [made for made in [*_MADE.values()] if made.call is compiled.call]
+        takers = dict.fromkeys([self, *(compiler for made in same for compiler in made.taken_by)])
+        others = [
+            (compiler, its, each)
+            for compiler in takers
+            for its in compiler.regions()
+            for each in its.compiled_regions()
+            if each.call is compiled.call and each is not compiled
+        ]
+        return [(self, step, compiled), *others]
 
     def where(self, step: RegionStep, form: str) -> str:
         """Which region of which tape it is, in words."""
@@ -218,7 +239,9 @@ class RegionCompiler:
 
     def _forget(self, call: Compiled) -> None:
         """Give it to no other region."""
-        self._made = {like: made for like, made in self._made.items() if made.call is not call}
+        for like, made in [*_MADE.items()]:
+            if made.call is call:
+                _MADE.pop(like, None)
 
     def _guard_miss(self, step: RegionStep, compiled: CompiledRegion, slots: Slots) -> Miss:
         """What was found to hold of the symbols when the region was compiled does not hold now."""
@@ -297,14 +320,17 @@ class RegionCompiler:
         return compiled
 
     def _compile(self, lowered: Lowered, compile: Compile, context: RunContext) -> Made:
-        """Compile an ATen graph; or take what was made of one that is the same, as repeated layers have them."""
-        like = graph_hash(lowered.graph_module, lowered.examples) if self.backend.slow else None
-        if like is not None and like in self._made:
-            return self._made[like]
-        made = compile(self.backend, lowered.graph_module, lowered.examples)
-        context.report.compiles += 1
-        if like is not None:
-            self._made[like] = made
+        """Compile an ATen graph; or take what was made of one that is the same: repeated layers have such graphs, and
+        structures that differ in their leaves alone."""
+        graph = graph_hash(lowered.graph_module, lowered.examples) if self.backend.slow else None
+        like = None if graph is None else (self.backend, self.state, graph)
+        made = None if like is None else _MADE.get(like)
+        if made is None:
+            made = compile(self.backend, lowered.graph_module, lowered.examples)
+            context.report.compiles += 1
+            if like is not None:
+                _MADE[like] = made
+        made.taken_by.add(self)
         return made
 
 

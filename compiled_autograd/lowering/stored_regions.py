@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import operator
 import re
+import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -18,7 +19,7 @@ from backends.protocol import Backend, Compiled, another
 from ..steps.steps import RegionRecord
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Made:
     """What was compiled.
 
@@ -26,11 +27,13 @@ class Made:
         artifact: what it was loaded from, where another process has compiled it for this one, since what was loaded
             cannot be saved again; None once it was to be stored.
         digest: that of the artifact, once it is stored.
+        taken_by: the region compilers, of several variants, that have regions which run it.
     """
 
     call: Compiled
     artifact: bytes | None = None
     digest: str = ""
+    taken_by: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
 
 
 @dataclass(slots=True)

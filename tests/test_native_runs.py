@@ -504,9 +504,13 @@ def test_threads_with_other_settings_have_programs_of_their_own(
             for step in range(150):
                 wanted = torch.autograd.grad(make(step), list(model.parameters()))
                 found = _fresh(session, make, list(model.parameters()), step)
-                torch.testing.assert_close(found, [factor * each for each in wanted])
+                assert session.last is not None
+                left = (
+                    session.last.outcome == "bypass"
+                )  # while the other thread compiled: the pass is for compiled code
+                torch.testing.assert_close(found, [each if left else factor * each for each in wanted])
         except BaseException as error:  # noqa: BLE001  shown below
-            wrong.append(error)
+            wrong.append((error, session.last))
 
     sessions = [_session(), _session(passes=(_doubled,))]
     threads = [threading.Thread(target=train, args=each) for each in zip((1, 2), sessions, strict=True)]

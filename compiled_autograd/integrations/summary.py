@@ -1,0 +1,52 @@
+"""What a session was worth, in a line for people: what trainers print at the end."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ..engine.session import Session, Stats
+
+
+def misses(stats: Stats) -> int:
+    """The number of backwards that were no hits: what was captured or compiled, and what was left to eager."""
+    return stats.backwards - stats.hits
+
+
+@dataclass(frozen=True, slots=True)
+class Summary:
+    """What became of the backwards of a training.
+
+    Attributes:
+        stats: the counts of the session.
+        seconds_saved: what the hits took less than eager would have, where ``tune`` has timed both; negative where they
+            took longer. What was spent compiling is not in it: that is ``stats.compile_seconds``.
+        timed: the number of compiled variants that were timed, and so are in ``seconds_saved``; ``variants``, of all.
+    """
+
+    stats: Stats
+    seconds_saved: float
+    timed: int
+    variants: int
+
+    @classmethod
+    def of(cls, session: Session) -> Summary:
+        """That of a session so far; microseconds a structure."""
+        variants = [variant for graph in session.graphs() for variant in graph.variants]
+        timed = [(each.hits, each.timing) for each in variants if each.timing is not None]
+        saved = sum(hits * (timing.eager - timing.compiled) for hits, timing in timed if not timing.on_eager) / 1e3
+        return cls(session.stats(), saved, len(timed), len(variants))
+
+    def __str__(self) -> str:
+        stats = self.stats
+        counts = [f"{stats.hits} hits", f"{misses(stats) - sum(stats.bypasses.values())} misses"]
+        counts += [f"{count} left to eager ({reason})" for reason, count in sorted(stats.bypasses.items())]
+        spent = f"{stats.compiles} regions compiled in {stats.compile_seconds:.1f} s"
+        if stats.loads:
+            spent += f", {stats.loads} loaded"
+        worth = "not timed against eager yet"
+        if self.timed:
+            word = "saved" if self.seconds_saved >= 0 else "lost"
+            worth = f"{abs(self.seconds_saved):.1f} s of backward {word} by hits"
+            if self.timed < self.variants:
+                worth += f" ({self.timed} of {self.variants} variants were timed)"
+        return f"compiled_autograd: {stats.backwards} backwards: {', '.join(counts)}; {spent}; {worth}"

@@ -128,9 +128,12 @@ def about(tape: ir.TapeGraph, key: VariantKey) -> About:
     return About(backend=name, mode=mode or "default", dynamic=settings["dynamic"], where=title(tape), state=state)
 
 
-def handed_on(variant: Variant) -> Kinds:
-    """What users' code gave between the regions of a variant, as the newest of what was compiled was made for it."""
+def handed_on(variant: Variant | None) -> Kinds:
+    """What users' code gave between the regions of a variant, as the newest of what was compiled was made for it; of
+    none, nothing is known."""
     found: dict[fx.Node, TensorRecord | None] = {}
+    if variant is None:
+        return lambda _: ""
     for step in variant.regions:
         kinds: Any = next(reversed(step.compiled), None)
         made = dict(step.made())

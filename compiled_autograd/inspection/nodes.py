@@ -7,6 +7,8 @@ from typing import Any, Literal
 
 import torch
 
+from ..torch_api.dtype_names import short_name
+
 Kind = Literal["kept", "parameter", "buffer", "input", "packed"]
 """Why a saved tensor takes memory: the forward made it, and the tape keeps it; or it is there anyway, as a parameter, a
 buffer or an input; or a hook packed it, and what the hook made is kept."""
@@ -93,20 +95,8 @@ class TapeNode:
     hooks: tuple[str, ...] = ()
 
 
-_LETTERS = (("bfloat", "bf"), ("float", "f"), ("complex", "c"), ("uint", "u"), ("int", "i"), ("bool", "b8"))
-
-
-def short(dtype: torch.dtype) -> str:
-    """As in ``f32``, ``bf16`` and ``i64``."""
-    name = str(dtype).removeprefix("torch.")
-    for long, letter in _LETTERS:
-        if name.startswith(long):
-            return letter + name.removeprefix(long)
-    return name
-
-
 def _shaped(dtype: torch.dtype, shape: Shape | None) -> str:
-    return f"{short(dtype)}[{'?' if shape is None else ','.join(map(str, shape))}]"
+    return f"{short_name(dtype)}[{'?' if shape is None else ','.join(map(str, shape))}]"
 
 
 def shape_of(shaped: Any) -> Shape | None:

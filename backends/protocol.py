@@ -68,15 +68,21 @@ def source_of(compiled: Compiled) -> str | None:
     Found in an attribute ``source`` or ``source_code`` of the callable, of what it is a method of or calls, or in its
     graph's code; where it was loaded from an artifact, in the namespace of that.
     """
-    owner = getattr(compiled, "__self__", compiled)
-    for each in (compiled, owner, getattr(compiled, "compiled", None)):
-        for name in ("source", "source_code"):
-            if isinstance(source := getattr(each, name, None), str) and source:
-                return source
-    if isinstance(owner, fx.GraphModule):
-        return owner.graph.python_code("self").src
-    function = getattr(compiled, "__func__", compiled)
-    return getattr(function, "__globals__", {}).get(SOURCE)
+    seen: list[Any] = []
+    while compiled is not None and not any(compiled is each for each in seen):
+        seen.append(compiled)
+        owner = getattr(compiled, "__self__", compiled)
+        for each in (compiled, owner):
+            for name in ("source", "source_code"):
+                if isinstance(source := getattr(each, name, None), str) and source:
+                    return source
+        if isinstance(owner, fx.GraphModule):
+            return str(owner.code)
+        function = getattr(compiled, "__func__", compiled)
+        if source := getattr(function, "__globals__", {}).get(SOURCE):
+            return str(source)
+        compiled = getattr(compiled, "compiled", None)  # type: ignore[assignment]
+    return None
 
 
 class Backend(Protocol):

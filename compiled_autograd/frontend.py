@@ -43,7 +43,6 @@ from .engine.account import Account
 from .engine.call import Call, HandedOver
 from .engine.cuda.devices import cuda_device
 from .engine.decide import is_policy
-from .engine.engine import keep_from_dynamo
 from .engine.execution import depth, execute
 from .engine.handles import KEPT, may_be_kept
 from .engine.session import Session
@@ -52,6 +51,7 @@ from .guards.ambient import ambient
 from .process_state import PROCESS
 from .runtime.interpret import interpret
 from .settings import Settings
+from .torch_api.dynamo import keep_from_dynamo
 
 _ROOT = "FrontEnd"
 """The name of the first node, so that no tape of PyTorch's has the structure of a front end's."""

@@ -16,6 +16,7 @@ from rich.table import Table
 
 from compiled_autograd.errors import CompiledAutogradError
 from compiled_autograd.replay import Comparison, Reproduction, Times
+from shadow_cache.safe_text import harmless
 
 if __name__ != "__main__":  # the module would hide the function in the package
     raise ImportError(
@@ -45,12 +46,12 @@ def main(file: Path, backend: str | None, rounds: int, stage: str | None, as_jso
         if stage is not None:
             is_tape = stage == "tape"
             text = reproduction.tape.readable() if is_tape else reproduction.graph(backend).readable(stage)
-            click.echo(text)
+            click.echo(harmless(text, lines=True))
             return
         comparison = reproduction.compare(backend)
         times = reproduction.time(backend, rounds) if rounds else None
     except (CompiledAutogradError, OSError) as error:
-        click.echo(str(error), err=True)
+        click.echo(harmless(str(error)), err=True)
         sys.exit(2)
     if as_json:
         click.echo(_as_json(reproduction, comparison, times))
@@ -62,19 +63,19 @@ def main(file: Path, backend: str | None, rounds: int, stage: str | None, as_jso
 def _show(reproduction: Reproduction, comparison: Comparison, times: Times | None) -> None:
     console, about = Console(highlight=False, soft_wrap=True), reproduction.about
     written = f"written with torch {about.torch}, compiled_autograd {about.version}, backend {about.backend}"
-    console.print(f"[bold]{escape(about.where)}[/bold], {escape(written)}")
+    console.print(f"[bold]{_plain(about.where)}[/bold], {_plain(written)}")
     if about.difference:
-        console.print(f"found there: {escape(about.difference)}")
+        console.print(f"found there: {_plain(about.difference)}")
     console.print(f"values: {'those of the backward' if reproduction.real else 'made up'}")
     for what in reproduction.stand_ins:
-        console.print(f"made-up values stand in for {escape(what)}")
+        console.print(f"made-up values stand in for {_plain(what)}")
     for reason in comparison.reasons:
-        console.print(f"[yellow]{escape(reason)}[/yellow]")
+        console.print(f"[yellow]{_plain(reason)}[/yellow]")
     table = Table("gradient", "largest difference", "at", "one by one", "compiled", "")
     for each in comparison.differences:
         numbers = (f"{each.error:.3g}", str(list(each.where)), f"{each.eager:.6g}", f"{each.compiled:.6g}")
         said = each.text or ("" if each.is_rounding else f"[red]more than rounding, in run {each.run}[/red]")
-        table.add_row(escape(each.name), *numbers, escape(said) if each.text else said)
+        table.add_row(_plain(each.name), *numbers, _plain(said) if each.text else said)
     console.print(table)
     worst = max((each.error for each in comparison.differences), default=0.0)
     wrong = [each for each in comparison.differences if not each.is_rounding]
@@ -85,6 +86,11 @@ def _show(reproduction: Reproduction, comparison: Comparison, times: Times | Non
             f"one by one {times.eager * 1e3:.3g} ms, compiled {times.compiled * 1e3:.3g} ms, "
             f"ratio {times.ratio:.2f} (median of {times.rounds}, in turns)"
         )
+
+
+def _plain(text: str) -> str:
+    """Text of the file as text, whatever a terminal or its markup would make of it."""
+    return escape(harmless(text))
 
 
 def _as_json(reproduction: Reproduction, comparison: Comparison, times: Times | None) -> str:

@@ -107,7 +107,10 @@ class Reproduction:
     def __init__(self, path: str | os.PathLike[str]) -> None:
         self._record, self._stored = read_file(path)
         self.about: About = self._record.about
-        self.tape: ir.TapeGraph = tape_of(self._record)
+        try:
+            self.tape: ir.TapeGraph = tape_of(self._record)
+        except RecursionError as error:
+            raise ReproductionError("it has lists in lists, deeper than can be read") from error
         self.real = self._record.real
         nodes, calls = self._record.nodes, self._record.calls
         self.stand_ins = [
@@ -120,8 +123,15 @@ class Reproduction:
 
         Returns:
             The gradient of each leaf by its name, and ``result 0`` and so on for those that were asked for.
+
+        Raises:
+            ReproductionError: its tensors cannot be made here, or an operator cannot be run with them.
         """
-        return self._run(self._given(), self._one_by_one)
+        given = self._given()
+        try:
+            return self._run(given, self._one_by_one)
+        except Exception as error:  # whatever an operator says of what it is called with
+            raise ReproductionError(f"its operators cannot be run ({type(error).__name__}: {error})") from error
 
     def compiled(self, session: Session) -> Gradients:
         """Run it as a backward of a session; ``session.last`` says what became of it."""

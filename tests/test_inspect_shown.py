@@ -14,7 +14,8 @@ from torch import nn
 
 import compiled_autograd as ca
 from compiled_autograd.inspection.folding import Stretch, stretches
-from compiled_autograd.inspection.nodes import TapeNode, short, size
+from compiled_autograd.inspection.nodes import TapeNode, size
+from compiled_autograd.torch_api.dtype_names import short_name
 
 from .test_inspect import Model
 
@@ -138,7 +139,7 @@ def test_sizes(count: int, text: str) -> None:
 
 def test_dtypes() -> None:
     dtypes = (torch.float32, torch.bfloat16, torch.int64, torch.uint8, torch.bool, torch.complex64, torch.float8_e4m3fn)
-    assert [short(dtype) for dtype in dtypes] == ["f32", "bf16", "i64", "u8", "b8", "c64", "f8_e4m3fn"]
+    assert [short_name(dtype) for dtype in dtypes] == ["f32", "bf16", "i64", "u8", "b8", "c64", "f8e4m3fn"]
 
 
 def test_memory_by_module_and_by_node() -> None:

@@ -30,7 +30,7 @@ from ..guards.shapes import Spec
 from ..ir import nan_checks
 from ..process_state import PROCESS, free_in_child
 from ..reproduction.recording import Sample
-from ..reproduction.writing import write, write_sample
+from ..reproduction.writing import write_sample
 from ..runtime.interpret import interpret
 from ..runtime.program import Program
 from ..settings import Settings
@@ -243,12 +243,16 @@ class CompiledGraph:
         write_sample(path, self.tape, variant.sample, handed_on(variant), about(self.tape, variant.key))
 
     def save_now(self, key: VariantKey, handover: Handover) -> None:
-        """Write what :meth:`save` was to write with its values. What fails is told in a warning."""
+        """Write what :meth:`save` was to write with its values. What fails is told in a warning. What users' code gives
+        is of the kinds that it gave to the newest variant that serves."""
         path, self.saving = self.saving, None
         if path is None:
             return
         try:
-            write(path, self.tape, handover.by_kind(), about=about(self.tape, key), values=True)
+            fits = (each for each in reversed(self.variants) if each.serves(key.settings, key.ambient, handover))
+            kinds = handed_on(next(fits, None))
+            given = handover.by_kind()
+            write_sample(path, self.tape, Sample.of(given), kinds, about(self.tape, key), given["input"])
         except Exception as error:  # noqa: BLE001  the backward goes on
             warn_once(f"a reproduction could not be written to {os.fspath(path)}: {error}")
 

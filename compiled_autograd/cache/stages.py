@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -23,7 +23,7 @@ from .variants import Variant
 STAGES = ("tape", "aten", "regions", "code")
 _TITLE = re.compile(r"#(\d+) ")
 _MAX_NAMES = 6
-"""The largest number of modules that are named of one region."""
+"""The largest number of modules, or of other names, that are told of one step."""
 
 
 def readable(tape: ir.TapeGraph, variant: Variant | None, stage: str) -> str:
@@ -59,12 +59,25 @@ def _commented_tape(tape: ir.TapeGraph) -> Iterator[str]:
 
 def _of(tape: ir.TapeGraph, step: RegionStep) -> str:
     """Which calls a region has, and of which layers."""
-    calls = list(dict.fromkeys(node.meta["call"] for node in step.region.nodes))
+    calls = calls_of(step)
     names = list(dict.fromkeys(filter(None, (layer_of(tape, call) for call in calls))))
-    more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
-    named = f", {', '.join(names[:_MAX_NAMES])}{more}" if names else ""
+    named = f", {some_of(names)}" if names else ""
     count = len(step.region.nodes)
     return f"{count} call{'' if count == 1 else 's'}, of nodes #{min(calls)} to #{max(calls)}{named}"
+
+
+def calls_of(step: Executor) -> list[int]:
+    """The nodes of the tape that a step runs, each once."""
+    if isinstance(step, AccumulateStep):
+        return list(step.calls)
+    nodes = step.region.nodes if isinstance(step, RegionStep) else [step.node]
+    return list(dict.fromkeys(node.meta["call"] for node in nodes))
+
+
+def some_of(names: Sequence[str]) -> str:
+    """The first of some names, and how many more there are."""
+    more = f" and {len(names) - _MAX_NAMES} more" if len(names) > _MAX_NAMES else ""
+    return ", ".join(names[:_MAX_NAMES]) + more
 
 
 def _aten(tape: ir.TapeGraph, compiled: CompiledRegion) -> str:
@@ -84,8 +97,7 @@ def _aten(tape: ir.TapeGraph, compiled: CompiledRegion) -> str:
 
 def _code(tape: ir.TapeGraph, step: RegionStep, compiled: CompiledRegion) -> str:
     """What the backend has generated, below a list of what it computes."""
-    calls = dict.fromkeys(node.meta["call"] for node in step.region.nodes)
-    heading = "".join(f"# {call_name(tape, call)}\n" for call in calls)
+    heading = "".join(f"# {call_name(tape, call)}\n" for call in calls_of(step))
     source = source_of(compiled.call)
     return heading + (source or "# its backend does not say what it has generated").strip("\n")
 
@@ -104,7 +116,7 @@ def _step(tape: ir.TapeGraph, step: Executor, regions: Iterator[int]) -> Iterato
         yield f"call {ir.target_name(step.node)} as it is  # {call_name(tape, step.node.meta['call'])}"
     else:
         yield f"region {next(regions)}  # {_of(tape, step)}"
-        for call in dict.fromkeys(node.meta["call"] for node in step.region.nodes):
+        for call in calls_of(step):
             yield f"  {call_name(tape, call)}"
         for node in step.region.inputs:
             if node.op != "placeholder":
@@ -128,9 +140,12 @@ def about(tape: ir.TapeGraph, key: VariantKey) -> About:
     return About(backend=name, mode=mode or "default", dynamic=settings["dynamic"], where=title(tape), state=state)
 
 
-def handed_on(variant: Variant) -> Kinds:
-    """What users' code gave between the regions of a variant, as the newest of what was compiled was made for it."""
+def handed_on(variant: Variant | None) -> Kinds:
+    """What users' code gave between the regions of a variant, as the newest of what was compiled was made for it; of
+    none, nothing is known."""
     found: dict[fx.Node, TensorRecord | None] = {}
+    if variant is None:
+        return lambda _: ""
     for step in variant.regions:
         kinds: Any = next(reversed(step.compiled), None)
         made = dict(step.made())

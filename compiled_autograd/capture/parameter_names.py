@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import itertools
-import operator
 import time
 import weakref
 from collections.abc import Iterator, Sequence
@@ -62,7 +61,7 @@ def parameter_names_of(leaves: Sequence[torch.Tensor], *, at_any_cost: bool = Fa
     Args:
         at_any_cost: search also where searches have taken long.
     """
-    parameters = [leaf for leaf in leaves if isinstance(leaf, torch.nn.Parameter)]
+    parameters = [leaf for leaf in leaves if is_parameter(leaf)]
     if not all(_is_known(parameter) for parameter in parameters):
         if at_any_cost:
             _search.next = 0.0
@@ -96,17 +95,15 @@ def _look_for(parameters: Sequence[torch.Tensor]) -> None:
 
 def all_parameter_names() -> dict[int, ParameterName]:
     """``id`` of each parameter of each living module -> where it is, seen from the outermost module that has it."""
-    modules = [
-        each for each in _living_modules() if "_modules" in each.__dict__
-    ]  # one that is being made may have none
-    inner = {id(child) for module in modules for child in module._modules.values() if child is not None}
+    modules = _living_modules()
+    inner = {id(child) for module in modules for child in list(module.__dict__["_modules"].values())}
     names_by_id: dict[int, ParameterName] = {}
     for outermost in modules:
         if id(outermost) in inner:
             continue
         model = weakref.ref(outermost)
-        for path, module in outermost.named_modules():
-            for attribute, parameter in module._parameters.items():
+        for path, module in modules_inside(outermost):
+            for attribute, parameter in list(module.__dict__["_parameters"].items()):
                 if parameter is not None:
                     name = f"{path}.{attribute}" if path else attribute
                     names_by_id.setdefault(
@@ -114,6 +111,26 @@ def all_parameter_names() -> dict[int, ParameterName]:
                         ParameterName(name, type(outermost).__name__, weakref.ref(module), attribute, model),
                     )
     return names_by_id
+
+
+def is_parameter(tensor: torch.Tensor) -> bool:
+    """As ``isinstance`` says, without running what a subclass has for missing attributes."""
+    return issubclass(type(tensor), torch.nn.Parameter) or bool(tensor.__dict__.get("_is_param"))
+
+
+def modules_inside(outermost: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+    """A module and those in it with their paths, as ``named_modules`` has them. That, and ``parameters``, are methods
+    that a class may have of its own."""
+    seen: set[int] = set()
+    worklist = [("", outermost)]
+    while worklist:
+        path, module = worklist.pop()
+        if id(module) in seen or "_parameters" not in module.__dict__:  # one that is being made has none
+            continue
+        seen.add(id(module))
+        yield path, module
+        inner = [each for each in list(module.__dict__["_modules"].items()) if each[1] is not None]
+        worklist += [(f"{path}.{name}" if path else name, child) for name, child in reversed(inner)]
 
 
 def _living_modules() -> list[torch.nn.Module]:
@@ -125,19 +142,20 @@ def _living_modules() -> list[torch.nn.Module]:
     was_enabled = gc.isenabled()
     gc.disable()  # a collection would move objects from one generation to the next
     try:
-        found = list(_modules_among(_every_object(), _every_object()))
+        found = list(_modules_among_all_objects())
     finally:
         if was_enabled:
             gc.enable()
-    return [each for _, each in found if issubclass(type(each), torch.nn.Module) and "_modules" in each.__dict__]
+    return [each for each in found if "_modules" in each.__dict__]  # one that is being made may have none
 
 
-def _every_object() -> Iterator[Any]:
-    return itertools.chain.from_iterable(map(gc.get_objects, (2, 1, 0)))  # the newest last: these lists are among them
-
-
-def _modules_among(objects: Iterator[Any], same: Iterator[Any]) -> Iterator[tuple[Any, Any]]:
-    """Pairs of True and a module. Both iterators are used up, since they are among the objects that they refer to."""
+def _modules_among_all_objects() -> Iterator[Any]:
+    """To be used up in one call: its first step fills a list with all objects, of which the list is one, and its last
+    step empties it."""
+    objects: list[Any] = []
+    every = itertools.chain.from_iterable(map(gc.get_objects, (2, 1, 0)))
+    fill: Iterator[Any] = filter(None, map(objects.extend, (every,)))  # these two do what they do, and give nothing
+    empty: Iterator[Any] = filter(None, map(list.clear, (objects,)))
     # The types are asked, not `isinstance`, which asks objects for `__class__`: some answer by running code.
-    are_modules = map(issubclass, map(type, same), itertools.repeat(torch.nn.Module))
-    return filter(operator.itemgetter(0), itertools.zip_longest(are_modules, objects))
+    are_modules = map(issubclass, map(type, objects), itertools.repeat(torch.nn.Module))
+    return itertools.compress(itertools.chain(fill, objects, empty), are_modules)

@@ -13,12 +13,12 @@ from typing import Any
 
 import torch
 from torch import fx
-from torch.utils._dtype_abbrs import dtype_abbrs
 
 from shadow_cache.safe_text import harmless
 
 from .. import ir
 from ..ir.legality import ARITHMETIC
+from ..torch_api.dtype_names import short_name
 from ..user_code.aot import AOTBackward
 from ..user_code.functions import call_backward
 from .call_misses import SCALAR_TYPES
@@ -143,7 +143,7 @@ class _Block:
             texts = [self._text(each) for each in arguments]
             return next((text for text in texts if text != "None"), "None")
         if node.target is ir.zeros:
-            return self._shaped(dtype_abbrs[arguments[1]["dtype"]], arguments[0])
+            return self._shaped(short_name(arguments[1]["dtype"]), arguments[0])
         return _UNKNOWN
 
     def _handed_on(self, value: Any, metadata: Any) -> str:
@@ -154,7 +154,7 @@ class _Block:
         number = options[_DTYPE_IN_OPTIONS]
         if not isinstance(number, int) or number >= len(SCALAR_TYPES):
             return self._shaped(_UNKNOWN, sizes)
-        return self._shaped(dtype_abbrs.get(getattr(torch, SCALAR_TYPES[number]), _UNKNOWN), sizes)
+        return self._shaped(short_name(getattr(torch, SCALAR_TYPES[number])), sizes)
 
     def _text(self, value: Any) -> str:
         if not isinstance(value, fx.Node) or value not in self.known:
@@ -196,4 +196,4 @@ def of_tensor(value: Any) -> str:
     if not isinstance(value, torch.Tensor):
         return type(value).__name__
     shape = _UNKNOWN if value.is_nested else ",".join(map(str, value.shape))
-    return f"{dtype_abbrs.get(value.dtype, str(value.dtype))}[{shape}]"
+    return f"{short_name(value.dtype)}[{shape}]"

@@ -16,6 +16,7 @@ from torch.autograd import Variable
 
 from ..diagnostics.bypass import DEEP, MAX_NESTED
 from ..threads.gate import GATE, threads_running
+from ..torch_api.dynamo import keep_from_dynamo
 from ..user_code.functions import number_of
 from . import backward
 from .call import Call, run_backward
@@ -92,18 +93,6 @@ def install() -> None:
     keep_from_dynamo(Engine.run_backward.__code__)
     GATE.expect_unseen(lambda: threads_running(code))
     STREAMS.install()
-
-
-def keep_from_dynamo(code: Any) -> None:
-    """Have ``torch.compile`` run code, and what that calls, as it is.
-
-    A step that it compiles breaks at its ``backward``, which Dynamo runs as Python: and would look at each frame of
-    ours in there, where ``torch.compiler.is_compiling()`` is then true. ``torch._dynamo.disable`` says the same, but
-    takes seconds to import (``torch/csrc/dynamo/eval_frame.c``, 2.13).
-    """
-    eval_frame = torch._C._dynamo.eval_frame
-    skip = eval_frame._FrameAction.SKIP
-    eval_frame.set_code_exec_strategy(code, eval_frame._FrameExecStrategy(skip, skip))
 
 
 def _answering(original: Callable[..., Any], answer: Callable[..., Any]) -> Callable[..., Any]:

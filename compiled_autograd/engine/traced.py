@@ -8,9 +8,7 @@ from typing import Any
 
 import msgspec
 
-from backends import Backend
-from backends.artifacts import ArtifactBackend, CannotStoreError
-from backends.protocol import Compiled
+from backends.protocol import source_of
 
 from ..cache.variants import Variant
 from ..diagnostics.node_names import title
@@ -59,23 +57,11 @@ def _record(outcome: Outcome, report: RunReport) -> dict[str, Any]:
 
 def _of_regions(variant: Variant) -> dict[str, tuple[str, Callable[[], Any]]]:
     artifacts: dict[str, tuple[str, Callable[[], Any]]] = {}
-    backend = variant.program.region_compiler.backend
     for number, step in enumerate(variant.regions, 1):
         for count, compiled in enumerate(step.compiled_regions(), 1):
             name = f"region_{number}" if count == 1 else f"region_{number}_version_{count}"
             artifacts[f"{name}_aten"] = TEXT, compiled.aten.text
-            code = _code(backend, compiled.call)
+            code = source_of(compiled.call)
             if code is not None:
                 artifacts[f"{name}_code"] = TEXT, code.__str__
     return artifacts
-
-
-def _code(backend: Backend, call: Compiled) -> str | None:
-    """What a backend has generated, where it can be had."""
-    if isinstance(backend, ArtifactBackend):
-        try:
-            return backend.stored(call).source
-        except CannotStoreError:
-            pass  # of what was loaded the text is at hand
-    source = getattr(call, "source", None)
-    return source if isinstance(source, str) else None

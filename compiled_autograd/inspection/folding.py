@@ -84,7 +84,7 @@ def runs_of_layers(module: Module, nodes: Sequence[TapeNode]) -> list[Layers]:
     runs: list[list[Module]] = []
     last: tuple[Hashable, int] | None = None
     for name, inner in module.inner.items():
-        number = int(name) if name.isdigit() else None
+        number = number_of(name)
         alike = None if number is None else _looks(inner, nodes)
         if last is not None and number is not None and alike == last[0] and abs(number - last[1]) == 1:
             runs[-1].append(inner)
@@ -92,6 +92,11 @@ def runs_of_layers(module: Module, nodes: Sequence[TapeNode]) -> list[Layers]:
             runs.append([inner])
         last = None if number is None else (alike, number)
     return [Layers(tuple(sorted(run, key=lambda each: (len(each.path[-1]), each.path[-1])))) for run in runs]
+
+
+def number_of(name: str) -> int | None:
+    """The number that a module of a list has for a name; None of another name."""
+    return int(name) if name.isascii() and name.isdigit() and len(name) < 10 else None
 
 
 def _looks(module: Module, nodes: Sequence[TapeNode]) -> Hashable:
@@ -103,7 +108,7 @@ def _looks(module: Module, nodes: Sequence[TapeNode]) -> Hashable:
 
 def looks_of(node: TapeNode) -> Hashable:
     """What has to be the same of two nodes."""
-    saved = tuple((each.name, each.shape, each.dtype, each.kind) for each in node.saved)
+    saved = tuple((each.name, each.shape, each.dtype, each.device, each.bytes, each.kind) for each in node.saved)
     parameter = node.parameter and node.parameter.rpartition(".")[2]
     return (node.name, parameter, len(node.edges), node.gradients, saved, node.hooks)
 

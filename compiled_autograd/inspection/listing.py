@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from shadow_cache.safe_text import harmless
+
 from ..capture import tape
 from .folding import Layers, Module, parts_of, shown, tree_of
 from .memory import TapeMemory
@@ -37,7 +39,7 @@ class Listing:
                 lines.append(f"... {1 + sum(1 for _ in every):,} more lines: readable() has each node")
                 break
             lines.append(line)
-        return "\n".join(lines) + "\n"
+        return "\n".join(map(harmless, lines)) + "\n"
 
     def _module(self, module: Module, indent: str) -> Iterator[str]:
         for part in parts_of(module, self.nodes):

@@ -11,6 +11,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
+from shadow_cache.safe_text import harmless
+
 from .folding import folded_names
 from .nodes import COUNTED, TapeNode, size
 
@@ -45,7 +47,7 @@ class TapeMemory:
             lines.append(f"{self.unknown:,} saved tensors have a size that cannot be known")
         of_modules = [f"{size(count):>10}  {name or '(the model itself)'}" for name, count in self.folded.items()]
         lines += ["", "by module", *_most(of_modules, "by_module"), "", "by node", *_most(self.lines, "by_node")]
-        return "\n".join(lines) + "\n"
+        return "\n".join(map(harmless, lines)) + "\n"
 
 
 _MOST = 20
@@ -66,13 +68,14 @@ def memory_of(nodes: Sequence[TapeNode]) -> TapeMemory:
         for saved in nodes[index].saved:
             if saved.bytes is None:
                 unknown += 1
-            if saved.bytes is None or saved.memory is None or saved.memory in seen:
-                continue
-            seen.add(saved.memory)
-            if saved.kind in COUNTED:
-                by_node[index] += saved.bytes
-            else:
-                there_anyway[saved.kind] += saved.bytes
+            for number, count in saved.memory:
+                if number in seen:
+                    continue
+                seen.add(number)
+                if saved.kind in COUNTED:
+                    by_node[index] += count
+                else:
+                    there_anyway[saved.kind] += count
     names = folded_names(nodes)
     by_module: Counter[str] = Counter()
     folded: Counter[str] = Counter()

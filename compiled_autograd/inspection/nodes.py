@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
-from typing import Literal
+from typing import Any, Literal
 
 import torch
+
+from ..torch_api.dtype_names import short_name
 
 Kind = Literal["kept", "parameter", "buffer", "input", "packed"]
 """Why a saved tensor takes memory: the forward made it, and the tape keeps it; or it is there anyway, as a parameter, a
@@ -15,20 +17,24 @@ COUNTED: tuple[Kind, ...] = ("kept", "packed")
 """The kinds whose memory the forward keeps alive."""
 
 
+Shape = tuple[int | str, ...]
+"""Sizes; of one that is a symbol its name."""
+
+
 @dataclass(frozen=True, slots=True)
 class Gradient:
     """The gradient that comes into one input of a node.
 
     Attributes:
-        shape: empty for a scalar.
+        shape: empty for a scalar; None for a nested tensor, which has none.
         dtype: of the tensor that the forward made.
     """
 
-    shape: tuple[int, ...]
+    shape: Shape | None
     dtype: torch.dtype
 
     def __str__(self) -> str:
-        return f"{short(self.dtype)}[{','.join(map(str, self.shape))}]"
+        return _shaped(self.dtype, self.shape)
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,26 +43,28 @@ class SavedTensor:
 
     Attributes:
         name: the node's for it: ``result``, ``tensors[0]`` of a list, ``ctx.mask`` of a Python function's attribute.
-        shape, dtype: None for one that was packed.
+        shape: None for one that was packed, and for a nested tensor.
+        dtype: None for one that was packed.
         device: such as ``cpu`` or ``cuda:0``; None for one that was packed.
         bytes: the size of the memory in which it lies, all of it, also where the tensor is a part of it; None where
             that cannot be known.
-        memory: tensors of one tape with the same number share memory; None where ``bytes`` is.
+        memory: the pieces of that memory that the tensor's kind is said of, each with its bytes; in one tape, the same
+            number is the same piece.
         kind: whether it is there because of the tape.
     """
 
     name: str
-    shape: tuple[int, ...] | None
+    shape: Shape | None
     dtype: torch.dtype | None
     device: str | None
     bytes: int | None
-    memory: int | None
+    memory: tuple[tuple[int, int], ...]
     kind: Kind
 
     def __str__(self) -> str:
-        if self.shape is None or self.dtype is None:
+        if self.dtype is None:
             return f"{self.name} packed by a hook"
-        return f"{self.name} {short(self.dtype)}[{','.join(map(str, self.shape))}]"
+        return f"{self.name} {_shaped(self.dtype, self.shape)}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,16 +95,16 @@ class TapeNode:
     hooks: tuple[str, ...] = ()
 
 
-_LETTERS = (("bfloat", "bf"), ("float", "f"), ("complex", "c"), ("uint", "u"), ("int", "i"), ("bool", "b8"))
+def _shaped(dtype: torch.dtype, shape: Shape | None) -> str:
+    return f"{short_name(dtype)}[{'?' if shape is None else ','.join(map(str, shape))}]"
 
 
-def short(dtype: torch.dtype) -> str:
-    """As in ``f32``, ``bf16`` and ``i64``."""
-    name = str(dtype).removeprefix("torch.")
-    for long, letter in _LETTERS:
-        if name.startswith(long):
-            return letter + name.removeprefix(long)
-    return name
+def shape_of(shaped: Any) -> Shape | None:
+    """The shape of a tensor, or of what an edge takes; None where it has none, being nested."""
+    try:
+        return tuple([each if type(each) is int else str(each) for each in shaped.shape])
+    except RuntimeError:
+        return None
 
 
 def size(count: int) -> str:

@@ -5,6 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from html import escape
 
+from shadow_cache.safe_text import harmless
+
 from ..capture import tape
 from .folding import Layers, Module, parts_of, shown, tree_of
 from .listing import Listing, edges_of, saved_as
@@ -30,7 +32,11 @@ def html_of(listing: Listing) -> str:
     body = "".join(page.module(tree_of(listing.nodes)))
     if page.left_out:
         body += f"<p>{page.left_out:,} more nodes are not shown: <code>readable()</code> has each.</p>"
-    return f'{_STYLE}<div class="ca-tape"><strong>{escape(listing.title)}</strong>{body}</div>'
+    return f'{_STYLE}<div class="ca-tape"><strong>{_text(listing.title)}</strong>{body}</div>'
+
+
+def _text(text: str) -> str:
+    return escape(harmless(text))
 
 
 class _Page:
@@ -42,7 +48,11 @@ class _Page:
     def module(self, module: Module) -> Iterator[str]:
         for part in parts_of(module, self._listing.nodes):
             if isinstance(part, Layers):
-                yield f"<details><summary>{escape(self._listing.of_layers(part))}</summary>"
+                if self._rows >= _MOST_ROWS:
+                    self.left_out += shown(part).count()
+                    continue
+                self._rows += 1
+                yield f"<details><summary>{_text(self._listing.of_layers(part))}</summary>"
                 yield from self.module(shown(part))
                 yield "</details>"
                 continue
@@ -66,5 +76,5 @@ class _Page:
                 "; ".join(map(saved_as, node.saved)),
                 "; ".join((*node.hooks, *([f"at {node.source}"] if node.source else []))),
             ]
-            yield "<tr>" + "".join(f"<td>{escape(cell)}</td>" for cell in cells) + "</tr>"
+            yield "<tr>" + "".join(f"<td>{_text(cell)}</td>" for cell in cells) + "</tr>"
         yield "</table>"

@@ -7,6 +7,8 @@ from dataclasses import dataclass, field
 
 import networkx as nx
 
+from shadow_cache.safe_text import harmless
+
 from ..capture import tape
 from .folding import folded_names
 from .nodes import TapeNode, counted
@@ -80,8 +82,12 @@ def _dot_node(picture: Picture, number: int) -> str:
 
 def _quoted(text: str) -> str:
     """A string of DOT: a backslash would begin an escape of a label, and a quote end it."""
-    escaped = " ".join(text.split()).replace("\\", "\\\\").replace('"', '\\"')
+    escaped = _one_line(text).replace("\\", "\\\\").replace('"', '\\"')
     return f'"{escaped}"'
+
+
+def _one_line(text: str) -> str:
+    return harmless(" ".join(text.split()))
 
 
 def mermaid(picture: Picture) -> str:
@@ -103,8 +109,7 @@ def _mermaid_node(picture: Picture, number: int) -> str:
 
 def _escaped(text: str) -> str:
     """For a quoted label of Mermaid, which writes characters as ``#60;`` and has Markdown in backquotes."""
-    plain = " ".join(text.split())
-    return "".join(each if each.isalnum() or each in " .,:_()-" else f"#{ord(each)};" for each in plain)
+    return "".join(each if each.isalnum() or each in " .,:_()-" else f"#{ord(each)};" for each in _one_line(text))
 
 
 def _ungrouped(picture: Picture) -> Iterable[int]:

@@ -2,9 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 from collections import defaultdict
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
+from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -13,10 +16,10 @@ from torch.autograd.graph import GradientEdge
 from backends.garbage_collection import RARELY
 
 from ..capture import tape
-from ..capture.parameter_names import ParameterName, parameter_names_of
+from ..capture.parameter_names import ParameterName, modules_inside, parameter_names_of
 from .long_tapes import have_it_freed_in_parts
 from .modules import Bare, modules_of
-from .nodes import Gradient, TapeNode
+from .nodes import Gradient, TapeNode, shape_of
 from .saved import Handles, SavedTensors, handles
 
 
@@ -35,8 +38,21 @@ class Reading:
 
 def read(outputs: tape.Ends) -> Reading:
     """Read the tape below some outputs that have one."""
-    with RARELY:
+    with RARELY, _nobody_looking():
         return _read(outputs)
+
+
+@contextlib.contextmanager
+def _nobody_looking() -> Iterator[None]:
+    """What is asked of tensors here runs no ``__torch_function__`` and no ``__torch_dispatch__``, and is no part of a
+    tape."""
+    with (
+        torch._C.DisableTorchFunction(),
+        torch._C._DisableTorchDispatch(),
+        torch.inference_mode(False),
+        torch.no_grad(),
+    ):
+        yield
 
 
 def _read(outputs: tape.Ends) -> Reading:
@@ -68,10 +84,12 @@ def _read(outputs: tape.Ends) -> Reading:
     )
     held = [handles(each.node) for each in visited]
     hooks = _hooks(outputs, held, index_of, leaves)
+    inside = [vars(module) for model in models for _, module in modules_inside(model)]
     saved = SavedTensors(
-        [parameter for model in models for parameter in model.parameters()],
-        [buffer for model in models for buffer in model.buffers()],
+        [each for module in inside for each in module["_parameters"].values() if each is not None],
+        [each for module in inside for each in module["_buffers"].values() if each is not None],
         leaves.values(),
+        held,
     )
     nodes = tuple(
         TapeNode(
@@ -115,16 +133,16 @@ def _owner(found: ParameterName | None, labels: dict[int, str]) -> tuple[str, ..
 
 
 def _gradients(node: Any) -> tuple[Gradient, ...]:
-    return tuple(Gradient(tuple(each.shape), each.dtype) for each in node._input_metadata)
+    return tuple(Gradient(shape_of(each), each.dtype) for each in node._input_metadata)
 
 
 def _elements(gradients: Sequence[Gradient], leaf: torch.Tensor | None) -> int | None:
-    if leaf is not None:
-        return leaf.numel()
-    if len(gradients) != 1:
+    if leaf is None and len(gradients) != 1:
         return None
     elements = 1
-    for length in gradients[0].shape:
+    for length in (gradients[0].shape if leaf is None else shape_of(leaf)) or ():
+        if not isinstance(length, int):
+            return None
         elements *= length
     return elements
 
@@ -138,13 +156,21 @@ def _hooks(
         found[index] += _of_tensor(leaf)
         found[index] += [f"after accumulation: {_named(hook)}" for hook in _values(leaf._post_accumulate_grad_hooks)]
     seen: set[tuple[int, int]] = set()
-    with torch._C.DisableTorchFunctionSubclass():
-        for tensor in _reachable(outputs, held):
-            index = index_of.get(tensor.grad_fn, -1)
-            if index >= 0 and (index, tensor.output_nr) not in seen:
-                seen.add((index, tensor.output_nr))
-                found[index] += _of_tensor(tensor)
+    for tensor in _reachable(outputs, held):
+        lines = _of_tensor(tensor)
+        index = index_of.get(_node_of(tensor), -1) if lines else -1
+        if index >= 0 and (index, tensor.output_nr) not in seen:
+            seen.add((index, tensor.output_nr))
+            found[index] += lines
     return found
+
+
+def _node_of(tensor: torch.Tensor) -> Any:
+    """Of a view, the node is made anew where its base was written since; None where PyTorch says that it cannot be."""
+    try:
+        return tensor.grad_fn
+    except RuntimeError:
+        return None
 
 
 def _reachable(outputs: tape.Ends, held: Sequence[Handles]) -> Iterator[torch.Tensor]:
@@ -165,4 +191,9 @@ def _values(hooks: Any) -> list[Any]:
 
 
 def _named(hook: Any) -> str:
-    return getattr(hook, "__qualname__", None) or type(hook).__name__
+    """What a hook is called. Objects of a user's class are not asked, since they may answer by running code."""
+    if isinstance(hook, functools.partial):
+        return _named(hook.func)
+    if type(hook) is MethodType:
+        return _named(hook.__func__)
+    return hook.__qualname__ if type(hook) in (FunctionType, BuiltinFunctionType) else type(hook).__name__

@@ -8,21 +8,42 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Iterable
+from collections import Counter
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
+from types import MemberDescriptorType
 from typing import Any
 
 import torch
 
 from ..capture import tape
-from .nodes import Kind, SavedTensor
+from ..capture.parameter_names import is_parameter
+from .nodes import COUNTED, Kind, SavedTensor, shape_of
+
+_COMPRESSED = "crow_indices", "col_indices", "values"
+_COMPRESSED_COLUMNS = "ccol_indices", "row_indices", "values"
+_PARTS = {
+    torch.sparse_coo: ("_indices", "_values"),
+    torch.sparse_csr: _COMPRESSED,
+    torch.sparse_bsr: _COMPRESSED,
+    torch.sparse_csc: _COMPRESSED_COLUMNS,
+    torch.sparse_bsc: _COMPRESSED_COLUMNS,
+}
+"""The methods that give the tensors of which one of another layout consists."""
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
+_DEEPEST = 3
+"""How deep in the lists of a ``ctx``'s attribute tensors are looked for."""
 
 
 class SavedTensors:
     """Reads what nodes of one tape saved, and tells memory apart that is there anyway."""
 
     def __init__(
-        self, parameters: Iterable[torch.Tensor], buffers: Iterable[torch.Tensor], leaves: Iterable[torch.Tensor]
+        self,
+        parameters: Iterable[torch.Tensor],
+        buffers: Iterable[torch.Tensor],
+        leaves: Iterable[torch.Tensor],
+        held: Iterable[Handles],
     ) -> None:
         self._there_anyway: dict[int, Kind] = {}
         groups: tuple[tuple[Kind, Iterable[torch.Tensor]], ...] = (
@@ -32,51 +53,51 @@ class SavedTensors:
         )
         for kind, tensors in groups:
             self._there_anyway.update((key, kind) for tensor in tensors for key, _ in _memory(tensor))
-        self._numbers: dict[int | tuple[int, ...], int] = {}
-        self._of_the_tape = _references_of_the_tape()
+        self._numbers: dict[int, int] = {}
+        self._references = _References(held)
 
     def of(self, handles: Handles) -> tuple[SavedTensor, ...]:
         """What a node saved, in its order. What a backward has freed is not there any more."""
         return tuple([self._record(name, handle) for name, handle in handles])
 
     def _record(self, name: str, handle: Any) -> SavedTensor:
-        is_held = _is_held_by_the_program(handle, self._of_the_tape)  # asked first: `data` below is one more reference
+        is_held = self._references.has_more(handle)  # asked first: `data` below is one more reference
         data = handle.data
         if handle.unpack_hook is not None:
             return self._packed(name, data)
         parts = _memory(data)
+        beside = [part for part in parts if part[0] not in self._there_anyway]
         kind: Kind = "input" if is_held else "kept"
-        if _is_parameter(data):
+        if is_parameter(data) or (data._base is not None and is_parameter(data._base)):
             kind = "parameter"
-        elif parts and all(key in self._there_anyway for key, _ in parts):
+        elif parts and not beside:
             kind = self._there_anyway[parts[0][0]]
-        number, count = self._counted(parts)
-        return SavedTensor(name, tuple(data.shape), data.dtype, str(data.device), count, number, kind)
+        memory = self._numbered(beside if kind in COUNTED else parts)
+        count = sum(bytes for _, bytes in memory) if parts else None
+        return SavedTensor(name, shape_of(data), data.dtype, str(data.device), count, memory, kind)
 
     def _packed(self, name: str, data: Any) -> SavedTensor:
         """A hook may have made anything. What is known are tensors, of which one that is there anyway costs nothing."""
         parts = [part for tensor in _tensors(data) for part in _memory(tensor)]
-        number, count = self._counted([part for part in parts if part[0] not in self._there_anyway])
-        return SavedTensor(name, None, None, None, 0 if parts and count is None else count, number, "packed")
+        memory = self._numbered([part for part in parts if part[0] not in self._there_anyway])
+        count = sum(bytes for _, bytes in memory) if parts else None
+        return SavedTensor(name, None, None, None, count, memory, "packed")
 
-    def _counted(self, parts: list[tuple[int, int]]) -> tuple[int | None, int | None]:
-        if not parts:
-            return None, None
-        key = parts[0][0] if len(parts) == 1 else tuple(sorted(dict(parts)))
-        return self._numbers.setdefault(key, len(self._numbers)), sum(dict(parts).values())
+    def _numbered(self, parts: Sequence[tuple[int, int]]) -> tuple[tuple[int, int], ...]:
+        return tuple([(self._numbers.setdefault(key, len(self._numbers)), count) for key, count in dict(parts).items()])
 
 
 @dataclass(frozen=True, slots=True)
-class _Attribute:
-    """A tensor that a Python function keeps as an attribute of its ``ctx``, in the form of a ``SavedTensor``."""
+class _Kept:
+    """A tensor that a Python function keeps in an attribute of its ``ctx``, in the form of a ``SavedTensor``."""
 
-    ctx: Any
-    name: str
+    holder: Any
+    key: Any
     unpack_hook: None = None
 
     @property
     def data(self) -> torch.Tensor:
-        return vars(self.ctx)[self.name]
+        return self.holder[self.key]
 
 
 Handles = list[tuple[str, Any]]
@@ -90,9 +111,7 @@ def handles(node: Any) -> Handles:
     if isinstance(node, torch._C._FunctionBase):
         with contextlib.suppress(RuntimeError):  # freed by a backward: nothing is saved any more
             found += _of_list("saved_tensors", node._raw_saved_tensors)
-        kept = vars(node)
-        found += [(f"ctx.{name}", _Attribute(node, name)) for name in kept if isinstance(kept[name], torch.Tensor)]
-        return found
+        return [*found, *_kept_in("ctx", vars(node), _DEEPEST)]
     for attribute, is_tensor in tape.saved_names(type(node)):
         if not is_tensor:
             continue
@@ -117,47 +136,79 @@ def _is_there(saved: Any) -> bool:
     return saved is not None and (saved.unpack_hook is not None or saved.data is not None)
 
 
+def _kept_in(name: str, holder: Any, deep: int) -> Handles:
+    """Tensors in the attributes of a ``ctx``, also in lists, tuples and dictionaries there."""
+    found: Handles = []
+    for key, value in list(holder.items() if type(holder) is dict else enumerate(holder)):
+        if not _is_tensor(value) and not (deep and type(value) in (list, tuple, dict)):
+            continue
+        place = name + (f".{key}" if name == "ctx" else f"[{key!r}]" if type(key) in (int, str) else "[...]")
+        found += [(place, _Kept(holder, key))] if _is_tensor(value) else _kept_in(place, value, deep - 1)
+    return found
+
+
+def _is_tensor(value: Any) -> bool:
+    """The type is asked, not ``isinstance``, which asks objects for ``__class__``: some answer by running code."""
+    return issubclass(type(value), torch.Tensor)
+
+
 def _tensors(data: Any) -> list[torch.Tensor]:
-    if isinstance(data, torch.Tensor):
+    if _is_tensor(data):
         return [data]
-    return [each for each in data if isinstance(each, torch.Tensor)] if type(data) in (tuple, list) else []
+    return list(filter(_is_tensor, data)) if type(data) in (tuple, list) else []
 
 
 def _memory(tensor: torch.Tensor) -> list[tuple[int, int]]:
     """The pieces of memory of a tensor: what tells each apart, and its bytes. None where it has no storage."""
-    with torch._C.DisableTorchFunctionSubclass():
-        try:
-            if tensor.layout is torch.sparse_coo:
-                return [part for each in (tensor._indices(), tensor._values()) for part in _memory(each)]
-            if tensor.layout in (torch.sparse_csr, torch.sparse_bsr):
-                parts = (tensor.crow_indices(), tensor.col_indices(), tensor.values())
-                return [part for each in parts for part in _memory(each)]
-            storage = tensor.untyped_storage()
-            return [(storage._cdata, storage.nbytes())]
-        except (RuntimeError, NotImplementedError):  # a subclass or a layout that has none
-            return []
+    try:
+        if type(tensor) not in _PLAIN and any("__tensor_flatten__" in vars(cls) for cls in type(tensor).__mro__):
+            return [part for each in _wrapped(tensor) for part in _memory(each)]
+        if tensor.layout in _PARTS:
+            return [part for name in _PARTS[tensor.layout] for part in _memory(getattr(tensor, name)())]
+        storage = tensor.untyped_storage()
+        count = storage.nbytes()
+        return [(storage._cdata, count)] if type(count) is int else []  # else it is a symbol
+    except (RuntimeError, NotImplementedError):  # a subclass or a layout that has none
+        return []
 
 
-def _is_parameter(tensor: torch.Tensor) -> bool:
-    return isinstance(tensor, torch.nn.Parameter) or isinstance(tensor._base, torch.nn.Parameter)
+def _wrapped(tensor: torch.Tensor) -> list[torch.Tensor]:
+    """The tensors that a subclass holds, which has no memory of its own: in its attributes, without asking it."""
+    slots = [each for cls in type(tensor).__mro__ for each in vars(cls).values() if type(each) is MemberDescriptorType]
+    values = list(vars(tensor).values())
+    for slot in slots:
+        with contextlib.suppress(AttributeError):  # it is empty
+            values.append(slot.__get__(tensor))
+    return [each for each in values if _is_tensor(each) and each is not tensor]
 
 
-def _is_held_by_the_program(handle: Any, of_the_tape: int) -> bool:
-    """Whether a tensor without gradient, or what it is a view of, is an object that the program refers to as well: a
-    batch, a mask. Others have as few references as what only a tape holds."""
-    if handle.unpack_hook is not None or handle.data.requires_grad or type(handle.data) is not torch.Tensor:
-        return False
-    return _references(handle) > of_the_tape
+class _References:
+    """Tells tensors without gradient to which the program refers as well, or to what they are a view of: a batch, a
+    mask. Others have no more references than the tape has."""
 
-
-def _references(handle: Any) -> int:
-    if handle.data._base is None:
-        return sys.getrefcount(handle.data)
-    return sys.getrefcount(handle.data._base)
-
-
-def _references_of_the_tape() -> int:
-    """How many references an object of Python has whose tensor only C++ holds: a matter of PyTorch's version."""
-    with torch.inference_mode(False), torch._C.DisableTorchFunctionSubclass():
+    def __init__(self, held: Iterable[Handles]) -> None:
+        every = [handle for each in held for _, handle in each if handle.unpack_hook is None]
+        kept = {(id(each.holder), each.key): each for each in every if type(each) is _Kept}
+        self._kept = Counter(id(_owner(each.data)) for each in kept.values())
+        self._by_both = {id(_owner(each.data)) for each in every if kept and type(each) is not _Kept}
         view = torch.ones(2, device="cpu")[0]
-    return sys.getrefcount(view._base)
+        self._one = sys.getrefcount(view._base)
+        owner = view._base
+        self._second = sys.getrefcount(view._base) - self._one  # whether C++'s counts beside one of Python: by version
+        del owner
+
+    def has_more(self, handle: Any) -> bool:
+        """Whether there are references that are not the tape's."""
+        if handle.unpack_hook is not None or handle.data.requires_grad:
+            return False
+        key = id(_owner(handle.data))
+        own = self._one
+        if key in self._kept:
+            own += self._kept[key] - 1 + (self._second if key in self._by_both else 0)
+        if handle.data._base is None:
+            return sys.getrefcount(handle.data) > own
+        return sys.getrefcount(handle.data._base) > own
+
+
+def _owner(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor if tensor._base is None else tensor._base

@@ -9,6 +9,9 @@ import networkx as nx
 import torch
 from torch.autograd.graph import GradientEdge
 
+from shadow_cache.safe_text import harmless
+
+from ..torch_api.dynamo import not_compiled
 from . import page, pictures
 from .listing import Listing, edges_of
 from .memory import TapeMemory, memory_of
@@ -36,7 +39,7 @@ class TapeView:
 
     def readable(self) -> str:
         """One line for each node."""
-        return "\n".join(f"#{index} {_line(node)}" for index, node in enumerate(self.nodes)) + "\n"
+        return "\n".join(harmless(f"#{index} {_line(node)}") for index, node in enumerate(self.nodes)) + "\n"
 
     def memory(self) -> TapeMemory:
         """What the forward keeps alive, by module and by node."""
@@ -83,16 +86,28 @@ def _line(node: TapeNode) -> str:
     return f"{text} at {node.source}" if node.source else text
 
 
+@not_compiled
 def inspect(*outputs: torch.Tensor | GradientEdge) -> TapeView:
     """The tape below ``outputs``: what ``backward`` on them would run. Nothing is run, and nothing is kept of it.
 
     Raises:
-        ValueError: an output without a tape (it does not require grad).
+        TypeError: an output is neither a tensor nor a ``GradientEdge``.
+        ValueError: an output without a tape (it does not require grad), or none at all.
     """
+    if not outputs:
+        raise ValueError("nothing is given; inspect takes what backward would be called on, such as the loss")
     for index, output in enumerate(outputs):
-        if isinstance(output, torch.Tensor) and not output.requires_grad:
-            raise ValueError(
-                f"output {index} does not require grad, so no tape leads to it; was it made under no_grad?"
+        if isinstance(output, GradientEdge):
+            continue
+        if not isinstance(output, torch.Tensor):
+            raise TypeError(
+                f"output {index} is of type {type(output).__name__}; inspect takes tensors and GradientEdges, "
+                "such as the loss, one by one"
             )
+        with torch._C.DisableTorchFunction():
+            if not output.requires_grad:
+                raise ValueError(
+                    f"output {index} does not require grad, so no tape leads to it; was it made under no_grad?"
+                )
     found = read(outputs)
     return TapeView(found.nodes, found.models)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 
@@ -23,27 +23,14 @@ from ..settings import Settings
 from ..versions import VERSION
 from .memory import memory_of, run_without_memory
 from .stages import stages_of, step_of_calls, steps_of, tape_stage_of
+from .step_log import StepEvent
 
 _NOTHING = "Nothing is compiled of it: its stages end here."
 
 
-class Event(Protocol):
-    """What a session keeps of a step (:class:`report.step_log.StepEvent`)."""
-
-    number: int
-    count: int
-    outcome: str
-    graph: int | None
-    reasons: tuple[Bypass | Miss | Failure, ...]
-    seconds: dict[str, float]
-    compiles: int
-    loads: int
-    when: float
-
-
 def session_report(
     stats: Mapping[str, Any],
-    events: Sequence[Event],
+    events: Sequence[StepEvent],
     left_out: int,
     graphs: Sequence[CompiledGraph],
     settings: Settings,
@@ -105,7 +92,7 @@ def _most_first(item: tuple[str, int]) -> tuple[int, str]:
     return -item[1], item[0]
 
 
-def _event(event: Event, titles: Mapping[int, str]) -> data.Event:
+def _event(event: StepEvent, titles: Mapping[int, str]) -> data.Event:
     known = event.graph if event.graph in titles else None
     first = event.reasons[0] if event.reasons else None
     name = titles[known] if known is not None else first.label if isinstance(first, Bypass) else event.outcome

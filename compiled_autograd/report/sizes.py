@@ -15,23 +15,10 @@ from torch import fx
 
 from ..cache.variants import Variant
 from ..steps.steps import CompiledRegion, RegionStep
+from ..torch_api.dtype_names import short_name
 
 _META = torch.device("meta")
 _SAVED, _GIVEN, _MADE, _KEPT = "saved", "given", "made", "kept"
-_SHORT = {
-    "torch.float32": "f32",
-    "torch.float64": "f64",
-    "torch.float16": "f16",
-    "torch.bfloat16": "bf16",
-    "torch.int64": "i64",
-    "torch.int32": "i32",
-    "torch.int16": "i16",
-    "torch.int8": "i8",
-    "torch.uint8": "u8",
-    "torch.bool": "b8",
-    "torch.complex64": "c64",
-    "torch.complex128": "c128",
-}
 
 
 @dataclass(slots=True)
@@ -67,8 +54,7 @@ class RegionSizes:
 def in_words(value: Any) -> str:
     """``f32[5, 3]`` of a tensor; of several, all of them."""
     if isinstance(value, torch.Tensor):
-        dtype = _SHORT.get(str(value.dtype), str(value.dtype).removeprefix("torch."))
-        return f"{dtype}[{', '.join(map(str, value.shape))}]"
+        return f"{short_name(value.dtype)}[{', '.join(map(str, value.shape))}]"
     if isinstance(value, (list, tuple)):
         return ", ".join(in_words(each) for each in value if isinstance(each, torch.Tensor))
     return ""

@@ -7,11 +7,12 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from backends.source import source_of
+from backends.protocol import source_of
 from shadow_cache.report import data
 from shadow_cache.report.texts import aten_texts, code_lines, defined
 
 from .. import ir
+from ..cache.stages import calls_of, some_of
 from ..cache.variants import Variant
 from ..diagnostics.node_names import call_name
 from ..steps.steps import AccumulateStep, CompiledRegion, Executor, OpaqueStep, RegionStep
@@ -49,17 +50,17 @@ def steps_of(variant: Variant) -> list[data.Step]:
 def _step(tape: ir.TapeGraph, step: Executor, number: int) -> data.Step:
     if isinstance(step, AccumulateStep):
         names = [tape.calls[call].parameter or f"leaf #{call}" for call in step.calls]
-        return data.Step("leaves", "gradients of leaves", _some(names), len(step.calls), len(step.calls))
+        return data.Step("leaves", "gradients of leaves", some_of(names), len(step.calls), len(step.calls))
     if isinstance(step, OpaqueStep):
         title = f"{ir.target_name(step.node)} of {call_name(tape, step.node.meta['call'])}"
         is_users = step.node.target in ir.USERS_CODE
         why = "a hook or a Python function: runs as it is" if is_users else "cannot be traced: runs as it is"
         runs = step.spent.runs
         return data.Step("users", title, why, 1, 1, step.spent.seconds / runs if runs else None, step.spent.least, runs)
-    calls = dict.fromkeys(node.meta["call"] for node in step.region.nodes)
+    calls = calls_of(step)
     kinds = list(dict.fromkeys(tape.calls[call].name for call in calls))
     compiled = newest(step)
-    detail = _some(kinds)
+    detail = some_of(kinds)
     if compiled is None:
         detail += "; not compiled: its calls run one by one"
     elif compiled.proof.dropped:
@@ -71,24 +72,13 @@ def _step(tape: ir.TapeGraph, step: Executor, number: int) -> data.Step:
     )
 
 
-def _some(names: Sequence[str], most: int = 6) -> str:
-    more = f" and {len(names) - most} more" if len(names) > most else ""
-    return ", ".join(names[:most]) + more
-
-
 def step_of_calls(variant: Variant) -> dict[int, int]:
     """For each node of the tape, the step that runs it first."""
     steps: dict[int, int] = {}
     for number, step in enumerate(variant.program.schedule.steps):
-        for call in _calls(step):
+        for call in calls_of(step):
             steps.setdefault(call, number)
     return steps
-
-
-def _calls(step: Executor) -> list[int]:
-    if isinstance(step, RegionStep):
-        return [node.meta["call"] for node in step.region.nodes]
-    return [step.node.meta["call"]] if isinstance(step, OpaqueStep) else step.calls
 
 
 def stages_of(variant: Variant, sizes: Mapping[int, RegionSizes]) -> tuple[data.Stage, ...]:

@@ -7,11 +7,16 @@ before anything is read.
 
 from __future__ import annotations
 
+import contextlib
+import io
+import lzma
 import os
+import struct
+import uuid
 import zipfile
+import zlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import IO
 
 import msgspec
 
@@ -25,6 +30,8 @@ _MAX_RECORD = 1 << 28
 """The largest JSON text in bytes, unpacked."""
 _MAX_RATIO = 1000
 """It may be this many times as large unpacked as packed."""
+_DAMAGED = (zipfile.BadZipFile, zlib.error, lzma.LZMAError, struct.error, EOFError, OSError, RuntimeError, ValueError)
+"""What :mod:`zipfile` raises of an archive that is damaged, or is none; the bytes of it are in memory then."""
 _LONG_AGO = (1980, 1, 1, 0, 0, 0)
 _TEXT = """\
 A reproduction of one backward, written by compiled_autograd {version} with torch {torch}:
@@ -39,14 +46,14 @@ To run it on the operators one by one and compiled, and to compare and time the 
 """
 
 
-def write_file(path: str | os.PathLike[str] | IO[bytes], record: Record, stored: Mapping[int, bytes]) -> None:
+def write_file(path: str | os.PathLike[str], record: Record, stored: Mapping[int, bytes]) -> None:
     """Write a record, and what lies in the memory of each storage, where that is kept.
 
     Raises:
         OSError: it cannot be written; what was there before is then as it was.
     """
-    place = Path(os.fspath(path))  # type: ignore[arg-type]
-    part = place.with_name(f".{place.name}.{os.getpid()}.part")
+    place = Path(os.fsdecode(path))
+    part = place.parent / f".{uuid.uuid4()}.part"  # threads may write one file at a time
     about = record.about
     values = "those of the backward" if record.real else "made up"
     text = _TEXT.format(version=about.version, torch=about.torch.partition("+")[0], where=about.where, values=values)
@@ -57,8 +64,10 @@ def write_file(path: str | os.PathLike[str] | IO[bytes], record: Record, stored:
             for storage, data in stored.items():
                 _put(archive, f"{_TENSORS}{storage}", data, zipfile.ZIP_STORED)
         part.replace(place)
-    finally:
-        part.unlink(missing_ok=True)
+    except BaseException:
+        with contextlib.suppress(OSError):  # it is the first error that is told
+            part.unlink()
+        raise
 
 
 def _put(archive: zipfile.ZipFile, name: str, data: bytes, compression: int) -> None:
@@ -72,20 +81,24 @@ def read_file(path: str | os.PathLike[str]) -> tuple[Record, dict[int, bytes]]:
         ReproductionError: it is no such file, or it is damaged, or of another version.
         OSError: it cannot be read.
     """
+    place = Path(os.fsdecode(path))
+    data = place.read_bytes()
     try:
-        with zipfile.ZipFile(path) as archive:
-            return _read(archive)
-    except zipfile.BadZipFile as error:
-        raise ReproductionError(f"{os.fspath(path)} is no reproduction, or it is damaged ({error})") from error
-    except (msgspec.MsgspecError, RecursionError, UnicodeDecodeError) as error:
+        with zipfile.ZipFile(io.BytesIO(data)) as archive:
+            return _read(archive, len(data))
+    except ReproductionError:  # it is a ValueError
+        raise
+    except (msgspec.MsgspecError, RecursionError) as error:
         raise ReproductionError(f"{_RECORD} in it has no record that is known: {error}") from error
+    except _DAMAGED as error:
+        raise ReproductionError(f"{place} is no reproduction, or it is damaged ({error})") from error
 
 
 class _Format(msgspec.Struct):
     format: int
 
 
-def _read(archive: zipfile.ZipFile) -> tuple[Record, dict[int, bytes]]:
+def _read(archive: zipfile.ZipFile, size: int) -> tuple[Record, dict[int, bytes]]:
     entries = {info.filename: info for info in archive.infolist()}
     info = entries.get(_RECORD)
     if info is None:
@@ -98,10 +111,14 @@ def _read(archive: zipfile.ZipFile) -> tuple[Record, dict[int, bytes]]:
         raise ReproductionError(f"it is of format {found}, and this version reads format {FORMAT}")
     record = msgspec.json.decode(text, type=Record)
     stored: dict[int, bytes] = {}
-    for name, each in entries.items():
-        number = name.removeprefix(_TENSORS)
-        if name.startswith(_TENSORS) and number.isdecimal() and len(number) < 10:
-            if each.compress_type != zipfile.ZIP_STORED or each.file_size != each.compress_size:
-                raise ReproductionError(f"{name} in it is packed")
-            stored[int(number)] = archive.read(each)
+    for storage in {each.storage for each in record.tensors} if record.real else ():
+        each = entries.get(f"{_TENSORS}{storage}")
+        if each is None:
+            continue
+        if each.compress_type != zipfile.ZIP_STORED or each.file_size != each.compress_size:
+            raise ReproductionError(f"{each.filename} in it is packed")
+        size -= each.file_size
+        if size < 0:
+            raise ReproductionError(f"its parts lie in one another: there is no room for {each.filename}")
+        stored[storage] = archive.read(each)
     return record, stored

@@ -200,3 +200,5 @@ def _check(values: Sequence[Value], number: int) -> None:
             constant(value)
         if isinstance(value, Scalar):
             dtype_of(value.dtype)
+            if any(size != 1 for size in value.shape):
+                raise ReproductionError(f"it has a tensor of one number with shape {value.shape[:8]}")

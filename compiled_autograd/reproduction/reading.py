@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import itertools
+import os
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -17,7 +18,7 @@ from ..steps.memory import in_own_memory
 from .functions import arguments_of, flattened, function_of
 from .recording import FUNCTION, STAND_IN, VOCABULARY
 from .records import CallRecord, Given, Record, Ref, decoded
-from .tensors import check, tensors
+from .tensors import bytes_of, check, tensors
 
 _MAX_NODES = 1_000_000
 _SEED_OF_STAND_INS = 1 << 20
@@ -64,6 +65,8 @@ def tape_of(record: Record) -> ir.TapeGraph:
             target = VOCABULARY[call.target]
         else:
             raise ReproductionError(f"{call.target[:40]!r} is no call of a tape graph")
+        if target is ir.accumulate_grad and not _is_of_a_leaf(call.args):
+            raise ReproductionError(f"call {number} writes the gradient of what is no leaf")
         node = graph.create_node("call_function", target, tuple(args), name=f"call_{number}")
         node.meta["call"] = call.call
         made.append(node)
@@ -83,6 +86,12 @@ def tape_of(record: Record) -> ir.TapeGraph:
     return ir.TapeGraph(graph, calls, inputs, record.accumulates, order=list(record.order))
 
 
+def _is_of_a_leaf(args: Sequence[Any]) -> bool:
+    """Whether the first two arguments of :func:`ir.accumulate_grad` are a leaf and what is its gradient before."""
+    given = [isinstance(each, Given) and each.kind == "input" for each in args[:2]]
+    return len(args) == 3 and given[0] and (given[1] or args[1] is None)
+
+
 def _check(record: Record) -> None:
     count = len(record.nodes)
     if not 0 < count <= _MAX_NODES or len(record.calls) > 4 * _MAX_NODES:
@@ -91,9 +100,13 @@ def _check(record: Record) -> None:
     indices += [edge for node in record.nodes for edge in node.edges or ()]
     if any(not 0 <= index < count for index in indices):
         raise ReproductionError("it names a node of the tape that is not there")
+    if sorted(record.order) != list(range(count)):
+        raise ReproductionError("its nodes do not run once each")
     for each in itertools.chain(record.tensors, *(call.results for call in record.calls)):
         if each is not None:
             check(each)
+    if any(not isinstance(each, (Ref, Given, type(None))) for each in record.returned):
+        raise ReproductionError("what it gives is no gradient")
     for number in record.scalars:
         if isinstance(decoded(number, _none), (list, str, type(None))):
             raise ReproductionError("a scalar is no number")
@@ -132,6 +145,22 @@ def _standing_in(call: CallRecord, number: int) -> Callable[..., list[torch.Tens
 
 
 def given_to(record: Record, stored: dict[int, bytes], seed: int = 0) -> tuple[list[torch.Tensor], Sequence[Any]]:
-    """Tensors for a tape graph, made anew, and its scalars."""
-    made = tensors(record.tensors, seed, stored if record.real else None)
+    """Tensors for a tape graph, made anew, and its scalars.
+
+    Raises:
+        ReproductionError: they cannot be made here.
+    """
+    needed, there = sum(bytes_of(record.tensors).values()), _memory_of_this_machine()
+    if needed > there:
+        raise ReproductionError(f"its tensors take {needed:,} bytes, and this machine has {there:,}")
+    try:
+        made = tensors(record.tensors, seed, stored if record.real else None)
+    except Exception as error:  # whatever PyTorch says: of a dtype without kernels, of a device that is not there
+        raise ReproductionError(f"its tensors cannot be made here ({type(error).__name__}: {error})") from error
     return made, [decoded(each, _none) for each in record.scalars]
+
+
+def _memory_of_this_machine() -> int:
+    if not hasattr(os, "sysconf"):
+        return 1 << 63
+    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

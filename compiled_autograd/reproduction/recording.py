@@ -121,8 +121,9 @@ class _Recording:
         for node in self.tape.graph.nodes:
             if node.op == "placeholder":
                 lifted = node.meta["lifted"]
-                self.refs[node] = Given(lifted.kind, lifted.index)
-                self.known[node] = given[lifted.kind][lifted.index] if lifted.kind in given else None
+                is_kept = lifted.kind in given  # objects are not, and no operator takes one
+                self.refs[node] = Given(lifted.kind, lifted.index) if is_kept else None
+                self.known[node] = given[lifted.kind][lifted.index] if is_kept else None
             elif node.op == "call_function" and node.target not in (ir.Packed, ir.check_nan):
                 self._call(node)
 
@@ -153,7 +154,8 @@ class _Recording:
         number = self._numbers.setdefault(msgspec.msgpack.encode(function), len(self.functions))
         if number == len(self.functions):
             self.functions.append(function)
-        args = [_or_as_text(each, self.refs) for each in node.args]
+        takes = [flattened(list(node.args))] if isinstance(target, AOTBackward) else node.args  # as the others: a list
+        args = [_or_as_text(each, self.refs) for each in takes]
         self._add(node, FUNCTION, args, target.__name__, number)
 
     def _recorded(self, target: Any, arguments: Sequence[Any]) -> tuple[Function, Any]:

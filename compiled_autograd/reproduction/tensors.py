@@ -78,7 +78,9 @@ def _flat(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def _known(tensor: torch.Tensor) -> dict[str, Any]:
-    """What a record has of what lies in a tensor."""
+    """What a record has of what lies in a tensor's memory."""
+    if tensor.is_neg():
+        tensor = tensor._neg_view()  # which is there without the minus
     if not _has_memory(tensor):
         return {"low": 0, "high": 0} if tensor.numel() else {}
     dtype, known = tensor.dtype, dict[str, Any]()
@@ -106,13 +108,19 @@ def check(record: TensorRecord) -> None:
     """Whether a tensor can be made of a record.
 
     Raises:
-        ReproductionError: a size or a stride is negative, or there are not as many of both.
+        ReproductionError: a size or a stride is negative, there are not as many of both, or a bit is not one of its
+            dtype.
     """
     numbers = (*record.shape, *record.stride, record.offset, record.storage)
     if len(record.shape) != len(record.stride) or any(number < 0 or number >= 1 << 48 for number in numbers):
         raise ReproductionError(f"it has a tensor of shape {record.shape[:8]} and strides {record.stride[:8]}")
-    dtype_of(record.dtype)
+    dtype = dtype_of(record.dtype)
     device_of(record.device)
+    if record.conj and not dtype.is_complex:
+        raise ReproductionError(f"it has a tensor of {record.dtype} with a conjugate bit")
+    whole = [each for each in (record.low, record.high, record.ones, *(record.values or ())) if isinstance(each, int)]
+    if any(abs(each) > 1 << 63 for each in whole):
+        raise ReproductionError("it has a tensor of whole numbers that no dtype has")
 
 
 def _extent(record: TensorRecord) -> int:
@@ -204,18 +212,23 @@ def _placed(memory: torch.Tensor, record: TensorRecord) -> torch.Tensor:
     tensor = torch.empty(0, dtype=dtype, device=memory.device).set_(
         storage, record.offset, tuple(record.shape), tuple(record.stride)
     )
+    differentiable = dtype.is_floating_point or dtype.is_complex
+    if record.parameter == "view" and differentiable:
+        whole = torch.nn.Parameter(memory.view(dtype), requires_grad=record.requires_grad)
+        with torch.set_grad_enabled(record.requires_grad):
+            return _with_bits(whole.as_strided(record.shape, record.stride, record.offset), record)
+    tensor = _with_bits(tensor, record)
+    if record.parameter == "itself" and differentiable:
+        return torch.nn.Parameter(tensor, requires_grad=record.requires_grad)
+    return tensor.requires_grad_(record.requires_grad and differentiable)
+
+
+def _with_bits(tensor: torch.Tensor, record: TensorRecord) -> torch.Tensor:
     if record.conj:
         torch._C._set_conj(tensor, True)
     if record.neg:
         torch._C._set_neg(tensor, True)
-    differentiable = dtype.is_floating_point or dtype.is_complex
-    if record.parameter == "itself" and differentiable:
-        return torch.nn.Parameter(tensor, requires_grad=record.requires_grad)
-    if record.parameter == "view" and differentiable:
-        whole = torch.nn.Parameter(memory.view(dtype), requires_grad=record.requires_grad)
-        with torch.set_grad_enabled(record.requires_grad):
-            return whole.as_strided(record.shape, record.stride, record.offset)
-    return tensor.requires_grad_(record.requires_grad and differentiable)
+    return tensor
 
 
 def stored_bytes(tensors: Sequence[torch.Tensor], records: Sequence[TensorRecord]) -> dict[int, bytes]:

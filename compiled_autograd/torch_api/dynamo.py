@@ -1,0 +1,30 @@
+"""What ``torch.compile`` is to leave alone."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+import torch
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def keep_from_dynamo(code: Any) -> None:
+    """Have ``torch.compile`` run code, and what that calls, as it is.
+
+    A step that it compiles breaks at its ``backward``, which Dynamo runs as Python: and would look at each frame of
+    ours in there, where ``torch.compiler.is_compiling()`` is then true. ``torch._dynamo.disable`` says the same, but
+    takes seconds to import (``torch/csrc/dynamo/eval_frame.c``, 2.13).
+    """
+    eval_frame = torch._C._dynamo.eval_frame
+    skip = eval_frame._FrameAction.SKIP
+    eval_frame.set_code_exec_strategy(code, eval_frame._FrameExecStrategy(skip, skip))
+
+
+def not_compiled(function: _Function) -> _Function:
+    """Have ``torch.compile`` run a function as it is, and break its graphs there rather than look into it
+    (``InliningInstructionTranslator.check_inlineable`` in ``torch/_dynamo/symbolic_convert.py``, 2.13)."""
+    function._torchdynamo_disable = True  # type: ignore[attr-defined]
+    keep_from_dynamo(function.__code__)
+    return function

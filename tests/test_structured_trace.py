@@ -18,6 +18,7 @@ from torch._logging._internal import LazyTraceHandler, TorchLogsFormatter, trace
 
 import compiled_autograd as ca
 from compiled_autograd.diagnostics import structured_trace
+from compiled_autograd.engine import traced
 
 from .helpers import in_subprocess, mlp
 
@@ -113,9 +114,12 @@ def test_regions_are_numbered(folder: Path) -> None:
     assert "cos" in artifacts["region_1_aten"] and "mul" in artifacts["region_2_aten"]
 
 
-def test_nothing_is_made_where_nothing_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    # As it is without TORCH_TRACE, until the first event; pytest has put a handler of its own there.
-    monkeypatch.setattr(trace_log, "handlers", [LazyTraceHandler(None)])
+@pytest.mark.parametrize("handlers", ["PyTorch's", "one for all loggers"])
+def test_nothing_is_made_where_nothing_reads_it(monkeypatch: pytest.MonkeyPatch, handlers: str) -> None:
+    """PyTorch's is there until the first event; pytest puts its own wherever the root's does not reach."""
+    every = logging.NullHandler()
+    monkeypatch.setattr(logging.getLogger(), "handlers", [every])
+    monkeypatch.setattr(trace_log, "handlers", [LazyTraceHandler(None) if handlers == "PyTorch's" else every])
     assert not structured_trace.is_on()
     monkeypatch.setattr(structured_trace, "trace_structured_artifact", lambda *arguments: pytest.fail("traced"))
     assert _backward().stats().compiles == 1
@@ -126,6 +130,16 @@ def test_a_trace_that_cannot_be_written_costs_a_warning(handlers: list[logging.H
     file.touch()
     handlers.append(LazyTraceHandler(str(file / "folder")))
     with pytest.warns(UserWarning, match="the structured trace could not be written .NotADirectoryError"):
+        session = _backward()
+    assert session.stats().compiles == 1 and session.stats().failures == 0
+
+
+def test_code_that_cannot_be_looked_for_costs_a_warning(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(compiled: Any) -> None:
+        raise SystemError("of the backend's")
+
+    monkeypatch.setattr(traced, "source_of", fail)
+    with pytest.warns(UserWarning, match="the structured trace could not be written .SystemError: of the backend's"):
         session = _backward()
     assert session.stats().compiles == 1 and session.stats().failures == 0
 

@@ -3,18 +3,16 @@ and the backend's code."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
 
-from backends import Backend
-from backends.artifacts import ArtifactBackend, CannotStoreError
-from backends.protocol import Compiled
+from backends.protocol import source_of
 
 from ..cache.variants import Variant
 from ..diagnostics.node_names import title
-from ..diagnostics.structured_trace import JSON, TEXT, add, is_on
+from ..diagnostics.structured_trace import JSON, TEXT, Artifact, add, is_on
 from ..process_state import PROCESS
 from ..steps.run_context import RunReport
 from .session import Outcome
@@ -38,12 +36,15 @@ def trace(outcome: Outcome, report: RunReport | None = None, variant: Variant | 
     _traced[key] = None
     while len(_traced) > _MAX_TRACED:
         _traced.pop(next(iter(_traced)), None)
-    artifacts: dict[str, tuple[str, Callable[[], Any]]] = {"outcome": (JSON, lambda: _record(outcome, report))}
+    add(report, _artifacts(outcome, report, variant, made))
+
+
+def _artifacts(outcome: Outcome, report: RunReport, variant: Variant | None, made: bool) -> Iterator[Artifact]:
+    yield "outcome", JSON, lambda: _record(outcome, report)
     if outcome.graph is not None and (made or variant is None):
-        artifacts["tape_graph"] = TEXT, outcome.graph.tape.readable
+        yield "tape_graph", TEXT, outcome.graph.tape.readable
     if variant is not None and made:
-        artifacts.update(_of_regions(variant))
-    add(report, artifacts)
+        yield from _of_regions(variant)
 
 
 def _record(outcome: Outcome, report: RunReport) -> dict[str, Any]:
@@ -57,25 +58,11 @@ def _record(outcome: Outcome, report: RunReport) -> dict[str, Any]:
     }
 
 
-def _of_regions(variant: Variant) -> dict[str, tuple[str, Callable[[], Any]]]:
-    artifacts: dict[str, tuple[str, Callable[[], Any]]] = {}
-    backend = variant.program.region_compiler.backend
+def _of_regions(variant: Variant) -> Iterator[Artifact]:
     for number, step in enumerate(variant.regions, 1):
         for count, compiled in enumerate(step.compiled_regions(), 1):
             name = f"region_{number}" if count == 1 else f"region_{number}_version_{count}"
-            artifacts[f"{name}_aten"] = TEXT, compiled.aten.text
-            code = _code(backend, compiled.call)
+            yield f"{name}_aten", TEXT, compiled.aten.text
+            code = source_of(compiled.call)
             if code is not None:
-                artifacts[f"{name}_code"] = TEXT, code.__str__
-    return artifacts
-
-
-def _code(backend: Backend, call: Compiled) -> str | None:
-    """What a backend has generated, where it can be had."""
-    if isinstance(backend, ArtifactBackend):
-        try:
-            return backend.stored(call).source
-        except CannotStoreError:
-            pass  # of what was loaded the text is at hand
-    source = getattr(call, "source", None)
-    return source if isinstance(source, str) else None
+                yield f"{name}_code", TEXT, code.__str__

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from backends.source import source_of
+from backends.protocol import source_of
 from shadow_cache.report import data
 from shadow_cache.report.texts import aten_texts, code_lines, defined
 

@@ -148,7 +148,7 @@ def test_code_that_cannot_be_looked_for_costs_a_warning(folder: Path, monkeypatc
 def test_tlparse_lists_what_we_traced(tmp_path: Path) -> None:
     tlparse = shutil.which("tlparse")
     if tlparse is None:
-        pytest.skip("needs tlparse (pip install tlparse)")
+        pytest.skip("needs tlparse (pip install -e '.[dev]')")
     code = """
 import torch, compiled_autograd as ca
 from torch import nn

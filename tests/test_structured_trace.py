@@ -14,6 +14,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch._logging._internal import LazyTraceHandler, TorchLogsFormatter, trace_log
 
 import compiled_autograd as ca
@@ -75,6 +76,17 @@ def test_a_miss_has_its_reasons_and_graphs(folder: Path) -> None:
     assert (outcome["outcome"], outcome["compiled"], outcome["loaded"]) == ("structure_miss", 1, 0)
     assert outcome["reasons"][0] | {"record": "Miss", "kind": "first_seen"} == outcome["reasons"][0]
     assert outcome["seconds"].keys() == session.last.seconds.keys()
+
+
+def test_names_that_are_no_text(folder: Path) -> None:
+    model = nn.Module()
+    model.register_parameter("\udcff\n[{}]", nn.Parameter(torch.ones(3)))
+    with ca.enable(backend="eager", cache_dir=False):
+        for _ in range(2):
+            (getattr(model, "\udcff\n[{}]") * 2).sum().backward()
+    first, _ = _artifacts(folder).values()
+    assert first.keys() == {"outcome", "tape_graph", "region_1_aten", "region_1_code"}
+    assert "\\udcff" in first["tape_graph"]
 
 
 def test_a_hit_has_nothing_and_another_miss_its_own(folder: Path) -> None:

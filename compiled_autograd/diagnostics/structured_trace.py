@@ -57,9 +57,16 @@ def add(run: Traced, artifacts: Iterable[Artifact]) -> None:
     try:
         with compile_context(CompileContext(_id_of(run))):
             for name, encoding, give in artifacts:
-                trace_structured_artifact(f"compiled_autograd_{name}", encoding, give)
+                trace_structured_artifact(
+                    f"compiled_autograd_{name}", encoding, give if encoding == JSON else _utf8(give)
+                )
     except Exception as error:  # noqa: BLE001  it is warned of: gradients must not depend on a file that can be written
         warn_once(f"the structured trace could not be written ({type(error).__name__}: {error})")
+
+
+def _utf8(give: Callable[[], Any]) -> Callable[[], str]:
+    """A name of users' may have halves of pairs of surrogates, which no file can."""
+    return lambda: give().encode(errors="backslashreplace").decode()
 
 
 def _id_of(run: Traced) -> CompileId:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import types
 from collections.abc import Sequence
 from typing import Any
@@ -25,6 +24,7 @@ from .artifacts import (
     tensors_from_bytes,
     tensors_to_bytes,
 )
+from .parsing import parsed
 from .protocol import Compiled
 
 
@@ -56,7 +56,7 @@ class EagerBackend(ArtifactBackend):
             raise CannotStoreError(f"its graph calls a module, {node.target}")
         constants = [str(node.target) for node in graph.find_nodes(op="get_attr")]
         code = graph.python_code("self")
-        tree = ast.parse(code.src)
+        tree = parsed(code.src)
         used = names_in(tree) & code.globals.keys()
         return Stored(
             source=code.src,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import ast
+import gc
 import threading
 import weakref
 from collections.abc import Callable, Iterator, Sequence
@@ -20,6 +22,7 @@ import compiled_autograd as ca
 from backends import ArtifactError, artifacts
 from backends.inductor import kernels
 from backends.inductor.environment import environment
+from backends.parsing import parsed
 
 from .helpers import in_subprocess, mlp, same_bits
 
@@ -422,3 +425,37 @@ def test_inductor_stores_a_graph_without_calls() -> None:
     for call in (compiled, backend.load(data)):
         given = [x, y]
         assert [each.shape for each in call(given)] == [(3,), (2,)] and given == []
+
+
+def test_code_is_parsed_while_something_else_is() -> None:
+    """Some versions of Python count how deep they are in a tree for the whole process: a finalizer that parses too, as
+    a thread that comes in there, made ``ast.parse`` raise ``SystemError``."""
+    source = "x = [torch.sin(1), {'a': (2, 3)}]\n" * 200
+    disturbed = []
+
+    def disturb(phase: str, info: dict[str, int]) -> None:
+        if phase == "start" and len(disturbed) < 5:
+            disturbed.append(ast.parse("y = 1"))
+
+    before = gc.get_threshold()
+    gc.callbacks.append(disturb)
+    gc.set_threshold(10)
+    try:
+        tree = parsed(source)
+    finally:
+        gc.set_threshold(*before)
+        gc.callbacks.remove(disturb)
+    assert len(tree.body) == 200 and len(disturbed) == 5
+
+
+def test_code_that_cannot_be_parsed_is_not_tried_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    tried = []
+
+    def fail(source: str) -> None:
+        tried.append(source)
+        raise SystemError("AST constructor recursion depth mismatch")
+
+    monkeypatch.setattr(ast, "parse", fail)
+    with pytest.raises(SystemError, match="recursion depth"):
+        parsed("x = 1")
+    assert 1 < len(tried) < 100

@@ -396,3 +396,19 @@ def test_instruction_sets_are_found_as_without_asking_early(tmp_path: Path) -> N
     (picked, compiled), (picked_early, compiled_early) = answers
     assert picked_early == picked
     assert compiled_early and set(compiled_early.split()) <= set(compiled.split())
+
+
+def test_an_error_that_has_no_text_costs_no_backward() -> None:
+    class _WithoutTextError(Exception):
+        def __str__(self) -> str:
+            raise ValueError("no text")
+
+    def backend(graph: Any, examples: Any) -> Any:
+        raise _WithoutTextError
+
+    leaf = torch.ones(3, requires_grad=True)
+    session = ca.enable(backend=backend, cache_dir=False, tune=False)
+    with pytest.warns(UserWarning, match="_WithoutTextError: .its text cannot be had: ValueError"), session:
+        leaf.exp().sum().backward()
+    assert leaf.grad is not None and torch.equal(leaf.grad, leaf.detach().exp())
+    expect(session.stats(), structure_misses=1, captures=1, failures=1)

@@ -875,3 +875,27 @@ def test_every_miss_is_a_record_in_the_store(folder: Path) -> None:
     assert all(each.entry is not None and "tests/stored.py" in each.name for each in recorded)
     assert {each.entry for each in recorded} == {entry.id for entry in _entries(folder)}
     assert all(isinstance(each.miss, Miss) and each.miss.seconds > 0 for each in recorded)
+
+
+# ---- folders with odd names ------------------------------------------------------------------------------------------
+
+
+def test_a_folder_whose_name_is_no_utf8(tmp_path: Path) -> None:
+    name = os.fsdecode(os.fsencode(tmp_path) + b"/cache \xff %41?#")
+    for _ in range(2):
+        restart()
+        session = _run(BACKWARDS["static"], name)
+    expect(session.stats(), shape_misses=session.stats().shape_misses, hits=session.stats().hits, captures=1)
+    assert session.stats().compiles == 0 < session.stats().loads
+    assert Path(name, "index").exists() and len(_entries(Path(name))) > 0
+
+
+@pytest.mark.parametrize("name", ["a\0b", "~nosuchuser/cache"])
+def test_a_folder_that_cannot_be_is_no_reason_to_lose_a_backward(tmp_path: Path, name: str) -> None:
+    """It is looked for when the tape has been released."""
+    leaf = torch.ones(3, requires_grad=True)
+    session = ca.enable(backend="eager", tune=False, cache_dir=name)
+    with pytest.warns(UserWarning, match="graphs are kept in memory alone"), session:
+        (leaf * 2).sum().backward()
+    assert leaf.grad is not None and leaf.grad.tolist() == [2.0] * 3
+    expect(session.stats(), structure_misses=1, captures=1)

@@ -77,6 +77,23 @@ def _function() -> torch.Tensor:
     return Squares.apply(x.exp()).sum()
 
 
+class _Two(torch.autograd.Function):
+    """Of two outputs, each with a gradient of its own."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, y: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return x * 2, y + 1
+
+    @staticmethod
+    def backward(ctx: Any, one: torch.Tensor, other: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        return one * 2, other
+
+
+def _function_of_which_one_output_is_used() -> torch.Tensor:
+    x, y = torch.randn(3, requires_grad=True), torch.randn(3, requires_grad=True)
+    return _Two.apply(x.exp(), y.exp())[0].sum()
+
+
 def _hooks() -> torch.Tensor:
     x = torch.randn(3, 2, requires_grad=True)
     y = x.exp()
@@ -138,7 +155,20 @@ def _checkpoints() -> torch.Tensor:
 
 _MODELS = [
     lambda: mlp()(torch.randn(2, 8)).mean(),
-    *(_shared, _function, _hooks, _undefined, _in_place, _mixed, _complex, _attention, _convolution, _sparse, _lstm),
+    *(
+        _shared,
+        _function,
+        _function_of_which_one_output_is_used,
+        _hooks,
+        _undefined,
+        _in_place,
+        _mixed,
+        _complex,
+        _attention,
+        _convolution,
+        _sparse,
+        _lstm,
+    ),
     _checkpoints,
 ]
 

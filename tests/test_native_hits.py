@@ -18,8 +18,9 @@ import compiled_autograd as ca
 from compiled_autograd.engine import backward, native_hits, seam
 from compiled_autograd.engine.native_hits import NativeHits
 from compiled_autograd.settings import resolve
+from compiled_autograd.threads.claims import Claim
 
-from .both_walks import library_of
+from .both_walks import Both, library_of
 from .helpers import assert_same, expect, mlp
 
 LEARNT_AFTER = 3
@@ -493,3 +494,53 @@ def test_two_threads_on_one_tape(native: NativeHits) -> None:
         assert not errors
         for parameter, want in zip(model.parameters(), wanted, strict=True):
             torch.testing.assert_close(parameter.grad, want)
+
+
+# ---- the comparison of both walks ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "between", ["nothing", "another thread takes a gradient", "another thread gives one and takes it", "the walk errs"]
+)
+def test_what_both_walks_find_is_compared_unless_another_thread_wrote(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, between: str
+) -> None:
+    class Disturbed(Both):
+        def hand_over(self, call: Any, settings: Any) -> None:
+            super().hand_over(call, settings)
+            found = getattr(self._thread, "found", None)
+            if found is None or between == "nothing":
+                return
+            if between == "the walk errs":
+                found[1][2].append(17)
+            elif between == "another thread takes a gradient":
+                leaf.grad = None
+            else:
+                claim = Claim([leaf], [0], thread=-1)
+                claim.token.release()
+                self.note(claim)
+                found[1][1].append(torch.ones(1))
+
+    both = Disturbed(library_of(request.config))
+    for module in (backward, seam):
+        monkeypatch.setattr(module, "NATIVE_HITS", both)
+    for name in ("compared", "unsure"):
+        monkeypatch.setattr(Both, name, 0)
+    leaf = torch.ones(4, requires_grad=True)
+    session = _session()
+
+    def step() -> None:
+        leaf.grad = torch.ones(4)
+        with session:
+            (leaf * 2).sum().backward()
+
+    for _ in range(LEARNT_AFTER - 1):
+        step()
+    if between == "the walk errs":
+        with pytest.raises(AssertionError):
+            step()
+    else:
+        step()
+        assert leaf.grad is not None and leaf.grad.tolist() == [2.0 if between.endswith("a gradient") else 3.0] * 4
+    assert (Both.compared, Both.unsure) == (between == "nothing", between.startswith("another"))
+    ca.reset()

@@ -7,6 +7,7 @@ which obeys the few sequences that the line is made of.
 from __future__ import annotations
 
 import fcntl
+import io
 import os
 import pty
 import re
@@ -23,6 +24,8 @@ from typing import Any
 
 import pytest
 import torch
+from rich.console import Console
+from rich.file_proxy import FileProxy
 from torch import nn
 
 import compiled_autograd as ca
@@ -324,6 +327,58 @@ def test_a_write_of_somebody_elses_is_left_to_them(on_terminal: OnTerminal) -> N
         assert vars(sys.stdout)["write"] is listen
         del sys.stdout.write
     assert "".join(heard) == "meanwhile\n" and on_terminal.lines()
+
+
+def test_a_display_of_richs_is_left_whole(on_terminal: OnTerminal) -> None:
+    """It puts something in the place of the streams that writes whole lines alone, and shows sequences as text."""
+    heard = io.StringIO()
+    with on_terminal:
+        proxied = FileProxy(Console(file=heard), sys.stderr)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(sys, "stderr", proxied)
+            backward(0.8)
+    assert heard.getvalue() == "" and on_terminal.lines() and on_terminal.screen.shown() == []
+
+
+@pytest.mark.parametrize("stream", ["None", "closed", "somebody else's", "detached"])
+def test_a_stream_that_is_no_terminal_any_more(on_terminal: OnTerminal, stream: str) -> None:
+    class Both(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    with on_terminal, pytest.MonkeyPatch.context() as patch:
+        gone = os.fdopen(os.dup(sys.stderr.fileno()), "w")
+        if stream == "closed":
+            gone.close()
+        elif stream == "detached":
+            gone.detach().close()
+        patch.setattr(sys, "stderr", {"None": None, "somebody else's": Both()}.get(stream, gone))
+        backward(0.6)
+        assert stream != "somebody else's" or sys.stderr.getvalue() == ""  # type: ignore[attr-defined]
+    assert on_terminal.sent == ""
+
+
+def test_a_terminal_of_one_row_shows_nothing(on_terminal: OnTerminal) -> None:
+    with on_terminal:
+        fcntl.ioctl(sys.stderr.fileno(), termios.TIOCSWINSZ, struct.pack("HHHH", 1, _COLUMNS, 0, 0))
+        say("mine")
+        backward(0.6)
+    assert on_terminal.sent == "mine\r\n"
+
+
+def test_the_line_comes_back_behind_what_is_written_now_and_then(on_terminal: OnTerminal) -> None:
+    def write() -> None:
+        time.sleep(0.5)
+        for number in range(5):
+            say(f"line {number}")
+            time.sleep(0.1)
+
+    with on_terminal, pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Terminal, "pause", lambda self, seconds: 60.0)  # it is drawn once
+        backward(0, write)
+    below = [shown for shown in on_terminal.screen.seen if len(shown) > 1 and "compiled_autograd" in shown[-1]]
+    assert {shown[-2] for shown in below} >= {f"line {number}" for number in range(5)}
+    assert on_terminal.screen.shown() == [f"line {number}" for number in range(5)]
 
 
 @pytest.mark.slow

@@ -3,9 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import subprocess
 import sys
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
@@ -15,6 +18,7 @@ from torch.profiler import profile
 
 import compiled_autograd as ca
 import shadow_cache
+from backends.eager import EagerBackend
 from compiled_autograd.report.step_log import MAX_FIRST, MAX_LAST, StepLog
 from shadow_cache import Bypass, Miss
 from shadow_cache.cli import main
@@ -23,7 +27,7 @@ from shadow_cache.report.modules import modules_of
 from shadow_cache.report.texts import code_lines
 
 from . import cli_records as stored
-from .helpers import ROOT, assert_grads
+from .helpers import ROOT, WAIT, assert_grads
 from .report_pages import CLASS_NAME, MARKUP, Net, Page, report_of, trained
 
 ALLOWED = {
@@ -198,6 +202,37 @@ def test_a_session_of_hits_alone_shows_what_it_ran(tmp_path: Path) -> None:
     assert report.report["timeline"]["events"] == [] and len(report.graphs) == 1
 
 
+def test_what_failed_is_marked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    right = EagerBackend.compile
+
+    def wrong(self: Any, graph: Any, examples: Any) -> Any:
+        call = right(self, graph, examples)
+        return lambda arguments: [None if each is None else each + 1 for each in call(arguments)]
+
+    monkeypatch.setattr(EagerBackend, "compile", wrong)
+    with pytest.warns(UserWarning, match="mismatch"):
+        session = trained(Net(), 3)
+    shown = Page.read(session.report(tmp_path / "report.html"))
+    assert [(each["label"], each["bad"]) for each in shown.report["totals"] if each["bad"]] == [("failures", True)]
+    (event,) = shown.report["timeline"]["events"]
+    assert [each["failed"] for each in event["reasons"]] == [False, True, True] and session.stats().failures == 2
+    details = [each["detail"] for each in shown.graphs[0]["steps"] if each["kind"] == "region"]
+    assert len(details) == 2 and all(each.startswith("not equal to the real calls, and dropped: ") for each in details)
+
+
+def test_structures_have_one_number_everywhere(tmp_path: Path) -> None:
+    with ca.enable(backend="eager", cache_dir=False, tune=False) as session:
+        for count in (1, 2, 3):
+            x = torch.randn(2, requires_grad=True)
+            for _ in range(count):
+                x = x.sin()
+            x.sum().backward()
+    shown = Page.read(session.report(tmp_path / "report.html"))
+    titles = [f"{number}. {graph['title']}" for number, graph in enumerate(shown.graphs, 1)]
+    assert len(titles) == 3 and {text for text in shown.shown if text in titles} == {*titles}
+    assert sum(text in titles for text in shown.shown) == 6  # in the trie, and where one is chosen
+
+
 def test_sizes_that_change_are_shown_as_they_were_last(tmp_path: Path) -> None:
     model = nn.Sequential(nn.Linear(4, 3), nn.Tanh(), nn.Linear(3, 1))
     with ca.enable(backend="eager", cache_dir=False) as session:
@@ -317,6 +352,43 @@ def test_a_file_is_replaced_in_one_step_or_left_as_it_is(tmp_path: Path) -> None
     with pytest.raises(IsADirectoryError, match="a report is one file"):
         page.write(report_of(1), tmp_path)
     assert [each.name for each in tmp_path.iterdir()] == ["report.html"]
+
+
+def test_a_link_stays_and_what_it_leads_to_is_written(tmp_path: Path) -> None:
+    link, file = tmp_path / "link.html", tmp_path / "folder" / ("n" * 250 + ".html")
+    file.parent.mkdir()
+    link.symlink_to(file)  # which is not there yet
+    for _ in range(2):
+        assert page.write(report_of(1), link) == link
+        assert link.is_symlink() and Page.read(file).report["of"] == "session"
+    assert [*tmp_path.iterdir()] == [file.parent, link] or [*tmp_path.iterdir()] == [link, file.parent]
+    assert [*file.parent.iterdir()] == [file]
+
+
+def test_a_file_is_as_readable_as_others(tmp_path: Path) -> None:
+    before = os.umask(0o027)
+    try:
+        assert page.write(report_of(1), tmp_path / "report.html").stat().st_mode & 0o777 == 0o640
+    finally:
+        os.umask(before)
+
+
+def test_what_is_no_file_is_written_to(tmp_path: Path) -> None:
+    """As ``/dev/stdout``, which must not become a file."""
+    pipe = tmp_path / "pipe"
+    os.mkfifo(pipe)
+    with ThreadPoolExecutor() as pool:
+        read = pool.submit(pipe.read_text, encoding="utf-8")
+        page.write(report_of(1), pipe)
+        assert Page(read.result(WAIT)).report["of"] == "session"
+    assert pipe.is_fifo()
+
+
+def test_a_file_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    for path in (tmp_path / "nowhere" / "report.html", "~nosuchuser/report.html"):
+        with pytest.raises(FileNotFoundError) as raised:
+            page.write(report_of(1), path)
+        assert str(raised.value) == f"[Errno 2] No such file or directory: '{path}'"
 
 
 def test_ten_thousand_nodes_are_less_than_five_megabytes() -> None:

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
 import compiled_autograd as ca
-from shadow_cache.report import page
+from shadow_cache.report import data, page
 
 from .report_pages import CLASS_NAME, MARKUP, Net, report_of, trained
 
@@ -21,12 +23,21 @@ DRIVER = shutil.which("chromedriver")
 
 @pytest.fixture(scope="module")
 def browser() -> Iterator[Any]:
-    webdriver = pytest.importorskip("selenium.webdriver", reason="selenium is not installed: pip install selenium")
+    webdriver = pytest.importorskip(
+        "selenium.webdriver", reason="selenium is not installed: pip install -e '.[browser]'"
+    )
     if CHROMIUM is None or DRIVER is None:
         pytest.skip("Chromium and its driver are not installed: apt-get install chromium chromium-driver")
     options = webdriver.ChromeOptions()
     options.binary_location = CHROMIUM
-    for argument in ("--headless=new", "--no-sandbox", "--disable-gpu", "--window-size=1400,900"):
+    for argument in (
+        "--headless=new",
+        "--no-sandbox",
+        "--disable-gpu",
+        "--window-size=1400,900",
+        *("--disable-quic", "--no-first-run", "--disable-background-networking", "--disable-component-update"),
+        "--disable-sync",
+    ):
         options.add_argument(argument)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
     driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(DRIVER))
@@ -249,3 +260,37 @@ def test_nothing_is_wider_than_the_window(browser: Any, session_page: Path, widt
         assert browser.execute_script("return document.documentElement.scrollWidth") <= width
     finally:
         browser.execute_cdp_cmd("Emulation.clearDeviceMetricsOverride", {})
+
+
+@pytest.mark.parametrize("layers", [3, 9, 12, 30])
+def test_a_chain_is_seen_whole(browser: Any, tmp_path: Path, layers: int) -> None:
+    ca.reset()
+    model = nn.Sequential(*(nn.Sequential(nn.Linear(4, 4), nn.GELU()) for _ in range(layers)))
+    with ca.enable(backend="eager", cache_dir=False, tune=False) as session:
+        model(torch.randn(2, 4)).sum().backward()
+    _open(browser, session.report(tmp_path / "chain.html"))
+    canvas = "const canvas = document.querySelector('#canvas'); return"
+    assert browser.execute_script(f"{canvas} canvas.scrollHeight - canvas.clientHeight") == 0
+    assert browser.execute_script(f"{canvas} canvas.scrollWidth - canvas.clientWidth") == 0
+
+
+def test_what_failed_and_what_is_chosen_are_marked(browser: Any, tmp_path: Path) -> None:
+    timeline = data.Timeline(
+        (
+            data.Event(8, 8, "bypass", "create_graph", None, 1.0, {}, 0, 0, 0.0, (data.Reason("create_graph", "why"),)),
+            data.Event(9, 1, "hit", "a", None, 1.0, {}, 0, 0, 0.0, (data.Reason("failure: run", "b", failed=True),)),
+        ),
+        9,
+        hits_between=True,
+    )
+    report = data.Report("session", "a session", "now", (), timeline, (), ())
+    _open(browser, page.write(report, tmp_path / "report.html"))
+    assert _count(browser, "circle.failed") == _count(browser, ".events .c-failed") == 1
+    legend = browser.find_element("css selector", "#strip .legend").text
+    assert "something failed" in legend and "so many hits" not in legend
+    for bar in (0, 1):
+        browser.execute_script(f"document.querySelectorAll('.event-bar')[{bar}].dispatchEvent(new Event('click'))")
+        widths = browser.execute_script(
+            "return ['.chosen-mark', '.is-chosen .cost'].map((each) => document.querySelector(each).getBBox().width)"
+        )
+        assert widths[0] == widths[1] + 4

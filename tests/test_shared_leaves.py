@@ -417,3 +417,29 @@ def test_a_gradient_that_is_taken_away_between_the_walk_and_the_report(monkeypat
                 (leaf * 2).sum().backward()
         assert leaf.grad is not None and leaf.grad.tolist() == [7.0 if step in (3, 5) else 2.0] * 4
     expect(session.stats(), structure_misses=2, hits=4, captures=2)
+
+
+@pytest.mark.parametrize("times", [1, 2, 100])
+def test_a_gradient_that_is_given_between_the_walk_and_the_report(monkeypatch: pytest.MonkeyPatch, times: int) -> None:
+    """By another thread, or another one in the place of the first. The engine asserts that it has met the tensor."""
+    leaf = torch.ones(4, requires_grad=True)
+    session = ca.enable(backend="eager", cache_dir=False)
+    begin, given = seam._begin, []
+
+    def give() -> Any:
+        if len(given) < times:
+            given.append(1)
+            leaf.grad = torch.full((4,), 5.0)
+        return begin()
+
+    monkeypatch.setattr(seam, "_begin", give)
+    for step in range(4):
+        with session:
+            (leaf * 2).sum().backward()
+        assert leaf.grad is not None and leaf.grad.tolist() == [7.0 + 2 * step * (times < 100)] * 4
+    stats = session.stats()
+    if times == 100:
+        assert sum(stats.bypasses.values()) == stats.backwards == 4
+    else:
+        expect(stats, structure_misses=1, hits=3)
+    assert GATE.idle()

@@ -14,10 +14,12 @@ from typing import Any
 
 import pytest
 import torch
+from torch import nn
 from torch._logging._internal import LazyTraceHandler, TorchLogsFormatter, trace_log
 
 import compiled_autograd as ca
 from compiled_autograd.diagnostics import structured_trace
+from compiled_autograd.engine import traced
 
 from .helpers import in_subprocess, mlp
 
@@ -76,6 +78,17 @@ def test_a_miss_has_its_reasons_and_graphs(folder: Path) -> None:
     assert outcome["seconds"].keys() == session.last.seconds.keys()
 
 
+def test_names_that_are_no_text(folder: Path) -> None:
+    model = nn.Module()
+    model.register_parameter("\udcff\n[{}]", nn.Parameter(torch.ones(3)))
+    with ca.enable(backend="eager", cache_dir=False):
+        for _ in range(2):
+            (getattr(model, "\udcff\n[{}]") * 2).sum().backward()
+    first, _ = _artifacts(folder).values()
+    assert first.keys() == {"outcome", "tape_graph", "region_1_aten", "region_1_code"}
+    assert "\\udcff" in first["tape_graph"]
+
+
 def test_a_hit_has_nothing_and_another_miss_its_own(folder: Path) -> None:
     for rows, depth in ((2, 1), (2, 1), (3, 1), (2, 2)):
         assert _backward(rows, depth).stats().captures <= 1
@@ -113,9 +126,12 @@ def test_regions_are_numbered(folder: Path) -> None:
     assert "cos" in artifacts["region_1_aten"] and "mul" in artifacts["region_2_aten"]
 
 
-def test_nothing_is_made_where_nothing_reads_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    # As it is without TORCH_TRACE, until the first event; pytest has put a handler of its own there.
-    monkeypatch.setattr(trace_log, "handlers", [LazyTraceHandler(None)])
+@pytest.mark.parametrize("handlers", ["PyTorch's", "one for all loggers"])
+def test_nothing_is_made_where_nothing_reads_it(monkeypatch: pytest.MonkeyPatch, handlers: str) -> None:
+    """PyTorch's is there until the first event; pytest puts its own wherever the root's does not reach."""
+    every = logging.NullHandler()
+    monkeypatch.setattr(logging.getLogger(), "handlers", [every])
+    monkeypatch.setattr(trace_log, "handlers", [LazyTraceHandler(None) if handlers == "PyTorch's" else every])
     assert not structured_trace.is_on()
     monkeypatch.setattr(structured_trace, "trace_structured_artifact", lambda *arguments: pytest.fail("traced"))
     assert _backward().stats().compiles == 1
@@ -130,11 +146,21 @@ def test_a_trace_that_cannot_be_written_costs_a_warning(handlers: list[logging.H
     assert session.stats().compiles == 1 and session.stats().failures == 0
 
 
+def test_code_that_cannot_be_looked_for_costs_a_warning(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fail(compiled: Any) -> None:
+        raise SystemError("of the backend's")
+
+    monkeypatch.setattr(traced, "source_of", fail)
+    with pytest.warns(UserWarning, match="the structured trace could not be written .SystemError: of the backend's"):
+        session = _backward()
+    assert session.stats().compiles == 1 and session.stats().failures == 0
+
+
 @pytest.mark.slow
 def test_tlparse_lists_what_we_traced(tmp_path: Path) -> None:
     tlparse = shutil.which("tlparse")
     if tlparse is None:
-        pytest.skip("needs tlparse (pip install tlparse)")
+        pytest.skip("needs tlparse (pip install -e '.[dev]')")
     code = """
 import torch, compiled_autograd as ca
 from torch import nn

@@ -11,6 +11,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from ..artifacts import CannotStoreError, Stored, dotted_names, names_in, reference, tensors_to_bytes
+from ..parsing import parsed
 from .kernels import KernelId, library_of
 
 _ENTRY = "call"
@@ -32,7 +33,7 @@ def store(source: str, live: Mapping[str, Any], constants: Mapping[str, Any]) ->
     Raises:
         CannotStoreError: it needs something that can be neither imported nor copied.
     """
-    bindings = _bindings(ast.parse(source))
+    bindings = _bindings(parsed(source))
     needed = _needed(bindings)
     kept: dict[int, ast.stmt] = {}
     kernels: dict[str, KernelId] = {}

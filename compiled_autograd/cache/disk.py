@@ -333,6 +333,6 @@ def _id(graph: CompiledGraph) -> str:
     return graph.structure
 
 
-def warn_of_memory_alone(error: StoreError) -> None:
+def warn_of_memory_alone(error: Exception) -> None:
     """Warn once that a store cannot be used."""
     warn_once(f"the cache on disk cannot be used, and graphs are kept in memory alone: {error}")

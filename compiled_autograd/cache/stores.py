@@ -19,11 +19,11 @@ def disk_for(settings: Settings) -> Disk | None:
     where = settings.cache_dir
     if where is False:
         return None
-    name = "" if where is None or where is True else str(Path(where).expanduser())
+    name = "" if where is None or where is True else str(where)
     if name not in _opened:
         try:
-            _opened[name] = Disk(shadow_cache.open(name or None))
-        except StoreError as error:
+            _opened[name] = Disk(shadow_cache.open(Path(name).expanduser() if name else None))
+        except (StoreError, OSError, ValueError, RuntimeError) as error:  # no path at all, or the home of nobody
             _opened[name] = None
             warn_of_memory_alone(error)
     return _opened[name]

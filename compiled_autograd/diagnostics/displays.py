@@ -6,10 +6,13 @@ seconds after the first compile began.
 
 from __future__ import annotations
 
+import io
 import os
 import sys
 import threading
+import time
 import uuid
+from collections import deque
 from typing import Any, Protocol
 
 import torch
@@ -18,6 +21,9 @@ from ..process_state import PROCESS
 
 _COLUMNS = 80
 """Of a terminal that does not say how many it has."""
+_FEW, _SECONDS = 4, 0.05
+"""After no more texts than these in so many seconds, as bars of rich are, the line comes back at once; a flood of them
+has it wait until it is drawn again."""
 # The line stands below the one that the user writes on, of which nothing is lost: a prompt, or a bar of tqdm's.
 _ROOM_BELOW = "\x1bD\x1bM"
 """One line down, which scrolls at the end of the screen, and up again."""
@@ -43,7 +49,7 @@ def display_for(setting: bool | None) -> Display | None:
         return None
     if _in_notebook():
         return Notebook()
-    if first and _is_terminal(sys.stderr):
+    if first and _is_terminal(_behind(sys.stderr)):
         return Terminal()
     return Lines() if setting else None
 
@@ -61,23 +67,34 @@ def _in_notebook() -> bool:
     return getattr(shell, "kernel", None) is not None
 
 
+def _behind(stream: Any) -> Any:
+    """The stream itself, where a display of rich's has put something before it that writes whole lines alone."""
+    return getattr(stream, "rich_proxied_file", stream)
+
+
 def _is_terminal(stream: Any) -> bool:
-    """Whether it is one that moves its cursor as it is told."""
-    asked = getattr(stream, "isatty", None)
-    return os.name == "posix" and os.environ.get("TERM", "dumb") != "dumb" and asked is not None and asked()
+    """Whether it leads to one that moves its cursor as it is told. What somebody else has put in a stream's place may
+    write to a file too, or change what it is given."""
+    if os.name != "posix" or os.environ.get("TERM", "dumb") == "dumb" or not isinstance(stream, io.TextIOWrapper):
+        return False
+    try:
+        return stream.isatty()
+    except ValueError:  # it is closed, or was taken apart
+        return False
 
 
 class Terminal:
     """A line that moves, and makes room for whatever is written meanwhile, by whichever thread.
 
     While it is there, ``write`` of the two standard streams is ours, where they lead to a terminal: the line goes
-    before their text comes.
+    before their text comes, and comes back after it.
     """
 
     def __init__(self) -> None:
         self._lock = threading.RLock()
-        self._stream = sys.stderr
-        self._drawn = False
+        self._stream = _behind(sys.stderr)
+        self._drawn: str | None = None
+        self._written: deque[float] = deque([0.0] * _FEW, _FEW)
         self._watched: dict[Any, Any] = {}
 
     def draw(self, text: str) -> None:
@@ -86,11 +103,13 @@ class Terminal:
             if not self._watched:
                 self._watch()
             try:
-                columns = os.get_terminal_size(self._stream.fileno()).columns or _COLUMNS
+                columns, rows = os.get_terminal_size(self._stream.fileno())
             except OSError:
-                columns = _COLUMNS
-            self._send(_ROOM_BELOW + _BELOW.format(_fitting(text, columns - 1)))
-            self._drawn = True
+                columns = rows = 0
+            if rows == 1:
+                return  # there is nothing below
+            self._drawn = _fitting(text, (columns or _COLUMNS) - 1)
+            self._send(_ROOM_BELOW + _BELOW.format(self._drawn))
 
     def erase(self) -> None:
         """Empty the line, and leave the streams alone."""
@@ -115,22 +134,29 @@ class Terminal:
 
     def _watch(self) -> None:
         SHOWN.append(self)
-        for stream in {self._stream, sys.stdout}:
-            if not _is_terminal(stream) or not hasattr(stream, "__dict__"):
+        for stream in {self._stream, _behind(sys.stdout)}:
+            if not _is_terminal(stream):
                 continue
             before, write = vars(stream).get("write"), stream.write
 
             def ours(text: str, write: Any = write) -> Any:
                 with self._lock:
+                    shown, before = self._drawn, self._written[0]
                     self._clear()
-                    return write(text)
+                    self._written.append(time.monotonic())
+                    try:
+                        return write(text)
+                    finally:
+                        if shown is not None and self._written[-1] - before > _SECONDS:
+                            self._drawn = shown
+                            self._send(_ROOM_BELOW + _BELOW.format(shown))
 
             self._watched[stream] = ours, before
-            stream.write = ours  # type: ignore[method-assign]
+            stream.write = ours
 
     def _clear(self) -> None:
-        if self._drawn:
-            self._drawn = False
+        if self._drawn is not None:
+            self._drawn = None
             self._send(_BELOW.format(""))
 
     def _send(self, text: str) -> None:

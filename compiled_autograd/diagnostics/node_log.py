@@ -90,7 +90,9 @@ class NodeLog:
         return harmless(call_name(self._tape, index))
 
     def text(self, value: Any) -> str:
-        """A gradient that is there."""
+        """A gradient that is there; zeros that the engine makes for one that is not, stand for None."""
+        if isinstance(value, fx.Node) and value.target is ir.zeros:
+            return "None"
         return of_tensor(self._slot(value) if isinstance(value, fx.Node) else value)
 
     def _slot(self, node: fx.Node) -> Any:
@@ -143,7 +145,7 @@ class _Block:
             texts = [self._text(each) for each in arguments]
             return next((text for text in texts if text != "None"), "None")
         if node.target is ir.zeros:
-            return self._shaped(short_name(arguments[1]["dtype"]), arguments[0])
+            return "None"
         return _UNKNOWN
 
     def _handed_on(self, value: Any, metadata: Any) -> str:

@@ -5,7 +5,8 @@ beside what ``torch.compile`` did, under a number that tells it apart as a compi
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Iterator
+import logging
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any, Protocol
 
@@ -16,6 +17,8 @@ from ..process_state import PROCESS
 from .reporting import warn_once
 
 TEXT, JSON = "string", "json"
+Artifact = tuple[str, str, Callable[[], Any]]
+"""Its name, its encoding, and what gives it: text, or what becomes JSON."""
 _numbers = PROCESS.register(itertools.count(10_000))
 
 
@@ -26,8 +29,16 @@ class Traced(Protocol):
 
 
 def is_on() -> bool:
-    """Whether anything reads the trace: PyTorch's own handler is there in any case, and goes when nothing was asked."""
-    return any(getattr(handler, "root_dir", "another handler") is not None for handler in trace_log.handlers)
+    """Whether anything reads the trace.
+
+    PyTorch's own handler is there in any case, and goes when nothing was asked. One that the root logger has too takes
+    what every logger says, as pytest's does in each test, and does not ask for this.
+    """
+    everywhere = logging.getLogger().handlers
+    return any(
+        getattr(handler, "root_dir", "another handler") is not None and handler not in everywhere
+        for handler in trace_log.handlers
+    )
 
 
 @contextmanager
@@ -40,18 +51,22 @@ def part_of(run: Traced) -> Iterator[None]:
         yield
 
 
-def add(run: Traced, artifacts: dict[str, tuple[str, Callable[[], Any]]]) -> None:
-    """Add artifacts to the trace of a run's compiled backward. What fails there costs a warning, and no step.
-
-    Args:
-        artifacts: by name, its encoding and what gives it: text, or what becomes JSON.
-    """
+def add(run: Traced, artifacts: Iterable[Artifact]) -> None:
+    """Add artifacts to the trace of a run's compiled backward. What fails there, while they are looked for too, costs a
+    warning, and no step."""
     try:
         with compile_context(CompileContext(_id_of(run))):
-            for name, (encoding, give) in artifacts.items():
-                trace_structured_artifact(f"compiled_autograd_{name}", encoding, give)
+            for name, encoding, give in artifacts:
+                trace_structured_artifact(
+                    f"compiled_autograd_{name}", encoding, give if encoding == JSON else _utf8(give)
+                )
     except Exception as error:  # noqa: BLE001  it is warned of: gradients must not depend on a file that can be written
         warn_once(f"the structured trace could not be written ({type(error).__name__}: {error})")
+
+
+def _utf8(give: Callable[[], Any]) -> Callable[[], str]:
+    """A name of users' may have halves of pairs of surrogates, which no file can."""
+    return lambda: give().encode(errors="backslashreplace").decode()
 
 
 def _id_of(run: Traced) -> CompileId:

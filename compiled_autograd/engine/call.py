@@ -112,11 +112,13 @@ class Refused(NamedTuple):
         reason: why.
         miss: how the structure differs from those that were known before, where that is the reason.
         mistake: it is one of the user's, if it is anything: the eager engine has the word.
+        changed: another thread changed something while the tape was reported; the next try may hand it over.
     """
 
     reason: Bypass
     miss: Miss | None = None
     mistake: bool = False
+    changed: bool = False
 
 
 class RanInside(NamedTuple):

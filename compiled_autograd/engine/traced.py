@@ -3,7 +3,7 @@ and the backend's code."""
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Iterator
 from typing import Any
 
 import msgspec
@@ -12,7 +12,7 @@ from backends.protocol import source_of
 
 from ..cache.variants import Variant
 from ..diagnostics.node_names import title
-from ..diagnostics.structured_trace import JSON, TEXT, add, is_on
+from ..diagnostics.structured_trace import JSON, TEXT, Artifact, add, is_on
 from ..process_state import PROCESS
 from ..steps.run_context import RunReport
 from .session import Outcome
@@ -36,12 +36,15 @@ def trace(outcome: Outcome, report: RunReport | None = None, variant: Variant | 
     _traced[key] = None
     while len(_traced) > _MAX_TRACED:
         _traced.pop(next(iter(_traced)), None)
-    artifacts: dict[str, tuple[str, Callable[[], Any]]] = {"outcome": (JSON, lambda: _record(outcome, report))}
+    add(report, _artifacts(outcome, report, variant, made))
+
+
+def _artifacts(outcome: Outcome, report: RunReport, variant: Variant | None, made: bool) -> Iterator[Artifact]:
+    yield "outcome", JSON, lambda: _record(outcome, report)
     if outcome.graph is not None and (made or variant is None):
-        artifacts["tape_graph"] = TEXT, outcome.graph.tape.readable
+        yield "tape_graph", TEXT, outcome.graph.tape.readable
     if variant is not None and made:
-        artifacts.update(_of_regions(variant))
-    add(report, artifacts)
+        yield from _of_regions(variant)
 
 
 def _record(outcome: Outcome, report: RunReport) -> dict[str, Any]:
@@ -55,13 +58,11 @@ def _record(outcome: Outcome, report: RunReport) -> dict[str, Any]:
     }
 
 
-def _of_regions(variant: Variant) -> dict[str, tuple[str, Callable[[], Any]]]:
-    artifacts: dict[str, tuple[str, Callable[[], Any]]] = {}
+def _of_regions(variant: Variant) -> Iterator[Artifact]:
     for number, step in enumerate(variant.regions, 1):
         for count, compiled in enumerate(step.compiled_regions(), 1):
             name = f"region_{number}" if count == 1 else f"region_{number}_version_{count}"
-            artifacts[f"{name}_aten"] = TEXT, compiled.aten.text
+            yield f"{name}_aten", TEXT, compiled.aten.text
             code = source_of(compiled.call)
             if code is not None:
-                artifacts[f"{name}_code"] = TEXT, code.__str__
-    return artifacts
+                yield f"{name}_code", TEXT, code.__str__

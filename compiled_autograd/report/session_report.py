@@ -84,7 +84,7 @@ def _totals(stats: Mapping[str, Any], graphs: Sequence[CompiledGraph]) -> tuple[
         data.Figure("bypasses", f"{bypassed:,}", labels),
         data.Figure("compiling", seconds(stats["compile_seconds"]), plural(stats["compiles"], "region")),
         data.Figure("from disk", f"{stats['loads']:,}", "regions loaded"),
-        data.Figure("failures", f"{stats['failures']:,}", "a slower way was taken"),
+        data.Figure("failures", f"{stats['failures']:,}", "a slower way was taken", bad=stats["failures"] > 0),
     )
 
 
@@ -120,7 +120,7 @@ def _reason(reason: Bypass | Miss | Failure) -> data.Reason:
         return data.Reason(
             reason.label, str(reason), "" if kind is None else kind.means, "" if kind is None else kind.do
         )
-    return data.Reason(f"failure: {reason.kind}", str(reason), "Gradients are right; this way is slower.")
+    return data.Reason(f"failure: {reason.kind}", str(reason), "Gradients are right; this way is slower.", failed=True)
 
 
 def _graph(graph: CompiledGraph, calls: Sequence[Any]) -> data.Graph:

@@ -64,7 +64,8 @@ def _step(tape: ir.TapeGraph, step: Executor, number: int) -> data.Step:
     if compiled is None:
         detail += "; not compiled: its calls run one by one"
     elif compiled.proof.dropped:
-        detail += f"; dropped: {', '.join(compiled.proof.dropped)}"
+        dropped = ", ".join(compiled.proof.dropped)
+        detail = f"not equal to the real calls, and dropped: {dropped}; {detail}"  # first: a row shows one line
     runs = step.spent.runs
     seconds = step.spent.seconds / runs if runs else None
     return data.Step(

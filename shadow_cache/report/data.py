@@ -9,20 +9,23 @@ import msgspec
 
 
 class Figure(msgspec.Struct, frozen=True):
-    """One of the totals: ``note`` says what more there is to know of it."""
+    """One of the totals: ``note`` says what more there is to know of it, ``bad`` that it is to be looked into."""
 
     label: str
     value: str
     note: str = ""
+    bad: bool = False
 
 
 class Reason(msgspec.Struct, frozen=True):
-    """Why a backward was no hit: ``text`` is the record's own, ``means`` and ``do`` explain its kind."""
+    """Why a backward was no hit: ``text`` is the record's own, ``means`` and ``do`` explain its kind; ``failed`` says
+    that something did, and a slower way was taken."""
 
     kind: str
     text: str
     means: str = ""
     do: str = ""
+    failed: bool = False
 
 
 class Event(msgspec.Struct, frozen=True):

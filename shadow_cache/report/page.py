@@ -7,11 +7,12 @@ the page's own script puts into text nodes. A policy in the page allows that scr
 from __future__ import annotations
 
 import base64
+import collections
 import functools
 import hashlib
 import json
 import os
-import tempfile
+import uuid
 from collections.abc import Sequence
 from importlib import resources
 from pathlib import Path
@@ -32,25 +33,31 @@ _LEFT_OUT = "These lines were left out so that the file stays small."
 
 
 def write(report: Report, path: str | os.PathLike[str]) -> Path:
-    """Write the page; a file that is there is replaced in one step, and left as it is where something fails.
+    """Write the page. A file that is there, or that a link leads to, is replaced in one step, and left as it is where
+    something fails; what is no file, as a pipe or ``/dev/stdout``, is written to.
 
     Raises:
         OSError: ``path`` cannot be written.
     """
-    target = Path(path).expanduser()
+    asked = Path(os.path.expanduser(path))  # noqa: PTH111  an unknown user's folder is one that is not there
     text = page(report)
-    if target.is_dir():
-        raise IsADirectoryError(21, "a report is one file, and this is a folder; name a file in it", str(target))
-    descriptor, name = tempfile.mkstemp(prefix=f".{target.name}.", dir=target.parent)
+    if asked.is_dir():
+        raise IsADirectoryError(21, "a report is one file, and this is a folder; name a file in it", str(asked))
+    if asked.exists() and not asked.is_file():
+        asked.write_text(text, encoding="utf-8")
+        return asked.absolute()
+    target = Path(os.path.realpath(asked))
+    temporary = target.with_name(f".{uuid.uuid4().hex}")
     try:
-        with os.fdopen(descriptor, "w", encoding="utf-8") as file:
+        with temporary.open("x", encoding="utf-8") as file:
             file.write(text)
-        Path(name).chmod(0o666 & ~_umask())
-        Path(name).replace(target)
-    except BaseException:
-        Path(name).unlink(missing_ok=True)
+        temporary.replace(target)
+    except BaseException as error:
+        if isinstance(error, OSError) and error.filename2 is None:
+            error.filename = str(asked)  # the other name says nothing to anybody
+        temporary.unlink(missing_ok=True)
         raise
-    return target.absolute()
+    return asked.absolute()
 
 
 def page(report: Report) -> str:
@@ -61,6 +68,7 @@ def page(report: Report) -> str:
     return _template().render(
         report=report,
         graphs=report.graphs,
+        numbers=collections.defaultdict(str, {each.id: f"{at}. " for at, each in enumerate(report.graphs, 1)}),
         harmless=harmless,
         # Both are this package's own files, and hashed below.
         style=markupsafe.Markup(style),
@@ -70,12 +78,6 @@ def page(report: Report) -> str:
         data=_json(rest),
         graph_data=[_safe(each) for each in graphs],
     )
-
-
-def _umask() -> int:
-    mask = os.umask(0o077)
-    os.umask(mask)
-    return mask
 
 
 @functools.cache

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import shutil
 import sqlite3
 from collections.abc import Callable
@@ -35,7 +36,11 @@ SQLITE_ERRORS = (sqlite3.Error, UnicodeDecodeError)
 def open_index(file: Path, how: str) -> sqlite3.Connection:
     """A connection to an index, damaged or not."""
     connection = sqlite3.connect(
-        f"file:{quote(str(file))}?{how}", uri=True, timeout=BUSY_SECONDS, isolation_level=None, check_same_thread=False
+        f"file:{quote(os.fsencode(file))}?{how}",  # the folder's name need not be UTF-8
+        uri=True,
+        timeout=BUSY_SECONDS,
+        isolation_level=None,
+        check_same_thread=False,
     )
     # Damaged text must not raise: what it says is then not what was stored, and the row's checksum tells.
     connection.text_factory = lambda data: data.decode(errors="replace")

@@ -8,6 +8,8 @@ import textwrap
 from collections.abc import Iterable, Sequence
 from typing import Any
 
+from ...parsing import parsed
+
 
 class UnknownCodeError(Exception):
     """Generated code has something that this file does not know; it runs as Python then."""
@@ -25,7 +27,7 @@ def body_of_call(source: str) -> list[ast.stmt]:
     lines = source[found[0].start() :].splitlines()
     indented = f"{found[0][1]} "
     end = next((at for at, line in enumerate(lines) if at and line.strip() and not line.startswith(indented)), None)
-    (function,) = ast.parse(textwrap.dedent("\n".join(lines[:end]))).body
+    (function,) = parsed(textwrap.dedent("\n".join(lines[:end]))).body
     assert isinstance(function, ast.FunctionDef)
     return function.body
 

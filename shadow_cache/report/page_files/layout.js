@@ -156,10 +156,15 @@ function placed(boxes, edges, widthOf) {
 }
 
 // A long chain goes on at the top again, in the next column, so that all of it can be seen; but not where much crosses.
+const SEEN = 9; // as many as are as high as the drawing can be
+
 function inColumns(layers, high, gap) {
   const crossing = layers.slice(1).map((layer) => layer.reduce((sum, item) => sum + item.up.length, 0));
-  const few = (each) => crossing.every((number, at) => (at + 1) % each !== 0 || number <= 2);
-  const sizes = layers.length > 12 ? [9, 8, 10, 7, 11, 6].filter(few) : [];
+  const crossed = (most) => (each) => crossing.every((number, at) => (at + 1) % each !== 0 || number <= most);
+  const alike = Math.ceil(layers.length / Math.ceil(layers.length / SEEN));
+  const tried = [alike, SEEN, 8, 7, 6, 5, 10, 11].filter((size) => size < layers.length);
+  let sizes = layers.length > SEEN ? tried.filter(crossed(1)) : [];
+  if (!sizes.length && layers.length > 12) sizes = tried.filter(crossed(2));
   const each = sizes.length ? sizes[0] : layers.length;
   let left = 16, tallest = 0;
   for (let start = 0; start < layers.length; start += each) {

@@ -2,12 +2,14 @@
 
 const OUTCOMES = { hit: 'hit', shape_miss: 'shape miss', structure_miss: 'structure miss', miss: 'miss', bypass: 'bypass' };
 const BAR = 7, STRIP = 92, LEAST = 1e-4;
+const broad = (event) => BAR + (event.count > 1 ? 5 * Math.log2(event.count) : 0);
+const failed = (event) => event.reasons.some((reason) => reason.failed);
 
 function timelineOf(timeline) {
   const events = timeline.events;
   const host = byId('strip');
   if (!events.length) {
-    const hits = timeline.total ? `All of ${plural(timeline.total, 'backward')} were hits.` : 'Nothing is recorded.';
+    const hits = timeline.total ? timeline.total === 1 ? 'The one backward was a hit.' : `All ${count(timeline.total)} backwards were hits.` : 'Nothing is recorded.';
     host.append(el('p', { class: 'note' }, hits));
     return { choose() {} };
   }
@@ -17,7 +19,7 @@ function timelineOf(timeline) {
     const number = event.count > 1 ? `${count(event.number - event.count + 1)}–${count(event.number)}` : count(event.number);
     const kinds = event.reasons.map((reason) => reason.text).join('; ') || (event.compiles ? `${plural(event.compiles, 'region')} compiled` : '');
     row.append(el('span', { class: 'num' }, number),
-      el('span', { class: 'kind' }, el('i', { class: `c-${event.outcome}` }), OUTCOMES[event.outcome] || event.outcome),
+      el('span', { class: 'kind' }, el('i', { class: `c-${event.outcome}` }), OUTCOMES[event.outcome] || event.outcome, failed(event) ? el('i', { class: 'c-failed', title: 'something failed', role: 'img', 'aria-label': ', something failed' }) : ''),
       el('span', {}, shown(event.title)), el('span', { class: 'num' }, event.cost ? seconds(event.cost) : ''),
       el('span', { class: 'note' }, shown(clip(kinds, 400))));
   } });
@@ -25,6 +27,7 @@ function timelineOf(timeline) {
   function choose(index) {
     groups.forEach((group, each) => group && group.classList.toggle('is-chosen', each === index));
     mark.setAttribute('x', places[index] - 2);
+    mark.setAttribute('width', broad(events[index]) + 4);
     mark.setAttribute('visibility', 'visible');
     const scroll = host.querySelector('.scroll');
     if (places[index] < scroll.scrollLeft + 20 || places[index] > scroll.scrollLeft + scroll.clientWidth - 20) {
@@ -45,7 +48,7 @@ function timelineOf(timeline) {
       x += room;
     }
     places.push(x);
-    x += BAR + (event.count > 1 ? 5 * Math.log2(event.count) : 0) + 3;
+    x += broad(event) + 3;
     last = event.number;
   }
   const after = timeline.hits_between ? timeline.total - last : 0;
@@ -64,7 +67,7 @@ function timelineOf(timeline) {
     picture.append(svg('line', { class: 'axis', x1: 62, x2: wide - 8, y1: y, y2: y }),
       svg('text', { x: 56, y: y + 4, 'text-anchor': 'end' }, seconds(cost).replace(/\.0+ /, ' ')));
   }
-  const mark = svg('rect', { class: 'chosen-mark', y: 8, width: BAR + 4, height: STRIP + 10, visibility: 'hidden' });
+  const mark = svg('rect', { class: 'chosen-mark', y: 8, height: STRIP + 10, visibility: 'hidden' });
   picture.append(mark, svg('line', { class: 'axis base', x1: 62, x2: wide - 8, y1: 14.5 + STRIP, y2: 14.5 + STRIP }));
   for (const run of runs) {
     picture.append(svg('line', { class: 'run', x1: run.x + 5, x2: run.x + run.room - 8, y1: 14 + STRIP, y2: 14 + STRIP },
@@ -73,10 +76,11 @@ function timelineOf(timeline) {
     picture.append(svg('text', { x: run.x + run.room / 2 - 1, y: 30 + STRIP, 'text-anchor': 'middle' }, text));
   }
   events.forEach((event, index) => {
-    const high = height(event.cost), broad = BAR + (event.count > 1 ? 5 * Math.log2(event.count) : 0);
+    const high = height(event.cost), wide = broad(event);
     const group = svg('g', { class: 'event-bar', onclick: () => choose(index) },
-      svg('rect', { x: places[index] - 1, y: 8, width: broad + 2, height: STRIP + 10, fill: 'transparent' }),
-      svg('rect', { class: `cost ${event.outcome}`, x: places[index], y: 14 + STRIP - high, width: broad, height: high }),
+      svg('rect', { x: places[index] - 1, y: 8, width: wide + 2, height: STRIP + 10, fill: 'transparent' }),
+      svg('rect', { class: `cost ${event.outcome}`, x: places[index], y: 14 + STRIP - high, width: wide, height: high }),
+      failed(event) ? svg('circle', { class: 'failed', cx: places[index] + wide / 2, cy: 9 + STRIP - high, r: 3 }) : '',
       svg('title', {}, shown(`#${event.number} ${OUTCOMES[event.outcome] || event.outcome}, ${seconds(event.cost)}: ${event.title}`)));
     groups.push(group);
     picture.append(group);
@@ -85,7 +89,8 @@ function timelineOf(timeline) {
   const present = [...new Set(events.map((event) => event.outcome))];
   const legend = el('div', { class: 'legend' }, ...present.map((name) => el('span', {}, el('i', { class: `c-${name}` }),
     name === 'hit' ? 'hit on which something was compiled or failed' : OUTCOMES[name] || name)));
-  if (timeline.hits_between) legend.append(el('span', {}, el('i', { class: 'c-hit' }), 'line with a number: so many hits'));
+  if (events.some(failed)) legend.append(el('span', {}, el('i', { class: 'c-failed' }), 'something failed, and a slower way was taken'));
+  if (runs.length) legend.append(el('span', {}, el('i', { class: 'c-hit' }), 'line with a number: so many hits'));
   if (timeline.left_out) legend.append(el('span', {}, `${plural(timeline.left_out, 'event')} in the middle are not kept`));
   host.append(legend);
   list.host.classList.add('events');

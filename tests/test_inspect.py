@@ -191,6 +191,26 @@ def test_a_parametrized_module_has_its_own_nodes() -> None:
     assert {node.module for node in view.nodes if node.parameter} == {"0", "2"}
 
 
+class _Adapted(nn.Module):
+    """A frozen layer beside one of low rank that is trained."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.base, self.norm = nn.Linear(4, 4).requires_grad_(False), nn.LayerNorm(4).requires_grad_(False)
+        self.low = nn.Sequential(nn.Linear(4, 1, bias=False), nn.Linear(1, 4, bias=False))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.base(x) + self.low(x))
+
+
+def test_frozen_parameters_tell_the_modules_too() -> None:
+    model = nn.Sequential(*(_Adapted() for _ in range(3)))
+    view = ca.inspect(model(torch.randn(2, 4)).sum())
+    assert _modules(view, "NativeLayerNormBackward0") == {f"{number}.norm" for number in range(3)}
+    assert _modules(view, "AddmmBackward0") == {"1.base", "2.base"}  # no gradient goes to the input of the first
+    assert not any(node.module == "" for node in view.nodes[1:])
+
+
 def test_a_tape_without_parameters_has_no_modules() -> None:
     view = ca.inspect(_leaf().exp().sum())
     assert view.models == () and {node.module for node in view.nodes} == {""}

@@ -2,7 +2,8 @@
 
 1. A leaf belongs to the module that has its parameter. So does what is made of a parameter alone: a chain of nodes that
    each take one gradient, of as many elements as the parameter has, and give one (a transpose, a cast).
-2. A node that such a leaf or chain leads into belongs to that module; with several, to the innermost that has them all.
+2. A node that such a leaf or chain leads into belongs to that module, and so does one that saved a parameter to which
+   no gradient goes, since it is frozen; with several, to the innermost that has them all.
 3. Any other node lies between two modules: the one below, of what it was computed from (of several, what ran last),
    and the one above, of what was computed from it (of several, what ran first), each passed on by nodes of this rule.
    It belongs to the innermost module that has both. Where they lie in different layers of a list, it belongs to the
@@ -12,6 +13,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -27,12 +29,14 @@ class Bare:
     Attributes:
         elements: of the gradient that it takes; None where it takes none or several.
         owner: for a leaf, the path of the module that has its parameter; None where no module has it.
+        frozen: paths of the modules that have the parameters which the node saved, and to which no gradient goes.
     """
 
     sequence: int
     edges: Sequence[tuple[int, int] | None]
     elements: int | None
     owner: _Path | None
+    frozen: Sequence[_Path] = ()
 
 
 def modules_of(nodes: Sequence[Bare]) -> list[_Path]:
@@ -61,13 +65,10 @@ def _made_of_one_parameter(nodes: Sequence[Bare]) -> list[Bare | None]:
 
 
 def _reached(node: Bare, made_of: Sequence[Bare | None]) -> _Path | None:
-    """The module of the parameters that lead into a node."""
-    found: _Path | None = None
-    for edge in node.edges:
-        parameter = None if edge is None else made_of[edge[0]]
-        if parameter is not None and parameter.owner is not None:
-            found = parameter.owner if found is None else _shared(found, parameter.owner)
-    return found
+    """The module of the parameters that lead into a node, or that it saved."""
+    leading = [made_of[edge[0]] for edge in node.edges if edge is not None]
+    owners = [each.owner for each in leading if each is not None and each.owner is not None]
+    return functools.reduce(_shared, [*owners, *node.frozen]) if owners or node.frozen else None
 
 
 def _above(nodes: Sequence[Bare], known: Sequence[_Path | None]) -> list[_Path | None]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import functools
 from collections import defaultdict
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from types import BuiltinFunctionType, FunctionType, MethodType
 from typing import Any
@@ -20,7 +20,7 @@ from ..capture.parameter_names import ParameterName, modules_inside, parameter_n
 from .long_tapes import have_it_freed_in_parts
 from .modules import Bare, modules_of
 from .nodes import Gradient, TapeNode, shape_of
-from .saved import Handles, SavedTensors, handles
+from .saved import Handles, SavedTensors, handles, owner
 
 
 @dataclass(frozen=True, slots=True)
@@ -71,6 +71,8 @@ def _read(outputs: tape.Ends) -> Reading:
     parameters = {index: names[id(leaf)] for index, leaf in leaves.items() if id(leaf) in names}
     models, labels = _models(parameters)
     gradients = [_gradients(each.node) for each in visited]
+    held = [handles(each.node) for each in visited]
+    frozen = _frozen(models, labels, leaves.values())
     modules = modules_of(
         [
             Bare(
@@ -78,11 +80,11 @@ def _read(outputs: tape.Ends) -> Reading:
                 edges[index],
                 _elements(gradients[index], leaves.get(index)),
                 _owner(parameters.get(index), labels),
+                _saved_of(held[index], frozen) if frozen else (),
             )
             for index, each in enumerate(visited)
         ]
     )
-    held = [handles(each.node) for each in visited]
     hooks = _hooks(outputs, held, index_of, leaves)
     inside = [vars(module) for model in models for _, module in modules_inside(model)]
     saved = SavedTensors(
@@ -126,10 +128,34 @@ def _owner(found: ParameterName | None, labels: dict[int, str]) -> tuple[str, ..
     """The path of the module that has a parameter; among several models it begins with what its own is called."""
     if found is None:
         return None
-    path = tuple(found.name.split(".")[:-1])
+    return _path(found.name.rpartition(".")[0], labels.get(id(found.model()), found.outermost), labels)
+
+
+def _path(module: str, label: str, labels: dict[int, str]) -> tuple[str, ...]:
+    path = tuple(module.split(".")) if module else ()
     if "parametrizations" in path:  # of torch.nn.utils.parametrize: inside the module that is parametrized
         path = path[: path.index("parametrizations")]
-    return (labels.get(id(found.model()), found.outermost), *path) if len(labels) > 1 else path
+    return (label, *path) if len(labels) > 1 else path
+
+
+def _frozen(
+    models: Sequence[torch.nn.Module], labels: dict[int, str], leaves: Iterable[torch.Tensor]
+) -> dict[int, tuple[str, ...]]:
+    """``id`` of each parameter of some models to which no gradient goes -> the path of the module that has it."""
+    trained = {id(leaf) for leaf in leaves}
+    found: dict[int, tuple[str, ...]] = {}
+    for model in models:
+        for module, inside in modules_inside(model):
+            for each in inside.__dict__["_parameters"].values():
+                if each is not None and id(each) not in trained:
+                    found.setdefault(id(each), _path(module, labels[id(model)], labels))
+    return found
+
+
+def _saved_of(held: Handles, frozen: dict[int, tuple[str, ...]]) -> list[tuple[str, ...]]:
+    """The paths of the frozen parameters among what a node saved, as they are or as views."""
+    saved = (owner(handle.data) for _, handle in held if handle.unpack_hook is None)
+    return [frozen[id(each)] for each in saved if id(each) in frozen]
 
 
 def _gradients(node: Any) -> tuple[Gradient, ...]:

@@ -189,19 +189,19 @@ class _References:
     def __init__(self, held: Iterable[Handles]) -> None:
         every = [handle for each in held for _, handle in each if handle.unpack_hook is None]
         kept = {(id(each.holder), each.key): each for each in every if type(each) is _Kept}
-        self._kept = Counter(id(_owner(each.data)) for each in kept.values())
-        self._by_both = {id(_owner(each.data)) for each in every if kept and type(each) is not _Kept}
+        self._kept = Counter(id(owner(each.data)) for each in kept.values())
+        self._by_both = {id(owner(each.data)) for each in every if kept and type(each) is not _Kept}
         view = torch.ones(2, device="cpu")[0]
         self._one = sys.getrefcount(view._base)
-        owner = view._base
+        of_python = view._base
         self._second = sys.getrefcount(view._base) - self._one  # whether C++'s counts beside one of Python: by version
-        del owner
+        del of_python
 
     def has_more(self, handle: Any) -> bool:
         """Whether there are references that are not the tape's."""
         if handle.unpack_hook is not None or handle.data.requires_grad:
             return False
-        key = id(_owner(handle.data))
+        key = id(owner(handle.data))
         own = self._one
         if key in self._kept:
             own += self._kept[key] - 1 + (self._second if key in self._by_both else 0)
@@ -210,5 +210,6 @@ class _References:
         return sys.getrefcount(handle.data._base) > own
 
 
-def _owner(tensor: torch.Tensor) -> torch.Tensor:
+def owner(tensor: torch.Tensor) -> torch.Tensor:
+    """What a tensor is a view of, or itself."""
     return tensor if tensor._base is None else tensor._base

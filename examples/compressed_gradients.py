@@ -32,7 +32,9 @@ def round_gradients(graph_module: fx.GraphModule) -> None:
                 bits = graph.call_function(aten.view.dtype, (node, torch.int32))
                 up = graph.call_function(aten.add.Tensor, (bits, 0x8000))
                 cut = graph.call_function(aten.bitwise_and.Scalar, (up, ~0xFFFF))
-                results[index] = graph.call_function(aten.view.dtype, (cut, torch.float32))
+                rounded = graph.call_function(aten.view.dtype, (cut, torch.float32))
+                is_nan = graph.call_function(aten.isnan.default, (node,))  # of which adding may make a number
+                results[index] = graph.call_function(aten.where.self, (is_nan, node, rounded))
     output.args = (results,)
     graph_module.recompile()
 
@@ -49,7 +51,9 @@ class Averaging:
 
     def __call__(self, grad: Tensor) -> Tensor:
         message = grad.to(torch.bfloat16)
-        assert torch.equal(message.to(grad.dtype), grad), "the cast has lost something"
+        assert torch.allclose(message.to(grad.dtype), grad, rtol=0, atol=0, equal_nan=True), (
+            "the cast has lost something"
+        )
         self.sent += message.nbytes
         parts = [torch.empty_like(message) for _ in range(RANKS)]
         distributed.all_gather(parts, message)  # added up in float32, so that no sum is rounded once more

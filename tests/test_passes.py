@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -9,6 +10,7 @@ import torch
 from torch import fx, nn
 
 import compiled_autograd as ca
+from examples import compressed_gradients, gradient_norms
 
 from .helpers import assert_grads, expect, mlp
 
@@ -66,3 +68,78 @@ def test_an_output_that_is_appended_is_nobodys_also_where_nans_are_looked_for() 
         with pytest.raises(RuntimeError, match="returned nan values"):
             (layer(torch.randn(4, 3)).sum() * 0.0).sqrt().mul(0.0).backward()
     assert session.stats().failures == 0
+
+
+# ---- the two examples ------------------------------------------------------------------------------------------------
+
+
+class _Tied(nn.Module):
+    """A layer that is used twice, with a hook between both uses where that is wanted, and one that is frozen."""
+
+    def __init__(self, hook: bool) -> None:
+        super().__init__()
+        self.twice, self.frozen, self.hook = nn.Linear(8, 8), nn.Linear(8, 8).requires_grad_(False), hook
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        hidden = self.twice(x)
+        if self.hook:
+            hidden.register_hook(lambda grad: grad * 2)
+        return self.twice(self.frozen(hidden.tanh()))
+
+
+class _Sum(nn.Module):
+    """Two parameters with one gradient."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = nn.Parameter(torch.randn(8)), nn.Parameter(torch.randn(8))
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return (self.one + self.other) * x
+
+
+@pytest.mark.parametrize("rows", [(4, 4, 4), (4, 5, 7)], ids=["one size", "sizes that change"])
+@pytest.mark.parametrize("accumulates", [False, True])
+@pytest.mark.parametrize(
+    "make", [lambda: _Tied(False), lambda: _Tied(True), _Sum, mlp], ids=["tied", "hook", "sum", ""]
+)
+def test_norms_are_those_of_what_each_backward_gives(
+    make: Callable[[], nn.Module], accumulates: bool, rows: tuple[int, ...], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(gradient_norms, "NAMES", [])
+    monkeypatch.setattr(gradient_norms, "NORMS", {})
+    model = make()
+    session = ca.enable(backend="eager", passes=[gradient_norms.add_norms], tune=False, cache_dir=False)
+    for count in rows:
+        x = torch.randn(count, 8)
+        leaves = {name: leaf for name, leaf in model.named_parameters() if leaf.requires_grad}
+        own = torch.autograd.grad(model(x).square().sum(), [*leaves.values()])
+        if not accumulates:
+            model.zero_grad()
+        gradient_norms.NORMS.clear()
+        with session:
+            model(x).square().sum().backward()
+        norms = gradient_norms.norms_of_last_backward()
+        assert norms.keys() == leaves.keys()
+        for name, grad in zip(leaves, own, strict=True):
+            assert norms[name] == pytest.approx(grad.norm().item(), rel=1e-4)
+    stats = session.stats()
+    assert stats.backwards == len(rows) == stats.hits + stats.structure_misses + stats.shape_misses
+    assert stats.structure_misses == stats.captures == 1 + accumulates and not stats.failures
+
+
+def test_rounding_keeps_what_is_no_number() -> None:
+    """A NaN whose bits are all ones, as CUDA makes them, becomes no number by adding to its bits."""
+    ones = torch.tensor([0x7FFFFFFF, -1, 0x7F800000, -0x800000, 0x7F7FFFFF, 0x3F808000], dtype=torch.int32)
+    values = ones.view(torch.float32)
+    leaf = torch.zeros(len(values), requires_grad=True)
+    session = ca.enable(backend="eager", passes=[compressed_gradients.round_gradients], cache_dir=False)
+    with session:
+        (leaf * values).sum().backward()
+    assert leaf.grad is not None
+    assert leaf.grad[:2].isnan().all() and leaf.grad[2:].tolist() == [
+        *[float("inf"), float("-inf")],
+        float("inf"),
+        1.0078125,
+    ]
+    expect(session.stats(), structure_misses=1, captures=1)

@@ -44,11 +44,9 @@ _RANDOM = re.compile(
 def is_due(compiled: CompiledRegion, slots: Slots, context: RunContext) -> bool:
     """Whether a run of something compiled is to be compared with the real calls."""
     proof = compiled.proof
-    if context.check_every:
-        proof.runs += 1
-        if proof.runs % context.check_every == 0:
-            return True
-    elif proof.settled and context.profile is None:
+    if context.compare_all:
+        return True
+    if proof.settled and context.profile is None:
         return False
     arguments = [slots[slot] for slot in compiled.arguments]
     make_plain(arguments, compiled.plain)
@@ -58,6 +56,19 @@ def is_due(compiled: CompiledRegion, slots: Slots, context: RunContext) -> bool:
     if context.profile is not None and proof.left.get(form, runs) < runs:
         return False  # whoever looks on would take what comparing costs for what the backward costs
     return proof.due(form, runs, sizes, final=context.profile is None)
+
+
+def names_random(text: str) -> bool:
+    """Whether operators that draw random numbers are named in a text."""
+    return _RANDOM.search(text) is not None
+
+
+def may_draw(compiled: CompiledRegion) -> bool:
+    """Whether an operator of a region draws random numbers, as far as its name says."""
+    proof = compiled.proof
+    if proof.draws is None:
+        proof.draws = names_random(compiled.aten.text())
+    return proof.draws
 
 
 def prove(
@@ -102,7 +113,7 @@ class _Run:
 
     def beside(self) -> bool:
         """Both ways, and what follows from the comparison. False: nothing has run, for want of memory."""
-        draws = Draws(self.arguments if self._may_draw() else None)
+        draws = Draws(self.arguments if may_draw(self.compiled) else None)
         try:
             before = fingerprints(self.taken)
         except Exception as error:  # noqa: BLE001  the region runs without a comparison
@@ -142,13 +153,6 @@ class _Run:
             self._unproved(error)
         return True
 
-    def _may_draw(self) -> bool:
-        """Whether an operator of the region draws random numbers, as far as its name says."""
-        proof = self.compiled.proof
-        if proof.draws is None:
-            proof.draws = _RANDOM.search(self.compiled.aten.text()) is not None
-        return proof.draws
-
     def _judge(self, found: Slots, before: Sequence[Fingerprint]) -> None:
         """Compare what the compiled code left behind.
 
@@ -160,7 +164,7 @@ class _Run:
         if not changed:
             self._compare(self.inputs, self.arguments, self.slots, found)
             return
-        draws = Draws(self.arguments if self._may_draw() else None)
+        draws = Draws(self.arguments if may_draw(self.compiled) else None)
         try:
             self._look_who_wrote(changed)
             self._compare(*self._on_copies())
@@ -180,7 +184,7 @@ class _Run:
         inputs = self._copied(self.inputs)
         arguments = self._arguments(inputs)
         wanted, found = list(inputs), list(inputs)
-        draws = Draws(arguments if self._may_draw() else None)
+        draws = Draws(arguments if may_draw(self.compiled) else None)
         self.real_calls(wanted)
         draws.rewind()
         put_results(self.compiled, self._run_form(self.compiled.call, list(arguments)), found)

@@ -9,8 +9,8 @@ alone says whether anything is wrong, and where.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import Any
 
 import torch
@@ -22,6 +22,7 @@ from ..cache.graphs import CompiledGraph
 from ..cache.variants import Variant
 from ..errors import GradientMismatchError
 from ..guards.ambient import Ambient
+from ..native.library import Module
 from ..proving.comparison import tolerance
 from ..proving.fingerprints import Draws
 from ..proving.prover import may_draw, names_random
@@ -31,11 +32,10 @@ from ..steps.accumulate import give
 from ..steps.memory import is_out_of_memory
 from ..steps.run_context import RunContext
 from ..steps.steps import AccumulateStep, OpaqueStep, RegionStep, Slots
-from ..user_code.in_place import versions_of
-from .call import Call
+from ..user_code.in_place import all_versions
+from .call import Call, gradients, run_backward
 
 Gradients = list[torch.Tensor | None]
-Eager = Callable[[Sequence[Any]], Sequence[torch.Tensor | None]]
 _WRITES_WHAT_IT_SAVED = "Rnn"
 """In the name of nodes that write into what their forward saved: a second run finds other values there."""
 
@@ -88,16 +88,24 @@ class Beside:
 
     Args:
         asked: see :func:`asked_for`.
-        eager: gives the gradients of these, and frees the tape if that was asked for.
+        on_eager: runs a function that asks the eager engine.
         slots: what the tape held.
+        module: the extension, where it is there.
     """
 
     call: Call
     variant: Variant
     asked: list[Any]
-    eager: Eager
+    on_eager: Callable[..., Any]
     slots: Slots
     context: RunContext
+    module: Module | None = None
+    eager_writes: bool = field(init=False)
+    """The eager engine gives leaves their gradients: where none has one yet. What it has added to one that was there
+    could not be told."""
+
+    def __post_init__(self) -> None:
+        self.eager_writes = self.call.accumulate_grad and all(leaf.grad is None for leaf in self.asked)
 
     def run(self) -> Gradients:
         """Run it both ways; leaves get what the eager engine has computed. Gives what ``autograd.grad`` asked for.
@@ -105,50 +113,55 @@ class Beside:
         Raises:
             GradientMismatchError: compiled code has written into what it was given, which cannot be undone.
         """
-        context, program = self.context, self.variant.program
-        context.report.compared = True
+        report, program = self.context.report, self.variant.program
+        report.compared = True
         drawn_from = self.slots if _may_draw(program) else None
         start = Draws(drawn_from)
         try:
-            with context.report.timed("prove"):
-                wanted = list(self.eager(self.asked))
+            with report.timed("prove"):
+                wanted = self._by_eager()
         except Exception as error:
             if not is_out_of_memory(error):
                 raise
             self._tell("unproved", f"{type(error).__name__}: {error}", "this run was not compared with eager")
             start.restore()
-            return program.run(self.slots, context)
+            for leaf in self.asked if self.eager_writes else ():
+                leaf.grad = None
+            return program.run(self.slots, self.context)
         end = Draws(drawn_from)
         try:
             wanted = self._compared(wanted, start)
         finally:
             end.restore()
-            if self.call.accumulate_grad:
-                context.kept = None
+            if self.call.accumulate_grad and not self.eager_writes:
                 self.slots.clear()
-                give(self.asked, wanted, context)
+                give(self.asked, wanted, self.context)
         return wanted
+
+    def _by_eager(self) -> Gradients:
+        if self.eager_writes:
+            self.on_eager(run_backward, self.call, self.call.allow_unreachable)
+            return [leaf.grad for leaf in self.asked]
+        return list(self.on_eager(gradients, self.call, self.asked))
 
     def _compared(self, wanted: Gradients, start: Draws) -> Gradients:
         """Compare what compiled code gives. Gives ``wanted``, or what the real calls give where that is more."""
-        tensors = range(self.variant.program.schedule.tensors)
-        versions = versions_of(tensors, self.slots)
+        tensors = self.slots[: self.variant.program.schedule.tensors]
+        versions = all_versions(tensors)
         found = self._compiled(start)
-        with self.context.report.timed("prove"):
-            doubtful = self._apart(wanted, found) if isinstance(found, list) else []
-        if isinstance(found, list) and not doubtful and versions_of(tensors, self.slots) == versions:
-            return wanted
-        before = len(self.context.report.failures)
-        real = self._region_by_region(start)
-        if any((one is None) is not (other is None) for one, other in zip(wanted, real, strict=True)):
-            wanted = real
-        if len(self.context.report.failures) > before:
-            return wanted
         if isinstance(found, list):
-            self._remember(wanted, found, doubtful, start)
-        else:
-            self._tell("run", f"{type(found).__name__}: {found}", "eager's gradients were used")
-        return wanted
+            with self.context.report.timed("prove"):
+                if not self._apart(wanted, found) and all_versions(tensors) == versions:
+                    return wanted
+        failures = len(self.context.report.failures)
+        real = self._region_by_region(start)
+        if len(self.context.report.failures) == failures:
+            if isinstance(found, list):
+                self._settle(real, found, start)
+            else:
+                self._tell("run", f"{type(found).__name__}: {found}", "eager's gradients were used")
+        undefined = [(one is None) is not (other is None) for one, other in zip(wanted, real, strict=True)]
+        return real if any(undefined) else wanted
 
     def _compiled(self, start: Draws) -> Gradients | Exception:
         """What compiled code gives, or has raised."""
@@ -185,24 +198,23 @@ class Beside:
         bitwise = program.region_compiler.backend.bitwise and self.variant.devices <= {"cpu"}
         dtypes = {tensor.dtype for tensor in self.slots[: program.schedule.tensors]}
         relative = 0.0 if bitwise else tolerance(list(dtypes))
-        return apart(wanted, found, relative, self.variant.rounding)
+        return apart(wanted, found, relative, self.variant.rounding, self.module)
 
-    def _remember(self, wanted: Gradients, found: Gradients, doubtful: list[int], start: Draws) -> None:
+    def _settle(self, real: Gradients, found: Gradients, start: Draws) -> None:
         """Each region was found to be right, and yet whole gradients differ. What does so again is rounding, and need
         not be looked into so closely the next time; what does not, nobody can explain."""
         again, known = self._compiled(start), self.variant.rounding
         if not isinstance(again, list):
             return
-        for index in doubtful:
-            so_far = distance(wanted[index], again[index])
-            if math.isfinite(so_far):
-                known[index] = max(known.get(index, 0.0), so_far)
-        for index in self._apart(wanted, found):
-            if math.isfinite(distance(wanted[index], again[index])):
-                error = (
-                    f"gradient {index} was {distance(wanted[index], found[index]):.3g} from eager's, and not once more"
-                )
-                self._tell("unproved", error, "eager's gradients were used")
+        for index in self._apart(real, found):
+            rounding, error = (distance(real[index], each[index]) for each in (again, found))
+            if math.isfinite(rounding):
+                known[index] = max(known.get(index, 0.0), rounding)
+        for index in self._apart(real, found):
+            rounding, error = (distance(real[index], each[index]) for each in (again, found))
+            if error > rounding:
+                what = f"gradient {index} was {error:.3g} from eager's, and {rounding:.3g} when compiled code ran again"
+                self._tell("unproved", what, "eager's gradients were used")
 
     def _tell(self, kind: str, error: str, instead: str) -> None:
         where = self.variant.program.region_compiler.title()

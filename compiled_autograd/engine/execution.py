@@ -31,7 +31,7 @@ from ..threads.forks import can_compile
 from ..threads.gate import GATE, take
 from .account import Account, RunAccount
 from .beside import Beside, asked_for, may_run_beside
-from .call import Call, HandedOver, Results, gradients
+from .call import Call, HandedOver, Results
 from .checks import CHECKS
 from .cuda.devices import on_device
 from .session import HIT, Outcome
@@ -174,8 +174,9 @@ def _compared(run: RunAccount, variant: Variant, ambient_state: Ambient, context
     if whole is not None and may_run_beside(variant, ambient_state, context):
         asked = asked_for(whole.call, variant.program, slots)
         if asked is not None:
-            eager = functools.partial(on_eager, gradients, whole.call)
-            return Beside(whole.call, variant, asked, eager, slots, context).run()
+            shapes = run.handed.shapes
+            module = None if shapes is None else shapes.module
+            return Beside(whole.call, variant, asked, on_eager, slots, context, module).run()
     if whole is not None:
         whole.free()
     context.compare_all = context.report.compared = True

@@ -7,12 +7,13 @@ to who compares region by region (:mod:`prover`).
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping
 from typing import Any
 
 import torch
 
 from .. import ir
+from ..native.library import Module
 from .comparison import Optional, plain, value_difference
 
 _AGAIN = 4.0
@@ -20,7 +21,11 @@ _AGAIN = 4.0
 
 
 def apart(
-    wanted: Sequence[Optional], found: Sequence[Optional], relative: float, known: Mapping[int, float]
+    wanted: list[Optional],
+    found: list[Optional],
+    relative: float,
+    known: Mapping[int, float],
+    module: Module | None = None,
 ) -> list[int]:
     """Which gradients are not plainly the same, by their number.
 
@@ -29,10 +34,13 @@ def apart(
         found: what compiled code gave.
         relative: the tolerance, by the root mean square of each gradient alone; 0 asks for the same bits.
         known: for some of them, how far from eager's they were where their regions were found to be right.
+        module: the extension, where it is there: it settles most of them at once.
     """
+    unclear: Iterable[int] = range(len(wanted)) if module is None else module.unlike(wanted, found, relative)
     doubtful: list[int] = []
     alike: dict[Any, list[int]] = {}
-    for index, (want, got) in enumerate(zip(wanted, found, strict=True)):
+    for index in unclear:
+        want, got = wanted[index], found[index]
         if want is None or got is None:
             if want is not got:
                 doubtful.append(index)
@@ -75,8 +83,10 @@ def _unclear(wants: list[torch.Tensor], gots: list[torch.Tensor], relative: floa
     if 0 in counts:
         return list(range(len(wants)))
     wide = torch.float64 if wants[0].dtype is torch.float64 else torch.float32
-    errors = torch.stack(torch._foreach_norm(torch._foreach_sub(gots, wants), math.inf, dtype=wide))
+    differences = torch._foreach_sub(gots, wants)
+    torch._foreach_abs_(differences)
+    errors = torch.stack(torch._foreach_max(differences)).to(wide)
     norms = torch.stack(torch._foreach_norm(wants, 2, dtype=wide))
-    roots = torch.tensor([math.sqrt(count) for count in counts], dtype=wide, device=norms.device)
+    roots = torch.tensor(counts, dtype=wide, device=norms.device).sqrt_()
     clear = (errors * roots <= relative * norms) & norms.isfinite()
     return [] if bool(clear.all()) else [index for index, each in enumerate(clear.tolist()) if not each]

@@ -15,7 +15,7 @@ from torch import fx, nn
 
 import compiled_autograd as ca
 from backends.protocol import PROVING_RUNS
-from compiled_autograd.engine import beside
+from compiled_autograd.engine.whole import beside
 from compiled_autograd.runtime import program
 from compiled_autograd.steps.schedule import Schedule
 from shadow_cache import Failure
@@ -257,7 +257,8 @@ def test_no_memory_for_both_costs_no_step(monkeypatch: pytest.MonkeyPatch) -> No
 def test_nan_in_both_is_no_mismatch(compared: list[Any]) -> None:
     pair = Pair(check=True, backend="eager")
     for number in range(4):
-        pair.step(loss=lambda model: (model(BATCH) * (torch.nan if number % 2 else 1.0)).sum())
+        factor = torch.nan if number % 2 else 1.0
+        pair.step(loss=lambda model, factor=factor: (model(BATCH) * factor).sum())
     assert not _failures(pair.session.last)
     assert pair.session.stats().failures == 0
 
@@ -383,7 +384,7 @@ def test_every_nth_finds_what_is_wrong(every: int) -> None:
 
 def test_a_variant_that_does_not_come_again_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
     """Its tape is handed over whole for a while; then it is compared region by region, when it comes."""
-    monkeypatch.setattr("compiled_autograd.engine.checks._PATIENCE", 4)
+    monkeypatch.setattr("compiled_autograd.engine.whole.checks._PATIENCE", 4)
     pair = Pair(check=3, dynamic=False)
     for _ in range(2):
         pair.step(BATCH[:2])
@@ -592,7 +593,7 @@ def test_threads_that_train_one_model() -> None:
             with ca.enable(backend="eager", check=True, cache_dir=False, tune=False):
                 for _ in range(steps):
                     model(BATCH).square().mean().backward()
-        except BaseException as error:
+        except BaseException as error:  # noqa: BLE001  it is looked at below
             errors.append(error)
 
     threads = [threading.Thread(target=train) for _ in range(3)]

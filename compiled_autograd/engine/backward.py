@@ -15,15 +15,15 @@ from ..policies.autotune import AUTOTUNE, Trial
 from ..settings import Settings
 from ..torch_api.version_differences import words_for_unused
 from .account import Account
-from .beside import may_run_twice
 from .call import Call, HandedOver, RanInside, Refused, Results, Whole, run_backward
-from .checks import CHECKS
 from .cuda.streams import STREAMS
 from .decide import decide, is_policy
 from .execution import execute, on_eager
 from .native_hits import NATIVE_HITS
 from .seam import RunInside, hand_over
 from .session import BYPASS, Outcome, Session
+from .whole.beside import may_run_twice
+from .whole.checks import CHECKS
 
 
 def run(session: Session, call: Call) -> Any:

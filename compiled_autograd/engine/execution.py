@@ -30,11 +30,11 @@ from ..steps.steps import RegionStep, Slots
 from ..threads.forks import can_compile
 from ..threads.gate import GATE, take
 from .account import Account, RunAccount
-from .beside import Beside, asked_for, may_run_beside
 from .call import Call, HandedOver, Results
-from .checks import CHECKS
 from .cuda.devices import on_device
 from .session import HIT, Outcome
+from .whole.beside import Beside, asked_for, may_run_beside
+from .whole.checks import CHECKS
 
 
 class _Thread(threading.local):

@@ -1,7 +1,6 @@
 // One translation unit: PyTorch's headers take longer to read than all that is here to compile.
 
 #include "accumulate.cpp"
-#include "alike.cpp"
 #include "guards.cpp"
 #include "hosted.cpp"
 #include "plan.cpp"

@@ -17,23 +17,23 @@ import torch
 
 from shadow_cache import Failure
 
-from .. import ir
-from ..cache.graphs import CompiledGraph
-from ..cache.variants import Variant
-from ..errors import GradientMismatchError
-from ..guards.ambient import Ambient
-from ..native.library import Module
-from ..proving.comparison import tolerance
-from ..proving.fingerprints import Draws
-from ..proving.prover import may_draw, names_random
-from ..proving.whole import apart, distance
-from ..runtime.program import Program
-from ..steps.accumulate import give
-from ..steps.memory import is_out_of_memory
-from ..steps.run_context import RunContext
-from ..steps.steps import AccumulateStep, OpaqueStep, RegionStep, Slots
-from ..user_code.in_place import all_versions
-from .call import Call, gradients, run_backward
+from ... import ir
+from ...cache.graphs import CompiledGraph
+from ...cache.variants import Variant
+from ...errors import GradientMismatchError
+from ...guards.ambient import Ambient
+from ...native.library import Module
+from ...proving.comparison import tolerance
+from ...proving.fingerprints import Draws
+from ...proving.prover import may_draw, names_random
+from ...proving.whole import apart, distance
+from ...runtime.program import Program
+from ...steps.accumulate import give
+from ...steps.memory import is_out_of_memory
+from ...steps.run_context import RunContext
+from ...steps.steps import AccumulateStep, OpaqueStep, RegionStep, Slots
+from ...user_code.in_place import all_versions
+from ..call import Call, gradients, run_backward
 
 Gradients = list[torch.Tensor | None]
 _WRITES_WHAT_IT_SAVED = "Rnn"

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import weakref
 
-from ..cache.variants import Variant
-from ..process_state import PROCESS
-from ..settings import Settings
+from ...cache.variants import Variant
+from ...process_state import PROCESS
+from ...settings import Settings
 
 _PATIENCE = 64
 """So many backwards are handed over whole for a variant whose next run is to be compared, before it is given up: that

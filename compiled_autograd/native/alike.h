@@ -9,7 +9,6 @@
 
 namespace native {
 
-
 inline constexpr int64_t kBlock = 8;  // so many sums beside one another: an addition need not wait for the one before
 
 template <typename T>

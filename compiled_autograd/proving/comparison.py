@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from dataclasses import dataclass
 
 import torch
 
@@ -187,7 +187,8 @@ def is_telling(tensor: torch.Tensor) -> bool:
     return 0 < largest < math.inf
 
 
-class Worst(NamedTuple):
+@dataclass(frozen=True)
+class Worst:
     """Where two results differ most: the index, by how much, and what either has there."""
 
     index: tuple[int, ...]

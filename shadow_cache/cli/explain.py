@@ -28,9 +28,7 @@ class Why(msgspec.Struct, frozen=True):
 @click.command(cls=Verb)
 @click.argument("id", required=False, shell_complete=ids)
 @click.option("--last", is_flag=True, help="The newest miss; also what is meant without an ID.")
-@click.option(
-    "--mismatches", is_flag=True, help="Instead all that was found to be wrong of compiled code, newest first."
-)
+@click.option("--mismatches", is_flag=True, help="Instead: what was found wrong of compiled code.")
 @with_format
 def why(view: View, id: str | None, last: bool, mismatches: bool) -> None:
     """Say why something was compiled, or why it does not run compiled.
@@ -47,12 +45,12 @@ def why(view: View, id: str | None, last: bool, mismatches: bool) -> None:
       shadow-cache why --mismatches     what compiled code computed wrongly
     """
     if (id is not None) + last + mismatches > 1:
-        raise click.UsageError("give an ID, --last or --mismatches, not several.")
+        raise click.UsageError("give an ID, --last or --mismatches, not both.")
     if mismatches:
-        found = [miss for miss in view.store.misses() if miss.miss.kind == MISMATCH]
-        if not found:
+        wrong = [miss for miss in view.store.misses() if miss.miss.kind == MISMATCH]
+        if not wrong:
             raise Fault(f"no mismatch is recorded in {view.path}.")
-        view.out(found, [miss.miss.where for miss in found], lambda: _mismatches(view, found))
+        view.out(wrong, [miss.miss.where for miss in wrong], lambda: _mismatches(view, wrong))
         return
     if id is None:
         newest = next(iter(view.store.misses(1)), None)

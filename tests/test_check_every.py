@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import functools
+import json
 import threading
 import warnings
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -15,11 +17,17 @@ from torch import fx, nn
 
 import compiled_autograd as ca
 from backends.protocol import PROVING_RUNS
+from compiled_autograd.engine import backward, seam
+from compiled_autograd.engine.native_hits import NativeHits
 from compiled_autograd.engine.whole import beside
+from compiled_autograd.proving.comparison import worst
 from compiled_autograd.runtime import program
+from compiled_autograd.runtime.native_run import NativeRun
 from compiled_autograd.steps.schedule import Schedule
-from shadow_cache import Failure
+from shadow_cache import Failure, Mismatch
+from shadow_cache.cli import main
 
+from .both_walks import library_of
 from .helpers import assert_grads, assert_same, expect, mlp
 
 BATCH = torch.linspace(-1, 1, 32).view(4, 8)
@@ -639,3 +647,112 @@ def test_counts_go_on_where_the_setting_is_another_one() -> None:
     pair.session = every(check=2)
     proved = ["prove" in pair.step().seconds for _ in range(PROVING_RUNS + 4)]
     assert proved == [True] * PROVING_RUNS + [False, True] * 2
+
+
+# ---- what is told ----------------------------------------------------------------------------------------------------
+
+
+def test_a_mismatch_says_what_and_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Parameter, module, region, where the largest error lies and both values, and a file that shows it again."""
+    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+
+    def wrong(results: list[torch.Tensor], arguments: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        ours = [each.clone() for each in results]
+        index = next(number for number, each in enumerate(ours) if each.shape == (5, 8))
+        ours[index][3, 6] += 0.25
+        return ours
+
+    def make() -> nn.Module:
+        torch.manual_seed(0)
+        return nn.Sequential(nn.Linear(8, 5), nn.Tanh(), nn.Linear(5, 1))
+
+    pair = Pair(make, check=True)
+    for _ in range(3):
+        pair.step()
+    pair.backend.wrong = {0: wrong}
+    with pytest.raises(ca.GradientMismatchError) as raised:
+        pair.step()
+    (mismatch,) = raised.value.mismatches
+    eager = float(pair.reference[0].weight.grad[3, 6])  # type: ignore[index, union-attr]
+    assert isinstance(mismatch, Mismatch)
+    assert (mismatch.parameter, mismatch.module, mismatch.region) == ("0.weight", "0", 1)
+    assert (mismatch.index, mismatch.eager) == ((3, 6), eager)
+    assert mismatch.largest == pytest.approx(0.25, rel=1e-4) and mismatch.found == pytest.approx(eager + 0.25)
+    assert f"at [3, 6] the real calls give {eager:.6g}, and it is {mismatch.found:.6g}" in str(raised.value)
+    assert mismatch.reproduction is not None and mismatch.reproduction in str(raised.value)
+    assert "another process can run once it is given the backend, a function" in str(raised.value)
+    assert ca.load(mismatch.reproduction).about.difference == mismatch.error
+
+
+def test_mismatches_of_the_past_are_listed(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def why(*more: str) -> tuple[Any, str]:
+        with pytest.raises(SystemExit) as ended:
+            main(["why", "--mismatches", *more, "--cache-dir", str(tmp_path)])
+        said = capsys.readouterr()
+        return ended.value.code, said.out + said.err
+
+    pair = Pair(check=True, cache_dir=tmp_path)
+    for _ in range(3):
+        pair.step()
+    assert why() == (1, f"Error: no mismatch is recorded in {tmp_path}.\n")
+    pair.backend.wrong = {0: _plus}
+    with pytest.raises(ca.GradientMismatchError) as raised:
+        pair.step()
+    (mismatch,) = raised.value.mismatches
+    code, text = why()
+    assert code == 0 and "1 mismatch;" in text
+    words = " ".join(text.split())
+    assert mismatch.where in words and mismatch.error in words
+    code, text = why("--format", "json")
+    (recorded,) = json.loads(text)
+    assert code == 0 and recorded["miss"]["where"] == mismatch.where
+    assert why("--last")[0] == 2
+
+
+@pytest.mark.parametrize("shape", [(), (3,), (2, 3, 4)])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.complex64, torch.bfloat16, torch.int64])
+def test_where_the_largest_error_lies(shape: tuple[int, ...], dtype: torch.dtype) -> None:
+    want = torch.ones(shape, dtype=dtype)
+    found, last = want.clone(), tuple(size - 1 for size in shape)
+    found[last] = 3
+    most = worst(want, found)
+    assert most is not None and (most.index, most.error, most.want, most.found) == (last, 2, 1, 3)
+    if dtype.is_floating_point:
+        found[last] = torch.nan
+        most = worst(want, found)
+        assert most is not None and most.index == last and most.error == torch.inf
+        want[last] = torch.nan
+        most = worst(want, found)
+        assert most is not None and most.error == 0, "a NaN is a NaN"
+    assert worst(want, None) is None and worst(want, want.unsqueeze(0)) is None
+
+
+# ---- hits in between -------------------------------------------------------------------------------------------------
+
+
+def test_hits_in_between_run_without_python(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every 4th backward is compared; what lies between is walked in C++, and is a hit."""
+    hits = NativeHits()
+    hits.library = library_of(request.config)
+    for each in (backward, seam):
+        monkeypatch.setattr(each, "NATIVE_HITS", hits)
+    ran: list[int] = []
+    run = NativeRun.run
+    monkeypatch.setattr(NativeRun, "run", lambda *given: ran.append(1) or run(*given))
+    pair = Pair(backend="inductor", check=4, native=True)
+    pair.step = functools.partial(_close_step, pair)  # type: ignore[method-assign]
+    proved = ["prove" in pair.step().seconds for _ in range(20)]
+    assert [number for number, each in enumerate(proved, 1) if each and number > 4] == [8, 12, 16, 20]
+    assert len(ran) >= 9 and hits.hits >= 12
+    expect(pair.session.stats(), structure_misses=1, hits=19, captures=1, compiles=1)
+
+
+def _close_step(pair: Pair) -> ca.Outcome:
+    for each in (pair.reference, pair.model):
+        each.zero_grad()
+    pair.reference(BATCH).square().mean().backward()
+    with pair.session:
+        pair.model(BATCH).square().mean().backward()
+    assert_grads(pair.model, pair.reference, bitwise=False)
+    assert pair.session.last is not None
+    return pair.session.last

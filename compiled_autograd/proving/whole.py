@@ -53,8 +53,9 @@ def apart(
         for each in _unclear(wants, gots, relative):  # type: ignore[arg-type]
             want, got, index = wants[each], gots[each], numbers[each]
             assert want is not None and got is not None
-            difference = value_difference(want, got, relative, lambda _: None)
-            if difference is not None and distance(want, got) > _AGAIN * known.get(index, 0.0):
+            if value_difference(want, got, relative, lambda _: None) is None:
+                continue
+            if not distance(want, got) <= _AGAIN * known.get(index, 0.0):  # it may be no number
                 doubtful.append(index)
     return doubtful
 

@@ -163,6 +163,15 @@ def test_the_region_that_is_wrong_is_named(monkeypatch: pytest.MonkeyPatch, wron
         assert not _failures(pair.step(zero=zero))
 
 
+def test_a_nan_of_compiled_code_alone_is_a_mismatch() -> None:
+    pair = Pair(check=True)
+    for _ in range(3):
+        pair.step()
+    pair.backend.wrong = {0: lambda results, arguments: [results[0] * torch.nan, *results[1:]]}
+    with pytest.raises(ca.GradientMismatchError, match="not finite in one of the two alone"):
+        pair.step()
+
+
 def test_code_that_is_wrong_only_now_and_then_costs_no_step() -> None:
     """The regions are right when they run again: nobody can say more than that."""
     pair = Pair(check=True)

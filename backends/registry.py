@@ -46,6 +46,7 @@ class FunctionBackend(Backend):
     def __init__(self, function: Callable[..., Any], name: str | None = None) -> None:
         self.function = function
         self.name = name or str(getattr(function, "__name__", type(function).__name__))
+        self.is_registered = name is not None  # else no other process finds it by its name
 
     def decompositions(self) -> Mapping[Any, Callable[..., Any]] | None:
         """What the function asks for in an attribute ``decompositions``; None where it has none."""

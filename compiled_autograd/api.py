@@ -34,8 +34,9 @@ def enable(**settings: Any) -> Session:
             :class:`UnsupportedBackwardError`.
         check: whether what was compiled is compared with the real calls, run one by one on the same values:
             ``"new"`` in the first two runs of each form of it, with the right gradients and a warning where there is a
-            difference, and without that form from then on; True in every run and a number N in every Nth too, and
-            then a difference raises :class:`GradientMismatchError` once the right gradients are written; False never.
+            difference, and without that form from then on; True then compares every backward with the eager engine's,
+            and a number N every Nth of each variant, and a difference raises :class:`GradientMismatchError` once the
+            right gradients are written; False never.
         tune: whether variants that have served for a while are timed against the eager engine, and the faster one
             goes on (not with deterministic algorithms, and on the CPU alone). Timed and slower backwards count as
             bypasses, ``tuning`` and ``not_worth_it``. And whether tapes are left to eager where each is of another

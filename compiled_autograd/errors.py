@@ -64,7 +64,7 @@ class GradientMismatchError(CompiledAutogradError, RuntimeError):
     Raised where ``check`` is True or a number; and always where compiled code has overwritten what was given to it.
 
     Attributes:
-        mismatches: a record for each region in which it did.
+        mismatches: a :class:`shadow_cache.Mismatch` for each region in which it did.
     """
 
     def __init__(self, mismatches: Sequence[Any], written: str = "The right gradients were written.") -> None:

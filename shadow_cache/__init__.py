@@ -23,7 +23,7 @@ from .errors import (
     StoreUnavailableError,
 )
 from .graph import Key, ShadowGraph, Terminal, VariantKey
-from .records import Bypass, Failure, Miss, unsupported
+from .records import Bypass, Failure, Mismatch, Miss, unsupported
 
 if TYPE_CHECKING:
     from .store import Store
@@ -38,6 +38,7 @@ __all__ = [
     "Input",
     "InvalidEntryError",
     "Key",
+    "Mismatch",
     "Miss",
     "MissEntry",
     "Problem",

@@ -88,6 +88,8 @@ KINDS: dict[str, Kind] = {
 }
 
 
+MISMATCH = "mismatch"
+"""Of what compiled code has computed wrongly."""
 NOT_WORTH_IT = Kind(
     "It was timed against the eager engine, and that is faster: such backwards go there, and count as bypasses.",
     "Nothing: it is timed again from time to time, and in each process; `tune=False` runs it compiled all the same.",

@@ -55,6 +55,31 @@ class Failure(msgspec.Struct, frozen=True):
         return f"{self.kind} in {self.where}: {self.error}; {self.instead}"
 
 
+class Mismatch(Failure, frozen=True, kw_only=True):
+    """Compiled code gave something else than the calls that it was made of, whose results were used.
+
+    Attributes:
+        value: which of its results, as people know it; for one that becomes the gradient of a parameter, that is
+            ``parameter``, and ``module`` is where it is from, as far as that is known.
+        region: the number of the region among those of its tape, from 1 on; 0 where it is none of these any more.
+        form: what of the compiled code ran.
+        largest: the largest difference, at ``index``, where the calls gave ``eager`` and the compiled code ``found``;
+            None where no two values can be compared.
+        reproduction: the file that shows it again; None where none could be written.
+    """
+
+    value: str = ""
+    parameter: str | None = None
+    module: str | None = None
+    region: int = 0
+    form: str = ""
+    largest: float | None = None
+    index: tuple[int, ...] = ()
+    eager: float | complex | None = None
+    found: float | complex | None = None
+    reproduction: str | None = None
+
+
 def unsupported(what: str, hint: str = "the eager engine runs it") -> Bypass:
     """A backward with something in it that cannot be captured."""
     return Bypass("unsupported", what, hint)

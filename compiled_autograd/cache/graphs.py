@@ -67,6 +67,8 @@ class CompiledGraph:
         identity: the hash of its keys.
         saving: where the next backward is to be written, with its values.
         evicted: its variants were let go of, because there were too many structures.
+        runs_twice: its tape can run twice, since nothing of the user's is in it and nothing is changed; None as long as
+            nobody has asked.
         met: how often it was met again after it was captured; at least :data:`REUSES_WORTH_COMPILING` if other
             processes met it.
     """
@@ -78,6 +80,7 @@ class CompiledGraph:
     used: int = 0
     evicted: bool = False
     met: int = 0
+    runs_twice: bool | None = None
     structure: str | None = None
     identity: int = 0
     saving: str | os.PathLike[str] | None = None

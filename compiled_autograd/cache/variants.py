@@ -177,6 +177,9 @@ class Variant:
 
     ``sample`` is what it was made with, without what lay in the tensors: a reproduction is made of it.
 
+    ``served`` counts the runs under settings that compare every Nth of them. ``rounding`` has, of gradients whose
+    regions were all found to be right and that were yet not plainly eager's, how far from those they were.
+
     ``used`` orders variants by their last use. ``entry`` is the id of what the store on disk has of it, and
     ``store_timing`` tells that store how it did; ``not_stored`` says why it has nothing, and ``tensors`` says of the
     lifted tensors what the store must know; None of unusual ones.
@@ -198,6 +201,8 @@ class Variant:
     not_stored: str = ""
     tensors: Sequence[TensorRecord] | None = None
     native: NativeRuns = field(default_factory=NativeRuns)
+    served: int = 0
+    rounding: dict[int, float] = field(default_factory=dict)
 
     def serves(self, settings: tuple[Any, ...], ambient: Ambient, handover: Handover) -> bool:
         """Whether this variant is the one for a backward; microseconds, and no Python work for each tensor."""

@@ -66,6 +66,15 @@ def layer_of(tape: ir.TapeGraph, index: int) -> str | None:
     return None
 
 
+def module_near(tape: ir.TapeGraph, index: int) -> str | None:
+    """The module that a node belongs to, as far as parameters near it tell; the model's own name is empty."""
+    layer = layer_of(tape, index) if index else None
+    if layer is None:
+        return None
+    kind, _, name = layer.partition(" ")
+    return name.rpartition(".")[0] if kind == "of" else name
+
+
 def _parameters(tape: ir.TapeGraph, index: int) -> list[str]:
     """The parameters that a node takes, as they are or through one node such as a transpose; weights first."""
     found = []

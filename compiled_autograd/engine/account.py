@@ -108,7 +108,7 @@ class RunAccount:
         reasons.extend(failure for failure in report.failures if failure not in reasons)
         outcome = self._outcome()
         reasons = self.selection.reasons
-        if outcome.outcome == HIT and settings.tune and not failed and variant is not None:
+        if outcome.outcome == HIT and settings.tune and not (failed or report.compared) and variant is not None:
             AUTOTUNE.hit(variant, report.seconds["capture"] + report.seconds["run"], self.fingerprint)
         if not reasons and not report.compiles:
             return outcome

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import functools
 import time
 from typing import Any
@@ -11,15 +12,18 @@ from shadow_cache import Bypass
 from ..diagnostics.bypass import reason_of_end
 from ..errors import UnsupportedBackwardError
 from ..policies.autotune import AUTOTUNE, Trial
+from ..settings import Settings
 from ..torch_api.version_differences import words_for_unused
 from .account import Account
-from .call import Call, HandedOver, RanInside, Refused, Results, run_backward
+from .call import Call, HandedOver, RanInside, Refused, Results, Whole, run_backward
 from .cuda.streams import STREAMS
 from .decide import decide, is_policy
 from .execution import execute, on_eager
 from .native_hits import NATIVE_HITS
-from .seam import hand_over
+from .seam import RunInside, hand_over
 from .session import BYPASS, Outcome, Session
+from .whole.beside import may_run_twice
+from .whole.checks import CHECKS
 
 
 def run(session: Session, call: Call) -> Any:
@@ -34,7 +38,7 @@ def run(session: Session, call: Call) -> Any:
         reason = decide(call, settings)
         if reason is not None:
             return _refused(call, account, Refused(reason))
-        given = NATIVE_HITS.hand_over(call, settings) or _engine_hands_over(call, session, account)
+        given = (_whole if CHECKS.may_be_next(settings) else _handed_over)(call, account)
         if isinstance(given, HandedOver):
             return _asked_for(call, execute(call, account, given))
         if isinstance(given, RanInside):
@@ -57,11 +61,62 @@ def _known_to_be_slower(session: Session, call: Call, trial: Trial, verdict: Byp
         AUTOTUNE.eager(trial, seconds)
 
 
-def _engine_hands_over(call: Call, session: Session, account: Account) -> HandedOver | RanInside | Refused:
-    plan = NATIVE_HITS.learn(call, session.settings)
-    given = hand_over(call, session.settings, functools.partial(execute, call, account))
-    NATIVE_HITS.keep(plan, call, session.settings, given)
+def _handed_over(call: Call, account: Account, looked: HandedOver | None = None) -> HandedOver | RanInside | Refused:
+    """What the tape was found to be.
+
+    Args:
+        looked: what it was found to be a moment ago, when it was not released.
+    """
+    run_inside = functools.partial(_execute_inside, call, account, looked)
+    given = NATIVE_HITS.hand_over(call, account.settings) or _engine_hands_over(call, account.settings, run_inside)
+    if isinstance(given, HandedOver):
+        _as_first_met(given, looked)
     return given
+
+
+def _whole(call: Call, account: Account) -> HandedOver | RanInside | Refused:
+    """The same, with the tape whole afterwards where its gradients can be compared with those of the eager engine."""
+    settings = account.settings
+    if call.keep_graph:
+        given = _handed_over(call, account)
+        if isinstance(given, HandedOver) and may_run_twice(given.graph):
+            given.whole = Whole(call)
+        return given
+    kept = dataclasses.replace(call, keep_graph=True)
+    looked = NATIVE_HITS.hand_over(kept, settings) or _engine_hands_over(kept, settings, None)
+    if not isinstance(looked, HandedOver):
+        return looked
+    if not may_run_twice(looked.graph):
+        return _handed_over(call, account, looked)
+    looked.whole = Whole(call, functools.partial(_release, call, settings))
+    return looked
+
+
+def _release(call: Call, settings: Settings) -> None:
+    """Walk a tape once more, so that it is released."""
+    given = NATIVE_HITS.hand_over(call, settings) or hand_over(call, settings, None)
+    if isinstance(given, HandedOver):
+        given.graph.met -= 1
+
+
+def _engine_hands_over(
+    call: Call, settings: Settings, run_inside: RunInside | None
+) -> HandedOver | RanInside | Refused:
+    plan = NATIVE_HITS.learn(call, settings)
+    given = hand_over(call, settings, run_inside)
+    NATIVE_HITS.keep(plan, call, settings, given)
+    return given
+
+
+def _execute_inside(call: Call, account: Account, looked: HandedOver | None, given: HandedOver) -> Results:
+    _as_first_met(given, looked)
+    return execute(call, account, given)
+
+
+def _as_first_met(given: HandedOver, looked: HandedOver | None) -> None:
+    if looked is not None:
+        given.miss, given.captured = looked.miss, looked.captured
+        given.graph.met -= 1
 
 
 def _asked_for(call: Call, results: Results) -> tuple[Any, ...]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Hashable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -80,6 +80,25 @@ class KnownShapes:
 
 
 @dataclass(slots=True)
+class Whole:
+    """A tape that was walked and not released, so that the eager engine can run it too.
+
+    Attributes:
+        call: how its backward was asked for.
+        release: frees it as the engine would have; None where it is to be kept.
+    """
+
+    call: Call
+    release: Callable[[], object] | None = None
+
+    def free(self) -> None:
+        """The eager engine does not run it: free it, unless it is to be kept."""
+        release, self.release = self.release, None
+        if release is not None:
+            release()
+
+
+@dataclass(slots=True)
 class HandedOver:
     """A tape was walked, and released.
 
@@ -89,6 +108,7 @@ class HandedOver:
         miss: how the structure differs from those that were known before; None where it was known.
         captured: whether the engine had to report the tape.
         shapes: all that a variant is asked for besides settings and state; None where nobody has compared it.
+        whole: the tape, where it was not released, since its gradients may be compared with the eager engine's.
     """
 
     graph: CompiledGraph
@@ -96,6 +116,7 @@ class HandedOver:
     miss: Miss | None
     captured: bool
     shapes: KnownShapes | None = None
+    whole: Whole | None = None
 
     @property
     def handover(self) -> Handover:
@@ -138,4 +159,18 @@ def run_backward(call: Call, allow_unreachable: bool) -> Any:
         call.inputs,
         allow_unreachable=allow_unreachable,
         accumulate_grad=call.accumulate_grad,
+    )
+
+
+def gradients(call: Call, asked: Sequence[Any]) -> Any:
+    """What the engine computes for what is asked for, None where that is undefined; it writes no leaf."""
+    return _ImperativeEngine.run_backward(
+        Variable._execution_engine,
+        call.outputs,
+        call.grads,
+        call.keep_graph,
+        False,
+        tuple(asked),
+        allow_unreachable=call.accumulate_grad or call.allow_unreachable,
+        accumulate_grad=False,
     )

@@ -33,6 +33,8 @@ from .account import Account, RunAccount
 from .call import Call, HandedOver, Results
 from .cuda.devices import on_device
 from .session import HIT, Outcome
+from .whole.beside import Beside, asked_for, may_run_beside
+from .whole.checks import CHECKS
 
 
 class _Thread(threading.local):
@@ -122,7 +124,7 @@ def _run(state: Running, run: RunAccount) -> Results:
     handed, graph = run.handed, run.handed.graph
     settings, context = run.account.settings, state.context
     forked = not can_compile()
-    context.prove, context.check_every = settings.check is not False, settings.check_every
+    context.prove = settings.check is not False
     context.progress = settings.progress
     context.may_compile = settings.on_miss == "compile" and not forked
     try:
@@ -138,22 +140,47 @@ def _run(state: Running, run: RunAccount) -> Results:
         run.selection = _select(run, ambient_state, forked)
         context.report.failures.extend(run.selection.failures)
         variant = run.selection.variant
-        if variant is None:
-            results: Results = graph(handed.handover, context.log)
-        elif _runs_native(handed, variant, context):
-            results = ()
+        compared = variant is not None and CHECKS.count(variant, settings)
+        if variant is not None and compared:
+            results: Results = _compared(run, variant, ambient_state, context)
         else:
-            results = variant.program.run(handed.handover.slots(), context)
+            results = _served(handed, variant, context)
         context.call = 0
         for callback in state.callbacks:  # one may queue another
             callback()
-        if context.report.mismatches and context.check_every:
+        if context.report.mismatches and settings.check_every:
             raise GradientMismatchError(context.report.mismatches)
         return results
     except Exception:
         if context.call and state.outputs and torch.is_anomaly_enabled():
             nan_checks.tell_of_forward(state.nodes[context.call - 1])
         raise
+
+
+def _served(handed: HandedOver, variant: Variant | None, context: RunContext) -> Results:
+    if handed.whole is not None:
+        handed.whole.free()
+    if variant is None:
+        return handed.graph(handed.handover, context.log)
+    if _runs_native(handed, variant, context):
+        return ()
+    return variant.program.run(handed.handover.slots(), context)
+
+
+def _compared(run: RunAccount, variant: Variant, ambient_state: Ambient, context: RunContext) -> Results:
+    """Run a backward that ``check`` compares: as a whole with the eager engine's, where the tape is whole and can run
+    twice; else each region with its real calls."""
+    whole, slots = run.handed.whole, run.handed.handover.slots()
+    if whole is not None and may_run_beside(variant, ambient_state, context):
+        asked = asked_for(whole.call, variant.program, slots)
+        if asked is not None:
+            shapes = run.handed.shapes
+            module = None if shapes is None else shapes.module
+            return Beside(whole.call, variant, asked, on_eager, slots, context, module).run()
+    if whole is not None:
+        whole.free()
+    context.compare_all = context.report.compared = True
+    return variant.program.run(slots, context)
 
 
 def _runs_native(handed: HandedOver, variant: Variant, context: RunContext) -> bool:
@@ -163,7 +190,7 @@ def _runs_native(handed: HandedOver, variant: Variant, context: RunContext) -> b
         return False
     native = variant.native.of(variant.program, shapes.module)
     looked_at = context.profile is not None or context.log is not None
-    if native is None or context.check_every or looked_at or not native.is_usable(context.prove):
+    if native is None or looked_at or not native.is_usable(context.prove):
         return False
     native.run(taken)
     return True
@@ -177,13 +204,14 @@ def _ran_alone(call: Call, account: Account, handed: HandedOver) -> bool:
     native = None if variant is None else variant.native.current
     if native is None or not native.is_alone or not native.is_current() or isinstance(taken, Handover):
         return False
-    if settings.check_every or torch.autograd._profiler_enabled() or logs_nodes():
+    if handed.whole is not None or torch.autograd._profiler_enabled() or logs_nodes():
         return False
     if not native.is_usable(settings.check is not False):
         return False
     assert variant is not None
-    if not handed.graph.uses(variant, settings.key, ambient()):
+    if CHECKS.is_next(variant, settings) or not handed.graph.uses(variant, settings.key, ambient()):
         return False
+    CHECKS.count(variant, settings)
     started, grad_mode = time.perf_counter(), torch.is_grad_enabled()
     outcome = Outcome(HIT, handed.graph, (), {"capture": started - account.started})
     try:

@@ -125,6 +125,10 @@ class Module(Protocol):
             gives: for each leaf the number of its tensor, that of its result, and 1 where it can keep that.
         """
 
+    def unlike(self, wanted: list[torch.Tensor | None], found: list[torch.Tensor | None], relative: float) -> list[int]:
+        """Of which pairs of two lists it cannot be told here that no value of the one is further from that of the other
+        than ``relative`` times the root mean square: by their number. It can be for plain floats on the CPU alone."""
+
 
 class Library:
     """The extension as it is or will be in a folder.

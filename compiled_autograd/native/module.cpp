@@ -1,6 +1,7 @@
 // The module as Python has it: `learn(outputs, gradients, ...)`, and of the plan that it gives `compare`,
 // `add_variant` and `take`. Each gives a string, the reason, where it refuses a tape or the tape is another.
 
+#include "alike.h"
 #include "plan.h"
 #include "taken.h"
 
@@ -161,6 +162,35 @@ PyType_Spec plan_spec = {
     "compiled_autograd_native.Plan", sizeof(PlanObject), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION,
     plan_slots};
 
+// The numbers of those pairs of tensors of which it cannot be told here that they are alike.
+PyObject* unlike(PyObject*, PyObject* arguments) {
+  PyObject *wanted, *found;
+  double relative;
+  if (!PyArg_ParseTuple(arguments, "O!O!d", &PyList_Type, &wanted, &PyList_Type, &found, &relative)) return nullptr;
+  return or_error([&]() -> PyObject* {
+    std::vector<std::pair<at::Tensor, at::Tensor>> pairs;
+    const Py_ssize_t count = std::min(PyList_GET_SIZE(wanted), PyList_GET_SIZE(found));
+    for (Py_ssize_t index = 0; index < count; ++index) {
+      const at::Tensor* one = tensor_in(PyList_GET_ITEM(wanted, index));
+      const at::Tensor* other = tensor_in(PyList_GET_ITEM(found, index));
+      pairs.emplace_back(one ? *one : at::Tensor(), other ? *other : at::Tensor());
+    }
+    std::vector<Py_ssize_t> unclear;
+    {
+      const WithoutGIL meanwhile;
+      for (size_t index = 0; index < pairs.size(); ++index) {
+        const auto& [one, other] = pairs[index];
+        const bool is_clear = one.defined() == other.defined() && (!one.defined() || surely_alike(one, other, relative));
+        if (!is_clear) unclear.push_back(static_cast<Py_ssize_t>(index));
+      }
+    }
+    Owned numbers(checked(PyList_New(static_cast<Py_ssize_t>(unclear.size()))));
+    for (size_t index = 0; index < unclear.size(); ++index)
+      PyList_SET_ITEM(numbers.get(), static_cast<Py_ssize_t>(index), checked(PyLong_FromSsize_t(unclear[index])));
+    return numbers.release();
+  });
+}
+
 PyMethodDef functions[] = {
     {"learn", learn, METH_VARARGS,
      "(outputs, gradients, order_shows, inputs, captures) -> Plan, or the reason why not."},
@@ -168,6 +198,9 @@ PyMethodDef functions[] = {
      "(function, arguments, gives) -> Program: what a region was compiled to, which of a handover's tensors it takes; "
      "for "
      "each leaf the number of its tensor, that of its result, and whether it can keep that."},
+    {"unlike", unlike, METH_VARARGS,
+     "(wanted, found, relative) -> the numbers of those pairs of two lists, of tensors and None, of which it cannot be "
+     "told here that they are alike but for rounding."},
     {nullptr, nullptr, 0, nullptr}};
 PyModuleDef module = {
     PyModuleDef_HEAD_INIT, "compiled_autograd_native", nullptr, -1, functions, nullptr, nullptr, nullptr, nullptr};

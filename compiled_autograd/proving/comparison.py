@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 
 import torch
 
@@ -184,6 +185,39 @@ def is_telling(tensor: torch.Tensor) -> bool:
         return True
     largest = float(_exact(tensor).abs().max())
     return 0 < largest < math.inf
+
+
+@dataclass(frozen=True)
+class Worst:
+    """Where two results differ most: the index, by how much, and what either has there."""
+
+    index: tuple[int, ...]
+    error: float
+    want: complex
+    found: complex
+
+    def __str__(self) -> str:
+        where = f"at {list(self.index)} " if self.index else ""
+        return f"{where}the real calls give {self.want:.6g}, and it is {self.found:.6g}"
+
+
+def worst(want: Optional, found: Optional) -> Worst | None:
+    """Where two results differ most; None where no two of their values can be compared."""
+    if want is None or found is None or metadata_difference(want, found, strides=False) is not None:
+        return None
+    if want.numel() == 0 or want.layout is not torch.strided:
+        return None
+    wide = torch.complex128 if want.is_complex() else torch.float64
+    one, other = (each.detach().resolve_conj().resolve_neg().to(wide).flatten() for each in (want, found))
+    error = (other - one).abs()
+    same = (one == other) | (one.isnan() & other.isnan())
+    error = torch.where(same, 0.0, error.nan_to_num(math.inf, math.inf))
+    place = rest = int(error.argmax())
+    index: list[int] = []
+    for size in reversed(want.shape):
+        rest, part = divmod(rest, size)
+        index.insert(0, part)
+    return Worst(tuple(index), float(error[place]), one[place].item(), other[place].item())
 
 
 def _exact(tensor: torch.Tensor) -> torch.Tensor:

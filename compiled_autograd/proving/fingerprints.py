@@ -105,8 +105,13 @@ class Draws:
 
     def rewind(self) -> None:
         """Set them back to what they were; the next call of this sets them to what they are now."""
-        states, self._states = self._states, self._now()
-        for generator, state in zip(self._generators, states, strict=True):
+        states = self._now()
+        self.restore()
+        self._states = states
+
+    def restore(self) -> None:
+        """Set them back to what they were, as often as this is called."""
+        for generator, state in zip(self._generators, self._states, strict=True):
             generator.set_state(state)
 
     def _now(self) -> list[torch.Tensor]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import functools
 import re
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import msgspec
@@ -17,17 +17,21 @@ import msgspec
 from backends.inductor.poison import run_poisoned
 from backends.modes import DEFAULT
 from backends.protocol import Compiled, form_for, proving_runs
-from shadow_cache import Failure
+from backends.registry import FunctionBackend
+from shadow_cache import Mismatch
 
 from .. import ir
+from ..diagnostics.node_names import module_near
 from ..diagnostics.reporting import failure_of
 from ..errors import GradientMismatchError
 from ..reproduction.records import About
 from ..reproduction.writing import Kept, keep, region_tape
 from ..steps.compiled_calls import make_plain, put_results, run_compiled
 from ..steps.memory import is_out_of_memory
+from ..steps.passes import leaves_of
 from ..steps.proof import Sizes
 from .aliasing import Result
+from .comparison import worst
 from .fingerprints import Draws, Fingerprint, fingerprints, twins, written
 from .judging import Judge
 
@@ -44,11 +48,9 @@ _RANDOM = re.compile(
 def is_due(compiled: CompiledRegion, slots: Slots, context: RunContext) -> bool:
     """Whether a run of something compiled is to be compared with the real calls."""
     proof = compiled.proof
-    if context.check_every:
-        proof.runs += 1
-        if proof.runs % context.check_every == 0:
-            return True
-    elif proof.settled and context.profile is None:
+    if context.compare_all:
+        return True
+    if proof.settled and context.profile is None:
         return False
     arguments = [slots[slot] for slot in compiled.arguments]
     make_plain(arguments, compiled.plain)
@@ -58,6 +60,19 @@ def is_due(compiled: CompiledRegion, slots: Slots, context: RunContext) -> bool:
     if context.profile is not None and proof.left.get(form, runs) < runs:
         return False  # whoever looks on would take what comparing costs for what the backward costs
     return proof.due(form, runs, sizes, final=context.profile is None)
+
+
+def names_random(text: str) -> bool:
+    """Whether operators that draw random numbers are named in a text."""
+    return _RANDOM.search(text) is not None
+
+
+def may_draw(compiled: CompiledRegion) -> bool:
+    """Whether an operator of a region draws random numbers, as far as its name says."""
+    proof = compiled.proof
+    if proof.draws is None:
+        proof.draws = names_random(compiled.aten.text())
+    return proof.draws
 
 
 def prove(
@@ -102,7 +117,7 @@ class _Run:
 
     def beside(self) -> bool:
         """Both ways, and what follows from the comparison. False: nothing has run, for want of memory."""
-        draws = Draws(self.arguments if self._may_draw() else None)
+        draws = Draws(self.arguments if may_draw(self.compiled) else None)
         try:
             before = fingerprints(self.taken)
         except Exception as error:  # noqa: BLE001  the region runs without a comparison
@@ -142,13 +157,6 @@ class _Run:
             self._unproved(error)
         return True
 
-    def _may_draw(self) -> bool:
-        """Whether an operator of the region draws random numbers, as far as its name says."""
-        proof = self.compiled.proof
-        if proof.draws is None:
-            proof.draws = _RANDOM.search(self.compiled.aten.text()) is not None
-        return proof.draws
-
     def _judge(self, found: Slots, before: Sequence[Fingerprint]) -> None:
         """Compare what the compiled code left behind.
 
@@ -160,7 +168,7 @@ class _Run:
         if not changed:
             self._compare(self.inputs, self.arguments, self.slots, found)
             return
-        draws = Draws(self.arguments if self._may_draw() else None)
+        draws = Draws(self.arguments if may_draw(self.compiled) else None)
         try:
             self._look_who_wrote(changed)
             self._compare(*self._on_copies())
@@ -180,7 +188,7 @@ class _Run:
         inputs = self._copied(self.inputs)
         arguments = self._arguments(inputs)
         wanted, found = list(inputs), list(inputs)
-        draws = Draws(arguments if self._may_draw() else None)
+        draws = Draws(arguments if may_draw(self.compiled) else None)
         self.real_calls(wanted)
         draws.rewind()
         put_results(self.compiled, self._run_form(self.compiled.call, list(arguments)), found)
@@ -225,12 +233,37 @@ class _Run:
 
     def _refute(self, wrong: Result | None, difference: str) -> None:
         """The form is not used again; the next slower one takes over."""
-        region_compiler = self.region_compiler
-        instead = region_compiler.drop(self.step, self.compiled, self.form)
+        region_compiler, form = self.region_compiler, self.form
+        instead = region_compiler.drop(self.step, self.compiled, form)
         node = self.step.region.nodes[-1] if wrong is None else wrong.node
-        where = f"{region_compiler.name_of(node)}, {region_compiler.where(self.step, self.form)}"
+        value = region_compiler.name_of(node)
+        where = f"{value}, {region_compiler.where(self.step, form)}"
+        most = None if wrong is None else worst(wrong.want, wrong.found)
+        if most is not None and most.error > 0:
+            difference += f"; {most}"
         kept = reproduction_of(region_compiler, self.step, self.inputs, where, difference)
-        self.context.report.mismatched(Failure("mismatch", where, difference, f"{instead}; {kept.text}"))
+        leaf = next(iter(leaves_of(node)), None)
+        parameter = None if leaf is None else region_compiler.leaf_name(leaf)
+        regions = [*region_compiler.regions()]
+        mismatch = Mismatch(
+            "mismatch",
+            where,
+            difference,
+            f"{instead}; {kept.text}",
+            value=value,
+            parameter=parameter,
+            module=None
+            if region_compiler.tape is None
+            else module_near(region_compiler.tape, node.meta.get("call", 0)),
+            region=regions.index(self.step) + 1 if self.step in regions else 0,
+            form=form,
+            largest=None if most is None else most.error,
+            index=() if most is None else most.index,
+            eager=None if most is None else most.want,
+            found=None if most is None else most.found,
+            reproduction=kept.path,
+        )
+        self.context.report.mismatched(mismatch)
 
     def _look_who_wrote(self, changed: Sequence[int]) -> None:
         """Something has written into the inputs meanwhile: the compiled code; or the real calls too, or somebody else.
@@ -283,7 +316,11 @@ def reproduction_of(
     name, _, mode = region_compiler.backend.name.partition(":")
     dynamic = None if region_compiler.dynamic else False
     about = About(backend=name, mode=mode or DEFAULT, dynamic=dynamic, where=where, difference=difference)
-    return keep(*region_tape(region_compiler.tape, step, slots), about=about)
+    kept = keep(*region_tape(region_compiler.tape, step, slots), about=about)
+    backend = region_compiler.backend
+    if kept.path is None or not isinstance(backend, FunctionBackend) or backend.is_registered:
+        return kept
+    return replace(kept, text=f"{kept.text}, which another process can run once it is given the backend, a function")
 
 
 def _sizes(compiled: CompiledRegion, arguments: Sequence[Any]) -> Sizes | None:

@@ -27,7 +27,7 @@ from ..ir import nan_checks, partition
 from ..lowering.region_compiler import COMPILING, RegionCompiler
 from ..lowering.wiring import all_copied
 from ..proving.prover import is_due, prove
-from ..steps.accumulate import write
+from ..steps.accumulate import keep, write
 from ..steps.compiled_calls import make_plain, pass_on, put_results, run_compiled, store_results
 from ..steps.marks import saved_by
 from ..steps.passes import Pass
@@ -136,7 +136,7 @@ class Program:
                 if log is not None:
                     log.leaves(step.calls)
                 with torch._C.DisableTorchFunctionSubclass():
-                    write(step, slots, context)
+                    write(step, slots, context) if context.kept is None else keep(step, slots, context.kept)
             if not isinstance(step, RegionStep):  # those have done it before they ran
                 drop(step, slots)
             position += 1

@@ -16,10 +16,10 @@ from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 from ..ir import is_plain
 from ..threads.claims import CLAIMS, Claim
 from ..user_code.references import COUNT_OF_UNSHARED, references
+from .steps import AccumulateStep
 
 if TYPE_CHECKING:
     from .run_context import RunContext
-    from .steps import AccumulateStep
 
 _DENSE = torch.ops.aten.is_non_overlapping_and_dense.default
 _BATCH = 4
@@ -132,6 +132,26 @@ def write(step: AccumulateStep, slots: list[Any], context: RunContext) -> None:
             CLAIMS.release(claim)
     if step.hooked is not None:
         CLAIMS.hold(claim, step.hooked)
+
+
+def keep(step: AccumulateStep, slots: list[Any], kept: dict[int, Any]) -> None:
+    """Write no leaf, but say what each would be given, by its slot."""
+    for leaf, own, shared in zip(step.leaves, step.owned, step.shared, strict=True):
+        kept[leaf] = slots[shared] if slots[own] is None else slots[own]
+
+
+def give(leaves: Sequence[torch.Tensor], grads: list[torch.Tensor | None], context: RunContext) -> None:
+    """Give leaves what the eager engine has computed for them, as it would. ``grads`` is emptied: what nobody else
+    holds a leaf can keep. A leaf that requires no gradient any more gets none."""
+    count = len(leaves)
+    numbers = list(range(3 * count))
+    shared = numbers[2 * count :]
+    slots = [*leaves, *[None] * count, *grads]
+    grads.clear()
+    step = AccumulateStep(numbers[:count], numbers[count : 2 * count], shared, [0] * count, shared, frozenset(shared))
+    step.after_users_code = True
+    with torch._C.DisableTorchFunctionSubclass():
+        write(step, slots, context)
 
 
 def _write_all(step: AccumulateStep, slots: list[Any]) -> None:

@@ -76,18 +76,18 @@ def _gradients(step: RegionStep, wiring: Wiring) -> Iterator[tuple[int, int]]:
     for position, index in wiring.fresh:
         yield index, step.fresh[position].call.meta["call"]
     for position, index in wiring.values:
-        for call in _leaves(step.outputs[position][0]):
+        for call in leaves_of(step.outputs[position][0]):
             yield index, call
 
 
-def _leaves(value: fx.Node) -> list[int]:
+def leaves_of(value: fx.Node) -> list[int]:
     """The leaves that a value goes to, through hooks alone; none where anything else is computed of it."""
     found: list[int] = []
     for user in value.users:
         if user.target is ir.accumulate_grad and user.args[2] is value:
             found.append(user.meta["call"])
         elif user.target in _HOOKS or user.target is operator.getitem:
-            found += _leaves(user)
+            found += leaves_of(user)
         else:
             return []
     return found

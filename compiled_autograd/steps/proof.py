@@ -23,7 +23,6 @@ class Proof:
     Attributes:
         left: by form, how many runs are still to be compared.
         sizes: the sets of sizes that were compared.
-        runs: how many runs there were while every Nth is compared.
         weak: how many runs have shown little.
         settled: nothing more is to be shown: the next run need not ask.
         refuted: no form of it is right: the region's calls run one by one.
@@ -34,7 +33,6 @@ class Proof:
 
     left: dict[str, int] = field(default_factory=dict)
     sizes: set[Sizes] = field(default_factory=set)
-    runs: int = 0
     weak: int = 0
     settled: bool = False
     refuted: bool = False

@@ -31,6 +31,8 @@ class RunReport:
     """Regions found in the store on disk."""
     uncompiled: int = 0
     """Regions that ran call by call, since they are not compiled for what they were given and must not be."""
+    compared: bool = False
+    """``check`` had it compared, be it whole or region by region: what it took says nothing of a hit."""
     mismatches: list[Failure] = field(default_factory=list)
     failures: list[Failure] = field(default_factory=list)
     misses: list[Miss] = field(default_factory=list)
@@ -73,8 +75,11 @@ class RunContext:
     may_compile: bool = True
     """Else a region that is not compiled for what it is given runs call by call."""
     prove: bool = True
-    """What was not yet compared with the real calls is; and every run that ``check_every`` counts, 0 for none."""
-    check_every: int = 0
+    """What was not yet compared with the real calls is."""
+    compare_all: bool = False
+    """Every region is compared with its real calls, whatever was compared before."""
+    kept: dict[int, Any] | None = None
+    """Where leaves are not to be written, what is told of the gradient that each would be given, by the leaf's slot."""
     call: int = 0
     """Which node of the tape runs users' code now: an index into ``TapeGraph.calls``."""
     asked: dict[int, Any] = field(default_factory=dict)

@@ -26,6 +26,15 @@ def versions_of(places: Collection[_Place], values: Any) -> dict[_Place, int]:
             return {place: values[place]._version for place in tensors if not values[place].is_inference()}
 
 
+def all_versions(tensors: Iterable[torch.Tensor]) -> list[int]:
+    """The same of all of some tensors; 0 for inference tensors."""
+    with torch._C.DisableTorchFunctionSubclass():
+        try:
+            return [tensor._version for tensor in tensors]
+        except RuntimeError:
+            return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
+
+
 def changed(places: Iterable[_Place], values: Any, versions: Mapping[_Place, int]) -> bool:
     """Whether a tensor at one of some places was changed since."""
     with torch._C.DisableTorchFunctionSubclass():

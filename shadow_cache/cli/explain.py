@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 
 import msgspec
 import rich_click as click
 
 from ..entries import Entry, MissEntry, Structure, Timing
-from ..miss_kinds import NOT_WORTH_IT, explain
+from ..miss_kinds import MISMATCH, NOT_WORTH_IT, explain
 from ..records import Miss
 from ..safe_text import harmless
 from . import graphs, render
@@ -28,8 +28,9 @@ class Why(msgspec.Struct, frozen=True):
 @click.command(cls=Verb)
 @click.argument("id", required=False, shell_complete=ids)
 @click.option("--last", is_flag=True, help="The newest miss; also what is meant without an ID.")
+@click.option("--mismatches", is_flag=True, help="Instead: what was found wrong of compiled code.")
 @with_format
-def why(view: View, id: str | None, last: bool) -> None:
+def why(view: View, id: str | None, last: bool, mismatches: bool) -> None:
     """Say why something was compiled, or why it does not run compiled.
 
     Prints what was new and what that means, where (node, parameter, source line), what the nearest entry has and what
@@ -41,9 +42,16 @@ def why(view: View, id: str | None, last: bool) -> None:
       shadow-cache why                  the newest miss
       shadow-cache why --last --format json
       shadow-cache why 3fa9             one entry
+      shadow-cache why --mismatches     what compiled code computed wrongly
     """
-    if id is not None and last:
-        raise click.UsageError("give an ID or --last, not both.")
+    if (id is not None) + last + mismatches > 1:
+        raise click.UsageError("give an ID, --last or --mismatches, not both.")
+    if mismatches:
+        wrong = [miss for miss in view.store.misses() if miss.miss.kind == MISMATCH]
+        if not wrong:
+            raise Fault(f"no mismatch is recorded in {view.path}.")
+        view.out(wrong, [miss.miss.where for miss in wrong], lambda: _mismatches(view, wrong))
+        return
     if id is None:
         newest = next(iter(view.store.misses(1)), None)
         if newest is None:
@@ -77,6 +85,18 @@ def _last(view: View, newest: MissEntry) -> Iterator[str]:
     if made is not None and made.left_to_eager is not None:
         rows.append(("but", f"it is left to eager, timed {timed(made.left_to_eager, view.now)}"))
     yield from render.pairs(rows)
+
+
+def _mismatches(view: View, found: Sequence[MissEntry]) -> Iterator[str]:
+    for each in found:
+        yield f"{render.bold(each.name)}, {render.ago(each.when, view.now)}"
+        yield ""
+        rows = [("where", each.miss.where), ("found", render.new(each.miss.new)), ("since", each.miss.hint)]
+        if each.entry is not None:
+            rows.append(("entry", render.identifier(each.entry)))
+        yield from render.pairs(rows)
+        yield ""
+    yield f"{render.plural(len(found), 'mismatch', 'mismatches')}; {explain(MISMATCH).do}"
 
 
 def _why(view: View, id: str, name: str, found: Why) -> Iterator[str]:

@@ -1,0 +1,1 @@
+"""Whole backwards beside the eager engine's own: which are compared, and how."""

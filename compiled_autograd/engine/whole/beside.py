@@ -1,0 +1,232 @@
+"""One backward twice: by the eager engine, whose gradients are the ones that are used, and compiled, into nothing.
+
+A tape with nothing of the user's in it can run twice. So the eager engine computes its gradients first, then compiled
+code the same, and they are compared as wholes, which costs little beside the two. Where they are not plainly the same,
+the regions are compared one by one, on the values that the tape held (:mod:`compiled_autograd.proving.prover`): that
+alone says whether anything is wrong, and where.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+
+from shadow_cache import Failure
+
+from ... import ir
+from ...cache.graphs import CompiledGraph
+from ...cache.variants import Variant
+from ...errors import GradientMismatchError
+from ...guards.ambient import Ambient
+from ...native.library import Module
+from ...proving.comparison import tolerance
+from ...proving.fingerprints import Draws
+from ...proving.prover import may_draw, names_random
+from ...proving.whole import apart, distance
+from ...runtime.program import Program
+from ...steps.accumulate import give
+from ...steps.memory import is_out_of_memory
+from ...steps.run_context import RunContext
+from ...steps.steps import AccumulateStep, OpaqueStep, RegionStep, Slots
+from ...user_code.in_place import all_versions
+from ..call import Call, gradients, run_backward
+
+Gradients = list[torch.Tensor | None]
+_WRITES_WHAT_IT_SAVED = "Rnn"
+"""In the name of nodes that write into what their forward saved: a second run finds other values there."""
+
+
+def may_run_twice(graph: CompiledGraph) -> bool:
+    """Whether a tape has nothing but PyTorch's own nodes, none of which changes anything."""
+    if graph.runs_twice is None:
+        tape = graph.tape
+        targets = [node.target for node in tape.graph.nodes]
+        graph.runs_twice = not (
+            tape.needs_engine
+            or tape.runs_users_code
+            or any(isinstance(each, ir.AOTBackward) for each in targets)
+            or any(isinstance(each, ir.OpaqueOp) and each.custom for each in targets)
+            or any(_WRITES_WHAT_IT_SAVED in call.name for call in tape.calls)
+        )
+    return graph.runs_twice
+
+
+def may_run_beside(variant: Variant, ambient: Ambient, context: RunContext) -> bool:
+    """Whether whole gradients say anything, and nobody looks on who would take two runs for one: a profiler, a log of
+    nodes, or anomaly mode."""
+    looked_at = context.profile is not None or context.log is not None or dict(ambient)["check_nan"]
+    return not looked_at and not variant.program.region_compiler.passes  # which change gradients on purpose
+
+
+def asked_for(call: Call, program: Program, slots: Slots) -> list[Any] | None:
+    """What the eager engine is to be asked for, so that it gives what compiled code gives; None where that is not one
+    gradient for each leaf, or what ``autograd.grad`` asked for."""
+    leaves = [slots[slot] for slot in _leaves(program)]
+    if not call.accumulate_grad:
+        return None if leaves else list(call.inputs)
+    ids = {id(leaf) for leaf in leaves}
+    if len(ids) < len(leaves) or any(output is not None for output in program.schedule.outputs):
+        return None
+    if call.inputs and ids != {id(each) for each in call.inputs}:
+        return None
+    with torch._C.DisableTorchFunctionSubclass():
+        return leaves if leaves and all(leaf.requires_grad for leaf in leaves) else None
+
+
+def _leaves(program: Program) -> list[int]:
+    """The slots of the leaves, in the order in which they are written."""
+    return [leaf for step in program.schedule.steps if isinstance(step, AccumulateStep) for leaf in step.leaves]
+
+
+@dataclass
+class Beside:
+    """One such backward.
+
+    Args:
+        asked: see :func:`asked_for`.
+        on_eager: runs a function that asks the eager engine.
+        slots: what the tape held.
+        module: the extension, where it is there.
+    """
+
+    call: Call
+    variant: Variant
+    asked: list[Any]
+    on_eager: Callable[..., Any]
+    slots: Slots
+    context: RunContext
+    module: Module | None = None
+    eager_writes: bool = field(init=False)
+    """The eager engine gives leaves their gradients: where none has one yet. What it has added to one that was there
+    could not be told."""
+
+    def __post_init__(self) -> None:
+        self.eager_writes = self.call.accumulate_grad and all(leaf.grad is None for leaf in self.asked)
+
+    def run(self) -> Gradients:
+        """Run it both ways; leaves get what the eager engine has computed. Gives what ``autograd.grad`` asked for.
+
+        Raises:
+            GradientMismatchError: compiled code has written into what it was given, which cannot be undone.
+        """
+        report, program = self.context.report, self.variant.program
+        report.compared = True
+        drawn_from = self.slots if _may_draw(program) else None
+        start = Draws(drawn_from)
+        try:
+            with report.timed("prove"):
+                wanted = self._by_eager()
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            self._tell("unproved", f"{type(error).__name__}: {error}", "this run was not compared with eager")
+            start.restore()
+            for leaf in self.asked if self.eager_writes else ():
+                leaf.grad = None
+            return program.run(self.slots, self.context)
+        end = Draws(drawn_from)
+        try:
+            wanted = self._compared(wanted, start)
+        finally:
+            end.restore()
+            if self.call.accumulate_grad and not self.eager_writes:
+                self.slots.clear()
+                give(self.asked, wanted, self.context)
+        return wanted
+
+    def _by_eager(self) -> Gradients:
+        if self.eager_writes:
+            self.on_eager(run_backward, self.call, self.call.allow_unreachable)
+            return [leaf.grad for leaf in self.asked]
+        return list(self.on_eager(gradients, self.call, self.asked))
+
+    def _compared(self, wanted: Gradients, start: Draws) -> Gradients:
+        """Compare what compiled code gives. Gives ``wanted``, or what the real calls give where that is more."""
+        tensors = self.slots[: self.variant.program.schedule.tensors]
+        versions = all_versions(tensors)
+        found = self._compiled(start)
+        if isinstance(found, list):
+            with self.context.report.timed("prove"):
+                if not self._apart(wanted, found) and all_versions(tensors) == versions:
+                    return wanted
+        failures = len(self.context.report.failures)
+        real = self._region_by_region(start)
+        if len(self.context.report.failures) == failures:
+            if isinstance(found, list):
+                self._settle(real, found, start)
+            else:
+                self._tell("run", f"{type(found).__name__}: {found}", "eager's gradients were used")
+        undefined = [(one is None) is not (other is None) for one, other in zip(wanted, real, strict=True)]
+        return real if any(undefined) else wanted
+
+    def _compiled(self, start: Draws) -> Gradients | Exception:
+        """What compiled code gives, or has raised."""
+        start.restore()
+        try:
+            return self._kept()
+        except GradientMismatchError:
+            raise
+        except Exception as error:  # noqa: BLE001  whatever a backend throws: eager's gradients are there
+            return error
+
+    def _kept(self) -> Gradients:
+        """Run compiled code, and write no leaf."""
+        context, program = self.context, self.variant.program
+        context.kept, uncompiled = {}, context.report.uncompiled
+        try:
+            results = program.run(list(self.slots), context)
+        finally:
+            kept, context.kept = context.kept, None
+        context.report.uncompiled = max(uncompiled, context.report.uncompiled - uncompiled)
+        return [kept[leaf] for leaf in _leaves(program)] if self.call.accumulate_grad else results
+
+    def _region_by_region(self, start: Draws) -> Gradients:
+        """What the real calls of each region give, which compiled code is compared with."""
+        start.restore()
+        self.context.compare_all = True
+        try:
+            return self._kept()
+        finally:
+            self.context.compare_all = False
+
+    def _apart(self, wanted: Gradients, found: Gradients) -> list[int]:
+        program = self.variant.program
+        bitwise = program.region_compiler.backend.bitwise and self.variant.devices <= {"cpu"}
+        dtypes = {tensor.dtype for tensor in self.slots[: program.schedule.tensors]}
+        relative = 0.0 if bitwise else tolerance(list(dtypes))
+        return apart(wanted, found, relative, self.variant.rounding, self.module)
+
+    def _settle(self, real: Gradients, found: Gradients, start: Draws) -> None:
+        """Each region was found to be right, and yet whole gradients differ. What does so again is rounding, and need
+        not be looked into so closely the next time; what does not, nobody can explain."""
+        again, known = self._compiled(start), self.variant.rounding
+        if not isinstance(again, list):
+            return
+        for index in self._apart(real, found):
+            rounding, error = (distance(real[index], each[index]) for each in (again, found))
+            if math.isfinite(rounding):
+                known[index] = max(known.get(index, 0.0), rounding)
+        for index in self._apart(real, found):
+            rounding, error = (distance(real[index], each[index]) for each in (again, found))
+            if error > rounding:
+                what = f"gradient {index} was {error:.3g} from eager's, and {rounding:.3g} when compiled code ran again"
+                self._tell("unproved", what, "eager's gradients were used")
+
+    def _tell(self, kind: str, error: str, instead: str) -> None:
+        where = self.variant.program.region_compiler.title()
+        self.context.report.failures.append(Failure(kind, where, error, instead))
+
+
+def _may_draw(program: Program) -> bool:
+    for step in program.schedule.steps:
+        if isinstance(step, RegionStep):
+            compiled = step.compiled_regions()
+            if not compiled or any(map(may_draw, compiled)):
+                return True
+        elif isinstance(step, OpaqueStep) and names_random(str(step.node.target).lower()):
+            return True
+    return False

@@ -1,0 +1,58 @@
+"""Which backwards ``check`` has compared: every Nth one of each variant."""
+
+from __future__ import annotations
+
+import weakref
+
+from ...cache.variants import Variant
+from ...process_state import PROCESS
+from ...settings import Settings
+
+_PATIENCE = 64
+"""So many backwards are handed over whole for a variant whose next run is to be compared, before it is given up: that
+run is then compared region by region, for which nobody needs the tape."""
+
+
+class Checks:
+    """Counts what variants serve, and knows of which the next run is to be compared."""
+
+    def __init__(self) -> None:
+        self._next: weakref.WeakSet[Variant] = weakref.WeakSet()
+        self._waited = 0
+
+    def forget(self) -> None:
+        """Forget which these are."""
+        self._next.clear()
+
+    def may_be_next(self, settings: Settings) -> bool:
+        """Whether a backward may be one to compare, as far as can be said before it is known which variant serves."""
+        every = settings.check_every
+        if every <= 1:
+            return every == 1
+        if not self._next:
+            return False
+        self._waited += 1
+        if self._waited > _PATIENCE:
+            self.forget()
+        return True
+
+    def is_next(self, variant: Variant, settings: Settings) -> bool:
+        """Whether the next run of a variant is to be compared."""
+        every = settings.check_every
+        return every > 0 and (variant.served + 1) % every == 0
+
+    def count(self, variant: Variant, settings: Settings) -> bool:
+        """A variant serves. Whether this run is to be compared."""
+        every = settings.check_every
+        if not every:
+            return False
+        variant.served += 1
+        self._next.discard(variant)
+        if every > 1 and self.is_next(variant, settings):
+            self._next.add(variant)
+            self._waited = 0
+        return variant.served % every == 0
+
+
+CHECKS = Checks()
+PROCESS.register(CHECKS, reset=CHECKS.forget)

@@ -1,0 +1,93 @@
+"""Whole gradients of compiled code beside those of the eager engine: which of them are not plainly the same?
+
+This settles nothing by itself. What is not plainly the same may be rounding that went through many regions, and is left
+to who compares region by region (:mod:`prover`).
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable, Mapping
+from typing import Any
+
+import torch
+
+from .. import ir
+from ..native.library import Module
+from .comparison import Optional, plain, value_difference
+
+_AGAIN = 4.0
+"""A gradient may be so many times further from eager's than it was where its regions were found to be right."""
+
+
+def apart(
+    wanted: list[Optional],
+    found: list[Optional],
+    relative: float,
+    known: Mapping[int, float],
+    module: Module | None = None,
+) -> list[int]:
+    """Which gradients are not plainly the same, by their number.
+
+    Args:
+        wanted: eager's.
+        found: what compiled code gave.
+        relative: the tolerance, by the root mean square of each gradient alone; 0 asks for the same bits.
+        known: for some of them, how far from eager's they were where their regions were found to be right.
+        module: the extension, where it is there: it settles most of them at once.
+    """
+    unclear: Iterable[int] = range(len(wanted)) if module is None else module.unlike(wanted, found, relative)
+    doubtful: list[int] = []
+    alike: dict[Any, list[int]] = {}
+    for index in unclear:
+        want, got = wanted[index], found[index]
+        if want is None or got is None:
+            if want is not got:
+                doubtful.append(index)
+        elif is_like(want, got):
+            alike.setdefault((want.dtype, want.device), []).append(index)
+        else:
+            doubtful.append(index)
+    for numbers in alike.values():
+        wants, gots = ([one_of[each] for each in numbers] for one_of in (wanted, found))
+        for each in _unclear(wants, gots, relative):  # type: ignore[arg-type]
+            want, got, index = wants[each], gots[each], numbers[each]
+            assert want is not None and got is not None
+            if value_difference(want, got, relative, lambda _: None) is None:
+                continue
+            if not distance(want, got) <= _AGAIN * known.get(index, 0.0):  # it may be no number
+                doubtful.append(index)
+    return doubtful
+
+
+def is_like(want: Optional, got: Optional) -> bool:
+    """Whether the values of two gradients can be compared; of strides nothing is asked."""
+    if want is None or got is None:
+        return False
+    same = want.dtype is got.dtype and want.shape == got.shape and want.device == got.device
+    return same and ir.is_plain(want) and ir.is_plain(got)
+
+
+def distance(want: Optional, got: Optional) -> float:
+    """The largest difference of two gradients; not finite where they cannot be compared, or a value is not finite."""
+    if want is None or got is None or not is_like(want, got):
+        return math.inf
+    want, got = plain(want).to(torch.float64), plain(got).to(torch.float64)
+    return float((got - want).abs().max()) if want.numel() else 0.0
+
+
+def _unclear(wants: list[torch.Tensor], gots: list[torch.Tensor], relative: float) -> list[int]:
+    """Of gradients of one dtype on one device, those of which a look at norms does not tell that they are the same."""
+    if relative == 0 or not wants[0].is_floating_point():
+        return [index for index, (want, got) in enumerate(zip(wants, gots, strict=True)) if not torch.equal(want, got)]
+    counts = [want.numel() for want in wants]
+    if 0 in counts:
+        return list(range(len(wants)))
+    wide = torch.float64 if wants[0].dtype is torch.float64 else torch.float32
+    differences = torch._foreach_sub(gots, wants)
+    torch._foreach_abs_(differences)
+    errors = torch.stack(torch._foreach_max(differences)).to(wide)
+    norms = torch.stack(torch._foreach_norm(wants, 2, dtype=wide))
+    roots = torch.tensor(counts, dtype=wide, device=norms.device).sqrt_()
+    clear = (errors * roots <= relative * norms) & norms.isfinite()
+    return [] if bool(clear.all()) else [index for index, each in enumerate(clear.tolist()) if not each]

@@ -6,6 +6,7 @@ each node as it runs too (:mod:`node_log`).
 
 from __future__ import annotations
 
+import functools
 import logging
 import os
 import re
@@ -68,15 +69,14 @@ def tell(outcome: str, reasons: Reasons, seconds: Mapping[str, float], compiles:
     _write(logging.INFO, f"{outcome}: {'; '.join(texts)} [{took}]")
 
 
+logs_nodes = functools.partial(_log.isEnabledFor, logging.DEBUG)
+"""Whether each node is to be shown as it runs; asked at each hit."""
+
+
 def tell_decision(what: str, timing: Timing) -> None:
     """One line for a tape that was timed against eager."""
     if _log.isEnabledFor(logging.INFO):
         _write(logging.INFO, f"timed {what}: {timing}; {timing.winner} goes on")
-
-
-def logs_nodes() -> bool:
-    """Whether each node is to be shown as it runs."""
-    return _log.isEnabledFor(logging.DEBUG)
 
 
 def tell_of_nodes(text: str) -> None:

@@ -86,7 +86,8 @@ class RunAccount:
             raise
         finally:
             self.account.tell(outcome, self.handed.captured, self.report.compiles, self.report.loads)
-        trace(outcome, self.report, self.selection.variant)
+        if outcome.reasons or self.report.compiles or self.report.loads:
+            trace(outcome, self.report, self.selection.variant)
 
     def _outcome(self) -> Outcome:
         selection, report = self.selection, self.report

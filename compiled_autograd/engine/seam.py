@@ -60,7 +60,6 @@ RunInside = Callable[[HandedOver], Results]
 _LEAF = "AccumulateGrad"
 """The one node that loses nothing where the engine fails while it reports it: it has a leaf, and looks at the leaf's
 ``.grad`` once more (``AccumulateGrad::apply_with_saved``, 2.13), to which another thread may have written meanwhile."""
-_TRIES = 4
 
 
 @dataclass(slots=True)
@@ -140,6 +139,8 @@ PROCESS.register(_thread, reset=forget)
 def hand_over(call: Call, settings: Settings, run_inside: RunInside | None) -> HandedOver | RanInside | Refused:
     """Let the engine walk the tape and hand it over, or give the reason why it stays with the eager engine.
 
+    What is set here is put back after Ctrl-C too: :mod:`gate` says how.
+
     Args:
         run_inside: runs a tape that has hooks made by C++ while the engine has not returned, since they can be called
             no later; None hands that over like any other, to be looked at and not to be run.
@@ -148,15 +149,6 @@ def hand_over(call: Call, settings: Settings, run_inside: RunInside | None) -> H
         BrokenCaptureError: the engine failed while it reported a node.
         RuntimeError: the tape was freed before.
     """
-    for _ in range(_TRIES):
-        given = _hand_over_once(call, settings, run_inside)
-        if not (isinstance(given, Refused) and given.changed):
-            break
-    return given
-
-
-def _hand_over_once(call: Call, settings: Settings, run_inside: RunInside | None) -> HandedOver | RanInside | Refused:
-    """What is set here is put back after Ctrl-C too: :mod:`gate` says how."""
     if others_are_on():  # before it is asked: the cache that PyTorch's fills at each step would be dropped at each
         return Refused(TORCH_COMPILED_AUTOGRAD)
     outer = _thread.walk

@@ -24,12 +24,12 @@ PROCESS.register(_traced, reset=_traced.clear)
 
 
 def trace(outcome: Outcome, report: RunReport | None = None, variant: Variant | None = None) -> None:
-    """Trace a backward that was no hit, or on which something failed. One for the same reasons as an earlier one, for
-    which nothing was compiled, is left out: a bypass comes at each step."""
+    """Trace a backward that was more than a hit. One for the same reasons as an earlier one, for which nothing was
+    compiled, is left out: a bypass comes at each step."""
+    if not is_on():
+        return
     report = RunReport() if report is None else report
     made = bool(report.compiles or report.loads)
-    if not (outcome.reasons or made) or not is_on():
-        return
     key = (outcome.outcome, *((each.kind, getattr(each, "where", "")) for each in outcome.reasons))
     if not made and key in _traced:
         return

@@ -17,6 +17,7 @@ from ..cache.graphs import CompiledGraph
 from ..cache.variants import Handover, Variant
 from ..capture import tape
 from ..native.library import Module, Taken
+from ..policies.admission import Tape
 from ..policies.autotune import Trial
 
 _MAX_VARIANTS = 4
@@ -36,6 +37,12 @@ class Call:
     accumulate_grad: bool
     trial: Trial | None = None
     """That of its tape, where this was asked for and there is one."""
+    known: Tape | None = None
+    """What is known of its tape where compiling has cost too much, and this was asked for."""
+    admitted: bool = False
+    """It may be compiled all the same."""
+    looked_at: bool = False
+    """What is known of it was not taken from its sketch."""
     _fingerprint: int | None = None
 
     def fingerprint(self) -> int:

@@ -11,17 +11,20 @@ from typing import Any
 
 import torch
 
-from shadow_cache import VariantKey
+from shadow_cache import Bypass, VariantKey
 
 from ..cache.selection import Selection, select
 from ..cache.variants import Handover, Variant
+from ..diagnostics.bypass import FORKED, OVER_BUDGET
 from ..diagnostics.node_log import NodeLog
 from ..diagnostics.reporting import failure_of, logs_nodes
 from ..errors import CacheMissError, GradientMismatchError
 from ..guards.ambient import Ambient, ambient
 from ..ir import nan_checks
+from ..policies.admission import ADMISSION
 from ..policies.autotune import AUTOTUNE
 from ..policies.background import BACKGROUND
+from ..policies.spending import SPENDING
 from ..process_state import PROCESS
 from ..runtime.program import Program
 from ..runtime.running_backward import Running
@@ -84,7 +87,7 @@ def execute(call: Call, account: Account, handed: HandedOver) -> Results:
     report.add("capture", time.perf_counter() - account.started)
     state = Running(call.outputs, call.inputs, call.accumulate_grad, call.keep_graph, context, handed.graph.tape.order)
     with on_device(handed.graph.tape.cuda_device):
-        run = RunAccount(account, handed, report, call.fingerprint)
+        run = RunAccount(account, call, handed, report)
         try:
             results = _with_state(state, run)
         except BaseException as error:
@@ -121,21 +124,18 @@ def _with_state(state: Running, run: RunAccount) -> Results:
 def _run(state: Running, run: RunAccount) -> Results:
     handed, graph = run.handed, run.handed.graph
     settings, context = run.account.settings, state.context
-    forked = not can_compile()
     context.prove, context.check_every = settings.check is not False, settings.check_every
     context.progress = settings.progress
-    context.may_compile = settings.on_miss == "compile" and not forked
     try:
         if torch.autograd._profiler_enabled():
             context.profile = state.profile(graph.tape)
         if logs_nodes():
             context.log = NodeLog()
         ambient_state = run.ambient_state = ambient()
-        if settings.on_miss == "background" and not forked:
-            context.submit = functools.partial(_submit, run, ambient_state)
         if graph.saving is not None:
             graph.save_now(VariantKey(settings.key, ambient_state), handed.handover)
-        run.selection = _select(run, ambient_state, forked)
+        run.selection = _select(run, ambient_state)
+        _allow(run, context)
         context.report.failures.extend(run.selection.failures)
         variant = run.selection.variant
         if variant is None:
@@ -193,20 +193,41 @@ def _ran_alone(call: Call, account: Account, handed: HandedOver) -> bool:
         finally:
             torch._C._set_grad_enabled(grad_mode)
         outcome.seconds["run"] = time.perf_counter() - started
+        seconds = time.perf_counter() - account.started
+        variant.hits += 1
+        variant.ran += seconds
         if settings.tune:
-            AUTOTUNE.hit(variant, time.perf_counter() - account.started, call.fingerprint)
+            AUTOTUNE.hit(variant, seconds, call.fingerprint)
     finally:
         account.tell(outcome)
     return True
 
 
-def _select(run: RunAccount, ambient_state: Ambient, forked: bool) -> Selection:
+def _allow(run: RunAccount, context: RunContext) -> None:
+    """Whether regions that are not compiled are, and where: always those of a variant that was just made."""
+    on_miss, made = run.account.settings.on_miss, bool(run.selection.reasons)
+    run.over_budget = ADMISSION.closed and not made and not run.call.admitted and run.account.settings.compiles
+    if run.over_budget or not can_compile():
+        context.may_compile = False
+        return
+    context.may_compile = on_miss == "compile"
+    if on_miss == "background":
+        context.submit = functools.partial(_submit, run, run.ambient_state)
+
+
+def _select(run: RunAccount, ambient_state: Ambient) -> Selection:
     """What serves the backward: without asking for shapes, where these were found to be ones that were met before."""
     settings, graph, shapes = run.account.settings, run.handed.graph, run.handed.shapes
     for known in () if shapes is None else shapes.variants():
         if graph.uses(known, settings.key, ambient_state):
             return Selection(known)
-    selection = select(settings, graph, ambient_state, run.handed.handover, run.handed.miss, forked)
+
+    def refuse() -> Bypass | None:
+        if not can_compile():
+            return FORKED
+        return OVER_BUDGET if not run.call.admitted and ADMISSION.refuses(settings) else None
+
+    selection = select(settings, graph, ambient_state, run.handed.handover, run.handed.miss, refuse)
     if shapes is not None and selection.variant is not None:
         shapes.served(selection.variant)
     return selection
@@ -214,8 +235,15 @@ def _select(run: RunAccount, ambient_state: Ambient, forked: bool) -> Selection:
 
 def _submit(run: RunAccount, ambient_state: Ambient, program: Program, step: RegionStep, slots: Slots) -> None:
     """Have a region compiled in the background. The step goes on without that, and so it does if that fails."""
+    variant, settings = run.selection.variant, run.account.settings
+    assert variant is not None
+
+    def charge(seconds: float) -> None:
+        SPENDING.charge(variant, seconds)
+        ADMISSION.review(settings)
+
     try:
-        BACKGROUND.submit(program, step, slots, run.fingerprint(), ambient_state)
+        BACKGROUND.submit(program, step, slots, run.call.fingerprint(), ambient_state, charge)
     except Exception as error:  # noqa: BLE001  a later step tries again
         run.report.failures.append(failure_of("submit", program.region_compiler.backend.name, step.region, error))
 

@@ -14,6 +14,7 @@ from shadow_cache import Bypass, Failure, Miss
 from ..cache.graphs import CompiledGraph
 from ..diagnostics.reporting import count_repeats, tell, warn_of
 from ..policies.background import BACKGROUND
+from ..policies.sketches import SKETCHES
 from ..process_state import PROCESS, free_in_child
 from ..report.step_log import StepLog
 from ..settings import Settings
@@ -72,6 +73,7 @@ class Session:
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
+        self.number = SKETCHES.number(settings)
         self.last: Outcome | None = None
         self._stats = Stats()
         self._graphs: weakref.WeakValueDictionary[int, CompiledGraph] = weakref.WeakValueDictionary()

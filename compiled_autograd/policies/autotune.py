@@ -11,7 +11,7 @@ from __future__ import annotations
 import statistics
 import time
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +23,7 @@ from ..cache.variants import Variant
 from ..diagnostics.node_names import title
 from ..diagnostics.reporting import tell_decision
 from ..process_state import PROCESS
-from .sketches import Sketches
+from .sketches import SKETCHES
 
 SAMPLES_PER_SIDE = 7
 """Backwards that are timed each way."""
@@ -86,22 +86,15 @@ class Autotune:
 
     def __init__(self) -> None:
         self._trials: dict[tuple[int, Any], Trial] = {}
-        self._settled: Sketches[Trial | None] = Sketches()
 
     @property
     def active(self) -> bool:
         """Whether any tape must be told apart before the engine is asked."""
         return bool(self._trials)
 
-    def find(self, sketch: Hashable, fingerprint: Callable[[], int], settings: tuple[Any, ...]) -> Trial | None:
-        """The trial of a tape under some settings. Where none is under way, the tape is looked at now and then only."""
-        known = None if sketch is None else self._settled.find((sketch, settings))
-        if known is not None:
-            return known[0]
-        trial = self._trials.get((fingerprint(), settings))
-        if sketch is not None and (trial is None or trial.verdict is not None):
-            self._settled.keep((sketch, settings), trial)
-        return trial
+    def find(self, fingerprint: int, settings: tuple[Any, ...]) -> Trial | None:
+        """The trial of a tape under some settings."""
+        return self._trials.get((fingerprint, settings))
 
     @staticmethod
     def sent(reason: Bypass) -> bool:
@@ -109,8 +102,7 @@ class Autotune:
         return reason is TIMED or reason.kind == _NOT_WORTH_IT
 
     def hit(self, variant: Variant, seconds: float, tape: Callable[[], int]) -> None:
-        """A variant has served a backward. Microseconds, but when a trial begins."""
-        variant.hits += 1
+        """A variant has served a backward, and counts it. Microseconds, but when a trial begins."""
         if variant.hits < variant.next_trial:
             return
         key = (tape(), variant.key.settings)
@@ -144,7 +136,7 @@ class Autotune:
     def clear(self) -> None:
         """Forget all."""
         self._trials.clear()
-        self._settled.forget()
+        SKETCHES.forget()
 
     def _change(self, key: tuple[int, Any], trial: Trial | None) -> None:
         """Another trial of a tape, or none any more."""
@@ -152,7 +144,7 @@ class Autotune:
             self._trials.pop(key, None)
         else:
             self._trials[key] = trial
-        self._settled.forget()
+        SKETCHES.forget()
 
     def _judge(self, trial: Trial) -> None:
         variant = trial.held()

@@ -49,7 +49,7 @@ def clean_start(request: pytest.FixtureRequest) -> Iterator[None]:
         faulthandler.dump_traceback_later(WATCHDOG_SECONDS, exit=True)
     yield
     faulthandler.cancel_dump_traceback_later()
-    assert not session._thread.stack, "a session was left on the stack"
+    assert not session.thread.here.stack, "a session was left on the stack"
 
 
 def _require_cuda() -> None:

@@ -35,6 +35,8 @@ _NAME = "compiled_autograd"
 _LEVELS = {"+": logging.DEBUG, "": logging.INFO, "-": logging.ERROR}
 _LOG_SETTING = re.compile(rf"(?:^|[,\s\"'])([+-]?){_NAME}(?=$|[,\s\"'])")
 _log = torch._logging.getArtifactLogger(__name__, _NAME)
+is_told_at = _log.isEnabledFor
+"""Whether the log takes lines of a level."""
 
 
 def level_in(setting: str) -> int | None:

@@ -14,13 +14,13 @@ from ..policies.admission import ADMISSION, Tape
 from ..policies.autotune import AUTOTUNE, Trial
 from ..torch_api.version_differences import words_for_unused
 from .account import Account
-from .call import Call, HandedOver, RanInside, Refused, Results, run_backward
+from .call import Call, HandedOver, RanInside, Refused, Results
 from .cuda.streams import STREAMS
 from .decide import decide, is_policy, look
 from .execution import execute, on_eager
 from .native_hits import NATIVE_HITS
 from .seam import hand_over
-from .session import BYPASS, Outcome, Session
+from .session import BYPASS, Outcome, Session, thread
 
 
 def run(session: Session, call: Call) -> Any:
@@ -30,6 +30,7 @@ def run(session: Session, call: Call) -> Any:
         found = look(call, session)
         if found is not None and found.verdict is not None:
             return _left_to_eager(session, call, found, found.verdict)
+        thread.here.streak = 0
     account = Account(session, settings)
     try:
         reason = decide(call, settings)
@@ -55,9 +56,7 @@ def _left_to_eager(session: Session, call: Call, found: Trial | Tape, verdict: B
     finally:
         seconds = time.perf_counter() - started
         session.record(Outcome(BYPASS, reasons=(verdict,), seconds={"run": seconds}))
-        if isinstance(found, Trial):
-            AUTOTUNE.eager(found, seconds)
-        elif call.looked_at:
+        if call.looked_at and isinstance(found, Tape):
             found.ran_on_eager(seconds)
 
 
@@ -97,4 +96,13 @@ def eager(call: Call) -> Any:
     """The eager engine, as if nobody came between."""
     if STREAMS.in_use and call.create_graph:
         STREAMS.differentiable(call.outputs)
-    return on_eager(run_backward, call, call.allow_unreachable)
+    return on_eager(
+        thread.here,
+        call.outputs,
+        call.grads,
+        call.keep_graph,
+        call.create_graph,
+        call.inputs,
+        call.allow_unreachable,
+        call.accumulate_grad,
+    )

@@ -43,6 +43,8 @@ class Call:
     """It may be compiled all the same."""
     looked_at: bool = False
     """What is known of it was not taken from its sketch."""
+    sketched: Hashable = None
+    """Its sketch, once it was asked for."""
     _fingerprint: int | None = None
 
     def fingerprint(self) -> int:
@@ -51,9 +53,11 @@ class Call:
             self._fingerprint = tape.fingerprint(self.outputs, self.inputs)
         return self._fingerprint
 
-    def sketch(self) -> Hashable:
-        """See :func:`tape.sketch`; to be asked for once."""
-        return tape.sketch(self.outputs, self.inputs)
+    def sketch(self, thread: tape.KnowsLastRoot) -> Hashable:
+        """See :func:`tape.sketch`. It is asked for once."""
+        if self.sketched is None:
+            self.sketched = tape.sketch(self.outputs, self.inputs, thread)
+        return self.sketched
 
     def description(self) -> int:
         """Of what can be read of the tape from Python: tapes with one structure have one, but not only they."""

@@ -23,7 +23,7 @@ from .cuda.streams import STREAMS
 from .execution import depth
 from .handles import KEPT
 from .seam import hand_over
-from .session import Session
+from .session import Session, thread
 
 _NOT_UNSUPPORTED = (TRACING, ON_MISS, COMPILING, OVER_BUDGET, FORKED)
 
@@ -31,15 +31,15 @@ _NOT_UNSUPPORTED = (TRACING, ON_MISS, COMPILING, OVER_BUDGET, FORKED)
 def look(call: Call, session: Session) -> Trial | Tape | None:
     """What is known of a tape that may be better left to the eager engine, before anybody has walked it: most are not
     even looked at."""
-    settings, sketch = session.settings, call.sketch()
+    settings, sketch = session.settings, call.sketch(thread.here)
     key = None if sketch is None else (session.number, sketch)
-    known = None if key is None else SKETCHES.find(key)
-    if known is not None:
-        return _taken_for(call, known.found)
-    before = None if key is None else SKETCHES.before(key)
+    before = None if key is None else SKETCHES.known.get(key)
+    if before is not None and before.left > 0:
+        before.left -= 1
+        return _taken_for(call, before.found)
     trial = tape = None
     if settings.tune and AUTOTUNE.active:
-        trial = call.trial = AUTOTUNE.find(call.fingerprint(), settings.key)
+        trial = call.trial = AUTOTUNE.find(call.fingerprint(), settings.key, before)
         if trial is not None and trial.verdict is None:
             return trial
     if trial is None and ADMISSION.closed and settings.compiles:

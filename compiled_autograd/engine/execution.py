@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import functools
 import itertools
-import threading
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch._C import _ImperativeEngine
+from torch.autograd import Variable
 
 from shadow_cache import Bypass, VariantKey
 
@@ -25,48 +26,68 @@ from ..policies.admission import ADMISSION
 from ..policies.autotune import AUTOTUNE
 from ..policies.background import BACKGROUND
 from ..policies.spending import SPENDING
-from ..process_state import PROCESS
 from ..runtime.program import Program
 from ..runtime.running_backward import Running
 from ..steps.run_context import RunContext
 from ..steps.steps import RegionStep, Slots
+from ..threads.claims import CLAIMS
 from ..threads.forks import can_compile
-from ..threads.gate import GATE, take
+from ..threads.gate import GATE
 from .account import Account, RunAccount
 from .call import Call, HandedOver, Results
 from .cuda.devices import on_device
-from .session import HIT, Outcome
+from .session import HIT, Here, Outcome, thread
 
-
-class _Thread(threading.local):
-    running: Running | None = None
-    depth = 0
-
-
-_thread = PROCESS.register(_Thread())
+_run_backward: Any = _ImperativeEngine.run_backward
 
 
 def running() -> Running | None:
     """The innermost compiled backward of the calling thread; None where an eager one was called inside it."""
-    return _thread.running
+    return thread.here.running
 
 
 def depth() -> int:
     """How many compiled backwards the calling thread is in, those around an eager one included."""
-    return _thread.depth
+    return thread.here.depth
 
 
-def on_eager(run: Callable[..., Any], *arguments: Any) -> Any:
-    """Have ``run`` run a backward of the eager engine: the gate knows of it, and nobody asks us about it."""
-    outer, token = _thread.running, take()
+def on_eager(
+    here: Here,
+    outputs: Sequence[Any],
+    grads: Sequence[torch.Tensor | None],
+    keep_graph: bool,
+    create_graph: bool,
+    inputs: Sequence[Any],
+    allow_unreachable: bool,
+    accumulate_grad: bool,
+) -> Any:
+    """Have the eager engine run a backward: the gate knows of it, and nobody asks us about it.
+
+    It is called for backwards of some ten microseconds too, so that each call in here counts.
+
+    Args:
+        here: the calling thread.
+    """
+    me, outer, idents = here.ident, here.running, GATE.idents
     try:
-        _thread.running = None
-        GATE.enter_eager(token)
-        return run(*arguments)
+        idents.append(me)
+        here.running = None
+        holder = GATE.capturing
+        if CLAIMS.made or (holder is not None and holder[1].locked()):
+            GATE.enter_again(me)
+        return _run_backward(
+            Variable._execution_engine,
+            outputs,
+            grads,
+            keep_graph,
+            create_graph,
+            inputs,
+            allow_unreachable,
+            accumulate_grad,
+        )
     finally:  # in this order: see the gate
-        token.release()
-        _thread.running = outer
-        GATE.forget(token)
+        here.running = outer
+        idents.remove(me)
 
 
 def execute(call: Call, account: Account, handed: HandedOver) -> Results:
@@ -107,14 +128,15 @@ def _with_state(state: Running, run: RunAccount) -> Results:
     Ctrl-C may come after any call (:mod:`gate` says where not). So what is put back by assigning it goes first, and
     each call that puts something back is the first one of a ``finally``.
     """
-    outer, outer_depth = _thread.running, _thread.depth
+    here = thread.here
+    outer, outer_depth = here.running, here.depth
     grad_mode, saved_hooks = torch.is_grad_enabled(), _saved_tensor_hooks()
     try:
-        _thread.running, _thread.depth = state, outer_depth + 1
+        here.running, here.depth = state, outer_depth + 1
         torch._C._set_grad_enabled(False)
         return _run(state, run)
     finally:
-        _thread.running, _thread.depth = outer, outer_depth
+        here.running, here.depth = outer, outer_depth
         try:
             torch._C._set_grad_enabled(grad_mode)
         finally:

@@ -7,6 +7,7 @@ What a tape is, is told by its fingerprint, before the engine is asked. Most bac
 
 from __future__ import annotations
 
+import sys
 from dataclasses import dataclass
 
 from shadow_cache import Bypass, Miss
@@ -39,6 +40,7 @@ class Tape:
         takes: seconds of the last backward on eager that was looked at.
         seconds: that they have run on eager since they were compiled last.
         needed: for how many times as long as compiling takes they have to.
+        left: for how many backwards the verdict holds at most.
     """
 
     verdict: Bypass | None
@@ -48,6 +50,7 @@ class Tape:
     takes: float = 0.0
     seconds: float = 0.0
     needed: float = 1.0
+    left: int = sys.maxsize
 
     def ran_on_eager(self, seconds: float) -> None:
         """One that was looked at did."""
@@ -156,7 +159,7 @@ class Admission:
         if tape.verdict is None:
             return tape, False
         if before is not None and before.found is tape:
-            tape.left_to_eager(before.spacing)
+            tape.left_to_eager(before.used)
         _warn(balance)
         if tape.has_paid(balance.likely):
             tape.seen, tape.seconds, tape.needed = 0, 0.0, DEARER * tape.needed

@@ -23,7 +23,7 @@ from ..cache.variants import Variant
 from ..diagnostics.node_names import title
 from ..diagnostics.reporting import tell_decision
 from ..process_state import PROCESS
-from .sketches import SKETCHES
+from .sketches import SKETCHES, Known
 
 SAMPLES_PER_SIDE = 7
 """Backwards that are timed each way."""
@@ -92,9 +92,25 @@ class Autotune:
         """Whether any tape must be told apart before the engine is asked."""
         return bool(self._trials)
 
-    def find(self, fingerprint: int, settings: tuple[Any, ...]) -> Trial | None:
-        """The trial of a tape under some settings."""
-        return self._trials.get((fingerprint, settings))
+    def find(self, fingerprint: int, settings: tuple[Any, ...], before: Known | None = None) -> Trial | None:
+        """The trial of a tape under some settings. If it was decided for eager, this is one of the backwards for which
+        that holds.
+
+        Args:
+            before: what the tape's sketch has led to until now.
+        """
+        trial = self._trials.get((fingerprint, settings))
+        if trial is None or trial.verdict is None:
+            return trial
+        if before is not None and before.found is trial:
+            trial.left -= before.used
+        if trial.left > 0:
+            trial.left -= 1
+            return trial
+        # Where its variant went, it is compiled again, and timed when it has served for a while.
+        again = None if trial.held() is None else Trial(trial.key, trial.held)
+        self._change(trial.key, again)
+        return again
 
     @staticmethod
     def sent(reason: Bypass) -> bool:
@@ -120,18 +136,10 @@ class Autotune:
             self._judge(trial)
 
     def eager(self, trial: Trial, seconds: float) -> None:
-        """The eager engine has run a backward of a tape that is on trial, or was found to be better left to it."""
-        if self._trials.get(trial.key) is not trial:
-            return
-        if trial.verdict is None:
+        """The eager engine has run a backward of a tape that is on trial."""
+        if self._trials.get(trial.key) is trial and trial.verdict is None:
             trial.eager.append(seconds)
             self._judge(trial)
-            return
-        trial.left -= 1
-        if trial.left > 0:
-            return
-        # Where its variant went, it is compiled again, and timed when it has served for a while.
-        self._change(trial.key, None if trial.held() is None else Trial(trial.key, trial.held))
 
     def clear(self) -> None:
         """Forget all."""

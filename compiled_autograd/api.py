@@ -39,8 +39,11 @@ def enable(**settings: Any) -> Session:
             right gradients are written; False never.
         tune: whether variants that have served for a while are timed against the eager engine, and the faster one
             goes on (not with deterministic algorithms, and on the CPU alone). Timed and slower backwards count as
-            bypasses, ``tuning`` and ``not_worth_it``. And whether tapes are left to eager where each is of another
-            structure (``every_tape_new``).
+            bypasses, ``tuning`` and ``not_worth_it``.
+        compile_budget: seconds that the process may lose on compiling what does not come back; beyond these, what is
+            new is left to eager (the bypass ``over_budget``) unless it has run there for as long as it is likely to
+            take to compile it. None, the default, is 30 seconds, less the more did not come back, or 5 % of the time
+            that the process has run, whichever is more; ``float("inf")`` has everything compiled.
         cache_dir: the folder in which compiled graphs outlive the process; None is the user's cache folder, False keeps
             them in memory.
         native: whether tapes that came several times are walked by an extension in C++, where the engine would walk

@@ -35,6 +35,7 @@ class Settings:
     mode: str = DEFAULT
     native: bool | None = None
     progress: bool | None = None
+    compile_budget: float | None = None
 
     @property
     def backend_in_mode(self) -> str | Callable[..., Any]:
@@ -101,6 +102,20 @@ def _check(name: str, value: Any, where: str) -> Any:
         raise InvalidSettingError(name, value, allowed, where) from None
 
 
+def _seconds(value: Any) -> Any:
+    if value is None:
+        return None
+    if isinstance(value, bool):
+        raise TypeError
+    try:
+        seconds = float(value)
+    except ValueError:
+        raise TypeError from None
+    if not seconds >= 0:
+        raise TypeError
+    return seconds
+
+
 def _backend(value: Any) -> Any:
     if isinstance(value, str) or callable(value):
         return value
@@ -140,5 +155,6 @@ _ALLOWED: dict[str, tuple[Any, str]] = {
     "mode": (Literal[MODES], "one of " + ", ".join(map(repr, MODES))),
     "native": (bool | None, "None, True or False"),
     "progress": (bool | None, "None, True or False"),
+    "compile_budget": (_seconds, "None or a number of seconds, 0 or more, float('inf') for no limit"),
 }
 """Of each setting, its type or a function that raises ``TypeError`` for what it cannot be; and the same in words."""

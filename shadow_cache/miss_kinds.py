@@ -94,11 +94,17 @@ NOT_WORTH_IT = Kind(
     "It was timed against the eager engine, and that is faster: such backwards go there, and count as bypasses.",
     "Nothing: it is timed again from time to time, and in each process; `tune=False` runs it compiled all the same.",
 )
-"""What stands beside an entry that is left to eager. It is no kind of miss: nothing was compiled for it."""
+"""What stands beside an entry that is left to eager."""
+OVER_BUDGET = Kind(
+    "Compiling had cost more than hits had made up for: what is new was left to the eager engine from then on.",
+    "Pad lengths to few, mark them (`torch._dynamo.mark_dynamic`), put `ca.disable()` around what never repeats, or "
+    "set `compile_budget`.",
+)
+NO_MISSES = {"not_worth_it": NOT_WORTH_IT, "over_budget": OVER_BUDGET}
+"""Why something runs on eager that could be compiled. These are no kinds of misses: nothing is compiled for them."""
 
 
 def explain(kind: str) -> Kind:
     """What is known of ``kind``; a kind that a newer version wrote is said to be one."""
-    return KINDS.get(kind) or Kind(
-        f"This version has no explanation of {kind!r}.", "Use the version that wrote this store."
-    )
+    unknown = Kind(f"This version has no explanation of {kind!r}.", "Use the version that wrote this store.")
+    return KINDS.get(kind) or NO_MISSES.get(kind) or unknown

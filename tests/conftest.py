@@ -22,6 +22,7 @@ from . import both_walks
 
 WATCHDOG_SECONDS = 300
 os.environ["COMPILED_AUTOGRAD_TUNE"] = "false"  # else counts would depend on the clock
+os.environ["COMPILED_AUTOGRAD_COMPILE_BUDGET"] = "inf"  # for the same reason
 parameter_names._SLOW_SEARCH_SECONDS = math.inf  # else names of parameters would depend on it too
 os.environ["COMPILED_AUTOGRAD_CACHE_DIR"] = "false"  # tests of the store name a folder of their own
 os.environ["COMPILED_AUTOGRAD_NATIVE"] = "false" if both_walks.MODE == "off" else "true"
@@ -48,7 +49,7 @@ def clean_start(request: pytest.FixtureRequest) -> Iterator[None]:
         faulthandler.dump_traceback_later(WATCHDOG_SECONDS, exit=True)
     yield
     faulthandler.cancel_dump_traceback_later()
-    assert not session._thread.stack, "a session was left on the stack"
+    assert not session.thread.here.stack, "a session was left on the stack"
 
 
 def _require_cuda() -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 import threading
 import time
 import warnings
@@ -22,12 +23,13 @@ from compiled_autograd.cache import variants
 from compiled_autograd.cache.variants import Variant
 from compiled_autograd.capture import tape
 from compiled_autograd.diagnostics import reporting
-from compiled_autograd.engine.session import Session
+from compiled_autograd.engine import engine
+from compiled_autograd.engine.session import LEFT_BEFORE_LOOKING_AWAY, LOOKS_AWAY, Here, Session
 from compiled_autograd.policies import autotune, sketches
 from compiled_autograd.policies.autotune import Autotune, Trial
 from shadow_cache import Bypass, StoreError, Timing
 
-from .helpers import assert_same
+from .helpers import assert_same, in_threads
 from .stored import restart
 
 
@@ -226,7 +228,8 @@ def test_threads_have_sketches_of_their_own() -> None:
     found: list[list[Any]] = []
 
     def run() -> None:
-        found.append([tape.sketch([(weight.exp() * weight).sum()]) for _ in range(5)])
+        here = Here()
+        found.append([tape.sketch([(weight.exp() * weight).sum()], (), here) for _ in range(5)])
 
     run()
     threads = [threading.Thread(target=run) for _ in range(3)]
@@ -237,7 +240,7 @@ def test_threads_have_sketches_of_their_own() -> None:
 
 
 def test_a_leaf_has_no_sketch() -> None:
-    assert tape.sketch([nn.Parameter(torch.randn(()))]) is None
+    assert tape.sketch([nn.Parameter(torch.randn(()))], (), Here()) is None
 
 
 # ---- the decision, and where it stands -------------------------------------------------------------------------------
@@ -402,3 +405,90 @@ def test_the_log_has_a_line_for_each_decision(clock: dict[str, float], monkeypat
     (line,) = [line for line in lines if line.startswith("timed ")]
     assert line.startswith("timed SumBackward0, ") and line.endswith("; eager goes on")
     assert "eager takes 2.00 ms, the compiled graph 3.00 ms (medians of 3 each)" in line
+
+
+# ---- what is left to eager without a look ----------------------------------------------------------------------------
+
+
+def _left(session: Session, weight: torch.Tensor, times: int) -> None:
+    """Backwards that are left to eager, without a question about any of them in between."""
+    with session:
+        for _ in range(times):
+            torch.autograd.grad((weight.exp() * weight).sum(), weight)
+
+
+def test_what_is_not_looked_at_is_counted_all_the_same(looks: list[int]) -> None:
+    session, weight = ca.enable(backend=_slow, tune=True), nn.Parameter(torch.randn(8))
+    assert _run(session, weight, 10)[-1] == "not_worth_it"
+    before, seen = session.stats(), len(looks)
+    _left(session, weight, 500)
+    assert len(looks) - seen <= 6
+    assert session.last is not None and session.last.outcome == "bypass"
+    assert [each.kind for each in session.last.reasons] == ["not_worth_it"]  # type: ignore[union-attr]
+    after = session.stats()
+    assert after.backwards == before.backwards + 500
+    assert after.bypasses["not_worth_it"] == before.bypasses["not_worth_it"] + 500
+    assert sum(each.count for each in session._steps.events()) == after.backwards - after.hits
+
+
+def test_threads_that_share_a_session_lose_no_count(looks: list[int]) -> None:
+    session, weight = ca.enable(backend=_slow, tune=True), nn.Parameter(torch.randn(8))
+    assert _run(session, weight, 10)[-1] == "not_worth_it"
+    before = session.stats().backwards
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        in_threads(*[lambda: _left(session, weight, 400)] * 4)
+    finally:
+        sys.setswitchinterval(interval)
+    stats = session.stats()
+    assert stats.backwards == before + 1600
+    assert stats.hits + stats.structure_misses + sum(stats.bypasses.values()) == stats.backwards
+    assert stats.bypasses["not_worth_it"] > 1500
+
+
+def test_roots_are_not_read_each_time_and_what_comes_then_is_found(
+    looks: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After many that were left to eager one after the other, one that is a hit is taken for one of them some times."""
+    read: list[int] = []
+    sketch = engine.sketch
+    monkeypatch.setattr(engine, "sketch", lambda *ends: read.append(1) or sketch(*ends))
+    session, weight = ca.enable(backend=_slow, tune=True), nn.Parameter(torch.randn(8))
+
+    def longer() -> torch.Tensor:
+        return (weight.sin().cos() * weight.tanh()).sum()
+
+    wanted = torch.autograd.grad(longer(), weight)
+    with session:
+        torch.autograd.grad(longer(), weight)
+    assert _run(session, weight, 10)[-1] == "not_worth_it"
+    _left(session, weight, LEFT_BEFORE_LOOKING_AWAY + sketches.FIRST_SPACING)
+    read.clear()
+    _left(session, weight, 10 * (1 + LOOKS_AWAY))
+    assert len(read) <= 20
+    outcomes = []
+    for _ in range(40):
+        with session:
+            assert_same(torch.autograd.grad(longer(), weight), wanted)
+        assert session.last is not None
+        outcomes.append(session.last.outcome)
+    first = outcomes.index("hit")
+    assert (
+        first <= 2 * (LOOKS_AWAY + 1)
+        and {*outcomes[first:]} <= {"hit", "bypass"}
+        and outcomes[first:].count("hit") >= 5
+    )
+
+
+def test_the_log_has_a_line_for_each(caplog: pytest.LogCaptureFixture, looks: list[int]) -> None:
+    session, weight = ca.enable(backend=_slow, tune=True), nn.Parameter(torch.randn(8))
+    assert _run(session, weight, 10)[-1] == "not_worth_it"
+    level = reporting._log.level
+    reporting._log.setLevel("INFO")
+    try:
+        with caplog.at_level("INFO", logger=reporting._log.name):
+            _left(session, weight, 5)
+    finally:
+        reporting._log.setLevel(level)
+    assert len([each for each in caplog.messages if "not_worth_it" in each]) == 5

@@ -88,7 +88,7 @@ class _InterruptAt:
 
 def _nothing_is_stuck() -> None:
     assert GATE.idle() and not GATE._lock.locked()
-    assert not any(claim.token.locked() for claim in CLAIMS._made)
+    assert not any(claim.token.locked() for claim in CLAIMS.made)
     assert execution.running() is None and execution.depth() == 0 and not seam.walking()
     prior = seam._seam.set_autograd_compiler(None, False)
     assert prior[0] is None
@@ -214,7 +214,7 @@ def test_an_interrupt_while_a_leaf_is_waited_for() -> None:
     files = (*OURS, threading.__file__)
     came = 0
     for count in itertools.count():
-        CLAIMS._made.append(_IsThereForAWhile([WEIGHT], [0], thread=-1))
+        CLAIMS.made.append(_IsThereForAWhile([WEIGHT], [0], thread=-1))
         interrupt, claim = _InterruptAt(count, files), Claim([WEIGHT], [0])
         sys.setprofile(interrupt)
         try:
@@ -231,7 +231,7 @@ def test_an_interrupt_while_a_leaf_is_waited_for() -> None:
         other.start()
         other.join(20)
         assert not other.is_alive(), f"after {count} calls, others wait for ever"
-        CLAIMS._made.clear()
+        CLAIMS.made.clear()
         assert not CLAIMS._bells
         if not interrupt.came:
             break

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 import time
 from typing import Any
@@ -12,9 +13,9 @@ from torch import nn
 
 import compiled_autograd as ca
 from compiled_autograd.engine import session as sessions
-from compiled_autograd.threads.gate import GATE, threads_running
+from compiled_autograd.threads.gate import GATE, take, threads_running
 
-from .helpers import WAIT, Squares, assert_grads, assert_same, expect, in_threads, mlp
+from .helpers import WAIT, Squares, assert_grads, assert_same, expect, in_subprocess, in_threads, mlp
 
 
 def _square(x: torch.Tensor) -> torch.Tensor:
@@ -132,7 +133,7 @@ def test_a_backward_that_began_before_the_first_enable_is_seen(monkeypatch: pyte
     thread.start()
     assert entered.wait(WAIT)
     assert thread.ident in threads_running(code)
-    monkeypatch.setattr(GATE, "in_eager", {})  # as if it had gone in before there was a gate
+    monkeypatch.setattr(GATE, "idents", [])  # as if it had gone in before there was a gate
     monkeypatch.setattr(GATE, "_unseen", {thread.ident})
     monkeypatch.setattr(GATE, "_find_unseen", lambda: threads_running(code), raising=False)
     x = torch.randn(3, requires_grad=True)
@@ -234,3 +235,63 @@ def test_two_threads_compile_the_same_structure_once() -> None:
     stats = session.stats()
     assert stats.backwards == 2 and stats.compiles == len(compiled)
     assert stats.structure_misses <= 1
+
+
+def test_a_thread_that_enters_the_eager_engine_waits_for_one_that_captures() -> None:
+    """And is not counted as one that is there meanwhile, also after Ctrl-C."""
+    token, nobody = take(), 0
+    entered, waits = threading.Event(), threading.Event()
+    GATE.capturing = nobody, token
+    x = torch.randn(3, requires_grad=True)
+    ca.enable(backend="eager")  # so that the gate is there
+
+    def backward() -> None:
+        waits.set()
+        _square(x).backward()
+        entered.set()
+
+    thread = threading.Thread(target=backward, daemon=True)
+    thread.start()
+    try:
+        assert waits.wait(WAIT) and not entered.wait(0.2)
+        assert GATE.idents == [] and not GATE.others_in_eager()
+    finally:
+        token.release()
+    assert entered.wait(WAIT)
+    thread.join(WAIT)
+    assert x.grad is not None and torch.equal(x.grad, 2 * x.detach()) and GATE.idle()
+
+    def interrupt() -> None:
+        raise KeyboardInterrupt
+
+    token = take()
+    GATE.capturing = nobody, token
+    try:
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(GATE, "_wait", interrupt)
+            with pytest.raises(KeyboardInterrupt):
+                _square(x).backward()
+        assert GATE.idents == []
+    finally:
+        token.release()
+    assert GATE.idle()
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="it forks")
+def test_a_child_forked_inside_an_eager_backward_is_out_of_it_afterwards() -> None:
+    code = """
+import os, torch, compiled_autograd as ca
+from compiled_autograd.threads.gate import GATE
+ca.enable(backend="eager")
+x = torch.randn(3, requires_grad=True)
+y = x * 2
+children = []
+y.register_hook(lambda grad: children.append(os.fork()))
+(y * y).sum().backward()
+idle = GATE.idle()
+if children[0] == 0:
+    os._exit(0 if idle else 3)
+print(idle, os.waitstatus_to_exitcode(os.waitpid(children[0], 0)[1]))
+"""
+    ended = in_subprocess(code)
+    assert ended.stdout.split() == ["True", "0"], ended.stderr

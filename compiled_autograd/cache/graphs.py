@@ -45,8 +45,6 @@ MAX_STRUCTURES = 512
 MAX_NODES = 100_000
 """The largest numbers of structures, and of nodes of all their tapes together, some 20 KiB each. Where there are more,
 the half that was used last stays."""
-REUSES_WORTH_COMPILING = 3
-"""A structure that was met again this many times may be worth what it costs to capture and compile it."""
 _MAX_GONE = 100_000
 _EVICTED = "it was compiled before, and went because others were used since"
 _uses = PROCESS.register(itertools.count(1))
@@ -69,8 +67,7 @@ class CompiledGraph:
         evicted: its variants were let go of, because there were too many structures.
         runs_twice: its tape can run twice, since nothing of the user's is in it and nothing is changed; None as long as
             nobody has asked.
-        met: how often it was met again after it was captured; at least :data:`REUSES_WORTH_COMPILING` if other
-            processes met it.
+        met: how often it was met again after it was captured.
     """
 
     tape: ir.TapeGraph

@@ -2,17 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import torch
 
 from shadow_cache import Bypass, Failure, Miss
 
-from ..diagnostics.bypass import FORKED, ON_MISS
+from ..diagnostics.bypass import ON_MISS
 from ..guards.ambient import Ambient
 from ..settings import Settings
-from .graphs import REUSES_WORTH_COMPILING, CompiledGraph
+from .graphs import CompiledGraph
 from .stores import disk_for
 from .variants import Handover, Variant
 
@@ -51,30 +51,30 @@ def select(
     ambient_state: Ambient,
     handover: Handover,
     miss: Miss | None,
-    forked: bool,
+    refuse: Callable[[], Bypass | None],
 ) -> Selection:
     """Find what serves a backward, else make it.
 
     Args:
         miss: how the structure differs from those that this process knew before; None where it knew it.
-        forked: this process may compile nothing, since the one that it was forked from was compiling.
+        refuse: asked where something would have to be compiled; gives why that may not be, else None.
     """
     variant, other = find_variant(settings, graph, ambient_state, handover)
     if variant is not None:
         if variant.entry is None:
             return Selection(variant, [] if miss is None else [miss], miss is not None)
-        graph.met = max(graph.met, REUSES_WORTH_COMPILING)  # another process has met this structure
         return Selection(variant)
     selection = Selection(new_structure=miss is not None)
     if miss is not None:
         selection.reasons = [other or _nearest_stored(settings, graph, handover, miss, selection.failures)]
     elif other is not None and (not graph.variants or other.kind == "corrupt"):
         selection.reasons = [other]  # it says more than what this process can compare with
-    if settings.compiles and not forked:
+    refused = refuse() if settings.compiles else ON_MISS
+    if refused is None:
         _add(selection, settings, graph, ambient_state, handover)
         return selection
     why = selection.reasons or graph.explain(settings, ambient_state, handover)
-    selection.bypassed, selection.reasons = True, [FORKED if forked else ON_MISS, *why]
+    selection.bypassed, selection.reasons = True, [refused, *why]
     return selection
 
 

@@ -169,8 +169,8 @@ def fits(spec: Spec, sizes: Sequence[int]) -> bool:
 class Variant:
     """A graph made ready for one set of shapes, ambient state and settings.
 
-    ``hits`` counts how often it served, and at ``next_trial`` of them it is timed against eager. ``devices`` are the
-    types of devices that its tensors are on.
+    ``hits`` counts how often it served, which took ``ran`` seconds in all, and at ``next_trial`` of them it is timed
+    against eager. ``devices`` are the types of devices that its tensors are on.
 
     ``timing`` says how it did when it was last timed: in this process, or, until then, in the one that the store on
     disk heard it from. None where it never was.
@@ -193,6 +193,7 @@ class Variant:
     sample: Sample
     used: int = 0
     hits: int = 0
+    ran: float = 0.0
     next_trial: int = HITS_BEFORE_TIMING
     devices: frozenset[str] = frozenset()
     timing: Timing | None = None

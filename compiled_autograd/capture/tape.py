@@ -9,12 +9,11 @@ order of the seam's report, and can be joined to it.
 from __future__ import annotations
 
 import re
-import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Hashable, Iterable, Iterator, MutableMapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch.autograd.graph import GradientEdge
@@ -79,23 +78,27 @@ def walk(outputs: Ends, inputs: Ends = ()) -> list[Visited]:
         entered = [following for following, _ in node.next_functions]
 
 
-class _Thread(threading.local):
-    last = 0
+class KnowsLastRoot(Protocol):
+    """A thread: ``last_root`` is the sequence number of the first root of the tape that was sketched there last, since
+    when ``skipped`` others were not."""
+
+    last_root: int
+    skipped: int
 
 
-_thread = PROCESS.register(_Thread())
-
-
-def sketch(outputs: Ends, inputs: Ends = ()) -> Hashable:
-    """What the first root says of a tape: its kind, and how many nodes the thread has made since the last tape that was
-    asked for its sketch. None for a leaf. In a loop, tapes of one structure have one sketch, but not only they."""
+def sketch(outputs: Ends, inputs: Ends, thread: KnowsLastRoot) -> Hashable:
+    """What the first root says of a tape: its kind, and how many nodes the thread has made for it: those since the last
+    tape that was asked for its sketch, by the number of tapes that they were for. None for a leaf. In a loop, tapes of
+    one structure have one sketch, but not only they."""
     output = outputs[0]
     node = output.node if isinstance(output, GradientEdge) else output.grad_fn
     if node is None:
         return None
     kind = type(node)
     number = kind._sequence_nr(node)
-    made, _thread.last = number - _thread.last, number
+    made, thread.last_root = number - thread.last_root, number
+    if thread.skipped:
+        made, thread.skipped = made // (1 + thread.skipped), 0
     return kind, made, len(outputs), len(inputs)
 
 

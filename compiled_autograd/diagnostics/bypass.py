@@ -47,8 +47,10 @@ FORKED = Bypass(
 INTERRUPTED = Bypass("interrupted", hint="an exception, such as that of Ctrl-C, ended it before anything ran")
 BROKEN_CAPTURE = Bypass("broken_capture", hint="the engine failed while it reported a node, and nothing was run")
 COMPILING = Bypass("compiling", hint="it is being compiled in the background; a later step switches over")
-EVERY_TAPE_NEW = Bypass(
-    "every_tape_new", hint="the last structures that were captured hardly came back; tune=False captures every one"
+OVER_BUDGET = Bypass(
+    "over_budget",
+    hint="it is new, and compiling has cost more than hits have made up for; compile_budget=SECONDS sets how much may "
+    "be lost",
 )
 ON_MISS = Bypass("on_miss", hint='not in the cache, and on_miss="eager" or "raise" compiles nothing')
 DDP_CPP_REDUCER = Bypass(

@@ -36,6 +36,8 @@ _NAME = "compiled_autograd"
 _LEVELS = {"+": logging.DEBUG, "": logging.INFO, "-": logging.ERROR}
 _LOG_SETTING = re.compile(rf"(?:^|[,\s\"'])([+-]?){_NAME}(?=$|[,\s\"'])")
 _log = torch._logging.getArtifactLogger(__name__, _NAME)
+is_told_at = _log.isEnabledFor
+"""Whether the log takes lines of a level."""
 
 
 def level_in(setting: str) -> int | None:
@@ -118,14 +120,15 @@ def warn_of(failure: Failure) -> None:
     warn_once(f"{failure}. Gradients are right; this is only slower")
 
 
-def warn_once(text: str) -> None:
-    """Warn of something once in a process. Two texts that differ in addresses of objects alone are one.
+def warn_once(text: str, key: str = "") -> None:
+    """Warn of something once in a process. Two texts that differ in addresses of objects alone are one, and so are two
+    with one ``key``.
 
     Where the user has made errors of warnings, a line of the log takes its place. All that is warned of in here is what
     makes a step slower, and it comes in the middle of one, when the tape is released: raised there, it would take along
     gradients that are right and cannot be had again. The session has it among its reasons too.
     """
-    key = _ADDRESS.sub("0x...", text)
+    key = key or _ADDRESS.sub("0x...", text)
     if key in _warned:
         return
     _warned[key] = None

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 import msgspec
@@ -14,14 +14,16 @@ from ..cache.disk import Disk, made_in_memory
 from ..cache.selection import Selection
 from ..cache.stores import disk_for
 from ..cache.variants import Variant
-from ..diagnostics.bypass import INTERRUPTED
+from ..diagnostics.bypass import INTERRUPTED, OVER_BUDGET
 from ..diagnostics.reporting import tell_of_own_error
 from ..guards.ambient import Ambient
+from ..policies.admission import ADMISSION
 from ..policies.autotune import AUTOTUNE
+from ..policies.spending import SPENDING
 from ..settings import Settings
 from ..steps.run_context import RunReport
 from ..threads.forks import can_compile
-from .call import HandedOver
+from .call import Call, HandedOver
 from .session import BYPASS, HIT, SHAPE_MISS, STRUCTURE_MISS, Outcome, Session
 from .traced import trace
 
@@ -54,14 +56,16 @@ class Account:
 @dataclass(slots=True)
 class RunAccount:
     """What is known of a backward that was handed over, while it runs. ``ambient_state`` is the ambient state once it
-    was asked for, ``fingerprint`` gives that of the tape (:func:`tape.fingerprint`)."""
+    was asked for."""
 
     account: Account
+    call: Call
     handed: HandedOver
     report: RunReport
-    fingerprint: Callable[[], int]
     ambient_state: Ambient = ()
     selection: Selection = field(default_factory=Selection)
+    over_budget: bool = False
+    """What is not compiled may not be, since compiling has cost too much."""
     _started: float = field(default_factory=time.perf_counter)
 
     def __post_init__(self) -> None:
@@ -86,6 +90,7 @@ class RunAccount:
             raise
         finally:
             self.account.tell(outcome, self.handed.captured, self.report.compiles, self.report.loads)
+            self._charge()
         if outcome.reasons or self.report.compiles or self.report.loads:
             trace(outcome, self.report, self.selection.variant)
 
@@ -103,14 +108,21 @@ class RunAccount:
         report.seconds["run"] = time.perf_counter() - self._started
         reasons.extend(report.misses)
         if report.uncompiled:
-            in_background = settings.on_miss == "background" and can_compile()
-            waits = "they are compiled in the background" if in_background else "on_miss does not compile"
+            in_background = settings.on_miss == "background" and can_compile() and not self.over_budget
+            why = "compile_budget is spent" if self.over_budget else "on_miss does not compile"
+            waits = "they are compiled in the background" if in_background else why
             reasons.append(Miss("guard", f"{report.uncompiled} regions", hint=f"{waits}; their calls ran one by one"))
         reasons.extend(failure for failure in report.failures if failure not in reasons)
         outcome = self._outcome()
         reasons = self.selection.reasons
-        if outcome.outcome == HIT and settings.tune and not (failed or report.compared) and variant is not None:
-            AUTOTUNE.hit(variant, report.seconds["capture"] + report.seconds["run"], self.fingerprint)
+        if outcome.outcome == HIT and not (failed or report.compared) and variant is not None:
+            seconds = report.seconds["capture"] + report.seconds["run"]
+            variant.hits += 1
+            variant.ran += seconds - report.seconds.get("prove", 0.0)
+            if settings.tune:
+                AUTOTUNE.hit(variant, seconds, self.call.fingerprint)
+        if OVER_BUDGET in reasons or (report.uncompiled and self.over_budget):
+            ADMISSION.missed(self.call.known)
         if not reasons and not report.compiles:
             return outcome
         cost = sum(report.seconds.get(stage, 0.0) for stage in ("lower", "compile"))
@@ -121,6 +133,22 @@ class RunAccount:
             self._store(variant, cost)
         outcome.reasons = tuple(reasons)
         return outcome
+
+    def _charge(self) -> None:
+        """What it took to make what has run, or to load it, is part of what compiling has cost."""
+        report, variant, settings = self.report, self.selection.variant, self.account.settings
+        stages = ["load"]
+        stages += [] if report.background else ["lower", "compile"]  # what was compiled there was charged there
+        stages += [] if settings.check_every else ["prove"]
+        stages += ["capture"] if self.handed.captured else []
+        spent = sum(report.seconds.get(stage, 0.0) for stage in stages)
+        if variant is None or not spent:
+            return
+        SPENDING.charge(variant, spent, stored=variant.entry is not None and not report.compiles)
+        closing = ADMISSION.review(settings) if settings.compiles else None
+        disk = None if closing is None else disk_for(settings)
+        if disk is not None and closing is not None:
+            disk.record(self.handed.graph, None, [closing])
 
     def _store(self, variant: Variant, seconds: float) -> None:
         """Keep what was compiled for other processes, and what was found to be wrong of it."""

@@ -9,19 +9,20 @@ from typing import Any
 
 from shadow_cache import Bypass
 
-from ..diagnostics.bypass import reason_of_end
+from ..diagnostics.bypass import OVER_BUDGET, reason_of_end
 from ..errors import UnsupportedBackwardError
+from ..policies.admission import ADMISSION, Tape
 from ..policies.autotune import AUTOTUNE, Trial
 from ..settings import Settings
 from ..torch_api.version_differences import words_for_unused
 from .account import Account
-from .call import Call, HandedOver, RanInside, Refused, Results, Whole, run_backward
+from .call import Call, HandedOver, RanInside, Refused, Results, Whole
 from .cuda.streams import STREAMS
-from .decide import decide, is_policy
+from .decide import decide, is_policy, look
 from .execution import execute, on_eager
 from .native_hits import NATIVE_HITS
 from .seam import RunInside, hand_over
-from .session import BYPASS, Outcome, Session
+from .session import BYPASS, Outcome, Session, thread
 from .whole.beside import may_run_twice
 from .whole.checks import CHECKS
 
@@ -32,10 +33,11 @@ _TRIES = 4
 def run(session: Session, call: Call) -> Any:
     """Run a backward compiled where that can be done, else on the eager engine; gives what the engine would give."""
     settings = session.settings
-    if AUTOTUNE.active and settings.tune and not call.create_graph:
-        call.trial = AUTOTUNE.find(call.sketch(), call.fingerprint, settings.key)
-        if call.trial is not None and call.trial.verdict is not None:
-            return _known_to_be_slower(session, call, call.trial, call.trial.verdict)
+    if (AUTOTUNE.active or ADMISSION.closed) and not call.create_graph:
+        found = look(call, session)
+        if found is not None and found.verdict is not None:
+            return _left_to_eager(session, call, found, found.verdict)
+        thread.here.streak = 0
     account = Account(session, settings)
     try:
         reason = decide(call, settings)
@@ -53,15 +55,16 @@ def run(session: Session, call: Call) -> Any:
         raise
 
 
-def _known_to_be_slower(session: Session, call: Call, trial: Trial, verdict: Bypass) -> Any:
-    """Nothing else is asked: it was decided when the tape was timed, and may be a small one."""
+def _left_to_eager(session: Session, call: Call, found: Trial | Tape, verdict: Bypass) -> Any:
+    """Nothing else is asked: it was decided when the tape was timed or looked at, and may be a small one."""
     started = time.perf_counter()
     try:
         return eager(call)
     finally:
         seconds = time.perf_counter() - started
         session.record(Outcome(BYPASS, reasons=(verdict,), seconds={"run": seconds}))
-        AUTOTUNE.eager(trial, seconds)
+        if call.looked_at and isinstance(found, Tape):
+            found.ran_on_eager(seconds)
 
 
 def _handed_over(call: Call, account: Account, looked: HandedOver | None = None) -> HandedOver | RanInside | Refused:
@@ -143,6 +146,8 @@ def _refused(call: Call, account: Account, refused: Refused) -> Any:
         results = eager(call)
     finally:
         account.bypass(reason, () if refused.miss is None else (refused.miss,), since=started)
+        if reason is OVER_BUDGET:
+            ADMISSION.missed(call.known)
     if call.trial is not None and AUTOTUNE.sent(reason):
         AUTOTUNE.eager(call.trial, time.perf_counter() - started)
     return results
@@ -152,4 +157,13 @@ def eager(call: Call) -> Any:
     """The eager engine, as if nobody came between."""
     if STREAMS.in_use and call.create_graph:
         STREAMS.differentiable(call.outputs)
-    return on_eager(run_backward, call, call.allow_unreachable)
+    return on_eager(
+        thread.here,
+        call.outputs,
+        call.grads,
+        call.keep_graph,
+        call.create_graph,
+        call.inputs,
+        call.allow_unreachable,
+        call.accumulate_grad,
+    )

@@ -17,6 +17,7 @@ from ..cache.graphs import CompiledGraph
 from ..cache.variants import Handover, Variant
 from ..capture import tape
 from ..native.library import Module, Taken
+from ..policies.admission import Tape
 from ..policies.autotune import Trial
 
 _MAX_VARIANTS = 4
@@ -36,6 +37,14 @@ class Call:
     accumulate_grad: bool
     trial: Trial | None = None
     """That of its tape, where this was asked for and there is one."""
+    known: Tape | None = None
+    """What is known of its tape where compiling has cost too much, and this was asked for."""
+    admitted: bool = False
+    """It may be compiled all the same."""
+    looked_at: bool = False
+    """What is known of it was not taken from its sketch."""
+    sketched: Hashable = None
+    """Its sketch, once it was asked for."""
     _fingerprint: int | None = None
 
     def fingerprint(self) -> int:
@@ -44,9 +53,11 @@ class Call:
             self._fingerprint = tape.fingerprint(self.outputs, self.inputs)
         return self._fingerprint
 
-    def sketch(self) -> Hashable:
-        """See :func:`tape.sketch`; to be asked for once."""
-        return tape.sketch(self.outputs, self.inputs)
+    def sketch(self, thread: tape.KnowsLastRoot) -> Hashable:
+        """See :func:`tape.sketch`. It is asked for once."""
+        if self.sketched is None:
+            self.sketched = tape.sketch(self.outputs, self.inputs, thread)
+        return self.sketched
 
     def description(self) -> int:
         """Of what can be read of the tape from Python: tapes with one structure have one, but not only they."""
@@ -159,18 +170,4 @@ def run_backward(call: Call, allow_unreachable: bool) -> Any:
         call.inputs,
         allow_unreachable=allow_unreachable,
         accumulate_grad=call.accumulate_grad,
-    )
-
-
-def gradients(call: Call, asked: Sequence[Any]) -> Any:
-    """What the engine computes for what is asked for, None where that is undefined; it writes no leaf."""
-    return _ImperativeEngine.run_backward(
-        Variable._execution_engine,
-        call.outputs,
-        call.grads,
-        call.keep_graph,
-        False,
-        tuple(asked),
-        allow_unreachable=call.accumulate_grad or call.allow_unreachable,
-        accumulate_grad=False,
     )

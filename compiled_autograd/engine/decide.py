@@ -8,20 +8,61 @@ from collections.abc import Callable
 from shadow_cache import Bypass
 
 from ..cache.selection import find_variant
+from ..cache.stores import disk_for
 from ..capture.tape import freed_at_the_end
-from ..diagnostics.bypass import COMPILING, EVERY_TAPE_NEW, FORKED, INPUT_INSIDE, ON_MISS, TRACING, before_capture
+from ..diagnostics.bypass import COMPILING, FORKED, INPUT_INSIDE, ON_MISS, OVER_BUDGET, TRACING, before_capture
 from ..errors import CacheMissError
 from ..guards.ambient import ambient
-from ..policies.autotune import AUTOTUNE
+from ..policies.admission import ADMISSION, Tape
+from ..policies.autotune import AUTOTUNE, Trial
 from ..policies.background import BACKGROUND
+from ..policies.sketches import SKETCHES, Found
 from ..settings import Settings
 from .call import Call, HandedOver, Refused
 from .cuda.streams import STREAMS
 from .execution import depth
 from .handles import KEPT
 from .seam import hand_over
+from .session import Session, thread
 
-_NOT_UNSUPPORTED = (TRACING, ON_MISS, COMPILING, EVERY_TAPE_NEW, FORKED)
+_NOT_UNSUPPORTED = (TRACING, ON_MISS, COMPILING, OVER_BUDGET, FORKED)
+
+
+def look(call: Call, session: Session) -> Trial | Tape | None:
+    """What is known of a tape that may be better left to the eager engine, before anybody has walked it: most are not
+    even looked at."""
+    settings, sketch = session.settings, call.sketch(thread.here)
+    key = None if sketch is None else (session.number, sketch)
+    before = None if key is None else SKETCHES.known.get(key)
+    if before is not None and before.left > 0:
+        before.left -= 1
+        return _taken_for(call, before.found)
+    trial = tape = None
+    if settings.tune and AUTOTUNE.active:
+        trial = call.trial = AUTOTUNE.find(call.fingerprint(), settings.key, before)
+        if trial is not None and trial.verdict is None:
+            return trial
+    if trial is None and ADMISSION.closed and settings.compiles:
+        skipped = ADMISSION.skips() if before is None and key is not None else None
+        if skipped is not None:
+            return skipped
+        has_store = disk_for(settings) is not None
+        tape, call.admitted = ADMISSION.look(call.fingerprint(), settings, has_store, before)
+        call.known, call.looked_at = tape, True
+    if key is not None:
+        SKETCHES.keep(key, trial or tape)
+    return trial or tape
+
+
+def _taken_for(call: Call, found: Found | None) -> Trial | Tape | None:
+    """What a sketch has led to."""
+    if isinstance(found, Trial):
+        call.trial = found
+    elif isinstance(found, Tape):
+        call.known = found
+    else:
+        return None
+    return found
 
 
 def decide(call: Call, settings: Settings) -> Bypass | None:

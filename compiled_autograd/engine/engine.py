@@ -6,24 +6,26 @@ captured. How it comes there stands in ``docs/internals/engine.md``. Written aga
 from __future__ import annotations
 
 import functools
-import time
 from collections.abc import Callable, Sequence
+from time import perf_counter
 from typing import Any
 
 import torch
 from torch._C import _ImperativeEngine
 from torch.autograd import Variable
 
+from ..capture.tape import sketch
 from ..diagnostics.bypass import DEEP, MAX_NESTED
+from ..policies.sketches import SKETCHES, UNKNOWN
 from ..threads.gate import GATE, threads_running
 from ..torch_api.dynamo import keep_from_dynamo
 from ..user_code.functions import number_of
 from . import backward
-from .call import Call, run_backward
+from .call import Call
 from .cuda.streams import STREAMS
 from .execution import depth, on_eager, running
 from .seam import walking
-from .session import BYPASS, Outcome, current
+from .session import BYPASS, Outcome, thread
 
 
 class Engine(_ImperativeEngine):
@@ -40,17 +42,55 @@ class Engine(_ImperativeEngine):
         accumulate_grad: bool = False,
     ) -> Any:
         """One backward, for the session that the calling thread is in."""
+        here = thread.here
+        session = here.stack[-1] if here.stack else None
+        if session is None and not create_graph:
+            return on_eager(
+                here, tensors, grad_tensors, keep_graph, create_graph, inputs, allow_unreachable, accumulate_grad
+            )
+        sketched = None
+        if session is not None and SKETCHES.known and not create_graph:
+            if here.unseen and here.known.left > 0 and here.number == session.number:
+                here.unseen -= 1
+                here.skipped += 1
+                known = here.known
+            else:
+                sketched = sketch(tensors, inputs, here)
+                known = SKETCHES.known.get((session.number, sketched), UNKNOWN)
+                if known.left > 0 and known.verdict is not None:
+                    here.took_for(known, session.number)
+            if known.left > 0 and (verdict := known.verdict) is not None:
+                known.left -= 1  # what is left to eager for its own good goes no further: it may take ten microseconds
+                try:
+                    return on_eager(
+                        here,
+                        tensors,
+                        grad_tensors,
+                        keep_graph,
+                        create_graph,
+                        inputs,
+                        allow_unreachable,
+                        accumulate_grad,
+                    )
+                finally:
+                    left = session.left
+                    if left is not None and left.verdict is verdict:
+                        left.count += 1
+                    else:
+                        session.left_to_eager(verdict)
         call = Call(tensors, grad_tensors, keep_graph, create_graph, inputs, allow_unreachable, accumulate_grad)
-        session = current()
         if session is None:
             return backward.eager(call)
+        call.sketched = sketched
         if depth() <= MAX_NESTED or create_graph or session.settings.on_unsupported == "raise":
             return backward.run(session, call)
-        started = time.perf_counter()
+        started = perf_counter()
         try:  # here, and not in functions of its own: there is not much left of Python's stack
-            return on_eager(run_backward, call, allow_unreachable)
+            return on_eager(
+                here, tensors, grad_tensors, keep_graph, create_graph, inputs, allow_unreachable, accumulate_grad
+            )
         finally:
-            session.record(Outcome(BYPASS, reasons=(DEEP,), seconds={"run": time.perf_counter() - started}))
+            session.record(Outcome(BYPASS, reasons=(DEEP,), seconds={"run": perf_counter() - started}))
 
     def queue_callback(self, callback: Callable[[], None]) -> None:
         """Run ``callback`` when the backward that is running is done."""

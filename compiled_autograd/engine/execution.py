@@ -4,68 +4,92 @@ from __future__ import annotations
 
 import functools
 import itertools
-import threading
 import time
-from collections.abc import Callable
+from collections.abc import Sequence
 from typing import Any
 
 import torch
+from torch._C import _ImperativeEngine
+from torch.autograd import Variable
 
-from shadow_cache import VariantKey
+from shadow_cache import Bypass, VariantKey
 
 from ..cache.selection import Selection, select
 from ..cache.variants import Handover, Variant
+from ..diagnostics.bypass import FORKED, OVER_BUDGET
 from ..diagnostics.node_log import NodeLog
 from ..diagnostics.reporting import failure_of, logs_nodes
 from ..errors import CacheMissError, GradientMismatchError
 from ..guards.ambient import Ambient, ambient
 from ..ir import nan_checks
+from ..policies.admission import ADMISSION
 from ..policies.autotune import AUTOTUNE
 from ..policies.background import BACKGROUND
-from ..process_state import PROCESS
+from ..policies.spending import SPENDING
 from ..runtime.program import Program
 from ..runtime.running_backward import Running
 from ..steps.run_context import RunContext
 from ..steps.steps import RegionStep, Slots
+from ..threads.claims import CLAIMS
 from ..threads.forks import can_compile
-from ..threads.gate import GATE, take
+from ..threads.gate import GATE
 from .account import Account, RunAccount
 from .call import Call, HandedOver, Results
 from .cuda.devices import on_device
-from .session import HIT, Outcome
+from .session import HIT, Here, Outcome, thread
 from .whole.beside import Beside, asked_for, may_run_beside
 from .whole.checks import CHECKS
 
-
-class _Thread(threading.local):
-    running: Running | None = None
-    depth = 0
-
-
-_thread = PROCESS.register(_Thread())
+_run_backward: Any = _ImperativeEngine.run_backward
 
 
 def running() -> Running | None:
     """The innermost compiled backward of the calling thread; None where an eager one was called inside it."""
-    return _thread.running
+    return thread.here.running
 
 
 def depth() -> int:
     """How many compiled backwards the calling thread is in, those around an eager one included."""
-    return _thread.depth
+    return thread.here.depth
 
 
-def on_eager(run: Callable[..., Any], *arguments: Any) -> Any:
-    """Have ``run`` run a backward of the eager engine: the gate knows of it, and nobody asks us about it."""
-    outer, token = _thread.running, take()
+def on_eager(
+    here: Here,
+    outputs: Sequence[Any],
+    grads: Sequence[torch.Tensor | None],
+    keep_graph: bool,
+    create_graph: bool,
+    inputs: Sequence[Any],
+    allow_unreachable: bool,
+    accumulate_grad: bool,
+) -> Any:
+    """Have the eager engine run a backward: the gate knows of it, and nobody asks us about it.
+
+    It is called for backwards of some ten microseconds too, so that each call in here counts.
+
+    Args:
+        here: the calling thread.
+    """
+    me, outer, idents = here.ident, here.running, GATE.idents
     try:
-        _thread.running = None
-        GATE.enter_eager(token)
-        return run(*arguments)
+        idents.append(me)
+        here.running = None
+        holder = GATE.capturing
+        if CLAIMS.made or (holder is not None and holder[1].locked()):
+            GATE.enter_again(me)
+        return _run_backward(
+            Variable._execution_engine,
+            outputs,
+            grads,
+            keep_graph,
+            create_graph,
+            inputs,
+            allow_unreachable,
+            accumulate_grad,
+        )
     finally:  # in this order: see the gate
-        token.release()
-        _thread.running = outer
-        GATE.forget(token)
+        here.running = outer
+        idents.remove(me)
 
 
 def execute(call: Call, account: Account, handed: HandedOver) -> Results:
@@ -86,7 +110,7 @@ def execute(call: Call, account: Account, handed: HandedOver) -> Results:
     report.add("capture", time.perf_counter() - account.started)
     state = Running(call.outputs, call.inputs, call.accumulate_grad, call.keep_graph, context, handed.graph.tape.order)
     with on_device(handed.graph.tape.cuda_device):
-        run = RunAccount(account, handed, report, call.fingerprint)
+        run = RunAccount(account, call, handed, report)
         try:
             results = _with_state(state, run)
         except BaseException as error:
@@ -106,14 +130,15 @@ def _with_state(state: Running, run: RunAccount) -> Results:
     Ctrl-C may come after any call (:mod:`gate` says where not). So what is put back by assigning it goes first, and
     each call that puts something back is the first one of a ``finally``.
     """
-    outer, outer_depth = _thread.running, _thread.depth
+    here = thread.here
+    outer, outer_depth = here.running, here.depth
     grad_mode, saved_hooks = torch.is_grad_enabled(), _saved_tensor_hooks()
     try:
-        _thread.running, _thread.depth = state, outer_depth + 1
+        here.running, here.depth = state, outer_depth + 1
         torch._C._set_grad_enabled(False)
         return _run(state, run)
     finally:
-        _thread.running, _thread.depth = outer, outer_depth
+        here.running, here.depth = outer, outer_depth
         try:
             torch._C._set_grad_enabled(grad_mode)
         finally:
@@ -123,21 +148,18 @@ def _with_state(state: Running, run: RunAccount) -> Results:
 def _run(state: Running, run: RunAccount) -> Results:
     handed, graph = run.handed, run.handed.graph
     settings, context = run.account.settings, state.context
-    forked = not can_compile()
     context.prove = settings.check is not False
     context.progress = settings.progress
-    context.may_compile = settings.on_miss == "compile" and not forked
     try:
         if torch.autograd._profiler_enabled():
             context.profile = state.profile(graph.tape)
         if logs_nodes():
             context.log = NodeLog()
         ambient_state = run.ambient_state = ambient()
-        if settings.on_miss == "background" and not forked:
-            context.submit = functools.partial(_submit, run, ambient_state)
         if graph.saving is not None:
             graph.save_now(VariantKey(settings.key, ambient_state), handed.handover)
-        run.selection = _select(run, ambient_state, forked)
+        run.selection = _select(run, ambient_state)
+        _allow(run, context)
         context.report.failures.extend(run.selection.failures)
         variant = run.selection.variant
         compared = variant is not None and CHECKS.count(variant, settings)
@@ -176,7 +198,8 @@ def _compared(run: RunAccount, variant: Variant, ambient_state: Ambient, context
         if asked is not None:
             shapes = run.handed.shapes
             module = None if shapes is None else shapes.module
-            return Beside(whole.call, variant, asked, on_eager, slots, context, module).run()
+            ask = functools.partial(on_eager, thread.here)
+            return Beside(whole.call, variant, asked, ask, slots, context, module).run()
     if whole is not None:
         whole.free()
     context.compare_all = context.report.compared = True
@@ -221,20 +244,41 @@ def _ran_alone(call: Call, account: Account, handed: HandedOver) -> bool:
         finally:
             torch._C._set_grad_enabled(grad_mode)
         outcome.seconds["run"] = time.perf_counter() - started
+        seconds = time.perf_counter() - account.started
+        variant.hits += 1
+        variant.ran += seconds
         if settings.tune:
-            AUTOTUNE.hit(variant, time.perf_counter() - account.started, call.fingerprint)
+            AUTOTUNE.hit(variant, seconds, call.fingerprint)
     finally:
         account.tell(outcome)
     return True
 
 
-def _select(run: RunAccount, ambient_state: Ambient, forked: bool) -> Selection:
+def _allow(run: RunAccount, context: RunContext) -> None:
+    """Whether regions that are not compiled are, and where: always those of a variant that was just made."""
+    on_miss, made = run.account.settings.on_miss, bool(run.selection.reasons)
+    run.over_budget = ADMISSION.closed and not made and not run.call.admitted and run.account.settings.compiles
+    if run.over_budget or not can_compile():
+        context.may_compile = False
+        return
+    context.may_compile = on_miss == "compile"
+    if on_miss == "background":
+        context.submit = functools.partial(_submit, run, run.ambient_state)
+
+
+def _select(run: RunAccount, ambient_state: Ambient) -> Selection:
     """What serves the backward: without asking for shapes, where these were found to be ones that were met before."""
     settings, graph, shapes = run.account.settings, run.handed.graph, run.handed.shapes
     for known in () if shapes is None else shapes.variants():
         if graph.uses(known, settings.key, ambient_state):
             return Selection(known)
-    selection = select(settings, graph, ambient_state, run.handed.handover, run.handed.miss, forked)
+
+    def refuse() -> Bypass | None:
+        if not can_compile():
+            return FORKED
+        return OVER_BUDGET if not run.call.admitted and ADMISSION.refuses(settings) else None
+
+    selection = select(settings, graph, ambient_state, run.handed.handover, run.handed.miss, refuse)
     if shapes is not None and selection.variant is not None:
         shapes.served(selection.variant)
     return selection
@@ -242,8 +286,15 @@ def _select(run: RunAccount, ambient_state: Ambient, forked: bool) -> Selection:
 
 def _submit(run: RunAccount, ambient_state: Ambient, program: Program, step: RegionStep, slots: Slots) -> None:
     """Have a region compiled in the background. The step goes on without that, and so it does if that fails."""
+    variant, settings = run.selection.variant, run.account.settings
+    assert variant is not None
+
+    def charge(seconds: float) -> None:
+        SPENDING.charge(variant, seconds)
+        ADMISSION.review(settings)
+
     try:
-        BACKGROUND.submit(program, step, slots, run.fingerprint(), ambient_state)
+        BACKGROUND.submit(program, step, slots, run.call.fingerprint(), ambient_state, charge)
     except Exception as error:  # noqa: BLE001  a later step tries again
         run.report.failures.append(failure_of("submit", program.region_compiler.backend.name, step.region, error))
 

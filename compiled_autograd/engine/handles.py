@@ -145,7 +145,8 @@ def _of_other_tape(
     return KEPT.new_graph(ordered, keys), miss, True
 
 
-def may_be_kept(settings: Settings, ordered: ir.TapeGraph, keys: Sequence[Key]) -> bool:
+def may_be_kept(settings: Settings, ordered: ir.TapeGraph, keys: Sequence[Key], may_compile: bool = True) -> bool:
     """Whether something will be made of a new structure: compiled, or taken from the store on disk."""
-    disk = None if settings.compiles else disk_for(settings)
-    return settings.compiles or (disk is not None and disk.knows(ordered, keys))
+    compiles = settings.compiles and may_compile
+    disk = None if compiles else disk_for(settings)
+    return compiles or (disk is not None and disk.knows(ordered, keys))

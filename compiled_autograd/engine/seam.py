@@ -9,6 +9,7 @@ a backward inside a backward is captured too.
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,15 +21,16 @@ from shadow_cache import Miss
 
 from .. import ir
 from ..cache.graphs import GRAPHS, MAX_STRUCTURES
+from ..cache.stores import disk_for
 from ..cache.variants import Handover
 from ..capture import tape
 from ..capture.capture import Capture
 from ..capture.grad_dtypes import refuse_others
 from ..capture.view_writes import NAME, VIEW_WRITES
 from ..diagnostics.bypass import (
-    EVERY_TAPE_NEW,
     FORKED,
     ON_MISS,
+    OVER_BUDGET,
     TORCH_COMPILED_AUTOGRAD,
     VIEW_WRITE,
     is_refusal,
@@ -71,6 +73,7 @@ class _Walk:
         run_inside: runs what is handed over before the engine returns, where that must be; None only looks.
         inside: the token for the gate meanwhile.
         gave_back: the seam and ``token`` were given back for that.
+        asks_store: when it began to report a tape that is only taken if the store on disk has it.
     """
 
     call: Call
@@ -83,6 +86,7 @@ class _Walk:
     given: HandedOver | RanInside | None = None
     inside: Token | None = None
     gave_back: bool = False
+    asks_store: float | None = None
 
     def begin_report(self, capture: Capture) -> None:
         """The engine is about to report."""
@@ -236,8 +240,10 @@ def _begin() -> Capture:
     KEPT.reports += 1
     if KEPT.reports >= MAX_REPORTS:
         KEPT.must_forget = True
-    if walk.settings.tune and walk.settings.compiles and ADMISSION.refuses():
-        raise CaptureRefusedError(EVERY_TAPE_NEW)
+    if walk.settings.compiles and not walk.call.admitted and ADMISSION.refuses(walk.settings):
+        if disk_for(walk.settings) is None or not ADMISSION.may_ask_store():
+            raise CaptureRefusedError(OVER_BUDGET)
+        walk.asks_store = time.perf_counter()
     capture = Capture(_finish)
     walk.begin_report(capture)
     return capture
@@ -262,11 +268,14 @@ def _finish(captured: ir.TapeGraph, capture: Capture) -> tuple[Callable[..., Any
         walk.miss = GRAPHS.explain(ordered, keys, capture.shapes)
         if not can_compile():
             raise CaptureRefusedError(FORKED)
-        if not may_be_kept(walk.settings, ordered, keys):
+        if not may_be_kept(walk.settings, ordered, keys, walk.asks_store is None):
+            if walk.asks_store is not None:
+                ADMISSION.asked_store(time.perf_counter() - walk.asks_store)
+                raise CaptureRefusedError(OVER_BUDGET)
             KEPT.left_to_eager.add(call.description())
             raise CaptureRefusedError(ON_MISS)
         graph = KEPT.new_graph(ordered, keys)
-        ADMISSION.captured(graph)
+        ADMISSION.captured(call.fingerprint())
     else:
         graph.met += 1
     written = any(each.name == NAME for each in captured.calls)

@@ -7,18 +7,24 @@ import threading
 import weakref
 from collections import Counter
 from dataclasses import asdict, dataclass, field, replace
+from logging import INFO
 from pathlib import Path
 
 from shadow_cache import Bypass, Failure, Miss
 
 from ..cache.graphs import CompiledGraph
-from ..diagnostics.reporting import count_repeats, tell, warn_of
+from ..diagnostics.reporting import count_repeats, is_told_at, tell, warn_of
 from ..policies.background import BACKGROUND
+from ..policies.sketches import SKETCHES, UNKNOWN, Known
 from ..process_state import PROCESS, free_in_child
 from ..report.step_log import StepLog
+from ..runtime.running_backward import Running
 from ..settings import Settings
 
 HIT, SHAPE_MISS, STRUCTURE_MISS, BYPASS = "hit", "shape_miss", "structure_miss", "bypass"
+LEFT_BEFORE_LOOKING_AWAY, LOOKS_AWAY = 32, 15
+"""Once so many tapes of a thread were left to eager one after the other, not even the roots of so many more are read
+before that of the next one."""
 _RECORDING = free_in_child(threading.RLock())  # microseconds
 
 
@@ -58,7 +64,8 @@ class Outcome:
         reasons: why it was no hit, and what failed on the way.
         seconds: by stage: ``capture`` (the engine's walk, and its report where it missed), ``lower``, ``compile``,
             ``load`` (from the store on disk), ``prove`` (comparing with the real calls), ``run`` (everything after the
-            capture, all of these included).
+            capture, all of these included). A backward that was left to eager for its own good, and was known from its
+            root alone, is not timed.
     """
 
     outcome: str
@@ -67,26 +74,43 @@ class Outcome:
     seconds: dict[str, float] = field(default_factory=dict)
 
 
+@dataclass(slots=True)
+class _Left:
+    """Backwards one after the other that were left to eager for one reason, and are not among the counts yet."""
+
+    verdict: Bypass
+    count: int = 1
+
+
 class Session:
     """A context manager around ``backward``. It nests, can be entered again, and holds only in the thread it is in."""
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
-        self.last: Outcome | None = None
+        self.number = SKETCHES.number(settings)
+        self._last: Outcome | None = None
+        self.left: _Left | None = None
         self._stats = Stats()
         self._graphs: weakref.WeakValueDictionary[int, CompiledGraph] = weakref.WeakValueDictionary()
         self._missed: Counter[tuple[str, str]] = Counter()
         self._steps = StepLog()
 
     def __enter__(self) -> Session:
-        _thread.stack.append(self)
+        thread.here.stack.append(self)
         return self
 
     def __exit__(self, *exception: object) -> None:
         _leave(self)
 
+    @property
+    def last(self) -> Outcome | None:
+        """What became of the last backward; None where there was none."""
+        self._count_left()
+        return self._last
+
     def stats(self) -> Stats:
         """A copy of the counts so far."""
+        self._count_left()
         with _RECORDING:
             return replace(self._stats, bypasses=dict(self._stats.bypasses))
 
@@ -129,16 +153,42 @@ class Session:
 
         from ..report.session_report import session_report
 
+        self._count_left()
         with _RECORDING:
             stats, events, left_out = asdict(self._stats), self._steps.events(), self._steps.left_out
-            last = None if self.last is None else self.last.graph
+            last = None if self._last is None else self._last.graph
         graphs = self.graphs()
         if last is not None and last not in graphs:  # another session captured it
             graphs.append(last)
         return page.write(session_report(stats, events, left_out, graphs, self.settings), path)
 
+    def left_to_eager(self, verdict: Bypass) -> None:
+        """Count a backward that was left to eager and not timed, as :meth:`record` does. Those that follow are counted
+        in ``left.count``, as long as the log does not want to know of them, and nothing else comes between: the next
+        one that is looked at does."""
+        self._count_left()
+        if is_told_at(INFO):
+            self.record(Outcome(BYPASS, reasons=(verdict,)))
+        else:
+            self.left = _Left(verdict)
+
+    def _count_left(self) -> None:
+        """Have those among the counts that :meth:`left_to_eager` was told of."""
+        if self.left is None:
+            return
+        with _RECORDING:
+            left, self.left = self.left, None
+            if left is None:
+                return
+            stats, label = self._stats, left.verdict.label
+            stats.bypasses[label] = stats.bypasses.get(label, 0) + left.count
+            stats.backwards += left.count
+            self._last = Outcome(BYPASS, reasons=(left.verdict,))
+            self._steps.add(stats.backwards, BYPASS, None, (left.verdict,), {}, 0, 0, count=left.count)
+
     def record(self, outcome: Outcome, captured: bool = False, compiles: int = 0, loads: int = 0) -> None:
         """Count one backward."""
+        self._count_left()
         failures = [reason for reason in outcome.reasons if isinstance(reason, Failure)] if outcome.reasons else ()
         failed, kind = len(failures), outcome.outcome
         seconds = outcome.seconds.get("lower", 0.0) + outcome.seconds.get("compile", 0.0)
@@ -162,7 +212,7 @@ class Session:
             stats.loads += loads
             stats.failures += failed
             stats.compile_seconds += seconds
-            self.last = outcome
+            self._last = outcome
             if outcome.graph is not None and (captured or outcome.outcome != HIT):
                 self._graphs.setdefault(id(outcome.graph), outcome.graph)
         tell(outcome.outcome, outcome.reasons, outcome.seconds, compiles)
@@ -181,28 +231,60 @@ class Disabled:
     """A context manager in which every ``backward`` runs on the eager engine, uncounted."""
 
     def __enter__(self) -> None:
-        _thread.stack.append(None)
+        thread.here.stack.append(None)
 
     def __exit__(self, *exception: object) -> None:
         _leave(None)
 
 
-class _Thread(threading.local):
+class Here:
+    """What is known of one thread: in one object, since it takes a while to ask for what is a thread's own.
+
+    Attributes:
+        stack: the sessions that it is in, None for ``disable``.
+        running: its innermost compiled backward; None where an eager one was called inside it.
+        depth: in how many compiled backwards it is.
+        ident: what ``threading`` calls it.
+        last_root, skipped: see :func:`tape.sketch`.
+        streak: how many tapes were sketched and left to eager, since the last one that was not.
+        unseen: so many more are taken for what the last one was, without a sketch: for ``known``, under the settings of
+            that ``number``.
+    """
+
+    __slots__ = ("depth", "ident", "known", "last_root", "number", "running", "skipped", "stack", "streak", "unseen")
+
     def __init__(self) -> None:
         self.stack: list[Session | None] = []
+        self.running: Running | None = None
+        self.depth = 0
+        self.ident = threading.get_ident()
+        self.last_root = self.skipped = 0
+        self.known = UNKNOWN
+        self.number = self.streak = self.unseen = 0
+
+    def took_for(self, known: Known, number: int) -> None:
+        """A tape was sketched, and left to eager."""
+        self.streak += 1
+        if self.streak >= LEFT_BEFORE_LOOKING_AWAY:
+            self.known, self.number, self.unseen = known, number, LOOKS_AWAY
 
 
-_thread = PROCESS.register(_Thread())
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        self.here = Here()
+
+
+thread = PROCESS.register(_Thread())
 
 
 def _leave(session: Session | None) -> None:
     """Take the innermost entry of ``session`` away, whatever was entered after it."""
-    stack = _thread.stack
+    stack = thread.here.stack
     position = max(index for index, entry in enumerate(stack) if entry is session)
     del stack[position]
 
 
 def current() -> Session | None:
     """The session that the calling thread is in; None outside of any, and inside ``disable``."""
-    stack = _thread.stack
+    stack = thread.here.stack
     return stack[-1] if stack else None

@@ -180,7 +180,8 @@ PyObject* unlike(PyObject*, PyObject* arguments) {
       const WithoutGIL meanwhile;
       for (size_t index = 0; index < pairs.size(); ++index) {
         const auto& [one, other] = pairs[index];
-        const bool is_clear = one.defined() == other.defined() && (!one.defined() || surely_alike(one, other, relative));
+        const bool is_clear =
+            one.defined() == other.defined() && (!one.defined() || surely_alike(one, other, relative));
         if (!is_clear) unclear.push_back(static_cast<Py_ssize_t>(index));
       }
     }

@@ -1,47 +1,201 @@
-"""Structures that hardly ever come back: where every tape is another, or is met two or three times, none is worth what
-it costs to capture and compile it, and all but one now and then are left to the eager engine.
+"""Tapes that hardly ever come back: once compiling them has cost more than is likely to come of it, what is new is left
+to the eager engine, unless it runs there for as long as compiling it would take.
+
+What a tape is, is told by its fingerprint, before the engine is asked. Most backwards are not even looked at: see
+:mod:`sketches`.
 """
 
 from __future__ import annotations
 
-import weakref
-from collections import deque
+import sys
+from dataclasses import dataclass
 
-from ..cache.graphs import REUSES_WORTH_COMPILING, CompiledGraph
+from shadow_cache import Bypass, Miss
+
+from ..diagnostics.bypass import OVER_BUDGET
+from ..diagnostics.reporting import warn_once
 from ..process_state import PROCESS
+from ..settings import Settings
+from .sketches import SKETCHES, Known
+from .spending import RETURNS, SPENDING, Balance, by_clock
 
-WINDOW = 32
-"""The number of latest structures that are looked at."""
-FIRST_PROBE, LAST_PROBE = 16, 1024
-"""One new structure in this many is captured all the same: at first, and at last; the number doubles with each."""
+LOOKS_AT_ONCE, LAST_LOOK = 8, 64
+"""Of tapes whose sketch is not known, each is looked at until so many were new; then one in two for as many, and so on,
+down to one in this many."""
+DEARER = 4
+"""Each time that a tape was compiled in vain, it has to run on eager for so many times as long before it is again."""
+STORE_SECONDS, STORE_SHARE = 0.5, 0.01
+"""To capture tapes only to ask the store for them may take so many seconds, and this part of the time."""
+_MAX_TAPES, _MAX_CAPTURED = 4096, 100_000
+
+
+@dataclass(slots=True, eq=False)
+class Tape:
+    """Tapes with one fingerprint, once the budget was spent.
+
+    Attributes:
+        verdict: why they are left to eager; None where they may be hits.
+        captured: something with this fingerprint was captured.
+        looks, seen: how often they were looked at, and left to eager at least.
+        takes: seconds of the last backward on eager that was looked at.
+        seconds: that they have run on eager since they were compiled last.
+        needed: for how many times as long as compiling takes they have to.
+        left: for how many backwards the verdict holds at most.
+    """
+
+    verdict: Bypass | None
+    captured: bool = False
+    looks: int = 0
+    seen: int = 0
+    takes: float = 0.0
+    seconds: float = 0.0
+    needed: float = 1.0
+    left: int = sys.maxsize
+
+    def ran_on_eager(self, seconds: float) -> None:
+        """One that was looked at did."""
+        self.takes = seconds if by_clock() else 1 / RETURNS
+        self.left_to_eager(1)
+
+    def left_to_eager(self, times: int) -> None:
+        """So many more were."""
+        self.seen += times
+        self.seconds += times * self.takes
+
+    def has_paid(self, likely: float) -> bool:
+        """Whether they have run on eager for as long as it is likely to take to compile them."""
+        return self.seen >= RETURNS and self.seconds >= self.needed * likely
 
 
 class Admission:
-    """What became of the structures that were captured last."""
+    """Which tapes are compiled.
+
+    Attributes:
+        closed: the budget of some session was spent when something was compiled last; so tapes must be told apart
+            before the engine is asked.
+        budget: that session's.
+    """
 
     def __init__(self) -> None:
         self.clear()
 
-    def captured(self, graph: CompiledGraph) -> None:
-        """A new structure was captured."""
-        self._last.append(weakref.ref(graph))
-
-    def refuses(self) -> bool:
-        """Whether the structure that the engine is about to report shall be left to it."""
-        pays = any((graph := each()) is not None and graph.met >= REUSES_WORTH_COMPILING for each in self._last)
-        if pays or len(self._last) < WINDOW:
-            self._left, self._spacing = 0, FIRST_PROBE
-            return False
-        self._left += 1
-        if self._left < self._spacing:
-            return True
-        self._left, self._spacing = 0, min(2 * self._spacing, LAST_PROBE)
-        return False
-
     def clear(self) -> None:
         """Forget all."""
-        self._last: deque[weakref.ref[CompiledGraph]] = deque(maxlen=WINDOW)
-        self._left, self._spacing = 0, FIRST_PROBE
+        self.closed = False
+        self.budget: float | None = None
+        self._tapes: dict[int, Tape] = {}
+        self._captured: set[int] = set()
+        self._unknown = Tape(OVER_BUDGET)
+        self._new = self._skipped = 0
+        self._in_store = 0.0
+
+    def captured(self, fingerprint: int) -> None:
+        """A new structure was."""
+        if len(self._captured) >= _MAX_CAPTURED:
+            self._captured.clear()
+        self._captured.add(fingerprint)
+
+    def review(self, settings: Settings) -> Miss | None:
+        """Something was compiled for a session with these settings. Where that was the last that may be, gives a record
+        for the store."""
+        balance = SPENDING.balance()
+        if self.closed or not balance.is_over(settings.compile_budget):
+            return None
+        self.closed, self.budget = True, settings.compile_budget
+        allowed = balance.allowed if self.budget is None else self.budget
+        new = f"{balance.lost:.1f} s are, and {balance.likely:.1f} s more if it never comes back"
+        return Miss("over_budget", "whatever is compiled next", f"{allowed:.1f} s may be lost", new, counted(balance))
+
+    def refuses(self, settings: Settings) -> bool:
+        """Whether something that would have to be compiled now shall not be."""
+        if not self.closed:
+            return False
+        balance = SPENDING.balance()
+        if not balance.is_over(settings.compile_budget):
+            return False
+        _warn(balance)
+        return True
+
+    def may_ask_store(self) -> bool:
+        """Whether a tape may be captured only to see whether the store has it."""
+        return not by_clock() or self._in_store <= STORE_SECONDS + STORE_SHARE * SPENDING.elapsed
+
+    def asked_store(self, seconds: float) -> None:
+        """That took so long, and the store did not have it."""
+        self._in_store += seconds
+
+    def skips(self) -> Tape | None:
+        """What a tape whose sketch is not known is taken for without a look; None where it is to be looked at."""
+        self._skipped += 1
+        if self._skipped < min(LAST_LOOK, 1 << (self._new // LOOKS_AT_ONCE)):
+            return self._unknown
+        self._skipped = 0
+        return None
+
+    def look(
+        self, fingerprint: int, settings: Settings, has_store: bool, before: Known | None = None
+    ) -> tuple[Tape | None, bool]:
+        """What is known of a tape while :attr:`closed`; and whether it is to be compiled now, if it is no hit.
+
+        Args:
+            has_store: there is a store on disk, which may have it.
+            before: what its sketch has led to until now.
+        """
+        balance = SPENDING.balance()
+        if not balance.is_over(self.budget):
+            self.closed = False
+            SKETCHES.forget()
+        if not balance.is_over(settings.compile_budget):
+            return None, False
+        tape, is_new = self._tapes.get(fingerprint), False
+        if tape is None:
+            if len(self._tapes) >= _MAX_TAPES:
+                self._tapes.clear()
+            captured = fingerprint in self._captured
+            tape = self._tapes[fingerprint] = Tape(None if captured else OVER_BUDGET, captured)
+            is_new = not captured
+        self._new = self._new + 1 if is_new else max(0, self._new - LOOKS_AT_ONCE)
+        tape.looks += 1
+        if tape.verdict is None:
+            return tape, False
+        if before is not None and before.found is tape:
+            tape.left_to_eager(before.used)
+        _warn(balance)
+        if tape.has_paid(balance.likely):
+            tape.seen, tape.seconds, tape.needed = 0, 0.0, DEARER * tape.needed
+            self._change(tape, None)
+            return tape, True
+        asks = tape.captured and tape.looks > 2 and not tape.looks & (tape.looks - 1)
+        if asks or (is_new and has_store and self.may_ask_store()):
+            self._change(tape, None)
+        return tape, False
+
+    def missed(self, tape: Tape | None) -> None:
+        """A tape that might have been a hit was none, and was not compiled."""
+        if tape is not None and tape.verdict is None:
+            self._change(tape, OVER_BUDGET)
+
+    def _change(self, tape: Tape, verdict: Bypass | None) -> None:
+        tape.verdict = verdict
+        SKETCHES.forget()
+
+
+def counted(balance: Balance) -> str:
+    """What was lost on how much, in words."""
+    return (
+        f"{balance.lost:.0f} s went into compiling {balance.made} backwards, of which {balance.returned} came back "
+        f"{RETURNS} times, and hits have not made up for it"
+    )
+
+
+def _warn(balance: Balance) -> None:
+    warn_once(
+        f"{counted(balance)}. What is new is left to the eager engine from now on, "
+        "unless it comes back for long (bypass 'over_budget'). If lengths differ, pad them to few lengths or mark them "
+        "(torch._dynamo.mark_dynamic); put ca.disable() around what never repeats; compile_budget=SECONDS sets how "
+        "much may be lost, and float('inf') has everything compiled",
+        "over_budget",
+    )
 
 
 ADMISSION = Admission()

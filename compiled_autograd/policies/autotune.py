@@ -11,7 +11,7 @@ from __future__ import annotations
 import statistics
 import time
 import weakref
-from collections.abc import Callable, Hashable
+from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -23,7 +23,7 @@ from ..cache.variants import Variant
 from ..diagnostics.node_names import title
 from ..diagnostics.reporting import tell_decision
 from ..process_state import PROCESS
-from .sketches import Sketches
+from .sketches import SKETCHES, Known
 
 SAMPLES_PER_SIDE = 7
 """Backwards that are timed each way."""
@@ -86,22 +86,31 @@ class Autotune:
 
     def __init__(self) -> None:
         self._trials: dict[tuple[int, Any], Trial] = {}
-        self._settled: Sketches[Trial | None] = Sketches()
 
     @property
     def active(self) -> bool:
         """Whether any tape must be told apart before the engine is asked."""
         return bool(self._trials)
 
-    def find(self, sketch: Hashable, fingerprint: Callable[[], int], settings: tuple[Any, ...]) -> Trial | None:
-        """The trial of a tape under some settings. Where none is under way, the tape is looked at now and then only."""
-        known = None if sketch is None else self._settled.find((sketch, settings))
-        if known is not None:
-            return known[0]
-        trial = self._trials.get((fingerprint(), settings))
-        if sketch is not None and (trial is None or trial.verdict is not None):
-            self._settled.keep((sketch, settings), trial)
-        return trial
+    def find(self, fingerprint: int, settings: tuple[Any, ...], before: Known | None = None) -> Trial | None:
+        """The trial of a tape under some settings. If it was decided for eager, this is one of the backwards for which
+        that holds.
+
+        Args:
+            before: what the tape's sketch has led to until now.
+        """
+        trial = self._trials.get((fingerprint, settings))
+        if trial is None or trial.verdict is None:
+            return trial
+        if before is not None and before.found is trial:
+            trial.left -= before.used
+        if trial.left > 0:
+            trial.left -= 1
+            return trial
+        # Where its variant went, it is compiled again, and timed when it has served for a while.
+        again = None if trial.held() is None else Trial(trial.key, trial.held)
+        self._change(trial.key, again)
+        return again
 
     @staticmethod
     def sent(reason: Bypass) -> bool:
@@ -109,8 +118,7 @@ class Autotune:
         return reason is TIMED or reason.kind == _NOT_WORTH_IT
 
     def hit(self, variant: Variant, seconds: float, tape: Callable[[], int]) -> None:
-        """A variant has served a backward. Microseconds, but when a trial begins."""
-        variant.hits += 1
+        """A variant has served a backward, and counts it. Microseconds, but when a trial begins."""
         if variant.hits < variant.next_trial:
             return
         key = (tape(), variant.key.settings)
@@ -128,23 +136,15 @@ class Autotune:
             self._judge(trial)
 
     def eager(self, trial: Trial, seconds: float) -> None:
-        """The eager engine has run a backward of a tape that is on trial, or was found to be better left to it."""
-        if self._trials.get(trial.key) is not trial:
-            return
-        if trial.verdict is None:
+        """The eager engine has run a backward of a tape that is on trial."""
+        if self._trials.get(trial.key) is trial and trial.verdict is None:
             trial.eager.append(seconds)
             self._judge(trial)
-            return
-        trial.left -= 1
-        if trial.left > 0:
-            return
-        # Where its variant went, it is compiled again, and timed when it has served for a while.
-        self._change(trial.key, None if trial.held() is None else Trial(trial.key, trial.held))
 
     def clear(self) -> None:
         """Forget all."""
         self._trials.clear()
-        self._settled.forget()
+        SKETCHES.forget()
 
     def _change(self, key: tuple[int, Any], trial: Trial | None) -> None:
         """Another trial of a tape, or none any more."""
@@ -152,7 +152,7 @@ class Autotune:
             self._trials.pop(key, None)
         else:
             self._trials[key] = trial
-        self._settled.forget()
+        SKETCHES.forget()
 
     def _judge(self, trial: Trial) -> None:
         variant = trial.held()

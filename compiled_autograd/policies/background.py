@@ -11,7 +11,7 @@ import queue
 import sys
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -40,7 +40,8 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """A region to be compiled, and what stands for the values that it was met with."""
+    """A region to be compiled, and what stands for the values that it was met with. ``charge`` is told the seconds that
+    it took."""
 
     program: Program
     step: RegionStep
@@ -49,6 +50,7 @@ class Job:
     tape: int
     context: contextvars.Context
     ambient_state: Ambient
+    charge: Callable[[float], None]
 
 
 _LAST_SECONDS = 2.0
@@ -75,15 +77,28 @@ class Background:
         """Whether anything is being compiled."""
         return bool(self._tapes)
 
-    def submit(self, program: Program, step: RegionStep, slots: Slots, tape: int, ambient_state: Ambient) -> None:
-        """Have a region compiled for the values in hand, unless that is under way. Milliseconds."""
+    def submit(
+        self,
+        program: Program,
+        step: RegionStep,
+        slots: Slots,
+        tape: int,
+        ambient_state: Ambient,
+        charge: Callable[[float], None] = lambda seconds: None,
+    ) -> None:
+        """Have a region compiled for the values in hand, unless that is under way. Milliseconds.
+
+        Args:
+            tape: its fingerprint.
+            charge: told how many seconds it took to lower and compile it.
+        """
         kind = program.region_compiler.kind(step, slots)
         if (id(step), kind) in self._submitted:
             return
         needed = {*step.inputs, *(fresh.leaf for fresh in step.fresh)}
         stand_ins = [memoryless(value) if slot in needed else None for slot, value in enumerate(slots)]
         context = contextvars.copy_context()  # it has what the thread has set of Inductor's settings
-        job = Job(program, step, stand_ins, kind, tape, context, ambient_state)
+        job = Job(program, step, stand_ins, kind, tape, context, ambient_state, charge)
         with self._lock:
             if (id(step), kind) in self._submitted:
                 return
@@ -197,6 +212,7 @@ def _compile(job: Job) -> None:
     for failure in context.report.failures:
         warn_of(failure)
     region_compiler.finished.append(context.report)
+    job.charge(sum(context.report.seconds.get(stage, 0.0) for stage in ("lower", "compile")))
 
 
 def _in_same_state(job: Job) -> bool:

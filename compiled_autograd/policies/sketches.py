@@ -3,54 +3,106 @@ takes longer than a small backward may lose."""
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Hashable
-from dataclasses import dataclass
-from typing import Generic, TypeVar
+from typing import Protocol
+
+from shadow_cache import Bypass
+
+from ..process_state import PROCESS
+from ..settings import Settings
 
 FIRST_SPACING, LAST_SPACING = 16, 1024
 """After so many backwards a tape is looked at all the same: at first, and at last; the number doubles with each."""
 _MAX_KEPT = 4096
-
-_Found = TypeVar("_Found")
-
-
-@dataclass(slots=True)
-class _Known(Generic[_Found]):
-    """``left`` is for how many backwards it still holds, ``spacing`` for how many it held; 0 where it never will, since
-    tapes of one sketch were two things."""
-
-    found: _Found
-    left: int = FIRST_SPACING
-    spacing: int = FIRST_SPACING
+_MAX_NUMBERS = 1024
+_numbers = PROCESS.register(itertools.count(1))
 
 
-class Sketches(Generic[_Found]):
-    """By sketch (:func:`tape.sketch`), what a look at the whole tape has found. It only advises: tapes that are not the
-    same may have one sketch."""
+class Found(Protocol):
+    """What a look at the whole of a tape has found: ``verdict`` says why it is left to eager, None where it is not;
+    ``left`` for how many backwards at most."""
+
+    verdict: Bypass | None
+    left: int
+
+
+class Known:
+    """What a sketch has led to.
+
+    Attributes:
+        found: by the last look.
+        verdict: that of what was found.
+        left: for how many backwards it still holds; ``given`` is for how many it did at first.
+        spacing: the number of backwards that it may hold for; 0 where it never will, since tapes of one sketch were two
+            things.
+    """
+
+    __slots__ = ("found", "given", "left", "spacing", "verdict")
+
+    def __init__(self, found: Found | None) -> None:
+        self.spacing = FIRST_SPACING
+        self.hold(found)
+
+    def hold(self, found: Found | None) -> None:
+        """This was found."""
+        self.found = found
+        self.verdict = None if found is None else found.verdict
+        self.left = self.given = self.spacing if found is None else min(self.spacing, found.left)
+
+    @property
+    def used(self) -> int:
+        """How many backwards it was believed for."""
+        return self.given - self.left
+
+
+UNKNOWN = PROCESS.register(Known(None))
+"""What is taken for what a sketch has led to that has led to nothing yet."""
+UNKNOWN.left = 0
+
+
+class Sketches:
+    """By sketch (:func:`tape.sketch`) and settings, what a look at the whole tape has found. It only advises: tapes
+    that are not the same may have one sketch.
+
+    Attributes:
+        known: what was found, by number of the settings and sketch; empty as long as no policy needs to know.
+    """
 
     def __init__(self) -> None:
-        self._known: dict[Hashable, _Known[_Found]] = {}
+        self.known: dict[Hashable, Known] = {}
+        self._numbers: dict[Hashable, int] = {}
 
-    def find(self, sketch: Hashable) -> tuple[_Found] | None:
-        """What was found, in a tuple; None where the tape has to be looked at."""
-        known = self._known.get(sketch)
-        if known is None or known.left <= 0:
-            return None
-        known.left -= 1
-        return (known.found,)
+    def number(self, settings: Settings) -> int:
+        """That of settings under which the same is found: they are long to compare."""
+        key = (settings.key, settings.tune, settings.compile_budget, settings.compiles)
+        number = self._numbers.get(key)
+        if number is None:
+            if len(self._numbers) >= _MAX_NUMBERS:
+                self._numbers.clear()
+            number = self._numbers[key] = next(_numbers)
+        return number
 
-    def keep(self, sketch: Hashable, found: _Found) -> None:
+    def keep(self, sketch: Hashable, found: Found | None) -> None:
         """The tape was looked at."""
-        known = self._known.get(sketch)
+        known = self.known.get(sketch)
         if known is None:
-            if len(self._known) >= _MAX_KEPT:
-                self._known.clear()
-            self._known[sketch] = _Known(found)
-        elif known.found is not found:
-            known.left = known.spacing = 0
+            if len(self.known) >= _MAX_KEPT:
+                self.known.clear()
+            self.known[sketch] = Known(found)
+            return
+        if known.verdict is not (None if found is None else found.verdict):
+            known.spacing = 0
         else:
-            known.left = known.spacing = min(2 * known.spacing, LAST_SPACING)
+            known.spacing = min(2 * known.spacing, LAST_SPACING)
+        known.hold(found)
 
     def forget(self) -> None:
         """What was found may not hold any more."""
-        self._known.clear()
+        for each in list(self.known.values()):  # threads may have some of it at hand
+            each.left = 0
+        self.known.clear()
+
+
+SKETCHES = Sketches()
+PROCESS.register(SKETCHES, reset=SKETCHES.forget)

@@ -10,7 +10,7 @@ import torch
 
 from shadow_cache import Bypass, Failure, Miss
 from shadow_cache.amounts import date, plural, seconds
-from shadow_cache.miss_kinds import NOT_WORTH_IT
+from shadow_cache.miss_kinds import NO_MISSES
 from shadow_cache.report import data
 from shadow_cache.report.from_store import nodes_of, reason_of, trie_of
 from shadow_cache.report.texts import defined
@@ -116,7 +116,7 @@ def _reason(reason: Bypass | Miss | Failure) -> data.Reason:
     if isinstance(reason, Miss):
         return reason_of(reason)
     if isinstance(reason, Bypass):
-        kind = NOT_WORTH_IT if reason.kind == "not_worth_it" else None
+        kind = NO_MISSES.get(reason.kind)
         return data.Reason(
             reason.label, str(reason), "" if kind is None else kind.means, "" if kind is None else kind.do
         )

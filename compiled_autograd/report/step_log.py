@@ -61,19 +61,20 @@ class StepLog:
         seconds: Mapping[str, float],
         compiles: int,
         loads: int,
+        count: int = 1,
     ) -> None:
-        """One more backward: the one of that number in the session."""
+        """One more backward: the one of that number in the session; or several, of which it is the last."""
         before = self._last[-1] if self._last else self._first[-1] if self._first else None
         structure = None if graph is None else graph.number
-        goes_on = before is not None and (before.number, before.graph) == (number - 1, structure)
+        goes_on = before is not None and (before.number, before.graph) == (number - count, structure)
         if before is not None and goes_on and _same_bypass(before, reasons):
-            before.number, before.count, before.when = number, before.count + 1, time.time()
+            before.number, before.count, before.when = number, before.count + count, time.time()
             before.reasons = tuple(reasons)
             for stage, spent in seconds.items():
                 before.seconds[stage] = before.seconds.get(stage, 0.0) + spent
             return
         event = StepEvent(
-            number, 1, outcome, structure, tuple(reasons), dict(seconds), compiles, loads, when=time.time()
+            number, count, outcome, structure, tuple(reasons), dict(seconds), compiles, loads, when=time.time()
         )
         if len(self._first) < MAX_FIRST:
             self._first.append(event)

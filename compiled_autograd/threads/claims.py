@@ -52,21 +52,24 @@ class Claims:
 
     The list of them changes without a lock, by calls of C alone, which no other thread comes into: so whoever looks
     through it takes a copy first, and what is taken out of it may be gone already.
+
+    Attributes:
+        made: that list.
     """
 
     def __init__(self) -> None:
-        self._made: list[Claim] = []
+        self.made: list[Claim] = []
         self._bells: dict[LockType, None] = {}  # of those who wait: unlocked where something has changed
         self._changing = allocate_lock()
 
     def enter(self, claim: Claim) -> None:
         """Claim leaves, once no other thread has any of them. The caller unlocks the claim's token whatever comes."""
-        if self._made:
-            for each in self._made.copy():
+        if self.made:
+            for each in self.made.copy():
                 if not each.token.locked():
                     self._remove(each)
-        self._made.append(claim)
-        if len(self._made) > 1:  # else whoever comes now sees that this one has its leaves
+        self.made.append(claim)
+        if len(self.made) > 1:  # else whoever comes now sees that this one has its leaves
             claim.waiting = True
             self._tell()
             self._wait(lambda: self._obtains(claim))
@@ -78,7 +81,7 @@ class Claims:
 
         No other thread comes in between the two questions, nor between them and the caller: no function is called.
         """
-        return not self._made and not GATE.in_eager
+        return not self.made and not GATE.idents and not GATE.in_eager
 
     def change(self, claim: Claim, indices: Sequence[int]) -> None:
         """Claim other leaves instead."""
@@ -101,19 +104,19 @@ class Claims:
 
     def _remove(self, claim: Claim) -> None:
         try:  # noqa: SIM105  to suppress it takes longer
-            self._made.remove(claim)
+            self.made.remove(claim)
         except ValueError:  # another thread was quicker: one that found it unlocked
             pass
 
     def wait_for_writers(self) -> None:
         """The calling thread is counted as one that enters the eager engine: wait for those who did not know it."""
-        if not self._made:
+        if not self.made:
             return
         me = threading.get_ident()
-        earlier = [each for each in self._made.copy() if each.thread != me]
+        earlier = [each for each in self.made.copy() if each.thread != me]
         self._wait(
             lambda: all(
-                each.through_nodes or each.waiting or each not in self._made or not each.token.locked()
+                each.through_nodes or each.waiting or each not in self.made or not each.token.locked()
                 for each in earlier
             )
         )
@@ -123,7 +126,7 @@ class Claims:
         with self._changing:  # while it is asked and answered: of two, one comes first
             others = [
                 each
-                for each in self._made.copy()
+                for each in self.made.copy()
                 if each.thread != claim.thread and not each.waiting and each.token.locked()
             ]
             leaves = claim.leaves() if others else set()
@@ -155,7 +158,7 @@ class Claims:
         self._changing = allocate_lock()
         self._bells = {}
         me = threading.get_ident()
-        self._made = [each for each in self._made if each.thread == me]
+        self.made = [each for each in self.made if each.thread == me]
 
 
 CLAIMS = Claims()

@@ -16,10 +16,10 @@ by ``with``, as nothing comes between locking it and the block: a ``Condition`` 
 from __future__ import annotations
 
 import sys
-import threading
 import traceback
-from _thread import LockType, allocate_lock
+from _thread import LockType, allocate_lock, get_ident
 from collections.abc import Callable
+from threading import local
 from typing import Any
 
 from shadow_cache import Bypass
@@ -37,18 +37,28 @@ def take() -> Token:
     return token
 
 
-class _Forking(threading.local):
+class _Forking(local):
     token: Token | None = None
 
 
 class Gate:
-    """Knows the threads that are in the eager engine, and lets one at a time set the seam."""
+    """Knows the threads that are in the eager engine, and lets one at a time set the seam.
+
+    Attributes:
+        in_eager: the threads that go into the eager engine by :meth:`enter_eager`, by token.
+        idents: those that go there themselves, as ``execution.on_eager`` does, each as often as it is inside of itself:
+            a thread puts itself there in the first call of a ``try``, and takes itself out in the first one of its
+            ``finally``. To take a token and to keep it would take longer than a small backward may lose.
+        capturing: who has the seam, as long as the token is locked.
+        after_entering: called by a thread that is counted as one that enters the eager engine.
+    """
 
     def __init__(self) -> None:
         self._lock = allocate_lock()
         self.in_eager: dict[Token, int] = {}
+        self.idents: list[int] = []
+        self.capturing: tuple[int, Token] | None = None
         self._in_call: dict[Token, int] = {}
-        self._capturing: tuple[int, Token] | None = None
         self._lost = False
         self._forking = _Forking()
         self._unseen: set[int] = set()
@@ -61,41 +71,63 @@ class Gate:
 
     def enter_eager(self, token: Token) -> None:
         """The calling thread goes into the eager engine; waits while another one holds the seam."""
-        me = threading.get_ident()
-        while True:
-            with self._lock:
-                holder = self._capturing
-                if holder is None or holder[0] == me or not holder[1].locked():
-                    self.in_eager[token] = me
-                    break
+        me = self.in_eager[token] = get_ident()
+        while not self.is_free(me):
+            self.in_eager.pop(token, None)
+            self._wait()
+            self.in_eager[token] = me
+        self.after_entering()
+
+    def enter_again(self, me: int) -> None:
+        """The calling thread is among :attr:`idents`, and has found that somebody captures or writes leaves."""
+        while not self.is_free(me):
+            try:
+                self.idents.remove(me)
+                self._wait()
+            finally:
+                self.idents.append(me)
+        self.after_entering()
+
+    def is_free(self, me: int) -> bool:
+        """Whether no other thread holds the seam.
+
+        No lock is needed: it first says that it is there, and then looks whether somebody captures, who first says that
+        he does, and then looks who is there (:meth:`enter_capture`). So one of two sees the other, or both do.
+        """
+        holder = self.capturing
+        return holder is None or holder[0] == me or not holder[1].locked()
+
+    def _wait(self) -> None:
+        holder = self.capturing
+        if holder is not None:
             with holder[1]:  # until it is unlocked
                 pass
-        self.after_entering()
 
     def others_in_eager(self) -> bool:
         """Whether another thread is in the eager engine."""
-        if not self.in_eager:
-            return False
-        me = threading.get_ident()
-        with self._lock:
-            return any(ident != me for ident in _holders(self.in_eager))
+        return self._others_than(get_ident())
+
+    def _others_than(self, me: int) -> bool:
+        if self.idents and any(ident != me for ident in self.idents.copy()):
+            return True
+        return bool(self.in_eager) and any(ident != me for ident in _holders(self.in_eager))
 
     def forget(self, token: Token) -> None:
         """The calling thread, which has released the token, is out of the eager engine."""
-        with self._lock:
-            self.in_eager.pop(token, None)
-            self._in_call.pop(token, None)
+        self.in_eager.pop(token, None)
+        self._in_call.pop(token, None)
 
     def enter_capture(self, token: Token) -> Bypass | None:
         """Take the seam; gives the reason where it cannot be had, else None."""
-        me = threading.get_ident()
+        me = get_ident()
         while True:
             with self._lock:
-                holder = self._capturing
+                holder = self.capturing
                 if holder is None or not holder[1].locked():
+                    self.capturing = me, token  # before it is asked who is in the eager engine
                     reason = self._reason(me)
-                    if reason is None:
-                        self._capturing = me, token
+                    if reason is not None:
+                        self.capturing = None
                     return reason
                 if holder[0] == me:  # what runs while the engine walks for this thread: the seam is its own
                     return self._reason(me)
@@ -109,7 +141,7 @@ class Gate:
             self._unseen &= self._find_unseen()
         if self._in_call and me in _holders(self._in_call):
             return INSIDE_ENGINE_CALL
-        if self._unseen or (self.in_eager and any(ident != me for ident in _holders(self.in_eager))):
+        if self._unseen or self._others_than(me):
             return OTHER_THREAD
         return None
 
@@ -123,12 +155,12 @@ class Gate:
 
     def _wait_alone(self, token: Token) -> bool:
         """Take the seam once no other thread has it; False where the calling thread has it already."""
-        me = threading.get_ident()
+        me = get_ident()
         while True:
             with self._lock:
-                holder = self._capturing
+                holder = self.capturing
                 if holder is None or not holder[1].locked():
-                    self._capturing = me, token
+                    self.capturing = me, token
                     return True
                 if holder[0] == me:
                     return False
@@ -137,14 +169,15 @@ class Gate:
 
     def change_to_eager(self, token: Token) -> None:
         """Stay in the engine when the seam is given back: the calling thread runs users' code inside its call."""
-        me = threading.get_ident()
+        me = get_ident()
         with self._lock:
             self.in_eager[token] = self._in_call[token] = me
 
     def idle(self) -> bool:
         """Whether no thread captures, and none is in the eager engine."""
         with self._lock:
-            return not _holders(self.in_eager) and (self._capturing is None or not self._capturing[1].locked())
+            captures = self.capturing is not None and self.capturing[1].locked()
+            return not captures and not self.idents and not _holders(self.in_eager)
 
     def hold_over_fork(self) -> None:
         """No other thread walks while the process is forked: the engine's own lock would stay locked in the child."""
@@ -162,19 +195,28 @@ class Gate:
         """In a forked child only the calling thread lives on, and no lock may be trusted."""
         self.release_after_fork()
         self._lock = allocate_lock()
-        me = threading.get_ident()
+        me = get_ident()
         others_inside = any(ident != me for ident in _holders(self._in_call))
         self._lost = self._lost or others_inside  # the same lock: they had it
+        self.idents[:] = [ident for ident in self.idents if ident == me]  # the same list: the calling thread has it
         self.in_eager = {token: ident for token, ident in self.in_eager.items() if ident == me}
         self._in_call = {token: ident for token, ident in self._in_call.items() if ident == me}
         self._unseen = set()
 
 
 def _holders(tokens: dict[Token, int]) -> set[int]:
-    """The threads whose tokens stand for something; the others are dropped."""
-    for token in [token for token in tokens if not token.locked()]:
-        del tokens[token]
-    return set(tokens.values())
+    """The threads whose tokens stand for something; the others are dropped.
+
+    Threads come and go meanwhile, without a lock: so it is a copy that is looked through, which is made by one call of
+    C that no other thread comes into.
+    """
+    found = set()
+    for token, ident in tokens.copy().items():
+        if token.locked():
+            found.add(ident)
+        else:
+            tokens.pop(token, None)
+    return found
 
 
 def threads_running(code: Any) -> set[int]:

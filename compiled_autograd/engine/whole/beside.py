@@ -33,7 +33,7 @@ from ...steps.memory import is_out_of_memory
 from ...steps.run_context import RunContext
 from ...steps.steps import AccumulateStep, OpaqueStep, RegionStep, Slots
 from ...user_code.in_place import all_versions
-from ..call import Call, gradients, run_backward
+from ..call import Call
 
 Gradients = list[torch.Tensor | None]
 _WRITES_WHAT_IT_SAVED = "Rnn"
@@ -88,7 +88,7 @@ class Beside:
 
     Args:
         asked: see :func:`asked_for`.
-        on_eager: runs a function that asks the eager engine.
+        on_eager: has the eager engine run a backward; takes what it takes.
         slots: what the tape held.
         module: the extension, where it is there.
     """
@@ -139,10 +139,12 @@ class Beside:
         return wanted
 
     def _by_eager(self) -> Gradients:
+        call = self.call
+        kept = call.outputs, call.grads, call.keep_graph, call.create_graph
         if self.eager_writes:
-            self.on_eager(run_backward, self.call, self.call.allow_unreachable)
+            self.on_eager(*kept, call.inputs, call.allow_unreachable, call.accumulate_grad)
             return [leaf.grad for leaf in self.asked]
-        return list(self.on_eager(gradients, self.call, self.asked))
+        return list(self.on_eager(*kept, tuple(self.asked), call.accumulate_grad or call.allow_unreachable, False))
 
     def _compared(self, wanted: Gradients, start: Draws) -> Gradients:
         """Compare what compiled code gives. Gives ``wanted``, or what the real calls give where that is more."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import itertools
 import json
 import threading
 import warnings
@@ -21,6 +22,7 @@ from compiled_autograd.engine import backward, seam
 from compiled_autograd.engine.native_hits import NativeHits
 from compiled_autograd.engine.whole import beside
 from compiled_autograd.proving.comparison import worst
+from compiled_autograd.reproduction import writing
 from compiled_autograd.runtime import program
 from compiled_autograd.runtime.native_run import NativeRun
 from compiled_autograd.steps.schedule import Schedule
@@ -664,6 +666,7 @@ def test_counts_go_on_where_the_setting_is_another_one() -> None:
 def test_a_mismatch_says_what_and_where(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Parameter, module, region, where the largest error lies and both values, and a file that shows it again."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr(writing, "_numbers", itertools.count())  # a process writes twenty of its own accord
 
     def wrong(results: list[torch.Tensor], arguments: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         ours = [each.clone() for each in results]

@@ -18,7 +18,7 @@ from torch import fx, nn
 
 import compiled_autograd as ca
 from backends.protocol import PROVING_RUNS
-from compiled_autograd.engine import backward, seam
+from compiled_autograd.engine import backward, execution, seam
 from compiled_autograd.engine.native_hits import NativeHits
 from compiled_autograd.engine.whole import beside
 from compiled_autograd.proving.comparison import worst
@@ -262,13 +262,13 @@ def test_no_memory_for_both_costs_no_step(monkeypatch: pytest.MonkeyPatch) -> No
     pair = Pair(check=True)
     for _ in range(3):
         pair.step()
-    run_backward = beside.run_backward
+    on_eager = execution.on_eager
 
     def too_little(*given: Any) -> None:
-        run_backward(*given)
+        on_eager(*given)
         raise torch.OutOfMemoryError("after all was written")
 
-    monkeypatch.setattr(beside, "run_backward", too_little)
+    monkeypatch.setattr(execution, "on_eager", too_little)
     (failure,) = _failures(pair.step())
     assert failure.kind == "unproved" and "not compared with eager" in failure.instead
 

@@ -153,7 +153,7 @@ def judged(outcomes: Outcomes, known: bool, step: int, allowed: tuple[str, ...])
     for outcome, reasons in outcomes:
         for reason in reasons:
             kind = type(reason).__name__
-            if kind == "Failure":
+            if kind in ("Failure", "Mismatch"):
                 made.append(Finding(f"failure {reason.kind}", str(reason)[:400], step))
             elif kind == "Bypass" and not any(word in reason.label for word in (*_EXPECTED_BYPASSES, *allowed)):
                 made.append(Finding(f"bypass {reason.kind}", str(reason)[:400], step))

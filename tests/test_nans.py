@@ -155,7 +155,7 @@ def _told(program: Callable[..., torch.Tensor], check_nan: bool, forward_too: bo
 def _texts(caught: list[warnings.WarningMessage]) -> list[str]:
     """What was told of where, without the frames around the line itself, which are the test's."""
     told = [each for each in caught if "detected in" in str(each.message) or "induced by" in str(each.message)]
-    assert {Path(each.filename).name for each in told} <= {"graph.py", "call.py"}  # the last is a bypass
+    assert {Path(each.filename).name for each in told} <= {"graph.py", "execution.py"}  # the last is a bypass
     texts = [str(each.message).partition("(Triggered internally")[0].strip() for each in told]
     lines = [each.split("\n") for each in texts]
     return ["\n".join([*each[:1], *each[1:][-2:]]) for each in lines]

@@ -69,6 +69,8 @@ const field = byId('search'), results = byId('found');
 let hits = [], selected = -1, waiting = 0;
 
 function closeSearch() {
+  clearTimeout(waiting);
+  waiting = 0;
   results.hidden = true;
   field.setAttribute('aria-expanded', 'false');
   field.removeAttribute('aria-activedescendant');
@@ -76,6 +78,8 @@ function closeSearch() {
 }
 
 function showSearch() {
+  clearTimeout(waiting);
+  waiting = 0;
   const text = field.value.trim();
   if (text.length < 2) { closeSearch(); return; }
   const { found, total } = search(text);
@@ -109,6 +113,7 @@ field.addEventListener('input', () => { clearTimeout(waiting); waiting = setTime
 field.addEventListener('focus', () => { if (field.value.trim().length > 1) showSearch(); });
 field.addEventListener('blur', closeSearch);
 field.addEventListener('keydown', (event) => {
+  if (waiting && ['ArrowDown', 'ArrowUp', 'Enter'].includes(event.key)) showSearch();  // of what is typed by now
   if (event.key === 'ArrowDown') select(selected + 1);
   else if (event.key === 'ArrowUp') select(selected - 1);
   else if (event.key === 'Enter') { if (results.hidden) showSearch(); take(Math.max(selected, 0)); }

@@ -18,6 +18,7 @@ from torch import fx, nn
 
 import compiled_autograd as ca
 from backends.protocol import PROVING_RUNS
+from compiled_autograd.cache.variants import Handover
 from compiled_autograd.engine import backward, execution, seam
 from compiled_autograd.engine.native_hits import NativeHits
 from compiled_autograd.engine.whole import beside
@@ -240,6 +241,62 @@ def test_code_that_writes_into_what_it_was_given_is_found() -> None:
         with pytest.raises(ca.GradientMismatchError, match="was overwritten"):
             (x * weight).sum().backward()
     assert_same([x.grad], [wanted])
+
+
+def test_what_was_written_once_is_told() -> None:
+    """Where the regions run again, nothing is written."""
+    x, weight = torch.randn(3, requires_grad=True), torch.randn(3)
+    backend = Backend()
+    with ca.enable(backend=backend, check=True, cache_dir=False, tune=False) as session:
+        for _ in range(3):
+            (x * weight).sum().backward()
+            x.grad = None
+        at, wanted = backend.runs + 1, weight.clone()
+
+        def writes(results: list[torch.Tensor], arguments: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+            if backend.runs == at:
+                next(each for each in arguments if each.shape == (3,)).mul_(2)
+            return results
+
+        backend.wrong = {0: writes}
+        with pytest.raises(ca.GradientMismatchError, match="was overwritten"):
+            (x * weight).sum().backward()
+        assert_same([x.grad, weight], [wanted, 2 * wanted])
+        (x * weight).sum().backward()
+        assert_same([x.grad], [3 * wanted])
+    assert session.stats().failures == 1
+
+
+def test_what_is_wrong_each_other_time_is_no_rounding() -> None:
+    """It is right where its regions are compared, and wrong as a whole each time."""
+    pair = Pair(check=True)
+    for _ in range(3):
+        pair.step()
+    at = pair.backend.runs + 1
+
+    def sometimes(results: list[torch.Tensor], arguments: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return [5 * each for each in results] if (pair.backend.runs - at) % 2 == 0 else results
+
+    pair.backend.wrong = {0: sometimes}
+    assert {failure.kind for failure in _failures(pair.step())} == {"unproved"}
+    pair.backend.wrong = {0: lambda results, arguments: [5 * each for each in results]}
+    with pytest.raises(ca.GradientMismatchError):
+        pair.step()
+
+
+def test_a_tape_that_was_taken_for_another_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was handed over is wrong, so that the real calls are, too."""
+    pair = Pair(check=True)
+    for _ in range(3):
+        assert not _failures(pair.step())
+    slots = Handover.slots
+
+    def others(self: Handover) -> list[Any]:
+        return [2 * each if isinstance(each, torch.Tensor) and each is BATCH else each for each in slots(self)]
+
+    monkeypatch.setattr(Handover, "slots", others)
+    (failure, *_) = _failures(pair.step())
+    assert failure.kind == "unproved" and "real calls of the tape graph gave it, too" in failure.error
 
 
 def test_code_that_raises_costs_no_step() -> None:

@@ -576,6 +576,25 @@ def test_what_is_drawn_is_what_eager_draws() -> None:
     assert session.stats().failures == 0
 
 
+def test_what_is_wrong_inside_a_backward_costs_no_step() -> None:
+    """The backward around it, of reentrant checkpointing, goes on; then the error is raised."""
+
+    def loss(model: nn.Module) -> torch.Tensor:
+        hidden = model[0](BATCH)
+        hidden = torch.utils.checkpoint.checkpoint(lambda y: model[2](y.sin()), hidden, use_reentrant=True)
+        return hidden.square().mean()
+
+    pair = Pair(check=True)
+    for _ in range(3):
+        pair.step(loss=loss)
+    pair.backend.wrong = dict.fromkeys(range(pair.backend.compiled), _plus)
+    with pytest.raises(ca.GradientMismatchError) as raised:
+        pair.step(loss=loss)
+    tapes = {mismatch.where.partition("compiled code of ")[2].split()[0] for mismatch in raised.value.mismatches}
+    assert tapes == {"AddmmBackward0", "MeanBackward0"}, "the inner one, and the outer one"
+    assert not _failures(pair.step(loss=loss))
+
+
 def test_code_that_draws_is_rewound() -> None:
     """The generator ends where eager leaves it, whatever compiled code draws, and however often it runs."""
 

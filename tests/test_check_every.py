@@ -18,6 +18,7 @@ from torch import fx, nn
 
 import compiled_autograd as ca
 from backends.protocol import PROVING_RUNS
+from compiled_autograd.cache.variants import Handover
 from compiled_autograd.engine import backward, execution, seam
 from compiled_autograd.engine.native_hits import NativeHits
 from compiled_autograd.engine.whole import beside
@@ -240,6 +241,62 @@ def test_code_that_writes_into_what_it_was_given_is_found() -> None:
         with pytest.raises(ca.GradientMismatchError, match="was overwritten"):
             (x * weight).sum().backward()
     assert_same([x.grad], [wanted])
+
+
+def test_what_was_written_once_is_told() -> None:
+    """Where the regions run again, nothing is written."""
+    x, weight = torch.randn(3, requires_grad=True), torch.randn(3)
+    backend = Backend()
+    with ca.enable(backend=backend, check=True, cache_dir=False, tune=False) as session:
+        for _ in range(3):
+            (x * weight).sum().backward()
+            x.grad = None
+        at, wanted = backend.runs + 1, weight.clone()
+
+        def writes(results: list[torch.Tensor], arguments: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+            if backend.runs == at:
+                next(each for each in arguments if each.shape == (3,)).mul_(2)
+            return results
+
+        backend.wrong = {0: writes}
+        with pytest.raises(ca.GradientMismatchError, match="was overwritten"):
+            (x * weight).sum().backward()
+        assert_same([x.grad, weight], [wanted, 2 * wanted])
+        (x * weight).sum().backward()
+        assert_same([x.grad], [3 * wanted])
+    assert session.stats().failures == 1
+
+
+def test_what_is_wrong_each_other_time_is_no_rounding() -> None:
+    """It is right where its regions are compared, and wrong as a whole each time."""
+    pair = Pair(check=True)
+    for _ in range(3):
+        pair.step()
+    at = pair.backend.runs + 1
+
+    def sometimes(results: list[torch.Tensor], arguments: Sequence[torch.Tensor]) -> list[torch.Tensor]:
+        return [5 * each for each in results] if (pair.backend.runs - at) % 2 == 0 else results
+
+    pair.backend.wrong = {0: sometimes}
+    assert {failure.kind for failure in _failures(pair.step())} == {"unproved"}
+    pair.backend.wrong = {0: lambda results, arguments: [5 * each for each in results]}
+    with pytest.raises(ca.GradientMismatchError):
+        pair.step()
+
+
+def test_a_tape_that_was_taken_for_another_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What was handed over is wrong, so that the real calls are, too."""
+    pair = Pair(check=True)
+    for _ in range(3):
+        assert not _failures(pair.step())
+    slots = Handover.slots
+
+    def others(self: Handover) -> list[Any]:
+        return [2 * each if isinstance(each, torch.Tensor) and each is BATCH else each for each in slots(self)]
+
+    monkeypatch.setattr(Handover, "slots", others)
+    (failure, *_) = _failures(pair.step())
+    assert failure.kind == "unproved" and "real calls of the tape graph gave it, too" in failure.error
 
 
 def test_code_that_raises_costs_no_step() -> None:
@@ -517,6 +574,25 @@ def test_what_is_drawn_is_what_eager_draws() -> None:
     assert_same(found, wanted)
     assert torch.equal(drawn, expected)
     assert session.stats().failures == 0
+
+
+def test_what_is_wrong_inside_a_backward_costs_no_step() -> None:
+    """The backward around it, of reentrant checkpointing, goes on; then the error is raised."""
+
+    def loss(model: nn.Module) -> torch.Tensor:
+        hidden = model[0](BATCH)
+        hidden = torch.utils.checkpoint.checkpoint(lambda y: model[2](y.sin()), hidden, use_reentrant=True)
+        return hidden.square().mean()
+
+    pair = Pair(check=True)
+    for _ in range(3):
+        pair.step(loss=loss)
+    pair.backend.wrong = dict.fromkeys(range(pair.backend.compiled), _plus)
+    with pytest.raises(ca.GradientMismatchError) as raised:
+        pair.step(loss=loss)
+    tapes = {mismatch.where.partition("compiled code of ")[2].split()[0] for mismatch in raised.value.mismatches}
+    assert tapes == {"AddmmBackward0", "MeanBackward0"}, "the inner one, and the outer one"
+    assert not _failures(pair.step(loss=loss))
 
 
 def test_code_that_draws_is_rewound() -> None:

@@ -109,6 +109,7 @@ def test_wrong_values_cost_no_step_and_are_not_met_again(first: int) -> None:
 def test_a_mismatch_leaves_a_reproduction(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Of the region, as it was compiled; and code that is wrong shows there too."""
     monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
+    monkeypatch.setattr("compiled_autograd.reproduction.writing._MAX_KEPT", 1000)
     session, outcomes = _train(_wrong_from(1), steps=1)
     (path,) = tmp_path.glob("*/reproduction.zip")
     (failure,) = _failures(outcomes[0])

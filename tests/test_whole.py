@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from compiled_autograd.proving.whole import apart
+from compiled_autograd.proving.whole import apart, distance, most_of_rounding
 
 from .both_walks import library_of
 
@@ -61,3 +61,17 @@ def test_a_difference_that_was_rounding_may_be_so_again(module: Any) -> None:
     assert apart([want], [want + 0.01], 1e-4, {}, module) == [0]
     assert apart([want], [want + 0.01], 1e-4, {0: 0.005}, module) == []
     assert apart([want], [want + 0.03], 1e-4, {0: 0.005}, module) == [0]
+
+
+def test_the_distance_leaves_out_what_is_not_finite_in_both() -> None:
+    want = torch.tensor([torch.nan, torch.inf, 1.0])
+    assert distance(want, want + 1) == 1
+    assert distance(want, torch.tensor([torch.nan, -torch.inf, 1.0])) == torch.inf
+    assert distance(want, torch.tensor([0.0, torch.inf, 1.0])) == torch.inf
+
+
+def test_how_much_may_be_rounding() -> None:
+    wanted: list[Any] = [torch.tensor([0.0, -2.0]), None, torch.zeros(3), torch.zeros(0)]
+    assert most_of_rounding(wanted, 0, 1e-4) == pytest.approx(0.2 + 2e-4)
+    assert most_of_rounding(wanted, 2, 1e-4) == pytest.approx(2e-4), "what cancels leaves rounding of the others"
+    assert most_of_rounding(wanted, 3, 5e-2) == pytest.approx(0.1)

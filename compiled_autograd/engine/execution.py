@@ -12,7 +12,7 @@ import torch
 from torch._C import _ImperativeEngine
 from torch.autograd import Variable
 
-from shadow_cache import Bypass, VariantKey
+from shadow_cache import Bypass, Failure, VariantKey
 
 from ..cache.selection import Selection, select
 from ..cache.variants import Handover, Variant
@@ -28,6 +28,7 @@ from ..policies.background import BACKGROUND
 from ..policies.spending import SPENDING
 from ..runtime.program import Program
 from ..runtime.running_backward import Running
+from ..settings import Settings
 from ..steps.run_context import RunContext
 from ..steps.steps import RegionStep, Slots
 from ..threads.claims import CLAIMS
@@ -105,7 +106,8 @@ def execute(call: Call, account: Account, handed: HandedOver) -> Results:
     """
     if handed.graph.saving is None and _ran_alone(call, account, handed):
         return ()
-    settings, context = account.settings, RunContext()
+    settings, outer = account.settings, thread.here.running
+    context = RunContext(outer=None if outer is None else outer.context)
     report = context.report
     report.add("capture", time.perf_counter() - account.started)
     state = Running(call.outputs, call.inputs, call.accumulate_grad, call.keep_graph, context, handed.graph.tape.order)
@@ -117,8 +119,8 @@ def execute(call: Call, account: Account, handed: HandedOver) -> Results:
             run.close_after(error)
             raise
         run.close()
-    if report.mismatches and settings.check_every:
-        raise GradientMismatchError(report.mismatches)
+    if context.outer is not None:
+        context.outer.nested += _to_raise(context, settings)  # raised here, they would cost the step around this
     if report.uncompiled and settings.on_miss == "raise":
         raise CacheMissError(run.selection.reasons, ran=True)
     return results
@@ -170,13 +172,17 @@ def _run(state: Running, run: RunAccount) -> Results:
         context.call = 0
         for callback in state.callbacks:  # one may queue another
             callback()
-        if context.report.mismatches and settings.check_every:
-            raise GradientMismatchError(context.report.mismatches)
+        if context.outer is None and (mismatches := _to_raise(context, settings)):
+            raise GradientMismatchError(mismatches)
         return results
     except Exception:
         if context.call and state.outputs and torch.is_anomaly_enabled():
             nan_checks.tell_of_forward(state.nodes[context.call - 1])
         raise
+
+
+def _to_raise(context: RunContext, settings: Settings) -> list[Failure]:
+    return [*(context.report.mismatches if settings.check_every else ()), *context.nested]
 
 
 def _served(handed: HandedOver, variant: Variant | None, context: RunContext) -> Results:

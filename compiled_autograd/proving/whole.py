@@ -14,10 +14,14 @@ import torch
 
 from .. import ir
 from ..native.library import Module
-from .comparison import Optional, plain, value_difference
+from .comparison import Optional, largest, plain, value_difference
 
 _AGAIN = 4.0
 """A gradient may be so many times further from eager's than it was where its regions were found to be right."""
+
+_MOST = 0.1
+"""Such a part of a gradient's largest value may be rounding that went through many regions; or ten times the tolerance,
+where that is more."""
 
 
 def apart(
@@ -69,11 +73,21 @@ def is_like(want: Optional, got: Optional) -> bool:
 
 
 def distance(want: Optional, got: Optional) -> float:
-    """The largest difference of two gradients; not finite where they cannot be compared, or a value is not finite."""
+    """The largest difference of two gradients; infinite where they cannot be compared, or a value of one alone is not
+    finite."""
     if want is None or got is None or not is_like(want, got):
         return math.inf
     want, got = plain(want).to(torch.float64), plain(got).to(torch.float64)
-    return float((got - want).abs().max()) if want.numel() else 0.0
+    same = (want == got) | (want.isnan() & got.isnan())
+    errors = (got - want).abs().masked_fill(same, 0.0).nan_to_num(math.inf, math.inf)
+    return float(errors.max()) if want.numel() else 0.0
+
+
+def most_of_rounding(wanted: list[Optional], index: int, relative: float) -> float:
+    """How far a gradient may be from the real one where nothing but rounding is to explain it: by its own largest
+    value, and by that of all, whose terms it may have lost where they cancelled."""
+    sizes = [largest(each) if each is not None and ir.is_plain(each) else 0.0 for each in wanted]
+    return max(_MOST, 10 * relative) * sizes[index] + relative * max(sizes)
 
 
 def _unclear(wants: list[torch.Tensor], gots: list[torch.Tensor], relative: float) -> list[int]:

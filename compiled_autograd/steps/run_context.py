@@ -80,6 +80,10 @@ class RunContext:
     """Every region is compared with its real calls, whatever was compared before."""
     kept: dict[int, Any] | None = None
     """Where leaves are not to be written, what is told of the gradient that each would be given, by the leaf's slot."""
+    outer: RunContext | None = None
+    """That of the compiled backward whose users' code calls this one."""
+    nested: list[Failure] = field(default_factory=list)
+    """Mismatches of backwards inside this one, which are raised when it has run."""
     call: int = 0
     """Which node of the tape runs users' code now: an index into ``TapeGraph.calls``."""
     asked: dict[int, Any] = field(default_factory=dict)

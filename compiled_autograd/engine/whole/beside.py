@@ -8,14 +8,13 @@ alone says whether anything is wrong, and where.
 
 from __future__ import annotations
 
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
-from shadow_cache import Failure
+from shadow_cache import Failure, Mismatch
 
 from ... import ir
 from ...cache.graphs import CompiledGraph
@@ -26,7 +25,7 @@ from ...native.library import Module
 from ...proving.comparison import tolerance
 from ...proving.fingerprints import Draws
 from ...proving.prover import may_draw, names_random
-from ...proving.whole import apart, distance
+from ...proving.whole import apart, distance, is_like, most_of_rounding
 from ...runtime.program import Program
 from ...steps.accumulate import give
 from ...steps.memory import is_out_of_memory
@@ -151,17 +150,20 @@ class Beside:
         tensors = self.slots[: self.variant.program.schedule.tensors]
         versions = all_versions(tensors)
         found = self._compiled(start)
+        now = all_versions(tensors)
         if isinstance(found, list):
             with self.context.report.timed("prove"):
-                if not self._apart(wanted, found) and all_versions(tensors) == versions:
+                if not self._apart(wanted, found) and now == versions:
                     return wanted
         failures = len(self.context.report.failures)
         real = self._region_by_region(start)
+        self._see_what_was_written({slot for slot, version in enumerate(versions) if now[slot] != version})
         if len(self.context.report.failures) == failures:
             if isinstance(found, list):
                 self._settle(real, found, start)
             else:
                 self._tell("run", f"{type(found).__name__}: {found}", "eager's gradients were used")
+            self._doubt_the_tape(wanted, real)
         undefined = [(one is None) is not (other is None) for one, other in zip(wanted, real, strict=True)]
         return real if any(undefined) else wanted
 
@@ -198,25 +200,56 @@ class Beside:
     def _apart(self, wanted: Gradients, found: Gradients) -> list[int]:
         program = self.variant.program
         bitwise = program.region_compiler.backend.bitwise and self.variant.devices <= {"cpu"}
-        dtypes = {tensor.dtype for tensor in self.slots[: program.schedule.tensors]}
-        relative = 0.0 if bitwise else tolerance(list(dtypes))
-        return apart(wanted, found, relative, self.variant.rounding, self.module)
+        return apart(wanted, found, 0.0 if bitwise else self._tolerance(), self.variant.rounding, self.module)
+
+    def _tolerance(self) -> float:
+        return tolerance([*{tensor.dtype for tensor in self.slots[: self.variant.program.schedule.tensors]}])
 
     def _settle(self, real: Gradients, found: Gradients, start: Draws) -> None:
         """Each region was found to be right, and yet whole gradients differ. What does so again is rounding, and need
-        not be looked into so closely the next time; what does not, nobody can explain."""
+        not be looked into so closely the next time; what does not, or is too large for it, nobody can explain."""
         again, known = self._compiled(start), self.variant.rounding
         if not isinstance(again, list):
             return
         for index in self._apart(real, found):
-            rounding, error = (distance(real[index], each[index]) for each in (again, found))
-            if math.isfinite(rounding):
+            rounding = distance(real[index], again[index])
+            if rounding <= most_of_rounding(real, index, self._tolerance()):
                 known[index] = max(known.get(index, 0.0), rounding)
         for index in self._apart(real, found):
+            if not is_like(real[index], found[index]):
+                continue
             rounding, error = (distance(real[index], each[index]) for each in (again, found))
-            if error > rounding:
+            if error > min(rounding, most_of_rounding(real, index, self._tolerance())):
                 what = f"gradient {index} was {error:.3g} from eager's, and {rounding:.3g} when compiled code ran again"
                 self._tell("unproved", what, "eager's gradients were used")
+
+    def _doubt_the_tape(self, wanted: Gradients, real: Gradients) -> None:
+        """What the real calls give is eager's, unless they were given something else: then it is no compiled code that
+        is wrong, but what the tape was taken for; or another thread has written into ``.grad``."""
+        for index in self._apart(wanted, real):
+            error = distance(wanted[index], real[index])
+            alike = is_like(wanted[index], real[index])
+            if alike and error > most_of_rounding(wanted, index, self._tolerance()):
+                what = f"gradient {index} was {error:.3g} from eager's as the real calls of the tape graph gave it, too"
+                self._tell("unproved", what, "eager's gradients were used")
+
+    def _see_what_was_written(self, slots: set[int]) -> None:
+        """Somebody has written into tensors while compiled code ran that was given these. What it does always is found
+        where regions are compared.
+
+        Raises:
+            GradientMismatchError: they were given to a region.
+        """
+        program, report = self.variant.program, self.context.report
+        given = {slot for step in program.schedule.steps if isinstance(step, RegionStep) for slot in step.inputs}
+        nodes = [node for node, slot in program.schedule.slot_of.items() if slot in slots & given]
+        if not nodes:
+            return
+        name = program.region_compiler.name_of(nodes[0])
+        what = f"something has written into {name} while compiled code ran, which was given it"
+        where = program.region_compiler.title()
+        report.mismatched(Mismatch("mismatch", where, what, "eager's gradients were used", value=name))
+        raise GradientMismatchError(report.mismatches, f"{name} was overwritten, and has to be made anew")
 
     def _tell(self, kind: str, error: str, instead: str) -> None:
         where = self.variant.program.region_compiler.title()

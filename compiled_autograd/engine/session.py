@@ -22,9 +22,10 @@ from ..runtime.running_backward import Running
 from ..settings import Settings
 
 HIT, SHAPE_MISS, STRUCTURE_MISS, BYPASS = "hit", "shape_miss", "structure_miss", "bypass"
-LEFT_BEFORE_LOOKING_AWAY, LOOKS_AWAY = 32, 15
+LEFT_BEFORE_LOOKING_AWAY, LOOKS_AWAY = 32, 16
 """Once so many tapes of a thread were left to eager one after the other, not even the roots of so many more are read
-before that of the next one."""
+before that of the next one. One more than those is a prime, so that of tapes that take turns it is not always the same
+one that is read."""
 _RECORDING = free_in_child(threading.RLock())  # microseconds
 
 

@@ -15,6 +15,7 @@ import compiled_autograd as ca
 from compiled_autograd.engine import seam
 from compiled_autograd.engine import session as sessions
 from compiled_autograd.threads.gate import GATE, take, threads_running
+from shadow_cache import Bypass
 
 from .helpers import WAIT, Squares, assert_grads, assert_same, expect, in_subprocess, in_threads, mlp
 
@@ -276,6 +277,38 @@ def test_a_thread_that_enters_the_eager_engine_waits_for_one_that_captures() -> 
     finally:
         token.release()
     assert GATE.idle()
+
+
+def test_threads_that_leave_backwards_of_one_session_to_eager_lose_no_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    session, verdict = ca.enable(backend="eager"), Bypass("over_budget")
+    original = sessions._Left
+    other = threading.Thread(target=session.left_to_eager, args=(verdict,), daemon=True)
+
+    def made(verdict: Bypass) -> Any:
+        if not other.ident:
+            other.start()
+            other.join(0.2)
+        return original(verdict)
+
+    monkeypatch.setattr(sessions, "_Left", made)
+    session.left_to_eager(verdict)
+    other.join(WAIT)
+    expect(session.stats(), bypasses={"over_budget": 2})
+
+
+def test_an_interrupt_while_stats_are_counted_loses_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    session = ca.enable(backend="eager")
+    for _ in range(2):
+        session.left_to_eager(Bypass("over_budget"))
+
+    def interrupt(*args: Any, **keywords: Any) -> Any:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Bypass, "label", property(interrupt))
+        with pytest.raises(KeyboardInterrupt):
+            session.stats()
+    expect(session.stats(), bypasses={"over_budget": 2})
 
 
 def test_who_waited_for_a_walk_does_not_leave_the_next_one_unseen(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -167,10 +167,11 @@ class Session:
         """Count a backward that was left to eager and not timed, as :meth:`record` does. Those that follow are counted
         in ``left.count``, as long as the log does not want to know of them, and nothing else comes between: the next
         one that is looked at does."""
-        self._count_left()
         if is_told_at(INFO):
             self.record(Outcome(BYPASS, reasons=(verdict,)))
-        else:
+            return
+        with _RECORDING:
+            self._count_left()
             self.left = _Left(verdict)
 
     def _count_left(self) -> None:
@@ -178,13 +179,15 @@ class Session:
         if self.left is None:
             return
         with _RECORDING:
-            left, self.left = self.left, None
+            left = self.left
             if left is None:
                 return
-            stats, label = self._stats, left.verdict.label
-            stats.bypasses[label] = stats.bypasses.get(label, 0) + left.count
+            stats, label, outcome = self._stats, left.verdict.label, Outcome(BYPASS, reasons=(left.verdict,))
+            stats.bypasses.setdefault(label, 0)
+            self.left = None  # no call until all is counted: see record
+            stats.bypasses[label] += left.count
             stats.backwards += left.count
-            self._last = Outcome(BYPASS, reasons=(left.verdict,))
+            self._last = outcome
             self._steps.add(stats.backwards, BYPASS, None, (left.verdict,), {}, 0, 0, count=left.count)
 
     def record(self, outcome: Outcome, captured: bool = False, compiles: int = 0, loads: int = 0) -> None:

@@ -507,3 +507,34 @@ def test_real_tapes_that_hardly_come_back(program: str, monkeypatch: pytest.Monk
     captures, left, warned, seconds = map(float, ended.stdout.split()[-4:])
     assert captures <= 6 and left >= 40 and warned == 1
     assert captures == FIRST or seconds < 2 * SECONDS
+
+
+def _mixed(takes: dict[str, float], turns: int) -> tuple[ca.Session, Loss, list[str], list[str]]:
+    """A tape that was compiled, and twice one of as many nodes, and with the same root, that was not, in turn."""
+    session, losses = ca.enable(backend="eager"), _losses()
+    known = next(losses)
+    assert _step(session, known) == "structure_miss"
+    _close(session, losses)
+    other = next(losses)
+    served, left = [], []
+    for _ in range(turns):
+        served.append(_step(session, known))
+        left += [_step(session, other) for _ in range(2)]
+    return session, known, served, left
+
+
+def test_a_tape_that_looks_like_one_that_is_left_to_eager_is_a_hit(takes: dict[str, float]) -> None:
+    """Their sketches are equal: that one is left to eager is found of it alone."""
+    _, _, served, left = _mixed(takes, 200)
+    assert served[100:] == ["hit"] * 100, served
+    assert set(left) == {LEFT}
+
+
+def test_two_tapes_that_look_alike_are_both_compiled_in_the_end(takes: dict[str, float]) -> None:
+    session, losses = ca.enable(backend="eager"), _losses()
+    _close(session, losses)
+    takes["eager"] = 0.1  # 70 of them take as long as compiling one
+    first, second = next(losses), next(losses)
+    outcomes = [(_step(session, first), _step(session, second)) for _ in range(1000)]
+    assert outcomes[-1] == ("hit", "hit"), outcomes[::100]
+    assert sum(outcome == LEFT for pair in outcomes for outcome in pair) < 600

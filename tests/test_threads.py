@@ -12,8 +12,10 @@ import torch
 from torch import nn
 
 import compiled_autograd as ca
+from compiled_autograd.engine import seam
 from compiled_autograd.engine import session as sessions
 from compiled_autograd.threads.gate import GATE, take, threads_running
+from shadow_cache import Bypass
 
 from .helpers import WAIT, Squares, assert_grads, assert_same, expect, in_subprocess, in_threads, mlp
 
@@ -275,6 +277,74 @@ def test_a_thread_that_enters_the_eager_engine_waits_for_one_that_captures() -> 
     finally:
         token.release()
     assert GATE.idle()
+
+
+def test_threads_that_leave_backwards_of_one_session_to_eager_lose_no_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    session, verdict = ca.enable(backend="eager"), Bypass("over_budget")
+    original = sessions._Left
+    other = threading.Thread(target=session.left_to_eager, args=(verdict,), daemon=True)
+
+    def made(verdict: Bypass) -> Any:
+        if not other.ident:
+            other.start()
+            other.join(0.2)
+        return original(verdict)
+
+    monkeypatch.setattr(sessions, "_Left", made)
+    session.left_to_eager(verdict)
+    other.join(WAIT)
+    expect(session.stats(), bypasses={"over_budget": 2})
+
+
+def test_an_interrupt_while_stats_are_counted_loses_none(monkeypatch: pytest.MonkeyPatch) -> None:
+    session = ca.enable(backend="eager")
+    for _ in range(2):
+        session.left_to_eager(Bypass("over_budget"))
+
+    def interrupt(*args: Any, **keywords: Any) -> Any:
+        raise KeyboardInterrupt
+
+    with monkeypatch.context() as patch:
+        patch.setattr(Bypass, "label", property(interrupt))
+        with pytest.raises(KeyboardInterrupt):
+            session.stats()
+    expect(session.stats(), bypasses={"over_budget": 2})
+
+
+def test_who_waited_for_a_walk_does_not_leave_the_next_one_unseen(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Who waits for the token has it locked for as long as it takes until Python lets that thread run: the thread that
+    walked before does not take it for its own, and walk with the seam set while nobody can see that."""
+    tokens: list[Any] = []
+    seen: list[bool] = []
+    has_it, may_go = threading.Event(), threading.Event()
+
+    def wait() -> None:
+        tokens[0].acquire()
+        has_it.set()
+        may_go.wait(WAIT)
+        tokens[0].release()
+
+    def walks(call: Any, allow_unreachable: bool) -> Any:
+        assert GATE.capturing is not None
+        if not tokens:
+            tokens.append(GATE.capturing[1])
+            waiting.start()
+        else:
+            may_go.set()
+            waiting.join(WAIT)
+            seen.append(GATE.is_free(0))  # asked by any other thread
+        return original(call, allow_unreachable)
+
+    waiting = threading.Thread(target=wait, daemon=True)
+    original = seam.run_backward
+    monkeypatch.setattr(seam, "run_backward", walks)
+    for _ in range(2):
+        x = torch.randn(3, requires_grad=True)
+        with ca.enable(backend="eager", tune=False) as session:
+            _square(x).backward()
+        assert x.grad is not None and torch.equal(x.grad, 2 * x.detach())
+        assert has_it.wait(WAIT)
+    assert seen == [False] and session.stats().bypasses == {} and GATE.idle()
 
 
 @pytest.mark.skipif(not hasattr(os, "fork"), reason="it forks")

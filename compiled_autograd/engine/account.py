@@ -122,7 +122,7 @@ class RunAccount:
             if settings.tune:
                 AUTOTUNE.hit(variant, seconds, self.call.fingerprint)
         if OVER_BUDGET in reasons or (report.uncompiled and self.over_budget):
-            ADMISSION.missed(self.call.known)
+            ADMISSION.missed(self.call.known, self.call.taken_from)
         if not reasons and not report.compiles:
             return outcome
         cost = sum(report.seconds.get(stage, 0.0) for stage in ("lower", "compile"))

@@ -147,7 +147,7 @@ def _refused(call: Call, account: Account, refused: Refused) -> Any:
     finally:
         account.bypass(reason, () if refused.miss is None else (refused.miss,), since=started)
         if reason is OVER_BUDGET:
-            ADMISSION.missed(call.known)
+            ADMISSION.missed(call.known, call.taken_from)
     if call.trial is not None and AUTOTUNE.sent(reason):
         AUTOTUNE.eager(call.trial, time.perf_counter() - started)
     return results

@@ -43,6 +43,8 @@ class Call:
     """It may be compiled all the same."""
     looked_at: bool = False
     """What is known of it was not taken from its sketch."""
+    taken_from: Hashable = None
+    """The key of the sketch that it was taken from, else."""
     sketched: Hashable = None
     """Its sketch, once it was asked for."""
     _fingerprint: int | None = None

@@ -36,6 +36,7 @@ def look(call: Call, session: Session) -> Trial | Tape | None:
     before = None if key is None else SKETCHES.known.get(key)
     if before is not None and before.left > 0:
         before.left -= 1
+        call.taken_from = key
         return _taken_for(call, before.found)
     trial = tape = None
     if settings.tune and AUTOTUNE.active:
@@ -43,7 +44,7 @@ def look(call: Call, session: Session) -> Trial | Tape | None:
         if trial is not None and trial.verdict is None:
             return trial
     if trial is None and ADMISSION.closed and settings.compiles:
-        skipped = ADMISSION.skips() if before is None and key is not None else None
+        skipped = ADMISSION.skips() if before is None and key is not None and key not in SKETCHES.mixed else None
         if skipped is not None:
             return skipped
         has_store = disk_for(settings) is not None

@@ -124,6 +124,9 @@ def forget() -> None:
         if GATE.enter_alone(token):
             _forget()
     finally:
+        held = GATE.capturing
+        if held is not None and held[1] is token:  # no call before the release: see the gate
+            GATE.capturing = None
         token.release()
 
 
@@ -182,6 +185,9 @@ def hand_over(call: Call, settings: Settings, run_inside: RunInside | None) -> H
         _thread.walk = outer
         try:
             if not walk.gave_back:
+                held = GATE.capturing
+                if held is not None and held[1] is walk.token:
+                    GATE.capturing = None
                 walk.token.release()
         finally:
             if walk.inside is not None:
@@ -224,7 +230,10 @@ def _run_inside(walk: _Walk, run: RunInside, handed: HandedOver) -> list[Any]:
     _thread.walk = None
     walk.inside = take()
     GATE.change_to_eager(walk.inside)
-    walk.gave_back = True  # no call: nothing comes between this and the next line
+    walk.gave_back = True  # no call: nothing comes between this and the release
+    held = GATE.capturing
+    if held is not None and held[1] is walk.token:
+        GATE.capturing = None
     walk.token.release()
     walk.given = RanInside(run(handed))
     return list(walk.given.results)

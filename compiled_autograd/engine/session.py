@@ -22,9 +22,10 @@ from ..runtime.running_backward import Running
 from ..settings import Settings
 
 HIT, SHAPE_MISS, STRUCTURE_MISS, BYPASS = "hit", "shape_miss", "structure_miss", "bypass"
-LEFT_BEFORE_LOOKING_AWAY, LOOKS_AWAY = 32, 15
+LEFT_BEFORE_LOOKING_AWAY, LOOKS_AWAY = 32, 16
 """Once so many tapes of a thread were left to eager one after the other, not even the roots of so many more are read
-before that of the next one."""
+before that of the next one. One more than those is a prime, so that of tapes that take turns it is not always the same
+one that is read."""
 _RECORDING = free_in_child(threading.RLock())  # microseconds
 
 
@@ -166,10 +167,11 @@ class Session:
         """Count a backward that was left to eager and not timed, as :meth:`record` does. Those that follow are counted
         in ``left.count``, as long as the log does not want to know of them, and nothing else comes between: the next
         one that is looked at does."""
-        self._count_left()
         if is_told_at(INFO):
             self.record(Outcome(BYPASS, reasons=(verdict,)))
-        else:
+            return
+        with _RECORDING:
+            self._count_left()
             self.left = _Left(verdict)
 
     def _count_left(self) -> None:
@@ -177,13 +179,15 @@ class Session:
         if self.left is None:
             return
         with _RECORDING:
-            left, self.left = self.left, None
+            left = self.left
             if left is None:
                 return
-            stats, label = self._stats, left.verdict.label
-            stats.bypasses[label] = stats.bypasses.get(label, 0) + left.count
+            stats, label, outcome = self._stats, left.verdict.label, Outcome(BYPASS, reasons=(left.verdict,))
+            stats.bypasses.setdefault(label, 0)
+            self.left = None  # no call until all is counted: see record
+            stats.bypasses[label] += left.count
             stats.backwards += left.count
-            self._last = Outcome(BYPASS, reasons=(left.verdict,))
+            self._last = outcome
             self._steps.add(stats.backwards, BYPASS, None, (left.verdict,), {}, 0, 0, count=left.count)
 
     def record(self, outcome: Outcome, captured: bool = False, compiles: int = 0, loads: int = 0) -> None:

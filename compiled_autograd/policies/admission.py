@@ -8,6 +8,7 @@ What a tape is, is told by its fingerprint, before the engine is asked. Most bac
 from __future__ import annotations
 
 import sys
+from collections.abc import Hashable
 from dataclasses import dataclass
 
 from shadow_cache import Bypass, Miss
@@ -158,8 +159,10 @@ class Admission:
         tape.looks += 1
         if tape.verdict is None:
             return tape, False
-        if before is not None and before.found is tape:
-            tape.left_to_eager(before.used)
+        if before is not None and isinstance(before.found, Tape):
+            both = {before.found, tape}  # where they are two, nobody knows which of them it was
+            for each in both:
+                each.left_to_eager(before.used // len(both))
         _warn(balance)
         if tape.has_paid(balance.likely):
             tape.seen, tape.seconds, tape.needed = 0, 0.0, DEARER * tape.needed
@@ -170,10 +173,18 @@ class Admission:
             self._change(tape, None)
         return tape, False
 
-    def missed(self, tape: Tape | None) -> None:
-        """A tape that might have been a hit was none, and was not compiled."""
-        if tape is not None and tape.verdict is None:
+    def missed(self, tape: Tape | None, taken_from: Hashable = None) -> None:
+        """A tape that might have been a hit was none, and was not compiled.
+
+        Args:
+            taken_from: the sketch by which it was taken for ``tape``, and may be another; None where it was looked at.
+        """
+        if tape is None or tape.verdict is not None:
+            return
+        if taken_from is None:
             self._change(tape, OVER_BUDGET)
+        else:
+            SKETCHES.is_mixed(taken_from)
 
     def _change(self, tape: Tape, verdict: Bypass | None) -> None:
         tape.verdict = verdict

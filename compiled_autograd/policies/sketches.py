@@ -12,8 +12,9 @@ from shadow_cache import Bypass
 from ..process_state import PROCESS
 from ..settings import Settings
 
-FIRST_SPACING, LAST_SPACING = 16, 1024
-"""After so many backwards a tape is looked at all the same: at first, and at last; the number doubles with each."""
+FIRST_SPACING, LAST_SPACING = 16, 1030
+"""After so many backwards a tape is looked at all the same: at first, and at last; the number doubles with each. One
+more than the last is a prime, so that of tapes that take turns it is not always the same one."""
 _MAX_KEPT = 4096
 _MAX_NUMBERS = 1024
 _numbers = PROCESS.register(itertools.count(1))
@@ -67,10 +68,12 @@ class Sketches:
 
     Attributes:
         known: what was found, by number of the settings and sketch; empty as long as no policy needs to know.
+        mixed: the sketches that tapes had of which one is left to eager and another is not: they say nothing.
     """
 
     def __init__(self) -> None:
         self.known: dict[Hashable, Known] = {}
+        self.mixed: set[Hashable] = set()
         self._numbers: dict[Hashable, int] = {}
 
     def number(self, settings: Settings) -> int:
@@ -89,13 +92,25 @@ class Sketches:
         if known is None:
             if len(self.known) >= _MAX_KEPT:
                 self.known.clear()
-            self.known[sketch] = Known(found)
-            return
-        if known.verdict is not (None if found is None else found.verdict):
-            known.spacing = 0
-        else:
+            known = self.known[sketch] = Known(found)
+        elif known.verdict is (None if found is None else found.verdict):
             known.spacing = min(2 * known.spacing, LAST_SPACING)
+        else:
+            known.spacing = 0
+            if found is not None and known.found not in (None, found):
+                self.is_mixed(sketch)
+        if sketch in self.mixed:
+            known.spacing = 0
         known.hold(found)
+
+    def is_mixed(self, sketch: Hashable) -> None:
+        """A tape with this sketch was taken for another, which is not to go the same way."""
+        if len(self.mixed) >= _MAX_KEPT:
+            self.mixed.clear()
+        self.mixed.add(sketch)
+        known = self.known.get(sketch)
+        if known is not None:
+            known.left = 0
 
     def forget(self) -> None:
         """What was found may not hold any more."""
@@ -103,6 +118,11 @@ class Sketches:
             each.left = 0
         self.known.clear()
 
+    def clear(self) -> None:
+        """Forget all."""
+        self.forget()
+        self.mixed.clear()
+
 
 SKETCHES = Sketches()
-PROCESS.register(SKETCHES, reset=SKETCHES.forget)
+PROCESS.register(SKETCHES, reset=SKETCHES.clear)

@@ -49,7 +49,10 @@ class Gate:
         idents: those that go there themselves, as ``execution.on_eager`` does, each as often as it is inside of itself:
             a thread puts itself there in the first call of a ``try``, and takes itself out in the first one of its
             ``finally``. To take a token and to keep it would take longer than a small backward may lose.
-        capturing: who has the seam, as long as the token is locked.
+        capturing: who has the seam, as long as the token is locked. Whoever lets go of it sets this to None first, in
+            case it is its own: a token that is listed here may be locked by one who waited for it, until that one is
+            let run, and must not be taken by its thread for what it holds itself. No other thread changes it until
+            the token is unlocked, and between that and the assignment there is no call.
         after_entering: called by a thread that is counted as one that enters the eager engine.
     """
 
@@ -189,6 +192,9 @@ class Gate:
         """In the parent. What Ctrl-C raised before the fork, Python has told of and passed over."""
         token, self._forking.token = self._forking.token, None  # no call: nothing comes between this and the release
         if token is not None:
+            held = self.capturing
+            if held is not None and held[1] is token:
+                self.capturing = None
             token.release()
 
     def reset_after_fork(self) -> None:

@@ -12,6 +12,7 @@ import sys
 import tempfile
 import time
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import nn
@@ -35,8 +36,8 @@ def written(nodes: int, backend: str, path: Path) -> tuple[int, float]:
     return len(session.graphs()[0].tape.calls), time.perf_counter() - started
 
 
-def opened(path: Path, times: int) -> list[float]:
-    """Milliseconds from the beginning of the navigation, each in a new tab of one browser."""
+def chromium_options() -> Any:
+    """Of a headless Chromium that asks no network for anything."""
     from selenium import webdriver
 
     options = webdriver.ChromeOptions()
@@ -50,6 +51,14 @@ def opened(path: Path, times: int) -> list[float]:
         "--disable-sync",
     ):
         options.add_argument(argument)
+    return options
+
+
+def opened(path: Path, times: int) -> list[float]:
+    """Milliseconds from the beginning of the navigation, each in a new tab of one browser."""
+    from selenium import webdriver
+
+    options = chromium_options()
     driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(shutil.which("chromedriver")))
     try:
         taken = []

@@ -13,6 +13,7 @@ import torch
 from torch import nn
 
 import compiled_autograd as ca
+from benchmarks.report import chromium_options
 from shadow_cache.report import data, page
 
 from .report_pages import CLASS_NAME, MARKUP, Net, report_of, trained
@@ -29,17 +30,8 @@ def browser() -> Iterator[Any]:
     )
     if CHROMIUM is None or DRIVER is None:
         pytest.skip("Chromium and its driver are not installed: apt-get install chromium chromium-driver")
-    options = webdriver.ChromeOptions()
+    options = chromium_options()
     options.binary_location = CHROMIUM
-    for argument in (
-        "--headless=new",
-        "--no-sandbox",
-        "--disable-gpu",
-        "--window-size=1400,900",
-        *("--disable-quic", "--no-first-run", "--disable-background-networking", "--disable-component-update"),
-        "--disable-sync",
-    ):
-        options.add_argument(argument)
     options.set_capability("goog:loggingPrefs", {"browser": "ALL"})
     driver = webdriver.Chrome(options=options, service=webdriver.ChromeService(DRIVER))
     yield driver

@@ -11,12 +11,8 @@ except ImportError:
     from pytorch_lightning import Callback, LightningModule, Trainer
     from pytorch_lightning.utilities import rank_zero_info
 
-from ..api import enable
 from ..engine.session import Session
-from .summary import Summary, misses
-
-MISSES = "backward_misses"
-"""The name in the trainer's log: how many backwards of a batch were no hits."""
+from .summary import MISSES, Summary, Trainings
 
 
 class CompiledAutogradCallback(Callback):
@@ -29,44 +25,37 @@ class CompiledAutogradCallback(Callback):
     Args:
         settings: those of :func:`compiled_autograd.enable`.
 
-    Attributes:
-        session: that of the last training; None before the first.
-
     Raises:
         UnknownSettingError, InvalidSettingError: as ``enable`` does.
     """
 
     def __init__(self, **settings: Any) -> None:
-        self._settings = settings
-        self._entered = 0
-        self._logged = 0
-        self.session: Session | None = None
-        enable(**settings)  # says now what is wrong with them
+        self._trainings = Trainings(settings)
+
+    @property
+    def session(self) -> Session | None:
+        """That of the last training; None before the first."""
+        return self._trainings.session
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """A session for this training."""
-        self.session, self._logged = enable(**self._settings), 0
+        self._trainings.begin()
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Any) -> None:
         """Turn it on."""
-        if self.session is not None:
-            self.session.__enter__()
-            self._entered += 1
+        self._trainings.enter()
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Turn it off."""
-        self._leave()
+        self._trainings.leave()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         """Log the misses of the batch, if there were any."""
-        if self.session is None:
-            return
-        now = misses(self.session.stats())
-        if now != self._logged:
-            pl_module.log(MISSES, float(now - self._logged), on_step=True, on_epoch=False)
-            self._logged = now
+        missed = self._trainings.new_misses()
+        if missed:
+            pl_module.log(MISSES, float(missed), on_step=True, on_epoch=False)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """Say what it was worth."""
@@ -75,10 +64,4 @@ class CompiledAutogradCallback(Callback):
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """A backward that raised leaves nothing turned on."""
-        while self._entered:
-            self._leave()
-
-    def _leave(self) -> None:
-        if self._entered and self.session is not None:
-            self._entered -= 1
-            self.session.__exit__(None, None, None)
+        self._trainings.leave_all()

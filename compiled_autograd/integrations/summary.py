@@ -1,10 +1,17 @@
-"""What a session was worth, in a line for people: what trainers print at the end."""
+"""What trainers' callbacks share: one training after the other, each with a session of its own, and what it was worth,
+in a line for people.
+"""
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
+from ..api import enable
 from ..engine.session import Session, Stats
+
+MISSES = "backward_misses"
+"""The name in a trainer's log: how many backwards were no hits since it last logged."""
 
 
 def misses(stats: Stats) -> int:
@@ -50,3 +57,56 @@ class Summary:
             if self.timed < self.variants:
                 worth += f" ({self.timed} of {self.variants} variants were timed)"
         return f"compiled_autograd: {stats.backwards} backwards: {', '.join(counts)}; {spent}; {worth}"
+
+
+class Trainings:
+    """The trainings of one callback.
+
+    Args:
+        settings: those of :func:`compiled_autograd.enable`.
+
+    Attributes:
+        session: that of the last training; None before the first.
+
+    Raises:
+        UnknownSettingError, InvalidSettingError: as ``enable`` does, at once.
+    """
+
+    def __init__(self, settings: dict[str, Any]) -> None:
+        enable(**settings)
+        self.session: Session | None = None
+        self._settings = settings
+        self._entered = self._logged = 0
+
+    @property
+    def is_on(self) -> bool:
+        """Whether the session is."""
+        return self._entered > 0
+
+    def begin(self) -> None:
+        """A new one, with a new session, which is not on yet. One that raised may have left its own on."""
+        self.leave_all()
+        self.session, self._logged = enable(**self._settings), 0
+
+    def enter(self) -> None:
+        """Turn the session on."""
+        if self.session is not None:
+            self.session.__enter__()
+            self._entered += 1
+
+    def leave(self) -> None:
+        """Turn it off, if it is on."""
+        if self._entered and self.session is not None:
+            self._entered -= 1
+            self.session.__exit__(None, None, None)
+
+    def leave_all(self) -> None:
+        """Turn it off, however often it was turned on."""
+        while self._entered:
+            self.leave()
+
+    def new_misses(self) -> int:
+        """How many backwards were no hits since this was last asked."""
+        now = 0 if self.session is None else misses(self.session.stats())
+        before, self._logged = self._logged, now
+        return now - before

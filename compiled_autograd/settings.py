@@ -5,7 +5,7 @@ from __future__ import annotations
 import inspect
 import os
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, Literal
 
 import msgspec
@@ -22,7 +22,13 @@ _WORDS: dict[str, Any] = {"none": None, "true": True, "1": True, "false": False,
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What a session was asked to do. Two sessions with equal settings share their compiled graphs."""
+    """What a session was asked to do. Two sessions with equal settings share their compiled graphs.
+
+    Attributes:
+        backend_in_mode: the backend as the registry knows it: Inductor has a name for each mode.
+        check_every: one run in this many is compared with the real calls, beside the first ones; 0 for none.
+        key: what a compiled variant depends on; the policies (``on_*``) decide only when one is made.
+    """
 
     backend: str | Callable[..., Any] = "inductor"
     dynamic: bool | None = None
@@ -36,29 +42,27 @@ class Settings:
     native: bool | None = None
     progress: bool | None = None
     compile_budget: float | None = None
+    backend_in_mode: str | Callable[..., Any] = field(init=False, repr=False, compare=False)
+    check_every: int = field(init=False, repr=False, compare=False)
+    key: tuple[Any, ...] = field(init=False, repr=False, compare=False)
 
-    @property
-    def backend_in_mode(self) -> str | Callable[..., Any]:
-        """The backend as the registry knows it: Inductor has a name for each mode."""
-        return self.backend if self.mode == DEFAULT else name_in(self.mode)
-
-    @property
-    def check_every(self) -> int:
-        """One run in this many is compared with the real calls, beside the first ones; 0 for none."""
-        return 0 if self.check == NEW else int(self.check)
+    def __post_init__(self) -> None:
+        backend = self.backend if self.mode == DEFAULT else name_in(self.mode)
+        derived = {
+            "backend_in_mode": backend,
+            "check_every": 0 if self.check == NEW else int(self.check),
+            "key": (("backend", backend), ("passes", self.passes), ("dynamic", self.dynamic)),
+        }
+        for name, value in derived.items():  # once: hits ask for them
+            object.__setattr__(self, name, value)
 
     @property
     def compiles(self) -> bool:
         """Whether what is not in the cache is compiled, now or in the background."""
         return self.on_miss in ("compile", "background")
 
-    @property
-    def key(self) -> tuple[Any, ...]:
-        """What a compiled variant depends on; the policies (``on_*``) decide only when one is made."""
-        return (("backend", self.backend_in_mode), ("passes", self.passes), ("dynamic", self.dynamic))
 
-
-_NAMES = tuple(field.name for field in fields(Settings))
+_NAMES = tuple(each.name for each in fields(Settings) if each.init)
 _FROM_ENVIRONMENT = tuple(name for name in _NAMES if name != "passes")
 
 

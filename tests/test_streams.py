@@ -18,7 +18,7 @@ from compiled_autograd import errors, ir
 from compiled_autograd.diagnostics.bypass import CUDA_DEVICES
 from compiled_autograd.engine import backward, decide, seam
 from compiled_autograd.engine.cuda import streams
-from compiled_autograd.engine.cuda.devices import cuda_device, on_device
+from compiled_autograd.engine.cuda.devices import cuda_device
 from compiled_autograd.engine.cuda.streams import DEFAULT, UNKNOWN, StreamWatch, _Thread
 
 from .helpers import assert_same, expect, in_subprocess
@@ -472,6 +472,3 @@ def test_the_tapes_device_is_the_current_one(monkeypatch: pytest.MonkeyPatch) ->
     monkeypatch.setattr(seam, "cuda_device", lambda tape: 1)
     expect(steps(ca.enable(backend="eager")), structure_misses=1, hits=2)
     assert entered == [1, -1] * 3
-    with on_device(None):
-        pass
-    assert len(entered) == 6

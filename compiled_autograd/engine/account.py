@@ -14,7 +14,7 @@ from ..cache.disk import Disk, made_in_memory
 from ..cache.selection import Selection
 from ..cache.stores import disk_for
 from ..cache.variants import Variant
-from ..diagnostics.bypass import INTERRUPTED, OVER_BUDGET
+from ..diagnostics.bypass import FORKED, INTERRUPTED, OVER_BUDGET
 from ..diagnostics.reporting import tell_of_own_error
 from ..guards.ambient import Ambient
 from ..policies.admission import ADMISSION
@@ -72,6 +72,12 @@ class RunAccount:
         if self.handed.miss is not None:
             self.selection.reasons, self.selection.new_structure = [self.handed.miss], True
 
+    def refuse(self) -> Bypass | None:
+        """Why nothing may be compiled for it; None where it may."""
+        if not can_compile():
+            return FORKED
+        return OVER_BUDGET if not self.call.admitted and ADMISSION.refuses(self.account.settings) else None
+
     def close_after(self, error: BaseException) -> None:
         """It has raised ``error``, which is the user's, and not to be replaced by one of ours."""
         try:
@@ -90,7 +96,8 @@ class RunAccount:
             raise
         finally:
             self.account.tell(outcome, self.handed.captured, self.report.compiles, self.report.loads)
-            self._charge()
+            if self.handed.captured or len(self.report.seconds) > 2:  # than the walk and the run of a hit
+                self._charge()
         if outcome.reasons or self.report.compiles or self.report.loads:
             trace(outcome, self.report, self.selection.variant)
 
@@ -106,13 +113,15 @@ class RunAccount:
         report, reasons, variant = self.report, self.selection.reasons, self.selection.variant
         settings = self.account.settings
         report.seconds["run"] = time.perf_counter() - self._started
-        reasons.extend(report.misses)
+        if report.misses:
+            reasons.extend(report.misses)
         if report.uncompiled:
             in_background = settings.on_miss == "background" and can_compile() and not self.over_budget
             why = "compile_budget is spent" if self.over_budget else "on_miss does not compile"
             waits = "they are compiled in the background" if in_background else why
             reasons.append(Miss("guard", f"{report.uncompiled} regions", hint=f"{waits}; their calls ran one by one"))
-        reasons.extend(failure for failure in report.failures if failure not in reasons)
+        if report.failures:
+            reasons.extend(failure for failure in report.failures if failure not in reasons)
         outcome = self._outcome()
         reasons = self.selection.reasons
         if outcome.outcome == HIT and not (failed or report.compared) and variant is not None:

@@ -21,7 +21,7 @@ from .cuda.streams import STREAMS
 from .decide import decide, is_policy, look
 from .execution import execute, on_eager
 from .native_hits import NATIVE_HITS
-from .seam import RunInside, hand_over
+from .seam import hand_over
 from .session import BYPASS, Outcome, Session, thread
 from .whole.beside import may_run_twice
 from .whole.checks import CHECKS
@@ -43,7 +43,10 @@ def run(session: Session, call: Call) -> Any:
         reason = decide(call, settings)
         if reason is not None:
             return _refused(call, account, Refused(reason))
-        given = (_whole if CHECKS.may_be_next(settings) else _handed_over)(call, account)
+        if settings.check_every and CHECKS.may_be_next(settings):
+            given = _whole(call, account)
+        else:
+            given = NATIVE_HITS.hand_over(call, settings) or _engine_hands_over(call, settings, account)
         if isinstance(given, HandedOver):
             return _asked_for(call, execute(call, account, given))
         if isinstance(given, RanInside):
@@ -73,8 +76,8 @@ def _handed_over(call: Call, account: Account, looked: HandedOver | None = None)
     Args:
         looked: what it was found to be a moment ago, when it was not released.
     """
-    run_inside = functools.partial(_execute_inside, call, account, looked)
-    given = NATIVE_HITS.hand_over(call, account.settings) or _engine_hands_over(call, account.settings, run_inside)
+    settings = account.settings
+    given = NATIVE_HITS.hand_over(call, settings) or _engine_hands_over(call, settings, account, looked)
     if isinstance(given, HandedOver):
         _as_first_met(given, looked)
     return given
@@ -106,9 +109,11 @@ def _release(call: Call, settings: Settings) -> None:
 
 
 def _engine_hands_over(
-    call: Call, settings: Settings, run_inside: RunInside | None
+    call: Call, settings: Settings, account: Account | None, looked: HandedOver | None = None
 ) -> HandedOver | RanInside | Refused:
+    """What the engine says of it; without an account it is only looked at."""
     plan = NATIVE_HITS.learn(call, settings)
+    run_inside = None if account is None else functools.partial(_execute_inside, call, account, looked)
     for _ in range(_TRIES):
         given = hand_over(call, settings, run_inside)
         if not isinstance(given, Refused) or not given.changed:

@@ -12,11 +12,10 @@ import torch
 from torch._C import _ImperativeEngine
 from torch.autograd import Variable
 
-from shadow_cache import Bypass, Failure, VariantKey
+from shadow_cache import Failure, VariantKey
 
 from ..cache.selection import Selection, select
 from ..cache.variants import Handover, Variant
-from ..diagnostics.bypass import FORKED, OVER_BUDGET
 from ..diagnostics.node_log import NodeLog
 from ..diagnostics.reporting import failure_of, logs_nodes
 from ..errors import CacheMissError, GradientMismatchError
@@ -35,8 +34,7 @@ from ..threads.claims import CLAIMS
 from ..threads.forks import can_compile
 from ..threads.gate import GATE
 from .account import Account, RunAccount
-from .call import Call, HandedOver, Results
-from .cuda.devices import on_device
+from .call import Call, HandedOver, KnownShapes, Results
 from .session import HIT, Here, Outcome, thread
 from .whole.beside import Beside, asked_for, may_run_beside
 from .whole.checks import CHECKS
@@ -104,21 +102,25 @@ def execute(call: Call, account: Account, handed: HandedOver) -> Results:
         GradientMismatchError: ``check`` is True or a number, and compiled code has given something else than the real
             calls: the step is done, with what these gave.
     """
-    if handed.graph.saving is None and _ran_alone(call, account, handed):
+    shapes = handed.shapes
+    if shapes is not None and handed.graph.saving is None and _ran_alone(call, account, handed, shapes):
         return ()
     settings, outer = account.settings, thread.here.running
     context = RunContext(outer=None if outer is None else outer.context)
     report = context.report
-    report.add("capture", time.perf_counter() - account.started)
+    report.seconds["capture"] = time.perf_counter() - account.started
     state = Running(call.outputs, call.inputs, call.accumulate_grad, call.keep_graph, context, handed.graph.tape.order)
-    with on_device(handed.graph.tape.cuda_device):
-        run = RunAccount(account, call, handed, report)
-        try:
+    run, device = RunAccount(account, call, handed, report), handed.graph.tape.cuda_device
+    try:
+        if device is None:
             results = _with_state(state, run)
-        except BaseException as error:
-            run.close_after(error)
-            raise
-        run.close()
+        else:
+            with torch.cuda.device(device):
+                results = _with_state(state, run)
+    except BaseException as error:
+        run.close_after(error)
+        raise
+    run.close()
     if context.outer is not None:
         context.outer.nested += _to_raise(context, settings)  # raised here, they would cost the step around this
     if report.uncompiled and settings.on_miss == "raise":
@@ -162,9 +164,10 @@ def _run(state: Running, run: RunAccount) -> Results:
             graph.save_now(VariantKey(settings.key, ambient_state), handed.handover)
         run.selection = _select(run, ambient_state)
         _allow(run, context)
-        context.report.failures.extend(run.selection.failures)
+        if run.selection.failures:
+            context.report.failures.extend(run.selection.failures)
         variant = run.selection.variant
-        compared = variant is not None and CHECKS.count(variant, settings)
+        compared = settings.check_every > 0 and variant is not None and CHECKS.count(variant, settings)
         if variant is not None and compared:
             results: Results = _compared(run, variant, ambient_state, context)
         else:
@@ -172,8 +175,10 @@ def _run(state: Running, run: RunAccount) -> Results:
         context.call = 0
         for callback in state.callbacks:  # one may queue another
             callback()
-        if context.outer is None and (mismatches := _to_raise(context, settings)):
-            raise GradientMismatchError(mismatches)
+        if context.outer is None and (context.nested or context.report.mismatches):
+            mismatches = _to_raise(context, settings)
+            if mismatches:
+                raise GradientMismatchError(mismatches)
         return results
     except Exception:
         if context.call and state.outputs and torch.is_anomaly_enabled():
@@ -190,7 +195,7 @@ def _served(handed: HandedOver, variant: Variant | None, context: RunContext) ->
         handed.whole.free()
     if variant is None:
         return handed.graph(handed.handover, context.log)
-    if _runs_native(handed, variant, context):
+    if handed.shapes is not None and _runs_native(handed, variant, handed.shapes, context):
         return ()
     return variant.program.run(handed.handover.slots(), context)
 
@@ -212,10 +217,10 @@ def _compared(run: RunAccount, variant: Variant, ambient_state: Ambient, context
     return variant.program.run(slots, context)
 
 
-def _runs_native(handed: HandedOver, variant: Variant, context: RunContext) -> bool:
+def _runs_native(handed: HandedOver, variant: Variant, shapes: KnownShapes, context: RunContext) -> bool:
     """Whether it could be run without Python, and was."""
-    taken, shapes = handed.given, handed.shapes
-    if shapes is None or isinstance(taken, Handover):
+    taken = handed.given
+    if isinstance(taken, Handover):
         return False
     native = variant.native.of(variant.program, shapes.module)
     looked_at = context.profile is not None or context.log is not None
@@ -225,22 +230,23 @@ def _runs_native(handed: HandedOver, variant: Variant, context: RunContext) -> b
     return True
 
 
-def _ran_alone(call: Call, account: Account, handed: HandedOver) -> bool:
+def _ran_alone(call: Call, account: Account, handed: HandedOver, shapes: KnownShapes) -> bool:
     """Whether it was a hit that could be run without Python, and so without what only users' code, reports and misses
     need: the state of the thread, a context and its report. Then it was."""
-    taken, shapes, settings = handed.given, handed.shapes, account.settings
-    variant = None if shapes is None else shapes.last()
+    taken, settings, variant = handed.given, account.settings, shapes.last()
     native = None if variant is None else variant.native.current
-    if native is None or not native.is_alone or not native.is_current() or isinstance(taken, Handover):
+    if native is None or not native.made.is_straight_line or not native.is_current() or isinstance(taken, Handover):
         return False
     if handed.whole is not None or torch.autograd._profiler_enabled() or logs_nodes():
         return False
     if not native.is_usable(settings.check is not False):
         return False
     assert variant is not None
-    if CHECKS.is_next(variant, settings) or not handed.graph.uses(variant, settings.key, ambient()):
+    every = settings.check_every
+    if (every and CHECKS.is_next(variant, settings)) or not handed.graph.uses(variant, settings.key, ambient()):
         return False
-    CHECKS.count(variant, settings)
+    if every:
+        CHECKS.count(variant, settings)
     started, grad_mode = time.perf_counter(), torch.is_grad_enabled()
     outcome = Outcome(HIT, handed.graph, (), {"capture": started - account.started})
     try:
@@ -249,8 +255,9 @@ def _ran_alone(call: Call, account: Account, handed: HandedOver) -> bool:
             native.run(taken)
         finally:
             torch._C._set_grad_enabled(grad_mode)
-        outcome.seconds["run"] = time.perf_counter() - started
-        seconds = time.perf_counter() - account.started
+        ended = time.perf_counter()
+        outcome.seconds["run"] = ended - started
+        seconds = ended - account.started
         variant.hits += 1
         variant.ran += seconds
         if settings.tune:
@@ -262,29 +269,23 @@ def _ran_alone(call: Call, account: Account, handed: HandedOver) -> bool:
 
 def _allow(run: RunAccount, context: RunContext) -> None:
     """Whether regions that are not compiled are, and where: always those of a variant that was just made."""
-    on_miss, made = run.account.settings.on_miss, bool(run.selection.reasons)
-    run.over_budget = ADMISSION.closed and not made and not run.call.admitted and run.account.settings.compiles
-    if run.over_budget or not can_compile():
+    settings = run.account.settings
+    if ADMISSION.closed and not run.selection.reasons and not run.call.admitted and settings.compiles:
+        run.over_budget = True
+    if run.over_budget or settings.on_miss != "compile" or not can_compile():
         context.may_compile = False
-        return
-    context.may_compile = on_miss == "compile"
-    if on_miss == "background":
+    if settings.on_miss == "background" and not run.over_budget and can_compile():
         context.submit = functools.partial(_submit, run, run.ambient_state)
 
 
 def _select(run: RunAccount, ambient_state: Ambient) -> Selection:
     """What serves the backward: without asking for shapes, where these were found to be ones that were met before."""
     settings, graph, shapes = run.account.settings, run.handed.graph, run.handed.shapes
-    for known in () if shapes is None else shapes.variants():
-        if graph.uses(known, settings.key, ambient_state):
-            return Selection(known)
-
-    def refuse() -> Bypass | None:
-        if not can_compile():
-            return FORKED
-        return OVER_BUDGET if not run.call.admitted and ADMISSION.refuses(settings) else None
-
-    selection = select(settings, graph, ambient_state, run.handed.handover, run.handed.miss, refuse)
+    if shapes is not None:
+        for known in shapes.variants():
+            if graph.uses(known, settings.key, ambient_state):
+                return Selection(known)
+    selection = select(settings, graph, ambient_state, run.handed.handover, run.handed.miss, run.refuse)
     if shapes is not None and selection.variant is not None:
         shapes.served(selection.variant)
     return selection

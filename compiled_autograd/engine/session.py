@@ -192,7 +192,8 @@ class Session:
 
     def record(self, outcome: Outcome, captured: bool = False, compiles: int = 0, loads: int = 0) -> None:
         """Count one backward."""
-        self._count_left()
+        if self.left is not None:
+            self._count_left()
         failures = [reason for reason in outcome.reasons if isinstance(reason, Failure)] if outcome.reasons else ()
         failed, kind = len(failures), outcome.outcome
         seconds = outcome.seconds.get("lower", 0.0) + outcome.seconds.get("compile", 0.0)

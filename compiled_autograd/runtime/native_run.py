@@ -41,11 +41,6 @@ class NativeRun:
     function: Compiled
     made: HostedProgram
 
-    @property
-    def is_alone(self) -> bool:
-        """Whether it is a straight-line program, in which no code of anybody else's runs."""
-        return self.made.is_straight_line
-
     def is_current(self) -> bool:
         """Whether it is still made of what the program is made of."""
         return self.program.schedule.steps is self.steps and _called_by(self.compiled) is self.function

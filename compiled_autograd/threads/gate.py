@@ -108,7 +108,7 @@ class Gate:
 
     def others_in_eager(self) -> bool:
         """Whether another thread is in the eager engine."""
-        return self._others_than(get_ident())
+        return bool(self.idents or self.in_eager) and self._others_than(get_ident())
 
     def _others_than(self, me: int) -> bool:
         if self.idents and any(ident != me for ident in self.idents.copy()):
@@ -144,7 +144,7 @@ class Gate:
             self._unseen &= self._find_unseen()
         if self._in_call and me in _holders(self._in_call):
             return INSIDE_ENGINE_CALL
-        if self._unseen or self._others_than(me):
+        if self._unseen or ((self.idents or self.in_eager) and self._others_than(me)):
             return OTHER_THREAD
         return None
 

@@ -1,4 +1,4 @@
-"""On which CUDA device a tape lies, and to make it the current one for a backward. Written against torch 2.13.
+"""On which CUDA device a tape lies, which is made the current one for its backward. Written against torch 2.13.
 
 The eager engine has a thread for each device, in which that device is the current one
 (``torch/csrc/autograd/engine.cpp``). PyTorch's own operators go to the device of their tensors, but
@@ -7,7 +7,6 @@ The eager engine has a thread for each device, in which that device is the curre
 
 from __future__ import annotations
 
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -16,8 +15,6 @@ from torch import fx
 from ...diagnostics.bypass import CUDA_DEVICES
 from ...errors import CaptureRefusedError
 from ...ir import TapeGraph
-
-_AS_IT_IS = nullcontext()
 
 
 def cuda_device(tape: TapeGraph) -> int | None:
@@ -35,8 +32,3 @@ def cuda_device(tape: TapeGraph) -> int | None:
     if len(indices) > 1:
         raise CaptureRefusedError(CUDA_DEVICES)
     return min(indices, default=None)
-
-
-def on_device(index: int | None) -> AbstractContextManager[Any]:
-    """Inside, the device of that index is the current one; None leaves it as it is."""
-    return _AS_IT_IS if index is None else torch.cuda.device(index)

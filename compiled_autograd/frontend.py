@@ -47,7 +47,6 @@ from .engine.execution import depth, execute
 from .engine.handles import KEPT, may_be_kept
 from .engine.session import Session
 from .errors import CacheMissError, CaptureRefusedError, UnsupportedBackwardError
-from .guards.ambient import ambient
 from .process_state import PROCESS
 from .runtime.interpret import interpret
 from .settings import Settings
@@ -286,6 +285,8 @@ def _find(captured: ir.TapeGraph, handover: Handover, settings: Settings) -> tup
         miss = GRAPHS.explain(captured, keys, [tuple(tensor.shape) for tensor in handover.tensors])
         kept = may_be_kept(settings, captured, keys)
         graph = KEPT.new_graph(captured, keys) if kept else CompiledGraph(captured)
-    if settings.on_miss == "raise" and graph.find(settings.key, ambient(), handover) is None:
-        raise CacheMissError([miss] if miss is not None else graph.explain(settings, ambient(), handover))
+    if settings.on_miss == "raise":
+        state = graph.forms.state(handover)
+        if graph.find(settings.key, state, handover) is None:
+            raise CacheMissError([miss] if miss is not None else graph.explain(settings, state, handover))
     return graph, miss

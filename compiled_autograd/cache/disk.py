@@ -101,7 +101,7 @@ class Disk:
         entry: Entry,
         record: VariantRecord,
     ) -> Variant:
-        nodes = list(graph.tape_for(ambient_state).graph.nodes)
+        nodes = list(graph.forms.under(ambient_state).graph.nodes)
         specs = {nodes[position]: spec for position, spec in record.specs}
         untraceable = {nodes[position]: reason for position, reason in record.untraceable}
         variant = graph.make(settings, ambient_state, handover, shapes_of(record, handover), specs, untraceable)

@@ -17,7 +17,7 @@ from backends import Storing, get_backend
 from shadow_cache import Entry, Miss
 
 from .. import ir
-from ..diagnostics.variant_misses import STATE_HINTS, text_of_part
+from ..diagnostics.variant_misses import state_hint, text_of_part
 from ..guards.ambient import INDUCTOR_SETTINGS, Ambient
 from ..settings import Settings
 from ..versions import VERSION
@@ -44,7 +44,7 @@ def differences(entry: Entry, state: State) -> list[Miss]:
         for name in sorted({*old, *new}):
             if old.get(name) != new.get(name):
                 texts = old.get(name, "nothing"), new.get(name, "nothing")
-                found.append(Miss(kind, name, *texts, hint=STATE_HINTS[kind]))
+                found.append(Miss(kind, name, *texts, hint=state_hint(kind, name)))
     return found
 
 

@@ -27,7 +27,6 @@ from ..diagnostics.variant_misses import state_miss
 from ..errors import ReproductionError
 from ..guards.ambient import Ambient, ambient, compile_state
 from ..guards.shapes import Spec
-from ..ir import nan_checks
 from ..process_state import PROCESS, free_in_child
 from ..reproduction.recording import Sample
 from ..reproduction.writing import write_sample
@@ -35,6 +34,7 @@ from ..runtime.interpret import interpret
 from ..runtime.program import Program
 from ..settings import Settings
 from ..steps.steps import RegionStep
+from .forms import Forms
 from .stages import about, handed_on, readable
 from .value_misses import values_miss
 from .variants import Handover, Shapes, Variant, tensor_check, tensor_records
@@ -57,7 +57,7 @@ class CompiledGraph:
 
     Attributes:
         tape: the tape graph, in the order in which it runs.
-        checked: the same with NaN checks, once anomaly mode has asked for them.
+        forms: those in which it runs.
         variants: what was compiled of it, for each set of shapes, ambient state and settings.
         number: counts the structures of the process.
         used: orders the structures by their last use.
@@ -71,7 +71,7 @@ class CompiledGraph:
     """
 
     tape: ir.TapeGraph
-    checked: ir.TapeGraph | None = field(default=None, kw_only=True)
+    forms: Forms = field(init=False)
     number: int = -1
     variants: list[Variant] = field(default_factory=list)
     used: int = 0
@@ -82,9 +82,12 @@ class CompiledGraph:
     identity: int = 0
     saving: str | os.PathLike[str] | None = None
 
+    def __post_init__(self) -> None:
+        self.forms = Forms(self.tape)
+
     def __call__(self, handover: Handover, log: NodeLog | None = None) -> list[torch.Tensor | None]:
         """Run the tape graph's calls one by one, without a backend."""
-        return interpret(self.tape_for(ambient()), handover.by_kind(), log)
+        return interpret(self.forms.under(ambient()), handover.by_kind(), log)
 
     def find(self, settings: tuple[Any, ...], ambient: Ambient, handover: Handover) -> Variant | None:
         """The variant for a backward, if there is one."""
@@ -132,7 +135,7 @@ class CompiledGraph:
             specs: what the steps of one that was there before handed on.
         """
         counts = [len(values) for values in handover.kinds()]
-        tape, backend = self.tape_for(ambient), get_backend(settings.backend_in_mode)
+        tape, backend = self.forms.under(ambient), get_backend(settings.backend_in_mode)
         specs = {**specs, **shapes.of_placeholders(tape)}
         program = Program(tape, backend, settings.passes, counts, specs, shapes.dynamic, untraceable or {})
         check = tensor_check(handover.tensors, shapes.tensors, tape.added_to())
@@ -145,15 +148,6 @@ class CompiledGraph:
         key = VariantKey(settings.key, ambient)
         sample = Sample.of(handover.by_kind())
         return Variant(key, shapes, list(handover.scalars), check, program, sample, next(_uses), devices=devices)
-
-    def tape_for(self, ambient: Ambient) -> ir.TapeGraph:
-        """The tape graph, with NaN checks where anomaly mode asks for them."""
-        if not dict(ambient)["check_nan"]:
-            return self.tape
-        with _ADDING:  # whoever asks twice gets the same nodes
-            if self.checked is None:
-                self.checked = nan_checks.with_nan_checks(self.tape)
-            return self.checked
 
     def keep(self, variant: Variant) -> list[Miss]:
         """Add a variant; where there are too many of them then, the least recently used goes."""

@@ -12,6 +12,7 @@ import torch
 from shadow_cache import Miss, VariantKey
 
 from .. import ir
+from ..guards.ambient import CHECKPOINTED
 from ..guards.shapes import SPECIAL, Guard, Origin, Spec
 from .node_names import uses, value_name
 
@@ -26,6 +27,7 @@ STATE_HINTS = {
     "environment": "it is compiled again for what runs now",
 }
 """What to do where another state, other settings or another environment is the reason."""
+_CHECKPOINTED_HINT = "layers were checkpointed in other groups; each grouping that occurs is compiled once"
 
 
 def shape_miss(
@@ -119,7 +121,12 @@ def state_miss(key: VariantKey, known: Sequence[VariantKey]) -> Miss:
     if nearest.settings != key.settings:
         kind, before, after = "backend_or_settings", nearest.settings, key.settings
     name, old, new = next((name, old, new) for (name, old), (_, new) in zip(before, after, strict=True) if old != new)
-    return Miss(kind, name, text_of_part(name, old), text_of_part(name, new), STATE_HINTS[kind])
+    return Miss(kind, name, text_of_part(name, old), text_of_part(name, new), state_hint(kind, name))
+
+
+def state_hint(kind: str, name: str) -> str:
+    """What to do where a part of a state is another."""
+    return _CHECKPOINTED_HINT if name == CHECKPOINTED else STATE_HINTS[kind]
 
 
 def guard_miss(guard: Guard, arguments: Sequence[Any], names: Sequence[str]) -> Miss:

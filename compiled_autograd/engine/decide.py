@@ -12,7 +12,6 @@ from ..cache.stores import disk_for
 from ..capture.tape import freed_at_the_end
 from ..diagnostics.bypass import COMPILING, FORKED, INPUT_INSIDE, ON_MISS, OVER_BUDGET, TRACING, before_capture
 from ..errors import CacheMissError
-from ..guards.ambient import ambient
 from ..policies.admission import ADMISSION, Tape
 from ..policies.autotune import AUTOTUNE, Trial
 from ..policies.background import BACKGROUND
@@ -107,7 +106,7 @@ def _must_be_a_hit(call: Call, settings: Settings) -> Bypass | None:
         if isinstance(given, Refused) and given.miss is not None:
             raise CacheMissError([given.miss])
         return None  # what refused this walk refuses the next one
-    graph, ambient_state = given.graph, ambient()
+    graph, ambient_state = given.graph, given.graph.forms.state(given.handover)
     variant, other = find_variant(settings, graph, ambient_state, given.handover)
     if variant is not None:
         return None

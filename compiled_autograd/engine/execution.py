@@ -159,7 +159,8 @@ def _run(state: Running, run: RunAccount) -> Results:
             context.profile = state.profile(graph.tape)
         if logs_nodes():
             context.log = NodeLog()
-        ambient_state = run.ambient_state = ambient()
+        state_now = graph.forms.state(handed.handover) if graph.forms.unpacks else ambient()
+        ambient_state = run.ambient_state = state_now
         if graph.saving is not None:
             graph.save_now(VariantKey(settings.key, ambient_state), handed.handover)
         run.selection = _select(run, ambient_state)

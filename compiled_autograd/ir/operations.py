@@ -153,4 +153,5 @@ def check_nan(given: Sequence[torch.Tensor | None], call: int) -> None:
 USERS_CODE = frozenset(
     {call_backward, Packed, tensor_hook, cpp_hook, pre_hook, post_hook, post_accumulate_hook, unpack_hook}
 )
-"""Calls that run what a user wrote: never traced, never moved, never run twice."""
+"""Calls that run what a user wrote: never traced, never run twice, and never moved but for what
+:mod:`compiled_autograd.ir.checkpoints` says."""

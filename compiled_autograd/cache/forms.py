@@ -1,0 +1,52 @@
+"""The forms in which the tape graph of a structure runs, and what decides between them beside the ambient state."""
+
+from __future__ import annotations
+
+import threading
+
+from .. import ir
+from ..guards.ambient import CHECKPOINTED, Ambient, ambient
+from ..ir import checkpoints, nan_checks
+from ..process_state import free_in_child
+from ..torch_api.checkpointing import frame_of
+from .variants import Handover
+
+_MAKING = free_in_child(threading.RLock())  # milliseconds
+
+
+class Forms:
+    """The forms of one tape graph.
+
+    Attributes:
+        unpacks: which of the lifted objects are unpack hooks that it calls, in its order, if there are several.
+    """
+
+    def __init__(self, tape: ir.TapeGraph) -> None:
+        unpacks = checkpoints.unpacks(tape)
+        self.unpacks = unpacks if len(unpacks) > 1 else ()
+        self._tape = tape
+        self._checked: ir.TapeGraph | None = None
+        self._together: dict[checkpoints.Frames, ir.TapeGraph] = {}
+
+    def state(self, handover: Handover) -> Ambient:
+        """The ambient state; of a tape with several unpack hooks, also which of them belong to one checkpointed call.
+        The engine's key does not say that."""
+        if not self.unpacks:
+            return ambient()
+        frames = checkpoints.numbered([frame_of(handover.objects[index]) for index in self.unpacks])
+        return (*ambient(), (CHECKPOINTED, frames))
+
+    def under(self, state: Ambient) -> ir.TapeGraph:
+        """The tape graph, with NaN checks where anomaly mode asks for them; else with the tensors of checkpointed calls
+        unpacked together."""
+        parts = dict(state)
+        frames: checkpoints.Frames = parts.get(CHECKPOINTED, ())
+        if not parts["check_nan"] and all(number < 0 for number, _ in frames):
+            return self._tape
+        with _MAKING:  # whoever asks twice gets the same nodes
+            if parts["check_nan"]:
+                self._checked = self._checked or nan_checks.with_nan_checks(self._tape)
+                return self._checked
+            if frames not in self._together:
+                self._together[frames] = checkpoints.unpacked_together(self._tape, frames)
+            return self._together[frames]

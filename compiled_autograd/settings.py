@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect
 import os
 from collections.abc import Callable, Mapping
@@ -85,7 +86,7 @@ def resolve(given: Mapping[str, Any], environ: Mapping[str, str] | None = None) 
         if name not in _FROM_ENVIRONMENT:
             raise UnknownSettingError(variable, (PREFIX + known.upper() for known in _FROM_ENVIRONMENT))
         if name not in given and text:
-            values[name] = _check(name, _WORDS.get(text.lower(), text), variable)
+            values[name] = _check(name, _of_text(name, text), variable)
     for name, value in given.items():
         values[name] = _check(name, value, "enable()")
     settings = Settings(**values)
@@ -96,9 +97,16 @@ def resolve(given: Mapping[str, Any], environ: Mapping[str, str] | None = None) 
     return settings
 
 
+def _of_text(name: str, text: str) -> Any:
+    """What the text of an environment variable stands for: a number, a word, or itself."""
+    if name == "compile_budget":
+        with contextlib.suppress(ValueError):
+            return float(text)
+    value = _WORDS.get(text.lower(), text)
+    return int(text) if name == "check" and value is text and text.isdecimal() else value
+
+
 def _check(name: str, value: Any, where: str) -> Any:
-    if name == "check" and isinstance(value, str) and value.isdecimal():  # of the environment
-        value = int(value)
     kind, allowed = _ALLOWED[name]
     try:
         return kind(value) if inspect.isfunction(kind) else msgspec.convert(value, kind)
@@ -109,11 +117,11 @@ def _check(name: str, value: Any, where: str) -> Any:
 def _seconds(value: Any) -> Any:
     if value is None:
         return None
-    if isinstance(value, bool):
+    if isinstance(value, (bool, str, bytes, bytearray)):
         raise TypeError
     try:
         seconds = float(value)
-    except ValueError:
+    except (ValueError, OverflowError):
         raise TypeError from None
     if not seconds >= 0:
         raise TypeError

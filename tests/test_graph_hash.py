@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import gc
 import random
+import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -26,6 +27,7 @@ from compiled_autograd.lowering import region_compiler
 from compiled_autograd.lowering.graph_hash import graph_hash
 from compiled_autograd.lowering.region_compiler import CompiledRegion
 from compiled_autograd.policies.worker_process import _request
+from compiled_autograd.steps.steps import region_record
 
 from .helpers import assert_grads, assert_same, expect, mlp
 
@@ -206,6 +208,72 @@ def test_code_that_was_found_to_be_wrong_serves_no_structure(monkeypatch: pytest
     assert_grads(model, reference)
     assert all(each.proof.refuted for graph in GRAPHS for step in graph.regions for each in step.compiled_regions())
     assert not region_compiler._MADE
+
+
+class _TwoForms:
+    """Code that runs in a form which is wrong until that is dropped."""
+
+    def __init__(self, graph_module: Any) -> None:
+        self.graph_module, self.form = graph_module, "fast"
+
+    def __call__(self, arguments: list[Any]) -> list[Any]:
+        given = [*self.graph_module(*arguments)]
+        arguments.clear()
+        return [each + 1 for each in given] if self.form == "fast" else given
+
+    def form_for(self, arguments: list[Any]) -> str:
+        return self.form
+
+    def drop(self, form: str) -> bool:
+        was, self.form = self.form, "slow"
+        return was == form == "fast"
+
+
+@pytest.mark.usefixtures("slow")
+def test_who_takes_code_later_knows_which_form_of_it_was_wrong(monkeypatch: pytest.MonkeyPatch) -> None:
+    """So that the store is told: another process would run that form again."""
+    monkeypatch.setattr(EagerBackend, "compile", lambda self, graph_module, examples: _TwoForms(graph_module))
+    model, session = mlp(), ca.enable(backend="eager", cache_dir=False)
+    reference = copy.deepcopy(model)
+    with pytest.warns(UserWarning, match="a slower form of it runs from now on"):
+        _accumulated(model, session, 1)
+    for each, context in ((model, session), (reference, ca.disable())):
+        _accumulated(each, context, 2)
+    assert_grads(model, reference)
+    expect(session.stats(), structure_misses=2, hits=1, captures=2, compiles=1, failures=1)
+    records = [
+        region_record(step, each) for graph in GRAPHS for step in graph.regions for each in step.compiled_regions()
+    ]
+    assert [record.dropped for record in records] == [("fast",), ("fast",)]
+
+
+@pytest.mark.usefixtures("slow")
+def test_code_that_fails_in_a_later_structure_was_compiled_all_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
+    fails: list[bool] = []
+
+    def compile(self: EagerBackend, graph_module: Any, example_inputs: Any) -> Any:
+        def run(arguments: list[Any]) -> Any:
+            if any(fails):
+                raise ValueError("broken")
+            return graph_module(*arguments)
+
+        return run
+
+    monkeypatch.setattr(EagerBackend, "compile", compile)
+    model, session = mlp(), ca.enable(backend="eager", cache_dir=False)
+    reference = copy.deepcopy(model)
+    _accumulated(model, session, 1)
+    model.zero_grad()
+    for each, context in ((model, session), (reference, ca.disable())):
+        torch.manual_seed(1)
+        each.zero_grad()
+        for fails[:] in ([False], [True]):
+            loss = each(torch.randn(5, 8)).square().mean()
+            with context, warnings.catch_warnings():
+                warnings.simplefilter("ignore")
+                loss.backward()
+    assert_grads(model, reference)
+    expect(session.stats(), structure_misses=2, hits=1, captures=2, compiles=1, failures=1)
 
 
 def _random_net(draw: random.Random) -> tuple[list[torch.Tensor], Callable[[torch.Tensor], torch.Tensor]]:

@@ -2,7 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
+import pickle
+import threading
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -12,9 +16,9 @@ from torch import nn
 
 import compiled_autograd as ca
 from compiled_autograd.engine.session import current
-from compiled_autograd.integrations.summary import Summary, misses
+from compiled_autograd.integrations.summary import Summary, Trainings, misses
 
-from .helpers import assert_same, expect, mlp
+from .helpers import assert_same, expect, in_threads, mlp
 
 
 def test_the_summary_of_a_session() -> None:
@@ -51,6 +55,57 @@ def test_the_summary_of_timed_hits() -> None:
     saved = variant.hits * (variant.timing.eager - variant.timing.compiled) / 1e3
     assert summary.timed == 1 and summary.seconds_saved == (0 if variant.timing.on_eager else saved)
     assert " s of backward " in str(summary)
+
+
+_SETTINGS: dict[str, Any] = {"backend": "eager", "cache_dir": False, "tune": False}
+
+
+def _train(trainings: Trainings, backwards: int) -> None:
+    trainings.begin()
+    trainings.enter()
+    for _ in range(backwards):
+        mlp()(torch.randn(3, 8)).sum().backward()
+
+
+def test_each_thread_has_a_training_of_its_own() -> None:
+    """One that raised in a thread that is gone hinders no other, and those at once count and leave their own."""
+    trainings = Trainings(_SETTINGS)
+    in_threads(lambda: _train(trainings, 1))  # leaves its session on, as one that raises does
+    assert not trainings.is_on and trainings.summary() is None
+
+    def both_at_once(backwards: int) -> tuple[int, int]:
+        _train(trainings, backwards)
+        barrier.wait()
+        session, before = current(), trainings.new_misses()
+        trainings.leave_all()
+        summary = trainings.summary()
+        assert session is not None and summary is not None and current() is None and not trainings.is_on
+        assert summary.stats == session.stats() and misses(summary.stats) == before
+        return summary.stats.backwards, trainings.new_misses()
+
+    barrier = threading.Barrier(2)
+    assert in_threads(lambda: both_at_once(3), lambda: both_at_once(5)) == [(3, 0), (5, 0)]
+    _train(trainings, 2)
+    assert trainings.session is current() and trainings.session is not None
+    expect(trainings.session.stats(), hits=2)
+    trainings.leave_all()
+    assert current() is None
+
+
+@pytest.mark.parametrize("again", [copy.copy, copy.deepcopy, lambda each: pickle.loads(pickle.dumps(each))])
+def test_a_copy_begins_anew(again: Callable[[Trainings], Trainings]) -> None:
+    """Trainers are pickled where processes are spawned, and a training before leaves nothing that cannot be."""
+    trainings = Trainings(_SETTINGS)
+    _train(trainings, 1)
+    other = again(trainings)
+    assert other.session is None and not other.is_on and trainings.is_on
+    _train(other, 2)
+    assert other.session is not None and other.session is current() is not trainings.session
+    assert other.session.settings == ca.enable(**_SETTINGS).settings and other.session.stats().backwards == 2
+    other.leave_all()
+    assert current() is trainings.session
+    trainings.leave_all()
+    assert current() is None
 
 
 def _by_transformers(folder: Path, callbacks: list[Any]) -> tuple[nn.Module, list[dict[str, Any]]]:
@@ -96,6 +151,10 @@ def test_the_trainer_of_transformers(tmp_path: Path, capsys: pytest.CaptureFixtu
         assert sum(logged) == misses(callback.session.stats()) and logged[-1] == 0
         assert str(Summary.of(callback.session)) in capsys.readouterr().out
     assert callback.session is not None and callback.session.stats().hits == 12
+    ca.reset()
+    _, history = _by_transformers(tmp_path / "twice", [callback, callback])
+    assert current() is None
+    assert sum(each[MISSES] for each in history if "loss" in each) == misses(callback.session.stats()) > 0
     with pytest.raises(ca.UnknownSettingError):
         CompiledAutogradCallback(backends="eager")
 
@@ -106,20 +165,24 @@ def test_the_trainer_of_lightning(tmp_path: Path) -> None:
     from compiled_autograd.integrations.lightning import MISSES, CompiledAutogradCallback
 
     class Module(lightning.LightningModule):  # type: ignore[misc, name-defined]
-        def __init__(self, model: nn.Module, raises: bool = False) -> None:
+        def __init__(self, model: nn.Module, raises: bool = False, catches: bool = False) -> None:
             super().__init__()
-            self.model, self.raises = model, raises
+            self.model, self.raises, self.automatic_optimization = model, raises, not catches
 
-        def training_step(self, batch: torch.Tensor, _: int) -> torch.Tensor:
+        def training_step(self, batch: torch.Tensor, _: int) -> torch.Tensor | None:
             loss = self.model(batch).square().mean()
             if self.raises:
                 loss.register_hook(lambda gradient: 1 / 0)
-            return loss
+            if self.automatic_optimization:
+                return loss
+            with contextlib.suppress(ZeroDivisionError):
+                self.manual_backward(loss)
+            return None
 
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.SGD(self.parameters(), lr=0.1)
 
-    def train(model: nn.Module, callbacks: list[Any], raises: bool = False) -> Any:
+    def train(model: nn.Module, callbacks: list[Any], **module: bool) -> Any:
         torch.manual_seed(1)
         batches = [torch.randn(3, 8) for _ in range(8)]
         trainer = lightning.Trainer(
@@ -132,7 +195,7 @@ def test_the_trainer_of_lightning(tmp_path: Path) -> None:
             enable_progress_bar=False,
             enable_model_summary=False,
         )
-        trainer.fit(Module(model, raises), torch.utils.data.DataLoader(batches, batch_size=None))
+        trainer.fit(Module(model, **module), torch.utils.data.DataLoader(batches, batch_size=None))
         return trainer
 
     model = mlp()
@@ -147,3 +210,5 @@ def test_the_trainer_of_lightning(tmp_path: Path) -> None:
     with pytest.raises(ZeroDivisionError):
         train(model, [callback], raises=True)
     assert current() is None
+    train(model, [callback], raises=True, catches=True)
+    assert current() is None and callback.session.stats().backwards == 16

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import copy
+import dataclasses
+import pickle
 from typing import Any
 
 import pytest
@@ -47,11 +50,14 @@ def test_settings_are_keyword_only() -> None:
         ("on_unsupported", "compile"),
         ("on_unsupported", None),
         ("check", "maybe"),
+        ("check", "3"),
         ("cache_dir", 3),
         ("cache_dir", True),
         ("cache_dir", b"folder"),
         ("compile_budget", -1),
         ("compile_budget", "much"),
+        ("compile_budget", "3"),
+        ("compile_budget", 10**400),
         ("compile_budget", float("nan")),
         ("compile_budget", True),
         ("passes", 3),
@@ -105,6 +111,24 @@ def test_environment_variables() -> None:
         "HOME": "/nowhere",
     }
     assert resolve({}, environ) == Settings("eager", False, "compile", "raise", False, None)
+
+
+@pytest.mark.parametrize(
+    ("text", "value"), [("0", 0.0), ("1", 1.0), ("12.5", 12.5), ("inf", float("inf")), ("None", None)]
+)
+def test_seconds_in_the_environment(text: str, value: float | None) -> None:
+    budget = resolve({}, {"COMPILED_AUTOGRAD_COMPILE_BUDGET": text}).compile_budget
+    assert budget == value and type(budget) is type(value)
+
+
+def test_what_follows_from_settings_follows_from_copies() -> None:
+    settings = resolve({"mode": "reduce-overhead", "check": True, "dynamic": False}, {})
+    for same in (copy.copy(settings), copy.deepcopy(settings), pickle.loads(pickle.dumps(settings))):
+        assert same == settings and hash(same) == hash(settings) and same.key == settings.key
+        assert (same.backend_in_mode, same.check_every) == (settings.backend_in_mode, 1)
+    other = dataclasses.replace(settings, mode="default", check=5, dynamic=None)
+    assert other == resolve({"check": 5}, {}) and other.key == resolve({}, {}).key != settings.key
+    assert (other.backend_in_mode, other.check_every) == ("inductor", 5)
 
 
 def test_arguments_come_before_the_environment() -> None:

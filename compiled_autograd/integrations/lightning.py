@@ -12,7 +12,7 @@ except ImportError:
     from pytorch_lightning.utilities import rank_zero_info
 
 from ..engine.session import Session
-from .summary import MISSES, Summary, Trainings
+from .summary import MISSES, Trainings
 
 
 class CompiledAutogradCallback(Callback):
@@ -42,7 +42,8 @@ class CompiledAutogradCallback(Callback):
         self._trainings.begin()
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Any) -> None:
-        """Turn it on."""
+        """Turn it on, once: the last one may have raised."""
+        self._trainings.leave_all()
         self._trainings.enter()
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
@@ -58,9 +59,11 @@ class CompiledAutogradCallback(Callback):
             pl_module.log(MISSES, float(missed), on_step=True, on_epoch=False)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Say what it was worth."""
-        if self.session is not None:
-            rank_zero_info(str(Summary.of(self.session)))
+        """Say what it was worth. A backward that raised, and whose error was caught, leaves nothing turned on."""
+        self._trainings.leave_all()
+        summary = self._trainings.summary()
+        if summary is not None:
+            rank_zero_info(str(summary))
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """A backward that raised leaves nothing turned on."""

@@ -4,6 +4,7 @@ in a line for people.
 
 from __future__ import annotations
 
+import threading
 from dataclasses import dataclass
 from typing import Any
 
@@ -59,14 +60,23 @@ class Summary:
         return f"compiled_autograd: {stats.backwards} backwards: {', '.join(counts)}; {spent}; {worth}"
 
 
+class _Training(threading.local):
+    """The one that a thread is in: its session, how often that was turned on, and how many misses were logged."""
+
+    def __init__(self) -> None:
+        self.session: Session | None = None
+        self.entered = self.logged = 0
+
+
 class Trainings:
-    """The trainings of one callback.
+    """The trainings of one callback: one after the other, or several at once in threads of their own. A copy, and what
+    is pickled, has the settings alone.
 
     Args:
         settings: those of :func:`compiled_autograd.enable`.
 
     Attributes:
-        session: that of the last training; None before the first.
+        session: that of the training that began last, in any thread; None before the first.
 
     Raises:
         UnknownSettingError, InvalidSettingError: as ``enable`` does, at once.
@@ -76,37 +86,49 @@ class Trainings:
         enable(**settings)
         self.session: Session | None = None
         self._settings = settings
-        self._entered = self._logged = 0
+        self._here = _Training()
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return Trainings, (self._settings,)
 
     @property
     def is_on(self) -> bool:
-        """Whether the session is."""
-        return self._entered > 0
+        """Whether the session is, in the calling thread."""
+        return self._here.entered > 0
 
     def begin(self) -> None:
-        """A new one, with a new session, which is not on yet. One that raised may have left its own on."""
+        """A new one of the calling thread, with a new session, which is not on yet. One that raised there may have left
+        its own on."""
         self.leave_all()
-        self.session, self._logged = enable(**self._settings), 0
+        self.session = self._here.session = enable(**self._settings)
+        self._here.logged = 0
 
     def enter(self) -> None:
         """Turn the session on."""
-        if self.session is not None:
-            self.session.__enter__()
-            self._entered += 1
+        here = self._here
+        if here.session is not None:
+            here.session.__enter__()
+            here.entered += 1
 
     def leave(self) -> None:
         """Turn it off, if it is on."""
-        if self._entered and self.session is not None:
-            self._entered -= 1
-            self.session.__exit__(None, None, None)
+        here = self._here
+        if here.entered and here.session is not None:
+            here.entered -= 1
+            here.session.__exit__(None, None, None)
 
     def leave_all(self) -> None:
         """Turn it off, however often it was turned on."""
-        while self._entered:
+        while self._here.entered:
             self.leave()
 
     def new_misses(self) -> int:
         """How many backwards were no hits since this was last asked."""
-        now = 0 if self.session is None else misses(self.session.stats())
-        before, self._logged = self._logged, now
+        here = self._here
+        now = 0 if here.session is None else misses(here.session.stats())
+        before, here.logged = here.logged, now
         return now - before
+
+    def summary(self) -> Summary | None:
+        """What the calling thread's training was worth; None before its first."""
+        return None if self._here.session is None else Summary.of(self._here.session)

@@ -7,7 +7,7 @@ from typing import Any
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
 from ..engine.session import Session
-from .summary import MISSES, Summary, Trainings
+from .summary import MISSES, Trainings
 
 
 class CompiledAutogradCallback(TrainerCallback):
@@ -15,7 +15,7 @@ class CompiledAutogradCallback(TrainerCallback):
 
     ``Trainer(..., callbacks=[CompiledAutogradCallback()])``. What the trainer logs has :data:`MISSES` then, and a
     summary is printed when the training ends. A training that raises leaves the session on in its thread until the
-    next one begins.
+    next one begins there.
 
     Args:
         settings: those of :func:`compiled_autograd.enable`.
@@ -50,12 +50,13 @@ class CompiledAutogradCallback(TrainerCallback):
         """Add the misses to what is logged, and to the trainer's history, which has it already."""
         if not self._trainings.is_on or logs is None:
             return
-        logs[MISSES] = self._trainings.new_misses()
+        logs[MISSES] = logs.get(MISSES, 0) + self._trainings.new_misses()  # a trainer may have the callback twice
         if state.log_history:
             state.log_history[-1][MISSES] = logs[MISSES]
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **more: Any) -> None:
         """Turn it off, and say what it was worth."""
         self._trainings.leave_all()
-        if self.session is not None and state.is_world_process_zero:
-            print(Summary.of(self.session))  # noqa: T201  as the trainer prints what it logs
+        summary = self._trainings.summary()
+        if summary is not None and state.is_world_process_zero:
+            print(summary)  # noqa: T201  as the trainer prints what it logs

@@ -187,7 +187,8 @@ class RegionCompiler:
             if run is not None and is_out_of_memory(error):
                 raise  # there was less than this needs elsewhere
             context.report.failures.append(failure_of("compile", self.backend.name, step.region, error))
-            context.report.compiles -= 1  # what cannot run does not count, nor serve another region
+            if not any(each.checked for _, _, each in self._alike(step, compiled)):
+                context.report.compiles -= 1  # what cannot run does not count, nor serve another region
             self._forget(compiled.call)
         step.put_in_place(compiled, checked)
         if checked is not None:
@@ -203,6 +204,8 @@ class RegionCompiler:
             What runs instead, in words.
         """
         alike = self._alike(step, compiled)
+        for made in self._made_of(compiled):
+            made.dropped = tuple(dict.fromkeys((*made.dropped, form)))
         for _, _, each in alike:
             each.proof.dropped = tuple(dict.fromkeys((*each.proof.dropped, form)))
             each.proof.settled = False
@@ -221,8 +224,8 @@ class RegionCompiler:
         self, step: RegionStep, compiled: CompiledRegion
     ) -> list[tuple[RegionCompiler, RegionStep, CompiledRegion]]:
         """All regions that run the same code, of other variants too, and who compiles them; this one first."""
-        same = [made for made in [*_MADE.values()] if made.call is compiled.call]
-        takers = dict.fromkeys([self, *(compiler for made in same for compiler in made.taken_by)])
+        taken_by = [compiler for made in self._made_of(compiled) for compiler in made.taken_by]
+        takers = dict.fromkeys([self, *taken_by])
         others = [
             (compiler, its, each)
             for compiler in takers
@@ -231,6 +234,10 @@ class RegionCompiler:
             if each.call is compiled.call and each is not compiled
         ]
         return [(self, step, compiled), *others]
+
+    def _made_of(self, compiled: CompiledRegion) -> list[Made]:
+        """What other regions may have taken of it, or may take."""
+        return [made for made in [*_MADE.values()] if made.call is compiled.call]
 
     def where(self, step: RegionStep, form: str) -> str:
         """Which region of which tape it is, in words."""
@@ -316,7 +323,7 @@ class RegionCompiler:
             return failure_of(stage, self.backend.name, step.region, error)
         lowering = InMemoryGraph(graph, made, lowered.origins)
         compiled = step.bind(lowering, made.call, lowered.wiring, self.kind(step, slots), guard)
-        compiled.checked = False
+        compiled.checked, compiled.proof.dropped = False, made.dropped
         return compiled
 
     def _compile(self, lowered: Lowered, compile: Compile, context: RunContext) -> Made:

@@ -27,12 +27,14 @@ class Made:
         artifact: what it was loaded from, where another process has compiled it for this one, since what was loaded
             cannot be saved again; None once it was to be stored.
         digest: that of the artifact, once it is stored.
+        dropped: forms of it that were found to be wrong.
         taken_by: the region compilers, of several variants, that have regions which run it.
     """
 
     call: Compiled
     artifact: bytes | None = None
     digest: str = ""
+    dropped: tuple[str, ...] = ()
     taken_by: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
 
 

@@ -188,7 +188,7 @@ class RegionStep:
 
     def compiled_regions(self) -> list[CompiledRegion]:
         """All that was compiled for it."""
-        return [each for some in self.compiled.values() for each in some if each is not None]
+        return [each for some in [*self.compiled.values()] for each in some if each is not None]
 
     def put_in_place(self, old: CompiledRegion, new: CompiledRegion | None) -> None:
         """Replace something compiled by what is fed another way; None where it cannot run."""

@@ -18,6 +18,7 @@ from torch import nn
 from torch.utils.checkpoint import checkpoint
 
 import compiled_autograd as ca
+from compiled_autograd.cache import forms
 from compiled_autograd.steps.steps import RegionStep
 
 from .helpers import assert_grads, assert_same, expect, in_subprocess
@@ -78,6 +79,8 @@ class _Block(nn.Module):
             y = F.dropout(y, 0.5)
         elif self.kind == "inner":
             y = checkpoint(lambda z: z.sigmoid() * z, y, use_reentrant=False)
+        elif self.kind == "late" and (node := torch._C._current_autograd_node()) is not None:
+            node.register_hook(lambda *_: self.tell("late"))
         elif self.kind == "freed":
             with torch.no_grad():
                 y = y + y.abs()
@@ -179,6 +182,25 @@ def test_what_else_runs_keeps_its_place(kind: str, backend: str) -> None:
             _both(pair, groups, rows, session)
     stats = session.stats()
     assert stats.hits >= 3 and not stats.bypasses and not stats.failures
+
+
+def test_hooks_that_the_recomputed_forward_registers() -> None:
+    pair, session = _pair("plain", "late"), ca.enable(backend="eager", cache_dir=False)
+    for _ in range(3):
+        _both(pair, (1, 1), 4, session)
+    assert ("late", 1) in pair[0].events
+    assert session.last is not None and "late_hook" in str(session.last.reasons[-1])  # the rest ran call by call
+
+
+def test_groupings_that_never_come_back_are_not_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(forms, "_MAX_KEPT", 2)
+    pair, session = _pair(*["plain"] * 4), ca.enable(backend="eager", compile_budget=float("inf"))
+    groupings = [(1, 1, 1, 1), (2, 2), (1, 3), (3, 1), (4,), (1, 1, 2)]
+    for groups in groupings + groupings:
+        _both(pair, groups, 4, session)
+    expect(session.stats(), structure_misses=1, shape_misses=len(groupings) - 1, hits=len(groupings), captures=1)
+    assert session.last is not None and session.last.graph is not None
+    assert len(session.last.graph.forms._together) == 2
 
 
 def test_hooks_of_leaves_keep_their_place() -> None:

@@ -11,6 +11,7 @@ from ..process_state import free_in_child
 from ..torch_api.checkpointing import frame_of
 from .variants import Handover
 
+_MAX_KEPT = 32
 _MAKING = free_in_child(threading.RLock())  # milliseconds
 
 
@@ -49,4 +50,7 @@ class Forms:
                 return self._checked
             if frames not in self._together:
                 self._together[frames] = checkpoints.unpacked_together(self._tape, frames)
-            return self._together[frames]
+            found = self._together[frames]
+            while len(self._together) > _MAX_KEPT:
+                del self._together[next(iter(self._together))]
+            return found

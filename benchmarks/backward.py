@@ -11,6 +11,7 @@ import argparse
 import json
 import os
 import platform
+import shutil
 import signal
 import subprocess
 import sys
@@ -20,6 +21,7 @@ from pathlib import Path
 
 from rich.console import Console
 
+import shadow_cache
 from benchmarks import picture, targets
 from benchmarks.tables import model_table, problems, summary_table, targets_table
 from benchmarks.targets import MODELS, WITHOUT_HITS, Result
@@ -68,13 +70,20 @@ def last_line(text: str) -> str:
     return lines[-1] if lines else "no output"
 
 
-def measure_apart(measurement: str, model: str, runner: str, args: argparse.Namespace) -> Result:
-    """One measurement in a new process with empty caches; `failed` says what went wrong where something did."""
-    command = [sys.executable, "-m", "benchmarks.backward", "--child", measurement, "--models", model]
-    command += ["--runners", runner, "--pairs", str(args.pairs), "--seed", str(args.seed), "--device", args.device]
+def run_apart(command: list[str], timeout: float, cold_store: bool = False) -> Result:
+    """The JSON object that a command prints as its last line, run with empty caches; `failed` says what went wrong.
+
+    With `cold_store`, the folder where this project keeps what it compiled is a new one too, with the extension that
+    was built for `native` in it.
+    """
     with tempfile.TemporaryDirectory(prefix="benchmark-", ignore_cleanup_errors=True) as folder:
         environment = os.environ | {variable: f"{folder}/{variable.lower()}" for variable in CACHE_FOLDERS}
         environment["TMPDIR"] = folder  # where Inductor keeps headers that it has compiled
+        if cold_store:
+            environment["COMPILED_AUTOGRAD_CACHE_DIR"] = f"{folder}/store"
+            Path(folder, "store").mkdir(mode=0o700)  # of others' folders it makes no use
+            if (built := shadow_cache.default_dir() / "native").is_dir():
+                shutil.copytree(built, f"{folder}/store/native")
         process = subprocess.Popen(
             command,
             env=environment,
@@ -85,9 +94,9 @@ def measure_apart(measurement: str, model: str, runner: str, args: argparse.Name
             start_new_session=True,
         )
         try:
-            output, errors = process.communicate(timeout=args.timeout)
+            output, errors = process.communicate(timeout=timeout)
         except subprocess.TimeoutExpired:
-            return {"failed": f"no answer in {args.timeout:g} s"}
+            return {"failed": f"no answer in {timeout:g} s"}
         finally:
             if process.poll() is None:
                 os.killpg(process.pid, signal.SIGKILL)
@@ -95,6 +104,13 @@ def measure_apart(measurement: str, model: str, runner: str, args: argparse.Name
     if process.returncode:
         return {"failed": last_line(errors)}
     return json.loads(last_line(output))
+
+
+def measure_apart(measurement: str, model: str, runner: str, args: argparse.Namespace) -> Result:
+    """One measurement in a new process with empty caches; `failed` says what went wrong where something did."""
+    command = [sys.executable, "-m", "benchmarks.backward", "--child", measurement, "--models", model]
+    command += ["--runners", runner, "--pairs", str(args.pairs), "--seed", str(args.seed), "--device", args.device]
+    return run_apart(command, args.timeout)
 
 
 def measure_both(model: str, runner: str, args: argparse.Namespace) -> Result:

@@ -18,8 +18,9 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from benchmarks import backward, floor, measure, models, picture, sides, tables, targets
+from benchmarks import backward, clients, floor, measure, models, picture, sides, tables, targets
 from benchmarks.apart import EagerApart
+from benchmarks.client_programs import PROGRAMS, Program
 from benchmarks.memory import most_at_once, peak_of_backward
 
 from .helpers import in_subprocess
@@ -330,3 +331,54 @@ def test_sides_take_turns_at_going_first() -> None:
     # The mean of the last two of a turn's five steps, each of which took the number of steps before it and itself.
     assert times == [[4.5, 29.5, 39.5], [19.5, 29.5, 54.5], [34.5, 44.5, 54.5]]
     assert measure.compare([1.0, 2.0, 4.0], [2.0, 2.0, 2.0]) == (2000.0, 2000.0, 1.0)
+
+
+# ---- other people's libraries ----------------------------------------------------------------------------------------
+
+
+def test_a_program_and_a_library_that_is_not_installed(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The one needs plain torch alone; of the other it is said that it is missing, and the run goes on."""
+    monkeypatch.setitem(PROGRAMS, "no-such-library", Program("no-such-library", "plain", "train_no_such_library"))
+    monkeypatch.setattr(clients, "WAYS", ("eager", "one_by_one"))  # Inductor takes its time
+    monkeypatch.setattr(clients, "build_extension", lambda console: None)
+    written, drawn = tmp_path / "results.json", tmp_path / "results.md"
+    arguments = ["--only", "no-such-library", "torch", "--steps", "4", "--json", str(written), "--markdown", str(drawn)]
+    monkeypatch.setattr(sys, "argv", ["clients", *arguments])
+    assert clients.main() == 0
+    missing, plain = json.loads(written.read_text())["results"]
+    assert missing["missing"] == "pip install no-such-library" and missing["version"] is None
+    counts = plain["one_by_one"]["counts"]
+    assert (counts["hits"], counts["captures"], counts["compiles"], counts["bypasses"]) == (3, 1, 1, {})
+    assert plain["same_one_by_one"] is True and plain["failed"] == {}
+    assert 0 < plain["difference_nudged"] < 1e-3
+    heading, _, first, second = drawn.read_text().splitlines()
+    assert heading.startswith("| library | same bits one by one |")
+    assert first.startswith("| no-such-library | - |") and first.endswith("| not installed |")
+    assert second.startswith(f"| torch {torch.__version__.partition('+')[0]} | yes |")
+    assert "not installed" in capsys.readouterr().out
+
+
+def test_what_the_remarks_say() -> None:
+    result = {
+        "library": "some",
+        "version": "1.0",
+        "failed": {"one_by_one": "ValueError: no"},
+        "same_eager": False,
+        "eager": {"warnings": ["old"]},
+        "default": {
+            "counts": {"bypasses": {"create_graph": 3}, "failures": 1},
+            "reasons": {"create_graph": 3, "shape": 2},
+            "later_bypasses": {"not_worth_it": 5},
+            "warnings": ["old", "new"],
+        },
+    }
+    assert [*clients.remarks(result)] == [
+        "failed (one_by_one): ValueError: no",
+        "eager differs between two processes",
+        "shape 2",
+        "later not_worth_it 5",
+        "failures (default) 1",
+        "warns: new",
+    ]

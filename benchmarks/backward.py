@@ -17,7 +17,9 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Iterable
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 
@@ -123,12 +125,17 @@ def measure_both(model: str, runner: str, args: argparse.Namespace) -> Result:
     return result | {renamed.get(name, name): value for name, value in hit.items()}
 
 
-def write_json(results: list[Result], args: argparse.Namespace) -> None:
-    """All that was measured, times in the units their names say, beside what it was measured on and what it says."""
+def write_measured(args: argparse.Namespace, names: Iterable[str], results: list[Result], **more: Any) -> None:
+    """To the file `args.json`: all that was measured, beside what it was measured on and the options of these names."""
     environment = {"python": platform.python_version(), "machine": platform.platform(), "cpus": os.cpu_count()}
-    options = {name: getattr(args, name) for name in ("pairs", "timeout", "device", "seed")}
-    content = {"environment": environment, "options": options, "results": results, "targets": targets.rows(results)}
+    options = {name: getattr(args, name) for name in names}
+    content = {"environment": environment, "options": options, "results": results, **more}
     args.json.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+
+
+def write_json(results: list[Result], args: argparse.Namespace) -> None:
+    """All that was measured, times in the units their names say, and what it says."""
+    write_measured(args, ("pairs", "timeout", "device", "seed"), results, targets=targets.rows(results))
 
 
 def build_extension(console: Console) -> None:

@@ -14,8 +14,6 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import json
-import os
-import platform
 import sys
 import tempfile
 import time
@@ -25,7 +23,7 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.backward import build_extension, run_apart
+from benchmarks.backward import build_extension, run_apart, write_measured
 from benchmarks.client_programs import PROGRAMS, Program
 from benchmarks.targets import Result
 
@@ -168,10 +166,7 @@ def write(results: list[Result], args: argparse.Namespace) -> None:
     if args.markdown:
         args.markdown.write_text(markdown(results), encoding="utf-8")
     if args.json:
-        environment = {"python": platform.python_version(), "machine": platform.platform(), "cpus": os.cpu_count()}
-        options = {name: getattr(args, name) for name in ("steps", "rounds", "timeout")}
-        content = {"environment": environment, "options": options, "results": results}
-        args.json.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        write_measured(args, ("steps", "rounds", "timeout"), results)
 
 
 def child(args: argparse.Namespace) -> None:

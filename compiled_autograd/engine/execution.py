@@ -159,8 +159,8 @@ def _run(state: Running, run: RunAccount) -> Results:
             context.profile = state.profile(graph.tape)
         if logs_nodes():
             context.log = NodeLog()
-        state_now = graph.forms.state(handed.handover) if graph.forms.unpacks else ambient()
-        ambient_state = run.ambient_state = state_now
+        forms = graph.forms
+        ambient_state = run.ambient_state = forms.state(handed.handover) if forms.unpacks else ambient()
         if graph.saving is not None:
             graph.save_now(VariantKey(settings.key, ambient_state), handed.handover)
         run.selection = _select(run, ambient_state)

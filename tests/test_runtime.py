@@ -318,6 +318,8 @@ def _precision() -> Iterator[None]:
         yield
     finally:
         torch.set_float32_matmul_precision("highest")
+        for backend in ("mkldnn", "cuda"):  # set for products, "highest" would hide what is set for all operators
+            torch._C._set_fp32_precision_setter(backend, "matmul", "none")
 
 
 def _backends(backend: str, operators: str) -> Any:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import copy
 import gc
 import random
+import sys
+import threading
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -25,7 +27,8 @@ from compiled_autograd.cache.graphs import GRAPHS
 from compiled_autograd.guards.ambient import ambient
 from compiled_autograd.lowering import region_compiler
 from compiled_autograd.lowering.graph_hash import graph_hash
-from compiled_autograd.lowering.region_compiler import CompiledRegion
+from compiled_autograd.lowering.region_compiler import CompiledRegion, RegionCompiler
+from compiled_autograd.lowering.stored_regions import Made
 from compiled_autograd.policies.worker_process import _request
 from compiled_autograd.steps.steps import region_record
 
@@ -208,6 +211,44 @@ def test_code_that_was_found_to_be_wrong_serves_no_structure(monkeypatch: pytest
     assert_grads(model, reference)
     assert all(each.proof.refuted for graph in GRAPHS for step in graph.regions for each in step.compiled_regions())
     assert not region_compiler._MADE
+
+
+@pytest.mark.usefixtures("slow")
+def test_what_shares_code_is_looked_through_while_another_thread_compiles() -> None:
+    model, session = mlp(), ca.enable(backend="eager", cache_dir=False)
+    _accumulated(model, session, 1)
+    assert session.last is not None and session.last.graph is not None
+    (step,) = session.last.graph.regions
+    (compiled,) = step.compiled_regions()
+    (made,) = region_compiler._MADE.values()
+    (compiler,) = made.taken_by
+    done, rounds = threading.Event(), 0
+
+    def others() -> None:
+        nonlocal rounds
+        while not done.is_set():
+            rounds += 1
+            more = [Made(compiled.call) for _ in range(64)]
+            takers = [RegionCompiler(compiler.backend, (), {}) for _ in more]
+            region_compiler._MADE.update((object(), each) for each in more)
+            made.taken_by.update(dict.fromkeys(takers))
+
+    thread, interval = threading.Thread(target=others), sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    thread.start()
+    try:
+        while rounds < 200 and thread.is_alive():
+            assert compiler._alike(step, compiled) == [(compiler, step, compiled)]
+            compiler._forget(_no_code)
+    finally:
+        done.set()
+        thread.join()
+        sys.setswitchinterval(interval)
+    assert rounds >= 200
+
+
+def _no_code(arguments: list[Any]) -> Any:
+    raise AssertionError("nobody calls it")
 
 
 class _TwoForms:

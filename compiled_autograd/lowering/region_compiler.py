@@ -204,7 +204,7 @@ class RegionCompiler:
             What runs instead, in words.
         """
         alike = self._alike(step, compiled)
-        for made in self._made_of(compiled):
+        for _, made in _made_with(compiled.call):
             made.dropped = tuple(dict.fromkeys((*made.dropped, form)))
         for _, _, each in alike:
             each.proof.dropped = tuple(dict.fromkeys((*each.proof.dropped, form)))
@@ -224,8 +224,8 @@ class RegionCompiler:
         self, step: RegionStep, compiled: CompiledRegion
     ) -> list[tuple[RegionCompiler, RegionStep, CompiledRegion]]:
         """All regions that run the same code, of other variants too, and who compiles them; this one first."""
-        taken_by = [compiler for made in self._made_of(compiled) for compiler in made.taken_by]
-        takers = dict.fromkeys([self, *taken_by])
+        taken_by = [each() for _, made in _made_with(compiled.call) for each in made.taken_by.keyrefs()]
+        takers = dict.fromkeys([self, *(compiler for compiler in taken_by if compiler is not None)])
         others = [
             (compiler, its, each)
             for compiler in takers
@@ -235,10 +235,6 @@ class RegionCompiler:
         ]
         return [(self, step, compiled), *others]
 
-    def _made_of(self, compiled: CompiledRegion) -> list[Made]:
-        """What other regions may have taken of it, or may take."""
-        return [made for made in [*_MADE.values()] if made.call is compiled.call]
-
     def where(self, step: RegionStep, form: str) -> str:
         """Which region of which tape it is, in words."""
         calls = [node.meta["call"] for node in step.region.nodes]
@@ -246,9 +242,8 @@ class RegionCompiler:
 
     def _forget(self, call: Compiled) -> None:
         """Give it to no other region."""
-        for like, made in [*_MADE.items()]:
-            if made.call is call:
-                _MADE.pop(like, None)
+        for like, _ in _made_with(call):
+            _MADE.pop(like, None)
 
     def _guard_miss(self, step: RegionStep, compiled: CompiledRegion, slots: Slots) -> Miss:
         """What was found to hold of the symbols when the region was compiled does not hold now."""
@@ -337,8 +332,13 @@ class RegionCompiler:
             context.report.compiles += 1
             if like is not None:
                 _MADE[like] = made
-        made.taken_by.add(self)
+        made.taken_by[self] = None
         return made
+
+
+def _made_with(call: Compiled) -> list[tuple[Hashable, Made]]:
+    """Where other regions may have taken code from, or may yet; looked up at once, since other threads add to it."""
+    return [(each.key, made) for each in _MADE.valuerefs() if (made := each()) is not None and made.call is call]
 
 
 def _one_by_one(graph_module: fx.GraphModule) -> Compiled:

@@ -35,7 +35,7 @@ class Made:
     artifact: bytes | None = None
     digest: str = ""
     dropped: tuple[str, ...] = ()
-    taken_by: weakref.WeakSet[Any] = field(default_factory=weakref.WeakSet)
+    taken_by: weakref.WeakKeyDictionary[Any, None] = field(default_factory=weakref.WeakKeyDictionary)
 
 
 @dataclass(slots=True)

@@ -175,6 +175,40 @@ def test_one_that_comes_back_does_not_lift_it_for_all(takes: dict[str, float]) -
     assert session.stats().captures == captures
 
 
+def test_smaller_last_batches_do_not_close_the_budget(takes: dict[str, float]) -> None:
+    """Ten models, each with a shape that comes once an epoch, which by itself would never pay."""
+    takes["hit"] = 1.0
+    session = ca.enable(backend="eager")
+    for loss in itertools.islice(_losses(), 10):
+        sizes = ([8] * 10 + [5]) * 2
+        outcomes = [_step(session, loss, size) for size in sizes]
+        expected = ["structure_miss"] + ["hit"] * 9 + ["shape_miss"] + ["hit"] * 11
+        assert outcomes == expected
+    assert SPENDING.balance().lost == 0.0
+    expect(session.stats(), structure_misses=10, shape_misses=10, hits=200, captures=10, compiles=20)
+
+
+def test_hits_make_up_for_their_own_structure_alone(takes: dict[str, float]) -> None:
+    takes["hit"] = 1.0
+    session, losses = ca.enable(backend="eager", dynamic=False), _losses()
+    loss = next(losses)
+    assert [_step(session, loss) for _ in range(101)] == ["structure_miss"] + ["hit"] * 100
+    assert _step(session, loss, 6) == "shape_miss"
+    assert SPENDING.balance().lost == 0.0
+    assert _close(session, losses) == 4
+    assert SPENDING.balance().lost == 28.0
+
+
+def test_shapes_that_never_come_back_use_up_what_one_has_saved(takes: dict[str, float]) -> None:
+    takes["hit"] = 1.0
+    session, loss = ca.enable(backend="eager", dynamic=False), next(_losses())
+    assert [_step(session, loss) for _ in range(22)] == ["structure_miss"] + ["hit"] * 21  # 14 s more than it took
+    outcomes = [_step(session, loss, size) for size in range(6, 40)]
+    # two for what was saved, and four more: with one of 35 s it would be too much
+    assert outcomes == ["shape_miss"] * 6 + [LEFT] * 28
+    assert SPENDING.balance().lost == 28.0
+
+
 def test_what_is_known_is_a_hit_all_the_same() -> None:
     session, losses = ca.enable(backend="eager"), _losses()
     assert _step(session, _known) == "structure_miss"

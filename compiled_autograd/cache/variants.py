@@ -205,6 +205,13 @@ class Variant:
     served: int = 0
     rounding: dict[int, float] = field(default_factory=dict)
 
+    @property
+    def structure(self) -> fx.Graph:
+        """The graph of the tape that it was made of: one object for all variants of a structure."""
+        tape = self.program.region_compiler.tape
+        assert tape is not None, "a variant is made of a tape"
+        return tape.graph
+
     def serves(self, settings: tuple[Any, ...], ambient: Ambient, handover: Handover) -> bool:
         """Whether this variant is the one for a backward; microseconds, and no Python work for each tensor."""
         return (

@@ -9,10 +9,11 @@ from __future__ import annotations
 import statistics
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
+from torch import fx
 
 from ..cache.variants import Variant
 from ..process_state import PROCESS
@@ -38,30 +39,31 @@ class Cost:
     """Of one variant, which may be gone by now.
 
     Attributes:
+        structure: the graph of the tape that it was made of, which other variants have too.
         seconds: what it took to capture, lower, compile and prove it, or to load it.
         stored: it was loaded.
         hits: how often it served.
-        made_up: seconds that these hits have saved and may save, ``seconds`` at most.
+        worth: seconds that these hits have saved and may save.
+        lost: seconds that nothing has made up for yet.
+        returned: it has come back.
     """
 
     variant: weakref.ref[Variant]
+    structure: weakref.ref[fx.Graph]
     seconds: float = 0.0
     by_clock: bool = True
     stored: bool = False
     hits: int = 0
-    made_up: float = 0.0
-
-    @property
-    def lost(self) -> float:
-        """Seconds that nothing has made up for yet."""
-        return self.seconds - self.made_up
+    worth: float = 0.0
+    lost: float = 0.0
+    returned: bool = False
 
     def update(self) -> None:
         """Look at what became of it since."""
         variant = self.variant()
         if variant is not None:
             self.hits = variant.hits
-            self.made_up = min(self.seconds, worth(variant) if self.by_clock else variant.hits / RETURNS)
+            self.worth = worth(variant) if self.by_clock else variant.hits / RETURNS
 
 
 @dataclass(frozen=True, slots=True)
@@ -110,9 +112,11 @@ class Spending:
         """Something was compiled for a variant, or loaded."""
         cost = self._of.get(variant)
         if cost is None:
-            cost = self._of[variant] = Cost(weakref.ref(variant), by_clock=by_clock(), stored=stored)
+            structure = weakref.ref(variant.structure)
+            cost = self._of[variant] = Cost(weakref.ref(variant), structure, by_clock=by_clock(), stored=stored)
             self._costs.append(cost)
-            while len(self._costs) > _MAX_KEPT:
+            if len(self._costs) > _MAX_KEPT:
+                _settle(self._costs)
                 self._forgotten += self._costs.pop(0).lost
         cost.seconds = cost.seconds + seconds if cost.by_clock else 1.0
         cost.stored = cost.stored and stored
@@ -124,16 +128,36 @@ class Spending:
 
     def balance(self) -> Balance:
         """Where the process stands now; microseconds for each variant."""
-        for each in self._costs:
-            each.update()
+        _settle(self._costs)
         made = [each for each in self._costs if each.lost and not each.stored]
-        returned = sum(each.hits >= RETURNS for each in made)
+        returned = sum(each.returned for each in made)
         lost = self._forgotten + sum(each.lost for each in self._costs)
         latest = [each.seconds for each in self._costs if not each.stored][-_LATEST:]
         allowed = SECONDS / max(1, len(made) - returned - UNRETURNED + 1)
         if by_clock():
             allowed = max(allowed, SHARE * self.elapsed)
         return Balance(len(made), returned, lost, statistics.median(latest) if latest else 0.0, allowed)
+
+
+def _settle(costs: Sequence[Cost]) -> None:
+    """Say of each what is lost, and whether it has come back.
+
+    What hits have saved beyond the cost of their variant makes up for others of its structure, and such hits count for
+    these too: the last batch of an epoch, which is smaller, has a variant of its own, and comes once where the others
+    come a hundred times.
+    """
+    of_structures: dict[weakref.ref[fx.Graph], list[Cost]] = {}
+    for each in costs:
+        each.update()
+        of_structures.setdefault(each.structure, []).append(each)
+    for alike in of_structures.values():
+        left_over = sum(max(0.0, each.worth - each.seconds) for each in alike)
+        have_returned = sum(each.hits for each in alike) >= RETURNS * len(alike)
+        for each in alike:
+            missing = max(0.0, each.seconds - each.worth)
+            each.lost = max(0.0, missing - left_over)
+            left_over = max(0.0, left_over - missing)
+            each.returned = have_returned or each.hits >= RETURNS
 
 
 def by_clock() -> bool:

@@ -20,6 +20,7 @@ from torch.utils.checkpoint import checkpoint
 import compiled_autograd as ca
 from compiled_autograd.cache import forms
 from compiled_autograd.steps.steps import RegionStep
+from shadow_cache import Failure
 
 from .helpers import assert_grads, assert_same, expect, in_subprocess
 
@@ -292,6 +293,37 @@ def test_a_forward_that_is_another_the_second_time_is_told_in_pytorchs_words() -
         words.append(str(error.value).partition("\n")[0])
         assert x.grad is None
     assert words[0] == words[1]
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_a_grad_that_was_saved_and_is_added_to(backend: str) -> None:
+    """Eager reads it after the sum, as nothing looks for changes of what was packed."""
+
+    def run(around: Any) -> list[torch.Tensor]:
+        x, w = torch.linspace(-1, 1, 4).requires_grad_(), torch.arange(1.0, 5).requires_grad_()
+        w.grad = torch.ones(4)
+        loss = checkpoint(lambda x: (x.sin() * w.grad).cos() * w, x, use_reentrant=False).sum()
+        with around:
+            loss.backward()
+        assert x.grad is not None
+        return [x.grad, w.grad]
+
+    session = ca.enable(backend=backend, cache_dir=False, tune=False)
+    wanted = run(contextlib.nullcontext())
+    for _ in range(3):
+        found = run(session)
+        assert_same(found, wanted)
+        assert session.last is not None
+        assert [each.kind for each in session.last.reasons if isinstance(each, Failure)] == ["saved_grad"]
+    expect(session.stats(), structure_misses=1, shape_misses=2, failures=3, captures=1)  # call by call is no hit
+
+
+def test_gradients_that_are_added_to_leave_a_call_one_region() -> None:
+    pair, session = _pair("plain", "plain"), ca.enable(backend="eager")
+    for _ in range(4):
+        _both(pair, (1, 1), 4, session, zero=False)
+    expect(session.stats(), structure_misses=2, hits=2)
+    assert _regions(session) == 1 + 2
 
 
 def test_anomaly_mode() -> None:

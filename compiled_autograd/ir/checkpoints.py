@@ -35,7 +35,11 @@ def unpacks(tape: TapeGraph) -> tuple[int, ...]:
 
 
 def unpacked_together(tape: TapeGraph, frames: Frames) -> TapeGraph:
-    """The tape graph with each such hook just after the one before it of the same checkpointed call."""
+    """The tape graph with each such hook just after the one before it of the same checkpointed call.
+
+    What such a hook gives may be memory of a ``.grad`` that is added to before the hook's own node runs: ``early`` in
+    the metadata of its call has whoever runs it look.
+    """
     tape = tape.copy(tape.calls)
     numbers = itertools.chain.from_iterable(itertools.repeat(number, count) for number, count in frames)
     last: dict[int, fx.Node] = {}
@@ -47,6 +51,7 @@ def unpacked_together(tape: TapeGraph, frames: Frames) -> TapeGraph:
                 continue
             if number in last:
                 last[number].append(node)
+                node.meta["early"] = True
             last[number] = node
         elif node.target in USERS_CODE:
             last.clear()

@@ -9,8 +9,6 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
-from shadow_cache import Failure
-
 from .. import ir
 from ..ir import nan_checks
 from ..steps.accumulate import accumulate_into
@@ -23,6 +21,9 @@ from .running_backward import late_hooks
 if TYPE_CHECKING:
     from ..diagnostics.node_log import NodeLog
     from ..steps.run_context import RunContext
+
+ONE_BY_ONE = "the rest ran call by call"
+"""What a :class:`~shadow_cache.Failure` says that was done instead, where the rest was finished here."""
 
 
 def interpret(
@@ -63,7 +64,7 @@ def finish(
     context: RunContext,
     versions: Mapping[fx.Node, int],
 ) -> list[torch.Tensor | None]:
-    """Run the rest of a tape graph, because a node that is about to run was given a hook that the engine has not seen.
+    """Run the rest of a tape graph, with the hooks that nodes are given while they are about to run.
 
     Args:
         last: the call that was run last.
@@ -75,10 +76,6 @@ def finish(
     Raises:
         RuntimeError: a node of the tape gave a NaN, or is to use a saved tensor that was changed in place.
     """
-    where = f"a hook on {tape.calls[context.call].name}, registered while it was about to run"
-    context.report.failures.append(
-        Failure("late_hook", where, "the engine had not reported it", "the rest ran call by call")
-    )
     if context.log is not None:
         context.log.value = known.__getitem__
     *nodes, output = tape.graph.nodes

@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from backends import Backend
+from shadow_cache import Failure
 from shadow_cache.safe_text import harmless
 
 from .. import ir
@@ -30,6 +31,7 @@ from ..proving.prover import is_due, prove
 from ..steps.accumulate import keep, write
 from ..steps.compiled_calls import make_plain, pass_on, put_results, run_compiled, store_results
 from ..steps.marks import saved_by
+from ..steps.memory import memory_of
 from ..steps.passes import Pass
 from ..steps.run_context import RunContext
 from ..steps.schedule import Schedule
@@ -37,7 +39,7 @@ from ..steps.steps import AccumulateStep, CompiledRegion, Executor, OpaqueStep, 
 from ..threads.claims import CLAIMS
 from ..threads.forks import can_compile
 from ..user_code.in_place import changed, check, versions_of
-from .interpret import finish
+from .interpret import ONE_BY_ONE, finish
 from .opaque_calls import drop, run_calls, run_opaque
 from .running_backward import late_hooks
 
@@ -126,8 +128,9 @@ class Program:
                     claim, context.claim = context.claim, None  # no call: nothing comes between this and the next line
                     claim.token.release()
                     CLAIMS.release(claim)
-                asked = context.asked.get(context.call)
-                if asked is not None and late_hooks(asked, self._captured_hooks(context.call, slots)):
+                why = self._one_by_one(step, slots, context)
+                if why is not None:
+                    context.report.failures.append(why)
                     known = {node: slots[slot] for node, slot in schedule.slot_of.items()}
                     seen = {node: versions[slot] for node, slot in schedule.slot_of.items() if slot in versions}
                     captured = functools.partial(self._captured_hooks, slots=slots)
@@ -141,6 +144,20 @@ class Program:
                 drop(step, slots)
             position += 1
         return [None if slot is None else slots[slot] for slot in schedule.outputs]
+
+    def _one_by_one(self, step: OpaqueStep, slots: Slots, context: RunContext) -> Failure | None:
+        """Why everything after a call of users' code has to run call by call; None where nothing has to."""
+        asked, name = context.asked.get(context.call), self.tape.calls[context.call].name
+        if asked is not None and late_hooks(asked, self._captured_hooks(context.call, slots)):
+            where = f"a hook on {name}, registered while it was about to run"
+            return Failure("late_hook", where, "the engine had not reported it", ONE_BY_ONE)
+        if step.added_to and step.result is not None:
+            if context.added_to is None:
+                context.added_to = frozenset(memory_of(slots[slot]) for slot in step.added_to) - {None}
+            if memory_of(slots[step.result]) in context.added_to:
+                where = f"a tensor that {name} saved in a checkpointed call"
+                return Failure("saved_grad", where, "it lies in the memory of a .grad that is added to", ONE_BY_ONE)
+        return None
 
     def _nan(self, found: ir.NaNFoundError, context: RunContext) -> RuntimeError:
         context.call = found.call

@@ -88,6 +88,8 @@ class RunContext:
     """Which node of the tape runs users' code now: an index into ``TapeGraph.calls``."""
     asked: dict[int, Any] = field(default_factory=dict)
     """Nodes whose users' code asked which node is running, by index; it may have registered more hooks on them."""
+    added_to: frozenset[int | None] | None = None
+    """The memory of each ``.grad`` that is added to, once something has asked for it."""
     claim: Claim | None = None
     """On the leaf whose post-accumulate hooks run now."""
     profile: Profile | None = None

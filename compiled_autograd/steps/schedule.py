@@ -50,6 +50,7 @@ class Schedule:
         self.post_hooks: dict[int, list[int]] = {}
         self._fresh: dict[fx.Node, list[fx.Node]] = {}
         self._positions: dict[fx.Node, int] = {}
+        self._added_to: list[int] = []
         for position, node in enumerate(tape.graph.nodes):
             self._positions[node] = position
             if node.op == "placeholder":
@@ -57,6 +58,8 @@ class Schedule:
                 self.slot_of[node] = starts[lifted.kind] + lifted.index
             elif node.target is ir.accumulate_grad and node.args[1] is None and not node.users:  # no hook sees it
                 self._fresh.setdefault(node.args[2], []).append(node)
+            elif node.target is ir.accumulate_grad and isinstance(node.args[1], fx.Node):
+                self._added_to.append(self.slot_of[node.args[1]])
             elif node.target is ir.post_hook:
                 self.post_hooks.setdefault(node.meta["call"], []).append(self.slot_of[node.args[0]])
         self.outputs = [
@@ -98,7 +101,8 @@ class Schedule:
             items = [(self._slot(item), int(str(item.args[1]))) for item in step.items]
             arguments = fx.map_arg(step.node.args, lambda node: Slot(self._slot(node)))
             result = self._slot(step.node) if len(step.items) < len(step.node.users) else None
-            return OpaqueStep(step.node, arguments, uses, items, result)
+            added_to = self._added_to if "early" in step.node.meta else []
+            return OpaqueStep(step.node, arguments, uses, items, result, added_to=added_to)
         return AccumulateStep(
             [self._slot(call.args[0]) for call in step.nodes],  # type: ignore[arg-type]
             [self._slot(call) for call in step.nodes],

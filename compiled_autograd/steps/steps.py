@@ -246,7 +246,8 @@ def region_record(step: RegionStep, compiled: CompiledRegion) -> RegionRecord:
 
 @dataclass(slots=True, eq=False)
 class OpaqueStep:
-    """A call that runs as it is. ``last_hook`` says that it is the last post-accumulate hook of its leaf."""
+    """A call that runs as it is. ``last_hook`` says that it is the last post-accumulate hook of its leaf; ``added_to``
+    are the slots of ``.grad`` of leaves, where what it gives may be memory of one before this is added to."""
 
     node: fx.Node
     arguments: Any
@@ -257,6 +258,7 @@ class OpaqueStep:
     last_hook: bool = False
     saved: list[int] = field(default_factory=list)
     spent: Spent = field(default_factory=Spent)
+    added_to: list[int] = field(default_factory=list)
 
 
 @dataclass(slots=True, eq=False)

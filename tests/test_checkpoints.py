@@ -393,8 +393,8 @@ def _random_net(seed: int, backend: str) -> ca.Stats:
 @pytest.mark.parametrize(
     ("backend", "seeds"),
     [
-        pytest.param("eager", range(40), id="eager"),
-        pytest.param("inductor", range(3), id="inductor"),
+        pytest.param("eager", range(15), id="eager"),
+        pytest.param("inductor", range(2), id="inductor"),
         pytest.param("eager", range(100, 700), id="eager, many", marks=pytest.mark.slow),
         pytest.param("inductor", range(100, 140), id="inductor, many", marks=pytest.mark.slow),
     ],

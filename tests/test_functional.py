@@ -251,7 +251,7 @@ def _run_program(program: list[tuple[str, int, int, int]], x: torch.Tensor) -> l
 def test_random_writes(examples: int) -> None:
     replaced = []
 
-    @settings(max_examples=examples, deadline=None, derandomize=True, database=None)
+    @settings(max_examples=examples, derandomize=True, database=None)
     @given(_programs())
     def check(program: list[tuple[str, int, int, int]]) -> None:
         fake = FakeTensorMode(allow_non_fake_inputs=True).from_tensor(torch.ones(3, 4))

@@ -355,6 +355,8 @@ def test_a_stream_that_is_no_terminal_any_more(on_terminal: OnTerminal, stream: 
         patch.setattr(sys, "stderr", {"None": None, "somebody else's": Both()}.get(stream, gone))
         backward(0.6)
         assert stream != "somebody else's" or sys.stderr.getvalue() == ""  # type: ignore[attr-defined]
+        if stream in ("None", "somebody else's"):
+            gone.close()  # else the terminal is not at its end
     assert on_terminal.sent == ""
 
 

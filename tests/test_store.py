@@ -534,7 +534,7 @@ def test_any_damage_to_an_exported_file_is_found(tmp_path: Path) -> None:
         store.export(tmp_path / "file")
     data = (tmp_path / "file").read_bytes()
 
-    @settings(max_examples=40, deadline=None)
+    @settings(max_examples=40)
     @given(st.integers(0, len(data) - 1), st.integers(1, 255), st.booleans())
     def damage(place: int, bits: int, cut: bool) -> None:
         damaged = data[:place] if cut else data[:place] + bytes([data[place] ^ bits]) + data[place + 1 :]
@@ -557,7 +557,7 @@ _STEPS = st.lists(
 )
 
 
-@settings(max_examples=25, deadline=None)
+@settings(max_examples=25)
 @given(_STEPS)
 def test_it_is_a_list_of_what_was_used_last(steps: list[tuple[str, int]]) -> None:
     with tempfile.TemporaryDirectory() as folder:

@@ -3,16 +3,18 @@ lost."""
 
 from __future__ import annotations
 
+import gc
 import itertools
 import math
 import threading
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
+from torch import fx
 
 import compiled_autograd as ca
 from compiled_autograd.cache.variants import Variant
@@ -207,6 +209,25 @@ def test_shapes_that_never_come_back_use_up_what_one_has_saved(takes: dict[str, 
     # two for what was saved, and four more: with one of 35 s it would be too much
     assert outcomes == ["shape_miss"] * 6 + [LEFT] * 28
     assert SPENDING.balance().lost == 28.0
+
+
+def test_what_a_structure_has_cost_is_counted_after_it_is_gone() -> None:
+    """Before anybody has asked how the process stands."""
+    account, structure = Spending(), fx.Graph()
+    variant = cast(Variant, Gone(structure))
+    account.charge(variant, 5.0)
+    del variant, structure
+    gc.collect()
+    assert account._costs[0].variant() is None and account._costs[0].structure() is None
+    assert account.balance().lost == 7.0
+
+
+class Gone:
+    """What is asked of a variant."""
+
+    def __init__(self, structure: fx.Graph) -> None:
+        self.structure = structure
+        self.hits = 0
 
 
 def test_what_is_known_is_a_hit_all_the_same() -> None:

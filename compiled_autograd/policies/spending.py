@@ -113,6 +113,7 @@ class Spending:
         cost = self._of.get(variant)
         if cost is None:
             structure = weakref.ref(variant.structure)
+            hash(structure)  # once it is gone it has only the hash that was asked for before
             cost = self._of[variant] = Cost(weakref.ref(variant), structure, by_clock=by_clock(), stored=stored)
             self._costs.append(cost)
             if len(self._costs) > _MAX_KEPT:

@@ -13,7 +13,7 @@ from ..guards.ambient import CHECKPOINTED, REDUCED, Ambient, ambient
 from ..ir import checkpoints, nan_checks, reduced
 from ..process_state import free_in_child
 from ..torch_api.checkpointing import frame_of
-from ..user_code.reducers import REDUCERS, Groups
+from ..user_code.reducers import Groups, grouped
 from .variants import Handover
 
 _MAX_KEPT = 32
@@ -44,9 +44,16 @@ class Forms:
             state = (*state, (CHECKPOINTED, frames))
         return (*state, (REDUCED, handover.reduced)) if handover.reduced else state
 
-    def reduced(self, tensors: Sequence[torch.Tensor]) -> Groups:
-        """Which of the lifted tensors are leaves with hooks of DDP's reducer."""
-        return REDUCERS.groups([(leaf, tensors[leaf]) for leaf in reduced.leaves(self._tape)])
+    def reduced(self, tensors: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor]) -> tuple[Groups, list[Any]]:
+        """Of leaves with hooks of DDP's reducer those that this tape writes to, among its lifted tensors in groups; and
+        the others, which an undefined gradient reaches."""
+        rest = {id(leaf): leaf for leaf in leaves}
+        written = [
+            (number, tensors[number])
+            for number in reduced.leaves(self._tape)
+            if rest.pop(id(tensors[number]), None) is not None
+        ]
+        return grouped(written), list(rest.values())
 
     def under(self, state: Ambient) -> ir.TapeGraph:
         """The tape graph for a state."""

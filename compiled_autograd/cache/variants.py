@@ -36,7 +36,8 @@ HITS_BEFORE_TIMING = 16
 class Handover:
     """What the engine gave for one backward, in the order of the tape graph's placeholders.
 
-    ``reduced`` are the leaves with hooks of DDP's reducer.
+    ``reduced`` are the leaves with hooks of DDP's reducer; ``unwritten`` others with such hooks, whose gradient is
+    undefined.
     """
 
     tensors: list[torch.Tensor]
@@ -45,6 +46,7 @@ class Handover:
     objects: Sequence[Any]
     packed: Sequence[Any]
     reduced: Groups = ()
+    unwritten: Sequence[torch.Tensor] = ()
 
     def kinds(self) -> tuple[Sequence[Any], ...]:
         """What was given for each kind of placeholder, in the order of :data:`ir.PLACEHOLDERS`."""

@@ -134,7 +134,7 @@ class HandedOver:
     @property
     def is_reduced(self) -> bool:
         """Whether leaves have hooks of DDP's reducer."""
-        return isinstance(self.given, Handover) and bool(self.given.reduced)
+        return isinstance(self.given, Handover) and bool(self.given.reduced or self.given.unwritten)
 
     @property
     def handover(self) -> Handover:

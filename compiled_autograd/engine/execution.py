@@ -33,6 +33,7 @@ from ..steps.steps import RegionStep, Slots
 from ..threads.claims import CLAIMS
 from ..threads.forks import can_compile
 from ..threads.gate import GATE
+from ..user_code.reducers import reducer_hooks
 from .account import Account, RunAccount
 from .call import Call, HandedOver, KnownShapes, Results
 from .session import HIT, Here, Outcome, thread
@@ -175,6 +176,8 @@ def _run(state: Running, run: RunAccount) -> Results:
         else:
             results = _served(handed, variant, context)
         context.call = 0
+        if handed.is_reduced and handed.handover.unwritten:
+            reducer_hooks(*handed.handover.unwritten)
         for callback in state.callbacks:  # one may queue another
             callback()
         if context.outer is None and (context.nested or context.report.mismatches):

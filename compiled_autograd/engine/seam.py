@@ -92,10 +92,10 @@ class _Walk:
     asks_store: float | None = None
     aside: object | None = None
 
-    def put_back(self) -> int:
-        """Give leaves the hooks of DDP's reducer back; how many."""
+    def put_back(self) -> list[torch.Tensor]:
+        """Give leaves the hooks of DDP's reducer back; which leaves."""
         module, aside, self.aside = REDUCERS.module, self.aside, None
-        return 0 if aside is None or module is None else module.put_back(aside)
+        return [] if aside is None or module is None else module.put_back(aside)
 
     def begin_report(self, capture: Capture) -> None:
         """The engine is about to report."""
@@ -323,9 +323,7 @@ def _hand_over(
     graph, miss = handle.graph_for(walk.call, walk.settings, tensors)
     moved = walk.put_back()
     if moved:
-        handover.reduced = graph.forms.reduced(tensors)
-        if sum(map(len, handover.reduced)) != moved:
-            raise CaptureRefusedError(DDP_CPP_REDUCER)
+        handover.reduced, handover.unwritten = graph.forms.reduced(tensors, moved)
     miss = walk.miss if miss is None else miss
     graph.met += walk.capture is None and miss is None
     walk.given = handed = HandedOver(graph, handover, miss, walk.capture is not None)

@@ -129,14 +129,15 @@ class Module(Protocol):
         """Take the hooks of DDP's reducer from the leaves of a tape, until what this gives is put back or gone. None
         where there are none, or something is there that is not known; then nothing was changed."""
 
-    def put_back(self, moved: object) -> int:
-        """Give leaves their hooks back; how many leaves."""
-
-    def has_hooks(self, leaf: torch.Tensor) -> bool:
-        """Whether a leaf has hooks of DDP's reducer."""
+    def put_back(self, moved: object) -> list[torch.Tensor]:
+        """Give leaves their hooks back; which leaves."""
 
     def tape_of_hooks(self, leaves: Sequence[torch.Tensor]) -> torch.Tensor:
-        """A number whose backward, on the eager engine, calls these hooks of the leaves, in their order."""
+        """A number whose backward, on the eager engine, calls these hooks of the leaves, in their order. A second
+        backward calls what they have queued for the end of a backward."""
+
+    def has_queued(self, number: torch.Tensor) -> bool:
+        """Whether they have queued something."""
 
     def unlike(self, wanted: list[torch.Tensor | None], found: list[torch.Tensor | None], relative: float) -> list[int]:
         """Of which pairs of two lists it cannot be told here that no value of the one is further from that of the other

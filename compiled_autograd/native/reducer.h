@@ -7,8 +7,11 @@
 
 #include <ATen/ops/zeros.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
+#include <torch/csrc/autograd/graph_task.h>
 
 #include <cstring>
+#include <functional>
+#include <mutex>
 #include <typeinfo>
 #include <unordered_set>
 
@@ -81,43 +84,62 @@ PyObject* move_aside(PyObject*, PyObject* outputs) {
     if (!find_leaves(outputs, leaves)) return Py_NewRef(Py_None);
     auto aside = std::make_unique<Aside>();
     aside->moved.reserve(leaves.size());
-    PyObject* capsule =
-        checked(PyCapsule_New(aside.get(), kAside, [](PyObject* object) { delete aside_of(object); }));
+    PyObject* capsule = checked(PyCapsule_New(aside.get(), kAside, [](PyObject* object) { delete aside_of(object); }));
     Aside* kept = aside.release();
     for (AccumulateGrad* leaf : leaves) kept->moved.emplace_back(leaf->getptr(), std::exchange(leaf->post_hooks(), {}));
     return capsule;
   });
 }
 
-// How many leaves have theirs back.
+// The leaves that have theirs back.
 PyObject* put_back(PyObject*, PyObject* capsule) {
-  Aside* aside = aside_of(capsule);
-  if (!aside) return nullptr;
-  const size_t count = aside->moved.size();
-  aside->put_back();
-  return PyLong_FromSize_t(count);
-}
-
-PyObject* has_hooks(PyObject*, PyObject* leaf) {
   return or_error([&]() -> PyObject* {
-    const at::Tensor* tensor = tensor_in(leaf);
-    const NodePtr node = tensor ? torch::autograd::impl::try_get_grad_accumulator(*tensor) : NodePtr();
-    bool has = false;
-    if (node)
-      for (const auto& hook : node->post_hooks()) has = has || is_of_reducer(*hook);
-    return PyBool_FromLong(has);
+    Aside* aside = aside_of(capsule);
+    if (!aside) throw PythonError();
+    std::vector<at::Tensor> leaves;
+    for (const auto& [node, hooks] : aside->moved) leaves.push_back(static_cast<AccumulateGrad*>(node.get())->variable);
+    aside->put_back();
+    Owned list(checked(PyList_New(0)));
+    for (const at::Tensor& leaf : leaves) {
+      const Owned object(checked(THPVariable_Wrap(leaf)));
+      if (PyList_Append(list.get(), object.get())) throw PythonError();
+    }
+    return list.release();
   });
 }
 
-// A node that calls the hooks of leaves, in their order, when the engine runs it: what these queue for the end of the
-// backward, the engine runs at the end of this one.
+// What was queued for the end of the backward that is under way in this thread. The task of the engine is not to be had
+// but by the addresses of two members of it.
+std::vector<std::function<void()>> taken_from_task() {
+  using torch::autograd::GraphTask;
+  const auto* info = torch::autograd::get_current_graph_task_exec_info();
+  const auto* nodes = torch::autograd::get_current_graph_task_nodes_in_graph();
+  TORCH_CHECK(info && nodes, "hooks of DDP's reducer are called by the engine alone");
+  alignas(GraphTask) char memory[sizeof(GraphTask)];  // for the place of a member alone, since offsetof is refused
+  const auto place = reinterpret_cast<const char*>(&reinterpret_cast<GraphTask*>(memory)->exec_info_) - memory;
+  auto* task = reinterpret_cast<GraphTask*>(const_cast<char*>(reinterpret_cast<const char*>(info)) - place);
+  TORCH_CHECK(nodes == &task->nodes_in_graph_, "a task of the engine has another layout than its header says");
+  const std::lock_guard<std::mutex> lock(task->final_callbacks_lock_);
+  return std::exchange(task->final_callbacks_, {});
+}
+
+// A node that calls the hooks of leaves, in their order, when the engine runs it; and what these have queued for the
+// end of the backward, when it is run again.
 struct CallHooks : Node {
   std::vector<NodePtr> leaves;
+  std::vector<std::function<void()>> queued;
+  bool called = false;
 
   variable_list apply(variable_list&&) override {
+    if (called) {
+      for (const auto& callback : std::exchange(queued, {})) callback();
+      return {};
+    }
+    called = true;
     for (const NodePtr& leaf : leaves)
       for (const auto& hook : leaf->post_hooks())
         if (is_of_reducer(*hook)) (*hook)({}, {});  // it takes no notice of what it is given
+    queued = taken_from_task();
     return {};
   }
 };
@@ -128,13 +150,21 @@ PyObject* tape_of_hooks(PyObject*, PyObject* leaves) {
     auto made = std::make_unique<CallHooks>();
     for (Py_ssize_t index = 0; index < PySequence_Fast_GET_SIZE(list.get()); ++index) {
       const at::Tensor* leaf = tensor_in(PySequence_Fast_GET_ITEM(list.get(), index));
-      NodePtr node = leaf ? torch::autograd::impl::try_get_grad_accumulator(*leaf) : NodePtr();
-      if (node) made->leaves.push_back(std::move(node));
+      NodePtr of_leaf = leaf ? torch::autograd::impl::try_get_grad_accumulator(*leaf) : NodePtr();
+      if (of_leaf) made->leaves.push_back(std::move(of_leaf));
     }
     at::Tensor output = at::zeros({});
     made->add_input_metadata(output);
     torch::autograd::impl::set_gradient_edge(output, Edge(NodePtr(std::move(made)), 0));
     return THPVariable_Wrap(output);
+  });
+}
+
+PyObject* has_queued(PyObject*, PyObject* number) {
+  return or_error([&]() -> PyObject* {
+    const at::Tensor* output = tensor_in(number);
+    const auto* node = output ? dynamic_cast<const CallHooks*>(output->grad_fn().get()) : nullptr;
+    return PyBool_FromLong(node && !node->queued.empty());
   });
 }
 

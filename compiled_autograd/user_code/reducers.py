@@ -7,8 +7,10 @@ DDP's own, with its buckets, its order and its communication.
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from functools import partial
 
 import torch
+from torch.autograd import Variable
 
 from ..native.library import Module
 from ..process_state import PROCESS
@@ -32,27 +34,35 @@ class Reducers:
 
     def __init__(self) -> None:
         self.module: Module | None = None
-        self.backward: Callable[[torch.Tensor], object] | None = None
+        self.backward: Callable[[torch.Tensor], None] | None = None
 
     def forget(self) -> None:
         """As if no tape had such hooks."""
         self.module = None
 
-    def groups(self, leaves: Sequence[tuple[int, torch.Tensor]]) -> Groups:
-        """Those of leaves, given with their numbers, that have such hooks."""
-        groups: list[tuple[int, ...]] = []
-        group: list[int] = []
-        size = 0
-        assert self.module is not None
-        for number, leaf in leaves:
-            if not self.module.has_hooks(leaf):
-                continue
-            group.append(number)
-            size += leaf.numel() * leaf.element_size()
-            if size >= (GROUP if groups else FIRST_GROUP):
-                groups.append(tuple(group))
-                group, size = [], 0
-        return (*groups, tuple(group)) if group else tuple(groups)
+    def backward_of_hooks(self, leaves: Sequence[torch.Tensor]) -> None:
+        """Call the hooks of these leaves. What they queue for the end of the backward, such as the reducer's waiting
+        for its communication, is queued with what hooks in Python have queued."""
+        module, backward = self.module, self.backward
+        assert module is not None and backward is not None
+        number = module.tape_of_hooks(leaves)
+        backward(number)
+        if module.has_queued(number):
+            Variable._execution_engine.queue_callback(partial(backward, number))
+
+
+def grouped(leaves: Sequence[tuple[int, torch.Tensor]]) -> Groups:
+    """Leaves with such hooks, given with their numbers in the order in which they are written, in groups."""
+    groups: list[tuple[int, ...]] = []
+    group: list[int] = []
+    size = 0
+    for number, leaf in leaves:
+        group.append(number)
+        size += leaf.numel() * leaf.element_size()
+        if size >= (GROUP if groups else FIRST_GROUP):
+            groups.append(tuple(group))
+            group, size = [], 0
+    return (*groups, tuple(group)) if group else tuple(groups)
 
 
 REDUCERS = Reducers()
@@ -61,5 +71,4 @@ PROCESS.register(REDUCERS, reset=REDUCERS.forget)
 
 def reducer_hooks(*leaves: torch.Tensor) -> None:
     """Tell DDP's reducer that these leaves have their gradients."""
-    assert REDUCERS.module is not None and REDUCERS.backward is not None
-    REDUCERS.backward(REDUCERS.module.tape_of_hooks(leaves))
+    REDUCERS.backward_of_hooks(leaves)

@@ -146,7 +146,85 @@ def _uneven(rank: int, builds: Path, enabled: bool) -> tuple[Tensors, Any]:
 def test_ranks_with_uneven_inputs(pair: Pair, builds: Path) -> None:
     eager, found = (pair.run(_uneven, builds, enabled) for enabled in (False, True))
     _same([grads for grads, _ in found], [grads for grads, _ in eager])
-    assert [stats.hits for _, stats in found] == [0, 2] or all(not stats.bypasses for _, stats in found)
+    assert [(stats.backwards, stats.hits, sum(stats.bypasses.values())) for _, stats in found] == [(2, 0, 0), (4, 2, 0)]
+
+
+def _sees_at_end(rank: int, builds: Path, enabled: bool) -> tuple[list[Tensors], Any]:
+    """A hook queues a look at the gradients, which eager takes before the reducer's waiting for its communication."""
+    with extension(builds):
+        session = ca.enable(backend="eager")
+        torch.manual_seed(0)
+        model, seen = DistributedDataParallel(mlp()), []
+
+        def queue(grad: torch.Tensor) -> None:
+            engine = torch.autograd.Variable._execution_engine
+            engine.queue_callback(lambda: seen.append(_grads(model.parameters())))
+
+        for step in range(3):
+            model.zero_grad()
+            output = model(*own_batch(step, rank))
+            output.register_hook(queue)
+            with session if enabled else contextlib.nullcontext():
+                output.square().mean().backward()
+            seen.append(_grads(model.parameters()))
+        return seen, session.stats()
+
+
+def test_callbacks_come_in_the_order_in_which_they_were_queued(pair: Pair, builds: Path) -> None:
+    eager, found = (pair.run(_sees_at_end, builds, enabled) for enabled in (False, True))
+    for (wanted, _), (seen, stats) in zip(eager, found, strict=True):
+        assert any(not torch.equal(wanted[0][name], reduced) for name, reduced in wanted[1].items())
+        _same(seen, wanted)
+        assert (stats.backwards, stats.hits, stats.bypasses) == (3, 2, {})
+
+
+class _GivesNone(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, batch: torch.Tensor, weight: torch.Tensor) -> torch.Tensor:
+        return batch * weight
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad, None
+
+
+class Undefined(nn.Module):
+    """The gradient of ``scale`` is undefined."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner, self.scale = mlp(), nn.Parameter(torch.ones(3))
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        return _GivesNone.apply(self.inner(batch), self.scale)
+
+
+def test_a_leaf_whose_gradient_is_undefined(pair: Pair, builds: Path) -> None:
+    case = Case(DistributedDataParallel, Undefined)
+    records = pair.run(compiled, builds, case)
+    assert_as_eager(records)
+    _expect_compiled(records, case.steps)
+
+
+def _stored(rank: int, builds: Path, folder: Path) -> tuple[Tensors, list[str]]:
+    with extension(builds):
+        ca.reset()
+        session = ca.enable(backend="eager", cache_dir=folder)
+        torch.manual_seed(0)
+        model, outcomes = DistributedDataParallel(mlp()), []
+        for step in range(2):
+            model.zero_grad()
+            loss = model(*own_batch(step, rank)).square().mean()
+            with session:
+                loss.backward()
+            outcomes.append(session.last.outcome)
+        return _grads(model.parameters()), outcomes
+
+
+def test_a_second_start_finds_it_in_the_store(pair: Pair, builds: Path, tmp_path: Path) -> None:
+    first, second = (pair.run(_stored, builds, tmp_path / "store") for _ in range(2))
+    _same([grads for grads, _ in second], [grads for grads, _ in first])
+    assert [outcomes[1:] for _, outcomes in [*first, *second]] == [["hit"]] * 4
 
 
 def _one_misses(rank: int, builds: Path, enabled: bool) -> tuple[Tensors, list[str]]:

@@ -126,11 +126,11 @@ class Module(Protocol):
         """
 
     def move_aside(self, outputs: Sequence[Any]) -> object | None:
-        """Take the hooks of DDP's reducer from the leaves of a tape, until what this gives is put back or gone. None
-        where there are none, or something is there that is not known; then nothing was changed."""
+        """Keep the hooks of DDP's reducer on the leaves of a tape from refusing a walk, until what this gives is put
+        back or gone. None where there are none, or something is there that is not known; then nothing was changed."""
 
     def put_back(self, moved: object) -> list[torch.Tensor]:
-        """Give leaves their hooks back; which leaves."""
+        """Have them refuse again; gives the leaves."""
 
     def tape_of_hooks(self, leaves: Sequence[torch.Tensor]) -> torch.Tensor:
         """A number whose backward, on the eager engine, calls these hooks of the leaves, in their order. A second

@@ -8,6 +8,7 @@
 #include <ATen/ops/zeros.h>
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/graph_task.h>
+#include <torch/csrc/autograd/utils/lambda_post_hook.h>
 
 #include <cstring>
 #include <functional>
@@ -19,17 +20,32 @@ namespace native {
 
 namespace {
 
-using Hook = torch::autograd::FunctionPostHook;
-using Hooks = std::vector<std::unique_ptr<Hook>>;
+using Hook = torch::autograd::utils::LambdaPostHook;
+using Answer = std::function<void(CompiledNodeArgs&)>;
 using torch::autograd::AccumulateGrad;
 
-// By name: each library may have a type_info of its own for a class that headers define.
-bool is_of_reducer(const Hook& hook) {
-  return std::strcmp(typeid(hook).name(), "N5torch8autograd5utils14LambdaPostHookE") == 0;
+// What a hook answers when the engine asks whether its tape can be reported: the reducer's hooks, and they alone, have
+// an answer of their own, which is to refuse.
+struct Answers : Hook {
+  static Answer& of(Hook& hook) { return hook.*&Answers::compiled_fn_; }
+};
+
+// Null for a hook of anybody else. By name: each library may have a type_info of its own for a class of a header.
+Hook* of_reducer(torch::autograd::FunctionPostHook& hook) {
+  if (std::strcmp(typeid(hook).name(), typeid(Hook).name()) != 0) return nullptr;
+  auto* found = static_cast<Hook*>(&hook);
+  return Answers::of(*found) ? found : nullptr;
 }
 
+// Hooks that stay where they are, and say nothing to the engine until they are put back. The reducer may be deleted
+// meanwhile, and its hooks with it.
 struct Aside {
-  std::vector<std::pair<NodePtr, Hooks>> moved;
+  struct Moved {
+    NodePtr leaf;
+    Hook* hook;
+    Answer answer;
+  };
+  std::vector<Moved> moved;
 
   Aside() = default;
   Aside(const Aside&) = delete;
@@ -37,11 +53,9 @@ struct Aside {
   ~Aside() { put_back(); }
 
   void put_back() {
-    for (auto& [node, hooks] : moved) {
-      Hooks& now = node->post_hooks();
-      for (auto& hook : now) hooks.push_back(std::move(hook));
-      now = std::move(hooks);
-    }
+    for (Moved& each : moved)
+      for (const auto& hook : each.leaf->post_hooks())
+        if (hook.get() == each.hook) Answers::of(*each.hook) = std::move(each.answer);
     moved.clear();
   }
 };
@@ -68,7 +82,7 @@ bool find_leaves(PyObject* outputs, std::vector<AccumulateGrad*>& found) {
     stack.pop_back();
     for (const Edge& edge : node->next_edges()) see(edge.function.get());
     size_t ours = 0;
-    for (const auto& hook : node->post_hooks()) ours += is_of_reducer(*hook);
+    for (const auto& hook : node->post_hooks()) ours += of_reducer(*hook) != nullptr;
     if (!ours) continue;
     auto* leaf = dynamic_cast<AccumulateGrad*>(node);
     if (!leaf || ours != node->post_hooks().size() || !leaf->variable.device().is_cpu()) return false;
@@ -83,10 +97,14 @@ PyObject* move_aside(PyObject*, PyObject* outputs) {
     std::vector<AccumulateGrad*> leaves;
     if (!find_leaves(outputs, leaves)) return Py_NewRef(Py_None);
     auto aside = std::make_unique<Aside>();
-    aside->moved.reserve(leaves.size());
     PyObject* capsule = checked(PyCapsule_New(aside.get(), kAside, [](PyObject* object) { delete aside_of(object); }));
     Aside* kept = aside.release();
-    for (AccumulateGrad* leaf : leaves) kept->moved.emplace_back(leaf->getptr(), std::exchange(leaf->post_hooks(), {}));
+    for (AccumulateGrad* leaf : leaves)
+      for (const auto& hook : leaf->post_hooks()) {
+        kept->moved.push_back({leaf->getptr(), of_reducer(*hook), {}});
+        Aside::Moved& last = kept->moved.back();
+        last.answer = std::exchange(Answers::of(*last.hook), [](CompiledNodeArgs&) {});
+      }
     return capsule;
   });
 }
@@ -97,7 +115,10 @@ PyObject* put_back(PyObject*, PyObject* capsule) {
     Aside* aside = aside_of(capsule);
     if (!aside) throw PythonError();
     std::vector<at::Tensor> leaves;
-    for (const auto& [node, hooks] : aside->moved) leaves.push_back(static_cast<AccumulateGrad*>(node.get())->variable);
+    const void* last = nullptr;
+    for (const Aside::Moved& each : aside->moved)
+      if (std::exchange(last, each.leaf.get()) != each.leaf.get())
+        leaves.push_back(static_cast<AccumulateGrad*>(each.leaf.get())->variable);
     aside->put_back();
     Owned list(checked(PyList_New(0)));
     for (const at::Tensor& leaf : leaves) {
@@ -138,7 +159,7 @@ struct CallHooks : Node {
     called = true;
     for (const NodePtr& leaf : leaves)
       for (const auto& hook : leaf->post_hooks())
-        if (is_of_reducer(*hook)) (*hook)({}, {});  // it takes no notice of what it is given
+        if (of_reducer(*hook)) (*hook)({}, {});  // it takes no notice of what it is given
     queued = taken_from_task();
     return {};
   }

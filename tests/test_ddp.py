@@ -6,6 +6,7 @@ The hooks of the reducer are moved aside while the engine is asked, and called w
 from __future__ import annotations
 
 import contextlib
+import os
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -266,3 +267,20 @@ def _raises(rank: int, builds: Path) -> None:
 def test_an_exception_in_a_hook_of_one_rank_is_raised(pair: Pair, builds: Path) -> None:
     with pytest.raises(RankFailedError, match="of the user's"):
         pair.run(_raises, builds, seconds=20.0)
+
+
+def _dies(rank: int, builds: Path) -> None:
+    with extension(builds):
+        session = ca.enable(backend="eager")
+        model = DistributedDataParallel(mlp())
+        for step in range(4):
+            loss = model(*own_batch(step, rank)).square().mean()
+            if (rank, step) == (1, 2):
+                os._exit(1)
+            with session:
+                loss.backward()
+
+
+def test_a_rank_that_dies_is_an_error_of_the_others(pair: Pair, builds: Path) -> None:
+    with pytest.raises(RankFailedError, match=r"(?s)rank 0.*RuntimeError.*[Cc]onnection"):
+        pair.run(_dies, builds, seconds=20.0)

@@ -1,8 +1,8 @@
 """The hooks that DDP's reducer has on leaves: they are C++, and the engine refuses to report a tape that has them.
 
-So they are kept from refusing while the engine walks, and are calls of the tape graph's form for such a tape. The reducer is
-DDP's own, with its buckets, its order and its communication. The queue of callbacks is private to the engine. Written
-against torch 2.13.
+So they are kept from refusing while the engine walks, and are calls of the tape graph's form for such a tape. The
+reducer is DDP's own, with its buckets, its order and its communication. The queue of callbacks is private to the
+engine. Written against torch 2.13.
 """
 
 from __future__ import annotations

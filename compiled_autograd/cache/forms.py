@@ -3,12 +3,17 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Sequence
+from typing import Any
+
+import torch
 
 from .. import ir
-from ..guards.ambient import CHECKPOINTED, Ambient, ambient
-from ..ir import checkpoints, nan_checks
+from ..guards.ambient import CHECKPOINTED, REDUCED, Ambient, ambient
+from ..ir import checkpoints, nan_checks, reduced
 from ..process_state import free_in_child
 from ..torch_api.checkpointing import frame_of
+from ..user_code.reducers import Groups, grouped
 from .variants import Handover
 
 _MAX_KEPT = 32
@@ -27,17 +32,46 @@ class Forms:
         self.unpacks = unpacks if len(unpacks) > 1 else ()
         self._tape = tape
         self._checked: ir.TapeGraph | None = None
+        self._reduced: dict[tuple[Any, ...], ir.TapeGraph] = {}
         self._together: dict[checkpoints.Frames, ir.TapeGraph] = {}
 
     def state(self, handover: Handover) -> Ambient:
         """The ambient state; of a tape with several unpack hooks, also which of them belong to one checkpointed call.
         The engine's key does not say that."""
-        if not self.unpacks:
-            return ambient()
-        frames = checkpoints.numbered([frame_of(handover.objects[index]) for index in self.unpacks])
-        return (*ambient(), (CHECKPOINTED, frames))
+        state = ambient()
+        if self.unpacks:
+            frames = checkpoints.numbered([frame_of(handover.objects[index]) for index in self.unpacks])
+            state = (*state, (CHECKPOINTED, frames))
+        return (*state, (REDUCED, handover.reduced)) if handover.reduced else state
+
+    def reduced(self, tensors: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor]) -> tuple[Groups, list[Any]]:
+        """Of leaves with hooks of DDP's reducer those that this tape writes to, among its lifted tensors in groups; and
+        the others, which an undefined gradient reaches."""
+        rest = {id(leaf): leaf for leaf in leaves}
+        written = [
+            (number, tensors[number])
+            for number in reduced.leaves(self._tape)
+            if rest.pop(id(tensors[number]), None) is not None
+        ]
+        return grouped(written), list(rest.values())
 
     def under(self, state: Ambient) -> ir.TapeGraph:
+        """The tape graph for a state."""
+        parts = dict(state)
+        groups: Groups = parts.get(REDUCED, ())
+        form = self._without_reducer(state)
+        if not groups:
+            return form
+        with _MAKING:
+            key = (parts["check_nan"], parts.get(CHECKPOINTED, ()), groups)
+            if key not in self._reduced:
+                self._reduced[key] = reduced.with_reducer_hooks(form, groups)
+            found = self._reduced[key]
+            while len(self._reduced) > _MAX_KEPT:
+                del self._reduced[next(iter(self._reduced))]
+            return found
+
+    def _without_reducer(self, state: Ambient) -> ir.TapeGraph:
         """The tape graph, with NaN checks where anomaly mode asks for them; else with the tensors of checkpointed calls
         unpacked together."""
         parts = dict(state)

@@ -25,7 +25,7 @@ from ..diagnostics.reporting import warn_once
 from ..diagnostics.structure_misses import order_miss, structure_miss
 from ..diagnostics.variant_misses import state_miss
 from ..errors import ReproductionError
-from ..guards.ambient import Ambient, ambient, compile_state
+from ..guards.ambient import REDUCED, Ambient, ambient, compile_state
 from ..guards.shapes import Spec
 from ..process_state import PROCESS, free_in_child
 from ..reproduction.recording import Sample
@@ -87,7 +87,8 @@ class CompiledGraph:
 
     def __call__(self, handover: Handover, log: NodeLog | None = None) -> list[torch.Tensor | None]:
         """Run the tape graph's calls one by one, without a backend."""
-        return interpret(self.forms.under(ambient()), handover.by_kind(), log)
+        state = (*ambient(), (REDUCED, handover.reduced)) if handover.reduced else ambient()
+        return interpret(self.forms.under(state), handover.by_kind(), log)
 
     def find(self, settings: tuple[Any, ...], ambient: Ambient, handover: Handover) -> Variant | None:
         """The variant for a backward, if there is one."""

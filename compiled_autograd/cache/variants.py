@@ -22,6 +22,7 @@ from ..reproduction.recording import Sample
 from ..runtime.native_run import NativeRuns
 from ..runtime.program import Program
 from ..steps.steps import RegionStep
+from ..user_code.reducers import Groups
 
 # Checks type, dtype, device, layout, sizes, strides and dispatch keys of many tensors in one call; private in 2.13.
 from torch._C._dynamo.guards import TensorGuards  # isort: skip
@@ -33,13 +34,19 @@ HITS_BEFORE_TIMING = 16
 
 @dataclass(slots=True)
 class Handover:
-    """What the engine gave for one backward, in the order of the tape graph's placeholders."""
+    """What the engine gave for one backward, in the order of the tape graph's placeholders.
+
+    ``reduced`` are the leaves with hooks of DDP's reducer; ``unwritten`` others with such hooks, whose gradient is
+    undefined.
+    """
 
     tensors: list[torch.Tensor]
     sizes: list[int]
     scalars: list[Any]
     objects: Sequence[Any]
     packed: Sequence[Any]
+    reduced: Groups = ()
+    unwritten: Sequence[torch.Tensor] = ()
 
     def kinds(self) -> tuple[Sequence[Any], ...]:
         """What was given for each kind of placeholder, in the order of :data:`ir.PLACEHOLDERS`."""

@@ -120,7 +120,10 @@ def state_miss(key: VariantKey, known: Sequence[VariantKey]) -> Miss:
     kind, before, after = "ambient_state", nearest.ambient, key.ambient
     if nearest.settings != key.settings:
         kind, before, after = "backend_or_settings", nearest.settings, key.settings
-    name, old, new = next((name, old, new) for (name, old), (_, new) in zip(before, after, strict=True) if old != new)
+    olds, news = dict(before), dict(after)
+    name, old, new = next(
+        (each, olds.get(each), news.get(each)) for each in olds | news if olds.get(each) != news.get(each)
+    )
     return Miss(kind, name, text_of_part(name, old), text_of_part(name, new), state_hint(kind, name))
 
 

@@ -88,14 +88,14 @@ def _whole(call: Call, account: Account) -> HandedOver | RanInside | Refused:
     settings = account.settings
     if call.keep_graph:
         given = _handed_over(call, account)
-        if isinstance(given, HandedOver) and may_run_twice(given.graph):
+        if isinstance(given, HandedOver) and not given.is_reduced and may_run_twice(given.graph):
             given.whole = Whole(call)
         return given
     kept = dataclasses.replace(call, keep_graph=True)
     looked = NATIVE_HITS.hand_over(kept, settings) or _engine_hands_over(kept, settings, None)
     if not isinstance(looked, HandedOver):
         return looked
-    if not may_run_twice(looked.graph):
+    if looked.is_reduced or not may_run_twice(looked.graph):
         return _handed_over(call, account, looked)
     looked.whole = Whole(call, functools.partial(_release, call, settings))
     return looked

@@ -132,6 +132,11 @@ class HandedOver:
     whole: Whole | None = None
 
     @property
+    def is_reduced(self) -> bool:
+        """Whether leaves have hooks of DDP's reducer."""
+        return isinstance(self.given, Handover) and bool(self.given.reduced or self.given.unwritten)
+
+    @property
     def handover(self) -> Handover:
         """What was found, as objects of Python."""
         if not isinstance(self.given, Handover):

@@ -20,6 +20,7 @@ from ..policies.sketches import SKETCHES, UNKNOWN
 from ..threads.gate import GATE, threads_running
 from ..torch_api.dynamo import keep_from_dynamo
 from ..user_code.functions import number_of
+from ..user_code.reducers import REDUCERS
 from . import backward
 from .call import Call
 from .cuda.streams import STREAMS
@@ -133,6 +134,12 @@ def install() -> None:
     keep_from_dynamo(Engine.run_backward.__code__)
     GATE.expect_unseen(lambda: threads_running(code))
     STREAMS.install()
+    REDUCERS.backward = _reducer_hooks
+
+
+def _reducer_hooks(number: torch.Tensor) -> None:
+    """Run what calls hooks of DDP's reducer: on the eager engine, which they ask to call them back at its end."""
+    on_eager(thread.here, (number,), (torch.zeros(()),), False, False, (), True, True)
 
 
 def _answering(original: Callable[..., Any], answer: Callable[..., Any]) -> Callable[..., Any]:

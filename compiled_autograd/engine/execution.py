@@ -33,6 +33,7 @@ from ..steps.steps import RegionStep, Slots
 from ..threads.claims import CLAIMS
 from ..threads.forks import can_compile
 from ..threads.gate import GATE
+from ..user_code.reducers import reducer_hooks
 from .account import Account, RunAccount
 from .call import Call, HandedOver, KnownShapes, Results
 from .session import HIT, Here, Outcome, thread
@@ -160,7 +161,8 @@ def _run(state: Running, run: RunAccount) -> Results:
         if logs_nodes():
             context.log = NodeLog()
         forms = graph.forms
-        ambient_state = run.ambient_state = forms.state(handed.handover) if forms.unpacks else ambient()
+        asks_tape = forms.unpacks or handed.is_reduced
+        ambient_state = run.ambient_state = forms.state(handed.handover) if asks_tape else ambient()
         if graph.saving is not None:
             graph.save_now(VariantKey(settings.key, ambient_state), handed.handover)
         run.selection = _select(run, ambient_state)
@@ -174,6 +176,8 @@ def _run(state: Running, run: RunAccount) -> Results:
         else:
             results = _served(handed, variant, context)
         context.call = 0
+        if handed.is_reduced and handed.handover.unwritten:
+            reducer_hooks(*handed.handover.unwritten)
         for callback in state.callbacks:  # one may queue another
             callback()
         if context.outer is None and (context.nested or context.report.mismatches):

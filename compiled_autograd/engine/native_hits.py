@@ -19,6 +19,7 @@ from ..native.library import Library, Module, Plan
 from ..process_state import PROCESS
 from ..settings import Settings
 from ..torch_api.op_registry import captures_of_others, others_are_on
+from ..user_code.reducers import REDUCERS
 from .call import Call, HandedOver, KnownShapes
 from .handles import KEPT
 
@@ -146,14 +147,18 @@ class NativeHits:
         self._learnt = [new, *kept[: _MAX_PLANS - 1]]
         self._served(new)
 
-    def module(self, settings: Settings) -> Module | None:
-        """The extension; None where it is not there, or not yet."""
+    def module(self, settings: Settings, wanted: bool = False) -> Module | None:
+        """The extension; None where it is not there, or not yet.
+
+        Args:
+            wanted: something needs it that nothing else can do.
+        """
         where = settings.cache_dir
         if self.library is None:
             folder = default_dir() if where is None or isinstance(where, bool) else Path(where).expanduser()
             self.library = Library(folder / "native")
-        wanted = settings.native or (where is not False and self._met >= HITS_WORTH_BUILDING)
-        return self.library.module(build=bool(wanted))
+        wanted = wanted or self._met >= HITS_WORTH_BUILDING
+        return self.library.module(build=bool(settings.native or (where is not False and wanted)))
 
 
 def _may_be_known(call: Call, settings: Settings) -> bool:
@@ -168,3 +173,16 @@ def _may_be_known(call: Call, settings: Settings) -> bool:
 
 
 NATIVE_HITS = PROCESS.register(NativeHits())
+
+
+def may_move_aside(call: Call, settings: Settings) -> bool:
+    """Whether hooks of DDP's reducer may be moved aside for a walk: each leaf that has some is written then."""
+    return settings.native is not False and call.accumulate_grad and not call.inputs
+
+
+def learns_of_reducers(call: Call, settings: Settings) -> bool:
+    """Whether the next walk can move aside what the engine refused now, for the first time."""
+    if REDUCERS.module is not None or not may_move_aside(call, settings):
+        return False
+    REDUCERS.module = NATIVE_HITS.module(settings, wanted=True)
+    return REDUCERS.module is not None

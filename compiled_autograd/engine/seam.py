@@ -28,6 +28,7 @@ from ..capture.capture import Capture
 from ..capture.grad_dtypes import refuse_others
 from ..capture.view_writes import NAME, VIEW_WRITES
 from ..diagnostics.bypass import (
+    DDP_CPP_REDUCER,
     FORKED,
     ON_MISS,
     OVER_BUDGET,
@@ -46,11 +47,12 @@ from ..threads.forks import can_compile
 from ..threads.gate import GATE, Token, take
 from ..torch_api.op_registry import captures_of_others, others_are_on
 from ..user_code.functions import forget_numbers
+from ..user_code.reducers import REDUCERS
 from .call import Call, HandedOver, RanInside, Refused, Results, run_backward
 from .cuda.devices import cuda_device
 from .execution import depth
 from .handles import KEPT, Handle, may_be_kept
-from .native_hits import NATIVE_HITS
+from .native_hits import NATIVE_HITS, learns_of_reducers, may_move_aside
 
 _seam = torch._C._dynamo.compiled_autograd
 
@@ -73,6 +75,7 @@ class _Walk:
         run_inside: runs what is handed over before the engine returns, where that must be; None only looks.
         inside: the token for the gate meanwhile.
         gave_back: the seam and ``token`` were given back for that.
+        aside: hooks of DDP's reducer, until they are put back.
         asks_store: when it began to report a tape that is only taken if the store on disk has it.
     """
 
@@ -87,6 +90,12 @@ class _Walk:
     inside: Token | None = None
     gave_back: bool = False
     asks_store: float | None = None
+    aside: object | None = None
+
+    def put_back(self) -> list[torch.Tensor]:
+        """Give leaves the hooks of DDP's reducer back; which leaves."""
+        module, aside, self.aside = REDUCERS.module, self.aside, None
+        return [] if aside is None or module is None else module.put_back(aside)
 
     def begin_report(self, capture: Capture) -> None:
         """The engine is about to report."""
@@ -174,7 +183,9 @@ def hand_over(call: Call, settings: Settings, run_inside: RunInside | None) -> H
         if walk.inside is not None:  # inside the engine's call, an error is the user's own
             raise
         if walk.capture is None or not walk.capture.reporting:
-            return Refused(refused_by_engine(error), walk.miss, mistake=not is_refusal(error))
+            reason = refused_by_engine(error)
+            again = reason is DDP_CPP_REDUCER and learns_of_reducers(walk.call, walk.settings)
+            return Refused(reason, walk.miss, mistake=not is_refusal(error), changed=again)
         if says_that_it_was_freed(error):  # the words are eager's, which could not say them: the engine has put symbols
             raise  # in place of some sizes
         node = walk.capture.calls[-1].name
@@ -215,9 +226,14 @@ def _have_it_walk(walk: _Walk) -> None:
             if prior[0][0] is not None:
                 raise CaptureRefusedError(TORCH_COMPILED_AUTOGRAD)
             torch._C._set_multithreading_enabled(False)
+            if REDUCERS.module is not None and may_move_aside(walk.call, walk.settings):
+                walk.aside = REDUCERS.module.move_aside(walk.call.outputs)
             run_backward(walk.call, True)
         finally:
-            torch._C._set_multithreading_enabled(multithreading)
+            try:
+                walk.put_back()
+            finally:
+                torch._C._set_multithreading_enabled(multithreading)
     finally:
         if prior and not walk.gave_back:
             _seam.set_autograd_compiler(*prior[0])
@@ -305,6 +321,9 @@ def _hand_over(
     if walk is None:  # PyTorch's own compiled autograd met a structure that we captured before it
         return handle(handover)
     graph, miss = handle.graph_for(walk.call, walk.settings, tensors)
+    moved = walk.put_back()
+    if moved:
+        handover.reduced, handover.unwritten = graph.forms.reduced(tensors, moved)
     miss = walk.miss if miss is None else miss
     graph.met += walk.capture is None and miss is None
     walk.given = handed = HandedOver(graph, handover, miss, walk.capture is not None)

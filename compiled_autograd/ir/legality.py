@@ -13,6 +13,7 @@ from ..errors import IllegalGraphError
 from ..user_code.aot import AOTBackward
 from ..user_code.functions import Packed, call_backward
 from ..user_code.hooks import cpp_hook, post_accumulate_hook, post_hook, pre_hook, tensor_hook, unpack_hook
+from ..user_code.reducers import reducer_hooks
 from .operations import (
     PLACEHOLDERS,
     OpaqueOp,
@@ -59,6 +60,7 @@ RULES: dict[Any, Rule] = {
     pre_hook: Rule((_kinds("object"), _TENSORS), gives="list"),
     post_hook: Rule((_kinds("object"), _TENSORS, _TENSORS), gives="list"),
     post_accumulate_hook: Rule((_kinds("object"), _kinds("tensor")), gives="nothing"),
+    reducer_hooks: Rule((_kinds("tensor"),), gives="nothing", variadic=True),
     Packed: Rule((_kinds("object"), _kinds("packed")), gives="packed"),
     unpack_hook: Rule((_kinds("object"), _kinds("packed")), gives="tensor"),
     copy_slices_prologue: Rule(

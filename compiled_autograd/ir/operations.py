@@ -9,6 +9,7 @@ import torch
 
 from ..user_code.functions import Packed, call_backward
 from ..user_code.hooks import cpp_hook, post_accumulate_hook, post_hook, pre_hook, tensor_hook, unpack_hook
+from ..user_code.reducers import reducer_hooks
 from ..user_code.split_gradients import FITTED
 
 PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
@@ -151,7 +152,17 @@ def check_nan(given: Sequence[torch.Tensor | None], call: int) -> None:
 
 
 USERS_CODE = frozenset(
-    {call_backward, Packed, tensor_hook, cpp_hook, pre_hook, post_hook, post_accumulate_hook, unpack_hook}
+    {
+        call_backward,
+        Packed,
+        tensor_hook,
+        cpp_hook,
+        pre_hook,
+        post_hook,
+        post_accumulate_hook,
+        reducer_hooks,
+        unpack_hook,
+    }
 )
 """Calls that run what a user wrote: never traced, never run twice, and never moved but for what
 :mod:`compiled_autograd.ir.checkpoints` says."""

@@ -125,6 +125,20 @@ class Module(Protocol):
             gives: for each leaf the number of its tensor, that of its result, and 1 where it can keep that.
         """
 
+    def move_aside(self, outputs: Sequence[Any]) -> object | None:
+        """Keep the hooks of DDP's reducer on the leaves of a tape from refusing a walk, until what this gives is put
+        back or gone. None where there are none, or something is there that is not known; then nothing was changed."""
+
+    def put_back(self, moved: object) -> list[torch.Tensor]:
+        """Have them refuse again; gives the leaves."""
+
+    def tape_of_hooks(self, leaves: Sequence[torch.Tensor]) -> torch.Tensor:
+        """A number whose backward, on the eager engine, calls these hooks of the leaves, in their order. A second
+        backward calls what they have queued for the end of a backward."""
+
+    def has_queued(self, number: torch.Tensor) -> bool:
+        """Whether they have queued something."""
+
     def unlike(self, wanted: list[torch.Tensor | None], found: list[torch.Tensor | None], relative: float) -> list[int]:
         """Of which pairs of two lists it cannot be told here that no value of the one is further from that of the other
         than ``relative`` times the root mean square: by their number. It can be for plain floats on the CPU alone."""

@@ -3,6 +3,7 @@
 
 #include "alike.h"
 #include "plan.h"
+#include "reducer.h"
 #include "taken.h"
 
 namespace native {
@@ -193,6 +194,12 @@ PyObject* unlike(PyObject*, PyObject* arguments) {
 }
 
 PyMethodDef functions[] = {
+    {"move_aside", move_aside, METH_O,
+     "(outputs) -> what the hooks of DDP's reducer on the leaves of a tape are put back with, or None."},
+    {"put_back", put_back, METH_O, "(what move_aside gave) -> the leaves that have their hooks back."},
+    {"tape_of_hooks", tape_of_hooks, METH_O,
+     "(leaves) -> a number whose backward calls these hooks of theirs, and at the second run what they queued."},
+    {"has_queued", has_queued, METH_O, "(such a number) -> whether hooks have queued something for the end."},
     {"learn", learn, METH_VARARGS,
      "(outputs, gradients, order_shows, inputs, captures) -> Plan, or the reason why not."},
     {"program", new_program, METH_VARARGS,

@@ -1,0 +1,75 @@
+"""The hooks that DDP's reducer has on leaves: they are C++, and the engine refuses to report a tape that has them.
+
+So they are kept from refusing while the engine walks, and are calls of the tape graph's form for such a tape. The
+reducer is DDP's own, with its buckets, its order and its communication. The queue of callbacks is private to the
+engine. Written against torch 2.13.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from functools import partial
+
+import torch
+from torch.autograd import Variable
+
+from ..native.library import Module
+from ..process_state import PROCESS
+
+Groups = tuple[tuple[int, ...], ...]
+"""Of a tape's lifted tensors those that are leaves with such hooks, in the order in which they are written; those of
+one group have their hooks called together."""
+
+FIRST_GROUP = 1 << 20
+GROUP = 25 << 20
+"""Bytes of gradients after which a group ends: DDP's own sizes for its first bucket and the others."""
+
+
+class Reducers:
+    """What calls such hooks.
+
+    Attributes:
+        module: the extension, once a tape had such hooks.
+        backward: has the eager engine run a backward of a number.
+    """
+
+    def __init__(self) -> None:
+        self.module: Module | None = None
+        self.backward: Callable[[torch.Tensor], None] | None = None
+
+    def forget(self) -> None:
+        """As if no tape had such hooks."""
+        self.module = None
+
+    def backward_of_hooks(self, leaves: Sequence[torch.Tensor]) -> None:
+        """Call the hooks of these leaves. What they queue for the end of the backward, such as the reducer's waiting
+        for its communication, is queued with what hooks in Python have queued."""
+        module, backward = self.module, self.backward
+        assert module is not None and backward is not None
+        number = module.tape_of_hooks(leaves)
+        backward(number)
+        if module.has_queued(number):
+            Variable._execution_engine.queue_callback(partial(backward, number))
+
+
+def grouped(leaves: Sequence[tuple[int, torch.Tensor]]) -> Groups:
+    """Leaves with such hooks, given with their numbers in the order in which they are written, in groups."""
+    groups: list[tuple[int, ...]] = []
+    group: list[int] = []
+    size = 0
+    for number, leaf in leaves:
+        group.append(number)
+        size += leaf.numel() * leaf.element_size()
+        if size >= (GROUP if groups else FIRST_GROUP):
+            groups.append(tuple(group))
+            group, size = [], 0
+    return (*groups, tuple(group)) if group else tuple(groups)
+
+
+REDUCERS = Reducers()
+PROCESS.register(REDUCERS, reset=REDUCERS.forget)
+
+
+def reducer_hooks(*leaves: torch.Tensor) -> None:
+    """Tell DDP's reducer that these leaves have their gradients."""
+    REDUCERS.backward_of_hooks(leaves)

@@ -108,6 +108,13 @@ class Record:
     """Of the last reason, where there was a bypass."""
 
 
+def without_extension(rank: int, case: Case) -> Record:
+    """As :func:`record`, where nothing calls the hooks of the reducer from compiled code."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("COMPILED_AUTOGRAD_NATIVE", "false")
+        return record(rank, case)
+
+
 def record(rank: int, case: Case) -> Record:
     """Train on eager and compiled."""
     session = ca.enable(backend=case.backend)
@@ -285,7 +292,7 @@ DDP = {
 
 @pytest.mark.parametrize("case", DDP.values(), ids=DDP)
 def test_ddp_bypasses_and_averages(pair: Pair, case: Case) -> None:
-    records = pair.run(record, case)
+    records = pair.run(without_extension, case)
     assert_as_eager(records)
     assert_averaged(records, case)
     _expect_bypasses(records, case.steps * case.batches)
@@ -299,7 +306,7 @@ def _expect_bypasses(records: Sequence[Record], count: int) -> None:
 
 def test_ddp_with_a_hook_that_compresses(pair: Pair) -> None:
     case = Case(partial(ddp_with_hook, hook=default_hooks.fp16_compress_hook))
-    records = pair.run(record, case)
+    records = pair.run(without_extension, case)
     assert_as_eager(records)
     assert_averaged(records, case, low=True)
     _expect_bypasses(records, case.steps)
@@ -307,7 +314,7 @@ def test_ddp_with_a_hook_that_compresses(pair: Pair) -> None:
 
 def test_ddp_with_a_hook_of_the_users_own(pair: Pair) -> None:
     case = Case(partial(ddp_with_hook, hook=mean_of_signs))
-    records = pair.run(record, case)
+    records = pair.run(without_extension, case)
     assert_as_eager(records)
     _expect_bypasses(records, case.steps)
     for grad in records[0].compiled.grads[0].values():
@@ -317,7 +324,7 @@ def test_ddp_with_a_hook_of_the_users_own(pair: Pair) -> None:
 def test_ddp_with_reentrant_checkpointing(pair: Pair) -> None:
     """The inner backward reaches hooks of the reducer too."""
     case = Case(partial(DistributedDataParallel, static_graph=True), partial(Checkpointed, reentrant=True))
-    records = pair.run(record, case)
+    records = pair.run(without_extension, case)
     assert_as_eager(records)
     assert_averaged(records, case)
     _expect_bypasses(records, 2 * case.steps)
@@ -332,7 +339,7 @@ def test_a_branch_that_no_rank_uses_gets_no_gradient(pair: Pair) -> None:
 
 def _outcomes_around_ddp(rank: int) -> list[str]:
     """A model's structure is known before DDP wraps it, and DDP goes away again."""
-    session = ca.enable(backend="eager")
+    session = ca.enable(backend="eager", native=False)
     outcomes = []
 
     def backward(model: nn.Module) -> None:
@@ -373,7 +380,7 @@ def _refuse_then_train(rank: int) -> tuple[Tensors, Tensors]:
             loss = model(*own_batch(step, rank)).square().mean()
             if refuse:
                 with (
-                    ca.enable(backend="eager", on_unsupported="raise"),
+                    ca.enable(backend="eager", on_unsupported="raise", native=False),
                     pytest.raises(ca.UnsupportedBackwardError, match="ddp_cpp_reducer"),
                 ):
                     loss.backward()
@@ -581,7 +588,7 @@ def record_in_one_process(rank: int, case: Case) -> Record:
     import torch._inductor.config
 
     torch._inductor.config.compile_threads = 1
-    return record(rank, case)
+    return without_extension(rank, case)
 
 
 def test_inductor_under_ddp(pair: Pair) -> None:

@@ -207,6 +207,59 @@ def test_a_leaf_whose_gradient_is_undefined(pair: Pair, builds: Path) -> None:
     _expect_compiled(records, case.steps)
 
 
+class _Summed(torch.autograd.Function):
+    """Its backward communicates, as that of tensor-parallel layers and of ``SyncBatchNorm`` does."""
+
+    @staticmethod
+    def forward(ctx: Any, batch: torch.Tensor) -> torch.Tensor:
+        return batch.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        total = grad.clone()
+        distributed.all_reduce(total)
+        return total
+
+
+class Communicates(nn.Module):
+    """Layers, each followed by something whose backward communicates."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(4))
+
+    def forward(self, batch: torch.Tensor) -> torch.Tensor:
+        for layer in self.layers:
+            batch = _Summed.apply(layer(batch).tanh())
+        return batch
+
+
+def _communicates(rank: int, builds: Path, compiling: tuple[int, ...], by_hook: bool) -> tuple[list[Tensors], Any]:
+    with extension(builds):
+        session = ca.enable(backend="eager", tune=False)
+        torch.manual_seed(0)
+        inner = nn.Sequential(*(nn.Linear(8, 8) for _ in range(4))) if by_hook else Communicates()
+        model, found = DistributedDataParallel(inner, bucket_cap_mb=1e-4), []
+        for leaf in model.parameters() if by_hook else ():
+            leaf.register_post_accumulate_grad_hook(lambda leaf: distributed.all_reduce(leaf.grad.clone()))
+        for step in range(4):
+            model.zero_grad()
+            loss = model(*own_batch(step, rank)).square().mean()
+            with session if rank in compiling else contextlib.nullcontext():
+                loss.backward()
+            found.append(_grads(model.parameters()))
+        return found, session.stats()
+
+
+@pytest.mark.parametrize("by_hook", [False, True])
+def test_users_code_that_communicates_while_one_rank_alone_is_compiled(pair: Pair, builds: Path, by_hook: bool) -> None:
+    """Gloo matches by order alone, so buckets are communicated between users' calls as under eager."""
+    wanted, found = (pair.run(_communicates, builds, ranks, by_hook) for ranks in ((), (0,)))
+    for (grads, _), (others, _) in zip(found, wanted, strict=True):
+        _same(grads, others)
+    assert (found[0][1].backwards, found[0][1].hits, found[0][1].bypasses) == (4, 3, {})
+
+
 def _stored(rank: int, builds: Path, folder: Path) -> tuple[Tensors, list[str]]:
     with extension(builds):
         ca.reset()

@@ -48,12 +48,11 @@ class Forms:
         """Of leaves with hooks of DDP's reducer those that this tape writes to, among its lifted tensors in groups; and
         the others, which an undefined gradient reaches."""
         rest = {id(leaf): leaf for leaf in leaves}
-        written = [
-            (number, tensors[number])
-            for number in reduced.leaves(self._tape)
-            if rest.pop(id(tensors[number]), None) is not None
+        runs = [
+            [(number, tensors[number]) for number in run if rest.pop(id(tensors[number]), None) is not None]
+            for run in reduced.runs_of_leaves(self._tape)
         ]
-        return grouped(written), list(rest.values())
+        return grouped(runs), list(rest.values())
 
     def under(self, state: Ambient) -> ir.TapeGraph:
         """The tape graph for a state."""

@@ -5,13 +5,27 @@ from __future__ import annotations
 from torch import fx
 
 from ..user_code.reducers import Groups, reducer_hooks
-from .operations import accumulate_grad, post_accumulate_hook
+from .operations import USERS_CODE, OpaqueOp, accumulate_grad, post_accumulate_hook
 from .tape_graph import TapeGraph
 
 
-def leaves(tape: TapeGraph) -> list[int]:
-    """Which of the lifted tensors are written to, in order."""
-    return [_leaf(node) for node in _writes(tape)] if tape.accumulates else []
+def runs_of_leaves(tape: TapeGraph) -> list[list[int]]:
+    """Which of the lifted tensors are written to, in order; a run for each stretch in which nothing but PyTorch's own
+    functions runs.
+
+    What users wrote may communicate, and ranks match their communication by its order alone. One rank may run a
+    backward compiled that another leaves to eager, so the reducer's may not come later than that.
+    """
+    runs: list[list[int]] = [[]]
+    for node in tape.graph.nodes if tape.accumulates else ():
+        if node.target is accumulate_grad:
+            runs[-1].append(_leaf(node))
+        elif node.target is post_accumulate_hook:  # the reducer's hook of that leaf comes after this one
+            leaf = runs[-1].pop() if runs[-1] and runs[-1][-1] == _leaf(node, 1) else None
+            runs.append([] if leaf is None else [leaf])
+        elif node.target in USERS_CODE or (isinstance(node.target, OpaqueOp) and node.target.custom):
+            runs.append([])
+    return [run for run in runs if run]
 
 
 def with_reducer_hooks(tape: TapeGraph, groups: Groups) -> TapeGraph:
@@ -34,5 +48,5 @@ def _writes(tape: TapeGraph) -> list[fx.Node]:
     return tape.graph.find_nodes(op="call_function", target=accumulate_grad, sort=True)
 
 
-def _leaf(write: fx.Node) -> int:
-    return int(write.args[0].meta["lifted"].index)  # type: ignore[union-attr]
+def _leaf(call: fx.Node, argument: int = 0) -> int:
+    return int(call.args[argument].meta["lifted"].index)  # type: ignore[union-attr]

@@ -52,18 +52,21 @@ class Reducers:
             Variable._execution_engine.queue_callback(partial(backward, number))
 
 
-def grouped(leaves: Sequence[tuple[int, torch.Tensor]]) -> Groups:
-    """Leaves with such hooks, given with their numbers in the order in which they are written, in groups."""
+def grouped(runs: Sequence[Sequence[tuple[int, torch.Tensor]]]) -> Groups:
+    """Leaves with such hooks in groups, none of which is in two runs. Leaves are given with their numbers, in the order
+    in which they are written."""
     groups: list[tuple[int, ...]] = []
-    group: list[int] = []
-    size = 0
-    for number, leaf in leaves:
-        group.append(number)
-        size += leaf.numel() * leaf.element_size()
-        if size >= (GROUP if groups else FIRST_GROUP):
-            groups.append(tuple(group))
-            group, size = [], 0
-    return (*groups, tuple(group)) if group else tuple(groups)
+    for run in runs:
+        group: list[int] = []
+        size = 0
+        for number, leaf in run:
+            group.append(number)
+            size += leaf.numel() * leaf.element_size()
+            if size >= (GROUP if groups else FIRST_GROUP):
+                groups.append(tuple(group))
+                group, size = [], 0
+        groups += [tuple(group)] if group else []
+    return tuple(groups)
 
 
 REDUCERS = Reducers()

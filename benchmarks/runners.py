@@ -95,18 +95,12 @@ def empty_torch_function(graph_module: GraphModule) -> Callable[..., list[Tensor
 
 
 def empty_backend(graph_module: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-    """A backend of ours that computes once and ever after hands out the same tensors.
+    """A backend of ours that computes nothing and gives no gradients: none are written, as in PyTorch's case."""
+    count = len(graph_module.graph.output_node().args[0])
 
-    Writing `.grad` stays part of what is measured, as it lies outside the compiled function.
-    """
-    outputs: Sequence[Tensor | None] | None = None
-
-    def run(inputs: list[Any]) -> Sequence[Tensor | None]:
-        nonlocal outputs
-        if outputs is None:
-            outputs = graph_module(*inputs)
+    def run(inputs: list[Any]) -> Sequence[None]:
         inputs.clear()
-        return outputs
+        return (None,) * count
 
     # PyTorch's mark of a function that takes its inputs in one list and empties it.
     run._boxed_call = True  # type: ignore[attr-defined]
@@ -126,10 +120,7 @@ RUNNERS: dict[str, Callable[[], Runner]] = {
 
 
 def empty_program_backend(graph_module: GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-    """A backend of ours that makes an empty straight-line program: it lets go of its inputs, and hands out new tensors
-    that nothing was written to. So what the inductor backend calls for a region is measured, without a kernel in it."""
-    from torch._C._dynamo.guards import _empty_strided_cpu  # type: ignore[attr-defined]
-
+    """The same as a straight-line program, which is what the inductor backend calls for a region."""
     from backends.inductor.straight_line import program_library
     from backends.inductor.straight_line.straight_line import StraightLine
 
@@ -137,16 +128,9 @@ def empty_program_backend(graph_module: GraphModule, example_inputs: Sequence[An
     if library is None:
         raise NotApplicable("there is no compiler for straight-line programs")
     count = len(example_inputs)
-    with torch.no_grad():
-        outputs = graph_module(*[torch.zeros_like(each) for each in example_inputs])
-    instructions: list[Any] = [
-        ("output", _empty_strided_cpu, tuple(each.shape), each.stride(), each.dtype, slot, True)
-        for slot, each in enumerate(outputs, count)
-    ]
-    slots = count + len(instructions)
-    instructions.insert(0, ("drop", tuple(range(count))))
-    line = StraightLine(lambda arguments: outputs, "", {}, library.make_program)
-    line.program = library.make_program(slots, (), instructions, tuple(range(count, slots)))
+    outputs = (-1,) * len(graph_module.graph.output_node().args[0])
+    line = StraightLine(empty_backend(graph_module, example_inputs), "", {}, library.make_program)
+    line.program = library.make_program(count, (), [("drop", tuple(range(count)))], outputs)
     line.has_run = line._is_settled = True
     line._boxed_call = True  # type: ignore[attr-defined]
     return line

@@ -7,6 +7,7 @@ import itertools
 import random
 import types
 import weakref
+from collections.abc import Iterator
 from concurrent.futures import Future
 from typing import Any
 
@@ -33,6 +34,15 @@ def make_program() -> Any:
     library = program_library.begin().result()
     assert library is not None
     return library.make_program
+
+
+@pytest.fixture(autouse=True)
+def _one_thread() -> Iterator[None]:
+    """A program computes small products with one thread, and torch with all: the bits are those of one."""
+    before = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(before)
 
 
 def _namespace(**more: Any) -> dict[str, Any]:

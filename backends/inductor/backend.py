@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import os
 import shutil
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
@@ -19,7 +20,7 @@ from ..versions import plain_convolution_backward
 from . import instruction_sets
 from .batch import together
 from .cuda_graphs import CopiedOut, cuda_device, running_backward
-from .environment import environment
+from .environment import environment, is_chosen
 from .kernels import ENTRY, load_kernels
 from .memory import keep_freed_memory
 from .randomness import FALLBACK, decompositions, draws
@@ -29,6 +30,10 @@ from .workarounds.complex_scatters import keep_complex_scatters
 from .workarounds.outer_loops import sound_outer_loops
 from .wrappers import namespace_of, store
 
+_LEAST_WORK = "cpp.min_chunk_size", "TORCHINDUCTOR_CPP_MIN_CHUNK_SIZE", 4096
+"""The setting of Inductor's for how many elements of a kernel are worth a thread, the variable that it may come from,
+and ours: with Inductor's own, 512, waking a second thread takes longer than most kernels that get one
+(``benchmarks/threads.py``)."""
 _CUDA_GRAPHS = "triton.cudagraphs"
 """The setting of Inductor's that has it replay CUDA graphs."""
 _CALL = "def call("
@@ -159,6 +164,9 @@ def _settings(mode: str, graph_module: fx.GraphModule, on_cuda: bool) -> dict[st
 
     # Whoever calls us has checked sizes and strides; the generated code need not do it once more at each call.
     chosen: dict[str, Any] = {"size_asserts": False, "alignment_asserts": False, **list_mode_options(mode)}
+    work, variable, elements = _LEAST_WORK
+    if variable not in os.environ and not is_chosen(work):
+        chosen[work] = elements
     if any(draws(node.target) for node in graph_module.graph.nodes):
         chosen[FALLBACK] = True  # eager's operators, from eager's generators
     if not on_cuda:

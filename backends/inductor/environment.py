@@ -98,6 +98,12 @@ def _instructions() -> str:
     return repr(sorted(torch.cpu.get_capabilities().items()))
 
 
+def is_chosen(name: str) -> bool:
+    """Whether the user has changed one of Inductor's settings."""
+    config = sys.modules.get("torch._inductor.config")
+    return config is not None and any(name == changed for changed, _ in _changed(config))
+
+
 def _changed(config: Any) -> list[tuple[str, str]]:
     """What the user has set to another value than the default in a module of settings, or in None.
 

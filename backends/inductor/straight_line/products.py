@@ -16,6 +16,9 @@ from ..kernels import address_in
 
 _log = logging.getLogger(__name__)
 _INT_MAX = 2**31 - 1
+_SMALL = 64**3
+"""A product of at most so many multiplications is computed by one thread (``benchmarks/threads.py``): BLAS would wake
+others for it, and wait for them longer than it takes."""
 
 
 @dataclass(frozen=True)
@@ -59,12 +62,27 @@ def products() -> dict[torch.dtype, int]:
     if platform.machine() not in ("x86_64", "AMD64"):
         return {}
     try:
-        library = ctypes.CDLL(str(Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"))
+        library = ctypes.CDLL(str(_library()))
         names = {torch.float32: "sgemm_", torch.float64: "dgemm_"}
         return {dtype: address_in(library, name) for dtype, name in names.items()}
     except (OSError, AttributeError) as error:
         _log.debug("products are called through torch: %s", error)
         return {}
+
+
+@functools.cache
+def limit_threads() -> int:
+    """The address of MKL's function that limits the threads of products in the calling thread, and gives the limit
+    before; 0 where PyTorch's library has none.
+    """
+    try:
+        return address_in(ctypes.CDLL(str(_library())), "MKL_Set_Num_Threads_Local")
+    except (OSError, AttributeError):
+        return 0
+
+
+def _library() -> Path:
+    return Path(torch.__file__).parent / "lib" / "libtorch_cpu.so"
 
 
 def in_blas(to: Value, left: Value, right: Value, alpha: float, beta: float) -> tuple[Any, ...] | None:
@@ -99,7 +117,8 @@ def in_blas(to: Value, left: Value, right: Value, alpha: float, beta: float) -> 
     if max(m, n, k, lda, ldb, ldc) > _INT_MAX:
         return None
     in_double = to.dtype is torch.float64
-    return address, in_double, transpose_a, transpose_b, m, n, k, lda, ldb, ldc, alpha, beta, first, second
+    limit = limit_threads() if m * n * k <= _SMALL else 0
+    return address, limit, in_double, transpose_a, transpose_b, m, n, k, lda, ldb, ldc, alpha, beta, first, second
 
 
 def _leading(value: Value, rows: int, columns: int, height: int, width: int) -> tuple[bool, int] | None:

@@ -60,7 +60,8 @@ struct Instruction {
   Range slots;             // those that a call takes, and that a drop lets go
   Range memory;            // of a kernel, a copy (to, from) and a product (a, b, c)
   void* function = nullptr;
-  Py_ssize_t bytes = 0;  // of a copy, and of memory
+  int (*limit_threads)(int) = nullptr;  // of a product that one thread computes; gives the limit before
+  Py_ssize_t bytes = 0;                 // of a copy, and of memory
   double alpha = 1, beta = 0;
   int m = 0, n = 0, k = 0, lda = 0, ldb = 0, ldc = 0;
   char transpose_a = 'n', transpose_b = 'n';
@@ -116,7 +117,7 @@ static Instruction instruction_of(PyObject* tuple, Program& program) {
   require((operation = PyUnicode_AsUTF8(PyTuple_GET_ITEM(tuple, 0))) != nullptr);
   const std::string name = operation;
   PyObject *callee = nullptr, *constants = nullptr, *slots = nullptr, *memory = nullptr;
-  unsigned long long function = 0;
+  unsigned long long function = 0, limit = 0;
   if (name == "call") {
     made.operation = Operation::call;
     require(PyArg_ParseTuple(
@@ -144,8 +145,8 @@ static Instruction instruction_of(PyObject* tuple, Program& program) {
     int transpose_a = 0, transpose_b = 0;
     made.operation = Operation::product;
     require(PyArg_ParseTuple(
-        tuple, "sKpppiiiiiiddO", &operation, &function, &made.in_double, &transpose_a, &transpose_b, &made.m, &made.n,
-        &made.k, &made.lda, &made.ldb, &made.ldc, &made.alpha, &made.beta, &memory));
+        tuple, "sKKpppiiiiiiddO", &operation, &function, &limit, &made.in_double, &transpose_a, &transpose_b, &made.m,
+        &made.n, &made.k, &made.lda, &made.ldb, &made.ldc, &made.alpha, &made.beta, &memory));
     made.transpose_a = transpose_a ? 't' : 'n';
     made.transpose_b = transpose_b ? 't' : 'n';
   } else if (name == "copy") {
@@ -159,6 +160,7 @@ static Instruction instruction_of(PyObject* tuple, Program& program) {
     throw PythonError();
   }
   made.function = reinterpret_cast<void*>(static_cast<std::uintptr_t>(function));
+  made.limit_threads = reinterpret_cast<int (*)(int)>(static_cast<std::uintptr_t>(limit));
   if (slots != nullptr) made.slots = added(program.slots_taken, numbers_of(slots));
   if (memory != nullptr) made.memory = added(program.memory, memory_of(memory));
   return made;

@@ -139,7 +139,10 @@ class Run {
         const std::int64_t size = std::int64_t{instruction.m} * instruction.n * instruction.k;
         PyThreadState* others = size >= long_product ? PyEval_SaveThread() : nullptr;
         const auto product = instruction.in_double ? multiply<double> : multiply<float>;
+        const auto limit = instruction.limit_threads;  // of this thread, and no other
+        const int before = limit != nullptr ? limit(1) : 0;
         product(instruction, at(memory[0]), at(memory[1]), at(memory[2]));
+        if (limit != nullptr) limit(before);
         if (others != nullptr) PyEval_RestoreThread(others);
         break;
       }

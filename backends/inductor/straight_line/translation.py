@@ -7,7 +7,8 @@ An instruction is a tuple:
 - ``("output", function, sizes, strides, dtype, result, has_address)``: memory that Python sees once it is given back.
 - ``("memory", bytes, result)``: memory that no Python sees, in slot ``result``.
 - ``("kernel", address, memory)``: ``memory`` has a slot and an offset in bytes for each argument, one after the other.
-- ``("product", address, in_double, transpose_a, transpose_b, m, n, k, lda, ldb, ldc, alpha, beta, memory)``: BLAS.
+- ``("product", address, limit, in_double, transpose_a, transpose_b, m, n, k, lda, ldb, ldc, alpha, beta, memory)``:
+  BLAS; ``limit`` is the address of what limits it to one thread, or 0.
 - ``("copy", bytes, memory)``: to the first from the second.
 - ``("drop", slots)``: let go of what lies there.
 """

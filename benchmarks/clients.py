@@ -137,7 +137,7 @@ def row(result: Result) -> list[str]:
 def _first_steps(default: Result) -> str:
     if "ratio_of_first_steps" not in default:
         return "-"
-    return f"{default['ratio_of_first_steps']:.2f} ({default['seconds_more_in_first_steps']:+.2f} s)"
+    return f"{default['ratio_of_first_steps']:.2f} ({default['seconds_beside_compiling']:+.2f} s)"
 
 
 def _number(value: float | None, form: str) -> str:

@@ -90,7 +90,7 @@ def _nothing_is_stuck() -> None:
     assert GATE.idle() and not GATE._lock.locked()
     assert not any(claim.token.locked() for claim in CLAIMS.made)
     assert execution.running() is None and execution.depth() == 0 and not seam.walking()
-    prior = seam._seam.set_autograd_compiler(None, False)
+    prior = seam.set_autograd_compiler(None, False)
     assert prior[0] is None
     assert torch.is_grad_enabled() and torch._C._is_multithreading_enabled()
     assert torch._C._len_torch_dispatch_stack() == 0

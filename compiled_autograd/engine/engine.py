@@ -25,6 +25,7 @@ from . import backward
 from .call import Call
 from .cuda.streams import STREAMS
 from .execution import depth, on_eager, running
+from .others import have_them_wait
 from .seam import walking
 from .session import BYPASS, Outcome, thread
 
@@ -134,6 +135,7 @@ def install() -> None:
     keep_from_dynamo(Engine.run_backward.__code__)
     GATE.expect_unseen(lambda: threads_running(code))
     STREAMS.install()
+    have_them_wait()
     REDUCERS.backward = _reducer_hooks
 
 

@@ -53,8 +53,7 @@ from .cuda.devices import cuda_device
 from .execution import depth
 from .handles import KEPT, Handle, may_be_kept
 from .native_hits import NATIVE_HITS, learns_of_reducers, may_move_aside
-
-_seam = torch._C._dynamo.compiled_autograd
+from .others import clear_cache, set_autograd_compiler
 
 MAX_REPORTS = 8 * MAX_STRUCTURES
 """After this many reports the engine is made to forget, and captures anew what comes back. It keeps something of each
@@ -142,7 +141,7 @@ def forget() -> None:
 def _forget() -> None:
     """The same, of who has the gate."""
     KEPT.must_forget, KEPT.reports = False, 0
-    _seam.clear_cache()
+    clear_cache()
     forget_numbers()
     VIEW_WRITES.forget()
     KEPT.clear()
@@ -222,7 +221,7 @@ def _have_it_walk(walk: _Walk) -> None:
     try:
         try:
             # In one go: a call and an assignment would let Ctrl-C come between, and what was set before be lost.
-            prior += map(_seam.set_autograd_compiler, (_begin,), (True,))  # type: ignore[arg-type]
+            prior += map(set_autograd_compiler, (_begin,), (True,))  # type: ignore[arg-type]
             if prior[0][0] is not None:
                 raise CaptureRefusedError(TORCH_COMPILED_AUTOGRAD)
             torch._C._set_multithreading_enabled(False)
@@ -236,13 +235,13 @@ def _have_it_walk(walk: _Walk) -> None:
                 torch._C._set_multithreading_enabled(multithreading)
     finally:
         if prior and not walk.gave_back:
-            _seam.set_autograd_compiler(*prior[0])
+            set_autograd_compiler(*prior[0])
 
 
 def _run_inside(walk: _Walk, run: RunInside, handed: HandedOver) -> list[Any]:
     """Run while the engine's own call is under way: for other threads this is then a backward of the eager engine."""
     walk.end_report()
-    _seam.set_autograd_compiler(None, False)
+    set_autograd_compiler(None, False)
     _thread.walk = None
     walk.inside = take()
     GATE.change_to_eager(walk.inside)

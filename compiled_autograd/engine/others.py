@@ -1,0 +1,43 @@
+"""What others do with the engine's seam waits while one of our walks has it.
+
+PyTorch itself turns its own compiled autograd off and on again around what must not be captured: ``torch.func.grad``,
+AOTAutograd and Inductor do at each call (``torch._dynamo.compiled_autograd._disable``, 2.13). It notes what is set and
+puts that back, and the seam is the process's. In another thread, while we walk, it would note what we have set, and put
+that back when we are gone; or take away what we have set before the engine looks at it.
+"""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from ..threads.gate import GATE, take
+
+_seam = torch._C._dynamo.compiled_autograd
+set_autograd_compiler = _seam.set_autograd_compiler
+clear_cache = _seam.clear_cache
+
+
+def have_them_wait() -> None:
+    """From now on, others change the seam between walks."""
+    for function in (set_autograd_compiler, clear_cache):
+        setattr(_seam, function.__name__, _between_walks(function))
+
+
+def _between_walks(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def others(*args: Any) -> Any:
+        token = take()
+        try:
+            GATE.enter_alone(token)  # inside a walk of the calling thread there is no waiting
+            return function(*args)
+        finally:
+            held = GATE.capturing
+            if held is not None and held[1] is token:  # no call before the release: see the gate
+                GATE.capturing = None
+            token.release()
+
+    return others

@@ -62,7 +62,7 @@ EXCEPTIONS = {
     "backends/inductor/workarounds/complex_scatters.py": {"_LIBRARY": _ONCE},
     "backends/inductor/workarounds/outer_loops.py": {"_thread": _COMPILES, "_install": _ONCE},
     "backends/inductor/randomness.py": {"decompositions": _UNCHANGING},
-    "backends/inductor/straight_line/products.py": {"products": _UNCHANGING},
+    "backends/inductor/straight_line/products.py": dict.fromkeys(("limit_threads", "products"), _UNCHANGING),
     "backends/inductor/straight_line/program_library.py": {"begin": _SERVES_ON, _FORK: _ALONE},
     "shadow_cache/compile_counter.py": dict.fromkeys(("_watching", "_lock", _FORK), _ALONE),
     "shadow_cache/graph.py": {"_LOCK": _ALONE, _FORK: _ALONE},

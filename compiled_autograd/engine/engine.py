@@ -18,6 +18,7 @@ from ..capture.tape import sketch
 from ..diagnostics.bypass import DEEP, MAX_NESTED
 from ..policies.sketches import SKETCHES, UNKNOWN
 from ..threads.gate import GATE, threads_running
+from ..threads.others import have_them_wait
 from ..torch_api.dynamo import keep_from_dynamo
 from ..user_code.functions import number_of
 from ..user_code.reducers import REDUCERS
@@ -25,7 +26,6 @@ from . import backward
 from .call import Call
 from .cuda.streams import STREAMS
 from .execution import depth, on_eager, running
-from .others import have_them_wait
 from .seam import walking
 from .session import BYPASS, Outcome, thread
 

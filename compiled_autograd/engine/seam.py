@@ -45,6 +45,7 @@ from ..process_state import PROCESS
 from ..settings import Settings
 from ..threads.forks import can_compile
 from ..threads.gate import GATE, Token, take
+from ..threads.others import clear_cache, set_autograd_compiler
 from ..torch_api.op_registry import captures_of_others, others_are_on
 from ..user_code.functions import forget_numbers
 from ..user_code.reducers import REDUCERS
@@ -53,7 +54,6 @@ from .cuda.devices import cuda_device
 from .execution import depth
 from .handles import KEPT, Handle, may_be_kept
 from .native_hits import NATIVE_HITS, learns_of_reducers, may_move_aside
-from .others import clear_cache, set_autograd_compiler
 
 MAX_REPORTS = 8 * MAX_STRUCTURES
 """After this many reports the engine is made to forget, and captures anew what comes back. It keeps something of each

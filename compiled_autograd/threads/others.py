@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from ..threads.gate import GATE, take
+from .gate import GATE, take
 
 _seam = torch._C._dynamo.compiled_autograd
 set_autograd_compiler = _seam.set_autograd_compiler

@@ -42,6 +42,7 @@ from .errors import (  # noqa: E402
     UnsupportedBackwardError,
 )
 from .inspection.view import TapeView, inspect  # noqa: E402
+from .user_code.traceable import traceable  # noqa: E402
 
 if TYPE_CHECKING:
     from .replay import Reproduction
@@ -70,6 +71,7 @@ __all__ = [
     "load",
     "reset",
     "trace_sources",
+    "traceable",
 ]
 
 

@@ -59,6 +59,8 @@ def why_not_stored(tape: ir.TapeGraph, settings: Settings) -> str:
     for node in tape.graph.nodes:
         if isinstance(node.target, ir.AOTBackward):
             return "the tape has the backward of a forward that torch.compile compiled"
+        if isinstance(node.target, ir.TracedBackward):
+            return "the tape has a function marked as traceable, which may be another in another process"
         if isinstance(node.target, ir.OpaqueOp) and node.target.custom:
             return f"{node.target!r} is of a C++ extension or a front end, and may be another in another process"
     return ""

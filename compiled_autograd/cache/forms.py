@@ -9,11 +9,12 @@ from typing import Any
 import torch
 
 from .. import ir
-from ..guards.ambient import CHECKPOINTED, REDUCED, Ambient, ambient
+from ..guards.ambient import CHECKPOINTED, REDUCED, TRACED, Ambient, ambient
 from ..ir import checkpoints, nan_checks, reduced
 from ..process_state import free_in_child
 from ..torch_api.checkpointing import frame_of
 from ..user_code.reducers import Groups, grouped
+from ..user_code.traceable import described
 from .variants import Handover
 
 _MAX_KEPT = 32
@@ -24,12 +25,16 @@ class Forms:
     """The forms of one tape graph.
 
     Attributes:
+        traced: which of the lifted objects are those of functions that their author has marked as traceable.
         unpacks: which of the lifted objects are unpack hooks that it calls, in its order, if there are several.
     """
 
     def __init__(self, tape: ir.TapeGraph) -> None:
         unpacks = checkpoints.unpacks(tape)
         self.unpacks = unpacks if len(unpacks) > 1 else ()
+        self.traced = tuple(
+            node.args[0].meta["lifted"].index for node in tape.graph.nodes if isinstance(node.target, ir.TracedBackward)
+        )
         self._tape = tape
         self._checked: ir.TapeGraph | None = None
         self._reduced: dict[tuple[Any, ...], ir.TapeGraph] = {}
@@ -42,6 +47,8 @@ class Forms:
         if self.unpacks:
             frames = checkpoints.numbered([frame_of(handover.objects[index]) for index in self.unpacks])
             state = (*state, (CHECKPOINTED, frames))
+        if self.traced:
+            state = (*state, (TRACED, tuple(described(handover.objects[index]) for index in self.traced)))
         return (*state, (REDUCED, handover.reduced)) if handover.reduced else state
 
     def reduced(self, tensors: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor]) -> tuple[Groups, list[Any]]:

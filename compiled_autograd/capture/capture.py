@@ -28,6 +28,7 @@ from ..torch_api.version_differences import reports_leaf
 from ..user_code.aot import aot_backward
 from ..user_code.functions import tell_packed_apart, wants_zeros
 from ..user_code.split_gradients import UNBIND
+from ..user_code.traceable import traced_backward
 from . import symbols
 from .hook_reports import HookReports, as_captured
 from .recording import keeps_failures
@@ -182,7 +183,7 @@ class Capture(HookReports):
         for value in packed:
             value.target = ir.Packed  # the function unpacks it when it asks for it
         if not packed and state_index is None and not opaque_indices:
-            node.target = aot_backward(ctx) or ir.call_backward
+            node.target = aot_backward(ctx) or traced_backward(ctx) or ir.call_backward
         return tuple(self._replaced(node, metadata))
 
     @keeps_failures

@@ -16,7 +16,7 @@ SCALAR_TYPES = (
     *("complex32", "complex64", "complex128", "bool", "qint8", "quint8", "qint32", "bfloat16"),
 )
 """By number (``c10/core/ScalarType.h``): ``validate_outputs`` is given the dtype that it casts to as a number."""
-_WITH_ARGUMENTS = ("ops.", "call_backward", "AOTBackward", "copy_slices", "accumulate_grad", "zeros")
+_WITH_ARGUMENTS = ("ops.", "call_backward", "AOTBackward", "traced_backward", "copy_slices", "accumulate_grad", "zeros")
 NUMBER_HINT = "a number that the forward passes as a number is part of the structure; as a tensor it would not be"
 WAY_HINT = "the forward took another way here; each way that it takes is compiled once"
 _UNDEFINED_HINT = "each set of outputs that a loss uses is compiled once"

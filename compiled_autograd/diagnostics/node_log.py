@@ -19,7 +19,6 @@ from shadow_cache.safe_text import harmless
 from .. import ir
 from ..ir.legality import ARITHMETIC
 from ..torch_api.dtype_names import short_name
-from ..user_code.aot import AOTBackward
 from ..user_code.functions import call_backward
 from .call_misses import SCALAR_TYPES
 from .node_names import call_name, title
@@ -176,7 +175,7 @@ def _nowhere(node: fx.Node) -> Any:
 
 def _is_function(node: fx.Node) -> bool:
     """Whether a call does what a node of the tape is there for."""
-    if isinstance(node.target, (ir.OpaqueOp, AOTBackward)):
+    if isinstance(node.target, (ir.OpaqueOp, ir.InlinedBackward)):
         return not ir.is_validation(node)
     return node.target in (call_backward, ir.copy_slices_prologue, ir.accumulate_grad)
 
@@ -186,7 +185,7 @@ def entering(node: fx.Node) -> Sequence[Any]:
     arguments: Any = node.args
     if node.target is ir.accumulate_grad:
         return [arguments[2]]
-    if node.target is call_backward or isinstance(node.target, AOTBackward):
+    if node.target is call_backward or isinstance(node.target, ir.InlinedBackward):
         return arguments[_FIRST_GRADIENT:]
     return arguments[0]
 

@@ -12,7 +12,7 @@ import torch
 from shadow_cache import Miss, VariantKey
 
 from .. import ir
-from ..guards.ambient import CHECKPOINTED
+from ..guards.ambient import CHECKPOINTED, TRACED
 from ..guards.shapes import SPECIAL, Guard, Origin, Spec
 from .node_names import uses, value_name
 
@@ -27,7 +27,10 @@ STATE_HINTS = {
     "environment": "it is compiled again for what runs now",
 }
 """What to do where another state, other settings or another environment is the reason."""
-_CHECKPOINTED_HINT = "layers were checkpointed in other groups; each grouping that occurs is compiled once"
+_HINTS = {
+    CHECKPOINTED: "layers were checkpointed in other groups; each grouping that occurs is compiled once",
+    TRACED: "plain values that a traceable backward reads are compiled for once each: make one that changes a tensor",
+}
 
 
 def shape_miss(
@@ -129,7 +132,7 @@ def state_miss(key: VariantKey, known: Sequence[VariantKey]) -> Miss:
 
 def state_hint(kind: str, name: str) -> str:
     """What to do where a part of a state is another."""
-    return _CHECKPOINTED_HINT if name == CHECKPOINTED else STATE_HINTS[kind]
+    return _HINTS.get(name, STATE_HINTS[kind])
 
 
 def guard_miss(guard: Guard, arguments: Sequence[Any], names: Sequence[str]) -> Miss:
@@ -192,7 +195,15 @@ def text_of_part(name: str, value: Any) -> str:
             f"{part} {'on' if on else 'off'}"
             for part, on in zip(("cudnn", "benchmark", "deterministic"), value, strict=True)
         )
+    if name == TRACED and value is not None:
+        return "; ".join(_of_traced(*each) for each in value)
     return _text(value)
+
+
+def _of_traced(code: Any, needs_input_grad: Any, attributes: Sequence[tuple[str, Any]]) -> str:
+    """Of what a function that is marked as traceable depends on, that which is most likely another."""
+    parts = [f"{name}={value[-1] if isinstance(value, tuple) else value}" for name, value in attributes]
+    return f"{code[0].co_name}: {', '.join(parts) or 'no plain attributes'}"
 
 
 def _text(value: Any) -> str:

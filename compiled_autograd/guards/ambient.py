@@ -21,6 +21,8 @@ CHECKPOINTED = "checkpointed"
 """A part that a tape with several unpack hooks adds: which of these belong to one checkpointed call."""
 REDUCED = "ddp_reducer"
 """A part that a tape adds whose leaves have hooks of DDP's reducer: which have them."""
+TRACED = "traceable_functions"
+"""A part that a tape with functions marked as traceable adds: what their backwards depend on beside tensors."""
 INDUCTOR_SETTINGS = "inductor_settings"
 """A part of this name is also in the environment of what Inductor compiled, for the store."""
 
@@ -47,7 +49,7 @@ def ambient() -> Ambient:
 
 def compile_state(state: Ambient) -> Ambient:
     """What of it the compiling of a lowered graph depends on."""
-    return tuple(part for part in state if part[0] not in ("autocast", "check_nan", CHECKPOINTED, REDUCED))
+    return tuple(part for part in state if part[0] not in ("autocast", "check_nan", CHECKPOINTED, REDUCED, TRACED))
 
 
 def _precision(backend: str) -> tuple[str, ...]:

@@ -13,7 +13,9 @@ from ..errors import IllegalGraphError
 from ..user_code.aot import AOTBackward
 from ..user_code.functions import Packed, call_backward
 from ..user_code.hooks import cpp_hook, post_accumulate_hook, post_hook, pre_hook, tensor_hook, unpack_hook
+from ..user_code.inlined import InlinedBackward
 from ..user_code.reducers import reducer_hooks
+from ..user_code.traceable import TracedBackward
 from .operations import (
     PLACEHOLDERS,
     OpaqueOp,
@@ -54,6 +56,7 @@ RULES: dict[Any, Rule] = {
     sum_gradients: Rule((_TENSOR,), gives="tensor", variadic=True),
     accumulate_grad: Rule((_kinds("tensor"), _TENSOR, _TENSOR), gives="tensor"),
     AOTBackward: _FUNCTION,
+    TracedBackward: _FUNCTION,
     call_backward: _FUNCTION,
     tensor_hook: Rule((_kinds("object"), _TENSOR), gives="tensor"),
     cpp_hook: Rule((_kinds("constant"), _TENSOR), gives="tensor"),
@@ -82,7 +85,7 @@ RULES: dict[Any, Rule] = {
 def rule_of(node: fx.Node) -> Rule | None:
     """The rule for a call; None where the vocabulary has no such call."""
     target = node.target
-    return RULES.get(type(target) if isinstance(target, (OpaqueOp, AOTBackward)) else target)
+    return RULES.get(type(target) if isinstance(target, (OpaqueOp, InlinedBackward)) else target)
 
 
 def is_validation(call: fx.Node) -> bool:

@@ -21,7 +21,6 @@ from ..errors import ReproductionError
 from ..lowering.fake_tensors import TracingMode
 from ..lowering.tracing import plain_tracing
 from ..torch_api.version_differences import prepare_fake_tensors
-from ..user_code.aot import AOTBackward
 from ..versions import VERSION
 from .functions import NotRecordedError, flattened, mapped, recorded
 from .records import About, CallRecord, Function, Given, Listed, NodeRecord, Record, Ref, TensorRecord, Value, encoded
@@ -131,7 +130,7 @@ class _Recording:
         target: Any = node.target
         if target in ir.USERS_CODE:
             self._stand_in(node, ir.target_name(node))
-        elif isinstance(target, (ir.OpaqueOp, AOTBackward)) or target is ir.zeros:
+        elif isinstance(target, (ir.OpaqueOp, ir.InlinedBackward)) or target is ir.zeros:
             self._function(node)
         else:
             arguments = self._arguments(node.args)
@@ -154,7 +153,8 @@ class _Recording:
         number = self._numbers.setdefault(msgspec.msgpack.encode(function), len(self.functions))
         if number == len(self.functions):
             self.functions.append(function)
-        takes = [flattened(list(node.args))] if isinstance(target, AOTBackward) else node.args  # as the others: a list
+        is_inlined = isinstance(target, ir.InlinedBackward)
+        takes = [flattened(list(node.args))] if is_inlined else node.args  # as the others: a list
         args = [_or_as_text(each, self.refs) for each in takes]
         self._add(node, FUNCTION, args, target.__name__, number)
 

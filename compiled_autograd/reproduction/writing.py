@@ -125,7 +125,7 @@ def region_tape(
     """
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node | None] = {}
-    given: dict[str, list[Any]] = {"input": [], "size": [], "scalar": []}
+    given: dict[str, list[Any]] = {"input": [], "size": [], "scalar": [], "object": []}
 
     def take(node: fx.Node, value: Any) -> None:
         if value is None or node in copies:

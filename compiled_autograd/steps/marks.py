@@ -9,7 +9,7 @@ from typing import Any
 from torch import fx
 
 from .. import ir
-from ..user_code.aot import AOTBackward
+from ..user_code.inlined import InlinedBackward
 from .steps import AccumulateStep, Executor, OpaqueStep, RegionStep
 
 
@@ -18,7 +18,7 @@ def saved_by(call: fx.Node) -> list[fx.Node]:
     parts: tuple[Any, ...] = ()
     if isinstance(call.target, ir.OpaqueOp):
         parts = call.args[1:]
-    elif call.target is ir.call_backward or isinstance(call.target, AOTBackward):
+    elif call.target is ir.call_backward or isinstance(call.target, InlinedBackward):
         parts = call.args[1:2]
     found: dict[fx.Node, None] = {}
     fx.map_arg(parts, lambda node: found.setdefault(node))

@@ -13,20 +13,18 @@ import torch
 from torch import fx
 
 from ..torch_api.version_differences import aot_epilogue, aot_prologue, has_aot_prologue
-from .functions import call_backward, checked, materialised
+from .functions import checked, materialised
 from .hooks import Grad
+from .inlined import InlinedBackward
 
 
-class AOTBackward:
-    """One such backward. Called like :func:`call_backward`, and run by it where nothing is traced."""
+class AOTBackward(InlinedBackward):
+    """One such backward."""
 
     def __init__(self, function: Any, graph_module: fx.GraphModule) -> None:
-        self.__name__ = f"AOTBackward{function._aot_id}"
+        super().__init__(f"AOTBackward{function._aot_id}")
         self.function = function
         self.graph_module = graph_module
-
-    def __call__(self, ctx: Any, *args: Any) -> list[Grad]:
-        return call_backward(ctx, *args)
 
     def trace(
         self,

@@ -22,6 +22,8 @@ from .hooks import Grad, unpacked, with_requires_grad
 from .in_place import Watched
 from .references import COUNT_OF_UNSHARED, references
 
+TRACEABLE = "_compiled_autograd_traceable"
+"""What a class has that :func:`compiled_autograd.traceable` has marked."""
 _CALLS = "_compiled_autograd_calls"  # of a ctx: the calls that it is in
 _WITH_SAVED = "_compiled_autograd_class"  # of its class: that which it has meanwhile
 _FIRST_NUMBER = 1 << 40  # far above those that PyTorch counts
@@ -40,6 +42,8 @@ def number_of(ctx: Any) -> int:
     """
     function = type(ctx)._forward_cls
     name: tuple[Any, ...] = (function.__module__, function.__qualname__)
+    if TRACEABLE in function.__dict__:
+        name += (TRACEABLE,)
     if _partly_packed and name in _partly_packed:
         name += (_which_are_packed(ctx),)
     return _numbers.setdefault(name, _FIRST_NUMBER + len(_numbers))

@@ -47,7 +47,7 @@ def may_run_twice(graph: CompiledGraph) -> bool:
         graph.runs_twice = not (
             tape.needs_engine
             or tape.runs_users_code
-            or any(isinstance(each, ir.AOTBackward) for each in targets)
+            or any(isinstance(each, ir.InlinedBackward) for each in targets)
             or any(isinstance(each, ir.OpaqueOp) and each.custom for each in targets)
             or any(_WRITES_WHAT_IT_SAVED in call.name for call in tape.calls)
         )

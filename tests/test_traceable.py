@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import warnings
 from collections.abc import Callable
@@ -15,6 +16,7 @@ from torch import nn
 
 import compiled_autograd as ca
 from compiled_autograd.runtime.program import AccumulateStep, OpaqueStep, RegionStep
+from shadow_cache import Miss
 
 from .helpers import assert_same
 
@@ -232,6 +234,30 @@ def test_what_cannot_be_traced_is_called_at_each_step(name: str) -> None:
         warnings.simplefilter("ignore")
         _close(_train(session, [0] * 4, function=Odd.apply), wanted)
     assert _steps(session).count(OpaqueStep) == 2 and session.stats().hits == 3
+
+
+def _times(by: float, ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+    return grad * by * ctx.factor, None
+
+
+def test_one_that_is_no_python_function_is_called() -> None:
+    class Partial(Scaled):
+        backward = staticmethod(functools.partial(_times, 3.0))  # type: ignore[assignment]
+
+    ca.traceable(Partial)
+    factors = [1.0, 2.0, 1.0, 2.0]
+    session = ca.enable(backend="aot_eager")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        found = _train(session, factors, function=Partial.apply)
+    _close(found, _train(ca.disable(), factors, function=Partial.apply))
+    assert OpaqueStep in _steps(session)
+    _train(session, [5.0], function=Partial.apply)
+    assert session.last is not None
+    (miss,) = [each for each in session.last.reasons if isinstance(each, Miss)]
+    assert miss.where == "traceable_functions"
+    assert miss.new == "partial: factor=5.0; partial: factor=5.0"
+    assert "tensor" in miss.hint
 
 
 def test_what_is_no_function_is_refused() -> None:

@@ -202,8 +202,9 @@ def text_of_part(name: str, value: Any) -> str:
 
 def _of_traced(code: Any, needs_input_grad: Any, attributes: Sequence[tuple[str, Any]]) -> str:
     """Of what a function that is marked as traceable depends on, that which is most likely another."""
-    parts = [f"{name}={value[-1] if isinstance(value, tuple) else value}" for name, value in attributes]
-    return f"{code[0].co_name}: {', '.join(parts) or 'no plain attributes'}"
+    parts = [f"{name}={float.fromhex(value[1]) if value[0] == 'float' else value[1]}" for name, value in attributes]
+    name = getattr(code[0], "co_qualname", code[0].co_name) if isinstance(code, tuple) else code
+    return f"{name}: {', '.join(parts) or 'no plain attributes'}"
 
 
 def _text(value: Any) -> str:

@@ -147,7 +147,7 @@ def _code(function: Any, strictly: bool, depth: int) -> Any:
             parts.append(cell.cell_contents)
         except ValueError:  # nothing was put into it yet
             parts.append(None)
-    variables = [(name, function.__globals__[name]) for name in _names(function.__code__, function.__globals__)]
+    variables = [(name, function.__globals__.get(name)) for name in _names(function.__code__, function.__globals__)]
     plain = tuple((name, _key(value)) for name, value in variables if type(value) in _SCALARS)
     return function.__code__, tuple(_part(each, strictly, depth) for each in parts), plain
 

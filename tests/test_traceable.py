@@ -199,6 +199,10 @@ class _Odd:
         return grad * ctx.tensor
 
     @staticmethod
+    def looks_through(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad * vars(ctx).get("factor", 1.0)
+
+    @staticmethod
     def sets(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
         ctx.seen = True
         return grad * 2
@@ -212,7 +216,7 @@ class _Odd:
         return ctx.saved_tensors[0].mul_(2.0) * grad
 
 
-@pytest.mark.parametrize("name", ["tensor", "sets", "number", "writes"])
+@pytest.mark.parametrize("name", ["tensor", "looks_through", "sets", "number", "writes"])
 def test_what_cannot_be_traced_is_called_at_each_step(name: str) -> None:
     body = getattr(_Odd, name)
 
@@ -220,7 +224,7 @@ def test_what_cannot_be_traced_is_called_at_each_step(name: str) -> None:
         @staticmethod
         def forward(ctx: Any, x: torch.Tensor, factor: Any) -> torch.Tensor:
             ctx.save_for_backward(x.detach().clone())
-            ctx.tensor = x.detach().clone()
+            ctx.tensor, ctx.factor = x.detach().clone(), 3.0
             return x * 1.0
 
         @staticmethod
@@ -234,6 +238,98 @@ def test_what_cannot_be_traced_is_called_at_each_step(name: str) -> None:
         warnings.simplefilter("ignore")
         _close(_train(session, [0] * 4, function=Odd.apply), wanted)
     assert _steps(session).count(OpaqueStep) == 2 and session.stats().hits == 3
+
+
+def _with_backward(backward: Any, value: Any = None) -> Any:
+    class Made(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor, factor: Any) -> torch.Tensor:
+            ctx.value = value
+            return x * 1.0
+
+    Made.backward = staticmethod(backward)  # type: ignore[method-assign, assignment]
+    return ca.traceable(Made).apply
+
+
+def _class_with(number: float) -> type:
+    class Held:
+        factor = number
+
+    return Held
+
+
+_SAME_TEXT = "def backward(ctx, grad):\n    return times(grad), None\n"
+
+
+def _of_module(by: float) -> Any:
+    """Of a module of its own, whose text others have too."""
+    module: dict[str, Any] = {"__name__": "one_of_many", "times": (lambda: lambda grad: grad * by)()}
+    exec(compile(_SAME_TEXT, "one_of_many.py", "exec"), module)
+    return module["backward"]
+
+
+def _gets(by: float) -> Any:
+    get = {"scale": by}.get
+    return lambda ctx, grad: (grad * get("scale"), None)
+
+
+def _holds(by: float) -> Any:
+    held = _class_with(by)
+    return lambda ctx, grad: (grad * held.factor, None)  # type: ignore[attr-defined]
+
+
+@pytest.mark.parametrize("make", [_of_module, _gets, _holds])
+def test_what_only_looks_alike_is_told_apart(make: Callable[[float], Any]) -> None:
+    made = {by: _with_backward(make(by)) for by in (2.0, 3.0)}
+    session = ca.enable(backend="aot_eager")
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        for by in (2.0, 2.0, 2.0, 3.0, 3.0, 2.0):
+            wanted = _train(ca.disable(), [0], function=made[by])
+            _close(_train(session, [0], function=made[by]), wanted)
+    assert session.stats().backwards == 6 and session.stats().bypasses == {}
+
+
+def _nested(levels: int, width: int) -> list[Any]:
+    value: list[Any] = [1.0]
+    for _ in range(levels):
+        value = [value] * width
+    return value
+
+
+def _inside_itself() -> list[Any]:
+    value: list[Any] = []
+    value.append(value)
+    return value
+
+
+@pytest.mark.parametrize("value", [_inside_itself(), _nested(2000, 1), _nested(22, 2)], ids=["itself", "deep", "wide"])
+def test_attributes_that_have_no_end(value: Any) -> None:
+    function = _with_backward(lambda ctx, grad: (grad * 2, None), value)
+    session = ca.enable(backend="aot_eager")
+    wanted = _train(ca.disable(), [0] * 3, function=function)
+    _close(_train(session, [0] * 3, function=function), wanted)
+    assert session.stats().hits == 2 and session.stats().failures == 0
+
+
+def test_functions_in_the_closures_of_one_another_are_looked_at_once() -> None:
+    from compiled_autograd.user_code.traceable import _Code
+
+    def tangle(width: int) -> Any:
+        functions: list[Any] = []
+
+        def make(at: int) -> Any:
+            cells = [*functions]
+            a, b, c = (cells + [None] * 3)[:3]
+            return lambda: (a, b, c, at)
+
+        for at in range(width):
+            functions.insert(0, make(at))
+        return functions[0]
+
+    looked_at = _Code(strictly=False)
+    looked_at.of(tangle(40), 0)
+    assert len(looked_at._seen) <= 40
 
 
 def _times(by: float, ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:

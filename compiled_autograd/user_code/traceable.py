@@ -23,8 +23,9 @@ _SCALARS = (
     *(torch.dtype, torch.device, torch.layout, torch.memory_format),
 )
 _LONGEST = 256
-"""A sequence or dictionary with more items is no plain value: it is looked at in each backward."""
+"""What has more items, those of its items included, is no plain value: it is looked at in each backward."""
 _DEEPEST = 8
+"""Of values inside one another, and of functions."""
 
 
 def traceable(function: F) -> F:
@@ -36,9 +37,10 @@ def traceable(function: F) -> F:
     do nothing else: no printing, no counting, no communication, no writing into what it is given. Attributes of other
     kinds (tensors, modules) may be there, and may not be read.
 
-    Plain values that change from step to step are compiled for once each. Other functions that it calls must not
-    change. A ``backward`` that cannot be traced so is called at each step, and a `Failure` says why. As all compiled
-    code, what was traced is compared with the real calls at its first runs.
+    Plain values that change from step to step are compiled for once each. They are read when the backward of the whole
+    loss begins, and must not be changed until it has ended. Other functions that it calls must not change. A
+    ``backward`` that cannot be traced so is called at each step, and a `Failure` says why. As all compiled code, what
+    was traced is compared with the real calls at its first runs.
 
     Args:
         function: the class. Its subclasses are not marked.
@@ -93,17 +95,22 @@ class TracedBackward(InlinedBackward):
 class _Context:
     """What a ``backward`` sees of its ``ctx`` while it is traced."""
 
+    __slots__ = ("_others", "_values", "needs_input_grad", "saved_tensors")
+
     def __init__(self, ctx: Any, saved: Sequence[Grad]) -> None:
         plain = {name: value for name, value in _attributes(ctx) if _is_plain(value)}
         others = {name: type(value).__name__ for name, value in _attributes(ctx) if name not in plain}
-        vars(self).update(_values=plain, _others=others, needs_input_grad=ctx.needs_input_grad)
-        vars(self).update(saved_tensors=tuple(saved))
+        values = (others, plain, ctx.needs_input_grad, tuple(saved))
+        for name, value in zip(self.__slots__, values, strict=True):
+            object.__setattr__(self, name, value)
 
     def __getattr__(self, name: str) -> Any:
         if name in self._values:
             return _copied(self._values[name])
         if name in self._others:
             raise NotPlainError(f"traceable: the backward reads ctx.{name}, a {self._others[name]}: no plain value")
+        if name == "__dict__":
+            raise NotPlainError("traceable: the backward looks through all that ctx has")
         raise AttributeError(f"ctx.{name} is not there, or not while a backward is traced")
 
     def __setattr__(self, name: str, value: Any) -> None:
@@ -122,7 +129,7 @@ def described(ctx: Any, strictly: bool = False) -> tuple[Any, ...]:
         NotPlainError: something is.
     """
     attributes = sorted((name, _key(value)) for name, value in _attributes(ctx) if _is_plain(value))
-    code = _code(_backward_of(type(ctx)._forward_cls), strictly, 0)
+    code = _Code(strictly).of(_backward_of(type(ctx)._forward_cls), 0)
     return code, ctx.needs_input_grad, tuple(attributes)
 
 
@@ -136,20 +143,50 @@ def _backward_of(function: Any) -> Callable[..., Any]:
     return function.vjp if function.backward is base.backward else function.backward
 
 
-def _code(function: Any, strictly: bool, depth: int) -> Any:
-    if not isinstance(function, types.FunctionType) or depth == _DEEPEST:
-        if strictly:
-            raise NotPlainError(f"traceable: {function!r} is no function written in Python")
-        return type(function).__qualname__
-    parts: list[Any] = [*(function.__defaults__ or ()), *(function.__kwdefaults__ or {}).items()]
-    for cell in function.__closure__ or ():
-        try:
-            parts.append(cell.cell_contents)
-        except ValueError:  # nothing was put into it yet
-            parts.append(None)
-    variables = [(name, function.__globals__.get(name)) for name in _names(function.__code__, function.__globals__)]
-    plain = tuple((name, _key(value)) for name, value in variables if type(value) in _SCALARS)
-    return function.__code__, tuple(_part(each, strictly, depth) for each in parts), plain
+class _Code:
+    """What functions consist of, each looked at once."""
+
+    def __init__(self, strictly: bool) -> None:
+        self.strictly = strictly
+        self._seen: dict[int, int] = {}
+
+    def of(self, function: Any, depth: int) -> Any:
+        """A function's code with what is plain of its closure, its defaults and the variables of its module. The module
+        itself is part of it: another one of the same text may have other functions under the same names."""
+        if not isinstance(function, types.FunctionType) or depth == _DEEPEST:
+            self._no(f"{function!r} is no function written in Python, or too deep in others")
+            return type(function).__qualname__
+        if id(function) in self._seen:
+            return "again", self._seen[id(function)]
+        self._seen[id(function)] = len(self._seen)
+        parts: list[Any] = [*(function.__defaults__ or ())]
+        parts += [part for pair in (function.__kwdefaults__ or {}).items() for part in pair]
+        for cell in function.__closure__ or ():
+            try:
+                parts.append(cell.cell_contents)
+            except ValueError:  # nothing was put into it yet
+                parts.append(None)
+        known = function.__globals__
+        named = [(name, known.get(name)) for name in _names(function.__code__, known)]
+        plain = [(name, _key(value)) for name, value in named if type(value) in _SCALARS]
+        called = [(name, value.__code__) for name, value in named if isinstance(value, types.FunctionType)]
+        inside = tuple(self._part(each, depth) for each in parts)
+        return function.__code__, id(known), inside, tuple(plain), tuple(called)
+
+    def _part(self, value: Any, depth: int) -> Any:
+        if isinstance(value, types.FunctionType):
+            return self.of(value, depth + 1)
+        of_a_module = isinstance(getattr(value, "__self__", None), types.ModuleType)
+        if isinstance(value, types.ModuleType) or (isinstance(value, types.BuiltinFunctionType) and of_a_module):
+            return type(value).__name__, value.__name__
+        if _is_plain(value):
+            return _key(value)
+        self._no(f"the backward has a {type(value).__name__} in its closure or defaults")
+        return "other", type(value).__qualname__
+
+    def _no(self, why: str) -> None:
+        if self.strictly:
+            raise NotPlainError(f"traceable: {why}")
 
 
 def _names(code: types.CodeType, known: dict[str, Any]) -> list[str]:
@@ -158,29 +195,23 @@ def _names(code: types.CodeType, known: dict[str, Any]) -> list[str]:
     return [*(name for name in code.co_names if name in known), *inside]
 
 
-def _part(value: Any, strictly: bool, depth: int) -> Any:
-    if isinstance(value, types.FunctionType):
-        return _code(value, strictly, depth + 1)
-    if isinstance(value, (type, types.ModuleType, types.BuiltinFunctionType)):
-        return type(value).__name__, value.__name__
-    if _is_plain(value):
-        return _key(value)
-    if strictly:
-        raise NotPlainError(f"traceable: the backward has a {type(value).__name__} in its closure or defaults")
-    return "other", type(value).__qualname__
-
-
 def _is_plain(value: Any) -> bool:
-    kind = type(value)
-    if kind in _SCALARS:
-        return True
-    if kind in (tuple, list, torch.Size):
-        return len(value) <= _LONGEST and all(map(_is_plain, value))
-    return (
-        kind is dict
-        and len(value) <= _LONGEST
-        and all(type(key) is str and _is_plain(each) for key, each in value.items())
-    )
+    left = [_LONGEST]
+
+    def is_plain(value: Any, depth: int) -> bool:
+        left[0] -= 1
+        kind = type(value)
+        if kind in _SCALARS:
+            return True
+        if left[0] < 0 or depth == _DEEPEST:
+            return False
+        if kind in (tuple, list, torch.Size):
+            return len(value) <= left[0] and all(is_plain(each, depth + 1) for each in tuple(value))
+        if kind is not dict or len(value) > left[0]:
+            return False
+        return all(type(key) is str and is_plain(each, depth + 1) for key, each in tuple(value.items()))
+
+    return is_plain(value, 0)
 
 
 def _key(value: Any) -> Any:

@@ -191,6 +191,33 @@ def test_one_that_depends_on_something_else_is_found_at_its_first_run(backend: s
         assert Changed.called == 2
 
 
+@ca.traceable
+class Catching(torch.autograd.Function):
+    """Breaks its word, and does not let that be seen while it is traced."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, factor: Any) -> torch.Tensor:
+        return x * 1.0
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        try:
+            ctx.cache = 1
+        except TypeError:
+            return grad * 3, None
+        return grad * 2, None
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_it_is_compared_with_the_real_backward_and_its_real_context(backend: str) -> None:
+    """And not with what was traced, run once more."""
+    session = ca.enable(backend=backend)
+    wanted = _train(ca.disable(), [0] * 4, function=Catching.apply)
+    with pytest.warns(UserWarning, match="mismatch"):
+        _close(_train(session, [0] * 4, function=Catching.apply), wanted)
+    assert session.stats().backwards == 4 and session.stats().failures == 1
+
+
 class _Odd:
     """What a ``backward`` may not do while it is traced."""
 

@@ -60,7 +60,7 @@ class RealCalls:
         """Run one call; gives its result."""
         known = self.known
         function: Any = node.target
-        if self._again and isinstance(function, ir.InlinedBackward):
+        if self._again and isinstance(function, ir.AOTBackward):
             function = function.trace
         args = _wider_arguments(node) if self._wide else node.args
         result = known[node] = function(*fx.map_arg(args, known.__getitem__))

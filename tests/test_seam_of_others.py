@@ -164,9 +164,10 @@ def test_torch_func_in_other_threads(backend: str) -> None:
                 for _ in range(2):
                     with session:
                         value.sum().backward(retain_graph=True)
-            assert_same([leaves[0].grad], [leaves[1].grad]) if backend == "eager" else torch.testing.assert_close(
-                leaves[0].grad, leaves[1].grad
-            )
+            if backend == "eager":
+                assert_same([leaves[0].grad], [leaves[1].grad])
+            else:
+                torch.testing.assert_close(leaves[0].grad, leaves[1].grad)
 
     with ThreadPoolExecutor(4) as pool:
         others = [pool.submit(differentiate) for _ in range(2)]

@@ -83,10 +83,11 @@ class TracedBackward(InlinedBackward):
         own_class = type(ctx)
         if any(grad is None and wanted for grad, wanted in zip(grads, defined, strict=True)):
             raise NotPlainError("traceable: a gradient that the tape leads to it is undefined in this backward")
-        described(ctx, strictly=True)
+        backward = _backward_of(own_class._forward_cls)
+        _Code(strictly=True).of(backward, 0)
         given = [each for each in (*saved, *grads) if each is not None]
         versions = [each._version for each in given]
-        results = _backward_of(own_class._forward_cls)(_Context(ctx, saved), *grads)
+        results = backward(_Context(ctx, saved), *grads)
         if versions != [each._version for each in given]:
             raise NotPlainError("traceable: the backward writes into what it is given")
         return checked(own_class.__name__, results, expected)
@@ -117,19 +118,13 @@ class _Context:
         raise NotPlainError(f"traceable: the backward sets ctx.{name}")
 
 
-def described(ctx: Any, strictly: bool = False) -> tuple[Any, ...]:
+def described(ctx: Any) -> tuple[Any, ...]:
     """What the ``backward`` of a marked function depends on beside tensors: its code with what is plain of closures and
     defaults, and numbers and the like among the module's variables that it names; which inputs need a gradient; plain
     attributes of ``ctx``.
-
-    Args:
-        strictly: look whether anything of the closure or the defaults is not plain.
-
-    Raises:
-        NotPlainError: something is.
     """
     attributes = sorted((name, _key(value)) for name, value in _attributes(ctx) if _is_plain(value))
-    code = _Code(strictly).of(_backward_of(type(ctx)._forward_cls), 0)
+    code = _Code(strictly=False).of(_backward_of(type(ctx)._forward_cls), 0)
     return code, ctx.needs_input_grad, tuple(attributes)
 
 
@@ -144,7 +139,9 @@ def _backward_of(function: Any) -> Callable[..., Any]:
 
 
 class _Code:
-    """What functions consist of, each looked at once."""
+    """What functions consist of, each looked at once. With ``strictly``, what is not plain of closures and defaults
+    raises :class:`NotPlainError`.
+    """
 
     def __init__(self, strictly: bool) -> None:
         self.strictly = strictly

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import inspect
 import os
 from collections.abc import Callable, Mapping
@@ -63,6 +64,12 @@ class Settings:
         return self.on_miss in ("compile", "background")
 
 
+@functools.lru_cache(1024)
+def _the_one(settings: Settings) -> Settings:
+    """Of equal settings the first one: hits ask whether they are the same."""
+    return settings
+
+
 _NAMES = tuple(each.name for each in fields(Settings) if each.init)
 _FROM_ENVIRONMENT = tuple(name for name in _NAMES if name != "passes")
 
@@ -89,7 +96,7 @@ def resolve(given: Mapping[str, Any], environ: Mapping[str, str] | None = None) 
             values[name] = _check(name, _of_text(name, text), variable)
     for name, value in given.items():
         values[name] = _check(name, value, "enable()")
-    settings = Settings(**values)
+    settings = _the_one(Settings(**values))
     if settings.mode != DEFAULT and settings.backend != WITH_MODES:
         do = f"leave it out, or set backend={WITH_MODES!r}, which alone has modes"
         allowed = f"{DEFAULT!r} with backend={settings.backend!r}: {do}"

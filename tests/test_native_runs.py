@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import gc
+import logging
 import random
 import sys
 import threading
@@ -19,8 +20,9 @@ from torch import fx, nn
 import compiled_autograd as ca
 from backends.inductor.straight_line.straight_line import PROGRAM, StraightLine
 from compiled_autograd.cache import graphs
-from compiled_autograd.diagnostics import node_log
-from compiled_autograd.engine import backward, execution, seam
+from compiled_autograd.diagnostics import node_log, reporting
+from compiled_autograd.engine import backward, seam
+from compiled_autograd.engine.fast_path.arming import FAST_PATH
 from compiled_autograd.engine.native_hits import NativeHits
 from compiled_autograd.runtime import native_run
 from compiled_autograd.runtime.native_run import NativeRun
@@ -38,10 +40,20 @@ _UNTIL_NATIVE = 6
 
 
 class Counted:
-    """How many backwards ran without Python, and how many of those had their leaves written by Python."""
+    """How many backwards ran without Python in the middle (``fast``: from end to end), and how many of those had their
+    leaves written by Python."""
 
     def __init__(self) -> None:
-        self.runs = self.written_by_python = 0
+        self.by_python = self.written_by_python = 0
+        self._before = FAST_PATH.served
+
+    @property
+    def fast(self) -> int:
+        return FAST_PATH.served - self._before
+
+    @property
+    def runs(self) -> int:
+        return self.by_python + self.fast
 
 
 @pytest.fixture
@@ -53,7 +65,7 @@ def counted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     run, write = NativeRun.run, native_run.write
 
     def count_run(*arguments: Any) -> None:
-        counted.runs += 1
+        counted.by_python += 1
         run(*arguments)
 
     def count_write(*arguments: Any) -> None:
@@ -163,25 +175,26 @@ def test_a_gradient_that_came_while_the_tape_was_run(
 ) -> None:
     """By another thread: nothing of either is lost."""
     make, leaves = net
-    session = _session()
-    for step in range(_UNTIL_NATIVE):
-        for leaf in leaves:
-            leaf.grad = None
-        alone = _step(session, make, leaves, step)
-    for leaf in leaves:
-        leaf.grad = None
-    asked = CLAIMS.none_needed
+    session, asked, comes = _session(), CLAIMS.none_needed, False
 
     def meanwhile() -> bool:
-        leaves[0].grad = torch.ones_like(leaves[0])
+        if comes:
+            leaves[0].grad = torch.ones_like(leaves[0])
         return asked()
 
     monkeypatch.setattr(CLAIMS, "none_needed", meanwhile)
-    before = counted.runs
-    found = _step(session, make, leaves, _UNTIL_NATIVE - 1)
-    assert counted.runs == before + 1
-    assert alone[0] is not None
-    assert_same(found, [alone[0] + 1, *alone[1:]])
+    for step in range(_UNTIL_NATIVE):
+        alone = _fresh(session, make, leaves, step)
+    for fast in (1, 0):
+        for leaf in leaves:
+            leaf.grad = None
+        comes, before, before_fast = True, counted.runs, counted.fast
+        found = _step(session, make, leaves, _UNTIL_NATIVE - 1)
+        comes = False
+        assert (counted.runs, counted.fast) == (before + 1, before_fast + fast)
+        assert alone[0] is not None
+        assert_same(found, [alone[0] + 1, *alone[1:]])
+        FAST_PATH.forget()
 
 
 def test_leaves_that_others_write_are_left_to_python(counted: Counted, net: tuple[Make, list[torch.Tensor]]) -> None:
@@ -567,9 +580,12 @@ def test_the_log_has_each_node(
             leaf.grad = None
         with monkeypatch.context() as patch:
             patch.setattr(node_log, "tell_of_nodes", written.append)
-            patch.setattr(execution, "logs_nodes", lambda logs=logs: logs)
-            session = _session()
-            _step(session, make, leaves, 0)
+            session, level = _session(), reporting._log.level
+            try:
+                reporting._log.setLevel(logging.DEBUG if logs else level)
+                _step(session, make, leaves, 0)
+            finally:
+                reporting._log.setLevel(level)
         assert session.stats().hits == 1 and counted.runs == before + (not logs)
     assert sum("backward of" in text for text in written) == 1 and any("AccumulateGrad" in text for text in written)
 
@@ -600,25 +616,30 @@ def test_an_error_of_a_program_is_raised_and_everything_let_go(
     counted: Counted, net: tuple[Make, list[torch.Tensor]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     make, leaves = net
+    asked, fails = CLAIMS.none_needed, False
+
+    def ask() -> bool:
+        if fails:
+            raise MemoryError("here")
+        return asked()
+
+    monkeypatch.setattr(CLAIMS, "none_needed", ask)
     _compare(counted, make, leaves)
-    session, before = _session(), counted.runs
-    for leaf in leaves:
-        leaf.grad = None
-
-    def fail() -> bool:
-        raise MemoryError("here")
-
-    with monkeypatch.context() as patch:
-        patch.setattr(CLAIMS, "none_needed", fail)
+    for fast in (1, 0):
+        session, before, before_fast = _session(), counted.runs, counted.fast
+        for leaf in leaves:
+            leaf.grad = None
+        fails = True
         with pytest.raises(MemoryError, match="here"):
             _step(session, make, leaves, 0)
-    assert counted.runs == before + 1 and all(leaf.grad is None for leaf in leaves)
-    assert torch.is_grad_enabled() and (session.stats().backwards, session.stats().hits) == (1, 1)
-    found = _step(session, make, leaves, 0)
-    for leaf in leaves:
-        leaf.grad = None
-    torch.testing.assert_close(found, _step(ca.disable(), make, leaves, 0))
-    assert counted.runs == before + 2
+        fails = False
+        assert (counted.runs, counted.fast) == (before + 1, before_fast + fast)
+        assert all(leaf.grad is None for leaf in leaves)
+        assert torch.is_grad_enabled() and (session.stats().backwards, session.stats().hits) == (1, 1)
+        assert session.last is not None and session.last.outcome == "hit"
+        torch.testing.assert_close(_fresh(session, make, leaves, 0), _fresh(ca.disable(), make, leaves, 0))
+        assert counted.runs == before + 2
+        FAST_PATH.forget()
 
 
 def test_variants_that_went_are_freed(counted: Counted, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -647,6 +668,7 @@ def test_plans_that_are_forgotten_while_a_tape_is_freed(
         _step(_session(), lambda _: (other * 2).sum(), [other], step)
     hits = backward.NATIVE_HITS
     assert len(hits._learnt) == 2
+    FAST_PATH.forget()  # of which tests/test_fast_path.py has the same
     before, wanted = hits.hits, _fresh(ca.disable(), make, leaves, 0)
     served = hits._served
 

@@ -47,7 +47,7 @@ MAX_NODES = 100_000
 the half that was used last stays."""
 _MAX_GONE = 100_000
 _EVICTED = "it was compiled before, and went because others were used since"
-_uses = PROCESS.register(itertools.count(1))
+USES = PROCESS.register(itertools.count(1))
 _ADDING = free_in_child(threading.RLock())  # planning is Python alone: threads would not do it side by side anyway
 
 
@@ -94,7 +94,7 @@ class CompiledGraph:
         """The variant for a backward, if there is one."""
         for variant in self.variants:
             if variant.serves(settings, ambient, handover):
-                self.used = variant.used = next(_uses)
+                self.used = variant.used = next(USES)
                 return variant
         return None
 
@@ -102,7 +102,7 @@ class CompiledGraph:
         """Whether a variant, which fits the shapes of a backward, is one that still serves under these; it is used."""
         serves = variant.key.ambient == ambient and variant.key.settings == settings and variant in self.variants
         if serves:
-            self.used = variant.used = next(_uses)
+            self.used = variant.used = next(USES)
         return serves
 
     def add(self, settings: Settings, ambient: Ambient, handover: Handover) -> tuple[Variant, list[Miss]]:
@@ -148,7 +148,7 @@ class CompiledGraph:
         devices = frozenset(tensor.device.type for tensor in handover.tensors)
         key = VariantKey(settings.key, ambient)
         sample = Sample.of(handover.by_kind())
-        return Variant(key, shapes, list(handover.scalars), check, program, sample, next(_uses), devices=devices)
+        return Variant(key, shapes, list(handover.scalars), check, program, sample, next(USES), devices=devices)
 
     def keep(self, variant: Variant) -> list[Miss]:
         """Add a variant; where there are too many of them then, the least recently used goes."""
@@ -290,7 +290,7 @@ class Graphs:
         """A graph for a new structure; and whether others had to go for it, of which the engine still knows."""
         added: Terminal[CompiledGraph] = self._shadow.insert(keys, CompiledGraph(tape))
         added.payload.number = added.number
-        added.payload.used = next(_uses)
+        added.payload.used = next(USES)
         added.payload.identity = hash(tuple(keys))
         oldest = self._too_many()
         if not oldest:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 
 import torch
@@ -11,6 +12,7 @@ from torch.autograd import forward_ad
 from shadow_cache import Bypass, Miss, unsupported
 
 from ..errors import BrokenCaptureError, CacheMissError, UnsupportedBackwardError
+from ..native.library import Question
 
 CREATE_GRAPH = Bypass("create_graph", hint="a backward that is differentiated again is left to the eager engine")
 BATCHED_GRADS = Bypass("batched_grads", hint="is_grads_batched, vmap and grad transforms are left to the eager engine")
@@ -108,6 +110,18 @@ def before_capture(create_graph: bool, grads: Sequence[torch.Tensor | None], dep
     if torch.is_inference_mode_enabled():
         return INFERENCE_MODE
     return DISPATCH_MODE if torch._C._len_torch_dispatch_stack() else None
+
+
+def questions() -> list[Question]:
+    """What tells without Python that :func:`before_capture` has no reason, beside the keys of dispatch that are set for
+    the thread: transforms of functions, ``jit.trace``, modes and inference mode each set some."""
+    return [
+        (torch.compiler, "_is_compiling_flag", False),
+        (functools.partial(getattr, torch._guards._TLS, "tracing_context", None), None, None),
+        (forward_ad, "_current_level", -1),
+        (torch.is_inference_mode_enabled, None, False),
+        (torch._C._len_torch_dispatch_stack, None, 0),
+    ]
 
 
 _DDP = "C++ DDP Reducer"

@@ -5,12 +5,14 @@ from __future__ import annotations
 import dataclasses
 import functools
 import time
+from collections.abc import Callable
 from typing import Any
 
 from shadow_cache import Bypass
 
 from ..diagnostics.bypass import OVER_BUDGET, reason_of_end
 from ..errors import UnsupportedBackwardError
+from ..native.library import Taken
 from ..policies.admission import ADMISSION, Tape
 from ..policies.autotune import AUTOTUNE, Trial
 from ..settings import Settings
@@ -53,9 +55,38 @@ def run(session: Session, call: Call) -> Any:
             return _asked_for(call, given.results)
         return _refused(call, account, given)
     except BaseException as error:
-        if not account.told:
-            account.bypass(*reason_of_end(error))
+        interrupted(session, account.started, error, account)
         raise
+
+
+def resume(
+    session: Session,
+    arguments: tuple[Any, ...],
+    named: dict[str, Any],
+    started: float,
+    hand_over: Callable[[Taken], HandedOver],
+    taken: Taken,
+) -> Any:
+    """Go on with a backward of which the fast path has taken the tape, and which it does not run.
+
+    Args:
+        arguments, named: as ``run_backward`` got them.
+        started: when that was.
+        hand_over: says what was taken.
+    """
+    call, account = Call(*arguments, **named), Account(session, session.settings, started)
+    try:
+        return _asked_for(call, execute(call, account, hand_over(taken)))
+    except BaseException as error:
+        interrupted(session, started, error, account)
+        raise
+
+
+def interrupted(session: Session, started: float, error: BaseException, account: Account | None = None) -> None:
+    """A backward has ended with an error; the session is told, unless it was."""
+    account = Account(session, session.settings, started) if account is None else account
+    if not account.told:
+        account.bypass(*reason_of_end(error))
 
 
 def _left_to_eager(session: Session, call: Call, found: Trial | Tape, verdict: Bypass) -> Any:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import weakref
 from collections.abc import Callable, Hashable, Iterator, Sequence
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import torch
 from torch._C import _ImperativeEngine
@@ -16,7 +16,7 @@ from shadow_cache import Bypass, Miss
 from ..cache.graphs import CompiledGraph
 from ..cache.variants import Handover, Variant
 from ..capture import tape
-from ..native.library import Module, Taken
+from ..native.library import Module, Plan, Taken
 from ..policies.admission import Tape
 from ..policies.autotune import Trial
 
@@ -66,16 +66,29 @@ class Call:
         return tape.description(self.outputs, self.inputs, self.accumulate_grad)
 
 
+class CountsHits(Protocol):
+    """Counts them."""
+
+    hits: int
+
+
 @dataclass(slots=True)
 class KnownShapes:
     """Shapes, scalars and kinds of tensors that a tape was met with before.
 
     Attributes:
         module: what found them.
+        plan: that of the tape, which has this ``number`` for them.
+        hand_over: what a tape that was found with them is.
+        counter: counts these.
         served_by: the variants that served them last, under the settings and states that take turns, unless they went.
     """
 
     module: Module
+    plan: Plan
+    number: int
+    hand_over: Callable[[Taken], HandedOver]
+    counter: CountsHits
     served_by: tuple[weakref.ref[Variant], ...] = ()
 
     def variants(self) -> Iterator[Variant]:

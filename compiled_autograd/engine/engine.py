@@ -14,8 +14,10 @@ import torch
 from torch._C import _ImperativeEngine
 from torch.autograd import Variable
 
+from ..cache.graphs import USES
 from ..capture.tape import sketch
 from ..diagnostics.bypass import DEEP, MAX_NESTED
+from ..native.library import FastPath, Module
 from ..policies.sketches import SKETCHES, UNKNOWN
 from ..threads.gate import GATE, threads_running
 from ..threads.others import have_them_wait
@@ -26,6 +28,7 @@ from . import backward
 from .call import Call
 from .cuda.streams import STREAMS
 from .execution import depth, on_eager, running
+from .fast_path.arming import FAST_PATH
 from .seam import walking
 from .session import BYPASS, Outcome, thread
 
@@ -124,7 +127,8 @@ def install() -> None:
     if isinstance(Variable._execution_engine, Engine):
         return
     code = torch.autograd.graph._engine_run_backward.__code__
-    Variable._execution_engine = Engine()
+    engine = Variable._execution_engine = Engine()
+    FAST_PATH.install = functools.partial(_come_first, engine, engine.run_backward)
     for path, answer in _ANSWERS.items():
         *modules, name = path.split(".")
         module = functools.reduce(getattr, modules, torch._C)
@@ -137,6 +141,13 @@ def install() -> None:
     STREAMS.install()
     have_them_wait()
     REDUCERS.backward = _reducer_hooks
+
+
+def _come_first(engine: Engine, fallback: Callable[..., Any], module: Module) -> FastPath:
+    """Have C++ called in the place of :meth:`Engine.run_backward`, which it calls for what it does not serve."""
+    path = module.fast_path(fallback, backward.resume, backward.interrupted, thread, USES)
+    engine.run_backward = path  # type: ignore[method-assign]
+    return path
 
 
 def _reducer_hooks(number: torch.Tensor) -> None:

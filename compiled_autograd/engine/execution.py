@@ -36,6 +36,7 @@ from ..threads.gate import GATE
 from ..user_code.reducers import reducer_hooks
 from .account import Account, RunAccount
 from .call import Call, HandedOver, KnownShapes, Results
+from .fast_path.arming import FAST_PATH
 from .session import HIT, Here, Outcome, thread
 from .whole.beside import Beside, asked_for, may_run_beside
 from .whole.checks import CHECKS
@@ -269,6 +270,7 @@ def _ran_alone(call: Call, account: Account, handed: HandedOver, shapes: KnownSh
             AUTOTUNE.hit(variant, seconds, call.fingerprint)
     finally:
         account.tell(outcome)
+    FAST_PATH.hand(variant, native, handed.graph, shapes, settings)
     return True
 
 

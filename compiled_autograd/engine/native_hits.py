@@ -7,6 +7,7 @@ that its key has. What is not known here takes the way through the engine (:mod:
 
 from __future__ import annotations
 
+import functools
 import weakref
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -15,12 +16,13 @@ from backends import get_backend
 from shadow_cache import default_dir
 
 from ..cache.graphs import CompiledGraph
-from ..native.library import Library, Module, Plan
+from ..native.library import Library, Module, Plan, Taken
 from ..process_state import PROCESS
 from ..settings import Settings
 from ..torch_api.op_registry import captures_of_others, others_are_on
 from ..user_code.reducers import REDUCERS
 from .call import Call, HandedOver, KnownShapes
+from .fast_path.arming import FAST_PATH
 from .handles import KEPT
 
 _MAX_PLANS = 64
@@ -70,6 +72,7 @@ class NativeHits:
     def forget(self) -> None:
         """Forget all plans."""
         self._learnt.clear()
+        FAST_PATH.forget()
         self._last = None
         self._refused.clear()
         self._wanted = 0
@@ -86,12 +89,25 @@ class NativeHits:
             found = each.plan.take(call.outputs, call.grads, call.keep_graph, call.inputs, not call.accumulate_grad)
             if isinstance(found, str):
                 continue
-            self._served(each)
-            self.hits += 1
-            graph.met += 1
-            known = None if found.variant < 0 else each.shapes.setdefault(found.variant, KnownShapes(each.module))
-            return HandedOver(graph, found, None, False, known)
+            return self._handed_over(each, graph, found)
         return None
+
+    def _handed_over(self, learnt: _Learnt, graph: CompiledGraph, found: Taken) -> HandedOver:
+        """A tape was taken with this plan."""
+        self._served(learnt)
+        self.hits += 1
+        graph.met += 1
+        number = found.variant
+        known = learnt.shapes.get(number)
+        if known is None and number >= 0:
+            known = KnownShapes(learnt.module, learnt.plan, number, functools.partial(self._resumed, learnt), self)
+            learnt.shapes[number] = known
+        return HandedOver(graph, found, None, False, known)
+
+    def _resumed(self, learnt: _Learnt, found: Taken) -> HandedOver:
+        graph = learnt.graph()
+        assert graph is not None, "whoever took the tape holds its structure"
+        return self._handed_over(learnt, graph, found)
 
     def _likely(self) -> list[_Learnt]:
         """Those that a tape is compared with: the one that came next the last time, and those that served last; all of

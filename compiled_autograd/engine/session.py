@@ -89,7 +89,7 @@ class Session:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.number = SKETCHES.number(settings)
-        self._last: Outcome | None = None
+        self._last: Outcome | tuple[CompiledGraph, float, float] | None = None
         self.left: _Left | None = None
         self._stats = Stats()
         self._graphs: weakref.WeakValueDictionary[int, CompiledGraph] = weakref.WeakValueDictionary()
@@ -107,7 +107,15 @@ class Session:
     def last(self) -> Outcome | None:
         """What became of the last backward; None where there was none."""
         self._count_left()
-        return self._last
+        return self._latest()
+
+    def _latest(self) -> Outcome | None:
+        """Of a hit of the fast path there is the structure and the seconds of walk and run, until somebody asks."""
+        last = self._last
+        if isinstance(last, tuple):
+            graph, capture, run = last
+            last = self._last = Outcome(HIT, graph, (), {"capture": capture, "run": run})
+        return last
 
     def stats(self) -> Stats:
         """A copy of the counts so far."""
@@ -157,7 +165,8 @@ class Session:
         self._count_left()
         with _RECORDING:
             stats, events, left_out = asdict(self._stats), self._steps.events(), self._steps.left_out
-            last = None if self._last is None else self._last.graph
+            latest = self._latest()
+            last = None if latest is None else latest.graph
         graphs = self.graphs()
         if last is not None and last not in graphs:  # another session captured it
             graphs.append(last)

@@ -7,6 +7,8 @@ denormal numbers are flushed to zero or products of float16 on the CPU may be ad
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -15,6 +17,7 @@ from torch import _C
 from backends.inductor.environment import chosen_settings
 
 from ..ir import nan_checks
+from ..native.library import Question
 
 Ambient = tuple[tuple[str, Any], ...]
 CHECKPOINTED = "checkpointed"
@@ -45,6 +48,30 @@ def ambient() -> Ambient:
         ("nnpack", _C._get_nnpack_enabled()),
     )
     return parts + _cuda() if torch.cuda._initialized else parts
+
+
+def questions() -> list[Question] | None:
+    """What tells without Python whether :func:`ambient` would still give what it gives now; None where autocast or
+    checks for NaNs are on, or CUDA is in use, of which there is more to ask."""
+    if _C._is_any_autocast_enabled() or torch.is_anomaly_enabled() or torch.cuda._initialized:
+        return None
+    asked: list[Callable[[], Any]] = [
+        _C._is_any_autocast_enabled,
+        torch.is_anomaly_enabled,
+        functools.partial(getattr, torch.cuda, "_initialized"),
+        _C._get_deterministic_algorithms,
+        _C._get_deterministic_algorithms_warn_only,
+        _C._get_deterministic_fill_uninitialized_memory,
+        torch.get_default_dtype,
+        _matmul_precision,
+        *(functools.partial(_C._get_fp32_precision_getter, "mkldnn", each) for each in ("matmul", "conv", "rnn")),
+        torch.get_num_threads,
+        chosen_settings,
+        _C._get_mkldnn_enabled,
+        _C._get_mkldnn_deterministic,
+        _C._get_nnpack_enabled,
+    ]
+    return [(each, None, each()) for each in asked]
 
 
 def compile_state(state: Ambient) -> Ambient:

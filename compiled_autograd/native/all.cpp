@@ -8,4 +8,8 @@
 
 #include "taken.cpp"
 
+#include "fast_path/questions.cpp"
+#include "fast_path/hit.cpp"
+#include "fast_path/entry.cpp"
+
 #include "module.cpp"

@@ -17,7 +17,8 @@ import subprocess
 import sys
 import sysconfig
 import time
-from collections.abc import Callable, Sequence
+import weakref
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -95,10 +96,74 @@ class Plan(Protocol):
         """The same; unless it is to be kept, the tape is freed, as by the engine."""
 
 
+Question = tuple[Any, str | None, Any]
+"""What C++ asks as Python would: (object, name, answer), where the attribute is to be that very object; (function,
+None, answer), where a call without arguments is to give something equal."""
+
+
+class FastHit(Protocol):
+    """A hit that Python has served, as C++ may serve it again."""
+
+
+class FastPath(Protocol):
+    """Called as ``run_backward``. What is none of its ``hits`` goes to Python; ``served`` is how many did not."""
+
+    hits: list[FastHit]
+    served: int
+
+    def __call__(self, *arguments: Any, **named: Any) -> Any: ...
+
+
 class Module(Protocol):
     """The extension."""
 
     built_for: str
+
+    def fast_hit(
+        self,
+        plan: Plan,
+        program: HostedProgram,
+        shapes: int,
+        settings: Any,
+        structure: weakref.ref[Any],
+        variant: weakref.ref[Any],
+        tunes: bool,
+        before: Sequence[Question],
+        after: Sequence[Question],
+        hand_over: Callable[[Taken], Any],
+        may_write: Callable[[], bool],
+        write: Callable[[list[torch.Tensor | None], list[torch.Tensor | None]], None],
+        counter: Any,
+    ) -> FastHit:
+        """A hit that Python is serving, in this thread and state.
+
+        Args:
+            shapes: the number that the plan has for them.
+            tunes: a hit at which the variant may be timed is left to Python.
+            before: asked before the tape is walked; after: once it is taken.
+            hand_over: what it is in Python, where Python has to go on.
+            may_write, write: of :meth:`Taken.run`: what is asked, and what is done with what it gives.
+            counter: counts hits in its attribute of that name.
+        """
+
+    def fast_path(
+        self,
+        fallback: Callable[..., Any],
+        resume: Callable[..., Any],
+        interrupted: Callable[..., None],
+        thread: Any,
+        uses: Iterator[int],
+    ) -> FastPath:
+        """What serves them.
+
+        Args:
+            fallback: the way through Python.
+            resume: the same once the tape is taken: (session, arguments, named arguments, when it was asked for,
+                hand_over, taken).
+            interrupted: told of a backward that was ended before anything ran: (session, when, error).
+            thread: what is a thread's own, with ``here``.
+            uses: numbers of uses, by which it is known what was used least recently.
+        """
 
     def learn(
         self,
@@ -221,7 +286,7 @@ def name_of_build() -> str:
     parts = [torch.__version__, str(torch.version.git_version), str(sysconfig.get_config_var("SOABI")), *_FLAGS]
     parts += [compiler, str(status.st_size), str(status.st_mtime_ns)]
     digest = hashlib.sha256("\0".join(parts).encode())
-    for source in sorted(_SOURCES.iterdir()):
+    for source in sorted(_SOURCES.rglob("*")):
         if source.suffix in (".h", ".cpp"):
             digest.update(source.name.encode() + b"\0" + source.read_bytes())
     digest.update(_HOST.read_bytes())

@@ -2,21 +2,14 @@
 // `add_variant` and `take`. Each gives a string, the reason, where it refuses a tape or the tape is another.
 
 #include "alike.h"
-#include "plan.h"
+#include "calls.h"
+#include "fast_path/entry.h"
+#include "fast_path/hit.h"
 #include "reducer.h"
 #include "taken.h"
 
 namespace native {
 
-namespace {
-
-// What a backward is called with.
-struct Call {
-  PyObject *outputs, *gradients, *inputs = nullptr;
-  int captures = 0;  // the gradients of inputs are asked for, and not added to theirs
-};
-
-// Begin a walk over the tape of some outputs.
 void begin(Walk& walk, const Call& call) {
   const Owned output_list(checked(PySequence_Fast(call.outputs, "outputs is no sequence")));
   const Owned gradient_list(checked(PySequence_Fast(call.gradients, "gradients is no sequence")));
@@ -32,6 +25,8 @@ void begin(Walk& walk, const Call& call) {
   }
   walk.begin(std::move(edges), std::move(given));
 }
+
+namespace {
 
 // As THPEngine_run_backward finds them (python_engine.cpp, 2.13).
 Inputs inputs_of(const Call& call) {
@@ -67,6 +62,27 @@ struct PlanObject {
 Plan& plan_of(PyObject* self) { return *reinterpret_cast<PlanObject*>(self)->plan; }
 
 PyTypeObject* plan_type = nullptr;  // made with the module, which is made once
+
+}  // namespace
+
+Plan* plan_in(PyObject* object) { return Py_TYPE(object) == plan_type ? &plan_of(object) : nullptr; }
+
+PyObject* take_tape(Plan& plan, const Call& call, bool keeps) {
+  return or_reason([&]() -> PyObject* {
+    const Lease walk;
+    begin(*walk, call);
+    if (const auto difference = plan.difference(*walk, inputs_of(call))) return text(*difference);
+    const int number = plan.add_variant(walk->found());
+    Owned taken(new_taken(number, walk->take()));
+    if (!keeps) {
+      const WithoutGIL meanwhile;
+      plan.release(*walk);
+    }
+    return taken.release();
+  });
+}
+
+namespace {
 
 PyObject* learn(PyObject*, PyObject* arguments) {
   Call call;
@@ -107,30 +123,12 @@ PyObject* add_variant(PyObject* self, PyObject* arguments) {
   return walk_with(self, arguments, [](Plan& plan, const Handover& found) { return plan.add_variant(found); });
 }
 
-struct WithoutGIL {
-  PyThreadState* state = PyEval_SaveThread();
-  ~WithoutGIL() { PyEval_RestoreThread(state); }
-};
-
-// As add_variant; and the tape lets go of what it has saved, once nothing can go wrong any more.
 PyObject* take(PyObject* self, PyObject* arguments) {
   Call call;
   int keeps;
   if (!PyArg_ParseTuple(arguments, "OOp|Op", &call.outputs, &call.gradients, &keeps, &call.inputs, &call.captures))
     return nullptr;
-  return or_reason([&]() -> PyObject* {
-    const Lease walk;
-    begin(*walk, call);
-    Plan& plan = plan_of(self);
-    if (const auto difference = plan.difference(*walk, inputs_of(call))) return text(*difference);
-    const int number = plan.add_variant(walk->found());
-    Owned taken(new_taken(number, walk->take()));
-    if (!keeps) {
-      const WithoutGIL meanwhile;
-      plan.release(*walk);
-    }
-    return taken.release();
-  });
+  return take_tape(plan_of(self), call, keeps);
 }
 
 PyObject* nodes(PyObject* self, void*) { return PyLong_FromSize_t(plan_of(self).nodes()); }
@@ -194,6 +192,11 @@ PyObject* unlike(PyObject*, PyObject* arguments) {
 }
 
 PyMethodDef functions[] = {
+    {"fast_hit", new_fast_hit, METH_VARARGS,
+     "(plan, program, shapes, settings, structure, variant, tunes, before, after, hand_over, may_write, write, "
+     "counter) "
+     "-> FastHit."},
+    {"fast_path", new_fast_path, METH_VARARGS, "(fallback, resume, interrupted, thread, uses) -> FastPath."},
     {"move_aside", move_aside, METH_O,
      "(outputs) -> what the hooks of DDP's reducer on the leaves of a tape are put back with, or None."},
     {"put_back", put_back, METH_O, "(what move_aside gave) -> the leaves that have their hooks back."},
@@ -220,6 +223,7 @@ PyModuleDef module = {
 PyMODINIT_FUNC PyInit_compiled_autograd_native() {
   native::plan_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&native::plan_spec));
   if (!native::plan_type || !native::make_classes_of_taken()) return nullptr;
+  if (!native::make_class_of_fast_hits() || !native::make_class_of_fast_paths()) return nullptr;
   PyObject* module = PyModule_Create(&native::module);
   if (module && PyModule_AddStringConstant(module, "built_for", NATIVE_BUILT_FOR) < 0) Py_CLEAR(module);
   return module;

@@ -40,20 +40,10 @@ PyObject* lists(PyObject* self, PyObject*) {
   return or_error([&] { return as_python(reinterpret_cast<TakenObject*>(self)->found); });
 }
 
-// The handover is used up, whatever comes.
 PyObject* run(PyObject* self, PyObject* arguments) {
   PyObject *program_object, *may_write;
   if (!PyArg_ParseTuple(arguments, "O!O", program_type, &program_object, &may_write)) return nullptr;
-  return or_error([&]() -> PyObject* {
-    const HostedProgram& program = *reinterpret_cast<ProgramObject*>(program_object)->program;
-    Handover found = std::exchange(reinterpret_cast<TakenObject*>(self)->found, Handover());
-    variable_list results = program.run(found.tensors);
-    const Owned may(
-        checked(PyObject_CallNoArgs(may_write)));  // from here on no other thread of Python comes in between
-    if (may.get() == Py_True && accumulate(program.gifts(found.tensors, results))) return Py_NewRef(Py_None);
-    const Owned given = list_of(results), leaves = list_of(found.tensors);
-    return checked(PyTuple_Pack(2, given.get(), leaves.get()));
-  });
+  return or_error([&] { return run_taken(self, *program_in(program_object), may_write); });
 }
 
 void free_taken(PyObject* self) {
@@ -122,6 +112,23 @@ PyObject* new_taken(int variant, Handover found) {
   taken->variant = variant;
   new (&taken->found) Handover(std::move(found));
   return object;
+}
+
+bool is_taken(PyObject* object) { return Py_TYPE(object) == taken_type; }
+
+int shapes_of(PyObject* taken) { return reinterpret_cast<TakenObject*>(taken)->variant; }
+
+const HostedProgram* program_in(PyObject* object) {
+  return Py_TYPE(object) == program_type ? reinterpret_cast<ProgramObject*>(object)->program : nullptr;
+}
+
+PyObject* run_taken(PyObject* taken, const HostedProgram& program, PyObject* may_write) {
+  Handover found = std::exchange(reinterpret_cast<TakenObject*>(taken)->found, Handover());
+  variable_list results = program.run(found.tensors);
+  const Owned may(checked(PyObject_CallNoArgs(may_write)));  // from here on no other thread of Python comes in between
+  if (may.get() == Py_True && accumulate(program.gifts(found.tensors, results))) return Py_NewRef(Py_None);
+  const Owned given = list_of(results), leaves = list_of(found.tensors);
+  return checked(PyTuple_Pack(2, given.get(), leaves.get()));
 }
 
 PyObject* new_program(PyObject*, PyObject* arguments) {

@@ -14,6 +14,16 @@ PyObject* as_python(Handover& found);
 // A new `Taken`. Throws PythonError.
 PyObject* new_taken(int variant, Handover found);
 
+bool is_taken(PyObject* object);
+int shapes_of(PyObject* taken);  // the number of the variant of a plan's
+
+// Run a program on what was taken, which is used up, whatever comes: None, where the leaves have their gradients; else
+// (results, tensors), those of leaves. Throws PythonError, and what the program does.
+PyObject* run_taken(PyObject* taken, const HostedProgram& program, PyObject* may_write);
+
+// The program of a `Program` of Python's; null for any other object.
+const HostedProgram* program_in(PyObject* object);
+
 // program(function, arguments, gives) -> Program
 PyObject* new_program(PyObject*, PyObject* arguments);
 

@@ -22,6 +22,7 @@ from shadow_cache import Bypass, Timing
 from ..cache.variants import Variant
 from ..diagnostics.node_names import title
 from ..diagnostics.reporting import tell_decision
+from ..native.library import Question
 from ..process_state import PROCESS
 from .sketches import SKETCHES, Known
 
@@ -91,6 +92,10 @@ class Autotune:
     def active(self) -> bool:
         """Whether any tape must be told apart before the engine is asked."""
         return bool(self._trials)
+
+    def questions(self) -> list[Question]:
+        """What tells without Python that none must be."""
+        return [(self._trials.__len__, None, 0), (SKETCHES.known.__len__, None, 0)]
 
     def find(self, fingerprint: int, settings: tuple[Any, ...], before: Known | None = None) -> Trial | None:
         """The trial of a tape under some settings. If it was decided for eager, this is one of the backwards for which

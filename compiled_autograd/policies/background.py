@@ -27,6 +27,7 @@ from ..errors import UntraceableError
 from ..guards.ambient import Ambient, ambient, compile_state
 from ..lowering.region_compiler import COMPILING
 from ..lowering.stored_regions import Made
+from ..native.library import Question
 from ..process_state import PROCESS
 from ..steps.memory import has_bit
 from ..steps.run_context import RunContext
@@ -76,6 +77,10 @@ class Background:
     def busy(self) -> bool:
         """Whether anything is being compiled."""
         return bool(self._tapes)
+
+    def questions(self) -> list[Question]:
+        """What tells without Python that nothing is."""
+        return [(self._tapes.__len__, None, 0)]
 
     def submit(
         self,

@@ -5,6 +5,7 @@ The Python way beside it is :meth:`Program.run`, which does the same wherever th
 
 from __future__ import annotations
 
+import functools
 import itertools
 from dataclasses import dataclass
 
@@ -13,7 +14,7 @@ import torch
 from backends.inductor.straight_line.straight_line import StraightLine
 from backends.protocol import Compiled
 
-from ..native.library import HostedProgram, Module, Taken
+from ..native.library import HostedProgram, Module, Question, Taken
 from ..steps.accumulate import write
 from ..steps.compiled_calls import run_compiled
 from ..steps.run_context import RunContext
@@ -31,6 +32,7 @@ class NativeRun:
 
     Attributes:
         function: what its region calls.
+        times_handed: how often it was handed to the fast path.
     """
 
     program: Program
@@ -40,6 +42,7 @@ class NativeRun:
     compiled: CompiledRegion
     function: Compiled
     made: HostedProgram
+    times_handed: int = 0
 
     def is_current(self) -> bool:
         """Whether it is still made of what the program is made of."""
@@ -58,16 +61,35 @@ class NativeRun:
             and _called_by(compiled, now=True) is self.function
         )
 
+    def questions(self, prove: bool) -> list[Question]:
+        """What tells without Python whether both still hold."""
+        compiled, call = self.compiled, self.compiled.call
+        asked: list[Question] = [
+            (self.program.schedule, "steps", self.steps),
+            (functools.partial(self.region.compiled.get, ()), None, [compiled]),
+            (self.program.region_compiler.finished.__len__, None, 0),
+            (compiled, "call", call),
+            (compiled, "proof", compiled.proof),
+            (compiled.proof, "refuted", False),
+        ]
+        if prove:
+            asked.append((compiled.proof, "settled", True))
+        return asked + (call.questions() if isinstance(call, StraightLine) else [])
+
     def run(self, taken: Taken) -> None:
         """Run it, with grad mode off."""
         left = run_compiled(taken.run, self.made, CLAIMS.none_needed)
-        if left is None:
-            return
-        results, tensors = left
+        if left is not None:
+            self.write(*left)
+
+    def write(self, results: list[torch.Tensor | None], tensors: list[torch.Tensor | None]) -> None:
+        """Give the leaves, which are among ``tensors``, what C++ has left to Python, with grad mode off. Both lists are
+        emptied."""
         slots: Slots = [*tensors, *[None] * (self.program.schedule.size - len(tensors))]
         for slot, index in self.compiled.results:
             slots[slot] = results[index]
-        del left, results, tensors  # a leaf keeps what nobody else holds
+        results.clear()
+        tensors.clear()  # a leaf keeps what nobody else holds
         with torch._C.DisableTorchFunctionSubclass():
             write(self.leaves, slots, RunContext())
 

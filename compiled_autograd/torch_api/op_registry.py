@@ -7,6 +7,7 @@ takes more than a second to import; until somebody else imports it, what it must
 
 from __future__ import annotations
 
+import functools
 import importlib.abc
 import importlib.machinery
 import sys
@@ -64,6 +65,20 @@ def captures_of_others() -> int:
     """How often PyTorch's own compiled autograd has captured."""
     others = _others()
     return 0 if others is None else int(repr(others.COMPILE_COUNTER).strip("count()"))
+
+
+def questions_about_others() -> list[tuple[Any, str | None, Any]]:
+    """What tells without Python that neither of these two has changed: pairs of a question and its answer now, as
+    ``native.library.Question`` has them."""
+    others = _others()
+    if others is None:
+        return [(functools.partial(sys.modules.get, _OTHERS), None, sys.modules.get(_OTHERS))]
+    counter = others.COMPILE_COUNTER
+    return [
+        (others, "compiled_autograd_enabled", others.compiled_autograd_enabled),
+        (others, "COMPILE_COUNTER", counter),
+        (counter.__repr__, None, repr(counter)),
+    ]
 
 
 def _tell_when_asked(others: ModuleType) -> None:

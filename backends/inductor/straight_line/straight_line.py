@@ -5,6 +5,7 @@ What is the same in both, and what a program does otherwise: ``docs/internals/ba
 
 from __future__ import annotations
 
+import functools
 import logging
 import weakref
 from collections.abc import Callable, Mapping, Sequence
@@ -72,6 +73,17 @@ class StraightLine:
     def program_in_use(self) -> Compiled | None:
         """The program, where it is what the next call in this thread runs."""
         return None if self.program is None or _somebody_looks() else self.program
+
+    def questions(self) -> list[tuple[Any, str | None, Any]]:
+        """What tells without Python that this is the program still, and that nobody looks: (object, name, answer) of an
+        attribute, or (function, None, answer)."""
+        precision = functools.partial(torch._C._get_fp32_precision_getter, "mkldnn", "matmul")
+        return [
+            (self, "program", self.program),
+            (torch.autograd.profiler, "_is_profiler_enabled", False),
+            (torch._C._len_torch_dispatch_stack, None, 0),
+            (precision, None, precision()),
+        ]
 
     def form_for(self, arguments: Sequence[Any]) -> str:
         """What the next call in this thread runs: :data:`GENERATED_CODE`, or :data:`PROGRAM`, which is made for it."""

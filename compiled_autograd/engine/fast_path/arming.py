@@ -1,0 +1,139 @@
+"""The fast path: what Python has served without Python in its middle, C++ serves from then on from end to end.
+
+A hit that runs alone (:func:`execution.execute`) is decided in Python, by questions that nearly always have the answer
+that they had the last time. Those questions go to C++ with their answers (``native/fast_path``), the hit's plan and
+its program. C++ then comes first in each ``run_backward``: where all answers are as they were and the tape is the
+plan's, it runs the program, and counts the hit. Anything else goes the way through Python, which stays the reference:
+before the tape is taken from its beginning, and after that from :func:`backward.resume` on.
+"""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import torch
+
+from ...cache.graphs import CompiledGraph
+from ...cache.variants import Variant
+from ...diagnostics import bypass
+from ...diagnostics.reporting import logs_nodes
+from ...guards import ambient
+from ...native.library import FastHit, FastPath, Module, Question
+from ...policies.admission import ADMISSION
+from ...policies.autotune import AUTOTUNE
+from ...policies.background import BACKGROUND
+from ...process_state import PROCESS
+from ...runtime.native_run import NativeRun
+from ...settings import Settings
+from ...threads.claims import CLAIMS
+from ...torch_api.op_registry import questions_about_others
+from ..call import KnownShapes
+from ..cuda.streams import STREAMS
+from ..handles import KEPT
+from ..session import thread
+
+_MAX_HITS = 8
+"""The largest number of hits that C++ knows; then the one that was handed to it first goes."""
+_MAX_TIMES = 64
+"""So many times a program is handed to C++ at most: where answers change all the time, Python serves it."""
+_POLICIES = ("compile", "background")
+"""The values of ``on_miss`` whose policies ask nothing of the tape itself."""
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class _Handed:
+    """A hit that C++ knows, and the variant that served it, unless that went."""
+
+    hit: FastHit
+    settings: Settings
+    variant: weakref.ref[Variant]
+
+
+@dataclass(slots=True, eq=False)
+class FastPaths:
+    """What C++ serves.
+
+    Attributes:
+        install: has an extension called as ``run_backward``.
+    """
+
+    install: Callable[[Module], FastPath] | None = None
+    _path: FastPath | None = None
+    _module: Module | None = None
+    _handed: list[_Handed] = field(default_factory=list)
+
+    @property
+    def served(self) -> int:
+        """How many backwards it has served."""
+        return 0 if self._path is None else self._path.served
+
+    def forget(self) -> None:
+        """Forget all hits."""
+        self._keep([])
+
+    def hand(
+        self, variant: Variant, native: NativeRun, graph: CompiledGraph, shapes: KnownShapes, settings: Settings
+    ) -> None:
+        """A hit ran alone, in this thread and state: C++ may serve it the next time."""
+        if native.times_handed == _MAX_TIMES or settings.check_every or settings.on_miss not in _POLICIES:
+            return
+        state = ambient.questions()
+        if state is None or thread.here.depth or self.install is None:
+            return
+        native.times_handed += 1
+        if self._path is None or self._module is not shapes.module:
+            self._path, self._module, self._handed = self.install(shapes.module), shapes.module, []
+        reference = weakref.ref(variant, self._gone)
+        hit = shapes.module.fast_hit(
+            shapes.plan,
+            native.made,
+            shapes.number,
+            settings,
+            weakref.ref(graph),
+            reference,
+            settings.tune,
+            _before_the_walk(settings),
+            [*native.questions(settings.check is not False), *_of_the_run(variant, native), *state],
+            shapes.hand_over,
+            CLAIMS.none_needed,
+            native.write,
+            shapes.counter,
+        )
+        others = [each for each in self._handed if each.settings is not settings or each.variant() is not variant]
+        self._keep([_Handed(hit, settings, reference), *others[: _MAX_HITS - 1]])
+
+    def _gone(self, reference: weakref.ref[Variant]) -> None:
+        self._keep([each for each in self._handed if each.variant is not reference])
+
+    def _keep(self, handed: list[_Handed]) -> None:
+        self._handed = handed
+        if self._path is not None:
+            self._path.hits[:] = [each.hit for each in handed]
+
+
+def _before_the_walk(settings: Settings) -> list[Question]:
+    """What :func:`backward.run` asks while the tape is whole; of C++ itself there is more (``hit.cpp``)."""
+    asked: list[Question] = [
+        *AUTOTUNE.questions(),
+        (ADMISSION, "closed", False),
+        *bypass.questions(),
+        (STREAMS, "in_use", False),
+        (KEPT, "must_forget", False),
+        *questions_about_others(),
+    ]
+    return asked + (BACKGROUND.questions() if settings.on_miss == "background" else [])
+
+
+def _of_the_run(variant: Variant, native: NativeRun) -> list[Question]:
+    """What :func:`execution.execute` asks of a hit that may run alone."""
+    return [
+        (variant.native, "current", native),
+        (torch.autograd._profiler_enabled, None, False),
+        (logs_nodes, None, False),
+    ]
+
+
+FAST_PATH = FastPaths()
+PROCESS.register(FAST_PATH, reset=FAST_PATH.forget)

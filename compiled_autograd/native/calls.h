@@ -1,0 +1,31 @@
+// What a backward is called with, for those who walk its tape: shared by module.cpp and fast_path.
+
+#pragma once
+
+#include "plan.h"
+#include "python.h"
+
+namespace native {
+
+struct Call {
+  PyObject *outputs, *gradients, *inputs = nullptr;
+  int captures = 0;  // the gradients of inputs are asked for, and not added to theirs
+};
+
+// Begin a walk over the tape of some outputs. Throws Refused, PythonError, and what the engine raises.
+void begin(Walk& walk, const Call& call);
+
+// A `Taken`, of a tape that is the plan's: unless it is to be kept, the tape lets go of what it has saved, once nothing
+// can go wrong any more. A string, the reason, if it is another; null with the error set, if one is raised that a step
+// does not go on after.
+PyObject* take_tape(Plan& plan, const Call& call, bool keeps);
+
+// The plan of a `Plan` of Python's; null for any other object.
+Plan* plan_in(PyObject* object);
+
+struct WithoutGIL {
+  PyThreadState* state = PyEval_SaveThread();
+  ~WithoutGIL() { PyEval_RestoreThread(state); }
+};
+
+}  // namespace native

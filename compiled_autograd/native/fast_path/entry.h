@@ -1,0 +1,15 @@
+// `FastPath`, of Python: called in the place of `run_backward`. It serves hits that Python has served before, and hands
+// everything else on.
+
+#pragma once
+
+#include "../python.h"
+
+namespace native {
+
+// fast_path(fallback, resume, interrupted, thread) -> FastPath
+PyObject* new_fast_path(PyObject*, PyObject* arguments);
+
+bool make_class_of_fast_paths();
+
+}  // namespace native

@@ -1,0 +1,134 @@
+#include "hit.h"
+
+#include "../calls.h"
+
+namespace native {
+
+namespace {
+
+struct FastHitObject {
+  PyObject_HEAD
+  FastHit* hit;
+};
+
+PyTypeObject* fast_hit_type = nullptr;  // made with the module, which is made once
+
+// What a weak reference leads to; null where it is gone.
+Owned referent(const Owned& reference) {
+  PyObject* object = PyWeakref_GetObject(reference.get());
+  if (!object) throw PythonError();
+  return Owned(object == Py_None ? nullptr : Py_NewRef(object));
+}
+
+bool is_at(PyObject* object, PyObject* name, PyObject* wanted) { return attribute(object, name).get() == wanted; }
+
+// Whether the next hit of a variant is one at which it may be timed, which Python sees to.
+bool is_timed_next(PyObject* variant) {
+  const Owned hits = attribute(variant, names().hits), next = attribute(variant, names().next_trial);
+  const Owned now(checked(PyNumber_Add(hits.get(), Owned(checked(PyLong_FromLong(1))).get())));
+  const int is_next = PyObject_RichCompareBool(now.get(), next.get(), Py_GE);
+  if (is_next < 0) throw PythonError();
+  return is_next == 1;
+}
+
+bool has(PyObject* structure, PyObject* variant) {
+  const Owned variants = attribute(structure, names().variants);
+  if (!PyList_Check(variants.get())) return false;
+  for (Py_ssize_t index = 0; index < PyList_GET_SIZE(variants.get()); ++index)
+    if (PyList_GET_ITEM(variants.get(), index) == variant) return true;
+  return false;
+}
+
+void free_fast_hit(PyObject* self) {
+  PyTypeObject* type = Py_TYPE(self);
+  delete reinterpret_cast<FastHitObject*>(self)->hit;
+  type->tp_free(self);
+  Py_DECREF(type);
+}
+
+PyType_Slot fast_hit_slots[] = {{Py_tp_dealloc, reinterpret_cast<void*>(free_fast_hit)}, {0, nullptr}};
+PyType_Spec fast_hit_spec = {
+    "compiled_autograd_native.FastHit", sizeof(FastHitObject), 0,
+    Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION, fast_hit_slots};
+
+}  // namespace
+
+Owned attribute(PyObject* object, PyObject* name) { return Owned(checked(PyObject_GetAttr(object, name))); }
+
+void add_to(PyObject* object, PyObject* name, PyObject* number) {
+  const Owned before = attribute(object, name), after(checked(PyNumber_Add(before.get(), number)));
+  if (PyObject_SetAttr(object, name, after.get()) < 0) throw PythonError();
+}
+
+const Names& names() {
+  const auto made = [](const char* text) { return PyUnicode_InternFromString(text); };
+  static const Names all = {made("depth"),    made("evicted"),   made("here"),       made("hits"),
+                            made("left"),     made("met"),       made("next_trial"), made("ran"),
+                            made("saving"),   made("settings"),  made("stack"),      made("used"),
+                            made("variants"), made("backwards"), made("_last"),      made("_stats")};
+  return all;
+}
+
+FastHit::FastHit(PyObject* arguments) {
+  PyObject *plan_object, *program_object, *settings, *structure, *variant, *before, *after, *others[4];
+  if (!PyArg_ParseTuple(
+          arguments, "OOiOOOpOOOOOO", &plan_object, &program_object, &shapes_, &settings, &structure, &variant, &tunes_,
+          &before, &after, &others[0], &others[1], &others[2], &others[3]))
+    throw PythonError();
+  plan = plan_in(plan_object);
+  program = program_in(program_object);
+  if (!plan || !program || !PyWeakref_Check(structure) || !PyWeakref_Check(variant)) {
+    PyErr_SetString(PyExc_TypeError, "a Plan, a Program and two weak references are wanted");
+    throw PythonError();
+  }
+  plan_object_.reset(Py_NewRef(plan_object));
+  program_object_.reset(Py_NewRef(program_object));
+  settings_.reset(Py_NewRef(settings));
+  structure_.reset(Py_NewRef(structure));
+  variant_.reset(Py_NewRef(variant));
+  hand_over.reset(Py_NewRef(others[0]));
+  may_write.reset(Py_NewRef(others[1]));
+  write.reset(Py_NewRef(others[2]));
+  counter.reset(Py_NewRef(others[3]));
+  questions_.emplace_back(before);
+  questions_.emplace_back(after);
+  const c10::impl::LocalDispatchKeySet keys = c10::impl::tls_local_dispatch_key_set();
+  keys_included_ = keys.included_.raw_repr();
+  keys_excluded_ = keys.excluded_.raw_repr();
+}
+
+Owned FastHit::structure_to_walk() const {
+  const c10::impl::LocalDispatchKeySet keys = c10::impl::tls_local_dispatch_key_set();
+  if (keys.included_.raw_repr() != keys_included_ || keys.excluded_.raw_repr() != keys_excluded_) return nullptr;
+  Owned structure = referent(structure_);
+  if (!structure || !is_at(structure.get(), names().evicted, Py_False)) return nullptr;
+  if (tunes_) {
+    const Owned variant = referent(variant_);
+    if (!variant || is_timed_next(variant.get())) return nullptr;
+  }
+  return questions_[0].hold() ? std::move(structure) : nullptr;
+}
+
+Owned FastHit::variant_to_run(PyObject* structure) const {
+  Owned variant = referent(variant_);
+  if (!variant || !is_at(structure, names().saving, Py_None) || !has(structure, variant.get())) return nullptr;
+  return questions_[1].hold() ? std::move(variant) : nullptr;
+}
+
+PyObject* new_fast_hit(PyObject*, PyObject* arguments) {
+  return or_error([&] {
+    auto hit = std::make_unique<FastHit>(arguments);
+    PyObject* object = checked(fast_hit_type->tp_alloc(fast_hit_type, 0));
+    reinterpret_cast<FastHitObject*>(object)->hit = hit.release();
+    return object;
+  });
+}
+
+const FastHit& fast_hit_of(PyObject* object) { return *reinterpret_cast<FastHitObject*>(object)->hit; }
+
+bool make_class_of_fast_hits() {
+  fast_hit_type = reinterpret_cast<PyTypeObject*>(PyType_FromSpec(&fast_hit_spec));
+  return fast_hit_type != nullptr;
+}
+
+}  // namespace native

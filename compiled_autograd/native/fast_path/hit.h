@@ -1,0 +1,68 @@
+// A hit that Python has served and that may come again: the plan of its tape, the program that ran, and what was asked.
+// It keeps neither the structure nor the variant alive, and nothing that it keeps leads back to it.
+
+#pragma once
+
+#include "../taken.h"
+#include "questions.h"
+
+#include <c10/core/impl/LocalDispatchKeySet.h>
+
+namespace native {
+
+class Plan;
+
+class FastHit {
+ public:
+  // See `Module.fast_hit` in library.py. Throws PythonError.
+  explicit FastHit(PyObject* arguments);
+
+  bool is_for(PyObject* settings) const { return settings_.get() == settings; }
+  // Whether it may serve tapes of that other one's plan, under the same settings, with shapes of that number.
+  bool serves(const FastHit& other, int shapes) const {
+    return plan == other.plan && is_for(other.settings_.get()) && shapes_ == shapes;
+  }
+
+  // While the tape is whole: the structure, if Python would have it walked with this plan; else null. Throws
+  // PythonError.
+  Owned structure_to_walk() const;
+  // Once it is taken: the variant, if its program would be run without more; else null. Throws PythonError.
+  Owned variant_to_run(PyObject* structure) const;
+
+  Plan* plan;
+  const HostedProgram* program;
+  // Functions of Python: what goes on with a tape that was taken and is not run here; what asks whether leaves may be
+  // written; what writes those that C++ leaves. And what counts hits.
+  Owned hand_over, may_write, write, counter;
+
+ private:
+  int shapes_;
+  bool tunes_;
+  uint64_t keys_included_, keys_excluded_;  // of the thread, when Python has served it
+  Owned plan_object_, program_object_, settings_, structure_, variant_;
+  std::vector<Questions> questions_;  // before the walk, and before the run
+};
+
+// fast_hit(...) -> FastHit
+PyObject* new_fast_hit(PyObject*, PyObject* arguments);
+
+// Of a `FastHit` of Python's.
+const FastHit& fast_hit_of(PyObject* object);
+
+bool make_class_of_fast_hits();
+
+// ---- objects of Python ----------------------------------------------------------------------------------------------
+
+// An attribute. Throws PythonError.
+Owned attribute(PyObject* object, PyObject* name);
+// Add to an attribute that is a number. Throws PythonError.
+void add_to(PyObject* object, PyObject* name, PyObject* number);
+
+// Names of attributes, made once.
+struct Names {
+  PyObject *depth, *evicted, *here, *hits, *left, *met, *next_trial, *ran, *saving, *settings, *stack, *used, *variants;
+  PyObject *backwards, *last, *stats;
+};
+const Names& names();
+
+}  // namespace native

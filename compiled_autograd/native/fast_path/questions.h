@@ -1,0 +1,30 @@
+// What Python asks before it serves a hit, asked without running Python code. Each question comes with the answer that
+// it had when Python served such a hit.
+
+#pragma once
+
+#include "../python.h"
+
+#include <vector>
+
+namespace native {
+
+class Questions {
+ public:
+  // A sequence of tuples: (object, name, answer), where the attribute is that very object; (function, None, answer),
+  // where a call without arguments gives something equal. Throws PythonError.
+  explicit Questions(PyObject* sequence);
+
+  // Whether each has its answer. One that raises has not; what a step does not go on after, such as Ctrl-C, is thrown.
+  bool hold() const;
+
+ private:
+  struct Question {
+    Owned object, name, answer;
+  };
+  static bool holds(const Question& question);
+
+  std::vector<Question> questions_;
+};
+
+}  // namespace native

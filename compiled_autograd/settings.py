@@ -15,6 +15,7 @@ import msgspec
 from backends.modes import DEFAULT, MODES, WITH_MODES, name_in
 
 from .errors import InvalidSettingError, UnknownSettingError
+from .process_state import PROCESS
 
 PREFIX = "COMPILED_AUTOGRAD_"
 NEW = "new"
@@ -69,6 +70,8 @@ def _the_one(settings: Settings) -> Settings:
     """Of equal settings the first one: hits ask whether they are the same."""
     return settings
 
+
+PROCESS.register(_the_one, reset=_the_one.cache_clear)
 
 _NAMES = tuple(each.name for each in fields(Settings) if each.init)
 _FROM_ENVIRONMENT = tuple(name for name in _NAMES if name != "passes")

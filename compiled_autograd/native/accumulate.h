@@ -9,8 +9,8 @@
 namespace native {
 
 struct Gift {
-  at::Tensor leaf;
-  at::Tensor gradient;
+  const at::Tensor& leaf;
+  const at::Tensor& gradient;
   bool can_keep;  // it lies in memory of its own and as the leaf wants it
 };
 

@@ -1,5 +1,7 @@
 #include "hosted.h"
 
+#include <algorithm>
+
 #include <ATen/EmptyTensor.h>
 #include <torch/csrc/Dtype.h>
 
@@ -72,14 +74,23 @@ HostedProgram::HostedProgram(PyObject* function, std::vector<size_t> arguments, 
   PyObject* capsule = PyCFunction_Check(function) ? PyCFunction_GET_SELF(function) : nullptr;
   if (capsule && PyCapsule_IsValid(capsule, straight_line::program_name))
     entry_ = static_cast<const straight_line::Entry*>(PyCapsule_GetContext(capsule));
+  for (const Gives& each : gives_) {
+    is_leaf_.resize(std::max(is_leaf_.size(), each.leaf + 1));
+    is_leaf_[each.leaf] = true;
+  }
+  for (auto index = arguments_.begin(); index != arguments_.end(); ++index)
+    is_needed_later_.push_back(is_leaf(*index) || std::find(index + 1, arguments_.end(), *index) != arguments_.end());
 }
 
 variable_list HostedProgram::run(variable_list& tensors) const {
-  variable_list arguments, leaves(tensors.size());
+  variable_list arguments;
   arguments.reserve(arguments_.size());
-  for (const size_t index : arguments_) arguments.push_back(tensors[index]);
-  for (const Gives& each : gives_) leaves[each.leaf] = tensors[each.leaf];  // one may occur twice
-  tensors = std::move(leaves);
+  for (size_t place = 0; place < arguments_.size(); ++place) {
+    at::Tensor& tensor = tensors[arguments_[place]];
+    arguments.push_back(is_needed_later_[place] ? tensor : std::move(tensor));
+  }
+  for (size_t index = 0; index < tensors.size(); ++index)
+    if (!is_leaf(index)) tensors[index].reset();
   if (!entry_) return call(function_.get(), std::move(arguments));
   const auto count = static_cast<Py_ssize_t>(arguments.size());
   Tensors all(std::move(arguments));

@@ -25,7 +25,7 @@ class HostedProgram {
   // more, and the others at once. Throws what the function does.
   variable_list run(variable_list& tensors) const;
 
-  // What each leaf is to be given.
+  // What each leaf is to be given; as long as both lists are there.
   std::vector<Gift> gifts(const variable_list& tensors, const variable_list& results) const;
 
   const std::vector<Gives>& gives() const { return gives_; }
@@ -34,7 +34,11 @@ class HostedProgram {
  private:
   Owned function_;
   const straight_line::Entry* entry_ = nullptr;  // of a straight-line program
+  bool is_leaf(size_t tensor) const { return tensor < is_leaf_.size() && is_leaf_[tensor]; }
+
   std::vector<size_t> arguments_;
+  std::vector<bool> is_needed_later_;  // for each: by another argument, or since it is a leaf
+  std::vector<bool> is_leaf_;
   std::vector<Gives> gives_;
 };
 

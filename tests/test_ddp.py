@@ -18,9 +18,10 @@ from torch import distributed, nn
 
 import compiled_autograd as ca
 from compiled_autograd.engine.native_hits import NATIVE_HITS
+from shadow_cache import Bypass
 
 from . import both_walks
-from .helpers import mlp
+from .helpers import expect, mlp
 from .pair import Pair, RankFailedError
 
 if not (distributed.is_available() and distributed.is_gloo_available()):
@@ -337,3 +338,28 @@ def _dies(rank: int, builds: Path) -> None:
 def test_a_rank_that_dies_is_an_error_of_the_others(pair: Pair, builds: Path) -> None:
     with pytest.raises(RankFailedError, match=r"(?s)rank 0.*RuntimeError.*[Cc]onnection"):
         pair.run(_dies, builds, seconds=20.0)
+
+
+def _of_inputs(rank: int, builds: Path, enabled: bool) -> tuple[list[Tensors], Any, list[str]]:
+    """Of all parameters by their names, which is legal under DDP; then without."""
+    with extension(builds):
+        session = ca.enable(backend="eager", tune=False)
+        torch.manual_seed(0)
+        model, found, hints = DistributedDataParallel(mlp()), [], []
+        for step in range(4):
+            model.zero_grad()
+            loss = model(*own_batch(step, rank)).square().mean()
+            with session if enabled else contextlib.nullcontext():
+                loss.backward(inputs=list(model.parameters()) if step % 2 else None)
+            found.append(_grads(model.parameters()))
+            if enabled and session.last is not None:
+                hints += [each.hint for each in session.last.reasons if isinstance(each, Bypass)]
+        return found, session.stats(), hints
+
+
+def test_a_backward_of_inputs_is_left_to_eager_and_says_so(pair: Pair, builds: Path) -> None:
+    eager, found = (pair.run(_of_inputs, builds, enabled) for enabled in (False, True))
+    for (wanted, _, _), (grads, stats, hints) in zip(eager, found, strict=True):
+        _same(grads, wanted)
+        expect(stats, structure_misses=1, hits=1, bypasses={"ddp_cpp_reducer": 2})
+        assert len(hints) == 2 and all(".backward(inputs=...)" in hint for hint in hints)

@@ -1,4 +1,4 @@
-"""A rank is killed, or stops: the others have a clear error within the process group's timeout, and train on after it."""
+"""A rank is killed, or stops: the others have a clear error within the process group's timeout, and train on."""
 
 from __future__ import annotations
 

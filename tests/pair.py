@@ -19,7 +19,8 @@ from torch import distributed
 
 import compiled_autograd as ca
 
-_START_SECONDS = 60.0
+_START_SECONDS = 180.0
+_TIMEOUT_SECONDS = 60.0
 _END_SECONDS = 5.0
 _OTHER_RANK_SECONDS = 1.0
 """After one rank failed, the others mostly wait for it in vain."""
@@ -43,7 +44,7 @@ class Pair:
         self,
         folder: Path,
         ranks: int = 2,
-        timeout: float = _START_SECONDS,
+        timeout: float = _TIMEOUT_SECONDS,
         patience: float = _OTHER_RANK_SECONDS,
     ) -> None:
         self.folder, self.ranks, self.timeout, self.patience = folder, ranks, timeout, patience

@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
-import fcntl
+import contextlib
 import json
 import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
+import compiled_autograd as ca
 import shadow_cache
 
-from .helpers import ROOT
+from .helpers import ROOT, mlp
+from .pair import Pair
+from .test_ddp import DistributedDataParallel, extension
+from .test_ddp import builds as builds
+from .training_child import account, train
 
 pytestmark = pytest.mark.slow
 
@@ -37,16 +44,15 @@ class Folders:
         places = {"PYTHONPATH": str(ROOT), "TORCHINDUCTOR_CACHE_DIR": str(self.inductor)}
         return {**kept, **places, "TORCHINDUCTOR_COMPILE_THREADS": "1", "OMP_NUM_THREADS": "1", **more}
 
-    def locks(self) -> list[Path]:
-        """Locks that somebody holds."""
-        held = []
+    def locks(self) -> dict[Path, int]:
+        """Locks that somebody holds, and which process it is."""
+        places = {}
         for path in [*self.store.rglob("*lock"), *self.inductor.rglob("*.lock")]:
-            with path.open("a") as file:
-                try:
-                    fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                except BlockingIOError:
-                    held.append(path)
-        return held
+            with contextlib.suppress(FileNotFoundError):
+                places[path.stat().st_ino] = path
+        held = [line.split() for line in Path("/proc/locks").read_text().splitlines() if "->" not in line]
+        found = {places.get(int(words[5].split(":")[2])): int(words[4]) for words in held}
+        return {path: pid for path, pid in found.items() if path is not None}
 
     def assert_whole(self, killed: int = 0) -> int:
         """No damage, no lock, nothing half written; gives the number of entries."""
@@ -108,12 +114,82 @@ def test_eight_processes_begin_with_nothing(folders: Folders, backend: str) -> N
     assert folders.assert_whole() == entries == 1
 
 
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
-def test_processes_are_killed_while_they_write(folders: Folders, backend: str) -> None:
-    """Each at another of its writes."""
-    killed = (1, 2, 4, 6)
-    others = ended(start(folders, backend, killed), len(killed))
+def test_processes_are_killed_while_they_write(folders: Folders) -> None:
+    """Each at another of its writes; whoever finds written what it would write makes but two."""
+    processes = start(folders, "eager", killed=(1, 2, 3, 5))
+    others = ended(processes[4:])
+    ends = [process.wait(SECONDS) for process in processes[:4]]
+    assert ends[:2] == [-signal.SIGKILL] * 2 and {*ends[2:]} <= {-signal.SIGKILL, 0}
     for each in others:
         assert each["outcomes"][1:] == ["hit"] * (STEPS - 1)
-    assert folders.assert_whole(len(killed)) == 1
-    assert_all_hit(ended(start(folders, backend)))
+    assert folders.assert_whole(killed=4) == 1
+    assert_all_hit(ended(start(folders, "eager")))
+
+
+def _holder(folders: Folders, where: Path) -> int:
+    """Who holds a lock there, as soon as somebody does."""
+    until = time.monotonic() + SECONDS
+    while time.monotonic() < until:
+        for path, pid in folders.locks().items():
+            if path.is_relative_to(where):
+                return pid
+        time.sleep(0.05)
+    raise TimeoutError(f"nobody has locked anything in {where}")
+
+
+def test_a_process_is_killed_while_inductor_compiles(folders: Folders) -> None:
+    """Its compiler may go on without it, beside that of the process that has Inductor's lock next."""
+    processes = start(folders, "inductor")
+    compiling = _holder(folders, folders.inductor)
+    (holder,) = (process for process in processes if process.pid == compiling)
+    os.kill(holder.pid, signal.SIGKILL)
+    assert holder.wait(SECONDS) == -signal.SIGKILL
+    for each in ended([process for process in processes if process is not holder]):
+        assert each["outcomes"][1:] == ["hit"] * (STEPS - 1), each
+    assert folders.assert_whole(killed=1) == 1
+    assert_all_hit(ended(start(folders, "inductor")))
+
+
+def test_what_builds_the_extension_is_killed(folders: Folders) -> None:
+    """Those that train wait for nothing; one of them has it built again, and the next run has it."""
+    processes = start(folders, "eager", TESTS_NATIVE_TOO="yes")
+    builder = _holder(folders, folders.store / "native")
+    time.sleep(1.0)  # now the compiler is at work
+    os.kill(builder, signal.SIGKILL)
+    for each in ended(processes):
+        assert each["outcomes"][1:] == ["hit"] * (STEPS - 1) and each["no extension"] == "", each
+    names = [path.suffix for path in (folders.store / "native").iterdir()]
+    assert sorted(names) == [".lock", ".so"]
+    assert folders.assert_whole() == 1
+    second = ended(start(folders, "eager", TESTS_NATIVE_TOO="yes"))
+    assert_all_hit(second)
+    assert all(each["native"] for each in second), second
+
+
+# ---- ranks ---------------------------------------------------------------------------------------------------------
+
+
+def _rank(rank: int, builds: Path, folders: Folders) -> dict[str, Any]:
+    with extension(builds), pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", str(folders.inductor))
+        patch.setenv("TORCHINDUCTOR_COMPILE_THREADS", "1")
+        session = ca.enable(backend="inductor", cache_dir=folders.store, tune=False)
+        torch.manual_seed(0)
+        model, reference = (DistributedDataParallel(mlp()) for _ in range(2))
+        reference.load_state_dict(model.state_dict())
+        return account(session, train(session, model, reference, STEPS, rank))
+
+
+def test_ranks_begin_with_nothing(folders: Folders, builds: Path, tmp_path: Path) -> None:
+    found = []
+    for _ in range(2):
+        ranks = Pair(tmp_path, ranks=4)
+        try:
+            found.append(ranks.run(_rank, builds, folders, seconds=SECONDS))
+        finally:
+            ranks.close()
+        assert folders.assert_whole() == 1
+    first, second = found
+    for each in first:
+        assert each["outcomes"][1:] == ["hit"] * (STEPS - 1) and bool(each["compiles"]) != bool(each["loads"])
+    assert_all_hit(second)

@@ -94,6 +94,8 @@ def main(store: Path, steps: int) -> None:
     found = account(session, train(session, model, reference, steps))
     if native:
         found["no extension"] = _wait_for_extension()
+        train(session, model, reference, steps)
+        found["native"] = NATIVE_HITS.hits
     sys.stdout.write(json.dumps(found))
 
 

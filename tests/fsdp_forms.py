@@ -12,15 +12,17 @@ import torch
 from torch import distributed, nn
 from torch.utils.checkpoint import checkpoint
 
-from .helpers import Squares
+from .helpers import Squares, mlp
 
 if not (distributed.is_available() and distributed.is_gloo_available()):
     pytest.skip("needs gloo", allow_module_level=True)
 
 from torch.distributed.algorithms._checkpoint.checkpoint_wrapper import checkpoint_wrapper
+from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import FullyShardedDataParallel, MixedPrecisionPolicy, fully_shard
 from torch.distributed.fsdp._fully_shard._fsdp_state import FSDPState as FSDPState
 from torch.distributed.fsdp.wrap import ModuleWrapPolicy
+from torch.distributed.tensor.parallel import ColwiseParallel, RowwiseParallel, parallelize_module
 
 from .test_distributed import Case, _mesh
 
@@ -170,6 +172,28 @@ def stepped_in_backward(model: Any) -> nn.Module:
     return model
 
 
+def compiled_blocks(model: Any) -> nn.Module:
+    """Each block's forward is ``torch.compile``'s."""
+    for block in model:
+        block.compile(backend="aot_eager")
+        fully_shard(block, mesh=_mesh((2,)))
+    return fully_shard(model, mesh=_mesh((2,)))
+
+
+def in_parts_too(model: nn.Module) -> nn.Module:
+    """Tensor parallel in one dimension of a mesh, sharded in the other."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("data", "tensor"))
+    parallelize_module(model, mesh["tensor"], {"0": ColwiseParallel(), "2": RowwiseParallel()})
+    for layer in model.children():
+        fully_shard(layer, mesh=mesh["data"])
+    return fully_shard(model, mesh=mesh["data"])
+
+
+def batch_of_two(step: int, rank: int) -> tuple[torch.Tensor]:
+    """The same of two ranks."""
+    return _batch(5, step, rank // 2)
+
+
 def prefetches_two(model: Any) -> None:
     blocks = model.blocks
     for index, block in enumerate(blocks):
@@ -235,7 +259,16 @@ FORMS = {
     "stepped_in_backward": Case(stepped_in_backward, Blocks),
     "twice": Case(shared_out, Twice),
     "tied": Case(shared_out, Tied, words),
+    "compiled_blocks": Case(compiled_blocks, mlp),
     "fsdp1": Case(fsdp1, Blocks),
     "fsdp1_no_sync": Case(fsdp1, Blocks, batches=2),
 }
 FORMS = {name: replace(case, steps=STEPS) for name, case in FORMS.items()}
+
+OF_FOUR = {
+    "sharded": Case(partial(shared_out, shape=(4,)), Blocks),
+    "resharded_by_two": Case(partial(shared_out, shape=(4,), reshard_after_forward=2), Blocks),
+    "replicated": Case(partial(shared_out, shape=(2, 2)), Blocks, batches=2),
+    "in_parts_too": Case(in_parts_too, partial(mlp, depth=1), batch_of_two),
+}
+OF_FOUR = {name: replace(case, steps=STEPS) for name, case in OF_FOUR.items()}

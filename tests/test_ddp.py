@@ -6,7 +6,6 @@ The hooks of the reducer are moved aside while the engine is asked, and called w
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -22,7 +21,7 @@ from shadow_cache import Bypass
 
 from . import both_walks
 from .helpers import expect, mlp
-from .pair import Pair, RankFailedError
+from .pair import Pair
 
 if not (distributed.is_available() and distributed.is_gloo_available()):
     pytest.skip("needs gloo", allow_module_level=True)
@@ -34,6 +33,7 @@ from torch.nn.parallel import DistributedDataParallel
 from .test_distributed import (
     DDP,
     Case,
+    Checkpointed,
     Record,
     Tensors,
     _grads,
@@ -123,6 +123,15 @@ def test_a_hook_that_compresses(pair: Pair, builds: Path) -> None:
     assert_as_eager(records)
     assert_averaged(records, case, low=True)
     _expect_compiled(records, case.steps)
+
+
+def test_reentrant_checkpointing(pair: Pair, builds: Path) -> None:
+    """The inner backward tells the reducer of its own leaves."""
+    case = Case(partial(DistributedDataParallel, static_graph=True), partial(Checkpointed, reentrant=True), steps=6)
+    records = pair.run(compiled, builds, case)
+    assert_as_eager(records)
+    assert_averaged(records, case)
+    _expect_compiled(records, 2 * case.steps)
 
 
 def test_inductor_is_close(pair: Pair, builds: Path) -> None:
@@ -302,42 +311,6 @@ def test_one_rank_misses_while_the_other_hits(pair: Pair, builds: Path) -> None:
     eager, found = (pair.run(_one_misses, builds, enabled) for enabled in (False, True))
     _same([grads for grads, _ in found], [grads for grads, _ in eager])
     assert [outcomes[1:] for _, outcomes in found] == [["hit"] * 3, ["shape_miss"] * 3]
-
-
-def _raises(rank: int, builds: Path) -> None:
-    with extension(builds):
-        session = ca.enable(backend="eager")
-        model = DistributedDataParallel(mlp())
-
-        def refuse(leaf: torch.Tensor) -> None:
-            raise ZeroDivisionError("of the user's")
-
-        if rank == 0:
-            next(model.parameters()).register_post_accumulate_grad_hook(refuse)
-        with session:
-            model(*own_batch(0, rank)).square().mean().backward()
-
-
-def test_an_exception_in_a_hook_of_one_rank_is_raised(pair: Pair, builds: Path) -> None:
-    with pytest.raises(RankFailedError, match="of the user's"):
-        pair.run(_raises, builds, seconds=20.0)
-
-
-def _dies(rank: int, builds: Path) -> None:
-    with extension(builds):
-        session = ca.enable(backend="eager")
-        model = DistributedDataParallel(mlp())
-        for step in range(4):
-            loss = model(*own_batch(step, rank)).square().mean()
-            if (rank, step) == (1, 2):
-                os._exit(1)
-            with session:
-                loss.backward()
-
-
-def test_a_rank_that_dies_is_an_error_of_the_others(pair: Pair, builds: Path) -> None:
-    with pytest.raises(RankFailedError, match=r"(?s)rank 0.*RuntimeError.*[Cc]onnection"):
-        pair.run(_dies, builds, seconds=20.0)
 
 
 def _of_inputs(rank: int, builds: Path, enabled: bool) -> tuple[list[Tensors], Any, list[str]]:

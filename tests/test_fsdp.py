@@ -21,11 +21,12 @@ from torch import distributed
 import compiled_autograd as ca
 from compiled_autograd.engine.native_hits import NATIVE_HITS
 
-from .fsdp_forms import EVENTS, FORMS, STEPS, Blocks, Event, FSDPState, changing_sizes, shared_out, sizes
+from .fsdp_forms import EVENTS, FORMS, OF_FOUR, STEPS, Blocks, Event, FSDPState, changing_sizes, shared_out, sizes
 from .helpers import expect
 from .pair import Pair, RankFailedError
 from .test_ddp import builds as builds
 from .test_ddp import extension
+from .test_ddp_ranks import four as four
 from .test_distributed import Branches, Case, Run, _same, branch_used_in_turn, own_batch, train
 from .test_distributed import pair as pair
 
@@ -118,6 +119,14 @@ def test_every_form_is_bit_for_bit_eagers_and_in_its_order(pair: Pair, name: str
     for each in compare(pair, case):
         expect(each.stats, structure_misses=misses, hits=STEPS * case.batches - misses, captures=misses)
         assert each.stats.compiles > 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", OF_FOUR)
+def test_four_ranks(four: Pair, name: str) -> None:
+    case = OF_FOUR[name]
+    for each in compare(four, case, tuple(range(4))):
+        expect(each.stats, structure_misses=case.batches, hits=(STEPS - 1) * case.batches)
 
 
 def test_the_order_of_a_step(pair: Pair) -> None:

@@ -21,6 +21,7 @@ from .pair import Pair, RankFailedError
 from .test_ddp import DistributedDataParallel, extension
 from .test_ddp import builds as builds
 from .test_distributed import _same, fully_shard, own_batch
+from .test_distributed import pair as pair
 
 RANKS, LAST, TIMEOUT = 4, 4, 4.0
 SLACK = 6.0
@@ -102,3 +103,42 @@ def test_the_others_have_an_error_within_the_timeout(four: Pair, builds: Path, w
         last = each.strip().splitlines()[-1]
         assert re.match(r"RuntimeError: .*(Connection|Timed out|timeout).*: after hit$", last), each
     assert "died with exit code -9" in failed or where == "stopped"
+
+
+# ---- two ranks, which fail at once ---------------------------------------------------------------------------------
+
+
+def _raises(rank: int, builds: Path) -> None:
+    with extension(builds):
+        session = ca.enable(backend="eager")
+        model = DistributedDataParallel(mlp())
+
+        def refuse(leaf: torch.Tensor) -> None:
+            raise ZeroDivisionError("of the user's")
+
+        if rank == 0:
+            next(model.parameters()).register_post_accumulate_grad_hook(refuse)
+        with session:
+            model(*own_batch(0, rank)).square().mean().backward()
+
+
+def test_an_exception_in_a_hook_of_one_rank_is_raised(pair: Pair, builds: Path) -> None:
+    with pytest.raises(RankFailedError, match="of the user's"):
+        pair.run(_raises, builds, seconds=20.0)
+
+
+def _dies(rank: int, builds: Path) -> None:
+    with extension(builds):
+        session = ca.enable(backend="eager")
+        model = DistributedDataParallel(mlp())
+        for step in range(4):
+            loss = model(*own_batch(step, rank)).square().mean()
+            if (rank, step) == (1, 2):
+                os._exit(1)
+            with session:
+                loss.backward()
+
+
+def test_a_rank_that_dies_is_an_error_of_the_others(pair: Pair, builds: Path) -> None:
+    with pytest.raises(RankFailedError, match=r"(?s)rank 0.*RuntimeError.*[Cc]onnection"):
+        pair.run(_dies, builds, seconds=20.0)

@@ -1,4 +1,4 @@
-"""Two processes joined by gloo, which run functions for a test. None of them outlives it, whatever hangs."""
+"""Processes joined by gloo, two or more, which run functions for a test. None of them outlives it, whatever hangs."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from torch import distributed
 
 import compiled_autograd as ca
 
-RANKS = 2
-_START_SECONDS = 60.0
+_START_SECONDS = 180.0
+_TIMEOUT_SECONDS = 60.0
 _END_SECONDS = 5.0
 _OTHER_RANK_SECONDS = 1.0
-"""After one rank failed, the other mostly waits for it in vain."""
+"""After one rank failed, the others mostly wait for it in vain."""
 
 
 class RankFailedError(AssertionError):
@@ -35,15 +35,24 @@ class Pair:
 
     Args:
         folder: for the rendezvous, and the stacks of what hangs.
+        ranks: how many processes.
+        timeout: of the process group, in seconds.
+        patience: for how many seconds the others may go on after a rank failed.
     """
 
-    def __init__(self, folder: Path) -> None:
-        self.folder = folder
+    def __init__(
+        self,
+        folder: Path,
+        ranks: int = 2,
+        timeout: float = _TIMEOUT_SECONDS,
+        patience: float = _OTHER_RANK_SECONDS,
+    ) -> None:
+        self.folder, self.ranks, self.timeout, self.patience = folder, ranks, timeout, patience
         self.starts = 0
         self._workers: list[tuple[BaseProcess, Connection]] = []
 
     def run(self, function: Callable[..., Any], *args: Any, seconds: float = 60.0) -> list[Any]:
-        """Call ``function(rank, *args)`` in both processes at once; gives what each returned.
+        """Call ``function(rank, *args)`` in all processes at once; gives what each returned.
 
         Args:
             function: one that can be found by its name; it starts with all graphs forgotten and the same seed.
@@ -59,20 +68,20 @@ class Pair:
         for _, pipe in self._workers:
             pipe.send_bytes(pickle.dumps((function, args, seconds)))
         ends = time.monotonic() + seconds
-        while len(answers) + len(failures) < RANKS:
+        while len(answers) + len(failures) < self.ranks:
             if not self._receive(answers, failures, ends - time.monotonic()):
                 break
             if failures:
-                ends = min(ends, time.monotonic() + _OTHER_RANK_SECONDS)
-        missing = [rank for rank in range(RANKS) if rank not in answers and rank not in failures]
+                ends = min(ends, time.monotonic() + self.patience)
+        missing = [rank for rank in range(self.ranks) if rank not in answers and rank not in failures]
         if not missing and not failures:
-            return [answers[rank] for rank in range(RANKS)]
+            return [answers[rank] for rank in range(self.ranks)]
         self._kill()
         failures.update({rank: f"did not answer\n{self._stacks(rank)}" for rank in missing})
         raise RankFailedError("\n".join(f"rank {rank}: {text}" for rank, text in sorted(failures.items())))
 
     def close(self) -> None:
-        """Let both end; kill what does not."""
+        """Let all end; kill what does not."""
         for _, pipe in self._workers:
             pipe.close()
         ends = time.monotonic() + _END_SECONDS
@@ -84,9 +93,9 @@ class Pair:
         context = multiprocessing.get_context("spawn")
         self.starts += 1
         rendezvous = (self.folder / f"rendezvous{self.starts}").as_uri()
-        for rank in range(RANKS):
+        for rank in range(self.ranks):
             pipe, theirs = context.Pipe()
-            arguments = (rank, rendezvous, self._stacks_file(rank), theirs)
+            arguments = (rank, self.ranks, rendezvous, self.timeout, self._stacks_file(rank), theirs)
             process = context.Process(target=_work, args=arguments, daemon=True)
             process.start()
             theirs.close()  # so that the end of the process is the end of the pipe
@@ -131,7 +140,7 @@ def _ready(rank: int) -> int:
     return rank
 
 
-def _work(rank: int, rendezvous: str, stacks: Path, pipe: Connection) -> None:
+def _work(rank: int, ranks: int, rendezvous: str, timeout: float, stacks: Path, pipe: Connection) -> None:
     """The life of a rank: run what comes until the pipe is closed."""
     torch.set_num_threads(1)
     with stacks.open("w") as file:
@@ -140,8 +149,8 @@ def _work(rank: int, rendezvous: str, stacks: Path, pipe: Connection) -> None:
             "gloo",
             init_method=rendezvous,
             rank=rank,
-            world_size=RANKS,
-            timeout=timedelta(seconds=_START_SECONDS),
+            world_size=ranks,
+            timeout=timedelta(seconds=timeout),
         )
         while True:
             try:

@@ -6,7 +6,6 @@ The hooks of the reducer are moved aside while the engine is asked, and called w
 from __future__ import annotations
 
 import contextlib
-import os
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -18,10 +17,11 @@ from torch import distributed, nn
 
 import compiled_autograd as ca
 from compiled_autograd.engine.native_hits import NATIVE_HITS
+from shadow_cache import Bypass
 
 from . import both_walks
-from .helpers import mlp
-from .pair import Pair, RankFailedError
+from .helpers import expect, mlp
+from .pair import Pair
 
 if not (distributed.is_available() and distributed.is_gloo_available()):
     pytest.skip("needs gloo", allow_module_level=True)
@@ -33,6 +33,7 @@ from torch.nn.parallel import DistributedDataParallel
 from .test_distributed import (
     DDP,
     Case,
+    Checkpointed,
     Record,
     Tensors,
     _grads,
@@ -122,6 +123,15 @@ def test_a_hook_that_compresses(pair: Pair, builds: Path) -> None:
     assert_as_eager(records)
     assert_averaged(records, case, low=True)
     _expect_compiled(records, case.steps)
+
+
+def test_reentrant_checkpointing(pair: Pair, builds: Path) -> None:
+    """The inner backward tells the reducer of its own leaves."""
+    case = Case(partial(DistributedDataParallel, static_graph=True), partial(Checkpointed, reentrant=True), steps=6)
+    records = pair.run(compiled, builds, case)
+    assert_as_eager(records)
+    assert_averaged(records, case)
+    _expect_compiled(records, 2 * case.steps)
 
 
 def test_inductor_is_close(pair: Pair, builds: Path) -> None:
@@ -303,37 +313,26 @@ def test_one_rank_misses_while_the_other_hits(pair: Pair, builds: Path) -> None:
     assert [outcomes[1:] for _, outcomes in found] == [["hit"] * 3, ["shape_miss"] * 3]
 
 
-def _raises(rank: int, builds: Path) -> None:
+def _of_inputs(rank: int, builds: Path, enabled: bool) -> tuple[list[Tensors], Any, list[str]]:
+    """Of all parameters by their names, which is legal under DDP; then without."""
     with extension(builds):
-        session = ca.enable(backend="eager")
-        model = DistributedDataParallel(mlp())
-
-        def refuse(leaf: torch.Tensor) -> None:
-            raise ZeroDivisionError("of the user's")
-
-        if rank == 0:
-            next(model.parameters()).register_post_accumulate_grad_hook(refuse)
-        with session:
-            model(*own_batch(0, rank)).square().mean().backward()
-
-
-def test_an_exception_in_a_hook_of_one_rank_is_raised(pair: Pair, builds: Path) -> None:
-    with pytest.raises(RankFailedError, match="of the user's"):
-        pair.run(_raises, builds, seconds=20.0)
-
-
-def _dies(rank: int, builds: Path) -> None:
-    with extension(builds):
-        session = ca.enable(backend="eager")
-        model = DistributedDataParallel(mlp())
+        session = ca.enable(backend="eager", tune=False)
+        torch.manual_seed(0)
+        model, found, hints = DistributedDataParallel(mlp()), [], []
         for step in range(4):
+            model.zero_grad()
             loss = model(*own_batch(step, rank)).square().mean()
-            if (rank, step) == (1, 2):
-                os._exit(1)
-            with session:
-                loss.backward()
+            with session if enabled else contextlib.nullcontext():
+                loss.backward(inputs=list(model.parameters()) if step % 2 else None)
+            found.append(_grads(model.parameters()))
+            if enabled and session.last is not None:
+                hints += [each.hint for each in session.last.reasons if isinstance(each, Bypass)]
+        return found, session.stats(), hints
 
 
-def test_a_rank_that_dies_is_an_error_of_the_others(pair: Pair, builds: Path) -> None:
-    with pytest.raises(RankFailedError, match=r"(?s)rank 0.*RuntimeError.*[Cc]onnection"):
-        pair.run(_dies, builds, seconds=20.0)
+def test_a_backward_of_inputs_is_left_to_eager_and_says_so(pair: Pair, builds: Path) -> None:
+    eager, found = (pair.run(_of_inputs, builds, enabled) for enabled in (False, True))
+    for (wanted, _, _), (grads, stats, hints) in zip(eager, found, strict=True):
+        _same(grads, wanted)
+        expect(stats, structure_misses=1, hits=1, bypasses={"ddp_cpp_reducer": 2})
+        assert len(hints) == 2 and all(".backward(inputs=...)" in hint for hint in hints)

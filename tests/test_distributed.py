@@ -189,12 +189,14 @@ def assert_as_eager(records: Sequence[Record], bitwise: bool = True) -> None:
 
 
 def assert_averaged(records: Sequence[Record], case: Case, low: bool = False) -> None:
-    """Both ranks have the same, and at the first step it is the mean of what each computed by itself."""
-    one, other = records
-    _same(one.compiled.weights, other.compiled.weights)
-    pairs = {name: (grad, other.local[name]) for name, grad in one.local.items()}
-    assert any(not torch.allclose(*grads, rtol=0.1) for grads in pairs.values()), "too like to tell the ranks apart"
-    mean = {name: sum(grads) / 2 for name, grads in pairs.items()}
+    """All ranks have the same, and at the first step it is the mean of what each computed by itself."""
+    first, *others = records
+    for other in others:
+        _same(first.compiled.weights, other.compiled.weights)
+    grads = {name: [each.local[name] for each in records] for name in first.local}
+    unlike = any(not torch.allclose(each, found[0], rtol=0.1) for found in grads.values() for each in found[1:])
+    assert unlike, "too like to tell the ranks apart"
+    mean = {name: sum(found) / len(found) for name, found in grads.items()}
     for each in records:
         _same([each.compiled.grads[case.batches - 1]], [mean], bitwise=False, low=low)
 

@@ -114,6 +114,36 @@ def test_one_that_was_ended_is_begun_again(
     assert len(calls.read_text().splitlines()) == 2
 
 
+def test_one_whose_builder_was_killed_is_not_compiled_by_two_at_once(
+    compiler: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The compiler goes on without it, and writes where the next one would."""
+    first = "[ $(grep -c called $(dirname $0)/calls) = 1 ] && kill -9 $PPID"
+    calls = compiler(f"{first}; sleep 1; {_WRITES}; echo ended >> $(dirname $0)/calls")
+    monkeypatch.setattr(library, "_SECONDS_BETWEEN_BUILDS", 0.2)
+    assert "file too short" in _reason(Library(tmp_path / "builds"))
+    assert [line.split()[0] for line in calls.read_text().splitlines()] == ["called", "ended"] * 2
+    assert sorted(path.suffix for path in (tmp_path / "builds").iterdir()) == [".lock", ".so"]
+
+
+@pytest.mark.parametrize("how", ["Killed", "Terminated"])
+def test_a_compiler_whose_program_was_ended_is_begun_again(
+    compiler: Callable[[str], Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, how: str
+) -> None:
+    """Where memory runs out, it is not the driver that is killed; and after some times it is a failure."""
+    says = f"echo g++: fatal error: {how} signal terminated program cc1plus >&2"
+    calls = compiler(f"[ $(wc -l < $(dirname $0)/calls) = 1 ] || exit 1; {says}; exit 1")
+    monkeypatch.setattr(library, "_SECONDS_BETWEEN_BUILDS", 0.2)
+    assert "the compiler failed" in _reason(Library(tmp_path / "builds"))
+    assert len(calls.read_text().splitlines()) == 2
+    calls = compiler(f"{says}; exit 1")
+    found = Library(tmp_path / "others")
+    reason = _reason(found)
+    assert "the compiler failed" in reason
+    assert how in Path(reason.split()[-2]).read_text()
+    assert len(calls.read_text().splitlines()) == 2 + build.MOST_ENDED
+
+
 def test_a_folder_that_others_can_write_is_refused(compiler: Callable[[str], Path], tmp_path: Path) -> None:
     calls = compiler("exit 1")
     folder = tmp_path / "builds"

@@ -63,6 +63,12 @@ DDP_CPP_REDUCER = Bypass(
     "replicates), Python hooks that communicate, and DDP made under torch._dynamo.config.optimize_ddp = "
     "'python_reducer' where every rank uses the same parameters and no buffers",
 )
+DDP_OF_INPUTS = Bypass(
+    DDP_CPP_REDUCER.kind,
+    hint="the gradients of some inputs were asked for, by .backward(inputs=...) or autograd.grad, and leaves have "
+    "hooks of DDP's reducer: compiled code calls these only where every leaf gets its gradient. A .backward() without "
+    "inputs compiles, on the CPU and with the extension in C++",
+)
 VIEW_WRITE = Bypass(
     "view_write",
     hint="another function has written in place into a part of a tensor than in a tape that was captured, and the "
@@ -134,10 +140,14 @@ def is_refusal(error: Exception) -> bool:
     return isinstance(error, NotImplementedError) or "compiled autograd" in str(error).lower()
 
 
-def refused_by_engine(error: BaseException) -> Bypass:
-    """The reason where the engine has raised while it walked."""
+def refused_by_engine(error: BaseException, of_inputs: bool = False) -> Bypass:
+    """The reason where the engine has raised while it walked.
+
+    Args:
+        of_inputs: it was asked for the gradients of some inputs alone.
+    """
     if _DDP in str(error):
-        return DDP_CPP_REDUCER
+        return DDP_OF_INPUTS if of_inputs else DDP_CPP_REDUCER
     first_sentence = str(error).partition("\n")[0].partition(". ")[0]
     return unsupported(f"{type(error).__name__}: {first_sentence[:120]}")
 

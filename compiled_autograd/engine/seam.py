@@ -182,7 +182,7 @@ def hand_over(call: Call, settings: Settings, run_inside: RunInside | None) -> H
         if walk.inside is not None:  # inside the engine's call, an error is the user's own
             raise
         if walk.capture is None or not walk.capture.reporting:
-            reason = refused_by_engine(error)
+            reason = refused_by_engine(error, of_inputs=bool(call.inputs))
             again = reason is DDP_CPP_REDUCER and learns_of_reducers(walk.call, walk.settings)
             return Refused(reason, walk.miss, mistake=not is_refusal(error), changed=again)
         if says_that_it_was_freed(error):  # the words are eager's, which could not say them: the engine has put symbols

@@ -2,7 +2,8 @@
 
 The command writes its result where ``-o`` says, which is added here. The result takes its place only when all of it is
 there. Of several processes with one target, one compiles; the others end at once. Where the compiler fails, a file
-beside the target says why.
+beside the target says why. Where something ended it, another time may do better, but not for ever: where memory is what
+lacks, it lacks again.
 
 It is run by itself, and imports nothing but Python's own modules.
 """
@@ -11,11 +12,16 @@ from __future__ import annotations
 
 import fcntl
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
 
 FAILED = ".failed"
+MOST_ENDED = 3
+"""So many times a compiler may be ended; then that is its failure."""
+_ENDED = re.compile(r"\b(Killed|Terminated)\b")
+"""What g++ and clang say of a program of theirs that was ended by a signal; the exit status does not tell."""
 _LEAST_PRIORITY = 19
 _LONGEST = 2000
 
@@ -27,19 +33,39 @@ def build(target: Path, command: list[str]) -> None:
             fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:
             return
-        failed = target.with_suffix(FAILED)
-        if target.exists() or failed.exists():
+        if target.exists() or target.with_suffix(FAILED).exists():
             return
         made = target.with_suffix(".new")  # the lock's holder is the only one who writes here
         ended = subprocess.run(
-            [*command, "-o", str(made)], capture_output=True, text=True, errors="replace", check=False
+            [*command, "-o", str(made)],
+            capture_output=True,
+            text=True,
+            errors="replace",
+            check=False,
+            pass_fds=(lock.fileno(),),  # a compiler that goes on when this process is killed holds the lock
+            env={**os.environ, "LC_ALL": "C"},
         )
         if ended.returncode == 0:
             made.replace(target)
-        elif ended.returncode > 0:  # else something ended it, and another time may do better
-            said = made.with_suffix(".said")
-            said.write_text((ended.stderr or ended.stdout)[:_LONGEST])
-            said.replace(failed)
+            target.with_suffix(".ended").unlink(missing_ok=True)
+            return
+        said = ended.stderr or ended.stdout or f"it ended with {ended.returncode}"
+        if (ended.returncode > 0 and not _ENDED.search(said)) or _times_ended(target) >= MOST_ENDED:
+            _fail(target, said)
+
+
+def _times_ended(target: Path) -> int:
+    """How often its compiler was ended, with this time."""
+    with target.with_suffix(".ended").open("a+") as file:
+        file.write(".")
+        return file.tell()
+
+
+def _fail(target: Path, said: str) -> None:
+    whole = target.with_suffix(".said")
+    whole.write_text(said[:_LONGEST])
+    whole.replace(target.with_suffix(FAILED))
+    target.with_suffix(".ended").unlink(missing_ok=True)
 
 
 if __name__ == "__main__":

@@ -63,7 +63,7 @@ def run_opaque(step: OpaqueStep, slots: Slots, name: str, versions: Mapping[int,
     if step.saved:
         arguments = looked_after(step.node, step.saved, step.arguments, arguments, slots, versions, name)
     try:
-        if step.node.target in ir.USERS_CODE:
+        if ir.runs_users_code(step.node.target):
             result = step.node.target(*arguments)  # type: ignore[operator]
         else:
             with torch._C.DisableTorchFunctionSubclass():  # the engine's own operators are not the user's

@@ -19,6 +19,7 @@ from backends.protocol import keeps_inputs
 
 from ..guards.shapes import Condition, Guard, Origin
 from ..ir.partition import Region
+from ..user_code.inlined import Marked
 from .proof import Proof
 
 Slots = list[Any]
@@ -167,7 +168,8 @@ class RegionStep:
 
     ``span`` is the region's first call and the number of its calls; ``each_shape`` says that it could not be compiled
     with symbols, so that each set of shapes is compiled by itself. ``saved`` are the slots of saved tensors that users'
-    code may have changed in place.
+    code may have changed in place. ``marked`` are its calls of what is marked as traceable, with the slots of the
+    ``ctx``s and hooks; ``asks_again`` says that calls which run as they are may have changed what these depend on.
     """
 
     region: Region
@@ -180,11 +182,21 @@ class RegionStep:
     each_shape: bool = False
     drops: list[int] = field(default_factory=list)
     saved: list[int] = field(default_factory=list)
+    marked: list[tuple[Marked, int]] = field(default_factory=list)
+    asks_again: bool = False
     spent: Spent = field(default_factory=Spent)
 
     def made(self) -> Iterator[tuple[fx.Node, int]]:
         """The inputs that earlier steps made, and their slots."""
         return ((node, slot) for node, slot in zip(self.region.inputs, self.inputs, strict=True) if not is_given(node))
+
+    def asked(self) -> list[tuple[fx.Node, int]]:
+        """The inputs whose kinds decide what serves, and their slots: the same; or all, where each set of shapes is
+        compiled by itself, but for objects, which are others at each step."""
+        if not self.each_shape:
+            return list(self.made())
+        pairs = zip(self.region.inputs, self.inputs, strict=True)
+        return [(node, slot) for node, slot in pairs if not is_given(node) or node.meta["lifted"].kind != "object"]
 
     def compiled_regions(self) -> list[CompiledRegion]:
         """All that was compiled for it."""

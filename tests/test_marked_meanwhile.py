@@ -148,7 +148,7 @@ def test_nothing_is_asked_where_nothing_of_the_users_runs_before(monkeypatch: py
     for _ in range(5):
         step()
     asked: list[Any] = []
-    monkeypatch.setattr(region_compiler, "depended_on", lambda *args: asked.append(args) or ())
+    monkeypatch.setattr(region_compiler, "with_depended_on", lambda kind, *args: asked.append(args) or kind)
     step()
     assert session.last is not None and session.last.outcome == "hit" and asked == []
 

@@ -56,10 +56,7 @@ class Forms:
             frames = checkpoints.numbered([frame_of(handover.objects[index]) for index in self.unpacks])
             state = (*state, (CHECKPOINTED, frames))
         if self.marked and not bitwise:
-            objects = handover.objects
-            state = with_marked(
-                state, [None if call.called else call.described(objects[index]) for call, index in self.marked]
-            )
+            state = with_marked(state, self._depended_on(handover.objects))
         return (*state, (REDUCED, handover.reduced)) if handover.reduced else state
 
     def reduced(self, tensors: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor]) -> tuple[Groups, list[Any]]:
@@ -71,6 +68,20 @@ class Forms:
             for run in reduced.runs_of_leaves(self._tape)
         ]
         return grouped(runs), list(rest.values())
+
+    def _depended_on(self, objects: Sequence[Any]) -> list[Any]:
+        """For each call that may be traced, what it depends on. One hook may be that of many tensors."""
+        known: dict[int, Any] = {}
+        found: list[Any] = []
+        for call, index in self.marked:
+            owner = objects[index]
+            if call.called:
+                found.append(None)
+                continue
+            if id(owner) not in known:
+                known[id(owner)] = call.described(owner)
+            found.append(known[id(owner)])
+        return found
 
     def called(self) -> frozenset[ir.Marked]:
         """Which of the marked calls have shown that they cannot be traced."""

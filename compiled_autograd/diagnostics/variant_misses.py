@@ -186,10 +186,15 @@ def handed_on_miss(name: str, old: Any, new: Any) -> Miss:
     return Miss(kinds.get(what, "layout"), f"{name}, {what}", _text(old[part]), _text(new[part]), hint)
 
 
-def changed_meanwhile_miss(old: Sequence[Any], new: Sequence[Any]) -> Miss:
-    """What marked functions and hooks depend on was changed by calls that ran before them in the same backward."""
-    pairs = [(one, other) for one, other in zip(old, new, strict=True) if one != other]
-    before, after = ["; ".join(_of_traced(*each) for each in some) for some in zip(*pairs, strict=True)]
+def changed_meanwhile_miss(old: Sequence[Any] | None, new: Sequence[Any] | None) -> Miss:
+    """What marked functions and hooks depend on was changed by calls that ran before them in the same backward.
+
+    Args:
+        old: for each of them, what it depended on; None where it was what it was when the backward began.
+        new: what it depends on now.
+    """
+    before, after = [None if some is None else text_of_part(TRACED, tuple(some)) for some in (old, new)]
+    before, after = before or "as when the backward began", after or "as when the backward began"
     return Miss("ambient_state", f"{TRACED}, changed in the same backward", before, after, _HINTS[TRACED])
 
 

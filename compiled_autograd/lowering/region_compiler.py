@@ -25,7 +25,7 @@ from ..guards.shapes import Spec, spec_of, widened
 from ..guards.value_kinds import kind_of_value
 from ..process_state import PROCESS
 from ..steps.compiled_calls import make_plain, put_results, run_compiled
-from ..steps.marked_calls import depended_on, to_be_traced, was_traced
+from ..steps.marked_calls import meanwhile, to_be_traced, was_traced, with_depended_on
 from ..steps.memory import is_out_of_memory
 from ..steps.passes import Pass, run_passes
 from ..steps.run_context import RunContext, RunReport
@@ -97,7 +97,7 @@ class RegionCompiler:
         else:
             specs = {} if step.each_shape else self.specs
             kind = tuple([kind_of_value(slots[slot], specs.get(node)) for node, slot in step.asked()])
-        return (*kind, *depended_on(step, slots)) if step.asks_again else kind
+        return with_depended_on(kind, step, slots) if step.asks_again else kind
 
     def find(self, step: RegionStep, slots: Slots) -> tuple[bool, CompiledRegion | None]:
         """What was compiled for the values in hand, if anything was; None where its calls are to run one by one."""
@@ -261,7 +261,7 @@ class RegionCompiler:
             if one != other:
                 return handed_on_miss(self.name_of(node), one, other)
         if step.asks_again and old != new:
-            return changed_meanwhile_miss(old[-len(step.marked) :], new[-len(step.marked) :])
+            return changed_meanwhile_miss(meanwhile(old), meanwhile(new))
         raise ir.IllegalGraphError(f"two equal kinds of inputs taken for different: {new}")
 
     def _attempts(self, step: RegionStep, slots: Slots, context: RunContext, compile: Compile) -> CompiledRegion | None:

@@ -12,6 +12,7 @@ from ..errors import UntraceableError
 from .run_context import RunReport
 from .steps import RegionStep, Slots
 
+_MARKED = "marked"  # begins that part of a kind
 _MAX_MEANWHILE = 8
 """Of what users' code of the same backward changes it to, the number of forms that one region is compiled for."""
 
@@ -21,18 +22,33 @@ def depended_on(step: RegionStep, slots: Slots) -> tuple[Any, ...]:
     return tuple([marked.described(slots[slot]) for marked, slot in step.marked])
 
 
+def with_depended_on(kind: tuple[Any, ...], step: RegionStep, slots: Slots) -> tuple[Any, ...]:
+    """What a region is compiled for, with what its marked calls depend on where that may have changed."""
+    return (*kind, (_MARKED, *depended_on(step, slots))) if step.asks_again else kind
+
+
+def meanwhile(kind: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """That part of what a region is compiled for; None where it has none."""
+    last = kind[-1] if kind else None
+    return last[1:] if isinstance(last, tuple) and last and last[0] is _MARKED else None
+
+
 def to_be_traced(step: RegionStep, slots: Slots) -> tuple[Any, ...]:
     """The same, of a region that is to be compiled.
 
     Raises:
-        UntraceableError: naming them, where what they depend on is changed, before they run, to ever new values.
+        UntraceableError: naming them, where what they depend on is changed, before they run, to ever new values; or
+            where that was done to the mark itself.
     """
-    count = len(step.marked)
-    if not step.asks_again or len({kind[-count:] for kind in step.compiled}) < _MAX_MEANWHILE:
-        return depended_on(step, slots)
+    found, why = depended_on(step, slots), None
+    if None in found:
+        why = "it was marked, and is not any more"
+    elif step.asks_again and len({meanwhile(kind) for kind in step.compiled}) >= _MAX_MEANWHILE:
+        why = f"what it depends on was changed during the backward, to more than {_MAX_MEANWHILE} values"
+    if why is None:
+        return found
     calls = [node for node in step.region.nodes if isinstance(node.target, ir.Marked)]
-    why = f"traceable: what it depends on was changed during the backward, to more than {_MAX_MEANWHILE} values"
-    raise UntraceableError(calls, ValueError(why))
+    raise UntraceableError(calls, ValueError(f"traceable: {why}"))
 
 
 def was_traced(

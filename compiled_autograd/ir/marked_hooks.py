@@ -30,9 +30,8 @@ def candidates(tape: TapeGraph) -> dict[fx.Node, TracedHook]:
         if node.target not in _KINDS or (node.target is post_hook and node.meta["call"] in writes):
             continue
         grads = itertools.chain(*[each if isinstance(each, (list, tuple)) else (each,) for each in node.args[1:]])
-        defined = [isinstance(grad, fx.Node) for grad in grads]
-        if any(defined):
-            found[node] = TracedHook(node.target, defined)
+        if any(isinstance(grad, fx.Node) for grad in grads):
+            found[node] = TracedHook(node.target)
     return found
 
 

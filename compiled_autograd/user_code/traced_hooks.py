@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import types
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Any
 
 from .functions import TRACEABLE
@@ -28,13 +28,11 @@ class TracedHook(Marked):
 
     Args:
         kind: what calls it: one of the functions of :mod:`compiled_autograd.user_code.hooks`.
-        defined: which of its gradients the tape leads to it, one after the other.
     """
 
-    def __init__(self, kind: Callable[..., Any], defined: Sequence[bool]) -> None:
+    def __init__(self, kind: Callable[..., Any]) -> None:
         super().__init__(f"traced_{kind.__name__}")
         self.kind = kind
-        self.defined = tuple(defined)
 
     def __call__(self, *args: Any) -> Any:
         return self.kind(*args)
@@ -44,10 +42,9 @@ class TracedHook(Marked):
         return (Code(strictly=False).of(owner, 0), (), ()) if is_marked(owner) else None
 
     def trace(self, hook: Any, *args: Any) -> Any:
-        """Call it; nothing of what it can reach may be changed by that."""
-        grads = _flat(args)
-        if any(grad is None and wanted for grad, wanted in zip(grads, self.defined, strict=True)):
-            raise NotPlainError("traceable: a gradient that the tape leads to the hook is undefined in this backward")
+        """Call it; nothing of what it can reach may be changed by that. Which of its gradients are undefined is part of
+        what a region is compiled for."""
+        grads = itertools.chain(*[each if isinstance(each, (list, tuple)) else (each,) for each in args])
         given = [grad for grad in grads if grad is not None]
         versions = [grad._version for grad in given]
         with left_as_they_were(refuse_more_than_computing(hook)):
@@ -55,7 +52,3 @@ class TracedHook(Marked):
         if versions != [grad._version for grad in given]:
             raise NotPlainError("traceable: the hook writes into what it is given")
         return result
-
-
-def _flat(args: Sequence[Any]) -> list[Any]:
-    return [*itertools.chain(*[each if isinstance(each, (list, tuple)) else (each,) for each in args])]

@@ -101,7 +101,10 @@ class RegionCompiler:
 
     def find(self, step: RegionStep, slots: Slots) -> tuple[bool, CompiledRegion | None]:
         """What was compiled for the values in hand, if anything was; None where its calls are to run one by one."""
-        for compiled in step.compiled.get(self.kind(step, slots), ()):
+        some = step.known_quickly(slots)
+        if some is None:
+            some = step.known(self.kind(step, slots), slots, changes=self.dynamic)
+        for compiled in some:
             if (
                 compiled is None
                 or compiled.guard is None
@@ -134,7 +137,7 @@ class RegionCompiler:
                 found = "in an earlier process it differed from the real calls"
                 context.report.failures.append(Failure("mismatch", self.where(step, form), found, instead))
             if compiled.guard is None or compiled.guard.function([slots[slot] for slot in compiled.arguments]):
-                step.compiled[kind] = [*step.compiled.get(kind, ()), compiled]
+                step.add(kind, [*step.compiled.get(kind, ()), compiled])
                 context.report.loads += 1
                 return True
         return False
@@ -166,7 +169,7 @@ class RegionCompiler:
         if not was_traced(step, slots, depends_on, self.marked, context.report):
             return None
         kind = self.kind(step, slots)
-        step.compiled[kind] = [*step.compiled.get(kind, ())[-MAX_GUARDED:], compiled]
+        step.add(kind, [*step.compiled.get(kind, ())[-MAX_GUARDED:], compiled])
         return compiled
 
     def first_run(
@@ -290,12 +293,7 @@ class RegionCompiler:
         return compiled
 
     def _attempt(
-        self,
-        step: RegionStep,
-        slots: Slots,
-        context: RunContext,
-        compile: Compile,
-        specs: Mapping[fx.Node, Spec],
+        self, step: RegionStep, slots: Slots, context: RunContext, compile: Compile, specs: Mapping[fx.Node, Spec]
     ) -> CompiledRegion | Failure:
         """Lower and compile a region.
 

@@ -29,7 +29,7 @@ from ..lowering.region_compiler import COMPILING, RegionCompiler
 from ..lowering.wiring import all_copied
 from ..proving.prover import is_due, prove
 from ..steps.accumulate import keep, write
-from ..steps.compiled_calls import make_plain, pass_on, put_results, run_compiled, store_results
+from ..steps.compiled_calls import handed_through, make_plain, pass_on, put_results, run_compiled, store_results
 from ..steps.marks import saved_by
 from ..steps.memory import memory_of
 from ..steps.passes import Pass
@@ -284,10 +284,17 @@ class Program:
             context.report.uncompiled += not found
             run_calls(step, slots)
             return
+        pass_on(compiled, slots)
+        if compiled.through is None:
+            compiled.through = handed_through(compiled, len(step.region.nodes))
+        if compiled.through:
+            for to, source in compiled.through:
+                slots[to] = slots[source]
+            drop(step, slots)
+            return
         arguments = [slots[slot] for slot in compiled.arguments]
         if compiled.plain:
             make_plain(arguments, compiled.plain)
-        pass_on(compiled, slots)
         if not compiled.keeps_inputs:
             drop(step, slots)
             results = run_compiled(compiled.call, arguments)

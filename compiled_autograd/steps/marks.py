@@ -46,7 +46,7 @@ def mark_saved(steps: Sequence[Executor], slot_of: Mapping[fx.Node, int]) -> lis
         else:
             marked = [call for call in step.region.nodes if isinstance(call.target, ir.Marked)]
             step.marked = [(call.target, slot_of[call.args[0]]) for call in marked]  # type: ignore[misc, index]
-            step.asks_again = as_they_are and bool(marked)
+            step.asks_again, step.quick = as_they_are and bool(marked), None
         if users_code:
             calls = step.region.nodes if isinstance(step, RegionStep) else [step.node]
             step.saved = list(dict.fromkeys(slot_of[source] for call in calls for source in saved_by(call)))

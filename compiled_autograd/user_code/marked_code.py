@@ -162,6 +162,7 @@ def copied(value: Any) -> Any:
 _STORES = frozenset({"STORE_GLOBAL", "DELETE_GLOBAL", "STORE_ATTR", "DELETE_ATTR", "STORE_NAME", "DELETE_NAME"})
 _CELLS = frozenset({"STORE_DEREF", "DELETE_DEREF"})
 _READS = frozenset({"LOAD_GLOBAL", "LOAD_NAME"})
+_HANDLES, _OF_WITH = ("PUSH_EXC_INFO", "SETUP_FINALLY"), "WITH_EXCEPT_START"  # the second one in Python 3.10
 _MODULES = frozenset(
     [
         *("torch", "torch.nn", "torch.nn.functional", "torch.linalg", "torch.fft", "torch.special", "torch.autograd"),
@@ -279,6 +280,9 @@ def _read_by(code: types.CodeType, known: dict[str, Any]) -> list[tuple[str, Any
         NotPlainError: it sets one, or something else that may be seen elsewhere.
     """
     found: list[tuple[str, Any]] = []
+    operations = [each.opname for each in dis.get_instructions(code)]
+    if sum(map(operations.count, _HANDLES)) > operations.count(_OF_WITH):
+        raise _refused("catches exceptions, such as those that only a trace raises")
     for each in dis.get_instructions(code):
         if each.opname in _STORES or (each.opname in _CELLS and each.argval in code.co_freevars):
             raise _refused(f"sets {each.argval}")

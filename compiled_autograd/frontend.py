@@ -286,7 +286,7 @@ def _find(captured: ir.TapeGraph, handover: Handover, settings: Settings) -> tup
         kept = may_be_kept(settings, captured, keys)
         graph = KEPT.new_graph(captured, keys) if kept else CompiledGraph(captured)
     if settings.on_miss == "raise":
-        state = graph.forms.state(handover)
+        state = graph.state(handover, settings)
         if graph.find(settings.key, state, handover) is None:
             raise CacheMissError([miss] if miss is not None else graph.explain(settings, state, handover))
     return graph, miss

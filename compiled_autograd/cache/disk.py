@@ -22,7 +22,7 @@ from .. import ir
 from ..diagnostics.node_names import module_of, title
 from ..diagnostics.reporting import warn_once
 from ..diagnostics.structure_misses import structure_miss
-from ..guards.ambient import Ambient
+from ..guards.ambient import TRACED, Ambient
 from ..lowering.region_compiler import MAX_GUARDED
 from ..lowering.stored_regions import InMemoryGraph, Made, StoredRegion, StoredRegions
 from ..settings import Settings
@@ -201,6 +201,8 @@ class Disk:
             return "the store cannot be used"
         if why_not := why_not_stored(graph.tape, settings):
             return why_not
+        if TRACED in dict(ambient_state):
+            return "the tape has a hook marked as traceable, which may be another in another process"
         if variant.tensors is None:
             return "a saved tensor is of a kind that is not stored"
         backend = get_backend(settings.backend_in_mode)

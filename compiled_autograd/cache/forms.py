@@ -3,52 +3,60 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 from typing import Any
 
 import torch
 
 from .. import ir
 from ..guards.ambient import CHECKPOINTED, REDUCED, TRACED, Ambient, ambient
-from ..ir import checkpoints, nan_checks, reduced
+from ..ir import checkpoints, marked_hooks, nan_checks, reduced
 from ..process_state import free_in_child
 from ..torch_api.checkpointing import frame_of
 from ..user_code.reducers import Groups, grouped
-from ..user_code.traceable import described
 from .variants import Handover
 
 _MAX_KEPT = 32
 _MAKING = free_in_child(threading.RLock())  # milliseconds
 
 
+def with_marked(state: Ambient, parts: Sequence[Any]) -> Ambient:
+    """A state with what marked calls depend on: None for those that are not traced; as it is where none is."""
+    return (*state, (TRACED, tuple(parts))) if any(part is not None for part in parts) else state
+
+
 class Forms:
     """The forms of one tape graph.
 
     Attributes:
-        traced: which of the lifted objects are those of functions that their author has marked as traceable.
+        marked: calls that may be of functions or hooks that their author has marked as traceable, and which of the
+            lifted objects are their ``ctx``s and hooks. Which hooks are is found at each run.
         unpacks: which of the lifted objects are unpack hooks that it calls, in its order, if there are several.
     """
 
     def __init__(self, tape: ir.TapeGraph) -> None:
         unpacks = checkpoints.unpacks(tape)
         self.unpacks = unpacks if len(unpacks) > 1 else ()
-        self.traced = tuple(
-            node.args[0].meta["lifted"].index for node in tape.graph.nodes if isinstance(node.target, ir.TracedBackward)
+        self._hooks = marked_hooks.candidates(tape)
+        functions = [node for node in tape.graph.nodes if isinstance(node.target, ir.Marked)]
+        self.marked: tuple[tuple[ir.Marked, int], ...] = (
+            *((node.target, node.args[0].meta["lifted"].index) for node in functions),
+            *((hook, node.args[0].meta["lifted"].index) for node, hook in self._hooks.items()),  # type: ignore[union-attr]
         )
         self._tape = tape
-        self._checked: ir.TapeGraph | None = None
         self._reduced: dict[tuple[Any, ...], ir.TapeGraph] = {}
-        self._together: dict[checkpoints.Frames, ir.TapeGraph] = {}
+        self._together: dict[tuple[Any, ...], ir.TapeGraph] = {}
 
-    def state(self, handover: Handover) -> Ambient:
+    def state(self, handover: Handover, bitwise: bool) -> Ambient:
         """The ambient state; of a tape with several unpack hooks, also which of them belong to one checkpointed call.
-        The engine's key does not say that."""
+        The engine's key does not say that. Nor which hooks are marked as traceable, and what such depend on; a bitwise
+        backend calls them, and is not concerned."""
         state = ambient()
         if self.unpacks:
             frames = checkpoints.numbered([frame_of(handover.objects[index]) for index in self.unpacks])
             state = (*state, (CHECKPOINTED, frames))
-        if self.traced:
-            state = (*state, (TRACED, tuple(described(handover.objects[index]) for index in self.traced)))
+        if self.marked and not bitwise:
+            state = with_marked(state, self._depended_on(handover.objects))
         return (*state, (REDUCED, handover.reduced)) if handover.reduced else state
 
     def reduced(self, tensors: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor]) -> tuple[Groups, list[Any]]:
@@ -61,6 +69,38 @@ class Forms:
         ]
         return grouped(runs), list(rest.values())
 
+    def _depended_on(self, objects: Sequence[Any]) -> list[Any]:
+        """For each call that may be traced, what it depends on. One hook may be that of many tensors."""
+        known: dict[int, Any] = {}
+        found: list[Any] = []
+        for call, index in self.marked:
+            owner = objects[index]
+            if call.called:
+                found.append(None)
+                continue
+            if id(owner) not in known:
+                known[id(owner)] = call.described(owner)
+            found.append(known[id(owner)])
+        return found
+
+    def called(self) -> frozenset[ir.Marked]:
+        """Which of the marked calls have shown that they cannot be traced."""
+        return frozenset(call for call, _ in self.marked if call.called)
+
+    def described_in(self, state: Ambient) -> dict[ir.Marked, Any]:
+        """What a state says of marked calls, as far as they are traced."""
+        parts = dict(state).get(TRACED, ())
+        return {call: part for (call, _), part in zip(self.marked, parts, strict=False) if part is not None}
+
+    def without(self, state: Ambient, calls: Container[ir.Marked]) -> Ambient:
+        """The same state, where some marked calls are not traced."""
+        parts = dict(state)
+        if TRACED not in parts:
+            return state
+        rest = [None if call in calls else part for (call, _), part in zip(self.marked, parts[TRACED], strict=True)]
+        before = tuple(part for part in state if part[0] not in (TRACED, REDUCED))
+        return (*with_marked(before, rest), *((REDUCED, parts[REDUCED]) for _ in range(REDUCED in parts)))
+
     def under(self, state: Ambient) -> ir.TapeGraph:
         """The tape graph for a state."""
         parts = dict(state)
@@ -69,7 +109,7 @@ class Forms:
         if not groups:
             return form
         with _MAKING:
-            key = (parts["check_nan"], parts.get(CHECKPOINTED, ()), groups)
+            key = (*self._key(state), groups)
             if key not in self._reduced:
                 self._reduced[key] = reduced.with_reducer_hooks(form, groups)
             found = self._reduced[key]
@@ -77,20 +117,28 @@ class Forms:
                 del self._reduced[next(iter(self._reduced))]
             return found
 
+    def _key(self, state: Ambient) -> tuple[tuple[ir.TracedHook, ...], bool, checkpoints.Frames]:
+        """Which hooks are traced, whether NaNs are looked for, and which unpack hooks belong together."""
+        parts, traced = dict(state), self.described_in(state)
+        hooks = tuple(hook for hook in self._hooks.values() if hook in traced)
+        checked = bool(parts["check_nan"])
+        return hooks, checked, () if checked else parts.get(CHECKPOINTED, ())
+
     def _without_reducer(self, state: Ambient) -> ir.TapeGraph:
-        """The tape graph, with NaN checks where anomaly mode asks for them; else with the tensors of checkpointed calls
-        unpacked together."""
-        parts = dict(state)
-        frames: checkpoints.Frames = parts.get(CHECKPOINTED, ())
-        if not parts["check_nan"] and all(number < 0 for number, _ in frames):
+        """The tape graph, with marked hooks traced, and with NaN checks where anomaly mode asks for them; else with the
+        tensors of checkpointed calls unpacked together."""
+        key = hooks, checked, frames = self._key(state)
+        if not checked and not hooks and all(number < 0 for number, _ in frames):
             return self._tape
         with _MAKING:  # whoever asks twice gets the same nodes
-            if parts["check_nan"]:
-                self._checked = self._checked or nan_checks.with_nan_checks(self._tape)
-                return self._checked
-            if frames not in self._together:
-                self._together[frames] = checkpoints.unpacked_together(self._tape, frames)
-            found = self._together[frames]
+            if key not in self._together:
+                tape = marked_hooks.with_traced(self._tape, self._hooks, hooks) if hooks else self._tape
+                if checked:
+                    tape = nan_checks.with_nan_checks(tape)
+                elif frames:
+                    tape = checkpoints.unpacked_together(tape, frames)
+                self._together[key] = tape
+            found = self._together[key]
             while len(self._together) > _MAX_KEPT:
                 del self._together[next(iter(self._together))]
             return found

@@ -8,7 +8,7 @@ import itertools
 import os
 import threading
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import networkx as nx
@@ -77,6 +77,7 @@ class CompiledGraph:
     used: int = 0
     evicted: bool = False
     met: int = 0
+    _called: frozenset[ir.Marked] = frozenset()
     runs_twice: bool | None = None
     structure: str | None = None
     identity: int = 0
@@ -89,6 +90,16 @@ class CompiledGraph:
         """Run the tape graph's calls one by one, without a backend."""
         state = (*ambient(), (REDUCED, handover.reduced)) if handover.reduced else ambient()
         return interpret(self.forms.under(state), handover.by_kind(), log)
+
+    def state(self, handover: Handover, settings: Settings) -> Ambient:
+        """The state that a variant for a backward is for, see :meth:`Forms.state`."""
+        called = self.forms.called() if self.forms.marked else frozenset()
+        if called != self._called:
+            self._called = called
+            for variant in self.variants:  # of those that call one, what it depends on is none of their concern now
+                opaque = called.intersection(node.target for node in variant.program.schedule.untraceable)
+                variant.key = replace(variant.key, ambient=self.forms.without(variant.key.ambient, opaque))
+        return self.forms.state(handover, get_backend(settings.backend_in_mode).bitwise)
 
     def find(self, settings: tuple[Any, ...], ambient: Ambient, handover: Handover) -> Variant | None:
         """The variant for a backward, if there is one."""
@@ -145,6 +156,7 @@ class CompiledGraph:
         program.region_compiler.title = functools.partial(title, self.tape)
         program.region_compiler.tape = self.tape
         program.region_compiler.state = compile_state(ambient)
+        program.region_compiler.marked = self.forms.described_in(ambient)
         devices = frozenset(tensor.device.type for tensor in handover.tensors)
         key = VariantKey(settings.key, ambient)
         sample = Sample.of(handover.by_kind())

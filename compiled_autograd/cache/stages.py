@@ -149,8 +149,7 @@ def handed_on(variant: Variant | None) -> Kinds:
     for step in variant.regions:
         kinds: Any = next(reversed(step.compiled), None)
         made = dict(step.made())
-        nodes = step.region.inputs if step.each_shape else list(made)
-        for node, kind in zip(nodes, kinds or (), strict=False):
+        for (node, _), kind in zip(step.asked(), kinds or (), strict=False):
             if node in made and (kind is None or isinstance(kind, tuple)):
                 found[node] = None if kind is None else _of_kind(kind, variant.program.region_compiler.specs.get(node))
     return lambda node: found.get(node, "")

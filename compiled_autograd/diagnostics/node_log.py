@@ -66,7 +66,7 @@ class NodeLog:
         index = node.meta["call"]
         if self._does.get(index) is node:
             self._tell_node(node, [self.text(each) for each in entering(node)])
-        elif node.target in ir.USERS_CODE:
+        elif ir.hook_kind(node.target) in ir.USERS_CODE:
             tell_of_nodes(f"Executing: {ir.target_name(node)} of {self.name(index)}")
 
     def leaves(self, calls: Sequence[int]) -> None:

@@ -186,6 +186,18 @@ def handed_on_miss(name: str, old: Any, new: Any) -> Miss:
     return Miss(kinds.get(what, "layout"), f"{name}, {what}", _text(old[part]), _text(new[part]), hint)
 
 
+def changed_meanwhile_miss(old: Sequence[Any] | None, new: Sequence[Any] | None) -> Miss:
+    """What marked functions and hooks depend on was changed by calls that ran before them in the same backward.
+
+    Args:
+        old: for each of them, what it depended on; None where it was what it was when the backward began.
+        new: what it depends on now.
+    """
+    before, after = [None if some is None else text_of_part(TRACED, tuple(some)) for some in (old, new)]
+    before, after = before or "as when the backward began", after or "as when the backward began"
+    return Miss("ambient_state", f"{TRACED}, changed in the same backward", before, after, _HINTS[TRACED])
+
+
 def text_of_part(name: str, value: Any) -> str:
     """A setting, or a part of the ambient state, as people would write it."""
     if name == "autocast":
@@ -196,7 +208,7 @@ def text_of_part(name: str, value: Any) -> str:
             for part, on in zip(("cudnn", "benchmark", "deterministic"), value, strict=True)
         )
     if name == TRACED and value is not None:
-        return "; ".join(_of_traced(*each) for each in value)
+        return "; ".join(_of_traced(*each) for each in value if each is not None)
     return _text(value)
 
 

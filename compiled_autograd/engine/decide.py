@@ -106,7 +106,7 @@ def _must_be_a_hit(call: Call, settings: Settings) -> Bypass | None:
         if isinstance(given, Refused) and given.miss is not None:
             raise CacheMissError([given.miss])
         return None  # what refused this walk refuses the next one
-    graph, ambient_state = given.graph, given.graph.forms.state(given.handover)
+    graph, ambient_state = given.graph, given.graph.state(given.handover, settings)
     variant, other = find_variant(settings, graph, ambient_state, given.handover)
     if variant is not None:
         return None

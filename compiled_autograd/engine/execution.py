@@ -162,8 +162,8 @@ def _run(state: Running, run: RunAccount) -> Results:
         if logs_nodes():
             context.log = NodeLog()
         forms = graph.forms
-        asks_tape = forms.unpacks or forms.traced or handed.is_reduced
-        ambient_state = run.ambient_state = forms.state(handed.handover) if asks_tape else ambient()
+        asks_tape = forms.unpacks or forms.marked or handed.is_reduced
+        ambient_state = run.ambient_state = graph.state(handed.handover, settings) if asks_tape else ambient()
         if graph.saving is not None:
             graph.save_now(VariantKey(settings.key, ambient_state), handed.handover)
         run.selection = _select(run, ambient_state)

@@ -2,11 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 
 from .shapes import Spec, is_static, static_parts
+
+# Private in 2.13; see cache/variants.py.
+from torch._C._dynamo.guards import TensorGuards  # isort: skip
+
+_PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def kind_of_value(value: Any, spec: Spec | None = None) -> Any:
@@ -26,3 +32,12 @@ def kind_of_value(value: Any, spec: Spec | None = None) -> Any:
         bits = (value.is_conj(), value.is_neg(), value._is_zerotensor())
         kind = (shape, stride, value.dtype, value.device, value.layout, *bits)
     return (type(value), *kind)
+
+
+def check_of(values: Sequence[Any]) -> Callable[..., bool] | None:
+    """Makes a function that says of as many values whether each has the kind of the one in its place: in a tenth of the
+    time, and it may say no where the kinds are equal. None where some are no strided tensors, or there are none."""
+    if not values or not all(type(each) in _PLAIN and each.layout is torch.strided for each in values):
+        return None
+    check: Callable[..., bool] = TensorGuards(*values, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
+    return check

@@ -9,9 +9,10 @@ from ..errors import IllegalGraphError
 from ..user_code.aot import AOTBackward
 from ..user_code.functions import Packed, call_backward
 from ..user_code.hooks import cpp_hook, post_accumulate_hook, post_hook, pre_hook, tensor_hook, unpack_hook
-from ..user_code.inlined import InlinedBackward
+from ..user_code.inlined import Inlined, InlinedBackward, Marked
 from ..user_code.reducers import reducer_hooks
 from ..user_code.traceable import TracedBackward
+from ..user_code.traced_hooks import TracedHook
 from .legality import RULES, is_validation, rule_of, value_kind, verify
 from .operations import (
     PLACEHOLDERS,
@@ -23,7 +24,9 @@ from .operations import (
     check_nan,
     copy_slices_epilogue,
     copy_slices_prologue,
+    hook_kind,
     is_plain,
+    runs_users_code,
     sum_gradients,
     zeros,
 )

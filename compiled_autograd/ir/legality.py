@@ -16,6 +16,7 @@ from ..user_code.hooks import cpp_hook, post_accumulate_hook, post_hook, pre_hoo
 from ..user_code.inlined import InlinedBackward
 from ..user_code.reducers import reducer_hooks
 from ..user_code.traceable import TracedBackward
+from ..user_code.traced_hooks import TracedHook
 from .operations import (
     PLACEHOLDERS,
     OpaqueOp,
@@ -84,7 +85,7 @@ RULES: dict[Any, Rule] = {
 
 def rule_of(node: fx.Node) -> Rule | None:
     """The rule for a call; None where the vocabulary has no such call."""
-    target = node.target
+    target = node.target.kind if isinstance(node.target, TracedHook) else node.target
     return RULES.get(type(target) if isinstance(target, (OpaqueOp, InlinedBackward)) else target)
 
 

@@ -29,7 +29,7 @@ def with_nan_checks(tape: ir.TapeGraph) -> ir.TapeGraph:
     tape = tape.copy(tape.calls)
     last = {}
     for node in tape.graph.nodes:
-        if node.target is ir.post_hook or ir.is_validation(node):
+        if ir.hook_kind(node.target) is ir.post_hook or ir.is_validation(node):
             last[node.meta["call"]] = node
     for call, node in last.items():
         with tape.graph.inserting_after(node):

@@ -9,8 +9,10 @@ import torch
 
 from ..user_code.functions import Packed, call_backward
 from ..user_code.hooks import cpp_hook, post_accumulate_hook, post_hook, pre_hook, tensor_hook, unpack_hook
+from ..user_code.inlined import Marked
 from ..user_code.reducers import reducer_hooks
 from ..user_code.split_gradients import FITTED
+from ..user_code.traced_hooks import TracedHook
 
 PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 """Types whose operators are the tensor's own; any other subclass may do anything."""
@@ -166,3 +168,13 @@ USERS_CODE = frozenset(
 )
 """Calls that run what a user wrote: never traced, never run twice, and never moved but for what
 :mod:`compiled_autograd.ir.checkpoints` says."""
+
+
+def runs_users_code(target: Any) -> bool:
+    """Whether a call runs what a user wrote, where it runs as it is; what is marked as traceable may be compiled."""
+    return target in USERS_CODE or isinstance(target, Marked)
+
+
+def hook_kind(target: Any) -> Any:
+    """What calls a hook, also of one that may be traced; other targets as they are."""
+    return target.kind if isinstance(target, TracedHook) else target

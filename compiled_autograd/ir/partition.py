@@ -13,7 +13,7 @@ from torch import fx
 
 from .. import ir
 from ..torch_api.version_differences import NOT_TRACED
-from ..user_code.inlined import InlinedBackward
+from ..user_code.inlined import Inlined
 
 
 @dataclass(slots=True, eq=False)
@@ -68,7 +68,7 @@ def is_opaque(node: fx.Node, bitwise: bool, untraceable: Container[fx.Node] = ()
         return True
     if node.target is ir.check_nan:
         return is_opaque(node.args[0], bitwise, untraceable)  # type: ignore[arg-type]
-    if isinstance(node.target, InlinedBackward):
+    if isinstance(node.target, Inlined):
         return bitwise  # what was compiled together is not taken apart, and users' code is called
     if not isinstance(node.target, ir.OpaqueOp):
         return False

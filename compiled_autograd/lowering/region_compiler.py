@@ -19,12 +19,13 @@ from shadow_cache import DamagedEntryError, Failure, Miss, StoreError
 from .. import ir
 from ..diagnostics.reporting import failure_of
 from ..diagnostics.structured_trace import part_of
-from ..diagnostics.variant_misses import guard_miss, handed_on_miss
+from ..diagnostics.variant_misses import changed_meanwhile_miss, guard_miss, handed_on_miss
 from ..errors import UntraceableError
 from ..guards.shapes import Spec, spec_of, widened
 from ..guards.value_kinds import kind_of_value
 from ..process_state import PROCESS
 from ..steps.compiled_calls import make_plain, put_results, run_compiled
+from ..steps.marked_calls import meanwhile, to_be_traced, was_traced, with_depended_on
 from ..steps.memory import is_out_of_memory
 from ..steps.passes import Pass, run_passes
 from ..steps.run_context import RunContext, RunReport
@@ -42,7 +43,6 @@ _MAX_OPAQUE = 4
 compiled for each set of shapes by itself."""
 MAX_GUARDED = 8
 """The largest number of compiled versions of a region beside one another; then the oldest goes."""
-
 
 _MADE: weakref.WeakValueDictionary[Hashable, Made] = weakref.WeakValueDictionary()
 """What backends made, by backend, state of the process and graph hash, while a variant has it. Structures that differ
@@ -85,6 +85,7 @@ class RegionCompiler:
         self.title: Callable[[], str] = lambda: "a tape"
         self.tape: ir.TapeGraph | None = None
         self.state: Hashable = None  # of the process, as far as a backend asks for it
+        self.marked: Mapping[ir.Marked, Any] = {}  # what the state of the variant says of them
         self._opaque = 0
 
     # ---- looking up ------------------------------------------------------------------------------------------------
@@ -92,14 +93,18 @@ class RegionCompiler:
     def kind(self, step: RegionStep, slots: Slots) -> tuple[Any, ...]:
         """What compiled code depends on, of what earlier steps hand on; what changes is left to the guards."""
         if not self.dynamic:
-            return tuple([kind_of_value(slots[slot]) for slot in step.handed_on])
-        if step.each_shape:
-            return tuple([kind_of_value(slots[slot]) for slot in step.inputs])
-        return tuple([kind_of_value(slots[slot], self.specs.get(node)) for node, slot in step.made()])
+            kind = tuple([kind_of_value(slots[slot]) for slot in step.handed_on])
+        else:
+            specs = {} if step.each_shape else self.specs
+            kind = tuple([kind_of_value(slots[slot], specs.get(node)) for node, slot in step.asked()])
+        return with_depended_on(kind, step, slots) if step.asks_again else kind
 
     def find(self, step: RegionStep, slots: Slots) -> tuple[bool, CompiledRegion | None]:
         """What was compiled for the values in hand, if anything was; None where its calls are to run one by one."""
-        for compiled in step.compiled.get(self.kind(step, slots), ()):
+        some = step.known_quickly(slots)
+        if some is None:
+            some = step.known(self.kind(step, slots), slots, changes=self.dynamic)
+        for compiled in some:
             if (
                 compiled is None
                 or compiled.guard is None
@@ -132,7 +137,7 @@ class RegionCompiler:
                 found = "in an earlier process it differed from the real calls"
                 context.report.failures.append(Failure("mismatch", self.where(step, form), found, instead))
             if compiled.guard is None or compiled.guard.function([slots[slot] for slot in compiled.arguments]):
-                step.compiled[kind] = [*step.compiled.get(kind, ()), compiled]
+                step.add(kind, [*step.compiled.get(kind, ()), compiled])
                 context.report.loads += 1
                 return True
         return False
@@ -147,7 +152,7 @@ class RegionCompiler:
         Raises:
             UntraceableError: some of its calls cannot be traced.
         """
-        before = self.kind(step, slots)
+        before, depends_on = self.kind(step, slots), to_be_traced(step, slots)
         if known := [compiled for compiled in step.compiled.get(before, ()) if compiled is not None]:
             context.report.misses.append(self._guard_miss(step, known[-1], slots))
         elif step.compiled:
@@ -161,8 +166,10 @@ class RegionCompiler:
                 self.specs[node] = spec
         with part_of(context.report):
             compiled = self._attempts(step, slots, context, compile)
+        if not was_traced(step, slots, depends_on, self.marked, context.report):
+            return None
         kind = self.kind(step, slots)
-        step.compiled[kind] = [*step.compiled.get(kind, ())[-MAX_GUARDED:], compiled]
+        step.add(kind, [*step.compiled.get(kind, ())[-MAX_GUARDED:], compiled])
         return compiled
 
     def first_run(
@@ -253,10 +260,11 @@ class RegionCompiler:
 
     def _other_kind(self, step: RegionStep, new: tuple[Any, ...], old: tuple[Any, ...]) -> Miss:
         """What an earlier step handed on differs in shape, strides, dtype or definedness from what was compiled for."""
-        nodes = step.region.inputs if step.each_shape else [node for node, _ in step.made()]
-        for node, one, other in zip(nodes, old, new, strict=True):
+        for (node, _), one, other in zip(step.asked(), old, new, strict=False):
             if one != other:
                 return handed_on_miss(self.name_of(node), one, other)
+        if step.asks_again and old != new:
+            return changed_meanwhile_miss(meanwhile(old), meanwhile(new))
         raise ir.IllegalGraphError(f"two equal kinds of inputs taken for different: {new}")
 
     def _attempts(self, step: RegionStep, slots: Slots, context: RunContext, compile: Compile) -> CompiledRegion | None:
@@ -285,12 +293,7 @@ class RegionCompiler:
         return compiled
 
     def _attempt(
-        self,
-        step: RegionStep,
-        slots: Slots,
-        context: RunContext,
-        compile: Compile,
-        specs: Mapping[fx.Node, Spec],
+        self, step: RegionStep, slots: Slots, context: RunContext, compile: Compile, specs: Mapping[fx.Node, Spec]
     ) -> CompiledRegion | Failure:
         """Lower and compile a region.
 

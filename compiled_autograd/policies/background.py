@@ -210,10 +210,10 @@ def _compile(job: Job) -> None:
     except _OtherStateError:
         return
     except UntraceableError as error:
-        job.program.leave_opaque(job.step, error)
+        job.program.leave_opaque(job.step, error, context.report.failures)
     except Exception as error:  # noqa: BLE001  the thread must live on; the region's calls go on one by one
         context.report.failures.append(failure_of("compile", region_compiler.backend.name, job.step.region, error))
-        job.step.compiled[job.kind] = [None]
+        job.step.add(job.kind, [None])
     for failure in context.report.failures:
         warn_of(failure)
     region_compiler.finished.append(context.report)

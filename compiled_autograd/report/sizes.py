@@ -114,7 +114,7 @@ def run_region(step: RegionStep, compiled: CompiledRegion, known: Mapping[fx.Nod
 
 def _kinds(step: RegionStep, compiled: CompiledRegion) -> Iterator[tuple[fx.Node, torch.Tensor]]:
     """What earlier steps handed on when the region was compiled."""
-    nodes = step.region.inputs if step.each_shape else [node for node, _ in step.made()]
+    nodes = [node for node, _ in step.asked()]
     for node, kind in zip(nodes, compiled.kind, strict=False):
         if isinstance(kind, tuple) and len(kind) > 4 and isinstance(kind[0], type) and kind[2] is not None:
             if None not in kind[1]:

@@ -53,7 +53,7 @@ def _step(tape: ir.TapeGraph, step: Executor, number: int) -> data.Step:
         return data.Step("leaves", "gradients of leaves", some_of(names), len(step.calls), len(step.calls))
     if isinstance(step, OpaqueStep):
         title = f"{ir.target_name(step.node)} of {call_name(tape, step.node.meta['call'])}"
-        is_users = step.node.target in ir.USERS_CODE
+        is_users = ir.runs_users_code(step.node.target)
         why = "a hook or a Python function: runs as it is" if is_users else "cannot be traced: runs as it is"
         runs = step.spent.runs
         return data.Step("users", title, why, 1, 1, step.spent.seconds / runs if runs else None, step.spent.least, runs)

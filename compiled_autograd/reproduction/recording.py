@@ -128,7 +128,7 @@ class _Recording:
 
     def _call(self, node: fx.Node) -> None:
         target: Any = node.target
-        if target in ir.USERS_CODE:
+        if ir.hook_kind(target) in ir.USERS_CODE:
             self._stand_in(node, ir.target_name(node))
         elif isinstance(target, (ir.OpaqueOp, ir.InlinedBackward)) or target is ir.zeros:
             self._function(node)
@@ -186,7 +186,7 @@ class _Recording:
     def _stand_in(self, node: fx.Node, name: str) -> None:
         """A call that hands on made-up values in place of one that cannot be carried; it takes the tensors that that
         takes, so that it stands between the same calls."""
-        target: Any = node.target
+        target: Any = ir.hook_kind(node.target)
         is_single = target in _GIVES_ONE
         if target is ir.post_accumulate_hook:
             records: list[TensorRecord | None] = []
@@ -239,11 +239,11 @@ class _Recording:
                 strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
                 dtype = dtype_of_number(metadata[0][3])
                 return TensorRecord(str(dtype), str(metadata[0][2]), shape, strides, 0)
-            if user.target in (ir.post_hook, ir.pre_hook):
+            if ir.hook_kind(user.target) in (ir.post_hook, ir.pre_hook):
                 place = list(user.args[1]).index(value)  # type: ignore[arg-type]
                 items = [each for each in user.users if each.target is operator.getitem and each.args[1] == place]
                 return self._validated(items[0]) if items else None
-            if user.target in (ir.tensor_hook, ir.cpp_hook, ir.sum_gradients):
+            if ir.hook_kind(user.target) in (ir.tensor_hook, ir.cpp_hook, ir.sum_gradients):
                 return self._validated(user)
         return None
 

@@ -50,7 +50,7 @@ def interpret(
             continue
         if log is not None:
             log.call(node)
-        if node.target in ir.USERS_CODE and not versions:
+        if ir.runs_users_code(node.target) and not versions:
             versions = versions_of(watched(nodes), known)
         known[node] = _run(tape, node, fx.map_arg(node.args, known.__getitem__), known, versions)
     return list(fx.map_arg(output.args[0], known.__getitem__))
@@ -89,7 +89,7 @@ def finish(
         known[node] = _run(tape, node, fx.map_arg(node.args, known.get), known, versions)
         if node is ends[call] and call in context.asked and isinstance(known[node], (list, tuple)):
             # What entered the node the engine keeps only where it had hooks before; elsewhere it has moved on.
-            entered: Any = node.args[2] if node.target is ir.post_hook else []
+            entered: Any = node.args[2] if ir.hook_kind(node.target) is ir.post_hook else []
             for hook in late_hooks(context.asked[call], captured(call)):
                 known[node] = post_hook(hook, known[node], fx.map_arg(entered, known.get))
     return list(fx.map_arg(output.args[0], known.get))

@@ -59,11 +59,11 @@ def run_opaque(step: OpaqueStep, slots: Slots, name: str, versions: Mapping[int,
         name: of its node of the tape.
         versions: of saved tensors that users' code may have changed in place, by slot.
     """
-    arguments = _filled(step.arguments, slots)
+    arguments = _arguments(step, slots)
     if step.saved:
         arguments = looked_after(step.node, step.saved, step.arguments, arguments, slots, versions, name)
     try:
-        if step.node.target in ir.USERS_CODE:
+        if ir.runs_users_code(step.node.target):
             result = step.node.target(*arguments)  # type: ignore[operator]
         else:
             with torch._C.DisableTorchFunctionSubclass():  # the engine's own operators are not the user's
@@ -112,6 +112,32 @@ def _in_eagers_words(error: RuntimeError, name: str) -> RuntimeError:
     if not text.startswith(_TRACING):
         return error
     return RuntimeError(f"Function {name} returned an {text.removeprefix(_TRACING)}")
+
+
+_SLOT, _SAME = "slot", "same"  # ways to an argument: what lies in a slot, or a constant
+
+
+def _arguments(step: OpaqueStep, slots: Slots) -> list[Any]:
+    """The arguments of a call. How each is had is found once: most are constants, or lie in slots."""
+    ways = step.ways
+    if ways is None:
+        ways = step.ways = [_way(each) for each in step.arguments]
+    return [slots[each] if way is _SLOT else each if way is _SAME else way(each, slots) for way, each in ways]
+
+
+def _way(template: Any) -> tuple[Any, Any]:
+    if type(template) is Slot:
+        return _SLOT, template
+    if not isinstance(template, (list, tuple)):
+        return _SAME, template
+    ways = [_way(each)[0] for each in template]
+    if all(way is _SAME for way in ways):
+        return _SAME, _filled(template, [])
+    return (_filled if any(way not in (_SLOT, _SAME) for way in ways) else _filled_flat), template
+
+
+def _filled_flat(template: Any, slots: Slots) -> list[Any]:
+    return [slots[each] if type(each) is Slot else each for each in template]
 
 
 def _filled(template: Any, slots: Slots) -> Any:

@@ -29,7 +29,7 @@ from ..lowering.region_compiler import COMPILING, RegionCompiler
 from ..lowering.wiring import all_copied
 from ..proving.prover import is_due, prove
 from ..steps.accumulate import keep, write
-from ..steps.compiled_calls import make_plain, pass_on, put_results, run_compiled, store_results
+from ..steps.compiled_calls import handed_through, make_plain, pass_on, put_results, run_compiled, store_results
 from ..steps.marks import saved_by
 from ..steps.memory import memory_of
 from ..steps.passes import Pass
@@ -42,6 +42,9 @@ from ..user_code.in_place import changed, check, versions_of
 from .interpret import ONE_BY_ONE, finish
 from .opaque_calls import drop, run_calls, run_opaque
 from .running_backward import late_hooks
+
+CALLED = "it is called at each step, as one that is not marked"
+"""What a :class:`~shadow_cache.Failure` says that is done instead of tracing what is marked as traceable."""
 
 
 class Program:
@@ -66,6 +69,8 @@ class Program:
         self.tape = tape
         self.region_compiler = RegionCompiler(backend, passes, specs, dynamic)
         known = {node: node.meta["untraceable"] for node in tape.graph.nodes if "untraceable" in node.meta}
+        marked = [node for node in tape.graph.nodes if isinstance(node.target, ir.Marked)]
+        known |= {node: why for node in marked if (why := node.target.called) is not None}
         max_calls = partition.MAX_CALLS_OF_SLOW_REGION if backend.slow else None
         schedule = self.schedule = Schedule(tape, counts, backend.bitwise, {**known, **untraceable}, max_calls)
         self.region_compiler.regions = lambda: [step for step in schedule.steps if isinstance(step, RegionStep)]
@@ -105,8 +110,9 @@ class Program:
                 try:
                     self._run_region(step, slots, context)
                 except UntraceableError as error:
-                    steps = schedule.split(steps, position, self._untraceable(error))
+                    steps = schedule.split(steps, position, self._untraceable(error, context.report.failures))
                     slots.extend([None] * (schedule.size - len(slots)))
+                    versions = {**versions_of(schedule.watched, slots), **versions}  # more are watched now
                     continue
                 except ir.NaNFoundError as found:
                     self._accumulate_before(found.call, steps[position + 1 :], slots, context)
@@ -193,12 +199,15 @@ class Program:
         """The post-hooks that a node had when the engine walked the tape."""
         return [slots[slot] for slot in self.schedule.post_hooks.get(call, ())]
 
-    def _untraceable(self, error: UntraceableError) -> dict[fx.Node, str]:
-        """The calls that cannot be traced, and why."""
+    def _untraceable(self, error: UntraceableError, failures: list[Failure]) -> dict[fx.Node, str]:
+        """The calls that cannot be traced, and why. Whoever has marked one as traceable is told."""
         reason = f"{type(error.cause).__name__}: {error.cause}"
-        if error.always:  # then the next variants know it too
-            for node in error.nodes:
+        for node in error.nodes:
+            if error.always:  # then the next variants know it too
                 node.meta["untraceable"] = reason
+            if isinstance(node.target, ir.Marked):  # it may be marked for other values, yet no backward asks for them
+                node.target.called = reason
+                failures.append(Failure("untraceable", self.region_compiler.name_of(node), reason, CALLED))
         return dict.fromkeys(error.nodes, reason)
 
     def _obtain(self, step: RegionStep, slots: Slots, context: RunContext) -> tuple[bool, CompiledRegion | None]:
@@ -236,11 +245,11 @@ class Program:
         with context.wait.compiling(what):
             return self.region_compiler.compile_region(step, slots, context)
 
-    def leave_opaque(self, step: RegionStep, error: UntraceableError) -> None:
+    def leave_opaque(self, step: RegionStep, error: UntraceableError, failures: list[Failure]) -> None:
         """Calls of a region have shown that they cannot be traced, while nothing runs."""
         steps = self.schedule.steps
         if step in steps:
-            self.schedule.split(steps, steps.index(step), self._untraceable(error))
+            self.schedule.split(steps, steps.index(step), self._untraceable(error, failures))
 
     def _run_region(self, step: RegionStep, slots: Slots, context: RunContext) -> None:
         found, compiled = self.region_compiler.find(step, slots)
@@ -275,10 +284,17 @@ class Program:
             context.report.uncompiled += not found
             run_calls(step, slots)
             return
+        pass_on(compiled, slots)
+        if compiled.through is None:
+            compiled.through = handed_through(compiled, len(step.region.nodes))
+        if compiled.through:
+            for to, source in compiled.through:
+                slots[to] = slots[source]
+            drop(step, slots)
+            return
         arguments = [slots[slot] for slot in compiled.arguments]
         if compiled.plain:
             make_plain(arguments, compiled.plain)
-        pass_on(compiled, slots)
         if not compiled.keeps_inputs:
             drop(step, slots)
             results = run_compiled(compiled.call, arguments)

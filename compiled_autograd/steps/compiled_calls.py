@@ -54,3 +54,21 @@ def put_results(compiled: CompiledRegion, results: Sequence[Any], slots: Slots) 
     """Both, where the region's inputs are still in their slots."""
     pass_on(compiled, slots)
     store_results(compiled, results, slots)
+
+
+_MAX_CALLS_THROUGH = 8
+"""Of a region with more calls nobody looks whether they compute anything."""
+
+
+def handed_through(compiled: CompiledRegion, calls: int) -> list[tuple[int, int]]:
+    """Slots that get what lies in others, where a region computes nothing: such as what a node gives to the next one,
+    between a function and a hook, when it has the shape and the dtype that it is to have. Empty for other regions."""
+    more = (compiled.copied, compiled.permuted, compiled.flags, compiled.plain)
+    if calls > _MAX_CALLS_THROUGH or any(more) or not compiled.results:
+        return []
+    *takes, output = compiled.aten.graph_module().graph.nodes
+    places = {node: slot for node, slot in zip(takes, compiled.arguments, strict=False) if node.op == "placeholder"}
+    given = output.args[0]
+    if len(places) < len(takes) or not all(given[index] in places for _, index in compiled.results):
+        return []
+    return [(slot, places[given[index]]) for slot, index in compiled.results]

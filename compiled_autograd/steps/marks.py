@@ -27,21 +27,26 @@ def saved_by(call: fx.Node) -> list[fx.Node]:
 
 def watched(calls: Iterable[fx.Node]) -> set[fx.Node]:
     """What calls that run after users' code, or are such, have saved: it may have been changed in place."""
-    after = itertools.dropwhile(lambda call: call.target not in ir.USERS_CODE, calls)
+    after = itertools.dropwhile(lambda call: not ir.runs_users_code(call.target), calls)
     return {saved for call in after for saved in saved_by(call)}
 
 
 def mark_saved(steps: Sequence[Executor], slot_of: Mapping[fx.Node, int]) -> list[int]:
     """Tell each step what users' code may have done to it: which saved tensors it has to look at, and whether leaves
-    may have been frozen. Gives the slots of all these tensors."""
+    may have been frozen; and whether what marked calls depend on may have changed. Gives the slots of those tensors."""
     found: dict[int, None] = {}
-    users_code = False
+    users_code, as_they_are = False, False
     for step in steps:
         if isinstance(step, AccumulateStep):
             step.after_users_code = users_code
             continue
         if isinstance(step, OpaqueStep):
-            users_code = users_code or step.node.target in ir.USERS_CODE
+            as_they_are = True
+            users_code = users_code or ir.runs_users_code(step.node.target)
+        else:
+            marked = [call for call in step.region.nodes if isinstance(call.target, ir.Marked)]
+            step.marked = [(call.target, slot_of[call.args[0]]) for call in marked]  # type: ignore[misc, index]
+            step.asks_again, step.quick = as_they_are and bool(marked), None
         if users_code:
             calls = step.region.nodes if isinstance(step, RegionStep) else [step.node]
             step.saved = list(dict.fromkeys(slot_of[source] for call in calls for source in saved_by(call)))

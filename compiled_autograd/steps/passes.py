@@ -86,7 +86,7 @@ def leaves_of(value: fx.Node) -> list[int]:
     for user in value.users:
         if user.target is ir.accumulate_grad and user.args[2] is value:
             found.append(user.meta["call"])
-        elif user.target in _HOOKS or user.target is operator.getitem:
+        elif ir.hook_kind(user.target) in _HOOKS or user.target is operator.getitem:
             found += leaves_of(user)
         else:
             return []

@@ -111,5 +111,5 @@ class Profile:
         if node.target is ir.check_nan:
             return nullcontext()
         name = self._names[node.meta["call"]]
-        is_hook = node.target in ir.USERS_CODE and node.target is not ir.call_backward
+        is_hook = ir.hook_kind(node.target) in ir.USERS_CODE and node.target is not ir.call_backward
         return record_function(f"{node.target.__name__} of {name}" if is_hook else name)  # type: ignore[union-attr]

@@ -60,7 +60,7 @@ class Schedule:
                 self._fresh.setdefault(node.args[2], []).append(node)
             elif node.target is ir.accumulate_grad and isinstance(node.args[1], fx.Node):
                 self._added_to.append(self.slot_of[node.args[1]])
-            elif node.target is ir.post_hook:
+            elif ir.hook_kind(node.target) is ir.post_hook:
                 self.post_hooks.setdefault(node.meta["call"], []).append(self.slot_of[node.args[0]])
         self.outputs = [
             None if value is None else self._slot(value) for value in tape.graph.find_nodes(op="output")[0].args[0]

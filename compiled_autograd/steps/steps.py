@@ -10,7 +10,7 @@ import contextlib
 import time
 from collections.abc import Callable, Container, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NamedTuple, Protocol
 
 import msgspec
 from torch import fx
@@ -18,7 +18,9 @@ from torch import fx
 from backends.protocol import keeps_inputs
 
 from ..guards.shapes import Condition, Guard, Origin
+from ..guards.value_kinds import check_of
 from ..ir.partition import Region
+from ..user_code.inlined import Marked
 from .proof import Proof
 
 Slots = list[Any]
@@ -111,6 +113,7 @@ class CompiledRegion:
         guard: says of the arguments whether their sizes are such that this holds; None where nothing changes.
         checked: it has run, and what it gives in memory that something else sees is known.
         proof: which of its forms were compared with the real calls.
+        through: slots that get what lies in others as it is, where it does nothing else; None until somebody has asked.
     """
 
     aten: Lowering
@@ -128,6 +131,7 @@ class CompiledRegion:
     guard: Guard | None
     checked: bool = True
     proof: Proof = field(default_factory=Proof)
+    through: list[tuple[int, int]] | None = None
 
 
 @dataclass(slots=True)
@@ -161,13 +165,21 @@ class Spent:
         self.seconds += seconds
 
 
+class Quick(NamedTuple):
+    """A check of what earlier steps hand on, and what was compiled for such."""
+
+    check: Callable[..., bool]
+    compiled: list[CompiledRegion | None]
+
+
 @dataclass(slots=True, eq=False)
 class RegionStep:
     """A region, and what was compiled for it, for each kind of what earlier steps hand to it; newest last.
 
     ``span`` is the region's first call and the number of its calls; ``each_shape`` says that it could not be compiled
     with symbols, so that each set of shapes is compiled by itself. ``saved`` are the slots of saved tensors that users'
-    code may have changed in place.
+    code may have changed in place. ``marked`` are its calls of what is marked as traceable, with the slots of the
+    ``ctx``s and hooks; ``asks_again`` says that calls which run as they are may have changed what these depend on.
     """
 
     region: Region
@@ -180,19 +192,53 @@ class RegionStep:
     each_shape: bool = False
     drops: list[int] = field(default_factory=list)
     saved: list[int] = field(default_factory=list)
+    marked: list[tuple[Marked, int]] = field(default_factory=list)
+    asks_again: bool = False
+    quick: Quick | None = None
     spent: Spent = field(default_factory=Spent)
 
     def made(self) -> Iterator[tuple[fx.Node, int]]:
         """The inputs that earlier steps made, and their slots."""
         return ((node, slot) for node, slot in zip(self.region.inputs, self.inputs, strict=True) if not is_given(node))
 
+    def asked(self) -> list[tuple[fx.Node, int]]:
+        """The inputs whose kinds decide what serves, and their slots: the same; or all, where each set of shapes is
+        compiled by itself, but for objects, which are others at each step."""
+        if not self.each_shape:
+            return list(self.made())
+        pairs = zip(self.region.inputs, self.inputs, strict=True)
+        return [(node, slot) for node, slot in pairs if not is_given(node) or node.meta["lifted"].kind != "object"]
+
     def compiled_regions(self) -> list[CompiledRegion]:
         """All that was compiled for it."""
         return [each for some in [*self.compiled.values()] for each in some if each is not None]
 
+    def add(self, kind: tuple[Any, ...], compiled: list[CompiledRegion | None]) -> None:
+        """From now on these are what was compiled for a kind of what earlier steps hand on."""
+        self.compiled[kind] = compiled
+        self.quick = None
+
+    def known_quickly(self, slots: Slots) -> list[CompiledRegion | None] | None:
+        """What was compiled for the kind that came last, where this is it again, as a check in C++ says; None where it
+        is not, or that cannot be told."""
+        quick = self.quick
+        if quick is None or self.asks_again or not quick.check(*[slots[slot] for slot in self.handed_on]):
+            return None
+        return quick.compiled
+
+    def known(self, kind: tuple[Any, ...], slots: Slots, changes: bool) -> list[CompiledRegion | None]:
+        """What was compiled for a kind; the next run asks for it quickly, unless something of it ``changes``."""
+        found = self.compiled.get(kind, [])
+        if found and not changes and not self.asks_again:
+            check = check_of([slots[slot] for slot in self.handed_on])
+            self.quick = None if check is None else Quick(check, found)
+            if self.compiled.get(kind) is not found:  # another thread has added to it
+                self.quick = None
+        return found
+
     def put_in_place(self, old: CompiledRegion, new: CompiledRegion | None) -> None:
         """Replace something compiled by what is fed another way; None where it cannot run."""
-        self.compiled[old.kind] = [new if each is old else each for each in self.compiled[old.kind]]
+        self.add(old.kind, [new if each is old else each for each in self.compiled[old.kind]])
 
     def run_instead(self, compiled: CompiledRegion, call: Callable[[list[Any]], Sequence[Any]], wiring: Wiring) -> None:
         """Have something else run in place of what was compiled; the wiring holds for the results of both."""
@@ -259,6 +305,8 @@ class OpaqueStep:
     saved: list[int] = field(default_factory=list)
     spent: Spent = field(default_factory=Spent)
     added_to: list[int] = field(default_factory=list)
+    ways: list[tuple[Any, Any]] | None = None
+    """How each of ``arguments`` is had, once somebody has asked."""
 
 
 @dataclass(slots=True, eq=False)

@@ -1,4 +1,4 @@
-"""Functions whose ``backward`` is traced into the region around it, and not called."""
+"""Users' code that is traced into the region around it, and not called."""
 
 from __future__ import annotations
 
@@ -11,11 +11,22 @@ from .functions import call_backward
 from .hooks import Grad
 
 
-class InlinedBackward:
-    """One such function. Called like :func:`call_backward`, and run by it where nothing is traced."""
+class Inlined:
+    """One call of such code. Called, it does for real what :meth:`trace` does operator by operator."""
 
     def __init__(self, name: str) -> None:
         self.__name__ = name
+
+    def __call__(self, *args: Any) -> Any:
+        raise NotImplementedError
+
+    def trace(self, *args: Any) -> Any:
+        """The same, operator by operator."""
+        raise NotImplementedError
+
+
+class InlinedBackward(Inlined):
+    """A function's ``backward``. Called like :func:`call_backward`, and run by it where nothing is traced."""
 
     def __call__(self, ctx: Any, *args: Any) -> list[Grad]:
         return call_backward(ctx, *args)
@@ -29,4 +40,22 @@ class InlinedBackward:
         *grads: Grad,
     ) -> list[Grad]:
         """The same, operator by operator; the arguments are those of :func:`call_backward`."""
+        raise NotImplementedError
+
+
+class Marked(Inlined):
+    """A call of what its author has marked as traceable.
+
+    Attributes:
+        called: why it is called from now on; None as long as nothing has shown that it cannot be traced.
+    """
+
+    called: str | None = None
+
+    def described(self, owner: Any) -> tuple[Any, Any, tuple[Any, ...]] | None:
+        """What it depends on beside tensors; None where it is not marked, and so is called.
+
+        Args:
+            owner: the function's ``ctx``, or the hook.
+        """
         raise NotImplementedError

@@ -1,7 +1,8 @@
-"""``traceable``: an ``autograd.Function`` whose author says that its ``backward`` may be traced instead of called.
+"""``traceable``: an ``autograd.Function`` or a hook whose author says that it may be traced instead of called.
 
-What such a ``backward`` is taken to depend on is found anew at each run (:func:`described`), and is part of the state
-that a variant is for. What it may not touch raises while it is traced; then it is called at each step, as any other.
+What it is taken to depend on is found anew at each run (:meth:`Marked.described`), and is part of the state that a
+variant is for, or of what a region is compiled for. What it may not touch raises while it is traced; then it is called
+at each step, as any other.
 """
 
 from __future__ import annotations
@@ -14,46 +15,48 @@ import torch
 
 from .functions import TRACEABLE, checked
 from .hooks import Grad
-from .inlined import InlinedBackward
+from .inlined import InlinedBackward, Marked
+from .marked_code import Code, NotPlainError, copied, is_plain, key, left_as_they_were, refuse_more_than_computing
+from .traced_hooks import mark_hook
 
-F = TypeVar("F", bound=type[torch.autograd.Function])
+F = TypeVar("F", bound=type[torch.autograd.Function] | Callable[..., Any])
 _OWN = "_compiled_autograd"  # what begins so is ours
-_SCALARS = (
-    *(bool, int, float, complex, str, bytes, type(None)),
-    *(torch.dtype, torch.device, torch.layout, torch.memory_format),
-)
-_LONGEST = 256
-"""What has more items, those of its items included, is no plain value: it is looked at in each backward."""
-_DEEPEST = 8
-"""Of values inside one another, and of functions."""
 
 
 def traceable(function: F) -> F:
-    """Say that the ``backward`` of an ``autograd.Function`` may be traced into the compiled code around it.
+    """Say that the ``backward`` of an ``autograd.Function``, or a hook, may be traced into the compiled code around it.
 
-    What is compiled stands in for all later calls: the ``backward`` is then called no more. So it must compute its
-    results with PyTorch's operators from its gradients, from ``ctx.saved_tensors``, ``ctx.needs_input_grad`` and plain
-    attributes of ``ctx`` (numbers, strings, None, dtypes, devices, sequences and dictionaries of these) alone, and must
-    do nothing else: no printing, no counting, no communication, no writing into what it is given. Attributes of other
-    kinds (tensors, modules) may be there, and may not be read.
+    What is compiled stands in for all later calls: the ``backward`` or the hook is then called no more. So it must
+    compute its results with PyTorch's operators and do nothing else: no printing, no counting, no communication, no
+    writing into what it is given. A ``backward`` computes them from its gradients, from ``ctx.saved_tensors``,
+    ``ctx.needs_input_grad`` and plain attributes of ``ctx`` (numbers, strings, None, dtypes, devices, sequences and
+    dictionaries of these) alone. Attributes of other kinds (tensors, modules) may be there, and may not be read. A hook
+    (of ``Tensor.register_hook``, ``Node.register_prehook`` or ``Node.register_hook``) computes them from its gradients.
+    Both may use plain values around them: of closures, of defaults, and variables of their module; no attributes of
+    objects and classes.
 
-    Plain values that change from step to step are compiled for once each. They are read when the backward of the whole
-    loss begins, and must not be changed until it has ended. Other functions that it calls must not change. A
-    ``backward`` that cannot be traced so is called at each step, and a `Failure` says why. As all compiled code, what
-    was traced is compared with the real calls at its first runs.
+    Plain values that change are compiled for once each, also where users' code of the same backward changes them. What
+    cannot be traced so is called at each step, and a `Failure` says why. As all compiled code, what was traced is
+    compared with the real calls at its first runs.
 
     Args:
-        function: the class. Its subclasses are not marked.
+        function: the class, whose subclasses are not marked; or the hook, a function of Python. Others that are
+            registered as hooks are called, marked or not: those of ``register_post_accumulate_grad_hook`` and of
+            modules, methods, and objects that can be called.
 
     Returns:
-        The class itself.
+        The class or the function itself.
 
     Raises:
-        TypeError: it is no subclass of ``torch.autograd.Function``.
+        TypeError: it is no subclass of ``torch.autograd.Function``, and no function.
     """
-    if not (isinstance(function, type) and issubclass(function, torch.autograd.Function)):
-        raise TypeError(f"traceable marks a subclass of torch.autograd.Function, and {function!r} is none")
-    setattr(function, TRACEABLE, True)
+    if isinstance(function, types.FunctionType):
+        mark_hook(function)
+    elif isinstance(function, type) and issubclass(function, torch.autograd.Function):
+        setattr(function, TRACEABLE, True)
+    else:
+        which = "a subclass of torch.autograd.Function, or a function that is a hook"
+        raise TypeError(f"traceable marks {which}, and {function!r} is none")
     return function
 
 
@@ -62,15 +65,15 @@ def traced_backward(ctx: Any) -> TracedBackward | None:
     return TracedBackward() if TRACEABLE in type(ctx)._forward_cls.__dict__ else None
 
 
-class NotPlainError(TypeError):
-    """A marked ``backward`` has to do with something that is no plain value."""
-
-
-class TracedBackward(InlinedBackward):
+class TracedBackward(InlinedBackward, Marked):
     """The ``backward`` of a marked function, at one place of a tape: no two places are taken for alike."""
 
     def __init__(self) -> None:
         super().__init__("traced_backward")
+
+    def described(self, owner: Any) -> tuple[Any, Any, tuple[Any, ...]] | None:
+        """See :func:`described`."""
+        return described(owner)
 
     def trace(
         self,
@@ -84,10 +87,10 @@ class TracedBackward(InlinedBackward):
         if any(grad is None and wanted for grad, wanted in zip(grads, defined, strict=True)):
             raise NotPlainError("traceable: a gradient that the tape leads to it is undefined in this backward")
         backward = _backward_of(own_class._forward_cls)
-        _Code(strictly=True).of(backward, 0)
         given = [each for each in (*saved, *grads) if each is not None]
         versions = [each._version for each in given]
-        results = backward(_Context(ctx, saved), *grads)
+        with left_as_they_were(refuse_more_than_computing(backward)):
+            results = backward(_Context(ctx, saved), *grads)
         if versions != [each._version for each in given]:
             raise NotPlainError("traceable: the backward writes into what it is given")
         return checked(own_class.__name__, results, expected)
@@ -99,7 +102,7 @@ class _Context:
     __slots__ = ("_others", "_values", "needs_input_grad", "saved_tensors")
 
     def __init__(self, ctx: Any, saved: Sequence[Grad]) -> None:
-        plain = {name: value for name, value in _attributes(ctx) if _is_plain(value)}
+        plain = {name: value for name, value in _attributes(ctx) if is_plain(value)}
         others = {name: type(value).__name__ for name, value in _attributes(ctx) if name not in plain}
         values = (others, plain, ctx.needs_input_grad, tuple(saved))
         for name, value in zip(self.__slots__, values, strict=True):
@@ -107,7 +110,7 @@ class _Context:
 
     def __getattr__(self, name: str) -> Any:
         if name in self._values:
-            return _copied(self._values[name])
+            return copied(self._values[name])
         if name in self._others:
             raise NotPlainError(f"traceable: the backward reads ctx.{name}, a {self._others[name]}: no plain value")
         if name == "__dict__":
@@ -118,13 +121,13 @@ class _Context:
         raise NotPlainError(f"traceable: the backward sets ctx.{name}")
 
 
-def described(ctx: Any) -> tuple[Any, ...]:
+def described(ctx: Any) -> tuple[Any, Any, tuple[Any, ...]]:
     """What the ``backward`` of a marked function depends on beside tensors: its code with what is plain of closures and
     defaults, and numbers and the like among the module's variables that it names; which inputs need a gradient; plain
     attributes of ``ctx``.
     """
-    attributes = sorted((name, _key(value)) for name, value in _attributes(ctx) if _is_plain(value))
-    code = _Code(strictly=False).of(_backward_of(type(ctx)._forward_cls), 0)
+    attributes = sorted((name, key(value)) for name, value in _attributes(ctx) if is_plain(value))
+    code = Code(strictly=False).of(_backward_of(type(ctx)._forward_cls), 0)
     return code, ctx.needs_input_grad, tuple(attributes)
 
 
@@ -136,97 +139,3 @@ def _backward_of(function: Any) -> Callable[..., Any]:
     """As ``BackwardCFunction.apply`` chooses (``torch/autograd/function.py``, 2.13)."""
     base = torch.autograd.Function
     return function.vjp if function.backward is base.backward else function.backward
-
-
-class _Code:
-    """What functions consist of, each looked at once. With ``strictly``, what is not plain of closures and defaults
-    raises :class:`NotPlainError`.
-    """
-
-    def __init__(self, strictly: bool) -> None:
-        self.strictly = strictly
-        self._seen: dict[int, int] = {}
-
-    def of(self, function: Any, depth: int) -> Any:
-        """A function's code with what is plain of its closure, its defaults and the variables of its module. The module
-        itself is part of it: another one of the same text may have other functions under the same names."""
-        if not isinstance(function, types.FunctionType) or depth == _DEEPEST:
-            self._no(f"{function!r} is no function written in Python, or too deep in others")
-            return type(function).__qualname__
-        if id(function) in self._seen:
-            return "again", self._seen[id(function)]
-        self._seen[id(function)] = len(self._seen)
-        parts: list[Any] = [*(function.__defaults__ or ())]
-        parts += [part for pair in (function.__kwdefaults__ or {}).items() for part in pair]
-        for cell in function.__closure__ or ():
-            try:
-                parts.append(cell.cell_contents)
-            except ValueError:  # nothing was put into it yet
-                parts.append(None)
-        known = function.__globals__
-        named = [(name, known.get(name)) for name in _names(function.__code__, known)]
-        plain = [(name, _key(value)) for name, value in named if type(value) in _SCALARS]
-        called = [(name, value.__code__) for name, value in named if isinstance(value, types.FunctionType)]
-        inside = tuple(self._part(each, depth) for each in parts)
-        return function.__code__, id(known), inside, tuple(plain), tuple(called)
-
-    def _part(self, value: Any, depth: int) -> Any:
-        if isinstance(value, types.FunctionType):
-            return self.of(value, depth + 1)
-        of_a_module = isinstance(getattr(value, "__self__", None), types.ModuleType)
-        if isinstance(value, types.ModuleType) or (isinstance(value, types.BuiltinFunctionType) and of_a_module):
-            return type(value).__name__, value.__name__
-        if _is_plain(value):
-            return _key(value)
-        self._no(f"the backward has a {type(value).__name__} in its closure or defaults")
-        return "other", type(value).__qualname__
-
-    def _no(self, why: str) -> None:
-        if self.strictly:
-            raise NotPlainError(f"traceable: {why}")
-
-
-def _names(code: types.CodeType, known: dict[str, Any]) -> list[str]:
-    """The module's variables that a function and those inside it name."""
-    inside = [name for each in code.co_consts if isinstance(each, types.CodeType) for name in _names(each, known)]
-    return [*(name for name in code.co_names if name in known), *inside]
-
-
-def _is_plain(value: Any) -> bool:
-    left = [_LONGEST]
-
-    def is_plain(value: Any, depth: int) -> bool:
-        left[0] -= 1
-        kind = type(value)
-        if kind in _SCALARS:
-            return True
-        if left[0] < 0 or depth == _DEEPEST:
-            return False
-        if kind in (tuple, list, torch.Size):
-            return len(value) <= left[0] and all(is_plain(each, depth + 1) for each in tuple(value))
-        if kind is not dict or len(value) > left[0]:
-            return False
-        return all(type(key) is str and is_plain(each, depth + 1) for key, each in tuple(value.items()))
-
-    return is_plain(value, 0)
-
-
-def _key(value: Any) -> Any:
-    """Of a plain value, with its type: 1, 1.0 and True are equal. A NaN, and the sign of a zero, are told apart."""
-    kind = type(value)
-    if kind is float:
-        return "float", value.hex()
-    if kind is complex:
-        return "complex", value.real.hex(), value.imag.hex()
-    if kind in (tuple, list, torch.Size):
-        return kind.__name__, tuple(map(_key, value))
-    if kind is dict:
-        return "dict", tuple((key, _key(each)) for key, each in value.items())
-    return kind.__name__, value
-
-
-def _copied(value: Any) -> Any:
-    """A plain value that may be changed without harm."""
-    if type(value) is dict:
-        return {key: _copied(each) for key, each in value.items()}
-    return [*map(_copied, value)] if type(value) is list else value

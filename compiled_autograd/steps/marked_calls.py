@@ -1,0 +1,64 @@
+"""What a region's calls of marked functions and hooks depend on, asked for when the region is reached."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from shadow_cache import Failure
+
+from .. import ir
+from ..errors import UntraceableError
+from .run_context import RunReport
+from .steps import RegionStep, Slots
+
+_MARKED = "marked"  # begins that part of a kind
+_MAX_MEANWHILE = 8
+"""Of what users' code of the same backward changes it to, the number of forms that one region is compiled for."""
+
+
+def depended_on(step: RegionStep, slots: Slots) -> tuple[Any, ...]:
+    """For each of its marked calls, what it depends on beside tensors."""
+    return tuple([marked.described(slots[slot]) for marked, slot in step.marked])
+
+
+def with_depended_on(kind: tuple[Any, ...], step: RegionStep, slots: Slots) -> tuple[Any, ...]:
+    """What a region is compiled for, with what its marked calls depend on where that may have changed."""
+    return (*kind, (_MARKED, *depended_on(step, slots))) if step.asks_again else kind
+
+
+def meanwhile(kind: tuple[Any, ...]) -> tuple[Any, ...] | None:
+    """That part of what a region is compiled for; None where it has none."""
+    last = kind[-1] if kind else None
+    return last[1:] if isinstance(last, tuple) and last and last[0] is _MARKED else None
+
+
+def to_be_traced(step: RegionStep, slots: Slots) -> tuple[Any, ...]:
+    """The same, of a region that is to be compiled.
+
+    Raises:
+        UntraceableError: naming them, where what they depend on is changed, before they run, to ever new values; or
+            where that was done to the mark itself.
+    """
+    found, why = depended_on(step, slots), None
+    if None in found:
+        why = "it was marked, and is not any more"
+    elif step.asks_again and len({meanwhile(kind) for kind in step.compiled}) >= _MAX_MEANWHILE:
+        why = f"what it depends on was changed during the backward, to more than {_MAX_MEANWHILE} values"
+    if why is None:
+        return found
+    calls = [node for node in step.region.nodes if isinstance(node.target, ir.Marked)]
+    raise UntraceableError(calls, ValueError(f"traceable: {why}"))
+
+
+def was_traced(
+    step: RegionStep, slots: Slots, depends_on: tuple[Any, ...], state: Mapping[ir.Marked, Any], report: RunReport
+) -> bool:
+    """Whether that still is what they depend on, and, where nobody asks again, what a variant's ``state`` says of them.
+    Another thread, or a pass, may have changed it: then the report says so."""
+    now = depended_on(step, slots)
+    if now == depends_on and (step.asks_again or now == tuple([state.get(marked) for marked, _ in step.marked])):
+        return True
+    found = "what it depends on was changed while it was traced"
+    report.failures.append(Failure("lower", "a traceable function or hook", found, "a later backward tries again"))
+    return False

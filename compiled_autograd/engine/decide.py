@@ -15,6 +15,7 @@ from ..errors import CacheMissError
 from ..policies.admission import ADMISSION, Tape
 from ..policies.autotune import AUTOTUNE, Trial
 from ..policies.background import BACKGROUND
+from ..policies.refusals import REFUSALS, Refusal
 from ..policies.sketches import SKETCHES, Found
 from ..settings import Settings
 from .call import Call, HandedOver, Refused
@@ -27,7 +28,7 @@ from .session import Session, thread
 _NOT_UNSUPPORTED = (TRACING, ON_MISS, COMPILING, OVER_BUDGET, FORKED)
 
 
-def look(call: Call, session: Session) -> Trial | Tape | None:
+def look(call: Call, session: Session) -> Trial | Tape | Refusal | None:
     """What is known of a tape that may be better left to the eager engine, before anybody has walked it: most are not
     even looked at."""
     settings, sketch = session.settings, call.sketch(thread.here)
@@ -37,7 +38,7 @@ def look(call: Call, session: Session) -> Trial | Tape | None:
         before.left -= 1
         call.taken_from = key
         return _taken_for(call, before.found)
-    trial = tape = None
+    trial = tape = refusal = None
     if settings.tune and AUTOTUNE.active:
         trial = call.trial = AUTOTUNE.find(call.fingerprint(), settings.key, before)
         if trial is not None and trial.verdict is None:
@@ -49,20 +50,21 @@ def look(call: Call, session: Session) -> Trial | Tape | None:
         has_store = disk_for(settings) is not None
         tape, call.admitted = ADMISSION.look(call.fingerprint(), settings, has_store, before)
         call.known, call.looked_at = tape, True
+    if REFUSALS.active and trial is None and tape is None and settings.on_unsupported == "eager":
+        refusal = REFUSALS.find(call.fingerprint(), settings, before)
+    found = trial or tape or refusal
     if key is not None:
-        SKETCHES.keep(key, trial or tape)
-    return trial or tape
+        SKETCHES.keep(key, found)
+    return found
 
 
-def _taken_for(call: Call, found: Found | None) -> Trial | Tape | None:
+def _taken_for(call: Call, found: Found | None) -> Trial | Tape | Refusal | None:
     """What a sketch has led to."""
     if isinstance(found, Trial):
         call.trial = found
     elif isinstance(found, Tape):
         call.known = found
-    else:
-        return None
-    return found
+    return found if isinstance(found, Trial | Tape | Refusal) else None
 
 
 def decide(call: Call, settings: Settings) -> Bypass | None:

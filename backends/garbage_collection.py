@@ -13,6 +13,8 @@ import threading
 RARE_THRESHOLDS = (200_000, 20, 100)
 """Thresholds of ``gc.set_threshold``: new objects before the young are searched, and so many such searches before the
 older ones are."""
+_YOUNG = 1
+"""Objects of the generations up to this one were not yet searched twice."""
 
 
 class _Rarely:
@@ -58,6 +60,22 @@ class _Rarely:
     def _restore(self) -> None:
         if gc.get_threshold() == self._set:  # else somebody else has set it meanwhile
             gc.set_threshold(*self._before)
+
+    def search_now(self) -> None:
+        """Search what was made lately, and all else if Python would do that next.
+
+        Tracing and generating code leave hundreds of thousands of objects behind. Python would search them in one of
+        the next steps, which would take as long as many of them; and then, as there are so many, everything.
+        """
+        before, now = self._before if self.entered else gc.get_threshold(), gc.get_threshold()
+        if not gc.isenabled() or before[0] <= 0:
+            return
+        gc.collect(_YOUNG)
+        gc.set_threshold(*before)
+        try:
+            _ = [set() for _ in range(before[0] + 2)]  # as many as Python waits for before it looks what is due
+        finally:
+            gc.set_threshold(*now)
 
     def reset_after_fork(self) -> None:
         """In a forked child nothing is being made."""

@@ -9,6 +9,7 @@ from typing import Any
 
 from shadow_cache import Bypass
 
+from ..capture.parameter_names import name_the_unnamed
 from ..diagnostics.bypass import OVER_BUDGET, reason_of_end
 from ..errors import UnsupportedBackwardError
 from ..policies.admission import ADMISSION, Tape
@@ -57,6 +58,8 @@ def run(session: Session, call: Call) -> Any:
         if not account.told:
             account.bypass(*reason_of_end(error))
         raise
+    finally:
+        name_the_unnamed()  # before their parameters may go
 
 
 def _left_to_eager(session: Session, call: Call, found: Trial | Tape | Refusal, verdict: Bypass) -> Any:

@@ -11,6 +11,7 @@ from ..cache.selection import find_variant
 from ..cache.stores import disk_for
 from ..capture.tape import freed_at_the_end
 from ..diagnostics.bypass import COMPILING, FORKED, INPUT_INSIDE, ON_MISS, OVER_BUDGET, TRACING, before_capture
+from ..diagnostics.structure_misses import with_title
 from ..errors import CacheMissError
 from ..policies.admission import ADMISSION, Tape
 from ..policies.autotune import AUTOTUNE, Trial
@@ -115,7 +116,8 @@ def _must_be_a_hit(call: Call, settings: Settings) -> Bypass | None:
     misses = [] if given.miss is None else [given.miss]
     new = bool(misses) or not graph.variants  # to this process: then the store knows more
     explained = graph.explain(settings, ambient_state, given.handover)
-    raise CacheMissError([other] if other is not None and new else misses or explained)
+    told = [other] if other is not None and new else misses or explained
+    raise CacheMissError([with_title(each, graph.tape) for each in told])
 
 
 def _is_being_compiled(call: Call, settings: Settings) -> Bypass | None:

@@ -8,13 +8,16 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 import threading
 
 RARE_THRESHOLDS = (200_000, 20, 100)
 """Thresholds of ``gc.set_threshold``: new objects before the young are searched, and so many such searches before the
 older ones are."""
-_YOUNG = 1
-"""Objects of the generations up to this one were not yet searched twice."""
+_YOUNG, _ALL = 1, 2
+"""The oldest generation that is searched. Those up to the first were not yet searched twice."""
+_MANY_BLOCKS = 4_000_000
+"""Of so many pieces of memory, some four for each object, a search takes about a second."""
 
 
 class _Rarely:
@@ -62,20 +65,13 @@ class _Rarely:
             gc.set_threshold(*self._before)
 
     def search_now(self) -> None:
-        """Search what was made lately, and all else if Python would do that next.
-
-        Tracing and generating code leave hundreds of thousands of objects behind. Python would search them in one of
-        the next steps, which would take as long as many of them; and then, as there are so many, everything.
+        """Search for cycles, as Python would in one of the next steps: tracing and generating code leave hundreds of
+        thousands of objects behind, whose search takes as long as many steps. After that Python would search all that
+        lives, since so much was added; that is done too, unless a lot lives.
         """
-        before, now = self._before if self.entered else gc.get_threshold(), gc.get_threshold()
-        if not gc.isenabled() or before[0] <= 0:
-            return
-        gc.collect(_YOUNG)
-        gc.set_threshold(*before)
-        try:
-            _ = [set() for _ in range(before[0] + 2)]  # as many as Python waits for before it looks what is due
-        finally:
-            gc.set_threshold(*now)
+        before = self._before if self.entered else gc.get_threshold()
+        if gc.isenabled() and before[0] > 0:
+            gc.collect(_YOUNG if sys.getallocatedblocks() > _MANY_BLOCKS else _ALL)
 
     def reset_after_fork(self) -> None:
         """In a forked child nothing is being made."""

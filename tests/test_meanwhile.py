@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 import compiled_autograd as ca
+from backends import garbage_collection
 from backends.garbage_collection import RARE_THRESHOLDS, RARELY
 from backends.inductor import batch
 from backends.meanwhile import do_other_work, meanwhile
@@ -182,7 +183,10 @@ class _Cycle:
         self.me = self
 
 
-def test_young_cycles_are_found_and_thresholds_stay() -> None:
+@pytest.mark.parametrize("many", [0, 1 << 60])
+def test_cycles_are_found_and_thresholds_stay(monkeypatch: pytest.MonkeyPatch, many: int) -> None:
+    """However much lives, what was made lately is searched."""
+    monkeypatch.setattr(garbage_collection, "_MANY_BLOCKS", many)
     before = gc.get_threshold()
     cycle = weakref.ref(_Cycle())
     with RARELY:

@@ -60,6 +60,8 @@ def run(session: Session, call: Call) -> Any:
         raise
     finally:
         name_the_unnamed()  # before their parameters may go
+        if call.timed is not None:
+            AUTOTUNE.took(call.timed, time.perf_counter() - account.started)
 
 
 def _left_to_eager(session: Session, call: Call, found: Trial | Tape | Refusal, verdict: Bypass) -> Any:

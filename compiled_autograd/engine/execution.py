@@ -275,7 +275,7 @@ def _ran_alone(call: Call, account: Account, handed: HandedOver, shapes: KnownSh
         variant.hits += 1
         variant.ran += seconds
         if settings.tune:
-            AUTOTUNE.hit(variant, seconds, call.fingerprint)
+            call.timed = AUTOTUNE.hit(variant, seconds, call.fingerprint)
     finally:
         account.tell(outcome)
     return True

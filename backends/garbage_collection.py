@@ -8,11 +8,16 @@ from __future__ import annotations
 
 import gc
 import os
+import sys
 import threading
 
 RARE_THRESHOLDS = (200_000, 20, 100)
 """Thresholds of ``gc.set_threshold``: new objects before the young are searched, and so many such searches before the
 older ones are."""
+_YOUNG, _ALL = 1, 2
+"""The oldest generation that is searched. Those up to the first were not yet searched twice."""
+_MANY_BLOCKS = 4_000_000
+"""Of so many pieces of memory, some four for each object, a search takes about a second."""
 
 
 class _Rarely:
@@ -58,6 +63,15 @@ class _Rarely:
     def _restore(self) -> None:
         if gc.get_threshold() == self._set:  # else somebody else has set it meanwhile
             gc.set_threshold(*self._before)
+
+    def search_now(self) -> None:
+        """Search for cycles, as Python would in one of the next steps: tracing and generating code leave hundreds of
+        thousands of objects behind, whose search takes as long as many steps. After that Python would search all that
+        lives, since so much was added; that is done too, unless a lot lives.
+        """
+        before = self._before if self.entered else gc.get_threshold()
+        if gc.isenabled() and before[0] > 0:
+            gc.collect(_YOUNG if sys.getallocatedblocks() > _MANY_BLOCKS else _ALL)
 
     def reset_after_fork(self) -> None:
         """In a forked child nothing is being made."""

@@ -88,6 +88,22 @@ def test_it_is_tried_again_from_time_to_time() -> None:
     assert set(labels[20:]) == {"not_worth_it"}
 
 
+def test_what_is_done_around_a_hit_is_part_of_its_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The graph alone is as fast as eager, but telling the session takes longer than both."""
+    monkeypatch.setattr(autotune, "MAX_TIME_RATIO", 50.0)
+    session, record = ca.enable(backend="eager", tune=True), Session.record
+
+    def slowly(self: Session, outcome: Any, *counts: Any) -> None:
+        record(self, outcome, *counts)
+        if outcome.outcome == "hit":
+            time.sleep(0.02)
+
+    monkeypatch.setattr(Session, "record", slowly)
+    labels = _run(session, nn.Parameter(torch.randn(8)), 14)
+    assert labels[4:9] == ["tuning", "hit", "tuning", "hit", "tuning"]
+    assert labels[9:14] == ["not_worth_it"] * 5
+
+
 def test_a_fast_graph_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(autotune, "MAX_TIME_RATIO", 1e9)
     session = ca.enable(backend="eager", tune=True)

@@ -49,6 +49,7 @@ EXCEPTIONS = {
     "compiled_autograd/user_code/functions.py": {"_place_of_flag": _UNCHANGING},
     "shadow_cache/report/page.py": {"_text": _UNCHANGING, "_template": _UNCHANGING},
     "backends/garbage_collection.py": {"RARELY": _ALONE, _FORK: _ALONE},
+    "backends/meanwhile.py": {"_thread": _COMPILES},
     "backends/registry.py": {"_loaded": _SERVES_ON},
     "backends/inductor/batch.py": {"_known": _SERVES_ON, "_thread": _COMPILES, "_install": _ONCE},
     "backends/inductor/cuda_graphs.py": {"_thread": _COMPILES},

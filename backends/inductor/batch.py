@@ -16,6 +16,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from ..meanwhile import do_other_work
 from .environment import inductor_settings
 from .kernels import ENTRY, Kernel, kernel_in
 
@@ -127,7 +128,10 @@ def _compile(sources: Sequence[_Source]) -> dict[_Source, Kernel]:
 
     files = _shares(sources, get_compile_threads())
     compiled: dict[_Source, Kernel] = {}
-    for share, result in zip(files, _start_all(files), strict=True):
+    results = _start_all(files)
+    if sources:
+        do_other_work()
+    for share, result in zip(files, results, strict=True):
         try:
             compiled.update(result())
         except CppCompileError as error:

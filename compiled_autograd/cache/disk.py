@@ -68,6 +68,8 @@ class Disk:
         if not self.usable or why_not_stored(graph.tape, settings):
             return None, None
         entries = self._find(_id(graph))
+        if not entries:  # the state is not asked for: the first time, that reads all source files
+            return None, self._damaged(_id(graph))
         state = state_of(settings, ambient_state)
         other_shapes: Miss | None = None
         other_states: list[list[Miss]] = []

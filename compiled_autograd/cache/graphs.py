@@ -22,7 +22,7 @@ from .. import ir
 from ..diagnostics.node_log import NodeLog
 from ..diagnostics.node_names import leaf_name, node_name, title
 from ..diagnostics.reporting import warn_once
-from ..diagnostics.structure_misses import order_miss, structure_miss
+from ..diagnostics.structure_misses import first_seen, order_miss, structure_miss
 from ..diagnostics.variant_misses import state_miss
 from ..errors import ReproductionError
 from ..guards.ambient import REDUCED, Ambient, ambient, compile_state
@@ -198,7 +198,7 @@ class CompiledGraph:
         if not newest_first:
             if self.evicted:
                 return Miss("evicted", title(self.tape), hint=_EVICTED)
-            return Miss("first_seen", title(self.tape))
+            return first_seen(self.tape)
         nearest = before or next((variant for variant in newest_first if variant.key == key), None)
         if nearest is None:
             return state_miss(key, [variant.key for variant in newest_first])

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import gc
 import itertools
+import threading
 import time
 import weakref
 from collections.abc import Iterator, Sequence
@@ -53,6 +54,55 @@ _MAX_IN_NO_MODULE = 10_000
 _SLOW_SEARCH_SECONDS, _SEARCH_TIME_SHARE = 0.3, 0.05
 """Among millions of objects a search takes as long as a thousand captures. After one that took more than these seconds
 of the process's time, another model has no names until searches take no more than this share of that time."""
+
+
+class Unnamed:
+    """Leaves of a tape whose names are looked for when somebody asks, or at the end of the backward at the latest.
+
+    Until then it holds the leaves, so that they are found as what they were.
+    """
+
+    def __init__(self, calls: Sequence[ir.TapeCall], leaves: Sequence[torch.Tensor]) -> None:
+        self._leaves: list[tuple[ir.TapeCall, torch.Tensor]] = list(zip(calls, leaves, strict=True))
+        for call in calls:
+            call.look_up = self.look_up
+
+    def look_up(self) -> None:
+        """Look for them, unless that was done. Two threads may do so at once: they find the same."""
+        leaves = self._leaves
+        names = parameter_names_of([leaf for _, leaf in leaves])
+        for call, leaf in leaves:
+            found = names.get(id(leaf))
+            if found is not None:
+                call.named = found.name, found.outermost
+        for call, _ in leaves:  # from here on nobody waits for them
+            call.look_up = None
+        self._leaves = []
+
+
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        self.unnamed: list[Unnamed] = []
+
+
+_thread = PROCESS.register(_Thread())
+
+
+def name_leaves(calls: Sequence[ir.TapeCall], leaves: Sequence[torch.Tensor]) -> None:
+    """Join the names of parameters to the leaves of a tape: at once where they are known, else by
+    :func:`name_the_unnamed` at the latest, which whoever asks for a name comes before."""
+    unnamed = Unnamed(calls, leaves)
+    if all(_is_known(leaf) for leaf in leaves if is_parameter(leaf)):
+        unnamed.look_up()
+    else:
+        _thread.unnamed.append(unnamed)
+
+
+def name_the_unnamed() -> None:
+    """Look for all names of this thread's tapes that nobody has asked for yet."""
+    while _thread.unnamed:
+        _thread.unnamed[-1].look_up()
+        _thread.unnamed.pop()
 
 
 def parameter_names_of(leaves: Sequence[torch.Tensor], *, at_any_cost: bool = False) -> dict[int, ParameterName]:

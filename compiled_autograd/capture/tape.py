@@ -21,7 +21,7 @@ from torch.autograd.graph import GradientEdge
 from .. import ir
 from ..process_state import PROCESS
 from .forward_lines import line_of
-from .parameter_names import parameter_names_of
+from .parameter_names import name_leaves
 
 LEAF = "AccumulateGrad"
 MAX_NODES_READ = 10_000
@@ -228,12 +228,11 @@ def join_order(calls: Sequence[ir.TapeCall], visited: Sequence[Visited], outputs
 
 
 def join_names(calls: Sequence[ir.TapeCall], visited: Sequence[Visited]) -> None:
-    """Join parameters' names and source lines, after :func:`join_order` has found that the two agree."""
-    names = parameter_names_of([each.node.variable for each in visited if each.name == LEAF])
+    """Join source lines, and parameters' names when they are asked for, after :func:`join_order` has found that the two
+    agree."""
+    leaves = [(call, each.node.variable) for call, each in zip(calls[1:], visited, strict=True) if each.name == LEAF]
+    name_leaves([call for call, _ in leaves], [leaf for _, leaf in leaves])
     for call, each in zip(calls[1:], visited, strict=True):
-        if each.name == LEAF and id(each.node.variable) in names:
-            found = names[id(each.node.variable)]
-            call.parameter, call.module = found.name, found.outermost
         call.source = source_line(each.node)
         call.saved = saved_by(each.node)
 

@@ -57,6 +57,16 @@ _TAKEN_HINT = "another thread took away, or gave, the .grad of a leaf while the 
 _ORDER_HINT = "the forward computed its branches in another order; each order is compiled once"
 
 
+def first_seen(tape: ir.TapeGraph) -> Miss:
+    """Nothing like it was there before. Where names are still to be looked for, :func:`with_title` says of what."""
+    return Miss("first_seen", "" if tape.is_unnamed() else title(tape))
+
+
+def with_title(miss: Miss, tape: ir.TapeGraph) -> Miss:
+    """A miss that is to be shown: one of :func:`first_seen` says of what."""
+    return msgspec.structs.replace(miss, where=title(tape)) if miss.kind == "first_seen" and not miss.where else miss
+
+
 def structure_miss(
     tape: ir.TapeGraph,
     keys: Sequence[StructureKey],
@@ -74,7 +84,7 @@ def structure_miss(
         shapes: of the lifted tensors, where they are known.
     """
     if depth == 0 and nearest is None:
-        return Miss("first_seen", title(tape))
+        return first_seen(tape)
     if depth == len(keys):
         return order_miss(tape)
     key = keys[depth]

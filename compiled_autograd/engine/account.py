@@ -14,8 +14,10 @@ from ..cache.disk import Disk, made_in_memory
 from ..cache.selection import Selection
 from ..cache.stores import disk_for
 from ..cache.variants import Variant
+from ..capture.parameter_names import name_the_unnamed
 from ..diagnostics.bypass import FORKED, INTERRUPTED, OVER_BUDGET
 from ..diagnostics.reporting import tell_of_own_error
+from ..diagnostics.structure_misses import with_title
 from ..guards.ambient import Ambient
 from ..policies.admission import ADMISSION
 from ..policies.autotune import AUTOTUNE
@@ -90,6 +92,8 @@ class RunAccount:
         if self.account.told:
             return
         try:
+            if self.handed.captured or self.selection.reasons:
+                self._name_parameters()
             outcome = self._settle(failed)
         except BaseException:
             outcome = self._outcome()
@@ -100,6 +104,14 @@ class RunAccount:
                 self._charge()
         if outcome.reasons or self.report.compiles or self.report.loads:
             trace(outcome, self.report, self.selection.variant)
+
+    def _name_parameters(self) -> None:
+        """Names may not have been looked for while something was compiled; reasons are shown with them."""
+        started = time.perf_counter()
+        name_the_unnamed()
+        self.report.add("capture", time.perf_counter() - started)
+        tape, reasons = self.handed.graph.tape, self.selection.reasons
+        reasons[:] = [with_title(each, tape) if isinstance(each, Miss) else each for each in reasons]
 
     def _outcome(self) -> Outcome:
         selection, report = self.selection, self.report
@@ -129,7 +141,7 @@ class RunAccount:
             variant.hits += 1
             variant.ran += seconds - report.seconds.get("prove", 0.0)
             if settings.tune:
-                AUTOTUNE.hit(variant, seconds, self.call.fingerprint)
+                self.call.timed = AUTOTUNE.hit(variant, seconds, self.call.fingerprint)
         if OVER_BUDGET in reasons or (report.uncompiled and self.over_budget):
             ADMISSION.missed(self.call.known, self.call.taken_from)
         if not reasons and not report.compiles:

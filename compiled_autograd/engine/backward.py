@@ -10,11 +10,13 @@ from typing import Any
 
 from shadow_cache import Bypass
 
+from ..capture.parameter_names import name_the_unnamed
 from ..diagnostics.bypass import OVER_BUDGET, reason_of_end
 from ..errors import UnsupportedBackwardError
 from ..native.library import Taken
 from ..policies.admission import ADMISSION, Tape
 from ..policies.autotune import AUTOTUNE, Trial
+from ..policies.refusals import REFUSALS, Refusal
 from ..settings import Settings
 from ..torch_api.version_differences import words_for_unused
 from .account import Account
@@ -35,7 +37,7 @@ _TRIES = 4
 def run(session: Session, call: Call) -> Any:
     """Run a backward compiled where that can be done, else on the eager engine; gives what the engine would give."""
     settings = session.settings
-    if (AUTOTUNE.active or ADMISSION.closed) and not call.create_graph:
+    if (AUTOTUNE.active or ADMISSION.closed or REFUSALS.active) and not call.create_graph:
         found = look(call, session)
         if found is not None and found.verdict is not None:
             return _left_to_eager(session, call, found, found.verdict)
@@ -57,6 +59,8 @@ def run(session: Session, call: Call) -> Any:
     except BaseException as error:
         interrupted(session, account.started, error, account)
         raise
+    finally:
+        _ended(call, account)
 
 
 def resume(
@@ -80,6 +84,15 @@ def resume(
     except BaseException as error:
         interrupted(session, started, error, account)
         raise
+    finally:
+        _ended(call, account)
+
+
+def _ended(call: Call, account: Account) -> None:
+    """What is left to do once it has."""
+    name_the_unnamed()  # before their parameters may go
+    if call.timed is not None:
+        AUTOTUNE.took(call.timed, time.perf_counter() - account.started)
 
 
 def interrupted(session: Session, started: float, error: BaseException, account: Account | None = None) -> None:
@@ -89,7 +102,7 @@ def interrupted(session: Session, started: float, error: BaseException, account:
         account.bypass(*reason_of_end(error))
 
 
-def _left_to_eager(session: Session, call: Call, found: Trial | Tape, verdict: Bypass) -> Any:
+def _left_to_eager(session: Session, call: Call, found: Trial | Tape | Refusal, verdict: Bypass) -> Any:
     """Nothing else is asked: it was decided when the tape was timed or looked at, and may be a small one."""
     started = time.perf_counter()
     try:
@@ -177,6 +190,8 @@ def _refused(call: Call, account: Account, refused: Refused) -> Any:
     reason, settings = refused.reason, account.settings
     if settings.on_unsupported == "raise" and not refused.mistake and not is_policy(reason):
         raise UnsupportedBackwardError(reason)
+    if refused.miss is None and not (refused.mistake or refused.changed or call.create_graph):
+        REFUSALS.refused(call.fingerprint(), settings, reason)
     started = time.perf_counter()
     try:
         results = eager(call)

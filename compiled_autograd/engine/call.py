@@ -37,6 +37,8 @@ class Call:
     accumulate_grad: bool
     trial: Trial | None = None
     """That of its tape, where this was asked for and there is one."""
+    timed: Trial | None = None
+    """That for which it was timed as a hit."""
     known: Tape | None = None
     """What is known of its tape where compiling has cost too much, and this was asked for."""
     admitted: bool = False

@@ -11,10 +11,12 @@ from ..cache.selection import find_variant
 from ..cache.stores import disk_for
 from ..capture.tape import freed_at_the_end
 from ..diagnostics.bypass import COMPILING, FORKED, INPUT_INSIDE, ON_MISS, OVER_BUDGET, TRACING, before_capture
+from ..diagnostics.structure_misses import with_title
 from ..errors import CacheMissError
 from ..policies.admission import ADMISSION, Tape
 from ..policies.autotune import AUTOTUNE, Trial
 from ..policies.background import BACKGROUND
+from ..policies.refusals import REFUSALS, Refusal
 from ..policies.sketches import SKETCHES, Found
 from ..settings import Settings
 from .call import Call, HandedOver, Refused
@@ -27,7 +29,7 @@ from .session import Session, thread
 _NOT_UNSUPPORTED = (TRACING, ON_MISS, COMPILING, OVER_BUDGET, FORKED)
 
 
-def look(call: Call, session: Session) -> Trial | Tape | None:
+def look(call: Call, session: Session) -> Trial | Tape | Refusal | None:
     """What is known of a tape that may be better left to the eager engine, before anybody has walked it: most are not
     even looked at."""
     settings, sketch = session.settings, call.sketch(thread.here)
@@ -37,7 +39,7 @@ def look(call: Call, session: Session) -> Trial | Tape | None:
         before.left -= 1
         call.taken_from = key
         return _taken_for(call, before.found)
-    trial = tape = None
+    trial = tape = refusal = None
     if settings.tune and AUTOTUNE.active:
         trial = call.trial = AUTOTUNE.find(call.fingerprint(), settings.key, before)
         if trial is not None and trial.verdict is None:
@@ -49,20 +51,21 @@ def look(call: Call, session: Session) -> Trial | Tape | None:
         has_store = disk_for(settings) is not None
         tape, call.admitted = ADMISSION.look(call.fingerprint(), settings, has_store, before)
         call.known, call.looked_at = tape, True
+    if REFUSALS.active and trial is None and tape is None and settings.on_unsupported == "eager":
+        refusal = REFUSALS.find(call.fingerprint(), settings, before)
+    found = trial or tape or refusal
     if key is not None:
-        SKETCHES.keep(key, trial or tape)
-    return trial or tape
+        SKETCHES.keep(key, found)
+    return found
 
 
-def _taken_for(call: Call, found: Found | None) -> Trial | Tape | None:
+def _taken_for(call: Call, found: Found | None) -> Trial | Tape | Refusal | None:
     """What a sketch has led to."""
     if isinstance(found, Trial):
         call.trial = found
     elif isinstance(found, Tape):
         call.known = found
-    else:
-        return None
-    return found
+    return found if isinstance(found, Trial | Tape | Refusal) else None
 
 
 def decide(call: Call, settings: Settings) -> Bypass | None:
@@ -113,7 +116,8 @@ def _must_be_a_hit(call: Call, settings: Settings) -> Bypass | None:
     misses = [] if given.miss is None else [given.miss]
     new = bool(misses) or not graph.variants  # to this process: then the store knows more
     explained = graph.explain(settings, ambient_state, given.handover)
-    raise CacheMissError([other] if other is not None and new else misses or explained)
+    told = [other] if other is not None and new else misses or explained
+    raise CacheMissError([with_title(each, graph.tape) for each in told])
 
 
 def _is_being_compiled(call: Call, settings: Settings) -> Bypass | None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import itertools
 import time
@@ -12,10 +13,14 @@ import torch
 from torch._C import _ImperativeEngine
 from torch.autograd import Variable
 
+from backends.garbage_collection import RARELY
+from backends.meanwhile import meanwhile
 from shadow_cache import Failure, VariantKey
 
+from ..cache.environment_key import versions
 from ..cache.selection import Selection, select
 from ..cache.variants import Handover, Variant
+from ..capture.parameter_names import name_the_unnamed
 from ..diagnostics.node_log import NodeLog
 from ..diagnostics.reporting import failure_of, logs_nodes
 from ..errors import CacheMissError, GradientMismatchError
@@ -42,6 +47,9 @@ from .whole.beside import Beside, asked_for, may_run_beside
 from .whole.checks import CHECKS
 
 _run_backward: Any = _ImperativeEngine.run_backward
+_OTHER_WORK = (RARELY.search_now, name_the_unnamed, versions)
+"""What a first step needs besides, and can do while it waits for a compiler."""
+_NO_OTHER_WORK = contextlib.nullcontext()
 
 
 def running() -> Running | None:
@@ -172,10 +180,11 @@ def _run(state: Running, run: RunAccount) -> Results:
             context.report.failures.extend(run.selection.failures)
         variant = run.selection.variant
         compared = settings.check_every > 0 and variant is not None and CHECKS.count(variant, settings)
-        if variant is not None and compared:
-            results: Results = _compared(run, variant, ambient_state, context)
-        else:
-            results = _served(handed, variant, context)
+        with meanwhile(*_OTHER_WORK) if run.selection.reasons else _NO_OTHER_WORK:
+            if variant is not None and compared:
+                results: Results = _compared(run, variant, ambient_state, context)
+            else:
+                results = _served(handed, variant, context)
         context.call = 0
         if handed.is_reduced and handed.handover.unwritten:
             reducer_hooks(*handed.handover.unwritten)
@@ -267,7 +276,7 @@ def _ran_alone(call: Call, account: Account, handed: HandedOver, shapes: KnownSh
         variant.hits += 1
         variant.ran += seconds
         if settings.tune:
-            AUTOTUNE.hit(variant, seconds, call.fingerprint)
+            call.timed = AUTOTUNE.hit(variant, seconds, call.fingerprint)
     finally:
         account.tell(outcome)
     FAST_PATH.hand(variant, native, handed.graph, shapes, settings)

@@ -38,6 +38,7 @@ from ..diagnostics.bypass import (
     refused_by_engine,
     says_that_it_was_freed,
 )
+from ..diagnostics.structure_misses import with_title
 from ..errors import BrokenCaptureError, CaptureRefusedError
 from ..ir.order import in_engine_order
 from ..policies.admission import ADMISSION
@@ -73,6 +74,7 @@ class _Walk:
         token: for the gate, while the engine walks.
         run_inside: runs what is handed over before the engine returns, where that must be; None only looks.
         inside: the token for the gate meanwhile.
+        tape: the one that ``miss`` is of.
         gave_back: the seam and ``token`` were given back for that.
         aside: hooks of DDP's reducer, until they are put back.
         asks_store: when it began to report a tape that is only taken if the store on disk has it.
@@ -85,6 +87,7 @@ class _Walk:
     capture: Capture | None = None
     reports: bool = False
     miss: Miss | None = None
+    tape: ir.TapeGraph | None = None
     given: HandedOver | RanInside | None = None
     inside: Token | None = None
     gave_back: bool = False
@@ -95,6 +98,10 @@ class _Walk:
         """Give leaves the hooks of DDP's reducer back; which leaves."""
         module, aside, self.aside = REDUCERS.module, self.aside, None
         return [] if aside is None or module is None else module.put_back(aside)
+
+    def told(self) -> Miss | None:
+        """How the structure is new, for whoever is told why eager runs it."""
+        return self.miss if self.miss is None or self.tape is None else with_title(self.miss, self.tape)
 
     def begin_report(self, capture: Capture) -> None:
         """The engine is about to report."""
@@ -177,19 +184,19 @@ def hand_over(call: Call, settings: Settings, run_inside: RunInside | None) -> H
         _thread.walk = walk
         _have_it_walk(walk)
     except CaptureRefusedError as refused:
-        return Refused(refused.reason, walk.miss, refused.mistake)
+        return Refused(refused.reason, walk.told(), refused.mistake)
     except Exception as error:
         if walk.inside is not None:  # inside the engine's call, an error is the user's own
             raise
         if walk.capture is None or not walk.capture.reporting:
             reason = refused_by_engine(error, of_inputs=bool(call.inputs))
             again = reason is DDP_CPP_REDUCER and learns_of_reducers(walk.call, walk.settings)
-            return Refused(reason, walk.miss, mistake=not is_refusal(error), changed=again)
+            return Refused(reason, walk.told(), mistake=not is_refusal(error), changed=again)
         if says_that_it_was_freed(error):  # the words are eager's, which could not say them: the engine has put symbols
             raise  # in place of some sizes
         node = walk.capture.calls[-1].name
         if node == _LEAF:  # its .grad is another than the one that was collected
-            return Refused(refused_by_engine(error), walk.miss, mistake=True, changed=True)
+            return Refused(refused_by_engine(error), walk.told(), mistake=True, changed=True)
         raise BrokenCaptureError(node) from error
     finally:
         _thread.walk = outer
@@ -206,7 +213,7 @@ def hand_over(call: Call, settings: Settings, run_inside: RunInside | None) -> H
             walk.end_report()
             if walk.capture is not None and walk.capture.reporting:
                 walk.capture.spoil()
-    return Refused(TORCH_COMPILED_AUTOGRAD, walk.miss) if walk.given is None else walk.given
+    return Refused(TORCH_COMPILED_AUTOGRAD, walk.told()) if walk.given is None else walk.given
 
 
 def _have_it_walk(walk: _Walk) -> None:
@@ -289,7 +296,7 @@ def _finish(captured: ir.TapeGraph, capture: Capture) -> tuple[Callable[..., Any
     if graph is None:
         if agrees:
             tape.join_names(captured.calls, visited)
-        walk.miss = GRAPHS.explain(ordered, keys, capture.shapes)
+        walk.miss, walk.tape = GRAPHS.explain(ordered, keys, capture.shapes), ordered
         if not can_compile():
             raise CaptureRefusedError(FORKED)
         if not may_be_kept(walk.settings, ordered, keys, walk.asks_store is None):

@@ -153,5 +153,5 @@ def reordered(tape: ir.TapeGraph, sequences: Sequence[int]) -> ir.TapeGraph:
         The same tape graph, where they run in the same order.
     """
     numbers = (None, *sequences)
-    calls = [replace(call, sequence=number) for call, number in zip(tape.calls, numbers, strict=True)]
+    calls = [call.made_at(number) for call, number in zip(tape.calls, numbers, strict=True)]
     return tape if engine_order(calls) == tape.order else in_engine_order(tape.copy(calls))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
 
 import networkx as nx
@@ -36,20 +36,41 @@ class TapeCall:
         name: the engine's.
         sequence: its sequence number; None where it could not be read.
         edges: indices of the nodes that its gradients go to, edge by edge; None where they could not be read.
-        parameter: for a leaf, the name of the parameter that it writes to, where a living module has it.
-        module: the class of the outermost module that has it.
+        named: for a leaf, the name of the parameter that it writes to, where a living module has it, and the class of
+            the outermost module that has it: :attr:`parameter` and :attr:`module`.
         source: ``file:line in function`` of the forward, where anomaly mode recorded it.
         saved: what the node saved, by its names for it. Only for people: nothing is decided by it.
+        look_up: finds out what it is named, where nobody has looked yet; None where somebody has.
     """
 
     index: int
     name: str
     sequence: int | None = None
     edges: list[int] | None = None
-    parameter: str | None = None
-    module: str | None = None
+    named: tuple[str | None, str | None] = (None, None)
     source: str | None = None
     saved: tuple[SavedValue, ...] = ()
+    look_up: Callable[[], object] | None = None
+
+    @property
+    def parameter(self) -> str | None:
+        """The name of the parameter that a leaf is; None where it is none, or no leaf."""
+        return self._names()[0]
+
+    @property
+    def module(self) -> str | None:
+        """The class of the outermost module that has it."""
+        return self._names()[1]
+
+    def made_at(self, sequence: int | None) -> TapeCall:
+        """The same node of a tape whose nodes were made in another order."""
+        self._names()
+        return replace(self, sequence=sequence)
+
+    def _names(self) -> tuple[str | None, str | None]:
+        if self.look_up is not None:
+            self.look_up()
+        return self.named
 
 
 @dataclass(slots=True)
@@ -96,6 +117,10 @@ class TapeGraph:
             if node.meta["lifted"].kind == "input"
             and all(user.target is accumulate_grad and user.args.index(node) == 1 for user in node.users)
         )
+
+    def is_unnamed(self) -> bool:
+        """Whether names of parameters were not looked for yet."""
+        return any(call.look_up is not None for call in self.calls)
 
     def copy(self, calls: list[TapeCall]) -> TapeGraph:
         """The same calls of a graph of its own, with other facts about the tape's nodes."""

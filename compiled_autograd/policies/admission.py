@@ -96,6 +96,10 @@ class Admission:
             self._captured.clear()
         self._captured.add(fingerprint)
 
+    def has_captured(self, fingerprint: int) -> bool:
+        """Whether a structure of a tape with this fingerprint was captured."""
+        return fingerprint in self._captured
+
     def review(self, settings: Settings) -> Miss | None:
         """Something was compiled for a session with these settings. Where that was the last that may be, gives a record
         for the store."""

@@ -122,16 +122,20 @@ class Autotune:
         """Whether it is for a trial, or for its verdict, that a backward was left to the eager engine."""
         return reason is TIMED or reason.kind == _NOT_WORTH_IT
 
-    def hit(self, variant: Variant, seconds: float, tape: Callable[[], int]) -> None:
-        """A variant has served a backward, and counts it. Microseconds, but when a trial begins."""
+    def hit(self, variant: Variant, seconds: float, tape: Callable[[], int]) -> Trial | None:
+        """A variant has served a backward, and counts it. Microseconds, but when a trial begins.
+
+        Returns:
+            The trial that this is timed for: :meth:`took` is to be told how long it was in all.
+        """
         if variant.hits < variant.next_trial:
-            return
+            return None
         key = (tape(), variant.key.settings)
         trial = self._trials.get(key)
         if trial is None:
             if torch.are_deterministic_algorithms_enabled() or variant.devices - {"cpu"}:
                 variant.next_trial = variant.hits + 10 * BACKWARDS_BEFORE_RETRIAL
-                return
+                return None
             trial = Trial(key, weakref.ref(variant))
             self._change(key, trial)
             while len(self._trials) > _MAX_TRIALS:
@@ -139,6 +143,15 @@ class Autotune:
         if trial.held() is variant and trial.verdict is None:
             trial.compiled.append(seconds)
             self._judge(trial)
+            return trial
+        return None
+
+    @staticmethod
+    def took(trial: Trial, seconds: float) -> None:
+        """The hit that was timed last took so long with what is done before and after it, which is part of the price:
+        ten microseconds are a tenth of a small backward."""
+        if trial.compiled:
+            trial.compiled[-1] = seconds
 
     def eager(self, trial: Trial, seconds: float) -> None:
         """The eager engine has run a backward of a tape that is on trial."""

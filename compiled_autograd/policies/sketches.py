@@ -78,7 +78,7 @@ class Sketches:
 
     def number(self, settings: Settings) -> int:
         """That of settings under which the same is found: they are long to compare."""
-        key = (settings.key, settings.tune, settings.compile_budget, settings.compiles)
+        key = (settings.key, settings.tune, settings.compile_budget, settings.compiles, settings.on_unsupported)
         number = self._numbers.get(key)
         if number is None:
             if len(self._numbers) >= _MAX_NUMBERS:

@@ -24,6 +24,7 @@ from ...native.library import FastHit, FastPath, Module, Question
 from ...policies.admission import ADMISSION
 from ...policies.autotune import AUTOTUNE
 from ...policies.background import BACKGROUND
+from ...policies.refusals import REFUSALS
 from ...process_state import PROCESS
 from ...runtime.native_run import NativeRun
 from ...settings import Settings
@@ -117,6 +118,7 @@ def _before_the_walk(settings: Settings) -> list[Question]:
     """What :func:`backward.run` asks while the tape is whole; of C++ itself there is more (``hit.cpp``)."""
     asked: list[Question] = [
         *AUTOTUNE.questions(),
+        *REFUSALS.questions(),
         (ADMISSION, "closed", False),
         *bypass.questions(),
         (STREAMS, "in_use", False),

@@ -1,0 +1,210 @@
+"""What a first step needs besides is done while it waits for a compiler, or when somebody asks for it."""
+
+from __future__ import annotations
+
+import gc
+import weakref
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import compiled_autograd as ca
+from backends import garbage_collection
+from backends.garbage_collection import RARE_THRESHOLDS, RARELY
+from backends.inductor import batch
+from backends.meanwhile import do_other_work, meanwhile
+from compiled_autograd.capture import parameter_names
+from compiled_autograd.errors import CacheMissError
+from tests.helpers import expect, mlp
+
+
+@pytest.fixture
+def searches(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Grows with each search of all living modules."""
+    asked: list[str] = []
+    search = parameter_names.all_parameter_names
+
+    def counted() -> Any:
+        asked.append("search")
+        return search()
+
+    monkeypatch.setattr(parameter_names, "all_parameter_names", counted)
+    return asked
+
+
+def _waits(asked: list[str]) -> Callable[[torch.fx.GraphModule, Sequence[Any]], Any]:
+    """A backend that waits for a compiler."""
+
+    def backend(graph_module: torch.fx.GraphModule, examples: Sequence[Any]) -> Any:
+        asked.append("compiler started")
+        do_other_work()
+        asked.append("compiler waited for")
+        return graph_module.forward
+
+    return backend
+
+
+def test_names_are_looked_for_while_the_compiler_works(searches: list[str]) -> None:
+    model = mlp()
+    with ca.enable(backend=_waits(searches)) as session:
+        model(torch.randn(3, 8)).sum().backward()
+    assert searches == ["compiler started", "search", "compiler waited for"]
+    assert session.last is not None and session.last.graph is not None
+    (reason,) = session.last.reasons
+    assert reason.kind == "first_seen" and "of Sequential" in reason.where
+    assert "parameter=0.weight" in session.last.graph.readable()
+    expect(session.stats(), structure_misses=1, captures=1, compiles=1)
+
+
+def test_else_at_the_end_of_the_backward(searches: list[str]) -> None:
+    model = mlp()
+    with ca.enable(backend="eager") as session:
+        model(torch.randn(3, 8)).sum().backward()
+    assert searches == ["search"]
+    readable = session.graphs()[0].readable()
+    names = {f"parameter={name}" for name, _ in model.named_parameters()}
+    assert all(name in readable for name in names)
+    expect(session.stats(), structure_misses=1, captures=1, compiles=1)
+
+
+def test_or_when_somebody_asks_before(searches: list[str]) -> None:
+    """Here a backend, which is given a pass that asks for the names of leaves."""
+    model, asked = mlp(), []
+
+    def look(graph_module: torch.fx.GraphModule) -> None:
+        asked.extend(node.meta.get("gradient_of") for node in graph_module.graph.nodes)
+        asked.append(len(searches))
+
+    with ca.enable(backend="eager", passes=[look]):
+        model(torch.randn(3, 8)).sum().backward()
+    assert "0.weight" in str(asked) and asked[-1] == 1
+    assert searches == ["search"]
+
+
+def test_no_parameter_is_held_on_to() -> None:
+    model = mlp()
+    parameters = [weakref.ref(parameter) for parameter in model.parameters()]
+    with ca.enable(backend="eager"):
+        model(torch.randn(3, 8)).sum().backward()
+    del model
+    gc.collect()
+    assert not [each for each in parameters if each() is not None]
+
+
+def test_nor_after_an_error_of_the_users(searches: list[str]) -> None:
+    model = mlp()
+    out = model(torch.randn(3, 8))
+
+    def fail(gradient: torch.Tensor) -> None:
+        raise KeyboardInterrupt
+
+    out.register_hook(fail)
+    with ca.enable(backend="eager") as session, pytest.raises(KeyboardInterrupt):
+        out.sum().backward()
+    assert searches == ["search"] and not parameter_names._thread.unnamed
+    assert "parameter=0.weight" in session.graphs()[0].readable()
+
+
+def test_a_refused_miss_says_of_what(searches: list[str]) -> None:
+    model = mlp()
+    with ca.enable(backend="eager", on_miss="raise"), pytest.raises(CacheMissError, match="of Sequential"):
+        model(torch.randn(3, 8)).sum().backward()
+    with ca.enable(backend="eager", on_miss="eager") as session:
+        model(torch.randn(3, 8)).sum().backward()
+    assert session.last is not None
+    assert [getattr(each, "where", "of Sequential") for each in session.last.reasons][-1].count("of Sequential") == 1
+    assert not parameter_names._thread.unnamed
+
+
+def test_known_names_are_not_looked_for_again(searches: list[str]) -> None:
+    model = mlp()
+    with ca.enable(backend="eager"):
+        for rows in (3, 5):
+            (model(torch.randn(rows, 8)) * rows).sum().backward()
+            model(torch.randn(rows, 8)).exp().sum().backward()
+    assert searches == ["search"]
+
+
+def test_parameters_can_still_be_swapped() -> None:
+    """Nothing refers to them, not even weakly."""
+    model, other = nn.Linear(3, 2), nn.Linear(3, 2)
+    with ca.enable(backend="eager"):
+        model(torch.randn(4, 3)).sum().backward()
+    torch.utils.swap_tensors(model.weight, other.weight)
+
+
+# ---- the work --------------------------------------------------------------------------------------------------------
+
+
+def test_it_is_done_once_and_inside_alone() -> None:
+    done: list[int] = []
+    with meanwhile(lambda: done.append(1), lambda: done.append(2)):
+        with meanwhile(lambda: done.append(3)):
+            do_other_work()
+        do_other_work()
+        do_other_work()
+    do_other_work()
+    assert done == [3, 1, 2]
+
+
+def test_what_fails_costs_nothing_else() -> None:
+    done: list[int] = []
+
+    def fail() -> None:
+        raise OSError("planted")
+
+    with meanwhile(fail, lambda: done.append(1)):
+        do_other_work()
+    assert done == [1]
+
+
+@pytest.mark.parametrize("sources", [0, 2])
+def test_kernels_that_are_compiled_are_waited_for(monkeypatch: pytest.MonkeyPatch, sources: int) -> None:
+    order: list[str] = []
+
+    def start(files: Sequence[Any]) -> list[Any]:
+        order.append("started")
+        return [lambda: order.append("waited") or {} for _ in files]
+
+    monkeypatch.setattr(batch, "_start_all", start)
+    with meanwhile(lambda: order.append("other work")):
+        batch._compile([batch._Source((), str(number)) for number in range(sources)])
+    assert order == (["started", "other work", *["waited"] * len(order[2:])] if sources else ["started"])
+
+
+# ---- the search for cycles -------------------------------------------------------------------------------------------
+
+
+class _Cycle:
+    def __init__(self) -> None:
+        self.me = self
+
+
+@pytest.mark.parametrize("many", [0, 1 << 60])
+def test_cycles_are_found_and_thresholds_stay(monkeypatch: pytest.MonkeyPatch, many: int) -> None:
+    """However much lives, what was made lately is searched."""
+    monkeypatch.setattr(garbage_collection, "_MANY_BLOCKS", many)
+    before = gc.get_threshold()
+    cycle = weakref.ref(_Cycle())
+    with RARELY:
+        RARELY.search_now()
+        assert cycle() is None
+        assert gc.get_threshold() == RARE_THRESHOLDS
+    assert gc.get_threshold() == before
+
+
+@pytest.mark.parametrize("turned_off", [gc.disable, lambda: gc.set_threshold(0)])
+def test_who_has_turned_it_off_has_none(turned_off: Callable[[], None]) -> None:
+    before = gc.get_threshold()
+    cycle = weakref.ref(_Cycle())
+    turned_off()
+    try:
+        with RARELY:
+            RARELY.search_now()
+        assert cycle() is not None
+    finally:
+        gc.set_threshold(*before)
+        gc.enable()

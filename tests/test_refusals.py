@@ -1,0 +1,137 @@
+"""Tapes that cannot be captured: after a few tries the engine is not asked to report them, but from time to time."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+import compiled_autograd as ca
+from compiled_autograd.engine import backward
+from compiled_autograd.engine.call import Refused
+from compiled_autograd.policies import refusals
+from shadow_cache import unsupported
+from tests.helpers import assert_same, expect
+
+REASON = "unsupported(RuntimeError: view_fn not supported by compiled autograd)"
+
+
+@pytest.fixture
+def walks(monkeypatch: pytest.MonkeyPatch) -> list[object]:
+    """Grows by one with each tape that the engine is asked to walk."""
+    asked: list[object] = []
+    hand_over = backward.hand_over
+
+    def counted(call: Any, *others: Any) -> Any:
+        asked.append(call.outputs)
+        return hand_over(call, *others)
+
+    monkeypatch.setattr(backward, "hand_over", counted)
+    return asked
+
+
+def _refused(x: torch.Tensor) -> torch.Tensor:
+    """Writes into a view that sizes and strides do not describe."""
+    y = x * (1 + 1j)
+    torch.view_as_real(y).mul_(2)
+    return y.abs().sum()
+
+
+def _captured(x: torch.Tensor) -> torch.Tensor:
+    return x.exp().sum()
+
+
+def _run(session: ca.Session, times: int, loss_of: Any = _refused) -> None:
+    for _ in range(times):
+        x = torch.randn(4, requires_grad=True)
+        wanted = torch.autograd.grad(loss_of(x), x)
+        loss = loss_of(x)
+        with session:
+            assert_same(torch.autograd.grad(loss, x), wanted)
+
+
+def test_the_engine_is_asked_a_few_times_and_then_seldom(walks: list[object]) -> None:
+    session = ca.enable(backend="eager")
+    _run(session, 2 + refusals.TRIES + refusals.FIRST_SPACING)
+    assert len(walks) == refusals.TRIES + 1  # it was tried once more, after so many
+    expect(session.stats(), bypasses={REASON: 2 + refusals.TRIES + refusals.FIRST_SPACING})
+    assert session.last is not None and session.last.reasons[0].label == REASON
+    _run(session, 2 * refusals.FIRST_SPACING - 1)
+    assert len(walks) == refusals.TRIES + 1
+    _run(session, 2)
+    assert len(walks) == refusals.TRIES + 2
+
+
+def test_others_are_captured_beside_it(walks: list[object]) -> None:
+    session = ca.enable(backend="eager", tune=False)
+    for _ in range(20):
+        _run(session, 1)
+        _run(session, 1, _captured)
+    expect(session.stats(), structure_misses=1, hits=19, captures=1, bypasses={REASON: 20})
+    assert len(walks) <= refusals.TRIES + 20
+
+
+def test_what_was_captured_once_is_always_tried(walks: list[object]) -> None:
+    """Its nodes have the names of one that is refused."""
+
+    def pieces(x: torch.Tensor, retains: bool) -> torch.Tensor:
+        first, second = x.exp().unbind()
+        if retains:
+            second.retain_grad()  # the engine does not say of which of the two
+        return (first * second).sum()
+
+    def captured(x: torch.Tensor) -> torch.Tensor:
+        return pieces(x.view(2, 2), False)
+
+    def refused(x: torch.Tensor) -> torch.Tensor:
+        return pieces(x.view(2, 2), True)
+
+    session = ca.enable(backend="eager", tune=False, native=False)
+    _run(session, 1, captured)
+    _run(session, 10, refused)
+    _run(session, 3, captured)
+    (label,) = session.stats().bypasses
+    expect(session.stats(), structure_misses=1, hits=3, captures=1, bypasses={label: 10})
+    assert label.startswith("unsupported(")
+    assert len(walks) == 14
+
+
+def test_it_is_captured_once_it_can_be(monkeypatch: pytest.MonkeyPatch, walks: list[object]) -> None:
+    """The same names, refused at first: after a while it is asked for again."""
+    monkeypatch.setattr(refusals, "FIRST_SPACING", 4)
+    session = ca.enable(backend="eager", tune=False, native=False)
+    with monkeypatch.context() as planted:
+        planted.setattr(backward, "hand_over", lambda *_: Refused(unsupported("planted")))
+        _run(session, refusals.TRIES, _captured)
+    _run(session, 4, _captured)
+    assert not walks
+    _run(session, 3, _captured)
+    assert len(walks) == 3
+    expect(session.stats(), structure_misses=1, hits=2, captures=1, bypasses={"unsupported(planted)": 7})
+
+
+def test_who_wants_an_error_gets_one_each_time() -> None:
+    _run(ca.enable(backend="eager"), 10)
+    with ca.enable(backend="eager", on_unsupported="raise"):
+        for _ in range(10):
+            with pytest.raises(ca.UnsupportedBackwardError, match="view_fn"):
+                _refused(torch.randn(4, requires_grad=True)).backward()
+
+
+def test_a_mistake_of_the_users_is_no_refusal() -> None:
+    x = torch.randn(4, requires_grad=True)
+    with ca.enable(backend="eager"):
+        for _ in range(5):
+            with pytest.raises(RuntimeError, match="grad can be implicitly created"):
+                x.exp().backward()
+    assert not refusals.REFUSALS.active
+
+
+def test_a_reset_has_it_tried_again(walks: list[object]) -> None:
+    session = ca.enable(backend="eager")
+    _run(session, refusals.TRIES + 2)
+    ca.reset()
+    assert not refusals.REFUSALS.active
+    _run(session, 1)
+    assert len(walks) == refusals.TRIES + 1

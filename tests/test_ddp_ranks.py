@@ -1,4 +1,4 @@
-"""Every form of DDP over fifty steps in four processes, bit for bit as eager DDP; and ranks that are late or die.
+"""Every form of DDP over fifty steps in two and four processes, bit for bit as eager DDP; and ranks that are late.
 
 Gloo sums what four ranks have in an order that depends on where in a bucket it lies: with buckets of other contents or
 in another order, bits differ.
@@ -41,6 +41,7 @@ from .test_distributed import (
     static_after_one_step,
     with_batch_norm,
 )
+from .test_distributed import pair as pair
 
 RANKS, STEPS = 4, 50
 
@@ -104,11 +105,13 @@ def steady(rank: int, builds: Path, case: Case, tune: bool) -> Record:
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("ranks", ["pair", "four"])
 @pytest.mark.parametrize("name", [*FORMS, TUNED])
-def test_every_form_is_bit_for_bit_eagers(four: Pair, builds: Path, name: str) -> None:
+def test_every_form_is_bit_for_bit_eagers(request: pytest.FixtureRequest, builds: Path, name: str, ranks: str) -> None:
     """With ``tune``, each rank runs other backwards on eager than the others do."""
     case = replace(FORMS[name.removesuffix("_tuned")], steps=STEPS)
-    records = four.run(steady, builds, case, name == TUNED, seconds=300.0)
+    processes: Pair = request.getfixturevalue(ranks)
+    records = processes.run(steady, builds, case, name == TUNED, seconds=300.0)
     assert_as_eager(records)
     assert_averaged(records, case, low=name in HALVED)
     misses = 2 if case.batches > 1 or name in TWO_STRUCTURES else 1  # with .grad and without

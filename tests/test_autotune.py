@@ -49,9 +49,16 @@ def _defaults(warm: int) -> tuple[Any, ...]:
     )
 
 
+def _compute(seconds: float = 0.02) -> None:
+    """To sleep would be no time of the processor's."""
+    until = time.thread_time() + seconds
+    while time.thread_time() < until:
+        pass
+
+
 def _slow(graph_module: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
     def run(*arguments: Any) -> Any:
-        time.sleep(0.02)
+        _compute()
         return graph_module.forward(*arguments)
 
     return run
@@ -96,12 +103,32 @@ def test_what_is_done_around_a_hit_is_part_of_its_time(monkeypatch: pytest.Monke
     def slowly(self: Session, outcome: Any, *counts: Any) -> None:
         record(self, outcome, *counts)
         if outcome.outcome == "hit":
-            time.sleep(0.02)
+            _compute()
 
     monkeypatch.setattr(Session, "record", slowly)
     labels = _run(session, nn.Parameter(torch.randn(8)), 14)
     assert labels[4:9] == ["tuning", "hit", "tuning", "hit", "tuning"]
     assert labels[9:14] == ["not_worth_it"] * 5
+
+
+def test_what_others_on_the_machine_take_decides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where one thread computes, processor time is asked: here a hit waits, and computes little."""
+    monkeypatch.setattr(autotune, "MAX_TIME_RATIO", 50.0)
+    session, record = ca.enable(backend="eager", tune=True), Session.record
+
+    def waiting(self: Session, outcome: Any, *counts: Any) -> None:
+        record(self, outcome, *counts)
+        if outcome.outcome == "hit":
+            time.sleep(0.02)
+
+    monkeypatch.setattr(Session, "record", waiting)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    try:
+        labels = _run(session, nn.Parameter(torch.randn(8)), 14)
+    finally:
+        torch.set_num_threads(threads)
+    assert labels.count("tuning") == 3 and set(labels[9:]) == {"hit"}
 
 
 def test_a_fast_graph_stays(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -15,7 +15,7 @@ from ..diagnostics.bypass import OVER_BUDGET, reason_of_end
 from ..errors import UnsupportedBackwardError
 from ..native.library import Taken
 from ..policies.admission import ADMISSION, Tape
-from ..policies.autotune import AUTOTUNE, Trial
+from ..policies.autotune import AUTOTUNE, Trial, now
 from ..policies.refusals import REFUSALS, Refusal
 from ..settings import Settings
 from ..torch_api.version_differences import words_for_unused
@@ -43,6 +43,7 @@ def run(session: Session, call: Call) -> Any:
             return _left_to_eager(session, call, found, found.verdict)
         thread.here.streak = 0
     account = Account(session, settings)
+    began = 0.0 if call.trial is None else now()
     try:
         reason = decide(call, settings)
         if reason is not None:
@@ -60,7 +61,7 @@ def run(session: Session, call: Call) -> Any:
         interrupted(session, account.started, error, account)
         raise
     finally:
-        _ended(call, account)
+        _ended(call, account, began)
 
 
 def resume(
@@ -88,11 +89,11 @@ def resume(
         _ended(call, account)
 
 
-def _ended(call: Call, account: Account) -> None:
-    """What is left to do once it has."""
+def _ended(call: Call, account: Account, began: float = 0.0) -> None:
+    """What is left to do once it has; ``began`` is when it did where it is one of a trial, by what trials go by."""
     name_the_unnamed()  # before their parameters may go
     if call.timed is not None:
-        AUTOTUNE.took(call.timed, time.perf_counter() - account.started)
+        AUTOTUNE.took(call.timed, now() - began if call.trial else time.perf_counter() - account.started)
 
 
 def interrupted(session: Session, started: float, error: BaseException, account: Account | None = None) -> None:
@@ -192,7 +193,7 @@ def _refused(call: Call, account: Account, refused: Refused) -> Any:
         raise UnsupportedBackwardError(reason)
     if refused.miss is None and not (refused.mistake or refused.changed or call.create_graph):
         REFUSALS.refused(call.fingerprint(), settings, reason)
-    started = time.perf_counter()
+    started, began = time.perf_counter(), 0.0 if call.trial is None else now()
     try:
         results = eager(call)
     finally:
@@ -200,7 +201,7 @@ def _refused(call: Call, account: Account, refused: Refused) -> Any:
         if reason is OVER_BUDGET:
             ADMISSION.missed(call.known, call.taken_from)
     if call.trial is not None and AUTOTUNE.sent(reason):
-        AUTOTUNE.eager(call.trial, time.perf_counter() - started)
+        AUTOTUNE.eager(call.trial, now() - began)
     return results
 
 

@@ -16,6 +16,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch import distributed
 
 from shadow_cache import Bypass, Timing
 
@@ -80,6 +81,13 @@ class Trial:
             self.left = BACKWARDS_BEFORE_RETRIAL
             self.eager, self.compiled = [], []
         return timing
+
+
+def now() -> float:
+    """Seconds by what trials go by: the processor time of the thread where it computes alone, so that others on the
+    machine decide nothing; else the clock. What waits for other ranks is timed by the clock."""
+    alone = torch.get_num_threads() == 1 and not (distributed.is_available() and distributed.is_initialized())
+    return time.thread_time() if alone else time.perf_counter()
 
 
 class Autotune:

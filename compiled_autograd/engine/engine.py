@@ -144,9 +144,11 @@ def install() -> None:
 
 
 def _come_first(engine: Engine, fallback: Callable[..., Any], module: Module) -> FastPath:
-    """Have C++ called in the place of :meth:`Engine.run_backward`, which it calls for what it does not serve."""
+    """Have C++ called in the place of :meth:`Engine.run_backward`, which it calls for what it does not serve. Where
+    somebody else has put something there, that stays, and all goes through Python."""
     path = module.fast_path(fallback, backward.resume, backward.interrupted, thread, USES)
-    engine.run_backward = path  # type: ignore[method-assign]
+    if getattr(engine.run_backward, "__func__", None) is Engine.run_backward or hasattr(engine.run_backward, "served"):
+        engine.run_backward = path  # type: ignore[method-assign]
     return path
 
 

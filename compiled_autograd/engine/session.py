@@ -6,7 +6,7 @@ import os
 import threading
 import weakref
 from collections import Counter
-from dataclasses import asdict, dataclass, field, replace
+from dataclasses import asdict, dataclass, field
 from logging import INFO
 from pathlib import Path
 
@@ -112,16 +112,35 @@ class Session:
     def _latest(self) -> Outcome | None:
         """Of a hit of the fast path there is the structure and the seconds of walk and run, until somebody asks."""
         last = self._last
-        if isinstance(last, tuple):
-            graph, capture, run = last
-            last = self._last = Outcome(HIT, graph, (), {"capture": capture, "run": run})
-        return last
+        if not isinstance(last, tuple):
+            return last
+        graph, capture, run = last
+        outcome = Outcome(HIT, graph, (), {"capture": capture, "run": run})
+        if self._last is last:  # else another thread's backward came after it
+            self._last = outcome
+        return outcome
 
     def stats(self) -> Stats:
         """A copy of the counts so far."""
         self._count_left()
         with _RECORDING:
-            return replace(self._stats, bypasses=dict(self._stats.bypasses))
+            return self._counts()
+
+    def _counts(self) -> Stats:
+        """A copy. The fast path of another thread, which waits for nobody, comes in between at calls alone."""
+        now, bypasses = self._stats, dict(self._stats.bypasses)
+        return Stats(
+            now.backwards,
+            now.captures,
+            now.hits,
+            now.shape_misses,
+            now.structure_misses,
+            bypasses,
+            now.compiles,
+            now.compile_seconds,
+            now.loads,
+            now.failures,
+        )
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until nothing is being compiled in the background.
@@ -164,7 +183,7 @@ class Session:
 
         self._count_left()
         with _RECORDING:
-            stats, events, left_out = asdict(self._stats), self._steps.events(), self._steps.left_out
+            stats, events, left_out = asdict(self._counts()), self._steps.events(), self._steps.left_out
             latest = self._latest()
             last = None if latest is None else latest.graph
         graphs = self.graphs()

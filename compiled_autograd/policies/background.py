@@ -129,7 +129,10 @@ class Background:
 
     def reset_after_fork(self) -> None:
         """In a forked child the thread does not live on; what it had to do is met again."""
+        tapes = self._tapes  # the fast path asks this very one
+        tapes.clear()
         self.__init__()  # type: ignore[misc]
+        self._tapes = tapes
 
     def _work(self) -> None:
         while True:

@@ -22,6 +22,13 @@ def keep_from_dynamo(code: Any) -> None:
     eval_frame.set_code_exec_strategy(code, eval_frame._FrameExecStrategy(skip, skip))
 
 
+def questions_about_dynamo() -> list[tuple[Any, str | None, Any]]:
+    """What tells without Python that Dynamo does not look at frames of the calling thread, as it does in what a
+    function that ``torch.compile`` compiled runs as Python: it would at each that C++ calls, since no frame of ours is
+    around them that :func:`keep_from_dynamo` has it skip. As ``native.library.Question`` has them."""
+    return [(torch._C._dynamo.eval_frame.get_eval_frame_callback, None, None)]
+
+
 def not_compiled(function: _Function) -> _Function:
     """Have ``torch.compile`` run a function as it is, and break its graphs there rather than look into it
     (``InliningInstructionTranslator.check_inlineable`` in ``torch/_dynamo/symbolic_convert.py``, 2.13)."""

@@ -72,7 +72,7 @@ def questions_about_others() -> list[tuple[Any, str | None, Any]]:
     ``native.library.Question`` has them."""
     others = _others()
     if others is None:
-        return [(functools.partial(sys.modules.get, _OTHERS), None, sys.modules.get(_OTHERS))]
+        return [(functools.partial(sys.modules.get, _OTHERS), None, None)]  # does not hold while it is imported
     counter = others.COMPILE_COUNTER
     return [
         (others, "compiled_autograd_enabled", others.compiled_autograd_enabled),

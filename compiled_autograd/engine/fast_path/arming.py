@@ -29,6 +29,7 @@ from ...process_state import PROCESS
 from ...runtime.native_run import NativeRun
 from ...settings import Settings
 from ...threads.claims import CLAIMS
+from ...torch_api.dynamo import questions_about_dynamo
 from ...torch_api.op_registry import questions_about_others
 from ..call import KnownShapes
 from ..cuda.streams import STREAMS
@@ -83,6 +84,12 @@ class FastPaths:
         state = ambient.questions()
         if state is None or thread.here.depth or self.install is None:
             return
+        proves = settings.check is not False
+        asked = [*native.questions(proves), *_of_the_run(variant, native), *state]
+        # Another thread may have changed something since it ran: then these are answers for something else.
+        is_still = native.is_current() and native.is_usable(proves) and ambient.ambient() == variant.key.ambient
+        if not is_still:
+            return
         native.times_handed += 1
         if self._path is None or self._module is not shapes.module:
             self._path, self._module, self._handed = self.install(shapes.module), shapes.module, []
@@ -96,7 +103,7 @@ class FastPaths:
             reference,
             settings.tune,
             _before_the_walk(settings),
-            [*native.questions(settings.check is not False), *_of_the_run(variant, native), *state],
+            asked,
             shapes.hand_over,
             CLAIMS.none_needed,
             native.write,
@@ -117,6 +124,7 @@ class FastPaths:
 def _before_the_walk(settings: Settings) -> list[Question]:
     """What :func:`backward.run` asks while the tape is whole; of C++ itself there is more (``hit.cpp``)."""
     asked: list[Question] = [
+        *questions_about_dynamo(),
         *AUTOTUNE.questions(),
         *REFUSALS.questions(),
         (ADMISSION, "closed", False),

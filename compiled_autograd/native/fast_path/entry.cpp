@@ -35,6 +35,17 @@ struct Arguments {
 // The clock of `time.perf_counter`.
 double seconds() { return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count(); }
 
+// Whether there are gradients, and none is of the `vmap` of before `torch.func`: one may outlive it, so that the state
+// of the thread does not tell.
+bool are_plain(PyObject* gradients) {
+  if (!PyTuple_Check(gradients)) return false;
+  for (Py_ssize_t index = 0; index < PyTuple_GET_SIZE(gradients); ++index) {
+    const at::Tensor* gradient = tensor_in(PyTuple_GET_ITEM(gradients, index));
+    if (!gradient || gradient->key_set().has(c10::DispatchKey::Batched)) return false;
+  }
+  return true;
+}
+
 std::optional<Arguments> understood(PyObject* all, PyObject* by_name) {
   if (PyTuple_GET_SIZE(all) != 5 || !by_name || PyDict_GET_SIZE(by_name) != 2) return std::nullopt;
   if (PyDict_GetItemString(by_name, "accumulate_grad") != Py_True) return std::nullopt;
@@ -42,6 +53,7 @@ std::optional<Arguments> understood(PyObject* all, PyObject* by_name) {
   PyObject *keeps = PyTuple_GET_ITEM(all, 2), *creates = PyTuple_GET_ITEM(all, 3), *inputs = PyTuple_GET_ITEM(all, 4);
   if (!PyBool_Check(keeps) || creates != Py_False || !PyTuple_Check(inputs) || PyTuple_GET_SIZE(inputs))
     return std::nullopt;
+  if (!are_plain(PyTuple_GET_ITEM(all, 1))) return std::nullopt;
   return Arguments{{PyTuple_GET_ITEM(all, 0), PyTuple_GET_ITEM(all, 1)}, keeps == Py_True, all, by_name};
 }
 
@@ -122,16 +134,33 @@ class Run {
   PyObject *session_, *structure_, *variant_;
 };
 
+// The session is told of a backward that was ended before anything ran, by the error that is set, and stays so.
+void tell_of_end(const FastPathObject& path, PyObject* session, double started) {
+  ErrorKept error;
+  const Owned when(checked(PyFloat_FromDouble(started)));
+  const Owned told(
+      checked(PyObject_CallFunctionObjArgs(path.interrupted, session, when.get(), error.value(), nullptr)));
+}
+
 // The Taken, if the tape is that of a plan; null where it is another.
 Owned take(const FastPathObject& path, const FastHit& hit, const Arguments& given, PyObject* session, double started) {
   Owned taken(take_tape(*hit.plan, given.call, given.keeps));
   if (!taken) {
-    ErrorKept error;
-    const Owned when(checked(PyFloat_FromDouble(started)));
-    checked(PyObject_CallFunctionObjArgs(path.interrupted, session, when.get(), error.value(), nullptr));
+    tell_of_end(path, session, started);
     throw PythonError();
   }
   return is_taken(taken.get()) ? std::move(taken) : nullptr;
+}
+
+// The variant that a hit would run for a tape that was taken for another one of the same plan; null where it would not.
+Owned variant_of(
+    const FastPathObject& path, const FastHit& found, PyObject* structure, PyObject* session, double started) {
+  try {
+    return found.variant_to_run(structure);
+  } catch (const PythonError&) {
+    tell_of_end(path, session, started);
+    throw;
+  }
 }
 
 // What `run_backward` gives; null where the way through Python is to be taken, and the tape is whole. Throws
@@ -153,7 +182,8 @@ Owned serve(FastPathObject& path, const Arguments& given, double started) {
     const int shapes = shapes_of(taken.get());
     for (Py_ssize_t other = 0; other < PyTuple_GET_SIZE(hits.get()); ++other) {
       const FastHit& found = fast_hit_of(PyTuple_GET_ITEM(hits.get(), other));
-      const Owned variant = found.serves(hit, shapes) ? found.variant_to_run(structure.get()) : nullptr;
+      if (!found.serves(hit, shapes)) continue;
+      const Owned variant = variant_of(path, found, structure.get(), session.get(), started);
       if (!variant) continue;
       Run(path, found, session.get(), structure.get(), variant.get()).go(taken.get(), started);
       return Owned(checked(PyTuple_New(0)));

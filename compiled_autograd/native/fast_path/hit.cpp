@@ -71,10 +71,12 @@ const Names& names() {
 
 FastHit::FastHit(PyObject* arguments) {
   PyObject *plan_object, *program_object, *settings, *structure, *variant, *before, *after, *others[4];
+  int tunes;  // what "p" writes
   if (!PyArg_ParseTuple(
-          arguments, "OOiOOOpOOOOOO", &plan_object, &program_object, &shapes_, &settings, &structure, &variant, &tunes_,
+          arguments, "OOiOOOpOOOOOO", &plan_object, &program_object, &shapes_, &settings, &structure, &variant, &tunes,
           &before, &after, &others[0], &others[1], &others[2], &others[3]))
     throw PythonError();
+  tunes_ = tunes != 0;
   plan = plan_in(plan_object);
   program = program_in(program_object);
   if (!plan || !program || !PyWeakref_Check(structure) || !PyWeakref_Check(variant)) {
@@ -102,16 +104,13 @@ Owned FastHit::structure_to_walk() const {
   if (keys.included_.raw_repr() != keys_included_ || keys.excluded_.raw_repr() != keys_excluded_) return nullptr;
   Owned structure = referent(structure_);
   if (!structure || !is_at(structure.get(), names().evicted, Py_False)) return nullptr;
-  if (tunes_) {
-    const Owned variant = referent(variant_);
-    if (!variant || is_timed_next(variant.get())) return nullptr;
-  }
   return questions_[0].hold() ? std::move(structure) : nullptr;
 }
 
 Owned FastHit::variant_to_run(PyObject* structure) const {
   Owned variant = referent(variant_);
   if (!variant || !is_at(structure, names().saving, Py_None) || !has(structure, variant.get())) return nullptr;
+  if (tunes_ && is_timed_next(variant.get())) return nullptr;
   return questions_[1].hold() ? std::move(variant) : nullptr;
 }
 

@@ -38,6 +38,15 @@ def library_of(config: pytest.Config) -> Library:
     return library_in(Path(config.cache.mkdir("native")) / "builds")  # type: ignore[union-attr]
 
 
+def own_plans(config: pytest.Config, monkeypatch: pytest.MonkeyPatch) -> NativeHits:
+    """Those of one test, with the extension."""
+    hits = NativeHits()
+    hits.library = library_of(config)
+    for module in (backward, seam):
+        monkeypatch.setattr(module, "NATIVE_HITS", hits)
+    return hits
+
+
 def library_in(folder: Path) -> Library:
     """The one in a folder, as soon as it is built; skips where there can be none."""
     if "-Werror" not in native_library._FLAGS:  # type: ignore[attr-defined]

@@ -22,7 +22,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import compiled_autograd as ca
 from compiled_autograd.cache import graphs
-from compiled_autograd.engine import backward, seam
 from compiled_autograd.engine.cuda.streams import STREAMS
 from compiled_autograd.engine.fast_path.arming import FAST_PATH
 from compiled_autograd.engine.handles import KEPT
@@ -32,7 +31,7 @@ from compiled_autograd.policies.sketches import SKETCHES
 from compiled_autograd.steps.run_context import RunReport
 from compiled_autograd.threads.claims import CLAIMS
 
-from .both_walks import library_of
+from .both_walks import library_of, own_plans
 from .helpers import assert_same, in_subprocess, mlp
 
 Make = Callable[[int], torch.Tensor]
@@ -42,11 +41,7 @@ _UNTIL_FAST = 6
 
 @pytest.fixture
 def hits(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[NativeHits]:
-    hits = NativeHits()
-    hits.library = library_of(request.config)
-    for module in (backward, seam):
-        monkeypatch.setattr(module, "NATIVE_HITS", hits)
-    yield hits
+    yield own_plans(request.config, monkeypatch)
     ca.reset()
 
 

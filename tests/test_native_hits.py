@@ -20,7 +20,7 @@ from compiled_autograd.engine.native_hits import NativeHits
 from compiled_autograd.settings import resolve
 from compiled_autograd.threads.claims import Claim
 
-from .both_walks import Both, library_of
+from .both_walks import Both, library_of, own_plans
 from .helpers import assert_same, expect, mlp
 
 LEARNT_AFTER = 3
@@ -30,11 +30,7 @@ LEARNT_AFTER = 3
 @pytest.fixture
 def native(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[NativeHits]:
     """Plans of the test's own."""
-    hits = NativeHits()
-    hits.library = library_of(request.config)
-    for module in (backward, seam):
-        monkeypatch.setattr(module, "NATIVE_HITS", hits)
-    yield hits
+    yield own_plans(request.config, monkeypatch)
     ca.reset()
 
 

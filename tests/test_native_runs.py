@@ -21,15 +21,14 @@ import compiled_autograd as ca
 from backends.inductor.straight_line.straight_line import PROGRAM, StraightLine
 from compiled_autograd.cache import graphs
 from compiled_autograd.diagnostics import node_log, reporting
-from compiled_autograd.engine import backward, seam
+from compiled_autograd.engine import backward
 from compiled_autograd.engine.fast_path.arming import FAST_PATH
-from compiled_autograd.engine.native_hits import NativeHits
 from compiled_autograd.runtime import native_run
 from compiled_autograd.runtime.native_run import NativeRun
 from compiled_autograd.threads.claims import CLAIMS, Claim
 from compiled_autograd.threads.gate import GATE, take
 
-from .both_walks import library_of
+from .both_walks import own_plans
 from .helpers import assert_same, mlp
 
 Make = Callable[[int], torch.Tensor]
@@ -58,10 +57,8 @@ class Counted:
 
 @pytest.fixture
 def counted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[Counted]:
-    hits, counted = NativeHits(), Counted()
-    hits.library = library_of(request.config)
-    for module in (backward, seam):
-        monkeypatch.setattr(module, "NATIVE_HITS", hits)
+    own_plans(request.config, monkeypatch)
+    counted = Counted()
     run, write = NativeRun.run, native_run.write
 
     def count_run(*arguments: Any) -> None:

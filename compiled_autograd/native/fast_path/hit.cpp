@@ -15,9 +15,15 @@ PyTypeObject* fast_hit_type = nullptr;  // made with the module, which is made o
 
 // What a weak reference leads to; null where it is gone.
 Owned referent(const Owned& reference) {
+#if PY_VERSION_HEX >= 0x030D0000
+  PyObject* object;
+  if (PyWeakref_GetRef(reference.get(), &object) < 0) throw PythonError();
+  return Owned(object);
+#else
   PyObject* object = PyWeakref_GetObject(reference.get());
   if (!object) throw PythonError();
   return Owned(object == Py_None ? nullptr : Py_NewRef(object));
+#endif
 }
 
 bool is_at(PyObject* object, PyObject* name, PyObject* wanted) { return attribute(object, name).get() == wanted; }

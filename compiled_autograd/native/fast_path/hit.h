@@ -25,8 +25,7 @@ class FastHit {
 
   // While the tape is whole: the structure, if Python would have it walked with this plan; else null. Throws
   // PythonError.
-  // `decided`: the policies have decided in Python.
-  Owned structure_to_walk(bool decided) const;
+  Owned structure_to_walk() const;
   // Once it is taken: the variant, if its program would be run without more; else null. Throws PythonError.
   Owned variant_to_run(PyObject* structure) const;
 
@@ -41,7 +40,7 @@ class FastHit {
   bool tunes_;
   uint64_t keys_included_, keys_excluded_;  // of the thread, when Python has served it
   Owned plan_object_, program_object_, settings_, structure_, variant_;
-  std::vector<Questions> questions_;  // those of the policies, those before the walk, and those before the run
+  std::vector<Questions> questions_;  // those before the walk, and those before the run
 };
 
 // fast_hit(...) -> FastHit

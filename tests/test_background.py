@@ -53,6 +53,22 @@ def test_the_missing_step_runs_at_once_and_a_later_one_switches_over() -> None:
     expect(session.stats(), structure_misses=1, hits=3, captures=1, compiles=1)
 
 
+def test_what_a_step_of_another_session_has_compiled_meanwhile_stays() -> None:
+    """It was compiled again there, which failed, and the region's calls ran one by one from then on."""
+    beside, session = ca.enable(backend="eager", on_miss="background"), ca.enable(backend="eager")
+    model, reference = _twins()
+    x = torch.randn(4, 8)
+    with region_compiler.COMPILING:
+        _step(beside, model, reference, x)
+        _step(session, model, reference, x)
+    assert session.stats().compiles == 1 and beside.wait(60)
+    for _ in range(3):
+        _step(session, model, reference, x)
+    expect(session.stats(), shape_misses=1, hits=3, compiles=1)
+    (step,) = beside.graphs()[0].variants[0].regions
+    assert [len(each) for each in step.compiled.values()] == [1] and None not in step.compiled[()]
+
+
 class _Slow:
     """A backend that compiles when it is let."""
 

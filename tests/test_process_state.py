@@ -39,7 +39,6 @@ _COMPILES = "the thread's own, for the length of a compile"
 
 EXCEPTIONS = {
     "compiled_autograd/process_state.py": {"PROCESS": "others register with it", _FORK: "the one place"},
-    "compiled_autograd/settings.py": {"_the_one": _UNCHANGING},
     "compiled_autograd/cache/environment_key.py": {"versions": _UNCHANGING},
     "compiled_autograd/capture/view_writes.py": {"_place_of_function": _UNCHANGING},
     "compiled_autograd/ir/structure_keys.py": {"_device": _UNCHANGING},

@@ -208,6 +208,8 @@ def _compile(job: Job) -> None:
         if not _in_same_state(job):
             return
         with COMPILING, torch.no_grad():
+            if region_compiler.find(job.step, job.slots)[0]:  # a step of another session has compiled it meanwhile
+                return
             if not region_compiler.load(job.step, job.slots, context):
                 region_compiler.compile_region(job.step, job.slots, context, compile)
     except _OtherStateError:

@@ -36,7 +36,7 @@ from ..cuda.streams import STREAMS
 from ..handles import KEPT
 from ..session import thread
 
-_MAX_HITS = 8
+_MAX_HITS = 32
 """The largest number of hits that C++ knows; then the one that was handed to it first goes."""
 _MAX_TIMES = 64
 """So many times a program is handed to C++ at most: where answers change all the time, Python serves it."""

@@ -14,6 +14,8 @@ namespace native {
 
 namespace {
 
+constexpr size_t kMaxTried = 8;  // plans that a tape is compared with: _MAX_TRIED in engine/native_hits.py
+
 struct FastPathObject {
   PyObject_HEAD
   PyObject* hits;         // a list of FastHit, which Python changes
@@ -174,6 +176,7 @@ Owned serve(FastPathObject& path, const Arguments& given, double started) {
   for (Py_ssize_t index = 0; index < PyTuple_GET_SIZE(hits.get()); ++index) {
     const FastHit& hit = fast_hit_of(PyTuple_GET_ITEM(hits.get(), index));
     if (!hit.is_for(settings.get()) || std::find(tried.begin(), tried.end(), hit.plan) != tried.end()) continue;
+    if (tried.size() == kMaxTried) return nullptr;
     const Owned structure = hit.structure_to_walk();
     if (!structure) continue;
     tried.push_back(hit.plan);

@@ -105,7 +105,7 @@ def compare(
     return found
 
 
-QUICK = ("plain", "backward_prefetch", "no_sync", "mixed_precision", "checkpoint", "stepped_in_backward", "fsdp1")
+QUICK = ("plain", "no_sync", "checkpoint")
 
 
 @pytest.mark.parametrize(
@@ -149,7 +149,7 @@ def test_another_order_is_seen(pair: Pair) -> None:
 # ---- ways to run ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("alone", [0, 1])
+@pytest.mark.parametrize("alone", [0, pytest.param(1, marks=pytest.mark.slow)])
 def test_one_rank_alone_is_compiled(pair: Pair, alone: int) -> None:
     """Gloo matches what ranks communicate by order alone."""
     found = compare(pair, FORMS["no_sync"], (alone,))
@@ -164,6 +164,7 @@ def test_one_rank_misses_while_the_other_hits(pair: Pair) -> None:
     expect(misses.stats, structure_misses=1, shape_misses=3, hits=STEPS - 4)
 
 
+@pytest.mark.slow
 def test_sizes_that_change(pair: Pair) -> None:
     for each in compare(pair, replace(FORMS["checkpoint"], inputs=sizes)):
         expect(each.stats, structure_misses=1, shape_misses=1, hits=STEPS - 2)
@@ -175,7 +176,9 @@ def test_a_branch_that_is_used_in_turn(pair: Pair) -> None:
         expect(each.stats, structure_misses=2, hits=STEPS - 2)
 
 
-@pytest.mark.parametrize("name", ["plain", "checkpoint", "no_sync"])
+@pytest.mark.parametrize(
+    "name", ["plain", *(pytest.param(name, marks=pytest.mark.slow) for name in ("checkpoint", "no_sync"))]
+)
 def test_hits_that_the_extension_walks(pair: Pair, builds: Path, name: str) -> None:
     case = FORMS[name]
     misses = 2 if case.batches > 1 else 1
@@ -184,12 +187,14 @@ def test_hits_that_the_extension_walks(pair: Pair, builds: Path, name: str) -> N
         assert (each.native > STEPS // 2) == (name != "checkpoint")  # whose tensors are unpacked when they are needed
 
 
+@pytest.mark.slow
 def test_every_run_compared_with_the_real_calls(pair: Pair) -> None:
     """What is computed a second time communicates nothing."""
     for each in compare(pair, FORMS["no_sync"], check=True):
         expect(each.stats, structure_misses=2, hits=3 * STEPS - 2)
 
 
+@pytest.mark.slow
 def test_a_second_start_finds_it_in_the_store(pair: Pair, tmp_path: Path) -> None:
     (first, _), (second, other) = (compare(pair, FORMS["plain"], cache_dir=tmp_path / "store") for _ in range(2))
     assert first.stats.backwards == STEPS and first.stats.structure_misses <= 1  # the other rank may have been sooner

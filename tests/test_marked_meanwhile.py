@@ -344,7 +344,7 @@ def _compare_random(seeds: range, **settings: Any) -> None:
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5, msg=lambda m, s=seed: f"{s}: {m}")
 
 
-@pytest.mark.parametrize("check", [False, 2])
+@pytest.mark.parametrize("check", [pytest.param(False, marks=pytest.mark.slow), 2])
 def test_random_changes(check: Any) -> None:
     _compare_random(range(6), backend="aot_eager", check=check)
 

@@ -122,6 +122,7 @@ def _raises(rank: int, builds: Path) -> None:
             model(*own_batch(0, rank)).square().mean().backward()
 
 
+@pytest.mark.slow
 def test_an_exception_in_a_hook_of_one_rank_is_raised(pair: Pair, builds: Path) -> None:
     with pytest.raises(RankFailedError, match="of the user's"):
         pair.run(_raises, builds, seconds=20.0)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -102,8 +103,13 @@ def test_meanwhile_backwards_stay_with_the_eager_engine() -> None:
     assert session.last is not None and session.last.outcome == "hit"
 
 
-def test_what_is_compiled_in_another_state_than_it_is_for_is_given_up() -> None:
-    backend = _Slow()
+def test_what_is_compiled_in_another_state_than_it_is_for_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    backend, looks, looked = _Slow(), background._in_same_state, threading.Event()
+
+    def waits(job: background.Job) -> bool:
+        return looked.wait(60) and looks(job)
+
+    monkeypatch.setattr(background, "_in_same_state", waits)
     session = ca.enable(backend=backend, on_miss="background")
     model, reference = _twins()
     x = torch.randn(4, 8)
@@ -111,9 +117,9 @@ def test_what_is_compiled_in_another_state_than_it_is_for_is_given_up() -> None:
 
     before = torch.get_num_threads()
     try:
-        with background._IMPORTING:  # the thread waits for it before it looks
-            _step(session, model, reference, x)
-            torch.set_num_threads(other)
+        _step(session, model, reference, x)
+        torch.set_num_threads(other)
+        looked.set()
         backend.let.set()
         assert session.wait(60) and session.stats().compiles == 0
         torch.set_num_threads(before)
@@ -123,6 +129,31 @@ def test_what_is_compiled_in_another_state_than_it_is_for_is_given_up() -> None:
     finally:
         torch.set_num_threads(before)
     expect(session.stats(), structure_misses=1, shape_misses=1, hits=1, captures=1, compiles=1)
+
+
+def test_what_others_import_meanwhile_is_whole() -> None:
+    """Parts of Inductor that import one another, as its settings are where algorithms become deterministic."""
+    code = """
+import torch, compiled_autograd as ca
+net, x = torch.nn.Sequential(torch.nn.Linear(4, 3), torch.nn.Tanh(), torch.nn.Linear(3, 1)), torch.randn(5, 4)
+session = ca.enable(backend="inductor", on_miss="background", cache_dir=False, tune=False)
+def step():
+    net.zero_grad()
+    loss = net(x).sum()
+    with session:
+        loss.backward()
+step()
+torch.use_deterministic_algorithms(True)
+torch.use_deterministic_algorithms(False)
+step()  # what was lowered for another state is compiled again
+assert session.wait(300)
+step()
+step()
+assert session.stats().failures == 0 and session.stats().compiles == 1, session.stats()
+assert session.last.outcome == "hit"
+"""
+    result = in_subprocess(code, timeout=400)
+    assert result.returncode == 0, result.stderr
 
 
 def test_other_shapes_are_compiled_in_the_background_too() -> None:

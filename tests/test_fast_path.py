@@ -26,8 +26,6 @@ from compiled_autograd.engine.cuda.streams import STREAMS
 from compiled_autograd.engine.fast_path.arming import FAST_PATH
 from compiled_autograd.engine.handles import KEPT
 from compiled_autograd.engine.native_hits import NativeHits
-from compiled_autograd.policies.admission import ADMISSION
-from compiled_autograd.policies.sketches import SKETCHES
 from compiled_autograd.steps.run_context import RunReport
 from compiled_autograd.threads.claims import CLAIMS
 
@@ -160,13 +158,6 @@ def _streams() -> Iterator[None]:
         yield
 
 
-@contextmanager
-def _over_budget() -> Iterator[None]:
-    with _attribute(ADMISSION, "closed", True):
-        yield
-    SKETCHES.clear()
-
-
 STATES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "anomaly mode": lambda: torch.autograd.detect_anomaly(),
     "anomaly mode, no NaNs": lambda: torch.autograd.detect_anomaly(check_nan=False),
@@ -185,7 +176,6 @@ STATES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "no fill": lambda: _attribute(torch.utils.deterministic, "fill_uninitialized_memory", False),
     "others are on": _others_are_on,
     "others have captured": _others_have_captured,
-    "over budget": _over_budget,
     "profiler": torch.profiler.profile,
     "streams": _streams,
     "threads": lambda: _set(torch.set_num_threads, torch.get_num_threads() + 1, torch.get_num_threads()),
@@ -199,7 +189,8 @@ _FORGETTING = ("must forget", "others have captured", "others are on")
 
 @pytest.mark.parametrize("state", STATES)
 def test_another_state_goes_through_python(hits: NativeHits, net: tuple[Make, list[torch.Tensor]], state: str) -> None:
-    """And ends as it does there. As soon as the state is as it was, it is served again."""
+    """And ends as it does there. When the state is as it was, it is served again: by the second backward, since what
+    compiles sets some of Inductor's settings meanwhile, of which Python asks the first time."""
     make, leaves = net
     session = _session()
     if state == "matmul precision":  # once it was set, it is not unset again
@@ -217,8 +208,9 @@ def test_another_state_goes_through_python(hits: NativeHits, net: tuple[Make, li
         assert FAST_PATH.served == served and other.last is not None
         found.append((other.last.outcome == "bypass", other.stats().bypasses, other.stats().backwards))
         assert_same([leaf.grad for leaf in leaves], _eager(make, leaves, 0), bitwise=False, low=state == "autocast")
-        ran = _step(_session(), make, leaves, 1)
-        assert_same(ran, _eager(make, leaves, 1), bitwise=False)
+        for step in range(2):
+            served = FAST_PATH.served
+            assert_same(_step(_session(), make, leaves, step), _eager(make, leaves, step), bitwise=False)
         if not forgets and state not in _FORGETTING:
             assert FAST_PATH.served == served + 1
     assert found[0] == found[1]
@@ -426,17 +418,6 @@ def test_nothing_is_left_of_a_hit(hits: NativeHits, net: tuple[Make, list[torch.
         _step(session, make, leaves, 1)
     assert FAST_PATH.served == served + 3000
     assert max(abs(one - other) for one, other in zip(held(), before, strict=True)) < 300
-
-
-def test_tuning_goes_through_python(hits: NativeHits, net: tuple[Make, list[torch.Tensor]]) -> None:
-    """A variant is timed when its time has come, as if there were no fast path."""
-    make, leaves = net
-    session, served = _session(tune=True), FAST_PATH.served
-    for step in range(60):
-        assert_same(_step(session, make, leaves, step), _eager(make, leaves, step), bitwise=False)
-    stats = session.stats()
-    assert stats.bypasses["tuning"] == 7 and FAST_PATH.served > served
-    assert stats.hits + sum(stats.bypasses.values()) + stats.structure_misses == stats.backwards == 60
 
 
 # ---- all of it at once -----------------------------------------------------------------------------------------------

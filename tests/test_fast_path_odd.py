@@ -64,14 +64,15 @@ def test_ctrl_c_once_the_tape_is_taken(
 ) -> None:
     """The session is told, as by Python: nobody can run that tape again."""
     make, leaves = net
-    session, asked, raises = _session(), ambient._matmul_precision, False
+    session, asked, raises = _session(), ambient.chosen_settings, False
 
     def ask() -> str:
         if raises:
             raise KeyboardInterrupt
         return asked()
 
-    monkeypatch.setattr(ambient, "_matmul_precision", ask)
+    monkeypatch.setattr(ambient, "chosen_settings", ask)
+    monkeypatch.setattr(ambient, "questions_about_settings", lambda: [(ask, None, asked())])
     _until_fast(session, make, leaves)
     found = []
     for forgets in (False, True):

@@ -75,6 +75,20 @@ def chosen_settings() -> str:
     return _text(_hash())
 
 
+def questions_about_settings() -> list[tuple[Any, str | None, Any]]:
+    """What tells without Python that :func:`chosen_settings` would still give what it gives now: (function, None,
+    answer), where a call is to give something equal.
+
+    The module of settings keeps the hash, and whether something was set since it was made, in two variables of the
+    context (``ConfigModule.get_hash`` in ``torch/utils/_config_module.py``, 2.13).
+    """
+    chosen, config = chosen_settings(), sys.modules.get("torch._inductor.config")
+    is_dirty, digest = getattr(config, "_hash_dirty_var", None), getattr(config, "_hash_cache_var", None)
+    if _hash is None or is_dirty is None or digest is None or is_dirty.get() or not digest.get():
+        return [(chosen_settings, None, chosen)]
+    return [(is_dirty.get, None, False), (digest.get, None, digest.get())]
+
+
 @functools.lru_cache(256)
 def _text(digest: bytes) -> str:
     """What :func:`chosen_settings` says of the settings at hand, which have this hash of themselves."""

@@ -118,12 +118,18 @@ def before_capture(create_graph: bool, grads: Sequence[torch.Tensor | None], dep
     return DISPATCH_MODE if torch._C._len_torch_dispatch_stack() else None
 
 
+_tracing_context = functools.partial(getattr, torch._guards._TLS, "tracing_context", None)
+
+
 def questions() -> list[Question]:
     """What tells without Python that :func:`before_capture` has no reason, beside the keys of dispatch that are set for
     the thread: transforms of functions, ``jit.trace``, modes and inference mode each set some."""
+    threads_own = torch._guards._TLS
+    if not hasattr(threads_own, "tracing_context"):
+        threads_own.tracing_context = None  # as `tracing` leaves it: to find that it is not there takes long
     return [
         (torch.compiler, "_is_compiling_flag", False),
-        (functools.partial(getattr, torch._guards._TLS, "tracing_context", None), None, None),
+        (_tracing_context, None, None),
         (forward_ad, "_current_level", -1),
         (torch.is_inference_mode_enabled, None, False),
         (torch._C._len_torch_dispatch_stack, None, 0),

@@ -20,6 +20,7 @@ import torch
 from shadow_cache import Bypass, Failure, Miss, Timing, compile_counter
 
 from ..ir.partition import Region
+from ..native.library import Question
 from ..process_state import PROCESS
 
 REPEATS_BEFORE_WARNING = 8
@@ -73,6 +74,15 @@ def tell(outcome: str, reasons: Reasons, seconds: Mapping[str, float], compiles:
 
 logs_nodes = functools.partial(_log.isEnabledFor, logging.DEBUG)
 """Whether each node is to be shown as it runs; asked at each hit."""
+
+
+def questions_about_log() -> list[Question]:
+    """What tells without Python that :func:`logs_nodes` still says no: a logger keeps its answers until some level is
+    set (``Logger.isEnabledFor`` in ``logging/__init__.py``, 3.10 to 3.14)."""
+    kept = getattr(_log, "_cache", None)
+    if logs_nodes() or not isinstance(kept, dict):
+        return [(logs_nodes, None, False)]
+    return [(functools.partial(kept.get, logging.DEBUG), None, False)]
 
 
 def tell_decision(what: str, timing: Timing) -> None:

@@ -24,6 +24,7 @@ from .call import Call, HandedOver, RanInside, Refused, Results, Whole
 from .cuda.streams import STREAMS
 from .decide import decide, is_policy, look
 from .execution import execute, on_eager
+from .fast_path.arming import FAST_PATH
 from .native_hits import NATIVE_HITS
 from .seam import hand_over
 from .session import BYPASS, Outcome, Session, thread
@@ -51,7 +52,8 @@ def run(session: Session, call: Call) -> Any:
         if settings.check_every and CHECKS.may_be_next(settings):
             given = _whole(call, account)
         else:
-            given = NATIVE_HITS.hand_over(call, settings) or _engine_hands_over(call, settings, account)
+            known = FAST_PATH.serve(call, account) or NATIVE_HITS.hand_over(call, settings)
+            given = known or _engine_hands_over(call, settings, account)
         if isinstance(given, HandedOver):
             return _asked_for(call, execute(call, account, given))
         if isinstance(given, RanInside):

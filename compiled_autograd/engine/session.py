@@ -106,7 +106,7 @@ class Session:
     @property
     def last(self) -> Outcome | None:
         """What became of the last backward; None where there was none."""
-        self._count_left()
+        self.count_left()
         return self._latest()
 
     def _latest(self) -> Outcome | None:
@@ -122,7 +122,7 @@ class Session:
 
     def stats(self) -> Stats:
         """A copy of the counts so far."""
-        self._count_left()
+        self.count_left()
         with _RECORDING:
             return self._counts()
 
@@ -181,7 +181,7 @@ class Session:
 
         from ..report.session_report import session_report
 
-        self._count_left()
+        self.count_left()
         with _RECORDING:
             stats, events, left_out = asdict(self._counts()), self._steps.events(), self._steps.left_out
             latest = self._latest()
@@ -199,10 +199,10 @@ class Session:
             self.record(Outcome(BYPASS, reasons=(verdict,)))
             return
         with _RECORDING:
-            self._count_left()
+            self.count_left()
             self.left = _Left(verdict)
 
-    def _count_left(self) -> None:
+    def count_left(self) -> None:
         """Have those among the counts that :meth:`left_to_eager` was told of."""
         if self.left is None:
             return
@@ -221,7 +221,7 @@ class Session:
     def record(self, outcome: Outcome, captured: bool = False, compiles: int = 0, loads: int = 0) -> None:
         """Count one backward."""
         if self.left is not None:
-            self._count_left()
+            self.count_left()
         failures = [reason for reason in outcome.reasons if isinstance(reason, Failure)] if outcome.reasons else ()
         failed, kind = len(failures), outcome.outcome
         seconds = outcome.seconds.get("lower", 0.0) + outcome.seconds.get("compile", 0.0)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import _C
 
-from backends.inductor.environment import chosen_settings
+from backends.inductor.environment import chosen_settings, questions_about_settings
 
 from ..ir import nan_checks
 from ..native.library import Question
@@ -51,27 +51,29 @@ def ambient() -> Ambient:
 
 
 def questions() -> list[Question] | None:
-    """What tells without Python whether :func:`ambient` would still give what it gives now; None where autocast or
-    checks for NaNs are on, or CUDA is in use, of which there is more to ask."""
+    """What tells without Python whether :func:`ambient` would still give what it gives now, beside the keys of dispatch
+    that are set for the thread, of which autocast sets some; None where autocast or checks for NaNs are on, or CUDA is
+    in use, of which there is more to ask."""
     if _C._is_any_autocast_enabled() or torch.is_anomaly_enabled() or torch.cuda._initialized:
         return None
     asked: list[Callable[[], Any]] = [
-        _C._is_any_autocast_enabled,
         torch.is_anomaly_enabled,
-        functools.partial(getattr, torch.cuda, "_initialized"),
         _C._get_deterministic_algorithms,
         _C._get_deterministic_algorithms_warn_only,
         _C._get_deterministic_fill_uninitialized_memory,
         torch.get_default_dtype,
-        _matmul_precision,
+        _matmul_precision if _matmul_precision() == _MIXED else _C._get_float32_matmul_precision,
         *(functools.partial(_C._get_fp32_precision_getter, "mkldnn", each) for each in ("matmul", "conv", "rnn")),
         torch.get_num_threads,
-        chosen_settings,
         _C._get_mkldnn_enabled,
         _C._get_mkldnn_deterministic,
         _C._get_nnpack_enabled,
     ]
-    return [(each, None, each()) for each in asked]
+    return [
+        (torch.cuda, "_initialized", False),
+        *((each, None, each()) for each in asked),
+        *questions_about_settings(),
+    ]
 
 
 def compile_state(state: Ambient) -> Ambient:
@@ -97,7 +99,10 @@ def _matmul_precision() -> str:
     try:
         return _C._get_float32_matmul_precision()
     except RuntimeError:
-        return "mixed"
+        return _MIXED
+
+
+_MIXED = "mixed"
 
 
 def _cuda() -> Ambient:

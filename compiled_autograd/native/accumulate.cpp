@@ -17,29 +17,30 @@ bool is_plain(const at::Tensor& tensor) {
   return !is_of_a_subclass && tensor.layout() == at::kStrided && tensor.device().is_cpu();
 }
 
-// Whether Python would let the leaf have it as it is.
-bool can_keep(const Gift& gift) {
-  const at::Tensor &leaf = gift.leaf, &gradient = gift.gradient;
-  return gift.can_keep && !gradient.is_same(leaf) && is_plain(gradient) && gradient.sizes() == leaf.sizes() &&
+// Whether Python would let the leaf have it as it is, if it lies as the leaf wants it.
+bool can_keep(const at::Tensor& leaf, const at::Tensor& gradient) {
+  return !gradient.is_same(leaf) && is_plain(gradient) && gradient.sizes() == leaf.sizes() &&
          gradient.dtype() == leaf.dtype();
 }
 
 }  // namespace
 
-bool accumulate(const std::vector<Gift>& gifts) {
+bool accumulate(const std::vector<Gives>& gives, const variable_list& tensors, const variable_list& results) {
   size_t bytes = 0;
-  std::vector<at::Tensor> into, terms;
+  variable_list into, terms;
   std::unordered_set<const c10::TensorImpl*> distinct;
-  for (const Gift& gift : gifts) {
-    if (!gift.gradient.defined()) continue;
-    const at::Tensor& old = gift.leaf.grad();
+  for (const Gives& each : gives) {
+    if (each.result >= results.size()) throw std::runtime_error("a compiled region has given too few results");
+    const at::Tensor &leaf = tensors[each.leaf], &gradient = results[each.result];
+    if (!gradient.defined()) continue;
+    const at::Tensor& old = leaf.grad();
     if (old.defined()) {
-      if (!is_plain(old) || !is_plain(gift.gradient)) return false;
+      if (!is_plain(old) || !is_plain(gradient)) return false;
       bytes += old.nbytes();
       into.push_back(old);
-      terms.push_back(gift.gradient);
+      terms.push_back(gradient);
       if (!distinct.insert(old.unsafeGetTensorImpl()).second) return false;
-    } else if (!can_keep(gift)) {
+    } else if (!each.can_keep || !can_keep(leaf, gradient)) {
       return false;
     }
   }
@@ -48,9 +49,11 @@ bool accumulate(const std::vector<Gift>& gifts) {
     at::_foreach_add_(into, terms);
   else
     for (size_t index = 0; index < into.size(); ++index) into[index].add_(terms[index]);
-  for (const Gift& gift : gifts)
-    if (gift.gradient.defined() && !gift.leaf.grad().defined())
-      gift.leaf.mutable_grad() = gift.gradient.is_view() ? gift.gradient.variable_data() : gift.gradient;
+  for (const Gives& each : gives) {
+    const at::Tensor &leaf = tensors[each.leaf], &gradient = results[each.result];
+    if (gradient.defined() && !leaf.grad().defined())
+      leaf.mutable_grad() = gradient.is_view() ? gradient.variable_data() : gradient;
+  }
   return true;
 }
 

@@ -8,15 +8,15 @@
 
 namespace native {
 
-struct Gift {
-  const at::Tensor& leaf;
-  const at::Tensor& gradient;
+struct Gives {
+  size_t leaf;    // of some tensors
+  size_t result;  // of a program's results
   bool can_keep;  // it lies in memory of its own and as the leaf wants it
 };
 
 // Write all of it into `.grad` of leaves that are all others, as `steps/accumulate.py` does; or nothing, and false,
 // where that file has to do it: it knows more cases, and lets other threads run meanwhile. With grad mode off. Throws
 // what PyTorch's addition throws.
-bool accumulate(const std::vector<Gift>& gifts);
+bool accumulate(const std::vector<Gives>& gives, const variable_list& tensors, const variable_list& results);
 
 }  // namespace native

@@ -8,8 +8,10 @@
 
 #include "taken.cpp"
 
+#include "fast_path/readers.cpp"
 #include "fast_path/questions.cpp"
 #include "fast_path/hit.cpp"
+#include "fast_path/serve.cpp"
 #include "fast_path/entry.cpp"
 
 #include "module.cpp"

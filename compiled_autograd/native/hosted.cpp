@@ -1,5 +1,7 @@
 #include "hosted.h"
 
+#include "spare.h"
+
 #include <algorithm>
 
 #include <ATen/EmptyTensor.h>
@@ -16,27 +18,24 @@ at::Tensor result_in(PyObject* object) {
   return *tensor;
 }
 
-variable_list call(PyObject* function, variable_list arguments) {
+void call(PyObject* function, variable_list& arguments, variable_list& results) {
   Owned list(checked(PyList_New(static_cast<Py_ssize_t>(arguments.size()))));
   for (size_t index = 0; index < arguments.size(); ++index)
     PyList_SET_ITEM(list.get(), static_cast<Py_ssize_t>(index), checked(THPVariable_Wrap(arguments[index])));
   arguments.clear();  // the function lets go of them
   const Owned given(checked(PyObject_CallOneArg(function, list.get())));
-  const Owned results(checked(PySequence_Fast(given.get(), "a compiled region has given no sequence")));
-  variable_list found;
-  for (Py_ssize_t index = 0; index < PySequence_Fast_GET_SIZE(results.get()); ++index)
-    found.push_back(result_in(PySequence_Fast_GET_ITEM(results.get(), index)));
-  return found;
+  const Owned found(checked(PySequence_Fast(given.get(), "a compiled region has given no sequence")));
+  for (Py_ssize_t index = 0; index < PySequence_Fast_GET_SIZE(found.get()); ++index)
+    results.push_back(result_in(PySequence_Fast_GET_ITEM(found.get(), index)));
 }
 
 // The tensors of one run of a straight-line program, by slot: arguments first, then what the program has allocated to
 // give back.
 class Tensors {
  public:
-  explicit Tensors(variable_list arguments) : tensors_(std::move(arguments)) {}
+  Tensors(variable_list& arguments, variable_list& results) : tensors_(arguments), results_(results) {}
 
   straight_line::Host host() { return {this, address, allocate, object, drop, result}; }
-  variable_list results;
 
  private:
   static Tensors& of(void* self) { return *static_cast<Tensors*>(self); }
@@ -61,10 +60,11 @@ class Tensors {
 
   static void result(void* self, Py_ssize_t, Py_ssize_t slot, PyObject* object) {
     Tensors& all = of(self);
-    all.results.push_back(slot < 0 || object ? result_in(object) : all.tensors_[slot]);
+    all.results_.push_back(slot < 0 || object ? result_in(object) : all.tensors_[slot]);
   }
 
-  variable_list tensors_;
+  variable_list& tensors_;
+  variable_list& results_;
 };
 
 }  // namespace
@@ -82,30 +82,19 @@ HostedProgram::HostedProgram(PyObject* function, std::vector<size_t> arguments, 
     is_needed_later_.push_back(is_leaf(*index) || std::find(index + 1, arguments_.end(), *index) != arguments_.end());
 }
 
-variable_list HostedProgram::run(variable_list& tensors) const {
-  variable_list arguments;
-  arguments.reserve(arguments_.size());
+void HostedProgram::run(variable_list& tensors, variable_list& results) const {
+  SpareList arguments;
+  arguments->reserve(arguments_.size());
   for (size_t place = 0; place < arguments_.size(); ++place) {
     at::Tensor& tensor = tensors[arguments_[place]];
-    arguments.push_back(is_needed_later_[place] ? tensor : std::move(tensor));
+    arguments->push_back(is_needed_later_[place] ? tensor : std::move(tensor));
   }
   for (size_t index = 0; index < tensors.size(); ++index)
     if (!is_leaf(index)) tensors[index].reset();
-  if (!entry_) return call(function_.get(), std::move(arguments));
-  const auto count = static_cast<Py_ssize_t>(arguments.size());
-  Tensors all(std::move(arguments));
+  if (!entry_) return call(function_.get(), *arguments, results);
+  const auto count = static_cast<Py_ssize_t>(arguments->size());
+  Tensors all(*arguments, results);
   if (!entry_->run(entry_->program, count, all.host())) throw PythonError();
-  return std::move(all.results);
-}
-
-std::vector<Gift> HostedProgram::gifts(const variable_list& tensors, const variable_list& results) const {
-  std::vector<Gift> gifts;
-  gifts.reserve(gives_.size());
-  for (const Gives& each : gives_) {
-    if (each.result >= results.size()) throw std::runtime_error("a compiled region has given too few results");
-    gifts.push_back({tensors[each.leaf], results[each.result], each.can_keep});
-  }
-  return gifts;
 }
 
 }  // namespace native

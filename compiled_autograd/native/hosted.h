@@ -10,23 +10,15 @@
 
 namespace native {
 
-struct Gives {
-  size_t leaf;    // of the handover's tensors
-  size_t result;  // of the program's
-  bool can_keep;
-};
-
 class HostedProgram {
  public:
   // function: takes a list, which it empties, and gives a sequence. arguments: which of a handover's tensors it takes.
+  // gives: what leaves are to be given, which are among these tensors.
   HostedProgram(PyObject* function, std::vector<size_t> arguments, std::vector<Gives> gives);
 
-  // The program's results. Of the tensors, those that are arguments and no leaves are let go as they are not needed any
-  // more, and the others at once. Throws what the function does.
-  variable_list run(variable_list& tensors) const;
-
-  // What each leaf is to be given; as long as both lists are there.
-  std::vector<Gift> gifts(const variable_list& tensors, const variable_list& results) const;
+  // Appends the program's results. Of the tensors, those that are arguments and no leaves are let go as they are not
+  // needed any more, and the others at once. Throws what the function does.
+  void run(variable_list& tensors, variable_list& results) const;
 
   const std::vector<Gives>& gives() const { return gives_; }
   bool is_straight_line() const { return entry_ != nullptr; }

@@ -113,6 +113,25 @@ class FastPath(Protocol):
 
     def __call__(self, *arguments: Any, **named: Any) -> Any: ...
 
+    def serve(
+        self,
+        outputs: Sequence[Any],
+        gradients: Sequence[Any],
+        keep_graph: bool,
+        started: float,
+        is_timed: bool,
+    ) -> Any:
+        """The same for ``loss.backward()``, where Python has asked policies what they ask before.
+
+        Args:
+            started: when it was asked for, by ``time.perf_counter``.
+            is_timed: Python times what is run.
+
+        Returns:
+            The variant that has run it, and the seconds that it took in all; else what :meth:`Module.fast_hit` was
+            given as ``hand_over`` says of the tape, if that is taken; else None.
+        """
+
 
 class Module(Protocol):
     """The extension."""
@@ -128,8 +147,7 @@ class Module(Protocol):
         structure: weakref.ref[Any],
         variant: weakref.ref[Any],
         tunes: bool,
-        before: Sequence[Question],
-        after: Sequence[Question],
+        questions: tuple[Sequence[Question], Sequence[Question], Sequence[Question]],
         hand_over: Callable[[Taken], Any],
         may_write: Callable[[], bool],
         write: Callable[[list[torch.Tensor | None], list[torch.Tensor | None]], None],
@@ -140,7 +158,8 @@ class Module(Protocol):
         Args:
             shapes: the number that the plan has for them.
             tunes: a hit at which the variant may be timed is left to Python.
-            before: asked before the tape is walked; after: once it is taken.
+            questions: those of policies, which are not asked where Python has; those asked before the tape is walked;
+                and those asked once it is taken.
             hand_over: what it is in Python, where Python has to go on.
             may_write, write: of :meth:`Taken.run`: what is asked, and what is done with what it gives.
             counter: counts hits in its attribute of that name.

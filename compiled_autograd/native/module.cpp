@@ -193,8 +193,7 @@ PyObject* unlike(PyObject*, PyObject* arguments) {
 
 PyMethodDef functions[] = {
     {"fast_hit", new_fast_hit, METH_VARARGS,
-     "(plan, program, shapes, settings, structure, variant, tunes, before, after, hand_over, may_write, write, "
-     "counter) "
+     "(plan, program, shapes, settings, structure, variant, tunes, questions, hand_over, may_write, write, counter) "
      "-> FastHit."},
     {"fast_path", new_fast_path, METH_VARARGS, "(fallback, resume, interrupted, thread, uses) -> FastPath."},
     {"move_aside", move_aside, METH_O,

@@ -1,5 +1,7 @@
 #include "taken.h"
 
+#include "spare.h"
+
 #include <structmember.h>
 
 namespace native {
@@ -124,10 +126,11 @@ const HostedProgram* program_in(PyObject* object) {
 
 PyObject* run_taken(PyObject* taken, const HostedProgram& program, PyObject* may_write) {
   Handover found = std::exchange(reinterpret_cast<TakenObject*>(taken)->found, Handover());
-  variable_list results = program.run(found.tensors);
+  SpareList tensors(std::move(found.tensors)), results;
+  program.run(*tensors, *results);
   const Owned may(checked(PyObject_CallNoArgs(may_write)));  // from here on no other thread of Python comes in between
-  if (may.get() == Py_True && accumulate(program.gifts(found.tensors, results))) return Py_NewRef(Py_None);
-  const Owned given = list_of(results), leaves = list_of(found.tensors);
+  if (may.get() == Py_True && accumulate(program.gives(), *tensors, *results)) return Py_NewRef(Py_None);
+  const Owned given = list_of(*results), leaves = list_of(*tensors);
   return checked(PyTuple_Pack(2, given.get(), leaves.get()));
 }
 

@@ -1,6 +1,7 @@
 #include "walk.h"
 
 #include "members.h"
+#include "spare.h"
 
 #include <mutex>
 #include <typeinfo>
@@ -51,6 +52,7 @@ void Walk::begin(edge_list outputs, variable_list gradients) {
 }
 
 void Walk::expect(size_t tensors, size_t sizes, size_t scalars) {
+  if (!found_.tensors.capacity()) found_.tensors = SpareList::take();
   found_.tensors.reserve(tensors);
   found_.sizes.reserve(sizes);
   found_.scalars.reserve(scalars);

@@ -68,6 +68,7 @@ class Background:
         self._tapes: Counter[int] = Counter()
         self._submitted: set[tuple[int, tuple[Any, ...]]] = set()
         self._thread: threading.Thread | None = None
+        self._imported: set[str] = set()
 
     def busy_with(self, tape: int) -> bool:
         """Whether something of the tapes with this fingerprint is being compiled."""
@@ -91,7 +92,8 @@ class Background:
         ambient_state: Ambient,
         charge: Callable[[float], None] = lambda seconds: None,
     ) -> None:
-        """Have a region compiled for the values in hand, unless that is under way. Milliseconds.
+        """Have a region compiled for the values in hand, unless that is under way. Milliseconds, but the first time:
+        then the backend is imported.
 
         Args:
             tape: its fingerprint.
@@ -100,6 +102,10 @@ class Background:
         kind = program.region_compiler.kind(step, slots)
         if (id(step), kind) in self._submitted:
             return
+        backend = program.region_compiler.backend
+        if backend.name not in self._imported:
+            _import_first(backend)
+            self._imported.add(backend.name)
         needed = {*step.inputs, *(fresh.leaf for fresh in step.fresh)}
         stand_ins = [memoryless(value) if slot in needed else None for slot, value in enumerate(slots)]
         context = contextvars.copy_context()  # it has what the thread has set of Inductor's settings
@@ -170,23 +176,19 @@ def _yielding() -> Iterator[None]:
             sys.setswitchinterval(before)
 
 
-_IMPORTING = threading.RLock()
-"""Held while the thread imports: a child that is forked meanwhile would never get the locks of the modules."""
-PROCESS.register(
-    _IMPORTING,
-    before_fork=_IMPORTING.acquire,
-    after_fork_in_parent=_IMPORTING.release,
-    after_fork=_IMPORTING.release,
-)
-
-
 def _import_first(backend: Backend) -> None:
-    """Import what is imported when something is first traced."""
-    with _IMPORTING:
-        prepare_fake_tensors()
-        FakeTensorMode()
-        if backend.slow:
-            backend.decompositions()
+    """Import what is imported when something is first traced: in the thread that asks for it, which imports nothing
+    else meanwhile.
+
+    The modules of ``torch._dynamo`` and ``torch._inductor`` import one another. Of two threads that import some of them
+    at the same time one would get a module that is not finished, instead of waiting for ever
+    (``_ModuleLock.has_deadlock`` in ``importlib/_bootstrap.py``): and users' code may import some at any time, as
+    ``torch.use_deterministic_algorithms`` does.
+    """
+    prepare_fake_tensors()
+    FakeTensorMode()
+    if backend.slow:
+        backend.decompositions()
 
 
 class _OtherStateError(BaseException):
@@ -204,7 +206,6 @@ def _compile(job: Job) -> None:
         return made
 
     try:
-        _import_first(region_compiler.backend)
         if not _in_same_state(job):
             return
         with COMPILING, torch.no_grad():

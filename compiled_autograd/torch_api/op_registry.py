@@ -67,12 +67,15 @@ def captures_of_others() -> int:
     return 0 if others is None else int(repr(others.COMPILE_COUNTER).strip("count()"))
 
 
+_others_if_imported = functools.partial(sys.modules.get, _OTHERS)
+
+
 def questions_about_others() -> list[tuple[Any, str | None, Any]]:
     """What tells without Python that neither of these two has changed: pairs of a question and its answer now, as
     ``native.library.Question`` has them."""
     others = _others()
     if others is None:
-        return [(functools.partial(sys.modules.get, _OTHERS), None, None)]  # does not hold while it is imported
+        return [(_others_if_imported, None, None)]  # does not hold while it is imported
     counter = others.COMPILE_COUNTER
     return [
         (others, "compiled_autograd_enabled", others.compiled_autograd_enabled),

@@ -4,7 +4,9 @@ A hit that runs alone (:func:`execution.execute`) is decided in Python, by quest
 that they had the last time. Those questions go to C++ with their answers (``native/fast_path``), the hit's plan and
 its program. C++ then comes first in each ``run_backward``: where all answers are as they were and the tape is the
 plan's, it runs the program, and counts the hit. Anything else goes the way through Python, which stays the reference:
-before the tape is taken from its beginning, and after that from :func:`backward.resume` on.
+before the tape is taken from its beginning, and after that from :func:`backward.resume` on. Where policies have to
+look at the tape, as they do while one is on trial, or was found to be better left to eager, they do it in Python, and
+C++ serves what they let go on (:meth:`FastPaths.serve`).
 """
 
 from __future__ import annotations
@@ -18,20 +20,22 @@ import torch
 from ...cache.graphs import CompiledGraph
 from ...cache.variants import Variant
 from ...diagnostics import bypass
-from ...diagnostics.reporting import logs_nodes
+from ...diagnostics.reporting import questions_about_log
 from ...guards import ambient
 from ...native.library import FastHit, FastPath, Module, Question
 from ...policies.admission import ADMISSION
 from ...policies.autotune import AUTOTUNE
 from ...policies.background import BACKGROUND
 from ...policies.refusals import REFUSALS
+from ...policies.sketches import SKETCHES
 from ...process_state import PROCESS
 from ...runtime.native_run import NativeRun
 from ...settings import Settings
 from ...threads.claims import CLAIMS
 from ...torch_api.dynamo import questions_about_dynamo
 from ...torch_api.op_registry import questions_about_others
-from ..call import KnownShapes
+from ..account import Account
+from ..call import Call, HandedOver, KnownShapes, RanInside
 from ..cuda.streams import STREAMS
 from ..handles import KEPT
 from ..session import thread
@@ -65,6 +69,7 @@ class FastPaths:
     _path: FastPath | None = None
     _module: Module | None = None
     _handed: list[_Handed] = field(default_factory=list)
+    _before: list[Question] = field(default_factory=list)
 
     @property
     def served(self) -> int:
@@ -102,8 +107,7 @@ class FastPaths:
             weakref.ref(graph),
             reference,
             settings.tune,
-            _before_the_walk(settings),
-            asked,
+            (_of_policies(settings), self._before_the_walk(), asked),
             shapes.hand_over,
             CLAIMS.none_needed,
             native.write,
@@ -111,6 +115,39 @@ class FastPaths:
         )
         others = [each for each in self._handed if each.settings is not settings or each.variant() is not variant]
         self._keep([_Handed(hit, settings, reference), *others[: _MAX_HITS - 1]])
+
+    def serve(self, call: Call, account: Account) -> HandedOver | RanInside | None:
+        """Have C++ serve a backward that policies have looked at, which is why it did not.
+
+        Returns:
+            What it was found to be, if it is not run yet. None: the tape is whole.
+        """
+        path = self._path
+        if path is None or not path.hits or not _is_left_to_policies(account.settings):
+            return None
+        if call.inputs or call.create_graph or not call.accumulate_grad:
+            return None
+        account.session.count_left()
+        is_timed = call.trial is not None
+        try:
+            given = path.serve(call.outputs, call.grads, call.keep_graph, account.started, is_timed)
+        except BaseException:
+            account.told = True
+            raise
+        if not isinstance(given, tuple):
+            return given
+        account.told = True
+        variant, seconds = given
+        if account.settings.tune:
+            call.timed = AUTOTUNE.hit(variant, seconds, call.fingerprint)
+        return RanInside(())
+
+    def _before_the_walk(self) -> list[Question]:
+        """See :func:`_before_the_walk`: one list as long as it is the same, so that C++ asks once for all hits."""
+        asked = _before_the_walk()
+        if asked != self._before:
+            self._before = asked
+        return self._before
 
     def _gone(self, reference: weakref.ref[Variant]) -> None:
         self._keep([each for each in self._handed if each.variant is not reference])
@@ -121,19 +158,27 @@ class FastPaths:
             self._path.hits[:] = [each.hit for each in handed]
 
 
-def _before_the_walk(settings: Settings) -> list[Question]:
-    """What :func:`backward.run` asks while the tape is whole; of C++ itself there is more (``hit.cpp``)."""
-    asked: list[Question] = [
+def _is_left_to_policies(settings: Settings) -> bool:
+    """Whether C++ does not come first, since a policy may have to look at the tape."""
+    others = AUTOTUNE.active or REFUSALS.active or ADMISSION.closed or bool(SKETCHES.known)
+    return others or (settings.on_miss == "background" and BACKGROUND.busy)
+
+
+def _of_policies(settings: Settings) -> list[Question]:
+    """What tells the same without Python."""
+    asked: list[Question] = [*AUTOTUNE.questions(), *REFUSALS.questions(), (ADMISSION, "closed", False)]
+    return asked + (BACKGROUND.questions() if settings.on_miss == "background" else [])
+
+
+def _before_the_walk() -> list[Question]:
+    """What :func:`backward.run` asks besides while the tape is whole; of C++ itself there is more (``hit.cpp``)."""
+    return [
         *questions_about_dynamo(),
-        *AUTOTUNE.questions(),
-        *REFUSALS.questions(),
-        (ADMISSION, "closed", False),
         *bypass.questions(),
         (STREAMS, "in_use", False),
         (KEPT, "must_forget", False),
         *questions_about_others(),
     ]
-    return asked + (BACKGROUND.questions() if settings.on_miss == "background" else [])
 
 
 def _of_the_run(variant: Variant, native: NativeRun) -> list[Question]:
@@ -141,7 +186,7 @@ def _of_the_run(variant: Variant, native: NativeRun) -> list[Question]:
     return [
         (variant.native, "current", native),
         (torch.autograd._profiler_enabled, None, False),
-        (logs_nodes, None, False),
+        *questions_about_log(),
     ]
 
 

@@ -76,11 +76,11 @@ const Names& names() {
 }
 
 FastHit::FastHit(PyObject* arguments) {
-  PyObject *plan_object, *program_object, *settings, *structure, *variant, *before, *after, *others[4];
+  PyObject *plan_object, *program_object, *settings, *structure, *variant, *questions[3], *others[4];
   int tunes;  // what "p" writes
   if (!PyArg_ParseTuple(
-          arguments, "OOiOOOpOOOOOO", &plan_object, &program_object, &shapes_, &settings, &structure, &variant, &tunes,
-          &before, &after, &others[0], &others[1], &others[2], &others[3]))
+          arguments, "OOiOOOp(OOO)OOOO", &plan_object, &program_object, &shapes_, &settings, &structure, &variant,
+          &tunes, &questions[0], &questions[1], &questions[2], &others[0], &others[1], &others[2], &others[3]))
     throw PythonError();
   tunes_ = tunes != 0;
   plan = plan_in(plan_object);
@@ -98,26 +98,29 @@ FastHit::FastHit(PyObject* arguments) {
   may_write.reset(Py_NewRef(others[1]));
   write.reset(Py_NewRef(others[2]));
   counter.reset(Py_NewRef(others[3]));
-  questions_.emplace_back(before);
-  questions_.emplace_back(after);
+  policies_ = Questions(questions[0]);
+  before_ = Questions(questions[1]);
+  before_list_.reset(Py_NewRef(questions[1]));
+  after_ = Questions(questions[2]);
   const c10::impl::LocalDispatchKeySet keys = c10::impl::tls_local_dispatch_key_set();
   keys_included_ = keys.included_.raw_repr();
   keys_excluded_ = keys.excluded_.raw_repr();
 }
 
-Owned FastHit::structure_to_walk() const {
+Owned FastHit::structure_to_walk(const FastHit* asked) const {
   const c10::impl::LocalDispatchKeySet keys = c10::impl::tls_local_dispatch_key_set();
   if (keys.included_.raw_repr() != keys_included_ || keys.excluded_.raw_repr() != keys_excluded_) return nullptr;
   Owned structure = referent(structure_);
   if (!structure || !is_at(structure.get(), names().evicted, Py_False)) return nullptr;
-  return questions_[0].hold() ? std::move(structure) : nullptr;
+  const bool are_asked = asked && asked->before_list_.get() == before_list_.get();
+  return are_asked || before_.hold() ? std::move(structure) : nullptr;
 }
 
-Owned FastHit::variant_to_run(PyObject* structure) const {
+Owned FastHit::variant_to_run(PyObject* structure, bool is_timed) const {
   Owned variant = referent(variant_);
   if (!variant || !is_at(structure, names().saving, Py_None) || !has(structure, variant.get())) return nullptr;
-  if (tunes_ && is_timed_next(variant.get())) return nullptr;
-  return questions_[1].hold() ? std::move(variant) : nullptr;
+  if (tunes_ && !is_timed && is_timed_next(variant.get())) return nullptr;
+  return after_.hold() ? std::move(variant) : nullptr;
 }
 
 PyObject* new_fast_hit(PyObject*, PyObject* arguments) {

@@ -23,24 +23,32 @@ class FastHit {
     return plan == other.plan && is_for(other.settings_.get()) && shapes_ == shapes;
   }
 
+  // Whether a policy would look at the tape before it is walked, which Python sees to. Throws PythonError.
+  bool is_left_to_policies() const { return !policies_.hold(); }
   // While the tape is whole: the structure, if Python would have it walked with this plan; else null. Throws
   // PythonError.
-  Owned structure_to_walk() const;
+  //
+  // asked: another one whose questions were asked just now, and had their answers; or null.
+  Owned structure_to_walk(const FastHit* asked) const;
   // Once it is taken: the variant, if its program would be run without more; else null. Throws PythonError.
-  Owned variant_to_run(PyObject* structure) const;
+  //
+  // is_timed: Python times what is run.
+  Owned variant_to_run(PyObject* structure, bool is_timed) const;
 
   Plan* plan;
   const HostedProgram* program;
   // Functions of Python: what goes on with a tape that was taken and is not run here; what asks whether leaves may be
   // written; what writes those that C++ leaves. And what counts hits.
   Owned hand_over, may_write, write, counter;
+  mutable const FastHit* next = nullptr;  // what served the backward after this one's: it may be gone
 
  private:
   int shapes_;
   bool tunes_;
   uint64_t keys_included_, keys_excluded_;  // of the thread, when Python has served it
   Owned plan_object_, program_object_, settings_, structure_, variant_;
-  std::vector<Questions> questions_;  // those before the walk, and those before the run
+  Questions policies_, before_, after_;  // those of policies, those before the walk, and those before the run
+  Owned before_list_;                    // one object, where they are the same as another hit's
 };
 
 // fast_hit(...) -> FastHit

@@ -2,29 +2,49 @@
 
 namespace native {
 
+namespace {
+
+// An error that is set says that a question has not its answer, unless it is one that a step does not go on after.
+void forget_error() {
+  if (!PyErr_Occurred()) return;
+  if (!PyErr_ExceptionMatches(PyExc_Exception)) throw PythonError();
+  PyErr_Clear();
+}
+
+}  // namespace
+
 Questions::Questions(PyObject* sequence) {
   const Owned list(checked(PySequence_Fast(sequence, "a sequence of questions is wanted")));
   for (Py_ssize_t index = 0; index < PySequence_Fast_GET_SIZE(list.get()); ++index) {
     PyObject *object, *name, *answer;
     if (!PyArg_ParseTuple(PySequence_Fast_GET_ITEM(list.get(), index), "OOO", &object, &name, &answer))
       throw PythonError();
-    questions_.push_back({Owned(Py_NewRef(object)), Owned(Py_NewRef(name)), Owned(Py_NewRef(answer))});
+    Question question{Owned(Py_NewRef(object)), Owned(Py_NewRef(name)), Owned(Py_NewRef(answer)), Reader(), 0};
+    const Reader reader = name == Py_None ? Reader::of(object) : Reader();
+    if (reader) {
+      question.read = reader();
+      // Else it has another answer now, or another thread has just changed what is read: Python is asked.
+      if (holds_in_python(question) && reader() == question.read) question.reader = reader;
+      forget_error();
+    }
+    questions_.push_back(std::move(question));
   }
 }
 
 bool Questions::hold() const {
   for (const Question& question : questions_) {
     if (holds(question)) continue;
-    if (PyErr_Occurred()) {
-      if (!PyErr_ExceptionMatches(PyExc_Exception)) throw PythonError();
-      PyErr_Clear();
-    }
+    forget_error();
     return false;
   }
   return true;
 }
 
 bool Questions::holds(const Question& question) {
+  return question.reader ? question.reader() == question.read : holds_in_python(question);
+}
+
+bool Questions::holds_in_python(const Question& question) {
   if (question.name.get() != Py_None) {
     const Owned found(PyObject_GetAttr(question.object.get(), question.name.get()));
     return found.get() == question.answer.get();

@@ -3,7 +3,7 @@
 
 #pragma once
 
-#include "../python.h"
+#include "readers.h"
 
 #include <vector>
 
@@ -14,6 +14,7 @@ class Questions {
   // A sequence of tuples: (object, name, answer), where the attribute is that very object; (function, None, answer),
   // where a call without arguments gives something equal. Throws PythonError.
   explicit Questions(PyObject* sequence);
+  Questions() = default;
 
   // Whether each has its answer. One that raises has not; what a step does not go on after, such as Ctrl-C, is thrown.
   bool hold() const;
@@ -21,8 +22,11 @@ class Questions {
  private:
   struct Question {
     Owned object, name, answer;
+    Reader reader;  // in the place of a call
+    int64_t read;   // what that says while the call has its answer
   };
   static bool holds(const Question& question);
+  static bool holds_in_python(const Question& question);
 
   std::vector<Question> questions_;
 };

@@ -1,0 +1,49 @@
+// A backward that one of the known hits may serve: found, run and counted as Python would.
+
+#pragma once
+
+#include "../calls.h"
+#include "hit.h"
+
+#include <chrono>
+
+namespace native {
+
+// The clock of `time.perf_counter`.
+inline double seconds() {
+  return std::chrono::duration<double>(std::chrono::steady_clock::now().time_since_epoch()).count();
+}
+
+// What a `FastPath` of Python's knows.
+struct FastPathState {
+  PyObject* hits;         // a list of FastHit, which Python changes
+  PyObject* fallback;     // the way through Python
+  PyObject* resume;       // the same, once the tape is taken
+  PyObject* interrupted;  // told of a backward that was ended before anything ran
+  PyObject* thread;       // what is a thread's own
+  PyObject* uses;         // counts what is used
+  Py_ssize_t served;
+  const FastHit* last;  // what served last: it may be gone
+};
+
+// How it was asked for.
+struct Asked {
+  Call call;
+  bool keeps;
+  double started;       // when, by the clock of `time.perf_counter`
+  bool after_policies;  // Python has asked what policies ask before
+  bool is_timed;        // Python times what is run
+};
+
+// What became of it.
+struct Served {
+  Owned session;           // null where nothing here can serve the thread
+  Owned variant;           // it has run it,
+  double seconds = 0;      // and it took so many in all
+  Owned taken, hand_over;  // else, where the tape is taken: what it held, and what says what that is in Python
+};
+
+// Throws PythonError; then the session knows of it.
+Served serve(FastPathState& path, const Asked& asked);
+
+}  // namespace native

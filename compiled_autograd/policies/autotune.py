@@ -25,7 +25,7 @@ from ..diagnostics.node_names import title
 from ..diagnostics.reporting import tell_decision
 from ..native.library import Question
 from ..process_state import PROCESS
-from .sketches import SKETCHES, Known
+from .sketches import SKETCHES, Known, still_holds
 
 SAMPLES_PER_SIDE = 7
 """Backwards that are timed each way."""
@@ -115,10 +115,7 @@ class Autotune:
         trial = self._trials.get((fingerprint, settings))
         if trial is None or trial.verdict is None:
             return trial
-        if before is not None and before.found is trial:
-            trial.left -= before.used
-        if trial.left > 0:
-            trial.left -= 1
+        if still_holds(trial, before):
             return trial
         # Where its variant went, it is compiled again, and timed when it has served for a while.
         again = None if trial.held() is None else Trial(trial.key, trial.held)

@@ -16,7 +16,7 @@ from ..native.library import Question
 from ..process_state import PROCESS
 from ..settings import Settings
 from .admission import ADMISSION
-from .sketches import SKETCHES, Known
+from .sketches import SKETCHES, Known, still_holds
 
 TRIES = 3
 """Refusals of one tape before it is left to eager."""
@@ -67,10 +67,7 @@ class Refusals:
         refusal = self._refusals.get((fingerprint, settings.key))
         if refusal is None or refusal.verdict is None:
             return None
-        if before is not None and before.found is refusal:
-            refusal.left -= before.used
-        if refusal.left > 0:
-            refusal.left -= 1
+        if still_holds(refusal, before):
             return refusal
         refusal.verdict = None
         SKETCHES.forget()

@@ -57,6 +57,16 @@ class Known:
         return self.given - self.left
 
 
+def still_holds(found: Found, before: Known | None) -> bool:
+    """Whether a verdict holds for one more backward, which is counted; and so are those since the last look, where
+    ``before``, what the tape's sketch has led to until now, was that verdict."""
+    if before is not None and before.found is found:
+        found.left -= before.used
+    holds = found.left > 0
+    found.left -= holds
+    return holds
+
+
 UNKNOWN = PROCESS.register(Known(None))
 """What is taken for what a sketch has led to that has led to nothing yet."""
 UNKNOWN.left = 0

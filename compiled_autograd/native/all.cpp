@@ -12,4 +12,7 @@
 #include "fast_path/hit.cpp"
 #include "fast_path/entry.cpp"
 
+#include "own_loop/tape_in_order.cpp"
+#include "own_loop/loop.cpp"
+
 #include "module.cpp"

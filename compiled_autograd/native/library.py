@@ -165,6 +165,12 @@ class Module(Protocol):
             uses: numbers of uses, by which it is known what was used least recently.
         """
 
+    def in_own_loop(
+        self, outputs: Sequence[Any], gradients: Sequence[Any], keep_graph: bool
+    ) -> tuple[torch.Tensor, torch.Tensor] | str:
+        """A number and its gradient. The backward of the number on the eager engine is that of the outputs, run without
+        the engine's queue; it can be run once. The reason where the engine is to run it itself."""
+
     def learn(
         self,
         outputs: Sequence[Any],

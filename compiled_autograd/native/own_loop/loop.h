@@ -1,0 +1,15 @@
+// A backward without the engine's queue: the nodes of a plain tape one after the other, inside of one call of a node by
+// the engine. So all that depends on the engine is as it is under it: the task that is under way, the state of the
+// thread, warnings, errors, a backward inside of another one.
+
+#pragma once
+
+#include "../calls.h"
+
+namespace native {
+
+// (outputs, gradients, keep_graph) -> (number, gradient): the backward of the number is that of the outputs, once. The
+// reason where the engine is to run it itself.
+PyObject* in_own_loop(PyObject*, PyObject* arguments);
+
+}  // namespace native

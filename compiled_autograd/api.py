@@ -51,8 +51,8 @@ def enable(**settings: Any) -> Session:
             without it, the engine walks: with True from the first hit on; with None, the default, once a process had a
             hundred hits, and where ``cache_dir`` is not False.
         own_loop: whether what is left to eager is run by the extension, which calls the same nodes in the same order
-            without the engine's queue, where all of them are PyTorch's own functions on the CPU and have no hooks. The
-            extension is then built at the first of them.
+            without the engine's queue: on the CPU, where no custom function of C++ is among them. The extension is then
+            built at the first of them.
         progress: whether a line says what is being compiled once a backward has waited for 2 seconds: None where
             somebody looks (a terminal, a notebook), on the first rank; True also writes lines to pipes and files; False
             never.

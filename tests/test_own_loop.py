@@ -399,9 +399,6 @@ def test_checkpoints() -> None:
     _compare(make)
 
 
-# ---- what is left to the engine -------------------------------------------------------------------------------------
-
-
 def _hooked(register: Callable[[torch.Tensor, torch.Tensor], Any]) -> Case:
     def make() -> tuple[Any, list[torch.Tensor]]:
         x = _leaf(3)
@@ -412,16 +409,214 @@ def _hooked(register: Callable[[torch.Tensor, torch.Tensor], Any]) -> Case:
     return make
 
 
-REFUSED: dict[str, Case] = {
+def _retained() -> tuple[Any, list[torch.Tensor]]:
+    x = _leaf(3)
+    y = x.exp()
+    y.retain_grad()
+    y.register_hook(lambda gradient: gradient * 2)
+    return y.sin(), [x, y]
+
+
+def _in_python_and_out() -> tuple[Any, list[torch.Tensor]]:
+    x, y = _leaf(3), _leaf(3)
+    z = Squares.apply(x * y) + Squares.apply(y)
+    z[:2].copy_((x * x)[:2])
+    return Squares.apply(z).sum() + z.sin().sum(), [x, y]
+
+
+def _reentrant() -> tuple[Any, list[torch.Tensor]]:
+    layer, x = nn.Linear(3, 3), _leaf(2, 3)
+    return checkpoint(lambda x: layer(x).tanh(), x, use_reentrant=True), [x, *layer.parameters()]
+
+
+CALLED: dict[str, Case] = {
     "hook of a tensor": _hooked(lambda x, y: y.register_hook(lambda gradient: gradient * 2)),
     "hook of a leaf": _hooked(lambda x, y: x.register_hook(lambda gradient: gradient * 2)),
-    "hook of a node": _hooked(lambda x, y: y.grad_fn.register_hook(lambda given, taken: None)),  # type: ignore[union-attr]
-    "prehook of a node": _hooked(lambda x, y: y.grad_fn.register_prehook(lambda taken: None)),  # type: ignore[union-attr]
-    "retain_grad": _hooked(lambda x, y: y.retain_grad()),
-    "hook after a leaf": _hooked(lambda x, y: x.register_post_accumulate_grad_hook(lambda leaf: None)),
-    "function of Python": lambda: (lambda x: (Squares.apply(x), [x]))(_leaf(3)),
-    "write by a function of Python": lambda: (lambda x: ((x * 1)[:2].copy_(Squares.apply(x)[:2]), [x]))(_leaf(3)),
+    "hook of a node": _hooked(lambda x, y: y.grad_fn.register_hook(lambda given, taken: (given[0] * taken[0],))),  # type: ignore[union-attr]
+    "prehook of a node": _hooked(lambda x, y: y.grad_fn.register_prehook(lambda taken: (taken[0] + 1,))),  # type: ignore[union-attr]
+    "hook after a leaf": _hooked(lambda x, y: x.register_post_accumulate_grad_hook(_doubles)),
+    "retain_grad": _retained,
+    "functions of Python": _in_python_and_out,
 }
+
+
+def _doubles(leaf: torch.Tensor) -> None:
+    assert leaf.grad is not None
+    leaf.grad.mul_(2)
+
+
+@pytest.mark.parametrize("case", CALLED)
+@pytest.mark.parametrize("keep", [False, True])
+def test_users_code_that_is_called(case: str, keep: bool) -> None:
+    _compare(CALLED[case], retain_graph=keep)
+
+
+def test_reentrant_checkpoints() -> None:
+    session = _session()
+    wanted, found = _left(_reentrant, contextlib.nullcontext(), 2, 0), _left(_reentrant, session, 2, 0)
+    assert all(map(_same, found, wanted))
+    assert session.stats().own_loop == session.stats().backwards == 4
+
+
+def test_hooks_over_several_gradients() -> None:
+    """They ask the engine how many of the nodes will run."""
+
+    def run(around: Any) -> list[Any]:
+        called: list[Any] = []
+        x, y = torch.ones(3, requires_grad=True), torch.ones(3, requires_grad=True)
+        first, second, unused = x.exp(), (x * y).sin(), y.cos()
+        torch.autograd.graph.register_multi_grad_hook((first, second, unused), called.append)
+        loss = (first * second).sum()
+        with around:
+            loss.backward()
+        return [*called[0], x.grad, y.grad]
+
+    session = _session()
+    wanted, found = run(contextlib.nullcontext()), run(session)
+    assert all(map(_same, found, wanted)) and session.stats().own_loop == 1
+
+
+class _Asks(torch.autograd.Function):
+    """Asks about the backward that is under way."""
+
+    answers: list[Any]
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        engine = torch.autograd.Variable._execution_engine
+        current = torch._C._current_autograd_node()
+        inner = torch.ones(2, requires_grad=True)
+        with torch.enable_grad():
+            inside = inner.exp().sum()
+        names: list[str] = []
+        inside.grad_fn.register_prehook(lambda taken: names.append(torch._C._current_autograd_node().name()))
+        inside.backward()
+        _Asks.answers += [
+            current is ctx,
+            names,
+            torch._C._current_graph_task_id() != -1,
+            torch._C._autograd._get_current_graph_task_keep_graph(),
+            torch._C._will_engine_execute_node(ctx),
+            torch._C._will_engine_execute_node(inside.grad_fn),
+            engine.is_checkpoint_valid(),
+            torch.is_grad_enabled(),
+            ctx.needs_input_grad,
+        ]
+        engine.queue_callback(lambda: _Asks.answers.append("end"))
+        return gradient
+
+
+@pytest.mark.parametrize("keep", [False, True])
+def test_answers_are_the_engines(keep: bool) -> None:
+    def run(around: Any) -> list[Any]:
+        _Asks.answers = []
+        x = torch.ones(3, requires_grad=True)
+        y = x.exp()
+        y.register_hook(lambda gradient: _Asks.answers.append(torch._C._current_autograd_node().name()))
+        loss = _Asks.apply(y).sum()
+        with around:
+            loss.backward(retain_graph=keep)
+        return [*_Asks.answers, torch._C._current_autograd_node()]
+
+    session = _session()
+    wanted, found = run(contextlib.nullcontext()), run(session)
+    assert found == wanted and wanted[0] is True and wanted[-2] == "end"
+    assert session.stats().own_loop == 2
+
+
+def test_what_python_raises() -> None:
+    class Raises(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor, how: str) -> torch.Tensor:
+            ctx.how = how
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+            if ctx.how == "raises":
+                raise KeyError("mine")
+            return (torch.ones(7), None) if ctx.how == "shape" else (gradient,)
+
+    for how in ("raises", "shape", "number"):
+
+        def run(around: Any, how: str = how) -> Any:
+            x = torch.ones(3, requires_grad=True)
+            loss = Raises.apply(x, how).exp().sum()
+            with around:
+                return _error(loss.backward)
+
+        session = _session()
+        assert run(session) == run(contextlib.nullcontext()) and session.stats().own_loop == 1
+
+
+def test_ctrl_c_is_raised() -> None:
+    def interrupt(gradient: torch.Tensor) -> None:
+        raise KeyboardInterrupt
+
+    x = torch.ones(3, requires_grad=True)
+    y = x.exp()
+    y.register_hook(interrupt)
+    with _session() as session, pytest.raises(KeyboardInterrupt):
+        y.sum().backward()
+    assert session.stats().own_loop == 1
+
+
+def test_a_deep_pile_of_backwards() -> None:
+    """The engine has threads for backwards inside one another, and so have these."""
+
+    class Nested(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor, depth: int) -> torch.Tensor:
+            ctx.depth = depth
+            return x.clone()
+
+        @staticmethod
+        def backward(ctx: Any, gradient: torch.Tensor) -> Any:
+            if ctx.depth:
+                with torch.enable_grad():
+                    Nested.apply(w * 1, ctx.depth - 1).sum().backward()
+            return gradient, None
+
+    w = torch.ones(2, requires_grad=True)
+    session = _session()
+    with session:
+        Nested.apply(w * 1, 80).sum().backward()
+    assert w.grad is not None and w.grad.tolist() == [81.0, 81.0]
+    assert session.stats().own_loop > 0
+
+
+# ---- what is left to the engine -------------------------------------------------------------------------------------
+
+
+def _node_of_a_leaf() -> tuple[Any, list[torch.Tensor]]:
+    x = _leaf(3)
+    y = x.exp()
+    assert y.grad_fn is not None
+    y.grad_fn.next_functions[0][0].register_hook(lambda given, taken: None)  # type: ignore[union-attr]
+    return y, [x]
+
+
+REFUSED: dict[str, Case] = {
+    "hook of a leaf's node": _node_of_a_leaf,
+    "write by a function of Python": lambda: (lambda x: (_SquaresInPlace.apply((x * 1)[:2]), [x]))(_leaf(3)),
+}
+
+
+class _SquaresInPlace(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x.clone())
+        ctx.mark_dirty(x)
+        return x.mul_(x)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        (x,) = ctx.saved_tensors
+        return 2 * x * gradient
 
 
 @pytest.mark.parametrize("case", REFUSED)
@@ -449,8 +644,10 @@ def test_refused_calls() -> None:
             x.exp().sum().backward()
         with _Passes():
             x.exp().sum().backward()
+        with torch.autograd.set_multithreading_enabled(False):
+            x.exp().sum().backward()
     assert any("ExpBackward0" in event.name for event in profile.events())
-    assert session.stats().own_loop == 0 and session.stats().backwards == 6
+    assert session.stats().own_loop == 0 and session.stats().backwards == 7
     with _session(own_loop=False) as session:
         x.exp().sum().backward()
     with _session(native=False) as other:

@@ -171,6 +171,9 @@ class Module(Protocol):
         """A number and its gradient. The backward of the number on the eager engine is that of the outputs, run without
         the engine's queue; it can be run once. The reason where the engine is to run it itself."""
 
+    def node_in_own_loop(self) -> Any:
+        """The node that runs, where the innermost backward of the calling thread is such a one; else None."""
+
     def learn(
         self,
         outputs: Sequence[Any],

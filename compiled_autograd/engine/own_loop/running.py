@@ -1,12 +1,13 @@
 """Runs a backward that is left to eager: on the eager engine, or with ``own_loop=True`` node by node in the extension.
 
-There the nodes of a plain tape are the same, in the same order, and so is each number that comes of them. What is not
-there is the engine's queue, and the state of the thread that it sets for each node. The engine calls it all as one node
-of its own (``native/own_loop/loop.h``): what depends on the engine is as ever.
+There the nodes of a tape are the same, in the same order, and so is each number that comes of them. What is not there
+is the engine's queue, and the state of the thread that it sets for each node. The engine calls it all as one node of
+its own (``native/own_loop/loop.h``): what depends on the engine is as ever, but for the node that is under way.
 """
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -34,7 +35,7 @@ def in_own_loop(
     allow_unreachable: bool,
     accumulate_grad: bool,
 ) -> Any:
-    """The same as :func:`on_eager`, without the engine's queue where the tape is plain and all leaves are asked for."""
+    """As :func:`on_eager`, without the engine's queue where all leaves are asked for and the tape allows it."""
     session = here.stack[-1]
     assert session is not None
     if accumulate_grad and not inputs and not create_graph:
@@ -44,6 +45,19 @@ def in_own_loop(
             number, gradient = made
             return on_eager(here, (number,), (gradient,), keep_graph, False, (), allow_unreachable, True)
     return on_eager(here, outputs, grads, keep_graph, create_graph, inputs, allow_unreachable, accumulate_grad)
+
+
+def answering(original: Callable[[], Any]) -> Callable[[], Any]:
+    """``torch._C._current_autograd_node``, to which the engine alone would answer with the node that stands for all."""
+
+    @functools.wraps(original)
+    def function() -> Any:
+        library = NATIVE_HITS.library
+        module = None if library is None else library.module(build=False)
+        node = None if module is None else module.node_in_own_loop()
+        return original() if node is None else node
+
+    return function
 
 
 def _number(

@@ -12,6 +12,12 @@
 #include <c10/core/impl/LocalDispatchKeySet.h>
 #include <torch/csrc/autograd/anomaly_mode.h>
 #include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/graph_task.h>
+
+// Declared here for the reason that contract.h gives: torch/csrc/autograd/python_cpp_function.h.
+namespace torch::autograd {
+PyObject* functionToPyObject(const native::NodePtr& node);
+}  // namespace torch::autograd
 
 namespace native {
 
@@ -60,26 +66,28 @@ class ThreadState {
   at::ThreadLocalState all_;
 };
 
-// Hooks that were registered since the tape was read, by users' code that a node calls. As `call_tensor_pre_hooks`,
-// `call_pre_hooks` and `call_post_hooks` (engine.cpp, 2.13).
-variable_list before(Node& node, variable_list gradients) {
+// As `call_function` (engine.cpp, 2.13). Hooks may have been registered since the tape was read.
+variable_list call_with_hooks(Node& node, variable_list gradients, bool keep_graph) {
   for (const auto& hook : node.tensor_pre_hooks()) gradients = (*hook)(gradients);
   for (const auto& [index, hook] : node.retains_grad_hooks()) gradients = (*hook)(gradients);
   for (const auto& hook : node.pre_hooks()) gradients = (*hook)(gradients);
-  return gradients;
-}
-
-variable_list call(Node& node, variable_list gradients) {
-  if (node.post_hooks().empty()) return node(std::move(gradients));
-  const variable_list given = gradients;
+  if (!keep_graph) node.will_release_variables();
+  const bool had_post_hooks = !node.post_hooks().empty();
+  variable_list given;  // a leaf reckons with this second owner where there are hooks
+  if (had_post_hooks) given = gradients;
   variable_list results = node(std::move(gradients));
+  torch::autograd::validate_outputs(node.next_edges(), results, [&](const std::string& message) {
+    return "Function " + node.name() + " returned an " + message;
+  });
   for (const auto& hook : node.post_hooks()) results = (*hook)(results, given);
   return results;
 }
 
 class Loop {
  public:
-  Loop(const TapeInOrder& tape, bool keep_graph) : tape_(tape), keep_graph_(keep_graph), inputs_(tape.inputs()) {
+  // current: always has the node that runs.
+  Loop(const TapeInOrder& tape, bool keep_graph, Node*& current)
+      : tape_(tape), keep_graph_(keep_graph), current_(current), inputs_(tape.inputs()) {
     for (uint32_t index = tape.leaves_begin(); index + 1 < tape.places().size(); ++index)
       waits_for_.push_back(tape.places()[index].edges_to_it);
   }
@@ -100,12 +108,9 @@ class Loop {
     Node& node = *place.node;
     const auto begin = inputs_.begin() + place.first_input;
     const auto end = inputs_.begin() + tape_.places()[index + 1].first_input;
-    variable_list gradients = before(node, {std::make_move_iterator(begin), std::make_move_iterator(end)});
-    if (!keep_graph_) node.will_release_variables();
-    variable_list results = call(node, std::move(gradients));
-    torch::autograd::validate_outputs(node.next_edges(), results, [&](const std::string& message) {
-      return "Function " + node.name() + " returned an " + message;
-    });
+    current_ = &node;
+    variable_list results =
+        call_with_hooks(node, {std::make_move_iterator(begin), std::make_move_iterator(end)}, keep_graph_);
     if (!keep_graph_) node.release_variables();
     state_.keep();
     return results;
@@ -133,6 +138,7 @@ class Loop {
 
   const TapeInOrder& tape_;
   const bool keep_graph_;
+  Node*& current_;
   const ThreadState state_;
   variable_list inputs_;
   std::vector<uint32_t> waits_for_;  // of each leaf: for so many edges
@@ -145,14 +151,26 @@ struct RunsLoop : Node {
   variable_list apply(variable_list&&) override {
     TORCH_CHECK(!has_run, "a backward without the engine's queue runs once");
     has_run = true;
-    Loop(tape, keep_graph).run(std::move(gradients));
+    if (tape.calls_users_code()) show_nodes();
+    Loop(tape, keep_graph, current).run(std::move(gradients));
+    current = nullptr;
     return {};
+  }
+
+  // To those who ask the engine whether it will run a node, as hooks over several gradients do.
+  void show_nodes() const {
+    const std::unordered_set<Node*>* shown = torch::autograd::get_current_graph_task_nodes_in_graph();
+    TORCH_CHECK(shown, "a backward without the engine's queue runs inside of the engine");
+    auto& nodes = const_cast<std::unordered_set<Node*>&>(*shown);
+    for (const TapeInOrder::Place& place : tape.places())
+      if (place.node) nodes.insert(place.node);
   }
 
   edge_list roots;  // own the tape
   variable_list gradients;
   TapeInOrder tape;
   bool keep_graph, has_run = false;
+  Node* current = nullptr;
 };
 
 // What the engine does for each node, and only where somebody wants it.
@@ -162,7 +180,10 @@ void refuse_onlookers() {
     if (at::getStepCallbacksUnlessEmpty(scope).has_value()) throw Refused{"a profiler looks on"};
   const c10::impl::LocalDispatchKeySet keys = c10::impl::tls_local_dispatch_key_set();
   if (!(keys.included_ - c10::default_included_set).empty()) throw Refused{"a mode or a transform is on"};
-  if (c10::AutogradState::get_tls_state().get_inference_mode()) throw Refused{"inference mode"};
+  const c10::AutogradState state = c10::AutogradState::get_tls_state();
+  if (state.get_inference_mode()) throw Refused{"inference mode"};
+  // Then users' code may ask for the order in which nodes will run.
+  if (!state.get_multithreading_enabled()) throw Refused{"multithreading is off"};
 }
 
 }  // namespace
@@ -182,6 +203,15 @@ PyObject* in_own_loop(PyObject*, PyObject* arguments) {
     const Owned gradient(checked(THPVariable_Wrap(at::zeros({}))));
     torch::autograd::impl::set_gradient_edge(number, Edge(NodePtr(std::move(made)), 0));
     return checked(PyTuple_Pack(2, Owned(checked(THPVariable_Wrap(number))).get(), gradient.get()));
+  });
+}
+
+PyObject* node_in_own_loop(PyObject*, PyObject*) {
+  return or_error([]() -> PyObject* {
+    const NodePtr running = torch::autograd::get_current_node();
+    const auto* loop = running ? dynamic_cast<const RunsLoop*>(running.get()) : nullptr;
+    if (!loop || !loop->current) return Py_NewRef(Py_None);
+    return checked(torch::autograd::functionToPyObject(loop->current->getptr()));
   });
 }
 

@@ -14,16 +14,17 @@ using torch::autograd::AccumulateGrad;
 using torch::autograd::CopyBackwards;
 using torch::autograd::CopySlices;
 
-enum class Kind : uint8_t { kOther, kPlain, kLeaf, kWrite };
+enum class Kind : uint8_t { kOther, kPlain, kLeaf, kWrite, kPython };
 
-// PyTorch's generated functions (torch/csrc/autograd/generated/Functions.h, 2.13) ask the engine for nothing. Custom
-// functions, of C++ and of Python, are in other namespaces.
+// PyTorch's generated functions (torch/csrc/autograd/generated/Functions.h, 2.13) ask the engine for nothing, and those
+// of Python in Python, where they are answered. Custom functions of C++ are in other namespaces.
 Kind find_kind(const Node& node) {
   if (typeid(node) == typeid(AccumulateGrad)) return Kind::kLeaf;
   if (typeid(node) == typeid(CopySlices)) return Kind::kWrite;
   if (typeid(node) == typeid(CopyBackwards)) return Kind::kPlain;
-  constexpr std::string_view kGenerated = "N5torch8autograd9generated";  // as GCC and clang write it
-  return std::string_view(typeid(node).name()).starts_with(kGenerated) ? Kind::kPlain : Kind::kOther;
+  const std::string_view name = typeid(node).name();  // as GCC and clang write it
+  if (name == "N5torch8autograd6PyNodeE") return Kind::kPython;
+  return name.starts_with("N5torch8autograd9generated") ? Kind::kPlain : Kind::kOther;
 }
 
 // By class, since names take as long to compare as all else that is asked of a node.
@@ -47,19 +48,19 @@ bool is_on_cpu(const Node& node) {
   return true;
 }
 
-// Gives whether it is a leaf.
-bool check(Node& node) {
+// Gives what it is. Hooks of a leaf's node are most often those of a reducer in C++, which asks for the engine itself.
+Kind check(Node& node) {
   const Kind kind = kind_of(node);
-  if (kind == Kind::kOther) throw Refused{node.name() + " is no function of PyTorch's own"};
-  if (has_hooks(node)) throw Refused{node.name() + " has hooks"};
+  if (kind == Kind::kOther) throw Refused{node.name() + " is no function of PyTorch's own, nor of Python"};
   if (!is_on_cpu(node)) throw Refused{node.name() + " is not on the CPU"};
   if (kind == Kind::kWrite) {
     Node* inner = static_cast<CopySlices&>(node).fn.get();  // none, once it was freed
-    if (inner && (kind_of(*inner) != Kind::kPlain || has_hooks(*inner)))
-      throw Refused{inner->name() + " is no plain function of PyTorch's own"};
+    if (inner && kind_of(*inner) != Kind::kPlain)
+      throw Refused{inner->name() + ", which writes into a view, is no function of PyTorch's own"};
   }
-  if (kind == Kind::kLeaf && node.tensor_post_acc_grad_hooks()) throw Refused{"a leaf has hooks"};
-  return kind == Kind::kLeaf;
+  if (kind == Kind::kLeaf && (!node.post_hooks().empty() || !node.pre_hooks().empty()))
+    throw Refused{"the node of a leaf has hooks"};
+  return kind;
 }
 
 }  // namespace
@@ -88,7 +89,9 @@ void TapeInOrder::find_order() {
   made.reserve(seen_.size());
   for (uint32_t number = 0; number < seen_.size(); ++number) {
     Node& node = *seen_[number];
-    if (check(node))
+    const Kind kind = check(node);
+    calls_users_code_ |= kind == Kind::kPython || has_hooks(node) || node.tensor_post_acc_grad_hooks();
+    if (kind == Kind::kLeaf)
       leaves.push_back(number);
     else
       made.emplace_back(node.sequence_nr(), number);

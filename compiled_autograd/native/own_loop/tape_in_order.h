@@ -1,4 +1,4 @@
-// A plain tape, its nodes in the order in which the engine runs them.
+// A tape, its nodes in the order in which the engine runs them.
 //
 // Of the nodes that are ready the engine takes the one that was made last (`CompareNodeTaskTime`, engine.cpp, 2.13).
 // Where each edge leads to a node that was made before, the one that was made last of all that have not run is ready:
@@ -35,6 +35,7 @@ class TapeInOrder {
   const std::vector<Target>& targets() const { return targets_; }
   const std::vector<Target>& roots() const { return roots_; }
   uint32_t inputs() const { return inputs_; }
+  bool calls_users_code() const { return calls_users_code_; }  // of saved tensors it is not known
 
  private:
   void see(Node* node);
@@ -45,6 +46,7 @@ class TapeInOrder {
   std::vector<Place> places_;
   std::vector<Target> targets_, roots_;
   uint32_t leaves_begin_ = 0, inputs_ = 0;
+  bool calls_users_code_ = false;
 
   // While it is read.
   Numbers numbers_;

@@ -92,8 +92,8 @@ class KnowsLastRoot(Protocol):
 
 def sketch(outputs: Ends, inputs: Ends, thread: KnowsLastRoot) -> Hashable:
     """What the first root says of a tape: its kind, and how many nodes the thread has made for it: those since the last
-    tape that was asked for its sketch, by the number of tapes that they were for. None for a leaf or no output at all. In
-    a loop, tapes of one structure have one sketch, but not only they."""
+    tape that was asked for its sketch, by the number of tapes that they were for. None for a leaf or no output. In a
+    loop, tapes of one structure have one sketch, but not only they."""
     if not outputs:
         return None
     output = outputs[0]

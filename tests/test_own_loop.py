@@ -29,7 +29,8 @@ Case = Callable[[], tuple[Any, Sequence[torch.Tensor]]]
 
 @pytest.fixture(autouse=True)
 def extension(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """It is there."""
+    """It is there, and used for the smallest tapes too."""
+    monkeypatch.setattr(running, "LEAST_NODES", 0)
     monkeypatch.setattr(running, "NATIVE_HITS", own_plans(request.config, monkeypatch))
     yield
     ca.reset()
@@ -656,6 +657,20 @@ def test_refused_calls() -> None:
     with _session() as session:
         x.exp().sum().backward()
     assert session.stats().own_loop == 1
+
+
+def test_small_tapes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They take the engine less."""
+    monkeypatch.setattr(running, "LEAST_NODES", 5)
+    session = _session()
+    for operators in (2, 3, 4):  # and one sum, one leaf
+        x = torch.ones(3, requires_grad=True)
+        y = x
+        for _ in range(operators):
+            y = y.sin()
+        with session:
+            y.sum().backward()
+    assert session.stats().own_loop == 2
 
 
 def test_nodes_of_two_threads() -> None:

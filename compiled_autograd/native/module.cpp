@@ -211,7 +211,8 @@ PyMethodDef functions[] = {
      "(leaves) -> a number whose backward calls these hooks of theirs, and at the second run what they queued."},
     {"has_queued", has_queued, METH_O, "(such a number) -> whether hooks have queued something for the end."},
     {"in_own_loop", in_own_loop, METH_VARARGS,
-     "(outputs, gradients, keep_graph) -> (number, gradient), whose backward is theirs, or the reason why not."},
+     "(outputs, gradients, keep_graph, least_nodes) -> (number, gradient), whose backward is theirs, or the reason why "
+     "not."},
     {"node_in_own_loop", node_in_own_loop, METH_NOARGS,
      "() -> the node that runs, where the innermost backward of the thread is such a one; else None."},
     {"learn", learn, METH_VARARGS,

@@ -8,8 +8,8 @@
 
 namespace native {
 
-// (outputs, gradients, keep_graph) -> (number, gradient): the backward of the number is that of the outputs, once. The
-// reason where the engine is to run it itself.
+// (outputs, gradients, keep_graph, least_nodes) -> (number, gradient): the backward of the number is that of the
+// outputs, once. The reason where the engine is to run it itself.
 PyObject* in_own_loop(PyObject*, PyObject* arguments);
 
 // () -> the node that runs, where the innermost backward of the thread is such a one; else None.

@@ -31,6 +31,7 @@ class TapeInOrder {
 
   // The nodes, the leaves after all others; and one more place, where the last one's edges end.
   const std::vector<Place>& places() const { return places_; }
+  size_t nodes() const { return places_.size() - 1; }
   uint32_t leaves_begin() const { return leaves_begin_; }
   const std::vector<Target>& targets() const { return targets_; }
   const std::vector<Target>& roots() const { return roots_; }

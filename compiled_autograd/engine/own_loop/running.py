@@ -18,7 +18,6 @@ from ..execution import on_eager
 from ..native_hits import NATIVE_HITS
 from ..session import Here, Session
 
-
 LEAST_NODES = 16
 """Tapes of fewer nodes take the engine less than it takes to call it for another node, some ten microseconds."""
 

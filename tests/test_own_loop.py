@@ -659,6 +659,19 @@ def test_refused_calls() -> None:
     assert session.stats().own_loop == 1
 
 
+def test_no_sequence_number_is_taken() -> None:
+    def taken(session: ca.Session) -> int:
+        x = torch.ones(3, requires_grad=True)
+        loss = x.sin().sum()
+        with session:
+            loss.backward()
+        assert session.stats().own_loop == session.settings.own_loop
+        return x.sin().grad_fn._sequence_nr() - loss.grad_fn._sequence_nr()  # type: ignore[union-attr]
+
+    taken(_session())  # at its first tape a thread looks for the number of the next node
+    assert taken(_session()) == taken(_session(own_loop=False))
+
+
 def test_small_tapes(monkeypatch: pytest.MonkeyPatch) -> None:
     """They take the engine less."""
     monkeypatch.setattr(running, "LEAST_NODES", 5)

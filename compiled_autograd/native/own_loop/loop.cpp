@@ -144,9 +144,14 @@ class Loop {
   std::vector<uint32_t> waits_for_;  // of each leaf: for so many edges
 };
 
+// It takes no sequence number, by which others count what a thread has recorded.
 struct RunsLoop : Node {
   RunsLoop(edge_list roots, variable_list gradients, bool keep_graph)
-      : roots(std::move(roots)), gradients(std::move(gradients)), tape(this->roots), keep_graph(keep_graph) {}
+      : Node(UINT64_MAX),
+        roots(std::move(roots)),
+        gradients(std::move(gradients)),
+        tape(this->roots),
+        keep_graph(keep_graph) {}
 
   variable_list apply(variable_list&&) override {
     TORCH_CHECK(!has_run, "a backward without the engine's queue runs once");

@@ -50,9 +50,7 @@ def enable(**settings: Any) -> Session:
             them. It is compiled once, in the background, where there is a compiler, on Linux, and until then, and
             without it, the engine walks: with True from the first hit on; with None, the default, once a process had a
             hundred hits, and where ``cache_dir`` is not False.
-        own_loop: whether what is left to eager is run by the extension, which calls the same nodes in the same order
-            without the engine's queue: on the CPU, where no custom function of C++ is among them. The extension is then
-            built at the first of them.
+        own_loop: whether the extension runs what is left to eager: the same nodes, but not the engine's queue.
         progress: whether a line says what is being compiled once a backward has waited for 2 seconds: None where
             somebody looks (a terminal, a notebook), on the first rank; True also writes lines to pipes and files; False
             never.

@@ -65,6 +65,20 @@ Kind check(Node& node) {
 
 }  // namespace
 
+bool has_nodes(const edge_list& roots, size_t count) {
+  std::vector<const Node*> seen;
+  seen.reserve(count);
+  const auto see_all = [&](const edge_list& edges) {
+    for (const Edge& edge : edges)
+      if (edge.is_valid() && seen.size() < count &&
+          std::find(seen.begin(), seen.end(), edge.function.get()) == seen.end())
+        seen.push_back(edge.function.get());
+  };
+  see_all(roots);
+  for (size_t index = 0; index < seen.size() && seen.size() < count; ++index) see_all(seen[index]->next_edges());
+  return seen.size() >= count;
+}
+
 TapeInOrder::TapeInOrder(const edge_list& roots) {
   for (const Edge& edge : roots) see(edge.function.get());
   for (size_t index = 0; index < seen_.size(); ++index)

@@ -12,6 +12,9 @@
 
 namespace native {
 
+// Whether a tape has so many nodes, a small number.
+bool has_nodes(const edge_list& roots, size_t count);
+
 class TapeInOrder {
  public:
   struct Place {
@@ -31,7 +34,6 @@ class TapeInOrder {
 
   // The nodes, the leaves after all others; and one more place, where the last one's edges end.
   const std::vector<Place>& places() const { return places_; }
-  size_t nodes() const { return places_.size() - 1; }
   uint32_t leaves_begin() const { return leaves_begin_; }
   const std::vector<Target>& targets() const { return targets_; }
   const std::vector<Target>& roots() const { return roots_; }

@@ -51,9 +51,8 @@ def enable(**settings: Any) -> Session:
             without it, the engine walks: with True from the first hit on; with None, the default, once a process had a
             hundred hits, and where ``cache_dir`` is not False.
         own_loop: whether the extension runs what is left to eager: the same nodes, but not the engine's queue.
-        progress: whether a line says what is being compiled once a backward has waited for 2 seconds: None where
-            somebody looks (a terminal, a notebook), on the first rank; True also writes lines to pipes and files; False
-            never.
+        progress: whether a line says what is being compiled once a backward has waited for 2 seconds: None on a
+            terminal and in a notebook, on the first rank; True also writes lines to pipes and files; False never.
         passes: functions over the ATen graph of each region, in order; each gives a ``GraphModule``, or None where it
             changed the one it got.
 

@@ -721,6 +721,61 @@ def test_several_threads_at_once() -> None:
     assert all(session.stats().own_loop == 1 for session in sessions)
 
 
+def test_one_leaf_of_many_threads() -> None:
+    """It gets all that it is given."""
+    leaf = torch.ones(64, requires_grad=True)
+    leaf.grad = torch.zeros(64)
+    sessions = [_session() for _ in range(4)]
+
+    def work(session: ca.Session) -> None:
+        for _ in range(50):
+            y = (leaf * 2).sin().exp().log()
+            with session:
+                (y.detach() * 0 + leaf).sum().backward()
+
+    in_threads(*(lambda session=session: work(session) for session in sessions))
+    assert leaf.grad is not None and leaf.grad.tolist() == [200.0] * 64
+    assert [session.stats().own_loop for session in sessions] == [50] * 4
+
+
+def test_a_long_tape() -> None:
+    x = torch.ones(3, requires_grad=True)
+    y = x
+    for _ in range(5000):
+        y = y * 1.0
+    session = _session()
+    with session:
+        y.sum().backward()
+    assert x.grad is not None and x.grad.tolist() == [1.0] * 3 and session.stats().own_loop == 1
+
+
+def test_one_output_twice() -> None:
+    def make() -> tuple[Any, list[torch.Tensor]]:
+        x = _leaf(3)
+        y = x.exp()
+        return [y, y, x], [x]
+
+    _compare(make)
+
+
+def test_a_compiled_forward() -> None:
+    """Its backward is one function of Python."""
+    model = mlp()
+    compiled = torch.compile(model, backend="aot_eager")  # type: ignore[call-overload]
+    x = torch.randn(5, 8)
+    model(x).sum().backward()
+    wanted = [each.grad for each in model.parameters()]
+    model.zero_grad()
+    compiled(x).sum().backward()
+    model.zero_grad()
+    session = _session()
+    with session:
+        compiled(x).sum().backward()
+    for found, one in zip([each.grad for each in model.parameters()], wanted, strict=True):
+        torch.testing.assert_close(found, one)
+    assert session.stats().own_loop == 1
+
+
 def test_over_budget() -> None:
     """The tapes that this is for: each is another one."""
     session = _session(on_miss="compile", compile_budget=0)

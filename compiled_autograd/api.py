@@ -50,9 +50,9 @@ def enable(**settings: Any) -> Session:
             them. It is compiled once, in the background, where there is a compiler, on Linux, and until then, and
             without it, the engine walks: with True from the first hit on; with None, the default, once a process had a
             hundred hits, and where ``cache_dir`` is not False.
-        progress: whether a line says what is being compiled once a backward has waited for 2 seconds: None where
-            somebody looks (a terminal, a notebook), on the first rank; True also writes lines to pipes and files; False
-            never.
+        own_loop: whether the extension runs what is left to eager: the same nodes, but not the engine's queue.
+        progress: whether a line says what is being compiled once a backward has waited for 2 seconds: None on a
+            terminal and in a notebook, on the first rank; True also writes lines to pipes and files; False never.
         passes: functions over the ATen graph of each region, in order; each gives a ``GraphModule``, or None where it
             changed the one it got.
 

@@ -135,3 +135,17 @@ def test_a_reset_has_it_tried_again(walks: list[object]) -> None:
     assert not refusals.REFUSALS.active
     _run(session, 1)
     assert len(walks) == refusals.TRIES + 1
+
+
+@pytest.mark.parametrize("settings", [{}, {"on_miss": "eager"}], ids=str)
+def test_what_has_no_tape_is_for_the_engine_to_judge(settings: dict[str, Any]) -> None:
+    """Also where tapes are looked at before the engine is asked."""
+    session = ca.enable(backend="eager", **settings)
+    if not settings:
+        _run(session, 2 + refusals.TRIES)
+    x = torch.ones(3, requires_grad=True)
+    with session:
+        for outputs in [(torch.ones(()),), (x.sum(), torch.ones(()))]:
+            with pytest.raises(RuntimeError, match="does not require grad and does not have a grad_fn"):
+                torch.autograd.backward(outputs)
+        assert torch.autograd.grad((), x, (), allow_unused=True) == (None,)

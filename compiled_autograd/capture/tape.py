@@ -44,13 +44,17 @@ class Visited:
 
 
 def root_nodes(outputs: Ends) -> list[Any]:
-    """The nodes that the gradients of ``outputs`` enter."""
+    """The nodes that the gradients of ``outputs`` enter; an output without a tape, about which the engine complains,
+    has none."""
     with torch._C.DisableTorchFunctionSubclass():
-        return [output.node if isinstance(output, GradientEdge) else _node(output) for output in outputs]
+        nodes = [output.node if isinstance(output, GradientEdge) else _node(output) for output in outputs]
+    return [node for node in nodes if node is not None]
 
 
 def _node(tensor: torch.Tensor) -> Any:
-    return tensor.grad_fn or torch.autograd.graph.get_gradient_edge(tensor).node
+    if tensor.grad_fn is None and tensor.requires_grad:
+        return torch.autograd.graph.get_gradient_edge(tensor).node
+    return tensor.grad_fn
 
 
 def walk(outputs: Ends, inputs: Ends = ()) -> list[Visited]:
@@ -88,8 +92,10 @@ class KnowsLastRoot(Protocol):
 
 def sketch(outputs: Ends, inputs: Ends, thread: KnowsLastRoot) -> Hashable:
     """What the first root says of a tape: its kind, and how many nodes the thread has made for it: those since the last
-    tape that was asked for its sketch, by the number of tapes that they were for. None for a leaf. In a loop, tapes of
-    one structure have one sketch, but not only they."""
+    tape that was asked for its sketch, by the number of tapes that they were for. None for a leaf or no output. In a
+    loop, tapes of one structure have one sketch, but not only they."""
+    if not outputs:
+        return None
     output = outputs[0]
     node = output.node if isinstance(output, GradientEdge) else output.grad_fn
     if node is None:

@@ -23,9 +23,10 @@ from .account import Account
 from .call import Call, HandedOver, RanInside, Refused, Results, Whole
 from .cuda.streams import STREAMS
 from .decide import decide, is_policy, look
-from .execution import execute, on_eager
+from .execution import execute
 from .fast_path.arming import FAST_PATH
 from .native_hits import NATIVE_HITS
+from .own_loop.running import runner
 from .seam import hand_over
 from .session import BYPASS, Outcome, Session, thread
 from .whole.beside import may_run_twice
@@ -211,8 +212,9 @@ def eager(call: Call) -> Any:
     """The eager engine, as if nobody came between."""
     if STREAMS.in_use and call.create_graph:
         STREAMS.differentiable(call.outputs)
-    return on_eager(
-        thread.here,
+    here = thread.here
+    return runner(here)(
+        here,
         call.outputs,
         call.grads,
         call.keep_graph,

@@ -29,6 +29,7 @@ from .call import Call
 from .cuda.streams import STREAMS
 from .execution import depth, on_eager, running
 from .fast_path.arming import FAST_PATH
+from .own_loop.running import answering, in_own_loop
 from .seam import walking
 from .session import BYPASS, Outcome, thread
 
@@ -67,7 +68,7 @@ class Engine(_ImperativeEngine):
             if known.left > 0 and (verdict := known.verdict) is not None:
                 known.left -= 1  # what is left to eager for its own good goes no further: it may take ten microseconds
                 try:
-                    return on_eager(
+                    return (in_own_loop if session.settings.own_loop else on_eager)(
                         here,
                         tensors,
                         grad_tensors,
@@ -129,6 +130,7 @@ def install() -> None:
     code = torch.autograd.graph._engine_run_backward.__code__
     engine = Variable._execution_engine = Engine()
     FAST_PATH.install = functools.partial(_come_first, engine, engine.run_backward)
+    torch._C._current_autograd_node = answering(torch._C._current_autograd_node)
     for path, answer in _ANSWERS.items():
         *modules, name = path.split(".")
         module = functools.reduce(getattr, modules, torch._C)

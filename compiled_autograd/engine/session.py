@@ -41,6 +41,7 @@ class Stats:
         compile_seconds: seconds spent lowering and compiling, the first run of each region included.
         loads: how many regions were found in the store on disk, where another process had compiled them.
         failures: how often something of ours failed and a slower way was taken, with the right result.
+        own_loop: how many of the bypasses ran without the engine's queue.
     """
 
     backwards: int = 0
@@ -53,6 +54,7 @@ class Stats:
     compile_seconds: float = 0.0
     loads: int = 0
     failures: int = 0
+    own_loop: int = 0
 
 
 @dataclass(slots=True)
@@ -140,6 +142,7 @@ class Session:
             now.compile_seconds,
             now.loads,
             now.failures,
+            now.own_loop,
         )
 
     def wait(self, timeout: float | None = None) -> bool:
@@ -201,6 +204,11 @@ class Session:
         with _RECORDING:
             self.count_left()
             self.left = _Left(verdict)
+
+    def in_own_loop(self) -> None:
+        """A backward that is left to eager runs without the engine's queue."""
+        with _RECORDING:
+            self._stats.own_loop += 1
 
     def count_left(self) -> None:
         """Have those among the counts that :meth:`left_to_eager` was told of."""

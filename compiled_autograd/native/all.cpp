@@ -14,4 +14,7 @@
 #include "fast_path/serve.cpp"
 #include "fast_path/entry.cpp"
 
+#include "own_loop/tape_in_order.cpp"
+#include "own_loop/loop.cpp"
+
 #include "module.cpp"

@@ -1,4 +1,4 @@
-// What a backward is called with, for those who walk its tape: shared by module.cpp and fast_path.
+// What a backward is called with, for those who walk its tape: shared by module.cpp, fast_path and own_loop.
 
 #pragma once
 
@@ -11,6 +11,9 @@ struct Call {
   PyObject *outputs, *gradients, *inputs = nullptr;
   int captures = 0;  // the gradients of inputs are asked for, and not added to theirs
 };
+
+// The edges to the tape and the gradients that come to them. Throws Refused and PythonError.
+std::pair<edge_list, variable_list> asked_for(const Call& call);
 
 // Begin a walk over the tape of some outputs. Throws Refused, PythonError, and what the engine raises.
 void begin(Walk& walk, const Call& call);

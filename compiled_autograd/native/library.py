@@ -184,6 +184,16 @@ class Module(Protocol):
             uses: numbers of uses, by which it is known what was used least recently.
         """
 
+    def in_own_loop(
+        self, outputs: Sequence[Any], gradients: Sequence[Any], keep_graph: bool, least_nodes: int
+    ) -> tuple[torch.Tensor, torch.Tensor] | str:
+        """A number and its gradient. The backward of the number on the eager engine is that of the outputs, run without
+        the engine's queue; it can be run once. The reason where the engine is to run it itself, as it is where the tape
+        has fewer nodes than ``least_nodes``."""
+
+    def node_in_own_loop(self) -> Any:
+        """The node that runs, where the innermost backward of the calling thread is such a one; else None."""
+
     def learn(
         self,
         outputs: Sequence[Any],

@@ -5,12 +5,13 @@
 #include "calls.h"
 #include "fast_path/entry.h"
 #include "fast_path/hit.h"
+#include "own_loop/loop.h"
 #include "reducer.h"
 #include "taken.h"
 
 namespace native {
 
-void begin(Walk& walk, const Call& call) {
+std::pair<edge_list, variable_list> asked_for(const Call& call) {
   const Owned output_list(checked(PySequence_Fast(call.outputs, "outputs is no sequence")));
   const Owned gradient_list(checked(PySequence_Fast(call.gradients, "gradients is no sequence")));
   const Py_ssize_t count = PySequence_Fast_GET_SIZE(output_list.get());
@@ -21,8 +22,14 @@ void begin(Walk& walk, const Call& call) {
     PyObject* output = PySequence_Fast_GET_ITEM(output_list.get(), index);
     PyObject* gradient = PySequence_Fast_GET_ITEM(gradient_list.get(), index);
     edges.push_back(torch::autograd::impl::gradient_edge(tensor_of(output, "an output that is no tensor")));
+    if (!edges.back().is_valid()) throw Refused{"an output has no tape"};
     given.push_back(tensor_of(gradient, "a gradient that is undefined"));
   }
+  return {std::move(edges), std::move(given)};
+}
+
+void begin(Walk& walk, const Call& call) {
+  auto [edges, given] = asked_for(call);
   walk.begin(std::move(edges), std::move(given));
 }
 
@@ -202,6 +209,11 @@ PyMethodDef functions[] = {
     {"tape_of_hooks", tape_of_hooks, METH_O,
      "(leaves) -> a number whose backward calls these hooks of theirs, and at the second run what they queued."},
     {"has_queued", has_queued, METH_O, "(such a number) -> whether hooks have queued something for the end."},
+    {"in_own_loop", in_own_loop, METH_VARARGS,
+     "(outputs, gradients, keep_graph, least_nodes) -> (number, gradient), whose backward is theirs, or the reason why "
+     "not."},
+    {"node_in_own_loop", node_in_own_loop, METH_NOARGS,
+     "() -> the node that runs, where the innermost backward of the thread is such a one; else None."},
     {"learn", learn, METH_VARARGS,
      "(outputs, gradients, order_shows, inputs, captures) -> Plan, or the reason why not."},
     {"program", new_program, METH_VARARGS,

@@ -43,8 +43,6 @@ Lease::~Lease() {
 Walk::Walk() : compiler_(SizeInput::DYNAMIC), call_(0, nullptr), args_(compiler_, call_) {}
 
 void Walk::begin(edge_list outputs, variable_list gradients) {
-  for (const Edge& edge : outputs)
-    if (!edge.is_valid()) throw Refused{"an output has no tape"};
   // As Engine::execute does before it asks for the tape (engine.cpp, 2.13).
   torch::autograd::validate_outputs(outputs, gradients, [](const std::string& message) { return message; });
   root_ = NodePtr(std::make_unique<torch::autograd::GraphRoot>(std::move(outputs), std::move(gradients)));

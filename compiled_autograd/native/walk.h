@@ -31,7 +31,8 @@ class Walk {
  public:
   Walk();
 
-  // Begin, with the engine's own root, which is number 0. Throws Refused, and what the engine raises of the gradients.
+  // Begin, with the engine's own root, which is number 0; all outputs have a tape. Throws what the engine raises of the
+  // gradients.
   void begin(edge_list outputs, variable_list gradients);
 
   // Make room for what a walk will find.

@@ -1,8 +1,9 @@
 """A pytest plugin that runs each test inside one of the engines, and writes what became of its backwards.
 
 ``CONFORMANCE_ENGINE`` names the engine: ``eager``, ``torch`` (PyTorch's own compiled autograd), ``ours:<backend>``, or
-``ours:<backend>:tune``, which leaves to eager what is not worth it, or ``ours:<backend>:native``, where each tape that
-is known is walked by the engine and in C++ (:mod:`tests.both_walks`).
+``ours:<backend>:tune``, which leaves to eager what is not worth it, ``ours:<backend>:native``, where each tape that is
+known is walked by the engine and in C++ (:mod:`tests.both_walks`), or ``ours:<backend>:own_loop``, where all is left to
+eager, without the engine's queue.
 ``CONFORMANCE_RESULT`` names the file to which lines of JSON are added, one when a test starts and one when it ends; a
 test that is in it already is not run again, so that after a crash the rest can be run. One that began and never ended
 is tried a second time: it may have been the run that was ended. ``CONFORMANCE_ONLY`` may name a file with the names of
@@ -23,6 +24,8 @@ from typing import Any
 import pytest
 import torch
 
+from compiled_autograd.engine.native_hits import NATIVE_HITS
+from compiled_autograd.engine.own_loop import running
 from tests import both_walks
 from tests.conformance import names, redirect
 
@@ -45,7 +48,8 @@ def _ours(backend: str, *settings: str) -> Iterator[Any]:
     import compiled_autograd as ca
 
     tune, native = "tune" in settings, "native" in settings
-    with ca.enable(backend=backend, cache_dir=False, tune=tune, native=native) as session:
+    more = {"own_loop": True, "on_miss": "eager", "native": True} if "own_loop" in settings else {"native": native}
+    with ca.enable(backend=backend, cache_dir=False, tune=tune, **more) as session:
         yield session
 
 
@@ -64,6 +68,9 @@ def pytest_configure(config: pytest.Config) -> None:
     """Before any test is imported."""
     global _redirect
     names.supply()
+    if "own_loop" in _named():
+        running.LEAST_NODES = 0
+        NATIVE_HITS.library = both_walks.library_in(_records_file().parent / "native")
     if "native" in _named():
         both_walks.compare_everywhere(both_walks.library_in(_records_file().parent / "native"))
     if any(str(each).partition("::")[0].endswith(redirect.FILE) for each in config.args):
@@ -138,6 +145,7 @@ def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
             if session is not None:
                 stats = session.stats()
                 record |= {"backwards": stats.backwards, "bypasses": stats.bypasses, "failures": stats.failures}
+                record["own_loop"] = stats.own_loop
             _leave_to_rest()
 
 

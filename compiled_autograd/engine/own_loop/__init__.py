@@ -1,0 +1,1 @@
+"""Backwards that are left to eager, without the engine's queue."""

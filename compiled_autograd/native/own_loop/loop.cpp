@@ -1,0 +1,226 @@
+#include "loop.h"
+
+#include "tape_in_order.h"
+
+#include <ATen/CachedTensorUtils.h>
+#include <ATen/TensorOperators.h>
+#include <ATen/TensorSubclassLikeUtils.h>
+#include <ATen/ThreadLocalState.h>
+#include <ATen/ops/zeros.h>
+#include <ATen/record_function.h>
+#include <c10/core/AutogradState.h>
+#include <c10/core/impl/LocalDispatchKeySet.h>
+#include <torch/csrc/autograd/anomaly_mode.h>
+#include <torch/csrc/autograd/function_hook.h>
+#include <torch/csrc/autograd/graph_task.h>
+
+// Declared here for the reason that contract.h gives: torch/csrc/autograd/python_cpp_function.h.
+namespace torch::autograd {
+PyObject* functionToPyObject(const native::NodePtr& node);
+}  // namespace torch::autograd
+
+namespace native {
+
+namespace {
+
+// As `can_accumulate_inplace` and `accumulate` (input_buffer.cpp, 2.13), with grad mode off.
+bool can_be_written(const at::Tensor& gradient) {
+  return !at::isTensorSubclassLike(gradient) && !gradient._is_zerotensor() && !gradient.is_nested() &&
+         gradient.is_non_overlapping_and_dense() && at::caching::adjusted_use_count(gradient) == 1 &&
+         gradient.has_storage() && gradient.storage().use_count() == 1;
+}
+
+void add(at::Tensor& sum, at::Tensor&& term) {
+  if (!term.defined()) return;
+  if (!sum.defined())
+    sum = std::move(term);
+  else if (sum.is_sparse() || sum.is_sparse_csr())
+    sum = can_be_written(term) ? term.add_(sum) : term + sum;
+  else if (can_be_written(sum) && !at::isTensorSubclassLike(term))
+    sum.add_(term);
+  else
+    sum = sum + term;
+}
+
+// The engine sets the state of the thread anew for each node. Here that is done once, and again where a node, or what
+// users have it call, has changed it.
+class ThreadState {
+ public:
+  void keep() const {
+    if (is_changed()) at::ThreadLocalState::setThreadLocalState(all_);
+  }
+
+ private:
+  bool is_changed() const {
+    const c10::AutogradState now = c10::AutogradState::get_tls_state();
+    const c10::impl::LocalDispatchKeySet keys = c10::impl::tls_local_dispatch_key_set();
+    return now.get_grad_mode() != state_.get_grad_mode() || now.get_inference_mode() != state_.get_inference_mode() ||
+           now.get_fw_grad_mode() != state_.get_fw_grad_mode() ||
+           now.get_multithreading_enabled() != state_.get_multithreading_enabled() ||
+           now.get_view_replay_enabled() != state_.get_view_replay_enabled() || keys.included_ != keys_.included_ ||
+           keys.excluded_ != keys_.excluded_;
+  }
+
+  c10::AutogradState state_ = c10::AutogradState::get_tls_state();
+  c10::impl::LocalDispatchKeySet keys_ = c10::impl::tls_local_dispatch_key_set();
+  at::ThreadLocalState all_;
+};
+
+// As `call_function` (engine.cpp, 2.13). Hooks may have been registered since the tape was read.
+variable_list call_with_hooks(Node& node, variable_list gradients, bool keep_graph) {
+  for (const auto& hook : node.tensor_pre_hooks()) gradients = (*hook)(gradients);
+  for (const auto& [index, hook] : node.retains_grad_hooks()) gradients = (*hook)(gradients);
+  for (const auto& hook : node.pre_hooks()) gradients = (*hook)(gradients);
+  if (!keep_graph) node.will_release_variables();
+  const bool had_post_hooks = !node.post_hooks().empty();
+  variable_list given;  // a leaf reckons with this second owner where there are hooks
+  if (had_post_hooks) given = gradients;
+  variable_list results = node(std::move(gradients));
+  torch::autograd::validate_outputs(node.next_edges(), results, [&](const std::string& message) {
+    return "Function " + node.name() + " returned an " + message;
+  });
+  for (const auto& hook : node.post_hooks()) results = (*hook)(results, given);
+  return results;
+}
+
+class Loop {
+ public:
+  // current: always has the node that runs.
+  Loop(const TapeInOrder& tape, bool keep_graph, Node*& current)
+      : tape_(tape), keep_graph_(keep_graph), current_(current), inputs_(tape.inputs()) {
+    for (uint32_t index = tape.leaves_begin(); index + 1 < tape.places().size(); ++index)
+      waits_for_.push_back(tape.places()[index].edges_to_it);
+  }
+
+  void run(variable_list gradients) {
+    give(tape_.roots().data(), gradients);
+    for (uint32_t index = 0; index < tape_.leaves_begin(); ++index) {
+      const TapeInOrder::Target* edges = tape_.targets().data() + tape_.places()[index].first_edge;
+      variable_list results = run_node(index);
+      give(edges, results);
+    }
+  }
+
+ private:
+  // As `Engine::evaluate_function` (engine.cpp, 2.13).
+  variable_list run_node(uint32_t index) {
+    const TapeInOrder::Place& place = tape_.places()[index];
+    Node& node = *place.node;
+    const auto begin = inputs_.begin() + place.first_input;
+    const auto end = inputs_.begin() + tape_.places()[index + 1].first_input;
+    current_ = &node;
+    variable_list results =
+        call_with_hooks(node, {std::make_move_iterator(begin), std::make_move_iterator(end)}, keep_graph_);
+    if (!keep_graph_) node.release_variables();
+    state_.keep();
+    return results;
+  }
+
+  // Hand gradients on. Leaves that wait for nothing any more run then, before any other node does.
+  void give(const TapeInOrder::Target* targets, variable_list& gradients) {
+    bool leaves_are_ready = false;
+    for (size_t index = 0; index < gradients.size(); ++index) {
+      const auto& [place, input] = targets[index];
+      if (place == TapeInOrder::kNowhere) continue;
+      add(inputs_[input], std::move(gradients[index]));
+      if (place >= tape_.leaves_begin()) leaves_are_ready |= --waits_for_[place - tape_.leaves_begin()] == 0;
+    }
+    if (!leaves_are_ready) return;
+    for (size_t index = 0; index < gradients.size(); ++index) {
+      const uint32_t place = targets[index].place;
+      if (place == TapeInOrder::kNowhere || place < tape_.leaves_begin()) continue;
+      uint32_t& waits = waits_for_[place - tape_.leaves_begin()];
+      if (waits != 0) continue;
+      waits = TapeInOrder::kNowhere;  // another edge may lead to it from here
+      run_node(place);
+    }
+  }
+
+  const TapeInOrder& tape_;
+  const bool keep_graph_;
+  Node*& current_;
+  const ThreadState state_;
+  variable_list inputs_;
+  std::vector<uint32_t> waits_for_;  // of each leaf: for so many edges
+};
+
+// It takes no sequence number, by which others count what a thread has recorded.
+struct RunsLoop : Node {
+  RunsLoop(edge_list roots, variable_list gradients, bool keep_graph)
+      : Node(UINT64_MAX),
+        roots(std::move(roots)),
+        gradients(std::move(gradients)),
+        tape(this->roots),
+        keep_graph(keep_graph) {}
+
+  variable_list apply(variable_list&&) override {
+    TORCH_CHECK(!has_run, "a backward without the engine's queue runs once");
+    has_run = true;
+    if (tape.calls_users_code()) show_nodes();
+    Loop(tape, keep_graph, current).run(std::move(gradients));
+    current = nullptr;
+    return {};
+  }
+
+  // To those who ask the engine whether it will run a node, as hooks over several gradients do.
+  void show_nodes() const {
+    const std::unordered_set<Node*>* shown = torch::autograd::get_current_graph_task_nodes_in_graph();
+    TORCH_CHECK(shown, "a backward without the engine's queue runs inside of the engine");
+    auto& nodes = const_cast<std::unordered_set<Node*>&>(*shown);
+    for (const TapeInOrder::Place& place : tape.places())
+      if (place.node) nodes.insert(place.node);
+  }
+
+  edge_list roots;  // own the tape
+  variable_list gradients;
+  TapeInOrder tape;
+  bool keep_graph, has_run = false;
+  Node* current = nullptr;
+};
+
+// What the engine does for each node, and only where somebody wants it.
+void refuse_onlookers() {
+  if (torch::autograd::AnomalyMode::is_enabled()) throw Refused{"anomaly mode"};
+  for (const auto scope : {at::RecordScope::FUNCTION, at::RecordScope::BACKWARD_FUNCTION})
+    if (at::getStepCallbacksUnlessEmpty(scope).has_value()) throw Refused{"a profiler looks on"};
+  const c10::impl::LocalDispatchKeySet keys = c10::impl::tls_local_dispatch_key_set();
+  if (!(keys.included_ - c10::default_included_set).empty()) throw Refused{"a mode or a transform is on"};
+  const c10::AutogradState state = c10::AutogradState::get_tls_state();
+  if (state.get_inference_mode()) throw Refused{"inference mode"};
+  // Then users' code may ask for the order in which nodes will run.
+  if (!state.get_multithreading_enabled()) throw Refused{"multithreading is off"};
+}
+
+}  // namespace
+
+PyObject* in_own_loop(PyObject*, PyObject* arguments) {
+  Call call;
+  int keep_graph;
+  Py_ssize_t least_nodes;
+  if (!PyArg_ParseTuple(arguments, "OOpn", &call.outputs, &call.gradients, &keep_graph, &least_nodes)) return nullptr;
+  return or_reason([&]() -> PyObject* {
+    auto [roots, gradients] = asked_for(call);
+    // Not thrown: that takes as long as half of such a backward.
+    if (!has_nodes(roots, static_cast<size_t>(least_nodes))) return text("so small a tape takes the engine less");
+    refuse_onlookers();
+    // As `Engine::execute` does (engine.cpp, 2.13).
+    torch::autograd::validate_outputs(roots, gradients, [](const std::string& message) { return message; });
+    auto made = std::make_unique<RunsLoop>(std::move(roots), std::move(gradients), keep_graph);
+    at::Tensor number = at::zeros({});
+    made->add_input_metadata(number);
+    const Owned gradient(checked(THPVariable_Wrap(at::zeros({}))));
+    torch::autograd::impl::set_gradient_edge(number, Edge(NodePtr(std::move(made)), 0));
+    return checked(PyTuple_Pack(2, Owned(checked(THPVariable_Wrap(number))).get(), gradient.get()));
+  });
+}
+
+PyObject* node_in_own_loop(PyObject*, PyObject*) {
+  return or_error([]() -> PyObject* {
+    const NodePtr running = torch::autograd::get_current_node();
+    const auto* loop = running ? dynamic_cast<const RunsLoop*>(running.get()) : nullptr;
+    if (!loop || !loop->current) return Py_NewRef(Py_None);
+    return checked(torch::autograd::functionToPyObject(loop->current->getptr()));
+  });
+}
+
+}  // namespace native

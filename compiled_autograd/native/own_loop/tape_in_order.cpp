@@ -1,0 +1,148 @@
+#include "tape_in_order.h"
+
+#include <torch/csrc/autograd/functions/accumulate_grad.h>
+#include <torch/csrc/autograd/functions/tensor.h>
+
+#include <algorithm>
+#include <typeinfo>
+
+namespace native {
+
+namespace {
+
+using torch::autograd::AccumulateGrad;
+using torch::autograd::CopyBackwards;
+using torch::autograd::CopySlices;
+
+enum class Kind : uint8_t { kOther, kPlain, kLeaf, kWrite, kPython };
+
+// PyTorch's generated functions (torch/csrc/autograd/generated/Functions.h, 2.13) ask the engine for nothing, and those
+// of Python in Python, where they are answered. Custom functions of C++ are in other namespaces.
+Kind find_kind(const Node& node) {
+  if (typeid(node) == typeid(AccumulateGrad)) return Kind::kLeaf;
+  if (typeid(node) == typeid(CopySlices)) return Kind::kWrite;
+  if (typeid(node) == typeid(CopyBackwards)) return Kind::kPlain;
+  const std::string_view name = typeid(node).name();  // as GCC and clang write it
+  if (name == "N5torch8autograd6PyNodeE") return Kind::kPython;
+  return name.starts_with("N5torch8autograd9generated") ? Kind::kPlain : Kind::kOther;
+}
+
+// By class, since names take as long to compare as all else that is asked of a node.
+Kind kind_of(const Node& node) {
+  constexpr size_t kSlots = 256;
+  thread_local std::pair<const std::type_info*, Kind> known[kSlots] = {};
+  const std::type_info* type = &typeid(node);
+  auto& slot = known[(reinterpret_cast<uintptr_t>(type) >> 4) % kSlots];
+  if (slot.first != type) slot = {type, find_kind(node)};
+  return slot.second;
+}
+
+bool has_hooks(Node& node) {
+  return !node.tensor_pre_hooks().empty() || !node.retains_grad_hooks().empty() || !node.pre_hooks().empty() ||
+         !node.post_hooks().empty();
+}
+
+bool is_on_cpu(const Node& node) {
+  for (uint32_t index = 0; index < node.num_inputs(); ++index)
+    if (!node.input_metadata(index).device().is_cpu()) return false;
+  return true;
+}
+
+// Gives what it is. Hooks of a leaf's node are most often those of a reducer in C++, which asks for the engine itself.
+Kind check(Node& node) {
+  const Kind kind = kind_of(node);
+  if (kind == Kind::kOther) throw Refused{node.name() + " is no function of PyTorch's own, nor of Python"};
+  if (!is_on_cpu(node)) throw Refused{node.name() + " is not on the CPU"};
+  if (kind == Kind::kWrite) {
+    Node* inner = static_cast<CopySlices&>(node).fn.get();  // none, once it was freed
+    if (inner && kind_of(*inner) != Kind::kPlain)
+      throw Refused{inner->name() + ", which writes into a view, is no function of PyTorch's own"};
+  }
+  if (kind == Kind::kLeaf && (!node.post_hooks().empty() || !node.pre_hooks().empty()))
+    throw Refused{"the node of a leaf has hooks"};
+  return kind;
+}
+
+}  // namespace
+
+bool has_nodes(const edge_list& roots, size_t count) {
+  std::vector<const Node*> seen;
+  seen.reserve(count);
+  const auto see_all = [&](const edge_list& edges) {
+    for (const Edge& edge : edges)
+      if (edge.is_valid() && seen.size() < count &&
+          std::find(seen.begin(), seen.end(), edge.function.get()) == seen.end())
+        seen.push_back(edge.function.get());
+  };
+  see_all(roots);
+  for (size_t index = 0; index < seen.size() && seen.size() < count; ++index) see_all(seen[index]->next_edges());
+  return seen.size() >= count;
+}
+
+TapeInOrder::TapeInOrder(const edge_list& roots) {
+  for (const Edge& edge : roots) see(edge.function.get());
+  for (size_t index = 0; index < seen_.size(); ++index)
+    for (const Edge& edge : seen_[index]->next_edges())
+      if (edge.is_valid()) see(edge.function.get());
+  find_order();
+  follow_edges();
+  for (const Edge& edge : roots) roots_.push_back(target_of(edge));
+}
+
+void TapeInOrder::see(Node* node) {
+  if (!numbers_.of(node).second) return;
+  seen_.push_back(node);
+  constexpr size_t kLine = 64, kBytes = 256;
+  for (size_t offset = 0; offset < kBytes; offset += kLine)
+    __builtin_prefetch(reinterpret_cast<const char*>(node) + offset);
+}
+
+void TapeInOrder::find_order() {
+  std::vector<std::pair<uint64_t, uint32_t>> made;  // when, and the number
+  std::vector<uint32_t> leaves;
+  made.reserve(seen_.size());
+  for (uint32_t number = 0; number < seen_.size(); ++number) {
+    Node& node = *seen_[number];
+    const Kind kind = check(node);
+    calls_users_code_ |= kind == Kind::kPython || has_hooks(node) || node.tensor_post_acc_grad_hooks();
+    if (kind == Kind::kLeaf)
+      leaves.push_back(number);
+    else
+      made.emplace_back(node.sequence_nr(), number);
+  }
+  std::sort(made.begin(), made.end(), [](const auto& one, const auto& other) { return one.first > other.first; });
+  for (size_t index = 1; index < made.size(); ++index)
+    if (made[index - 1].first == made[index].first) throw Refused{"nodes of several threads"};
+  leaves_begin_ = static_cast<uint32_t>(made.size());
+  places_.reserve(seen_.size() + 1);
+  place_of_.resize(seen_.size());
+  const auto place = [this](uint32_t number) {
+    place_of_[number] = static_cast<uint32_t>(places_.size());
+    places_.push_back({seen_[number], inputs_, 0, 0});
+    inputs_ += seen_[number]->num_inputs();
+  };
+  for (const auto& each : made) place(each.second);
+  for (const uint32_t number : leaves) place(number);
+  places_.push_back({nullptr, inputs_, 0, 0});
+}
+
+void TapeInOrder::follow_edges() {
+  targets_.reserve(2 * places_.size());
+  for (uint32_t index = 0; index < places_.size(); ++index) {
+    places_[index].first_edge = static_cast<uint32_t>(targets_.size());
+    if (!places_[index].node) break;
+    for (const Edge& edge : places_[index].node->next_edges()) {
+      targets_.push_back(target_of(edge));
+      if (targets_.back().place <= index) throw Refused{"a node was made before one that it leads to"};
+    }
+  }
+}
+
+TapeInOrder::Target TapeInOrder::target_of(const Edge& edge) {
+  if (!edge.is_valid()) return {kNowhere, 0};
+  const uint32_t index = place_of_[numbers_.known(edge.function.get())];
+  ++places_[index].edges_to_it;
+  return {index, places_[index].first_input + edge.input_nr};
+}
+
+}  // namespace native

@@ -29,7 +29,7 @@ from compiled_autograd.threads.claims import CLAIMS, Claim
 from compiled_autograd.threads.gate import GATE, take
 
 from .both_walks import own_plans
-from .helpers import assert_same, mlp
+from .helpers import assert_same, mlp, switching_every
 
 Make = Callable[[int], torch.Tensor]
 _LEARNT_AFTER = 3
@@ -524,15 +524,11 @@ def test_threads_with_other_settings_have_programs_of_their_own(
 
     sessions = [_session(), _session(passes=(_doubled,))]
     threads = [threading.Thread(target=train, args=each) for each in zip((1, 2), sessions, strict=True)]
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-    try:
+    with switching_every(1e-5):
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-    finally:
-        sys.setswitchinterval(interval)
     assert not wrong and counted.runs > 0
 
 

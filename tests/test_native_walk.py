@@ -529,7 +529,8 @@ def test_nothing_leaks(native: Any) -> None:
 
 @pytest.mark.slow
 def test_under_sanitizers() -> None:
-    """The tests of the room, with the extension built to find reads and writes of what is not its own."""
+    """The tests of the room and of the fast path, with the extension built to find reads and writes of what is not its
+    own."""
     if why_unsupported():
         pytest.skip(f"there is no extension here: {why_unsupported()}")
     names = ("libasan.so", "libubsan.so", "libstdc++.so.6")
@@ -540,6 +541,7 @@ def test_under_sanitizers() -> None:
     options = {"ASAN_OPTIONS": "detect_leaks=0", "LD_PRELOAD": " ".join(libraries), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "pytest", "-p", "tests.sanitized", "-q", "-k", "not leaks"]
     command += [f"tests/test_native_{what}.py" for what in ("walk", "hits", "runs")]
+    command += [f"tests/test_fast_path{what}.py" for what in ("", "_odd", "_long")]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), **options}
     ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stdout[-4000:] + ended.stderr[-4000:]

@@ -81,6 +81,14 @@ def assert_same(
             raise GradientsDifferError(f"gradient {name}: {_brief(one)}, but eager gives {_brief(other)}")
 
 
+def assert_close(found: Iterable[Any], wanted: Iterable[Any]) -> None:
+    """Compare two sequences of gradients that were computed in another order."""
+    for one, other in zip(found, wanted, strict=True):
+        assert (one is None) == (other is None)
+        if one is not None:
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+
+
 def _brief(value: torch.Tensor | None) -> str:
     if value is None:
         return "None"

@@ -230,7 +230,7 @@ def test_ctrl_c_at_any_moment(hits: NativeHits, net: tuple[Make, list[torch.Tens
 def _train(index: int, steps: int, session: ca.Session) -> None:
     """A model of its own, of the structure that others have too; each step beside eager."""
     generator = torch.Generator().manual_seed(index)
-    model, x = mlp(), torch.randn(3, 8, generator=generator)
+    model, x = mlp(depth=1), torch.randn(3, 8, generator=generator)
     leaves = list(model.parameters())
     for step in range(steps):
         loss = (model(x + step) ** 2).mean()

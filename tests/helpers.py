@@ -7,7 +7,8 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
@@ -78,6 +79,14 @@ def assert_same(
         if not (same_bits(one, other) if bitwise else close(one, other, largest, low)):
             name = names[index] if index < len(names) else f"#{index}"
             raise GradientsDifferError(f"gradient {name}: {_brief(one)}, but eager gives {_brief(other)}")
+
+
+def assert_close(found: Iterable[Any], wanted: Iterable[Any]) -> None:
+    """Compare two sequences of gradients that were computed in another order."""
+    for one, other in zip(found, wanted, strict=True):
+        assert (one is None) == (other is None)
+        if one is not None:
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
 def _brief(value: torch.Tensor | None) -> str:
@@ -258,6 +267,22 @@ def in_threads(*works: Callable[[], Any], timeout: float = WAIT) -> list[Any]:
     return results
 
 
+@contextmanager
+def switching_every(seconds: float) -> Iterator[None]:
+    """Threads of Python take turns that often."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(seconds)
+    try:
+        yield
+    finally:
+        sys.setswitchinterval(before)
+
+
+def resident_pages() -> int:
+    """Of memory that this process has."""
+    return int(Path("/proc/self/statm").read_text().split()[1])
+
+
 def in_subprocess(code: str, timeout: float = 120, **environment: str) -> subprocess.CompletedProcess[str]:
     """Run Python code in a fresh process, with the project importable, and without the user's cache on disk."""
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
@@ -290,3 +315,19 @@ class Squares(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
         (x,) = ctx.saved_tensors
         return 2 * x * grad
+
+
+class Waits(torch.autograd.Function):
+    """Stays in backward until it is told to leave."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, entered: threading.Event, leave: threading.Event) -> torch.Tensor:
+        ctx.events = entered, leave
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
+        entered, leave = ctx.events
+        entered.set()
+        assert leave.wait(WAIT)
+        return grad, None, None

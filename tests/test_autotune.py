@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import gc
 import os
-import sys
 import threading
 import time
 import warnings
@@ -29,7 +28,7 @@ from compiled_autograd.policies import autotune, sketches
 from compiled_autograd.policies.autotune import Autotune, Trial
 from shadow_cache import Bypass, StoreError, Timing
 
-from .helpers import assert_same, in_threads
+from .helpers import assert_same, in_threads, switching_every
 from .stored import restart
 
 
@@ -478,12 +477,8 @@ def test_threads_that_share_a_session_lose_no_count(looks: list[int]) -> None:
     session, weight = ca.enable(backend=_slow, tune=True), nn.Parameter(torch.randn(8))
     assert _run(session, weight, 10)[-1] == "not_worth_it"
     before = session.stats().backwards
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
+    with switching_every(1e-6):
         in_threads(*[lambda: _left(session, weight, 400)] * 4)
-    finally:
-        sys.setswitchinterval(interval)
     stats = session.stats()
     assert stats.backwards == before + 1600
     assert stats.hits + stats.structure_misses + sum(stats.bypasses.values()) == stats.backwards

@@ -6,7 +6,6 @@ import functools
 import itertools
 import json
 import threading
-import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -36,12 +35,7 @@ from .helpers import assert_grads, assert_same, expect, mlp
 BATCH = torch.linspace(-1, 1, 32).view(4, 8)
 Wrongly = Callable[[list[torch.Tensor], Sequence[torch.Tensor]], Any]
 
-
-@pytest.fixture(autouse=True)
-def _quiet() -> Any:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 @pytest.fixture

@@ -39,7 +39,7 @@ def test_eager_runs_only_what_does_not_pass_elsewhere(tmp_path: Path) -> None:
     assert eager.passed(names) == {"test_passes", "test_ran_before", "test_fails_when_captured"}
     assert set(read(kept / "test_some.eager.jsonl")) == {"test_fails_everywhere", "test_fails_when_captured"}
     before = records.read_text()
-    assert run_all(job, ["eager", "ours:eager"], eager_last=True)[1].tests == ours.tests
+    assert job.run("ours:eager").tests == ours.tests
     assert records.read_text() == before  # every test has its record
 
 

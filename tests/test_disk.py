@@ -33,12 +33,9 @@ from .stored import BACKWARDS, Backwards, found, grads, restart, sizes, static, 
 
 @pytest.fixture
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
-    """Where the store is. What is written need not outlast a loss of power here, and whoever looks for modules need not
-    look at everything that a process full of tests holds."""
+    """Where the store is. What is written need not outlast a loss of power here."""
     monkeypatch.setattr(os, "fsync", lambda handle: None)
-    gc.freeze()
     yield tmp_path / "cache"
-    gc.unfreeze()
     ca.reset()
 
 

@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-import gc
 import os
 import random
 import shutil
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -31,12 +29,9 @@ def filled(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(autouse=True)
-def _quick(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """What is written need not outlast a loss of power, nor need modules be looked for among all that tests hold."""
+def _quick(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is written need not outlast a loss of power."""
     monkeypatch.setattr(os, "fsync", lambda handle: None)
-    gc.freeze()
-    yield
-    gc.unfreeze()
 
 
 def _damage(path: Path, chance: random.Random) -> str:

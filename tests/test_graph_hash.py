@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import gc
 import random
-import sys
 import threading
 import warnings
 from collections.abc import Callable
@@ -32,7 +31,7 @@ from compiled_autograd.lowering.stored_regions import Made
 from compiled_autograd.policies.worker_process import _request
 from compiled_autograd.steps.steps import region_record
 
-from .helpers import assert_grads, assert_same, expect, mlp
+from .helpers import assert_grads, assert_same, expect, mlp, switching_every
 
 LAYERS = 5
 
@@ -233,17 +232,16 @@ def test_what_shares_code_is_looked_through_while_another_thread_compiles() -> N
             region_compiler._MADE.update((object(), each) for each in more)
             made.taken_by.update(dict.fromkeys(takers))
 
-    thread, interval = threading.Thread(target=others), sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    thread.start()
-    try:
-        while rounds < 200 and thread.is_alive():
-            assert compiler._alike(step, compiled) == [(compiler, step, compiled)]
-            compiler._forget(_no_code)
-    finally:
-        done.set()
-        thread.join()
-        sys.setswitchinterval(interval)
+    thread = threading.Thread(target=others)
+    with switching_every(1e-6):
+        thread.start()
+        try:
+            while rounds < 200 and thread.is_alive():
+                assert compiler._alike(step, compiled) == [(compiler, step, compiled)]
+                compiler._forget(_no_code)
+        finally:
+            done.set()
+            thread.join()
     assert rounds >= 200
 
 

@@ -24,7 +24,7 @@ from compiled_autograd.engine import seam
 from compiled_autograd.errors import IllegalGraphError
 from compiled_autograd.ir.nan_checks import with_nan_checks
 
-from .helpers import mlp
+from .helpers import mlp, switching_every
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -434,16 +434,15 @@ def test_a_search_of_living_modules_lets_other_threads_make_tuples() -> None:
         except BaseException as error:  # noqa: BLE001  shown below
             errors.append(error)
 
-    interval, thread = sys.getswitchinterval(), threading.Thread(target=make)
-    sys.setswitchinterval(1e-5)
-    try:
+    thread = threading.Thread(target=make)
+    with switching_every(1e-5):
         thread.start()
-        for _ in range(20):
-            found = parameter_names.all_parameter_names()
-    finally:
-        ended.set()
-        thread.join()
-        sys.setswitchinterval(interval)
+        try:
+            for _ in range(20):
+                found = parameter_names.all_parameter_names()
+        finally:
+            ended.set()
+            thread.join()
     assert not errors and gc.isenabled()
     assert {found[id(each)].name for each in model.parameters()} == {"weight", "bias"}
     before = sys.getrefcount(model)

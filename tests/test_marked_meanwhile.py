@@ -16,7 +16,7 @@ from compiled_autograd.policies.background import BACKGROUND
 from compiled_autograd.runtime.program import OpaqueStep
 from shadow_cache import Miss
 
-from .helpers import assert_same
+from .helpers import assert_close, assert_same
 
 BACKENDS = ["aot_eager", "inductor"]
 _FACTOR: Any = 1.0
@@ -84,18 +84,13 @@ def _train(session: Any, values: list[Any], change: Change, rows: list[int] | No
     return found
 
 
-def _close(found: list[Any], wanted: list[Any]) -> None:
-    for one, other in zip(found, wanted, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
 @pytest.mark.parametrize("change", [_attribute, _constant, _of_a_called_function])
 @pytest.mark.parametrize("check", ["new", False])
 def test_what_a_hook_of_the_same_backward_changes_is_the_new_value(backend: str, change: Change, check: Any) -> None:
     values = [2.0, 3.0, 4.0, 3.0, 2.0, 4.0]
     session = ca.enable(backend=backend, check=check)
-    _close(_train(session, values, change), _train(ca.disable(), values, change))
+    assert_close(_train(session, values, change), _train(ca.disable(), values, change))
     stats = session.stats()
     assert (stats.captures, stats.hits, stats.shape_misses, stats.failures) == (1, 3, 2, 0)
     assert len([each for each in _regions(session) if each.asks_again]) == 1
@@ -120,7 +115,7 @@ def test_a_value_that_is_another_at_each_step_has_the_function_called() -> None:
     session = ca.enable(backend="aot_eager")
     with pytest.warns(UserWarning, match="changed during the backward, to more than 8 values"):
         found = _train(session, values, _attribute)
-    _close(found, _train(ca.disable(), values, _attribute))
+    assert_close(found, _train(ca.disable(), values, _attribute))
     stats = session.stats()
     assert stats.hits >= 20 - 9 and stats.compiles <= 11 and stats.bypasses == {}
 
@@ -128,7 +123,7 @@ def test_a_value_that_is_another_at_each_step_has_the_function_called() -> None:
 def test_other_shapes_with_symbols() -> None:
     rows, values = [8, 9, 11, 7, 8, 30, 12], [2.0, 3.0, 3.0, 2.0, 3.0, 2.0, 3.0]
     session = ca.enable(backend="aot_eager", check=False)
-    _close(_train(session, values, _attribute, rows), _train(ca.disable(), values, _attribute, rows))
+    assert_close(_train(session, values, _attribute, rows), _train(ca.disable(), values, _attribute, rows))
     assert session.stats().hits >= 3 and session.stats().failures == 0
 
 
@@ -204,7 +199,7 @@ def test_a_traced_one_that_turns_out_untraceable_later_serves_no_other_value() -
     session = ca.enable(backend="aot_eager")
     with pytest.warns(UserWarning, match=r"untraceable in .*reads ctx\.tensor"):
         found = train(session)
-    _close(found, train(ca.disable()))
+    assert_close(found, train(ca.disable()))
     stats = session.stats()
     assert (stats.hits, stats.shape_misses, stats.captures) == (3, 2, 1)
 
@@ -262,7 +257,7 @@ def test_a_region_that_is_compiled_for_each_set_of_shapes_hits() -> None:
 
     session = ca.enable(backend=no_symbols)
     with _no_warning():
-        _close(train(session), train(ca.disable()))
+        assert_close(train(session), train(ca.disable()))
     assert session.stats().hits >= 4
 
 
@@ -288,7 +283,7 @@ def test_in_the_background_what_changed_meanwhile_is_not_baked_in() -> None:
 
     with _no_warning():
         found = train(session, True)
-    _close(found, train(ca.disable(), False))
+    assert_close(found, train(ca.disable(), False))
 
 
 def _random_training(seed: int, session: Any) -> list[torch.Tensor | None]:

@@ -29,7 +29,7 @@ from compiled_autograd.threads.claims import CLAIMS, Claim
 from compiled_autograd.threads.gate import GATE, take
 
 from .both_walks import own_plans
-from .helpers import assert_same, mlp
+from .helpers import assert_same, mlp, switching_every
 
 Make = Callable[[int], torch.Tensor]
 _LEARNT_AFTER = 3
@@ -121,7 +121,7 @@ def _compare(
 
 @pytest.fixture
 def net() -> tuple[Make, list[torch.Tensor]]:
-    model, x = mlp(), torch.randn(3, 8)
+    model, x = mlp(depth=1), torch.randn(3, 8)
     return lambda step: (model(x + step) ** 2).mean(), list(model.parameters())
 
 
@@ -433,7 +433,7 @@ def test_inputs_are_let_go_as_they_are_not_needed_any_more(counted: Counted) -> 
 
 
 def test_other_shapes_have_programs_of_their_own(counted: Counted) -> None:
-    model = mlp()
+    model = mlp(depth=1)
     leaves = list(model.parameters())
     xs = [torch.randn(rows, 8) for rows in (3, 5)]
     ways: list[Any] = [ca.disable(), _session(dynamic=False)]
@@ -502,7 +502,7 @@ def test_threads_with_other_settings_have_programs_of_their_own(
 
     def train(factor: int, session: ca.Session) -> None:
         own = copy.deepcopy(leaves)
-        model = mlp()
+        model = mlp(depth=1)
         for mine, given in zip(model.parameters(), own, strict=True):
             mine.data = given.data
         x = torch.ones(3, 8)
@@ -524,15 +524,11 @@ def test_threads_with_other_settings_have_programs_of_their_own(
 
     sessions = [_session(), _session(passes=(_doubled,))]
     threads = [threading.Thread(target=train, args=each) for each in zip((1, 2), sessions, strict=True)]
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-5)
-    try:
+    with switching_every(1e-5):
         for thread in threads:
             thread.start()
         for thread in threads:
             thread.join()
-    finally:
-        sys.setswitchinterval(interval)
     assert not wrong and counted.runs > 0
 
 
@@ -642,7 +638,7 @@ def test_an_error_of_a_program_is_raised_and_everything_let_go(
 def test_variants_that_went_are_freed(counted: Counted, monkeypatch: pytest.MonkeyPatch) -> None:
     """Plans keep none alive: a structure has no more than it may have."""
     monkeypatch.setattr(graphs, "MAX_VARIANTS", 4)
-    model, session = mlp(), _session(dynamic=False)
+    model, session = mlp(depth=1), _session(dynamic=False)
     seen: list[weakref.ref[Any]] = []
     for rows in range(2, 10):
         for _ in range(_UNTIL_NATIVE):

@@ -9,11 +9,9 @@ import os
 import random
 import subprocess
 import sys
-import threading
 import weakref
 from collections import Counter
 from collections.abc import Callable, Sequence
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -33,7 +31,7 @@ from .both_walks import assert_same, library_of
 from .fuzz import execute
 from .fuzz.backward import real
 from .fuzz.generate import generate
-from .helpers import ROOT
+from .helpers import ROOT, in_threads, resident_pages, switching_every
 
 _SECONDS_TO_BUILD = 600.0
 
@@ -489,21 +487,9 @@ def test_threads(native: Any) -> None:
             found = _on(plan.compare, loss)
             answers.append(found if isinstance(found, str) else found[0])
 
-    threads = [threading.Thread(target=work) for _ in range(4)]
-    interval = sys.getswitchinterval()
-    sys.setswitchinterval(1e-6)
-    try:
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-    finally:
-        sys.setswitchinterval(interval)
+    with switching_every(1e-6):
+        in_threads(*[work] * 4)
     assert Counter(answers) == {0: 1200}
-
-
-def _resident() -> int:
-    return int(Path("/proc/self/statm").read_text().split()[1])
 
 
 def test_nothing_is_kept(native: Any, meanwhile: Any) -> None:
@@ -535,15 +521,16 @@ def test_nothing_leaks(native: Any) -> None:
             plan.compare([same], [None])
 
     walk(10_000)
-    references, before = sys.getrefcount(x), _resident()
+    references, before = sys.getrefcount(x), resident_pages()
     walk(34_000)
     assert sys.getrefcount(x) == references
-    assert _resident() - before < 256  # pages
+    assert resident_pages() - before < 256
 
 
 @pytest.mark.slow
 def test_under_sanitizers() -> None:
-    """The tests of the room, with the extension built to find reads and writes of what is not its own."""
+    """The tests of the room and of the fast path, with the extension built to find reads and writes of what is not its
+    own."""
     if why_unsupported():
         pytest.skip(f"there is no extension here: {why_unsupported()}")
     names = ("libasan.so", "libubsan.so", "libstdc++.so.6")
@@ -554,6 +541,7 @@ def test_under_sanitizers() -> None:
     options = {"ASAN_OPTIONS": "detect_leaks=0", "LD_PRELOAD": " ".join(libraries), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, "-m", "pytest", "-p", "tests.sanitized", "-q", "-k", "not leaks"]
     command += [f"tests/test_native_{what}.py" for what in ("walk", "hits", "runs")]
+    command += [f"tests/test_fast_path{what}.py" for what in ("", "_odd", "_long")]
     environment = {**os.environ, "PYTHONPATH": str(ROOT), **options}
     ended = subprocess.run(command, cwd=ROOT, env=environment, capture_output=True, text=True, check=False)
     assert ended.returncode == 0, ended.stdout[-4000:] + ended.stderr[-4000:]

@@ -11,7 +11,6 @@ from __future__ import annotations
 import inspect
 import sys
 import textwrap
-import warnings
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -37,12 +36,7 @@ from .test_outer_loops import transposed_softmaxes, without_the_mending
 Gradients = Sequence[torch.Tensor | None]
 Patch = pytest.MonkeyPatch
 
-
-@pytest.fixture(autouse=True)
-def _quiet() -> Any:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 def _without(patch: Patch, owner: Any, name: str, replaced: dict[str, str]) -> None:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import re
-import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -27,12 +26,7 @@ from .helpers import assert_grads, assert_same, expect, mlp
 BATCH = torch.linspace(-1, 1, 32).view(4, 8)
 Run = Callable[[Sequence[torch.Tensor], Callable[..., Any]], Any]
 
-
-@pytest.fixture(autouse=True)
-def _quiet() -> Any:
-    with warnings.catch_warnings():
-        warnings.simplefilter("ignore")
-        yield
+pytestmark = pytest.mark.filterwarnings("ignore")
 
 
 def _backend(run: Callable[[int, Sequence[Any], Callable[..., Any]], Any]) -> Callable[..., Any]:

@@ -6,7 +6,6 @@ import json
 import re
 import subprocess
 import sys
-import warnings
 import zipfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -26,6 +25,8 @@ from compiled_autograd.reproduction.tensors import SMALL, records_of, stored_byt
 from compiled_autograd.steps.memory import memory_of
 
 from .helpers import ROOT, assert_same, expect, mlp, same_bits
+
+pytestmark = pytest.mark.filterwarnings("ignore:.*sparse", "ignore:.*Anomaly")
 
 _BATCH = torch.linspace(-1, 1, 32).view(4, 8)
 _TIMEOUT = 600
@@ -485,11 +486,3 @@ def test_nothing_is_compiled_of_it(tmp_path: Path) -> None:
     assert graph.readable("aten") == "# nothing is compiled of it\n"
     with pytest.raises(ca.ReproductionError, match="nothing was compiled"):
         graph.save(tmp_path / "backward.zip")
-
-
-@pytest.fixture(autouse=True)
-def _quiet() -> Any:
-    with warnings.catch_warnings():
-        warnings.filterwarnings("ignore", message=".*sparse.*")
-        warnings.filterwarnings("ignore", message=".*Anomaly.*")
-        yield

@@ -18,28 +18,12 @@ from compiled_autograd.steps import accumulate as module
 from compiled_autograd.threads.claims import CLAIMS, Claim
 from compiled_autograd.threads.gate import GATE
 
-from .helpers import WAIT, Squares, expect, in_threads
+from .helpers import WAIT, Squares, Waits, expect, in_threads
 
 
 def _in_threads(*works: Callable[[], Any]) -> None:
     in_threads(*works)
     assert not CLAIMS.made and not CLAIMS._bells
-
-
-class _Waits(torch.autograd.Function):
-    """Stays in backward until it is told to leave."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, entered: threading.Event, leave: threading.Event) -> torch.Tensor:
-        ctx.events = entered, leave
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        entered, leave = ctx.events
-        entered.set()
-        assert leave.wait(WAIT)
-        return grad, None, None
 
 
 def _slowly(monkeypatch: pytest.MonkeyPatch, began: threading.Event | None = None) -> None:
@@ -230,11 +214,11 @@ def test_while_a_thread_is_in_the_eager_engine_its_nodes_write(monkeypatch: pyte
 
     def compiled() -> None:
         with session:
-            (_Waits.apply(leaf * bare, ours_entered, ours_leave) * 2).sum().backward()
+            (Waits.apply(leaf * bare, ours_entered, ours_leave) * 2).sum().backward()
 
     def eager() -> None:
         assert ours_entered.wait(WAIT)
-        _Waits.apply(leaf * 3, eager_entered, eager_leave).sum().backward()
+        Waits.apply(leaf * 3, eager_entered, eager_leave).sum().backward()
 
     def conduct() -> None:
         assert eager_entered.wait(WAIT)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import sys
 import threading
 import time
 from collections.abc import Callable
@@ -17,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import compiled_autograd as ca
 from compiled_autograd.threads.gate import GATE
 
-from .helpers import assert_same, mlp
+from .helpers import assert_same, mlp, switching_every
 
 WAIT = 60.0
 """Seconds for all threads together, after which they count as hung."""
@@ -153,10 +152,8 @@ class _Together:
 @pytest.fixture
 def impatient() -> Any:
     """Threads take turns a hundred times as often as usual."""
-    before = sys.getswitchinterval()
-    sys.setswitchinterval(5e-5)
-    yield
-    sys.setswitchinterval(before)
+    with switching_every(5e-5):
+        yield
 
 
 def _check_counts(session: ca.Session) -> None:

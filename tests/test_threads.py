@@ -17,7 +17,7 @@ from compiled_autograd.engine import session as sessions
 from compiled_autograd.threads.gate import GATE, take, threads_running
 from shadow_cache import Bypass
 
-from .helpers import WAIT, Squares, assert_grads, assert_same, expect, in_subprocess, in_threads, mlp
+from .helpers import WAIT, Squares, Waits, assert_grads, assert_same, expect, in_subprocess, in_threads, mlp
 
 
 def _square(x: torch.Tensor) -> torch.Tensor:
@@ -59,29 +59,13 @@ def test_one_session_entered_by_several_threads_counts_for_all() -> None:
     assert stats.structure_misses == 1 and set(stats.bypasses) <= {"other_thread_in_backward"}
 
 
-class _Waits(torch.autograd.Function):
-    """Stays in backward until it is told to leave."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor, entered: threading.Event, leave: threading.Event) -> torch.Tensor:
-        ctx.events = entered, leave
-        return x.clone()
-
-    @staticmethod
-    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None, None]:
-        entered, leave = ctx.events
-        entered.set()
-        assert leave.wait(WAIT)
-        return grad, None, None
-
-
 def test_another_thread_in_eager_backward_is_a_reason_to_bypass() -> None:
     entered, leave = threading.Event(), threading.Event()
     other = torch.randn(3, requires_grad=True)
     session = ca.enable(backend="eager")
     with session:  # so that the other thread's backward is seen
         pass
-    thread = threading.Thread(target=lambda: _Waits.apply(other, entered, leave).sum().backward(), daemon=True)
+    thread = threading.Thread(target=lambda: Waits.apply(other, entered, leave).sum().backward(), daemon=True)
     thread.start()
     assert entered.wait(WAIT)
     x = torch.randn(3, requires_grad=True)
@@ -106,7 +90,7 @@ def test_another_thread_in_compiled_backward_is_no_reason() -> None:
 
     def work() -> None:
         with session:
-            _Waits.apply(torch.randn(3, requires_grad=True), entered, leave).sum().backward()
+            Waits.apply(torch.randn(3, requires_grad=True), entered, leave).sum().backward()
 
     thread = threading.Thread(target=work, daemon=True)
     thread.start()
@@ -129,7 +113,7 @@ def test_a_backward_that_began_before_the_first_enable_is_seen(monkeypatch: pyte
 
     def work() -> None:
         torch._C._ImperativeEngine  # noqa: B018  the engine itself is not replaced in this thread
-        _Waits.apply(torch.randn(3, requires_grad=True), entered, leave).sum().backward()
+        Waits.apply(torch.randn(3, requires_grad=True), entered, leave).sum().backward()
 
     thread = threading.Thread(target=work, daemon=True)
     thread.start()

@@ -18,7 +18,7 @@ from torch import nn
 import compiled_autograd as ca
 from compiled_autograd.runtime.program import AccumulateStep, OpaqueStep, RegionStep
 
-from .helpers import assert_same
+from .helpers import assert_close, assert_same
 
 BACKENDS = ["aot_eager", "inductor"]
 
@@ -81,24 +81,19 @@ def _steps(session: ca.Session) -> list[type]:
     return [type(step) for step in session.last.graph.variants[-1].program.schedule.steps]
 
 
-def _close(found: list[Any], wanted: list[Any]) -> None:
-    for one, other in zip(found, wanted, strict=True):
-        torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
-
-
 @pytest.mark.parametrize("backend", BACKENDS)
 def test_it_is_part_of_one_region_and_is_called_no_more(backend: str) -> None:
     session = ca.enable(backend=backend)
     factors = [2.0] * 6
     wanted = _train(ca.disable(), factors)
     with _Calls(Scaled) as first:
-        _close(_train(session, factors), wanted)
+        assert_close(_train(session, factors), wanted)
     assert _steps(session) == [RegionStep, AccumulateStep]
     stats = session.stats()
     assert (stats.captures, stats.compiles, stats.hits, stats.failures) == (1, 1, 5, 0)
     assert 0 < first.count < 2 * len(factors)  # traced once for each of the two, and called while it was proved
     with _Calls(Scaled) as later:
-        _close(_train(session, factors), wanted)
+        assert_close(_train(session, factors), wanted)
     assert later.count == 0
 
 
@@ -139,7 +134,7 @@ def test_plain_attributes_are_compiled_for_once_each(backend: str, factors: list
 def test_other_shapes(backend: str) -> None:
     rows = [5, 7, 9, 4, 5, 12]
     session = ca.enable(backend=backend, check=2)
-    _close(_train(session, [2.0] * 6, rows), _train(ca.disable(), [2.0] * 6, rows))
+    assert_close(_train(session, [2.0] * 6, rows), _train(ca.disable(), [2.0] * 6, rows))
     assert session.stats().captures == 1 and session.stats().compiles == 2 and session.stats().failures == 0
 
 
@@ -169,7 +164,7 @@ def test_closures_defaults_and_variables_of_the_module_are_looked_at(
             monkeypatch.setitem(globals(), "_FACTOR", variable)
             function = _made(closed, default).apply
             wanted = _train(ca.disable(), [0], function=function)
-            _close(_train(session, [0], function=function), wanted)
+            assert_close(_train(session, [0], function=function), wanted)
     assert session.stats().captures == 1 and session.stats().hits == 4 and session.stats().failures == 0
 
 
@@ -191,10 +186,10 @@ def test_one_that_depends_on_something_else_is_found_at_its_first_run(backend: s
     session = ca.enable(backend=backend)
     wanted = _train(ca.disable(), [0], function=Changed.apply)
     with pytest.warns(UserWarning, match="mismatch"):
-        _close(_train(session, [0], function=Changed.apply), wanted)
+        assert_close(_train(session, [0], function=Changed.apply), wanted)
     for _ in range(3):  # from now on it is called, once each at each step
         with _Calls(Changed) as calls:
-            _close(_train(session, [0], function=Changed.apply), wanted)
+            assert_close(_train(session, [0], function=Changed.apply), wanted)
         assert calls.count == 2
 
 
@@ -218,7 +213,7 @@ def test_it_is_compared_with_the_real_backward_and_its_real_context(backend: str
     session = ca.enable(backend=backend)
     wanted = _train(ca.disable(), [0] * 4, function=Looking.apply)
     with pytest.warns(UserWarning, match="mismatch"):
-        _close(_train(session, [0] * 4, function=Looking.apply), wanted)
+        assert_close(_train(session, [0] * 4, function=Looking.apply), wanted)
     assert session.stats().backwards == 4 and session.stats().failures == 1
 
 
@@ -306,7 +301,7 @@ def test_what_cannot_be_traced_is_called_at_each_step(name: str) -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         before = _COUNTS["calls"]
-        _close(_train(session, [0] * 4, function=Odd.apply), wanted)
+        assert_close(_train(session, [0] * 4, function=Odd.apply), wanted)
     assert _COUNTS["calls"] - before == 8 * (name == "counts")
     assert _steps(session).count(OpaqueStep) == 2 and session.stats().hits == 3
 
@@ -357,7 +352,7 @@ def test_what_only_looks_alike_is_told_apart(make: Callable[[float], Any]) -> No
         warnings.simplefilter("ignore")
         for by in (2.0, 2.0, 2.0, 3.0, 3.0, 2.0):
             wanted = _train(ca.disable(), [0], function=made[by])
-            _close(_train(session, [0], function=made[by]), wanted)
+            assert_close(_train(session, [0], function=made[by]), wanted)
     assert session.stats().backwards == 6 and session.stats().bypasses == {}
 
 
@@ -379,7 +374,7 @@ def test_attributes_that_have_no_end(value: Any) -> None:
     function = _with_backward(lambda ctx, grad: (grad * 2, None), value)
     session = ca.enable(backend="aot_eager")
     wanted = _train(ca.disable(), [0] * 3, function=function)
-    _close(_train(session, [0] * 3, function=function), wanted)
+    assert_close(_train(session, [0] * 3, function=function), wanted)
     assert session.stats().hits == 2 and session.stats().failures == 0
 
 
@@ -424,7 +419,7 @@ def test_one_that_is_no_python_function_is_called() -> None:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
         found = _train(session, factors, function=Partial.apply)
-    _close(found, _train(ca.disable(), factors, function=Partial.apply))
+    assert_close(found, _train(ca.disable(), factors, function=Partial.apply))
     assert OpaqueStep in _steps(session) and session.stats().hits == 3
 
 

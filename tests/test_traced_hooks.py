@@ -16,7 +16,7 @@ from torch import nn
 import compiled_autograd as ca
 from compiled_autograd.runtime.program import AccumulateStep, OpaqueStep, RegionStep
 
-from .helpers import assert_same
+from .helpers import assert_close, assert_same
 
 BACKENDS = ["aot_eager", "inductor"]
 _BY: Any = 2.0
@@ -27,13 +27,6 @@ _HELD = torch.ones(1)
 
 def clipped(grad: torch.Tensor) -> torch.Tensor:
     return grad.clamp(-0.1, 0.1) * 2
-
-
-def _close(found: list[Any], wanted: list[Any]) -> None:
-    for one, other in zip(found, wanted, strict=True):
-        assert (one is None) == (other is None)
-        if one is not None:
-            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
 
 
 def _steps(session: ca.Session) -> list[type]:
@@ -101,7 +94,7 @@ def _train(session: Any, hooks: list[Any], attach: Attach = _on_tensor, twice: b
 def test_it_is_part_of_one_region(backend: str, attach: Attach, twice: bool) -> None:
     hook = ca.traceable(lambda grad: grad.clamp(-0.1, 0.1) * 2)
     session = ca.enable(backend=backend)
-    _close(_train(session, [hook] * 5, attach, twice), _train(ca.disable(), [hook] * 5, attach, twice))
+    assert_close(_train(session, [hook] * 5, attach, twice), _train(ca.disable(), [hook] * 5, attach, twice))
     assert _steps(session) == [RegionStep, AccumulateStep]
     stats = session.stats()
     assert (stats.captures, stats.compiles, stats.hits, stats.failures) == (1, 1, 4, 0)
@@ -141,7 +134,7 @@ def _scaled_by(grad: torch.Tensor, by: float = 3.0) -> torch.Tensor:
 def test_one_that_gives_nothing_changes_nothing(attach: Attach) -> None:
     hook = ca.traceable(lambda grad: None)
     session = ca.enable(backend="aot_eager")
-    _close(_train(session, [hook] * 4, attach), _train(ca.disable(), [hook] * 4, attach))
+    assert_close(_train(session, [hook] * 4, attach), _train(ca.disable(), [hook] * 4, attach))
     assert _steps(session) == [RegionStep, AccumulateStep] and session.stats().failures == 0
 
 
@@ -152,7 +145,7 @@ def _made(by: Any) -> Any:
 def test_plain_values_around_it_are_compiled_for_once_each() -> None:
     hooks = [_made(by) for by in (2.0, 3.0, 2, 2.0, 3.0, 2)]
     session = ca.enable(backend="aot_eager", check=False)
-    _close(_train(session, hooks), _train(ca.disable(), hooks))
+    assert_close(_train(session, hooks), _train(ca.disable(), hooks))
     stats = session.stats()
     assert (stats.captures, stats.hits, stats.shape_misses, stats.failures) == (1, 3, 2, 0)
 
@@ -171,7 +164,7 @@ def test_variables_of_the_module_are_looked_at(monkeypatch: pytest.MonkeyPatch) 
     for by, table in [(2.0, 1.0), (3.0, 1.0), (2.0, 5.0), (2.0, 1.0), (3.0, 1.0), (2.0, 5.0)]:
         monkeypatch.setitem(globals(), "_BY", by)
         monkeypatch.setitem(_TABLE, "by", table)
-        _close(_train(session, [_by_constant]), _train(ca.disable(), [_by_constant]))
+        assert_close(_train(session, [_by_constant]), _train(ca.disable(), [_by_constant]))
     assert session.stats().hits == 3 and session.stats().failures == 0
 
 
@@ -180,7 +173,7 @@ def test_hooks_that_come_and_go_and_are_marked_or_not() -> None:
     plain, marked = (lambda grad: grad * 5), ca.traceable(lambda grad: grad * 3)
     hooks = [marked, plain, None, marked, plain, None, marked]
     session = ca.enable(backend="aot_eager", check=False)
-    _close(_train(session, hooks), _train(ca.disable(), hooks))
+    assert_close(_train(session, hooks), _train(ca.disable(), hooks))
     stats = session.stats()
     assert (stats.captures, stats.hits, stats.shape_misses, stats.failures) == (2, 4, 1, 0)
 
@@ -210,7 +203,7 @@ def test_the_order_of_several_hooks_on_one_tensor() -> None:
     expected, session = order[:], ca.enable(backend="aot_eager")
     for _ in range(4):
         order.clear()
-        _close([step(session)], [wanted])
+        assert_close([step(session)], [wanted])
         assert order == expected
     assert session.stats().hits == 3
 
@@ -302,7 +295,7 @@ def test_one_that_does_more_than_compute_is_called_at_each_step(name: str, capsy
     session = ca.enable(backend="aot_eager")
     with pytest.warns(UserWarning, match="untraceable in"):
         found, done = counted(session)
-    _close(found, wanted)
+    assert_close(found, wanted)
     assert done == expected
     assert OpaqueStep in _steps(session) and session.stats().hits == 4 and session.stats().bypasses == {}
 
@@ -316,7 +309,7 @@ def test_what_takes_over_the_attributes_of_a_marked_one_is_not_marked() -> None:
         return clipped(grad)
 
     session = ca.enable(backend="aot_eager")
-    _close(_train(session, [counting] * 4), _train(ca.disable(), [counting] * 4))
+    assert_close(_train(session, [counting] * 4), _train(ca.disable(), [counting] * 4))
     assert len(calls) == 8 and OpaqueStep in _steps(session) and session.stats().failures == 0
 
 
@@ -366,7 +359,7 @@ def test_retain_grad_beside_it() -> None:
 
     for before in (False, True):
         session = ca.enable(backend="aot_eager")
-        _close(train(session, before), train(ca.disable(), before))
+        assert_close(train(session, before), train(ca.disable(), before))
         assert session.stats().hits == 3 + before  # it is one structure
 
 
@@ -390,7 +383,7 @@ def test_post_accumulate_hooks_and_hooks_behind_leaves_are_called() -> None:
     wanted = train(ca.disable())
     expected, session = calls[:], ca.enable(backend="aot_eager")
     calls.clear()
-    _close(train(session), wanted)
+    assert_close(train(session), wanted)
     assert calls == pytest.approx(expected) and len(calls) == 8 and session.stats().hits == 3
 
 
@@ -430,7 +423,7 @@ def test_undefined_gradients() -> None:
     seen.clear()
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        _close(train(session), wanted)
+        assert_close(train(session), wanted)
     assert seen == expected and session.stats().bypasses == {}
 
 
@@ -453,7 +446,7 @@ def test_what_another_hook_changes_in_the_same_backward() -> None:
         return found
 
     session = ca.enable(backend="aot_eager", check=False)
-    _close(train(session), train(ca.disable()))
+    assert_close(train(session), train(ca.disable()))
     assert (session.stats().hits, session.stats().shape_misses) == (2, 2)
 
 
@@ -468,7 +461,7 @@ def test_gradients_that_were_asked_for_are_those_before_the_hooks_of_a_node_that
 
     session = ca.enable(backend="aot_eager")
     for _ in range(4):
-        _close(step(session), step(ca.disable()))
+        assert_close(step(session), step(ca.disable()))
     assert session.stats().hits == 3
 
 
@@ -486,11 +479,11 @@ def test_anomaly_mode_names_the_node_and_checkpointed_layers_keep_their_values()
 
     session = ca.enable(backend="aot_eager")
     for _ in range(3):
-        _close([step(session, False)], [step(ca.disable(), False)])
+        assert_close([step(session, False)], [step(ca.disable(), False)])
     with torch.autograd.set_detect_anomaly(True), warnings.catch_warnings():
         warnings.simplefilter("ignore")
         for _ in range(2):
-            _close([step(session, False)], [step(ca.disable(), False)])
+            assert_close([step(session, False)], [step(ca.disable(), False)])
             with pytest.raises(RuntimeError) as wanted:
                 step(ca.disable(), True)
             with pytest.raises(RuntimeError) as found:
@@ -610,6 +603,6 @@ def test_a_module_with_hooks_in_training() -> None:
         return [*net.parameters()]
 
     session = ca.enable(backend="aot_eager")
-    _close(train(session), train(ca.disable()))
+    assert_close(train(session), train(ca.disable()))
     assert _steps(session) == [RegionStep, AccumulateStep]
     assert (session.stats().hits, session.stats().compiles) == (5, 1)

@@ -3,6 +3,7 @@ deep in others, what modules were given, lists that others hold too."""
 
 from __future__ import annotations
 
+import functools
 import sys
 import types
 import warnings
@@ -263,3 +264,39 @@ def test_the_reason_names_what_lies_around_a_hook() -> None:
     assert session.last is not None
     (miss,) = session.last.reasons
     assert isinstance(miss, Miss) and miss.old.endswith("by=2.0, _BY=2.0") and miss.new.endswith("by=3.0, _BY=2.0")
+
+
+def test_an_operator_that_gives_nothing_is_called() -> None:
+    """It is there for what else it does, and nothing in a graph needs it."""
+    calls: list[int] = []
+    library = torch.library.Library("compiled_autograd_test", "FRAGMENT")
+    library.define("noted(Tensor x) -> ()")
+    library.impl("noted", lambda x: calls.append(1), "CompositeExplicitAutograd")
+
+    def hook(grad: torch.Tensor) -> torch.Tensor:
+        torch.ops.compiled_autograd_test.noted(grad)
+        return grad * 2
+
+    session = ca.enable(backend="aot_eager")
+    wanted = _steps_of_hook(ca.disable(), hook, [None] * 5, lambda value: None)
+    calls.clear()
+    _close(_steps_of_hook(session, ca.traceable(hook), [None] * 5, lambda value: None), wanted)
+    assert len(calls) == 5 and (session.stats().hits, session.stats().failures) == (4, 1)
+    library._destroy()
+
+
+def test_what_is_no_function_of_python_is_said_to_be_none() -> None:
+    class Doubled(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x * 2
+
+        backward = functools.partial(lambda ctx, grad: grad * 2)
+
+    session = ca.enable(backend="aot_eager")
+    with pytest.warns(UserWarning, match="is no function written in Python"):
+        leaf = torch.ones(3, requires_grad=True)
+        loss = ca.traceable(Doubled).apply(leaf * 1.0).sum()
+        with session:
+            loss.backward()
+    _close([leaf.grad], [torch.full((3,), 2.0)])

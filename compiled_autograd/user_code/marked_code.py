@@ -211,10 +211,6 @@ def refuse_more_than_computing(marked: Any) -> None:
         NotPlainError: one sets what may be seen elsewhere, or takes or calls what is not known to change nothing; or
             what they depend on is not all in :class:`Code`.
     """
-    code = Code(strictly=False)
-    code.of(marked, 0)
-    if not code.whole:
-        raise NotPlainError(f"traceable: it calls functions that call others, to a depth of more than {_DEEPEST}")
     seen: set[int] = set()
     left = [marked]
     while left:
@@ -233,6 +229,10 @@ def refuse_more_than_computing(marked: Any) -> None:
         modules = [value for _, value in reached if type(value) is types.ModuleType]
         for name, value in taken_of(function.__code__, modules).values:
             _refuse_what_was_put_there(name, value)
+    depends_on = Code(strictly=False)
+    depends_on.of(marked, 0)
+    if not depends_on.whole:
+        raise NotPlainError(f"traceable: it calls functions that call others, to a depth of more than {_DEEPEST}")
 
 
 def _refuse_what_was_put_there(name: str, value: Any) -> None:

@@ -1,10 +1,15 @@
-"""Copies of marked code, to be traced: what it changes of what lies around it, nobody else sees."""
+"""Copies of marked code, to be traced: what it changes of what lies around it, nobody else sees. And what its operators
+may not be.
+"""
 
 from __future__ import annotations
 
 import itertools
 import types
+from collections.abc import Mapping
 from typing import Any
+
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from .marked_code import NotPlainError, named_by, of_torch
 
@@ -91,3 +96,18 @@ def _items(container: Any) -> list[Any]:
 
 def _differ(one: Any, other: Any) -> bool:
     return one is not other
+
+
+class RefuseSideEffects(TorchDispatchMode):
+    """Inside, an operator that gives nothing and writes into nothing raises: it is there for what else it does, which
+    compilers that see no use for it leave out."""
+
+    supports_higher_order_operators = True
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Mapping[str, Any] | None = None
+    ) -> Any:
+        schema = getattr(func, "_schema", None)
+        if schema is not None and not schema.returns and not schema.is_mutable:
+            raise NotPlainError(f"traceable: it calls {func}, which gives nothing")
+        return func(*args, **(kwargs or {}))

@@ -18,7 +18,7 @@ from .functions import TRACEABLE, checked
 from .hooks import Grad
 from .inlined import InlinedBackward, Marked
 from .marked_code import Code, NotPlainError, refuse_more_than_computing
-from .marked_copies import Copies
+from .marked_copies import Copies, RefuseSideEffects
 from .traced_hooks import mark_hook
 
 F = TypeVar("F", bound=type[torch.autograd.Function] | Callable[..., Any])
@@ -94,7 +94,8 @@ class TracedBackward(InlinedBackward, Marked):
         versions = [each._version for each in given]
         refuse_more_than_computing(backward)
         copies = Copies()
-        results = copies.of_function(backward)(_Context(ctx, saved, copies), *grads)
+        with RefuseSideEffects():
+            results = copies.of_function(backward)(_Context(ctx, saved, copies), *grads)
         copies.refuse_changes()
         if versions != [each._version for each in given]:
             raise NotPlainError("traceable: the backward writes into what it is given")

@@ -10,7 +10,7 @@ from typing import Any
 from .functions import TRACEABLE
 from .inlined import Marked
 from .marked_code import Code, NotPlainError, refuse_more_than_computing
-from .marked_copies import Copies
+from .marked_copies import Copies, RefuseSideEffects
 
 
 def mark_hook(hook: types.FunctionType) -> None:
@@ -50,7 +50,8 @@ class TracedHook(Marked):
         versions = [grad._version for grad in given]
         refuse_more_than_computing(hook)
         copies = Copies()
-        result = self.kind(copies.of_function(hook), *args)
+        with RefuseSideEffects():
+            result = self.kind(copies.of_function(hook), *args)
         copies.refuse_changes()
         if versions != [grad._version for grad in given]:
             raise NotPlainError("traceable: the hook writes into what it is given")

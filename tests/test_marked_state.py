@@ -300,3 +300,38 @@ def test_what_is_no_function_of_python_is_said_to_be_none() -> None:
         with session:
             loss.backward()
     _close([leaf.grad], [torch.full((3,), 2.0)])
+
+
+def test_what_depends_on_a_counter_is_called() -> None:
+    """Each value would be compiled for once, and come back never."""
+    by = 0.0
+
+    def change(value: float) -> None:
+        nonlocal by
+        by = value
+
+    def hook(grad: torch.Tensor) -> torch.Tensor:
+        return grad * by
+
+    values = [float(value) for value in range(40)]
+    session = ca.enable(backend="aot_eager", tune=False)
+    found = _steps_of_hook(session, ca.traceable(hook), values, change)
+    _close(found, _steps_of_hook(ca.disable(), hook, values, change))
+    stats = session.stats()
+    assert (stats.captures, stats.failures, stats.bypasses) == (1, 1, {})
+    assert (stats.hits, stats.compiles) == (31, 10)  # eight values, and the two regions around the call
+
+
+def test_a_value_that_stays_for_a_while_is_compiled_for() -> None:
+    by = 0.0
+
+    def change(value: float) -> None:
+        nonlocal by
+        by = value
+
+    values = [float(value // 3) for value in range(60)]
+    session = ca.enable(backend="aot_eager", tune=False)
+    hook = ca.traceable(lambda grad: grad * by)
+    found = _steps_of_hook(session, hook, values, change)
+    _close(found, _steps_of_hook(ca.disable(), hook, values, change))
+    assert (session.stats().hits, session.stats().compiles, session.stats().failures) == (40, 20, 0)

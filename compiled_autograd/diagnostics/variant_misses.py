@@ -207,8 +207,8 @@ def text_of_part(name: str, value: Any) -> str:
             f"{part} {'on' if on else 'off'}"
             for part, on in zip(("cudnn", "benchmark", "deterministic"), value, strict=True)
         )
-    if name == TRACED and value is not None:
-        return "; ".join(_of_traced(*each) for each in value if each is not None)
+    if name == TRACED:
+        return "none is traced" if value is None else "; ".join(_of_traced(*each) for each in value if each is not None)
     return _text(value)
 
 

@@ -39,8 +39,8 @@ def traceable(function: F) -> F:
     module; no attributes of other objects and of classes.
 
     Plain values that change are compiled for once each, also where users' code of the same backward changes them. What
-    cannot be traced so is called at each step, and a `Failure` says why. As all compiled code, what was traced is
-    compared with the real calls at its first runs.
+    depends on new ones at each step, or cannot be traced, is called at each step, and a `Failure` says why. As all
+    compiled code, what was traced is compared with the real calls at its first runs.
 
     Args:
         function: the class, whose subclasses are not marked; or the hook, a function of Python. Others that are

@@ -335,3 +335,53 @@ def test_a_value_that_stays_for_a_while_is_compiled_for() -> None:
     found = _steps_of_hook(session, hook, values, change)
     _close(found, _steps_of_hook(ca.disable(), hook, values, change))
     assert (session.stats().hits, session.stats().compiles, session.stats().failures) == (40, 20, 0)
+
+
+def _with_a_leaf_that_comes_first(session: Any, kind: str, fails: bool) -> list[Any]:
+    """Eager writes a weight before it comes to something marked, which reads the weight's ``.grad``, or fails."""
+    weight = torch.ones(8, requires_grad=True)
+
+    def hook(grad: torch.Tensor) -> torch.Tensor:
+        if fails:
+            raise ValueError("the hook's own")
+        return grad if weight.grad is None else grad * (2 + weight.grad.sum())
+
+    class Sine(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+            return x.sin()
+
+        @staticmethod
+        def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+            return hook(grad)
+
+    ca.traceable(Sine if kind == "function" else hook)  # type: ignore[type-var]
+    found: list[Any] = []
+    for _ in range(5):
+        weight.grad = None
+        leaf = torch.linspace(-1, 1, 8).requires_grad_()
+        middle = Sine.apply(leaf * 1.0) if kind == "function" else leaf.sin()
+        if kind == "hook":
+            middle.register_hook(hook)
+        loss = (middle * weight).tanh().square().sum()
+        with session, warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            if fails:
+                with pytest.raises(ValueError, match="the hook's own"):
+                    loss.backward()
+            else:
+                loss.backward()
+        found += [leaf.grad, weight.grad]
+    return found
+
+
+@pytest.mark.parametrize("kind", ["hook", "function"])
+@pytest.mark.parametrize("fails", [False, True])
+def test_what_is_called_sees_the_leaves_that_eager_has_written_before(kind: str, fails: bool) -> None:
+    session = ca.enable(backend="aot_eager", tune=False)
+    found = _with_a_leaf_that_comes_first(session, kind, fails)
+    wanted = _with_a_leaf_that_comes_first(ca.disable(), kind, fails)
+    assert [each is None for each in found] == [each is None for each in wanted]
+    _close([each for each in found if each is not None], [each for each in wanted if each is not None])
+    stats = session.stats()
+    assert (stats.captures, stats.hits, stats.bypasses) == (1, 4, {})

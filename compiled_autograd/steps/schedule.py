@@ -50,9 +50,12 @@ class Schedule:
         self.post_hooks: dict[int, list[int]] = {}
         self._fresh: dict[fx.Node, list[fx.Node]] = {}
         self._positions: dict[fx.Node, int] = {}
+        self._writes: dict[int, fx.Node] = {}
         self._added_to: list[int] = []
         for position, node in enumerate(tape.graph.nodes):
             self._positions[node] = position
+            if node.target is ir.accumulate_grad:
+                self._writes[node.meta["call"]] = node
             if node.op == "placeholder":
                 lifted = node.meta["lifted"]
                 self.slot_of[node] = starts[lifted.kind] + lifted.index
@@ -70,14 +73,19 @@ class Schedule:
         self._plan()
 
     def split(self, steps: list[Executor], position: int, untraceable: dict[fx.Node, str]) -> list[Executor]:
-        """Steps in which some calls of the region at ``position`` are opaque. Other threads keep the steps they run."""
-        step = steps[position]
+        """Steps in which some calls of the region at ``position`` are opaque. Leaves that the engine would have written
+        before it came to one of them are written before it: it may be users' code, which sees that. Other threads keep
+        the steps they run."""
+        step, after = steps[position], steps[position + 1 :]
         assert isinstance(step, RegionStep)
         self.untraceable.update(untraceable)
-        parts = [
-            self._executor(part) for part in cut(step.region.nodes, self.bitwise, self.untraceable, self.max_calls)
-        ]
-        self.steps = [*steps[:position], *parts, *steps[position + 1 :]]
+        nodes = list(step.region.nodes)
+        if after and isinstance(after[0], AccumulateStep):
+            nodes += [self._writes[call] for call in after[0].calls]
+            nodes.sort(key=self._positions.__getitem__)
+            del after[0]
+        parts = [self._executor(part) for part in cut(nodes, self.bitwise, self.untraceable, self.max_calls)]
+        self.steps = [*steps[:position], *parts, *after]
         self._plan()
         return self.steps
 

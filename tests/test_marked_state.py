@@ -15,6 +15,7 @@ import torch
 import torch.nn.functional as F
 
 import compiled_autograd as ca
+from compiled_autograd.policies.background import BACKGROUND
 from shadow_cache import Miss
 
 Made = tuple[Any, Callable[[Any], object]]
@@ -337,7 +338,7 @@ def test_a_value_that_stays_for_a_while_is_compiled_for() -> None:
     assert (session.stats().hits, session.stats().compiles, session.stats().failures) == (40, 20, 0)
 
 
-def _with_a_leaf_that_comes_first(session: Any, kind: str, fails: bool) -> list[Any]:
+def _with_a_leaf_that_comes_first(session: Any, kind: str, fails: bool = False) -> list[Any]:
     """Eager writes a weight before it comes to something marked, which reads the weight's ``.grad``, or fails."""
     weight = torch.ones(8, requires_grad=True)
 
@@ -385,3 +386,24 @@ def test_what_is_called_sees_the_leaves_that_eager_has_written_before(kind: str,
     _close([each for each in found if each is not None], [each for each in wanted if each is not None])
     stats = session.stats()
     assert (stats.captures, stats.hits, stats.bypasses) == (1, 4, {})
+
+
+@pytest.mark.parametrize("kind", ["hook", "function"])
+def test_so_does_what_is_called_while_it_is_compiled_elsewhere(kind: str) -> None:
+    session = ca.enable(backend="aot_eager", tune=False, on_miss="background")
+    for _ in range(3):
+        found = _with_a_leaf_that_comes_first(session, kind)
+        _close(found, _with_a_leaf_that_comes_first(ca.disable(), kind))
+        BACKGROUND.wait()
+    stats = session.stats()
+    assert stats.captures == 1 and stats.hits >= 4
+
+
+@pytest.mark.parametrize("kind", ["hook", "function"])
+def test_so_does_what_is_called_where_nothing_can_be_compiled(kind: str) -> None:
+    def fails(graph_module: Any, inputs: Any) -> Any:
+        raise RuntimeError("planted")
+
+    session = ca.enable(backend=fails, tune=False)
+    _close(_with_a_leaf_that_comes_first(session, kind), _with_a_leaf_that_comes_first(ca.disable(), kind))
+    assert (session.stats().captures, session.stats().hits) == (1, 4)

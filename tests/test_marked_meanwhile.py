@@ -107,7 +107,9 @@ def test_the_reason_says_so() -> None:
     assert session.last is not None
     (miss,) = [each for each in session.last.reasons if isinstance(each, Miss)]
     assert miss.kind == "ambient_state" and miss.where == "traceable_functions, changed in the same backward"
-    assert (miss.old, miss.new) == tuple(f"Scaled.backward: factor={each}, reads_tensor=False" for each in (2.0, 3.0))
+    assert (miss.old, miss.new) == tuple(
+        f"Scaled.backward: factor={each}, reads_tensor=False, tensor, _FACTOR=1.0" for each in (2.0, 3.0)
+    )
 
 
 def test_a_value_that_is_another_at_each_step_has_the_function_called() -> None:

@@ -3,20 +3,26 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Container, Sequence
+from collections.abc import Container, Iterable, Sequence
 from typing import Any
 
 import torch
 
+from shadow_cache import Failure
+
 from .. import ir
+from ..diagnostics.node_names import node_name
 from ..guards.ambient import CHECKPOINTED, REDUCED, TRACED, Ambient, ambient
 from ..ir import checkpoints, marked_hooks, nan_checks, reduced
 from ..process_state import free_in_child
+from ..runtime.program import CALLED
 from ..torch_api.checkpointing import frame_of
 from ..user_code.reducers import Groups, grouped
 from .variants import Handover
 
 _MAX_KEPT = 32
+_MAX_PASSING = 8
+"""Of what marked calls depend on, the number of values that may come and not come back."""
 _MAKING = free_in_child(threading.RLock())  # milliseconds
 
 
@@ -91,6 +97,30 @@ class Forms:
         """What a state says of marked calls, as far as they are traced."""
         parts = dict(state).get(TRACED, ())
         return {call: part for (call, _), part in zip(self.marked, parts, strict=False) if part is not None}
+
+    def call_what_passes(self, state: Ambient, unused: Iterable[Ambient]) -> tuple[Ambient, list[Failure]]:
+        """Marked calls that depend on something new at each backward, as on a counter, are called from now on.
+
+        Args:
+            state: for which there is no variant.
+            unused: those of variants that were made, and have not served since.
+
+        Returns:
+            The state in which they are called.
+        """
+        passed = [self.described_in(each) for each in unused]
+        calls: set[ir.Marked] = set()
+        for call, part in self.described_in(state).items():
+            if len({each[call] for each in passed if each.get(call, part) != part}) >= _MAX_PASSING:
+                call.called = f"traceable: what it depends on was new in more than {_MAX_PASSING} backwards"
+                calls.add(call)
+        of = {node: self._hooks.get(node, node.target) for node in self._tape.graph.nodes}
+        told = [
+            Failure("untraceable", node_name(self._tape, node), call.called, CALLED)
+            for node, call in of.items()
+            if call in calls
+        ]
+        return self.without(state, calls), told
 
     def without(self, state: Ambient, calls: Container[ir.Marked]) -> Ambient:
         """The same state, where some marked calls are not traced."""

@@ -83,7 +83,10 @@ def _add(
 ) -> None:
     """Make a variant. Where that fails, the tape graph's calls run one by one: the tape is released by now."""
     misses: Sequence[Miss | Failure]
+    unused = [each.key.ambient for each in graph.variants if each.hits == 0 and each.key.settings == settings.key]
     try:
+        ambient_state, told = graph.forms.call_what_passes(ambient_state, unused)
+        selection.failures += told
         selection.variant, misses = graph.add(settings, ambient_state, handover)
     except Exception as error:  # noqa: BLE001  the step must go on
         failure = Failure("program", repr(graph), f"{type(error).__name__}: {error}", "its calls run one by one")

@@ -207,16 +207,31 @@ def text_of_part(name: str, value: Any) -> str:
             f"{part} {'on' if on else 'off'}"
             for part, on in zip(("cudnn", "benchmark", "deterministic"), value, strict=True)
         )
-    if name == TRACED and value is not None:
-        return "; ".join(_of_traced(*each) for each in value if each is not None)
+    if name == TRACED:
+        return "none is traced" if value is None else "; ".join(_of_traced(*each) for each in value if each is not None)
     return _text(value)
 
 
 def _of_traced(code: Any, needs_input_grad: Any, attributes: Sequence[tuple[str, Any]]) -> str:
-    """Of what a function that is marked as traceable depends on, that which is most likely another."""
-    parts = [f"{name}={float.fromhex(value[1]) if value[0] == 'float' else value[1]}" for name, value in attributes]
-    name = getattr(code[0], "co_qualname", code[0].co_name) if isinstance(code, tuple) else code
-    return f"{name}: {', '.join(parts) or 'no plain attributes'}"
+    """Of what a function that is marked as traceable depends on, that which is most likely another: plain values of its
+    ``ctx``, of its closure, and of its module."""
+    if not isinstance(code, tuple):
+        return f"{code}: no plain attributes"
+    own, _, inside, named, _ = code
+    around = zip(own.co_freevars, inside[len(inside) - len(own.co_freevars) :], strict=True)
+    parts = [_of_plain(name, value) for name, value in attributes]
+    parts += [_of_plain(name, value) for name, value in (*around, *named) if _is_scalar(value)]
+    return f"{getattr(own, 'co_qualname', own.co_name)}: {', '.join(parts) or 'no plain attributes'}"
+
+
+def _of_plain(name: str, value: tuple[Any, ...]) -> str:
+    if value[0] == "other":
+        return name
+    return f"{name}={float.fromhex(value[1]) if value[0] == 'float' else value[1]}"
+
+
+def _is_scalar(value: Any) -> bool:
+    return isinstance(value, tuple) and len(value) == 2 and value[0] in ("bool", "int", "float", "str", "NoneType")
 
 
 def _text(value: Any) -> str:

@@ -47,6 +47,10 @@ CALLED = "it is called at each step, as one that is not marked"
 """What a :class:`~shadow_cache.Failure` says that is done instead of tracing what is marked as traceable."""
 
 
+class _CalledBetweenLeavesError(BaseException):
+    """What is marked as traceable is called, since nothing is compiled: it sees the leaves that are written by then."""
+
+
 class Program:
     """A tape graph made ready to run for one set of shapes.
 
@@ -114,6 +118,8 @@ class Program:
                     slots.extend([None] * (schedule.size - len(slots)))
                     versions = {**versions_of(schedule.watched, slots), **versions}  # more are watched now
                     continue
+                except _CalledBetweenLeavesError:
+                    return self._finish(schedule.before(steps, position), slots, versions, context)
                 except ir.NaNFoundError as found:
                     self._accumulate_before(found.call, steps[position + 1 :], slots, context)
                     raise self._nan(found, context) from None
@@ -137,10 +143,7 @@ class Program:
                 why = self._one_by_one(step, slots, context)
                 if why is not None:
                     context.report.failures.append(why)
-                    known = {node: slots[slot] for node, slot in schedule.slot_of.items()}
-                    seen = {node: versions[slot] for node, slot in schedule.slot_of.items() if slot in versions}
-                    captured = functools.partial(self._captured_hooks, slots=slots)
-                    return finish(self.tape, step.node, known, captured, context, seen)
+                    return self._finish(step.node, slots, versions, context)
             else:
                 if log is not None:
                     log.leaves(step.calls)
@@ -150,6 +153,16 @@ class Program:
                 drop(step, slots)
             position += 1
         return [None if slot is None else slots[slot] for slot in schedule.outputs]
+
+    def _finish(
+        self, last: fx.Node, slots: Slots, versions: Mapping[int, int], context: RunContext
+    ) -> list[torch.Tensor | None]:
+        """Run all after one call of the tape graph call by call."""
+        slot_of = self.schedule.slot_of.items()
+        known = {node: slots[slot] for node, slot in slot_of}
+        seen = {node: versions[slot] for node, slot in slot_of if slot in versions}
+        captured = functools.partial(self._captured_hooks, slots=slots)
+        return finish(self.tape, last, known, captured, context, seen)
 
     def _one_by_one(self, step: OpaqueStep, slots: Slots, context: RunContext) -> Failure | None:
         """Why everything after a call of users' code has to run call by call; None where nothing has to."""
@@ -282,6 +295,8 @@ class Program:
             compiled = None
         if compiled is None:
             context.report.uncompiled += not found
+            if step.marked and context.kept is None:
+                raise _CalledBetweenLeavesError
             run_calls(step, slots)
             return
         pass_on(compiled, slots)

@@ -15,7 +15,7 @@ from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
 from ..ir import is_plain
 from ..threads.claims import CLAIMS, Claim
-from ..user_code.references import COUNT_OF_UNSHARED, references
+from ..torch_api.references import COUNT_OF_UNSHARED, references
 from .steps import AccumulateStep
 
 if TYPE_CHECKING:

@@ -50,9 +50,12 @@ class Schedule:
         self.post_hooks: dict[int, list[int]] = {}
         self._fresh: dict[fx.Node, list[fx.Node]] = {}
         self._positions: dict[fx.Node, int] = {}
+        self._writes: dict[int, fx.Node] = {}
         self._added_to: list[int] = []
         for position, node in enumerate(tape.graph.nodes):
             self._positions[node] = position
+            if node.target is ir.accumulate_grad:
+                self._writes[node.meta["call"]] = node
             if node.op == "placeholder":
                 lifted = node.meta["lifted"]
                 self.slot_of[node] = starts[lifted.kind] + lifted.index
@@ -70,16 +73,31 @@ class Schedule:
         self._plan()
 
     def split(self, steps: list[Executor], position: int, untraceable: dict[fx.Node, str]) -> list[Executor]:
-        """Steps in which some calls of the region at ``position`` are opaque. Other threads keep the steps they run."""
-        step = steps[position]
-        assert isinstance(step, RegionStep)
+        """Steps in which some calls of the region at ``position`` are opaque. Leaves that the engine would have written
+        before it came to one of them are written before it: it may be users' code, which sees that. Other threads keep
+        the steps they run."""
         self.untraceable.update(untraceable)
-        parts = [
-            self._executor(part) for part in cut(step.region.nodes, self.bitwise, self.untraceable, self.max_calls)
-        ]
-        self.steps = [*steps[:position], *parts, *steps[position + 1 :]]
+        nodes, after = self._with_writes(steps, position)
+        parts = [self._executor(part) for part in cut(nodes, self.bitwise, self.untraceable, self.max_calls)]
+        self.steps = [*steps[:position], *parts, *after]
         self._plan()
         return self.steps
+
+    def before(self, steps: Sequence[Executor], position: int) -> fx.Node:
+        """The node of the tape graph before a region and the leaves that are written after it."""
+        first = self._with_writes(steps, position)[0][0]
+        return next(node for node, place in self._positions.items() if place == self._positions[first] - 1)
+
+    def _with_writes(self, steps: Sequence[Executor], position: int) -> tuple[list[fx.Node], list[Executor]]:
+        """The calls of a region, with those that write to leaves after it, in the tape's order; and the steps after."""
+        step, after = steps[position], list(steps[position + 1 :])
+        assert isinstance(step, RegionStep)
+        nodes = list(step.region.nodes)
+        if after and isinstance(after[0], AccumulateStep):
+            nodes += [self._writes[call] for call in after[0].calls]
+            nodes.sort(key=self._positions.__getitem__)
+            del after[0]
+        return nodes, after
 
     def _slot(self, node: fx.Node) -> int:
         if node not in self.slot_of:

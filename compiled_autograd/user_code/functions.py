@@ -18,9 +18,9 @@ import torch
 from torch.autograd.function import BackwardCFunction
 
 from ..process_state import PROCESS, free_in_child
+from ..torch_api.references import COUNT_OF_UNSHARED, references
 from .hooks import Grad, unpacked, with_requires_grad
 from .in_place import Watched
-from .references import COUNT_OF_UNSHARED, references
 
 TRACEABLE = "_compiled_autograd_traceable"
 """What a class has that :func:`compiled_autograd.traceable` has marked."""

@@ -3,24 +3,19 @@
 from __future__ import annotations
 
 import builtins
-import contextlib
 import dis
 import types
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from typing import Any
 
 import torch
 
-SCALARS = frozenset(
-    [
-        *(bool, int, float, complex, str, bytes, type(None)),
-        *(torch.dtype, torch.device, torch.layout, torch.memory_format),
-    ]
-)
-_LONGEST = 256
-"""What has more items, those of its items included, is no plain value: it is looked at in each backward."""
+from ..process_state import PROCESS
+from ..torch_api.plain_values import is_plain, key
+from .functions import TRACEABLE
+
 _DEEPEST = 8
-"""Of values inside one another, and of functions."""
+"""Of functions that call one another."""
 
 
 class NotPlainError(TypeError):
@@ -31,12 +26,16 @@ class NotPlainError(TypeError):
 
 
 class Code:
-    """What functions consist of, each looked at once. With ``strictly``, what is not plain of closures and defaults
-    raises :class:`NotPlainError`.
+    """What functions consist of, each looked at once. With ``strictly``, what is not plain of closures, defaults and
+    attributes raises :class:`NotPlainError`.
+
+    Attributes:
+        whole: whether no function lies so deep in others that it was left out.
     """
 
     def __init__(self, strictly: bool) -> None:
         self.strictly = strictly
+        self.whole = True
         self._seen: dict[int, int] = {}
 
     def of(self, function: Any, depth: int) -> Any:
@@ -44,14 +43,18 @@ class Code:
         itself is part of it: another one of the same text may have other functions under the same names."""
         if not isinstance(function, types.FunctionType) or depth == _DEEPEST:
             self._no(f"{function!r} is no function written in Python, or too deep in others")
+            self.whole = False
             return type(function).__qualname__
         if id(function) in self._seen:
             return "again", self._seen[id(function)]
         self._seen[id(function)] = len(self._seen)
-        inside = tuple([self._part(each, depth) for each in around(function)])
-        known = function.__globals__
-        named = [(name, known.get(name)) for name in _named_by(function.__code__, known)]
-        return function.__code__, id(known), inside, tuple([(name, self._named(each, depth)) for name, each in named])
+        values, known = around(function), function.__globals__
+        inside = tuple([self._part(each, depth) for each in values])
+        named = [(name, known.get(name)) for name in named_by(function.__code__, known)]
+        found = tuple([(name, self._named(each, depth)) for name, each in named])
+        modules = [each for each in (*values, *[value for _, value in named]) if type(each) is types.ModuleType]
+        taken = () if self.strictly or not modules else taken_of(function.__code__, modules).key
+        return function.__code__, id(known), inside, found, taken
 
     def _named(self, value: Any, depth: int) -> Any:
         """A variable of the module: whether it may be used at all is asked elsewhere, and once."""
@@ -87,9 +90,10 @@ def _owner_of(function: types.BuiltinFunctionType) -> str:
 
 
 def around(function: types.FunctionType) -> list[Any]:
-    """What lies in a function's defaults and closure."""
+    """What lies in a function's defaults, attributes and closure."""
     values: list[Any] = [*(function.__defaults__ or ())]
-    for pair in (function.__kwdefaults__ or {}).items():
+    attributes = [pair for pair in vars(function).items() if pair[0] != TRACEABLE]
+    for pair in (*(function.__kwdefaults__ or {}).items(), *attributes):
         values += pair
     for cell in function.__closure__ or ():
         try:
@@ -99,62 +103,73 @@ def around(function: types.FunctionType) -> list[Any]:
     return values
 
 
-def _named_by(code: types.CodeType, known: dict[str, Any]) -> list[str]:
-    """The module's variables that a function and those inside it name."""
+class Taken:
+    """What code may take of modules that marked code may use: all in them that has one of its names. Somebody may put
+    something else there.
+
+    Attributes:
+        values: by name.
+        key: what stands for them.
+    """
+
+    def __init__(self, code: types.CodeType, modules: Sequence[types.ModuleType]) -> None:
+        self._refers_to = (code, tuple(modules))  # whose `id` leads here
+        self._places: list[tuple[dict[str, Any], str, Any]] = []
+        left, seen, names = [*modules], set(), _names_of(code)
+        while left:
+            module = left.pop()
+            if module.__name__ in _MODULES and id(module) not in seen:
+                seen.add(id(module))
+                places = [(vars(module), name, vars(module).get(name, _NOTHING)) for name in names]
+                self._places += places
+                left += [value for _, _, value in places if type(value) is types.ModuleType]
+        self.values = [(name, value) for _, name, value in self._places if value is not _NOTHING]
+        self.key = tuple([(name, _of_module(value)) for name, value in self.values])
+
+    def still(self) -> bool:
+        """Whether all is as it was."""
+        return all([module.get(name, _NOTHING) is value for module, name, value in self._places])
+
+
+_NOTHING = object()
+_taken: dict[tuple[int, ...], Taken] = PROCESS.register({})
+_MOST_TAKEN = 1000
+
+
+def taken_of(code: types.CodeType, modules: Sequence[types.ModuleType]) -> Taken:
+    """What code may take of modules."""
+    ids = (id(code), *map(id, modules))
+    found = _taken.get(ids)
+    if found is None or not found.still():
+        if len(_taken) >= _MOST_TAKEN:
+            _taken.clear()
+        found = _taken[ids] = Taken(code, modules)
+    return found
+
+
+def _of_module(value: Any) -> Any:
+    if isinstance(value, types.FunctionType):
+        return value.__code__
+    return key(value) if is_plain(value) else (type(value).__qualname__, getattr(value, "__qualname__", ""))
+
+
+def _names_of(code: types.CodeType) -> set[str]:
+    """All that code and what is inside it names."""
+    return {*code.co_names}.union(*[_names_of(each) for each in code.co_consts if type(each) is types.CodeType])
+
+
+def named_by(code: types.CodeType, known: dict[str, Any]) -> list[str]:
+    """The variables of a module that a function and those inside it name."""
     named = [name for name in code.co_names if name in known]
     for each in code.co_consts:
         if type(each) is types.CodeType:
-            named += _named_by(each, known)
+            named += named_by(each, known)
     return named
 
 
 def of_torch(function: types.FunctionType) -> bool:
     """Whether a function was written in PyTorch. A wrapper takes over the name of the module of what it wraps."""
     return str(function.__globals__.get("__name__")).partition(".")[0] == "torch"
-
-
-def is_plain(value: Any) -> bool:
-    """Whether it is a number, a string, None, a dtype or the like, or a sequence or dictionary of these: no large one,
-    and none with an end that is far."""
-    return type(value) in SCALARS or (
-        type(value) in (tuple, list, dict, torch.Size) and _is_plain(value, 0, [_LONGEST])
-    )
-
-
-def _is_plain(value: Any, depth: int, left: list[int]) -> bool:
-    left[0] -= 1
-    kind = type(value)
-    if kind in SCALARS:
-        return True
-    if left[0] < 0 or depth == _DEEPEST:
-        return False
-    if kind in (tuple, list, torch.Size):
-        return len(value) <= left[0] and all(_is_plain(each, depth + 1, left) for each in tuple(value))
-    if kind is not dict or len(value) > left[0]:
-        return False
-    return all(type(name) is str and _is_plain(each, depth + 1, left) for name, each in tuple(value.items()))
-
-
-def key(value: Any) -> Any:
-    """What stands for a plain value, with its type, since 1, 1.0 and True are equal. A NaN, and the sign of a zero, are
-    told apart."""
-    kind = type(value)
-    if kind is float:
-        return "float", value.hex()
-    if kind is complex:
-        return "complex", value.real.hex(), value.imag.hex()
-    if kind in (tuple, list, torch.Size):
-        return kind.__name__, tuple(map(key, value))
-    if kind is dict:
-        return "dict", tuple((name, key(each)) for name, each in value.items())
-    return kind.__name__, value
-
-
-def copied(value: Any) -> Any:
-    """A plain value that may be changed without harm."""
-    if type(value) is dict:
-        return {name: copied(each) for name, each in value.items()}
-    return type(value)(map(copied, value)) if type(value) in (tuple, list) else value
 
 
 # ---- what else it may do ---------------------------------------------------------------------------------------------
@@ -170,9 +185,15 @@ _MODULES = frozenset(
     ]
 )
 _NOT_OF_TORCH = frozenset(
-    {"distributed", "save", "load", "manual_seed", "seed", "compile", "_C", "backends", "cuda", "utils"}
+    [
+        *("distributed", "save", "load", "manual_seed", "seed", "compile", "_C", "backends", "cuda", "utils"),
+        *("initial_seed", "default_generator", "get_rng_state", "random", "Generator", "multiprocessing", "futures"),
+        *("monitor", "hub", "__dict__", "__globals__", "__closure__", "__defaults__", "__kwdefaults__", "__code__"),
+        *("__builtins__", "__setattr__", "__delattr__", "__subclasses__"),
+    ]
 )
-"""What marked code does not take of PyTorch: what communicates, writes files, or changes the state of the process."""
+"""What marked code does not take of PyTorch: what communicates, writes files, or has to do with the state of the
+process. And what leads past all that is looked at here."""
 _FUNCTIONS = frozenset(
     [
         *("abs", "all", "any", "bool", "complex", "dict", "divmod", "enumerate", "filter", "float", "frozenset"),
@@ -183,17 +204,15 @@ _FUNCTIONS = frozenset(
 """Those of Python's own functions that change nothing."""
 
 
-def refuse_more_than_computing(marked: Any) -> list[Any]:
+def refuse_more_than_computing(marked: Any) -> None:
     """Look through a function and those that it calls.
 
-    Returns:
-        The lists and dictionaries that they can reach, and so change.
-
     Raises:
-        NotPlainError: one sets what may be seen elsewhere, or takes or calls what is not known to change nothing.
+        NotPlainError: one sets what may be seen elsewhere, or takes or calls what is not known to change nothing; or
+            what they depend on is not all in :class:`Code`.
     """
     seen: set[int] = set()
-    left, containers = [marked], []
+    left = [marked]
     while left:
         function = left.pop()
         if id(function) in seen:
@@ -205,41 +224,25 @@ def refuse_more_than_computing(marked: Any) -> list[Any]:
             left += [value for _, value in reached if isinstance(value, types.FunctionType)]
             continue
         reached += _read_by(function.__code__, function.__globals__)
-        containers += [value for _, value in reached if type(value) in (list, dict, tuple)]
         for name, value in reached:
             left += _called_through(name, value)
-    return containers
+        modules = [value for _, value in reached if type(value) is types.ModuleType]
+        for name, value in taken_of(function.__code__, modules).values:
+            _refuse_what_was_put_there(name, value)
+    depends_on = Code(strictly=False)
+    depends_on.of(marked, 0)
+    if not depends_on.whole:
+        raise NotPlainError(f"traceable: it calls functions that call others, to a depth of more than {_DEEPEST}")
 
 
-@contextlib.contextmanager
-def left_as_they_were(containers: Sequence[Any]) -> Iterator[None]:
-    """Inside, code is traced that can reach some lists and dictionaries.
-
-    Raises:
-        NotPlainError: at the end, where one was changed. It is put back.
-    """
-    before = [copied(each) for each in containers]
-    changed = False
-    try:
-        yield
-    finally:
-        for now, was in zip(containers, before, strict=True):
-            changed = _put_back(now, was) or changed
-    if changed:
-        raise NotPlainError("traceable: it changes what it depends on: it counts, or keeps something")
-
-
-def _put_back(now: Any, was: Any) -> bool:
-    if is_plain(now) and key(now) == key(was):
-        return False
-    if type(now) is tuple:
-        for one, other in zip(now, was, strict=True):
-            if type(one) in (list, dict, tuple):
-                _put_back(one, other)
-        return True
-    now.clear()
-    now.extend(was) if type(now) is list else now.update(was)
-    return True
+def _refuse_what_was_put_there(name: str, value: Any) -> None:
+    """Modules of PyTorch and of Python have functions of their own, and what their users have put into them."""
+    if (
+        isinstance(value, types.FunctionType)
+        and not of_torch(value)
+        and value.__globals__.get("__name__") not in _MODULES
+    ):
+        raise _refused(f"uses {name}, which a module has from elsewhere")
 
 
 def _called_through(name: str, value: Any) -> list[types.FunctionType]:
@@ -255,7 +258,7 @@ def _called_through(name: str, value: Any) -> list[types.FunctionType]:
         allowed = owner == "torch._C._nn" or _is_harmless(owner, value.__name__)
     elif isinstance(value, type):
         built_in = value.__name__ in _FUNCTIONS and getattr(builtins, value.__name__, None) is value
-        allowed = built_in or issubclass(value, Exception) or _is_harmless(value.__module__, value.__name__)
+        allowed = built_in or _is_exception(value.__name__, value) or _is_harmless(value.__module__, value.__name__)
     else:
         allowed = is_plain(value)
     if not allowed:
@@ -294,7 +297,8 @@ def _read_by(code: types.CodeType, known: dict[str, Any]) -> list[tuple[str, Any
                 found.append((name, known[name]))
             elif name not in _FUNCTIONS and not _is_exception(name):
                 raise _refused(f"uses {name}")
-    wrong = _not_harmless(code.co_names)
+    texts = [each for each in code.co_consts if type(each) is str] if "getattr" in code.co_names else []
+    wrong = _not_harmless((*code.co_names, *texts))
     if wrong is not None:
         raise _refused(f"uses {wrong}")
     for constant in code.co_consts:
@@ -303,9 +307,10 @@ def _read_by(code: types.CodeType, known: dict[str, Any]) -> list[tuple[str, Any
     return found
 
 
-def _is_exception(name: str) -> bool:
+def _is_exception(name: str, found: Any = None) -> bool:
+    """Whether it is one of Python's own: one of others may count, or have attributes that change."""
     value = getattr(builtins, name, None)
-    return isinstance(value, type) and issubclass(value, Exception)
+    return isinstance(value, type) and issubclass(value, Exception) and found in (None, value)
 
 
 def _refused(what: str) -> NotPlainError:

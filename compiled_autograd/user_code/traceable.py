@@ -13,14 +13,17 @@ from typing import Any, TypeVar
 
 import torch
 
+from ..torch_api.plain_values import is_plain, key
 from .functions import TRACEABLE, checked
 from .hooks import Grad
 from .inlined import InlinedBackward, Marked
-from .marked_code import Code, NotPlainError, copied, is_plain, key, left_as_they_were, refuse_more_than_computing
+from .marked_code import Code, NotPlainError, refuse_more_than_computing
+from .marked_copies import Copies, RefuseSideEffects
 from .traced_hooks import mark_hook
 
 F = TypeVar("F", bound=type[torch.autograd.Function] | Callable[..., Any])
 _OWN = "_compiled_autograd"  # what begins so is ours
+_OTHER = ("other", "no plain value")
 
 
 def traceable(function: F) -> F:
@@ -32,12 +35,12 @@ def traceable(function: F) -> F:
     ``ctx.needs_input_grad`` and plain attributes of ``ctx`` (numbers, strings, None, dtypes, devices, sequences and
     dictionaries of these) alone. Attributes of other kinds (tensors, modules) may be there, and may not be read. A hook
     (of ``Tensor.register_hook``, ``Node.register_prehook`` or ``Node.register_hook``) computes them from its gradients.
-    Both may use plain values around them: of closures, of defaults, and variables of their module; no attributes of
-    objects and classes.
+    Both may use plain values around them: of closures, of defaults, attributes of functions, and variables of their
+    module; no attributes of other objects and of classes.
 
     Plain values that change are compiled for once each, also where users' code of the same backward changes them. What
-    cannot be traced so is called at each step, and a `Failure` says why. As all compiled code, what was traced is
-    compared with the real calls at its first runs.
+    depends on new ones at each step, or cannot be traced, is called at each step, and a `Failure` says why. As all
+    compiled code, what was traced is compared with the real calls at its first runs.
 
     Args:
         function: the class, whose subclasses are not marked; or the hook, a function of Python. Others that are
@@ -89,8 +92,11 @@ class TracedBackward(InlinedBackward, Marked):
         backward = _backward_of(own_class._forward_cls)
         given = [each for each in (*saved, *grads) if each is not None]
         versions = [each._version for each in given]
-        with left_as_they_were(refuse_more_than_computing(backward)):
-            results = backward(_Context(ctx, saved), *grads)
+        refuse_more_than_computing(backward)
+        copies = Copies()
+        with RefuseSideEffects():
+            results = copies.of_function(backward)(_Context(ctx, saved, copies), *grads)
+        copies.refuse_changes()
         if versions != [each._version for each in given]:
             raise NotPlainError("traceable: the backward writes into what it is given")
         return checked(own_class.__name__, results, expected)
@@ -99,23 +105,26 @@ class TracedBackward(InlinedBackward, Marked):
 class _Context:
     """What a ``backward`` sees of its ``ctx`` while it is traced."""
 
-    __slots__ = ("_others", "_values", "needs_input_grad", "saved_tensors")
+    __slots__ = ("_compiled_autograd_rest", "needs_input_grad", "saved_tensors")
 
-    def __init__(self, ctx: Any, saved: Sequence[Grad]) -> None:
-        plain = {name: value for name, value in _attributes(ctx) if is_plain(value)}
+    def __init__(self, ctx: Any, saved: Sequence[Grad], copies: Copies) -> None:
+        plain = {name: copies.of(value) for name, value in _attributes(ctx) if is_plain(value)}
         others = {name: type(value).__name__ for name, value in _attributes(ctx) if name not in plain}
-        values = (others, plain, ctx.needs_input_grad, tuple(saved))
+        values = ((type(ctx), others, plain), ctx.needs_input_grad, tuple(saved))
         for name, value in zip(self.__slots__, values, strict=True):
             object.__setattr__(self, name, value)
 
     def __getattr__(self, name: str) -> Any:
-        if name in self._values:
-            return copied(self._values[name])
-        if name in self._others:
-            raise NotPlainError(f"traceable: the backward reads ctx.{name}, a {self._others[name]}: no plain value")
+        real_class, others, plain = self._compiled_autograd_rest
+        if name in plain:
+            return plain[name]
+        if name in others:
+            raise NotPlainError(f"traceable: the backward reads ctx.{name}, a {others[name]}: no plain value")
         if name == "__dict__":
             raise NotPlainError("traceable: the backward looks through all that ctx has")
-        raise AttributeError(f"ctx.{name} is not there, or not while a backward is traced")
+        if hasattr(real_class, name):
+            raise NotPlainError(f"traceable: the backward uses ctx.{name}")
+        raise AttributeError(f"ctx.{name} is not there")
 
     def __setattr__(self, name: str, value: Any) -> None:
         raise NotPlainError(f"traceable: the backward sets ctx.{name}")
@@ -124,11 +133,16 @@ class _Context:
 def described(ctx: Any) -> tuple[Any, Any, tuple[Any, ...]]:
     """What the ``backward`` of a marked function depends on beside tensors: its code with what is plain of closures and
     defaults, and numbers and the like among the module's variables that it names; which inputs need a gradient; plain
-    attributes of ``ctx``.
+    attributes of ``ctx``, and which others there are.
     """
-    attributes = sorted((name, key(value)) for name, value in _attributes(ctx) if is_plain(value))
+    attributes = sorted(_attributes(ctx), key=_name)
+    parts = tuple([(name, key(value) if is_plain(value) else _OTHER) for name, value in attributes])
     code = Code(strictly=False).of(_backward_of(type(ctx)._forward_cls), 0)
-    return code, ctx.needs_input_grad, tuple(attributes)
+    return code, ctx.needs_input_grad, parts
+
+
+def _name(attribute: tuple[str, Any]) -> str:
+    return attribute[0]
 
 
 def _attributes(ctx: Any) -> Iterable[tuple[str, Any]]:

@@ -9,7 +9,8 @@ from typing import Any
 
 from .functions import TRACEABLE
 from .inlined import Marked
-from .marked_code import Code, NotPlainError, left_as_they_were, refuse_more_than_computing
+from .marked_code import Code, NotPlainError, refuse_more_than_computing
+from .marked_copies import Copies, RefuseSideEffects
 
 
 def mark_hook(hook: types.FunctionType) -> None:
@@ -47,8 +48,11 @@ class TracedHook(Marked):
         grads = itertools.chain(*[each if isinstance(each, (list, tuple)) else (each,) for each in args])
         given = [grad for grad in grads if grad is not None]
         versions = [grad._version for grad in given]
-        with left_as_they_were(refuse_more_than_computing(hook)):
-            result = self.kind(hook, *args)
+        refuse_more_than_computing(hook)
+        copies = Copies()
+        with RefuseSideEffects():
+            result = self.kind(copies.of_function(hook), *args)
+        copies.refuse_changes()
         if versions != [grad._version for grad in given]:
             raise NotPlainError("traceable: the hook writes into what it is given")
         return result

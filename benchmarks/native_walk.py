@@ -22,7 +22,8 @@ import compiled_autograd as ca
 from benchmarks.models import build
 from compiled_autograd.engine.call import Call
 from compiled_autograd.engine.seam import hand_over
-from compiled_autograd.native.library import BEING_BUILT, Library, Module
+from compiled_autograd.native.interface import Module
+from compiled_autograd.native.library import BEING_BUILT, Library
 from shadow_cache import default_dir
 
 

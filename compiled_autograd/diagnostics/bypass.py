@@ -12,7 +12,7 @@ from torch.autograd import forward_ad
 from shadow_cache import Bypass, Miss, unsupported
 
 from ..errors import BrokenCaptureError, CacheMissError, UnsupportedBackwardError
-from ..native.library import Question
+from ..native.interface import Question
 
 CREATE_GRAPH = Bypass("create_graph", hint="a backward that is differentiated again is left to the eager engine")
 BATCHED_GRADS = Bypass("batched_grads", hint="is_grads_batched, vmap and grad transforms are left to the eager engine")

@@ -20,7 +20,7 @@ import torch
 from shadow_cache import Bypass, Failure, Miss, Timing, compile_counter
 
 from ..ir.partition import Region
-from ..native.library import Question
+from ..native.interface import Question
 from ..process_state import PROCESS
 
 REPEATS_BEFORE_WARNING = 8

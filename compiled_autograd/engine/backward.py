@@ -13,7 +13,7 @@ from shadow_cache import Bypass
 from ..capture.parameter_names import name_the_unnamed
 from ..diagnostics.bypass import OVER_BUDGET, reason_of_end
 from ..errors import UnsupportedBackwardError
-from ..native.library import Taken
+from ..native.interface import Taken
 from ..policies.admission import ADMISSION, Tape
 from ..policies.autotune import AUTOTUNE, Trial, now
 from ..policies.refusals import REFUSALS, Refusal

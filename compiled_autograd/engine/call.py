@@ -16,7 +16,7 @@ from shadow_cache import Bypass, Miss
 from ..cache.graphs import CompiledGraph
 from ..cache.variants import Handover, Variant
 from ..capture import tape
-from ..native.library import Module, Plan, Taken
+from ..native.interface import Module, Plan, Taken
 from ..policies.admission import Tape
 from ..policies.autotune import Trial
 

@@ -17,7 +17,7 @@ from torch.autograd import Variable
 from ..cache.graphs import USES
 from ..capture.tape import sketch
 from ..diagnostics.bypass import DEEP, MAX_NESTED
-from ..native.library import FastPath, Module
+from ..native.interface import FastPath, Module
 from ..policies.sketches import SKETCHES, UNKNOWN
 from ..threads.gate import GATE, threads_running
 from ..threads.others import have_them_wait

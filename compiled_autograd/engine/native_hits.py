@@ -16,7 +16,8 @@ from backends import get_backend
 from shadow_cache import default_dir
 
 from ..cache.graphs import CompiledGraph
-from ..native.library import Library, Module, Plan, Taken
+from ..native.interface import Module, Plan, Taken
+from ..native.library import Library
 from ..process_state import PROCESS
 from ..settings import Settings
 from ..torch_api.op_registry import captures_of_others, others_are_on

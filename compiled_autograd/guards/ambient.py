@@ -17,7 +17,7 @@ from torch import _C
 from backends.inductor.environment import chosen_settings, questions_about_settings
 
 from ..ir import nan_checks
-from ..native.library import Question
+from ..native.interface import Question
 
 Ambient = tuple[tuple[str, Any], ...]
 CHECKPOINTED = "checkpointed"

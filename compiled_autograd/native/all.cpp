@@ -1,10 +1,10 @@
 // One translation unit: PyTorch's headers take longer to read than all that is here to compile.
 
 #include "accumulate.cpp"
-#include "guards.cpp"
+#include "walk/guards.cpp"
 #include "hosted.cpp"
-#include "plan.cpp"
-#include "walk.cpp"
+#include "walk/plan.cpp"
+#include "walk/walk.cpp"
 
 #include "taken.cpp"
 

@@ -2,7 +2,7 @@
 
 #pragma once
 
-#include "plan.h"
+#include "walk/plan.h"
 #include "python.h"
 
 namespace native {

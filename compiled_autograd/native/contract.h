@@ -4,12 +4,12 @@
 // The GIL. Whoever calls into the room holds it. The nodes of Python functions run Python while they are asked for
 // their key, and programs let go of it during long products and now and then: there other threads may come in between,
 // and this thread may come in again. A tape is freed without it. So working memory belongs to one walk (`Lease` in
-// walk.h), and nothing is kept in a global variable but idle memory.
+// walk/walk.h), and nothing is kept in a global variable but idle memory.
 //
 // Errors. `Refused` says why a tape is left to the engine, in words for people. Any other exception comes from PyTorch
-// or from users' code that it calls. Only functions of module.cpp, taken.cpp and fast_path catch (python.h). While a
-// tape is whole, an `Exception` of Python's, and whatever becomes one, is a reason to refuse, since the engine will
-// raise it in its own words; the others (Ctrl-C) are raised. Once it has been taken, all of them are.
+// or from users' code that it calls. Only functions of module.cpp, taken.cpp, fast_path and own_loop catch (python.h).
+// While a tape is whole, an `Exception` of Python's, and whatever becomes one, is a reason to refuse, since the engine
+// will raise it in its own words; the others (Ctrl-C) are raised. Once it has been taken, all of them are.
 //
 // The tape. It is read and not changed until all of it is known, so that an exception anywhere leaves it whole. The
 // engine's root, which a walk makes, owns the edges to the tape until the walk ends, and each node owns those below it:

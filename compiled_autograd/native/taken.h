@@ -4,7 +4,7 @@
 #pragma once
 
 #include "hosted.h"
-#include "walk.h"
+#include "walk/walk.h"
 
 namespace native {
 

@@ -23,7 +23,7 @@ from shadow_cache import Bypass, Timing
 from ..cache.variants import Variant
 from ..diagnostics.node_names import title
 from ..diagnostics.reporting import tell_decision
-from ..native.library import Question
+from ..native.interface import Question
 from ..process_state import PROCESS
 from .sketches import SKETCHES, Known, still_holds
 

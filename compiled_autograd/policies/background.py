@@ -27,7 +27,7 @@ from ..errors import UntraceableError
 from ..guards.ambient import Ambient, ambient, compile_state
 from ..lowering.region_compiler import COMPILING
 from ..lowering.stored_regions import Made
-from ..native.library import Question
+from ..native.interface import Question
 from ..process_state import PROCESS
 from ..steps.memory import has_bit
 from ..steps.run_context import RunContext

@@ -12,7 +12,7 @@ from typing import Any
 
 from shadow_cache import Bypass
 
-from ..native.library import Question
+from ..native.interface import Question
 from ..process_state import PROCESS
 from ..settings import Settings
 from .admission import ADMISSION

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from .. import ir
-from ..native.library import Module
+from ..native.interface import Module
 from .comparison import Optional, largest, plain, value_difference
 
 _AGAIN = 4.0

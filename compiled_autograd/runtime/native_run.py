@@ -14,7 +14,7 @@ import torch
 from backends.inductor.straight_line.straight_line import StraightLine
 from backends.protocol import Compiled
 
-from ..native.library import HostedProgram, Module, Question, Taken
+from ..native.interface import HostedProgram, Module, Question, Taken
 from ..steps.accumulate import write
 from ..steps.compiled_calls import run_compiled
 from ..steps.run_context import RunContext

@@ -25,7 +25,7 @@ def keep_from_dynamo(code: Any) -> None:
 def questions_about_dynamo() -> list[tuple[Any, str | None, Any]]:
     """What tells without Python that Dynamo does not look at frames of the calling thread, as it does in what a
     function that ``torch.compile`` compiled runs as Python: it would at each that C++ calls, since no frame of ours is
-    around them that :func:`keep_from_dynamo` has it skip. As ``native.library.Question`` has them."""
+    around them that :func:`keep_from_dynamo` has it skip. As ``native.interface.Question`` has them."""
     return [(torch._C._dynamo.eval_frame.get_eval_frame_callback, None, None)]
 
 

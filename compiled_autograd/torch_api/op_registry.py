@@ -72,7 +72,7 @@ _others_if_imported = functools.partial(sys.modules.get, _OTHERS)
 
 def questions_about_others() -> list[tuple[Any, str | None, Any]]:
     """What tells without Python that neither of these two has changed: pairs of a question and its answer now, as
-    ``native.library.Question`` has them."""
+    ``native.interface.Question`` has them."""
     others = _others()
     if others is None:
         return [(_others_if_imported, None, None)]  # does not hold while it is imported

@@ -13,7 +13,7 @@ from functools import partial
 import torch
 from torch.autograd import Variable
 
-from ..native.library import Module
+from ..native.interface import Module
 from ..process_state import PROCESS
 
 Groups = tuple[tuple[int, ...], ...]

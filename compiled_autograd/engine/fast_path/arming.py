@@ -22,7 +22,7 @@ from ...cache.variants import Variant
 from ...diagnostics import bypass
 from ...diagnostics.reporting import questions_about_log
 from ...guards import ambient
-from ...native.library import FastHit, FastPath, Module, Question
+from ...native.interface import FastHit, FastPath, Module, Question
 from ...policies.admission import ADMISSION
 from ...policies.autotune import AUTOTUNE
 from ...policies.background import BACKGROUND

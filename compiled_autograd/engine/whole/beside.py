@@ -21,7 +21,7 @@ from ...cache.graphs import CompiledGraph
 from ...cache.variants import Variant
 from ...errors import GradientMismatchError
 from ...guards.ambient import Ambient
-from ...native.library import Module
+from ...native.interface import Module
 from ...proving.comparison import tolerance
 from ...proving.fingerprints import Draws
 from ...proving.prover import may_draw, names_random

@@ -14,7 +14,7 @@ class Plan;
 
 class FastHit {
  public:
-  // See `Module.fast_hit` in library.py. Throws PythonError.
+  // See `Module.fast_hit` in interface.py. Throws PythonError.
   explicit FastHit(PyObject* arguments);
 
   bool is_for(PyObject* settings) const { return settings_.get() == settings; }

@@ -8,7 +8,7 @@
 #pragma once
 
 #include "../contract.h"
-#include "../numbers.h"
+#include "../walk/numbers.h"
 
 namespace native {
 

@@ -1,7 +1,7 @@
 #include "walk.h"
 
 #include "members.h"
-#include "spare.h"
+#include "../spare.h"
 
 #include <mutex>
 #include <typeinfo>

@@ -7,7 +7,7 @@
 
 #pragma once
 
-#include "contract.h"
+#include "../contract.h"
 
 namespace native {
 

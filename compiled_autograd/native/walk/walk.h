@@ -3,7 +3,7 @@
 
 #pragma once
 
-#include "contract.h"
+#include "../contract.h"
 #include "numbers.h"
 
 #include <memory>

@@ -340,6 +340,76 @@ def test_a_hook_that_leaves_the_thread_in_another_state() -> None:
     assert session.stats().own_loop == 1
 
 
+class _Leaves(torch.autograd.Function):
+    """Leaves something in the state of the thread."""
+
+    leave: Any = None
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        _Leaves.leave()
+        return gradient
+
+
+@pytest.mark.parametrize("what", ["saved-tensor hooks", "a mode of functions"])
+def test_functions_that_leave_the_thread_in_another_state(what: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    seen: list[Any] = []
+
+    class Sees(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(function)
+            return function(*args, **(kwargs or {}))
+
+    def look(gradient: torch.Tensor) -> None:
+        torch.sin(gradient)
+        with torch.enable_grad():
+            torch.ones(2, requires_grad=True).exp()
+
+    def leave() -> None:
+        if what == "saved-tensor hooks":
+            torch._C._autograd._push_saved_tensors_default_hooks(seen.append, seen.append)
+        else:
+            Sees().__enter__()
+
+    monkeypatch.setattr(_Leaves, "leave", staticmethod(leave))
+    x = torch.ones(3, requires_grad=True)
+    y = x.exp()
+    y.register_hook(look)
+    loss, session = _Leaves.apply(y).sum(), _session()
+    with session:
+        loss.backward()
+    assert seen == [] and x.grad is not None and session.stats().own_loop == 1
+
+
+class _AddsAndKeeps(torch.autograd.Function):
+    given = 0
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        return x + y
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        both = gradient * 2
+        _AddsAndKeeps.given = both.data_ptr()
+        return both, both
+
+
+def test_a_leaf_keeps_what_also_goes_nowhere() -> None:
+    """As under the engine: the other one has ended when the leaf is reached."""
+    session = _session()
+    for around, loops in ((contextlib.nullcontext(), 0), (session, 1)):
+        x = torch.ones(3, requires_grad=True)
+        loss = _AddsAndKeeps.apply(x, torch.ones(3)).sum()
+        with around:
+            loss.backward()
+        assert x.grad is not None and x.grad.data_ptr() == _AddsAndKeeps.given and session.stats().own_loop == loops
+
+
 def test_hooks_that_come_meanwhile_are_called() -> None:
     def run(around: Any) -> list[Any]:
         called: list[Any] = []
@@ -457,6 +527,32 @@ def test_reentrant_checkpoints() -> None:
     wanted, found = _left(_reentrant, contextlib.nullcontext(), 2, 0), _left(_reentrant, session, 2, 0)
     assert all(map(_same, found, wanted))
     assert session.stats().own_loop == session.stats().backwards == 4
+
+
+def _at_once(count: int, hooks: bool, roots: bool) -> tuple[list[torch.Tensor], list[torch.Tensor], list[int]]:
+    """Outputs, their leaves, which are ready at the same time, and the order in which their hooks are called."""
+    leaves, order = [_leaf(2) for _ in range(count)], []
+    for number, leaf in enumerate(leaves if hooks else []):
+        leaf.register_post_accumulate_grad_hook(lambda leaf, number=number: order.append(number))
+    return (leaves if roots else [torch.cat([*leaves, leaves[0].exp(), leaves[0].sin()])]), leaves, order
+
+
+@pytest.mark.parametrize("roots", [False, True])
+@pytest.mark.parametrize(("count", "hooks", "loops"), [(2, True, 1), (3, True, 0), (7, True, 0), (7, False, 1)])
+def test_leaves_that_are_ready_at_once(count: int, hooks: bool, loops: int, roots: bool) -> None:
+    """Their order depends on what else is in the engine's queue, and is seen by hooks alone."""
+
+    def run(around: Any) -> tuple[list[int], list[Any]]:
+        torch.manual_seed(0)
+        outputs, leaves, order = _at_once(count, hooks, roots)
+        with around:
+            torch.autograd.backward(outputs, [torch.ones_like(output) for output in outputs])
+        return order, [leaf.grad for leaf in leaves]
+
+    session = _session()
+    wanted, found = run(contextlib.nullcontext()), run(session)
+    assert found[0] == wanted[0] and len(found[0]) == hooks * count and all(map(_same, found[1], wanted[1]))
+    assert session.stats().own_loop == loops
 
 
 def test_hooks_over_several_gradients() -> None:

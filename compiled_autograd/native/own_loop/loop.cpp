@@ -42,12 +42,12 @@ void add(at::Tensor& sum, at::Tensor&& term) {
     sum = sum + term;
 }
 
-// The engine sets the state of the thread anew for each node. Here that is done once, and again where a node, or what
-// users have it call, has changed it.
+// The engine sets the state of the thread anew for each node. Here that is done once, and again after users' code, and
+// where a node has changed what most depends on: all of it takes long to compare.
 class ThreadState {
  public:
-  void keep() const {
-    if (is_changed()) at::ThreadLocalState::setThreadLocalState(all_);
+  void keep(bool ran_users_code) const {
+    if (ran_users_code || is_changed()) at::ThreadLocalState::setThreadLocalState(all_);
   }
 
  private:
@@ -112,7 +112,7 @@ class Loop {
     variable_list results =
         call_with_hooks(node, {std::make_move_iterator(begin), std::make_move_iterator(end)}, keep_graph_);
     if (!keep_graph_) node.release_variables();
-    state_.keep();
+    state_.keep(place.calls_users_code);
     return results;
   }
 
@@ -126,7 +126,9 @@ class Loop {
       if (place >= tape_.leaves_begin()) leaves_are_ready |= --waits_for_[place - tape_.leaves_begin()] == 0;
     }
     if (!leaves_are_ready) return;
-    for (size_t index = 0; index < gradients.size(); ++index) {
+    const size_t count = gradients.size();
+    gradients.clear();  // else a leaf would not be the only owner of what is among them twice, and would copy it
+    for (size_t index = 0; index < count; ++index) {
       const uint32_t place = targets[index].place;
       if (place == TapeInOrder::kNowhere || place < tape_.leaves_begin()) continue;
       uint32_t& waits = waits_for_[place - tape_.leaves_begin()];

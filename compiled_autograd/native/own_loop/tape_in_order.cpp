@@ -87,6 +87,7 @@ TapeInOrder::TapeInOrder(const edge_list& roots) {
   find_order();
   follow_edges();
   for (const Edge& edge : roots) roots_.push_back(target_of(edge));
+  check_leaves(roots_);
 }
 
 void TapeInOrder::see(Node* node) {
@@ -100,11 +101,13 @@ void TapeInOrder::see(Node* node) {
 void TapeInOrder::find_order() {
   std::vector<std::pair<uint64_t, uint32_t>> made;  // when, and the number
   std::vector<uint32_t> leaves;
+  std::vector<bool> call_users_code;
   made.reserve(seen_.size());
   for (uint32_t number = 0; number < seen_.size(); ++number) {
     Node& node = *seen_[number];
     const Kind kind = check(node);
-    calls_users_code_ |= kind == Kind::kPython || has_hooks(node) || node.tensor_post_acc_grad_hooks();
+    call_users_code.push_back(kind == Kind::kPython || has_hooks(node) || node.tensor_post_acc_grad_hooks());
+    calls_users_code_ |= call_users_code.back();
     if (kind == Kind::kLeaf)
       leaves.push_back(number);
     else
@@ -116,14 +119,14 @@ void TapeInOrder::find_order() {
   leaves_begin_ = static_cast<uint32_t>(made.size());
   places_.reserve(seen_.size() + 1);
   place_of_.resize(seen_.size());
-  const auto place = [this](uint32_t number) {
+  const auto place = [&](uint32_t number) {
     place_of_[number] = static_cast<uint32_t>(places_.size());
-    places_.push_back({seen_[number], inputs_, 0, 0});
+    places_.push_back({seen_[number], inputs_, 0, 0, call_users_code[number]});
     inputs_ += seen_[number]->num_inputs();
   };
   for (const auto& each : made) place(each.second);
   for (const uint32_t number : leaves) place(number);
-  places_.push_back({nullptr, inputs_, 0, 0});
+  places_.push_back({nullptr, inputs_, 0, 0, false});
 }
 
 void TapeInOrder::follow_edges() {
@@ -135,7 +138,20 @@ void TapeInOrder::follow_edges() {
       targets_.push_back(target_of(edge));
       if (targets_.back().place <= index) throw Refused{"a node was made before one that it leads to"};
     }
+    check_leaves({targets_.begin() + places_[index].first_edge, targets_.end()});
   }
+}
+
+void TapeInOrder::check_leaves(const std::vector<Target>& ready) const {
+  if (!calls_users_code_ || ready.size() < 3) return;
+  size_t leaves = 0;
+  bool are_hooked = false;
+  for (const Target& target : ready) {
+    if (target.place == kNowhere || target.place < leaves_begin_) continue;
+    ++leaves;
+    are_hooked |= places_[target.place].calls_users_code;
+  }
+  if (are_hooked && leaves > 2) throw Refused{"more than two leaves, of which some have hooks, may be ready at once"};
 }
 
 TapeInOrder::Target TapeInOrder::target_of(const Edge& edge) {

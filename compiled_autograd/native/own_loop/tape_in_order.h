@@ -3,7 +3,8 @@
 // Of the nodes that are ready the engine takes the one that was made last (`CompareNodeTaskTime`, engine.cpp, 2.13).
 // Where each edge leads to a node that was made before, the one that was made last of all that have not run is ready:
 // so that order is known before anything runs, and needs neither a queue nor counts. Leaves are the exception: each
-// runs as soon as the last edge to it has been served.
+// runs as soon as the last edge to it has been served. Where several are ready at once the first edge's comes first; so
+// it is with the engine's heap for two of them, and for more it depends on what else lies in the heap.
 
 #pragma once
 
@@ -19,9 +20,10 @@ class TapeInOrder {
  public:
   struct Place {
     Node* node;
-    uint32_t first_input;  // its gradients come into that many places from there on, as many as it takes
-    uint32_t first_edge;   // its edges, up to those of the next place
-    uint32_t edges_to_it;  // counted for leaves alone
+    uint32_t first_input;   // its gradients come into that many places from there on, as many as it takes
+    uint32_t first_edge;    // its edges, up to those of the next place
+    uint32_t edges_to_it;   // counted for leaves alone
+    bool calls_users_code;  // of saved tensors it is not known
   };
   struct Target {
     uint32_t place;  // kNowhere for an edge that leads nowhere, and for all that has no inputs
@@ -44,6 +46,8 @@ class TapeInOrder {
   void see(Node* node);
   void find_order();
   void follow_edges();
+  // Throws Refused where hooks could see in which order leaves run that are ready at once.
+  void check_leaves(const std::vector<Target>& ready) const;
   Target target_of(const Edge& edge);
 
   std::vector<Place> places_;

@@ -4,6 +4,7 @@ them, and the fast path serves what they let go on."""
 from __future__ import annotations
 
 import random
+import sys
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager
 from typing import Any
@@ -12,6 +13,7 @@ import pytest
 import torch
 
 import compiled_autograd as ca
+from compiled_autograd.engine.fast_path import arming as fast_path
 from compiled_autograd.engine.fast_path.arming import FAST_PATH
 from compiled_autograd.engine.native_hits import NativeHits
 from compiled_autograd.policies import autotune
@@ -26,6 +28,7 @@ from .helpers import assert_same, mlp
 from .test_fast_path import Make, _counters, _eager, _session, _step, _train, _until_fast
 from .test_fast_path import hits as hits  # a fixture, as the next
 from .test_fast_path import net as net
+from .test_interrupts import _InterruptAt
 
 
 @contextmanager
@@ -111,6 +114,37 @@ def test_an_error_is_counted_once(
     assert FAST_PATH.served == served + 1 and torch.is_grad_enabled()
     with _over_budget():
         assert_same(_step(session, make, leaves, 1), _eager(make, leaves, 1), bitwise=False)
+
+
+@pytest.mark.parametrize("known", [True, False])
+def test_an_interrupt_around_it_is_counted_once(
+    hits: NativeHits, net: tuple[Make, list[torch.Tensor]], known: bool
+) -> None:
+    """After each call that Python makes there: whether it was served, or the tape is another."""
+    make, leaves = net
+    session = _session()
+    _until_fast(session, make, leaves)
+    loss_of, before, served = make if known else lambda step: (make(step) + 1).exp(), session.stats(), FAST_PATH.served
+    interrupts = 0
+    while True:
+        for leaf in leaves:
+            leaf.grad = None
+        interrupt, loss = _InterruptAt(interrupts, (fast_path.__file__,), ("serve",)), loss_of(1)
+        with _over_budget(), session:
+            sys.setprofile(interrupt)
+            try:
+                loss.backward()
+            except KeyboardInterrupt:
+                interrupts += 1
+            finally:
+                sys.setprofile(None)
+        if not interrupt.came:
+            break
+    after = session.stats()
+    assert interrupts > 2 and after.backwards - before.backwards == interrupts + 1
+    told = after.hits + after.structure_misses + sum(after.bypasses.values())
+    assert after.backwards - told == before.backwards - before.hits - before.structure_misses
+    assert (FAST_PATH.served > served) == known
 
 
 def test_what_it_takes_and_does_not_run(hits: NativeHits, net: tuple[Make, list[torch.Tensor]]) -> None:

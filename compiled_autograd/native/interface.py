@@ -88,13 +88,14 @@ class FastPath(Protocol):
         outputs: Sequence[Any],
         gradients: Sequence[Any],
         keep_graph: bool,
-        started: float,
+        account: Any,
         is_timed: bool,
     ) -> Any:
         """The same for ``loss.backward()``, where Python has asked policies what they ask before.
 
         Args:
-            started: when it was asked for, by ``time.perf_counter``.
+            account: has ``started``, when it was asked for, by ``time.perf_counter``; and ``told``, which is set in the
+                same moment as the session counts it.
             is_timed: Python times what is run.
 
         Returns:

@@ -128,15 +128,10 @@ class FastPaths:
         if call.inputs or call.create_graph or not call.accumulate_grad:
             return None
         account.session.count_left()
-        is_timed = call.trial is not None
-        try:
-            given = path.serve(call.outputs, call.grads, call.keep_graph, account.started, is_timed)
-        except BaseException:
-            account.told = True
-            raise
+        # It says in the account whether it has counted: an interrupt may come before anything here does.
+        given = path.serve(call.outputs, call.grads, call.keep_graph, account, call.trial is not None)
         if not isinstance(given, tuple):
             return given
-        account.told = True
         variant, seconds = given
         if account.settings.tune:
             call.timed = AUTOTUNE.hit(variant, seconds, call.fingerprint)

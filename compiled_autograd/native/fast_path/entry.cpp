@@ -37,7 +37,7 @@ std::optional<Asked> understood(PyObject* all, PyObject* by_name) {
   if (!PyBool_Check(keeps) || creates != Py_False || !PyTuple_Check(inputs) || PyTuple_GET_SIZE(inputs))
     return std::nullopt;
   if (!are_plain(PyTuple_GET_ITEM(all, 1))) return std::nullopt;
-  return Asked{{PyTuple_GET_ITEM(all, 0), PyTuple_GET_ITEM(all, 1)}, keeps == Py_True, seconds(), false, false};
+  return Asked{{PyTuple_GET_ITEM(all, 0), PyTuple_GET_ITEM(all, 1)}, keeps == Py_True, seconds()};
 }
 
 PyObject* run_backward(PyObject* self, PyObject* all, PyObject* by_name) {
@@ -55,14 +55,14 @@ PyObject* run_backward(PyObject* self, PyObject* all, PyObject* by_name) {
 }
 
 PyObject* serve_after_policies(PyObject* self, PyObject* arguments) {
-  PyObject *outputs, *gradients;
+  PyObject *outputs, *gradients, *account;
   int keeps, is_timed;
-  double started;
-  if (!PyArg_ParseTuple(arguments, "OOpdp", &outputs, &gradients, &keeps, &started, &is_timed)) return nullptr;
+  if (!PyArg_ParseTuple(arguments, "OOpOp", &outputs, &gradients, &keeps, &account, &is_timed)) return nullptr;
   FastPathState& path = state_of(self);
   return or_error([&] {
     if (!PyList_GET_SIZE(path.hits) || !are_plain(gradients)) return Py_NewRef(Py_None);
-    const Served served = serve(path, {{outputs, gradients}, keeps != 0, started, true, is_timed != 0});
+    const double started = PyFloat_AsDouble(attribute(account, names().started).get());
+    const Served served = serve(path, {{outputs, gradients}, keeps != 0, started, account, is_timed != 0});
     if (served.variant) return checked(Py_BuildValue("(Od)", served.variant.get(), served.seconds));
     if (!served.taken) return Py_NewRef(Py_None);
     return checked(PyObject_CallOneArg(served.hand_over.get(), served.taken.get()));
@@ -100,7 +100,7 @@ void free_fast_path(PyObject* self) {
 
 PyMethodDef fast_path_methods[] = {
     {"serve", serve_after_policies, METH_VARARGS,
-     "(outputs, gradients, keeps, started, is_timed) -> (variant, seconds), or what the tape is if it is taken, or "
+     "(outputs, gradients, keeps, account, is_timed) -> (variant, seconds), or what the tape is if it is taken, or "
      "None."},
     {nullptr, nullptr, 0, nullptr}};
 PyMemberDef fast_path_members[] = {

@@ -43,7 +43,7 @@ class Run {
       : path_(path), hit_(hit), session_(session), structure_(structure), variant_(variant) {}
 
   // The seconds that it took in all; says as soon as the session knows of it. Throws PythonError.
-  double go(PyObject* taken, double started, bool& is_counted) {
+  double go(PyObject* taken, const Asked& asked, bool& is_counted) {
     count_use();
     const double begun = seconds();
     const Owned result(or_error([&] { return run(taken); }));
@@ -51,12 +51,13 @@ class Run {
     const ErrorKept error;
     if (result) {
       add_to(variant_, names().hits, Owned(checked(PyLong_FromLong(1))).get());
-      add_to(variant_, names().ran, Owned(checked(PyFloat_FromDouble(ended - started))).get());
+      add_to(variant_, names().ran, Owned(checked(PyFloat_FromDouble(ended - asked.started))).get());
     }
-    count(begun - started, ended - begun);
+    count(begun - asked.started, ended - begun);
+    if (asked.account && PyObject_SetAttr(asked.account, names().told, Py_True) < 0) throw PythonError();
     is_counted = true;
     if (!result) throw PythonError();
-    return ended - started;
+    return ended - asked.started;
   }
 
  private:
@@ -120,7 +121,7 @@ class Serving {
       served.session = std::move(session_);
       return served;
     } catch (const PythonError&) {
-      if (!is_counted_) tell_of_end(path_, session_.get(), asked_.started);
+      if (!is_counted_ && !asked_.account) tell_of_end(path_, session_.get(), asked_.started);
       throw;
     }
   }
@@ -135,7 +136,7 @@ class Serving {
     for (const FastHit* hit : likely) {
       if (!hit->is_for(settings.get()) || std::find(tried.begin(), tried.end(), hit->plan) != tried.end()) continue;
       if (tried.size() == kMaxTried) return {};
-      if (tried.empty() && !asked_.after_policies && hit->is_left_to_policies()) return {};
+      if (tried.empty() && !asked_.account && hit->is_left_to_policies()) return {};
       const Owned structure = hit->structure_to_walk(asked);
       if (!structure) continue;
       asked = hit;
@@ -160,7 +161,7 @@ class Serving {
       served.variant = hit->variant_to_run(structure, asked_.is_timed);
       if (!served.variant) continue;
       Run one(path_, *hit, session_.get(), structure, served.variant.get());
-      served.seconds = one.go(taken, asked_.started, is_counted_);
+      served.seconds = one.go(taken, asked_, is_counted_);
       const auto last = std::find(all.begin(), all.end(), path_.last);
       if (last != all.end()) (*last)->next = hit;
       path_.last = hit;

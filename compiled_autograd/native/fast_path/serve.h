@@ -30,9 +30,9 @@ struct FastPathState {
 struct Asked {
   Call call;
   bool keeps;
-  double started;       // when, by the clock of `time.perf_counter`
-  bool after_policies;  // Python has asked what policies ask before
-  bool is_timed;        // Python times what is run
+  double started;               // when, by the clock of `time.perf_counter`
+  PyObject* account = nullptr;  // of Python's, where that has asked what policies ask before: it says what is counted
+  bool is_timed = false;        // Python times what is run
 };
 
 // What became of it.
@@ -43,7 +43,7 @@ struct Served {
   Owned taken, hand_over;  // else, where the tape is taken: what it held, and what says what that is in Python
 };
 
-// Throws PythonError; then the session knows of it.
+// Throws PythonError; then the session knows of it, or, where there is an account, what that says.
 Served serve(FastPathState& path, const Asked& asked);
 
 }  // namespace native

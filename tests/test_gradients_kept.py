@@ -16,7 +16,8 @@ import compiled_autograd as ca
 from compiled_autograd.steps import accumulate
 from compiled_autograd.steps.run_context import RunContext
 from compiled_autograd.steps.steps import AccumulateStep
-from compiled_autograd.user_code import functions, references
+from compiled_autograd.torch_api import references
+from compiled_autograd.user_code import functions
 
 from .helpers import assert_same, expect
 

@@ -400,7 +400,8 @@ def test_an_interrupt_in_what_runs_before_a_fork() -> None:
 def test_an_interrupt_while_a_region_is_handed_to_the_background() -> None:
     """The thread that compiles could never say that it is done, and the tape would be left to eager for ever."""
     files = (*_files("background.py"), threading.__file__)
-    program: Any = SimpleNamespace(region_compiler=SimpleNamespace(kind=lambda *_: ()))
+    backend = SimpleNamespace(name="eager", slow=False)
+    program: Any = SimpleNamespace(region_compiler=SimpleNamespace(kind=lambda *_: (), backend=backend))
     for count in itertools.count():
         background, interrupt = Background(), _InterruptAt(count, files)
         background._thread = threading.current_thread()  # which does not work

@@ -22,12 +22,12 @@ class Redirect:
     """Takes the place of ``_enable``.
 
     Attributes:
-        backwards, failures, bypasses: counts of all sessions since they were last asked for.
+        backwards, failures, own_loop, bypasses: counts of all sessions since they were last asked for.
     """
 
     def __init__(self, engine: Engine) -> None:
         self._engine = engine
-        self.backwards, self.failures = 0, 0
+        self.backwards = self.failures = self.own_loop = 0
         self.bypasses: Counter[str] = Counter()
         from torch._dynamo import compiled_autograd
 
@@ -44,13 +44,15 @@ class Redirect:
                     stats = session.stats()
                     self.backwards += stats.backwards
                     self.failures += stats.failures
+                    self.own_loop += stats.own_loop
                     self.bypasses.update(stats.bypasses)
 
     def stats(self) -> Redirect:
         """The counts, as a session gives them; they begin anew."""
         counted = object.__new__(Redirect)
         counted.backwards, counted.failures, counted.bypasses = self.backwards, self.failures, self.bypasses
-        self.backwards, self.failures, self.bypasses = 0, 0, Counter()
+        counted.own_loop = self.own_loop
+        self.backwards, self.failures, self.own_loop, self.bypasses = 0, 0, 0, Counter()
         return counted
 
     def compare_results_only(self, tests: type) -> None:

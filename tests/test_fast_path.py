@@ -331,6 +331,41 @@ def test_what_it_does_not_run_python_goes_on_with(hits: NativeHits, net: tuple[M
     assert FAST_PATH.served == served + 1
 
 
+class Asks:
+    """Whether leaves may be written, or an error: in the place of ``CLAIMS.none_needed``."""
+
+    error: type[BaseException] | None = None
+
+    def __init__(self) -> None:
+        self.right = CLAIMS.none_needed
+
+    def __call__(self) -> bool:
+        if self.error is not None:
+            raise self.error("here")
+        return self.right()
+
+
+def error_in_its_middle(
+    net: tuple[Make, list[torch.Tensor]],
+    monkeypatch: pytest.MonkeyPatch,
+    error: type[BaseException],
+    state: Callable[[], AbstractContextManager[Any]] = contextlib.nullcontext,
+) -> None:
+    """It is counted once, as the hit that it was to be."""
+    make, leaves = net
+    session, asks = _session(), Asks()
+    monkeypatch.setattr(CLAIMS, "none_needed", asks)
+    _until_fast(session, make, leaves)
+    before, served, asks.error = session.stats(), FAST_PATH.served, error
+    with state(), pytest.raises(error, match="here"):
+        _step(session, make, leaves, 1)
+    asks.error, after = None, session.stats()
+    assert (after.backwards, after.hits, after.bypasses) == (before.backwards + 1, before.hits + 1, {})
+    assert FAST_PATH.served == served + 1 and torch.is_grad_enabled()
+    with state():
+        assert_same(_step(session, make, leaves, 1), _eager(make, leaves, 1), bitwise=False)
+
+
 @pytest.mark.parametrize("error", [KeyboardInterrupt, MemoryError, ValueError])
 def test_an_error_in_its_middle(
     hits: NativeHits,
@@ -338,24 +373,7 @@ def test_an_error_in_its_middle(
     monkeypatch: pytest.MonkeyPatch,
     error: type[BaseException],
 ) -> None:
-    make, leaves = net
-    session, asked, raises = _session(), CLAIMS.none_needed, False
-
-    def ask() -> bool:
-        if raises:
-            raise error("here")
-        return asked()
-
-    monkeypatch.setattr(CLAIMS, "none_needed", ask)
-    _until_fast(session, make, leaves)
-    before, served, raises = session.stats(), FAST_PATH.served, True
-    with pytest.raises(error, match="here"):
-        _step(session, make, leaves, 1)
-    raises = False
-    after = session.stats()
-    assert torch.is_grad_enabled() and (after.backwards, after.hits) == (before.backwards + 1, before.hits + 1)
-    assert FAST_PATH.served == served + 1
-    assert_same(_step(session, make, leaves, 1), _eager(make, leaves, 1), bitwise=False)
+    error_in_its_middle(net, monkeypatch, error)
 
 
 def test_plans_that_are_forgotten_meanwhile(

@@ -26,7 +26,7 @@ from compiled_autograd.steps.run_context import RunReport
 from compiled_autograd.threads.claims import CLAIMS, Claims
 
 from .helpers import assert_same, in_threads, mlp, resident_pages, switching_every
-from .test_fast_path import Make, _eager, _session, _step, _until_fast
+from .test_fast_path import Asks, Make, _eager, _session, _step, _until_fast
 from .test_fast_path import hits as hits  # a fixture, as the next
 from .test_fast_path import net as net
 from .test_interrupts import _nothing_is_stuck
@@ -100,20 +100,6 @@ WAYS: dict[Way, int] = {
 }
 
 
-class _Asks:
-    """Whether leaves may be written, or an error."""
-
-    error: type[BaseException] | None = None
-
-    def __init__(self) -> None:
-        self.right = CLAIMS.none_needed
-
-    def __call__(self) -> bool:
-        if self.error is not None:
-            raise self.error("here")
-        return self.right()
-
-
 @dataclass
 class _Asked:
     """What is asked of, and what is to be answered, of the questions that were handed over until it was closed."""
@@ -137,7 +123,7 @@ def asked(monkeypatch: pytest.MonkeyPatch) -> _Asked:
 
     for owner, name in ((arming, "_before_the_walk"), (arming, "_of_the_run"), (arming.ambient, "questions")):
         monkeypatch.setattr(owner, name, noted(getattr(owner, name)))
-    monkeypatch.setattr(CLAIMS, "none_needed", _Asks())
+    monkeypatch.setattr(CLAIMS, "none_needed", Asks())
     monkeypatch.setattr(CLAIMS, "enter", types.MethodType(Claims.enter, CLAIMS))  # `both_walks` keeps a list of them
     for name in ("MAX_FIRST", "MAX_LAST"):  # what a session knows of its last steps is soon as much as it will be
         monkeypatch.setattr(step_log, name, 10)

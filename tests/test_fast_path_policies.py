@@ -22,10 +22,9 @@ from compiled_autograd.policies.autotune import AUTOTUNE
 from compiled_autograd.policies.background import BACKGROUND
 from compiled_autograd.policies.refusals import REFUSALS, Refusal
 from compiled_autograd.policies.sketches import SKETCHES
-from compiled_autograd.threads.claims import CLAIMS
 
 from .helpers import assert_same, mlp
-from .test_fast_path import Make, _counters, _eager, _session, _step, _train, _until_fast
+from .test_fast_path import Make, _counters, _eager, _session, _step, _train, _until_fast, error_in_its_middle
 from .test_fast_path import hits as hits  # a fixture, as the next
 from .test_fast_path import net as net
 from .test_interrupts import _InterruptAt
@@ -96,24 +95,7 @@ def test_an_error_is_counted_once(
     monkeypatch: pytest.MonkeyPatch,
     error: type[BaseException],
 ) -> None:
-    make, leaves = net
-    session, asked, raises = _session(), CLAIMS.none_needed, False
-
-    def ask() -> bool:
-        if raises:
-            raise error("here")
-        return asked()
-
-    monkeypatch.setattr(CLAIMS, "none_needed", ask)
-    _until_fast(session, make, leaves)
-    before, served, raises = session.stats(), FAST_PATH.served, True
-    with _over_budget(), pytest.raises(error, match="here"):
-        _step(session, make, leaves, 1)
-    raises, after = False, session.stats()
-    assert (after.backwards, after.hits, after.bypasses) == (before.backwards + 1, before.hits + 1, {})
-    assert FAST_PATH.served == served + 1 and torch.is_grad_enabled()
-    with _over_budget():
-        assert_same(_step(session, make, leaves, 1), _eager(make, leaves, 1), bitwise=False)
+    error_in_its_middle(net, monkeypatch, error, _over_budget)
 
 
 @pytest.mark.parametrize("known", [True, False])

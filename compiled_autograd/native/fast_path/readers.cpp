@@ -59,19 +59,14 @@ Owned found(PyObject* object, const char* name) {
   return attribute;
 }
 
-const char* text_in(PyObject* object) {
-  const char* text = PyUnicode_Check(object) ? PyUnicode_AsUTF8(object) : nullptr;
-  if (!text) throw PythonError();
-  return text;
-}
-
 // `functools.partial(_get_fp32_precision_getter, backend, operation)`: which precision is set for products of float32.
 template <typename Context = at::Context>
 std::pair<Read, int64_t> precision_of(PyObject* arguments) {
   if constexpr (requires(const Context& all) { all.float32Precision(at::str2backend(""), at::str2op("")); }) {
-    if (!PyTuple_Check(arguments) || PyTuple_GET_SIZE(arguments) != 2) return {};
-    const int64_t backend = static_cast<int64_t>(at::str2backend(text_in(PyTuple_GET_ITEM(arguments, 0))));
-    const int64_t operation = static_cast<int64_t>(at::str2op(text_in(PyTuple_GET_ITEM(arguments, 1))));
+    const char *backend_name, *operation_name;
+    if (!PyArg_ParseTuple(arguments, "ss", &backend_name, &operation_name)) throw PythonError();
+    const auto backend = static_cast<int64_t>(at::str2backend(backend_name));
+    const auto operation = static_cast<int64_t>(at::str2op(operation_name));
     const Read read = [](int64_t both) {
       const auto of = static_cast<at::Float32Backend>(both >> 8);
       return static_cast<int64_t>(context().float32Precision(of, static_cast<at::Float32Op>(both & 0xFF)));

@@ -20,6 +20,7 @@ from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import compiled_autograd as ca
+from backends.versions import settings_belong_to_a_thread
 from compiled_autograd.cache import graphs
 from compiled_autograd.engine.cuda.streams import STREAMS
 from compiled_autograd.engine.fast_path.arming import FAST_PATH
@@ -180,6 +181,8 @@ STATES: dict[str, Callable[[], AbstractContextManager[Any]]] = {
     "threads": lambda: _set(torch.set_num_threads, torch.get_num_threads() + 1, torch.get_num_threads()),
     "tracing": _tracing,
 }
+if not settings_belong_to_a_thread():
+    del STATES["inductor setting"]  # which nobody looks at then
 
 
 _FORGETTING = ("must forget", "others have captured", "others are on")

@@ -8,13 +8,14 @@ import random
 import threading
 import warnings
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import fx, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from torch.utils.checkpoint import checkpoint
 
@@ -27,7 +28,7 @@ from compiled_autograd.guards.ambient import ambient
 from compiled_autograd.lowering import region_compiler
 from compiled_autograd.lowering.graph_hash import graph_hash
 from compiled_autograd.lowering.region_compiler import CompiledRegion, RegionCompiler
-from compiled_autograd.lowering.stored_regions import Made
+from compiled_autograd.lowering.stored_regions import InMemoryGraph, Made
 from compiled_autograd.policies.worker_process import _request
 from compiled_autograd.steps.steps import region_record
 
@@ -472,3 +473,18 @@ def test_regions_with_the_same_code_and_other_strides_are_each_right(tmp_path: P
             expect(session.stats(), hits=8, compiles=0)
             assert session.stats().loads == len(compiled)
         ca.reset()
+
+
+def test_threads_that_ask_for_the_text_of_one_graph_at_once() -> None:
+    """FX changes the nodes while it writes them (``override_node_repr`` in ``torch/fx/graph.py``)."""
+
+    def chain(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+        for _ in range(30):
+            x = torch.mm(x, y).tanh()
+        return x
+
+    graph = InMemoryGraph(fx.symbolic_trace(chain), Made(chain))
+    wanted = fx.symbolic_trace(chain).graph.python_code("self").src
+    with switching_every(1e-5), ThreadPoolExecutor(4) as threads:
+        found = list(threads.map(lambda _: {graph.text() for _ in range(50)}, range(4)))
+    assert found == [{wanted}] * 4

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import operator
 import re
+import threading
 import weakref
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,7 +17,10 @@ from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from backends.protocol import Backend, Compiled, another
 
+from ..process_state import free_in_child
 from ..steps.steps import RegionRecord
+
+_WRITING = free_in_child(threading.RLock())  # milliseconds: FX changes the nodes of a graph while it writes their text
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -53,7 +57,8 @@ class InMemoryGraph:
 
     def text(self) -> str:
         """The graph as code of Python."""
-        return self.module.graph.python_code("self").src
+        with _WRITING:
+            return self.module.graph.python_code("self").src
 
 
 @dataclass(slots=True)

@@ -9,6 +9,7 @@
 #include "taken.cpp"
 
 #include "fast_path/readers.cpp"
+#include "fast_path/places.cpp"
 #include "fast_path/questions.cpp"
 #include "fast_path/hit.cpp"
 #include "fast_path/serve.cpp"

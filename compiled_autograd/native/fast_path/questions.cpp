@@ -20,11 +20,11 @@ Questions::Questions(PyObject* sequence) {
     if (!PyArg_ParseTuple(PySequence_Fast_GET_ITEM(list.get(), index), "OOO", &object, &name, &answer))
       throw PythonError();
     Question question{Owned(Py_NewRef(object)), Owned(Py_NewRef(name)), Owned(Py_NewRef(answer)), Reader(), 0};
-    const Reader reader = name == Py_None ? Reader::of(object) : Reader();
-    if (reader) {
-      question.read = reader();
+    question.reader = reader_of(question);
+    if (question.reader) {
+      question.read = question.reader();
       // Else it has another answer now, or another thread has just changed what is read: Python is asked.
-      if (holds_in_python(question) && reader() == question.read) question.reader = reader;
+      if (!holds_in_python(question) || question.reader() != question.read) question.reader = Reader();
       forget_error();
     }
     questions_.push_back(std::move(question));
@@ -40,8 +40,17 @@ bool Questions::hold() const {
   return true;
 }
 
+Reader Questions::reader_of(const Question& question) {
+  PyObject *object = question.object.get(), *name = question.name.get(), *answer = question.answer.get();
+  if (name != Py_None) return reader_of_attribute(object, name);
+  const Reader reader = reader_of_variable(object);
+  return reader ? reader : reader_of_method(object, answer);
+}
+
 bool Questions::holds(const Question& question) {
-  return question.reader ? question.reader() == question.read : holds_in_python(question);
+  if (question.reader && question.reader() == question.read) return true;
+  forget_error();
+  return holds_in_python(question);
 }
 
 bool Questions::holds_in_python(const Question& question) {

@@ -22,9 +22,10 @@ class Questions {
  private:
   struct Question {
     Owned object, name, answer;
-    Reader reader;  // in the place of a call
-    int64_t read;   // what that says while the call has its answer
+    Reader reader;  // comes before Python, which is asked only where it says something else
+    int64_t read;   // what it says while the question has its answer
   };
+  static Reader reader_of(const Question& question);
   static bool holds(const Question& question);
   static bool holds_in_python(const Question& question);
 

@@ -1,5 +1,6 @@
-// Functions of PyTorch's Python face that only say what a variable of C++ holds: read here without the way through
-// Python, which takes a hundred times as long when nothing of it is in the processor's caches.
+// Questions whose answer lies somewhere in memory: a variable of PyTorch behind a function that only says what it
+// holds, an attribute, how long a dict is. Read here without the way through Python, which takes a hundred times as
+// long when nothing of it is in the processor's caches.
 
 #pragma once
 
@@ -7,18 +8,30 @@
 
 namespace native {
 
-class Reader {
- public:
-  // Reads what that function says, if it is one of these; else it reads nothing. Throws PythonError.
-  static Reader of(PyObject* function);
+// It keeps nothing alive: what is asked about has to be there as long as it is.
+struct Reader {
+  int64_t (*read)(const Reader&) = nullptr;
+  PyObject* object = nullptr;
+  PyObject* key = nullptr;
+  int64_t number = 0;
 
-  explicit operator bool() const { return read_ != nullptr; }
-  // The value as a number; the same only where the function says the same.
-  int64_t operator()() const { return read_(argument_); }
-
- private:
-  int64_t (*read_)(int64_t) = nullptr;
-  int64_t argument_ = 0;
+  explicit operator bool() const { return read != nullptr; }
+  // A number that was read before comes again only where Python would give the same again. It may leave an error set.
+  int64_t operator()() const { return read(*this); }
 };
+
+// Each of them: the reader of what it is given, or one that reads nothing where that is not known here. Throws
+// PythonError.
+
+// A function of `torch._C`, or a `functools.partial` of one.
+Reader reader_of_variable(PyObject* function);
+// What a dict, a list or a variable of the context says of itself: a method without arguments, or a `functools.partial`
+// of one.
+Reader reader_of_method(PyObject* method, PyObject* answer);
+// An attribute.
+Reader reader_of_attribute(PyObject* object, PyObject* name);
+
+// An attribute; null where it is not there. Throws PythonError.
+Owned found(PyObject* object, const char* name);
 
 }  // namespace native

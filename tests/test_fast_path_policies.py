@@ -206,7 +206,8 @@ def test_random_trainings(hits: NativeHits, monkeypatch: pytest.MonkeyPatch, see
 
     monkeypatch.setattr(autotune, "MAX_TIME_RATIO", 1.0)
     monkeypatch.setattr(ADMISSION, "closed", False)
-    _train(seed, 150, session)  # how many are served depends on when trials and background compiles end
+    served = _train(seed, 150, session)  # which may be none, where all is on trial or left to eager
+    assert served > 0 or seed > 0
 
 
 def test_what_came_next_is_tried_first(hits: NativeHits) -> None:

@@ -21,9 +21,7 @@ bool is_for_ever(PyObject* object) {
 Py_ssize_t place_of(PyObject* object, PyObject* name) {
   PyTypeObject* type = Py_TYPE(object);
   if (type->tp_getattro != PyObject_GenericGetAttr) return -1;
-  const char* text = PyUnicode_AsUTF8(name);
-  if (!text) throw PythonError();
-  const Owned held = found(reinterpret_cast<PyObject*>(type), text);
+  const Owned held = found(reinterpret_cast<PyObject*>(type), name);
   if (!held || !Py_IS_TYPE(held.get(), &PyMemberDescr_Type)) return -1;
   const PyMemberDef& member = *reinterpret_cast<PyMemberDescrObject*>(held.get())->d_member;
   return member.type == T_OBJECT_EX ? member.offset : -1;

@@ -69,13 +69,18 @@ Reader precision_of(PyObject* arguments) {
 
 }  // namespace
 
-Owned found(PyObject* object, const char* name) {
-  Owned attribute(object ? PyObject_GetAttrString(object, name) : nullptr);
+Owned found(PyObject* object, PyObject* name) {
+  Owned attribute(object ? PyObject_GetAttr(object, name) : nullptr);
   if (!attribute && PyErr_Occurred()) {
     if (!PyErr_ExceptionMatches(PyExc_AttributeError)) throw PythonError();
     PyErr_Clear();
   }
   return attribute;
+}
+
+Owned found(PyObject* object, const char* name) {
+  // One object for each name: Python's cache of what types have keeps every other one that it is asked for.
+  return found(object, Owned(checked(PyUnicode_InternFromString(name))).get());
 }
 
 Reader reader_of_variable(PyObject* function) {

@@ -32,6 +32,7 @@ Reader reader_of_method(PyObject* method, PyObject* answer);
 Reader reader_of_attribute(PyObject* object, PyObject* name);
 
 // An attribute; null where it is not there. Throws PythonError.
+Owned found(PyObject* object, PyObject* name);
 Owned found(PyObject* object, const char* name);
 
 }  // namespace native

@@ -1,10 +1,11 @@
-"""Eager in a process of its own, stepped on demand: eager as it is for whoever has nothing else installed.
+"""Eager, or another runner, in a process of its own, stepped on demand: eager as it is for whoever has nothing else
+installed.
 
 A runner may change its process for the better, and eager in the same process with it: ours lets the C library keep
 freed memory, so that neither's buffers are faulted in again at each step. Beside an eager that has this too, a part of
 what a user gains would not be seen.
 
-    python -m benchmarks.apart mlp 0 cpu        # a line in, a backward's seconds out, until the input ends
+    python -m benchmarks.apart eager mlp 0 cpu     # a line in, a backward's seconds out, until the input ends
 """
 
 import subprocess
@@ -12,13 +13,13 @@ import sys
 from types import TracebackType
 
 
-class EagerApart:
+class Apart:
     """The other process, as a context manager: warmed by one step when it is entered, ended when it is left."""
 
-    def __init__(self, model: str, seed: int, device: str) -> None:
-        self._command = [sys.executable, "-m", "benchmarks.apart", model, str(seed), device]
+    def __init__(self, runner: str, model: str, seed: int, device: str) -> None:
+        self._command = [sys.executable, "-m", "benchmarks.apart", runner, model, str(seed), device]
 
-    def __enter__(self) -> "EagerApart":
+    def __enter__(self) -> "Apart":
         self._process = subprocess.Popen(self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self.step()
         return self
@@ -41,11 +42,12 @@ class EagerApart:
 
 
 def main() -> None:
-    model, seed, device = sys.argv[1:]
+    runner, model, seed, device = sys.argv[1:]
     # Not at the top: whoever only asks need not load it, and torch is loaded by then.
     from benchmarks.sides import eager_side
 
     side = eager_side(model, int(seed), device)
+    side.use(runner)
     for _ in sys.stdin:
         print(side.step(), flush=True)
 

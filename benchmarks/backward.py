@@ -30,8 +30,8 @@ from benchmarks.targets import MODELS, WITHOUT_HITS, Result
 
 ONLY_BY_NAME = ("llama", "gpt-100m")
 RUNNERS = ("eager", "ours-eager", "ours-inductor", "torch-ca-dynamic", "torch-ca-static", "aot")
-OTHER_RUNNERS = ("ours-seam", "ours-cuda-graphs")  # likewise
-WITH_EXTENSION = {"ours-eager", "ours-inductor", "ours-cuda-graphs"}
+OTHER_RUNNERS = ("ours-seam", "ours-cuda-graphs", "aot-ours")  # likewise
+WITH_EXTENSION = {"ours-eager", "ours-inductor", "ours-cuda-graphs", "aot-ours"}
 MEASUREMENTS = ("steady", "hit")
 CACHE_FOLDERS = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 
@@ -40,7 +40,8 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=(*MODELS, *ONLY_BY_NAME), default=list(MODELS))
     parser.add_argument("--runners", nargs="+", choices=(*RUNNERS, *OTHER_RUNNERS), default=list(RUNNERS))
-    parser.add_argument("--pairs", type=int, default=30, help="pairs of an eager and a runner's step that are timed")
+    parser.add_argument("--beside", choices=(*RUNNERS, *OTHER_RUNNERS), default="eager", help="what ratios are by")
+    parser.add_argument("--pairs", type=int, default=30, help="pairs of steps that are timed")
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds that one process may take")
     parser.add_argument("--json", type=Path, help="write all results to this file")
     parser.add_argument("--picture", type=Path, help="draw the results to this file, .svg or .png (needs matplotlib)")
@@ -52,6 +53,10 @@ def parse_arguments() -> argparse.Namespace:
         parser.error(f"--pairs {args.pairs}: at least one pair is needed")
     if args.child and (len(args.models), len(args.runners)) != (1, 1):
         parser.error("--child measures one model under one runner")
+    if args.picture and args.beside != "eager":
+        parser.error(
+            "--picture draws ratios to eager, and --beside takes them by another runner: leave out one of them"
+        )
     if args.picture:
         try:
             picture.check(args.picture)
@@ -63,7 +68,8 @@ def parse_arguments() -> argparse.Namespace:
 def child(args: argparse.Namespace) -> None:
     from benchmarks import measure
 
-    result = measure.run(args.child, args.models[0], args.runners[0], args.pairs, args.seed, args.device)
+    what = (args.models[0], args.runners[0], args.pairs, args.seed, args.device, args.beside)
+    result = measure.run(args.child, *what)
     print(json.dumps(result))
 
 
@@ -112,6 +118,7 @@ def measure_apart(measurement: str, model: str, runner: str, args: argparse.Name
     """One measurement in a new process with empty caches; `failed` says what went wrong where something did."""
     command = [sys.executable, "-m", "benchmarks.backward", "--child", measurement, "--models", model]
     command += ["--runners", runner, "--pairs", str(args.pairs), "--seed", str(args.seed), "--device", args.device]
+    command += ["--beside", args.beside]
     return run_apart(command, args.timeout)
 
 
@@ -135,7 +142,7 @@ def write_measured(args: argparse.Namespace, names: Iterable[str], results: list
 
 def write_json(results: list[Result], args: argparse.Namespace) -> None:
     """All that was measured, times in the units their names say, and what it says."""
-    write_measured(args, ("pairs", "timeout", "device", "seed"), results, targets=targets.rows(results))
+    write_measured(args, ("beside", "pairs", "timeout", "device", "seed"), results, targets=targets.rows(results))
 
 
 def build_extension(console: Console) -> None:
@@ -158,7 +165,7 @@ def main() -> int:
     if not console.is_terminal:
         # A file has no width to fit into, and the default of 80 columns would break every row.
         console.width = 220
-    if WITH_EXTENSION & {*args.runners}:
+    if WITH_EXTENSION & {*args.runners, args.beside}:
         build_extension(console)
     results: list[Result] = []
     total = len(args.models) * len(args.runners)
@@ -174,6 +181,8 @@ def main() -> int:
         console.print(model_table(model, own))
         for problem in (line for result in own for line in problems(result)):
             console.print(problem, markup=False, highlight=False)
+    if args.beside != "eager":
+        console.print(f"ratios are by {args.beside}, not by eager")
     console.print(targets_table(results))
     console.print(summary_table(results, args.runners))
     if args.picture:

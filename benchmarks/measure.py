@@ -1,6 +1,7 @@
-"""What one child process measures: one model under one runner, side by side with eager on a second copy of the model.
+"""What one child process measures: one model under one runner, side by side with eager on a second copy of the model,
+or with another runner.
 
-Times are taken around `loss.backward()` alone. Steps of eager and of the runner alternate, and which of them goes first
+Times are taken around `loss.backward()` alone. Steps of both alternate, and which of them goes first
 changes too, so that whatever else the machine does falls on all.
 """
 
@@ -13,8 +14,8 @@ import torch
 from torch import Tensor, nn
 
 from benchmarks import floor, memory
-from benchmarks.apart import EagerApart
-from benchmarks.runners import EMPTY_RUNNERS, RUNNERS, NotApplicable
+from benchmarks.apart import Apart
+from benchmarks.runners import EMPTY_RUNNERS, NotApplicable
 from benchmarks.sides import Side, eager_side, now, sides
 
 WARM_PAIRS = 3
@@ -107,19 +108,20 @@ def allocated_bytes(side: Side) -> int:
     return int(statistics.median(peaks))
 
 
-def measure_steady(model: str, runner_name: str, pairs: int, seed: int, device: str) -> dict[str, Any]:
+def measure_steady(
+    model: str, runner_name: str, pairs: int, seed: int, device: str, beside: str = "eager"
+) -> dict[str, Any]:
     """The first step, the steady state, peak memory and gradients of `runner_name`, and the floor of `model`.
 
-    Eager is timed in a process of its own (eager_ms, ratio), and in this one beside the runner (eager_here_ms,
-    ratio_here).
+    Eager, or the runner `beside`, is timed in a process of its own (beside_ms, ratio); eager also in this one
+    (eager_here_ms, ratio_here).
 
     Seconds: setup_seconds is what it takes to import and make the runner, first_forward_seconds and
     first_backward_seconds are its first step, with nothing compiled before.
     """
     eager, other = sides(model, seed, device)
     started = now(device)
-    other.runner = RUNNERS[runner_name]()
-    other.make_loss = other.runner.prepare(other.make_loss)
+    other.use(runner_name)
     set_up = now(device)
     loss = other.forward()
     forward_done = now(device)
@@ -128,9 +130,9 @@ def measure_steady(model: str, runner_name: str, pairs: int, seed: int, device: 
     first_difference = gradient_difference(eager.module, other.module)
 
     del eager, loss  # what one copy holds on to changes what the C library gives back after the other's step
-    with EagerApart(model, seed, device) as apart:
+    with Apart(beside, model, seed, device) as apart:
         alternate([apart, other], WARM_PAIRS)
-        eager_ms, runner_ms, ratio = compare(*alternate([apart, other], pairs))
+        beside_ms, runner_ms, ratio = compare(*alternate([apart, other], pairs))
     eager = eager_side(model, seed, device)
     alternate([eager, other], WARM_PAIRS)
     eager_here_ms, _, ratio_here = compare(*alternate([eager, other], pairs))
@@ -138,7 +140,7 @@ def measure_steady(model: str, runner_name: str, pairs: int, seed: int, device: 
         "setup_seconds": set_up - started,
         "first_forward_seconds": forward_done - set_up,
         "first_backward_seconds": first_backward,
-        "eager_ms": eager_ms,
+        "beside_ms": beside_ms,
         "runner_ms": runner_ms,
         "ratio": ratio,
         "eager_here_ms": eager_here_ms,
@@ -155,10 +157,13 @@ def measure_steady(model: str, runner_name: str, pairs: int, seed: int, device: 
     }
 
 
-def measure_hit(model: str, runner_name: str, pairs: int, seed: int, device: str) -> dict[str, Any]:
+def measure_hit(
+    model: str, runner_name: str, pairs: int, seed: int, device: str, beside: str = "eager"
+) -> dict[str, Any]:
     """What a hit costs when the compiled function is empty: milliseconds, and microseconds a node of the tape.
 
-    Freeing what the tape saved is part of it, and with large activations the larger part.
+    Freeing what the tape saved is part of it, and with large activations the larger part. `hit_ratio` is by eager's
+    whole backward, whatever the steady state is measured beside.
     """
     if runner_name not in EMPTY_RUNNERS:
         raise NotApplicable(f"{runner_name} has no cache of tapes")
@@ -182,16 +187,18 @@ def measure_hit(model: str, runner_name: str, pairs: int, seed: int, device: str
     }
 
 
-MEASUREMENTS: dict[str, Callable[[str, str, int, int, str], dict[str, Any]]] = {
+MEASUREMENTS: dict[str, Callable[[str, str, int, int, str, str], dict[str, Any]]] = {
     "steady": measure_steady,
     "hit": measure_hit,
 }
 
 
-def run(measurement: str, model: str, runner: str, pairs: int, seed: int, device: str) -> dict[str, Any]:
+def run(
+    measurement: str, model: str, runner: str, pairs: int, seed: int, device: str, beside: str = "eager"
+) -> dict[str, Any]:
     """One measurement as a JSON object; `not_applicable` holds the reason where there is none."""
     result: dict[str, Any] = {"torch": torch.__version__, "threads": torch.get_num_threads()}
     try:
-        return result | MEASUREMENTS[measurement](model, runner, pairs, seed, device)
+        return result | MEASUREMENTS[measurement](model, runner, pairs, seed, device, beside)
     except NotApplicable as reason:
         return result | {"not_applicable": str(reason)}

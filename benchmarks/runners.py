@@ -5,7 +5,7 @@ Written against torch 2.13, whose own compiled autograd is the private module `t
 
 import contextlib
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 import torch
@@ -43,6 +43,11 @@ def eager() -> Runner:
 def aot() -> Runner:
     """torch.compile of the model and its loss, so that the whole tape is AOTAutograd's."""
     return Runner(contextlib.nullcontext, prepare=lambda make_loss: torch.compile(make_loss))
+
+
+def aot_ours() -> Runner:
+    """The same, and its backward under this project: one node, whose graph is taken apart and compiled once more."""
+    return replace(ours("inductor"), prepare=aot().prepare)
 
 
 def torch_own(dynamic: bool, compiler: Callable[[GraphModule], Callable[..., Any]] | None = None) -> Runner:
@@ -116,6 +121,7 @@ RUNNERS: dict[str, Callable[[], Runner]] = {
     "torch-ca-dynamic": lambda: torch_own(dynamic=True),
     "torch-ca-static": lambda: torch_own(dynamic=False),
     "aot": aot,
+    "aot-ours": aot_ours,
 }
 
 

@@ -26,6 +26,11 @@ class Side:
     runner: Runner
     device: str
 
+    def use(self, runner: str) -> None:
+        """From now on it is stepped by the runner of this name."""
+        self.runner = RUNNERS[runner]()
+        self.make_loss = self.runner.prepare(self.make_loss)
+
     def forward(self) -> Tensor:
         self.module.zero_grad(set_to_none=True)
         return self.make_loss(self.module)

@@ -7,7 +7,7 @@ from benchmarks.targets import REFERENCE, WITHOUT_HITS, Result, geometric_means,
 # Heading, name in the results, form, and scale where it is not 1.
 _MODEL = (
     ("first backward s", "first_backward_seconds", ".2f"),
-    ("eager ms", "eager_ms", ".2f"),
+    ("beside ms", "beside_ms", ".2f"),
     ("runner ms", "runner_ms", ".2f"),
     ("ratio", "ratio", ".3f"),
     ("here", "ratio_here", ".3f"),

@@ -14,8 +14,9 @@ MODELS = ("mlp", "gpt", "resnet", "lstm", "pinn")
 
 # What a first backward and a hit are compared with: PyTorch's own compiled autograd, at its better.
 REFERENCE = "torch-ca-static"
-# Runners that capture no tape: they have no hits, and of `aot`'s compiling the first backward is only a part.
-WITHOUT_HITS = ("eager", "aot")
+# Runners whose hits say nothing: they capture no tape, or one of a node. Of what they compile, the first backward is
+# only a part.
+WITHOUT_HITS = ("eager", "aot", "aot-ours")
 # What a geometric mean over models is taken of.
 RATIOS = ("ratio", "floor", "first_to_reference", "hit_to_reference", "hit_to_eager", "allocated_ratio")
 

@@ -50,7 +50,7 @@ from .errors import CacheMissError, CaptureRefusedError, UnsupportedBackwardErro
 from .process_state import PROCESS
 from .runtime.interpret import interpret
 from .settings import Settings
-from .torch_api.dynamo import keep_from_dynamo
+from .torch_api.dynamo import keep_from_dynamo, not_compiled
 
 _ROOT = "FrontEnd"
 """The name of the first node, so that no tape of PyTorch's has the structure of a front end's."""
@@ -105,6 +105,7 @@ class Tape:
         self._values: dict[int, Value] = {}
         self._last: fx.Node | None = None
 
+    @not_compiled
     def tensor(self, tensor: torch.Tensor) -> Value:
         """A tensor that is given: a gradient to begin with, or a value of the forward. One tensor is one value.
 
@@ -125,6 +126,7 @@ class Tape:
             value = self._values[id(tensor)] = Value(self._last)
         return value
 
+    @not_compiled
     def call(
         self, function: ir.OpaqueOp, gradients: Sequence[Value | None], *saved: Any, results: int
     ) -> tuple[Value, ...]:
@@ -146,6 +148,7 @@ class Tape:
         node = self._add(function.__name__.rpartition(".")[2], function, arguments)
         return tuple([self._item(node, index) for index in range(results)])
 
+    @not_compiled
     def add(self, *gradients: Value | None) -> Value | None:
         """The sum of gradients that meet, added in this order; None, which is zero, does not count.
 
@@ -157,6 +160,7 @@ class Tape:
             return terms[0] if terms else None
         return Value(self._add(_SUM, ir.sum_gradients, [self._node(each) for each in terms]))
 
+    @not_compiled
     def captured(self, results: Sequence[Value | None]) -> tuple[ir.TapeGraph, list[torch.Tensor]]:
         """The tape graph of what was written down so far, which gives ``results``, and the tensors that it takes: those
         that something uses. The tape can go on.

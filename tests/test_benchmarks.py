@@ -19,7 +19,7 @@ from rich.table import Table
 from torch import nn
 
 from benchmarks import backward, clients, floor, measure, models, picture, sides, tables, targets
-from benchmarks.apart import EagerApart
+from benchmarks.apart import Apart
 from benchmarks.client_programs import PROGRAMS, Program
 from benchmarks.memory import most_at_once, peak_of_backward
 
@@ -135,7 +135,7 @@ def test_what_one_process_measures(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(models.FACTORIES, "tiny", tiny)
     monkeypatch.setattr(floor, "STEPS", 1)
 
-    class Here(EagerApart):
+    class Here(Apart):
         """In this process: the other one knows no such model."""
 
         def __enter__(self) -> sides.Side:  # type: ignore[override]
@@ -144,7 +144,7 @@ def test_what_one_process_measures(monkeypatch: pytest.MonkeyPatch) -> None:
         def __exit__(self, *error: object) -> None:
             """Nothing to end."""
 
-    monkeypatch.setattr(measure, "EagerApart", Here)
+    monkeypatch.setattr(measure, "Apart", Here)
     result = measure.run("steady", "tiny", "ours-eager", 1, 0, "cpu")
     assert result["counts"].pop("hits") > 5 and result["counts"] == {
         "captures": 1,
@@ -176,7 +176,7 @@ def _result(model: str, runner: str, ratio: float, first: float, hit: float | No
         "setup_seconds": 0.5,
         "first_forward_seconds": 0.25,
         "first_backward_seconds": first,
-        "eager_ms": 4.0,
+        "beside_ms": 4.0,
         "runner_ms": 4.0 * ratio,
         "ratio": ratio,
         "floor": 0.25,
@@ -259,7 +259,9 @@ def test_the_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Drawn from what `--json` writes, twice alike."""
     pytest.importorskip("matplotlib")
     written = tmp_path / "results.json"
-    backward.write_json(RESULTS, SimpleNamespace(json=written, pairs=2, timeout=1.0, device="cpu", seed=0))  # type: ignore[arg-type]
+    backward.write_json(
+        RESULTS, SimpleNamespace(json=written, beside="eager", pairs=2, timeout=1.0, device="cpu", seed=0)
+    )  # type: ignore[arg-type]
     assert json.loads(written.read_text())["targets"] == targets.rows(RESULTS)
     for name in ("one.svg", "two.svg", "three.png"):
         monkeypatch.setattr(sys, "argv", ["picture", str(written), str(tmp_path / name)])
@@ -303,15 +305,15 @@ def test_what_cannot_be_drawn(tmp_path: Path) -> None:
 
 
 def test_eager_steps_in_another_process() -> None:
-    with EagerApart("pinn", 0, "cpu") as apart:
+    with Apart("eager", "pinn", 0, "cpu") as apart:
         assert apart._process.pid != os.getpid()
         assert all(seconds > 0 for seconds in (apart.step(), apart.step()))
     assert apart._process.returncode == 0
 
 
 def test_a_process_that_ends_says_so() -> None:
-    with pytest.raises(RuntimeError, match=r"benchmarks.apart no_model 0 cpu ended with status 1"):
-        EagerApart("no_model", 0, "cpu").__enter__()
+    with pytest.raises(RuntimeError, match=r"benchmarks.apart eager no_model 0 cpu ended with status 1"):
+        Apart("eager", "no_model", 0, "cpu").__enter__()
 
 
 def test_sides_take_turns_at_going_first() -> None:

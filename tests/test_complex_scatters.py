@@ -42,7 +42,12 @@ def _values_are_a_view(x: torch.Tensor) -> list[torch.Tensor]:
     return [aten.index_put.default(square, [index], aten.slice.Tensor(square, 0, 1, 3), True)]
 
 
-@pytest.mark.parametrize("function", [_two_writes, _each, _values_are_a_view])
+_fails_on_2_11 = pytest.mark.skipif(
+    torch.__version__ < "2.12", reason="Inductor raises an error for such code, which is a failure of the backend"
+)
+
+
+@pytest.mark.parametrize("function", [_two_writes, pytest.param(_each, marks=_fails_on_2_11), _values_are_a_view])
 def test_writes_into_complex_tensors_are_done(function: Any) -> None:
     torch.manual_seed(0)
     x = torch.randn(1, dtype=torch.complex128)

@@ -17,6 +17,7 @@ import compiled_autograd as ca
 import shadow_cache
 from backends.inductor import environment
 from backends.inductor.environment import DEFAULTS, chosen_settings
+from backends.versions import settings_belong_to_a_thread
 from compiled_autograd.cache import environment_key
 from compiled_autograd.cache.environment_key import digest_of_source
 
@@ -66,6 +67,12 @@ def test_the_key_has_all_of_our_sources_and_pythons_abi(monkeypatch: pytest.Monk
 # ---- Inductor's settings ---------------------------------------------------------------------------------------------
 
 
+_of_a_thread = pytest.mark.skipif(
+    not settings_belong_to_a_thread(), reason="before 2.12 settings are the process's, and nobody looks at them"
+)
+
+
+@_of_a_thread
 def test_settings_are_told_and_are_cheap_to_ask(monkeypatch: pytest.MonkeyPatch) -> None:
     assert chosen_settings() == DEFAULTS
     with config.patch({"max_fusion_size": 3, "cpp.threads": 1}):
@@ -80,6 +87,7 @@ def _gradient(x: torch.Tensor) -> torch.Tensor:
     return result
 
 
+@_of_a_thread
 def test_code_that_was_compiled_under_other_settings_does_not_serve() -> None:
     x = torch.randn(5, 7, requires_grad=True)
     expected = _gradient(x)

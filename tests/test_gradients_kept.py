@@ -137,7 +137,11 @@ def test_an_interpreter_that_counts_otherwise(lent: int, monkeypatch: pytest.Mon
     real = sys.getrefcount
     monkeypatch.setattr(sys, "getrefcount", lambda thing: real(thing) + lent)
     nobodys = references.references([object()], 0)
-    assert nobodys == references.COUNT_OF_UNSHARED + lent + 1  # and one of the lambda's
+    monkeypatch.setattr(sys, "getrefcount", lambda thing: real(thing))
+    # The lambda's own: one, or two while Dynamo looks at each frame of the process.
+    own = references.references([object()], 0) - references.COUNT_OF_UNSHARED
+    assert own in (1, 2) and nobodys == references.COUNT_OF_UNSHARED + own + lent
+    monkeypatch.setattr(sys, "getrefcount", lambda thing: real(thing) + lent)
     monkeypatch.setattr(accumulate, "COUNT_OF_UNSHARED", nobodys)
     leaf = torch.zeros(4)
     assert accumulate.stealable([torch.ones(4)], leaf)

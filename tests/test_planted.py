@@ -344,6 +344,11 @@ _MISTAKES = {
 }
 
 
+if torch.__version__ < "2.13":
+    # Inductor makes right code of the same graph then, whatever the places are counted from.
+    del _MISTAKES["places counted from where memory begins"]
+
+
 @pytest.mark.parametrize("name", _MISTAKES)
 def test_a_mistake_that_comes_back_is_found(name: str, monkeypatch: Patch, tmp_path: Path) -> None:
     _is_found(_MISTAKES[name], monkeypatch, tmp_path)

@@ -23,7 +23,7 @@ PAGES = {
     "examples/README.md": _TUTORIALS,
 }
 """Files outside of docs/, and the page that each is."""
-EXAMPLES = sorted(path.name for path in (ROOT / "examples").glob("*.py"))
+EXAMPLES = sorted(path.name for path in (ROOT / "examples").glob("[!_]*.py"))
 _LINK = re.compile(r"(!?\[[^\]]*\])\(([^)\s#]+)(#[^)\s]*)?\)")
 _ROLE = re.compile(r":(?:class|meth|func|attr|data|mod|exc):(?=<code>|`)")
 _LIST_HERE = "<!-- the site puts the list of the examples here -->"

@@ -159,6 +159,14 @@ def test_what_one_process_measures(monkeypatch: pytest.MonkeyPatch) -> None:
     assert row["floor"] == result["floor"] and row["hit_ms"] is None
 
 
+def test_another_distributions_examples_are_not_taken_for_ours(tmp_path: Path) -> None:
+    """Opacus, e3nn and pytorch-forecasting install a package of that name."""
+    (tmp_path / "examples").mkdir()
+    (tmp_path / "examples" / "__init__.py").touch()
+    ended = in_subprocess(f"import sys; sys.path.append({str(tmp_path)!r}); import benchmarks.models")
+    assert ended.returncode == 0, ended.stderr
+
+
 def test_reading_the_help_loads_neither_torch_nor_matplotlib() -> None:
     ended = in_subprocess(
         "import sys, benchmarks.backward, benchmarks.picture; print(sys.modules.keys() & {'torch', 'matplotlib'})"

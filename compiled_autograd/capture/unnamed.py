@@ -86,8 +86,8 @@ def name_again(tape: ir.TapeGraph, tensors: Sequence[torch.Tensor]) -> None:
     Args:
         tensors: what was handed over.
     """
-    if any(call.named[0] is not None for call in tape.calls):
-        return
+    if tape.calls[0].edges is None or any(call.named[0] is not None for call in tape.calls):
+        return  # of what was not read from Python there are none
     written = tape.graph.find_nodes(op="call_function", target=ir.accumulate_grad)
     lifted = [(tape.calls[node.meta["call"]], node.args[0].meta["lifted"]) for node in written]
     leaves = [(call, tensors[leaf.index]) for call, leaf in lifted if leaf.kind == "input"]

@@ -27,7 +27,15 @@ from torch._C._dynamo.guards import _empty_strided_cpu as empty_strided_cpu  # t
 from ...protocol import Compiled
 from ..kernels import address_of
 from .products import Value, in_blas, is_dense
-from .statements import UnknownCodeError, arguments_of, body_of_call, constants_of, is_overwritten, name_of
+from .statements import (
+    UnknownCodeError,
+    arguments_of,
+    body_of_call,
+    constants_of,
+    dotted,
+    is_overwritten,
+    name_of,
+)
 
 MAX_ARGUMENTS = 64
 """The largest number of a kernel's arguments, ``most_arguments`` in the C++ code."""
@@ -141,9 +149,11 @@ class Translation:
         self._bind(name, value)
 
     def _expression(self, expression: ast.expr) -> None:
-        if isinstance(expression, ast.Constant) or ast.unparse(expression) == "args.clear()":
+        if isinstance(expression, ast.Constant):
             return
         if isinstance(expression, ast.Call):
+            if dotted(expression.func) == "args.clear" and not (expression.args or expression.keywords):
+                return
             instructions = self._kernel(expression) or self._product(expression)
             if instructions:
                 self.instructions.extend(instructions)

@@ -57,17 +57,20 @@ def _value_of_input(slot: int, value: Any) -> Value:
     return Value(slot, tuple(value.shape), value.stride(), 0, value.dtype)
 
 
-def translated(source: str, namespace: Mapping[str, Any], arguments: Sequence[Any]) -> Translation:
+def translated(
+    source: str, namespace: Mapping[str, Any], arguments: Sequence[Any], body: Sequence[ast.stmt] | None = None
+) -> Translation:
     """The instructions of the function ``call`` in generated code.
 
     Args:
         namespace: what its names are.
         arguments: of one run; the sizes and strides of all others must be the same.
+        body: the statements of the function, where they were read already.
 
     Raises:
         UnknownCodeError: there is a statement, or an expression, of a form that is not known.
     """
-    body = body_of_call(source)
+    body = body_of_call(source) if body is None else body
     translation = Translation(namespace, arguments)
     for position, statement in enumerate(body):
         translation.statement(statement, itertools.islice(body, position + 1, None))

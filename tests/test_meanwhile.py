@@ -16,7 +16,7 @@ from backends import garbage_collection
 from backends.garbage_collection import RARE_THRESHOLDS, RARELY
 from backends.inductor import batch
 from backends.meanwhile import do_other_work, meanwhile
-from compiled_autograd.capture import parameter_names
+from compiled_autograd.capture import parameter_names, unnamed
 from compiled_autograd.errors import CacheMissError
 from tests.helpers import expect, mlp
 
@@ -104,7 +104,7 @@ def test_nor_after_an_error_of_the_users(searches: list[str]) -> None:
     out.register_hook(fail)
     with ca.enable(backend="eager") as session, pytest.raises(KeyboardInterrupt):
         out.sum().backward()
-    assert searches == ["search"] and not parameter_names._thread.unnamed
+    assert searches == ["search"] and not unnamed._thread.unnamed
     assert "parameter=0.weight" in session.graphs()[0].readable()
 
 
@@ -116,7 +116,7 @@ def test_a_refused_miss_says_of_what(searches: list[str]) -> None:
         model(torch.randn(3, 8)).sum().backward()
     assert session.last is not None
     assert [getattr(each, "where", "of Sequential") for each in session.last.reasons][-1].count("of Sequential") == 1
-    assert not parameter_names._thread.unnamed
+    assert not unnamed._thread.unnamed
 
 
 def test_known_names_are_not_looked_for_again(searches: list[str]) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -10,6 +11,7 @@ import torch
 
 import compiled_autograd as ca
 from backends.inductor.backend import InductorBackend
+from compiled_autograd.proving import fingerprints as fingerprinting
 from compiled_autograd.proving import judging, prover
 from shadow_cache import Failure
 
@@ -87,3 +89,43 @@ def test_what_cannot_be_compared_costs_no_step(
     assert kinds == [["unproved"], [], [], []]
     (compiled,) = session.graphs()[0].regions[0].compiled_regions()
     assert not compiled.proof.refuted and not any(compiled.proof.left.values())
+
+
+_DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float8_e4m3fn, torch.complex64, torch.bool, torch.uint8]
+_DTYPES += [torch.int64, torch.uint16, torch.int32]
+_LAYOUTS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
+    "dense": lambda x: x,
+    "transposed": lambda x: x.T,
+    "a part": lambda x: x[1:, ::2],
+    "expanded": lambda x: x[:1].expand(5, 6),
+    "one": lambda x: x[2, 3],
+}
+
+
+@pytest.mark.parametrize("small", [-1, 1 << 16])
+@pytest.mark.parametrize("layout", _LAYOUTS)
+@pytest.mark.parametrize("dtype", _DTYPES, ids=str)
+def test_a_write_of_one_value_shows(
+    dtype: torch.dtype, layout: str, small: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of small tensors there is a copy, of others a hash."""
+    monkeypatch.setattr(fingerprinting, "_SMALL", small)
+    memory = torch.randint(0, 2, (5, 6)).to(dtype)
+    if dtype.is_floating_point and dtype.itemsize > 1:
+        memory[2, 3] = float("nan")
+    tensor = _LAYOUTS[layout](memory)
+    values = [None, tensor, 3, tensor.conj() if dtype.is_complex else tensor]
+    before = fingerprinting.fingerprints(values)
+    assert fingerprinting.written(before, values) == []
+    place = tensor[(-1,) * tensor.dim()] if layout != "expanded" else memory[0, 0]
+    place.copy_(~place if dtype is torch.bool else torch.tensor(3).to(dtype))
+    assert fingerprinting.written(before, values) == [1, 3]
+
+
+def test_copies_take_little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(fingerprinting, "_MOST_COPIED", 100)
+    values = [torch.randn(20), torch.randn(20), torch.randn(5)]
+    before = fingerprinting.fingerprints(values)
+    assert [each.numel() for each in before] == [20, 3, 5]
+    values[1][7] += 1
+    assert fingerprinting.written(before, values) == [1]

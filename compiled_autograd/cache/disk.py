@@ -30,7 +30,7 @@ from ..steps.steps import CompiledRegion, RegionRecord, RegionStep, region_recor
 from .environment_key import differences, is_repeatable, state_of, why_not_stored
 from .metadata import caller, loss_of, structure_of
 from .records import VariantRecord, entry_of, shapes_of, structure_id, undropped
-from .value_misses import stored_miss
+from .value_misses import corrupt_entry, stored_miss
 from .variants import Handover, Variant
 
 if TYPE_CHECKING:
@@ -71,7 +71,8 @@ class Disk:
         if not entries:  # the state is not asked for: the first time, that reads all source files
             return None, self._damaged(_id(graph))
         state = state_of(settings, ambient_state)
-        other_shapes: Miss | None = None
+        corrupt: Miss | None = None
+        other: tuple[str, VariantRecord] | None = None
         other_states: list[list[Miss]] = []
         for entry in sorted(entries, key=lambda entry: entry.dynamic):  # of one for all sizes and one for these, this
             differing = differences(entry, state)
@@ -82,11 +83,11 @@ class Disk:
                 record = msgspec.msgpack.decode(entry.record, type=VariantRecord)
                 if record.serves(handover):
                     return self._load(graph, settings, ambient_state, handover, entry, record), None
-                other_shapes = other_shapes or stored_miss(graph.tape, record, handover)
+                other = other or (entry.id, record)
             except Exception as error:  # noqa: BLE001  the tape is released by now: it is compiled again, and says so
-                found = f"{type(error).__name__}: {error}"
-                other_shapes = Miss("corrupt", f"entry {entry.id}", "stored", found, "it is made anew")
+                corrupt = corrupt_entry(entry.id, error)
         nearest = min(other_states, key=len, default=[None])[0]
+        other_shapes = corrupt if corrupt or other is None else stored_miss(graph.tape, *other, handover)
         return None, self._damaged(_id(graph)) or other_shapes or nearest
 
     def _damaged(self, structure: str) -> Miss | None:

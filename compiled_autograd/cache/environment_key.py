@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import os
 import platform
 import sys
 import sysconfig
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -90,8 +91,23 @@ def digest_of_source(roots: Sequence[Path]) -> str:
     """Of all source files in some folders and what is below them: of their names, and of all that is in them."""
     digest = hashlib.sha256()
     for number, root in enumerate(roots):
-        for file in sorted(path for path in root.rglob("*") if path.suffix in _SOURCE and path.is_file()):
-            content = file.read_bytes()
-            digest.update(f"{number} {file.relative_to(root).as_posix()} {len(content)}\n".encode())
+        for name, path in sorted(_source_files(str(root))):
+            with open(path, "rb", buffering=0) as file:  # noqa: PTH123  in a first step: a path of each costs as much
+                content = file.read()
+            digest.update(f"{number} {name} {len(content)}\n".encode())
             digest.update(content)
     return digest.hexdigest()
+
+
+def _source_files(folder: str, above: str = "") -> Iterator[tuple[str, str]]:
+    """The names of source files below a folder, with slashes, and where they are."""
+    try:
+        found = os.scandir(folder)
+    except PermissionError:
+        return
+    with found as entries:
+        for entry in entries:
+            if entry.is_dir(follow_symlinks=False):
+                yield from _source_files(entry.path, f"{above}{entry.name}/")
+            elif os.path.splitext(entry.name)[1] in _SOURCE and entry.is_file():  # noqa: PTH122  likewise
+                yield f"{above}{entry.name}", entry.path

@@ -19,6 +19,7 @@ from backends import get_backend
 from shadow_cache import Key, Miss, ShadowGraph, Terminal, VariantKey
 
 from .. import ir
+from ..capture.unnamed import name_again
 from ..diagnostics.node_log import NodeLog
 from ..diagnostics.node_names import leaf_name, node_name, title
 from ..diagnostics.reporting import warn_once
@@ -194,6 +195,7 @@ class CompiledGraph:
         return key, None
 
     def _why(self, key: VariantKey, before: Variant | None, handover: Handover, dynamic: bool) -> Miss:
+        name_again(self.tape, handover.tensors)
         newest_first = self.variants[::-1]  # other threads add some, and evict all
         if not newest_first:
             if self.evicted:

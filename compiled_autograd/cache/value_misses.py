@@ -10,6 +10,7 @@ import msgspec
 from shadow_cache import Miss
 
 from .. import ir
+from ..capture.unnamed import name_again
 from ..diagnostics.call_misses import NUMBER_HINT
 from ..diagnostics.node_names import title
 from ..diagnostics.variant_misses import TensorKind, shape_miss, tensor_miss, value_miss
@@ -42,10 +43,19 @@ def values_miss(
     return miss or Miss("layout", f"a saved tensor of {title(tape)}", "a kind of tensor", "another kind")
 
 
-def stored_miss(tape: ir.TapeGraph, record: VariantRecord, handover: Handover) -> Miss:
-    """The same for what the store has of a structure."""
+def stored_miss(tape: ir.TapeGraph, entry: str, record: VariantRecord, handover: Handover) -> Miss:
+    """The same for what the store has of a structure: the entry of that id."""
+    name_again(tape, handover.tensors)
     tensors = record.tensors
-    kinds = [TensorKind(len(tensor.spec), tensor.properties) for tensor in tensors]
-    old = Shapes([tensor.spec for tensor in tensors], record.sizes, [tensor.strides for tensor in tensors], kinds)
-    miss = values_miss(tape, old, record.scalars, handover, old.fits(handover))
+    try:
+        kinds = [TensorKind(len(tensor.spec), tensor.properties) for tensor in tensors]
+        old = Shapes([tensor.spec for tensor in tensors], record.sizes, [tensor.strides for tensor in tensors], kinds)
+        miss = values_miss(tape, old, record.scalars, handover, old.fits(handover))
+    except Exception as error:  # noqa: BLE001  the tape is released by now: it is compiled again, and says so
+        return corrupt_entry(entry, error)
     return msgspec.structs.replace(miss, hint=_OTHER_SIZES if miss.kind == "shape" else miss.hint)
+
+
+def corrupt_entry(entry: str, error: Exception) -> Miss:
+    """What the store has of a structure cannot be read."""
+    return Miss("corrupt", f"entry {entry}", "stored", f"{type(error).__name__}: {error}", "it is made anew")

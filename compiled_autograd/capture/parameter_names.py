@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import gc
 import itertools
-import threading
 import time
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
+from torch.multiprocessing.reductions import StorageWeakRef
 
 from .. import ir
 from ..process_state import PROCESS
@@ -19,19 +19,67 @@ from ..process_state import PROCESS
 
 @dataclass(frozen=True, slots=True)
 class ParameterName:
-    """Where a parameter was found: its name from the outermost module, that one's class, the module that has it as
-    ``attribute``, and the outermost one itself."""
+    """Where a parameter was found: the outermost module and its class, and the names from there to the parameter."""
 
-    name: str
+    path: tuple[str, ...]
     outermost: str
-    module: weakref.ref[torch.nn.Module]
-    attribute: str
     model: weakref.ref[torch.nn.Module]
 
-    def has(self, parameter: torch.Tensor) -> bool:
-        """Whether it is still there."""
-        module = self.module()
-        return module is not None and module._parameters.get(self.attribute) is parameter
+    @property
+    def name(self) -> str:
+        """The name from the outermost module."""
+        return ".".join(self.path)
+
+    def parameter(self) -> torch.Tensor | None:
+        """What is there now."""
+        *modules, attribute = self.path
+        found: Any = self.model()
+        for kind, name in [*(("_modules", each) for each in modules), ("_parameters", attribute)]:
+            try:
+                found = None if found is None else found.__dict__[kind][name]
+            except KeyError:
+                return None
+        return found
+
+
+class Trace:
+    """Tells whether a tensor is a parameter that lived once, and keeps neither that nor its values.
+
+    What is kept is a reference to its memory, as weak as those of C++ are: as long as that is there, no other memory is
+    taken for that one. A weak reference to the parameter itself would be noticed (:class:`_Search`). One that was given
+    other memory is not known again. One that was made of just the memory of one that has died may be taken for it: it
+    is what has become of that.
+
+    Raises:
+        RuntimeError: it has no memory of its own.
+    """
+
+    __slots__ = ("_described", "_memory", "key")
+
+    def __init__(self, parameter: torch.Tensor) -> None:
+        with torch._C.DisableTorchFunction():  # nobody's modes are asked
+            self.key = id(parameter)
+            self._memory = StorageWeakRef(parameter.untyped_storage())
+            self._described = _described(parameter)
+
+    def __deepcopy__(self, memo: Any) -> Trace:
+        return self
+
+    def __reduce__(self) -> Any:
+        raise TypeError("what is known of a parameter in memory is of no use elsewhere")
+
+    def is_of(self, tensor: torch.Tensor | None) -> bool:
+        """Whether that parameter is still this one."""
+        if tensor is None or id(tensor) != self.key:
+            return False
+        with torch._C.DisableTorchFunction():
+            if _described(tensor) != self._described:
+                return False
+            return StorageWeakRef(tensor.untyped_storage()) == self._memory
+
+
+def _described(tensor: torch.Tensor) -> tuple[Any, ...]:
+    return type(tensor), tensor.dtype, tensor.storage_offset(), tensor.shape, tensor.stride()
 
 
 @dataclass(slots=True)
@@ -56,55 +104,6 @@ _SLOW_SEARCH_SECONDS, _SEARCH_TIME_SHARE = 0.3, 0.05
 of the process's time, another model has no names until searches take no more than this share of that time."""
 
 
-class Unnamed:
-    """Leaves of a tape whose names are looked for when somebody asks, or at the end of the backward at the latest.
-
-    Until then it holds the leaves, so that they are found as what they were.
-    """
-
-    def __init__(self, calls: Sequence[ir.TapeCall], leaves: Sequence[torch.Tensor]) -> None:
-        self._leaves: list[tuple[ir.TapeCall, torch.Tensor]] = list(zip(calls, leaves, strict=True))
-        for call in calls:
-            call.look_up = self.look_up
-
-    def look_up(self) -> None:
-        """Look for them, unless that was done. Two threads may do so at once: they find the same."""
-        leaves = self._leaves
-        names = parameter_names_of([leaf for _, leaf in leaves])
-        for call, leaf in leaves:
-            found = names.get(id(leaf))
-            if found is not None:
-                call.named = found.name, found.outermost
-        for call, _ in leaves:  # from here on nobody waits for them
-            call.look_up = None
-        self._leaves = []
-
-
-class _Thread(threading.local):
-    def __init__(self) -> None:
-        self.unnamed: list[Unnamed] = []
-
-
-_thread = PROCESS.register(_Thread())
-
-
-def name_leaves(calls: Sequence[ir.TapeCall], leaves: Sequence[torch.Tensor]) -> None:
-    """Join the names of parameters to the leaves of a tape: at once where they are known, else by
-    :func:`name_the_unnamed` at the latest, which whoever asks for a name comes before."""
-    unnamed = Unnamed(calls, leaves)
-    if all(_is_known(leaf) for leaf in leaves if is_parameter(leaf)):
-        unnamed.look_up()
-    else:
-        _thread.unnamed.append(unnamed)
-
-
-def name_the_unnamed() -> None:
-    """Look for all names of this thread's tapes that nobody has asked for yet."""
-    while _thread.unnamed:
-        _thread.unnamed[-1].look_up()
-        _thread.unnamed.pop()
-
-
 def parameter_names_of(leaves: Sequence[torch.Tensor], *, at_any_cost: bool = False) -> dict[int, ParameterName]:
     """``id`` of each leaf that is a parameter of a living module -> where it is.
 
@@ -112,35 +111,73 @@ def parameter_names_of(leaves: Sequence[torch.Tensor], *, at_any_cost: bool = Fa
         at_any_cost: search also where searches have taken long.
     """
     parameters = [leaf for leaf in leaves if is_parameter(leaf)]
-    if not all(_is_known(parameter) for parameter in parameters):
-        if at_any_cost:
-            _search.next = 0.0
-        _look_for(parameters)
-    return {key: _search.found[key] for key in map(id, parameters) if key in _search.found}
+    found = {id(each): name for each in parameters if (name := _known(each)) is not None}
+    missing = [each for each in parameters if id(each) not in found and not _is_in_no_module(each)]
+    if missing and at_any_cost:
+        _search.next = 0.0
+    names_by_id = _searched() if missing else None
+    if names_by_id is None:
+        return found
+    if len(_search.in_no_module) > _MAX_IN_NO_MODULE:
+        _search.in_no_module.clear()
+    for parameter in missing:
+        name = names_by_id.get(id(parameter))
+        if name is not None:
+            found[id(parameter)] = _search.found[id(parameter)] = name
+        elif ir.is_plain(parameter):
+            _search.in_no_module.add(_place(parameter))
+    return found
 
 
-def _is_known(parameter: torch.Tensor) -> bool:
-    key = id(parameter)
-    if key in _search.found and not _search.found[key].has(parameter):
-        del _search.found[key]
-    return key in _search.found or (ir.is_plain(parameter) and (key, parameter.data_ptr()) in _search.in_no_module)
+def names_of_traces(traces: Iterable[Trace]) -> dict[int, ParameterName]:
+    """The same for parameters that nothing has held on to meanwhile: those that are found again."""
+    found: dict[int, ParameterName] = {}
+    missing: list[Trace] = []
+    for trace in traces:
+        name = _search.found.get(trace.key)
+        if name is not None and trace.is_of(name.parameter()):
+            found[trace.key] = name
+        else:
+            missing.append(trace)
+    names_by_id = (_searched() if missing else None) or {}
+    for trace in missing:
+        name = names_by_id.get(trace.key)
+        if name is not None and trace.is_of(name.parameter()):
+            found[trace.key] = _search.found[trace.key] = name
+    return found
 
 
-def _look_for(parameters: Sequence[torch.Tensor]) -> None:
+def is_known(parameter: torch.Tensor) -> bool:
+    """Whether it was looked for already."""
+    return _known(parameter) is not None or _is_in_no_module(parameter)
+
+
+def _known(parameter: torch.Tensor) -> ParameterName | None:
+    name = _search.found.get(id(parameter))
+    if name is not None and name.parameter() is not parameter:
+        _search.found.pop(id(parameter), None)
+        return None
+    return name
+
+
+def _is_in_no_module(parameter: torch.Tensor) -> bool:
+    return ir.is_plain(parameter) and _place(parameter) in _search.in_no_module
+
+
+def _place(parameter: torch.Tensor) -> tuple[int, int]:
+    return id(parameter), parameter.data_ptr()
+
+
+def _searched() -> dict[int, ParameterName] | None:
+    """What a search finds; None where none may begin yet."""
     started = time.process_time()
     if started < _search.next:
-        return
+        return None
     names_by_id = all_parameter_names()
     ended = time.process_time()
     _search.next = ended + (ended - started) / _SEARCH_TIME_SHARE if ended - started > _SLOW_SEARCH_SECONDS else 0.0
-    if len(_search.in_no_module) > _MAX_IN_NO_MODULE:
-        _search.in_no_module.clear()
-    _search.found = {key: found for key, found in _search.found.items() if found.module() is not None}
-    for parameter in parameters:
-        if id(parameter) in names_by_id:
-            _search.found[id(parameter)] = names_by_id[id(parameter)]
-        elif ir.is_plain(parameter):
-            _search.in_no_module.add((id(parameter), parameter.data_ptr()))
+    _search.found = {key: name for key, name in list(_search.found.items()) if name.model() is not None}
+    return names_by_id
 
 
 def all_parameter_names() -> dict[int, ParameterName]:
@@ -155,11 +192,8 @@ def all_parameter_names() -> dict[int, ParameterName]:
         for path, module in modules_inside(outermost):
             for attribute, parameter in list(module.__dict__["_parameters"].items()):
                 if parameter is not None:
-                    name = f"{path}.{attribute}" if path else attribute
-                    names_by_id.setdefault(
-                        id(parameter),
-                        ParameterName(name, type(outermost).__name__, weakref.ref(module), attribute, model),
-                    )
+                    found = ParameterName((*path, attribute), type(outermost).__name__, model)
+                    names_by_id.setdefault(id(parameter), found)
     return names_by_id
 
 
@@ -168,11 +202,11 @@ def is_parameter(tensor: torch.Tensor) -> bool:
     return issubclass(type(tensor), torch.nn.Parameter) or bool(tensor.__dict__.get("_is_param"))
 
 
-def modules_inside(outermost: torch.nn.Module) -> Iterator[tuple[str, torch.nn.Module]]:
+def modules_inside(outermost: torch.nn.Module) -> Iterator[tuple[tuple[str, ...], torch.nn.Module]]:
     """A module and those in it with their paths, as ``named_modules`` has them. That, and ``parameters``, are methods
     that a class may have of its own."""
     seen: set[int] = set()
-    worklist = [("", outermost)]
+    worklist: list[tuple[tuple[str, ...], torch.nn.Module]] = [((), outermost)]
     while worklist:
         path, module = worklist.pop()
         if id(module) in seen or "_parameters" not in module.__dict__:  # one that is being made has none
@@ -180,7 +214,7 @@ def modules_inside(outermost: torch.nn.Module) -> Iterator[tuple[str, torch.nn.M
         seen.add(id(module))
         yield path, module
         inner = [each for each in list(module.__dict__["_modules"].items()) if each[1] is not None]
-        worklist += [(f"{path}.{name}" if path else name, child) for name, child in reversed(inner)]
+        worklist += [((*path, name), child) for name, child in reversed(inner)]
 
 
 def _living_modules() -> list[torch.nn.Module]:

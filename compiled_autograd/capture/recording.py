@@ -94,7 +94,11 @@ class Recording:
     # ---- nodes and stand-ins ---------------------------------------------------------------------------------------
 
     def _call(self, target: Any, args: Sequence[Any]) -> fx.Node:
-        node = self.graph.call_function(target, tuple(self._lift(list(args))))
+        arguments = tuple(self._lift(list(args)))
+        node = self.graph.call_function(target)
+        node.args = (
+            arguments  # given at once, they would be searched for what is never in them
+        )
         node.meta["call"] = self.calls[-1].index
         return node
 
@@ -132,7 +136,8 @@ class Recording:
 
     def _item(self, node: fx.Node, index: int) -> fx.Node:
         with self.graph.inserting_after(node):
-            item = self.graph.call_function(operator.getitem, (node, index))
+            item = self.graph.call_function(operator.getitem)
+        item.args = (node, index)
         item.meta["call"] = node.meta["call"]
         return item
 

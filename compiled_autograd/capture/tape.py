@@ -21,7 +21,7 @@ from torch.autograd.graph import GradientEdge
 from .. import ir
 from ..process_state import PROCESS
 from .forward_lines import line_of
-from .parameter_names import name_leaves
+from .unnamed import name_leaves
 
 LEAF = "AccumulateGrad"
 MAX_NODES_READ = 10_000

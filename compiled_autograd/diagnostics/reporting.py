@@ -13,7 +13,7 @@ import re
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 
 import torch
 
@@ -85,10 +85,10 @@ def questions_about_log() -> list[Question]:
     return [(functools.partial(kept.get, logging.DEBUG), None, False)]
 
 
-def tell_decision(what: str, timing: Timing) -> None:
-    """One line for a tape that was timed against eager."""
+def tell_decision(what: Callable[[], str], timing: Timing) -> None:
+    """One line for a tape that was timed against eager; ``what`` says which, and looks for names."""
     if _log.isEnabledFor(logging.INFO):
-        _write(logging.INFO, f"timed {what}: {timing}; {timing.winner} goes on")
+        _write(logging.INFO, f"timed {what()}: {timing}; {timing.winner} goes on")
 
 
 def tell_of_nodes(text: str) -> None:

@@ -14,7 +14,7 @@ from ..cache.disk import Disk, made_in_memory
 from ..cache.selection import Selection
 from ..cache.stores import disk_for
 from ..cache.variants import Variant
-from ..capture.parameter_names import name_the_unnamed
+from ..capture.unnamed import name_the_unnamed
 from ..diagnostics.bypass import FORKED, INTERRUPTED, OVER_BUDGET
 from ..diagnostics.reporting import tell_of_own_error
 from ..diagnostics.structure_misses import with_title
@@ -92,7 +92,7 @@ class RunAccount:
         if self.account.told:
             return
         try:
-            if self.handed.captured or self.selection.reasons:
+            if self.selection.reasons:
                 self._name_parameters()
             outcome = self._settle(failed)
         except BaseException:

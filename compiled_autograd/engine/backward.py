@@ -10,7 +10,7 @@ from typing import Any
 
 from shadow_cache import Bypass
 
-from ..capture.parameter_names import name_the_unnamed
+from ..capture.unnamed import let_go_of_the_unnamed
 from ..diagnostics.bypass import OVER_BUDGET, reason_of_end
 from ..errors import UnsupportedBackwardError
 from ..native.interface import Taken
@@ -94,7 +94,7 @@ def resume(
 
 def _ended(call: Call, account: Account, began: float = 0.0) -> None:
     """What is left to do once it has; ``began`` is when it did where it is one of a trial, by what trials go by."""
-    name_the_unnamed()  # before their parameters may go
+    let_go_of_the_unnamed()
     if call.timed is not None:
         AUTOTUNE.took(call.timed, now() - began if call.trial else time.perf_counter() - account.started)
 

@@ -20,7 +20,7 @@ from shadow_cache import Failure, VariantKey
 from ..cache.environment_key import versions
 from ..cache.selection import Selection, select
 from ..cache.variants import Handover, Variant
-from ..capture.parameter_names import name_the_unnamed
+from ..capture.unnamed import name_the_unnamed
 from ..diagnostics.node_log import NodeLog
 from ..diagnostics.reporting import failure_of, logs_nodes
 from ..errors import CacheMissError, GradientMismatchError

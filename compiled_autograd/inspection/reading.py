@@ -128,11 +128,10 @@ def _owner(found: ParameterName | None, labels: dict[int, str]) -> tuple[str, ..
     """The path of the module that has a parameter; among several models it begins with what its own is called."""
     if found is None:
         return None
-    return _path(found.name.rpartition(".")[0], labels.get(id(found.model()), found.outermost), labels)
+    return _path(found.path[:-1], labels.get(id(found.model()), found.outermost), labels)
 
 
-def _path(module: str, label: str, labels: dict[int, str]) -> tuple[str, ...]:
-    path = tuple(module.split(".")) if module else ()
+def _path(path: tuple[str, ...], label: str, labels: dict[int, str]) -> tuple[str, ...]:
     if "parametrizations" in path:  # of torch.nn.utils.parametrize: inside the module that is parametrized
         path = path[: path.index("parametrizations")]
     return (label, *path) if len(labels) > 1 else path
@@ -145,10 +144,10 @@ def _frozen(
     trained = {id(leaf) for leaf in leaves}
     found: dict[int, tuple[str, ...]] = {}
     for model in models:
-        for module, inside in modules_inside(model):
+        for path, inside in modules_inside(model):
             for each in inside.__dict__["_parameters"].values():
                 if each is not None and id(each) not in trained:
-                    found.setdefault(id(each), _path(module, labels[id(model)], labels))
+                    found.setdefault(id(each), _path(path, labels[id(model)], labels))
     return found
 
 

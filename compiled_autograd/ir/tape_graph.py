@@ -40,7 +40,7 @@ class TapeCall:
             the outermost module that has it: :attr:`parameter` and :attr:`module`.
         source: ``file:line in function`` of the forward, where anomaly mode recorded it.
         saved: what the node saved, by its names for it. Only for people: nothing is decided by it.
-        look_up: finds out what it is named, where nobody has looked yet; None where somebody has.
+        look_up: finds out what it is named, where nobody has asked yet; None where somebody has.
     """
 
     index: int
@@ -50,7 +50,7 @@ class TapeCall:
     named: tuple[str | None, str | None] = (None, None)
     source: str | None = None
     saved: tuple[SavedValue, ...] = ()
-    look_up: Callable[[], object] | None = None
+    look_up: Callable[[], tuple[str | None, str | None]] | None = None
 
     @property
     def parameter(self) -> str | None:
@@ -64,12 +64,13 @@ class TapeCall:
 
     def made_at(self, sequence: int | None) -> TapeCall:
         """The same node of a tape whose nodes were made in another order."""
-        self._names()
-        return replace(self, sequence=sequence)
+        return replace(self, sequence=sequence, look_up=self.look_up)  # this is read before the name
 
     def _names(self) -> tuple[str | None, str | None]:
-        if self.look_up is not None:
-            self.look_up()
+        look_up = self.look_up  # another thread may find it out meanwhile
+        if look_up is not None:
+            self.named = look_up()
+            self.look_up = None
         return self.named
 
 
@@ -119,7 +120,7 @@ class TapeGraph:
         )
 
     def is_unnamed(self) -> bool:
-        """Whether names of parameters were not looked for yet."""
+        """Whether names of parameters were not asked for yet."""
         return any(call.look_up is not None for call in self.calls)
 
     def copy(self, calls: list[TapeCall]) -> TapeGraph:

@@ -8,6 +8,7 @@ tapes are told apart by their fingerprint alone: variants of one structure for s
 
 from __future__ import annotations
 
+import functools
 import statistics
 import time
 import weakref
@@ -188,7 +189,7 @@ class Autotune:
         if not timing.on_eager:
             self._change(trial.key, None)
             variant.next_trial = variant.hits + 10 * BACKWARDS_BEFORE_RETRIAL
-        tell_decision(title(variant.program.tape), timing)
+        tell_decision(functools.partial(title, variant.program.tape), timing)
         if variant.store_timing is not None:
             variant.store_timing(timing)
 

@@ -10,28 +10,39 @@ import torch
 from .. import ir
 
 Fingerprint = Any
+_SMALL, _MOST_COPIED = 1 << 16, 1 << 24
+"""The largest number of bytes of a tensor that is copied, and of all copies: that is faster than to hash it."""
 _OTHER_VALUE, _PERIOD = 0.37, 97
-_SIGNED = {2: torch.int16, 4: torch.int32, 8: torch.int64}
+_WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def fingerprints(values: Sequence[Any]) -> list[Fingerprint]:
     """Of what lies in each tensor among ``values``: after a write it is another, all but certainly."""
-    return [_fingerprint(value) if isinstance(value, torch.Tensor) else None for value in values]
+    found: list[Fingerprint] = []
+    copied = 0
+    for value in values:
+        size = value.numel() * value.element_size() if isinstance(value, torch.Tensor) else 0
+        is_copied = size <= _SMALL and copied + size <= _MOST_COPIED
+        copied += size if is_copied else 0
+        found.append(_fingerprint(value, is_copied) if isinstance(value, torch.Tensor) else None)
+    return found
 
 
-def _fingerprint(tensor: torch.Tensor) -> Fingerprint:
+def _fingerprint(tensor: torch.Tensor, is_copied: bool) -> Fingerprint:
     if tensor.numel() == 0 or not ir.is_plain(tensor) or tensor.is_quantized or tensor._is_zerotensor():
         return None
     tensor = tensor.detach()
     tensor = tensor._neg_view() if tensor.is_neg() else tensor  # the bits as they lie in memory
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.conj() if tensor.is_conj() else tensor)
+    if is_copied:
+        return tensor.view(_WHOLE[tensor.element_size()]).clone()
     if tensor.element_size() == 1:
         return torch.stack(_places(tensor.view(torch.uint8)))  # of so few values a hash would cancel
     if not tensor.is_floating_point():
-        tensor = tensor.view(_SIGNED[tensor.element_size()])  # of those without a sign there is no hash
+        tensor = tensor.view(_WHOLE[tensor.element_size()])  # of those without a sign there is no hash
     hashed = torch.hash_tensor(tensor).view(torch.int64)
-    numbers = tensor.view(_SIGNED[tensor.element_size()])
+    numbers = tensor.view(_WHOLE[tensor.element_size()])
     return torch.stack([hashed, *_places(numbers)])  # the hash alone cancels where values are equal
 
 

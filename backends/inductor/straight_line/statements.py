@@ -43,6 +43,13 @@ def name_of(target: ast.expr) -> str:
     return target.id
 
 
+def dotted(expression: ast.expr) -> str | None:
+    """``extern_kernels.mm`` for just that; None for what is no name of a name."""
+    if isinstance(expression, ast.Attribute) and isinstance(expression.value, ast.Name):
+        return f"{expression.value.id}.{expression.attr}"
+    return None
+
+
 def arguments_of(expression: ast.expr, name: str) -> list[ast.expr] | None:
     """Those of a call of a function of this name, without keywords; None for any other expression."""
     if not isinstance(expression, ast.Call) or not isinstance(expression.func, ast.Name) or expression.keywords:
@@ -85,6 +92,5 @@ def _product_into(statement: ast.stmt) -> str | None:
     if not isinstance(statement, ast.Expr) or not isinstance(statement.value, ast.Call):
         return None
     out = {keyword.arg: keyword.value for keyword in statement.value.keywords}.get("out")
-    function = ast.unparse(statement.value.func)
-    is_product = function in ("extern_kernels.mm", "extern_kernels.addmm")
+    is_product = dotted(statement.value.func) in ("extern_kernels.mm", "extern_kernels.addmm")
     return out.id if is_product and isinstance(out, ast.Name) else None

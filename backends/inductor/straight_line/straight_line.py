@@ -5,6 +5,7 @@ What is the same in both, and what a program does otherwise: ``docs/internals/ba
 
 from __future__ import annotations
 
+import ast
 import functools
 import logging
 import weakref
@@ -17,6 +18,7 @@ import torch
 from ...garbage_collection import RARELY
 from ...protocol import Compiled
 from .products import Value
+from .statements import body_of_call
 from .translation import MakeProgram, UnknownCodeError, translated, values_of
 
 _log = logging.getLogger(__name__)
@@ -56,6 +58,7 @@ class StraightLine:
     _is_settled: bool = field(init=False, default=False)
     _inputs: Inputs = field(init=False, default=())  # what the program was made for
     _programs: dict[Inputs, Compiled | None] = field(default_factory=dict)  # of this code; None: not to be used
+    _body: list[ast.stmt] | None = field(init=False, default=None)  # as it was read, until the next run
     _users: list[weakref.ref[StraightLine]] = field(default_factory=list)  # of these programs
 
     def __post_init__(self) -> None:
@@ -101,8 +104,11 @@ class StraightLine:
         """
         if form == PROGRAM and change is not None:
             with RARELY:
-                program = translated(self.source, change(self.namespace), arguments).made_by(self.make_program)
+                body, self._body = self._body, None
+                changed = translated(self.source, change(self.namespace), arguments, body)
+                program = changed.made_by(self.make_program)
             return program(arguments)
+        self._body = None
         made = self.program  # another thread may drop it meanwhile
         if form == PROGRAM and made is not None:
             return made(arguments)
@@ -126,7 +132,8 @@ class StraightLine:
         try:
             if inputs not in self._programs:
                 with RARELY:
-                    made = translated(self.source, self.namespace, arguments).made_by(self.make_program)
+                    self._body = body = body_of_call(self.source)
+                    made = translated(self.source, self.namespace, arguments, body).made_by(self.make_program)
                 self._programs.setdefault(inputs, made)
             self.why_not = "" if self._programs[inputs] is not None else "it was dropped"
         except UnknownCodeError as error:

@@ -27,7 +27,15 @@ from torch._C._dynamo.guards import _empty_strided_cpu as empty_strided_cpu  # t
 from ...protocol import Compiled
 from ..kernels import address_of
 from .products import Value, in_blas, is_dense
-from .statements import UnknownCodeError, arguments_of, body_of_call, constants_of, is_overwritten, name_of
+from .statements import (
+    UnknownCodeError,
+    arguments_of,
+    body_of_call,
+    constants_of,
+    dotted,
+    is_overwritten,
+    name_of,
+)
 
 MAX_ARGUMENTS = 64
 """The largest number of a kernel's arguments, ``most_arguments`` in the C++ code."""
@@ -49,17 +57,20 @@ def _value_of_input(slot: int, value: Any) -> Value:
     return Value(slot, tuple(value.shape), value.stride(), 0, value.dtype)
 
 
-def translated(source: str, namespace: Mapping[str, Any], arguments: Sequence[Any]) -> Translation:
+def translated(
+    source: str, namespace: Mapping[str, Any], arguments: Sequence[Any], body: Sequence[ast.stmt] | None = None
+) -> Translation:
     """The instructions of the function ``call`` in generated code.
 
     Args:
         namespace: what its names are.
         arguments: of one run; the sizes and strides of all others must be the same.
+        body: the statements of the function, where they were read already.
 
     Raises:
         UnknownCodeError: there is a statement, or an expression, of a form that is not known.
     """
-    body = body_of_call(source)
+    body = body_of_call(source) if body is None else body
     translation = Translation(namespace, arguments)
     for position, statement in enumerate(body):
         translation.statement(statement, itertools.islice(body, position + 1, None))
@@ -141,9 +152,11 @@ class Translation:
         self._bind(name, value)
 
     def _expression(self, expression: ast.expr) -> None:
-        if isinstance(expression, ast.Constant) or ast.unparse(expression) == "args.clear()":
+        if isinstance(expression, ast.Constant):
             return
         if isinstance(expression, ast.Call):
+            if dotted(expression.func) == "args.clear" and not (expression.args or expression.keywords):
+                return
             instructions = self._kernel(expression) or self._product(expression)
             if instructions:
                 self.instructions.extend(instructions)

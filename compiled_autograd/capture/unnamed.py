@@ -1,0 +1,108 @@
+"""Parameters on tapes whose names nobody has asked for yet."""
+
+from __future__ import annotations
+
+import functools
+import threading
+from collections.abc import Sequence
+
+import torch
+
+from .. import ir
+from ..process_state import PROCESS
+from .parameter_names import Trace, is_known, is_parameter, names_of_traces, parameter_names_of
+
+_Named = tuple[str | None, str | None]
+
+
+class Unnamed:
+    """Parameters on a tape whose names are looked for when somebody asks.
+
+    While the backward runs, it holds them, so that they are found as what they were; from then on traces of them, by
+    which those are known again that are still there. The nodes that are to be named refer to it, and it to nothing.
+    """
+
+    def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
+        self._held: Sequence[torch.Tensor] = parameters
+        self._traces: Sequence[Trace] = ()
+        self._names: Sequence[_Named] | None = None
+
+    def named(self, number: int) -> _Named:
+        """The name of one of them, and the class of the outermost module that has it; None where no living one has."""
+        self.look_up()
+        assert self._names is not None
+        return self._names[number]
+
+    def look_up(self) -> None:
+        """Look for them, unless that was done. Of two threads that do so at once, the first to find them tells."""
+        held, traces = self._held, self._traces  # in this order: it is let go of in the other one
+        if self._names is not None:
+            return
+        if held:
+            keys, found = list(map(id, held)), parameter_names_of(held)
+        else:
+            keys, found = [trace.key for trace in traces], names_of_traces(traces)
+        names = [(found[key].name, found[key].outermost) if key in found else (None, None) for key in keys]
+        if self._names is None:
+            self._names = names
+        self._held = self._traces = ()
+
+    def let_go(self) -> None:
+        """Hold none of them from now on. Those that leave no trace are looked for first."""
+        with torch._C.DisableTorchFunction():  # nobody's modes are asked
+            if not all(map(ir.is_plain, self._held)):
+                self.look_up()
+            elif self._names is None:
+                self._traces = list(map(Trace, self._held))
+        self._held = ()
+
+
+class _Thread(threading.local):
+    def __init__(self) -> None:
+        self.unnamed: list[Unnamed] = []
+
+
+_thread = PROCESS.register(_Thread())
+
+
+def name_leaves(calls: Sequence[ir.TapeCall], leaves: Sequence[torch.Tensor]) -> None:
+    """Join the names of parameters to the leaves of a tape: at once where they are known, else when one is asked
+    for."""
+    pairs = [(call, leaf) for call, leaf in zip(calls, leaves, strict=True) if is_parameter(leaf)]
+    unnamed = Unnamed([leaf for _, leaf in pairs])
+    if all(is_known(leaf) for _, leaf in pairs):
+        for number, (call, _) in enumerate(pairs):
+            call.named, call.look_up = unnamed.named(number), None
+        return
+    for number, (call, _) in enumerate(pairs):
+        call.look_up = functools.partial(unnamed.named, number)
+    _thread.unnamed.append(unnamed)
+
+
+def name_again(tape: ir.TapeGraph, tensors: Sequence[torch.Tensor]) -> None:
+    """A structure has come again, and is to be told of. Where no name of it was found so far (the model has died before
+    anybody asked), they are looked for of the leaves that it has now.
+
+    Args:
+        tensors: what was handed over.
+    """
+    if tape.calls[0].edges is None or any(call.named[0] is not None for call in tape.calls):
+        return  # of what was not read from Python there are none
+    written = tape.graph.find_nodes(op="call_function", target=ir.accumulate_grad)
+    lifted = [(tape.calls[node.meta["call"]], node.args[0].meta["lifted"]) for node in written]
+    leaves = [(call, tensors[leaf.index]) for call, leaf in lifted if leaf.kind == "input"]
+    name_leaves([call for call, _ in leaves], [leaf for _, leaf in leaves])
+
+
+def name_the_unnamed() -> None:
+    """Look for all names of this thread's tapes that nobody has asked for yet."""
+    while _thread.unnamed:
+        _thread.unnamed[-1].look_up()
+        _thread.unnamed.pop()
+
+
+def let_go_of_the_unnamed() -> None:
+    """The backward has ended: its parameters may go."""
+    while _thread.unnamed:
+        _thread.unnamed[-1].let_go()
+        _thread.unnamed.pop()

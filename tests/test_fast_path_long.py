@@ -170,6 +170,48 @@ def test_nothing_is_kept_of_many_more(
     _keep_nothing(_session(), *net, asked, way, WAYS[way], True)
 
 
+# ---- garbage ---------------------------------------------------------------------------------------------------------
+
+
+def test_hits_that_go_while_garbage_is_looked_for(hits: NativeHits, net: tuple[Make, list[torch.Tensor]]) -> None:
+    """Each allocation may begin a search, in which variants go, and their hits with them: also the first one of a
+    backward."""
+    make, leaves = net
+    sessions, came = [_session(), _session(check=False), _session(progress=False)], 0
+    kept: list[Any] = []
+    for session in sessions:
+        _until_fast(session, make, leaves)
+    (variant,), wanted = sessions[0].graphs()[0].variants, _eager(make, leaves, 1)
+
+    def forget(phase: str, _: object) -> None:
+        gc.callbacks.remove(forget)
+        FAST_PATH.forget()
+        kept.extend([[(), (), ()] for _ in range(100)])  # where what it keeps them in was
+
+    for allocations in range(1, 30):
+        variant.native.current.times_handed = 0  # type: ignore[union-attr]
+        for session in sessions:
+            _step(session, make, leaves, 1)
+        assert len(FAST_PATH._handed) == 3
+        loss = make(1)
+        for leaf in leaves:
+            leaf.grad = None
+        kept.extend([(object(), object(), object()) for _ in range(3000)])  # Python has none left of those that went
+        gc.collect()
+        gc.callbacks.append(forget)
+        gc.set_threshold(allocations)
+        try:
+            with session:
+                loss.backward()
+        finally:
+            gc.set_threshold(700, 10, 10)
+            came += forget not in gc.callbacks
+            gc.callbacks[:] = [each for each in gc.callbacks if each is not forget]
+        kept.clear()
+        assert_same([leaf.grad for leaf in leaves], wanted, bitwise=False)
+    assert came > 10 or sys.version_info >= (3, 12), "from then on Python searches between lines of its own code"
+
+
 # ---- Ctrl-C ----------------------------------------------------------------------------------------------------------
 
 _ROUNDS = 150

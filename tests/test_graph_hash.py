@@ -28,7 +28,7 @@ from compiled_autograd.guards.ambient import ambient
 from compiled_autograd.lowering import region_compiler
 from compiled_autograd.lowering.graph_hash import graph_hash
 from compiled_autograd.lowering.region_compiler import CompiledRegion, RegionCompiler
-from compiled_autograd.lowering.stored_regions import InMemoryGraph, Made
+from compiled_autograd.lowering.stored_regions import InMemoryGraph, Made, copy_of
 from compiled_autograd.policies.worker_process import _request
 from compiled_autograd.steps.steps import region_record
 
@@ -475,16 +475,34 @@ def test_regions_with_the_same_code_and_other_strides_are_each_right(tmp_path: P
         ca.reset()
 
 
+def _chain(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
+    for _ in range(30):
+        x = torch.mm(x, y).tanh()
+    return x
+
+
 def test_threads_that_ask_for_the_text_of_one_graph_at_once() -> None:
     """FX changes the nodes while it writes them (``override_node_repr`` in ``torch/fx/graph.py``)."""
-
-    def chain(x: torch.Tensor, y: torch.Tensor) -> torch.Tensor:
-        for _ in range(30):
-            x = torch.mm(x, y).tanh()
-        return x
-
-    graph = InMemoryGraph(fx.symbolic_trace(chain), Made(chain))
-    wanted = fx.symbolic_trace(chain).graph.python_code("self").src
+    graph = InMemoryGraph(copy_of(fx.symbolic_trace(_chain)), Made(_chain))
+    wanted = copy_of(fx.symbolic_trace(_chain)).graph.python_code("self").src
     with switching_every(1e-5), ThreadPoolExecutor(4) as threads:
         found = list(threads.map(lambda _: {graph.text() for _ in range(50)}, range(4)))
     assert found == [{wanted}] * 4
+
+
+def test_a_thread_that_runs_a_graph_while_another_asks_for_its_text() -> None:
+    """FX writes it when it is first called too."""
+    traced = copy_of(fx.symbolic_trace(_chain))
+    x, wanted, code = torch.ones(2, 2), traced.graph.python_code("self").src, traced.code
+    with switching_every(1e-5), ThreadPoolExecutor(1) as thread:
+        for _ in range(250):
+            graph, begun = InMemoryGraph(copy_of(traced), Made(_chain)), threading.Event()
+
+            def texts() -> set[str]:
+                begun.set()  # noqa: B023
+                return {graph.text() for _ in range(6)}  # noqa: B023
+
+            asked = thread.submit(texts)
+            assert begun.wait(60)
+            assert torch.equal(graph.graph_module()(x, x), _chain(x, x))
+            assert asked.result() == {wanted} and graph.module.code == code

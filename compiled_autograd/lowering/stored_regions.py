@@ -20,7 +20,17 @@ from backends.protocol import Backend, Compiled, another
 from ..process_state import free_in_child
 from ..steps.steps import RegionRecord
 
-_WRITING = free_in_child(threading.RLock())  # milliseconds: FX changes the nodes of a graph while it writes their text
+_WRITING = free_in_child(threading.RLock())  # milliseconds
+
+
+class _Graph(fx.Graph):
+    """Its text is written by one thread at a time, also where it is called for the first time: FX changes the nodes
+    meanwhile (``override_node_repr`` in ``torch/fx/graph.py``, 2.13)."""
+
+    def python_code(self, *how: Any, **named: Any) -> Any:
+        """The graph as code of Python."""
+        with _WRITING:
+            return super().python_code(*how, **named)
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -57,8 +67,7 @@ class InMemoryGraph:
 
     def text(self) -> str:
         """The graph as code of Python."""
-        with _WRITING:
-            return self.module.graph.python_code("self").src
+        return self.module.graph.python_code("self").src
 
 
 @dataclass(slots=True)
@@ -113,7 +122,7 @@ def graph_of(code: str) -> fx.GraphModule:
 def copy_of(graph_module: fx.GraphModule) -> fx.GraphModule:
     """The graph as it is now, without the fake tensors in its nodes; backends change the one that they get. A node
     keeps which node of the tape it comes from (``meta["call"]``), where that is known."""
-    graph = fx.Graph()
+    graph = _Graph()
     graph.output(graph.graph_copy(graph_module.graph, {}))
     for node in graph.nodes:
         node.meta = {"call": node.meta["call"]} if "call" in node.meta else {}

@@ -78,7 +78,7 @@ class FastHit(Protocol):
 class FastPath(Protocol):
     """Called as ``run_backward``. What is none of its ``hits`` goes to Python; ``served`` is how many did not."""
 
-    hits: list[FastHit]
+    hits: tuple[FastHit, ...]
     served: int
 
     def __call__(self, *arguments: Any, **named: Any) -> Any: ...

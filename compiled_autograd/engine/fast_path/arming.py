@@ -150,7 +150,7 @@ class FastPaths:
     def _keep(self, handed: list[_Handed]) -> None:
         self._handed = handed
         if self._path is not None:
-            self._path.hits[:] = [each.hit for each in handed]
+            self._path.hits = tuple([each.hit for each in handed])
 
 
 def _is_left_to_policies(settings: Settings) -> bool:

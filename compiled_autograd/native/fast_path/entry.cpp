@@ -5,6 +5,7 @@
 #include <structmember.h>
 
 #include <optional>
+#include <utility>
 
 namespace native {
 
@@ -43,7 +44,7 @@ std::optional<Asked> understood(PyObject* all, PyObject* by_name) {
 PyObject* run_backward(PyObject* self, PyObject* all, PyObject* by_name) {
   FastPathState& path = state_of(self);
   return or_error([&] {
-    const auto asked = PyList_GET_SIZE(path.hits) ? understood(all, by_name) : std::nullopt;
+    const auto asked = PyTuple_GET_SIZE(path.hits) ? understood(all, by_name) : std::nullopt;
     const Served served = asked ? serve(path, *asked) : Served();
     if (served.variant) return checked(PyTuple_New(0));
     if (!served.taken) return checked(PyObject_Call(path.fallback, all, by_name));
@@ -60,7 +61,7 @@ PyObject* serve_after_policies(PyObject* self, PyObject* arguments) {
   if (!PyArg_ParseTuple(arguments, "OOpOp", &outputs, &gradients, &keeps, &account, &is_timed)) return nullptr;
   FastPathState& path = state_of(self);
   return or_error([&] {
-    if (!PyList_GET_SIZE(path.hits) || !are_plain(gradients)) return Py_NewRef(Py_None);
+    if (!PyTuple_GET_SIZE(path.hits) || !are_plain(gradients)) return Py_NewRef(Py_None);
     const double started = PyFloat_AsDouble(attribute(account, names().started).get());
     const Served served = serve(path, {{outputs, gradients}, keeps != 0, started, account, is_timed != 0});
     if (served.variant) return checked(Py_BuildValue("(Od)", served.variant.get(), served.seconds));
@@ -98,16 +99,31 @@ void free_fast_path(PyObject* self) {
   Py_DECREF(type);
 }
 
+PyObject* get_hits(PyObject* self, void*) { return Py_NewRef(state_of(self).hits); }
+
+int set_hits(PyObject* self, PyObject* hits, void*) {
+  bool are_hits = hits && PyTuple_CheckExact(hits);
+  for (Py_ssize_t index = 0; are_hits && index < PyTuple_GET_SIZE(hits); ++index)
+    are_hits = is_fast_hit(PyTuple_GET_ITEM(hits, index));
+  if (!are_hits) {
+    PyErr_SetString(PyExc_TypeError, "a tuple of FastHit is wanted");
+    return -1;
+  }
+  const Owned before(std::exchange(state_of(self).hits, Py_NewRef(hits)));
+  return 0;
+}
+
 PyMethodDef fast_path_methods[] = {
     {"serve", serve_after_policies, METH_VARARGS,
      "(outputs, gradients, keeps, account, is_timed) -> (variant, seconds), or what the tape is if it is taken, or "
      "None."},
     {nullptr, nullptr, 0, nullptr}};
 PyMemberDef fast_path_members[] = {
-    {"hits", T_OBJECT_EX, offsetof(FastPathObject, state.hits), READONLY,
-     "Those that it serves, in the order of tries."},
     {"served", T_PYSSIZET, offsetof(FastPathObject, state.served), READONLY, "How many backwards it has served."},
     {nullptr, 0, 0, 0, nullptr}};
+PyGetSetDef fast_path_variables[] = {
+    {"hits", get_hits, set_hits, "Those that it serves, in the order of tries.", nullptr},
+    {nullptr, nullptr, nullptr, nullptr, nullptr}};
 PyType_Slot fast_path_slots[] = {
     {Py_tp_dealloc, reinterpret_cast<void*>(free_fast_path)},
     {Py_tp_traverse, reinterpret_cast<void*>(traverse_fast_path)},
@@ -115,6 +131,7 @@ PyType_Slot fast_path_slots[] = {
     {Py_tp_call, reinterpret_cast<void*>(run_backward)},
     {Py_tp_methods, fast_path_methods},
     {Py_tp_members, fast_path_members},
+    {Py_tp_getset, fast_path_variables},
     {0, nullptr}};
 PyType_Spec fast_path_spec = {
     "compiled_autograd_native.FastPath", sizeof(FastPathObject), 0,
@@ -126,7 +143,7 @@ PyObject* new_fast_path(PyObject*, PyObject* arguments) {
   PyObject *fallback, *resume, *interrupted, *thread, *uses;
   if (!PyArg_ParseTuple(arguments, "OOOOO", &fallback, &resume, &interrupted, &thread, &uses)) return nullptr;
   return or_error([&] {
-    Owned hits(checked(PyList_New(0)));
+    Owned hits(checked(PyTuple_New(0)));
     PyObject* object = checked(fast_path_type->tp_alloc(fast_path_type, 0));
     FastPathState& path = state_of(object);
     path.hits = hits.release();

@@ -132,6 +132,8 @@ PyObject* new_fast_hit(PyObject*, PyObject* arguments) {
   });
 }
 
+bool is_fast_hit(PyObject* object) { return Py_IS_TYPE(object, fast_hit_type); }
+
 const FastHit& fast_hit_of(PyObject* object) { return *reinterpret_cast<FastHitObject*>(object)->hit; }
 
 bool make_class_of_fast_hits() {

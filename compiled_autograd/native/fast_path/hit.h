@@ -54,6 +54,7 @@ class FastHit {
 // fast_hit(...) -> FastHit
 PyObject* new_fast_hit(PyObject*, PyObject* arguments);
 
+bool is_fast_hit(PyObject* object);
 // Of a `FastHit` of Python's.
 const FastHit& fast_hit_of(PyObject* object);
 

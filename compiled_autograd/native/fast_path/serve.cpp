@@ -129,7 +129,7 @@ class Serving {
  private:
   Served find() {
     const Owned settings = attribute(session_.get(), names().settings);
-    const Owned hits(checked(PyList_AsTuple(path_.hits)));  // walks and runs let other threads change the list
+    const Owned hits(Py_NewRef(path_.hits));  // walks and runs let others put other ones in their place
     const std::vector<const FastHit*> likely = likely_first(path_, hits.get());
     std::vector<const Plan*> tried;
     const FastHit* asked = nullptr;

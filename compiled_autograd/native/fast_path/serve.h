@@ -16,7 +16,7 @@ inline double seconds() {
 
 // What a `FastPath` of Python's knows.
 struct FastPathState {
-  PyObject* hits;         // a list of FastHit, which Python changes
+  PyObject* hits;         // a tuple of FastHit, in whose place Python puts another one
   PyObject* fallback;     // the way through Python
   PyObject* resume;       // the same, once the tape is taken
   PyObject* interrupted;  // told of a backward that was ended before anything ran

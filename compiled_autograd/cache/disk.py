@@ -334,7 +334,8 @@ def made_in_memory(variant: Variant) -> list[Made]:
 
 def _id(graph: CompiledGraph) -> str:
     if graph.structure is None:
-        graph.structure = structure_id(graph.tape, graph.tape.structure())
+        graph.structure = structure_id(graph.tape, graph.keys or graph.tape.structure())
+        graph.keys = None
     return graph.structure
 
 

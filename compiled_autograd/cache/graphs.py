@@ -63,7 +63,7 @@ class CompiledGraph:
         number: counts the structures of the process.
         used: orders the structures by their last use.
         structure: its id in the store on disk, once somebody has asked for it.
-        identity: the hash of its keys.
+        identity: the hash of its keys; ``keys`` are these, until somebody has asked for ``structure``.
         saving: where the next backward is to be written, with its values.
         evicted: its variants were let go of, because there were too many structures.
         runs_twice: its tape can run twice, since nothing of the user's is in it and nothing is changed; None as long as
@@ -82,6 +82,7 @@ class CompiledGraph:
     runs_twice: bool | None = None
     structure: str | None = None
     identity: int = 0
+    keys: Sequence[Key] | None = None
     saving: str | os.PathLike[str] | None = None
 
     def __post_init__(self) -> None:
@@ -305,7 +306,7 @@ class Graphs:
         added: Terminal[CompiledGraph] = self._shadow.insert(keys, CompiledGraph(tape))
         added.payload.number = added.number
         added.payload.used = next(USES)
-        added.payload.identity = hash(tuple(keys))
+        added.payload.identity, added.payload.keys = hash(tuple(keys)), keys
         oldest = self._too_many()
         if not oldest:
             return added.payload, False

@@ -96,9 +96,7 @@ class Recording:
     def _call(self, target: Any, args: Sequence[Any]) -> fx.Node:
         arguments = tuple(self._lift(list(args)))
         node = self.graph.call_function(target)
-        node.args = (
-            arguments  # given at once, they would be searched for what is never in them
-        )
+        node.args = arguments  # given at once, they would be searched for what is never in them
         node.meta["call"] = self.calls[-1].index
         return node
 
@@ -147,7 +145,8 @@ class Recording:
         if node is None:
             last = self._last_placeholder
             with self.graph.inserting_after(last) if last is not None else self.graph.inserting_before():
-                node = self.graph.placeholder(str(lifted))
+                name = str(lifted)
+                node = self.graph.create_node("placeholder", name, name=name)  # else it is searched for a name for it
             node.meta["lifted"] = lifted
             self._placeholders[lifted] = self._last_placeholder = node
         return node

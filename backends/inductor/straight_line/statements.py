@@ -60,9 +60,18 @@ def arguments_of(expression: ast.expr, name: str) -> list[ast.expr] | None:
 def constants_of(expressions: Sequence[ast.expr]) -> list[Any] | None:
     """The values of expressions that are constants; None where one is none."""
     try:
-        return [ast.literal_eval(expression) for expression in expressions]
+        return [_constant(expression) for expression in expressions]
     except ValueError:
         return None
+
+
+def _constant(expression: ast.expr) -> Any:
+    """What ``ast.literal_eval`` gives, which is slow for what there is most of: numbers, and tuples of them."""
+    if type(expression) is ast.Constant:
+        return expression.value
+    if type(expression) is ast.Tuple and all(type(each) is ast.Constant for each in expression.elts):
+        return tuple([each.value for each in expression.elts])  # type: ignore[attr-defined]
+    return ast.literal_eval(expression)
 
 
 def is_overwritten(names: Sequence[str], statements: Iterable[ast.stmt]) -> bool:

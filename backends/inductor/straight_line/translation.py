@@ -16,7 +16,9 @@ An instruction is a tuple:
 from __future__ import annotations
 
 import ast
+import functools
 import itertools
+import types
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any
@@ -75,6 +77,12 @@ def translated(
     for position, statement in enumerate(body):
         translation.statement(statement, itertools.islice(body, position + 1, None))
     return translation
+
+
+@functools.lru_cache(maxsize=1024)
+def _compiled(text: str) -> types.CodeType:
+    """Layers that are alike, and a program and its proof, have the same expressions."""
+    return compile(text, "<generated code>", "eval")
 
 
 class Translation:
@@ -255,7 +263,7 @@ class Translation:
         named = dict.fromkeys(node.id for node in ast.walk(expression) if isinstance(node, ast.Name))
         taken = [name for name in named if name in self._names]
         text = f"lambda {', '.join(taken)}: {ast.unparse(expression)}"
-        function = eval(compile(text, "<generated code>", "eval"), self._namespace)
+        function = eval(_compiled(text), self._namespace)
         slots = [self._object(self._names[name]) for name in taken]
         value = self._new(Value(-1)) if is_kept else None
         result = -1 if value is None else value.slot

@@ -162,6 +162,33 @@ def test_a_gradient_has_the_dtype_that_its_leaf_wants(how: str) -> None:
     expect(_run(*programs), structure_misses=misses, hits=8 - misses)
 
 
+def _changed_after_forward(dtype: torch.dtype, wanted: torch.dtype | None = None, more: bool = False) -> Program:
+    """The leaf has another dtype than when its tape was made, as ``module.half()`` gives it one."""
+
+    def program() -> Sequence[torch.Tensor | None]:
+        leaf = torch.linspace(-1, 1, 4).requires_grad_()
+        if wanted is not None:
+            leaf.grad_dtype = wanted
+        loss = (leaf.sin() * 1e6).sum()
+        leaf.data = leaf.data.to(dtype)
+        if more:
+            leaf.register_post_accumulate_grad_hook(lambda leaf: None)
+        loss.backward()
+        return [leaf.grad]
+
+    return program
+
+
+@pytest.mark.parametrize("more", [False, True])
+def test_a_leaf_whose_dtype_changes_after_its_forward(more: bool) -> None:
+    """Its tape remembers: in float16 the gradient would be infinite."""
+    half, single, double = torch.float16, torch.float32, torch.float64
+    programs = [_changed_after_forward(dtype, None, more) for dtype in (half, single, half, double)]
+    expect(_run(*programs), structure_misses=3, hits=1)
+    programs = [_changed_after_forward(dtype, double, more) for dtype in (half, single, half)]
+    expect(_run(*programs), structure_misses=2, hits=1)
+
+
 def test_a_dtype_set_on_what_is_no_leaf_any_more_is_left_to_eager() -> None:
     def program() -> Sequence[torch.Tensor | None]:
         leaf = torch.randn(4).bfloat16().requires_grad_()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import types
 from collections.abc import Iterator
@@ -123,6 +124,35 @@ def test_what_others_have_put_in_its_place_stays(
         assert_same(_step(session, make, leaves, step), _eager(make, leaves, step), bitwise=False)
     assert len(called) == 4 * _UNTIL_FAST and engine.run_backward is counted
     assert session.stats().hits == 2 * _UNTIL_FAST - 1
+
+
+class _Unequal:
+    """Is found where a text is looked for, and cannot be compared with it."""
+
+    def __hash__(self) -> int:
+        return hash("asked for")
+
+    def __eq__(self, other: object) -> bool:
+        raise ValueError
+
+
+def test_a_key_that_cannot_be_compared(
+    hits: NativeHits, net: tuple[Make, list[torch.Tensor]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A question that raises has not its answer, also when it is handed over."""
+    make, leaves = net
+    session, asked = _session(), {_Unequal(): True}
+    questions: list[Any] = [(functools.partial(asked.get, "asked for"), None, True)]
+    monkeypatch.setattr(ambient, "questions_about_settings", lambda: questions)
+    for step in range(2 * _UNTIL_FAST):
+        served = FAST_PATH.served
+        assert_same(_step(session, make, leaves, step), _eager(make, leaves, step), bitwise=False)
+        assert FAST_PATH.served == served
+    assert FAST_PATH._handed, "with a question that never holds"
+    asked.clear()
+    asked["asked for"] = True  # type: ignore[index]
+    _step(session, make, leaves, 1)
+    assert FAST_PATH.served == served + 1
 
 
 def test_a_state_that_changes_before_it_is_asked(

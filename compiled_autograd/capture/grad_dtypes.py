@@ -5,6 +5,9 @@ edge; of that its key has all but this number (``CompiledNodeArgs::collect(Input
 ``torch/csrc/dynamo/compiled_autograd.h``, 2.13). So the leaves are asked when the tape is handed over, which takes some
 0.1 microseconds for each, and for other dtypes the graph is another one: that number is all that differs.
 
+A leaf whose ``data`` was given another dtype since its tape was made wants that one in the next tape alone: nodes keep
+what they were made for.
+
 A tensor that is no leaf has one too, if it was set before an operation in place made it none. It cannot be asked for
 then: such a tape is not captured.
 """
@@ -35,24 +38,36 @@ _Edge = tuple[fx.Node, int]
 
 
 class GradDtypes:
-    """Those that a tape graph was captured with, for each leaf that it writes, or for each result that it gives."""
+    """Those that a tape graph was captured with, for each leaf that it writes, or for each result that it gives; and
+    which dtypes these leaves had when their tape was made, which the engine's key has."""
 
-    __slots__ = ("accumulates", "captured", "leaves")
+    __slots__ = ("accumulates", "captured", "leaves", "made")
 
     def __init__(self, tape: ir.TapeGraph) -> None:
         self.accumulates = tape.accumulates
-        self.leaves, self.captured = [], []
+        self.leaves, self.captured, self.made = [], [], []
         for leaf, value in _gradients(tape):
+            told = next(map(metadata_of, edges(value)), None)
             self.leaves.append(leaf)
-            self.captured.append(next((_DTYPES.get(metadata_of(edge)[-1]) for edge in edges(value)), None))
+            self.captured.append(None if told is None else _DTYPES.get(told[-1]))
+            self.made.append(None if told is None else _DTYPES.get(told[0][_DTYPE_IN_OPTIONS]))
 
     def now(self, tensors: Sequence[torch.Tensor], inputs: Sequence[Any]) -> list[torch.dtype | None]:
         """Those of a tape that was handed over; as they were captured, for what is no leaf."""
         with torch._C.DisableTorchFunctionSubclass():
             if self.accumulates:
-                return [tensors[leaf].grad_dtype for leaf in self.leaves]
-            leaves = zip(map(_leaf, inputs), self.captured, strict=True)
-            return [captured if leaf is None else leaf.grad_dtype for leaf, captured in leaves]
+                return [_wanted(tensors[leaf], made) for leaf, made in zip(self.leaves, self.made, strict=True)]
+            leaves = zip(map(_leaf, inputs), self.captured, self.made, strict=True)
+            return [captured if leaf is None else _wanted(leaf, made) for leaf, captured, made in leaves]
+
+
+def _wanted(leaf: torch.Tensor, made: torch.dtype | None) -> torch.dtype | None:
+    """What a leaf that had the dtype ``made`` when its tape was made wants from that.
+
+    The node cannot be asked. Of a ``grad_dtype`` that is set once a leaf has another dtype, it does not know.
+    """
+    dtype: torch.dtype | None = leaf.grad_dtype
+    return dtype if dtype is made or made is None or dtype is not leaf.dtype else made
 
 
 def refuse_others(tape: ir.TapeGraph, inputs: Sequence[Any]) -> None:

@@ -167,7 +167,11 @@ def _write_all(step: AccumulateStep, slots: list[Any]) -> None:
                 slots[own] = None
             variable = slots[leaf]
             if variable.grad is None:  # a region made it for this leaf: both are strided
-                variable.grad = grad.data if grad._is_view() else grad
+                kept = grad.data if grad._is_view() else grad
+                try:
+                    variable.grad = kept
+                except RuntimeError:  # its dtype has changed since its tape was made
+                    _assign_as_node(variable, kept)
             else:
                 leaves.append(variable)
                 grads.append(grad)
@@ -246,10 +250,19 @@ def accumulate(leaves: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | No
 
 
 def _assign(leaf: torch.Tensor, grad: torch.Tensor) -> None:
-    """``leaf.grad = grad``, also where Python may not: a sparse leaf with a dense gradient. The engine's node may."""
+    """``leaf.grad = grad``, also where Python may not: a sparse leaf with a dense gradient, or one whose dtype has
+    changed since its tape was made."""
     if leaf.layout in (torch.strided, grad.layout):
-        leaf.grad = grad
-        return
+        try:
+            leaf.grad = grad
+            return
+        except RuntimeError:
+            pass  # the node has the word
+    _assign_as_node(leaf, grad)
+
+
+def _assign_as_node(leaf: torch.Tensor, grad: torch.Tensor) -> None:
+    """The engine's node may."""
     leaf.grad = None
     hooks = leaf._post_accumulate_grad_hooks or {}
     set_aside = dict(hooks)  # they are called later, by whoever runs the tape graph

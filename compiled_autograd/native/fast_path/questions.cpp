@@ -21,12 +21,12 @@ Questions::Questions(PyObject* sequence) {
       throw PythonError();
     Question question{Owned(Py_NewRef(object)), Owned(Py_NewRef(name)), Owned(Py_NewRef(answer)), Reader(), 0};
     question.reader = reader_of(question);
-    if (question.reader) {
-      question.read = question.reader();
-      // Else it has another answer now, or another thread has just changed what is read: Python is asked.
-      if (!holds_in_python(question) || question.reader() != question.read) question.reader = Reader();
-      forget_error();
-    }
+    if (question.reader) question.read = question.reader();
+    forget_error();
+    // Else it has another answer now, or another thread has just changed what is read: Python is asked.
+    const bool is_read = question.reader && holds_in_python(question) && question.reader() == question.read;
+    if (!is_read) question.reader = Reader();
+    forget_error();
     questions_.push_back(std::move(question));
   }
 }

@@ -49,7 +49,7 @@ class GradDtypes:
         for leaf, value in _gradients(tape):
             told = next(map(metadata_of, edges(value)), None)
             self.leaves.append(leaf)
-            self.captured.append(None if told is None else _DTYPES.get(told[-1]))
+            self.captured.append(dtype_of(value))
             self.made.append(None if told is None else _DTYPES.get(told[0][_DTYPE_IN_OPTIONS]))
 
     def now(self, tensors: Sequence[torch.Tensor], inputs: Sequence[Any]) -> list[torch.dtype | None]:
@@ -109,6 +109,12 @@ def _gradients(tape: ir.TapeGraph) -> list[tuple[int, Any]]:
         calls = tape.graph.find_nodes(op="call_function", target=ir.accumulate_grad, sort=True)
         return [(int(call.args[0].target.partition("_")[2]), call.args[2]) for call in calls]
     return list(enumerate(tape.graph.find_nodes(op="output")[0].args[0]))
+
+
+def dtype_of(gradient: Any) -> torch.dtype | None:
+    """That of what becomes a gradient, where the tape says it."""
+    told = next(map(metadata_of, edges(gradient)), None)
+    return None if told is None else _DTYPES.get(told[-1])
 
 
 def edges(value: Any) -> Iterator[_Edge]:

@@ -170,8 +170,8 @@ def _write_all(step: AccumulateStep, slots: list[Any]) -> None:
                 kept = grad.data if grad._is_view() else grad
                 try:
                     variable.grad = kept
-                except RuntimeError:  # its dtype has changed since its tape was made
-                    _assign_as_node(variable, kept)
+                except RuntimeError:
+                    _assign_as_made(step, leaf, variable, kept)
             else:
                 leaves.append(variable)
                 grads.append(grad)
@@ -183,7 +183,10 @@ def _write_all(step: AccumulateStep, slots: list[Any]) -> None:
             slots[shared] = None
         if slots[leaf].grad is None:
             can_keep = stealable(only, slots[leaf])
-            accumulate([slots[leaf]], only, [can_keep])
+            try:
+                accumulate([slots[leaf]], only, [can_keep])
+            except RuntimeError:
+                _assign_as_made(step, leaf, slots[leaf], only[0])
         else:
             leaves.append(slots[leaf])
             grads += only
@@ -250,19 +253,23 @@ def accumulate(leaves: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | No
 
 
 def _assign(leaf: torch.Tensor, grad: torch.Tensor) -> None:
-    """``leaf.grad = grad``, also where Python may not: a sparse leaf with a dense gradient, or one whose dtype has
-    changed since its tape was made."""
+    """``leaf.grad = grad``, also where Python may not: a sparse leaf with a dense gradient. The engine's node may."""
     if leaf.layout in (torch.strided, grad.layout):
-        try:
-            leaf.grad = grad
-            return
-        except RuntimeError:
-            pass  # the node has the word
+        leaf.grad = grad
+    else:
+        _assign_as_node(leaf, grad)
+
+
+def _assign_as_made(step: AccumulateStep, slot: int, leaf: torch.Tensor, grad: torch.Tensor) -> None:
+    """Give a leaf what Python has refused, where that has the dtype that the tape was made for, and the leaf has been
+    given another one since; else the error that is handled is raised."""
+    wanted = step.dtypes[step.leaves.index(slot)] if step.dtypes else None
+    if grad.dtype is not wanted or grad.dtype is leaf.grad_dtype or grad.shape != leaf.shape:
+        raise
     _assign_as_node(leaf, grad)
 
 
 def _assign_as_node(leaf: torch.Tensor, grad: torch.Tensor) -> None:
-    """The engine's node may."""
     leaf.grad = None
     hooks = leaf._post_accumulate_grad_hooks or {}
     set_aside = dict(hooks)  # they are called later, by whoever runs the tape graph

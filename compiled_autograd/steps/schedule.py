@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from torch import fx
 
 from .. import ir
+from ..capture.grad_dtypes import dtype_of
 from ..ir.partition import Opaque, Region, Step, cut, partition
 from .marks import mark_hooks, mark_saved
 from .steps import AccumulateStep, Executor, FreshLeaf, OpaqueStep, RegionStep, Slot, is_given
@@ -126,6 +127,7 @@ class Schedule:
             [self._slot(call) for call in step.nodes],
             [self._slot(call.args[2]) for call in step.nodes],  # type: ignore[arg-type]
             [call.meta["call"] for call in step.nodes],
+            dtypes=[dtype_of(call.args[2]) for call in step.nodes],
         )
 
     def _plan(self) -> None:

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple, Protocol
 
 import msgspec
+import torch
 from torch import fx
 
 from backends.protocol import keeps_inputs
@@ -315,7 +316,8 @@ class AccumulateStep:
     copy.
 
     ``dropped`` are the slots of ``drops``, to be asked quickly; ``hooked`` is the leaf whose post-accumulate hooks are
-    the steps that follow, if any are. ``after_users_code`` says that a leaf may not require grad any more.
+    the steps that follow, if any are. ``after_users_code`` says that a leaf may not require grad any more. ``dtypes``
+    are those that the gradients have, where the tape says it.
     """
 
     leaves: list[int]
@@ -326,6 +328,7 @@ class AccumulateStep:
     dropped: frozenset[int] = frozenset()
     hooked: int | None = None
     after_users_code: bool = False
+    dtypes: list[torch.dtype | None] = field(default_factory=list)
 
     def of(self, calls: Container[int]) -> AccumulateStep:
         """The same for some of the leaves; nothing is dropped."""
@@ -333,7 +336,8 @@ class AccumulateStep:
         leaves, owned, shared, of = (
             [column[index] for index in kept] for column in (self.leaves, self.owned, self.shared, self.calls)
         )
-        return AccumulateStep(leaves, owned, shared, of)
+        dtypes = [self.dtypes[index] for index in kept] if self.dtypes else []
+        return AccumulateStep(leaves, owned, shared, of, dtypes=dtypes)
 
 
 Executor = RegionStep | OpaqueStep | AccumulateStep

@@ -29,7 +29,7 @@ from .call import Call
 from .cuda.streams import STREAMS
 from .execution import depth, on_eager, running
 from .fast_path.arming import FAST_PATH
-from .own_loop.running import answering, in_own_loop
+from .own_loop.running import ANSWERS, answering, in_own_loop
 from .seam import walking
 from .session import BYPASS, Outcome, thread
 
@@ -130,11 +130,13 @@ def install() -> None:
     code = torch.autograd.graph._engine_run_backward.__code__
     engine = Variable._execution_engine = Engine()
     FAST_PATH.install = functools.partial(_come_first, engine, engine.run_backward)
-    torch._C._current_autograd_node = answering(torch._C._current_autograd_node)
     for path, answer in _ANSWERS.items():
         *modules, name = path.split(".")
         module = functools.reduce(getattr, modules, torch._C)
-        setattr(module, name, _answering(getattr(module, name), answer))
+        original = getattr(module, name)
+        if name in ANSWERS:
+            original = answering(original, ANSWERS[name])
+        setattr(module, name, _answering(original, answer))
     torch.autograd.Function._compiled_autograd_key = staticmethod(  # type: ignore[method-assign]
         _key_of_function(torch.autograd.Function._compiled_autograd_key)
     )

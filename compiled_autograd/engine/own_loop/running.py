@@ -13,6 +13,7 @@ from typing import Any
 
 import torch
 
+from ...native.interface import Module
 from ...torch_api.op_registry import others_are_on
 from ..execution import on_eager
 from ..native_hits import NATIVE_HITS
@@ -50,17 +51,47 @@ def in_own_loop(
     return on_eager(here, outputs, grads, keep_graph, create_graph, inputs, allow_unreachable, accumulate_grad)
 
 
-def answering(original: Callable[[], Any]) -> Callable[[], Any]:
-    """``torch._C._current_autograd_node``, to which the engine alone would answer with the node that stands for all."""
+def _node() -> Any:
+    module = _module_if_there()
+    return None if module is None else module.node_in_own_loop()
+
+
+def _order() -> list[Any] | None:
+    module = _module_if_there()
+    if module is None or torch._C._is_multithreading_enabled():  # then the engine raises
+        return None
+    return module.order_in_own_loop()
+
+
+def _show(node: Any) -> None:
+    module = _module_if_there()
+    if module is not None:
+        module.show_own_loop()
+
+
+ANSWERS: dict[str, Callable[..., Any]] = {
+    "_current_autograd_node": _node,
+    "_current_graph_task_execution_order": _order,
+    "_will_engine_execute_node": _show,
+}
+"""Questions about the backward that is under way which the engine would answer with the node that stands for all. Where
+one gives None here the engine answers: it may have been told of what it has to know."""
+
+
+def answering(original: Callable[..., Any], answer: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of ``torch._C`` that asks here first."""
 
     @functools.wraps(original)
-    def function() -> Any:
-        library = NATIVE_HITS.library
-        module = None if library is None else library.module(build=False)
-        node = None if module is None else module.node_in_own_loop()
-        return original() if node is None else node
+    def function(*args: Any) -> Any:
+        found = answer(*args)
+        return original(*args) if found is None else found
 
     return function
+
+
+def _module_if_there() -> Module | None:
+    library = NATIVE_HITS.library
+    return None if library is None else library.module(build=False)
 
 
 def _number(

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
 import compiled_autograd as ca
@@ -479,3 +480,67 @@ def test_a_leaf_that_cannot_be_written() -> None:
         return [failed, again, *[None if each.grad is None else each.grad.clone() for each in leaves]]
 
     assert beside(program)[0] is not None
+
+
+# ---- what is left to the engine -------------------------------------------------------------------------------------
+
+
+class _Wrapped(torch.Tensor):
+    """Operators on it call users' code, which asks which leaves were written."""
+
+    @staticmethod
+    def __new__(cls, inner: torch.Tensor) -> _Wrapped:
+        made = torch.Tensor._make_wrapper_subclass(cls, inner.size(), dtype=inner.dtype)
+        made.inner = inner
+        return made  # type: ignore[no-any-return]
+
+    @classmethod
+    def __torch_dispatch__(cls, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        plain = tree_map_only(_Wrapped, lambda each: each.inner, (args, kwargs or {}))
+        made = function(*plain[0], **plain[1])
+        return tree_map_only(torch.Tensor, lambda each: each if isinstance(each, _Wrapped) else _Wrapped(each), made)
+
+
+@pytest.mark.parametrize("what", ["subclass", "gradient of a subclass", "nested", "sparse gradient"])
+def test_tensors_that_are_no_plain_ones(what: str) -> None:
+    def program(around: Any) -> list[Any]:
+        x = leaf(3, 3)
+        if what == "subclass":
+            wrapped = _Wrapped(torch.ones(3, 3)).requires_grad_()
+            loss, gradient = wrapped.exp(), _Wrapped(torch.ones(3, 3))
+            leaves = [wrapped]
+        elif what == "gradient of a subclass":
+            loss, gradient, leaves = x.exp(), _Wrapped(torch.ones(3, 3)), [x]  # type: ignore[assignment]
+        elif what == "nested":
+            nested = torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]).requires_grad_()
+            loss, gradient, leaves = (nested * 2), torch.ones_like(nested), [nested]  # type: ignore[assignment,list-item]
+        else:
+            loss, gradient, leaves = x * 2, torch.eye(3).to_sparse(), [x]  # type: ignore[assignment,list-item]
+        with around:
+            failed = raised(lambda: loss.backward(gradient))  # type: ignore[no-untyped-call]
+        grads = [each.grad for each in leaves]
+        plain = [each.inner if isinstance(each, _Wrapped) else each for each in grads]
+        return [failed, [each.unbind() if each is not None and each.is_nested else each for each in plain]]
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        beside(program, loops=0)
+
+
+def test_calls_that_the_engine_refuses() -> None:
+    """It takes tuples, a gradient for each output, and no names."""
+
+    def program(around: Any) -> list[Any]:
+        x = leaf(3)
+        run = torch.autograd.Variable._execution_engine.run_backward
+        calls: list[Any] = [
+            ([x.exp()], (torch.ones(3),)),
+            ((x.exp(),), [torch.ones(3)]),
+            ((x.exp(), x.sin()), (torch.ones(3),)),
+            ((x.exp(),), (None,)),
+            ((x.detach(),), (torch.ones(3),)),
+        ]
+        with around:
+            return [raised(lambda each=each: run(*each, False, False, (), True, True)) for each in calls]  # type: ignore[misc]
+
+    assert None not in beside(program, loops=0)

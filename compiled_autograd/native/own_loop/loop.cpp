@@ -2,10 +2,8 @@
 
 #include "tape_in_order.h"
 
-#include <ATen/CachedTensorUtils.h>
 #include <ATen/PythonTorchFunctionTLS.h>
 #include <ATen/SavedTensorHooks.h>
-#include <ATen/TensorOperators.h>
 #include <ATen/TensorSubclassLikeUtils.h>
 #include <ATen/ThreadLocalState.h>
 #include <ATen/ops/zeros.h>
@@ -15,6 +13,7 @@
 #include <torch/csrc/autograd/anomaly_mode.h>
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/graph_task.h>
+#include <torch/csrc/autograd/input_buffer.h>
 
 // Declared here for the reason that contract.h gives: torch/csrc/autograd/python_cpp_function.h.
 namespace torch::autograd {
@@ -24,25 +23,6 @@ PyObject* functionToPyObject(const native::NodePtr& node);
 namespace native {
 
 namespace {
-
-// As `can_accumulate_inplace` and `accumulate` (input_buffer.cpp, 2.13), with grad mode off.
-bool can_be_written(const at::Tensor& gradient) {
-  return !at::isTensorSubclassLike(gradient) && !gradient._is_zerotensor() && !gradient.is_nested() &&
-         gradient.is_non_overlapping_and_dense() && at::caching::adjusted_use_count(gradient) == 1 &&
-         gradient.has_storage() && gradient.storage().use_count() == 1;
-}
-
-void add(at::Tensor& sum, at::Tensor&& term) {
-  if (!term.defined()) return;
-  if (!sum.defined())
-    sum = std::move(term);
-  else if (sum.is_sparse() || sum.is_sparse_csr())
-    sum = can_be_written(term) ? term.add_(sum) : term + sum;
-  else if (can_be_written(sum) && !at::isTensorSubclassLike(term))
-    sum.add_(term);
-  else
-    sum = sum + term;
-}
 
 // What most depends on of the state of a thread, and what code of Python may leave in it. Cheap to compare.
 struct QuickState {
@@ -115,7 +95,11 @@ class Loop {
  public:
   // current: always has the node that runs; served: of how many nodes that are no leaves the results were handed on.
   Loop(const TapeInOrder& tape, bool keep_graph, Node*& current, uint32_t& served)
-      : tape_(tape), keep_graph_(keep_graph), current_(current), served_(served), inputs_(tape.inputs()) {
+      : tape_(tape),
+        keep_graph_(keep_graph),
+        current_(current),
+        served_(served),
+        inputs_(variable_list(tape.inputs())) {
     for (uint32_t index = tape.leaves_begin(); index + 1 < tape.places().size(); ++index)
       waits_for_.push_back(tape.places()[index].edges_to_it);
   }
@@ -136,8 +120,8 @@ class Loop {
   variable_list run_node(uint32_t index) {
     const TapeInOrder::Place& place = tape_.places()[index];
     Node& node = *place.node;
-    const auto begin = inputs_.begin() + place.first_input;
-    const auto end = inputs_.begin() + tape_.places()[index + 1].first_input;
+    const auto begin = inputs_.buffer.begin() + place.first_input;
+    const auto end = inputs_.buffer.begin() + tape_.places()[index + 1].first_input;
     current_ = &node;
     bool calls_users_code = place.calls_users_code;
     variable_list results = call_with_hooks(
@@ -147,6 +131,16 @@ class Loop {
     return results;
   }
 
+  // The second one and those after it as the engine adds them, in place or not.
+  void add(uint32_t input, at::Tensor&& gradient, uint32_t place) {
+    if (!gradient.defined()) return;
+    at::Tensor& sum = inputs_.buffer[input];
+    if (sum.defined())
+      inputs_.add(input, std::move(gradient), std::nullopt, std::nullopt, tape_.places()[place].node);
+    else
+      sum = std::move(gradient);
+  }
+
   // Hand gradients on. Leaves that wait for nothing any more run then, before any other node does.
   void give(const TapeInOrder::Target* targets, size_t count, variable_list& gradients) {
     TORCH_CHECK(gradients.size() == count, "hooks have made ", gradients.size(), " gradients of ", count);
@@ -154,7 +148,7 @@ class Loop {
     for (size_t index = 0; index < count; ++index) {
       const auto& [place, input] = targets[index];
       if (place == TapeInOrder::kNowhere) continue;
-      add(inputs_[input], std::move(gradients[index]));
+      add(input, std::move(gradients[index]), place);
       if (place >= tape_.leaves_begin()) leaves_are_ready |= --waits_for_[place - tape_.leaves_begin()] == 0;
     }
     if (!leaves_are_ready) return;
@@ -174,8 +168,8 @@ class Loop {
   Node*& current_;
   uint32_t& served_;
   const ThreadState state_;
-  variable_list inputs_;
-  std::vector<uint32_t> waits_for_;  // of each leaf: for so many edges
+  torch::autograd::InputBuffer inputs_;  // of all nodes
+  std::vector<uint32_t> waits_for_;      // of each leaf: for so many edges
 };
 
 // It takes no sequence number, by which others count what a thread has recorded.

@@ -38,6 +38,8 @@ def leaf(*sizes: int, **more: Any) -> torch.Tensor:
 
 def alike(found: Any, wanted: Any) -> bool:
     """The same in every bit, whatever holds it."""
+    if isinstance(wanted, torch.Tensor) and wanted.layout is torch.sparse_coo:
+        return isinstance(found, torch.Tensor) and alike(_parts(found), _parts(wanted))
     if isinstance(wanted, torch.Tensor):
         return isinstance(found, torch.Tensor) and same_bits(found, wanted)
     if isinstance(wanted, list | tuple):
@@ -45,6 +47,12 @@ def alike(found: Any, wanted: Any) -> bool:
     if isinstance(wanted, dict):
         return isinstance(found, dict) and alike([*found.items()], [*wanted.items()])
     return bool(found == wanted)
+
+
+def _parts(tensor: torch.Tensor) -> list[Any]:
+    if tensor.layout is not torch.sparse_coo:
+        return [tensor]
+    return [tensor.shape, tensor.is_coalesced(), tensor._indices(), tensor._values()]
 
 
 def beside(program: Program, loops: int | None = None, **settings: Any) -> Any:

@@ -32,8 +32,7 @@ struct QuickState {
     for (const bool each :
          {autograd.get_grad_mode(), autograd.get_inference_mode(), autograd.get_fw_grad_mode(),
           autograd.get_multithreading_enabled(), autograd.get_view_replay_enabled(),
-          saving.disabled_error_message.has_value(), saving.is_tracing,
-          at::impl::PythonTorchFunctionTLS::peek_skip_next()})
+          saving.disabled_error_message.has_value(), saving.is_tracing})
       flags = 2 * flags + each;
     packers = saving.stack.size();
     modes = at::impl::PythonTorchFunctionTLS::stack_len();

@@ -285,12 +285,12 @@ def test_a_fault_is_found(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """What is compared here would show it."""
     number = running._number
 
-    def wrong(used: Any, outputs: Any, grads: Any, keep_graph: bool) -> Any:
+    def wrong(module: Any, outputs: Any, grads: Any, keep_graph: bool) -> Any:
         if fault == "gradient":
             grads = tuple(each * (1 + 1e-6) for each in grads)
         if fault == "order":
             outputs, grads = outputs[:1], grads[:1]
-        return number(used, outputs, grads, keep_graph or fault == "kept")
+        return number(module, outputs, grads, keep_graph or fault == "kept")
 
     monkeypatch.setattr(running, "_number", wrong)
     assert _differences(range(20))[0]

@@ -18,9 +18,9 @@ from compiled_autograd.engine import backward, decide
 from compiled_autograd.engine.own_loop import running
 from compiled_autograd.engine.own_loop.self_check import NOT_NOW, why_wrong
 from compiled_autograd.native.library import BEING_BUILT, Library
-from compiled_autograd.policies import own_loop
 from compiled_autograd.policies.autotune import AUTOTUNE
 from compiled_autograd.policies.own_loop import FIRST_REST, OWN_LOOPS, Tries
+from compiled_autograd.torch_api import version_differences
 
 from .own_loops import raised, session, set_up
 
@@ -59,7 +59,7 @@ def test_settings_that_turn_it_off(settings: dict[str, Any], why: str) -> None:
 
 
 def test_a_torch_that_it_was_not_checked_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(own_loop, "CHECKED_TORCH", ((1, 0), (1, 2)))
+    monkeypatch.setattr(version_differences, "OWN_LOOP_CHECKED", ((1, 0), (1, 2)))
     used, asked = session(own_loop=None), session(own_loop=True)
     assert _backward(used) == 0 and "but on 1.0 and 1.2" in used.own_loop
     assert _backward(asked) == 1 and asked.own_loop == "on"

@@ -5,15 +5,11 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable
 
-import torch
-
 from ..native.interface import Module
 from ..process_state import PROCESS
 from ..settings import Settings
-from ..versions import release
+from ..torch_api.version_differences import why_own_loop_is_unchecked
 
-CHECKED_TORCH = ((2, 12), (2, 13))
-"""Elsewhere it is on only where ``own_loop=True`` asks for it."""
 FIRST_REST, LAST_REST = 16, 1030
 """Tapes of a sketch that was refused are not tried for so many backwards, at first and at last; the number doubles with
 each refusal. One more than the last is a prime, so that of tapes that take turns it is not always the same one."""
@@ -116,7 +112,4 @@ def why_off(settings: Settings) -> str:
         return "own_loop=False"
     if settings.native is False:
         return "it needs the extension, and native=False does without"
-    if settings.own_loop is None and release(torch.__version__) not in CHECKED_TORCH:
-        checked = " and ".join(f"{major}.{minor}" for major, minor in CHECKED_TORCH)
-        return f"it was not checked on torch {torch.__version__}, but on {checked}; own_loop=True has it all the same"
-    return ""
+    return why_own_loop_is_unchecked() if settings.own_loop is None else ""

@@ -2,9 +2,10 @@
 
     python -m benchmarks.own_loop [--rounds 300] [--tapes small packed solver mlp lstm gpt] [--folder FOLDER]
 
-Sides: no session (eager), a session that has spent its budget (left), the same with `own_loop=True`. In each round each
-side runs one backward of a tape that was just made, with the same random numbers, and in each round another side goes
-first. Times are of the thread's own CPU time, with one thread; a ratio is of a side's time by eager's of that round.
+Sides: no session (eager), a session that has spent its budget with `own_loop=False` (left), the same with `True`. In
+each round each side runs one backward of a tape that was just made, with the same random numbers, and in each round
+another side goes first. Times are of the thread's own CPU time, with one thread; a ratio is of a side's time by eager's
+of that round.
 `solver` is torchdiffeq's dopri5, which chooses its steps (`pip install torchdiffeq`). The extension is built first.
 """
 
@@ -54,8 +55,11 @@ def model(name: str) -> Make:
 
 def measure(make: Make, rounds: int) -> tuple[int, dict[str, list[float]]]:
     """How many nodes the last tape has, and of each side the seconds of each round."""
-    left = over_budget(lambda number: make(number))
-    looped = ca.enable(backend="eager", cache_dir=False, tune=False, compile_budget=0, own_loop=True, native=True)
+    over_budget(lambda number: make(number))
+    left, looped = (
+        ca.enable(backend="eager", cache_dir=False, tune=False, compile_budget=0, native=True, own_loop=own_loop)
+        for own_loop in (False, True)
+    )
     around = {"eager": ca.disable(), "left": left, "own loop": looped}
     seconds: dict[str, list[float]] = {side: [] for side in SIDES}
     for number in range(-20, rounds):
@@ -72,7 +76,8 @@ def measure(make: Make, rounds: int) -> tuple[int, dict[str, list[float]]]:
                 seconds[side].append(taken)
     assert isinstance(loss.grad_fn, torch.autograd.graph.Node)
     nodes = nodes_of(loss.grad_fn)
-    assert looped.stats().own_loop == (rounds + 20 if nodes >= LEAST_NODES else 0), looped.stats()
+    served = looped.stats().own_loop
+    assert served > 0.9 * rounds if nodes >= LEAST_NODES else served == 0, looped.stats()
     return nodes, seconds
 
 

@@ -45,7 +45,7 @@ class Settings:
     native: bool | None = None
     progress: bool | None = None
     compile_budget: float | None = None
-    own_loop: bool = False
+    own_loop: bool | None = None
     backend_in_mode: str | Callable[..., Any] = field(init=False, repr=False, compare=False)
     check_every: int = field(init=False, repr=False, compare=False)
     key: tuple[Any, ...] = field(init=False, repr=False, compare=False)
@@ -178,7 +178,7 @@ _ALLOWED: dict[str, tuple[Any, str]] = {
     "mode": (Literal[MODES], "one of " + ", ".join(map(repr, MODES))),
     "native": (bool | None, "None, True or False"),
     "progress": (bool | None, "None, True or False"),
-    "own_loop": (bool, "True or False"),
+    "own_loop": (bool | None, "None, True or False"),
     "compile_budget": (_seconds, "None or a number of seconds, 0 or more, float('inf') for no limit"),
 }
 """Of each setting, its type or a function that raises ``TypeError`` for what it cannot be; and the same in words."""

@@ -26,6 +26,7 @@ from compiled_autograd.engine import engine
 from compiled_autograd.engine.session import LEFT_BEFORE_LOOKING_AWAY, LOOKS_AWAY, Here, Session
 from compiled_autograd.policies import autotune, sketches
 from compiled_autograd.policies.autotune import Autotune, Trial
+from compiled_autograd.settings import Settings
 from shadow_cache import Bypass, StoreError, Timing
 
 from .helpers import assert_same, in_threads, switching_every
@@ -197,8 +198,8 @@ def test_the_oldest_trials_are_forgotten(monkeypatch: pytest.MonkeyPatch) -> Non
         variant: Any = variants.Variant(("settings",), None, [], bool, None, None)  # type: ignore[arg-type]
         variant.key, variant.hits = shadow_cache.VariantKey((), ()), 100
         held.append(variant)
-        trials.hit(variant, 1e-3, lambda number=number: number)
-    assert [number for number, _ in trials._trials] == [3, 4]
+        trials.hit(variant, 1e-3, lambda number=number: number, Settings())
+    assert [number for number, *_ in trials._trials] == [3, 4]
 
 
 # ---- tapes are told apart by their roots -----------------------------------------------------------------------------
@@ -296,8 +297,8 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> dict[str, float]:
     takes = {"eager": 2.0, "compiled": 3.0}
     hit, eager = Autotune.hit, Autotune.eager
 
-    def hit_at(self: Autotune, variant: Variant, seconds: float, tape: Callable[[], int]) -> None:
-        hit(self, variant, takes["compiled"] / 1e3, tape)
+    def hit_at(self: Autotune, variant: Variant, seconds: float, tape: Callable[[], int], settings: Settings) -> None:
+        hit(self, variant, takes["compiled"] / 1e3, tape, settings)
 
     def eager_at(self: Autotune, trial: Trial, seconds: float) -> None:
         eager(self, trial, takes["eager"] / 1e3)

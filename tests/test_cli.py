@@ -19,8 +19,9 @@ import pytest
 from expecttest import assert_expected_inline
 
 import shadow_cache
+from compiled_autograd.torch_api.version_differences import OWN_LOOP_CHECKED
 from shadow_cache import miss_kinds
-from shadow_cache.cli import VERBS, main
+from shadow_cache.cli import VERBS, main, system
 from shadow_cache.cli.difference import Difference
 from shadow_cache.cli.explain import Why
 from shadow_cache.entries import Entry, MissEntry, Problem, StoreStats, Structure, Summary, Timing
@@ -545,7 +546,11 @@ def test_dir_and_env(run: Run, filled: Path, tmp_path: Path, monkeypatch: pytest
     assert found["torch"].startswith("2.") and found["cache"] == str(filled) and found["cache size"] == "8.2 MB"
     assert {"python", "compiled-autograd", "platform", "compiler"} <= set(found)
     assert f"cache={filled}\n" in run("env", "--format", "quiet").out
-    assert found["native"] == "not built; native=True has it built, and so have a hundred hits"
+    assert found["native"] == _NOT_BUILT
+    assert found["own loop"] == "off: the extension is not built"
+
+
+_NOT_BUILT = "not built; native=True has it built, and so have a hundred hits or a thousand backwards left to eager"
 
 
 @pytest.mark.parametrize(
@@ -553,7 +558,7 @@ def test_dir_and_env(run: Run, filled: Path, tmp_path: Path, monkeypatch: pytest
     [
         ("torch-{torch}-0.so", "built for torch {torch}"),
         ("torch-{torch}-0.failed", "not built, as {folder}/torch-{torch}-0.failed says"),
-        ("torch-1.0-0.so", "not built; native=True has it built, and so have a hundred hits"),
+        ("torch-1.0-0.so", _NOT_BUILT),
     ],
 )
 def test_env_says_whether_the_extension_is_built(run: Run, tmp_path: Path, file: str, said: str) -> None:
@@ -563,6 +568,35 @@ def test_env_says_whether_the_extension_is_built(run: Run, tmp_path: Path, file:
     (folder / file.format(**names)).touch()
     found = msgspec.json.decode(run("--cache-dir", tmp_path, "env", "--format", "json").out, type=dict[str, str])
     assert found["native"] == said.format(**names)
+
+
+@pytest.mark.parametrize(
+    ("variables", "checked", "said"),
+    [
+        ({}, True, "on, once it has run small tapes as the engine does: session.own_loop says so"),
+        ({"OWN_LOOP": "false"}, True, "off: COMPILED_AUTOGRAD_OWN_LOOP=false"),
+        ({"OWN_LOOP": "true", "NATIVE": "0"}, True, "off: COMPILED_AUTOGRAD_NATIVE=0"),
+        ({}, False, "off: it was not checked on torch {torch}"),
+        ({"OWN_LOOP": "1"}, False, "on, once it has run small tapes as the engine does: session.own_loop says so"),
+    ],
+)
+def test_env_says_whether_the_own_loop_is_on(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], checked: bool, said: str
+) -> None:
+    for name in ("OWN_LOOP", "NATIVE"):
+        monkeypatch.delenv(f"COMPILED_AUTOGRAD_{name}", raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(f"COMPILED_AUTOGRAD_{name}", value)
+    torch = metadata.version("torch")
+    monkeypatch.setattr(system, "OWN_LOOP_CHECKED", (torch[:4],) if checked else ("1.0.",))
+    (tmp_path / "native").mkdir(parents=True)
+    (tmp_path / "native" / f"torch-{torch}-0.so").touch()
+    found = msgspec.json.decode(run("--cache-dir", tmp_path, "env", "--format", "json").out, type=dict[str, str])
+    assert found["own loop"] == said.format(torch=torch)
+
+
+def test_env_knows_where_the_own_loop_was_checked() -> None:
+    assert tuple(f"{major}.{minor}." for major, minor in OWN_LOOP_CHECKED) == system.OWN_LOOP_CHECKED
 
 
 # ---- every kind of miss ----------------------------------------------------------------------------------------------

@@ -855,3 +855,29 @@ def test_many_inputs_inside_the_tape_are_looked_at_once(monkeypatch: pytest.Monk
         asked.clear()
         found = tape.freed_at_the_end([*hidden, *leaves])
         assert found is (not leaves) and asked == [21]
+
+
+@pytest.mark.parametrize("roots", [1, 2])
+@pytest.mark.parametrize("how", ["backward", "inputs", "grad"])
+def test_whether_a_root_runs_is_answered_as_by_the_engine(roots: int, how: str) -> None:
+    """Of an only root it does not say so: a hook over several gradients with that one among them reckons with it."""
+
+    def run(around: Any) -> list[Any]:
+        told: list[Any] = []
+        for _ in range(3):
+            x = torch.ones(3, requires_grad=True)
+            y = x.exp()
+            outputs = [y.sin().sum(), y.cos().sum()][:roots]
+            nodes = [each.grad_fn for each in (*outputs, y)]
+            y.register_hook(lambda _, nodes=nodes: told.append([*map(torch._C._will_engine_execute_node, nodes)]))
+            torch.autograd.graph.register_multi_grad_hook((y, *outputs), lambda given: told.append(len(given)))
+            with around:
+                if how == "grad":
+                    torch.autograd.grad(outputs, [x])
+                else:
+                    torch.autograd.backward(outputs, inputs=[x] if how == "inputs" else None)
+        return told
+
+    session = ca.enable(backend="eager")
+    assert run(session) == run(nullcontext())
+    expect(session.stats(), structure_misses=1, hits=2)

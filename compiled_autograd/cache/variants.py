@@ -177,7 +177,8 @@ class Variant:
     """A graph made ready for one set of shapes, ambient state and settings.
 
     ``hits`` counts how often it served, which took ``ran`` seconds in all, and at ``next_trial`` of them it is timed
-    against eager. ``devices`` are the types of devices that its tensors are on.
+    against eager: sooner where what is left to eager runs with the own loop, or without it, and it was timed beside the
+    other alone (``timed_beside``). ``devices`` are the types of devices that its tensors are on.
 
     ``timing`` says how it did when it was last timed: in this process, or, until then, in the one that the store on
     disk heard it from. None where it never was.
@@ -202,6 +203,7 @@ class Variant:
     hits: int = 0
     ran: float = 0.0
     next_trial: int = HITS_BEFORE_TIMING
+    timed_beside: frozenset[bool] = frozenset()
     devices: frozenset[str] = frozenset()
     timing: Timing | None = None
     entry: str | None = None

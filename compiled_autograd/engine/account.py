@@ -141,7 +141,7 @@ class RunAccount:
             variant.hits += 1
             variant.ran += seconds - report.seconds.get("prove", 0.0)
             if settings.tune:
-                self.call.timed = AUTOTUNE.hit(variant, seconds, self.call.fingerprint)
+                self.call.timed = AUTOTUNE.hit(variant, seconds, self.call.fingerprint, settings)
         if OVER_BUDGET in reasons or (report.uncompiled and self.over_budget):
             ADMISSION.missed(self.call.known, self.call.taken_from)
         if not reasons and not report.compiles:

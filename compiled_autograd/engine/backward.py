@@ -213,7 +213,7 @@ def eager(call: Call) -> Any:
     if STREAMS.in_use and call.create_graph:
         STREAMS.differentiable(call.outputs)
     here = thread.here
-    return runner(here)(
+    return runner(here, call)(
         here,
         call.outputs,
         call.grads,

@@ -41,7 +41,7 @@ def look(call: Call, session: Session) -> Trial | Tape | Refusal | None:
         return _taken_for(call, before.found)
     trial = tape = refusal = None
     if settings.tune and AUTOTUNE.active:
-        trial = call.trial = AUTOTUNE.find(call.fingerprint(), settings.key, before)
+        trial = call.trial = AUTOTUNE.find(call.fingerprint(), settings, before)
         if trial is not None and trial.verdict is None:
             return trial
     if trial is None and ADMISSION.closed and settings.compiles:

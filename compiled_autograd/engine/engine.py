@@ -18,6 +18,7 @@ from ..cache.graphs import USES
 from ..capture.tape import sketch
 from ..diagnostics.bypass import DEEP, MAX_NESTED
 from ..native.interface import FastPath, Module
+from ..policies.own_loop import OWN_LOOPS
 from ..policies.sketches import SKETCHES, UNKNOWN
 from ..threads.gate import GATE, threads_running
 from ..threads.others import have_them_wait
@@ -29,7 +30,7 @@ from .call import Call
 from .cuda.streams import STREAMS
 from .execution import depth, on_eager, running
 from .fast_path.arming import FAST_PATH
-from .own_loop.running import answering, in_own_loop
+from .own_loop.running import ANSWERS, answering, find, in_own_loop
 from .seam import walking
 from .session import BYPASS, Outcome, thread
 
@@ -67,17 +68,11 @@ class Engine(_ImperativeEngine):
                     here.took_for(known, session.number)
             if known.left > 0 and (verdict := known.verdict) is not None:
                 known.left -= 1  # what is left to eager for its own good goes no further: it may take ten microseconds
+                here.tries = known.tries
+                runs = in_own_loop if session.may_loop and known.tries.is_time() else on_eager
+                all_ = here, tensors, grad_tensors, keep_graph, create_graph, inputs, allow_unreachable, accumulate_grad
                 try:
-                    return (in_own_loop if session.settings.own_loop else on_eager)(
-                        here,
-                        tensors,
-                        grad_tensors,
-                        keep_graph,
-                        create_graph,
-                        inputs,
-                        allow_unreachable,
-                        accumulate_grad,
-                    )
+                    return runs(*all_)
                 finally:
                     left = session.left
                     if left is not None and left.verdict is verdict:
@@ -130,15 +125,18 @@ def install() -> None:
     code = torch.autograd.graph._engine_run_backward.__code__
     engine = Variable._execution_engine = Engine()
     FAST_PATH.install = functools.partial(_come_first, engine, engine.run_backward)
-    torch._C._current_autograd_node = answering(torch._C._current_autograd_node)
     for path, answer in _ANSWERS.items():
         *modules, name = path.split(".")
         module = functools.reduce(getattr, modules, torch._C)
-        setattr(module, name, _answering(getattr(module, name), answer))
+        original = getattr(module, name)
+        if name in ANSWERS:
+            original = answering(original, ANSWERS[name])
+        setattr(module, name, _answering(original, answer))
     torch.autograd.Function._compiled_autograd_key = staticmethod(  # type: ignore[method-assign]
         _key_of_function(torch.autograd.Function._compiled_autograd_key)
     )
     keep_from_dynamo(Engine.run_backward.__code__)
+    OWN_LOOPS.find = find
     GATE.expect_unseen(lambda: threads_running(code))
     STREAMS.install()
     have_them_wait()

@@ -15,6 +15,7 @@ from shadow_cache import Bypass, Failure, Miss
 from ..cache.graphs import CompiledGraph
 from ..diagnostics.reporting import count_repeats, is_told_at, tell, warn_of
 from ..policies.background import BACKGROUND
+from ..policies.own_loop import OWN_LOOPS, why_off
 from ..policies.sketches import SKETCHES, UNKNOWN, Known
 from ..process_state import PROCESS, free_in_child
 from ..report.step_log import StepLog
@@ -91,6 +92,7 @@ class Session:
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
         self.number = SKETCHES.number(settings)
+        self.may_loop = not why_off(settings)
         self._last: Outcome | tuple[CompiledGraph, float, float] | None = None
         self.left: _Left | None = None
         self._stats = Stats()
@@ -144,6 +146,11 @@ class Session:
             now.failures,
             now.own_loop,
         )
+
+    @property
+    def own_loop(self) -> str:
+        """Whether the own loop runs what is left to eager, where the tape allows it: ``"on"``; else why not."""
+        return OWN_LOOPS.state(self.settings)
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until nothing is being compiled in the background.
@@ -290,18 +297,30 @@ class Here:
         streak: how many tapes were sketched and left to eager, since the last one that was not.
         unseen: so many more are taken for what the last one was, without a sketch: for ``known``, under the settings of
             that ``number``.
+        tries: those of the tape that the own loop is asked to run.
     """
 
-    __slots__ = ("depth", "ident", "known", "last_root", "number", "running", "skipped", "stack", "streak", "unseen")
+    __slots__ = (
+        "depth",
+        "ident",
+        "known",
+        "last_root",
+        "number",
+        "running",
+        "skipped",
+        "stack",
+        "streak",
+        "tries",
+        "unseen",
+    )
 
     def __init__(self) -> None:
         self.stack: list[Session | None] = []
         self.running: Running | None = None
         self.depth = 0
         self.ident = threading.get_ident()
-        self.last_root = self.skipped = 0
-        self.known = UNKNOWN
-        self.number = self.streak = self.unseen = 0
+        self.last_root = self.skipped = self.number = self.streak = self.unseen = 0
+        self.known, self.tries = UNKNOWN, UNKNOWN.tries
 
     def took_for(self, known: Known, number: int) -> None:
         """A tape was sketched, and left to eager."""

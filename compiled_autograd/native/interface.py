@@ -165,6 +165,12 @@ class Module(Protocol):
     def node_in_own_loop(self) -> Any:
         """The node that runs, where the innermost backward of the calling thread is such a one; else None."""
 
+    def show_own_loop(self) -> None:
+        """Where it is such a one, the engine knows of all nodes that it runs from then on."""
+
+    def order_in_own_loop(self) -> list[Any] | None:
+        """The nodes of such a one in the order in which they run, as the engine tells it; else None."""
+
     def learn(
         self,
         outputs: Sequence[Any],

@@ -26,6 +26,8 @@ from ..diagnostics.node_names import title
 from ..diagnostics.reporting import tell_decision
 from ..native.interface import Question
 from ..process_state import PROCESS
+from ..settings import Settings
+from .own_loop import OWN_LOOPS
 from .sketches import SKETCHES, Known, still_holds
 
 SAMPLES_PER_SIDE = 7
@@ -46,7 +48,7 @@ class Trial:
     """One tape, timed both ways.
 
     Attributes:
-        key: the tape's fingerprint, and the settings.
+        key: the tape's fingerprint, the settings, and whether the own loop runs what is left to eager.
         held: what is timed against eager, while it is a variant of its graph. A verdict for eager may outlive it.
         eager: seconds of the eager engine's backwards.
         compiled: of the variant's.
@@ -54,7 +56,7 @@ class Trial:
         left: for how many backwards the verdict still holds.
     """
 
-    key: tuple[int, Any]
+    key: tuple[int, Any, bool]
     held: weakref.ref[Variant]
     eager: list[float] = field(default_factory=list)
     compiled: list[float] = field(default_factory=list)
@@ -95,7 +97,7 @@ class Autotune:
     """The trials of the process."""
 
     def __init__(self) -> None:
-        self._trials: dict[tuple[int, Any], Trial] = {}
+        self._trials: dict[tuple[int, Any, bool], Trial] = {}
 
     @property
     def active(self) -> bool:
@@ -106,14 +108,14 @@ class Autotune:
         """What tells without Python that none must be."""
         return [(self._trials.__len__, None, 0), (SKETCHES.known.__len__, None, 0)]
 
-    def find(self, fingerprint: int, settings: tuple[Any, ...], before: Known | None = None) -> Trial | None:
+    def find(self, fingerprint: int, settings: Settings, before: Known | None = None) -> Trial | None:
         """The trial of a tape under some settings. If it was decided for eager, this is one of the backwards for which
         that holds.
 
         Args:
             before: what the tape's sketch has led to until now.
         """
-        trial = self._trials.get((fingerprint, settings))
+        trial = self._trials.get((fingerprint, settings.key, OWN_LOOPS.on(settings)))
         if trial is None or trial.verdict is None:
             return trial
         if still_holds(trial, before):
@@ -128,19 +130,23 @@ class Autotune:
         """Whether it is for a trial, or for its verdict, that a backward was left to the eager engine."""
         return reason is TIMED or reason.kind == _NOT_WORTH_IT
 
-    def hit(self, variant: Variant, seconds: float, tape: Callable[[], int]) -> Trial | None:
+    def hit(self, variant: Variant, seconds: float, tape: Callable[[], int], settings: Settings) -> Trial | None:
         """A variant has served a backward, and counts it. Microseconds, but when a trial begins.
 
         Returns:
             The trial that this is timed for: :meth:`took` is to be told how long it was in all.
         """
-        if variant.hits < variant.next_trial:
+        if variant.hits < variant.next_trial and (
+            not variant.timed_beside or OWN_LOOPS.on(settings) in variant.timed_beside
+        ):
             return None
-        key = (tape(), variant.key.settings)
+        OWN_LOOPS.find(settings)  # it is not to be found in the middle of a trial
+        looped = OWN_LOOPS.on(settings)
+        key = (tape(), variant.key.settings, looped)
         trial = self._trials.get(key)
         if trial is None:
             if torch.are_deterministic_algorithms_enabled() or variant.devices - {"cpu"}:
-                variant.next_trial = variant.hits + 10 * BACKWARDS_BEFORE_RETRIAL
+                self._put_off(variant, looped)
                 return None
             trial = Trial(key, weakref.ref(variant))
             self._change(key, trial)
@@ -170,13 +176,19 @@ class Autotune:
         self._trials.clear()
         SKETCHES.forget()
 
-    def _change(self, key: tuple[int, Any], trial: Trial | None) -> None:
+    def _change(self, key: tuple[int, Any, bool], trial: Trial | None) -> None:
         """Another trial of a tape, or none any more."""
         if trial is None:
             self._trials.pop(key, None)
         else:
             self._trials[key] = trial
         SKETCHES.forget()
+
+    @staticmethod
+    def _put_off(variant: Variant, looped: bool) -> None:
+        """It goes on, beside an eager engine with the own loop or without."""
+        beside = variant.timed_beside if variant.hits < variant.next_trial else frozenset()
+        variant.next_trial, variant.timed_beside = variant.hits + 10 * BACKWARDS_BEFORE_RETRIAL, beside | {looped}
 
     def _judge(self, trial: Trial) -> None:
         variant = trial.held()
@@ -188,7 +200,7 @@ class Autotune:
         variant.timing = timing = trial.decide()
         if not timing.on_eager:
             self._change(trial.key, None)
-            variant.next_trial = variant.hits + 10 * BACKWARDS_BEFORE_RETRIAL
+            self._put_off(variant, trial.key[-1])
         tell_decision(functools.partial(title, variant.program.tape), timing)
         if variant.store_timing is not None:
             variant.store_timing(timing)

@@ -11,6 +11,7 @@ from shadow_cache import Bypass
 
 from ..process_state import PROCESS
 from ..settings import Settings
+from .own_loop import Tries
 
 FIRST_SPACING, LAST_SPACING = 16, 1030
 """After so many backwards a tape is looked at all the same: at first, and at last; the number doubles with each. One
@@ -37,12 +38,14 @@ class Known:
         left: for how many backwards it still holds; ``given`` is for how many it did at first.
         spacing: the number of backwards that it may hold for; 0 where it never will, since tapes of one sketch were two
             things.
+        tries: when the own loop is asked to run one that is left to eager.
     """
 
-    __slots__ = ("found", "given", "left", "spacing", "verdict")
+    __slots__ = ("found", "given", "left", "spacing", "tries", "verdict")
 
     def __init__(self, found: Found | None) -> None:
         self.spacing = FIRST_SPACING
+        self.tries = Tries()
         self.hold(found)
 
     def hold(self, found: Found | None) -> None:
@@ -88,7 +91,8 @@ class Sketches:
 
     def number(self, settings: Settings) -> int:
         """That of settings under which the same is found: they are long to compare."""
-        key = (settings.key, settings.tune, settings.compile_budget, settings.compiles, settings.on_unsupported)
+        loop = (settings.own_loop, settings.native is False)
+        key = (settings.key, settings.tune, settings.compile_budget, settings.compiles, settings.on_unsupported, loop)
         number = self._numbers.get(key)
         if number is None:
             if len(self._numbers) >= _MAX_NUMBERS:

@@ -50,8 +50,11 @@ class Running:
 
     @cached_property
     def node_set(self) -> set[Any]:
-        """The same, to look things up in."""
-        return set(self.nodes)
+        """Those that the engine says it will run: of an only root it does not (``compute_dependencies``, 2.13)."""
+        found = set(self.nodes)
+        if len(self.outputs) == 1:
+            found.difference_update(tape.root_nodes(self.outputs))
+        return found
 
     def execution_order(self) -> list[Any]:
         """The same in the order in which they run; like the engine, only with multithreading off."""

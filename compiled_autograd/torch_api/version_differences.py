@@ -20,6 +20,17 @@ from ..versions import release
 _VERSION = release(torch.__version__)
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
+OWN_LOOP_CHECKED = ((2, 12), (2, 13))
+"""Where all tests of the own loop were run, so that it is on by default."""
+
+
+def why_own_loop_is_unchecked() -> str:
+    """Why it is not on by default; empty where it is."""
+    if _VERSION in OWN_LOOP_CHECKED:
+        return ""
+    checked = " and ".join(f"{major}.{minor}" for major, minor in OWN_LOOP_CHECKED)
+    return f"it was not checked on torch {torch.__version__}, but on {checked}; own_loop=True has it all the same"
+
 
 def reports_leaf(method: _Method) -> _Method:
     """Makes of ``accumulate_grad``, written as the engine of 2.13 calls it, what this version's engine calls.

@@ -17,6 +17,9 @@ from . import render
 from .base import Verb, View, with_format
 
 _PACKAGES = ("torch", "compiled-autograd", "msgspec", "rich-click")
+_NOT_BUILT = "not built"
+OWN_LOOP_CHECKED = ("2.12.", "2.13.")
+"""Versions of torch on which the own loop is on by default (``compiled_autograd/torch_api/version_differences.py``)."""
 
 
 @click.command(cls=Verb, name="dir")
@@ -41,7 +44,7 @@ def env(view: View) -> None:
     """Print what a report of a bug should say.
 
     Prints versions of Python, torch and this package, platform, C++ compiler, whether the extension for native=True is
-    built, the folder of the cache and its size, and settings from the environment.
+    built and runs what is left to eager, the folder of the cache and its size, and settings from the environment.
 
     \b
     Examples:
@@ -64,7 +67,9 @@ def _environment(view: View) -> Iterator[tuple[str, str]]:
     yield "platform", platform.platform()
     yield "machine", f"{platform.machine()}, {os.cpu_count()} cores"
     yield "compiler", _compiler()
-    yield "native", _native(view.path / "native", metadata.version("torch"))
+    native = _native(view.path / "native", metadata.version("torch"))
+    yield "native", native
+    yield "own loop", _own_loop(native, metadata.version("torch"))
     yield "cache", str(view.path)
     yield "cache size", render.size(view.store.stats().size) if view.is_store else "nothing is stored"
     yield from ((name, value) for name, value in sorted(os.environ.items()) if name.startswith("COMPILED_AUTOGRAD_"))
@@ -76,10 +81,23 @@ def _native(folder: Path, torch: str) -> str:
         return f"built for torch {torch}"
     failed = next(folder.glob(f"torch-{torch}-*.failed"), None)
     return (
-        "not built; native=True has it built, and so have a hundred hits"
+        f"{_NOT_BUILT}; native=True has it built, and so have a hundred hits or a thousand backwards left to eager"
         if failed is None
         else f"not built, as {failed} says"
     )
+
+
+def _own_loop(native: str, torch: str) -> str:
+    """Whether the extension runs what is left to eager, where a session does not say otherwise."""
+    environment = {name: os.environ.get(f"COMPILED_AUTOGRAD_{name}", "").lower() for name in ("OWN_LOOP", "NATIVE")}
+    for name, value in environment.items():
+        if value in ("false", "0"):
+            return f"off: COMPILED_AUTOGRAD_{name}={value}"
+    if environment["OWN_LOOP"] not in ("true", "1") and not torch.startswith(OWN_LOOP_CHECKED):
+        return f"off: it was not checked on torch {torch}"
+    if native.startswith(_NOT_BUILT):
+        return "off: the extension is not built"
+    return "on, once it has run small tapes as the engine does: session.own_loop says so"
 
 
 def _compiler() -> str:

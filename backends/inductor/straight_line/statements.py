@@ -3,8 +3,10 @@
 from __future__ import annotations
 
 import ast
+import functools
 import re
 import textwrap
+import types
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -43,11 +45,23 @@ def name_of(target: ast.expr) -> str:
     return target.id
 
 
+@functools.lru_cache(maxsize=1024)
+def compiled(text: str) -> types.CodeType:
+    """An expression as code. Layers that are alike, and a program and its proof, have the same expressions."""
+    return compile(text, "<generated code>", "eval")
+
+
 def dotted(expression: ast.expr) -> str | None:
     """``extern_kernels.mm`` for just that; None for what is no name of a name."""
     if isinstance(expression, ast.Attribute) and isinstance(expression.value, ast.Name):
         return f"{expression.value.id}.{expression.attr}"
     return None
+
+
+def clears_arguments(expression: ast.expr) -> bool:
+    """Whether it is ``args.clear()``."""
+    is_call = isinstance(expression, ast.Call) and not (expression.args or expression.keywords)
+    return is_call and dotted(expression.func) == "args.clear"
 
 
 def arguments_of(expression: ast.expr, name: str) -> list[ast.expr] | None:

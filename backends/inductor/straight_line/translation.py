@@ -16,9 +16,7 @@ An instruction is a tuple:
 from __future__ import annotations
 
 import ast
-import functools
 import itertools
-import types
 from collections import Counter
 from collections.abc import Callable, Container, Iterable, Mapping, Sequence
 from typing import Any
@@ -33,8 +31,9 @@ from .statements import (
     UnknownCodeError,
     arguments_of,
     body_of_call,
+    clears_arguments,
+    compiled,
     constants_of,
-    dotted,
     is_overwritten,
     name_of,
 )
@@ -77,12 +76,6 @@ def translated(
     for position, statement in enumerate(body):
         translation.statement(statement, itertools.islice(body, position + 1, None))
     return translation
-
-
-@functools.lru_cache(maxsize=1024)
-def _compiled(text: str) -> types.CodeType:
-    """Layers that are alike, and a program and its proof, have the same expressions."""
-    return compile(text, "<generated code>", "eval")
 
 
 class Translation:
@@ -160,11 +153,9 @@ class Translation:
         self._bind(name, value)
 
     def _expression(self, expression: ast.expr) -> None:
-        if isinstance(expression, ast.Constant):
+        if isinstance(expression, ast.Constant) or clears_arguments(expression):
             return
         if isinstance(expression, ast.Call):
-            if dotted(expression.func) == "args.clear" and not (expression.args or expression.keywords):
-                return
             instructions = self._kernel(expression) or self._product(expression)
             if instructions:
                 self.instructions.extend(instructions)
@@ -263,7 +254,7 @@ class Translation:
         named = dict.fromkeys(node.id for node in ast.walk(expression) if isinstance(node, ast.Name))
         taken = [name for name in named if name in self._names]
         text = f"lambda {', '.join(taken)}: {ast.unparse(expression)}"
-        function = eval(_compiled(text), self._namespace)
+        function = eval(compiled(text), self._namespace)
         slots = [self._object(self._names[name]) for name in taken]
         value = self._new(Value(-1)) if is_kept else None
         result = -1 if value is None else value.slot

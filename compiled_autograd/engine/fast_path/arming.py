@@ -134,7 +134,7 @@ class FastPaths:
             return given
         variant, seconds = given
         if account.settings.tune:
-            call.timed = AUTOTUNE.hit(variant, seconds, call.fingerprint)
+            call.timed = AUTOTUNE.hit(variant, seconds, call.fingerprint, account.settings)
         return RanInside(())
 
     def _before_the_walk(self) -> list[Question]:

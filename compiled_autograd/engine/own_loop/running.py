@@ -1,4 +1,4 @@
-"""Runs a backward that is left to eager: on the eager engine, or with ``own_loop=True`` node by node in the extension.
+"""Runs a backward that is left to eager: on the eager engine, or, where there is an extension, node by node in it.
 
 There the nodes of a tape are the same, in the same order, and so is each number that comes of them. What is not there
 is the engine's queue, and the state of the thread that it sets for each node. The engine calls it all as one node of
@@ -13,19 +13,35 @@ from typing import Any
 
 import torch
 
+from ...diagnostics.reporting import warn_once
+from ...native.interface import Module
+from ...native.library import BEING_BUILT
+from ...policies.own_loop import FIRST_REST, OWN_LOOPS, why_off
+from ...policies.sketches import SKETCHES
+from ...settings import Settings
 from ...torch_api.op_registry import others_are_on
+from ..call import Call
 from ..execution import on_eager
 from ..native_hits import NATIVE_HITS
-from ..session import Here, Session
+from ..session import Here
+from .self_check import NOT_NOW, why_wrong
 
 LEAST_NODES = 16
 """Tapes of fewer nodes take the engine less than it takes to call it for another node, some ten microseconds."""
+LEFT_WORTH_BUILDING = 1000
+"""Where nobody asked for the extension, it is built once so many backwards of a process were left to eager."""
 
 
-def runner(here: Here) -> Callable[..., Any]:
+def runner(here: Here, call: Call) -> Callable[..., Any]:
     """What runs a backward that the session of the calling thread leaves to eager: called as :func:`on_eager`."""
     session = here.stack[-1] if here.stack else None
-    return on_eager if session is None or not session.settings.own_loop else in_own_loop
+    if session is None or not session.may_loop or call.create_graph or call.inputs or not call.accumulate_grad:
+        return on_eager
+    tries = OWN_LOOPS.tries(session.number, call.sketch(here))
+    if tries is None:
+        return on_eager
+    here.tries = tries
+    return in_own_loop
 
 
 def in_own_loop(
@@ -38,38 +54,114 @@ def in_own_loop(
     allow_unreachable: bool,
     accumulate_grad: bool,
 ) -> Any:
-    """As :func:`on_eager`, without the engine's queue where all leaves are asked for and the tape allows it."""
-    session = here.stack[-1]
+    """As :func:`on_eager`, without the engine's queue where all leaves are asked for and the tape allows it. What
+    becomes of it is told to ``here.tries``."""
+    session, tries = here.stack[-1], here.tries
     assert session is not None
     if accumulate_grad and not inputs and not create_graph:
-        made = _number(session, outputs, grads, keep_graph)
+        module = _find(session.settings, left=True)
+        made = None
+        if module is None or others_are_on():
+            tries.rest = FIRST_REST
+        else:
+            made = _number(module, outputs, grads, keep_graph)
+            if made is None:
+                tries.refused()
         if made is not None:
+            tries.served()
             session.in_own_loop()
             number, gradient = made
             return on_eager(here, (number,), (gradient,), keep_graph, False, (), allow_unreachable, True)
     return on_eager(here, outputs, grads, keep_graph, create_graph, inputs, allow_unreachable, accumulate_grad)
 
 
-def answering(original: Callable[[], Any]) -> Callable[[], Any]:
-    """``torch._C._current_autograd_node``, to which the engine alone would answer with the node that stands for all."""
-
-    @functools.wraps(original)
-    def function() -> Any:
-        library = NATIVE_HITS.library
-        module = None if library is None else library.module(build=False)
-        node = None if module is None else module.node_in_own_loop()
-        return original() if node is None else node
-
-    return function
-
-
 def _number(
-    session: Session, outputs: Sequence[Any], grads: Sequence[torch.Tensor | None], keep_graph: bool
+    module: Module, outputs: Sequence[Any], grads: Sequence[torch.Tensor | None], keep_graph: bool
 ) -> tuple[torch.Tensor, torch.Tensor] | None:
     """A number and its gradient, whose backward is the one that was asked for."""
-    settings = session.settings
-    module = None if settings.native is False else NATIVE_HITS.module(settings, wanted=True)
-    if module is None or others_are_on():
-        return None
     found = module.in_own_loop(outputs, grads, keep_graph, LEAST_NODES)
     return None if isinstance(found, str) else found
+
+
+# ---- whether there is one -------------------------------------------------------------------------------------------
+
+
+def find(settings: Settings) -> Module | None:
+    """The extension, if it was found to run tapes as the engine does; :data:`OWN_LOOPS` is told why there is none."""
+    return _find(settings, left=False)
+
+
+def _find(settings: Settings, left: bool) -> Module | None:
+    reason = why_off(settings)
+    if reason:
+        if settings.own_loop:
+            warn_once(f"own_loop=True does nothing: {reason}")
+        return None
+    OWN_LOOPS.left += left
+    module = NATIVE_HITS.module(settings, wanted=bool(settings.own_loop) or OWN_LOOPS.left >= LEFT_WORTH_BUILDING)
+    if module is not None and module is OWN_LOOPS.module:
+        return module
+    return _first(settings, module)
+
+
+def _first(settings: Settings, module: Module | None) -> Module | None:
+    """The extension is there for the first time, or is not."""
+    library = NATIVE_HITS.library
+    if module is None:
+        OWN_LOOPS.reason = "" if library is None else library.reason
+        if settings.own_loop and OWN_LOOPS.reason != BEING_BUILT:
+            warn_once(f"own_loop=True does nothing: there is no extension: {OWN_LOOPS.reason}")
+        return None
+    if module is OWN_LOOPS.wrong or others_are_on():
+        return None
+    OWN_LOOPS.reason = wrong = why_wrong(module)
+    if wrong.startswith(NOT_NOW):
+        return None
+    if wrong:
+        OWN_LOOPS.wrong = module
+        warn_once(f"the own loop is not used, which is only slower: {wrong}. Please report it")
+        return None
+    OWN_LOOPS.module = module
+    SKETCHES.forget()  # what was timed without it
+    return module
+
+
+# ---- what is asked meanwhile ----------------------------------------------------------------------------------------
+
+
+def _node() -> Any:
+    module = OWN_LOOPS.module
+    return None if module is None else module.node_in_own_loop()
+
+
+def _order() -> list[Any] | None:
+    module = OWN_LOOPS.module
+    if module is None or torch._C._is_multithreading_enabled():  # then the engine raises
+        return None
+    return module.order_in_own_loop()
+
+
+def _show(node: Any) -> None:
+    module = OWN_LOOPS.module
+    if module is not None:
+        module.show_own_loop()
+
+
+ANSWERS: dict[str, Callable[..., Any]] = {
+    "_current_autograd_node": _node,
+    "_current_graph_task_execution_order": _order,
+    "_will_engine_execute_node": _show,
+}
+"""Questions about the backward that is under way which the engine would answer with the node that stands for all. Where
+one gives None here the engine answers: it may have been told of what it has to know."""
+
+
+def answering(original: Callable[..., Any], answer: Callable[..., Any]) -> Callable[..., Any]:
+    """A function of ``torch._C`` that asks here first."""
+
+    @functools.wraps(original)
+    def function(*args: Any) -> Any:
+        found = answer(*args)
+        return original(*args) if found is None else found
+
+    return function

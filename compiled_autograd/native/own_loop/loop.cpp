@@ -2,8 +2,8 @@
 
 #include "tape_in_order.h"
 
-#include <ATen/CachedTensorUtils.h>
-#include <ATen/TensorOperators.h>
+#include <ATen/PythonTorchFunctionTLS.h>
+#include <ATen/SavedTensorHooks.h>
 #include <ATen/TensorSubclassLikeUtils.h>
 #include <ATen/ThreadLocalState.h>
 #include <ATen/ops/zeros.h>
@@ -13,6 +13,7 @@
 #include <torch/csrc/autograd/anomaly_mode.h>
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/graph_task.h>
+#include <torch/csrc/autograd/input_buffer.h>
 
 // Declared here for the reason that contract.h gives: torch/csrc/autograd/python_cpp_function.h.
 namespace torch::autograd {
@@ -23,27 +24,30 @@ namespace native {
 
 namespace {
 
-// As `can_accumulate_inplace` and `accumulate` (input_buffer.cpp, 2.13), with grad mode off.
-bool can_be_written(const at::Tensor& gradient) {
-  return !at::isTensorSubclassLike(gradient) && !gradient._is_zerotensor() && !gradient.is_nested() &&
-         gradient.is_non_overlapping_and_dense() && at::caching::adjusted_use_count(gradient) == 1 &&
-         gradient.has_storage() && gradient.storage().use_count() == 1;
-}
+// What most depends on of the state of a thread, and what code of Python may leave in it. Cheap to compare.
+struct QuickState {
+  QuickState() {
+    const auto& autograd = c10::AutogradState::get_tls_state();
+    const auto& saving = at::SavedTensorDefaultHooks::get_tls_state();
+    for (const bool each :
+         {autograd.get_grad_mode(), autograd.get_inference_mode(), autograd.get_fw_grad_mode(),
+          autograd.get_multithreading_enabled(), autograd.get_view_replay_enabled(),
+          saving.disabled_error_message.has_value(), saving.is_tracing})
+      flags = 2 * flags + each;
+    packers = saving.stack.size();
+    modes = at::impl::PythonTorchFunctionTLS::stack_len();
+    disabled = at::impl::PythonTorchFunctionTLS::get_disabled_state();
+  }
+  bool operator==(const QuickState&) const = default;
 
-void add(at::Tensor& sum, at::Tensor&& term) {
-  if (!term.defined()) return;
-  if (!sum.defined())
-    sum = std::move(term);
-  else if (sum.is_sparse() || sum.is_sparse_csr())
-    sum = can_be_written(term) ? term.add_(sum) : term + sum;
-  else if (can_be_written(sum) && !at::isTensorSubclassLike(term))
-    sum.add_(term);
-  else
-    sum = sum + term;
-}
+  unsigned flags = 0;
+  size_t packers;
+  int64_t modes;
+  int disabled;
+};
 
 // The engine sets the state of the thread anew for each node. Here that is done once, and again after users' code, and
-// where a node has changed what most depends on: all of it takes long to compare.
+// where a node has changed what can be compared quickly: what unpacks saved tensors is users' code that is not seen.
 class ThreadState {
  public:
   void keep(bool ran_users_code) const {
@@ -52,25 +56,25 @@ class ThreadState {
 
  private:
   bool is_changed() const {
-    const c10::AutogradState now = c10::AutogradState::get_tls_state();
     const c10::impl::LocalDispatchKeySet keys = c10::impl::tls_local_dispatch_key_set();
-    return now.get_grad_mode() != state_.get_grad_mode() || now.get_inference_mode() != state_.get_inference_mode() ||
-           now.get_fw_grad_mode() != state_.get_fw_grad_mode() ||
-           now.get_multithreading_enabled() != state_.get_multithreading_enabled() ||
-           now.get_view_replay_enabled() != state_.get_view_replay_enabled() || keys.included_ != keys_.included_ ||
-           keys.excluded_ != keys_.excluded_;
+    return keys.included_ != keys_.included_ || keys.excluded_ != keys_.excluded_ || !(QuickState() == state_);
   }
 
-  c10::AutogradState state_ = c10::AutogradState::get_tls_state();
+  QuickState state_;
   c10::impl::LocalDispatchKeySet keys_ = c10::impl::tls_local_dispatch_key_set();
   at::ThreadLocalState all_;
 };
 
-// As `call_function` (engine.cpp, 2.13). Hooks may have been registered since the tape was read.
-variable_list call_with_hooks(Node& node, variable_list gradients, bool keep_graph) {
-  for (const auto& hook : node.tensor_pre_hooks()) gradients = (*hook)(gradients);
-  for (const auto& [index, hook] : node.retains_grad_hooks()) gradients = (*hook)(gradients);
-  for (const auto& hook : node.pre_hooks()) gradients = (*hook)(gradients);
+// As `call_function` (engine.cpp, 2.13). Hooks may have been registered since the tape was read: `calls_users_code` is
+// set where some are called.
+variable_list call_with_hooks(Node& node, variable_list gradients, bool keep_graph, bool& calls_users_code) {
+  const auto hand_to = [&](const auto& hook) {
+    calls_users_code = true;
+    gradients = (*hook)(gradients);
+  };
+  for (const auto& hook : node.tensor_pre_hooks()) hand_to(hook);
+  for (const auto& [index, hook] : node.retains_grad_hooks()) hand_to(hook);
+  for (const auto& hook : node.pre_hooks()) hand_to(hook);
   if (!keep_graph) node.will_release_variables();
   const bool had_post_hooks = !node.post_hooks().empty();
   variable_list given;  // a leaf reckons with this second owner where there are hooks
@@ -79,25 +83,34 @@ variable_list call_with_hooks(Node& node, variable_list gradients, bool keep_gra
   torch::autograd::validate_outputs(node.next_edges(), results, [&](const std::string& message) {
     return "Function " + node.name() + " returned an " + message;
   });
-  for (const auto& hook : node.post_hooks()) results = (*hook)(results, given);
+  for (const auto& hook : node.post_hooks()) {
+    calls_users_code = true;
+    results = (*hook)(results, given);
+  }
   return results;
 }
 
 class Loop {
  public:
-  // current: always has the node that runs.
-  Loop(const TapeInOrder& tape, bool keep_graph, Node*& current)
-      : tape_(tape), keep_graph_(keep_graph), current_(current), inputs_(tape.inputs()) {
+  // current: always has the node that runs; served: of how many nodes that are no leaves the results were handed on.
+  Loop(const TapeInOrder& tape, bool keep_graph, Node*& current, uint32_t& served)
+      : tape_(tape),
+        keep_graph_(keep_graph),
+        current_(current),
+        served_(served),
+        inputs_(variable_list(tape.inputs())) {
     for (uint32_t index = tape.leaves_begin(); index + 1 < tape.places().size(); ++index)
       waits_for_.push_back(tape.places()[index].edges_to_it);
   }
 
   void run(variable_list gradients) {
-    give(tape_.roots().data(), gradients);
+    give(tape_.roots().data(), tape_.roots().size(), gradients);
     for (uint32_t index = 0; index < tape_.leaves_begin(); ++index) {
-      const TapeInOrder::Target* edges = tape_.targets().data() + tape_.places()[index].first_edge;
+      const TapeInOrder::Place& place = tape_.places()[index];
+      const size_t count = tape_.places()[index + 1].first_edge - place.first_edge;
       variable_list results = run_node(index);
-      give(edges, results);
+      served_ = index + 1;
+      give(tape_.targets().data() + place.first_edge, count, results);
     }
   }
 
@@ -106,27 +119,38 @@ class Loop {
   variable_list run_node(uint32_t index) {
     const TapeInOrder::Place& place = tape_.places()[index];
     Node& node = *place.node;
-    const auto begin = inputs_.begin() + place.first_input;
-    const auto end = inputs_.begin() + tape_.places()[index + 1].first_input;
+    const auto begin = inputs_.buffer.begin() + place.first_input;
+    const auto end = inputs_.buffer.begin() + tape_.places()[index + 1].first_input;
     current_ = &node;
-    variable_list results =
-        call_with_hooks(node, {std::make_move_iterator(begin), std::make_move_iterator(end)}, keep_graph_);
+    bool calls_users_code = place.calls_users_code;
+    variable_list results = call_with_hooks(
+        node, {std::make_move_iterator(begin), std::make_move_iterator(end)}, keep_graph_, calls_users_code);
     if (!keep_graph_) node.release_variables();
-    state_.keep(place.calls_users_code);
+    state_.keep(calls_users_code || (index >= tape_.leaves_begin() && node.tensor_post_acc_grad_hooks()));
     return results;
   }
 
+  // The second one and those after it as the engine adds them, in place or not.
+  void add(uint32_t input, at::Tensor&& gradient, uint32_t place) {
+    if (!gradient.defined()) return;
+    at::Tensor& sum = inputs_.buffer[input];
+    if (sum.defined())
+      inputs_.add(input, std::move(gradient), std::nullopt, std::nullopt, tape_.places()[place].node);
+    else
+      sum = std::move(gradient);
+  }
+
   // Hand gradients on. Leaves that wait for nothing any more run then, before any other node does.
-  void give(const TapeInOrder::Target* targets, variable_list& gradients) {
+  void give(const TapeInOrder::Target* targets, size_t count, variable_list& gradients) {
+    TORCH_CHECK(gradients.size() == count, "hooks have made ", gradients.size(), " gradients of ", count);
     bool leaves_are_ready = false;
-    for (size_t index = 0; index < gradients.size(); ++index) {
+    for (size_t index = 0; index < count; ++index) {
       const auto& [place, input] = targets[index];
       if (place == TapeInOrder::kNowhere) continue;
-      add(inputs_[input], std::move(gradients[index]));
+      add(input, std::move(gradients[index]), place);
       if (place >= tape_.leaves_begin()) leaves_are_ready |= --waits_for_[place - tape_.leaves_begin()] == 0;
     }
     if (!leaves_are_ready) return;
-    const size_t count = gradients.size();
     gradients.clear();  // else a leaf would not be the only owner of what is among them twice, and would copy it
     for (size_t index = 0; index < count; ++index) {
       const uint32_t place = targets[index].place;
@@ -141,9 +165,10 @@ class Loop {
   const TapeInOrder& tape_;
   const bool keep_graph_;
   Node*& current_;
+  uint32_t& served_;
   const ThreadState state_;
-  variable_list inputs_;
-  std::vector<uint32_t> waits_for_;  // of each leaf: for so many edges
+  torch::autograd::InputBuffer inputs_;  // of all nodes
+  std::vector<uint32_t> waits_for_;      // of each leaf: for so many edges
 };
 
 // It takes no sequence number, by which others count what a thread has recorded.
@@ -159,26 +184,48 @@ struct RunsLoop : Node {
     TORCH_CHECK(!has_run, "a backward without the engine's queue runs once");
     has_run = true;
     if (tape.calls_users_code()) show_nodes();
-    Loop(tape, keep_graph, current).run(std::move(gradients));
+    Loop(tape, keep_graph, current, served).run(std::move(gradients));
     current = nullptr;
     return {};
   }
 
-  // To those who ask the engine whether it will run a node, as hooks over several gradients do.
-  void show_nodes() const {
+  // Anomaly mode tells of it, where what runs here has recorded something.
+  std::string name() const override { return current ? current->name() : "BackwardWithoutQueue"; }
+
+  // To those who ask the engine whether it will run a node, as hooks over several gradients do. Where it is asked for
+  // one root it does not reckon that among them.
+  void show_nodes() {
+    if (has_shown) return;
     const std::unordered_set<Node*>* shown = torch::autograd::get_current_graph_task_nodes_in_graph();
     TORCH_CHECK(shown, "a backward without the engine's queue runs inside of the engine");
     auto& nodes = const_cast<std::unordered_set<Node*>&>(*shown);
+    const Node* root = roots.size() == 1 ? roots.front().function.get() : nullptr;
     for (const TapeInOrder::Place& place : tape.places())
-      if (place.node) nodes.insert(place.node);
+      if (place.node && place.node != root) nodes.insert(place.node);
+    has_shown = true;
   }
 
   edge_list roots;  // own the tape
   variable_list gradients;
   TapeInOrder tape;
-  bool keep_graph, has_run = false;
+  bool keep_graph, has_run = false, has_shown = false;
   Node* current = nullptr;
+  uint32_t served = 0;
 };
+
+// The one that runs in the innermost backward of the thread; null where that is none.
+RunsLoop* running() {
+  const NodePtr node = torch::autograd::get_current_node();
+  auto* loop = dynamic_cast<RunsLoop*>(node.get());  // its task owns it
+  return loop && loop->current ? loop : nullptr;
+}
+
+// Of which the engine warns; there are none from 2.13 on.
+template <typename Tensor>
+bool has_names(const Tensor& tensor) {
+  if constexpr (requires { tensor.has_names(); }) return tensor.has_names();
+  return false;
+}
 
 // What the engine does for each node, and only where somebody wants it.
 void refuse_onlookers() {
@@ -201,10 +248,13 @@ PyObject* in_own_loop(PyObject*, PyObject* arguments) {
   Py_ssize_t least_nodes;
   if (!PyArg_ParseTuple(arguments, "OOpn", &call.outputs, &call.gradients, &keep_graph, &least_nodes)) return nullptr;
   return or_reason([&]() -> PyObject* {
+    if (!PyTuple_Check(call.outputs) || !PyTuple_Check(call.gradients)) throw Refused{"the engine takes tuples alone"};
     auto [roots, gradients] = asked_for(call);
     // Not thrown: that takes as long as half of such a backward.
     if (!has_nodes(roots, static_cast<size_t>(least_nodes))) return text("so small a tape takes the engine less");
     refuse_onlookers();
+    for (const at::Tensor& gradient : gradients)
+      if (at::isTensorSubclassLike(gradient) || has_names(gradient)) throw Refused{"a gradient is no plain tensor"};
     // As `Engine::execute` does (engine.cpp, 2.13).
     torch::autograd::validate_outputs(roots, gradients, [](const std::string& message) { return message; });
     auto made = std::make_unique<RunsLoop>(std::move(roots), std::move(gradients), keep_graph);
@@ -218,10 +268,30 @@ PyObject* in_own_loop(PyObject*, PyObject* arguments) {
 
 PyObject* node_in_own_loop(PyObject*, PyObject*) {
   return or_error([]() -> PyObject* {
-    const NodePtr running = torch::autograd::get_current_node();
-    const auto* loop = running ? dynamic_cast<const RunsLoop*>(running.get()) : nullptr;
-    if (!loop || !loop->current) return Py_NewRef(Py_None);
+    const RunsLoop* loop = running();
+    if (!loop) return Py_NewRef(Py_None);
     return checked(torch::autograd::functionToPyObject(loop->current->getptr()));
+  });
+}
+
+PyObject* show_own_loop(PyObject*, PyObject*) {
+  return or_error([]() -> PyObject* {
+    if (RunsLoop* loop = running()) loop->show_nodes();
+    return Py_NewRef(Py_None);
+  });
+}
+
+PyObject* order_in_own_loop(PyObject*, PyObject*) {
+  return or_error([]() -> PyObject* {
+    const RunsLoop* loop = running();
+    if (!loop) return Py_NewRef(Py_None);
+    const std::vector<Node*> order = order_from(loop->roots, loop->tape, loop->served);
+    Owned list(checked(PyList_New(static_cast<Py_ssize_t>(order.size()))));
+    for (size_t index = 0; index < order.size(); ++index)
+      PyList_SET_ITEM(
+          list.get(), static_cast<Py_ssize_t>(index),
+          checked(torch::autograd::functionToPyObject(order[index]->getptr())));
+    return list.release();
   });
 }
 

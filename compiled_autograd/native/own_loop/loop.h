@@ -15,4 +15,10 @@ PyObject* in_own_loop(PyObject*, PyObject* arguments);
 // () -> the node that runs, where the innermost backward of the thread is such a one; else None.
 PyObject* node_in_own_loop(PyObject*, PyObject*);
 
+// () -> None. Where it is such a one, the engine knows of all nodes that it runs from then on.
+PyObject* show_own_loop(PyObject*, PyObject*);
+
+// () -> the nodes in the order in which they run, as the engine tells it; None where it is no such one.
+PyObject* order_in_own_loop(PyObject*, PyObject*);
+
 }  // namespace native

@@ -1,9 +1,12 @@
 #include "tape_in_order.h"
 
+#include "../walk/members.h"
+
 #include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/functions/tensor.h>
 
 #include <algorithm>
+#include <queue>
 #include <typeinfo>
 
 namespace native {
@@ -42,18 +45,26 @@ bool has_hooks(Node& node) {
          !node.post_hooks().empty();
 }
 
-bool is_on_cpu(const Node& node) {
-  for (uint32_t index = 0; index < node.num_inputs(); ++index)
-    if (!node.input_metadata(index).device().is_cpu()) return false;
-  return true;
+// Null for what is a plain tensor of the CPU: else the engine has threads, or users' code is called by operators.
+const char* what_is_special(const Node& node) {
+  for (uint32_t index = 0; index < node.num_inputs(); ++index) {
+    const auto& metadata = node.input_metadata(index);
+    if (!metadata.device().is_cpu()) return " is not on the CPU";
+    if (metadata.is_tensor_subclass()) return " takes tensors of a subclass";
+    if (metadata.is_nested_tensor()) return " takes nested tensors";
+  }
+  return nullptr;
 }
 
 // Gives what it is. Hooks of a leaf's node are most often those of a reducer in C++, which asks for the engine itself.
 Kind check(Node& node) {
   const Kind kind = kind_of(node);
   if (kind == Kind::kOther) throw Refused{node.name() + " is no function of PyTorch's own, nor of Python"};
-  if (!is_on_cpu(node)) throw Refused{node.name() + " is not on the CPU"};
+  if (const char* special = what_is_special(node)) throw Refused{node.name() + special};
   if (kind == Kind::kWrite) {
+    // Another thread that runs this tape lets go of it under the lock, and without the GIL.
+    const std::unique_lock lock(node.*pointer_to(NodeLock()), std::try_to_lock);
+    if (!lock) throw Refused{"another thread runs " + node.name()};
     Node* inner = static_cast<CopySlices&>(node).fn.get();  // none, once it was freed
     if (inner && kind_of(*inner) != Kind::kPlain)
       throw Refused{inner->name() + ", which writes into a view, is no function of PyTorch's own"};
@@ -159,6 +170,34 @@ TapeInOrder::Target TapeInOrder::target_of(const Edge& edge) {
   const uint32_t index = place_of_[numbers_.known(edge.function.get())];
   ++places_[index].edges_to_it;
   return {index, places_[index].first_input + edge.input_nr};
+}
+
+std::vector<Node*> order_from(const edge_list& roots, const TapeInOrder& tape, uint32_t served) {
+  std::unordered_map<const Node*, uint32_t> waits_for;
+  const auto& places = tape.places();
+  for (uint32_t index = served; index < tape.leaves_begin(); ++index)
+    for (const Edge& edge : places[index].node->next_edges())
+      if (edge.is_valid()) ++waits_for[edge.function.get()];
+  const auto was_made_before = [](const Node* one, const Node* other) {
+    return one->sequence_nr() < other->sequence_nr();
+  };
+  std::priority_queue<Node*, std::vector<Node*>, decltype(was_made_before)> ready(was_made_before);
+  for (const Edge& edge : roots) ready.push(edge.function.get());
+  std::vector<Node*> order;
+  while (!ready.empty()) {
+    Node* node = ready.top();
+    ready.pop();
+    order.push_back(node);
+    for (const Edge& edge : node->next_edges()) {
+      if (!edge.is_valid()) continue;
+      const auto found = waits_for.find(edge.function.get());
+      TORCH_INTERNAL_ASSERT(found != waits_for.end(), "it is known at the first node alone");
+      if (--found->second != 0) continue;
+      waits_for.erase(found);
+      ready.push(edge.function.get());
+    }
+  }
+  return order;
 }
 
 }  // namespace native

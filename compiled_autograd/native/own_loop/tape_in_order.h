@@ -61,4 +61,8 @@ class TapeInOrder {
   std::vector<uint32_t> place_of_;
 };
 
+// As `get_current_graph_task_execution_order` (engine.cpp, 2.13), once the results of so many nodes were handed on.
+// Like that one it has an answer only where none that is to come waits for nothing any more, but for the roots.
+std::vector<Node*> order_from(const edge_list& roots, const TapeInOrder& tape, uint32_t served);
+
 }  // namespace native

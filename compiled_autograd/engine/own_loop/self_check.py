@@ -1,0 +1,155 @@
+"""Whether the extension, as it was built here, runs small tapes as the engine does: each is run by both, once in a
+process, before the first one of anybody else's."""
+
+from __future__ import annotations
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ...native.interface import Module
+from ..execution import on_eager
+from ..session import thread
+
+NOT_NOW = "as things are it cannot be checked"
+_Tape = tuple[Sequence[Tensor], Sequence[Tensor]]
+"""Outputs, and the tensors whose gradients are compared."""
+_Log = list[Any]
+
+
+def why_wrong(module: Module) -> str:
+    """What it does otherwise; empty where nothing; what begins with :data:`NOT_NOW` where all is left to the engine."""
+    if not _is_plain():
+        return NOT_NOW
+    with (
+        torch._C.DisableTorchFunction(),
+        torch.enable_grad(),
+        torch.autocast("cpu", enabled=False),
+    ):
+        for name, make in _TAPES.items():
+            wanted = _run(make, None)
+            try:
+                found = _run(make, module)
+            except Exception as error:  # noqa: BLE001  whatever it is, the engine has raised nothing
+                return f"it has raised where the engine does not ({name}): {error}"
+            if isinstance(found, str):
+                return f"{NOT_NOW}: {found}"
+            if not _same(found, wanted):
+                return f"it has run a tape otherwise than the engine ({name})"
+    return ""
+
+
+def _is_plain() -> bool:
+    """Whether nothing is on that changes what the tapes are or that they are run."""
+    return not (
+        torch.is_inference_mode_enabled()
+        or torch.is_anomaly_enabled()
+        or torch._C._autograd._profiler_enabled()
+        or torch._C._len_torch_dispatch_stack()
+        or not torch._C._is_multithreading_enabled()
+        or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
+        or torch._C._functorch.peek_interpreter_stack() is not None
+    )
+
+
+def _run(make: Callable[[_Log], _Tape], module: Module | None) -> list[Any] | str:
+    """Two backwards of a tape, of which the second frees it: what hooks saw, gradients, and how a third one fails. The
+    reason where it is refused."""
+    log: _Log = []
+    outputs, leaves = make(log)
+    wanted = tuple(outputs), tuple(torch.full_like(each, 0.5 + index) for index, each in enumerate(outputs))
+    for keep in (True, False):
+        roots, grads = wanted
+        if module is not None:
+            made = module.in_own_loop(roots, grads, keep, 0)
+            if isinstance(made, str):
+                return made
+            roots, grads = (made[0],), (made[1],)
+        on_eager(thread.here, roots, grads, keep, False, (), True, True)
+        log += [None if each.grad is None else each.grad.clone() for each in leaves]
+    try:
+        on_eager(thread.here, *wanted, False, False, (), True, True)
+    except RuntimeError as error:
+        log.append(str(error))
+    return log
+
+
+def _same(found: Any, wanted: Any) -> bool:
+    if isinstance(wanted, Tensor):
+        if found.layout != wanted.layout or (wanted.layout is torch.strided and found.stride() != wanted.stride()):
+            return False
+        return torch.equal(found.to_dense(), wanted.to_dense())
+    if isinstance(wanted, list | tuple):
+        return len(found) == len(wanted) and all(map(_same, found, wanted))
+    return bool(found == wanted)
+
+
+def _leaf(*values: float) -> Tensor:
+    return torch.tensor(values, dtype=torch.float32, device="cpu").requires_grad_()
+
+
+def _shared(log: _Log) -> _Tape:
+    """Leaves and values that are used several times, one of them an output; a gradient that is there."""
+    x, y = _leaf(0.1, 0.7, -0.3), _leaf(1.5, -0.2, 0.9)
+    y.grad = torch.ones_like(y)
+    z = (x * y).sin() + x
+    w = z * z.exp() - y + z.flip(0)
+    return [w.cumsum(0), z, x], [x, y]
+
+
+def _written(log: _Log) -> _Tape:
+    """Writes into views."""
+    x, y = _leaf(0.1, 0.7, -0.3, 0.4), _leaf(1.5, -0.2)
+    z = x * 2
+    z[:2].mul_(y)
+    z.view(2, 2)[1] = y.exp()
+    return [z.cos(), *z.chunk(2)[:1]], [x, y]
+
+
+def _sparse(log: _Log) -> _Tape:
+    """Sparse gradients, with dense ones and without."""
+    table, other = ((torch.arange(8, dtype=torch.float32, device="cpu") / 7).view(4, 2) for _ in range(2))
+    for each in (table, other):
+        each.requires_grad_()
+    rows = torch.tensor([1, 3, 1], device="cpu")
+    both = torch.embedding(table, rows, -1, False, True) * torch.embedding(other, rows, -1, False, True)
+    return [both.exp(), other.sin()], [table, other]
+
+
+def _hooked(log: _Log) -> _Tape:
+    """Hooks of each kind, which say in which order they are called, and change what they are given."""
+    x, y = _leaf(0.1, 0.7, -0.3), _leaf(1.5, -0.2, 0.9)
+    z = x.exp() * y
+    w = z.sin() + z.cos() * x
+
+    def told(*what: Any) -> None:
+        log.append((torch._C._current_graph_task_id() != -1, torch.is_grad_enabled(), *what))
+
+    def halved(name: str, gradient: Tensor) -> Tensor:
+        told(name, gradient.clone())
+        return gradient * 0.5
+
+    def raised(given: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        told(given)
+        return (given[0] + 1, *given[1:])
+
+    for name, each in {"x": x, "y": y, "z": z, "w": w}.items():
+        each.register_hook(functools.partial(halved, name))
+    for leaf in (x, y):
+        leaf.register_post_accumulate_grad_hook(lambda leaf: told("leaf", leaf.grad))
+    z.retain_grad()
+    node: Any = w.grad_fn
+    node.register_prehook(raised)
+    node.register_hook(lambda given, taken: told(given, taken))
+    return [w.sum()], [x, y, z]
+
+
+_TAPES: dict[str, Callable[[_Log], _Tape]] = {
+    "shared values": _shared,
+    "writes into views": _written,
+    "sparse gradients": _sparse,
+    "hooks": _hooked,
+}

@@ -1,0 +1,82 @@
+"""What tests of the own loop share: a session that leaves all to eager, and the same program with and without it."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+
+import compiled_autograd as ca
+from compiled_autograd.engine.own_loop import running
+
+from .both_walks import own_plans
+from .helpers import same_bits
+
+Program = Callable[[Any], Any]
+"""Runs backwards inside of the context manager that it is given; gives what can be seen of them."""
+
+
+def set_up(config: pytest.Config, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The extension is there, and used for the smallest tapes too."""
+    monkeypatch.setattr(running, "LEAST_NODES", 0)
+    monkeypatch.setattr(running, "NATIVE_HITS", own_plans(config, monkeypatch))
+
+
+def session(**settings: Any) -> ca.Session:
+    """One that leaves all to eager."""
+    given = {"backend": "eager", "on_miss": "eager", "cache_dir": False, "native": True, "own_loop": True}
+    return ca.enable(**{**given, **settings})
+
+
+def leaf(*sizes: int, **more: Any) -> torch.Tensor:
+    """Some numbers that want a gradient."""
+    return torch.randn(sizes, **more).requires_grad_()
+
+
+def alike(found: Any, wanted: Any) -> bool:
+    """The same in every bit, whatever holds it."""
+    if isinstance(wanted, torch.Tensor) and wanted.layout is torch.sparse_coo:
+        return isinstance(found, torch.Tensor) and alike(_parts(found), _parts(wanted))
+    if isinstance(wanted, torch.Tensor):
+        return isinstance(found, torch.Tensor) and same_bits(found, wanted)
+    if isinstance(wanted, list | tuple):
+        return type(found) is type(wanted) and len(found) == len(wanted) and all(map(alike, found, wanted))
+    if isinstance(wanted, dict):
+        return isinstance(found, dict) and alike([*found.items()], [*wanted.items()])
+    return bool(found == wanted)
+
+
+def _parts(tensor: torch.Tensor) -> list[Any]:
+    if tensor.layout is not torch.sparse_coo:
+        return [tensor]
+    return [tensor.shape, tensor.is_coalesced(), tensor._indices(), tensor._values()]
+
+
+def beside(program: Program, loops: int | None = None, **settings: Any) -> Any:
+    """Run a program on the eager engine and with the own loop: the same is seen. Gives it.
+
+    Args:
+        loops: how many backwards are to run in the loop; None for all that there are, at least one.
+    """
+    torch.manual_seed(1)
+    wanted = program(contextlib.nullcontext())
+    torch.manual_seed(1)
+    used = session(**settings)
+    found = program(used)
+    assert alike(found, wanted), f"eager: {wanted}\nown loop: {found}"
+    stats = used.stats()
+    assert stats.own_loop == (stats.backwards if loops is None else loops), stats
+    assert stats.own_loop or loops == 0
+    return wanted
+
+
+def raised(act: Callable[[], Any]) -> tuple[type[BaseException], str] | None:
+    """What something raises, in its words."""
+    try:
+        act()
+    except BaseException as error:  # noqa: BLE001  Ctrl-C is one of them
+        return type(error), str(error)
+    return None

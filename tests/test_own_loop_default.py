@@ -1,0 +1,256 @@
+"""When the own loop runs what is left to eager: settings, its self-check, tapes that it was refused for, trials."""
+
+from __future__ import annotations
+
+import dataclasses
+import itertools
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import compiled_autograd as ca
+from compiled_autograd.engine import backward, decide
+from compiled_autograd.engine.own_loop import running
+from compiled_autograd.engine.own_loop.self_check import NOT_NOW, why_wrong
+from compiled_autograd.native.library import BEING_BUILT, Library
+from compiled_autograd.policies.autotune import AUTOTUNE
+from compiled_autograd.policies.own_loop import FIRST_REST, OWN_LOOPS, Tries
+from compiled_autograd.torch_api import version_differences
+
+from .own_loops import raised, session, set_up
+
+
+@pytest.fixture(autouse=True)
+def extension(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    set_up(request.config, monkeypatch)
+    yield
+    ca.reset()
+
+
+def _backward(used: ca.Session, steps: int = 1) -> int:
+    """How many of some backwards the own loop ran."""
+    before = used.stats().own_loop
+    for _ in range(steps):
+        x = torch.ones(3, requires_grad=True)
+        with used:
+            x.exp().sin().sum().backward()
+        assert x.grad is not None
+    return used.stats().own_loop - before
+
+
+def test_it_is_on_where_there_is_an_extension() -> None:
+    by_default = ca.enable(backend="eager", on_miss="eager", cache_dir=False, native=True)
+    assert by_default.settings.own_loop is None
+    assert _backward(by_default) == 1 and by_default.own_loop == "on"
+
+
+@pytest.mark.parametrize(
+    ("settings", "why"),
+    [({"own_loop": False}, "own_loop=False"), ({"native": False, "own_loop": None}, "native=False does without")],
+)
+def test_settings_that_turn_it_off(settings: dict[str, Any], why: str) -> None:
+    used = session(**settings)
+    assert _backward(used) == 0 and used.own_loop.startswith("off: ") and why in used.own_loop
+
+
+def test_a_torch_that_it_was_not_checked_on(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(version_differences, "OWN_LOOP_CHECKED", ((1, 0), (1, 2)))
+    used, asked = session(own_loop=None), session(own_loop=True)
+    assert _backward(used) == 0 and "but on 1.0 and 1.2" in used.own_loop
+    assert _backward(asked) == 1 and asked.own_loop == "on"
+
+
+def test_it_warns_once_where_it_was_asked_for_and_cannot_be(monkeypatch: pytest.MonkeyPatch) -> None:
+    library = Library(Path("nowhere"))
+    library.reason = "there is no C++ compiler"
+    monkeypatch.setattr(running.NATIVE_HITS, "library", library)
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        assert _backward(session(), 3) == 0
+        assert _backward(session(own_loop=None), 3) == 0
+    assert [str(each.message) for each in told] == [
+        "compiled_autograd: own_loop=True does nothing: there is no extension: there is no C++ compiler."
+    ]
+    assert session(own_loop=None).own_loop == "off: there is no C++ compiler"
+
+
+def test_it_has_the_extension_built_once_much_was_left_to_eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[bool] = []
+
+    class Watched(Library):
+        def module(self, build: bool = True) -> Any:
+            asked.append(build)
+            return None
+
+    monkeypatch.setattr(running, "LEFT_WORTH_BUILDING", 3)
+    monkeypatch.setattr(running.NATIVE_HITS, "library", Watched(Path("nowhere")))
+    used = session(own_loop=None, native=None, cache_dir="somewhere")
+    for _ in range(4):
+        running.OWN_LOOPS._tries.clear()  # looked for each time
+        _backward(used)
+    assert asked == [False, False, True, True] and used.own_loop == f"off: {BEING_BUILT}"
+
+
+# ---- the self-check -------------------------------------------------------------------------------------------------
+
+
+def _module() -> Any:
+    module = running.NATIVE_HITS.module(session().settings, wanted=True)
+    assert module is not None
+    return module
+
+
+@dataclasses.dataclass
+class _Faulty:
+    """An extension with a fault in its own loop."""
+
+    module: Any
+    fault: Callable[[Any, Any, bool], tuple[Any, Any, bool]]
+
+    def in_own_loop(self, outputs: Any, grads: Any, keep: bool, least: int) -> Any:
+        return self.module.in_own_loop(*self.fault(outputs, grads, keep), least)
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.module, name)
+
+
+_FAULTS: dict[str, Callable[[Any, Any, bool], tuple[Any, Any, bool]]] = {
+    "gradient": lambda outputs, grads, keep: (outputs, tuple(each * (1 + 1e-6) for each in grads), keep),
+    "root": lambda outputs, grads, keep: (outputs[:1], grads[:1], keep),
+    "kept": lambda outputs, grads, keep: (outputs, grads, True),
+    "freed": lambda outputs, grads, keep: (outputs, grads, False),
+}
+
+
+@pytest.mark.parametrize("fault", _FAULTS)
+def test_what_is_planted_is_found(fault: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """And nothing is run with it, whoever asks for it, which is told once."""
+    faulty = _Faulty(_module(), _FAULTS[fault])
+    assert why_wrong(faulty.module) == ""  # type: ignore[arg-type]
+    monkeypatch.setattr(running.NATIVE_HITS, "module", lambda settings, wanted=False: faulty)
+    used = session()
+    with warnings.catch_warnings(record=True) as told:
+        warnings.simplefilter("always")
+        assert _backward(used, 3) == 0
+    assert "own loop" in str(told[0].message) and len(told) == 1
+    assert used.own_loop.startswith("off: it has ")
+
+
+@pytest.mark.parametrize("state", ["inference", "autocast", "no grad", "modes", "packed", "default dtype", "nested"])
+def test_the_thread_may_be_in_any_state(state: str) -> None:
+    """It is checked all the same, or later; and leaves nothing behind."""
+
+    class Sees(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            seen.append(function)
+            return function(*args, **(kwargs or {}))
+
+    seen: list[Any] = []
+    module = _module()
+    around: dict[str, Any] = {
+        "inference": torch.inference_mode(),
+        "autocast": torch.autocast("cpu", dtype=torch.bfloat16),
+        "no grad": torch.no_grad(),
+        "modes": Sees(),
+        "packed": torch.autograd.graph.saved_tensors_hooks(seen.append, seen.append),
+        "default dtype": torch.no_grad(),
+        "nested": torch.autograd.forward_ad.dual_level(),
+    }
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(torch.float64 if state == "default dtype" else before)
+    generator = torch.random.get_rng_state()
+    try:
+        with around[state]:
+            assert why_wrong(module) == (NOT_NOW if state in ("inference", "packed") else "")
+    finally:
+        torch.set_default_dtype(before)
+    assert not seen and torch.equal(generator, torch.random.get_rng_state()) and torch.is_grad_enabled()
+
+
+def test_a_profiler_puts_it_off() -> None:
+    module = _module()
+    with torch.profiler.profile():
+        assert why_wrong(module).startswith(NOT_NOW)
+    assert why_wrong(module) == ""
+
+
+# ---- tapes that it was refused for ----------------------------------------------------------------------------------
+
+
+def test_refusals_are_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The own loop is asked ever more seldom."""
+    monkeypatch.setattr(backward, "decide", lambda call, settings: decide.ON_MISS)
+    asked: list[int] = []
+    number = running._number
+    monkeypatch.setattr(running, "_number", lambda *given: asked.append(step) or number(*given))
+    monkeypatch.setattr(running, "LEAST_NODES", 100)
+    used = session()
+    for step in range(200):  # noqa: B007  read above
+        _backward(used)
+    gaps = [after - before for before, after in itertools.pairwise(asked)]
+    assert asked[0] == 0 and len(asked) <= 8 and gaps[-2:] == [2 * FIRST_REST + 1, 4 * FIRST_REST + 1]
+    monkeypatch.setattr(running, "LEAST_NODES", 0)
+    assert 0 < _backward(used, 300) < 300
+
+
+def test_new_tapes_that_are_refused_are_asked_about_ever_more_seldom(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(backward, "decide", lambda call, settings: decide.ON_MISS)
+    asked: list[int] = []
+    monkeypatch.setattr(running, "_number", lambda *given: asked.append(1))
+    used = session()
+    for nodes in range(1, 201):
+        x = torch.ones(3, requires_grad=True)
+        y = x
+        for _ in range(nodes):
+            y = y * 2
+        with used:
+            y.sum().backward()
+        assert x.grad is not None
+    assert 3 < len(asked) < 16
+
+
+def test_tries() -> None:
+    tries = Tries(first=2, last=5)
+    assert tries.is_time() and tries.is_time()
+    tries.refused()
+    assert [tries.is_time() for _ in range(3)] == [False, False, True]
+    tries.refused()
+    tries.rest = 0
+    tries.refused()
+    assert [tries.is_time() for _ in range(6)] == [False] * 5 + [True]
+    tries.served()
+    tries.refused()
+    assert [tries.is_time() for _ in range(3)] == [False, False, True]
+
+
+# ---- trials ---------------------------------------------------------------------------------------------------------
+
+
+def test_a_trial_decides_for_what_it_timed_alone() -> None:
+    """Beside the engine with the own loop or without: whichever is timed first, the other is timed too."""
+    model, x = nn.Linear(4, 4), torch.randn(2, 4)
+
+    def run(used: ca.Session, steps: int) -> None:
+        for _ in range(steps):
+            with used:
+                model(x).sum().backward()
+            model.zero_grad()
+
+    with_it = ca.enable(backend="eager", cache_dir=False, tune=True, native=True, own_loop=True)
+    without = ca.enable(backend="eager", cache_dir=False, tune=True, native=True, own_loop=False)
+    assert with_it.number != without.number
+    keys = set()
+    for used in (without, with_it):
+        run(used, 20)
+        keys |= {key[-1] for key in AUTOTUNE._trials}
+        run(used, 20)
+        (graph,) = used.graphs() or without.graphs()
+        timed = {key[-1] for key, trial in AUTOTUNE._trials.items() if trial.verdict is not None}
+        assert (used is with_it) in timed | set(graph.variants[0].timed_beside)
+    assert keys == {False, True} and OWN_LOOPS.module is not None
+    assert raised(lambda: run(with_it, 3)) is None

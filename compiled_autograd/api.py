@@ -46,13 +46,11 @@ def enable(**settings: Any) -> Session:
             that the process has run, whichever is more; ``float("inf")`` has everything compiled.
         cache_dir: the folder in which compiled graphs outlive the process; None is the user's cache folder, False keeps
             them in memory.
-        native: whether tapes that came several times are walked by an extension in C++, where the engine would walk
-            them. It is compiled once, in the background, where there is a compiler, on Linux, and until then, and
-            without it, the engine walks: with True from the first hit on; with None, the default, once a process had a
-            hundred hits, and where ``cache_dir`` is not False.
-        own_loop: whether that extension runs what is left to eager: the same nodes, but not the engine's queue. None,
-            the default, where it is there and PyTorch is one that this was checked on (a thousand backwards left to
-            eager have it built); True on any, with a warning where there can be no extension; False never.
+        native: whether tapes that came several times are walked by an extension in C++, and not by the engine. Where
+            there is a compiler, on Linux, it is compiled once, in the background: with True at the first hit; with
+            None, the default, once a process had a hundred hits, and where ``cache_dir`` is not False.
+        own_loop: whether it runs what is left to eager, without the engine's queue. None, the default, where
+            it is there, on a PyTorch that this was checked on; True on any, and have it built; False never.
         progress: whether a line says what is being compiled once a backward has waited for 2 seconds: None on a
             terminal and in a notebook, on the first rank; True also writes lines to pipes and files; False never.
         passes: functions over the ATen graph of each region, in order; each gives a ``GraphModule``, or None where it

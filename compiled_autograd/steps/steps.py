@@ -336,8 +336,7 @@ class AccumulateStep:
         leaves, owned, shared, of = (
             [column[index] for index in kept] for column in (self.leaves, self.owned, self.shared, self.calls)
         )
-        dtypes = [self.dtypes[index] for index in kept] if self.dtypes else []
-        return AccumulateStep(leaves, owned, shared, of, dtypes=dtypes)
+        return AccumulateStep(leaves, owned, shared, of, dtypes=[self.dtypes[each] for each in kept if self.dtypes])
 
 
 Executor = RegionStep | OpaqueStep | AccumulateStep

@@ -60,8 +60,9 @@ def dotted(expression: ast.expr) -> str | None:
 
 def clears_arguments(expression: ast.expr) -> bool:
     """Whether it is ``args.clear()``."""
-    is_call = isinstance(expression, ast.Call) and not (expression.args or expression.keywords)
-    return is_call and dotted(expression.func) == "args.clear"
+    if not isinstance(expression, ast.Call) or expression.args or expression.keywords:
+        return False
+    return dotted(expression.func) == "args.clear"
 
 
 def arguments_of(expression: ast.expr, name: str) -> list[ast.expr] | None:

@@ -79,7 +79,9 @@ def test_it_warns_once_where_it_was_asked_for_and_cannot_be(monkeypatch: pytest.
     assert session(own_loop=None).own_loop == "off: there is no C++ compiler"
 
 
-def test_it_has_the_extension_built_once_much_was_left_to_eager(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_it_has_the_extension_built_once_much_was_left_to_eager(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     asked: list[bool] = []
 
     class Watched(Library):
@@ -89,7 +91,7 @@ def test_it_has_the_extension_built_once_much_was_left_to_eager(monkeypatch: pyt
 
     monkeypatch.setattr(running, "LEFT_WORTH_BUILDING", 3)
     monkeypatch.setattr(running.NATIVE_HITS, "library", Watched(Path("nowhere")))
-    used = session(own_loop=None, native=None, cache_dir="somewhere")
+    used = session(own_loop=None, native=None, cache_dir=tmp_path)
     for _ in range(4):
         running.OWN_LOOPS._tries.clear()  # looked for each time
         _backward(used)

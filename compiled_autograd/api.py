@@ -50,9 +50,7 @@ def enable(**settings: Any) -> Session:
             them. It is compiled once, in the background, where there is a compiler, on Linux, and until then, and
             without it, the engine walks: with True from the first hit on; with None, the default, once a process had a
             hundred hits, and where ``cache_dir`` is not False.
-        own_loop: whether that extension runs what is left to eager: the same nodes, but not the engine's queue. None,
-            the default, where it is there and PyTorch is one that this was checked on (a thousand backwards left to
-            eager have it built); True on any, with a warning where there can be no extension; False never.
+        own_loop: whether that extension runs what is left to eager, without the engine's queue: None where it is there.
         progress: whether a line says what is being compiled once a backward has waited for 2 seconds: None on a
             terminal and in a notebook, on the first rank; True also writes lines to pipes and files; False never.
         passes: functions over the ATen graph of each region, in order; each gives a ``GraphModule``, or None where it

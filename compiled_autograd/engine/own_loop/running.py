@@ -16,6 +16,7 @@ import torch
 from ...diagnostics.reporting import warn_once
 from ...native.interface import Module
 from ...native.library import BEING_BUILT
+from ...policies.autotune import AUTOTUNE
 from ...policies.own_loop import FIRST_REST, OWN_LOOPS, why_off
 from ...policies.sketches import SKETCHES
 from ...settings import Settings
@@ -122,7 +123,8 @@ def _first(settings: Settings, module: Module | None) -> Module | None:
         warn_once(f"the own loop is not used, which is only slower: {wrong}. Please report it")
         return None
     OWN_LOOPS.module = module
-    SKETCHES.forget()  # what was timed without it
+    if AUTOTUNE.active:
+        SKETCHES.forget()  # what was timed without it
     return module
 
 

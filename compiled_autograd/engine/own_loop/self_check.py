@@ -24,21 +24,25 @@ def why_wrong(module: Module) -> str:
     """What it does otherwise; empty where nothing; what begins with :data:`NOT_NOW` where all is left to the engine."""
     if not _is_plain():
         return NOT_NOW
-    with (
-        torch._C.DisableTorchFunction(),
-        torch.enable_grad(),
-        torch.autocast("cpu", enabled=False),
-    ):
-        for name, make in _TAPES.items():
-            wanted = _run(make, None)
-            try:
-                found = _run(make, module)
-            except Exception as error:  # noqa: BLE001  whatever it is, the engine has raised nothing
-                return f"it has raised where the engine does not ({name}): {error}"
-            if isinstance(found, str):
-                return f"{NOT_NOW}: {found}"
-            if not _same(found, wanted):
-                return f"it has run a tape otherwise than the engine ({name})"
+    before = torch._C._autograd._get_sequence_nr()
+    with torch._C.DisableTorchFunction(), torch.enable_grad(), torch.autocast("cpu", enabled=False):
+        try:
+            return _why_wrong(module)
+        finally:  # sketches of tapes count what the thread has recorded for them
+            thread.here.last_root += torch._C._autograd._get_sequence_nr() - before
+
+
+def _why_wrong(module: Module) -> str:
+    for name, make in _TAPES.items():
+        wanted = _run(make, None)
+        try:
+            found = _run(make, module)
+        except Exception as error:  # noqa: BLE001  whatever it is, the engine has raised nothing
+            return f"it has raised where the engine does not ({name}): {error}"
+        if isinstance(found, str):
+            return f"{NOT_NOW}: {found}"
+        if not _same(found, wanted):
+            return f"it has run a tape otherwise than the engine ({name})"
     return ""
 
 

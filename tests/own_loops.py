@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -19,10 +19,13 @@ Program = Callable[[Any], Any]
 """Runs backwards inside of the context manager that it is given; gives what can be seen of them."""
 
 
-def set_up(config: pytest.Config, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The extension is there, and used for the smallest tapes too."""
+@pytest.fixture
+def extension(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """It is there, and used for the smallest tapes too."""
     monkeypatch.setattr(running, "LEAST_NODES", 0)
-    monkeypatch.setattr(running, "NATIVE_HITS", own_plans(config, monkeypatch))
+    monkeypatch.setattr(running, "NATIVE_HITS", own_plans(request.config, monkeypatch))
+    yield
+    ca.reset()
 
 
 def session(**settings: Any) -> ca.Session:
@@ -34,6 +37,12 @@ def session(**settings: Any) -> ca.Session:
 def leaf(*sizes: int, **more: Any) -> torch.Tensor:
     """Some numbers that want a gradient."""
     return torch.randn(sizes, **more).requires_grad_()
+
+
+def node_of(tensor: torch.Tensor) -> Any:
+    """What has made a tensor, of which types know too little."""
+    assert tensor.grad_fn is not None
+    return tensor.grad_fn
 
 
 def alike(found: Any, wanted: Any) -> bool:

@@ -7,7 +7,7 @@ import gc
 import threading
 import warnings
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -21,25 +21,14 @@ from torch.utils.checkpoint import checkpoint
 import compiled_autograd as ca
 from compiled_autograd.engine.own_loop import running
 
-from .both_walks import own_plans
 from .helpers import Squares, expect, in_threads, mlp
+from .own_loops import extension  # noqa: F401
+from .own_loops import session as _session
 
 Case = Callable[[], tuple[Any, Sequence[torch.Tensor]]]
 
 
-@pytest.fixture(autouse=True)
-def extension(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """It is there, and used for the smallest tapes too."""
-    monkeypatch.setattr(running, "LEAST_NODES", 0)
-    monkeypatch.setattr(running, "NATIVE_HITS", own_plans(request.config, monkeypatch))
-    yield
-    ca.reset()
-
-
-def _session(**settings: Any) -> ca.Session:
-    """One that leaves all to eager."""
-    given = {"backend": "eager", "on_miss": "eager", "cache_dir": False, "native": True, "own_loop": True}
-    return ca.enable(**{**given, **settings})
+pytestmark = pytest.mark.usefixtures("extension")
 
 
 def _left(make: Case, around: Any, steps: int, seed: int, **arguments: Any) -> list[Any]:

@@ -13,21 +13,9 @@ from torch import nn
 from torch.utils._pytree import tree_map_only
 from torch.utils.checkpoint import checkpoint
 
-import compiled_autograd as ca
+from .own_loops import beside, extension, leaf, node_of, raised  # noqa: F401
 
-from .own_loops import beside, leaf, raised, set_up
-
-
-@pytest.fixture(autouse=True)
-def extension(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    set_up(request.config, monkeypatch)
-    yield
-    ca.reset()
-
-
-def _node(tensor: torch.Tensor) -> Any:
-    assert tensor.grad_fn is not None
-    return tensor.grad_fn
+pytestmark = pytest.mark.usefixtures("extension")
 
 
 # ---- what is asked meanwhile ----------------------------------------------------------------------------------------
@@ -40,7 +28,7 @@ def test_which_nodes_run_is_told_to_what_unpacks() -> None:
         told: list[bool] = []
 
         def unpack(saved: torch.Tensor) -> torch.Tensor:
-            told.extend(torch._C._will_engine_execute_node(_node(each)) for each in (first, second, other, root))
+            told.extend(torch._C._will_engine_execute_node(node_of(each)) for each in (first, second, other, root))
             return saved
 
         x = torch.ones(3, requires_grad=True)
@@ -65,7 +53,7 @@ def test_whether_a_root_runs(roots: int) -> None:
         y = x.exp()
         outputs = [y.sin().sum(), y.cos().sum()][:roots]
         y.register_hook(
-            lambda _: told.extend(torch._C._will_engine_execute_node(_node(each)) for each in (*outputs, y))
+            lambda _: told.extend(torch._C._will_engine_execute_node(node_of(each)) for each in (*outputs, y))
         )
         with around:
             torch.autograd.backward(outputs)
@@ -164,7 +152,7 @@ def test_anomalies_inside_of_a_hook_name_the_node() -> None:
                 warnings.simplefilter("ignore")
                 with torch.autograd.detect_anomaly(check_nan=False):
                     inner = torch.ones(3, requires_grad=True).exp()
-            metadata = _node(inner).metadata
+            metadata = node_of(inner).metadata
             parent = metadata.get("parent_")
             told.append(None if parent is None else parent.name())
 
@@ -244,7 +232,7 @@ def test_who_leaves_the_thread_in_another_state(what: str, who: str) -> None:
                 elif who == "late hook":
                     first.register_hook(leave)
                 elif who == "late prehook":
-                    _node(first).register_prehook(leave)
+                    node_of(first).register_prehook(leave)
                 elif who == "late hook of a leaf":
                     w.register_hook(leave)
             return saved

@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 import itertools
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,14 +22,9 @@ from compiled_autograd.policies.autotune import AUTOTUNE
 from compiled_autograd.policies.own_loop import FIRST_REST, OWN_LOOPS, Tries
 from compiled_autograd.torch_api import version_differences
 
-from .own_loops import raised, session, set_up
+from .own_loops import extension, raised, session  # noqa: F401
 
-
-@pytest.fixture(autouse=True)
-def extension(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    set_up(request.config, monkeypatch)
-    yield
-    ca.reset()
+pytestmark = pytest.mark.usefixtures("extension")
 
 
 def _backward(used: ca.Session, steps: int = 1) -> int:

@@ -7,7 +7,7 @@ import functools
 import random
 import threading
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from contextlib import nullcontext
 from typing import Any
 
@@ -16,22 +16,21 @@ import torch
 from torch import nn
 from torch.utils.checkpoint import checkpoint
 
-import compiled_autograd as ca
 from compiled_autograd.diagnostics.bypass import ON_MISS
 from compiled_autograd.engine import backward
 from compiled_autograd.engine.own_loop import running
 
-from .own_loops import alike, raised, session, set_up
+from .own_loops import alike, extension, raised, session  # noqa: F401
 
 PROGRAMS, MANY = 150, 10_000
 
 
+pytestmark = pytest.mark.usefixtures("extension")
+
+
 @pytest.fixture(autouse=True)
-def extension(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    set_up(request.config, monkeypatch)
+def _left_to_eager(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(backward, "decide", lambda call, settings: ON_MISS)  # else each tape would be captured first
-    yield
-    ca.reset()
 
 
 class _Pair(torch.autograd.Function):

@@ -7,7 +7,7 @@ import gc
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -19,23 +19,13 @@ from torch.utils.checkpoint import checkpoint
 import compiled_autograd as ca
 
 from .helpers import in_threads, mlp
-from .own_loops import beside, leaf, raised, session, set_up
+from .own_loops import beside, extension, leaf, node_of, raised, session  # noqa: F401
 
-
-@pytest.fixture(autouse=True)
-def extension(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    set_up(request.config, monkeypatch)
-    yield
-    ca.reset()
-
-
-def _node(tensor: torch.Tensor) -> Any:
-    assert tensor.grad_fn is not None
-    return tensor.grad_fn
+pytestmark = pytest.mark.usefixtures("extension")
 
 
 def _accumulator(tensor: torch.Tensor) -> Any:
-    return _node(tensor.expand_as(tensor)).next_functions[0][0]
+    return node_of(tensor.expand_as(tensor)).next_functions[0][0]
 
 
 # ---- hooks ----------------------------------------------------------------------------------------------------------
@@ -111,8 +101,8 @@ def test_what_hooks_raise(kind: str, error: BaseException) -> None:
         queue = torch.autograd.Variable._execution_engine.queue_callback
         kinds: dict[str, Callable[[], Any]] = {
             "tensor": lambda: second.register_hook(fail),
-            "prehook": lambda: _node(second).register_prehook(fail),
-            "hook": lambda: _node(second).register_hook(fail),
+            "prehook": lambda: node_of(second).register_prehook(fail),
+            "hook": lambda: node_of(second).register_hook(fail),
             "leaf": lambda: y.register_hook(fail),
             "after the leaf": lambda: y.register_post_accumulate_grad_hook(fail),
             "unpack": lambda: None,
@@ -264,7 +254,7 @@ def test_a_hook_frees_the_last_names_of_a_long_tape() -> None:
         for _ in range(100_000):
             held.append(held.pop() * 1.0)
         held.append(held.pop().sum())
-        _node(held[0]).register_prehook(lambda _: held.clear())
+        node_of(held[0]).register_prehook(lambda _: held.clear())
         with around:
             held[0].backward()
         gc.collect()
@@ -394,7 +384,7 @@ def test_nothing_is_left_over() -> None:
     def once(how: int) -> None:
         loss = model(x).sum()
         if how == 1:
-            _node(loss).register_prehook(lambda _: 1 / 0)
+            node_of(loss).register_prehook(lambda _: 1 / 0)
         if how == 2:
             _accumulator(next(model.parameters())).register_hook(lambda *_: None).remove()
         with used:

@@ -47,10 +47,10 @@ class GradDtypes:
         self.accumulates = tape.accumulates
         self.leaves, self.captured, self.made = [], [], []
         for leaf, value in _gradients(tape):
-            told = next(map(metadata_of, edges(value)), None)
+            made, captured = _dtypes_of(value)
             self.leaves.append(leaf)
-            self.captured.append(dtype_of(value))
-            self.made.append(None if told is None else _DTYPES.get(told[0][_DTYPE_IN_OPTIONS]))
+            self.captured.append(captured)
+            self.made.append(made)
 
     def now(self, tensors: Sequence[torch.Tensor], inputs: Sequence[Any]) -> list[torch.dtype | None]:
         """Those of a tape that was handed over; as they were captured, for what is no leaf."""
@@ -113,8 +113,13 @@ def _gradients(tape: ir.TapeGraph) -> list[tuple[int, Any]]:
 
 def dtype_of(gradient: Any) -> torch.dtype | None:
     """That of what becomes a gradient, where the tape says it."""
+    return _dtypes_of(gradient)[1]
+
+
+def _dtypes_of(gradient: Any) -> tuple[torch.dtype | None, torch.dtype | None]:
+    """That of the tensor whose gradient it becomes, when the tape was made, and that of the gradient."""
     told = next(map(metadata_of, edges(gradient)), None)
-    return None if told is None else _DTYPES.get(told[-1])
+    return (None, None) if told is None else (_DTYPES.get(told[0][_DTYPE_IN_OPTIONS]), _DTYPES.get(told[-1]))
 
 
 def edges(value: Any) -> Iterator[_Edge]:

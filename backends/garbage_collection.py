@@ -28,7 +28,7 @@ class _Rarely:
     """
 
     def __init__(self) -> None:
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # what a signal or ``gc`` runs in its midst may compile too
         self.entered: dict[int, int] = {}
         self._before = self._set = gc.get_threshold()
 
@@ -58,7 +58,7 @@ class _Rarely:
         elif thread in self.entered:
             if len(self.entered) == 1:
                 self._restore()  # before it is known to have left: Ctrl-C may come between
-            del self.entered[thread]
+            self.entered.pop(thread, None)  # what runs in the midst of this may have done both
 
     def _restore(self) -> None:
         if gc.get_threshold() == self._set:  # else somebody else has set it meanwhile
@@ -75,7 +75,7 @@ class _Rarely:
 
     def reset_after_fork(self) -> None:
         """In a forked child nothing is being made."""
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         if self.entered:
             self.entered.clear()
             self._restore()

@@ -54,14 +54,16 @@ def test_the_missing_step_runs_at_once_and_a_later_one_switches_over() -> None:
     expect(session.stats(), structure_misses=1, hits=3, captures=1, compiles=1)
 
 
-def test_what_a_step_of_another_session_has_compiled_meanwhile_stays() -> None:
+def test_what_a_step_of_another_session_has_compiled_meanwhile_stays(monkeypatch: pytest.MonkeyPatch) -> None:
     """It was compiled again there, which failed, and the region's calls ran one by one from then on."""
     beside, session = ca.enable(backend="eager", on_miss="background"), ca.enable(backend="eager")
     model, reference = _twins()
     x = torch.randn(4, 8)
-    with region_compiler.COMPILING:
-        _step(beside, model, reference, x)
-        _step(session, model, reference, x)
+    may_begin, in_same_state = threading.Event(), background._in_same_state
+    monkeypatch.setattr(background, "_in_same_state", lambda job: may_begin.wait(60) and in_same_state(job))
+    _step(beside, model, reference, x)
+    _step(session, model, reference, x)
+    may_begin.set()
     assert session.stats().compiles == 1 and beside.wait(60)
     for _ in range(3):
         _step(session, model, reference, x)

@@ -18,7 +18,7 @@ from compiled_autograd.diagnostics import bypass
 from compiled_autograd.threads import forks
 from compiled_autograd.cache import graphs
 from compiled_autograd.engine import session as sessions
-from compiled_autograd.threads.gate import GATE, take
+from compiled_autograd.threads.gate import GATE, Turn
 from compiled_autograd.lowering.region_compiler import COMPILING
 from shadow_cache import compile_counter, graph as shadow
 from backends.inductor import kernels
@@ -123,11 +123,11 @@ for lock in (kernels._LOADING, compile_counter._lock):
     thread.join()
 
 def walk():
-    token = take()
-    assert GATE.enter_capture(token) is None
+    turn = Turn()
+    assert GATE.enter_capture(turn) is None
     held.set()
     done.wait()
-    token.release()
+    turn.token.release()
 
 held.clear(), done.clear()
 threading.Thread(target=walk).start()

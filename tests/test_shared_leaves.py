@@ -37,12 +37,13 @@ def _slowly(monkeypatch: pytest.MonkeyPatch, began: threading.Event | None = Non
         for each, old, term in zip(into, before, terms, strict=True):
             each.copy_(old + term)
 
-    def assign(leaf: torch.Tensor, grad: torch.Tensor) -> None:
+    def assigned(leaf: torch.Tensor, old: torch.Tensor | None, grad: torch.Tensor) -> bool:
         time.sleep(0.01)
         leaf.grad = grad
+        return True
 
     monkeypatch.setattr(module, "_add_in_place", add)
-    monkeypatch.setattr(module, "_assign", assign)
+    monkeypatch.setattr(module, "_assigned", assigned)
 
 
 @pytest.mark.parametrize("function", ["built-in", "Python"])

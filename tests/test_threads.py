@@ -14,7 +14,7 @@ from torch import nn
 import compiled_autograd as ca
 from compiled_autograd.engine import seam
 from compiled_autograd.engine import session as sessions
-from compiled_autograd.threads.gate import GATE, take, threads_running
+from compiled_autograd.threads.gate import GATE, Turn, threads_running
 from shadow_cache import Bypass
 
 from .helpers import WAIT, Squares, Waits, assert_grads, assert_same, expect, in_subprocess, in_threads, mlp
@@ -223,11 +223,18 @@ def test_two_threads_compile_the_same_structure_once() -> None:
     assert stats.structure_misses <= 1
 
 
+def _of_nobody() -> Turn:
+    """Of a thread that is none, first in the line."""
+    turn = Turn()
+    turn.thread = 0
+    GATE.line.append(turn)
+    return turn
+
+
 def test_a_thread_that_enters_the_eager_engine_waits_for_one_that_captures() -> None:
     """And is not counted as one that is there meanwhile, also after Ctrl-C."""
-    token, nobody = take(), 0
+    turn = _of_nobody()
     entered, waits = threading.Event(), threading.Event()
-    GATE.capturing = nobody, token
     x = torch.randn(3, requires_grad=True)
     ca.enable(backend="eager")  # so that the gate is there
 
@@ -242,7 +249,7 @@ def test_a_thread_that_enters_the_eager_engine_waits_for_one_that_captures() -> 
         assert waits.wait(WAIT) and not entered.wait(0.2)
         assert GATE.idents == [] and not GATE.others_in_eager()
     finally:
-        token.release()
+        turn.token.release()
     assert entered.wait(WAIT)
     thread.join(WAIT)
     assert x.grad is not None and torch.equal(x.grad, 2 * x.detach()) and GATE.idle()
@@ -250,8 +257,7 @@ def test_a_thread_that_enters_the_eager_engine_waits_for_one_that_captures() -> 
     def interrupt() -> None:
         raise KeyboardInterrupt
 
-    token = take()
-    GATE.capturing = nobody, token
+    turn = _of_nobody()
     try:
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(GATE, "_wait", interrupt)
@@ -259,7 +265,7 @@ def test_a_thread_that_enters_the_eager_engine_waits_for_one_that_captures() -> 
                 _square(x).backward()
         assert GATE.idents == []
     finally:
-        token.release()
+        turn.token.release()
     assert GATE.idle()
 
 
@@ -309,9 +315,9 @@ def test_who_waited_for_a_walk_does_not_leave_the_next_one_unseen(monkeypatch: p
         tokens[0].release()
 
     def walks(call: Any, allow_unreachable: bool) -> Any:
-        assert GATE.capturing is not None
+        assert len(GATE.line) == 1 and GATE.line[0].stands()
         if not tokens:
-            tokens.append(GATE.capturing[1])
+            tokens.append(GATE.line[0].token)
             waiting.start()
         else:
             may_go.set()

@@ -46,6 +46,11 @@ FORKED = Bypass(
     hint="this process was forked while another thread compiled, whose locks nobody lets go of here: what its "
     "parent had compiled runs, the rest is left to the eager engine. The start method spawn or forkserver does without",
 )
+INSIDE_COMPILE = Bypass(
+    "inside_compile",
+    hint="called in the midst of compiling, by what Python ran there (gc, a signal's handler, a backend): what is "
+    "compiled already runs, the rest is left to the eager engine",
+)
 INTERRUPTED = Bypass("interrupted", hint="an exception, such as that of Ctrl-C, ended it before anything ran")
 BROKEN_CAPTURE = Bypass("broken_capture", hint="the engine failed while it reported a node, and nothing was run")
 COMPILING = Bypass("compiling", hint="it is being compiled in the background; a later step switches over")

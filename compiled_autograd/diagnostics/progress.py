@@ -30,7 +30,7 @@ class Wait:
     def __init__(self, setting: bool | None) -> None:
         self._display: Display | None = display_for(setting)
         self._started = time.monotonic()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # what is compiled in its midst, of ``gc`` or a signal, is shown too
 
     @contextmanager
     def compiling(self, what: Callable[[], tuple[str, str]]) -> Iterator[None]:

@@ -15,7 +15,7 @@ from ..cache.selection import Selection
 from ..cache.stores import disk_for
 from ..cache.variants import Variant
 from ..capture.unnamed import name_the_unnamed
-from ..diagnostics.bypass import FORKED, INTERRUPTED, OVER_BUDGET
+from ..diagnostics.bypass import INTERRUPTED, OVER_BUDGET
 from ..diagnostics.reporting import tell_of_own_error
 from ..diagnostics.structure_misses import with_title
 from ..guards.ambient import Ambient
@@ -24,7 +24,7 @@ from ..policies.autotune import AUTOTUNE
 from ..policies.spending import SPENDING
 from ..settings import Settings
 from ..steps.run_context import RunReport
-from ..threads.forks import can_compile
+from ..threads.forks import why_not_compile
 from .call import Call, HandedOver
 from .session import BYPASS, HIT, SHAPE_MISS, STRUCTURE_MISS, Outcome, Session
 from .traced import trace
@@ -76,8 +76,8 @@ class RunAccount:
 
     def refuse(self) -> Bypass | None:
         """Why nothing may be compiled for it; None where it may."""
-        if not can_compile():
-            return FORKED
+        if (why := why_not_compile()) is not None:
+            return why
         return OVER_BUDGET if not self.call.admitted and ADMISSION.refuses(self.account.settings) else None
 
     def close_after(self, error: BaseException) -> None:
@@ -128,9 +128,13 @@ class RunAccount:
         if report.misses:
             reasons.extend(report.misses)
         if report.uncompiled:
-            in_background = settings.on_miss == "background" and can_compile() and not self.over_budget
-            why = "compile_budget is spent" if self.over_budget else "on_miss does not compile"
-            waits = "they are compiled in the background" if in_background else why
+            refused = why_not_compile()
+            if self.over_budget or refused is not None:
+                waits = "compile_budget is spent" if refused is None else refused.kind
+            elif settings.on_miss == "background":
+                waits = "they are compiled in the background"
+            else:
+                waits = "on_miss does not compile"
             reasons.append(Miss("guard", f"{report.uncompiled} regions", hint=f"{waits}; their calls ran one by one"))
         if report.failures:
             reasons.extend(failure for failure in report.failures if failure not in reasons)

@@ -10,7 +10,16 @@ from shadow_cache import Bypass
 from ..cache.selection import find_variant
 from ..cache.stores import disk_for
 from ..capture.tape import freed_at_the_end
-from ..diagnostics.bypass import COMPILING, FORKED, INPUT_INSIDE, ON_MISS, OVER_BUDGET, TRACING, before_capture
+from ..diagnostics.bypass import (
+    COMPILING,
+    FORKED,
+    INPUT_INSIDE,
+    INSIDE_COMPILE,
+    ON_MISS,
+    OVER_BUDGET,
+    TRACING,
+    before_capture,
+)
 from ..diagnostics.structure_misses import with_title
 from ..errors import CacheMissError
 from ..policies.admission import ADMISSION, Tape
@@ -26,7 +35,7 @@ from .handles import KEPT
 from .seam import hand_over
 from .session import Session, thread
 
-_NOT_UNSUPPORTED = (TRACING, ON_MISS, COMPILING, OVER_BUDGET, FORKED)
+_NOT_UNSUPPORTED = (TRACING, ON_MISS, COMPILING, OVER_BUDGET, FORKED, INSIDE_COMPILE)
 
 
 def look(call: Call, session: Session) -> Trial | Tape | Refusal | None:

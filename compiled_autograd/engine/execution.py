@@ -36,7 +36,7 @@ from ..settings import Settings
 from ..steps.run_context import RunContext
 from ..steps.steps import RegionStep, Slots
 from ..threads.claims import CLAIMS
-from ..threads.forks import can_compile
+from ..threads.forks import why_not_compile
 from ..threads.gate import GATE
 from ..user_code.reducers import reducer_hooks
 from .account import Account, RunAccount
@@ -83,8 +83,7 @@ def on_eager(
     try:
         idents.append(me)
         here.running = None
-        holder = GATE.capturing
-        if CLAIMS.made or (holder is not None and holder[1].locked()):
+        if CLAIMS.made or GATE.line:
             GATE.enter_again(me)
         return _run_backward(
             Variable._execution_engine,
@@ -288,9 +287,10 @@ def _allow(run: RunAccount, context: RunContext) -> None:
     settings = run.account.settings
     if ADMISSION.closed and not run.selection.reasons and not run.call.admitted and settings.compiles:
         run.over_budget = True
-    if run.over_budget or settings.on_miss != "compile" or not can_compile():
+    refused = run.over_budget or why_not_compile() is not None
+    if refused or settings.on_miss != "compile":
         context.may_compile = False
-    if settings.on_miss == "background" and not run.over_budget and can_compile():
+    if settings.on_miss == "background" and not refused:
         context.submit = functools.partial(_submit, run, run.ambient_state)
 
 

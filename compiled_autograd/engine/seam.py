@@ -29,7 +29,6 @@ from ..capture.grad_dtypes import refuse_others
 from ..capture.view_writes import NAME, VIEW_WRITES
 from ..diagnostics.bypass import (
     DDP_CPP_REDUCER,
-    FORKED,
     ON_MISS,
     OVER_BUDGET,
     TORCH_COMPILED_AUTOGRAD,
@@ -44,8 +43,8 @@ from ..ir.order import in_engine_order
 from ..policies.admission import ADMISSION
 from ..process_state import PROCESS
 from ..settings import Settings
-from ..threads.forks import can_compile
-from ..threads.gate import GATE, Token, take
+from ..threads.forks import why_not_compile
+from ..threads.gate import GATE, Token, Turn, take
 from ..threads.others import clear_cache, set_autograd_compiler
 from ..torch_api.op_registry import captures_of_others, others_are_on
 from ..user_code.functions import forget_numbers
@@ -71,11 +70,10 @@ class _Walk:
     """One walk of the engine over a tape, as far as the functions that the engine calls have come with it.
 
     Attributes:
-        token: for the gate, while the engine walks.
+        turn: at the gate, while the engine walks; it is over before that where the seam was given back to run inside.
         run_inside: runs what is handed over before the engine returns, where that must be; None only looks.
         inside: the token for the gate meanwhile.
         tape: the one that ``miss`` is of.
-        gave_back: the seam and ``token`` were given back for that.
         aside: hooks of DDP's reducer, until they are put back.
         asks_store: when it began to report a tape that is only taken if the store on disk has it.
     """
@@ -83,14 +81,13 @@ class _Walk:
     call: Call
     settings: Settings
     run_inside: RunInside | None
-    token: Token = field(default_factory=take)
+    turn: Turn = field(default_factory=Turn)
     capture: Capture | None = None
     reports: bool = False
     miss: Miss | None = None
     tape: ir.TapeGraph | None = None
     given: HandedOver | RanInside | None = None
     inside: Token | None = None
-    gave_back: bool = False
     asks_store: float | None = None
     aside: object | None = None
 
@@ -134,15 +131,14 @@ def forget() -> None:
     then it is dropped before the next walk.
     """
     KEPT.must_forget = True
-    token = take()
+    turn = Turn()
     try:
-        if GATE.enter_alone(token):
+        if GATE.enter_alone(turn):
             _forget()
     finally:
-        held = GATE.capturing
-        if held is not None and held[1] is token:  # no call before the release: see the gate
-            GATE.capturing = None
-        token.release()
+        turn.over = True  # no call before the release: see the gate
+        turn.token.release()
+        GATE.leave(turn)
 
 
 def _forget() -> None:
@@ -178,7 +174,7 @@ def hand_over(call: Call, settings: Settings, run_inside: RunInside | None) -> H
         RARELY.leave_all()
     walk = _Walk(call, settings, run_inside)
     try:
-        reason = GATE.enter_capture(walk.token)
+        reason = GATE.enter_capture(walk.turn)
         if reason is not None:
             return Refused(reason)
         _thread.walk = walk
@@ -201,11 +197,10 @@ def hand_over(call: Call, settings: Settings, run_inside: RunInside | None) -> H
     finally:
         _thread.walk = outer
         try:
-            if not walk.gave_back:
-                held = GATE.capturing
-                if held is not None and held[1] is walk.token:
-                    GATE.capturing = None
-                walk.token.release()
+            if not walk.turn.over:
+                walk.turn.over = True
+                walk.turn.token.release()
+                GATE.leave(walk.turn)
         finally:
             if walk.inside is not None:
                 walk.inside.release()
@@ -241,7 +236,7 @@ def _have_it_walk(walk: _Walk) -> None:
             finally:
                 torch._C._set_multithreading_enabled(multithreading)
     finally:
-        if prior and not walk.gave_back:
+        if prior and not walk.turn.over:
             set_autograd_compiler(*prior[0])
 
 
@@ -252,11 +247,9 @@ def _run_inside(walk: _Walk, run: RunInside, handed: HandedOver) -> list[Any]:
     _thread.walk = None
     walk.inside = take()
     GATE.change_to_eager(walk.inside)
-    walk.gave_back = True  # no call: nothing comes between this and the release
-    held = GATE.capturing
-    if held is not None and held[1] is walk.token:
-        GATE.capturing = None
-    walk.token.release()
+    walk.turn.over = True  # no call: nothing comes between this and the release
+    walk.turn.token.release()
+    GATE.leave(walk.turn)
     walk.given = RanInside(run(handed))
     return list(walk.given.results)
 
@@ -297,8 +290,8 @@ def _finish(captured: ir.TapeGraph, capture: Capture) -> tuple[Callable[..., Any
         if agrees:
             tape.join_names(captured.calls, visited)
         walk.miss, walk.tape = GRAPHS.explain(ordered, keys, capture.shapes), ordered
-        if not can_compile():
-            raise CaptureRefusedError(FORKED)
+        if (why := why_not_compile()) is not None:
+            raise CaptureRefusedError(why)
         if not may_be_kept(walk.settings, ordered, keys, walk.asks_store is None):
             if walk.asks_store is not None:
                 ADMISSION.asked_store(time.perf_counter() - walk.asks_store)

@@ -154,6 +154,8 @@ class RegionCompiler:
         """
         before, depends_on = self.kind(step, slots), to_be_traced(step, slots)
         if known := [compiled for compiled in step.compiled.get(before, ()) if compiled is not None]:
+            if known[-1].guard is None:  # what ran in this thread since it was not found has compiled it
+                return known[-1]
             context.report.misses.append(self._guard_miss(step, known[-1], slots))
         elif step.compiled:
             context.report.misses.append(self._other_kind(step, before, next(reversed(step.compiled))))

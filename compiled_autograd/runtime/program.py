@@ -37,7 +37,7 @@ from ..steps.run_context import RunContext
 from ..steps.schedule import Schedule
 from ..steps.steps import AccumulateStep, CompiledRegion, Executor, OpaqueStep, RegionStep, Slots
 from ..threads.claims import CLAIMS
-from ..threads.forks import can_compile
+from ..threads.forks import why_not_compile
 from ..user_code.in_place import changed, check, versions_of
 from .interpret import ONE_BY_ONE, finish
 from .opaque_calls import drop, run_calls, run_opaque
@@ -227,7 +227,7 @@ class Program:
         """Find what was not there a moment ago, load it or compile it."""
         region_compiler = self.region_compiler
         found, compiled = False, None
-        if not can_compile():  # nor load, which may import what another thread was importing when this was forked
+        if why_not_compile() is not None:  # nor load, which may import what was being imported
             return False, None
         acquired: list[bool] = []
         try:

@@ -2,6 +2,9 @@
 
 The rules are those of ``torch/csrc/autograd/functions/accumulate_grad.h`` and ``utils/grad_layout_contract.h`` (2.13),
 for grad mode off. We are stricter in one point: what a leaf keeps never shares memory with a tensor of the user's.
+
+Between the last look at a leaf's ``.grad`` and the writing of another there is no call: there Python may run a signal's
+handler or what ``gc`` has found, and in it another backward that gives to this leaf.
 """
 
 from __future__ import annotations
@@ -166,8 +169,8 @@ def _write_all(step: AccumulateStep, slots: list[Any]) -> None:
             if own in dropped:
                 slots[own] = None
             variable = slots[leaf]
+            kept = grad.data if grad._is_view() else grad
             if variable.grad is None:  # a region made it for this leaf: both are strided
-                kept = grad.data if grad._is_view() else grad
                 try:
                     variable.grad = kept
                 except RuntimeError:
@@ -240,11 +243,10 @@ def accumulate(leaves: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | No
     for leaf, grad, own in zip(leaves, grads, owned, strict=True):
         if grad is None:
             continue
-        old = leaf.grad
-        if old is None:
-            _assign(leaf, _kept(grad) if own else own_copy(grad, leaf))
-        elif old.layout is not torch.strided and grad.layout is torch.strided:
-            _assign(leaf, grad + old)
+        while (old := leaf.grad) is None or (old.layout is not torch.strided and grad.layout is torch.strided):
+            new = grad + old if old is not None else _kept(grad) if own else own_copy(grad, leaf)
+            if _assigned(leaf, old, new):
+                break
         else:
             into.append(old)
             terms.append(grad)
@@ -252,12 +254,16 @@ def accumulate(leaves: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | No
         _add_in_place(into, terms)
 
 
-def _assign(leaf: torch.Tensor, grad: torch.Tensor) -> None:
-    """``leaf.grad = grad``, also where Python may not: a sparse leaf with a dense gradient. The engine's node may."""
+def _assigned(leaf: torch.Tensor, old: torch.Tensor | None, grad: torch.Tensor) -> bool:
+    """``leaf.grad = grad``, if it is still ``old``; also where Python may not: a sparse leaf with a dense gradient. The
+    engine's node may."""
     if leaf.layout in (torch.strided, grad.layout):
+        if leaf.grad is not old:
+            return False
         leaf.grad = grad
     else:
         _assign_as_node(leaf, grad)
+    return True
 
 
 def _assign_as_made(step: AccumulateStep, slot: int, leaf: torch.Tensor, grad: torch.Tensor) -> None:

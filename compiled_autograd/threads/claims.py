@@ -10,7 +10,7 @@ claims held while hooks run are waited for only by those who want the same leaf,
 from __future__ import annotations
 
 import threading
-from _thread import LockType, allocate_lock
+from _thread import LockType, RLock
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -60,7 +60,7 @@ class Claims:
     def __init__(self) -> None:
         self.made: list[Claim] = []
         self._bells: dict[LockType, None] = {}  # of those who wait: unlocked where something has changed
-        self._changing = allocate_lock()
+        self._changing = RLock()  # what ``gc`` runs in its midst may claim leaves too
 
     def enter(self, claim: Claim) -> None:
         """Claim leaves, once no other thread has any of them. The caller unlocks the claim's token whatever comes."""
@@ -147,15 +147,15 @@ class Claims:
             self._bells.pop(bell, None)
 
     def _tell(self) -> None:
-        if self._bells:
-            with self._changing:
-                for bell in self._bells.copy():
-                    if bell.locked():
-                        bell.release()
+        for bell in self._bells.copy() if self._bells else ():
+            try:  # noqa: SIM105
+                bell.release()
+            except RuntimeError:  # it is unlocked already
+                pass
 
     def reset_after_fork(self) -> None:
         """In a forked child only the calling thread lives on, and no lock may be trusted."""
-        self._changing = allocate_lock()
+        self._changing = RLock()
         self._bells = {}
         me = threading.get_ident()
         self.made = [each for each in self.made if each.thread == me]

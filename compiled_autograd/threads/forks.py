@@ -1,35 +1,45 @@
-"""What a forked child may do with what its parent had: of all threads, only the one that forked lives on there, and a
-lock that another one held would never be free again.
+"""Whether a thread may compile now.
+
+Of all threads, only the one that forked lives on in a forked child, and a lock that another one held would never be
+free again.
 
 A lock that guards a few lines is made free in the child: at worst such a line was half done, and these are written so
 that nothing needs the other half. Compiling takes too long for that: Inductor, fake tensors and the modules that are
-imported meanwhile have state and locks of their own (:data:`bypass.FORKED`).
+imported meanwhile have state and locks of their own (:data:`bypass.FORKED`). For the same reason nothing is compiled by
+what Python runs in the midst of it (:data:`bypass.INSIDE_COMPILE`).
 """
 
 from __future__ import annotations
 
 import functools
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
+from shadow_cache import Bypass
+
+from ..diagnostics.bypass import FORKED, INSIDE_COMPILE
 from ..process_state import PROCESS, free
 
 
 @dataclass(slots=True)
 class _Forked:
     while_compiling: bool = False
+    locks: list[Any] = field(default_factory=list)
 
 
 _forked = PROCESS.register(_Forked())
 
 
-def can_compile() -> bool:
-    """Whether this process may compile."""
-    return not _forked.while_compiling
+def why_not_compile() -> Bypass | None:
+    """Why this thread may compile nothing now; None where it may."""
+    if _forked.while_compiling:
+        return FORKED
+    return INSIDE_COMPILE if any(lock._is_owned() for lock in _forked.locks) else None
 
 
 def compiles_under(lock: Any) -> Any:
     """Register the ``RLock`` that is held while something is compiled. Gives the lock."""
+    _forked.locks.append(lock)
     return PROCESS.register(lock, after_fork=functools.partial(_free, lock))
 
 

@@ -9,8 +9,12 @@ else: not between an assignment and what follows it, not within a function of C,
 ``finally`` and the end of the first call of C in it. So what a thread has taken is a *token*: a lock of its own, that
 it has locked before anybody knows of it. It lets go of all that the token stands for by unlocking it, which is one call
 of C; whoever uses the gate has it as the first call of a ``finally``. Tokens that are listed here and not locked are
-nobody's: they are passed over, and dropped when somebody looks. For the same reason the gate's own lock is entered
-by ``with``, as nothing comes between locking it and the block: a ``Condition`` is locked by functions of Python's.
+nobody's: they are passed over, and dropped when somebody looks.
+
+**No lock is held while anything is looked at.** A signal's handler, a ``__del__`` or what ``gc`` calls may run a
+backward between any two calls here, in the same thread: whatever it would wait for, the thread that it stopped must not
+have. So the seam is had by whoever is first in a list, that calls of C alone change, and who waits for another waits
+for that one's token, while it holds nothing but its own place behind it.
 """
 
 from __future__ import annotations
@@ -37,8 +41,28 @@ def take() -> Token:
     return token
 
 
+class Turn:
+    """A place in the line of those who want the seam, of the thread that makes it.
+
+    It is left by ``turn.over = True`` and ``turn.token.release()``: nothing comes between these two. In this order,
+    since whoever waits for the token has it locked until that thread is let run. :meth:`Gate.leave` tidies up after
+    that.
+    """
+
+    __slots__ = ("over", "thread", "token")
+
+    def __init__(self) -> None:
+        self.thread = get_ident()
+        self.over = False
+        self.token = take()
+
+    def stands(self) -> bool:
+        """Whether it was not left."""
+        return not self.over and self.token.locked()
+
+
 class _Forking(local):
-    token: Token | None = None
+    turn: Turn | None = None
 
 
 class Gate:
@@ -49,18 +73,15 @@ class Gate:
         idents: those that go there themselves, as ``execution.on_eager`` does, each as often as it is inside of itself:
             a thread puts itself there in the first call of a ``try``, and takes itself out in the first one of its
             ``finally``. To take a token and to keep it would take longer than a small backward may lose.
-        capturing: who has the seam, as long as the token is locked. Whoever lets go of it sets this to None first, in
-            case it is its own: a token that is listed here may be locked by one who waited for it, until that one is
-            let run, and must not be taken by its thread for what it holds itself. No other thread changes it until
-            the token is unlocked, and between that and the assignment there is no call.
+        line: those who want the seam, in the order in which they came. The first that :meth:`stands <Turn.stands>` has
+            it. A thread may be there more than once: what runs while it waits or walks takes part in what it has.
         after_entering: called by a thread that is counted as one that enters the eager engine.
     """
 
     def __init__(self) -> None:
-        self._lock = allocate_lock()
         self.in_eager: dict[Token, int] = {}
         self.idents: list[int] = []
-        self.capturing: tuple[int, Token] | None = None
+        self.line: list[Turn] = []
         self._in_call: dict[Token, int] = {}
         self._lost = False
         self._forking = _Forking()
@@ -94,16 +115,29 @@ class Gate:
     def is_free(self, me: int) -> bool:
         """Whether no other thread holds the seam.
 
-        No lock is needed: it first says that it is there, and then looks whether somebody captures, who first says that
-        he does, and then looks who is there (:meth:`enter_capture`). So one of two sees the other, or both do.
+        It first says that it is there, and then looks whether somebody captures, who first says that he does, and then
+        looks who is there (:meth:`enter_capture`). So one of two sees the other, or both do.
         """
-        holder = self.capturing
-        return holder is None or holder[0] == me or not holder[1].locked()
+        first = self._first()
+        return first is None or first.thread == me
+
+    def _first(self) -> Turn | None:
+        for turn in self.line.copy():
+            if turn.stands():
+                return turn
+            self._drop(turn)
+        return None
+
+    def _drop(self, turn: Turn) -> None:
+        try:  # noqa: SIM105  to suppress it takes longer
+            self.line.remove(turn)
+        except ValueError:  # another thread was quicker, or what ran in this one meanwhile
+            pass
 
     def _wait(self) -> None:
-        holder = self.capturing
-        if holder is not None:
-            with holder[1]:  # until it is unlocked
+        first = self._first()
+        if first is not None:
+            with first.token:  # until it is unlocked
                 pass
 
     def others_in_eager(self) -> bool:
@@ -120,22 +154,23 @@ class Gate:
         self.in_eager.pop(token, None)
         self._in_call.pop(token, None)
 
-    def enter_capture(self, token: Token) -> Bypass | None:
-        """Take the seam; gives the reason where it cannot be had, else None."""
-        me = get_ident()
-        while True:
-            with self._lock:
-                holder = self.capturing
-                if holder is None or not holder[1].locked():
-                    self.capturing = me, token  # before it is asked who is in the eager engine
-                    reason = self._reason(me)
-                    if reason is not None:
-                        self.capturing = None
-                    return reason
-                if holder[0] == me:  # what runs while the engine walks for this thread: the seam is its own
-                    return self._reason(me)
-            with holder[1]:
+    def enter_capture(self, turn: Turn) -> Bypass | None:
+        """Take the seam; gives the reason where it cannot be had, else None. What runs while the engine walks for this
+        thread shares its seam. The caller leaves its place, whatever it is told."""
+        self._come_first(turn)  # before it is asked who is in the eager engine
+        return self._reason(turn.thread)
+
+    def _come_first(self, turn: Turn) -> Turn:
+        """Wait until the turn's thread has the seam; gives the turn by which it has it."""
+        self.line.append(turn)
+        while (first := self._first()) is not None and first.thread != turn.thread:
+            with first.token:
                 pass
+        return turn if first is None else first
+
+    def leave(self, turn: Turn) -> None:
+        """The calling thread has left its place."""
+        self._drop(turn)
 
     def _reason(self, me: int) -> Bypass | None:
         if self._lost:
@@ -148,60 +183,38 @@ class Gate:
             return OTHER_THREAD
         return None
 
-    def enter_alone(self, token: Token) -> bool:
+    def enter_alone(self, turn: Turn) -> bool:
         """Take the seam while no thread, this one included, is inside a call of the engine's that we asked for; False
         where one is and stays there."""
-        if not self._wait_alone(token):
-            return False
-        with self._lock:
-            return not _holders(self._in_call)
-
-    def _wait_alone(self, token: Token) -> bool:
-        """Take the seam once no other thread has it; False where the calling thread has it already."""
-        me = get_ident()
-        while True:
-            with self._lock:
-                holder = self.capturing
-                if holder is None or not holder[1].locked():
-                    self.capturing = me, token
-                    return True
-                if holder[0] == me:
-                    return False
-            with holder[1]:
-                pass
+        return self._come_first(turn) is turn and not _holders(self._in_call)
 
     def change_to_eager(self, token: Token) -> None:
         """Stay in the engine when the seam is given back: the calling thread runs users' code inside its call."""
-        me = get_ident()
-        with self._lock:
-            self.in_eager[token] = self._in_call[token] = me
+        self.in_eager[token] = self._in_call[token] = get_ident()
 
     def idle(self) -> bool:
         """Whether no thread captures, and none is in the eager engine."""
-        with self._lock:
-            captures = self.capturing is not None and self.capturing[1].locked()
-            return not captures and not self.idents and not _holders(self.in_eager)
+        return self._first() is None and not self.idents and not _holders(self.in_eager)
 
     def hold_over_fork(self) -> None:
         """No other thread walks while the process is forked: the engine's own lock would stay locked in the child."""
-        token = self._forking.token = take()
-        self._wait_alone(token)
-        self._forking.token = token  # again: a signal's handler may have forked meanwhile
+        turn = self._forking.turn = Turn()
+        self._come_first(turn)
+        self._forking.turn = turn  # again: a signal's handler may have forked meanwhile
 
     def release_after_fork(self) -> None:
         """In the parent. What Ctrl-C raised before the fork, Python has told of and passed over."""
-        token, self._forking.token = self._forking.token, None  # no call: nothing comes between this and the release
-        if token is not None:
-            held = self.capturing
-            if held is not None and held[1] is token:
-                self.capturing = None
-            token.release()
+        turn, self._forking.turn = self._forking.turn, None  # no call: nothing comes between this and the release
+        if turn is not None:
+            turn.over = True
+            turn.token.release()
+            self.leave(turn)
 
     def reset_after_fork(self) -> None:
         """In a forked child only the calling thread lives on, and no lock may be trusted."""
         self.release_after_fork()
-        self._lock = allocate_lock()
         me = get_ident()
+        self.line = [turn for turn in self.line if turn.thread == me]
         others_inside = any(ident != me for ident in _holders(self._in_call))
         self._lost = self._lost or others_inside  # the same lock: they had it
         self.idents[:] = [ident for ident in self.idents if ident == me]  # the same list: the calling thread has it

@@ -14,7 +14,7 @@ from typing import Any
 
 import torch
 
-from .gate import GATE, take
+from .gate import GATE, Turn
 
 _seam = torch._C._dynamo.compiled_autograd
 set_autograd_compiler = _seam.set_autograd_compiler
@@ -30,14 +30,13 @@ def have_them_wait() -> None:
 def _between_walks(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def others(*args: Any) -> Any:
-        token = take()
+        turn = Turn()
         try:
-            GATE.enter_alone(token)  # inside a walk of the calling thread there is no waiting
+            GATE.enter_alone(turn)  # inside a walk of the calling thread there is no waiting
             return function(*args)
         finally:
-            held = GATE.capturing
-            if held is not None and held[1] is token:  # no call before the release: see the gate
-                GATE.capturing = None
-            token.release()
+            turn.over = True  # no call before the release: see the gate
+            turn.token.release()
+            GATE.leave(turn)
 
     return others

@@ -124,7 +124,7 @@ class StreamWatch:
         self.in_use = False  # CUDA is not: there is nothing to ask
         self._asked = False
         self._local = threading.local()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
         self._threads: list[_Thread] = []
         self._unsure: set[int] = set()
         self._by_engine: set[Streams] = set()
@@ -171,7 +171,7 @@ class StreamWatch:
     def reset_after_fork(self) -> None:
         """A forked child cannot use CUDA where its parent did."""
         self.in_use = False
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()
 
     def stop(self) -> None:
         """Watch no more; for tests."""

@@ -1,0 +1,175 @@
+"""Backwards that Python runs in the midst of one of ours: of ``gc``, of ``__del__``, of a signal's handler."""
+
+from __future__ import annotations
+
+import gc
+import itertools
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import compiled_autograd as ca
+from compiled_autograd.engine import execution, seam
+from compiled_autograd.threads.claims import CLAIMS, Claim
+from compiled_autograd.threads.gate import GATE
+
+from .helpers import ROOT, WAIT, in_threads, same_bits
+
+OURS = (str(Path(ca.__file__).parent), str(ROOT / "backends"), str(ROOT / "shadow_cache"))
+WEIGHT = torch.randn(4, 4)
+
+
+class _RunAt:
+    """Runs something where Python may run what is none of ours: after the n-th call of C in code of ours, or at the
+    n-th beginning of a function there, but in walks and traces. ``came`` says whether it was so many."""
+
+    def __init__(self, count: int, act: Callable[[], None]) -> None:
+        self.left, self.act = count, act
+        self.came = False
+
+    def __call__(self, frame: Any, event: str, argument: Any) -> None:
+        if event not in ("call", "c_return") or not frame.f_code.co_filename.startswith(OURS):
+            return
+        if seam.walking() or torch._C._len_torch_dispatch_stack() or _is_traced(frame):
+            return
+        self.left -= 1
+        if self.left < 0:
+            sys.setprofile(None)
+            self.came = True
+            with torch.enable_grad():  # as under eager, backwards turn it off
+                self.act()
+
+
+def _is_traced(frame: Any) -> bool:
+    """Whether a mode's function is running: what tensors do there is part of the trace."""
+    while frame is not None and frame.f_code.co_name != "__torch_dispatch__":
+        frame = frame.f_back
+    return frame is not None
+
+
+def _loss(x: torch.Tensor, factor: float) -> torch.Tensor:
+    between = (x @ WEIGHT).tanh()
+    between.register_hook(lambda grad: grad * factor)
+    return between.sum()
+
+
+def _step(leaf: torch.Tensor | None = None, factor: float = 2.0) -> torch.Tensor:
+    x = torch.ones(4, 4, requires_grad=True) if leaf is None else leaf
+    _loss(x, factor).backward()
+    assert x.grad is not None
+    return x.grad
+
+
+def _nothing_is_stuck() -> None:
+    assert GATE.idle() and not GATE.line and not CLAIMS.made and not CLAIMS._bells
+    assert execution.running() is None and execution.depth() == 0 and not seam.walking()
+
+
+@pytest.mark.parametrize(("known", "every"), [(True, 1), (False, 23), pytest.param(False, 1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("shared", [False, True], ids=["its_own_leaf", "the_same_leaf"])
+def test_a_backward_after_every_call(known: bool, every: int, shared: bool) -> None:
+    """In a hit, after each call there is; in a capture, after some of them. Both give what eager gives."""
+    with ca.disable():
+        right = _step()
+        twice = right + right
+
+    def work() -> int:
+        with ca.enable(backend="eager", cache_dir=False) as session:
+            _step()
+            for count in itertools.count(0, every):
+                if not known:
+                    ca.reset()
+                x = torch.ones(4, 4, requires_grad=True)
+                found: list[torch.Tensor] = []
+                leaf = x if shared else None
+                within = _RunAt(count, lambda leaf=leaf, found=found: found.append(_step(leaf)))  # type: ignore[misc]
+                loss, before = _loss(x, 2.0), session.stats().backwards
+                sys.setprofile(within)
+                try:
+                    loss.backward()
+                finally:
+                    sys.setprofile(None)
+                _nothing_is_stuck()
+                assert session.stats().backwards - before == 1 + within.came
+                assert same_bits(x.grad, twice if shared and within.came else right)
+                assert shared or not within.came or same_bits(found[0], right)
+                if not within.came:
+                    return count
+        raise AssertionError
+
+    assert in_threads(work, timeout=WAIT if every > 1 else 10 * WAIT)[0] > 50
+
+
+class _IsThereForAWhile(Claim):
+    """Of another thread, on every leaf, until it was asked a few times."""
+
+    asked = 0
+
+    def leaves(self) -> set[int]:
+        self.asked += 1
+        return {id(WEIGHT)} if self.asked < 4 else set()
+
+
+def test_a_claim_made_while_a_leaf_is_waited_for() -> None:
+    def within_it() -> None:
+        claim = Claim([WEIGHT], [0])
+        try:
+            CLAIMS.enter(claim)
+        finally:
+            claim.token.release()
+            CLAIMS.release(claim)
+
+    def work() -> int:
+        for count in itertools.count():
+            CLAIMS.made.append(_IsThereForAWhile([WEIGHT], [0], thread=-1))
+            within = _RunAt(count, within_it)
+            sys.setprofile(within)
+            try:
+                within_it()
+            finally:
+                sys.setprofile(None)
+            CLAIMS.made.clear()
+            assert not CLAIMS._bells
+            if not within.came:
+                return count
+        raise AssertionError
+
+    assert in_threads(work)[0] > 20
+
+
+def test_gc_runs_backwards_while_a_tape_is_captured() -> None:
+    """A cycle of Python's objects whose end runs a backward, as ``gc`` finds it: at each of many steps."""
+    found: list[torch.Tensor] = []
+
+    class Ends:
+        def __init__(self) -> None:
+            self.itself = self
+
+        def __del__(self) -> None:
+            with torch.enable_grad():
+                found.append(_step(factor=3.0))
+
+    with ca.disable():
+        right, within = _step(), _step(factor=3.0)
+
+    def work() -> None:
+        threshold = gc.get_threshold()
+        gc.set_threshold(7, 2, 2)
+        try:
+            with ca.enable(backend="eager", cache_dir=False):
+                for step in range(60):
+                    if step % 3 == 0:
+                        ca.reset()
+                    Ends()
+                    assert same_bits(_step(), right)
+        finally:
+            gc.set_threshold(*threshold)
+        gc.collect()
+
+    in_threads(work)
+    _nothing_is_stuck()
+    assert len(found) == 60 and all(same_bits(each, within) for each in found)

@@ -295,14 +295,14 @@ def _transposed_softmaxes(number: int) -> Gradients:
 
 _MISTAKES = {
     "a sum computed into its own factor": Mistake(
-        _a_sum_into_a_factor, _residual_layers, PROGRAM, "gradient 0 from #9 TanhBackward0", found_at=1
+        _a_sum_into_a_factor, _residual_layers, PROGRAM, "gradient 0 from #9 TanhBackward0", found_at=0
     ),
     "one program for regions with other strides": Mistake(
         _one_program_for_all,
         _same_code_for_other_strides,
         PROGRAM,
-        "gradient 0 from #1 MmBackward0",
-        found_at=2,
+        "gradient 0 from #3 MmBackward0",
+        found_at=1,
         stored=True,
     ),
     "places counted from where memory begins": Mistake(

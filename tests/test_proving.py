@@ -627,7 +627,8 @@ def test_so_it_does_where_the_operators_of_the_passes_graph_run_one_by_one() -> 
 
 
 class _TwoForms:
-    """A faster form takes over at the second run; ``wrong`` ones give something else."""
+    """A faster form takes over at the second run, which is in the first step: there is no need to wait for another one
+    to compare it. ``wrong`` ones give something else."""
 
     def __init__(self, right: Callable[..., Any], wrong: Sequence[str]) -> None:
         self.right, self.wrong = right, wrong
@@ -652,9 +653,9 @@ class _TwoForms:
 @pytest.mark.parametrize(
     ("wrong", "ran", "failures"),
     [
-        ([], ["slow", "fast", "fast", "fast"], 0),
-        (["fast"], ["slow", "fast", "slow", "slow"], 1),
-        (["slow"], ["slow", "fast", "fast", "fast"], 1),
+        ([], ["slow", "fast", "fast", "fast", "fast"], 0),
+        (["fast"], ["slow", "fast", "slow", "slow", "slow"], 1),
+        (["slow"], ["slow", "fast", "fast", "fast", "fast"], 1),
         (["slow", "fast"], ["slow", "fast"], 2),
     ],
 )
@@ -671,7 +672,7 @@ def test_a_form_that_is_wrong_gives_way_to_a_slower_one(
     session, outcomes = _train("eager", steps=4)
     assert made[0].ran == ran
     assert session.stats().failures == failures
-    assert ["prove" in outcome.seconds for outcome in outcomes][:2] == [True, True]
+    assert ["prove" in outcome.seconds for outcome in outcomes][:2] == [True, failures < 2]
 
 
 def test_what_like_regions_share_is_dropped_in_all_of_them(monkeypatch: pytest.MonkeyPatch) -> None:

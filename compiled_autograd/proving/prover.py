@@ -132,48 +132,73 @@ class _Run:
             self.slots[: len(self.inputs)] = self.inputs
             self.inputs.clear()
             return False
-        draws.rewind()
-        try:
-            found = self._run_compiled()
-        except Exception as error:  # noqa: BLE001  whatever a backend throws: the real calls have given the results
+        while True:
             draws.rewind()
-            if is_out_of_memory(error):
+            try:
+                found = self._run_compiled()
+            except Exception as error:  # noqa: BLE001  whatever a backend throws: the real calls have given the results
+                draws.rewind()
+                self._failed(error)
+                return True
+            draws.rewind()
+            if found is None:
+                return True  # the first run failed, and that was recorded
+            try:
+                unchanged = self._judge(found, before)
+                del found
+                if not (unchanged and self._goes_on_with_another_form()):
+                    return True
+            except GradientMismatchError:
+                raise
+            except Exception as error:  # noqa: BLE001  what was to be judged is not what the step goes on with
                 self._unproved(error)
-            elif isinstance(error, ir.NaNFoundError):
-                self._refute(None, "it has found a NaN, and the real calls gave none")
-            else:
-                failure = failure_of("run", self.region_compiler.backend.name, self.step.region, error)
-                instead = self.region_compiler.drop(self.step, self.compiled, self.form)
-                self.context.report.failures.append(msgspec.structs.replace(failure, instead=instead))
-            return True
-        draws.rewind()
-        if found is None:
-            return True  # the first run failed, and that was recorded
-        try:
-            self._judge(found, before)
-        except GradientMismatchError:
-            raise
-        except Exception as error:  # noqa: BLE001  what was to be judged is not what the step goes on with
-            self._unproved(error)
-        return True
+                return True
 
-    def _judge(self, found: Slots, before: Sequence[Fingerprint]) -> None:
+    def _goes_on_with_another_form(self) -> bool:
+        """Whether another form has taken over, as the faster one does when generated code has run once: then it is
+        compared at once with what the real calls have given. What draws has its states for one form alone."""
+        proof = self.compiled.proof
+        in_use = any(each is self.compiled for each in self.step.compiled_regions())
+        if not in_use or proof.refuted or may_draw(self.compiled):
+            return False
+        form = form_for(self.compiled.call, self.arguments)
+        if form == self.form or form in proof.left or form in proof.dropped:
+            return False
+        self.form = form
+        return proof.due(form, proving_runs(self.compiled.call), None)
+
+    def _failed(self, error: Exception) -> None:
+        """The compiled code has raised."""
+        if is_out_of_memory(error):
+            self._unproved(error)
+        elif isinstance(error, ir.NaNFoundError):
+            self._refute(None, "it has found a NaN, and the real calls gave none")
+        else:
+            failure = failure_of("run", self.region_compiler.backend.name, self.step.region, error)
+            instead = self.region_compiler.drop(self.step, self.compiled, self.form)
+            self.context.report.failures.append(msgspec.structs.replace(failure, instead=instead))
+
+    def _judge(self, found: Slots, before: Sequence[Fingerprint]) -> bool:
         """Compare what the compiled code left behind.
 
         Args:
             found: the slots as it filled them.
             before: fingerprints of what it was given.
+
+        Returns:
+            Whether nobody has written into what it was given.
         """
         changed = written(before, self.taken)
         if not changed:
             self._compare(self.inputs, self.arguments, self.slots, found)
-            return
+            return True
         draws = Draws(self.arguments if may_draw(self.compiled) else None)
         try:
             self._look_who_wrote(changed)
             self._compare(*self._on_copies())
         finally:
             draws.rewind()
+        return False
 
     def _compare(self, inputs: Slots, arguments: Sequence[Any], wanted: Slots, found: Slots) -> None:
         judge = Judge(self.region_compiler, self.step, self.compiled, inputs, arguments)

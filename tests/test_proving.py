@@ -15,7 +15,7 @@ from torch import fx, nn
 import compiled_autograd as ca
 from backends.eager import EagerBackend
 from backends.protocol import PROVING_RUNS
-from compiled_autograd.proving import prover
+from compiled_autograd.proving import fingerprints
 from compiled_autograd.proving.fingerprints import twins
 from compiled_autograd.steps.accumulate import outermost_first
 from compiled_autograd.steps.proof import PROVING_SIZES, Proof
@@ -451,7 +451,7 @@ def test_what_both_write_may_differ_by_rounding() -> None:
 
 @pytest.mark.parametrize("changes", [False, True])
 def test_random_numbers_are_drawn_once(changes: bool, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(prover, "_RANDOM", re.compile("cos"))
+    monkeypatch.setattr(fingerprints, "_RANDOM", re.compile("cos"))
 
     def run(number: int, arguments: Sequence[Any], right: Callable[..., Any]) -> Any:
         torch.rand(100)

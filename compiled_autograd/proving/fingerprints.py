@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterable, Sequence
 from typing import Any
 
@@ -98,6 +99,16 @@ def _change(tensor: torch.Tensor) -> None:
         whole = tensor.numel() // _PERIOD * _PERIOD
         tensor[:whole].view(-1, _PERIOD).add_(steps)
         tensor[whole:].add_(steps[: tensor.numel() - whole])
+
+
+_RANDOM = re.compile(
+    "rand|seed|rng|bernoulli|dropout|normal|uniform|multinomial|exponential|geometric|cauchy|poisson|binomial"
+)
+
+
+def names_random(text: str) -> bool:
+    """Whether operators that draw random numbers are named in a text."""
+    return _RANDOM.search(text) is not None
 
 
 class Draws:

@@ -7,7 +7,6 @@ and nothing may be written into what an earlier run gave.
 from __future__ import annotations
 
 import functools
-import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
@@ -32,17 +31,13 @@ from ..steps.passes import leaves_of
 from ..steps.proof import Sizes
 from .aliasing import Result
 from .comparison import worst
-from .fingerprints import Draws, Fingerprint, fingerprints, twins, written
+from .fingerprints import Draws, Fingerprint, fingerprints, names_random, twins, written
 from .judging import Judge
 
 if TYPE_CHECKING:
     from ..lowering.region_compiler import RegionCompiler
     from ..steps.run_context import RunContext
     from ..steps.steps import CompiledRegion, RegionStep, Slots
-
-_RANDOM = re.compile(
-    "rand|seed|rng|bernoulli|dropout|normal|uniform|multinomial|exponential|geometric|cauchy|poisson|binomial"
-)
 
 
 def is_due(compiled: CompiledRegion, slots: Slots, context: RunContext) -> bool:
@@ -60,11 +55,6 @@ def is_due(compiled: CompiledRegion, slots: Slots, context: RunContext) -> bool:
     if context.profile is not None and proof.left.get(form, runs) < runs:
         return False  # whoever looks on would take what comparing costs for what the backward costs
     return proof.due(form, runs, sizes, final=context.profile is None)
-
-
-def names_random(text: str) -> bool:
-    """Whether operators that draw random numbers are named in a text."""
-    return _RANDOM.search(text) is not None
 
 
 def may_draw(compiled: CompiledRegion) -> bool:

@@ -35,9 +35,11 @@ from .stored import restart
 
 @pytest.fixture(autouse=True)
 def soon(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Trials begin and end after few backwards."""
+    """Trials begin and end after few backwards, which take turns."""
     monkeypatch.setattr(variants.Variant.__init__, "__defaults__", _defaults(3))
     monkeypatch.setattr(autotune, "SAMPLES_PER_SIDE", 3)
+    monkeypatch.setattr(autotune, "IN_A_ROW", 1)
+    monkeypatch.setattr(autotune, "COLD", 0)
     monkeypatch.setattr(autotune, "BACKWARDS_BEFORE_RETRIAL", 5)
     yield
 
@@ -47,6 +49,34 @@ def _defaults(warm: int) -> tuple[Any, ...]:
         warm if value == variants.HITS_BEFORE_TIMING else value
         for value in variants.Variant.__init__.__defaults__ or ()
     )
+
+
+def test_each_way_runs_in_a_row_and_the_first_of_it_does_not_count(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A way that is slow only after the other one, as caches make it, is not taken for slow."""
+    monkeypatch.setattr(autotune, "SAMPLES_PER_SIDE", 6)
+    monkeypatch.setattr(autotune, "IN_A_ROW", 4)
+    monkeypatch.setattr(autotune, "COLD", 1)
+    ways: list[str] = []
+
+    real = autotune.AUTOTUNE.eager
+
+    def eager(trial: Trial, seconds: float) -> None:
+        ways.append("eager")
+        real(trial, 9.0 if ways[-2] == "compiled" else 1.0)
+
+    def took(trial: Trial, seconds: float) -> None:
+        ways.append("compiled")
+        Autotune.took(trial, 9.0 if len(ways) == 1 or ways[-2] == "eager" else 1.0)
+
+    monkeypatch.setattr(autotune.AUTOTUNE, "eager", eager)
+    monkeypatch.setattr(autotune.AUTOTUNE, "took", took)
+    session = ca.enable(backend="eager", tune=True)
+    _run(session, nn.Parameter(torch.randn(8)), 25)
+    assert ways == 2 * (4 * ["compiled"] + 4 * ["eager"])
+    ((variant,),) = [graph.variants for graph in session.graphs()]
+    assert variant.timing is not None
+    assert (variant.timing.eager, variant.timing.compiled, variant.timing.samples) == (1e3, 1e3, 6)
+    assert session.stats().bypasses == {"tuning": 8}
 
 
 def _compute(seconds: float = 0.02) -> None:

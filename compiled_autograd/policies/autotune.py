@@ -30,8 +30,11 @@ from ..settings import Settings
 from .own_loop import OWN_LOOPS
 from .sketches import SKETCHES, Known, still_holds
 
-SAMPLES_PER_SIDE = 7
-"""Backwards that are timed each way."""
+SAMPLES_PER_SIDE = 8
+"""Backwards that count, each way."""
+IN_A_ROW, COLD = 5, 1
+"""So many in a row are timed one way. The first of these finds the caches as the other way has left them, which costs a
+small backward more than the two ways differ by, and does not count."""
 MAX_TIME_RATIO = 1.02
 """A compiled backward may take this much of eager's: below, clocks tell nothing."""
 BACKWARDS_BEFORE_RETRIAL = 2000
@@ -54,6 +57,7 @@ class Trial:
         compiled: of the variant's.
         verdict: why eager goes on; None while both are timed.
         left: for how many backwards the verdict still holds.
+        turn: how many were timed, those that do not count among them.
     """
 
     key: tuple[int, Any, bool]
@@ -62,12 +66,23 @@ class Trial:
     compiled: list[float] = field(default_factory=list)
     verdict: Bypass | None = None
     left: int = 0
+    turn: int = 0
 
     def reason(self) -> Bypass | None:
         """Why the next backward is eager's; None where it is to be compiled."""
         if self.verdict is not None:
             return self.verdict
-        return TIMED if len(self.eager) < len(self.compiled) else None
+        return TIMED if self.turn // IN_A_ROW % 2 else None
+
+    def add(self, times: list[float], seconds: float) -> None:
+        """One more was timed, of those that ``times`` has."""
+        if self.turn % IN_A_ROW >= COLD:
+            times.append(seconds)
+        self.turn += 1
+
+    def last_counts(self) -> bool:
+        """Whether the one that was timed last counts."""
+        return (self.turn - 1) % IN_A_ROW >= COLD
 
     @property
     def samples(self) -> int:
@@ -153,7 +168,7 @@ class Autotune:
             while len(self._trials) > _MAX_TRIALS:
                 self._change(next(iter(self._trials)), None)
         if trial.held() is variant and trial.verdict is None:
-            trial.compiled.append(seconds)
+            trial.add(trial.compiled, seconds)
             self._judge(trial)
             return trial
         return None
@@ -162,13 +177,13 @@ class Autotune:
     def took(trial: Trial, seconds: float) -> None:
         """The hit that was timed last took so long with what is done before and after it, which is part of the price:
         ten microseconds are a tenth of a small backward."""
-        if trial.compiled:
+        if trial.compiled and trial.last_counts():
             trial.compiled[-1] = seconds
 
     def eager(self, trial: Trial, seconds: float) -> None:
         """The eager engine has run a backward of a tape that is on trial."""
         if self._trials.get(trial.key) is trial and trial.verdict is None:
-            trial.eager.append(seconds)
+            trial.add(trial.eager, seconds)
             self._judge(trial)
 
     def clear(self) -> None:

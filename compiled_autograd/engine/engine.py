@@ -69,7 +69,8 @@ class Engine(_ImperativeEngine):
             if known.left > 0 and (verdict := known.verdict) is not None:
                 known.left -= 1  # what is left to eager for its own good goes no further: it may take ten microseconds
                 here.tries = known.tries
-                runs = in_own_loop if session.may_loop and known.tries.is_time() else on_eager
+                may_loop = accumulate_grad and session.may_loop and known.tries.is_time()
+                runs = in_own_loop if may_loop else on_eager
                 all_ = here, tensors, grad_tensors, keep_graph, create_graph, inputs, allow_unreachable, accumulate_grad
                 try:
                     return runs(*all_)

@@ -78,7 +78,7 @@ def test_a_backward_after_every_call(known: bool, every: int, shared: bool) -> N
         twice = right + right
 
     def work() -> int:
-        with ca.enable(backend="eager", cache_dir=False) as session:
+        with ca.enable(backend="eager", cache_dir=False, native=False) as session:  # else hardly any of it is Python
             _step()
             for count in itertools.count(0, every):
                 if not known:

@@ -80,7 +80,7 @@ def in_double(
     them in another way. One below 0 moves them as its opposite does, but hardly at all. None where a call cannot be
     computed so.
     """
-    nodes = _without_checks(nodes)
+    nodes, given = _leading_to(wanted, nodes, given)
     places: dict[Any, int] = {}  # each memory is moved in its own way: like tensors moved alike would not part
     wide = {}
     for node, value in given.items():
@@ -100,16 +100,23 @@ def in_double(
 
 def once_more(nodes: Sequence[fx.Node], given: Mapping[fx.Node, Any], wanted: fx.Node) -> torch.Tensor | None:
     """What the calls of a region give for ``wanted``."""
-    nodes = _without_checks(nodes)
+    nodes, given = _leading_to(wanted, nodes, given)
     calls = RealCalls(nodes, [wanted], dict(given), again=True)
     for node in nodes:
         calls.run(node)
     return calls.known[wanted]
 
 
-def _without_checks(nodes: Sequence[fx.Node]) -> list[fx.Node]:
-    """Calls that run again to be compared with: of a NaN whoever ran them first has told."""
-    return [node for node in nodes if node.target is not ir.check_nan]
+def _leading_to(
+    wanted: fx.Node, nodes: Sequence[fx.Node], given: Mapping[fx.Node, Any]
+) -> tuple[list[fx.Node], dict[fx.Node, Any]]:
+    """The calls that a result is made by, and what they are given. What looks for a NaN makes none: of that whoever ran
+    the calls first has told."""
+    made_by = {wanted}
+    for node in reversed(nodes):
+        if node in made_by:
+            made_by.update(node.all_input_nodes)
+    return [node for node in nodes if node in made_by], {node: given[node] for node in given if node in made_by}
 
 
 def _wider_arguments(node: fx.Node) -> tuple[Any, ...]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import gc
 import itertools
 import sys
@@ -25,16 +27,17 @@ WEIGHT = torch.randn(4, 4)
 
 class _RunAt:
     """Runs something where Python may run what is none of ours: after the n-th call of C in code of ours, or at the
-    n-th beginning of a function there, but in walks and traces. ``came`` says whether it was so many."""
+    n-th beginning of a function there, but in traces, and either in walks or between them. ``came`` says whether it
+    was so many."""
 
-    def __init__(self, count: int, act: Callable[[], None]) -> None:
-        self.left, self.act = count, act
+    def __init__(self, count: int, act: Callable[[], None], in_walks: bool = False) -> None:
+        self.left, self.act, self.in_walks = count, act, in_walks
         self.came = False
 
     def __call__(self, frame: Any, event: str, argument: Any) -> None:
         if event not in ("call", "c_return") or not frame.f_code.co_filename.startswith(OURS):
             return
-        if seam.walking() or torch._C._len_torch_dispatch_stack() or _is_traced(frame):
+        if seam.walking() is not self.in_walks or torch._C._len_torch_dispatch_stack() or _is_traced(frame):
             return
         self.left -= 1
         if self.left < 0:
@@ -102,6 +105,44 @@ def test_a_backward_after_every_call(known: bool, every: int, shared: bool) -> N
         raise AssertionError
 
     assert in_threads(work, timeout=WAIT if every > 1 else 10 * WAIT)[0] > 50
+
+
+@pytest.mark.parametrize("own_session", [True, False])
+@pytest.mark.parametrize("shared", [False, True], ids=["its_own_leaf", "the_same_leaf"])
+def test_a_backward_in_the_midst_of_a_walk(own_session: bool, shared: bool) -> None:
+    """The engine would take it for one that is to be captured inside of another, and refuse both."""
+    with ca.disable():
+        right = _step()
+        twice = right + right
+
+    def work() -> int:
+        for count in itertools.count(0, 7):
+            ca.reset()
+            with ca.enable(backend="eager", cache_dir=False) as session:
+                x = torch.ones(4, 4, requires_grad=True)
+                found: list[torch.Tensor] = []
+
+                def act(leaf: torch.Tensor | None, found: list[torch.Tensor]) -> None:
+                    with contextlib.nullcontext() if own_session else ca.disable():
+                        found.append(_step(leaf))
+
+                within = _RunAt(count, functools.partial(act, x if shared else None, found), in_walks=True)
+                loss = _loss(x, 2.0)
+                sys.setprofile(within)
+                try:
+                    loss.backward()
+                finally:
+                    sys.setprofile(None)
+                _nothing_is_stuck()
+                assert same_bits(x.grad, twice if shared and within.came else right)
+                assert shared or not within.came or same_bits(found[0], right)
+                assert session.stats().bypasses == ({"inside_compile": 1} if own_session and within.came else {})
+                assert session.stats().structure_misses == 1  # the one around it is captured
+                if not within.came:
+                    return count
+        raise AssertionError
+
+    assert in_threads(work)[0] > 200
 
 
 class _IsThereForAWhile(Claim):

@@ -1,7 +1,7 @@
 """Who may use the engine's seam, and when: it belongs to the process.
 
 Who waits for whom, and who bypasses, stands in ``docs/internals/threads.md``. A backward inside one that the eager
-engine runs in the same thread is captured: while the engine walks its tape, nothing else of that thread runs.
+engine runs in the same thread is captured; one that Python runs while the engine walks a tape is left to eager.
 
 **Nothing is stuck after Ctrl-C.** Python may raise ``KeyboardInterrupt`` in the main thread after any call, at the
 beginning of any function of Python's, and at a jump back (the "eval breaker" of CPython 3.10 to 3.14), but nowhere
@@ -120,6 +120,11 @@ class Gate:
         """
         first = self._first()
         return first is None or first.thread == me
+
+    def has_seam(self) -> bool:
+        """Whether the calling thread has it."""
+        first = self._first()
+        return first is not None and first.thread == get_ident()
 
     def _first(self) -> Turn | None:
         for turn in self.line.copy():

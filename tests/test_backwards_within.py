@@ -19,7 +19,7 @@ from compiled_autograd.engine import execution, seam
 from compiled_autograd.threads.claims import CLAIMS, Claim
 from compiled_autograd.threads.gate import GATE
 
-from .helpers import ROOT, WAIT, in_threads, same_bits
+from .helpers import ROOT, WAIT, in_subprocess, in_threads, same_bits
 
 OURS = (str(Path(ca.__file__).parent), str(ROOT / "backends"), str(ROOT / "shadow_cache"))
 WEIGHT = torch.randn(4, 4)
@@ -214,3 +214,38 @@ def test_gc_runs_backwards_while_a_tape_is_captured() -> None:
     in_threads(work)
     _nothing_is_stuck()
     assert len(found) == 60 and all(same_bits(each, within) for each in found)
+
+
+_GC_WHILE_IT_LOOKS = """
+import gc
+from compiled_autograd.threads.gate import Gate, Turn
+
+class Ends:
+    def __init__(self):
+        self.itself = self
+    def __del__(self):
+        assert gate.idle() and not gate.line  # drops what nobody has any more
+
+keep_few_lists = [[] for _ in range(1000)]
+gc.set_threshold(1, 1, 1)
+for _ in range(50):
+    gc.disable()
+    gate = Gate()
+    for _ in range(50):
+        turn = Turn()
+        turn.over = True
+        turn.token.release()
+        gate.line.append(turn)
+    del turn
+    Ends()
+    gc.enable()
+    assert gate._first() is None
+gc.disable()
+print("looked")
+"""
+
+
+def test_gc_while_the_line_is_copied() -> None:
+    """Until Python 3.11 it may run in the midst of ``list.copy()``, which then reads what is not there any more."""
+    result = in_subprocess(_GC_WHILE_IT_LOOKS, PYTHONMALLOC="debug")
+    assert result.returncode == 0 and "looked" in result.stdout, result.stderr[-2000:]

@@ -14,7 +14,8 @@ nobody's: they are passed over, and dropped when somebody looks.
 **No lock is held while anything is looked at.** A signal's handler, a ``__del__`` or what ``gc`` calls may run a
 backward between any two calls here, in the same thread: whatever it would wait for, the thread that it stopped must not
 have. So the seam is had by whoever is first in a list, that calls of C alone change, and who waits for another waits
-for that one's token, while it holds nothing but its own place behind it.
+for that one's token, while it holds nothing but its own place behind it. Whoever looks through a list takes ``[*list]``
+first: ``list.copy()`` asks for the size and then for memory, and until Python 3.11 ``gc`` may run in between.
 """
 
 from __future__ import annotations
@@ -127,7 +128,7 @@ class Gate:
         return first is not None and first.thread == get_ident()
 
     def _first(self) -> Turn | None:
-        for turn in self.line.copy():
+        for turn in [*self.line]:
             if turn.stands():
                 return turn
             self._drop(turn)
@@ -150,7 +151,7 @@ class Gate:
         return bool(self.idents or self.in_eager) and self._others_than(get_ident())
 
     def _others_than(self, me: int) -> bool:
-        if self.idents and any(ident != me for ident in self.idents.copy()):
+        if self.idents and any(ident != me for ident in [*self.idents]):
             return True
         return bool(self.in_eager) and any(ident != me for ident in _holders(self.in_eager))
 

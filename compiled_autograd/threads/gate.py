@@ -63,7 +63,7 @@ class Turn:
 
 
 class _Forking(local):
-    turn: Turn | None = None
+    turns: tuple[Turn, Any] | None = None  # of the innermost fork, and those around it
 
 
 class Gate:
@@ -204,14 +204,15 @@ class Gate:
 
     def hold_over_fork(self) -> None:
         """No other thread walks while the process is forked: the engine's own lock would stay locked in the child."""
-        turn = self._forking.turn = Turn()
+        turn = Turn()
+        self._forking.turns = turn, self._forking.turns  # a signal's handler may fork in the midst of a fork
         self._come_first(turn)
-        self._forking.turn = turn  # again: a signal's handler may have forked meanwhile
 
     def release_after_fork(self) -> None:
         """In the parent. What Ctrl-C raised before the fork, Python has told of and passed over."""
-        turn, self._forking.turn = self._forking.turn, None  # no call: nothing comes between this and the release
-        if turn is not None:
+        turns = self._forking.turns
+        if turns is not None:
+            turn, self._forking.turns = turns  # no call: nothing comes between this and the release
             turn.over = True
             turn.token.release()
             self.leave(turn)

@@ -7,6 +7,8 @@ import functools
 import gc
 import itertools
 import sys
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -15,9 +17,12 @@ import pytest
 import torch
 
 import compiled_autograd as ca
+from backends.garbage_collection import RARELY
+from compiled_autograd.cache.graphs import GRAPHS
+from compiled_autograd.capture.capture import Capture
 from compiled_autograd.engine import execution, seam
 from compiled_autograd.threads.claims import CLAIMS, Claim
-from compiled_autograd.threads.gate import GATE
+from compiled_autograd.threads.gate import GATE, Gate
 
 from .helpers import ROOT, WAIT, in_subprocess, in_threads, same_bits
 
@@ -182,6 +187,55 @@ def test_a_claim_made_while_a_leaf_is_waited_for() -> None:
     assert in_threads(work)[0] > 20
 
 
+def test_a_backward_in_the_midst_of_a_reset_while_another_thread_captures() -> None:
+    """Who captures waits for no lock that a thread may have which waits for it."""
+    with ca.disable():
+        right = _step()
+    first_in_walk, reset = threading.Event(), threading.Event()
+
+    class Waits(Capture):
+        def end_capture(self, outputs: Any) -> Any:
+            if threading.current_thread() in capturing:
+                first_in_walk.set()
+                reset.wait(WAIT)
+                time.sleep(0.3)  # the other thread waits for this walk by now
+            return super().end_capture(outputs)
+
+    capturing: list[threading.Thread] = []
+
+    def captures() -> None:
+        capturing[:] = [threading.current_thread()]
+        with ca.enable(backend="eager", cache_dir=False):
+            assert same_bits(_step(), right)
+
+    def resets(count: int) -> bool:
+        def within_it() -> None:
+            reset.set()
+            with ca.enable(backend="eager", cache_dir=False):
+                assert same_bits(_step(), right)
+
+        assert first_in_walk.wait(WAIT)
+        within = _RunAt(count, within_it)
+        sys.setprofile(within)
+        try:
+            GRAPHS.clear()
+            with RARELY:
+                pass
+        finally:
+            sys.setprofile(None)
+            reset.set()
+        return within.came
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(seam, "Capture", Waits)
+        for count in itertools.count():
+            ca.reset()
+            first_in_walk.clear(), reset.clear()
+            if not in_threads(captures, functools.partial(resets, count), timeout=WAIT / 3)[1]:
+                break
+    assert count > 10
+
+
 def test_gc_runs_backwards_while_a_tape_is_captured() -> None:
     """A cycle of Python's objects whose end runs a backward, as ``gc`` finds it: at each of many steps."""
     found: list[torch.Tensor] = []
@@ -249,3 +303,14 @@ def test_gc_while_the_line_is_copied() -> None:
     """Until Python 3.11 it may run in the midst of ``list.copy()``, which then reads what is not there any more."""
     result = in_subprocess(_GC_WHILE_IT_LOOKS, PYTHONMALLOC="debug")
     assert result.returncode == 0 and "looked" in result.stdout, result.stderr[-2000:]
+
+
+def test_a_fork_in_the_midst_of_a_fork() -> None:
+    """As a signal's handler may make one: no place in the line is left behind."""
+    gate = Gate()
+    for _ in range(2):
+        gate.hold_over_fork()
+    for _ in range(2):
+        assert not gate.idle()
+        gate.release_after_fork()
+    assert gate.idle() and not gate.line

@@ -10,6 +10,7 @@ import gc
 import os
 import sys
 import threading
+from collections.abc import Callable
 
 RARE_THRESHOLDS = (200_000, 20, 100)
 """Thresholds of ``gc.set_threshold``: new objects before the young are searched, and so many such searches before the
@@ -18,6 +19,11 @@ _YOUNG, _ALL = 1, 2
 """The oldest generation that is searched. Those up to the first were not yet searched twice."""
 _MANY_BLOCKS = 4_000_000
 """Of so many pieces of memory, some four for each object, a search takes about a second."""
+
+
+_PATIENCE = 0.2
+"""Seconds after which a thread does without: whoever is in the midst of a change may be waiting for this thread, in
+what a signal's handler runs there."""
 
 
 class _Rarely:
@@ -33,24 +39,34 @@ class _Rarely:
         self._before = self._set = gc.get_threshold()
 
     def __enter__(self) -> None:
-        with self._lock:
-            me, first = threading.get_ident(), not self.entered
-            self.entered[me] = self.entered.get(me, 0) + 1
-            if first:
-                self._before = self._set = gc.get_threshold()
-                if self._before[0] > 0:  # else the user has turned it off
-                    self._set = tuple(max(pair) for pair in zip(RARE_THRESHOLDS, self._before, strict=True))  # type: ignore[assignment]
-                    gc.set_threshold(*self._set)
+        self._alone(self._enter)
 
     def __exit__(self, *exception: object) -> None:
-        with self._lock:
-            me = threading.get_ident()
-            self._leave(me, self.entered.get(me, 0) - 1)
+        self._alone(lambda me: self._leave(me, self.entered.get(me, 0) - 1))
 
     def leave_all(self) -> None:
         """The calling thread is in none of what it entered this for."""
-        with self._lock:
-            self._leave(threading.get_ident(), 0)
+        self._alone(lambda me: self._leave(me, 0))
+
+    def _alone(self, change: Callable[[int], None]) -> None:
+        """Change something while no other thread does, or not at all."""
+        lock, acquired = self._lock, list[bool]()
+        try:
+            acquired += map(lock.acquire, (True,), (_PATIENCE,))  # in one go: Ctrl-C could come before an assignment
+            if acquired[0]:
+                change(threading.get_ident())
+        finally:
+            if acquired and acquired[0]:
+                lock.release()
+
+    def _enter(self, me: int) -> None:
+        first = not self.entered
+        self.entered[me] = self.entered.get(me, 0) + 1
+        if first:
+            self._before = self._set = gc.get_threshold()
+            if self._before[0] > 0:  # else the user has turned it off
+                self._set = tuple(max(pair) for pair in zip(RARE_THRESHOLDS, self._before, strict=True))  # type: ignore[assignment]
+                gc.set_threshold(*self._set)
 
     def _leave(self, thread: int, left: int) -> None:
         if left > 0:

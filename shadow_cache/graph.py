@@ -9,8 +9,6 @@ from __future__ import annotations
 
 import itertools
 import operator
-import os
-import threading
 from collections.abc import Container, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
@@ -42,42 +40,36 @@ class _TrieNode:
     terminal: Terminal[Any] | None = None
 
 
-_LOCK = threading.RLock()
-"""One for all: a child that is forked while another thread has it makes it free. What that thread was about to add is
-then not found, and added again."""
-
-
-def _free_in_child() -> None:
-    if not _LOCK._is_owned():  # type: ignore[attr-defined]
-        _LOCK._at_fork_reinit()  # type: ignore[attr-defined]
-
-
-if hasattr(os, "register_at_fork"):
-    os.register_at_fork(after_in_child=_free_in_child)
+@dataclass(slots=True, eq=False)
+class _All(Generic[P]):
+    root: _TrieNode = field(default_factory=_TrieNode)
+    terminals: dict[int, Terminal[P]] = field(default_factory=dict)
 
 
 class ShadowGraph(Generic[P]):
-    """All structures of a process. Safe to use from several threads."""
+    """All structures of a process.
+
+    Safe to use from several threads, and without a lock: whoever had one might wait, in what ``gc`` or a signal's
+    handler runs in its midst, for another thread that wants it. Each change is one call of C. What is added while
+    something is removed may not be found afterwards, and is then added again.
+    """
 
     def __init__(self) -> None:
-        self._root = _TrieNode()
-        self._terminals: list[Terminal[P]] = []
+        self._all: _All[P] = _All()
         self._numbers = itertools.count()
 
     def find(self, keys: Sequence[Key]) -> Terminal[P] | None:
         """The terminal for ``keys``, if there is one; :meth:`nearest` says how near they come to another's."""
-        with _LOCK:
-            depth, node = self._follow(keys)
-            return node.terminal if depth == len(keys) else None
+        depth, node = self._follow(keys)
+        return node.terminal if depth == len(keys) else None
 
     def nearest(self, keys: Sequence[Key]) -> tuple[int, Key | None]:
         """How many of ``keys`` are a known path, and of what follows on that path the key nearest to the next one."""
-        with _LOCK:
-            depth, node = self._follow(keys)
-            return depth, _closest(node, keys[depth]) if depth < len(keys) else None
+        depth, node = self._follow(keys)
+        return depth, _closest([*node.children], keys[depth]) if depth < len(keys) else None
 
     def _follow(self, keys: Sequence[Key]) -> tuple[int, _TrieNode]:
-        node = self._root
+        node = self._all.root
         for depth, key in enumerate(keys):
             child = node.children.get(key)
             if child is None:
@@ -87,41 +79,45 @@ class ShadowGraph(Generic[P]):
 
     def insert(self, keys: Sequence[Key], payload: P) -> Terminal[P]:
         """Add a path; where it is there already, its terminal is given and ``payload`` is not used."""
-        with _LOCK:
-            node = self._root
-            for key in keys:
-                node = node.children.setdefault(key, _TrieNode())
-            if node.terminal is None:
-                node.terminal = Terminal(next(self._numbers), payload)
-                self._terminals.append(node.terminal)
-            return node.terminal
+        all_ = self._all  # what is forgotten meanwhile is forgotten with this
+        node = all_.root
+        for key in keys:
+            node = node.children.setdefault(key, _TrieNode())
+        known = node.terminal
+        if known is None:
+            new = Terminal(next(self._numbers), payload)
+            known = node.terminal  # no call: nothing comes between this and the assignment
+            if known is None:
+                known = node.terminal = all_.terminals[new.number] = new
+        return known
 
     def remove(self, numbers: Container[int]) -> None:
         """Forget structures, and the parts of their paths that no other has."""
-        with _LOCK:
-            self._terminals = [terminal for terminal in self._terminals if terminal.number not in numbers]
-            nodes = [self._root]
-            for node in nodes:  # grows while it is read: each node after its parent
-                nodes.extend(node.children.values())
-            for node in reversed(nodes):
-                if node.terminal is not None and node.terminal.number in numbers:
-                    node.terminal = None
-                for key in [key for key, child in node.children.items() if not (child.children or child.terminal)]:
-                    del node.children[key]
+        all_ = self._all
+        for number in [*all_.terminals]:
+            if number in numbers:
+                all_.terminals.pop(number, None)
+        nodes = [all_.root]
+        for node in nodes:  # grows while it is read: each node after its parent
+            nodes.extend(node.children.values())
+        for node in reversed(nodes):
+            if node.terminal is not None and node.terminal.number in numbers:
+                node.terminal = None
+            for key, child in [*node.children.items()]:
+                if not (child.children or child.terminal):
+                    node.children.pop(key, None)
 
     def clear(self) -> None:
         """Forget everything."""
-        with _LOCK:
-            self._root = _TrieNode()
-            self._terminals.clear()
+        self._all = _All()
 
     def __iter__(self) -> Iterator[Terminal[P]]:
-        return iter(tuple(self._terminals))
+        return iter([*self._all.terminals.values()])
 
     def __len__(self) -> int:
-        return len(self._terminals)
+        return len(self._all.terminals)
 
 
-def _closest(node: _TrieNode, key: Key) -> Key | None:
-    same_name = [other for other in node.children if other[0] == key[0]]
-    return max(same_name or node.children, key=lambda other: sum(map(operator.eq, other, key)), default=None)
+def _closest(known: Sequence[Key], key: Key) -> Key | None:
+    same_name = [other for other in known if other[0] == key[0]]
+    return max(same_name or known, key=lambda other: sum(map(operator.eq, other, key)), default=None)

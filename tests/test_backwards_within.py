@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import gc
 import itertools
 import sys
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -13,11 +17,14 @@ import pytest
 import torch
 
 import compiled_autograd as ca
+from backends.garbage_collection import RARELY
+from compiled_autograd.cache.graphs import GRAPHS
+from compiled_autograd.capture.capture import Capture
 from compiled_autograd.engine import execution, seam
 from compiled_autograd.threads.claims import CLAIMS, Claim
-from compiled_autograd.threads.gate import GATE
+from compiled_autograd.threads.gate import GATE, Gate
 
-from .helpers import ROOT, WAIT, in_threads, same_bits
+from .helpers import ROOT, WAIT, in_subprocess, in_threads, same_bits
 
 OURS = (str(Path(ca.__file__).parent), str(ROOT / "backends"), str(ROOT / "shadow_cache"))
 WEIGHT = torch.randn(4, 4)
@@ -25,16 +32,17 @@ WEIGHT = torch.randn(4, 4)
 
 class _RunAt:
     """Runs something where Python may run what is none of ours: after the n-th call of C in code of ours, or at the
-    n-th beginning of a function there, but in walks and traces. ``came`` says whether it was so many."""
+    n-th beginning of a function there, but in traces, and either in walks or between them. ``came`` says whether it
+    was so many."""
 
-    def __init__(self, count: int, act: Callable[[], None]) -> None:
-        self.left, self.act = count, act
+    def __init__(self, count: int, act: Callable[[], None], in_walks: bool = False) -> None:
+        self.left, self.act, self.in_walks = count, act, in_walks
         self.came = False
 
     def __call__(self, frame: Any, event: str, argument: Any) -> None:
         if event not in ("call", "c_return") or not frame.f_code.co_filename.startswith(OURS):
             return
-        if seam.walking() or torch._C._len_torch_dispatch_stack() or _is_traced(frame):
+        if seam.walking() is not self.in_walks or torch._C._len_torch_dispatch_stack() or _is_traced(frame):
             return
         self.left -= 1
         if self.left < 0:
@@ -104,6 +112,44 @@ def test_a_backward_after_every_call(known: bool, every: int, shared: bool) -> N
     assert in_threads(work, timeout=WAIT if every > 1 else 10 * WAIT)[0] > 50
 
 
+@pytest.mark.parametrize("own_session", [True, False])
+@pytest.mark.parametrize("shared", [False, True], ids=["its_own_leaf", "the_same_leaf"])
+def test_a_backward_in_the_midst_of_a_walk(own_session: bool, shared: bool) -> None:
+    """The engine would take it for one that is to be captured inside of another, and refuse both."""
+    with ca.disable():
+        right = _step()
+        twice = right + right
+
+    def work() -> int:
+        for count in itertools.count(0, 7):
+            ca.reset()
+            with ca.enable(backend="eager", cache_dir=False) as session:
+                x = torch.ones(4, 4, requires_grad=True)
+                found: list[torch.Tensor] = []
+
+                def act(leaf: torch.Tensor | None, found: list[torch.Tensor]) -> None:
+                    with contextlib.nullcontext() if own_session else ca.disable():
+                        found.append(_step(leaf))
+
+                within = _RunAt(count, functools.partial(act, x if shared else None, found), in_walks=True)
+                loss = _loss(x, 2.0)
+                sys.setprofile(within)
+                try:
+                    loss.backward()
+                finally:
+                    sys.setprofile(None)
+                _nothing_is_stuck()
+                assert same_bits(x.grad, twice if shared and within.came else right)
+                assert shared or not within.came or same_bits(found[0], right)
+                assert session.stats().bypasses == ({"inside_compile": 1} if own_session and within.came else {})
+                assert session.stats().structure_misses == 1  # the one around it is captured
+                if not within.came:
+                    return count
+        raise AssertionError
+
+    assert in_threads(work)[0] > 200
+
+
 class _IsThereForAWhile(Claim):
     """Of another thread, on every leaf, until it was asked a few times."""
 
@@ -141,6 +187,55 @@ def test_a_claim_made_while_a_leaf_is_waited_for() -> None:
     assert in_threads(work)[0] > 20
 
 
+def test_a_backward_in_the_midst_of_a_reset_while_another_thread_captures() -> None:
+    """Who captures waits for no lock that a thread may have which waits for it."""
+    with ca.disable():
+        right = _step()
+    first_in_walk, reset = threading.Event(), threading.Event()
+
+    class Waits(Capture):
+        def end_capture(self, outputs: Any) -> Any:
+            if threading.current_thread() in capturing:
+                first_in_walk.set()
+                reset.wait(WAIT)
+                time.sleep(0.3)  # the other thread waits for this walk by now
+            return super().end_capture(outputs)
+
+    capturing: list[threading.Thread] = []
+
+    def captures() -> None:
+        capturing[:] = [threading.current_thread()]
+        with ca.enable(backend="eager", cache_dir=False):
+            assert same_bits(_step(), right)
+
+    def resets(count: int) -> bool:
+        def within_it() -> None:
+            reset.set()
+            with ca.enable(backend="eager", cache_dir=False):
+                assert same_bits(_step(), right)
+
+        assert first_in_walk.wait(WAIT)
+        within = _RunAt(count, within_it)
+        sys.setprofile(within)
+        try:
+            GRAPHS.clear()
+            with RARELY:
+                pass
+        finally:
+            sys.setprofile(None)
+            reset.set()
+        return within.came
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(seam, "Capture", Waits)
+        for count in itertools.count():
+            ca.reset()
+            first_in_walk.clear(), reset.clear()
+            if not in_threads(captures, functools.partial(resets, count), timeout=WAIT / 3)[1]:
+                break
+    assert count > 10
+
+
 def test_gc_runs_backwards_while_a_tape_is_captured() -> None:
     """A cycle of Python's objects whose end runs a backward, as ``gc`` finds it: at each of many steps."""
     found: list[torch.Tensor] = []
@@ -173,3 +268,49 @@ def test_gc_runs_backwards_while_a_tape_is_captured() -> None:
     in_threads(work)
     _nothing_is_stuck()
     assert len(found) == 60 and all(same_bits(each, within) for each in found)
+
+
+_GC_WHILE_IT_LOOKS = """
+import gc
+from compiled_autograd.threads.gate import Gate, Turn
+
+class Ends:
+    def __init__(self):
+        self.itself = self
+    def __del__(self):
+        assert gate.idle() and not gate.line  # drops what nobody has any more
+
+keep_few_lists = [[] for _ in range(1000)]
+gc.set_threshold(1, 1, 1)
+for _ in range(50):
+    gc.disable()
+    gate = Gate()
+    for _ in range(50):
+        turn = Turn()
+        turn.over = True
+        turn.token.release()
+        gate.line.append(turn)
+    del turn
+    Ends()
+    gc.enable()
+    assert gate._first() is None
+gc.disable()
+print("looked")
+"""
+
+
+def test_gc_while_the_line_is_copied() -> None:
+    """Until Python 3.11 it may run in the midst of ``list.copy()``, which then reads what is not there any more."""
+    result = in_subprocess(_GC_WHILE_IT_LOOKS, PYTHONMALLOC="debug")
+    assert result.returncode == 0 and "looked" in result.stdout, result.stderr[-2000:]
+
+
+def test_a_fork_in_the_midst_of_a_fork() -> None:
+    """As a signal's handler may make one: no place in the line is left behind."""
+    gate = Gate()
+    for _ in range(2):
+        gate.hold_over_fork()
+    for _ in range(2):
+        assert not gate.idle()
+        gate.release_after_fork()
+    assert gate.idle() and not gate.line

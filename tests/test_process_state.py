@@ -67,7 +67,6 @@ EXCEPTIONS = {
     "backends/inductor/straight_line/products.py": dict.fromkeys(("limit_threads", "products"), _UNCHANGING),
     "backends/inductor/straight_line/program_library.py": {"begin": _SERVES_ON, _FORK: _ALONE},
     "shadow_cache/compile_counter.py": dict.fromkeys(("_watching", "_lock", _FORK), _ALONE),
-    "shadow_cache/graph.py": {"_LOCK": _ALONE, _FORK: _ALONE},
 }
 """What is not registered, and why."""
 

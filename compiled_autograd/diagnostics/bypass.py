@@ -48,8 +48,8 @@ FORKED = Bypass(
 )
 INSIDE_COMPILE = Bypass(
     "inside_compile",
-    hint="called in the midst of compiling, by what Python ran there (gc, a signal's handler, a backend): what is "
-    "compiled already runs, the rest is left to the eager engine",
+    hint="called in the midst of a walk or of compiling, by what Python ran there (gc, a signal's handler, a backend): "
+    "what is compiled already runs, the rest is left to the eager engine",
 )
 INTERRUPTED = Bypass("interrupted", hint="an exception, such as that of Ctrl-C, ended it before anything ran")
 BROKEN_CAPTURE = Bypass("broken_capture", hint="the engine failed while it reported a node, and nothing was run")

@@ -32,7 +32,7 @@ from .call import Call, HandedOver, Refused
 from .cuda.streams import STREAMS
 from .execution import depth
 from .handles import KEPT
-from .seam import hand_over
+from .seam import hand_over, walking
 from .session import Session, thread
 
 _NOT_UNSUPPORTED = (TRACING, ON_MISS, COMPILING, OVER_BUDGET, FORKED, INSIDE_COMPILE)
@@ -96,6 +96,8 @@ def is_policy(reason: Bypass) -> bool:
 
 
 def _cannot_be_captured(call: Call, settings: Settings) -> Bypass | None:
+    if walking():  # Python runs it in the midst of that: it waits for nobody, who may wait for the walk
+        return INSIDE_COMPILE
     return before_capture(call.create_graph, call.grads, depth())
 
 

@@ -38,6 +38,7 @@ from ..steps.steps import RegionStep, Slots
 from ..threads.claims import CLAIMS
 from ..threads.forks import why_not_compile
 from ..threads.gate import GATE
+from ..threads.others import out_of_walk
 from ..user_code.reducers import reducer_hooks
 from .account import Account, RunAccount
 from .call import Call, HandedOver, KnownShapes, Results
@@ -82,10 +83,11 @@ def on_eager(
     me, outer, idents = here.ident, here.running, GATE.idents
     try:
         idents.append(me)
-        here.running = None
+        here.running, run = None, _run_backward
         if CLAIMS.made or GATE.line:
             GATE.enter_again(me)
-        return _run_backward(
+            run = out_of_walk(run)
+        return run(
             Variable._execution_engine,
             outputs,
             grads,

@@ -65,7 +65,7 @@ class Claims:
     def enter(self, claim: Claim) -> None:
         """Claim leaves, once no other thread has any of them. The caller unlocks the claim's token whatever comes."""
         if self.made:
-            for each in self.made.copy():
+            for each in [*self.made]:
                 if not each.token.locked():
                     self._remove(each)
         self.made.append(claim)
@@ -113,7 +113,7 @@ class Claims:
         if not self.made:
             return
         me = threading.get_ident()
-        earlier = [each for each in self.made.copy() if each.thread != me]
+        earlier = [each for each in [*self.made] if each.thread != me]
         self._wait(
             lambda: all(
                 each.through_nodes or each.waiting or each not in self.made or not each.token.locked()
@@ -126,7 +126,7 @@ class Claims:
         with self._changing:  # while it is asked and answered: of two, one comes first
             others = [
                 each
-                for each in self.made.copy()
+                for each in [*self.made]
                 if each.thread != claim.thread and not each.waiting and each.token.locked()
             ]
             leaves = claim.leaves() if others else set()

@@ -1,7 +1,7 @@
 """Who may use the engine's seam, and when: it belongs to the process.
 
 Who waits for whom, and who bypasses, stands in ``docs/internals/threads.md``. A backward inside one that the eager
-engine runs in the same thread is captured: while the engine walks its tape, nothing else of that thread runs.
+engine runs in the same thread is captured; one that Python runs while the engine walks a tape is left to eager.
 
 **Nothing is stuck after Ctrl-C.** Python may raise ``KeyboardInterrupt`` in the main thread after any call, at the
 beginning of any function of Python's, and at a jump back (the "eval breaker" of CPython 3.10 to 3.14), but nowhere
@@ -14,7 +14,8 @@ nobody's: they are passed over, and dropped when somebody looks.
 **No lock is held while anything is looked at.** A signal's handler, a ``__del__`` or what ``gc`` calls may run a
 backward between any two calls here, in the same thread: whatever it would wait for, the thread that it stopped must not
 have. So the seam is had by whoever is first in a list, that calls of C alone change, and who waits for another waits
-for that one's token, while it holds nothing but its own place behind it.
+for that one's token, while it holds nothing but its own place behind it. Whoever looks through a list takes ``[*list]``
+first: ``list.copy()`` asks for the size and then for memory, and until Python 3.11 ``gc`` may run in between.
 """
 
 from __future__ import annotations
@@ -62,7 +63,7 @@ class Turn:
 
 
 class _Forking(local):
-    turn: Turn | None = None
+    turns: tuple[Turn, Any] | None = None  # of the innermost fork, and those around it
 
 
 class Gate:
@@ -121,8 +122,13 @@ class Gate:
         first = self._first()
         return first is None or first.thread == me
 
+    def has_seam(self) -> bool:
+        """Whether the calling thread has it."""
+        first = self._first()
+        return first is not None and first.thread == get_ident()
+
     def _first(self) -> Turn | None:
-        for turn in self.line.copy():
+        for turn in [*self.line]:
             if turn.stands():
                 return turn
             self._drop(turn)
@@ -145,7 +151,7 @@ class Gate:
         return bool(self.idents or self.in_eager) and self._others_than(get_ident())
 
     def _others_than(self, me: int) -> bool:
-        if self.idents and any(ident != me for ident in self.idents.copy()):
+        if self.idents and any(ident != me for ident in [*self.idents]):
             return True
         return bool(self.in_eager) and any(ident != me for ident in _holders(self.in_eager))
 
@@ -198,14 +204,15 @@ class Gate:
 
     def hold_over_fork(self) -> None:
         """No other thread walks while the process is forked: the engine's own lock would stay locked in the child."""
-        turn = self._forking.turn = Turn()
+        turn = Turn()
+        self._forking.turns = turn, self._forking.turns  # a signal's handler may fork in the midst of a fork
         self._come_first(turn)
-        self._forking.turn = turn  # again: a signal's handler may have forked meanwhile
 
     def release_after_fork(self) -> None:
         """In the parent. What Ctrl-C raised before the fork, Python has told of and passed over."""
-        turn, self._forking.turn = self._forking.turn, None  # no call: nothing comes between this and the release
-        if turn is not None:
+        turns = self._forking.turns
+        if turns is not None:
+            turn, self._forking.turns = turns  # no call: nothing comes between this and the release
             turn.over = True
             turn.token.release()
             self.leave(turn)

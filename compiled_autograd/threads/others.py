@@ -27,6 +27,24 @@ def have_them_wait() -> None:
         setattr(_seam, function.__name__, _between_walks(function))
 
 
+def out_of_walk(run: Callable[..., Any]) -> Callable[..., Any]:
+    """What asks the engine for a backward, so that the engine runs it itself: also where Python has come to it in the
+    midst of a walk of the calling thread, by a signal's handler or a ``__del__``."""
+    if not GATE.has_seam():
+        return run
+
+    def alone(*args: Any, **named: Any) -> Any:
+        prior: list[Any] = []
+        try:
+            prior += map(set_autograd_compiler, (None,), (False,))  # in one go: see the gate
+            return run(*args, **named)
+        finally:
+            if prior and prior[0][0] is not None:
+                set_autograd_compiler(*prior[0])
+
+    return alone
+
+
 def _between_walks(function: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(function)
     def others(*args: Any) -> Any:

@@ -27,6 +27,12 @@ from .own_loops import extension, raised, session  # noqa: F401
 pytestmark = pytest.mark.usefixtures("extension")
 
 
+@pytest.fixture(autouse=True)
+def checked(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As on a version of PyTorch that it was checked on."""
+    monkeypatch.setattr(version_differences, "OWN_LOOP_CHECKED", (version_differences._VERSION,))
+
+
 def _backward(used: ca.Session, steps: int = 1) -> int:
     """How many of some backwards the own loop ran."""
     before = used.stats().own_loop

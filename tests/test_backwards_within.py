@@ -24,7 +24,7 @@ from compiled_autograd.engine import execution, seam
 from compiled_autograd.threads.claims import CLAIMS, Claim
 from compiled_autograd.threads.gate import GATE, Gate
 
-from .helpers import ROOT, WAIT, in_subprocess, in_threads, same_bits
+from .helpers import ROOT, WAIT, close, in_subprocess, in_threads, same_bits
 
 OURS = (str(Path(ca.__file__).parent), str(ROOT / "backends"), str(ROOT / "shadow_cache"))
 WEIGHT = torch.randn(4, 4)
@@ -110,6 +110,46 @@ def test_a_backward_after_every_call(known: bool, every: int, shared: bool) -> N
         raise AssertionError
 
     assert in_threads(work, timeout=WAIT if every > 1 else 10 * WAIT)[0] > 50
+
+
+@pytest.mark.parametrize("leaves", [1, 6])
+def test_a_backward_of_second_order_within(leaves: int) -> None:
+    """The engine adds to ``.grad`` in another tensor then: what is added to the old one would be lost."""
+
+    def backward(xs: list[torch.Tensor], around: Callable[[], None] = lambda: None, **settings: Any) -> None:
+        loss = sum((_loss(x, 2.0) for x in xs), start=torch.zeros(()))
+        around()
+        try:
+            loss.backward(**settings)
+        finally:
+            sys.setprofile(None)
+
+    def fresh() -> list[torch.Tensor]:
+        xs = [torch.ones(4, 4, requires_grad=True) for _ in range(leaves)]
+        for x in xs:
+            x.grad = torch.ones(4, 4)
+        return xs
+
+    with ca.disable():
+        right = fresh()
+        backward(right, create_graph=True)
+        backward(right)
+
+    def work() -> int:
+        with ca.enable(backend="eager", cache_dir=False, tune=False):
+            backward(fresh())
+            for count in itertools.count():
+                xs = fresh()
+                within = _RunAt(count, functools.partial(backward, xs, create_graph=True))
+                backward(xs, functools.partial(sys.setprofile, within))
+                if not within.came:
+                    return count
+                for x, each in zip(xs, right, strict=True):
+                    assert x.grad is not None and each.grad is not None
+                    assert close(x.grad.detach(), each.grad.detach())
+        raise AssertionError
+
+    assert in_threads(work)[0] > 50
 
 
 @pytest.mark.parametrize("own_session", [True, False])

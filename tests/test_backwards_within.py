@@ -227,6 +227,42 @@ def test_a_claim_made_while_a_leaf_is_waited_for() -> None:
     assert in_threads(work)[0] > 20
 
 
+@pytest.mark.parametrize("threads", [2, 3])
+def test_threads_that_write_leaves_in_a_circle(threads: int) -> None:
+    """Each is in the midst of writing its own leaf, and there gives to the next one's. One of them is let pass."""
+    leaves = [torch.zeros(1) for _ in range(threads)]
+    have_theirs = threading.Barrier(threads)
+    writing: list[int] = []
+
+    def claims(number: int, then: Callable[[], object]) -> None:
+        claim = Claim(leaves, (number,))
+        try:
+            CLAIMS.enter(claim)
+            then()
+        finally:
+            claim.token.release()
+            CLAIMS.release(claim)
+
+    def write(number: int) -> None:
+        writing.append(number)
+        time.sleep(0.1)
+        assert writing[-1] == number  # one after the other
+        leaves[number] += 1
+
+    def work(number: int) -> None:
+        following = (number + 1) % threads
+
+        def within() -> None:
+            have_theirs.wait(WAIT)
+            claims(following, lambda: write(following))
+
+        claims(number, within)
+
+    in_threads(*(functools.partial(work, number) for number in range(threads)), timeout=10)
+    _nothing_is_stuck()
+    assert [each.item() for each in leaves] == [1] * threads
+
+
 def test_a_backward_in_the_midst_of_a_reset_while_another_thread_captures() -> None:
     """Who captures waits for no lock that a thread may have which waits for it."""
     with ca.disable():

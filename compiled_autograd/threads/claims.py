@@ -130,8 +130,23 @@ class Claims:
                 if each.thread != claim.thread and not each.waiting and each.token.locked()
             ]
             leaves = claim.leaves() if others else set()
-            claim.waiting = any(not leaves.isdisjoint(each.leaves()) for each in others)
+            in_the_way = {each.thread for each in others if not leaves.isdisjoint(each.leaves())}
+            claim.waiting = any(not self._waits_for(each, claim.thread) for each in in_the_way)
             return not claim.waiting
+
+    def _waits_for(self, thread: int, me: int) -> bool:
+        """Whether a thread waits until another one has written its leaves, in what Python runs in the midst of writing:
+        then that other one must not wait for it. Nor need it, as what it was about to write is looked at again."""
+        made = [each for each in [*self.made] if each.token.locked()]
+        found, worklist = {thread}, [thread]
+        while worklist:
+            waiting = worklist.pop()
+            leaves = set().union(*(each.leaves() for each in made if each.thread == waiting and each.waiting))
+            for each in made:
+                if each.thread not in found and not each.waiting and not leaves.isdisjoint(each.leaves()):
+                    found.add(each.thread)
+                    worklist.append(each.thread)
+        return me in found
 
     def _let_pass(self, claim: Claim) -> None:
         claim.through_nodes = True

@@ -263,6 +263,27 @@ def test_threads_that_write_leaves_in_a_circle(threads: int) -> None:
     assert [each.item() for each in leaves] == [1] * threads
 
 
+def test_threads_that_come_to_the_engine_while_they_write_leaves() -> None:
+    """Each in what Python runs in its midst, without a session: they do not wait for one another for ever."""
+    have_theirs = threading.Barrier(2)
+    with ca.enable(backend="eager", cache_dir=False):  # from then on backwards without a session come to us too
+        right = _step()
+
+    def work() -> None:
+        claim = Claim([torch.zeros(1)], (0,))
+        try:
+            CLAIMS.enter(claim)
+            have_theirs.wait(WAIT)
+            with ca.disable():
+                assert same_bits(_step(), right)
+        finally:
+            claim.token.release()
+            CLAIMS.release(claim)
+
+    in_threads(work, work, timeout=10)
+    _nothing_is_stuck()
+
+
 def test_a_backward_in_the_midst_of_a_reset_while_another_thread_captures() -> None:
     """Who captures waits for no lock that a thread may have which waits for it."""
     with ca.disable():

@@ -24,7 +24,7 @@ from compiled_autograd.engine import execution, seam
 from compiled_autograd.threads.claims import CLAIMS, Claim
 from compiled_autograd.threads.gate import GATE, Gate
 
-from .helpers import ROOT, WAIT, in_subprocess, in_threads, same_bits
+from .helpers import ROOT, WAIT, close, in_subprocess, in_threads, same_bits
 
 OURS = (str(Path(ca.__file__).parent), str(ROOT / "backends"), str(ROOT / "shadow_cache"))
 WEIGHT = torch.randn(4, 4)
@@ -112,6 +112,46 @@ def test_a_backward_after_every_call(known: bool, every: int, shared: bool) -> N
     assert in_threads(work, timeout=WAIT if every > 1 else 10 * WAIT)[0] > 50
 
 
+@pytest.mark.parametrize("leaves", [1, 6])
+def test_a_backward_of_second_order_within(leaves: int) -> None:
+    """The engine adds to ``.grad`` in another tensor then: what is added to the old one would be lost."""
+
+    def backward(xs: list[torch.Tensor], around: Callable[[], None] = lambda: None, **settings: Any) -> None:
+        loss = sum((_loss(x, 2.0) for x in xs), start=torch.zeros(()))
+        around()
+        try:
+            loss.backward(**settings)
+        finally:
+            sys.setprofile(None)
+
+    def fresh() -> list[torch.Tensor]:
+        xs = [torch.ones(4, 4, requires_grad=True) for _ in range(leaves)]
+        for x in xs:
+            x.grad = torch.ones(4, 4)
+        return xs
+
+    with ca.disable():
+        right = fresh()
+        backward(right, create_graph=True)
+        backward(right)
+
+    def work() -> int:
+        with ca.enable(backend="eager", cache_dir=False, tune=False):
+            backward(fresh())
+            for count in itertools.count():
+                xs = fresh()
+                within = _RunAt(count, functools.partial(backward, xs, create_graph=True))
+                backward(xs, functools.partial(sys.setprofile, within))
+                if not within.came:
+                    return count
+                for x, each in zip(xs, right, strict=True):
+                    assert x.grad is not None and each.grad is not None
+                    assert close(x.grad.detach(), each.grad.detach())
+        raise AssertionError
+
+    assert in_threads(work)[0] > 50
+
+
 @pytest.mark.parametrize("own_session", [True, False])
 @pytest.mark.parametrize("shared", [False, True], ids=["its_own_leaf", "the_same_leaf"])
 def test_a_backward_in_the_midst_of_a_walk(own_session: bool, shared: bool) -> None:
@@ -185,6 +225,63 @@ def test_a_claim_made_while_a_leaf_is_waited_for() -> None:
         raise AssertionError
 
     assert in_threads(work)[0] > 20
+
+
+@pytest.mark.parametrize("threads", [2, 3])
+def test_threads_that_write_leaves_in_a_circle(threads: int) -> None:
+    """Each is in the midst of writing its own leaf, and there gives to the next one's. One of them is let pass."""
+    leaves = [torch.zeros(1) for _ in range(threads)]
+    have_theirs = threading.Barrier(threads)
+    writing: list[int] = []
+
+    def claims(number: int, then: Callable[[], object]) -> None:
+        claim = Claim(leaves, (number,))
+        try:
+            CLAIMS.enter(claim)
+            then()
+        finally:
+            claim.token.release()
+            CLAIMS.release(claim)
+
+    def write(number: int) -> None:
+        writing.append(number)
+        time.sleep(0.1)
+        assert writing[-1] == number  # one after the other
+        leaves[number] += 1
+
+    def work(number: int) -> None:
+        following = (number + 1) % threads
+
+        def within() -> None:
+            have_theirs.wait(WAIT)
+            claims(following, lambda: write(following))
+
+        claims(number, within)
+
+    in_threads(*(functools.partial(work, number) for number in range(threads)), timeout=10)
+    _nothing_is_stuck()
+    assert [each.item() for each in leaves] == [1] * threads
+
+
+def test_threads_that_come_to_the_engine_while_they_write_leaves() -> None:
+    """Each in what Python runs in its midst, without a session: they do not wait for one another for ever."""
+    have_theirs = threading.Barrier(2)
+    with ca.enable(backend="eager", cache_dir=False):  # from then on backwards without a session come to us too
+        right = _step()
+
+    def work() -> None:
+        claim = Claim([torch.zeros(1)], (0,))
+        try:
+            CLAIMS.enter(claim)
+            have_theirs.wait(WAIT)
+            with ca.disable():
+                assert same_bits(_step(), right)
+        finally:
+            claim.token.release()
+            CLAIMS.release(claim)
+
+    in_threads(work, work, timeout=10)
+    _nothing_is_stuck()
 
 
 def test_a_backward_in_the_midst_of_a_reset_while_another_thread_captures() -> None:

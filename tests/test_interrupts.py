@@ -20,6 +20,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch._subclasses import fake_tensor
 
 import compiled_autograd as ca
 from backends.garbage_collection import RARELY
@@ -377,6 +378,29 @@ def test_an_interrupt_while_the_store_is_locked_leaves_no_file_open(tmp_path: Pa
         else:
             break
     assert count > 5
+
+
+def test_an_interrupt_in_a_mode_of_pytorch(wanted: Callable[[bool], torch.Tensor]) -> None:
+    """It is entered and left by functions of Python's, and would stay on: the thread had fake tensors for ever."""
+    files = (fake_tensor.__file__,)
+    right = wanted(False)
+    for count in itertools.count():
+        ca.reset()
+        interrupt = _InterruptAt(count, files, ("__enter__", "__exit__"))
+        x = torch.ones(4, 4, requires_grad=True)
+        with ca.enable(backend="eager", cache_dir=False):
+            loss = _loss(x, False)
+            sys.setprofile(interrupt)
+            try:
+                with suppress(KeyboardInterrupt):
+                    loss.backward()
+            finally:
+                sys.setprofile(None)
+            _nothing_is_stuck()
+            assert same_bits(_step(False), right)
+        if not interrupt.came:
+            break
+    assert count > 10
 
 
 def test_an_interrupt_in_what_runs_before_a_fork() -> None:

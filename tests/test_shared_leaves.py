@@ -29,7 +29,7 @@ def _in_threads(*works: Callable[[], Any]) -> None:
 def _slowly(monkeypatch: pytest.MonkeyPatch, began: threading.Event | None = None) -> None:
     """Additions read, stay away for a while, and write what was there and the gradient: as bad as can be."""
 
-    def add(into: list[torch.Tensor], terms: list[torch.Tensor]) -> None:
+    def add(leaves: object, into: list[torch.Tensor], terms: list[torch.Tensor]) -> None:
         if began is not None:
             began.set()
         before = [each.clone() for each in into]

@@ -77,3 +77,17 @@ def plain_tracing() -> Iterator[None]:
     finally:
         torch.set_autocast_cache_enabled(before)
         _FAKE_LOG.disabled = disabled
+
+
+def modes_on() -> tuple[int, int]:
+    """How many modes of PyTorch's the thread is in: of operators, and of functions."""
+    return torch._C._len_torch_dispatch_stack(), torch._C._len_torch_function_stack()
+
+
+def leave_modes(before: tuple[int, int]) -> None:
+    """Leave modes that are on since then: those of PyTorch's are entered and left by functions of Python's, in which
+    Ctrl-C may come. The thread would stay in them, and have fake tensors for ever."""
+    while torch._C._len_torch_dispatch_stack() > before[0]:
+        torch._C._pop_torch_dispatch_stack(None)
+    while torch._C._len_torch_function_stack() > before[1]:
+        torch._C._pop_torch_function_stack()

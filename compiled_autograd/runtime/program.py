@@ -26,6 +26,7 @@ from ..errors import UntraceableError
 from ..guards.shapes import Spec
 from ..ir import nan_checks, partition
 from ..lowering.region_compiler import COMPILING, RegionCompiler
+from ..lowering.tracing import leave_modes, modes_on
 from ..lowering.wiring import all_copied
 from ..proving.prover import is_due, prove
 from ..steps.accumulate import keep, write
@@ -230,6 +231,7 @@ class Program:
         if why_not_compile() is not None:  # nor load, which may import what was being imported
             return False, None
         acquired: list[bool] = []
+        modes = modes_on()
         try:
             # In one go: see the gate. Where it fails, something is being compiled in the background.
             acquired += map(COMPILING.acquire, (context.submit is None,))
@@ -240,8 +242,11 @@ class Program:
                 if not found and context.may_compile:
                     found, compiled = True, self._compile(step, slots, context)
         finally:
-            if acquired and acquired[0]:
-                COMPILING.release()
+            try:
+                if acquired and acquired[0]:
+                    COMPILING.release()
+            finally:
+                leave_modes(modes)
         if not found and context.submit is not None:
             context.submit(self, step, slots)
         return found, compiled

@@ -9,6 +9,8 @@ handler or what ``gc`` has found, and in it another backward that gives to this 
 
 from __future__ import annotations
 
+import itertools
+import operator
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
@@ -25,6 +27,7 @@ if TYPE_CHECKING:
     from .run_context import RunContext
 
 _DENSE = torch.ops.aten.is_non_overlapping_and_dense.default
+_GRAD = operator.attrgetter("grad")
 _BATCH = 4
 """From this number of in-place additions on, one ``torch._foreach_add_`` does them all."""
 
@@ -238,6 +241,7 @@ def accumulate(leaves: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | No
         grads: for each leaf a gradient of its shape, or None for an undefined one, which leaves ``.grad`` alone.
         owned: whether the gradient lies in memory of its own and in the leaf's layout, so that it can be kept.
     """
+    have: list[torch.Tensor] = []
     into: list[torch.Tensor] = []
     terms: list[torch.Tensor] = []
     for leaf, grad, own in zip(leaves, grads, owned, strict=True):
@@ -248,10 +252,11 @@ def accumulate(leaves: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | No
             if _assigned(leaf, old, new):
                 break
         else:
+            have.append(leaf)
             into.append(old)
             terms.append(grad)
     if into:
-        _add_in_place(into, terms)
+        _add_in_place(have, into, terms)
 
 
 def _assigned(leaf: torch.Tensor, old: torch.Tensor | None, grad: torch.Tensor) -> bool:
@@ -293,10 +298,17 @@ def leaf_node(leaf: torch.Tensor) -> Any:
         return like.grad_fn.next_functions[0][0]  # type: ignore[union-attr]
 
 
-def _add_in_place(into: list[torch.Tensor], terms: list[torch.Tensor]) -> None:
+def _add_in_place(leaves: Sequence[torch.Tensor], into: list[torch.Tensor], terms: list[torch.Tensor]) -> None:
+    """``leaf.grad += term`` for each leaf, into what it was found to have. One that has another ``.grad`` since is
+    looked at again: what Python runs in the midst of this with ``create_graph`` gives it one."""
     distinct = len({id(each) for each in into}) == len(into)
     if len(into) >= _BATCH and distinct and all(map(is_plain, (*into, *terms))):
-        torch._foreach_add_(into, terms)
-        return
-    for old, grad in zip(into, terms, strict=True):
-        old.add_(grad)
+        # In one go: they are looked at and added to, and nothing comes between.
+        same = map(all, (map(operator.is_, map(_GRAD, leaves), into),))
+        if [*itertools.starmap(torch._foreach_add_, itertools.compress([(into, terms)], same))]:
+            return
+    for leaf, old, grad in zip(leaves, into, terms, strict=True):
+        if leaf.grad is old:
+            old.add_(grad)
+        else:
+            accumulate([leaf], [grad], [False])

@@ -60,6 +60,7 @@ class Claims:
     def __init__(self) -> None:
         self.made: list[Claim] = []
         self._bells: dict[LockType, None] = {}  # of those who wait: unlocked where something has changed
+        self._entering: dict[int, list[Claim]] = {}  # threads that enter the eager engine, and whom they wait for
         self._changing = RLock()  # what ``gc`` runs in its midst may claim leaves too
 
     def enter(self, claim: Claim) -> None:
@@ -114,12 +115,26 @@ class Claims:
             return
         me = threading.get_ident()
         earlier = [each for each in [*self.made] if each.thread != me]
-        self._wait(
-            lambda: all(
-                each.through_nodes or each.waiting or each not in self.made or not each.token.locked()
+        try:
+            self._entering[me] = earlier
+            self._wait(lambda: self._may_enter(me, earlier))
+        finally:
+            self._entering.pop(me, None)
+
+    def _may_enter(self, me: int, earlier: Sequence[Claim]) -> bool:
+        """Whether a thread need not wait for these writers any more."""
+        with self._changing:  # while it is asked and answered: of two, one comes first
+            if not all(
+                each.through_nodes
+                or each.waiting
+                or each not in self.made
+                or not each.token.locked()
+                or self._waits_for(each.thread, me)
                 for each in earlier
-            )
-        )
+            ):
+                return False
+            self._entering.pop(me, None)
+            return True
 
     def _obtains(self, claim: Claim) -> bool:
         """Whether a claim that waits has its leaves now: no other thread has one of them."""
@@ -130,8 +145,25 @@ class Claims:
                 if each.thread != claim.thread and not each.waiting and each.token.locked()
             ]
             leaves = claim.leaves() if others else set()
-            claim.waiting = any(not leaves.isdisjoint(each.leaves()) for each in others)
+            in_the_way = {each.thread for each in others if not leaves.isdisjoint(each.leaves())}
+            claim.waiting = any(not self._waits_for(each, claim.thread) for each in in_the_way)
             return not claim.waiting
+
+    def _waits_for(self, thread: int, me: int) -> bool:
+        """Whether a thread waits until another one has written its leaves, in what Python runs in the midst of writing:
+        then that other one must not wait for it. Nor need it, as what it was about to write is looked at again."""
+        made = [each for each in [*self.made] if each.token.locked()]
+        found, worklist = {thread}, [thread]
+        while worklist:
+            waiting = worklist.pop()
+            leaves = set().union(*(each.leaves() for each in made if each.thread == waiting and each.waiting))
+            writers = [each for each in self._entering.get(waiting, ()) if not each.through_nodes]
+            for each in made:
+                wanted = each in writers or not leaves.isdisjoint(each.leaves())
+                if each.thread not in found and not each.waiting and wanted:
+                    found.add(each.thread)
+                    worklist.append(each.thread)
+        return me in found
 
     def _let_pass(self, claim: Claim) -> None:
         claim.through_nodes = True
@@ -156,7 +188,7 @@ class Claims:
     def reset_after_fork(self) -> None:
         """In a forked child only the calling thread lives on, and no lock may be trusted."""
         self._changing = RLock()
-        self._bells = {}
+        self._bells, self._entering = {}, {}
         me = threading.get_ident()
         self.made = [each for each in self.made if each.thread == me]
 

@@ -136,7 +136,7 @@ def test_a_backward_of_second_order_within(leaves: int) -> None:
         backward(right)
 
     def work() -> int:
-        with ca.enable(backend="eager", cache_dir=False, tune=False):
+        with ca.enable(backend="eager", cache_dir=False, tune=False, native=False):
             backward(fresh())
             for count in itertools.count():
                 xs = fresh()

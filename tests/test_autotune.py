@@ -40,6 +40,7 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(autotune, "SAMPLES_PER_SIDE", 3)
     monkeypatch.setattr(autotune, "IN_A_ROW", 1)
     monkeypatch.setattr(autotune, "COLD", 0)
+    monkeypatch.setattr(autotune, "COLDER", 0.0)
     monkeypatch.setattr(autotune, "BACKWARDS_BEFORE_RETRIAL", 5)
     yield
 
@@ -77,6 +78,42 @@ def test_each_way_runs_in_a_row_and_the_first_of_it_does_not_count(monkeypatch: 
     assert variant.timing is not None
     assert (variant.timing.eager, variant.timing.compiled, variant.timing.samples) == (1e3, 1e3, 6)
     assert session.stats().bypasses == {"tuning": 8}
+
+
+def _trial(eager: list[float], compiled: list[float]) -> Trial:
+    held: Any = lambda: None  # noqa: E731
+    return Trial((0, None, False), held, eager=eager, compiled=compiled)
+
+
+@pytest.mark.parametrize(
+    ("eager", "compiled", "goes_on"),
+    [
+        ([80e-6] * 3, [70e-6] * 3, "eager"),  # some 65, out of a trial
+        ([80e-6] * 3, [65e-6] * 3, "compiled"),
+        ([20e-6] * 3, [12e-6] * 3, "eager"),
+        ([20e-6] * 3, [9e-6] * 3, "compiled"),
+        ([5e-3] * 3, [5.05e-3] * 3, "compiled"),
+    ],
+)
+def test_a_trial_makes_eager_colder_than_it_is(
+    eager: list[float], compiled: list[float], goes_on: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(autotune, "COLDER", 15e-6)
+    assert _trial(eager, compiled).decide().goes_on == goes_on
+
+
+def test_what_plainly_loses_is_not_timed_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(autotune, "SAMPLES_PER_SIDE", 8)
+
+    def decided(compiled: list[float], eager: list[float]) -> bool:
+        return _trial(eager, compiled).is_decided()
+
+    assert decided([1.3, 1.4, 1.1, 1.3], [1.0, 0.9, 1.0, 1.0])
+    assert not decided([1.3, 1.4, 1.0, 1.3], [1.0, 0.9, 1.0, 1.0])
+    assert not decided([1.2, 1.4, 1.2, 1.2], [1.0, 0.9, 1.0, 1.0])
+    assert not decided([1.3, 1.4, 1.3], [1.0, 0.9, 1.0])
+    assert not decided([1.0, 0.9, 1.0, 1.0], [1.3, 1.4, 1.3, 1.3])
+    assert decided([1.0] * 8, [1.0] * 8)
 
 
 def _compute(seconds: float = 0.02) -> None:

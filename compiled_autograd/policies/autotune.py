@@ -35,6 +35,13 @@ SAMPLES_PER_SIDE = 8
 IN_A_ROW, COLD = 5, 1
 """So many in a row are timed one way. The first of these finds the caches as the other way has left them, which costs a
 small backward more than the two ways differ by, and does not count."""
+PLAIN_SAMPLES, PLAINLY_SLOWER = 4, 1.25
+"""Of so many each way, where each compiled one took longer than each of eager's, and the median so much of eager's, eager
+goes on without any more: hits that lose are what a small model's first steps cost."""
+COLDER = 15e-6
+"""Seconds that eager is given for what decides between two backwards of a trial, some hundred microseconds of Python
+that are not timed: they take the engine's code and the tape out of the caches. An ODE solver's backward took 60 us of
+eager where nothing was on trial, and 85 in one; its hits 65 and 80."""
 MAX_TIME_RATIO = 1.02
 """A compiled backward may take this much of eager's: below, clocks tell nothing."""
 BACKWARDS_BEFORE_RETRIAL = 2000
@@ -89,9 +96,22 @@ class Trial:
         """How often each was timed, at least."""
         return min(len(self.eager), len(self.compiled))
 
+    def is_decided(self) -> bool:
+        """Whether both were timed often enough."""
+        if self.samples >= SAMPLES_PER_SIDE:
+            return True
+        if self.samples < PLAIN_SAMPLES or min(self.compiled) <= max(self.eager):
+            return False
+        return statistics.median(self.compiled) > PLAINLY_SLOWER * statistics.median(self.eager)
+
+    def _median_of_eager(self) -> float:
+        """What it would be out of a trial: at least half of what was timed."""
+        median = statistics.median(self.eager)
+        return max(median - COLDER, median / 2)
+
     def decide(self) -> Timing:
         """Once both were timed often enough: which goes on."""
-        eager, compiled = (1e3 * statistics.median(times) for times in (self.eager, self.compiled))
+        eager, compiled = 1e3 * self._median_of_eager(), 1e3 * statistics.median(self.compiled)
         goes_on = "compiled" if compiled <= MAX_TIME_RATIO * eager else "eager"
         timing = Timing(eager, compiled, self.samples, time.time(), goes_on)
         if timing.on_eager:
@@ -210,7 +230,7 @@ class Autotune:
         if variant is None:
             self._change(trial.key, None)
             return
-        if trial.samples < SAMPLES_PER_SIDE:
+        if not trial.is_decided():
             return
         variant.timing = timing = trial.decide()
         if not timing.on_eager:

@@ -36,8 +36,8 @@ IN_A_ROW, COLD = 5, 1
 """So many in a row are timed one way. The first of these finds the caches as the other way has left them, which costs a
 small backward more than the two ways differ by, and does not count."""
 PLAIN_SAMPLES, PLAINLY_SLOWER = 4, 1.25
-"""Of so many each way, where each compiled one took longer than each of eager's, and the median so much of eager's, eager
-goes on without any more: hits that lose are what a small model's first steps cost."""
+"""Of so many each way, where each compiled one took longer than each of eager's, and the median so much of eager's,
+eager goes on without any more: hits that lose are what a small model's first steps cost."""
 COLDER = 15e-6
 """Seconds that eager is given for what decides between two backwards of a trial, some hundred microseconds of Python
 that are not timed: they take the engine's code and the tape out of the caches. An ODE solver's backward took 60 us of

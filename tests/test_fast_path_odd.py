@@ -18,6 +18,7 @@ from compiled_autograd.engine.fast_path.arming import FAST_PATH
 from compiled_autograd.engine.native_hits import NativeHits
 from compiled_autograd.engine.session import Session
 from compiled_autograd.guards import ambient
+from compiled_autograd.policies import autotune
 from compiled_autograd.policies.background import Background
 from compiled_autograd.torch_api import op_registry
 
@@ -49,15 +50,16 @@ def test_in_what_torch_compile_runs_as_python(hits: NativeHits, net: tuple[Make,
     assert FAST_PATH.served == served + 1
 
 
-def test_each_of_two_variants_is_timed(hits: NativeHits) -> None:
+def test_each_of_two_variants_is_timed(hits: NativeHits, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the tape was taken with the plan as another variant of it has it."""
+    monkeypatch.setattr(autotune, "PLAINLY_SLOWER", float("inf"))  # else half of that may do
     model, inputs = mlp(depth=1), [torch.randn(rows, 8) for rows in (3, 5)]
     session, served = _session(tune=True, dynamic=False, compile_budget=float("inf")), FAST_PATH.served
     for step in range(150):
         _step(session, lambda step: (model(inputs[step % 2] + step) ** 2).mean(), [*model.parameters()], step)
     (graph,) = session.graphs()
     assert [variant.timing is None for variant in graph.variants] == [False, False]
-    assert session.stats().bypasses["tuning"] in (10, 15, 20) and FAST_PATH.served > served
+    assert session.stats().bypasses["tuning"] == 20 and FAST_PATH.served > served
 
 
 def test_ctrl_c_once_the_tape_is_taken(

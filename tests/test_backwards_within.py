@@ -9,7 +9,7 @@ import itertools
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -50,6 +50,15 @@ class _RunAt:
             self.came = True
             with torch.enable_grad():  # as under eager, backwards turn it off
                 self.act()
+
+
+@contextlib.contextmanager
+def _watched_by(within: _RunAt) -> Iterator[None]:
+    sys.setprofile(within)
+    try:
+        yield
+    finally:
+        sys.setprofile(None)
 
 
 def _is_traced(frame: Any) -> bool:
@@ -96,11 +105,8 @@ def test_a_backward_after_every_call(known: bool, every: int, shared: bool) -> N
                 leaf = x if shared else None
                 within = _RunAt(count, lambda leaf=leaf, found=found: found.append(_step(leaf)))  # type: ignore[misc]
                 loss, before = _loss(x, 2.0), session.stats().backwards
-                sys.setprofile(within)
-                try:
+                with _watched_by(within):
                     loss.backward()
-                finally:
-                    sys.setprofile(None)
                 _nothing_is_stuck()
                 assert session.stats().backwards - before == 1 + within.came
                 assert same_bits(x.grad, twice if shared and within.came else right)
@@ -173,11 +179,8 @@ def test_a_backward_in_the_midst_of_a_walk(own_session: bool, shared: bool) -> N
 
                 within = _RunAt(count, functools.partial(act, x if shared else None, found), in_walks=True)
                 loss = _loss(x, 2.0)
-                sys.setprofile(within)
-                try:
+                with _watched_by(within):
                     loss.backward()
-                finally:
-                    sys.setprofile(None)
                 _nothing_is_stuck()
                 assert same_bits(x.grad, twice if shared and within.came else right)
                 assert shared or not within.came or same_bits(found[0], right)
@@ -213,11 +216,8 @@ def test_a_claim_made_while_a_leaf_is_waited_for() -> None:
         for count in itertools.count():
             CLAIMS.made.append(_IsThereForAWhile([WEIGHT], [0], thread=-1))
             within = _RunAt(count, within_it)
-            sys.setprofile(within)
-            try:
+            with _watched_by(within):
                 within_it()
-            finally:
-                sys.setprofile(None)
             CLAIMS.made.clear()
             assert not CLAIMS._bells
             if not within.came:
@@ -313,13 +313,12 @@ def test_a_backward_in_the_midst_of_a_reset_while_another_thread_captures() -> N
 
         assert first_in_walk.wait(WAIT)
         within = _RunAt(count, within_it)
-        sys.setprofile(within)
         try:
-            GRAPHS.clear()
-            with RARELY:
-                pass
+            with _watched_by(within):
+                GRAPHS.clear()
+                with RARELY:
+                    pass
         finally:
-            sys.setprofile(None)
             reset.set()
         return within.came
 

@@ -22,7 +22,7 @@ from compiled_autograd import ir
 from compiled_autograd.cache import disk, environment_key, graphs
 from compiled_autograd.diagnostics.structure_misses import structure_miss
 from compiled_autograd.diagnostics.variant_misses import STATE_HINTS, state_miss
-from compiled_autograd.proving import prover
+from compiled_autograd.proving import refuted
 from compiled_autograd.reproduction.writing import Kept
 from shadow_cache import Failure, Miss, MissEntry, VariantKey, miss_kinds
 from shadow_cache.cli import main
@@ -275,7 +275,7 @@ def test_code_that_differs_from_the_real_calls(
         return lambda arguments: [torch.zeros_like(each) for each in call(arguments)]
 
     monkeypatch.setattr(EagerBackend, "load", wrong)
-    monkeypatch.setattr(prover, "reproduction_of", lambda *_: Kept(None, "a reproduction is reproduction.zip"))
+    monkeypatch.setattr(refuted, "reproduction_of", lambda *_: Kept(None, "a reproduction is reproduction.zip"))
     with pytest.warns(UserWarning, match="mismatch in"):
         steps.run(_exp)
     assert steps.session.last is not None

@@ -14,12 +14,14 @@ from torch import fx, nn
 
 import compiled_autograd as ca
 from backends.eager import EagerBackend
+from backends.inductor.straight_line.straight_line import PROGRAM, StraightLine
 from backends.protocol import PROVING_RUNS
 from compiled_autograd.proving import fingerprints
 from compiled_autograd.proving.fingerprints import twins
+from compiled_autograd.runtime import program
 from compiled_autograd.steps.accumulate import outermost_first
 from compiled_autograd.steps.proof import PROVING_SIZES, Proof
-from shadow_cache import Failure
+from shadow_cache import Failure, Mismatch
 
 from .helpers import assert_grads, assert_same, expect, mlp
 
@@ -413,6 +415,82 @@ def test_operators_that_write_into_what_was_saved_for_them() -> None:
         assert (stats.failures, stats.hits, stats.compiles) == (failures, 3, 1)
         (compiled,) = session.graphs()[0].regions[0].compiled_regions()
         assert compiled.proof.refuted == bool(failures) and compiled.proof.weak == 0
+
+
+@pytest.fixture
+def real_runs(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Runs of the real calls in each of the steps below. They write into what was saved for them, in each run other
+    bytes: so does an LSTM's backward, but not in each run."""
+    runs, right = [0], program.run_calls
+
+    def run_calls(step: Any, slots: list[Any], *args: Any, **keywords: Any) -> Any:
+        inputs = [slots[slot] for slot in step.inputs]
+        result = right(step, slots, *args, **keywords)
+        for each in inputs:
+            if isinstance(each, torch.Tensor) and each.shape == _CLAMPED:
+                each.detach().mul_(1.5)
+        runs[-1] += 1
+        return result
+
+    monkeypatch.setattr(program, "run_calls", run_calls)
+    return runs
+
+
+_CLAMPED = (5, 7)
+
+
+def _steps_whose_calls_write(session: ca.Session, runs: list[int]) -> list[list[Failure]]:
+    """What was found wrong in each of four steps."""
+    torch.manual_seed(0)
+    w, found = torch.randn(7, requires_grad=True), []
+    for _ in range(4):
+        x = torch.randn(_CLAMPED)
+        wanted = torch.autograd.grad(((x * w.tanh()).clamp(min=0).sin() * 3).sum(), w)
+        loss = ((x * w.tanh()).clamp(min=0).sin() * 3).sum()
+        with session:
+            torch.testing.assert_close(torch.autograd.grad(loss, w), wanted)
+        assert session.last is not None
+        found.append([each for each in session.last.reasons if isinstance(each, Failure)])
+        runs.append(0)
+    return found
+
+
+def test_where_the_calls_write_they_run_once_for_a_comparison(real_runs: list[int]) -> None:
+    """And twice more where it is first seen. The faster form is compared in the step that compiles, as elsewhere."""
+    session = ca.enable(backend="inductor", cache_dir=False, tune=False)
+    assert not any(_steps_whose_calls_write(session, real_runs))
+    assert real_runs == [3, 1, 0, 0, 0]
+
+
+def test_a_wrong_program_is_found_where_the_calls_write(real_runs: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    right = StraightLine.run_form
+
+    def run_form(self: StraightLine, form: str, arguments: list[Any], change: Any = None) -> Sequence[Any]:
+        results = right(self, form, arguments, change)
+        return [each + 0.01 for each in results] if form == PROGRAM else results
+
+    monkeypatch.setattr(StraightLine, "run_form", run_form)
+    session = ca.enable(backend="inductor", cache_dir=False, tune=False)
+    found = _steps_whose_calls_write(session, real_runs)
+    assert [len(each) for each in found] == [1, 0, 0, 0]
+    assert isinstance(found[0][0], Mismatch) and found[0][0].form == PROGRAM
+
+
+def test_code_that_writes_elsewhere_than_the_calls_do_is_found_on_copies(real_runs: list[int]) -> None:
+    """Nothing of the user's was written into: the step goes on."""
+
+    def run(number: int, arguments: Sequence[Any], right: Callable[..., Any]) -> Any:
+        results = right(*arguments)
+        if number >= 3:  # the second that is compared
+            for each in arguments:
+                if each.shape == (7,):
+                    each.mul_(2)
+        return results
+
+    session = ca.enable(backend=_backend(run), cache_dir=False, tune=False)
+    found = _steps_whose_calls_write(session, real_runs)
+    assert [len(each) for each in found] == [0, 1, 0, 0]
+    assert "has written into" in str(found[1][0].error)
 
 
 def test_what_the_real_calls_write_is_not_laid_at_the_door_of_the_compiled_code() -> None:

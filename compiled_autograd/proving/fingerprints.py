@@ -123,18 +123,9 @@ class Draws:
             devices = {value.device for value in values if isinstance(value, torch.Tensor)}
             indices = {device.index or 0 for device in devices if device.type == "cuda"}
             self._generators = [torch.default_generator, *(torch.cuda.default_generators[each] for each in indices)]
-        self._states = self._now()
-
-    def rewind(self) -> None:
-        """Set them back to what they were; the next call of this sets them to what they are now."""
-        states = self._now()
-        self.restore()
-        self._states = states
+        self._states = [generator.get_state() for generator in self._generators]
 
     def restore(self) -> None:
         """Set them back to what they were, as often as this is called."""
         for generator, state in zip(self._generators, self._states, strict=True):
             generator.set_state(state)
-
-    def _now(self) -> list[torch.Tensor]:
-        return [generator.get_state() for generator in self._generators]

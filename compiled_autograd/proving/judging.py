@@ -13,7 +13,7 @@ from torch import fx
 from .. import ir
 from ..lowering.wiring import restrided
 from ..steps.accumulate import is_dense, obeys_layout
-from ..steps.memory import first_along, memory_of, repeated
+from ..steps.memory import first_along, repeated
 from ..steps.steps import lies_apart
 from .aliasing import Result, kept_from_before, newly_shared
 from .comparison import (
@@ -33,14 +33,15 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Judge:
-    """Compares one run of a compiled region: ``inputs`` are the slots as they were before, and ``arguments`` what the
-    compiled code was given."""
+    """Compares one run of a compiled region: ``inputs`` are the slots as they were before, ``arguments`` what the
+    compiled code was given, and ``given`` the memory of what either way was given."""
 
     region_compiler: RegionCompiler
     step: RegionStep
     compiled: CompiledRegion
     inputs: Slots
     arguments: Sequence[Any]
+    given: set[int | None]
 
     def compare(self, wanted: Slots, found: Slots) -> tuple[Result | None, str | None, bool]:
         """What differs, how, and whether the run could have shown much.
@@ -141,11 +142,10 @@ class Judge:
 
     def _shared(self, results: Sequence[Result]) -> tuple[Result, str] | None:
         """What shares memory that does not where the real calls run."""
-        given = {memory_of(self.inputs[slot]) for slot in self.step.inputs} - {None}
-        difference = newly_shared(results, given)
+        difference = newly_shared(results, self.given)
         if difference is not None or self.region_compiler.backend.allocates:
             return difference
-        return kept_from_before(self.compiled.proof, results, given)
+        return kept_from_before(self.compiled.proof, results, self.given)
 
 
 def _only_added(node: fx.Node) -> bool:

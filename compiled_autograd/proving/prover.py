@@ -8,31 +8,24 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import msgspec
 
 from backends.inductor.poison import run_poisoned
-from backends.modes import DEFAULT
 from backends.protocol import Compiled, form_for, proving_runs
-from backends.registry import FunctionBackend
-from shadow_cache import Mismatch
 
 from .. import ir
-from ..diagnostics.node_names import module_near
 from ..diagnostics.reporting import failure_of
 from ..errors import GradientMismatchError
-from ..reproduction.records import About
-from ..reproduction.writing import Kept, keep, region_tape
 from ..steps.compiled_calls import make_plain, put_results, run_compiled
-from ..steps.memory import is_out_of_memory
-from ..steps.passes import leaves_of
+from ..steps.memory import is_out_of_memory, memory_of
 from ..steps.proof import Sizes
 from .aliasing import Result
-from .comparison import worst
-from .fingerprints import Draws, Fingerprint, fingerprints, names_random, twins, written
+from .fingerprints import Draws, fingerprints, names_random, twins, written
 from .judging import Judge
+from .refuted import Refuted
 
 if TYPE_CHECKING:
     from ..lowering.region_compiler import RegionCompiler
@@ -89,6 +82,16 @@ def prove(
         return _Run(region_compiler, step, compiled, slots, context, real_calls).beside()
 
 
+@dataclass(frozen=True, slots=True)
+class _Apart:
+    """Where the real calls write into what they are given: copies of that as it was, what they ran on, and what they
+    gave. The compiled code then runs on other copies."""
+
+    given: Slots
+    written: Slots
+    wanted: Slots
+
+
 @dataclass
 class _Run:
     region_compiler: RegionCompiler
@@ -100,16 +103,17 @@ class _Run:
 
     def __post_init__(self) -> None:
         self.inputs = list(self.slots)  # held, since both ways need them
-        self.taken = [self.slots[slot] for slot in self.compiled.arguments]
-        self.arguments = list(self.taken)
-        make_plain(self.arguments, self.compiled.plain)
+        self.arguments = self._arguments(self.inputs)
         self.form = form_for(self.compiled.call, self.arguments)
+        self.apart: _Apart | None = None
+        self.start = self.end = self._draws()
 
     def beside(self) -> bool:
         """Both ways, and what follows from the comparison. False: nothing has run, for want of memory."""
-        draws = Draws(self.arguments if may_draw(self.compiled) else None)
         try:
-            before = fingerprints(self.taken)
+            if self.compiled.proof.overwritten:
+                self.apart = _Apart(self._copied(self.inputs), self.inputs, self.slots)
+            self.before = fingerprints(self._taken(self.inputs))
         except Exception as error:  # noqa: BLE001  the region runs without a comparison
             self._unproved(error)
             return False
@@ -122,27 +126,37 @@ class _Run:
             self.slots[: len(self.inputs)] = self.inputs
             self.inputs.clear()
             return False
-        while True:
-            draws.rewind()
-            try:
-                found = self._run_compiled()
-            except Exception as error:  # noqa: BLE001  whatever a backend throws: the real calls have given the results
-                draws.rewind()
-                self._failed(error)
+        self.end = self._draws()
+        while self._compared() and self._goes_on_with_another_form():
+            pass
+        return True
+
+    def _compared(self) -> bool:
+        """Run the compiled code once, and judge it. False: it has not run to its end, or could not be judged."""
+        try:
+            self.start.restore()
+            inputs = self.inputs if self.apart is None else self._copied(self.apart.given)
+            found = self._run_compiled(inputs)
+        except Exception as error:  # noqa: BLE001  whatever a backend throws: the real calls have given the results
+            self.end.restore()
+            self._failed(error)
+            return False
+        self.end.restore()
+        if found is None:
+            return False  # the first run failed, and that was recorded
+        try:
+            if self._judge(inputs, found):
                 return True
-            draws.rewind()
-            if found is None:
-                return True  # the first run failed, and that was recorded
-            try:
-                unchanged = self._judge(found, before)
-                del found
-                if not (unchanged and self._goes_on_with_another_form()):
-                    return True
-            except GradientMismatchError:
-                raise
-            except Exception as error:  # noqa: BLE001  what was to be judged is not what the step goes on with
-                self._unproved(error)
-                return True
+            del found
+            self._set_apart()
+        except GradientMismatchError:
+            raise
+        except Exception as error:  # noqa: BLE001  what was to be judged is not what the step goes on with
+            self._unproved(error)
+            return False
+        finally:
+            self.end.restore()
+        return self._compared()
 
     def _goes_on_with_another_form(self) -> bool:
         """Whether another form has taken over, as the faster one does when generated code has run once: then it is
@@ -168,74 +182,85 @@ class _Run:
             instead = self.region_compiler.drop(self.step, self.compiled, self.form)
             self.context.report.failures.append(msgspec.structs.replace(failure, instead=instead))
 
-    def _judge(self, found: Slots, before: Sequence[Fingerprint]) -> bool:
+    def _judge(self, inputs: Slots, found: Slots) -> bool:
         """Compare what the compiled code left behind.
 
         Args:
+            inputs: what it was given.
             found: the slots as it filled them.
-            before: fingerprints of what it was given.
 
         Returns:
-            Whether nobody has written into what it was given.
-        """
-        changed = written(before, self.taken)
-        if not changed:
-            self._compare(self.inputs, self.arguments, self.slots, found)
-            return True
-        draws = Draws(self.arguments if may_draw(self.compiled) else None)
-        try:
-            self._look_who_wrote(changed)
-            self._compare(*self._on_copies())
-        finally:
-            draws.rewind()
-        return False
+            False where that is to be done on copies, since somebody else has written into what it was given.
 
-    def _compare(self, inputs: Slots, arguments: Sequence[Any], wanted: Slots, found: Slots) -> None:
-        judge = Judge(self.region_compiler, self.step, self.compiled, inputs, arguments)
-        wrong, difference, telling = judge.compare(wanted, found)
+        Raises:
+            GradientMismatchError: it has written into what it was given.
+        """
+        overwritten = written(self.before, self._taken(inputs))
+        if overwritten and (wrong := self._written_by_ours_alone(overwritten)) is not None:
+            node = self.step.region.inputs[self.compiled.wiring.taken[wrong]]
+            name = self.region_compiler.name_of(node)
+            self._refute(None, f"the compiled code has written into {name}, which was given to it")
+            if self.apart is None:
+                mismatches = self.context.report.mismatches
+                raise GradientMismatchError(mismatches, f"{name} was overwritten, and has to be made anew")
+        elif overwritten and self.apart is None:
+            return False
+        else:
+            self._compare(inputs, found)
+        return True
+
+    def _set_apart(self) -> None:
+        """The real calls once more, where nobody else writes."""
+        given, theirs = self._copied(self.inputs), self._copied(self.inputs)
+        wanted = list(theirs)
+        self.start.restore()
+        self.real_calls(wanted)
+        self.apart = _Apart(given, theirs, wanted)
+        self.before = fingerprints(self._taken(given))
+
+    def _compare(self, inputs: Slots, found: Slots) -> None:
+        apart = self.apart or _Apart(inputs, self.inputs, self.slots)
+        given = {memory_of(each[slot]) for each in (inputs, apart.written) for slot in self.step.inputs} - {None}
+        judge = Judge(self.region_compiler, self.step, self.compiled, apart.given, self.arguments, given)
+        wrong, difference, telling = judge.compare(apart.wanted, found)
         if difference is not None:
             self._refute(wrong, difference)
             return
-        self.compiled.proof.shown(self.form, _sizes(self.compiled, arguments), telling)
-
-    def _on_copies(self) -> tuple[Slots, Sequence[Any], Slots, Slots]:
-        """Both ways once more, where nobody else writes; gives what :meth:`_compare` takes."""
-        inputs = self._copied(self.inputs)
-        arguments = self._arguments(inputs)
-        wanted, found = list(inputs), list(inputs)
-        draws = Draws(arguments if may_draw(self.compiled) else None)
-        self.real_calls(wanted)
-        draws.rewind()
-        put_results(self.compiled, self._run_form(self.compiled.call, list(arguments)), found)
-        return inputs, arguments, wanted, found
+        self.compiled.proof.shown(self.form, _sizes(self.compiled, self.arguments), telling)
 
     def _copied(self, slots: Slots, other: Sequence[int] = ()) -> Slots:
         """Slots with copies of what the region takes; of the arguments ``other``, copies that hold other values."""
         copied, places = list(slots), self.step.inputs
-        changed = {self.compiled.arguments[index] for index in other}
-        copies = twins([slots[slot] for slot in places], [at for at, slot in enumerate(places) if slot in changed])
+        slots_of_other = {self.compiled.arguments[index] for index in other}
+        others = [at for at, slot in enumerate(places) if slot in slots_of_other]
+        copies = twins([slots[slot] for slot in places], others)
         for slot, copy in zip(places, copies, strict=True):
             copied[slot] = copy
         return copied
 
+    def _taken(self, slots: Slots) -> list[Any]:
+        return [slots[slot] for slot in self.compiled.arguments]
+
     def _arguments(self, slots: Slots) -> list[Any]:
-        arguments = [slots[slot] for slot in self.compiled.arguments]
+        arguments = self._taken(slots)
         make_plain(arguments, self.compiled.plain)
         return arguments
 
+    def _draws(self) -> Draws:
+        return Draws(self.arguments if may_draw(self.compiled) else None)
+
     # ---- the compiled code ---------------------------------------------------------------------------------------
 
-    def _run_compiled(self) -> Slots | None:
+    def _run_compiled(self, inputs: Slots) -> Slots | None:
         """The slots as the compiled code fills them."""
-        filled = list(self.inputs)
+        filled = list(inputs)
         if not self.compiled.checked:
             made = self.region_compiler.first_run(self.step, self.compiled, filled, self.context, self._run_form)
             if made is None:
                 return None
             self.compiled = made
             return filled
-        results = self._run_form(self.compiled.call, list(self.arguments))
-        put_results(self.compiled, results, filled)
+        put_results(self.compiled, self._run_form(self.compiled.call, self._arguments(inputs)), filled)
         return filled
 
     def _run_form(self, call: Compiled, arguments: list[Any]) -> Sequence[Any]:
@@ -248,64 +273,34 @@ class _Run:
 
     def _refute(self, wrong: Result | None, difference: str) -> None:
         """The form is not used again; the next slower one takes over."""
-        region_compiler, form = self.region_compiler, self.form
-        instead = region_compiler.drop(self.step, self.compiled, form)
-        node = self.step.region.nodes[-1] if wrong is None else wrong.node
-        value = region_compiler.name_of(node)
-        where = f"{value}, {region_compiler.where(self.step, form)}"
-        most = None if wrong is None else worst(wrong.want, wrong.found)
-        if most is not None and most.error > 0:
-            difference += f"; {most}"
-        kept = reproduction_of(region_compiler, self.step, self.inputs, where, difference)
-        leaf = next(iter(leaves_of(node)), None)
-        parameter = None if leaf is None else region_compiler.leaf_name(leaf)
-        regions = [*region_compiler.regions()]
-        mismatch = Mismatch(
-            "mismatch",
-            where,
-            difference,
-            f"{instead}; {kept.text}",
-            value=value,
-            parameter=parameter,
-            module=None
-            if region_compiler.tape is None
-            else module_near(region_compiler.tape, node.meta.get("call", 0)),
-            region=regions.index(self.step) + 1 if self.step in regions else 0,
-            form=form,
-            largest=None if most is None else most.error,
-            index=() if most is None else most.index,
-            eager=None if most is None else most.want,
-            found=None if most is None else most.found,
-            reproduction=kept.path,
-        )
-        self.context.report.mismatched(mismatch)
+        instead = self.region_compiler.drop(self.step, self.compiled, self.form)
+        refuted = Refuted(self.region_compiler, self.step, self.inputs, self.form, wrong, difference, instead)
+        self.context.report.mismatched(refuted.mismatch())
 
-    def _look_who_wrote(self, changed: Sequence[int]) -> None:
-        """Something has written into the inputs meanwhile: the compiled code; or the real calls too, or somebody else.
+    def _written_by_ours_alone(self, overwritten: Sequence[int]) -> int | None:
+        """One of the arguments that the compiled code writes into, and the real calls do not.
 
-        Raises:
-            GradientMismatchError: it was the compiled code.
+        Args:
+            overwritten: where something has written meanwhile: the compiled code, or the real calls, or somebody else.
         """
-        given = self._copied(self.inputs, changed)  # other values: to write the same once more would be no change
-        ours = self._written_by(lambda slots: self._run_form(self.compiled.call, self._arguments(slots)), given)
-        theirs = self._written_by(self.real_calls, given) if ours else []
-        del given
+        proof = self.compiled.proof
+        if proof.overwritten.issuperset(overwritten):
+            return None
+        given = self._copied(self.inputs, overwritten)  # other values: to write the same once more would be no change
+        proof.overwritten |= {*self._written_by(self.real_calls, given)}
         # Where both write, the bytes may differ: what an operator writes depends on gradients, which are rounded.
-        wrong = next((index for index in changed if index in ours and index not in theirs), None)
-        if wrong is None:
-            return
-        node = self.step.region.inputs[self.compiled.wiring.taken[wrong]]
-        name = self.region_compiler.name_of(node)
-        self._refute(None, f"the compiled code has written into {name}, which was given to it")
-        raise GradientMismatchError(self.context.report.mismatches, f"{name} was overwritten, and has to be made anew")
+        if proof.overwritten.issuperset(overwritten):
+            return None
+        ours = self._written_by(lambda slots: self._run_form(self.compiled.call, self._arguments(slots)), given)
+        return next((index for index in overwritten if index in ours and index not in proof.overwritten), None)
 
     def _written_by(self, run: Callable[[Slots], object], given: Slots) -> list[int]:
         """Which of the arguments something has written into that ran on copies of ``given``."""
         slots = self._copied(given)
-        arguments = [slots[slot] for slot in self.compiled.arguments]
-        before = fingerprints(arguments)
+        taken = self._taken(slots)
+        before = fingerprints(taken)
         run(slots)
-        return written(before, arguments)
+        return written(before, taken)
 
     def _unproved(self, error: BaseException) -> None:
         """There was no memory to compare in, or what is to be compared is of a kind that cannot be."""
@@ -314,28 +309,6 @@ class _Run:
         instead = "this run was not compared with the real calls"
         self.context.report.failures.append(msgspec.structs.replace(failure, where=where, instead=instead))
         self.compiled.proof.shown(self.form, None, telling=False)
-
-
-def reproduction_of(
-    region_compiler: RegionCompiler, step: RegionStep, slots: Slots, where: str, difference: str
-) -> Kept:
-    """Write a reproduction of one region, with values that are made up.
-
-    Args:
-        slots: what it was given.
-        where: which region of which tape it is, in words.
-        difference: what was found.
-    """
-    if region_compiler.tape is None:
-        return Kept(None, "there is no reproduction of it")
-    name, _, mode = region_compiler.backend.name.partition(":")
-    dynamic = None if region_compiler.dynamic else False
-    about = About(backend=name, mode=mode or DEFAULT, dynamic=dynamic, where=where, difference=difference)
-    kept = keep(*region_tape(region_compiler.tape, step, slots), about=about)
-    backend = region_compiler.backend
-    if kept.path is None or not isinstance(backend, FunctionBackend) or backend.is_registered:
-        return kept
-    return replace(kept, text=f"{kept.text}, which another process can run once it is given the backend, a function")
 
 
 def _sizes(compiled: CompiledRegion, arguments: Sequence[Any]) -> Sizes | None:

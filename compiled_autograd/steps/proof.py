@@ -27,6 +27,7 @@ class Proof:
         settled: nothing more is to be shown: the next run need not ask.
         refuted: no form of it is right: the region's calls run one by one.
         dropped: forms that were found to be wrong.
+        overwritten: arguments that the region's own calls write into: where there are some, both ways run on copies.
         draws: whether the region draws random numbers; None as long as nobody has asked.
         held: small results of the last run that was compared, and copies of them: no later run may write there.
     """
@@ -37,6 +38,7 @@ class Proof:
     settled: bool = False
     refuted: bool = False
     dropped: tuple[str, ...] = ()
+    overwritten: frozenset[int] = frozenset()
     draws: bool | None = None
     held: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
 

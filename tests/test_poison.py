@@ -14,6 +14,7 @@ from torch.fx.experimental.symbolic_shapes import ShapeEnv
 from backends.eager import EagerBackend
 from backends.inductor.backend import InductorBackend
 from backends.inductor.poison import poison, run_poisoned
+from backends.inductor.straight_line import straight_line
 from backends.inductor.straight_line.straight_line import GENERATED_CODE, PROGRAM, StraightLine
 
 
@@ -141,6 +142,24 @@ def test_generated_text_in_both_forms() -> None:
         if not wrong:
             assert torch.equal(run_poisoned(compiled, [a])[0], compiled([a])[0])
         assert run_poisoned(compiled, [a], GENERATED_CODE)[0].isnan().any() == wrong
+
+
+def test_a_poisoned_program_is_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """And let go of when the program runs without poison; others have theirs."""
+    inputs, made = _inputs(), []
+    compiled = _compiled(inputs)
+    wanted = compiled(list(inputs))
+    assert compiled.form_for(inputs) == PROGRAM
+    right = straight_line.translated
+    monkeypatch.setattr(straight_line, "translated", lambda *args: made.append(args[2]) or right(*args))
+    for _ in range(3):
+        assert all(map(torch.equal, run_poisoned(compiled, list(inputs)), wanted))
+    assert len(made) == 1
+    assert all(map(torch.equal, compiled(list(inputs)), wanted))
+    assert all(map(torch.equal, run_poisoned(compiled, list(inputs)), wanted))
+    assert len(made) == 2
+    assert all(map(torch.equal, compiled.run_form(PROGRAM, list(inputs), lambda names: names), wanted))
+    assert len(made) == 3
 
 
 @pytest.mark.parametrize("loaded", [False, True])

@@ -59,6 +59,7 @@ class StraightLine:
     _inputs: Inputs = field(init=False, default=())  # what the program was made for
     _programs: dict[Inputs, Compiled | None] = field(default_factory=dict)  # of this code; None: not to be used
     _body: list[ast.stmt] | None = field(init=False, default=None)  # as it was read, until the next run
+    _changed: tuple[tuple[Change, Inputs], Compiled] | None = field(init=False, default=None)  # of another namespace
     _users: list[weakref.ref[StraightLine]] = field(default_factory=list)  # of these programs
 
     def __post_init__(self) -> None:
@@ -71,6 +72,7 @@ class StraightLine:
     def __call__(self, arguments: list[Any]) -> Sequence[Any]:
         """Run it. The arguments are emptied, as :data:`Compiled` has it."""
         program = self.program_in_use()
+        self._changed = None
         return self.run_form(self.form_for(arguments), arguments) if program is None else program(arguments)
 
     def program_in_use(self) -> Compiled | None:
@@ -103,12 +105,8 @@ class StraightLine:
             change: what the names of the generated code stand for in this run alone.
         """
         if form == PROGRAM and change is not None:
-            with RARELY:
-                body, self._body = self._body, None
-                changed = translated(self.source, change(self.namespace), arguments, body)
-                program = changed.made_by(self.make_program)
-            return program(arguments)
-        self._body = None
+            return self._changed_by(change, arguments)(arguments)
+        self._body = self._changed = None
         made = self.program  # another thread may drop it meanwhile
         if form == PROGRAM and made is not None:
             return made(arguments)
@@ -125,6 +123,17 @@ class StraightLine:
             if user is self or (user.program is not None and user._inputs == self._inputs):
                 user.program, user._is_settled, user.why_not = None, True, "it was dropped"
         return True
+
+    def _changed_by(self, change: Change, arguments: Sequence[Any]) -> Compiled:
+        """The program of another namespace. It is kept as long as no other runs: there may be many such runs."""
+        key, kept = (change, values_of(arguments)), self._changed
+        if kept is not None and kept[0] == key:
+            return kept[1]
+        with RARELY:
+            body, self._body = self._body, None
+            program = translated(self.source, change(self.namespace), arguments, body).made_by(self.make_program)
+        self._changed = key, program
+        return program
 
     def _translate(self, arguments: Sequence[Any]) -> None:
         """Make the program. Two threads may do it at once, and one of the results is used."""

@@ -870,6 +870,7 @@ def test_views_made_again_are_left_to_eager_and_only_they() -> None:
 
     reason = "unsupported(RuntimeError: view_fn not supported by compiled autograd)"
     expect(both(lambda: make(True)), bypasses={reason: 2})
+    ca.reset()  # the names of the nodes are the same: for some backwards such tapes would be left to eager unasked
     expect(both(lambda: make(False)), structure_misses=1, hits=1)
 
 

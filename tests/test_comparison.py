@@ -8,7 +8,14 @@ import pytest
 import torch
 from torch import fx
 
-from compiled_autograd.proving.comparison import is_telling, metadata_difference, tolerance, value_difference
+from compiled_autograd.proving.comparison import (
+    _is_close,
+    is_telling,
+    largest,
+    metadata_difference,
+    tolerance,
+    value_difference,
+)
 from compiled_autograd.proving.reference import in_double
 
 
@@ -49,6 +56,41 @@ def test_the_same_bits_are_asked_for_where_the_backend_promises_them() -> None:
     found = want.clone()
     found[0] = torch.nextafter(found[0], torch.tensor(2.0))
     assert value_difference(want, found, 0.0, _never) is not None
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_what_is_close_is_so_by_torch_too(dtype: torch.dtype) -> None:
+    """Also with what is not finite in one of the two, or in both."""
+    torch.manual_seed(0)
+    odd = torch.tensor(
+        [0.0, -0.0, 1e-30, float("inf"), -float("inf"), float("nan"), torch.finfo(dtype).max], dtype=dtype
+    )
+    odd = torch.cat([odd, -odd])
+    seen = set()
+    for number in range(2000):
+        want = torch.randn(4, dtype=dtype)
+        found = want + 10 ** (-8 * torch.rand(())) * torch.randn(4, dtype=dtype)
+        if number % 2:
+            want[0] = odd[number // 2 % len(odd)]
+            found[0] = odd[torch.randint(len(odd), ())] if number % 4 == 1 else want[0]
+        relative, scale = [(0.0, 0.0), (1e-4, 1.0), (1e-2, 0.3)][number % 3]
+        close = torch.allclose(found, want, rtol=relative, atol=relative * scale, equal_nan=True)
+        assert _is_close(want, found, relative, scale) == close, (want, found, relative, scale)
+        seen.add((close, bool(want.isfinite().all()), bool(found.isfinite().all())))
+    assert len(seen) >= 6
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.complex64, torch.int64])
+def test_the_largest_value(dtype: torch.dtype) -> None:
+    values = torch.tensor([1, -3, 2]).to(dtype)
+    floating = dtype is not torch.int64
+    assert largest(values) == (3 if floating else 0) and largest(-values) == largest(values)
+    assert is_telling(values) and largest(values[:0]) == 0 and is_telling(values[:0])
+    if floating:
+        assert not is_telling(values * 0)
+        for odd in ("nan", "inf", "-inf"):
+            values[2] = float(odd)
+            assert largest(values) == 3 and not is_telling(values)
 
 
 def test_rounding_is_settled_without_float64() -> None:

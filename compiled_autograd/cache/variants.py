@@ -28,7 +28,7 @@ from ..user_code.reducers import Groups
 from torch._C._dynamo.guards import TensorGuards  # isort: skip
 
 
-HITS_BEFORE_TIMING = 8
+HITS_BEFORE_TIMING = 4
 """Hits of a variant before it is first timed against eager."""
 
 

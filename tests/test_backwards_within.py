@@ -18,11 +18,15 @@ import torch
 
 import compiled_autograd as ca
 from backends.garbage_collection import RARELY
+from compiled_autograd.cache import graphs
 from compiled_autograd.cache.graphs import GRAPHS
 from compiled_autograd.capture.capture import Capture
+from compiled_autograd.diagnostics.bypass import INSIDE_COMPILE
 from compiled_autograd.engine import execution, seam
+from compiled_autograd.lowering.region_compiler import RegionCompiler
 from compiled_autograd.threads.claims import CLAIMS, Claim
-from compiled_autograd.threads.gate import GATE, Gate
+from compiled_autograd.threads.forks import why_not_compile
+from compiled_autograd.threads.gate import GATE, Gate, Turn
 
 from .helpers import ROOT, WAIT, close, in_subprocess, in_threads, same_bits
 
@@ -282,6 +286,131 @@ def test_threads_that_come_to_the_engine_while_they_write_leaves() -> None:
 
     in_threads(work, work, timeout=10)
     _nothing_is_stuck()
+
+
+def _writing(leaf: torch.Tensor, then: Callable[[], object]) -> None:
+    """Do something in the midst of writing a leaf."""
+    claim = Claim([leaf], (0,))
+    try:
+        CLAIMS.enter(claim)
+        then()
+    finally:
+        claim.token.release()
+        CLAIMS.release(claim)
+
+
+@pytest.mark.parametrize("session", [True, False])
+def test_a_walk_waits_for_nobody_who_waits_for_it(session: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One thread runs a backward in the midst of a walk, when another one comes to the gate in the midst of writing."""
+    walks, writes = threading.Event(), threading.Event()
+
+    class Waits(Capture):
+        def end_capture(self, outputs: Any) -> Any:
+            if threading.current_thread() in capturing:
+                capturing.clear()
+                walks.set()
+                assert writes.wait(WAIT)
+                time.sleep(0.2)  # the other thread waits for this walk by now
+                _step()
+            return super().end_capture(outputs)
+
+    capturing: list[threading.Thread] = []
+    monkeypatch.setattr(seam, "Capture", Waits)
+
+    def captures() -> None:
+        capturing[:] = [threading.current_thread()]
+        with ca.enable(backend="eager", cache_dir=False):
+            _step()
+
+    def comes() -> None:
+        writes.set()
+        with ca.enable(backend="eager", cache_dir=False) if session else contextlib.nullcontext():
+            _step()
+
+    def writer() -> None:
+        assert walks.wait(WAIT)
+        _writing(torch.zeros(1), comes)
+
+    in_threads(captures, writer, timeout=10)
+    _nothing_is_stuck()
+
+
+@pytest.mark.parametrize("waits_for", ["the leaf", "writers"])
+def test_who_writes_leaves_waits_for_nobody_who_compiles(waits_for: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else who compiles could not wait for these leaves, in what Python runs in the midst of that."""
+    leaf = torch.zeros(1)
+    compiles, writes = threading.Event(), threading.Event()
+    original = RegionCompiler.compile_region
+
+    def compile_region(self: RegionCompiler, *args: Any, **named: Any) -> Any:
+        if threading.current_thread() in compiling:
+            compiling.clear()
+            compiles.set()
+            assert writes.wait(WAIT)
+            time.sleep(0.2)  # the other thread would wait for this one by now
+            if waits_for == "the leaf":
+                _writing(leaf, lambda: None)
+            else:
+                with ca.disable(), torch.enable_grad():
+                    _step()
+        return original(self, *args, **named)
+
+    compiling: list[threading.Thread] = []
+    monkeypatch.setattr(RegionCompiler, "compile_region", compile_region)
+    sessions: list[ca.Session] = []
+
+    def backward() -> None:
+        writes.set()
+        with ca.enable(backend="eager", cache_dir=False) as session:
+            assert same_bits(_step(), right)
+        sessions.append(session)
+
+    def first() -> None:
+        compiling[:] = [threading.current_thread()]
+        backward()
+
+    def writer() -> None:
+        assert compiles.wait(WAIT)
+        _writing(leaf, backward)
+
+    with ca.disable():
+        right = _step()
+    in_threads(first, writer, timeout=10)
+    _nothing_is_stuck()
+    assert sessions[0].stats().compiles == 0  # it ran call by call
+    assert all(session.stats().backwards == 1 and not session.stats().failures for session in sessions)
+
+
+def test_a_backward_in_the_midst_of_waiting_for_the_seam() -> None:
+    """It may be this thread's before that ends: so it waits for nobody who compiles, and might wait for the seam."""
+    with ca.disable():
+        right = _step()
+
+    def work() -> None:
+        with ca.enable(backend="eager", cache_dir=False) as session:
+            turn = Turn()
+            try:
+                GATE.line.append(turn)
+                assert same_bits(_step(), right)
+                assert why_not_compile() is INSIDE_COMPILE
+            finally:
+                turn.token.release()
+                GATE.leave(turn)
+            assert session.stats().bypasses == {"inside_compile": 1}
+            assert why_not_compile() is None
+
+    in_threads(work)
+    _nothing_is_stuck()
+
+
+def test_a_structure_goes_while_another_thread_plans() -> None:
+    """As in a walk, where no lock is waited for that such a thread may have."""
+    with ca.enable(backend="eager", cache_dir=False) as session:
+        _step()
+    (graph,) = session.graphs()
+    with graphs._ADDING:
+        in_threads(graph.evict, timeout=10)
+    assert graph.evicted and not graph.variants
 
 
 def test_a_backward_in_the_midst_of_a_reset_while_another_thread_captures() -> None:

@@ -177,10 +177,9 @@ class CompiledGraph:
         return [Miss("variant_limit", title(self.tape), f"{MAX_VARIANTS} variants", new, hint)]
 
     def evict(self) -> None:
-        """Let go of everything that was compiled."""
-        with _ADDING:
-            self.evicted = bool(self.variants) or self.evicted
-            self.variants = []
+        """Let go of everything that was compiled. In a walk too, where no lock is waited for."""
+        self.evicted = bool(self.variants) or self.evicted
+        self.variants = []
 
     def explain(self, settings: Settings, ambient: Ambient, handover: Handover) -> list[Miss]:
         """Why none of the variants that are there serves a backward."""

@@ -6,7 +6,8 @@ free again.
 A lock that guards a few lines is made free in the child: at worst such a line was half done, and these are written so
 that nothing needs the other half. Compiling takes too long for that: Inductor, fake tensors and the modules that are
 imported meanwhile have state and locks of their own (:data:`bypass.FORKED`). For the same reason nothing is compiled by
-what Python runs in the midst of it (:data:`bypass.INSIDE_COMPILE`).
+what Python runs in the midst of it (:data:`bypass.INSIDE_COMPILE`); nor in the midst of waiting for the engine's seam,
+which others wait for that compile.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ from shadow_cache import Bypass
 
 from ..diagnostics.bypass import FORKED, INSIDE_COMPILE
 from ..process_state import PROCESS, free
+from .gate import GATE
 
 
 @dataclass(slots=True)
@@ -32,6 +34,11 @@ _forked = PROCESS.register(_Forked())
 
 def why_not_compile() -> Bypass | None:
     """Why this thread may compile nothing now; None where it may."""
+    return INSIDE_COMPILE if GATE.stands_in_line() else why_not_capture()
+
+
+def why_not_capture() -> Bypass | None:
+    """Why it may not capture what would then be compiled, asked while it has the seam for that."""
     if _forked.while_compiling:
         return FORKED
     return INSIDE_COMPILE if any(lock._is_owned() for lock in _forked.locks) else None

@@ -21,6 +21,7 @@ from backends.garbage_collection import RARELY
 from compiled_autograd.cache import graphs
 from compiled_autograd.cache.graphs import GRAPHS
 from compiled_autograd.capture.capture import Capture
+from compiled_autograd.capture.unnamed import Unnamed
 from compiled_autograd.diagnostics.bypass import INSIDE_COMPILE
 from compiled_autograd.engine import execution, seam
 from compiled_autograd.lowering.region_compiler import RegionCompiler
@@ -195,6 +196,30 @@ def test_a_backward_in_the_midst_of_a_walk(own_session: bool, shared: bool) -> N
         raise AssertionError
 
     assert in_threads(work)[0] > 200
+
+
+def test_a_backward_in_the_midst_of_looking_for_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which is over then for all tapes of the thread, those of the backward around it included."""
+    original, within = Unnamed.look_up, list[torch.Tensor]()
+
+    def backward() -> torch.Tensor:
+        parameter = torch.nn.Parameter(torch.ones(4, 4))
+        with torch.enable_grad():
+            return _step(parameter)
+
+    def look_up(self: Unnamed) -> None:
+        if not within:
+            within.append(WEIGHT)
+            within.append(backward())
+        original(self)
+
+    with ca.disable():
+        right = backward()
+    monkeypatch.setattr(Unnamed, "look_up", look_up)
+    with ca.enable(backend="eager", cache_dir=False) as session:
+        assert same_bits(backward(), right) and same_bits(within[1], right)
+    assert session.stats().backwards == 2
+    _nothing_is_stuck()
 
 
 class _IsThereForAWhile(Claim):

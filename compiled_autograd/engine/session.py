@@ -17,7 +17,7 @@ from ..diagnostics.reporting import count_repeats, is_told_at, tell, warn_of
 from ..policies.background import BACKGROUND
 from ..policies.own_loop import OWN_LOOPS, why_off
 from ..policies.sketches import SKETCHES, UNKNOWN, Known
-from ..process_state import PROCESS, free_in_child
+from ..process_state import PROCESS, OfThread, free_in_child
 from ..report.step_log import StepLog
 from ..runtime.running_backward import Running
 from ..settings import Settings
@@ -330,8 +330,7 @@ class Here:
 
 
 class _Thread(threading.local):
-    def __init__(self) -> None:
-        self.here = Here()
+    here = OfThread(Here)
 
 
 thread = PROCESS.register(_Thread())

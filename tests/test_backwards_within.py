@@ -24,10 +24,12 @@ from compiled_autograd.capture.capture import Capture
 from compiled_autograd.capture.unnamed import Unnamed
 from compiled_autograd.diagnostics.bypass import INSIDE_COMPILE
 from compiled_autograd.engine import execution, seam
-from compiled_autograd.lowering.region_compiler import RegionCompiler
+from compiled_autograd.engine import session as sessions
+from compiled_autograd.lowering.region_compiler import COMPILING, RegionCompiler
 from compiled_autograd.threads.claims import CLAIMS, Claim
 from compiled_autograd.threads.forks import why_not_compile
 from compiled_autograd.threads.gate import GATE, Gate, Turn
+from shadow_cache import Bypass
 
 from .helpers import ROOT, WAIT, close, in_subprocess, in_threads, same_bits
 
@@ -412,15 +414,12 @@ def test_a_backward_in_the_midst_of_waiting_for_the_seam() -> None:
         right = _step()
 
     def work() -> None:
+        def within() -> None:
+            assert same_bits(_step(), right)
+            assert why_not_compile() is INSIDE_COMPILE
+
         with ca.enable(backend="eager", cache_dir=False) as session:
-            turn = Turn()
-            try:
-                GATE.line.append(turn)
-                assert same_bits(_step(), right)
-                assert why_not_compile() is INSIDE_COMPILE
-            finally:
-                turn.token.release()
-                GATE.leave(turn)
+            _first_in_line(within)
             assert session.stats().bypasses == {"inside_compile": 1}
             assert why_not_compile() is None
 
@@ -436,6 +435,57 @@ def test_a_structure_goes_while_another_thread_plans() -> None:
     with graphs._ADDING:
         in_threads(graph.evict, timeout=10)
     assert graph.evicted and not graph.variants
+
+
+def _first_in_line(then: Callable[[], object]) -> None:
+    turn = Turn()
+    try:
+        GATE.line.append(turn)
+        then()
+    finally:
+        turn.token.release()
+        GATE.leave(turn)
+
+
+@pytest.mark.parametrize("inside", ["a walk", "compiling", "writing"])
+def test_a_lock_of_few_lines_is_not_waited_for_where_its_thread_may_wait_for_us(inside: str) -> None:
+    """The other thread has it, and waits for the end of what this one is in, in what Python runs in its midst."""
+    with ca.disable():
+        right = _step()
+
+    def work() -> None:
+        with ca.enable(backend="eager", cache_dir=False) as session:
+            assert same_bits(_step(), right)
+        assert session.stats().backwards == 1
+
+    def within() -> None:
+        if inside == "a walk":
+            _first_in_line(work)
+        elif inside == "writing":
+            _writing(torch.zeros(1), work)
+        else:
+            with COMPILING:
+                work()
+
+    with sessions._RECORDING, graphs._ADDING:
+        in_threads(within, timeout=10)
+    _nothing_is_stuck()
+
+
+def test_what_was_left_to_eager_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a backward in the midst of counting it counts it."""
+    session, verdict = ca.enable(backend="eager", cache_dir=False), Bypass("over_budget")
+    session.left_to_eager(verdict)
+    original, within = sessions.Outcome, list[int]()
+
+    def made(*args: Any, **named: Any) -> Any:
+        if not within:
+            within.append(1)
+            session.count_left()
+        return original(*args, **named)
+
+    monkeypatch.setattr(sessions, "Outcome", made)
+    assert session.stats().bypasses == {"over_budget": 1} and session.stats().backwards == 1
 
 
 def test_a_backward_in_the_midst_of_a_reset_while_another_thread_captures() -> None:
@@ -518,6 +568,17 @@ def test_gc_runs_backwards_while_a_tape_is_captured() -> None:
     in_threads(work)
     _nothing_is_stuck()
     assert len(found) == 60 and all(same_bits(each, within) for each in found)
+
+
+def test_what_backwards_need_is_imported_before_the_first() -> None:
+    """In the midst of an import there is only half of a module, for what ``gc`` runs there too."""
+    code = """
+import sys, compiled_autograd as ca
+ca.enable(backend="eager", cache_dir=False)
+print("platformdirs" in sys.modules)
+"""
+    result = in_subprocess(code)
+    assert result.stdout.strip() == "True", result.stderr[-2000:]
 
 
 _GC_WHILE_IT_LOOKS = """

@@ -12,6 +12,7 @@ which others wait for that compile.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from dataclasses import dataclass, field
 from typing import Any
@@ -20,7 +21,10 @@ from shadow_cache import Bypass
 
 from ..diagnostics.bypass import FORKED, INSIDE_COMPILE
 from ..process_state import PROCESS, free
+from .claims import CLAIMS
 from .gate import GATE
+
+_NOTHING = contextlib.nullcontext()
 
 
 @dataclass(slots=True)
@@ -41,7 +45,18 @@ def why_not_capture() -> Bypass | None:
     """Why it may not capture what would then be compiled, asked while it has the seam for that."""
     if _forked.while_compiling:
         return FORKED
-    return INSIDE_COMPILE if any(lock._is_owned() for lock in _forked.locks) else None
+    return INSIDE_COMPILE if _compiles() else None
+
+
+def _compiles() -> bool:
+    return any(lock._is_owned() for lock in _forked.locks)
+
+
+def unless_inside(lock: Any) -> Any:
+    """A lock that guards a few lines; nothing in its place in the midst of a walk, of compiling or of writing leaves.
+    Who has the lock may be waiting for the end of these, in what Python runs there, and must not be waited for: two
+    threads in those lines are the lesser evil."""
+    return _NOTHING if GATE.stands_in_line() or CLAIMS.made_here() or _compiles() else lock
 
 
 def compiles_under(lock: Any) -> Any:

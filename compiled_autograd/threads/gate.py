@@ -131,8 +131,10 @@ class Gate:
 
     def stands_in_line(self) -> bool:
         """Whether the calling thread has it, or waits for it: then it may have it at any time."""
+        if not self.line:
+            return False
         me = get_ident()
-        return any(turn.thread == me and turn.stands() for turn in [*self.line]) if self.line else False
+        return any(turn.thread == me and turn.stands() for turn in [*self.line])
 
     def waited_for_by(self, thread: int) -> int | None:
         """The thread that has the seam, where another one waits until it gives it back."""

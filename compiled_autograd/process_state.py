@@ -8,7 +8,7 @@ from __future__ import annotations
 import functools
 import os
 from collections.abc import Callable, Iterator
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 _T = TypeVar("_T")
 _Do = Callable[[], object]
@@ -98,3 +98,18 @@ def free(lock: Any) -> bool:
         return False
     lock._at_fork_reinit()
     return True
+
+
+class OfThread(Generic[_T]):
+    """An attribute of a ``threading.local`` that each thread has made for it when it first asks. In the midst of an
+    ``__init__`` of the ``local``'s, what ``gc`` or a signal runs there would ask for what is not there yet."""
+
+    def __init__(self, make: Callable[[], _T]) -> None:
+        self._make = make
+
+    def __set_name__(self, owner: type, name: str) -> None:
+        self._name = name
+
+    def __get__(self, thread: Any, owner: type | None = None) -> _T:
+        found: _T = thread.__dict__.setdefault(self._name, self._make())
+        return found

@@ -27,6 +27,7 @@ from compiled_autograd.engine.session import LEFT_BEFORE_LOOKING_AWAY, LOOKS_AWA
 from compiled_autograd.policies import autotune, sketches
 from compiled_autograd.policies.autotune import Autotune, Trial
 from compiled_autograd.settings import Settings
+from compiled_autograd.steps.proof import MAX_WEAK
 from shadow_cache import Bypass, StoreError, Timing
 
 from .helpers import assert_same, in_threads, switching_every
@@ -108,12 +109,61 @@ def test_what_plainly_loses_is_not_timed_any_more(monkeypatch: pytest.MonkeyPatc
     def decided(compiled: list[float], eager: list[float]) -> bool:
         return _trial(eager, compiled).is_decided()
 
-    assert decided([1.3, 1.4, 1.1, 1.3], [1.0, 0.9, 1.0, 1.0])
-    assert not decided([1.3, 1.4, 1.0, 1.3], [1.0, 0.9, 1.0, 1.0])
-    assert not decided([1.2, 1.4, 1.2, 1.2], [1.0, 0.9, 1.0, 1.0])
-    assert not decided([1.3, 1.4, 1.3], [1.0, 0.9, 1.0])
-    assert not decided([1.0, 0.9, 1.0, 1.0], [1.3, 1.4, 1.3, 1.3])
+    assert decided([1.3, 1.4, 1.1, 1.3, 1.3], [1.0, 0.9, 1.0, 1.0])
+    assert not decided([1.3, 1.4, 1.1, 1.3], [1.0, 0.9, 1.0, 1.0])  # it was slower before eager's, and may be no more
+    assert not decided([1.3, 1.4, 1.1, 1.3, 1.0], [1.0, 0.9, 1.0, 1.0])
+    assert not decided([1.2, 1.4, 1.2, 1.2, 1.2], [1.0, 0.9, 1.0, 1.0])
+    assert not decided([1.3, 1.4, 1.3, 1.3, 1.3], [1.0, 0.9, 1.0])
+    assert not decided([1.0, 0.9, 1.0, 1.0, 1.0], [1.3, 1.4, 1.3, 1.3])
     assert decided([1.0] * 8, [1.0] * 8)
+
+
+def test_a_slow_while_decides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As another process, or larger batches, make one: all that was compiled in it took longer than eager's later."""
+    for name, value in (("SAMPLES_PER_SIDE", 8), ("IN_A_ROW", 5), ("COLD", 1)):
+        monkeypatch.setattr(autotune, name, value)
+
+    def took(trial: Trial, seconds: float) -> None:
+        Autotune.took(trial, 9.0 if trial.turn <= 5 else 1.0)
+
+    monkeypatch.setattr(autotune.AUTOTUNE, "took", took)
+    real = autotune.AUTOTUNE.eager
+    monkeypatch.setattr(autotune.AUTOTUNE, "eager", lambda trial, seconds: real(trial, 2.0))
+    session = ca.enable(backend="eager", tune=True)
+    _run(session, nn.Parameter(torch.randn(8)), 23)
+    ((variant,),) = [graph.variants for graph in session.graphs()]
+    assert variant.timing is not None and variant.timing.goes_on == "compiled"
+    assert session.stats().bypasses == {"tuning": 10}
+
+
+def test_a_trial_of_what_does_not_come_again_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other sizes have its fingerprint too: they would never be timed, and each of them be looked at for ever."""
+    monkeypatch.setattr(autotune, "SAMPLES_PER_SIDE", 8)
+    monkeypatch.setattr(autotune, "PATIENCE", 3)
+    session = ca.enable(backend="eager", tune=True)
+    _run(session, nn.Parameter(torch.randn(8)), 7)
+    ((key, trial),) = autotune.AUTOTUNE._trials.items()
+    assert trial.turn > 0
+    _run(session, nn.Parameter(torch.randn(9)), 25)
+    ((first, second),) = [graph.variants for graph in session.graphs()]
+    assert trial.held() is first
+    now = autotune.AUTOTUNE._trials.get(key)
+    assert second.timing is not None or (now is not None and now.held() is second)
+
+
+def test_hits_that_are_compared_with_the_real_calls_are_not_timed() -> None:
+    session = ca.enable(backend="eager", tune=True)
+    weight = nn.Parameter(torch.zeros(8))  # a gradient of zeros shows little: it is compared again and again
+    for _ in range(MAX_WEAK + 2):
+        with session:
+            (weight * weight).sum().backward()
+        weight.grad = None
+    assert session.stats().hits > variants.HITS_BEFORE_TIMING > 3 and not autotune.AUTOTUNE.active
+    for _ in range(3):
+        with session:
+            (weight * weight).sum().backward()
+        weight.grad = None
+    assert autotune.AUTOTUNE.active
 
 
 def _compute(seconds: float = 0.02) -> None:

@@ -18,11 +18,18 @@ import torch
 
 import compiled_autograd as ca
 from backends.garbage_collection import RARELY
+from compiled_autograd.cache import graphs
 from compiled_autograd.cache.graphs import GRAPHS
 from compiled_autograd.capture.capture import Capture
+from compiled_autograd.capture.unnamed import Unnamed
+from compiled_autograd.diagnostics.bypass import INSIDE_COMPILE
 from compiled_autograd.engine import execution, seam
+from compiled_autograd.engine import session as sessions
+from compiled_autograd.lowering.region_compiler import COMPILING, RegionCompiler
 from compiled_autograd.threads.claims import CLAIMS, Claim
-from compiled_autograd.threads.gate import GATE, Gate
+from compiled_autograd.threads.forks import why_not_compile
+from compiled_autograd.threads.gate import GATE, Gate, Turn
+from shadow_cache import Bypass
 
 from .helpers import ROOT, WAIT, close, in_subprocess, in_threads, same_bits
 
@@ -193,6 +200,30 @@ def test_a_backward_in_the_midst_of_a_walk(own_session: bool, shared: bool) -> N
     assert in_threads(work)[0] > 200
 
 
+def test_a_backward_in_the_midst_of_looking_for_names(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Which is over then for all tapes of the thread, those of the backward around it included."""
+    original, within = Unnamed.look_up, list[torch.Tensor]()
+
+    def backward() -> torch.Tensor:
+        parameter = torch.nn.Parameter(torch.ones(4, 4))
+        with torch.enable_grad():
+            return _step(parameter)
+
+    def look_up(self: Unnamed) -> None:
+        if not within:
+            within.append(WEIGHT)
+            within.append(backward())
+        original(self)
+
+    with ca.disable():
+        right = backward()
+    monkeypatch.setattr(Unnamed, "look_up", look_up)
+    with ca.enable(backend="eager", cache_dir=False) as session:
+        assert same_bits(backward(), right) and same_bits(within[1], right)
+    assert session.stats().backwards == 2
+    _nothing_is_stuck()
+
+
 class _IsThereForAWhile(Claim):
     """Of another thread, on every leaf, until it was asked a few times."""
 
@@ -284,6 +315,179 @@ def test_threads_that_come_to_the_engine_while_they_write_leaves() -> None:
     _nothing_is_stuck()
 
 
+def _writing(leaf: torch.Tensor, then: Callable[[], object]) -> None:
+    """Do something in the midst of writing a leaf."""
+    claim = Claim([leaf], (0,))
+    try:
+        CLAIMS.enter(claim)
+        then()
+    finally:
+        claim.token.release()
+        CLAIMS.release(claim)
+
+
+@pytest.mark.parametrize("session", [True, False])
+def test_a_walk_waits_for_nobody_who_waits_for_it(session: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One thread runs a backward in the midst of a walk, when another one comes to the gate in the midst of writing."""
+    walks, writes = threading.Event(), threading.Event()
+
+    class Waits(Capture):
+        def end_capture(self, outputs: Any) -> Any:
+            if threading.current_thread() in capturing:
+                capturing.clear()
+                walks.set()
+                assert writes.wait(WAIT)
+                time.sleep(0.2)  # the other thread waits for this walk by now
+                _step()
+            return super().end_capture(outputs)
+
+    capturing: list[threading.Thread] = []
+    monkeypatch.setattr(seam, "Capture", Waits)
+
+    def captures() -> None:
+        capturing[:] = [threading.current_thread()]
+        with ca.enable(backend="eager", cache_dir=False):
+            _step()
+
+    def comes() -> None:
+        writes.set()
+        with ca.enable(backend="eager", cache_dir=False) if session else contextlib.nullcontext():
+            _step()
+
+    def writer() -> None:
+        assert walks.wait(WAIT)
+        _writing(torch.zeros(1), comes)
+
+    in_threads(captures, writer, timeout=10)
+    _nothing_is_stuck()
+
+
+@pytest.mark.parametrize("waits_for", ["the leaf", "writers"])
+def test_who_writes_leaves_waits_for_nobody_who_compiles(waits_for: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else who compiles could not wait for these leaves, in what Python runs in the midst of that."""
+    leaf = torch.zeros(1)
+    compiles, writes = threading.Event(), threading.Event()
+    original = RegionCompiler.compile_region
+
+    def compile_region(self: RegionCompiler, *args: Any, **named: Any) -> Any:
+        if threading.current_thread() in compiling:
+            compiling.clear()
+            compiles.set()
+            assert writes.wait(WAIT)
+            time.sleep(0.2)  # the other thread would wait for this one by now
+            if waits_for == "the leaf":
+                _writing(leaf, lambda: None)
+            else:
+                with ca.disable(), torch.enable_grad():
+                    _step()
+        return original(self, *args, **named)
+
+    compiling: list[threading.Thread] = []
+    monkeypatch.setattr(RegionCompiler, "compile_region", compile_region)
+    sessions: list[ca.Session] = []
+
+    def backward() -> None:
+        writes.set()
+        with ca.enable(backend="eager", cache_dir=False) as session:
+            assert same_bits(_step(), right)
+        sessions.append(session)
+
+    def first() -> None:
+        compiling[:] = [threading.current_thread()]
+        backward()
+
+    def writer() -> None:
+        assert compiles.wait(WAIT)
+        _writing(leaf, backward)
+
+    with ca.disable():
+        right = _step()
+    in_threads(first, writer, timeout=10)
+    _nothing_is_stuck()
+    assert sessions[0].stats().compiles == 0  # it ran call by call
+    assert all(session.stats().backwards == 1 and not session.stats().failures for session in sessions)
+
+
+def test_a_backward_in_the_midst_of_waiting_for_the_seam() -> None:
+    """It may be this thread's before that ends: so it waits for nobody who compiles, and might wait for the seam."""
+    with ca.disable():
+        right = _step()
+
+    def work() -> None:
+        def within() -> None:
+            assert same_bits(_step(), right)
+            assert why_not_compile() is INSIDE_COMPILE
+
+        with ca.enable(backend="eager", cache_dir=False) as session:
+            _first_in_line(within)
+            assert session.stats().bypasses == {"inside_compile": 1}
+            assert why_not_compile() is None
+
+    in_threads(work)
+    _nothing_is_stuck()
+
+
+def test_a_structure_goes_while_another_thread_plans() -> None:
+    """As in a walk, where no lock is waited for that such a thread may have."""
+    with ca.enable(backend="eager", cache_dir=False) as session:
+        _step()
+    (graph,) = session.graphs()
+    with graphs._ADDING:
+        in_threads(graph.evict, timeout=10)
+    assert graph.evicted and not graph.variants
+
+
+def _first_in_line(then: Callable[[], object]) -> None:
+    turn = Turn()
+    try:
+        GATE.line.append(turn)
+        then()
+    finally:
+        turn.token.release()
+        GATE.leave(turn)
+
+
+@pytest.mark.parametrize("inside", ["a walk", "compiling", "writing"])
+def test_a_lock_of_few_lines_is_not_waited_for_where_its_thread_may_wait_for_us(inside: str) -> None:
+    """The other thread has it, and waits for the end of what this one is in, in what Python runs in its midst."""
+    with ca.disable():
+        right = _step()
+
+    def work() -> None:
+        with ca.enable(backend="eager", cache_dir=False) as session:
+            assert same_bits(_step(), right)
+        assert session.stats().backwards == 1
+
+    def within() -> None:
+        if inside == "a walk":
+            _first_in_line(work)
+        elif inside == "writing":
+            _writing(torch.zeros(1), work)
+        else:
+            with COMPILING:
+                work()
+
+    with sessions._RECORDING, graphs._ADDING:
+        in_threads(within, timeout=10)
+    _nothing_is_stuck()
+
+
+def test_what_was_left_to_eager_is_counted_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a backward in the midst of counting it counts it."""
+    session, verdict = ca.enable(backend="eager", cache_dir=False), Bypass("over_budget")
+    session.left_to_eager(verdict)
+    original, within = sessions.Outcome, list[int]()
+
+    def made(*args: Any, **named: Any) -> Any:
+        if not within:
+            within.append(1)
+            session.count_left()
+        return original(*args, **named)
+
+    monkeypatch.setattr(sessions, "Outcome", made)
+    assert session.stats().bypasses == {"over_budget": 1} and session.stats().backwards == 1
+
+
 def test_a_backward_in_the_midst_of_a_reset_while_another_thread_captures() -> None:
     """Who captures waits for no lock that a thread may have which waits for it."""
     with ca.disable():
@@ -364,6 +568,17 @@ def test_gc_runs_backwards_while_a_tape_is_captured() -> None:
     in_threads(work)
     _nothing_is_stuck()
     assert len(found) == 60 and all(same_bits(each, within) for each in found)
+
+
+def test_what_backwards_need_is_imported_before_the_first() -> None:
+    """In the midst of an import there is only half of a module, for what ``gc`` runs there too."""
+    code = """
+import sys, compiled_autograd as ca
+ca.enable(backend="eager", cache_dir=False)
+print("platformdirs" in sys.modules)
+"""
+    result = in_subprocess(code)
+    assert result.stdout.strip() == "True", result.stderr[-2000:]
 
 
 _GC_WHILE_IT_LOOKS = """

@@ -63,6 +63,48 @@ def _compare(
     return session
 
 
+# ---- what is learnt --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("before", "meanwhile"),
+    [((True, False), (False, True)), ((False, False), (True, True)), ((True, True), (False, False))],
+)
+def test_a_plan_is_of_the_tape_that_the_engine_has_walked(
+    native: NativeHits, monkeypatch: pytest.MonkeyPatch, before: tuple[bool, ...], meanwhile: tuple[bool, ...]
+) -> None:
+    """Another thread gives to a leaf, or takes its gradient, once the plan is made and before the engine walks."""
+    leaves = [torch.ones(3, requires_grad=True) for _ in range(2)]
+    original, learnt = native.learn, []
+
+    def have(which: tuple[bool, ...]) -> None:
+        for leaf, has in zip(leaves, which, strict=True):
+            leaf.grad = torch.zeros(3) if has else None
+
+    def learn(*arguments: Any) -> Any:
+        plan = original(*arguments)
+        if plan is not None and not learnt:
+            learnt.append(plan)
+            have(meanwhile)
+        return plan
+
+    def step(session: ca.Session) -> None:
+        with session:
+            sum(leaf * (2 + number) for number, leaf in enumerate(leaves)).sum().backward()  # type: ignore[union-attr]
+        assert [leaf.grad.tolist() for leaf in leaves] == [[2.0] * 3, [3.0] * 3]  # type: ignore[union-attr]
+
+    session = _session()
+    for which in (meanwhile, before):
+        have(which)
+        step(session)
+    monkeypatch.setattr(native, "learn", learn)
+    for _ in range(8):
+        have(before)
+        step(session)
+    stats = session.stats()
+    assert learnt and native.hits and not stats.failures and stats.captures == 2
+
+
 # ---- what they leave -------------------------------------------------------------------------------------------------
 
 

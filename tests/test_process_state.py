@@ -11,15 +11,16 @@ from __future__ import annotations
 import ast
 import os
 import sys
+import threading
 from collections.abc import Iterator
 
 import pytest
 
 from compiled_autograd.engine import seam
 from compiled_autograd.engine.engine import Engine
-from compiled_autograd.process_state import PROCESS, ProcessState
+from compiled_autograd.process_state import PROCESS, OfThread, ProcessState
 
-from .helpers import ROOT, in_subprocess
+from .helpers import ROOT, in_subprocess, in_threads
 
 _CONTAINERS = {"dict", "list", "set", "bytearray", "defaultdict", "OrderedDict", "deque", "Counter"}
 _WEAK = {"WeakKeyDictionary", "WeakValueDictionary", "WeakSet"}
@@ -267,3 +268,21 @@ assert os.waitpid(child, 0)[1] == 0
 def test_what_a_hook_raises_at_a_fork_keeps_no_other_from_running() -> None:
     result = in_subprocess(_FORKS)
     assert result.returncode == 0, result.stderr
+
+
+def test_what_a_thread_has_for_itself_is_there_in_the_midst_of_being_made() -> None:
+    """For what ``gc`` runs there."""
+    within: list[object] = []
+
+    def make() -> object:
+        if not within:
+            within.append(None)
+            within.append(local.own)
+        return object()
+
+    class Local(threading.local):
+        own = OfThread(make)
+
+    local = Local()
+    assert local.own is within[1] and local.own is within[1]
+    assert in_threads(lambda: local.own)[0] is not within[1]

@@ -35,6 +35,7 @@ from ..runtime.interpret import interpret
 from ..runtime.program import Program
 from ..settings import Settings
 from ..steps.steps import RegionStep
+from ..threads.forks import unless_inside
 from .forms import Forms
 from .stages import about, handed_on, readable
 from .value_misses import values_miss
@@ -120,7 +121,7 @@ class CompiledGraph:
 
     def add(self, settings: Settings, ambient: Ambient, handover: Handover) -> tuple[Variant, list[Miss]]:
         """A new variant, not yet compiled; and why none of those that are there serves."""
-        with _ADDING:
+        with unless_inside(_ADDING):
             key, before = self._nearest(settings, ambient, handover)
             specs: Mapping[fx.Node, Spec] = {}
             if before is None or settings.dynamic is False:
@@ -177,10 +178,9 @@ class CompiledGraph:
         return [Miss("variant_limit", title(self.tape), f"{MAX_VARIANTS} variants", new, hint)]
 
     def evict(self) -> None:
-        """Let go of everything that was compiled."""
-        with _ADDING:
-            self.evicted = bool(self.variants) or self.evicted
-            self.variants = []
+        """Let go of everything that was compiled. In a walk too, where no lock is waited for."""
+        self.evicted = bool(self.variants) or self.evicted
+        self.variants = []
 
     def explain(self, settings: Settings, ambient: Ambient, handover: Handover) -> list[Miss]:
         """Why none of the variants that are there serves a backward."""

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 
 from .. import ir
-from ..process_state import PROCESS
+from ..process_state import PROCESS, OfThread
 from .parameter_names import Trace, is_known, is_parameter, names_of_traces, parameter_names_of
 
 _Named = tuple[str | None, str | None]
@@ -58,8 +58,7 @@ class Unnamed:
 
 
 class _Thread(threading.local):
-    def __init__(self) -> None:
-        self.unnamed: list[Unnamed] = []
+    unnamed = OfThread[list[Unnamed]](list)
 
 
 _thread = PROCESS.register(_Thread())
@@ -96,13 +95,19 @@ def name_again(tape: ir.TapeGraph, tensors: Sequence[torch.Tensor]) -> None:
 
 def name_the_unnamed() -> None:
     """Look for all names of this thread's tapes that nobody has asked for yet."""
-    while _thread.unnamed:
-        _thread.unnamed[-1].look_up()
-        _thread.unnamed.pop()
+    _with_each(Unnamed.look_up)
 
 
 def let_go_of_the_unnamed() -> None:
     """The backward has ended: its parameters may go."""
-    while _thread.unnamed:
-        _thread.unnamed[-1].let_go()
-        _thread.unnamed.pop()
+    _with_each(Unnamed.let_go)
+
+
+def _with_each(do: Callable[[Unnamed], None]) -> None:
+    """Do something with each of this thread's, the last one first. It goes when that is done: Ctrl-C may come before;
+    and so may a backward that ``gc`` runs, after which none is left."""
+    unnamed = _thread.unnamed
+    while last := unnamed[-1:]:
+        do(last[0])
+        if unnamed[-1:] == last:
+            del unnamed[-1]

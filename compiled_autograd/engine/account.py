@@ -143,8 +143,9 @@ class RunAccount:
         if outcome.outcome == HIT and not (failed or report.compared) and variant is not None:
             seconds = report.seconds["capture"] + report.seconds["run"]
             variant.hits += 1
-            variant.ran += seconds - report.seconds.get("prove", 0.0)
-            if settings.tune:
+            proved = report.seconds.get("prove", 0.0)
+            variant.ran += seconds - proved
+            if settings.tune and not proved:  # beside the real calls it takes longer than any later one
                 self.call.timed = AUTOTUNE.hit(variant, seconds, self.call.fingerprint, settings)
         if OVER_BUDGET in reasons or (report.uncompiled and self.over_budget):
             ADMISSION.missed(self.call.known, self.call.taken_from)

@@ -28,11 +28,12 @@ from ..policies.background import BACKGROUND
 from ..policies.refusals import REFUSALS, Refusal
 from ..policies.sketches import SKETCHES, Found
 from ..settings import Settings
+from ..threads.gate import GATE
 from .call import Call, HandedOver, Refused
 from .cuda.streams import STREAMS
 from .execution import depth
 from .handles import KEPT
-from .seam import hand_over, walking
+from .seam import hand_over
 from .session import Session, thread
 
 _NOT_UNSUPPORTED = (TRACING, ON_MISS, COMPILING, OVER_BUDGET, FORKED, INSIDE_COMPILE)
@@ -96,7 +97,7 @@ def is_policy(reason: Bypass) -> bool:
 
 
 def _cannot_be_captured(call: Call, settings: Settings) -> Bypass | None:
-    if walking():  # Python runs it in the midst of that: it waits for nobody, who may wait for the walk
+    if GATE.stands_in_line():  # Python runs it in the midst of a walk, or of waiting for one: see why_not_compile
         return INSIDE_COMPILE
     return before_capture(call.create_graph, call.grads, depth())
 

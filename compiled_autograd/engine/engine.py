@@ -14,6 +14,8 @@ import torch
 from torch._C import _ImperativeEngine
 from torch.autograd import Variable
 
+from shadow_cache import default_dir
+
 from ..cache.graphs import USES
 from ..capture.tape import sketch
 from ..diagnostics.bypass import DEEP, MAX_NESTED
@@ -123,6 +125,7 @@ def install() -> None:
     """Come between Python and the engine; done once, at the first ``enable``."""
     if isinstance(Variable._execution_engine, Engine):
         return
+    default_dir()  # imports what it needs: else a backward might, and one in its midst find half of it
     code = torch.autograd.graph._engine_run_backward.__code__
     engine = Variable._execution_engine = Engine()
     FAST_PATH.install = functools.partial(_come_first, engine, engine.run_backward)

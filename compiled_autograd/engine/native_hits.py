@@ -8,18 +8,23 @@ that its key has. What is not known here takes the way through the engine (:mod:
 from __future__ import annotations
 
 import functools
+import operator
 import weakref
 from dataclasses import dataclass, field
 from pathlib import Path
+
+import torch
 
 from backends import get_backend
 from shadow_cache import default_dir
 
 from ..cache.graphs import CompiledGraph
-from ..native.interface import Module, Plan, Taken
+from ..cache.variants import Handover
+from ..native.interface import Found, Module, Plan, Taken
 from ..native.library import Library
 from ..process_state import PROCESS
 from ..settings import Settings
+from ..steps.memory import memory_of
 from ..torch_api.op_registry import captures_of_others, others_are_on
 from ..user_code.reducers import REDUCERS
 from .call import Call, HandedOver, KnownShapes
@@ -133,25 +138,31 @@ class NativeHits:
             return
         self._learnt.insert(0, learnt)
 
-    def learn(self, call: Call, settings: Settings) -> Plan | str | None:
-        """A plan of a tape that the engine is about to be asked about, or why not; None where no try is owed."""
+    def learn(self, call: Call, settings: Settings) -> tuple[Plan, Found] | str | None:
+        """A plan of a tape that the engine is about to be asked about, and what that holds, or why not; None where no
+        try is owed."""
         if not self._wanted or not _may_be_known(call, settings):
             return None
         module = self.module(settings)
         if module is None:
             return None
         self._wanted -= 1
-        return module.learn(call.outputs, call.grads, True, call.inputs, not call.accumulate_grad)
+        asked = (call.inputs, not call.accumulate_grad)
+        plan = module.learn(call.outputs, call.grads, True, *asked)
+        if isinstance(plan, str):
+            return plan
+        found = plan.compare(call.outputs, call.grads, *asked)
+        return None if isinstance(found, str) else (plan, found)
 
-    def keep(self, plan: Plan | str | None, call: Call, settings: Settings, given: object) -> None:
+    def keep(self, learnt: tuple[Plan, Found] | str | None, call: Call, settings: Settings, given: object) -> None:
         """The engine was asked, and gave this."""
         if not isinstance(given, HandedOver) or given.captured or given.miss is not None:
             return
         self._met += 1
-        if isinstance(plan, str):
+        if isinstance(learnt, str):
             self._refused[given.graph] = self._refused.get(given.graph, 0) + 1
             return
-        if plan is None:
+        if learnt is None or not _is_what_was_given(learnt[1], given.handover):
             if self._refused.get(given.graph, 0) < _MAX_REFUSED:
                 self._wanted = min(self._wanted + 1, _MAX_WANTED)
             return
@@ -160,7 +171,7 @@ class NativeHits:
             return
         bitwise = get_backend(settings.backend_in_mode).bitwise
         kept = [each for each in self._learnt if each.graph() is not None]
-        new = _Learnt(plan, module, bitwise, weakref.ref(given.graph))
+        new = _Learnt(learnt[0], module, bitwise, weakref.ref(given.graph))
         self._learnt = [new, *kept[: _MAX_PLANS - 1]]
         self._served(new)
 
@@ -176,6 +187,22 @@ class NativeHits:
             self.library = Library(folder / "native")
         wanted = wanted or self._met >= HITS_WORTH_BUILDING
         return self.library.module(build=bool(settings.native or (where is not False and wanted)))
+
+
+def _is_what_was_given(found: Found, given: Handover) -> bool:
+    """Whether a plan was made of the tape as the engine has found it: a leaf may have got a ``.grad`` meanwhile, or
+    lost it, by another thread or what ``gc`` runs."""
+    _, tensors, sizes, scalars, objects = found
+    if (len(tensors), len(scalars), len(objects)) != (len(given.tensors), len(given.scalars), len(given.objects)):
+        return False
+    if sizes != given.sizes or not all(map(operator.is_, objects, given.objects)):
+        return False
+    return all(map(_are_one, tensors, given.tensors))
+
+
+def _are_one(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Whether two tensors are one, as far as its memory says: what nodes have saved becomes a new one each time."""
+    return one is other or (memory_of(one) == memory_of(other) and one.shape == other.shape)
 
 
 def _may_be_known(call: Call, settings: Settings) -> bool:

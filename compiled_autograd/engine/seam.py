@@ -43,7 +43,7 @@ from ..ir.order import in_engine_order
 from ..policies.admission import ADMISSION
 from ..process_state import PROCESS
 from ..settings import Settings
-from ..threads.forks import why_not_compile
+from ..threads.forks import why_not_capture
 from ..threads.gate import GATE, Token, Turn, take
 from ..threads.others import clear_cache, set_autograd_compiler
 from ..torch_api.op_registry import captures_of_others, others_are_on
@@ -290,7 +290,7 @@ def _finish(captured: ir.TapeGraph, capture: Capture) -> tuple[Callable[..., Any
         if agrees:
             tape.join_names(captured.calls, visited)
         walk.miss, walk.tape = GRAPHS.explain(ordered, keys, capture.shapes), ordered
-        if (why := why_not_compile()) is not None:
+        if (why := why_not_capture()) is not None:
             raise CaptureRefusedError(why)
         if not may_be_kept(walk.settings, ordered, keys, walk.asks_store is None):
             if walk.asks_store is not None:

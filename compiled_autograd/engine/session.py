@@ -17,10 +17,11 @@ from ..diagnostics.reporting import count_repeats, is_told_at, tell, warn_of
 from ..policies.background import BACKGROUND
 from ..policies.own_loop import OWN_LOOPS, why_off
 from ..policies.sketches import SKETCHES, UNKNOWN, Known
-from ..process_state import PROCESS, free_in_child
+from ..process_state import PROCESS, OfThread, free_in_child
 from ..report.step_log import StepLog
 from ..runtime.running_backward import Running
 from ..settings import Settings
+from ..threads.forks import unless_inside
 
 HIT, SHAPE_MISS, STRUCTURE_MISS, BYPASS = "hit", "shape_miss", "structure_miss", "bypass"
 LEFT_BEFORE_LOOKING_AWAY, LOOKS_AWAY = 32, 16
@@ -127,7 +128,7 @@ class Session:
     def stats(self) -> Stats:
         """A copy of the counts so far."""
         self.count_left()
-        with _RECORDING:
+        with unless_inside(_RECORDING):
             return self._counts()
 
     def _counts(self) -> Stats:
@@ -192,7 +193,7 @@ class Session:
         from ..report.session_report import session_report
 
         self.count_left()
-        with _RECORDING:
+        with unless_inside(_RECORDING):
             stats, events, left_out = asdict(self._counts()), self._steps.events(), self._steps.left_out
             latest = self._latest()
             last = None if latest is None else latest.graph
@@ -208,25 +209,26 @@ class Session:
         if is_told_at(INFO):
             self.record(Outcome(BYPASS, reasons=(verdict,)))
             return
-        with _RECORDING:
+        with unless_inside(_RECORDING):
             self.count_left()
             self.left = _Left(verdict)
 
     def in_own_loop(self) -> None:
         """A backward that is left to eager runs without the engine's queue."""
-        with _RECORDING:
+        with unless_inside(_RECORDING):
             self._stats.own_loop += 1
 
     def count_left(self) -> None:
         """Have those among the counts that :meth:`left_to_eager` was told of."""
         if self.left is None:
             return
-        with _RECORDING:
-            left = self.left
-            if left is None:
+        with unless_inside(_RECORDING):
+            if (left := self.left) is None:
                 return
             stats, label, outcome = self._stats, left.verdict.label, Outcome(BYPASS, reasons=(left.verdict,))
             stats.bypasses.setdefault(label, 0)
+            if self.left is not left:  # what ``gc`` runs has counted it
+                return
             self.left = None  # no call until all is counted: see record
             stats.bypasses[label] += left.count
             stats.backwards += left.count
@@ -241,7 +243,7 @@ class Session:
         failed, kind = len(failures), outcome.outcome
         seconds = outcome.seconds.get("lower", 0.0) + outcome.seconds.get("compile", 0.0)
         label = outcome.reasons[0].label if kind == BYPASS and isinstance(outcome.reasons[0], Bypass) else ""
-        with _RECORDING:
+        with unless_inside(_RECORDING):
             stats = self._stats
             if label:
                 stats.bypasses.setdefault(label, 0)
@@ -266,9 +268,8 @@ class Session:
         tell(outcome.outcome, outcome.reasons, outcome.seconds, compiles)
         if not compiles and not outcome.reasons:
             return
-        with _RECORDING:
-            number = stats.backwards
-            self._steps.add(number, kind, outcome.graph, outcome.reasons, outcome.seconds, compiles, loads)
+        with unless_inside(_RECORDING):
+            self._steps.add(stats.backwards, kind, outcome.graph, outcome.reasons, outcome.seconds, compiles, loads)
         if compiles:
             count_repeats(self._missed, outcome.reasons)
         for failure in failures:
@@ -330,8 +331,7 @@ class Here:
 
 
 class _Thread(threading.local):
-    def __init__(self) -> None:
-        self.here = Here()
+    here = OfThread(Here)
 
 
 thread = PROCESS.register(_Thread())

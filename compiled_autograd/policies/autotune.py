@@ -37,13 +37,16 @@ IN_A_ROW, COLD = 5, 1
 small backward more than the two ways differ by, and does not count."""
 PLAIN_SAMPLES, PLAINLY_SLOWER = 4, 1.25
 """Of so many each way, where each compiled one took longer than each of eager's, and the median so much of eager's,
-eager goes on without any more: hits that lose are what a small model's first steps cost."""
+eager goes on without any more: hits that lose are what a small model's first steps cost. One more that is compiled
+shows that they did so before and after eager's: else it may be the machine or the sizes that have changed."""
 COLDER = 15e-6
 """Seconds that eager is given for what decides between two backwards of a trial, some hundred microseconds of Python
 that are not timed: they take the engine's code and the tape out of the caches. An ODE solver's backward took 60 us of
 eager where nothing was on trial, and 85 in one; its hits 65 and 80."""
 MAX_TIME_RATIO = 1.02
 """A compiled backward may take this much of eager's: below, clocks tell nothing."""
+PATIENCE = 32
+"""A trial that gets no further for so many backwards of its tape ends: what it times has not come again."""
 BACKWARDS_BEFORE_RETRIAL = 2000
 """Backwards after which a decision for eager is tried again; one for the compiled graph, after ten times as many."""
 TIMED = Bypass("tuning", hint="timed on eager against the compiled graph; tune=False does without")
@@ -65,6 +68,7 @@ class Trial:
         verdict: why eager goes on; None while both are timed.
         left: for how many backwards the verdict still holds.
         turn: how many were timed, those that do not count among them.
+        idle: how many backwards of the tape came since then.
     """
 
     key: tuple[int, Any, bool]
@@ -74,6 +78,7 @@ class Trial:
     verdict: Bypass | None = None
     left: int = 0
     turn: int = 0
+    idle: int = 0
 
     def reason(self) -> Bypass | None:
         """Why the next backward is eager's; None where it is to be compiled."""
@@ -86,6 +91,7 @@ class Trial:
         if self.turn % IN_A_ROW >= COLD:
             times.append(seconds)
         self.turn += 1
+        self.idle = 0
 
     def last_counts(self) -> bool:
         """Whether the one that was timed last counts."""
@@ -100,18 +106,19 @@ class Trial:
         """Whether both were timed often enough."""
         if self.samples >= SAMPLES_PER_SIDE:
             return True
-        if self.samples < PLAIN_SAMPLES or min(self.compiled) <= max(self.eager):
+        again = len(self.compiled) > PLAIN_SAMPLES
+        if not again or self.samples < PLAIN_SAMPLES or min(self.compiled) <= max(self.eager):
             return False
         return statistics.median(self.compiled) > PLAINLY_SLOWER * statistics.median(self.eager)
 
     def _median_of_eager(self) -> float:
         """What it would be out of a trial: at least half of what was timed."""
-        median = statistics.median(self.eager)
+        median = statistics.median_low(self.eager)
         return max(median - COLDER, median / 2)
 
     def decide(self) -> Timing:
-        """Once both were timed often enough: which goes on."""
-        eager, compiled = 1e3 * self._median_of_eager(), 1e3 * statistics.median(self.compiled)
+        """Once both were timed often enough: which goes on. Of two rows one may have come in a slow while."""
+        eager, compiled = 1e3 * self._median_of_eager(), 1e3 * statistics.median_low(self.compiled)
         goes_on = "compiled" if compiled <= MAX_TIME_RATIO * eager else "eager"
         timing = Timing(eager, compiled, self.samples, time.time(), goes_on)
         if timing.on_eager:
@@ -151,8 +158,14 @@ class Autotune:
             before: what the tape's sketch has led to until now.
         """
         trial = self._trials.get((fingerprint, settings.key, OWN_LOOPS.on(settings)))
-        if trial is None or trial.verdict is None:
-            return trial
+        if trial is None:
+            return None
+        if trial.verdict is None:
+            trial.idle += 1
+            if trial.idle <= PATIENCE:
+                return trial
+            self._change(trial.key, None)
+            return None
         if still_holds(trial, before):
             return trial
         # Where its variant went, it is compiled again, and timed when it has served for a while.

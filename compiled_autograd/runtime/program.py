@@ -233,8 +233,9 @@ class Program:
         acquired: list[bool] = []
         modes = modes_on()
         try:
-            # In one go: see the gate. Where it fails, something is being compiled in the background.
-            acquired += map(COMPILING.acquire, (context.submit is None,))
+            # In one go: see the gate. Where it fails, something is being compiled in the background; or by another
+            # thread, which may wait for the leaves that this one is writing.
+            acquired += map(COMPILING.acquire, (context.submit is None and not CLAIMS.made_here(),))
             if acquired[0]:
                 found, compiled = region_compiler.find(step, slots)
                 if not found and region_compiler.load(step, slots, context):

@@ -10,7 +10,7 @@ claims held while hooks run are waited for only by those who want the same leaf,
 from __future__ import annotations
 
 import threading
-from _thread import LockType, RLock
+from _thread import LockType
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Any
@@ -61,7 +61,6 @@ class Claims:
         self.made: list[Claim] = []
         self._bells: dict[LockType, None] = {}  # of those who wait: unlocked where something has changed
         self._entering: dict[int, list[Claim]] = {}  # threads that enter the eager engine, and whom they wait for
-        self._changing = RLock()  # what ``gc`` runs in its midst may claim leaves too
 
     def enter(self, claim: Claim) -> None:
         """Claim leaves, once no other thread has any of them. The caller unlocks the claim's token whatever comes."""
@@ -76,6 +75,11 @@ class Claims:
             self._wait(lambda: self._obtains(claim))
         if GATE.others_in_eager():
             self._let_pass(claim)
+
+    def made_here(self) -> bool:
+        """Whether the calling thread has some, in the midst of which Python runs it."""
+        me = threading.get_ident()
+        return any(each.thread == me and each.token.locked() for each in [*self.made]) if self.made else False
 
     def none_needed(self) -> bool:
         """Whether nobody has to be asked before leaves are written: for who lets no other thread run meanwhile.
@@ -121,48 +125,52 @@ class Claims:
         finally:
             self._entering.pop(me, None)
 
-    def _may_enter(self, me: int, earlier: Sequence[Claim]) -> bool:
+    def _may_enter(self, me: int, earlier: list[Claim]) -> bool:
         """Whether a thread need not wait for these writers any more."""
-        with self._changing:  # while it is asked and answered: of two, one comes first
-            if not all(
-                each.through_nodes
-                or each.waiting
-                or each not in self.made
-                or not each.token.locked()
-                or self._waits_for(each.thread, me)
-                for each in earlier
-            ):
+        self._entering.pop(me, None)  # before it is asked: see :meth:`_obtains`
+        for each in earlier:
+            written = each.through_nodes or each.waiting or each not in self.made or not each.token.locked()
+            if not written and not self._waits_for(each.thread, me):
+                self._entering[me] = earlier
                 return False
-            self._entering.pop(me, None)
-            return True
+        return True
 
     def _obtains(self, claim: Claim) -> bool:
-        """Whether a claim that waits has its leaves now: no other thread has one of them."""
-        with self._changing:  # while it is asked and answered: of two, one comes first
-            others = [
-                each
-                for each in [*self.made]
-                if each.thread != claim.thread and not each.waiting and each.token.locked()
-            ]
-            leaves = claim.leaves() if others else set()
-            in_the_way = {each.thread for each in others if not leaves.isdisjoint(each.leaves())}
-            claim.waiting = any(not self._waits_for(each, claim.thread) for each in in_the_way)
-            return not claim.waiting
+        """Whether a claim that waits has its leaves now: no other thread has one of them.
+
+        It first says that it has them, and then looks who else does. So of two that are asked at once one sees the
+        other, or both do: then both wait, and ask again.
+        """
+        claim.waiting = False
+        others = [
+            each for each in [*self.made] if each.thread != claim.thread and not each.waiting and each.token.locked()
+        ]
+        leaves = claim.leaves() if others else set()
+        in_the_way = {each.thread for each in others if not leaves.isdisjoint(each.leaves())}
+        claim.waiting = any(not self._waits_for(each, claim.thread) for each in in_the_way)
+        return not claim.waiting
 
     def _waits_for(self, thread: int, me: int) -> bool:
-        """Whether a thread waits until another one has written its leaves, in what Python runs in the midst of writing:
-        then that other one must not wait for it. Nor need it, as what it was about to write is looked at again."""
+        """Whether a thread waits until another one has written its leaves or given back the seam, in what Python runs
+        in the midst of writing: then that other one must not wait for it. Nor need it, as what it was about to write is
+        looked at again."""
         made = [each for each in [*self.made] if each.token.locked()]
         found, worklist = {thread}, [thread]
         while worklist:
             waiting = worklist.pop()
             leaves = set().union(*(each.leaves() for each in made if each.thread == waiting and each.waiting))
             writers = [each for each in self._entering.get(waiting, ()) if not each.through_nodes]
-            for each in made:
-                wanted = each in writers or not leaves.isdisjoint(each.leaves())
-                if each.thread not in found and not each.waiting and wanted:
-                    found.add(each.thread)
-                    worklist.append(each.thread)
+            others = [
+                each.thread
+                for each in made
+                if not each.waiting and (each in writers or not leaves.isdisjoint(each.leaves()))
+            ]
+            if (walks := GATE.waited_for_by(waiting)) is not None:
+                others.append(walks)
+            for other in others:
+                if other not in found:
+                    found.add(other)
+                    worklist.append(other)
         return me in found
 
     def _let_pass(self, claim: Claim) -> None:
@@ -187,7 +195,6 @@ class Claims:
 
     def reset_after_fork(self) -> None:
         """In a forked child only the calling thread lives on, and no lock may be trusted."""
-        self._changing = RLock()
         self._bells, self._entering = {}, {}
         me = threading.get_ident()
         self.made = [each for each in self.made if each.thread == me]

@@ -6,11 +6,13 @@ free again.
 A lock that guards a few lines is made free in the child: at worst such a line was half done, and these are written so
 that nothing needs the other half. Compiling takes too long for that: Inductor, fake tensors and the modules that are
 imported meanwhile have state and locks of their own (:data:`bypass.FORKED`). For the same reason nothing is compiled by
-what Python runs in the midst of it (:data:`bypass.INSIDE_COMPILE`).
+what Python runs in the midst of it (:data:`bypass.INSIDE_COMPILE`); nor in the midst of waiting for the engine's seam,
+which others wait for that compile.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from dataclasses import dataclass, field
 from typing import Any
@@ -19,6 +21,10 @@ from shadow_cache import Bypass
 
 from ..diagnostics.bypass import FORKED, INSIDE_COMPILE
 from ..process_state import PROCESS, free
+from .claims import CLAIMS
+from .gate import GATE
+
+_NOTHING = contextlib.nullcontext()
 
 
 @dataclass(slots=True)
@@ -32,9 +38,25 @@ _forked = PROCESS.register(_Forked())
 
 def why_not_compile() -> Bypass | None:
     """Why this thread may compile nothing now; None where it may."""
+    return INSIDE_COMPILE if GATE.stands_in_line() else why_not_capture()
+
+
+def why_not_capture() -> Bypass | None:
+    """Why it may not capture what would then be compiled, asked while it has the seam for that."""
     if _forked.while_compiling:
         return FORKED
-    return INSIDE_COMPILE if any(lock._is_owned() for lock in _forked.locks) else None
+    return INSIDE_COMPILE if _compiles() else None
+
+
+def _compiles() -> bool:
+    return any(lock._is_owned() for lock in _forked.locks)
+
+
+def unless_inside(lock: Any) -> Any:
+    """A lock that guards a few lines; nothing in its place in the midst of a walk, of compiling or of writing leaves.
+    Who has the lock may be waiting for the end of these, in what Python runs there, and must not be waited for: two
+    threads in those lines are the lesser evil."""
+    return _NOTHING if GATE.stands_in_line() or CLAIMS.made_here() or _compiles() else lock
 
 
 def compiles_under(lock: Any) -> Any:

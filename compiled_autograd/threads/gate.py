@@ -76,6 +76,7 @@ class Gate:
             ``finally``. To take a token and to keep it would take longer than a small backward may lose.
         line: those who want the seam, in the order in which they came. The first that :meth:`stands <Turn.stands>` has
             it. A thread may be there more than once: what runs while it waits or walks takes part in what it has.
+        waiting: threads that wait until they may go into the eager engine, each as often as it does.
         after_entering: called by a thread that is counted as one that enters the eager engine.
     """
 
@@ -83,6 +84,7 @@ class Gate:
         self.in_eager: dict[Token, int] = {}
         self.idents: list[int] = []
         self.line: list[Turn] = []
+        self.waiting: list[int] = []
         self._in_call: dict[Token, int] = {}
         self._lost = False
         self._forking = _Forking()
@@ -124,8 +126,23 @@ class Gate:
 
     def has_seam(self) -> bool:
         """Whether the calling thread has it."""
-        first = self._first()
+        first = self._first() if self.line else None
         return first is not None and first.thread == get_ident()
+
+    def stands_in_line(self) -> bool:
+        """Whether the calling thread has it, or waits for it: then it may have it at any time."""
+        if not self.line:
+            return False
+        me = get_ident()
+        return any(turn.thread == me and turn.stands() for turn in [*self.line])
+
+    def waited_for_by(self, thread: int) -> int | None:
+        """The thread that has the seam, where another one waits until it gives it back."""
+        first = self._first() if self.line else None
+        if first is None or first.thread == thread:
+            return None
+        waits = thread in self.waiting or any(turn.thread == thread and turn.stands() for turn in [*self.line])
+        return first.thread if waits else None
 
     def _first(self) -> Turn | None:
         for turn in [*self.line]:
@@ -141,10 +158,15 @@ class Gate:
             pass
 
     def _wait(self) -> None:
-        first = self._first()
-        if first is not None:
+        first, me = self._first(), get_ident()
+        if first is None:
+            return
+        try:
+            self.waiting.append(me)
             with first.token:  # until it is unlocked
                 pass
+        finally:
+            self.waiting.remove(me)
 
     def others_in_eager(self) -> bool:
         """Whether another thread is in the eager engine."""
@@ -227,6 +249,7 @@ class Gate:
         self.idents[:] = [ident for ident in self.idents if ident == me]  # the same list: the calling thread has it
         self.in_eager = {token: ident for token, ident in self.in_eager.items() if ident == me}
         self._in_call = {token: ident for token, ident in self._in_call.items() if ident == me}
+        self.waiting = [ident for ident in self.waiting if ident == me]
         self._unseen = set()
 
 

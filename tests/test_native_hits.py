@@ -15,10 +15,12 @@ import torch
 from torch import nn
 
 import compiled_autograd as ca
+from compiled_autograd.capture.capture import Capture
 from compiled_autograd.engine import backward, native_hits, seam
 from compiled_autograd.engine.native_hits import NativeHits
 from compiled_autograd.settings import resolve
 from compiled_autograd.threads.claims import Claim
+from compiled_autograd.threads.gate import GATE, Turn
 
 from .both_walks import Both, library_of, own_plans
 from .helpers import assert_same, expect, mlp
@@ -583,3 +585,58 @@ def test_what_both_walks_find_is_compared_unless_another_thread_wrote(
         assert leaf.grad is not None and leaf.grad.tolist() == [2.0 if between.endswith("a gradient") else 3.0] * 4
     assert (Both.compared, Both.unsure) == (between == "nothing", between.startswith("another"))
     ca.reset()
+
+
+def test_sizes_that_a_capture_has_put_symbols_for_are_not_read(
+    native: NativeHits, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The node of a leaf belongs to all tapes, and has them while that of another thread is captured."""
+    leaf = torch.ones(4, 3, requires_grad=True)
+    _compare(native, lambda step: (leaf * 2).sum(), [leaf])
+    (learnt,) = native._learnt
+    tape, gradient, answers = (leaf * 2).sum(), torch.ones(()), []
+    right = Capture.validate_outputs
+
+    def validate_outputs(self: Capture, *args: Any) -> Any:
+        answers.append(learnt.plan.compare([tape], [gradient]))
+        return right(self, *args)
+
+    with monkeypatch.context() as planted, _session():
+        planted.setattr(Capture, "validate_outputs", validate_outputs)
+        (leaf.exp() * 3).sum().backward()
+    assert "the engine walks for another thread" in answers
+    leaf.grad = None
+    assert isinstance(learnt.plan.compare([tape], [gradient]), tuple), "else it is the same tape"
+
+
+@pytest.mark.parametrize("learnt", [False, True])
+def test_no_tape_is_walked_in_cpp_while_another_thread_has_the_seam(native: NativeHits, learnt: bool) -> None:
+    leaf = torch.ones(4, 3, requires_grad=True)
+    session = _session()
+    _steps(session, lambda step: (leaf * 2).sum(), [leaf], range(LEARNT_AFTER + 2 if learnt else LEARNT_AFTER - 1))
+    hits, learnt_before = native.hits, [*native._learnt]
+    has_it, lets_go = threading.Event(), threading.Event()
+
+    def captures() -> None:
+        turn = Turn()
+        try:
+            assert GATE.enter_capture(turn) is None
+            has_it.set()
+            assert lets_go.wait(20)
+        finally:
+            turn.over = True
+            turn.token.release()
+            GATE.leave(turn)
+
+    others = threading.Thread(target=captures)
+    others.start()
+    assert has_it.wait(20)
+    ours = threading.Thread(target=_steps, args=(session, lambda step: (leaf * 2).sum(), [leaf], range(1)))
+    ours.start()
+    ours.join(0.2)
+    assert ours.is_alive() and native.hits == hits and native._learnt == learnt_before
+    lets_go.set()
+    for each in (others, ours):
+        each.join(20)
+    assert leaf.grad is not None and leaf.grad.tolist() == [[2.0] * 3] * 4
+    assert native.hits == hits, "the engine walked for it"

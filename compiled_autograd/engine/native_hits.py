@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 import operator
 import weakref
+from _thread import get_ident
 from dataclasses import dataclass, field
 from pathlib import Path
 
@@ -25,6 +26,7 @@ from ..native.library import Library
 from ..process_state import PROCESS
 from ..settings import Settings
 from ..steps.memory import memory_of
+from ..threads.gate import GATE
 from ..torch_api.op_registry import captures_of_others, others_are_on
 from ..user_code.reducers import REDUCERS
 from .call import Call, HandedOver, KnownShapes
@@ -85,7 +87,7 @@ class NativeHits:
 
     def hand_over(self, call: Call, settings: Settings) -> HandedOver | None:
         """What the engine would hand over, if the tape is one that was learnt. None: it is whole, and not known."""
-        if not self._learnt or not _may_be_known(call, settings):
+        if not self._learnt or not _may_be_known(call, settings) or others_walk():
             return None
         bitwise = get_backend(settings.backend_in_mode).bitwise
         for each in self._likely():
@@ -141,7 +143,7 @@ class NativeHits:
     def learn(self, call: Call, settings: Settings) -> tuple[Plan, Found] | str | None:
         """A plan of a tape that the engine is about to be asked about, and what that holds, or why not; None where no
         try is owed."""
-        if not self._wanted or not _may_be_known(call, settings):
+        if not self._wanted or not _may_be_known(call, settings) or others_walk():
             return None
         module = self.module(settings)
         if module is None:
@@ -187,6 +189,13 @@ class NativeHits:
             self.library = Library(folder / "native")
         wanted = wanted or self._met >= HITS_WORTH_BUILDING
         return self.library.module(build=bool(settings.native or (where is not False and wanted)))
+
+
+def others_walk() -> bool:
+    """Whether the engine walks a tape for another thread. While it captures, nodes below an edge have symbols for
+    sizes (``SwapSavedVariables::before``, ``torch/csrc/dynamo/compiled_autograd.h``, 2.13): also those of leaves,
+    which tapes of other threads have too."""
+    return bool(GATE.line) and not GATE.is_free(get_ident())
 
 
 def _is_what_was_given(found: Found, given: Handover) -> bool:

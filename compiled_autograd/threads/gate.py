@@ -243,7 +243,7 @@ class Gate:
         """In a forked child only the calling thread lives on, and no lock may be trusted."""
         self.release_after_fork()
         me = get_ident()
-        self.line = [turn for turn in self.line if turn.thread == me]
+        self.line[:] = [turn for turn in self.line if turn.thread == me]  # the same list: C++ asks how long it is
         others_inside = any(ident != me for ident in _holders(self._in_call))
         self._lost = self._lost or others_inside  # the same lock: they had it
         self.idents[:] = [ident for ident in self.idents if ident == me]  # the same list: the calling thread has it

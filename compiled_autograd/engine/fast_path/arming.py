@@ -32,6 +32,7 @@ from ...process_state import PROCESS
 from ...runtime.native_run import NativeRun
 from ...settings import Settings
 from ...threads.claims import CLAIMS
+from ...threads.gate import GATE
 from ...torch_api.dynamo import questions_about_dynamo
 from ...torch_api.op_registry import questions_about_others
 from ..account import Account
@@ -172,6 +173,7 @@ def _before_the_walk() -> list[Question]:
         *bypass.questions(),
         (STREAMS, "in_use", False),
         (KEPT, "must_forget", False),
+        (GATE.line.__len__, None, 0),
         *questions_about_others(),
     ]
 

@@ -29,6 +29,15 @@ void prefetch_next(const Node& node) {
       __builtin_prefetch(reinterpret_cast<const char*>(edge.function.get()) + offset);
 }
 
+// While the engine captures a tape, the nodes below an edge have symbols for sizes (SwapSavedVariables::before,
+// torch/csrc/dynamo/compiled_autograd.h, 2.13), also those of leaves, which tapes of other threads have too. Python
+// that this walk calls may let a capture begin.
+bool has_symbols(const torch::autograd::InputMetadata& metadata) {
+  for (const c10::SymInt& size : metadata.shape_as_dim_vector())
+    if (size.is_heap_allocated()) return true;
+  return false;
+}
+
 uint64_t type_of(const Node& node) { return reinterpret_cast<uintptr_t>(&typeid(node)); }
 
 }  // namespace
@@ -97,6 +106,7 @@ void Walk::collect_edges(const Node& node, bool with_metadata) {
     if (!with_metadata) continue;
     __builtin_prefetch(edge.function->next_edges().data());
     const torch::autograd::InputMetadata& metadata = edge.function->input_metadata(edge.input_nr);
+    if (!metadata.is_nested_tensor() && has_symbols(metadata)) throw Refused{"the engine walks for another thread"};
     args_.collect(metadata);
     args_.collect(metadata.grad_dtype());  // which the engine's key lacks
   }

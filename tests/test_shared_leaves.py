@@ -237,6 +237,25 @@ def test_while_a_thread_is_in_the_eager_engine_its_nodes_write(monkeypatch: pyte
     expect(session.stats(), structure_misses=1)
 
 
+@pytest.mark.parametrize("others", [False, True])
+def test_what_runs_call_by_call_gives_through_the_node_too(monkeypatch: pytest.MonkeyPatch, others: bool) -> None:
+    """Beside a thread in the eager engine, which with `create_graph` puts another `.grad` in the place of this one."""
+    leaf = torch.ones(4, requires_grad=True)
+    leaf.grad, nodes = torch.ones(4), []
+    monkeypatch.setattr(module, "leaf_node", lambda each, of=module.leaf_node: nodes.append(each) or of(each))
+    try:
+        if others:
+            GATE.idents.append(-1)
+        with torch.no_grad():
+            module.accumulate_into(leaf, torch.ones(4))
+            module.accumulate_into(leaf, None)
+    finally:
+        if others:
+            GATE.idents.remove(-1)
+    assert [id(each) for each in nodes] == ([id(leaf)] if others else [])
+    assert torch.equal(leaf.grad, torch.full((4,), 2.0)) and not CLAIMS.made
+
+
 def test_threads_with_sessions_and_without_on_one_leaf() -> None:
     """As it comes, for half a second: who writes large leaves and who is in the eager engine meet in all ways."""
     leaf = torch.zeros(200_000, requires_grad=True)

@@ -215,10 +215,14 @@ def _write_one_by_one(step: AccumulateStep, slots: list[Any], claim: Claim) -> N
             continue
         if own not in step.dropped:
             slots[own] = grad
-        if slots[leaf]._post_accumulate_grad_hooks:
-            accumulate([slots[leaf]], [grad], [False])
-        else:
-            leaf_node(slots[leaf])(grad)
+        _give_through_node(slots[leaf], grad)
+
+
+def _give_through_node(leaf: torch.Tensor, grad: torch.Tensor) -> None:
+    if leaf._post_accumulate_grad_hooks:
+        accumulate([leaf], [grad], [False])
+    else:
+        leaf_node(leaf)(grad)
 
 
 def accumulate_into(leaf: torch.Tensor, grad: torch.Tensor | None) -> None:
@@ -226,7 +230,11 @@ def accumulate_into(leaf: torch.Tensor, grad: torch.Tensor | None) -> None:
     claim = Claim([leaf], (0,))
     try:
         CLAIMS.enter(claim)
-        if leaf.requires_grad:  # else a hook has frozen it
+        if grad is None or not leaf.requires_grad:  # a hook has frozen it
+            return
+        if claim.through_nodes:
+            _give_through_node(leaf, grad)
+        else:
             accumulate([leaf], [grad], [False])
     finally:
         claim.token.release()

@@ -1,5 +1,5 @@
-"""Tapes that cannot be captured: after one try they are left to the eager engine before it is asked to report them, and
-are tried again from time to time.
+"""Tapes that cannot be captured: after two tries they are left to the eager engine before it is asked to report them,
+and are tried again from time to time.
 
 Each try has the engine walk the tape until it finds what it cannot report, which takes as long as a small backward.
 What a tape is, is told by its fingerprint, as for the other policies; one that was ever captured is always tried.
@@ -18,6 +18,8 @@ from ..settings import Settings
 from .admission import ADMISSION
 from .sketches import SKETCHES, Known, still_holds
 
+TRIES = 2
+"""Refusals of one tape before it is left to eager: some can be captured when they are met again."""
 FIRST_SPACING, LAST_SPACING = 64, 4096
 """For so many backwards it is, at first and at last; the number doubles with each try that was in vain."""
 _MAX_REFUSALS = 4096
@@ -30,11 +32,13 @@ class Refusal:
 
     Attributes:
         spacing: for how many backwards the next verdict will hold.
+        refused: how often they were.
         verdict: why they are left to eager; None while they are tried.
         left: for how many backwards it still holds.
     """
 
     spacing: int
+    refused: int = 0
     verdict: Bypass | None = None
     left: int = 0
 
@@ -76,9 +80,11 @@ class Refusals:
         if len(self._refusals) >= _MAX_REFUSALS:
             self.clear()
         refusal = self._refusals.setdefault((fingerprint, settings.key), Refusal(FIRST_SPACING))
-        refusal.verdict, refusal.left = reason, refusal.spacing
-        refusal.spacing = min(2 * refusal.spacing, LAST_SPACING)
-        SKETCHES.forget()
+        refusal.refused += 1
+        if refusal.refused >= TRIES:
+            refusal.verdict, refusal.left = reason, refusal.spacing
+            refusal.spacing = min(2 * refusal.spacing, LAST_SPACING)
+            SKETCHES.forget()
 
     def clear(self) -> None:
         """Forget all."""

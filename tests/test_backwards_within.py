@@ -265,15 +265,6 @@ def test_threads_that_write_leaves_in_a_circle(threads: int) -> None:
     have_theirs = threading.Barrier(threads)
     writing: list[int] = []
 
-    def claims(number: int, then: Callable[[], object]) -> None:
-        claim = Claim(leaves, (number,))
-        try:
-            CLAIMS.enter(claim)
-            then()
-        finally:
-            claim.token.release()
-            CLAIMS.release(claim)
-
     def write(number: int) -> None:
         writing.append(number)
         time.sleep(0.1)
@@ -285,9 +276,9 @@ def test_threads_that_write_leaves_in_a_circle(threads: int) -> None:
 
         def within() -> None:
             have_theirs.wait(WAIT)
-            claims(following, lambda: write(following))
+            _writing(leaves[following], lambda: write(following))
 
-        claims(number, within)
+        _writing(leaves[number], within)
 
     in_threads(*(functools.partial(work, number) for number in range(threads)), timeout=10)
     _nothing_is_stuck()
@@ -300,16 +291,13 @@ def test_threads_that_come_to_the_engine_while_they_write_leaves() -> None:
     with ca.enable(backend="eager", cache_dir=False):  # from then on backwards without a session come to us too
         right = _step()
 
+    def within() -> None:
+        have_theirs.wait(WAIT)
+        with ca.disable():
+            assert same_bits(_step(), right)
+
     def work() -> None:
-        claim = Claim([torch.zeros(1)], (0,))
-        try:
-            CLAIMS.enter(claim)
-            have_theirs.wait(WAIT)
-            with ca.disable():
-                assert same_bits(_step(), right)
-        finally:
-            claim.token.release()
-            CLAIMS.release(claim)
+        _writing(torch.zeros(1), within)
 
     in_threads(work, work, timeout=10)
     _nothing_is_stuck()

@@ -16,11 +16,11 @@ import compiled_autograd as ca
 from backends.eager import EagerBackend
 from backends.inductor.straight_line.straight_line import PROGRAM, StraightLine
 from backends.protocol import PROVING_RUNS
-from compiled_autograd.proving import fingerprints
+from compiled_autograd.proving import fingerprints, judging
 from compiled_autograd.proving.fingerprints import twins
 from compiled_autograd.runtime import program
 from compiled_autograd.steps.accumulate import outermost_first
-from compiled_autograd.steps.proof import PROVING_SIZES, Proof
+from compiled_autograd.steps.proof import MAX_WEAK, PROVING_SIZES, Proof
 from shadow_cache import Failure, Mismatch
 
 from .helpers import assert_grads, assert_same, expect, mlp
@@ -558,6 +558,40 @@ def test_a_gradient_of_zeros_shows_nothing() -> None:
     assert session.stats().failures == 1
 
 
+def test_of_runs_that_give_zeros_alone_the_first_is_compared_and_those_after_many() -> None:
+    runs = []
+
+    def run(number: int, arguments: Sequence[Any], right: Callable[..., Any]) -> Any:
+        runs.append(number)
+        return [each + 1 if number == 3 else each for each in right(*arguments)]
+
+    session, x, at = (
+        ca.enable(backend=_backend(run), cache_dir=False, tune=False),
+        torch.ones(4, requires_grad=True),
+        [],
+    )
+    for _ in range(MAX_WEAK + PROVING_RUNS + 1):
+        before = len(runs)
+        with session:
+            (found,) = torch.autograd.grad((x * torch.zeros(4) * 3).sum(), x)
+        assert_same([found], [torch.zeros(4)])
+        at.append(len(runs) - before)
+    assert at == [1] + [0] * (MAX_WEAK - 1) + [1, 1] + [0] * (PROVING_RUNS - 1)
+    assert session.stats().failures == 1, "the third run was wrong"
+
+
+@pytest.mark.parametrize("other", [torch.tensor([0.0, 1e-3, 0, 0]), None])
+def test_zeros_beside_anything_else_are_compared(other: torch.Tensor | None) -> None:
+    session = ca.enable(backend=_wrong_from(2), cache_dir=False, tune=False)
+    x, y = torch.ones(4, requires_grad=True), torch.ones(4, requires_grad=True)
+    for _ in range(2):
+        factor = torch.ones(4, dtype=torch.float64) if other is None else other
+        with session:
+            found = torch.autograd.grad((x * torch.zeros(4)).sum() + (y * factor).sum(), (x, y))
+        assert_same(found, [torch.zeros(4), factor.float()])
+    assert session.stats().failures == 1
+
+
 def _wrong_only_where_not_zero() -> Callable[..., Any]:
     def run(number: int, arguments: Sequence[Any], right: Callable[..., Any]) -> Any:
         return [each * 1.1 for each in right(*arguments)]
@@ -923,3 +957,53 @@ def test_an_ill_conditioned_region_raises_no_alarm(dtype: torch.dtype) -> None:
             model.zero_grad()
             model(x).square().mean().backward()
     expect(session.stats(), structure_misses=1, hits=4, captures=1, compiles=1)
+
+
+def _bias_before_norm() -> nn.Module:
+    return nn.Sequential(nn.Linear(8, 6), nn.BatchNorm1d(6), nn.Linear(6, 1))
+
+
+def _step_beside_eager(model: nn.Module, x: torch.Tensor, session: ca.Session) -> None:
+    wanted = torch.autograd.grad(model(x).square().mean(), list(model.parameters()))
+    model.zero_grad()
+    with session:
+        model(x).square().mean().backward()
+    for each, want in zip(model.parameters(), wanted, strict=True):
+        assert each.grad is not None
+        torch.testing.assert_close(each.grad, want, rtol=1e-4, atol=1e-6)
+
+
+def test_what_float64_has_shown_to_be_zero_but_for_rounding_is_not_computed_so_again(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    asked = []
+    right = judging.in_double
+
+    def in_double(nodes: Any, given: Any, wanted: fx.Node, moved: int = 0) -> torch.Tensor | None:
+        asked.append((wanted.name, moved))
+        return right(nodes, given, wanted, moved)
+
+    monkeypatch.setattr(judging, "in_double", in_double)
+    session, model, by_step = ca.enable(backend="inductor", cache_dir=False, tune=False), _bias_before_norm(), []
+    for size in (16, 17, 19, 22, 25, 18):
+        before = len(asked)
+        _step_beside_eager(model, torch.randn(size, 8), session)
+        by_step.append(len(asked) - before)
+    assert by_step[0] > 0 and by_step[1] > 0, "once for numbers, once for symbols"
+    assert not any(by_step[2:])
+    expect(session.stats(), structure_misses=1, shape_misses=1, hits=4, compiles=2)
+
+
+@pytest.mark.parametrize("wrong", [1e-3, float("nan"), float("inf")])
+def test_what_was_zero_but_for_rounding_and_is_more_is_found(wrong: float) -> None:
+    def run(number: int, arguments: Sequence[Any], right: Callable[..., Any]) -> Any:
+        results = list(right(*arguments))
+        bias = [each.shape == (6,) and bool(each.abs().max() < 1e-5) for each in results]
+        assert sum(bias) == 1
+        return [each + (wrong if number == 2 else 1e-9) * at for each, at in zip(results, bias, strict=True)]
+
+    session, model = ca.enable(backend=_backend(run), cache_dir=False, tune=False), _bias_before_norm()
+    for _ in range(3):
+        _step_beside_eager(model, torch.randn(16, 8), session)
+    stats = session.stats()
+    assert (stats.failures, stats.compiles, stats.captures, stats.bypasses) == (1, 1, 1, {})

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -17,10 +16,12 @@ from ..steps.memory import first_along, repeated
 from ..steps.steps import lies_apart
 from .aliasing import Result, kept_from_before, newly_shared
 from .comparison import (
+    at_most,
     has_other_format,
     is_telling,
     largest,
     metadata_difference,
+    noise_of,
     tolerance,
     value_difference,
 )
@@ -121,8 +122,22 @@ class Judge:
 
     def _values(self, result: Result, relative: float, beside: float) -> str | None:
         assert result.want is not None and result.found is not None
-        wide = functools.partial(self._in_double, result.node)
+        noise, name = self.compiled.proof.noise, result.node.name
+        if relative and name in noise and at_most(noise[name] * beside, result.want, result.found):
+            return None
+        doubles: list[torch.Tensor | None] = []
+
+        def wide(moved: int) -> torch.Tensor | None:
+            double = self._in_double(result.node, moved)
+            if moved == 0:
+                doubles.append(double)
+            return double
+
         difference = value_difference(result.want, result.found, relative, wide, beside)
+        if difference is None and doubles and doubles[0] is not None and beside > 0:
+            most = noise_of(result.want, result.found, doubles[0])
+            if most is not None:
+                noise[name] = most / beside
         if difference is None or relative or self.region_compiler.passes:
             return difference
         again = once_more(self.step.region.nodes, self._given(), result.node)

@@ -23,6 +23,7 @@ from ..steps.compiled_calls import make_plain, put_results, run_compiled
 from ..steps.memory import is_out_of_memory, memory_of
 from ..steps.proof import Sizes
 from .aliasing import Result
+from .comparison import are_zeros
 from .fingerprints import Draws, fingerprints, names_random, twins, written
 from .judging import Judge
 from .refuted import Refuted
@@ -127,9 +128,22 @@ class _Run:
             self.inputs.clear()
             return False
         self.end = self._draws()
+        if self._has_nothing_to_show():
+            self.compiled.proof.shown(self.form, None, telling=False)
+            return True
         while self._compared() and self._goes_on_with_another_form():
             pass
         return True
+
+    def _has_nothing_to_show(self) -> bool:
+        """Whether the real calls have given zeros alone, as a loss with a margin does that is reached. Of such runs the
+        first is compared, and after many the next ones: see :attr:`Proof.weak`."""
+        waits = self.compiled.checked and self.compiled.proof.waits(self.form)
+        return waits and not self.context.compare_all and are_zeros(self._given_by_the_calls())
+
+    def _given_by_the_calls(self) -> list[Any]:
+        leaves = [each.shared if self.slots[each.owned] is None else each.owned for each in self.step.fresh]
+        return [self.slots[slot] for slot in {*leaves, *(slot for _, slot in self.step.outputs)}]
 
     def _compared(self) -> bool:
         """Run the compiled code once, and judge it. False: it has not run to its end, or could not be judged."""

@@ -27,6 +27,8 @@ class Proof:
         settled: nothing more is to be shown: the next run need not ask.
         refuted: no form of it is right: the region's calls run one by one.
         dropped: forms that were found to be wrong.
+        noise: by the names of results that float64 has shown to be zero but for rounding, how large that may make them,
+            by the largest value beside them.
         overwritten: arguments that the region's own calls write into: where there are some, both ways run on copies.
         draws: whether the region draws random numbers; None as long as nobody has asked.
         held: small results of the last run that was compared, and copies of them: no later run may write there.
@@ -38,6 +40,7 @@ class Proof:
     settled: bool = False
     refuted: bool = False
     dropped: tuple[str, ...] = ()
+    noise: dict[str, float] = field(default_factory=dict)
     overwritten: frozenset[int] = frozenset()
     draws: bool | None = None
     held: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
@@ -58,6 +61,10 @@ class Proof:
         self.settled = final
         self.held.clear()
         return False
+
+    def waits(self, form: str) -> bool:
+        """Whether a run of ``form`` that shows little is one more to pass over, and others have run."""
+        return form in self.left and 0 < self.weak < MAX_WEAK
 
     def shown(self, form: str, sizes: Sizes | None, telling: bool) -> None:
         """A run of ``form`` was compared, and nothing found. One that is not ``telling`` counts only after many."""

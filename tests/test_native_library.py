@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import subprocess
 import sys
 import time
@@ -184,3 +185,11 @@ def test_the_name_says_what_it_was_built_for(compiler: Callable[[str], Path], mo
     monkeypatch.setattr("torch.version.git_version", "another")
     names.append(name_of_build())
     assert len(set(names)) == 4
+
+
+def test_no_name_is_used_that_python_keeps_to_itself() -> None:
+    """3.13 has taken `_PyMethodWrapper_Type` out of its headers: the extension could not be compiled there."""
+    sources = [*(ROOT / "compiled_autograd").rglob("*.cpp"), *(ROOT / "backends").rglob("*.cpp")]
+    sources += (ROOT / "compiled_autograd").rglob("*.h")
+    found = {name for each in sources for name in re.findall(r"\b_Py[A-Z]\w*", each.read_text())}
+    assert len(sources) > 20 and found == set()

@@ -56,6 +56,12 @@ int64_t (*how_to_read(PyObject* self, PyObject* name, Py_ssize_t arguments, PyOb
   return PyDict_CheckExact(self) && arguments == 1 ? read_item : nullptr;
 }
 
+// Of `None.__str__` and its like: not every version of Python has a public name for the type.
+PyTypeObject* type_of_method_wrappers() {
+  static PyTypeObject* const type = Py_TYPE(checked(PyObject_GetAttrString(Py_None, "__str__")));
+  return type;
+}
+
 }  // namespace
 
 Reader reader_of_attribute(PyObject* object, PyObject* name) {
@@ -69,7 +75,7 @@ Reader reader_of_method(PyObject* method, PyObject* answer) {
   const bool is_partial = called && given && named && PyTuple_Check(given.get()) && PyDict_Check(named.get());
   if (is_partial && PyDict_GET_SIZE(named.get())) return {};
   PyObject* function = is_partial ? called.get() : method;
-  if (!PyCFunction_Check(function) && !Py_IS_TYPE(function, &_PyMethodWrapper_Type)) return {};
+  if (!PyCFunction_Check(function) && !Py_IS_TYPE(function, type_of_method_wrappers())) return {};
   const Owned self = found(function, "__self__"), name = found(function, "__name__");
   if (!self || !name || !PyUnicode_Check(name.get())) return {};
   const Py_ssize_t arguments = is_partial ? PyTuple_GET_SIZE(given.get()) : 0;

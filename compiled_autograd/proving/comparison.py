@@ -39,6 +39,8 @@ _JUMP = 0.5
 
 _NOISE_SHARE = 0.5
 """A result has no digits of its own where float64 is such a part of its largest value away."""
+_NOISE_FACTOR = 16.0
+"""What is zero but for rounding may be this many times larger another time: rounding is a matter of chance."""
 
 _TIED_SHARE = 1e-3
 """Such a part of many whole numbers may be what rounding alone decides, and float64 decides otherwise."""
@@ -214,7 +216,7 @@ def noise_of(want: torch.Tensor, found: torch.Tensor, double: torch.Tensor) -> f
     want, found, exact = (plain(each).to(torch.float64) for each in (want, found, double))
     if want.numel() == 0 or not float((want - exact).abs().max()) >= _NOISE_SHARE * float(want.abs().max()) > 0:
         return None
-    return _ERROR_FACTOR * max(_largest_of_all(want), _largest_of_all(found))
+    return _NOISE_FACTOR * max(_largest_of_all(want), _largest_of_all(found))
 
 
 def at_most(bound: float, *tensors: torch.Tensor) -> bool:

@@ -10,6 +10,13 @@ import os
 from collections.abc import Callable, Iterator
 from typing import Any, Generic, TypeVar
 
+
+class WeaklyReferred:
+    """What has slots, and that others refer to weakly. From Python 3.11 on ``dataclass`` has a word for it."""
+
+    __slots__ = ("__weakref__",)
+
+
 _T = TypeVar("_T")
 _Do = Callable[[], object]
 

@@ -28,7 +28,7 @@ from ..diagnostics.variant_misses import state_miss
 from ..errors import ReproductionError
 from ..guards.ambient import REDUCED, Ambient, ambient, compile_state
 from ..guards.shapes import Spec
-from ..process_state import PROCESS, free_in_child
+from ..process_state import PROCESS, WeaklyReferred, free_in_child
 from ..reproduction.recording import Sample
 from ..reproduction.writing import write_sample
 from ..runtime.interpret import interpret
@@ -53,8 +53,8 @@ USES = PROCESS.register(itertools.count(1))
 _ADDING = free_in_child(threading.RLock())  # planning is Python alone: threads would not do it side by side anyway
 
 
-@dataclass(slots=True, eq=False, weakref_slot=True)
-class CompiledGraph:
+@dataclass(slots=True, eq=False)
+class CompiledGraph(WeaklyReferred):
     """A structure, as :meth:`Session.graphs` gives it.
 
     Attributes:

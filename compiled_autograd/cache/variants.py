@@ -18,6 +18,7 @@ from ..diagnostics.variant_misses import TensorKind, tensor_kind
 from ..guards.ambient import Ambient
 from ..guards.shapes import Spec, is_static, marked, promoted, static_parts, widened
 from ..guards.value_kinds import kind_of_value
+from ..process_state import WeaklyReferred
 from ..reproduction.recording import Sample
 from ..runtime.native_run import NativeRuns
 from ..runtime.program import Program
@@ -172,8 +173,8 @@ def fits(spec: Spec, sizes: Sequence[int]) -> bool:
     return len(spec) == len(sizes) and all(part == size or not isinstance(part, int) for part, size in pairs)
 
 
-@dataclass(slots=True, eq=False, weakref_slot=True)
-class Variant:
+@dataclass(slots=True, eq=False)
+class Variant(WeaklyReferred):
     """A graph made ready for one set of shapes, ambient state and settings.
 
     ``hits`` counts how often it served, which took ``ran`` seconds in all, and at ``next_trial`` of them it is timed

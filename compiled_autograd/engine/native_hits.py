@@ -23,7 +23,7 @@ from ..cache.graphs import CompiledGraph
 from ..cache.variants import Handover
 from ..native.interface import Found, Module, Plan, Taken
 from ..native.library import Library
-from ..process_state import PROCESS
+from ..process_state import PROCESS, WeaklyReferred
 from ..settings import Settings
 from ..steps.memory import memory_of
 from ..threads.gate import GATE
@@ -45,8 +45,8 @@ HITS_WORTH_BUILDING = 100
 """Where nobody asked for the extension, it is built once a process had so many hits through the engine."""
 
 
-@dataclass(slots=True, eq=False, weakref_slot=True)
-class _Learnt:
+@dataclass(slots=True, eq=False)
+class _Learnt(WeaklyReferred):
     """A plan, and what the engine would give for its tape: the structure depends on whether the backend is bitwise.
 
     It keeps neither a structure nor a variant: others say how many of these there are.

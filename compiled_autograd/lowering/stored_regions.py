@@ -17,7 +17,7 @@ from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from backends.protocol import Backend, Compiled, another
 
-from ..process_state import free_in_child
+from ..process_state import WeaklyReferred, free_in_child
 from ..steps.steps import RegionRecord
 
 _WRITING = free_in_child(threading.RLock())  # milliseconds
@@ -33,8 +33,8 @@ class _Graph(fx.Graph):
             return super().python_code(*how, **named)
 
 
-@dataclass(slots=True, eq=False, weakref_slot=True)
-class Made:
+@dataclass(slots=True, eq=False)
+class Made(WeaklyReferred):
     """What was compiled.
 
     Attributes:

@@ -90,7 +90,7 @@ def _template() -> jinja2.Template:
 
 @functools.cache
 def _text(name: str) -> str:
-    return resources.files(__package__).joinpath("page_files", name).read_text(encoding="utf-8")
+    return resources.files(__package__).joinpath("page_files").joinpath(name).read_text(encoding="utf-8")
 
 
 def _hash(text: str) -> str:

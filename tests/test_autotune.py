@@ -100,7 +100,15 @@ def test_a_trial_makes_eager_colder_than_it_is(
     eager: list[float], compiled: list[float], goes_on: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(autotune, "COLDER", 15e-6)
-    assert _trial(eager, compiled).decide().goes_on == goes_on
+    timing = _trial(eager, compiled).decide()
+    assert timing is not None and timing.goes_on == goes_on
+
+
+def test_a_trial_is_decided_once() -> None:
+    """Two threads may both have found that it can be."""
+    trial = _trial([1.0] * 8, [2.0] * 8)
+    assert trial.is_decided() and trial.decide() is not None
+    assert trial.verdict is not None and not trial.is_decided() and trial.decide() is None
 
 
 def test_what_plainly_loses_is_not_timed_any_more(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -447,6 +455,7 @@ def _stored(folder: Path) -> list[Timing | None]:
 def test_medians_decide(eager: list[float], compiled: list[float], goes_on: str) -> None:
     trial = Trial((0, None), lambda: None, [each / 1e3 for each in eager], [each / 1e3 for each in compiled])  # type: ignore[arg-type]
     timing = trial.decide()
+    assert timing is not None
     assert (timing.eager, timing.compiled) == (pytest.approx(1.0), pytest.approx(sorted(compiled)[1]))
     assert (timing.samples, timing.goes_on) == (3, goes_on) and timing.when == pytest.approx(time.time(), abs=60)
     assert (trial.verdict is not None) == timing.on_eager == (goes_on == "eager")

@@ -1007,3 +1007,46 @@ def test_what_was_zero_but_for_rounding_and_is_more_is_found(wrong: float) -> No
         _step_beside_eager(model, torch.randn(16, 8), session)
     stats = session.stats()
     assert (stats.failures, stats.compiles, stats.captures, stats.bypasses) == (1, 1, 1, {})
+
+
+def test_a_value_that_overflowed_once_is_no_rounding_of_later_ones() -> None:
+    def run(number: int, arguments: Sequence[Any], right: Callable[..., Any]) -> Any:
+        return [each.nan_to_num(posinf=6e4) if number == 1 else each * 3 + 1 for each in right(*arguments)]
+
+    session, x = ca.enable(backend=_backend(run), cache_dir=False, tune=False), torch.ones(4).half().requires_grad_()
+    for step in range(4):
+        factors = torch.tensor([6e4 if step == 0 else 1.0, 1, 1, 1]).half()
+        with session:
+            (found,) = torch.autograd.grad((x * factors * torch.tensor([2, 1, 1, 1]).half()).sum(), x)
+        assert_same([found], [factors * torch.tensor([2, 1, 1, 1])])
+    assert session.stats().failures == 1
+
+
+def test_a_value_that_jumps_once_is_no_rounding_of_later_ones() -> None:
+    def run(number: int, arguments: Sequence[Any], right: Callable[..., Any]) -> Any:
+        return [each * (1.001 if number == 1 else 1.5) for each in right(*arguments)]
+
+    session, factors = ca.enable(backend=_backend(run), cache_dir=False, tune=False), torch.arange(1.0, 9)
+    for step in range(4):
+        x = torch.full((8,), 0.05)
+        x[-1] = 0.1 if step == 0 else 0.05  # in float64 more than what it is clamped to
+        x.requires_grad_()
+        with session:
+            (found,) = torch.autograd.grad((x.clamp(max=0.1) * factors).sum(), x)
+        assert_same([found], [factors])
+    assert session.stats().failures == 1
+
+
+def test_what_was_zero_but_for_rounding_may_have_no_values_at_other_sizes() -> None:
+    assert judging.at_most(1e-9, torch.ones(0), torch.ones(0))
+    assert judging.noise_of(torch.tensor([True]), torch.tensor([True]), torch.tensor([False]), 1.0) is None
+
+
+def test_zeros_of_eight_bits_are_zeros() -> None:
+    session = ca.enable(backend="eager", cache_dir=False, tune=False)
+    x = torch.ones(4).to(torch.float8_e4m3fn).requires_grad_()
+    for _ in range(3):
+        with session:
+            (found,) = torch.autograd.grad((x.float() * torch.zeros(4)).sum(), x)
+        assert not found.float().any()
+    expect(session.stats(), structure_misses=1, hits=2)

@@ -35,6 +35,7 @@ from shadow_cache import (
     StoreRefusedError,
     StoreUnavailableError,
 )
+from shadow_cache.store import folder
 from shadow_cache.store.rows import decode, encode
 
 from .helpers import ROOT, in_subprocess
@@ -434,6 +435,26 @@ def test_after_close(store: Store) -> None:
 
 
 # ---- threads, forks --------------------------------------------------------------------------------------------------
+
+
+def test_a_thread_that_has_the_store_is_not_waited_for_for_ever(store: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It may be waiting for the one that asks now."""
+    monkeypatch.setattr(folder, "BUSY_SECONDS", 0.1)
+    errors: list[StoreUnavailableError] = []
+
+    def ask() -> None:
+        try:
+            store.find("a")
+        except StoreUnavailableError as error:
+            errors.append(error)
+
+    with store._index._process().lock:
+        thread = threading.Thread(target=ask, daemon=True)
+        thread.start()
+        thread.join(20)
+        assert not thread.is_alive()
+    assert "another thread has it" in str(errors[0])
+    assert store.find("a") == ()
 
 
 def test_threads_share_a_store(store: Store) -> None:

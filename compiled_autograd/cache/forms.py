@@ -16,6 +16,7 @@ from ..guards.ambient import CHECKPOINTED, REDUCED, TRACED, Ambient, ambient
 from ..ir import checkpoints, marked_hooks, nan_checks, reduced
 from ..process_state import free_in_child
 from ..runtime.program import CALLED
+from ..threads.forks import unless_inside
 from ..torch_api.checkpointing import frame_of
 from ..user_code.reducers import Groups, grouped
 from .variants import Handover
@@ -138,14 +139,10 @@ class Forms:
         form = self._without_reducer(state)
         if not groups:
             return form
-        with _MAKING:
+        with unless_inside(_MAKING):
             key = (*self._key(state), groups)
-            if key not in self._reduced:
-                self._reduced[key] = reduced.with_reducer_hooks(form, groups)
-            found = self._reduced[key]
-            while len(self._reduced) > _MAX_KEPT:
-                del self._reduced[next(iter(self._reduced))]
-            return found
+            found = self._reduced.get(key)
+            return found or _keep(self._reduced, key, reduced.with_reducer_hooks(form, groups))
 
     def _key(self, state: Ambient) -> tuple[tuple[ir.TracedHook, ...], bool, checkpoints.Frames]:
         """Which hooks are traced, whether NaNs are looked for, and which unpack hooks belong together."""
@@ -160,15 +157,20 @@ class Forms:
         key = hooks, checked, frames = self._key(state)
         if not checked and not hooks and all(number < 0 for number, _ in frames):
             return self._tape
-        with _MAKING:  # whoever asks twice gets the same nodes
-            if key not in self._together:
-                tape = marked_hooks.with_traced(self._tape, self._hooks, hooks) if hooks else self._tape
-                if checked:
-                    tape = nan_checks.with_nan_checks(tape)
-                elif frames:
-                    tape = checkpoints.unpacked_together(tape, frames)
-                self._together[key] = tape
-            found = self._together[key]
-            while len(self._together) > _MAX_KEPT:
-                del self._together[next(iter(self._together))]
-            return found
+        with unless_inside(_MAKING):  # whoever asks twice gets the same nodes
+            if (found := self._together.get(key)) is not None:
+                return found
+            tape = marked_hooks.with_traced(self._tape, self._hooks, hooks) if hooks else self._tape
+            if checked:
+                tape = nan_checks.with_nan_checks(tape)
+            elif frames:
+                tape = checkpoints.unpacked_together(tape, frames)
+            return _keep(self._together, key, tape)
+
+
+def _keep(kept: dict[Any, ir.TapeGraph], key: Any, tape: ir.TapeGraph) -> ir.TapeGraph:
+    """Keep a tape graph, unless another thread was quicker, and give the one that is kept. The oldest goes."""
+    found = kept.setdefault(key, tape)
+    for oldest in [*kept][:-_MAX_KEPT]:
+        kept.pop(oldest, None)
+    return found

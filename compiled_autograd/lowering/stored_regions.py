@@ -19,17 +19,18 @@ from backends.protocol import Backend, Compiled, another
 
 from ..process_state import WeaklyReferred, free_in_child
 from ..steps.steps import RegionRecord
+from ..threads.forks import unless_inside
 
 _WRITING = free_in_child(threading.RLock())  # milliseconds
 
 
 class _Graph(fx.Graph):
     """Its text is written by one thread at a time, also where it is called for the first time: FX changes the nodes
-    meanwhile (``override_node_repr`` in ``torch/fx/graph.py``, 2.13)."""
+    meanwhile (``override_node_repr`` in ``torch/fx/graph.py``, 2.13), so that they give the names of the text."""
 
     def python_code(self, *how: Any, **named: Any) -> Any:
         """The graph as code of Python."""
-        with _WRITING:
+        with unless_inside(_WRITING):
             return super().python_code(*how, **named)
 
 

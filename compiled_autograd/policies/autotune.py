@@ -97,30 +97,28 @@ class Trial:
         """Whether the one that was timed last counts."""
         return (self.turn - 1) % IN_A_ROW >= COLD
 
-    @property
-    def samples(self) -> int:
-        """How often each was timed, at least."""
-        return min(len(self.eager), len(self.compiled))
-
     def is_decided(self) -> bool:
         """Whether both were timed often enough."""
-        if self.samples >= SAMPLES_PER_SIDE:
+        eager, compiled = self.eager, self.compiled  # another thread may decide, and begin other lists
+        samples = min(len(eager), len(compiled))
+        if samples >= SAMPLES_PER_SIDE:
             return True
-        again = len(self.compiled) > PLAIN_SAMPLES
-        if not again or self.samples < PLAIN_SAMPLES or min(self.compiled) <= max(self.eager):
+        again = len(compiled) > PLAIN_SAMPLES
+        if not again or samples < PLAIN_SAMPLES or min(compiled) <= max(eager):
             return False
-        return statistics.median(self.compiled) > PLAINLY_SLOWER * statistics.median(self.eager)
+        return statistics.median(compiled) > PLAINLY_SLOWER * statistics.median(eager)
 
-    def _median_of_eager(self) -> float:
-        """What it would be out of a trial: at least half of what was timed."""
-        median = statistics.median_low(self.eager)
-        return max(median - COLDER, median / 2)
-
-    def decide(self) -> Timing:
-        """Once both were timed often enough: which goes on. Of two rows one may have come in a slow while."""
-        eager, compiled = 1e3 * self._median_of_eager(), 1e3 * statistics.median_low(self.compiled)
+    def decide(self) -> Timing | None:
+        """Once both were timed often enough: which goes on. Of two rows one may have come in a slow while. None where
+        another thread, or what ``gc`` runs, was quicker."""
+        timed = [each for each in (self.eager, self.compiled) if each]
+        if len(timed) < 2:
+            return None
+        median, compiled = map(statistics.median_low, timed)
+        # What eager's would be out of a trial: at least half of what was timed.
+        eager, compiled = 1e3 * max(median - COLDER, median / 2), 1e3 * compiled
         goes_on = "compiled" if compiled <= MAX_TIME_RATIO * eager else "eager"
-        timing = Timing(eager, compiled, self.samples, time.time(), goes_on)
+        timing = Timing(eager, compiled, min(map(len, timed)), time.time(), goes_on)
         if timing.on_eager:
             self.verdict = Bypass(_NOT_WORTH_IT, hint=f"{timing}; timed again from time to time")
             self.left = BACKWARDS_BEFORE_RETRIAL
@@ -243,9 +241,9 @@ class Autotune:
         if variant is None:
             self._change(trial.key, None)
             return
-        if not trial.is_decided():
+        if not trial.is_decided() or (timing := trial.decide()) is None:
             return
-        variant.timing = timing = trial.decide()
+        variant.timing = timing
         if not timing.on_eager:
             self._change(trial.key, None)
             self._put_off(variant, trial.key[-1])

@@ -38,7 +38,7 @@ _JUMP = 0.5
 """A value of which inputs that hardly move make such a part of its move jumps there. What is smooth moves far less."""
 
 _NOISE_SHARE = 0.5
-"""A result has no digits of its own where float64 is such a part of its largest value away."""
+"""A result has no digits of its own where float64 is such a part of its root mean square away."""
 _NOISE_FACTOR = 16.0
 """What is zero but for rounding may be this many times larger another time: rounding is a matter of chance."""
 
@@ -208,20 +208,30 @@ def are_zeros(values: Sequence[object]) -> bool:
     if not all(isinstance(each, torch.Tensor) and each.layout is torch.strided for each in values):
         return False
     found = [plain(each) for each in values if isinstance(each, torch.Tensor)]
-    return all(each.is_floating_point() and each.numel() > 0 and not each.count_nonzero() for each in found)
+    return all(each.is_floating_point() and each.numel() > 0 and not _exact(each).count_nonzero() for each in found)
 
 
-def noise_of(want: torch.Tensor, found: torch.Tensor, double: torch.Tensor) -> float | None:
-    """How large rounding alone makes a result, where it makes most of it: None where it has digits of its own."""
-    want, found, exact = (plain(each).to(torch.float64) for each in (want, found, double))
-    if want.numel() == 0 or not float((want - exact).abs().max()) >= _NOISE_SHARE * float(want.abs().max()) > 0:
+def noise_of(want: torch.Tensor, found: torch.Tensor, double: torch.Tensor, most: float) -> float | None:
+    """How large rounding alone makes a result, where it makes most of it: None where it has digits of its own.
+
+    Args:
+        most: what is larger is none. One value may be far from float64 for another reason: it jumps, or has overflowed.
+    """
+    want, found, exact = (plain(each) for each in (want, found, double))
+    if not want.is_floating_point() or want.numel() == 0:
         return None
-    return _NOISE_FACTOR * max(_largest_of_all(want), _largest_of_all(found))
+    want, found, exact = (each.to(torch.float64) for each in (want, found, exact))
+    size = root_mean_square(want)
+    if not 0 < _NOISE_SHARE * size <= root_mean_square(want - exact) < math.inf:
+        return None
+    bound = _NOISE_FACTOR * max(map(_largest_of_all, (want, found)))
+    return bound if bound <= most else None
 
 
 def at_most(bound: float, *tensors: torch.Tensor) -> bool:
     """Whether no value is larger, without regard to sign, and none is a NaN."""
-    return all(_largest_of_all(_exact(plain(each))) <= bound for each in tensors)
+    found = [_exact(plain(each)) for each in tensors]
+    return all(each.numel() == 0 or _largest_of_all(each) <= bound for each in found)
 
 
 @dataclass(frozen=True)

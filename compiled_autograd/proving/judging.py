@@ -135,7 +135,7 @@ class Judge:
 
         difference = value_difference(result.want, result.found, relative, wide, beside)
         if difference is None and doubles and doubles[0] is not None and beside > 0:
-            most = noise_of(result.want, result.found, doubles[0])
+            most = noise_of(result.want, result.found, doubles[0], relative * beside)
             if most is not None:
                 noise[name] = most / beside
         if difference is None or relative or self.region_compiler.passes:

@@ -11,14 +11,15 @@ import shutil
 import sqlite3
 import threading
 import time
-from collections.abc import Callable
-from contextlib import closing, suppress
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
 from pathlib import Path
 from typing import TypeVar
 
 from ..entries import MissEntry
 from ..errors import StoreError, StoreMissingError, StoreNewerError, StoreUnavailableError
 from ..records import Miss
+from . import folder as folders
 from .folder import Folder, refuse_unless_plain, until_free
 from .rows import TABLES, put_miss
 from .salvage import SQLITE_ERRORS, in_transaction, open_index, salvage
@@ -61,7 +62,7 @@ class Index:
         for last in (False, True):
             seen = None
             try:
-                with process.lock, self._folder.locked():
+                with self._alone(process), self._folder.locked():
                     if self._closed:
                         raise StoreUnavailableError(self._folder.path, "it was closed", "Open it anew")
                     try:
@@ -84,6 +85,20 @@ class Index:
             return in_transaction(connection, lambda: work(connection))
 
         return self.read(whole)
+
+    @contextmanager
+    def _alone(self, process: _Process) -> Iterator[None]:
+        """No other thread is in the midst of it. Not waited for for ever: such a one may be waiting for this thread, in
+        what ``gc`` or a signal's handler runs there."""
+        acquired: list[bool] = []
+        try:
+            acquired += map(process.lock.acquire, (True,), (folders.BUSY_SECONDS,))  # in one go, as Ctrl-C may come
+            if not acquired[0]:
+                raise StoreUnavailableError(self._folder.path, "another thread has it", "Wait for that")
+            yield
+        finally:
+            if acquired and acquired[0]:
+                process.lock.release()
 
     def close(self) -> None:
         """Close this process's connection."""

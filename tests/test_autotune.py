@@ -159,6 +159,29 @@ def test_a_trial_of_what_does_not_come_again_ends(monkeypatch: pytest.MonkeyPatc
     assert second.timing is not None or (now is not None and now.held() is second)
 
 
+def test_a_trial_of_a_tape_that_never_comes_again_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While there is one, every backward is looked at before it may take the fast path."""
+    monkeypatch.setattr(autotune, "SAMPLES_PER_SIDE", 8)
+    monkeypatch.setattr(autotune, "PATIENCE_OF_ALL", 16)
+    session = ca.enable(backend="eager", tune=True)
+    _run(session, nn.Parameter(torch.randn(8)), 7)
+    assert autotune.AUTOTUNE.active
+
+    def other(weight: torch.Tensor) -> None:
+        with session:
+            (weight.sin() * weight).sum().backward()
+
+    x = torch.randn(3, requires_grad=True)
+    for _ in range(60):
+        other(x)
+        x.grad = None
+    first = session.graphs()[0].variants[0]
+    assert first.timing is None, "it was not decided"
+    assert first not in [each.held() for each in autotune.AUTOTUNE._trials.values()]
+    _run(session, nn.Parameter(torch.randn(8)), 40)
+    assert first.timing is not None, "it was begun again"
+
+
 def test_hits_that_are_compared_with_the_real_calls_are_not_timed() -> None:
     session = ca.enable(backend="eager", tune=True)
     weight = nn.Parameter(torch.zeros(8))  # a gradient of zeros shows little: it is compared again and again

@@ -47,6 +47,8 @@ MAX_TIME_RATIO = 1.02
 """A compiled backward may take this much of eager's: below, clocks tell nothing."""
 PATIENCE = 32
 """A trial that gets no further for so many backwards of its tape ends: what it times has not come again."""
+PATIENCE_OF_ALL = 1024
+"""So does one of a tape that has not come again among so many that were looked at. While there is one, all are."""
 BACKWARDS_BEFORE_RETRIAL = 2000
 """Backwards after which a decision for eager is tried again; one for the compiled graph, after ten times as many."""
 TIMED = Bypass("tuning", hint="timed on eager against the compiled graph; tune=False does without")
@@ -69,6 +71,7 @@ class Trial:
         left: for how many backwards the verdict still holds.
         turn: how many were timed, those that do not count among them.
         idle: how many backwards of the tape came since then.
+        last_turn: ``turn``, when all trials were last gone through.
     """
 
     key: tuple[int, Any, bool]
@@ -79,6 +82,7 @@ class Trial:
     left: int = 0
     turn: int = 0
     idle: int = 0
+    last_turn: int = -1
 
     def reason(self) -> Bypass | None:
         """Why the next backward is eager's; None where it is to be compiled."""
@@ -138,6 +142,7 @@ class Autotune:
 
     def __init__(self) -> None:
         self._trials: dict[tuple[int, Any, bool], Trial] = {}
+        self._looked_at = 0
 
     @property
     def active(self) -> bool:
@@ -155,6 +160,9 @@ class Autotune:
         Args:
             before: what the tape's sketch has led to until now.
         """
+        self._looked_at += 1
+        if self._looked_at % PATIENCE_OF_ALL == 0:
+            self._end_those_of_no_tape()
         trial = self._trials.get((fingerprint, settings.key, OWN_LOOPS.on(settings)))
         if trial is None:
             return None
@@ -229,6 +237,12 @@ class Autotune:
         else:
             self._trials[key] = trial
         SKETCHES.forget()
+
+    def _end_those_of_no_tape(self) -> None:
+        for trial in [*self._trials.values()]:
+            if trial.verdict is None and trial.turn == trial.last_turn:
+                self._change(trial.key, None)
+            trial.last_turn = trial.turn
 
     @staticmethod
     def _put_off(variant: Variant, looped: bool) -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import functools
 import gc
 import os
@@ -369,7 +370,7 @@ def meanwhile(monkeypatch: pytest.MonkeyPatch) -> Callable[[Callable[[], Any]], 
 
 def _raising(error: BaseException) -> Callable[[], Any]:
     def act() -> None:
-        raise error
+        raise copy.copy(error)  # one that is kept keeps the frames that it was raised in
 
     return act
 

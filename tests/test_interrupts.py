@@ -356,6 +356,7 @@ def test_an_interrupt_while_a_region_is_lowered_leaves_the_filters_of_warnings()
     assert count > 30
 
 
+@pytest.mark.skipif(sys.version_info < (3, 11), reason="there Ctrl-C may come before the first call of a finally")
 def test_an_interrupt_while_the_store_is_locked_leaves_no_file_open(tmp_path: Path) -> None:
     folder = Folder(tmp_path / "cache", create=True)
     folder.prepare()

@@ -141,8 +141,9 @@ class Forms:
             return form
         with unless_inside(_MAKING):
             key = (*self._key(state), groups)
-            found = self._reduced.get(key)
-            return found or _keep(self._reduced, key, reduced.with_reducer_hooks(form, groups))
+            if (found := self._reduced.get(key)) is not None:
+                return found
+            return _keep(self._reduced, key, reduced.with_reducer_hooks(form, groups))
 
     def _key(self, state: Ambient) -> tuple[tuple[ir.TracedHook, ...], bool, checkpoints.Frames]:
         """Which hooks are traced, whether NaNs are looked for, and which unpack hooks belong together."""

@@ -138,7 +138,7 @@ class _Run:
     def _has_nothing_to_show(self) -> bool:
         """Whether the real calls have given zeros alone, as a loss with a margin does that is reached. Of such runs the
         first is compared, and after many the next ones: see :attr:`Proof.weak`."""
-        waits = self.compiled.checked and self.compiled.proof.waits(self.form)
+        waits = self.compiled.checked and self.compiled.proof.waits()
         return waits and not self.context.compare_all and are_zeros(self._given_by_the_calls())
 
     def _given_by_the_calls(self) -> list[Any]:

@@ -62,9 +62,9 @@ class Proof:
         self.held.clear()
         return False
 
-    def waits(self, form: str) -> bool:
-        """Whether a run of ``form`` that shows little is one more to pass over, and others have run."""
-        return form in self.left and 0 < self.weak < MAX_WEAK
+    def waits(self) -> bool:
+        """Whether runs have shown little, and one more such is not to count yet."""
+        return 0 < self.weak < MAX_WEAK
 
     def shown(self, form: str, sizes: Sizes | None, telling: bool) -> None:
         """A run of ``form`` was compared, and nothing found. One that is not ``telling`` counts only after many."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import gc
 import itertools
 import random
 import time
@@ -42,14 +43,19 @@ class Side:
         self.draws = _draws()
 
     def step(self) -> float:
-        """Seconds of one step, in the thread's own CPU time."""
+        """Seconds of one step, in the thread's own CPU time. Searches for reference cycles, which come at any step of
+        either side and may take as long as ten, come between steps."""
         torch.set_rng_state(self.draws[0])
         numpy.random.set_state(self.draws[1])
         random.setstate(self.draws[2])
-        with self.around:
-            started = time.thread_time()
-            loss = self.training.step()
-            taken = time.thread_time() - started
+        gc.disable()
+        try:
+            with self.around:
+                started = time.thread_time()
+                loss = self.training.step()
+                taken = time.thread_time() - started
+        finally:
+            gc.enable()
         self.draws = _draws()
         self.losses.append(float(loss))
         return taken

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch._subclasses import FakeTensorMode
 
 import compiled_autograd as ca
 from backends import garbage_collection
@@ -17,8 +18,13 @@ from backends.garbage_collection import RARE_THRESHOLDS, RARELY
 from backends.inductor import batch
 from backends.meanwhile import do_other_work, meanwhile
 from compiled_autograd.capture import parameter_names, unnamed
+from compiled_autograd.engine import execution
+from compiled_autograd.engine.native_hits import NativeHits
+from compiled_autograd.engine.own_loop import running
 from compiled_autograd.errors import CacheMissError
-from tests.helpers import expect, mlp
+from compiled_autograd.policies.own_loop import OWN_LOOPS
+from tests.both_walks import own_plans
+from tests.helpers import assert_same, expect, mlp
 
 
 @pytest.fixture
@@ -208,3 +214,61 @@ def test_who_has_turned_it_off_has_none(turned_off: Callable[[], None]) -> None:
     finally:
         gc.set_threshold(*before)
         gc.enable()
+
+
+@pytest.fixture
+def extension(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+    """Grows with each time that the extension, and its own loop, are looked for."""
+    asked: list[str] = []
+    monkeypatch.setattr(NativeHits, "module", lambda hits, settings, wanted=False: asked.append("extension") or hits)
+    monkeypatch.setattr(OWN_LOOPS, "find", lambda settings: asked.append("own loop"))
+    return asked
+
+
+@pytest.mark.parametrize(
+    ("settings", "meanwhile"),
+    [
+        ({"native": None, "tune": True}, ["extension", "own loop"]),
+        ({"native": None, "tune": False}, ["extension"]),
+        ({"native": False}, []),
+    ],
+)
+def test_the_extension_is_loaded_while_the_compiler_works(
+    extension: list[str], settings: dict[str, Any], meanwhile: list[str]
+) -> None:
+    """To load and to check it takes as long as ten steps of a small model."""
+    x = torch.ones(3, requires_grad=True)
+    with ca.enable(backend=_waits(extension), cache_dir=False, **settings) as session:
+        x.exp().sum().backward()
+    assert extension == ["compiler started", *meanwhile, "compiler waited for"]
+    expect(session.stats(), structure_misses=1, captures=1, compiles=1)
+
+
+def test_it_is_not_checked_under_a_mode_that_would_change_what_it_is_checked_with(extension: list[str]) -> None:
+    def backend(graph_module: torch.fx.GraphModule, examples: Sequence[Any]) -> Any:
+        with FakeTensorMode():
+            do_other_work()
+        return graph_module.forward
+
+    x = torch.ones(3, requires_grad=True)
+    with ca.enable(backend=backend, cache_dir=False, native=None):
+        x.exp().sum().backward()
+    assert extension == []
+
+
+def test_it_is_ready_once_something_was_compiled(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The real one, in the midst of a backward."""
+    plans = own_plans(request.config, monkeypatch)
+    monkeypatch.setattr(execution, "NATIVE_HITS", plans)
+    monkeypatch.setattr(running, "NATIVE_HITS", plans)
+    OWN_LOOPS.clear()
+    x, y = torch.linspace(-1, 1, 8).requires_grad_(), torch.linspace(-1, 1, 8).requires_grad_()
+    (y.exp() * y.sin()).sum().backward()
+    with ca.enable(backend=_waits([]), cache_dir=False, native=None, tune=True) as session:
+        (x.exp() * x.sin()).sum().backward()
+    assert plans.library is not None and plans.library.reason == ""
+    assert OWN_LOOPS.module is not None and not OWN_LOOPS.reason
+    assert_same([x.grad], [y.grad])
+    expect(session.stats(), structure_misses=1, captures=1, compiles=1)

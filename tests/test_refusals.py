@@ -1,4 +1,5 @@
-"""Tapes that cannot be captured: after a few tries the engine is not asked to report them, but from time to time."""
+"""Tapes that cannot be captured, or of which nothing can be learnt: after a few tries the engine is not asked to report
+them, but from time to time."""
 
 from __future__ import annotations
 
@@ -10,7 +11,7 @@ import torch
 import compiled_autograd as ca
 from compiled_autograd.engine import backward
 from compiled_autograd.engine.call import Refused
-from compiled_autograd.policies import refusals
+from compiled_autograd.policies import refusals, sketches
 from shadow_cache import unsupported
 from tests.helpers import assert_same, expect
 
@@ -149,3 +150,99 @@ def test_what_has_no_tape_is_for_the_engine_to_judge(settings: dict[str, Any]) -
             with pytest.raises(RuntimeError, match="does not require grad and does not have a grad_fn"):
                 torch.autograd.backward(outputs)
         assert torch.autograd.grad((), x, (), allow_unused=True) == (None,)
+
+
+def test_one_that_is_captured_meanwhile_is_not_remembered(monkeypatch: pytest.MonkeyPatch) -> None:
+    """While one is remembered all tapes are looked at, which takes as long as a small hit."""
+    session = ca.enable(backend="eager", tune=False)
+    with monkeypatch.context() as planted:
+        planted.setattr(backward, "hand_over", lambda *_: Refused(unsupported("planted")))
+        _run(session, 1, _captured)
+    assert refusals.REFUSALS.active
+    _run(session, 2, _captured)
+    assert not refusals.REFUSALS.active
+    expect(session.stats(), structure_misses=1, hits=1, captures=1, bypasses={"unsupported(planted)": 1})
+
+
+def test_one_that_does_not_come_again_is_forgotten(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sketches, "PATIENCE_OF_ALL", 100)
+    session = ca.enable(backend="eager", tune=False)
+    _run(session, 5)
+    _run(session, 400, _captured)
+    assert not refusals.REFUSALS.active
+    expect(session.stats(), structure_misses=1, hits=399, captures=1, bypasses={REASON: 5})
+
+
+class _Training:
+    """Two factors of a loss, by the step: where all are zero, so are the gradients."""
+
+    def __init__(self, **settings: Any) -> None:
+        self.session = ca.enable(**{"backend": _forward, "cache_dir": False, "tune": True} | settings)
+
+    def step(self, factor: float) -> str:
+        """What became of it: the outcome, or the reason of a bypass."""
+        x = torch.ones(4, requires_grad=True)
+        with self.session as session:
+            (x * torch.full((4,), factor) * 3).sum().backward()
+        assert_same([x.grad], [torch.full((4,), 3 * factor)])
+        last = session.last
+        assert last is not None
+        return last.reasons[0].kind if last.outcome == "bypass" else last.outcome
+
+
+def test_a_tape_whose_gradients_are_all_zero_is_left_to_eager_for_a_while() -> None:
+    training, spacing = _Training(), refusals.FIRST_SPACING_OF_ZEROS
+    assert training.step(0.0) == "structure_miss"
+    assert [training.step(0.0) for _ in range(spacing)] == spacing * ["zero_gradients"]
+    assert training.step(0.0) == "hit"
+    assert [training.step(0.0) for _ in range(2 * spacing)] == 2 * spacing * ["zero_gradients"]
+    assert [training.step(1.0) for _ in range(4)] == 4 * ["hit"]
+    assert not refusals.REFUSALS.active, "something was learnt"
+    assert training.step(0.0) == "hit"
+
+
+def test_a_tape_that_was_proved_serves_zeros_too() -> None:
+    training = _Training()
+    assert [training.step(1.0) for _ in range(3)] == ["structure_miss", "hit", "hit"]
+    assert [training.step(0.0) for _ in range(3)] == 3 * ["hit"]
+
+
+@pytest.mark.parametrize("settings", [{"tune": False}, {"check": True}, {"check": False}])
+def test_who_wants_it_otherwise_has_zeros_compared_or_served(settings: dict[str, Any]) -> None:
+    training = _Training(**settings)
+    assert [training.step(0.0) for _ in range(4)] == ["structure_miss", "hit", "hit", "hit"]
+    assert not refusals.REFUSALS.active
+
+
+def test_zeros_of_one_region_of_two_leave_nothing_to_eager() -> None:
+    """The other one has shown much, and serves."""
+    session, outcomes = ca.enable(backend=_forward, cache_dir=False, tune=True), []
+    for _ in range(4):
+        x = torch.ones(4, requires_grad=True)
+        y = x * 3
+        y.register_hook(torch.zeros_like)
+        with session:
+            (y * 2).sum().backward()
+        assert_same([x.grad], [torch.zeros(4)])
+        assert session.last is not None
+        outcomes.append(session.last.outcome)
+    assert outcomes == ["structure_miss", "hit", "hit", "hit"]
+    assert session.stats().compiles == 2
+
+
+def test_wrong_code_is_found_once_gradients_are_not_zero() -> None:
+    """However many steps without a gradient come before, none of them counts."""
+    training = _Training(backend=_wrong_where_not_zero)
+    steps = [training.step(0.0) for _ in range(200)]
+    assert steps.count("hit") == 2
+    kinds = [training.step(1.0) for _ in range(400)]
+    assert training.session.stats().failures == 1
+    assert "shape_miss" in kinds, "that of the hit which was found to be wrong"
+
+
+def _forward(graph_module: Any, example_inputs: Any) -> Any:
+    return lambda *arguments: graph_module.forward(*arguments)
+
+
+def _wrong_where_not_zero(graph_module: Any, example_inputs: Any) -> Any:
+    return lambda *arguments: [each * 1.1 for each in graph_module.forward(*arguments)]

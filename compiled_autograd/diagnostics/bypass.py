@@ -59,6 +59,11 @@ OVER_BUDGET = Bypass(
     hint="it is new, and compiling has cost more than hits have made up for; compile_budget=SECONDS sets how much may "
     "be lost",
 )
+ZERO_GRADIENTS = Bypass(
+    "zero_gradients",
+    hint="the last time all its gradients were zero, which shows nothing of compiled code; this is tried again from "
+    "time to time, and tune=False does without",
+)
 ON_MISS = Bypass("on_miss", hint='not in the cache, and on_miss="eager" or "raise" compiles nothing')
 DDP_CPP_REDUCER = Bypass(
     "ddp_cpp_reducer",

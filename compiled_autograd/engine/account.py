@@ -21,6 +21,7 @@ from ..diagnostics.structure_misses import with_title
 from ..guards.ambient import Ambient
 from ..policies.admission import ADMISSION
 from ..policies.autotune import AUTOTUNE
+from ..policies.refusals import REFUSALS
 from ..policies.spending import SPENDING
 from ..settings import Settings
 from ..steps.run_context import RunReport
@@ -147,6 +148,8 @@ class RunAccount:
             variant.ran += seconds - proved
             if settings.tune and not proved:  # beside the real calls it takes longer than any later one
                 self.call.timed = AUTOTUNE.hit(variant, seconds, self.call.fingerprint, settings)
+        if report.zeros and settings.tune and not report.compared and self._gave_zeros_alone(variant):
+            REFUSALS.gave_zeros(self.call.fingerprint(), settings)
         if OVER_BUDGET in reasons or (report.uncompiled and self.over_budget):
             ADMISSION.missed(self.call.known, self.call.taken_from)
         if not reasons and not report.compiles:
@@ -159,6 +162,10 @@ class RunAccount:
             self._store(variant, cost)
         outcome.reasons = tuple(reasons)
         return outcome
+
+    def _gave_zeros_alone(self, variant: Variant | None) -> bool:
+        """Whether each region of what has run has, beside its real calls: nothing was learnt."""
+        return variant is not None and self.report.zeros == len(variant.regions)
 
     def _charge(self) -> None:
         """What it took to make what has run, or to load it, is part of what compiling has cost."""

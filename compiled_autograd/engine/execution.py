@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import itertools
 import time
 from collections.abc import Sequence
 from typing import Any
@@ -39,10 +38,12 @@ from ..threads.claims import CLAIMS
 from ..threads.forks import why_not_compile
 from ..threads.gate import GATE
 from ..threads.others import out_of_walk
+from ..torch_api.saved_tensor_hooks import restore_saved_tensor_hooks, saved_tensor_hooks
 from ..user_code.reducers import reducer_hooks
 from .account import Account, RunAccount
 from .call import Call, HandedOver, KnownShapes, Results
 from .fast_path.arming import FAST_PATH
+from .native_hits import NATIVE_HITS
 from .session import HIT, Here, Outcome, thread
 from .whole.beside import Beside, asked_for, may_run_beside
 from .whole.checks import CHECKS
@@ -147,7 +148,7 @@ def _with_state(state: Running, run: RunAccount) -> Results:
     """
     here = thread.here
     outer, outer_depth = here.running, here.depth
-    grad_mode, saved_hooks = torch.is_grad_enabled(), _saved_tensor_hooks()
+    grad_mode, saved_hooks = torch.is_grad_enabled(), saved_tensor_hooks()
     try:
         here.running, here.depth = state, outer_depth + 1
         torch._C._set_grad_enabled(False)
@@ -157,7 +158,7 @@ def _with_state(state: Running, run: RunAccount) -> Results:
         try:
             torch._C._set_grad_enabled(grad_mode)
         finally:
-            _restore_saved_tensor_hooks(saved_hooks)
+            restore_saved_tensor_hooks(saved_hooks)
 
 
 def _run(state: Running, run: RunAccount) -> Results:
@@ -181,7 +182,8 @@ def _run(state: Running, run: RunAccount) -> Results:
             context.report.failures.extend(run.selection.failures)
         variant = run.selection.variant
         compared = settings.check_every > 0 and variant is not None and CHECKS.count(variant, settings)
-        with meanwhile(*_OTHER_WORK) if run.selection.reasons else _NO_OTHER_WORK:
+        get_ready = functools.partial(NATIVE_HITS.get_ready, settings)
+        with meanwhile(*_OTHER_WORK, get_ready) if run.selection.reasons else _NO_OTHER_WORK:
             if variant is not None and compared:
                 results: Results = _compared(run, variant, ambient_state, context)
             else:
@@ -322,28 +324,3 @@ def _submit(run: RunAccount, ambient_state: Ambient, program: Program, step: Reg
         BACKGROUND.submit(program, step, slots, run.call.fingerprint(), ambient_state, charge)
     except Exception as error:  # noqa: BLE001  a later step tries again
         run.report.failures.append(failure_of("submit", program.region_compiler.backend.name, step.region, error))
-
-
-def _saved_tensor_hooks() -> list[Any]:
-    """The thread's saved-tensor hooks, outermost first. What users' code does to them ends with the backward."""
-    hooks: list[Any] = []
-    if torch._C._autograd._top_saved_tensors_default_hooks(True) is None:
-        return hooks
-    put_back = itertools.starmap(torch._C._autograd._push_saved_tensors_default_hooks, hooks)
-    try:
-        while (top := torch._C._autograd._top_saved_tensors_default_hooks(True)) is not None:
-            hooks[:0] = [top]  # no call: nothing comes between this and the next line
-            torch._C._autograd._pop_saved_tensors_default_hooks()
-    finally:
-        _ = [*put_back]  # no call of Python's: all of them, before it looks for Ctrl-C
-    return hooks
-
-
-def _restore_saved_tensor_hooks(hooks: list[Any]) -> None:
-    now = _saved_tensor_hooks()
-    if now == hooks:
-        return
-    for _ in now:
-        torch._C._autograd._pop_saved_tensors_default_hooks()
-    for pair in hooks:
-        torch._C._autograd._push_saved_tensors_default_hooks(*pair)

@@ -21,8 +21,10 @@ from shadow_cache import default_dir
 
 from ..cache.graphs import CompiledGraph
 from ..cache.variants import Handover
+from ..lowering.tracing import modes_on
 from ..native.interface import Found, Module, Plan, Taken
 from ..native.library import Library
+from ..policies.own_loop import OWN_LOOPS
 from ..process_state import PROCESS, WeaklyReferred
 from ..settings import Settings
 from ..steps.memory import memory_of
@@ -176,6 +178,14 @@ class NativeHits:
         new = _Learnt(learnt[0], module, bitwise, weakref.ref(given.graph))
         self._learnt = [new, *kept[: _MAX_PLANS - 1]]
         self._served(new)
+
+    def get_ready(self, settings: Settings) -> None:
+        """Find the extension where it is built, and whether it has the own loop: to load it and to check it takes as
+        long as ten steps of a small model. Best while something is compiled."""
+        if settings.native is False or others_are_on() or modes_on() != (0, 0):
+            return
+        if self.module(settings) is not None and settings.tune:
+            OWN_LOOPS.find(settings)
 
     def module(self, settings: Settings, wanted: bool = False) -> Module | None:
         """The extension; None where it is not there, or not yet.

@@ -28,7 +28,7 @@ from ..native.interface import Question
 from ..process_state import PROCESS
 from ..settings import Settings
 from .own_loop import OWN_LOOPS
-from .sketches import SKETCHES, Known, still_holds
+from .sketches import SKETCHES, Known, Round, still_holds
 
 SAMPLES_PER_SIDE = 8
 """Backwards that count, each way."""
@@ -47,8 +47,6 @@ MAX_TIME_RATIO = 1.02
 """A compiled backward may take this much of eager's: below, clocks tell nothing."""
 PATIENCE = 32
 """A trial that gets no further for so many backwards of its tape ends: what it times has not come again."""
-PATIENCE_OF_ALL = 1024
-"""So does one of a tape that has not come again among so many that were looked at. While there is one, all are."""
 BACKWARDS_BEFORE_RETRIAL = 2000
 """Backwards after which a decision for eager is tried again; one for the compiled graph, after ten times as many."""
 TIMED = Bypass("tuning", hint="timed on eager against the compiled graph; tune=False does without")
@@ -142,7 +140,7 @@ class Autotune:
 
     def __init__(self) -> None:
         self._trials: dict[tuple[int, Any, bool], Trial] = {}
-        self._looked_at = 0
+        self._round = Round()
 
     @property
     def active(self) -> bool:
@@ -160,8 +158,7 @@ class Autotune:
         Args:
             before: what the tape's sketch has led to until now.
         """
-        self._looked_at += 1
-        if self._looked_at % PATIENCE_OF_ALL == 0:
+        if self._round.is_over(before):
             self._end_those_of_no_tape()
         trial = self._trials.get((fingerprint, settings.key, OWN_LOOPS.on(settings)))
         if trial is None:

@@ -1,27 +1,34 @@
-"""Tapes that cannot be captured: after two tries they are left to the eager engine before it is asked to report them,
-and are tried again from time to time.
+"""Tapes that are tried in vain: they are left to the eager engine before it is asked to report them, and are tried
+again from time to time.
 
-Each try has the engine walk the tape until it finds what it cannot report, which takes as long as a small backward.
-What a tape is, is told by its fingerprint, as for the other policies; one that was ever captured is always tried.
+Those that cannot be captured: each try has the engine walk the tape until it finds what it cannot report, which takes
+as long as a small backward. And those whose gradients are all zero, as of a loss with a margin that is reached, while
+what was compiled for them is still to be compared with the real calls: these run, and nothing is learnt.
+
+What a tape is, is told by its fingerprint, as for the other policies; one that was ever captured is always tried, but
+for zeros.
 """
 
 from __future__ import annotations
 
+from collections.abc import Hashable
 from dataclasses import dataclass
-from typing import Any
 
 from shadow_cache import Bypass
 
+from ..diagnostics.bypass import ZERO_GRADIENTS
 from ..native.interface import Question
 from ..process_state import PROCESS
 from ..settings import Settings
 from .admission import ADMISSION
-from .sketches import SKETCHES, Known, still_holds
+from .sketches import SKETCHES, Known, Round, still_holds
 
 TRIES = 2
 """Refusals of one tape before it is left to eager: some can be captured when they are met again."""
 FIRST_SPACING, LAST_SPACING = 64, 4096
 """For so many backwards it is, at first and at last; the number doubles with each try that was in vain."""
+FIRST_SPACING_OF_ZEROS = 32
+"""At first, after gradients that were all zero: the next ones may be others, and eager may be slower then."""
 _MAX_REFUSALS = 4096
 _UNSUPPORTED = "unsupported"
 
@@ -35,19 +42,24 @@ class Refusal:
         refused: how often they were.
         verdict: why they are left to eager; None while they are tried.
         left: for how many backwards it still holds.
+        tried: one was since the last refusal.
+        came: one was met since all were last gone through.
     """
 
     spacing: int
     refused: int = 0
     verdict: Bypass | None = None
     left: int = 0
+    tried: bool = False
+    came: bool = True
 
 
 class Refusals:
     """Those of the process."""
 
     def __init__(self) -> None:
-        self._refusals: dict[tuple[int, Any], Refusal] = {}
+        self._refusals: dict[Hashable, Refusal] = {}
+        self._round = Round()
 
     @property
     def active(self) -> bool:
@@ -64,32 +76,59 @@ class Refusals:
         Args:
             before: what the tape's sketch has led to until now.
         """
-        refusal = self._refusals.get((fingerprint, settings.key))
-        if refusal is None or refusal.verdict is None:
+        if self._round.is_over(before):
+            self._forget_those_of_no_tape()
+        key = _key(fingerprint, settings)
+        refusal = self._refusals.get(key)
+        if refusal is None:
             return None
-        if still_holds(refusal, before):
-            return refusal
-        refusal.verdict = None
-        SKETCHES.forget()
+        refusal.came = True
+        if refusal.verdict is not None:
+            if still_holds(refusal, before):
+                return refusal
+            refusal.verdict = None
+            SKETCHES.forget()
+        elif refusal.tried:  # and not in vain
+            self._refusals.pop(key, None)
+        refusal.tried = True
         return None
 
     def refused(self, fingerprint: int, settings: Settings, reason: Bypass) -> None:
         """The engine, or the capture, could not have a tape."""
-        if reason.kind != _UNSUPPORTED or ADMISSION.has_captured(fingerprint):
-            return
-        if len(self._refusals) >= _MAX_REFUSALS:
-            self.clear()
-        refusal = self._refusals.setdefault((fingerprint, settings.key), Refusal(FIRST_SPACING))
-        refusal.refused += 1
-        if refusal.refused >= TRIES:
-            refusal.verdict, refusal.left = reason, refusal.spacing
-            refusal.spacing = min(2 * refusal.spacing, LAST_SPACING)
-            SKETCHES.forget()
+        if reason.kind == _UNSUPPORTED and not ADMISSION.has_captured(fingerprint):
+            self._leave(fingerprint, settings, reason, FIRST_SPACING, TRIES)
+
+    def gave_zeros(self, fingerprint: int, settings: Settings) -> None:
+        """All that a tape has given was zeros, of which nothing could be learnt."""
+        self._leave(fingerprint, settings, ZERO_GRADIENTS, FIRST_SPACING_OF_ZEROS, 1)
 
     def clear(self) -> None:
         """Forget all."""
         self._refusals.clear()
         SKETCHES.forget()
+
+    def _leave(self, fingerprint: int, settings: Settings, reason: Bypass, spacing: int, tries: int) -> None:
+        """After so many tries tapes are left to eager."""
+        if len(self._refusals) >= _MAX_REFUSALS:
+            self.clear()
+        refusal = self._refusals.setdefault(_key(fingerprint, settings), Refusal(spacing))
+        refusal.refused += 1
+        refusal.tried = False
+        if refusal.refused >= tries:
+            refusal.verdict, refusal.left = reason, refusal.spacing
+            refusal.spacing = min(2 * refusal.spacing, LAST_SPACING)
+            SKETCHES.forget()
+
+    def _forget_those_of_no_tape(self) -> None:
+        for key, refusal in [*self._refusals.items()]:
+            if not refusal.came:
+                self._refusals.pop(key, None)
+                SKETCHES.forget()
+            refusal.came = False
+
+
+def _key(fingerprint: int, settings: Settings) -> Hashable:
+    return fingerprint, settings.key, settings.tune
 
 
 REFUSALS = Refusals()

@@ -16,6 +16,9 @@ from .own_loop import Tries
 FIRST_SPACING, LAST_SPACING = 16, 1030
 """After so many backwards a tape is looked at all the same: at first, and at last; the number doubles with each. One
 more than the last is a prime, so that of tapes that take turns it is not always the same one."""
+PATIENCE_OF_ALL = 4096
+"""A policy forgets what it knows of a tape that has not come again among so many backwards: while it knows something of
+any, all tapes are looked at, which keeps small hits from the fast path."""
 _MAX_KEPT = 4096
 _MAX_NUMBERS = 1024
 _numbers = PROCESS.register(itertools.count(1))
@@ -68,6 +71,21 @@ def still_holds(found: Found, before: Known | None) -> bool:
     holds = found.left > 0
     found.left -= holds
     return holds
+
+
+class Round:
+    """Counts backwards, those among them that were not looked at."""
+
+    def __init__(self) -> None:
+        self._count = 0
+
+    def is_over(self, before: Known | None) -> bool:
+        """A tape is looked at, of which so far ``before`` is known: whether :data:`PATIENCE_OF_ALL` have come."""
+        self._count += 1 + (0 if before is None else before.used)
+        if self._count < PATIENCE_OF_ALL:
+            return False
+        self._count = 0
+        return True
 
 
 UNKNOWN = PROCESS.register(Known(None))

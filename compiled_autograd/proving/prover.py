@@ -107,6 +107,7 @@ class _Run:
         self.arguments = self._arguments(self.inputs)
         self.form = form_for(self.compiled.call, self.arguments)
         self.apart: _Apart | None = None
+        self.weak = False  # what was compared has shown little
         self.start = self.end = self._draws()
 
     def beside(self) -> bool:
@@ -128,22 +129,24 @@ class _Run:
             self.inputs.clear()
             return False
         self.end = self._draws()
-        if self._has_nothing_to_show():
+        if self._may_be_left_out() and self._has_nothing_to_show():
             self.compiled.proof.shown(self.form, None, telling=False)
+            self.context.report.zeros += 1
             return True
         while self._compared() and self._goes_on_with_another_form():
             pass
+        self.context.report.zeros += self.weak and self._has_nothing_to_show()
         return True
 
-    def _has_nothing_to_show(self) -> bool:
-        """Whether the real calls have given zeros alone, as a loss with a margin does that is reached. Of such runs the
-        first is compared, and after many the next ones: see :attr:`Proof.weak`."""
-        waits = self.compiled.checked and self.compiled.proof.waits()
-        return waits and not self.context.compare_all and are_zeros(self._given_by_the_calls())
+    def _may_be_left_out(self) -> bool:
+        """Whether this run need not be compared if it shows nothing. Of such runs the first is, and after many the
+        next ones: see :attr:`Proof.weak`."""
+        return self.compiled.checked and self.compiled.proof.waits() and not self.context.compare_all
 
-    def _given_by_the_calls(self) -> list[Any]:
+    def _has_nothing_to_show(self) -> bool:
+        """Whether the real calls have given zeros alone, as a loss with a margin does that is reached."""
         leaves = [each.shared if self.slots[each.owned] is None else each.owned for each in self.step.fresh]
-        return [self.slots[slot] for slot in {*leaves, *(slot for _, slot in self.step.outputs)}]
+        return are_zeros([self.slots[slot] for slot in {*leaves, *(slot for _, slot in self.step.outputs)}])
 
     def _compared(self) -> bool:
         """Run the compiled code once, and judge it. False: it has not run to its end, or could not be judged."""
@@ -240,6 +243,7 @@ class _Run:
         if difference is not None:
             self._refute(wrong, difference)
             return
+        self.weak = not telling
         self.compiled.proof.shown(self.form, _sizes(self.compiled, self.arguments), telling)
 
     def _copied(self, slots: Slots, other: Sequence[int] = ()) -> Slots:

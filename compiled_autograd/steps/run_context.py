@@ -31,6 +31,8 @@ class RunReport:
     """Regions found in the store on disk."""
     uncompiled: int = 0
     """Regions that ran call by call, since they are not compiled for what they were given and must not be."""
+    zeros: int = 0
+    """Regions that gave zeros alone where they were to be compared with the real calls."""
     compared: bool = False
     """``check`` had it compared, be it whole or region by region: what it took says nothing of a hit."""
     mismatches: list[Failure] = field(default_factory=list)

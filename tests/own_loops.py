@@ -23,6 +23,7 @@ Program = Callable[[Any], Any]
 def extension(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """It is there, and used for the smallest tapes too."""
     monkeypatch.setattr(running, "LEAST_NODES", 0)
+    monkeypatch.setattr(running, "LEFT_WORTH_LOADING", 0)
     monkeypatch.setattr(running, "NATIVE_HITS", own_plans(request.config, monkeypatch))
     yield
     ca.reset()

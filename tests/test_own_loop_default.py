@@ -90,13 +90,15 @@ def test_it_has_the_extension_built_once_much_was_left_to_eager(
             asked.append(build)
             return None
 
-    monkeypatch.setattr(running, "LEFT_WORTH_BUILDING", 3)
+    monkeypatch.setattr(running, "LEFT_WORTH_LOADING", 2)
+    monkeypatch.setattr(running, "LEFT_WORTH_BUILDING", 5)
     monkeypatch.setattr(running.NATIVE_HITS, "library", Watched(Path("nowhere")))
     used = session(own_loop=None, native=None, cache_dir=tmp_path)
-    for _ in range(4):
+    for _ in range(6):
         running.OWN_LOOPS._tries.clear()  # looked for each time
         _backward(used)
-    assert asked == [False, False, True, True] and used.own_loop == f"off: {BEING_BUILT}"
+    assert asked == [False, False, True, True], "the first two are not worth loading it"
+    assert used.own_loop == f"off: {BEING_BUILT}"
 
 
 # ---- the self-check -------------------------------------------------------------------------------------------------

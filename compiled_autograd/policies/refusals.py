@@ -25,7 +25,7 @@ from .sketches import SKETCHES, Known, Round, still_holds
 
 TRIES = 2
 """Refusals of one tape before it is left to eager: some can be captured when they are met again."""
-FIRST_SPACING, LAST_SPACING = 64, 4096
+FIRST_SPACING, LAST_SPACING = 256, 4096
 """For so many backwards it is, at first and at last; the number doubles with each try that was in vain."""
 FIRST_SPACING_OF_ZEROS = 32
 """At first, after gradients that were all zero: the next ones may be others, and eager may be slower then."""

@@ -29,6 +29,9 @@ from .self_check import NOT_NOW, why_wrong
 
 LEAST_NODES = 16
 """Tapes of fewer nodes take the engine less than it takes to call it for another node, some ten microseconds."""
+LEFT_WORTH_LOADING = 16
+"""Where nobody asked for it and nothing was compiled, the extension is loaded and checked, which takes as long as ten
+steps of a small model, once it was looked for so many times: of one tape, that is at each 17th backward."""
 LEFT_WORTH_BUILDING = 1000
 """Where nobody asked for the extension, it is built once so many backwards of a process were left to eager."""
 
@@ -99,6 +102,8 @@ def _find(settings: Settings, left: bool) -> Module | None:
             warn_once(f"own_loop=True does nothing: {reason}")
         return None
     OWN_LOOPS.left += left
+    if left and OWN_LOOPS.left <= LEFT_WORTH_LOADING and OWN_LOOPS.module is None and not settings.own_loop:
+        return None
     module = NATIVE_HITS.module(settings, wanted=bool(settings.own_loop) or OWN_LOOPS.left >= LEFT_WORTH_BUILDING)
     if module is not None and module is OWN_LOOPS.module:
         return module

@@ -52,9 +52,12 @@ class RealCalls:
         self.known = known
         self._again = again
         self._wide = wide
-        self._last_use = {source: node for node in nodes for source in node.all_input_nodes}
+        last_use = {source: node for node in nodes for source in node.all_input_nodes}
         for node in kept:
-            self._last_use.pop(node, None)
+            last_use.pop(node, None)
+        self._last_used: dict[fx.Node, list[fx.Node]] = {}
+        for source, node in last_use.items():
+            self._last_used.setdefault(node, []).append(source)
 
     def run(self, node: fx.Node) -> Any:
         """Run one call; gives its result."""
@@ -64,9 +67,8 @@ class RealCalls:
             function = function.trace
         args = _wider_arguments(node) if self._wide else node.args
         result = known[node] = function(*fx.map_arg(args, known.__getitem__))
-        for source in node.all_input_nodes:
-            if self._last_use.get(source) is node:
-                del known[source]
+        for source in self._last_used.get(node, ()):
+            del known[source]
         return result
 
 

@@ -18,6 +18,7 @@ import torch
 from compiled_autograd.capture import parameter_names
 from compiled_autograd.engine import session
 from compiled_autograd.engine.native_hits import NATIVE_HITS
+from compiled_autograd.lowering.tracing import modes_on
 from compiled_autograd.process_state import PROCESS
 
 from . import both_walks
@@ -64,6 +65,7 @@ def little_to_search() -> None:
 @pytest.fixture(autouse=True)
 def clean_start(request: pytest.FixtureRequest) -> Iterator[None]:
     """Forget all graphs and warnings, set the seed; a test that hangs ends the run with every thread's stack."""
+    _in_no_mode("garbage of earlier tests")
     PROCESS.restart()
     torch.manual_seed(0)
     if request.node.get_closest_marker("slow") is None:
@@ -71,6 +73,13 @@ def clean_start(request: pytest.FixtureRequest) -> Iterator[None]:
     yield
     faulthandler.cancel_dump_traceback_later()
     assert not session.thread.here.stack, "a session was left on the stack"
+    _in_no_mode("this test")
+
+
+def _in_no_mode(who: str) -> None:
+    """What is left on would have tests fail that come much later."""
+    assert torch._C._is_torch_function_enabled(), f"{who} has left torch functions off"
+    assert modes_on() == (0, 0), f"{who} has left the thread in modes of PyTorch's"
 
 
 def _require_cuda() -> None:

@@ -21,6 +21,7 @@ from ..diagnostics.structure_misses import with_title
 from ..guards.ambient import Ambient
 from ..policies.admission import ADMISSION
 from ..policies.autotune import AUTOTUNE
+from ..policies.own_loop import OWN_LOOPS
 from ..policies.refusals import REFUSALS
 from ..policies.spending import SPENDING
 from ..settings import Settings
@@ -105,6 +106,8 @@ class RunAccount:
                 self._charge()
         if outcome.reasons or self.report.compiles or self.report.loads:
             trace(outcome, self.report, self.selection.variant)
+        if self.report.compiles and self.account.settings.tune and not failed:
+            OWN_LOOPS.find(self.account.settings)  # to check it takes as long as some steps: in this one, of seconds
 
     def _name_parameters(self) -> None:
         """Names may not have been looked for while something was compiled; reasons are shown with them."""
@@ -148,7 +151,8 @@ class RunAccount:
             variant.ran += seconds - proved
             if settings.tune and not proved:  # beside the real calls it takes longer than any later one
                 self.call.timed = AUTOTUNE.hit(variant, seconds, self.call.fingerprint, settings)
-        if report.zeros and settings.tune and not report.compared and self._gave_zeros_alone(variant):
+        may_leave = settings.tune and settings.on_unsupported == "eager" and not report.compared
+        if report.zeros and may_leave and self._gave_zeros_alone(variant):
             REFUSALS.gave_zeros(self.call.fingerprint(), settings)
         if OVER_BUDGET in reasons or (report.uncompiled and self.over_budget):
             ADMISSION.missed(self.call.known, self.call.taken_from)

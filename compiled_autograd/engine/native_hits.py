@@ -24,7 +24,6 @@ from ..cache.variants import Handover
 from ..lowering.tracing import modes_on
 from ..native.interface import Found, Module, Plan, Taken
 from ..native.library import Library
-from ..policies.own_loop import OWN_LOOPS
 from ..process_state import PROCESS, WeaklyReferred
 from ..settings import Settings
 from ..steps.memory import memory_of
@@ -180,12 +179,10 @@ class NativeHits:
         self._served(new)
 
     def get_ready(self, settings: Settings) -> None:
-        """Find the extension where it is built, and whether it has the own loop: to load it and to check it takes as
-        long as ten steps of a small model. Best while something is compiled."""
-        if settings.native is False or others_are_on() or modes_on() != (0, 0):
-            return
-        if self.module(settings) is not None and settings.tune:
-            OWN_LOOPS.find(settings)
+        """Load the extension where it is built, and check it, which takes as long as some steps of a small model: best
+        while something is compiled. No lock is waited for, and the engine is not asked."""
+        if settings.native is not False and modes_on() == (0, 0):
+            self.module(settings)
 
     def module(self, settings: Settings, wanted: bool = False) -> Module | None:
         """The extension; None where it is not there, or not yet.

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 from collections import defaultdict
 from collections.abc import Iterable, Iterator, Sequence
@@ -37,22 +36,17 @@ class Reading:
 
 
 def read(outputs: tape.Ends) -> Reading:
-    """Read the tape below some outputs that have one."""
-    with RARELY, _nobody_looking():
-        return _read(outputs)
-
-
-@contextlib.contextmanager
-def _nobody_looking() -> Iterator[None]:
-    """What is asked of tensors here runs no ``__torch_function__`` and no ``__torch_dispatch__``, and is no part of a
-    tape."""
+    """Read the tape below some outputs that have one. What is asked of tensors runs no ``__torch_function__`` and no
+    ``__torch_dispatch__``, and is no part of a tape."""
+    # No generator: one that Ctrl-C left behind would keep the thread without torch functions until it is freed.
     with (
+        RARELY,
         torch._C.DisableTorchFunction(),
         torch._C._DisableTorchDispatch(),
         torch.inference_mode(False),
         torch.no_grad(),
     ):
-        yield
+        return _read(outputs)
 
 
 def _read(outputs: tape.Ends) -> Reading:

@@ -179,7 +179,8 @@ class Variant(WeaklyReferred):
 
     ``hits`` counts how often it served, which took ``ran`` seconds in all, and at ``next_trial`` of them it is timed
     against eager: sooner where what is left to eager runs with the own loop, or without it, and it was timed beside the
-    other alone (``timed_beside``). ``devices`` are the types of devices that its tensors are on.
+    other alone (``timed_beside``). What a hit took of eager's the last time is in ``timed_ratios``, by whether eager
+    runs with that loop. ``devices`` are the types of devices that its tensors are on.
 
     ``timing`` says how it did when it was last timed: in this process, or, until then, in the one that the store on
     disk heard it from. None where it never was.
@@ -205,6 +206,7 @@ class Variant(WeaklyReferred):
     ran: float = 0.0
     next_trial: int = HITS_BEFORE_TIMING
     timed_beside: frozenset[bool] = frozenset()
+    timed_ratios: dict[bool, float] = field(default_factory=dict)
     devices: frozenset[str] = frozenset()
     timing: Timing | None = None
     entry: str | None = None

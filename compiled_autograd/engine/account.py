@@ -150,7 +150,7 @@ class RunAccount:
             proved = report.seconds.get("prove", 0.0)
             variant.ran += seconds - proved
             if settings.tune and not proved:  # beside the real calls it takes longer than any later one
-                self.call.timed = AUTOTUNE.hit(variant, seconds, self.call.fingerprint, settings)
+                self.call.timed = AUTOTUNE.hit(variant, seconds, self.call.fingerprint, settings, self.call.trial)
         may_leave = settings.tune and settings.on_unsupported == "eager" and not report.compared
         if report.zeros and may_leave and self._gave_zeros_alone(variant):
             REFUSALS.gave_zeros(self.call.fingerprint(), settings)

@@ -53,6 +53,8 @@ def look(call: Call, session: Session) -> Trial | Tape | Refusal | None:
     if settings.tune and AUTOTUNE.active:
         trial = call.trial = AUTOTUNE.find(call.fingerprint(), settings, before)
         if trial is not None and trial.verdict is None:
+            if key is not None:
+                AUTOTUNE.keep(key, trial)
             return trial
     if trial is None and ADMISSION.closed and settings.compiles:
         skipped = ADMISSION.skips() if before is None and key is not None and key not in SKETCHES.mixed else None
@@ -73,6 +75,7 @@ def _taken_for(call: Call, found: Found | None) -> Trial | Tape | Refusal | None
     """What a sketch has led to."""
     if isinstance(found, Trial):
         call.trial = found
+        found.idle += 1
     elif isinstance(found, Tape):
         call.known = found
     return found if isinstance(found, Trial | Tape | Refusal) else None

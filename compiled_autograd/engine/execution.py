@@ -279,7 +279,7 @@ def _ran_alone(call: Call, account: Account, handed: HandedOver, shapes: KnownSh
         variant.hits += 1
         variant.ran += seconds
         if settings.tune:
-            call.timed = AUTOTUNE.hit(variant, seconds, call.fingerprint, settings)
+            call.timed = AUTOTUNE.hit(variant, seconds, call.fingerprint, settings, call.trial)
     finally:
         account.tell(outcome)
     FAST_PATH.hand(variant, native, handed.graph, shapes, settings)

@@ -9,10 +9,11 @@ tapes are told apart by their fingerprint alone: variants of one structure for s
 from __future__ import annotations
 
 import functools
+import math
 import statistics
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -32,6 +33,9 @@ from .sketches import SKETCHES, Known, Round, still_holds
 
 SAMPLES_PER_SIDE = 8
 """Backwards that count, each way."""
+CLOSE, SAMPLES_OF_CLOSE = (0.9, 1.15), 3
+"""Where the compiled ones take so much of eager's it is close, and so many times as many count: medians of eight are
+off by a tenth now and then."""
 IN_A_ROW, COLD = 5, 1
 """So many in a row are timed one way. The first of these finds the caches as the other way has left them, which costs a
 small backward more than the two ways differ by, and does not count."""
@@ -67,6 +71,7 @@ class Trial:
         compiled: of the variant's.
         verdict: why eager goes on; None while both are timed.
         left: for how many backwards the verdict still holds.
+        ratio: the time of the compiled ones by eager's, once it was decided.
         turn: how many were timed, those that do not count among them.
         idle: how many backwards of the tape came since then.
         last_turn: ``turn``, when all trials were last gone through.
@@ -78,6 +83,7 @@ class Trial:
     compiled: list[float] = field(default_factory=list)
     verdict: Bypass | None = None
     left: int = 0
+    ratio: float = 1.0
     turn: int = 0
     idle: int = 0
     last_turn: int = -1
@@ -104,21 +110,27 @@ class Trial:
         eager, compiled = self.eager, self.compiled  # another thread may decide, and begin other lists
         samples = min(len(eager), len(compiled))
         if samples >= SAMPLES_PER_SIDE:
-            return True
+            less, more = CLOSE
+            return samples >= SAMPLES_OF_CLOSE * SAMPLES_PER_SIDE or not less < _ratio(eager, compiled) < more
         again = len(compiled) > PLAIN_SAMPLES
         if not again or samples < PLAIN_SAMPLES or min(compiled) <= max(eager):
             return False
         return statistics.median(compiled) > PLAINLY_SLOWER * statistics.median(eager)
 
-    def decide(self) -> Timing | None:
-        """Once both were timed often enough: which goes on. Of two rows one may have come in a slow while. None where
-        another thread, or what ``gc`` runs, was quicker."""
+    def decide(self, before: float | None = None) -> Timing | None:
+        """Once both were timed often enough: which goes on. None where another thread, or what ``gc`` runs, was
+        quicker.
+
+        Args:
+            before: the :attr:`ratio` of the trial before this one, which has its say too.
+        """
         timed = [each for each in (self.eager, self.compiled) if each]
         if len(timed) < 2:
             return None
-        median, compiled = map(statistics.median_low, timed)
-        # What eager's would be out of a trial: at least half of what was timed.
-        eager, compiled = 1e3 * max(median - COLDER, median / 2), 1e3 * compiled
+        self.ratio = _ratio(*timed)
+        eager, compiled = 1e3 * _out_of_a_trial(timed[0]), 1e3 * statistics.median_low(timed[1])
+        if before is not None:
+            compiled *= math.sqrt(before / self.ratio)
         goes_on = "compiled" if compiled <= MAX_TIME_RATIO * eager else "eager"
         timing = Timing(eager, compiled, min(map(len, timed)), time.time(), goes_on)
         if timing.on_eager:
@@ -126,6 +138,17 @@ class Trial:
             self.left = BACKWARDS_BEFORE_RETRIAL
             self.eager, self.compiled = [], []
         return timing
+
+
+def _out_of_a_trial(eager: list[float]) -> float:
+    """What eager's would take there: at least half of what was timed. Of two rows one may have come in a slow while."""
+    median = statistics.median_low(eager)
+    return max(median - COLDER, median / 2)
+
+
+def _ratio(eager: list[float], compiled: list[float]) -> float:
+    """The time of the compiled ones by eager's."""
+    return statistics.median_low(compiled) / _out_of_a_trial(eager)
 
 
 def now() -> float:
@@ -177,12 +200,28 @@ class Autotune:
         return again
 
     @staticmethod
+    def keep(sketch: Hashable, trial: Trial) -> None:
+        """A tape was looked at, and is timed."""
+        SKETCHES.keep_on_trial(sketch, trial, IN_A_ROW)
+
+    @staticmethod
     def sent(reason: Bypass) -> bool:
         """Whether it is for a trial, or for its verdict, that a backward was left to the eager engine."""
         return reason is TIMED or reason.kind == _NOT_WORTH_IT
 
-    def hit(self, variant: Variant, seconds: float, tape: Callable[[], int], settings: Settings) -> Trial | None:
+    def hit(
+        self,
+        variant: Variant,
+        seconds: float,
+        tape: Callable[[], int],
+        settings: Settings,
+        known: Trial | None = None,
+    ) -> Trial | None:
         """A variant has served a backward, and counts it. Microseconds, but when a trial begins.
+
+        Args:
+            tape: gives the tape's fingerprint.
+            known: the trial that the tape was taken for.
 
         Returns:
             The trial that this is timed for: :meth:`took` is to be told how long it was in all.
@@ -191,6 +230,8 @@ class Autotune:
             not variant.timed_beside or OWN_LOOPS.on(settings) in variant.timed_beside
         ):
             return None
+        if known is not None and known.held() is variant and self._trials.get(known.key) is known:
+            return self._timed(known, seconds)
         OWN_LOOPS.find(settings)  # it is not to be found in the middle of a trial
         looped = OWN_LOOPS.on(settings)
         key = (tape(), variant.key.settings, looped)
@@ -203,11 +244,14 @@ class Autotune:
             self._change(key, trial)
             while len(self._trials) > _MAX_TRIALS:
                 self._change(next(iter(self._trials)), None)
-        if trial.held() is variant and trial.verdict is None:
-            trial.add(trial.compiled, seconds)
-            self._judge(trial)
-            return trial
-        return None
+        return self._timed(trial, seconds) if trial.held() is variant else None
+
+    def _timed(self, trial: Trial, seconds: float) -> Trial | None:
+        if trial.verdict is not None:
+            return None
+        trial.add(trial.compiled, seconds)
+        self._judge(trial)
+        return trial
 
     @staticmethod
     def took(trial: Trial, seconds: float) -> None:
@@ -252,12 +296,15 @@ class Autotune:
         if variant is None:
             self._change(trial.key, None)
             return
-        if not trial.is_decided() or (timing := trial.decide()) is None:
+        looped = trial.key[-1]
+        if not trial.is_decided() or (timing := trial.decide(variant.timed_ratios.get(looped))) is None:
             return
+        variant.timed_ratios[looped] = trial.ratio
         variant.timing = timing
+        SKETCHES.forget()
         if not timing.on_eager:
             self._change(trial.key, None)
-            self._put_off(variant, trial.key[-1])
+            self._put_off(variant, looped)
         tell_decision(functools.partial(title, variant.program.tape), timing)
         if variant.store_timing is not None:
             variant.store_timing(timing)

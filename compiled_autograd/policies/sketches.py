@@ -135,6 +135,18 @@ class Sketches:
             known.spacing = 0
         known.hold(found)
 
+    def keep_on_trial(self, sketch: Hashable, trial: Found, backwards: int) -> None:
+        """The tape was looked at, and is timed: the next few with its sketch are taken for it, since a look takes as
+        long as a small backward and puts the engine's code out of the caches, and no later backward is looked at."""
+        known = self.known.get(sketch)
+        if sketch in self.mixed or (known is not None and known.found is not trial):
+            return
+        if known is None:
+            known = Known(trial)
+            if len(self.known) < _MAX_KEPT:
+                self.known[sketch] = known
+        known.left = known.given = backwards
+
     def is_mixed(self, sketch: Hashable) -> None:
         """A tape with this sketch was taken for another, which is not to go the same way."""
         if len(self.mixed) >= _MAX_KEPT:

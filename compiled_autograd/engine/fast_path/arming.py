@@ -135,7 +135,7 @@ class FastPaths:
             return given
         variant, seconds = given
         if account.settings.tune:
-            call.timed = AUTOTUNE.hit(variant, seconds, call.fingerprint, account.settings)
+            call.timed = AUTOTUNE.hit(variant, seconds, call.fingerprint, account.settings, call.trial)
         return RanInside(())
 
     def _before_the_walk(self) -> list[Question]:

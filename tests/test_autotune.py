@@ -374,6 +374,42 @@ def test_what_was_decided_holds_without_a_look_at_each_node(looks: list[int]) ->
     assert len(looks) - before <= 4
 
 
+def test_in_a_trial_few_are_looked_at(looks: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """A look takes as long as a small backward, and puts the engine's code out of the caches."""
+    for name, value in (("SAMPLES_PER_SIDE", 8), ("IN_A_ROW", 5), ("COLD", 1), ("PLAIN_SAMPLES", 8)):
+        monkeypatch.setattr(autotune, name, value)
+    session, weight = ca.enable(backend=_slow, tune=True), nn.Parameter(torch.randn(8))
+    labels = _run(session, weight, 4)
+    assert len(looks) == 2, "when it was captured, and where the trial began"
+    labels += _run(session, weight, 20)
+    assert labels == ["structure_miss", *["hit"] * 7, *["tuning"] * 5, *["hit"] * 5, *["tuning"] * 5, "not_worth_it"]
+    assert len(looks) <= 2 + 6, "once in six backwards, and when it was decided"
+
+
+def test_a_tape_with_the_sketch_of_one_on_trial_is_not_timed_for_it(looks: list[int]) -> None:
+    """Tapes that take turns: what is compiled for the other is another variant."""
+    session = ca.enable(backend="eager", tune=True)
+
+    def run(times: int, power: int) -> None:
+        for _ in range(times):
+            x = torch.ones(4, requires_grad=True)
+            loss = (x**2 if power == 2 else x.exp()).sum()
+            with session:
+                loss.backward()
+            assert x.grad is not None and torch.equal(x.grad, 2 * torch.ones(4) if power == 2 else torch.ones(4).exp())
+
+    run(4, 2)
+    (trial,) = autotune.AUTOTUNE._trials.values()
+    for _ in range(8):
+        run(1, 3)
+        run(1, 2)
+    first = trial.held()
+    assert first is not None and first.timing is not None and first.timing.samples == 3
+    stats = session.stats()
+    assert stats.structure_misses == 2 and stats.hits + sum(stats.bypasses.values()) == 18
+    assert {*stats.bypasses} <= {"tuning", "not_worth_it"}
+
+
 def test_a_tape_beside_one_that_was_decided_about_is_not_looked_at_either(looks: list[int]) -> None:
     slow, session = ca.enable(backend=_slow, tune=True), ca.enable(backend="eager", tune=True)
     weight = nn.Parameter(torch.randn(8))

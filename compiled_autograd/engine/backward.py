@@ -195,7 +195,7 @@ def _refused(call: Call, account: Account, refused: Refused) -> Any:
     if settings.on_unsupported == "raise" and not refused.mistake and not is_policy(reason):
         raise UnsupportedBackwardError(reason)
     if refused.miss is None and not (refused.mistake or refused.changed or call.create_graph):
-        REFUSALS.refused(call.fingerprint(), settings, reason)
+        REFUSALS.refused(call.fingerprint, settings, reason)
     started, began = time.perf_counter(), 0.0 if call.trial is None else now()
     try:
         results = eager(call)

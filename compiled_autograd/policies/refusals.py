@@ -11,7 +11,7 @@ for zeros.
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
 from shadow_cache import Bypass
@@ -93,9 +93,13 @@ class Refusals:
         refusal.tried = True
         return None
 
-    def refused(self, fingerprint: int, settings: Settings, reason: Bypass) -> None:
-        """The engine, or the capture, could not have a tape."""
-        if reason.kind == _UNSUPPORTED and not ADMISSION.has_captured(fingerprint):
+    def refused(self, tape: Callable[[], int], settings: Settings, reason: Bypass) -> None:
+        """A tape was left to eager, which counts where the engine, or the capture, could not have it.
+
+        Args:
+            tape: gives the tape's fingerprint, and takes as long as a small backward.
+        """
+        if reason.kind == _UNSUPPORTED and not ADMISSION.has_captured(fingerprint := tape()):
             self._leave(fingerprint, settings, reason, FIRST_SPACING, TRIES)
 
     def gave_zeros(self, fingerprint: int, settings: Settings) -> None:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import functools
+import operator
 import os
 import threading
 from collections.abc import Iterator, Sequence
@@ -64,6 +66,6 @@ def assert_max_compiles(allowed: int) -> Iterator[Compiles]:
         yield account
     finally:
         with _lock:
-            _watching[:] = [each for each in _watching if each is not account]
+            _watching[:] = filter(functools.partial(operator.is_not, account), _watching)
     if account.count > allowed:
         raise TooManyCompilesError(allowed, account.count, account.reasons)

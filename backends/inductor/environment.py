@@ -10,6 +10,7 @@ import functools
 import hashlib
 import os
 import platform
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -21,6 +22,7 @@ from ..versions import settings_belong_to_a_thread, user_override
 
 _VARIABLES = ("TORCHINDUCTOR_", "TORCHDYNAMO_", "TORCH_COMPILE_", "INDUCTOR_")
 """Beginnings of the names of environment variables that ``torch/_inductor/config.py`` reads its defaults from."""
+_FEATURES = re.compile(r"\s*(flags|features)\s*:", re.IGNORECASE)
 _NO_CODE = ("TORCHINDUCTOR_CACHE_DIR", "TORCHINDUCTOR_COMPILE_THREADS", "TORCHINDUCTOR_WORKER_START")
 """Variables that change where and how code is compiled, not the code."""
 _NO_CODE_SETTINGS = ("trace.", "compile_threads", "worker_", "cpp.cxx")
@@ -104,9 +106,9 @@ def _instructions() -> str:
     """The processor's features: the kernel's list where there is one, else torch's, which is shorter."""
     try:
         with Path("/proc/cpuinfo").open() as lines:
-            for line in lines:  # those of the first processor, without reading on
-                if line.partition(":")[0].strip().lower() in ("flags", "features"):
-                    return " ".join(sorted(line.partition(":")[2].split()))
+            found = next(filter(_FEATURES.match, lines), None)  # of the first processor, without reading on
+        if found is not None:
+            return " ".join(sorted(found.partition(":")[2].split()))
     except OSError:
         pass  # other systems have no such file
     return repr(sorted(torch.cpu.get_capabilities().items()))

@@ -10,6 +10,7 @@ import ctypes
 import hashlib
 import importlib.machinery
 import importlib.util
+import itertools
 import os
 import re
 import shutil
@@ -67,7 +68,7 @@ def load_kernels(libraries: Mapping[str, bytes], wanted: Iterable[KernelId]) -> 
         ArtifactError: a library is not what its hash says, or cannot be loaded on this machine.
     """
     with _LOADING:
-        missing = sorted({kernel_id for kernel_id in wanted if kernel_id not in _loaded})
+        missing = sorted({*itertools.filterfalse(_loaded.__contains__, wanted)})
         if missing:
             tell_libraries()
             # Inductor asks the system for AMX registers when it looks for a processor's vectors; without that, a kernel

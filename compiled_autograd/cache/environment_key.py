@@ -105,9 +105,10 @@ def _source_files(folder: str, above: str = "") -> Iterator[tuple[str, str]]:
         found = os.scandir(folder)
     except PermissionError:
         return
-    with found as entries:
-        for entry in entries:
-            if entry.is_dir(follow_symlinks=False):
-                yield from _source_files(entry.path, f"{above}{entry.name}/")
-            elif os.path.splitext(entry.name)[1] in _SOURCE and entry.is_file():  # noqa: PTH122  likewise
-                yield f"{above}{entry.name}", entry.path
+    with found:
+        entries = [*found]
+    for entry in entries:
+        if entry.is_dir(follow_symlinks=False):
+            yield from _source_files(entry.path, f"{above}{entry.name}/")
+        elif os.path.splitext(entry.name)[1] in _SOURCE and entry.is_file():  # noqa: PTH122  likewise
+            yield f"{above}{entry.name}", entry.path

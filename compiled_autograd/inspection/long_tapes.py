@@ -48,7 +48,9 @@ class _Next:
             return
         waiting.is_emptied = True
         try:
-            while waiting.nodes:
+            while True:
+                if not waiting.nodes:
+                    break
                 waiting.nodes.pop()
         finally:
             waiting.is_emptied = False

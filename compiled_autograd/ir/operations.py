@@ -148,9 +148,13 @@ def check_nan(given: Sequence[torch.Tensor | None], call: int) -> None:
         NaNFoundError: there is a NaN in it.
     """
     with torch._C.DisableTorchFunctionSubclass():
-        for index, value in enumerate(given):
-            if isinstance(value, torch.Tensor) and bool(torch.ops.aten._is_any_true(torch.isnan(value))):
-                raise NaNFoundError(call, index)
+        found = [*map(_has_nan, given)]
+    if True in found:
+        raise NaNFoundError(call, found.index(True))
+
+
+def _has_nan(value: torch.Tensor | None) -> bool:
+    return isinstance(value, torch.Tensor) and bool(torch.ops.aten._is_any_true(torch.isnan(value)))
 
 
 USERS_CODE = frozenset(

@@ -64,11 +64,15 @@ def _fill_in(graph_module: fx.GraphModule, examples: Sequence[Any]) -> None:
     given = iter(examples)
     with torch.no_grad(), mode:
         for node in graph_module.graph.nodes:
-            if node.op == "placeholder":
-                node.meta.setdefault("val", next(given, None))
-            elif node.op == "call_function" and "val" not in node.meta:
-                arguments, named = fx.map_arg((node.args, node.kwargs), lambda each: each.meta.get("val"))
-                node.meta["val"] = node.target(*arguments, **named)
+            _fill_in_one(node, given)
+
+
+def _fill_in_one(node: fx.Node, given: Iterator[Any]) -> None:
+    if node.op == "placeholder":
+        node.meta.setdefault("val", next(given, None))
+    elif node.op == "call_function" and "val" not in node.meta:
+        arguments, named = fx.map_arg((node.args, node.kwargs), lambda each: each.meta.get("val"))
+        node.meta["val"] = node.target(*arguments, **named)  # type: ignore[operator]
 
 
 def _gradients(step: RegionStep, wiring: Wiring) -> Iterator[tuple[int, int]]:

@@ -92,12 +92,16 @@ class Profile:
             with torch.enable_grad():
                 value = leaf = torch.empty((), requires_grad=True)
                 for call, group in reversed(groups):
-                    value = _event_named(self._names[call]).apply(value, run, group)
-                    if self._sequences:
-                        value.grad_fn._set_sequence_nr(self._sequences[call - 1])
+                    value = self._with_event(call, value, run, group)
             return value, leaf, torch.empty(())
         finally:
             enable_events(True)
+
+    def _with_event(self, call: int, value: torch.Tensor, run: Callable[[fx.Node], None], group: list[fx.Node]) -> Any:
+        named = _event_named(self._names[call]).apply(value, run, group)
+        if self._sequences:
+            named.grad_fn._set_sequence_nr(self._sequences[call - 1])
+        return named
 
     def region(self, nodes: Sequence[fx.Node]) -> AbstractContextManager[Any]:
         """Around a compiled region: an event that says what it computes."""

@@ -181,7 +181,9 @@ class Claims:
         bell = take()
         try:
             self._bells[bell] = None  # before it is asked again: who changes something after that rings
-            while not over():
+            while True:
+                if over():
+                    break
                 bell.acquire(timeout=_SECONDS)
         finally:
             self._bells.pop(bell, None)

@@ -15,7 +15,10 @@ def saved_tensor_hooks() -> list[Any]:
         return hooks
     put_back = itertools.starmap(torch._C._autograd._push_saved_tensors_default_hooks, hooks)
     try:
-        while (top := torch._C._autograd._top_saved_tensors_default_hooks(True)) is not None:
+        while True:
+            top = torch._C._autograd._top_saved_tensors_default_hooks(True)
+            if top is None:
+                break
             hooks[:0] = [top]  # no call: nothing comes between this and the next line
             torch._C._autograd._pop_saved_tensors_default_hooks()
     finally:

@@ -7,7 +7,7 @@ it is looked at stands in ``docs/internals/steps.md``.
 from __future__ import annotations
 
 import re
-from collections.abc import Collection, Hashable, Iterable, Mapping
+from collections.abc import Collection, Hashable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar
 
@@ -22,8 +22,13 @@ def versions_of(places: Collection[_Place], values: Any) -> dict[_Place, int]:
         try:
             return {place: values[place]._version for place in places}
         except (AttributeError, RuntimeError):  # there is one without
-            tensors = [place for place in places if isinstance(values[place], torch.Tensor)]
-            return {place: values[place]._version for place in tensors if not values[place].is_inference()}
+            return dict(_counted(places, values))
+
+
+def _counted(places: Iterable[_Place], values: Any) -> Iterator[tuple[_Place, int]]:
+    for place in places:
+        if isinstance(values[place], torch.Tensor) and not values[place].is_inference():
+            yield place, values[place]._version
 
 
 def all_versions(tensors: Iterable[torch.Tensor]) -> list[int]:
@@ -38,11 +43,9 @@ def all_versions(tensors: Iterable[torch.Tensor]) -> list[int]:
 def changed(places: Iterable[_Place], values: Any, versions: Mapping[_Place, int]) -> bool:
     """Whether a tensor at one of some places was changed since."""
     with torch._C.DisableTorchFunctionSubclass():
-        for place in places:
-            version = versions.get(place)
-            if version is not None and values[place]._version != version:
-                return True
-    return False
+        return any(
+            values[place]._version != version for place in places if (version := versions.get(place)) is not None
+        )
 
 
 def check(tensor: torch.Tensor, version: int, node: str = "") -> None:

@@ -137,7 +137,8 @@ def import_(view: View, file: Path) -> None:
     before = view.entries
     with shadow_cache.open(view.path) as store:
         count = store.import_(file)
-        entries = [entry for entry in store.summaries() if entry.id not in before]
+        after = store.summaries()
+    entries = [entry for entry in after if entry.id not in before]
     view.out(entries, (entry.id for entry in entries), lambda: _imported(count, entries))
 
 

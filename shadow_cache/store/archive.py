@@ -8,6 +8,7 @@ The table is msgpack: name, size in bytes and SHA-256 of each member. Members ar
 from __future__ import annotations
 
 import hashlib
+import operator
 import os
 import secrets
 from collections.abc import Iterable, Mapping
@@ -82,7 +83,7 @@ def import_(store: Keeper, file: Path) -> int:
         archive = _Archive(file, opened)
         count = 0
         refused: list[str] = []
-        for name in [name for name in reversed(archive.members) if name.startswith("entry ")]:
+        for name in [*filter(operator.methodcaller("startswith", "entry "), reversed(archive.members))]:
             try:
                 entry = archive.record(name, Entry)
                 structure = archive.record(f"structure {entry.structure}", Structure)

@@ -66,12 +66,15 @@ class Folder:
             there = [self.path, *(part for part in parts if os.path.lexists(part))]
             self.read_only = not all(os.access(part, os.W_OK | os.X_OK) for part in there)
             for part in parts:
-                if not self.read_only and not os.path.lexists(part):
-                    with suppress(FileExistsError):  # something that is no folder: refused below
-                        part.mkdir(mode=0o700, exist_ok=True)
-                        _sync_folder(self.path)
-                if os.path.lexists(part):
-                    refuse_unless_plain(part, folder=True)
+                self._prepare_part(part)
+
+    def _prepare_part(self, part: Path) -> None:
+        if not self.read_only and not os.path.lexists(part):
+            with suppress(FileExistsError):  # something that is no folder: refused below
+                part.mkdir(mode=0o700, exist_ok=True)
+                _sync_folder(self.path)
+        if os.path.lexists(part):
+            refuse_unless_plain(part, folder=True)
 
     def _made(self) -> os.stat_result:
         if self._given.is_symlink() and not is_ours(self._given.lstat()):

@@ -23,6 +23,7 @@ import bisect
 import ctypes
 import functools
 import gc
+import operator
 import sys
 import threading
 from collections.abc import Callable, Sequence
@@ -183,7 +184,7 @@ class StreamWatch:
         mine = self._look()
         now = mine.changes[-1][1]
         with self._lock:
-            others = [each for each in self._threads if each is not mine]
+            others = [*filter(functools.partial(operator.is_not, mine), self._threads)]
         if any(streams != now for streams in self._by_engine):
             return on_other_streams("a node that another backward recorded (create_graph)")
         if mine.only(now) and not others:

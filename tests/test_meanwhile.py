@@ -220,7 +220,7 @@ def test_who_has_turned_it_off_has_none(turned_off: Callable[[], None]) -> None:
 def extension(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Grows with each time that the extension, and its own loop, are looked for."""
     asked: list[str] = []
-    monkeypatch.setattr(NativeHits, "module", lambda hits, settings, wanted=False: asked.append("extension") or hits)
+    monkeypatch.setattr(NativeHits, "module", lambda hits, settings, wanted=False: asked.append("extension"))
     monkeypatch.setattr(OWN_LOOPS, "find", lambda settings: asked.append("own loop"))
     return asked
 

@@ -110,7 +110,8 @@ class Sketches:
     def number(self, settings: Settings) -> int:
         """That of settings under which the same is found: they are long to compare."""
         loop = (settings.own_loop, settings.native is False)
-        key = (settings.key, settings.tune, settings.compile_budget, settings.compiles, settings.on_unsupported, loop)
+        may = (settings.tune, settings.check, settings.on_unsupported)
+        key = (settings.key, *may, settings.compile_budget, settings.compiles, *loop)
         number = self._numbers.get(key)
         if number is None:
             if len(self._numbers) >= _MAX_NUMBERS:

@@ -140,6 +140,8 @@ class Sketches:
         """The tape was looked at, and is timed: the next few with its sketch are taken for it, since a look takes as
         long as a small backward and puts the engine's code out of the caches, and no later backward is looked at."""
         known = self.known.get(sketch)
+        if known is not None and known.found not in (None, trial):
+            self.is_mixed(sketch)
         if sketch in self.mixed or (known is not None and known.found is not trial):
             return
         if known is None:

@@ -383,7 +383,7 @@ def test_in_a_trial_few_are_looked_at(looks: list[int], monkeypatch: pytest.Monk
     assert len(looks) == 2, "when it was captured, and where the trial began"
     labels += _run(session, weight, 20)
     assert labels == ["structure_miss", *["hit"] * 7, *["tuning"] * 5, *["hit"] * 5, *["tuning"] * 5, "not_worth_it"]
-    assert len(looks) <= 2 + 6, "once in six backwards, and when it was decided"
+    assert len(looks) <= 2 + 6 + 2, "once in six backwards, after two of eager's, and when it was decided"
 
 
 def test_a_tape_with_the_sketch_of_one_on_trial_is_not_timed_for_it(looks: list[int]) -> None:
@@ -408,6 +408,26 @@ def test_a_tape_with_the_sketch_of_one_on_trial_is_not_timed_for_it(looks: list[
     stats = session.stats()
     assert stats.structure_misses == 2 and stats.hits + sum(stats.bypasses.values()) == 18
     assert {*stats.bypasses} <= {"tuning", "not_worth_it"}
+
+
+@pytest.mark.parametrize("first", [0, 1])
+def test_nor_on_the_eager_engine(monkeypatch: pytest.MonkeyPatch, first: int) -> None:
+    """Tapes with one sketch that take turns from the first step on: what was timed until that was seen is dropped."""
+    for name, value in {"IN_A_ROW": 5, "COLD": 1, "SAMPLES_PER_SIDE": 8}.items():
+        monkeypatch.setattr(autotune, name, value)
+    session, now, decided = ca.enable(backend="eager", tune=True), 0, []
+    timed: list[tuple[autotune.Trial, int]] = []
+    eager, decide = autotune.Autotune.eager, autotune.Trial.decide
+    monkeypatch.setattr(autotune.Autotune, "eager", lambda *given: timed.append((given[1], now)) or eager(*given))
+    monkeypatch.setattr(autotune.Trial, "decide", lambda *given: decided.append(given[0]) or decide(*given))
+    losses = [lambda x: (x * 2).sin().cos().sum(), lambda x: (x * 2).exp().tanh().sum()]
+    for number in range(first, 80):
+        x = torch.ones(4, requires_grad=True)
+        loss = losses[number % 2](x)
+        now = tape.fingerprint([loss])
+        with session:
+            loss.backward()
+    assert decided and timed and all(tape_timed == trial.key[0] for trial, tape_timed in timed if trial in decided)
 
 
 def test_a_tape_beside_one_that_was_decided_about_is_not_looked_at_either(looks: list[int]) -> None:

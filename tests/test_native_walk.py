@@ -25,7 +25,8 @@ from compiled_autograd.cache.variants import Handover, Shapes, tensor_check
 from compiled_autograd.engine.call import Call, HandedOver
 from compiled_autograd.engine.seam import hand_over
 from compiled_autograd.ir.order import order_shows
-from compiled_autograd.native.library import why_unsupported
+from compiled_autograd.native import library as native_library
+from compiled_autograd.native.library import Library, why_unsupported
 from compiled_autograd.native.self_check import why_wrong
 
 from .both_walks import assert_same, library_of
@@ -572,3 +573,26 @@ def test_the_self_check_finds_a_walk_that_is_wrong(native: Any) -> None:
     for how, said in (("order", "other tensors"), ("same", "for another one")):
         module = type("Module", (), {"learn": lambda _, *given, how=how: Wrong(native.learn(*given), how)})()
         assert said in why_wrong(module)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float64], ids=str)
+def test_the_self_check_goes_by_no_default_of_the_users(native: Any, dtype: torch.dtype) -> None:
+    before = torch.get_default_dtype()
+    try:
+        torch.set_default_dtype(dtype)
+        torch.set_default_device("meta")
+        assert why_wrong(native) == ""
+    finally:
+        torch.set_default_device(None)
+        torch.set_default_dtype(before)
+
+
+def test_the_self_check_waits_where_saved_tensors_are_packed(
+    request: pytest.FixtureRequest, native: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its tapes would be refused, and the extension for as long as the process lives."""
+    monkeypatch.setattr(native_library, "_SECONDS_BETWEEN_LOOKS", 0.0)
+    found = Library(library_of(request.config)._folder)
+    with torch.autograd.graph.saved_tensors_hooks(torch.clone, torch.clone):
+        assert found.module() is None
+    assert found.module() is not None and found.reason == ""

@@ -173,6 +173,16 @@ def test_one_that_does_not_come_again_is_forgotten(monkeypatch: pytest.MonkeyPat
     expect(session.stats(), structure_misses=1, hits=399, captures=1, bypasses={REASON: 5})
 
 
+def test_it_is_forgotten_too_where_nothing_may_be_left_to_eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    """No such session would keep it alive, nor ever try it."""
+    monkeypatch.setattr(sketches, "PATIENCE_OF_ALL", 100)
+    _run(ca.enable(backend="eager", tune=False), 5)
+    session = ca.enable(backend="eager", tune=False, on_unsupported="raise")
+    _run(session, 400, _captured)
+    assert not refusals.REFUSALS.active
+    expect(session.stats(), structure_misses=1, hits=399, captures=1)
+
+
 class _Training:
     """Two factors of a loss, by the step: where all are zero, so are the gradients."""
 
@@ -212,6 +222,14 @@ def test_who_wants_it_otherwise_has_zeros_compared_or_served(settings: dict[str,
     training = _Training(**settings)
     assert [training.step(0.0) for _ in range(4)] == ["structure_miss", "hit", "hit", "hit"]
     assert not refusals.REFUSALS.active
+
+
+def test_who_wants_it_otherwise_is_asked_what_others_have_left_to_eager() -> None:
+    """Sessions with settings under which the same is compiled."""
+    training, checked = _Training(), _Training(check=True)
+    assert [training.step(0.0) for _ in range(3)] == ["structure_miss", "zero_gradients", "zero_gradients"]
+    assert [checked.step(factor) for factor in (0.0, 0.0, 1.0)] == 3 * ["hit"]
+    assert training.step(1.0) == "zero_gradients"
 
 
 def test_zeros_of_one_region_of_two_leave_nothing_to_eager() -> None:

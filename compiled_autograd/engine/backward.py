@@ -45,7 +45,7 @@ def run(session: Session, call: Call) -> Any:
             return _left_to_eager(session, call, found, found.verdict)
         thread.here.streak = 0
     account = Account(session, settings)
-    began = 0.0 if call.trial is None else now()
+    began, reason = 0.0 if call.trial is None else now(), None
     try:
         reason = decide(call, settings)
         if reason is not None:
@@ -65,6 +65,8 @@ def run(session: Session, call: Call) -> Any:
         raise
     finally:
         _ended(call, account, began)
+        if call.trial is not None and call.taken_from is not None and call.trial.doubts(call.timed, reason):
+            AUTOTUNE.compare(call.trial, call.taken_from, call.fingerprint())
 
 
 def resume(

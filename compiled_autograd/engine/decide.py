@@ -63,7 +63,7 @@ def look(call: Call, session: Session) -> Trial | Tape | Refusal | None:
         has_store = disk_for(settings) is not None
         tape, call.admitted = ADMISSION.look(call.fingerprint(), settings, has_store, before)
         call.known, call.looked_at = tape, True
-    if REFUSALS.active and trial is None and tape is None and settings.on_unsupported == "eager":
+    if REFUSALS.active and trial is None and tape is None:
         refusal = REFUSALS.find(call.fingerprint(), settings, before)
     found = trial or tape or refusal
     if key is not None:

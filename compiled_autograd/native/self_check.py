@@ -11,14 +11,17 @@ from torch import Tensor
 
 
 def why_wrong(module: Any) -> str:
-    """What it does wrong; empty where nothing."""
-    with torch.inference_mode(False), torch.enable_grad(), torch.device("cpu"):
-        one, other = (torch.zeros(2, 3, requires_grad=True) for _ in range(2))
-        return _why_wrong(module, one, other)
+    """What it does wrong; empty where nothing. Users may have set other defaults, and be in modes of functions."""
+    with torch._C.DisableTorchFunction(), torch.inference_mode(False), torch.enable_grad():
+        return _why_wrong(module, *(_zeros(2, 3).requires_grad_() for _ in range(2)))
+
+
+def _zeros(*sizes: int) -> Tensor:
+    return torch.zeros(sizes, dtype=torch.float32, device="cpu")
 
 
 def _why_wrong(module: Any, one: Tensor, other: Tensor) -> str:
-    gradient = torch.ones(())
+    gradient = _zeros() + 1
     saved: list[Tensor] = []
 
     def hook(gradient: Tensor) -> None: ...
@@ -46,7 +49,7 @@ def _why_wrong(module: Any, one: Tensor, other: Tensor) -> str:
     if (variant, sizes, scalars, objects) != (0, [2, 3] * 7, [], [hook]):
         return "it found other values than the engine would"
     others = [forward(2), forward(first=other, second=one), forward(hooked=False)]
-    others += [forward(first=torch.zeros(2, 3)), forward(second=one), gradient * forward()]
+    others += [forward(first=_zeros(2, 3)), forward(second=one), gradient * forward()]
     if not all(isinstance(walk(plan.compare, tape), str) for tape in others):
         return "it took a tape for another one"
     if module.unlike([one, one, None, one], [one, one + 1, None, None], 0.5) != [1, 3]:

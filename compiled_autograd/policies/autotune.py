@@ -105,6 +105,14 @@ class Trial:
         """Whether the one that was timed last counts."""
         return (self.turn - 1) % IN_A_ROW >= COLD
 
+    def doubts(self, timed: Trial | None, reason: Bypass | None) -> bool:
+        """Whether to compare a tape that was taken for this one, when it has run: ``reason`` says why eager had it,
+        and ``timed`` is the trial that it was timed for as a hit. Where tapes take turns one of two is another: so the
+        last two of eager's first row are compared. What comes after a look finds other code in the caches."""
+        if reason is None:
+            return timed is not self
+        return reason is TIMED and 2 * IN_A_ROW - 2 < self.turn <= 2 * IN_A_ROW
+
     def is_decided(self) -> bool:
         """Whether both were timed often enough."""
         eager, compiled = self.eager, self.compiled  # another thread may decide, and begin other lists
@@ -265,6 +273,14 @@ class Autotune:
         if self._trials.get(trial.key) is trial and trial.verdict is None:
             trial.add(trial.eager, seconds)
             self._judge(trial)
+
+    def compare(self, trial: Trial, sketch: Hashable, fingerprint: int) -> None:
+        """A tape was taken for one on trial. Where it is another it is not to be taken for it again, and some may have
+        been timed for it."""
+        if fingerprint != trial.key[0]:
+            SKETCHES.is_mixed(sketch)
+            if self._trials.get(trial.key) is trial and trial.verdict is None:
+                self._change(trial.key, None)
 
     def clear(self) -> None:
         """Forget all."""

@@ -78,6 +78,8 @@ class Refusals:
         """
         if self._round.is_over(before):
             self._forget_those_of_no_tape()
+        if settings.on_unsupported != "eager":
+            return None
         key = _key(fingerprint, settings)
         refusal = self._refusals.get(key)
         if refusal is None:
@@ -132,7 +134,7 @@ class Refusals:
 
 
 def _key(fingerprint: int, settings: Settings) -> Hashable:
-    return fingerprint, settings.key, settings.tune
+    return fingerprint, settings.key, settings.tune, settings.check
 
 
 REFUSALS = Refusals()

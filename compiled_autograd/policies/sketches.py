@@ -110,7 +110,8 @@ class Sketches:
     def number(self, settings: Settings) -> int:
         """That of settings under which the same is found: they are long to compare."""
         loop = (settings.own_loop, settings.native is False)
-        key = (settings.key, settings.tune, settings.compile_budget, settings.compiles, settings.on_unsupported, loop)
+        may = (settings.tune, settings.check, settings.on_unsupported)
+        key = (settings.key, *may, settings.compile_budget, settings.compiles, *loop)
         number = self._numbers.get(key)
         if number is None:
             if len(self._numbers) >= _MAX_NUMBERS:
@@ -139,6 +140,8 @@ class Sketches:
         """The tape was looked at, and is timed: the next few with its sketch are taken for it, since a look takes as
         long as a small backward and puts the engine's code out of the caches, and no later backward is looked at."""
         known = self.known.get(sketch)
+        if known is not None and known.found not in (None, trial):
+            self.is_mixed(sketch)
         if sketch in self.mixed or (known is not None and known.found is not trial):
             return
         if known is None:

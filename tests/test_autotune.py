@@ -105,6 +105,14 @@ def test_a_trial_makes_eager_colder_than_it_is(
     assert timing is not None and timing.goes_on == goes_on
 
 
+def test_a_coarse_clock_divides_by_nothing() -> None:
+    """Ten milliseconds on some systems: a small backward takes none."""
+    trial = _trial([0.0] * 8, [0.0] * 8)
+    assert trial.is_decided()
+    timing = trial.decide(0.0)
+    assert timing is not None and timing.goes_on == "compiled"
+
+
 def test_a_trial_is_decided_once() -> None:
     """Two threads may both have found that it can be."""
     trial = _trial([1.0] * 8, [2.0] * 8)

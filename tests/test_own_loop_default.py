@@ -15,7 +15,7 @@ from torch import nn
 
 import compiled_autograd as ca
 from compiled_autograd.engine import backward, decide
-from compiled_autograd.engine.own_loop import running
+from compiled_autograd.engine.own_loop import running, self_check
 from compiled_autograd.engine.own_loop.self_check import NOT_NOW, why_wrong
 from compiled_autograd.native.library import BEING_BUILT, Library
 from compiled_autograd.policies.autotune import AUTOTUNE
@@ -144,6 +144,16 @@ def test_what_is_planted_is_found(fault: str, monkeypatch: pytest.MonkeyPatch) -
         assert _backward(used, 3) == 0
     assert "own loop" in str(told[0].message) and len(told) == 1
     assert used.own_loop.startswith("off: it has ")
+
+
+def test_an_error_of_the_engines_own_in_the_check_is_nobodys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whoever asks may have run a backward, and is to give its gradients."""
+
+    def tape(log: Any) -> Any:
+        raise RuntimeError("planted")
+
+    monkeypatch.setattr(self_check, "_TAPES", {"planted": tape})
+    assert why_wrong(_module()) == f"{NOT_NOW}: planted"
 
 
 @pytest.mark.parametrize("state", ["inference", "autocast", "no grad", "modes", "packed", "default dtype", "nested"])

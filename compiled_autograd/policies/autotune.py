@@ -47,6 +47,8 @@ COLDER = 15e-6
 """Seconds that eager is given for what decides between two backwards of a trial, some hundred microseconds of Python
 that are not timed: they take the engine's code and the tape out of the caches. An ODE solver's backward took 60 us of
 eager where nothing was on trial, and 85 in one; its hits 65 and 80."""
+_LEAST = 1e-9
+"""Seconds that a backward takes at least, whatever a coarse clock says."""
 MAX_TIME_RATIO = 1.02
 """A compiled backward may take this much of eager's: below, clocks tell nothing."""
 PATIENCE = 32
@@ -138,7 +140,7 @@ class Trial:
         self.ratio = _ratio(*timed)
         eager, compiled = 1e3 * _out_of_a_trial(timed[0]), 1e3 * statistics.median_low(timed[1])
         if before is not None:
-            compiled *= math.sqrt(before / self.ratio)
+            compiled *= math.sqrt(before / max(self.ratio, _LEAST))
         goes_on = "compiled" if compiled <= MAX_TIME_RATIO * eager else "eager"
         timing = Timing(eager, compiled, min(map(len, timed)), time.time(), goes_on)
         if timing.on_eager:
@@ -151,7 +153,7 @@ class Trial:
 def _out_of_a_trial(eager: list[float]) -> float:
     """What eager's would take there: at least half of what was timed. Of two rows one may have come in a slow while."""
     median = statistics.median_low(eager)
-    return max(median - COLDER, median / 2)
+    return max(median - COLDER, median / 2, _LEAST)
 
 
 def _ratio(eager: list[float], compiled: list[float]) -> float:

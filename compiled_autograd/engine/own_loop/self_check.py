@@ -34,7 +34,10 @@ def why_wrong(module: Module) -> str:
 
 def _why_wrong(module: Module) -> str:
     for name, make in _TAPES.items():
-        wanted = _run(make, None)
+        try:
+            wanted = _run(make, None)
+        except Exception as error:  # noqa: BLE001  of the engine's own: whoever asks has a backward to give back
+            return f"{NOT_NOW}: {error}"
         try:
             found = _run(make, module)
         except Exception as error:  # noqa: BLE001  whatever it is, the engine has raised nothing

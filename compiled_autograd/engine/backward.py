@@ -201,12 +201,13 @@ def _refused(call: Call, account: Account, refused: Refused) -> Any:
     started, began = time.perf_counter(), 0.0 if call.trial is None else now()
     try:
         results = eager(call)
+        took = 0.0 if call.trial is None else now() - began  # what is told besides is told in a trial alone
     finally:
         account.bypass(reason, () if refused.miss is None else (refused.miss,), since=started)
         if reason is OVER_BUDGET:
             ADMISSION.missed(call.known, call.taken_from)
     if call.trial is not None and AUTOTUNE.sent(reason):
-        AUTOTUNE.eager(call.trial, now() - began)
+        AUTOTUNE.eager(call.trial, took)
     return results
 
 

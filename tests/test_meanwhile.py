@@ -19,11 +19,11 @@ from backends.inductor import batch
 from backends.meanwhile import do_other_work, meanwhile
 from compiled_autograd.capture import parameter_names, unnamed
 from compiled_autograd.engine import execution
-from compiled_autograd.engine.native_hits import NativeHits
+from compiled_autograd.engine.native_hits import NATIVE_HITS, NativeHits
 from compiled_autograd.engine.own_loop import running
 from compiled_autograd.errors import CacheMissError
 from compiled_autograd.policies.own_loop import OWN_LOOPS
-from tests.both_walks import own_plans
+from tests.both_walks import MODE, own_plans
 from tests.helpers import assert_same, expect, mlp
 
 
@@ -219,7 +219,10 @@ def test_who_has_turned_it_off_has_none(turned_off: Callable[[], None]) -> None:
 @pytest.fixture
 def extension(monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Grows with each time that the extension, and its own loop, are looked for."""
+    if MODE != "off":
+        pytest.skip("there the walks of every test ask for it")
     asked: list[str] = []
+    monkeypatch.setattr(NATIVE_HITS, "_wanted", 0)  # no tape of an earlier test is to be learnt
     monkeypatch.setattr(NativeHits, "module", lambda hits, settings, wanted=False: asked.append("extension"))
     monkeypatch.setattr(OWN_LOOPS, "find", lambda settings: asked.append("own loop"))
     return asked

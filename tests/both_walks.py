@@ -8,6 +8,7 @@ Otherwise no test but those of the room itself waits for the extension, and none
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import threading
@@ -47,8 +48,9 @@ def own_plans(config: pytest.Config, monkeypatch: pytest.MonkeyPatch) -> NativeH
     return hits
 
 
+@functools.cache
 def library_in(folder: Path) -> Library:
-    """The one in a folder, as soon as it is built; skips where there can be none."""
+    """The one in a folder, as soon as it is built, and loaded once; skips where there can be none."""
     if "-Werror" not in native_library._FLAGS:  # type: ignore[attr-defined]
         native_library._FLAGS += ("-Werror",)
     library = Library(folder)

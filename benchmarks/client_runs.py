@@ -25,6 +25,8 @@ from benchmarks.measure import WARM_PAIRS, alternate, compare
 Values = dict[str, Any]
 """losses: of all steps, one f64 tensor. trained: what was trained, as it is after them."""
 NUDGE = 2.0**-22
+LEAST_SECONDS = 4.0
+"""For so long turns are taken at least, however short a step is."""
 
 
 def _draws() -> tuple[Any, ...]:
@@ -139,7 +141,9 @@ def run_default(program: Program, steps: int, rounds: int) -> tuple[dict[str, An
             reasons.update(_reasons(session))
     counts, compile_seconds = _counts(session), session.stats().compile_seconds
     values = {"default": ours.values(), "beside": eager.values()}
+    started = time.perf_counter()
     alternate([eager, ours], WARM_PAIRS)
+    rounds = max(rounds, int(LEAST_SECONDS * WARM_PAIRS / (time.perf_counter() - started)))
     eager_ms, our_ms, ratio = compare(*alternate([eager, ours], rounds))
     later = Counter(session.stats().bypasses)
     later.subtract(counts["bypasses"])

@@ -50,7 +50,12 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", choices=PROGRAMS, default=list(PROGRAMS), metavar="NAME")
     parser.add_argument("--steps", type=int, default=100, help="steps that are compared, and counted")
-    parser.add_argument("--rounds", type=int, default=20, help="turns of five steps that are timed after these")
+    parser.add_argument(
+        "--rounds",
+        type=int,
+        default=20,
+        help="turns of five steps that are timed after these, or as many as take some seconds",
+    )
     parser.add_argument("--timeout", type=float, default=300.0, help="seconds that one process may take")
     parser.add_argument("--json", type=Path, help="write all results to this file")
     parser.add_argument("--markdown", type=Path, help="write the table to this file")

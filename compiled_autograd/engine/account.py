@@ -151,9 +151,8 @@ class RunAccount:
             variant.ran += seconds - proved
             if settings.tune and not proved:  # beside the real calls it takes longer than any later one
                 self.call.timed = AUTOTUNE.hit(variant, seconds, self.call.fingerprint, settings, self.call.trial)
-        may_leave = settings.tune and settings.on_unsupported == "eager" and not report.compared
-        if report.zeros and may_leave and self._gave_zeros_alone(variant):
-            REFUSALS.gave_zeros(self.call.fingerprint(), settings)
+        if report.zeros and not report.compared and self._gave_zeros_alone(variant):
+            REFUSALS.gave_zeros(self.call.fingerprint, settings)
         if OVER_BUDGET in reasons or (report.uncompiled and self.over_budget):
             ADMISSION.missed(self.call.known, self.call.taken_from)
         if not reasons and not report.compiles:

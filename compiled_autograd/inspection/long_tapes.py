@@ -48,7 +48,7 @@ class _Next:
             return
         waiting.is_emptied = True
         try:
-            while True:
+            while True:  # not a condition: see Ctrl-C in docs/internals/threads.md
                 if not waiting.nodes:
                     break
                 waiting.nodes.pop()

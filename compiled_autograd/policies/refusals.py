@@ -104,9 +104,14 @@ class Refusals:
         if reason.kind == _UNSUPPORTED and not ADMISSION.has_captured(fingerprint := tape()):
             self._leave(fingerprint, settings, reason, FIRST_SPACING, TRIES)
 
-    def gave_zeros(self, fingerprint: int, settings: Settings) -> None:
-        """All that a tape has given was zeros, of which nothing could be learnt."""
-        self._leave(fingerprint, settings, ZERO_GRADIENTS, FIRST_SPACING_OF_ZEROS, 1)
+    def gave_zeros(self, tape: Callable[[], int], settings: Settings) -> None:
+        """All that a tape has given was zeros, of which nothing could be learnt.
+
+        Args:
+            tape: gives the tape's fingerprint, and takes as long as a small backward.
+        """
+        if settings.tune and settings.on_unsupported == "eager":
+            self._leave(tape(), settings, ZERO_GRADIENTS, FIRST_SPACING_OF_ZEROS, 1)
 
     def clear(self) -> None:
         """Forget all."""

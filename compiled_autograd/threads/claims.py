@@ -181,7 +181,7 @@ class Claims:
         bell = take()
         try:
             self._bells[bell] = None  # before it is asked again: who changes something after that rings
-            while True:
+            while True:  # not a condition: see Ctrl-C in docs/internals/threads.md
                 if over():
                     break
                 bell.acquire(timeout=_SECONDS)

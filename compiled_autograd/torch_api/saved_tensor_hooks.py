@@ -15,7 +15,7 @@ def saved_tensor_hooks() -> list[Any]:
         return hooks
     put_back = itertools.starmap(torch._C._autograd._push_saved_tensors_default_hooks, hooks)
     try:
-        while True:
+        while True:  # not a condition: see Ctrl-C in docs/internals/threads.md
             top = torch._C._autograd._top_saved_tensors_default_hooks(True)
             if top is None:
                 break

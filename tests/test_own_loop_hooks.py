@@ -251,7 +251,7 @@ def test_a_hook_frees_the_last_names_of_a_long_tape() -> None:
     def program(around: Any) -> list[Any]:
         x = leaf(2)
         held = [x * 1.0]
-        for _ in range(100_000):
+        for _ in range(60_000):
             held.append(held.pop() * 1.0)
         held.append(held.pop().sum())
         node_of(held[0]).register_prehook(lambda _: held.clear())

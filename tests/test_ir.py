@@ -24,7 +24,7 @@ from compiled_autograd.engine import seam
 from compiled_autograd.errors import IllegalGraphError
 from compiled_autograd.ir.nan_checks import with_nan_checks
 
-from .helpers import mlp, switching_every
+from .helpers import in_subprocess, mlp, switching_every
 
 GOLDEN = Path(__file__).parent / "golden"
 
@@ -449,6 +449,25 @@ def test_a_search_of_living_modules_lets_other_threads_make_tuples() -> None:
     before = sys.getrefcount(model)
     parameter_names.all_parameter_names()
     assert sys.getrefcount(model) == before
+
+
+_HOOKED = """
+import sys
+from torch import nn
+from compiled_autograd.capture import parameter_names
+model, heard = nn.Linear(2, 2), []
+parameter_names.all_parameter_names()
+sys.addaudithook(lambda event, _: heard.append(event) if event.startswith("gc.") else None)
+names = parameter_names.all_parameter_names()
+assert {names[id(each)].name for each in model.parameters()} == {"weight", "bias"}
+print(heard)
+"""
+
+
+def test_no_hook_runs_while_all_objects_are_held() -> None:
+    """An audit hook is Python, which lets other threads run; so it may come before the first object, and not after."""
+    done = in_subprocess(_HOOKED)
+    assert (done.returncode, done.stdout) == (0, "['gc.get_objects']\n"), done.stderr
 
 
 def test_a_search_that_takes_long_is_not_made_for_every_model(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -224,7 +224,7 @@ def _living_modules() -> list[torch.nn.Module]:
     them (``_PyTuple_Resize``): if a list of all objects lived for longer, ``tuple(...)`` would raise there.
     """
     was_enabled = gc.isenabled()
-    gc.disable()  # a collection would move objects from one generation to the next
+    gc.disable()  # a collection would run destructors in the midst of it
     try:
         found = list(_modules_among_all_objects())
     finally:
@@ -237,7 +237,8 @@ def _modules_among_all_objects() -> Iterator[Any]:
     """To be used up in one call: its first step fills a list with all objects, of which the list is one, and its last
     step empties it."""
     objects: list[Any] = []
-    every = itertools.chain.from_iterable(map(gc.get_objects, (2, 1, 0)))
+    # One call, as an audit hook (``sys.addaudithook``; filelock 4.3 has one) is called first, and may be Python.
+    every = itertools.chain.from_iterable(itertools.starmap(gc.get_objects, ((),)))
     fill: Iterator[Any] = filter(None, map(objects.extend, (every,)))  # these two do what they do, and give nothing
     empty: Iterator[Any] = filter(None, map(list.clear, (objects,)))
     # The types are asked, not `isinstance`, which asks objects for `__class__`: some answer by running code.

@@ -127,7 +127,7 @@ class CompiledGraph(WeaklyReferred):
             if before is None or settings.dynamic is False:
                 shapes = Shapes.of(handover, settings.dynamic)
             else:
-                shapes = before.shapes.widened(handover)
+                shapes = before.shapes.widened(handover, self.tape.added_to())
                 specs = before.program.region_compiler.specs
             misses = [self._why(key, before, handover, shapes.dynamic)]
             variant = self.make(settings, ambient, handover, shapes, specs)

@@ -14,6 +14,7 @@ from shadow_cache import Call, Input, Structure
 
 from .. import ir
 from ..diagnostics.node_names import call_name, uses
+from ..guards.shapes import size_in
 from .variants import Variant
 
 
@@ -49,7 +50,8 @@ def inputs_of(tape_graph: ir.TapeGraph, variant: Variant) -> tuple[Input, ...]:
     inputs = []
     for index, spec in enumerate(variant.shapes.tensors):
         lifted = tape_graph.inputs[index]
-        names = [str(part) if isinstance(part, int) else symbols.setdefault(part, f"s{len(symbols)}") for part in spec]
+        sizes = map(size_in, spec)
+        names = [str(size) if isinstance(size, int) else symbols.setdefault(size, f"s{len(symbols)}") for size in sizes]
         user = users.get(ir.Lifted("input", index))
         where = "unused" if user is None else call_name(tape_graph, user)
         inputs.append(Input(where, lifted.dtype, lifted.device, tuple(names)))

@@ -18,6 +18,7 @@ from .records import VariantRecord
 from .variants import Handover, Shapes
 
 _STRIDES_HINT = "contiguous() where it is made would keep one layout"
+_DYNAMIC_STRIDES_HINT = "the stride is now dynamic; others are hits"
 _OTHER_SIZES = "what is stored serves other sizes; one more variant"
 
 
@@ -38,6 +39,13 @@ def values_miss(
         added_to = tape.added_to()
         pairs = zip(old.strides, new.strides, strict=True)
         strides = [was if was is None or index in added_to else now for index, (was, now) in enumerate(pairs)]
+        if dynamic and miss is None:
+            wide = old.widened(handover, added_to).tensors
+            found = [
+                now if one == other else was
+                for was, now, one, other in zip(old.strides, strides, old.tensors, wide, strict=True)
+            ]
+            miss = value_miss("layout", tape, "input", found, strides, ", strides", _DYNAMIC_STRIDES_HINT)
         miss = miss or value_miss("layout", tape, "input", old.strides, strides, ", strides", _STRIDES_HINT)
     miss = miss or value_miss("node_attribute", tape, "scalar", scalars, handover.scalars, hint=NUMBER_HINT)
     return miss or Miss("layout", f"a saved tensor of {title(tape)}", "a kind of tensor", "another kind")

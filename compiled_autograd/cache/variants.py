@@ -16,7 +16,7 @@ from shadow_cache import Timing, VariantKey
 from .. import ir
 from ..diagnostics.variant_misses import TensorKind, tensor_kind
 from ..guards.ambient import Ambient
-from ..guards.shapes import Spec, is_static, marked, promoted, static_parts, widened
+from ..guards.shapes import Spec, is_static, marked, promoted, static_parts, widened, with_strides
 from ..guards.value_kinds import kind_of_value
 from ..process_state import WeaklyReferred
 from ..reproduction.recording import Sample
@@ -104,10 +104,16 @@ class Shapes:
         """Whether as many tensors of as many dimensions were handed over."""
         return [len(spec) for spec in self.tensors] == [tensor.dim() for tensor in handover.tensors]
 
-    def widened(self, handover: Handover) -> Shapes:
-        """With a history for whatever differs from what was handed over."""
-        pairs = zip(self.tensors, handover.tensors, strict=True)
-        tensors = [widened(spec, tensor) or () for spec, tensor in pairs]
+    def widened(self, handover: Handover, added_to: Container[int]) -> Shapes:
+        """With a history for whatever differs from what was handed over.
+
+        Args:
+            added_to: of which of the tensors the strides do not matter (:meth:`ir.TapeGraph.added_to`).
+        """
+        tensors = [widened(spec, tensor) or () for spec, tensor in zip(self.tensors, handover.tensors, strict=True)]
+        for index, tensor in enumerate(handover.tensors):
+            if index not in added_to and ir.is_plain(tensor):
+                tensors[index] = with_strides(tensors[index], tensor, self.strides[index])
         sizes = widened(self.sizes, tuple(handover.sizes)) or ()
         return replace(Shapes.of(handover), tensors=tensors, sizes=sizes)
 
@@ -169,8 +175,8 @@ def tensor_records(
 
 def fits(spec: Spec, sizes: Sequence[int]) -> bool:
     """Whether sizes are as many as those of ``spec``, and those that do not change as they were."""
-    pairs = zip(spec, sizes, strict=False)
-    return len(spec) == len(sizes) and all(part == size or not isinstance(part, int) for part, size in pairs)
+    pairs = zip(static_parts(spec), sizes, strict=False)
+    return len(spec) == len(sizes) and all(part is None or part == size for part, size in pairs)
 
 
 @dataclass(slots=True, eq=False)

@@ -13,7 +13,7 @@ from shadow_cache import Miss, VariantKey
 
 from .. import ir
 from ..guards.ambient import CHECKPOINTED, TRACED
-from ..guards.shapes import SPECIAL, Guard, Origin, Spec
+from ..guards.shapes import SPECIAL, Guard, Origin, Spec, size_in
 from .node_names import uses, value_name
 
 _PARTS = (
@@ -47,7 +47,8 @@ def shape_miss(
     pairs: list[tuple[ir.Lifted, int | None, Any, Any]] = []
     for index, (old, new) in enumerate(zip(before[0], after[0], strict=True)):
         lifted = ir.Lifted("input", index)
-        pairs += [(lifted, dim, one, other) for dim, (one, other) in enumerate(zip(old, new, strict=True))]
+        both = zip(map(size_in, old), new, strict=True)
+        pairs += [(lifted, dim, one, other) for dim, (one, other) in enumerate(both)]
     for index, (one, other) in enumerate(zip(before[1], after[1], strict=True)):
         pairs.append((ir.Lifted("size", index), None, one, other))
     changes = [pair for pair in pairs if type(pair[2]) is int and type(pair[3]) is int and pair[2] != pair[3]]

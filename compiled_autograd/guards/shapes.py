@@ -3,6 +3,9 @@
 A *spec* says of one value what a program was made for: of a tensor its dimensions, of a size the one number. Each is a
 number, or a *history*: the two values that were seen when it was found to change, or one value twice where it was said
 to change from the beginning. Dimensions with one history share a symbol (:mod:`symbolic`); what holds of it is a guard.
+
+Strides are products of sizes, or numbers. Where one is neither, as that of ``hidden[:, 0]``, which has the length that
+the slice has not, the history of its dimension ends with the two strides that were seen.
 """
 
 from __future__ import annotations
@@ -14,7 +17,8 @@ from typing import Any
 import msgspec
 import torch
 
-History = tuple[int, int]
+History = tuple[int, ...]
+"""Two sizes; or a size and two strides; or two of both."""
 Spec = tuple[int | History, ...]
 SPECIAL = (0, 1)
 """Sizes for which operators do other things; they are never symbols."""
@@ -34,8 +38,42 @@ def widened(spec: Spec | None, value: Any) -> Spec | None:
     found = spec_of(value)
     if spec is None or found is None or len(spec) != len(found):
         return found
-    pairs = zip(spec, found, strict=True)
-    return tuple((old, int(new)) if isinstance(old, int) and old != new else old for old, new in pairs)  # type: ignore[arg-type]
+    return tuple(map(_widened, spec, found))
+
+
+def _widened(old: int | History, new: Any) -> int | History:
+    size = size_in(old)
+    return old if not isinstance(size, int) or size == new else (size, int(new), *strides_in(old))
+
+
+def with_strides(spec: Spec, tensor: torch.Tensor, before: Sequence[int] | None) -> Spec:
+    """``spec`` with a history where a stride differs from that in ``before`` and is no product of sizes. Where the
+    dimensions are in another order in memory, operators do other things, and nothing is made of it."""
+    order = outwards(tensor)
+    if before is None or order != sorted(order, key=before.__getitem__):
+        return spec
+    parts, product = list(spec), 1
+    for dim in order:
+        stride, part = tensor.stride(dim), parts[dim]
+        if stride not in (product, before[dim]) and not strides_in(part):
+            parts[dim] = (*((part,) if isinstance(part, int) else part), before[dim], stride)
+        product = stride * tensor.shape[dim]
+    return tuple(parts)
+
+
+def outwards(tensor: torch.Tensor) -> list[int]:
+    """The dimensions of a tensor, from the one with the smallest stride on."""
+    return sorted(range(tensor.dim()), key=lambda dim: (tensor.stride(dim), tensor.shape[dim]))
+
+
+def size_in(part: int | History) -> int | History:
+    """Of a part of a spec: the size, or the two that were seen."""
+    return part if isinstance(part, int) else part[0] if len(part) == 3 else part[:2]
+
+
+def strides_in(part: int | History) -> History:
+    """The two strides that were seen; empty where sizes tell it, or it does not change."""
+    return () if isinstance(part, int) or len(part) == 2 else part[-2:]
 
 
 def marked(tensors: Sequence[torch.Tensor], everything: bool) -> set[int]:
@@ -64,8 +102,8 @@ def is_static(spec: Spec | None) -> bool:
 
 
 def static_parts(spec: Spec) -> list[int | None]:
-    """Its numbers; None where it has a history."""
-    return [each if isinstance(each, int) else None for each in spec]
+    """Its sizes; None where one has a history."""
+    return [size if isinstance(size, int) else None for size in map(size_in, spec)]
 
 
 class Origin(msgspec.Struct, frozen=True):

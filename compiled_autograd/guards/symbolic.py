@@ -19,7 +19,7 @@ from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
 from torch.utils._sympy.numbers import int_oo
 from torch.utils._sympy.printers import PythonPrinter
 
-from .shapes import SPECIAL, Condition, Guard, History, Origin, Spec
+from .shapes import SPECIAL, Condition, Guard, History, Origin, Spec, outwards, size_in, strides_in
 
 
 @dataclass
@@ -38,8 +38,11 @@ class Symbols:
         Args:
             plain: without conjugate and negative bit.
         """
-        sizes = [self._size(each, size) for each, size in zip(spec, tensor.shape, strict=True)]
-        strides = _strides(tensor, sizes)
+        sizes = [self._size(size_in(each), size) for each, size in zip(spec, tensor.shape, strict=True)]
+        own: list[Any] = list(tensor.stride())
+        if position is not None:
+            own = [self._size(strides_in(part) or stride, stride) for part, stride in zip(spec, own, strict=True)]
+        strides = _strides(tensor, sizes, own)
         if position is not None:
             for what, numbers in (("size", sizes), ("stride", strides)):
                 self._bindings.extend((Origin(position, what, dim), number) for dim, number in enumerate(numbers))
@@ -142,18 +145,18 @@ def _condition(expression: Any, names: Mapping[sympy.Symbol, str], origin: Origi
     return Condition(_InBraces().doprint(expression), symbols, origin)
 
 
-def _strides(tensor: torch.Tensor, sizes: Sequence[Any]) -> list[Any]:
+def _strides(tensor: torch.Tensor, sizes: Sequence[Any], own: Sequence[Any]) -> list[Any]:
     """The tensor's strides, as products of ``sizes`` where they are such.
 
-    Where there is a gap, as in a piece of a fused projection, that stride is a number, and those further out may be
-    products of it: of the strides ``(96 * T, 8, 96, 1)`` of sizes ``(B, 4, T, 8)`` that is the first one.
+    Where there is a gap, as in a piece of a fused projection, that stride is the one in ``own``, and those further out
+    may be products of it: of the strides ``(96 * T, 8, 96, 1)`` of sizes ``(B, 4, T, 8)`` that is the first one.
     """
-    strides: list[Any] = list(tensor.stride())
+    strides: list[Any] = list(own)
     expected: Any = 1
     value = 1
-    for dim in sorted(range(tensor.dim()), key=lambda dim: (strides[dim], tensor.shape[dim])):
+    for dim in outwards(tensor):
         if tensor.stride(dim) != value:
-            expected = value = tensor.stride(dim)
+            expected, value = own[dim], tensor.stride(dim)
         strides[dim] = expected
         expected, value = expected * sizes[dim], value * tensor.shape[dim]
     return strides

@@ -19,6 +19,7 @@ from ..cache.graphs import CompiledGraph
 from ..cache.metadata import structure_of
 from ..cache.variants import Variant
 from ..diagnostics.node_names import title
+from ..guards.shapes import size_in
 from ..settings import Settings
 from ..versions import VERSION
 from .memory import memory_of, run_without_memory
@@ -186,9 +187,10 @@ def _variant(number: int, variant: Variant) -> data.Variant:
 
 
 def _some_shapes(specs: Iterable[Sequence[Any]]) -> str:
-    sizes = [
-        f"[{', '.join(str(each) if isinstance(each, int) else f'{each[0]} or {each[1]}' for each in spec)}]"
+    shapes = [
+        [str(size) if isinstance(size, int) else f"{size[0]} or {size[1]}" for size in map(size_in, spec)]
         for spec in specs
     ]
+    sizes = [f"[{', '.join(shape)}]" for shape in shapes]
     more = f" and {len(sizes) - 12} more" if len(sizes) > 12 else ""
     return " ".join(sizes[:12]) + more

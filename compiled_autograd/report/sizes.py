@@ -14,6 +14,7 @@ import torch
 from torch import fx
 
 from ..cache.variants import Variant
+from ..guards.shapes import size_in
 from ..steps.steps import CompiledRegion, RegionStep
 from ..torch_api.dtype_names import short_name
 
@@ -85,7 +86,8 @@ def given_tensors(variant: Variant) -> dict[fx.Node, Any]:
 
 def _last(part: Any) -> int:
     """A size, or the one that was seen last of a size that changes."""
-    return part if isinstance(part, int) else part[1]
+    size = size_in(part)
+    return size if isinstance(size, int) else size[1]
 
 
 def _empty(sizes: Any, strides: Any, dtype: str) -> torch.Tensor:

@@ -225,6 +225,15 @@ def test_sizes_of_other_variants_are_timed_on_both_sides(monkeypatch: pytest.Mon
     assert "not_worth_it" not in session.stats().bypasses
 
 
+def test_nor_is_one_waited_for_where_nothing_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(autotune, "SAMPLES_PER_SIDE", 8)
+    monkeypatch.setattr(sketches, "PATIENCE_OF_ALL", 16)
+    _run(ca.enable(backend="eager", tune=True), nn.Parameter(torch.randn(8)), 7)
+    assert autotune.AUTOTUNE.active
+    labels = _run(ca.enable(backend="eager", tune=False), nn.Parameter(torch.randn(8)), 120)
+    assert set(labels) == {"hit"} and not autotune.AUTOTUNE.active
+
+
 def test_hits_that_are_compared_with_the_real_calls_are_not_timed() -> None:
     session = ca.enable(backend="eager", tune=True)
     weight, other = nn.Parameter(torch.zeros(8)), nn.Parameter(torch.ones(8))
@@ -666,6 +675,10 @@ def test_what_is_far_apart_is_timed_more_often(monkeypatch: pytest.MonkeyPatch) 
     wide, narrow = [1.0, 5.0, 9.0], [0.5, 0.5, 0.6]
     assert not decided(wide, narrow) and not decided(narrow, wide)
     assert decided(3 * wide, 3 * narrow) and decided(narrow, [2.0, 2.0, 2.1])
+    small, big = [0.5, 0.5, 0.5, 0.9], [3.0] * 4
+    timing = _trial(small + big, [0.6, 0.6, 0.7, 1.0, 2.0, 2.0, 2.0, 2.0]).decide()
+    assert timing is not None and timing.goes_on == "compiled", "what is lost with one size is won with the other"
+    assert _trial([1.0, 9.0], [1.0, 9.0]).decide() is not None
 
 
 def test_in_a_new_process_it_is_seen_but_not_taken_over(tmp_path: Path, clock: dict[str, float]) -> None:

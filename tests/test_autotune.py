@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import math
 import os
 import threading
 import time
@@ -43,6 +44,7 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(autotune, "COLD", 0)
     monkeypatch.setattr(autotune, "COLDER", 0.0)
     monkeypatch.setattr(autotune, "CLOSE", (1.0, 1.0))
+    monkeypatch.setattr(autotune, "WIDE", math.inf)
     monkeypatch.setattr(autotune, "BACKWARDS_BEFORE_RETRIAL", 5)
     yield
 
@@ -153,19 +155,30 @@ def test_a_slow_while_decides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
     assert session.stats().bypasses == {"tuning": 10}
 
 
-def test_a_trial_of_what_does_not_come_again_ends(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Other sizes have its fingerprint too: they would never be timed, and each of them be looked at for ever."""
+def test_a_trial_that_gets_no_further_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As one whose hits are all compared with the real calls: each backward would be looked at for ever."""
     monkeypatch.setattr(autotune, "SAMPLES_PER_SIDE", 8)
     monkeypatch.setattr(autotune, "PATIENCE", 3)
     session = ca.enable(backend="eager", tune=True)
     _run(session, nn.Parameter(torch.randn(8)), 7)
-    ((key, trial),) = autotune.AUTOTUNE._trials.items()
+    ((_, trial),) = autotune.AUTOTUNE._trials.items()
     assert trial.turn > 0
-    _run(session, nn.Parameter(torch.randn(9)), 25)
+    monkeypatch.setattr(autotune.AUTOTUNE, "hit", lambda *given: None)
+    _run(session, nn.Parameter(torch.randn(8)), 12)
+    assert not autotune.AUTOTUNE.active
+
+
+def test_a_trial_goes_on_with_other_sizes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """They have its fingerprint too."""
+    monkeypatch.setattr(autotune, "SAMPLES_PER_SIDE", 8)
+    monkeypatch.setattr(autotune, "MAX_TIME_RATIO", 1e9)
+    session = ca.enable(backend="eager", tune=True)
+    _run(session, nn.Parameter(torch.randn(8)), 7)
+    ((key, trial),) = autotune.AUTOTUNE._trials.items()
+    _run(session, nn.Parameter(torch.randn(9)), 36)
     ((first, second),) = [graph.variants for graph in session.graphs()]
-    assert trial.held() is first
-    now = autotune.AUTOTUNE._trials.get(key)
-    assert second.timing is not None or (now is not None and now.held() is second)
+    assert trial.held() is first and first.timing is not None
+    assert second.timing is not None or autotune.AUTOTUNE._trials[key].held() is second
 
 
 def test_a_trial_of_a_tape_that_never_comes_again_ends(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -189,6 +202,36 @@ def test_a_trial_of_a_tape_that_never_comes_again_ends(monkeypatch: pytest.Monke
     assert first not in [each.held() for each in autotune.AUTOTUNE._trials.values()]
     _run(session, nn.Parameter(torch.randn(8)), 40)
     assert first.timing is not None, "it was begun again"
+
+
+def test_sizes_of_other_variants_are_timed_on_both_sides(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Sizes that take turns: eager's backwards of a trial have both, and so do those that are compiled. Where hits of
+    one variant alone were timed, small ones made eager fast, and all was left to it for ever."""
+    for name, value in (("SAMPLES_PER_SIDE", 8), ("IN_A_ROW", 5), ("COLD", 1), ("CLOSE", (0.9, 1.15))):
+        monkeypatch.setattr(autotune, name, value)
+    big, small = nn.Parameter(torch.randn(8)), nn.Parameter(torch.randn(3, 3))
+    takes = {"seconds": 1.0}
+    real = autotune.AUTOTUNE.eager
+    monkeypatch.setattr(autotune.AUTOTUNE, "eager", lambda trial, seconds: real(trial, 2 * takes["seconds"]))
+    took = Autotune.took
+    monkeypatch.setattr(autotune.AUTOTUNE, "took", lambda trial, seconds: took(trial, takes["seconds"]))
+    session = ca.enable(backend="eager", tune=True)
+    for _ in range(60):
+        for weight, seconds in ((big, 10.0), (small, 1.0)):
+            takes["seconds"] = seconds
+            _run(session, weight, 1)
+    timings = [variant.timing for graph in session.graphs() for variant in graph.variants]
+    assert len(timings) == 2 and all(each is not None and each.goes_on == "compiled" for each in timings)
+    assert "not_worth_it" not in session.stats().bypasses
+
+
+def test_nor_is_one_waited_for_where_nothing_is_timed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(autotune, "SAMPLES_PER_SIDE", 8)
+    monkeypatch.setattr(sketches, "PATIENCE_OF_ALL", 16)
+    _run(ca.enable(backend="eager", tune=True), nn.Parameter(torch.randn(8)), 7)
+    assert autotune.AUTOTUNE.active
+    labels = _run(ca.enable(backend="eager", tune=False), nn.Parameter(torch.randn(8)), 120)
+    assert set(labels) == {"hit"} and not autotune.AUTOTUNE.active
 
 
 def test_hits_that_are_compared_with_the_real_calls_are_not_timed() -> None:
@@ -268,6 +311,18 @@ def test_what_is_done_around_a_hit_is_part_of_its_time(monkeypatch: pytest.Monke
     labels = _run(session, nn.Parameter(torch.randn(8)), 14)
     assert labels[4:9] == ["tuning", "hit", "tuning", "hit", "tuning"]
     assert labels[9:14] == ["not_worth_it"] * 5
+
+
+def test_a_hit_that_another_thread_has_decided_about_is_timed_for_nobody() -> None:
+    class Deciding(Trial):
+        """Another thread decides in the midst of what this one does."""
+
+        def last_counts(self) -> bool:
+            self.eager, self.compiled = [], []
+            return True
+
+    held: Any = lambda: None  # noqa: E731
+    Autotune.took(Deciding((0, None, False), held, compiled=[1.0]), 2.0)
 
 
 def test_what_others_on_the_machine_take_decides_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -608,6 +663,22 @@ def test_what_is_close_is_timed_more_often(monkeypatch: pytest.MonkeyPatch) -> N
     assert decided(1.2, 1.0, 8) and decided(0.85, 1.0, 8) and not decided(0.85, 1.0, 7)
     assert not decided(1.0, 1.0, 8) and not decided(1.1, 1.0, 23)
     assert decided(1.0, 1.0, 24) and decided(1.1, 1.0, 24)
+
+
+def test_what_is_far_apart_is_timed_more_often(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where lengths change from one step to the next."""
+    monkeypatch.setattr(autotune, "WIDE", 1.5)
+
+    def decided(eager: list[float], compiled: list[float]) -> bool:
+        return _trial(eager, compiled).is_decided()
+
+    wide, narrow = [1.0, 5.0, 9.0], [0.5, 0.5, 0.6]
+    assert not decided(wide, narrow) and not decided(narrow, wide)
+    assert decided(3 * wide, 3 * narrow) and decided(narrow, [2.0, 2.0, 2.1])
+    small, big = [0.5, 0.5, 0.5, 0.9], [3.0] * 4
+    timing = _trial(small + big, [0.6, 0.6, 0.7, 1.0, 2.0, 2.0, 2.0, 2.0]).decide()
+    assert timing is not None and timing.goes_on == "compiled", "what is lost with one size is won with the other"
+    assert _trial([1.0, 9.0], [1.0, 9.0]).decide() is not None
 
 
 def test_in_a_new_process_it_is_seen_but_not_taken_over(tmp_path: Path, clock: dict[str, float]) -> None:

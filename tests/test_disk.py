@@ -155,6 +155,36 @@ def test_graphs_that_were_found_can_be_looked_at(folder: Path) -> None:
             assert graph.readable() and "variants" in repr(graph)
 
 
+_OF_A_SUBCLASS = """
+import torch, compiled_autograd as ca
+
+class Doubles(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x): return x * 2
+    @staticmethod
+    def backward(ctx, grad): return grad * 2
+
+class Mine(torch.Tensor): pass
+
+session = ca.enable(backend="eager")
+x, y = torch.ones(4, 4, requires_grad=True), torch.ones(4, 4)
+for _ in range(4):
+    x.grad = None
+    loss = Doubles.apply(Doubles.apply(x * y).sin()).sum()
+    (expected,) = torch.autograd.grad(loss, x, retain_graph=True)
+    with session:
+        loss.as_subclass(Mine).backward()
+    assert torch.equal(x.grad, expected)
+print(session.stats().hits)
+"""
+
+
+def test_small_regions_are_found_where_no_function_is_overridden(folder: Path) -> None:
+    """As in the backward of a loss of a subclass: what traces the stored text could not, and the user got its error."""
+    outcomes = [in_subprocess(_OF_A_SUBCLASS, COMPILED_AUTOGRAD_CACHE_DIR=str(folder)) for _ in range(2)]
+    assert [each.stdout.strip() for each in outcomes] == ["3", "4"], outcomes[1].stderr[-2000:]
+
+
 def test_two_sessions_have_two_folders(folder: Path) -> None:
     other = folder.with_name("other")
     expect(_run(static, folder).stats(), structure_misses=1, compiles=1)

@@ -50,7 +50,7 @@ def look(call: Call, session: Session) -> Trial | Tape | Refusal | None:
         call.taken_from = key
         return _taken_for(call, before.found)
     trial = tape = refusal = None
-    if settings.tune and AUTOTUNE.active:
+    if AUTOTUNE.active:
         trial = call.trial = AUTOTUNE.find(call.fingerprint(), settings, before)
         if trial is not None and trial.verdict is None:
             if key is not None:

@@ -6,6 +6,7 @@ captured. How it comes there stands in ``docs/internals/engine.md``. Written aga
 from __future__ import annotations
 
 import functools
+import importlib
 from collections.abc import Callable, Sequence
 from time import perf_counter
 from typing import Any
@@ -126,6 +127,7 @@ def install() -> None:
     if isinstance(Variable._execution_engine, Engine):
         return
     default_dir()  # imports what it needs: else a backward might, and one in its midst find half of it
+    importlib.import_module("shadow_cache.store")
     code = torch.autograd.graph._engine_run_backward.__code__
     engine = Variable._execution_engine = Engine()
     FAST_PATH.install = functools.partial(_come_first, engine, engine.run_backward)

@@ -117,7 +117,8 @@ def graph_of(code: str) -> fx.GraphModule:
     module = type("Lowered", (torch.nn.Module,), {"forward": namespace["forward"]})()
     for constant in sorted(set(re.findall(r"\bself\.(\w+)", code))):
         module.register_buffer(constant, torch.empty(0))
-    return fx.symbolic_trace(module)
+    with torch._C._EnableTorchFunction():  # off in the backward of a loss of a subclass
+        return fx.symbolic_trace(module)
 
 
 def copy_of(graph_module: fx.GraphModule) -> fx.GraphModule:

@@ -36,6 +36,8 @@ SAMPLES_PER_SIDE = 8
 CLOSE, SAMPLES_OF_CLOSE = (0.9, 1.15), 3
 """Where the compiled ones take so much of eager's it is close, and so many times as many count: medians of eight are
 off by a tenth now and then."""
+WIDE = 1.5
+"""As many count where the quartiles of one way are so far apart, as where sizes change."""
 IN_A_ROW, COLD = 5, 1
 """So many in a row are timed one way. The first of these finds the caches as the other way has left them, which costs a
 small backward more than the two ways differ by, and does not count."""
@@ -120,8 +122,9 @@ class Trial:
         eager, compiled = self.eager, self.compiled  # another thread may decide, and begin other lists
         samples = min(len(eager), len(compiled))
         if samples >= SAMPLES_PER_SIDE:
-            less, more = CLOSE
-            return samples >= SAMPLES_OF_CLOSE * SAMPLES_PER_SIDE or not less < _ratio(eager, compiled) < more
+            if samples >= SAMPLES_OF_CLOSE * SAMPLES_PER_SIDE:
+                return True
+            return not (CLOSE[0] < _ratio(eager, compiled) < CLOSE[1] or _is_wide(eager) or _is_wide(compiled))
         again = len(compiled) > PLAIN_SAMPLES
         if not again or samples < PLAIN_SAMPLES or min(compiled) <= max(eager):
             return False
@@ -138,7 +141,7 @@ class Trial:
         if len(timed) < 2:
             return None
         self.ratio = _ratio(*timed)
-        eager, compiled = 1e3 * _out_of_a_trial(timed[0]), 1e3 * statistics.median_low(timed[1])
+        eager, compiled = 1e3 * _out_of_a_trial(timed[0]), 1e3 * _middle(timed[1])
         if before is not None:
             compiled *= math.sqrt(before / max(self.ratio, _LEAST))
         goes_on = "compiled" if compiled <= MAX_TIME_RATIO * eager else "eager"
@@ -152,13 +155,24 @@ class Trial:
 
 def _out_of_a_trial(eager: list[float]) -> float:
     """What eager's would take there: at least half of what was timed. Of two rows one may have come in a slow while."""
-    median = statistics.median_low(eager)
-    return max(median - COLDER, median / 2, _LEAST)
+    middle = _middle(eager)
+    return max(middle - COLDER, middle / 2, _LEAST)
 
 
 def _ratio(eager: list[float], compiled: list[float]) -> float:
     """The time of the compiled ones by eager's."""
-    return statistics.median_low(compiled) / _out_of_a_trial(eager)
+    return _middle(compiled) / _out_of_a_trial(eager)
+
+
+def _is_wide(times: list[float]) -> bool:
+    """Whether they are too far apart for a few of them to have a median."""
+    ordered = sorted(times)
+    return ordered[3 * len(ordered) // 4] > WIDE * ordered[len(ordered) // 4]
+
+
+def _middle(times: list[float]) -> float:
+    """Their median; the mean of what is far apart, but for the ends: of two sizes either may be the median."""
+    return statistics.mean(sorted(times)[1:-1] or times) if _is_wide(times) else statistics.median_low(times)
 
 
 def now() -> float:
@@ -194,7 +208,7 @@ class Autotune:
         if self._round.is_over(before):
             self._end_those_of_no_tape()
         trial = self._trials.get((fingerprint, settings.key, OWN_LOOPS.on(settings)))
-        if trial is None:
+        if trial is None or not settings.tune:
             return None
         if trial.verdict is None:
             trial.idle += 1
@@ -236,12 +250,14 @@ class Autotune:
         Returns:
             The trial that this is timed for: :meth:`took` is to be told how long it was in all.
         """
+        if known is not None and self._trials.get(known.key) is known:
+            held = known.held()
+            if held is not None and held.structure is variant.structure:  # eager's backwards have all sizes too
+                return self._timed(known, seconds)
         if variant.hits < variant.next_trial and (
             not variant.timed_beside or OWN_LOOPS.on(settings) in variant.timed_beside
         ):
             return None
-        if known is not None and known.held() is variant and self._trials.get(known.key) is known:
-            return self._timed(known, seconds)
         OWN_LOOPS.find(settings)  # it is not to be found in the middle of a trial
         looped = OWN_LOOPS.on(settings)
         key = (tape(), variant.key.settings, looped)
@@ -254,7 +270,7 @@ class Autotune:
             self._change(key, trial)
             while len(self._trials) > _MAX_TRIALS:
                 self._change(next(iter(self._trials)), None)
-        return self._timed(trial, seconds) if trial.held() is variant else None
+        return self._timed(trial, seconds)
 
     def _timed(self, trial: Trial, seconds: float) -> Trial | None:
         if trial.verdict is not None:
@@ -267,8 +283,9 @@ class Autotune:
     def took(trial: Trial, seconds: float) -> None:
         """The hit that was timed last took so long with what is done before and after it, which is part of the price:
         ten microseconds are a tenth of a small backward."""
-        if trial.compiled and trial.last_counts():
-            trial.compiled[-1] = seconds
+        compiled = trial.compiled  # another thread may decide, and begin another list
+        if compiled and trial.last_counts():
+            compiled[-1] = seconds
 
     def eager(self, trial: Trial, seconds: float) -> None:
         """The eager engine has run a backward of a tape that is on trial."""

@@ -217,3 +217,20 @@ def test_another_process_loads_it(backend: str, tmp_path: Path) -> None:
     assert (first.returncode, first.stdout.split()[0]) == (0, "2"), first.stderr
     again = in_subprocess(code.replace("LENGTHS", "(6, 11, 9)"))
     assert (again.returncode, again.stdout.split()[0]) == (0, "0"), again.stdout + again.stderr
+
+
+# ---- strides of what has sizes that change already -------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize("dynamic", [None, True])
+def test_a_stride_that_changes_after_the_sizes_is_a_symbol_too(backend: str, dynamic: bool | None) -> None:
+    weight, session = torch.randn(2, requires_grad=True), ca.enable(backend=backend, tune=False, dynamic=dynamic)
+    for sizes in ((3, 5), (4, 5), (4, 7), (4, 9), (5, 11), (3, 13), (6, 8), (4, 4)):
+        x, weight.grad = torch.randn(*sizes, 2)[:, 0], None
+        loss = (x @ weight).sin().sum()
+        wanted = torch.autograd.grad(loss, [weight], retain_graph=True)
+        with session:
+            loss.backward()
+        assert_same([weight.grad], wanted, bitwise=backend == "eager")
+    assert session.stats().shape_misses <= 2 and session.stats().hits >= 5, session.stats()

@@ -173,3 +173,12 @@ class Guard:
         values: dict[str, Any] = {"a": arguments, "math": math}
         values.update({symbol: origin.among(arguments) for symbol, origin in self.origins})
         return next((condition for condition in self.conditions if not eval(str(condition), values)), None)
+
+    def with_strides(self, spec: Spec, tensor: torch.Tensor, argument: int) -> Spec:
+        """``spec`` of an argument with a history where a stride was to be another number than that of ``tensor``."""
+        before = list(tensor.stride())
+        for condition in self.conditions:
+            origin = condition.origin
+            if origin is not None and (origin.argument, origin.what) == (argument, "stride") and not condition.symbols:
+                before[origin.dim] = int(condition.expression)
+        return with_strides(spec, tensor, before)

@@ -35,7 +35,7 @@ from . import aten
 from .graph_hash import graph_hash
 from .lower import Lowered, leaf_of, lower
 from .stored_regions import InMemoryGraph, Made, StoredRegions, copy_of
-from .wiring import all_copied, owned
+from .wiring import all_copied, owned, strides_widened
 
 COMPILING = compiles_under(threading.RLock())  # neither tracing nor Inductor can be used by two threads at once
 _MAX_OPAQUE = 4
@@ -101,10 +101,8 @@ class RegionCompiler:
 
     def find(self, step: RegionStep, slots: Slots) -> tuple[bool, CompiledRegion | None]:
         """What was compiled for the values in hand, if anything was; None where its calls are to run one by one."""
-        some = step.known_quickly(slots)
-        if some is None:
-            some = step.known(self.kind(step, slots), slots, changes=self.dynamic)
-        for compiled in some:
+        quickly = step.known_quickly(slots)
+        for compiled in step.known(self.kind(step, slots), slots, self.dynamic) if quickly is None else quickly:
             if (
                 compiled is None
                 or compiled.guard is None
@@ -258,7 +256,9 @@ class RegionCompiler:
         """What was found to hold of the symbols when the region was compiled does not hold now."""
         assert compiled.guard is not None
         nodes = [step.region.inputs[position] for position in compiled.wiring.taken]
-        return guard_miss(compiled.guard, [slots[slot] for slot in compiled.arguments], list(map(self.name_of, nodes)))
+        arguments = [slots[slot] for slot in compiled.arguments]
+        self.specs.update(strides_widened(compiled.guard, nodes, arguments, self.specs))
+        return guard_miss(compiled.guard, arguments, list(map(self.name_of, nodes)))
 
     def _other_kind(self, step: RegionStep, new: tuple[Any, ...], old: tuple[Any, ...]) -> Miss:
         """What an earlier step handed on differs in shape, strides, dtype or definedness from what was compiled for."""
@@ -312,8 +312,7 @@ class RegionCompiler:
                     about = (lowered.examples, step, lowered.wiring, self.leaf_name)
                     lowered.graph_module = run_passes(self.passes, lowered.graph_module, *about)
                 aten.verify(lowered.graph_module)
-            stage = "compile"
-            with context.report.timed(stage):
+            with context.report.timed(stage := "compile"):
                 graph = copy_of(lowered.graph_module)
                 made = self._compile(lowered, compile, context)
                 guard = None if lowered.symbols is None else lowered.symbols.guard()

@@ -2,16 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import msgspec
 import torch
+from torch import fx
 
-from ..guards.shapes import Spec, is_static
+from ..guards.shapes import Guard, Spec, is_static
+from ..ir import is_plain
 from ..steps.accumulate import obeys_layout, outermost_first
 from ..steps.memory import first_along, memory_of, repeated
-from ..steps.steps import Wiring, lies_apart
+from ..steps.steps import Wiring, is_given, lies_apart
 
 
 def owned(
@@ -75,6 +77,17 @@ def restrided(wiring: Wiring, like: Mapping[int, torch.Tensor]) -> Wiring | None
         values=tuple(pair for pair in wiring.values if pair[0] not in like),
         permuted=(*wiring.permuted, *((each, given[each], _order(one)) for each, one in like.items())),
     )
+
+
+def strides_widened(
+    guard: Guard, nodes: Sequence[fx.Node], arguments: Sequence[Any], specs: Mapping[fx.Node, Spec]
+) -> Iterator[tuple[fx.Node, Spec]]:
+    """Specs of those of a region's arguments whose strides are others than its guard asks for: these are symbols from
+    now on. Of tensors with sizes that change, guards alone ask for strides, so no other variant is made."""
+    for argument, (node, value) in enumerate(zip(nodes, arguments, strict=True)):
+        spec = specs.get(node)
+        if spec is not None and is_given(node) and is_plain(value) and not is_static(spec):
+            yield node, guard.with_strides(spec, value, argument)
 
 
 def _order(tensor: torch.Tensor) -> tuple[int, ...]:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import math
 import os
 import subprocess
 import sys
@@ -13,11 +14,13 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import nn
 
 import compiled_autograd as ca
 from compiled_autograd.cache.graphs import CompiledGraph
+from compiled_autograd.policies import autotune
 
 MakeLoss = Callable[[Any], Any]
 ROOT = Path(__file__).resolve().parent.parent
@@ -118,6 +121,12 @@ class Result:
     def graph(self) -> CompiledGraph:
         assert self.session.last is not None and self.session.last.graph is not None
         return self.session.last.graph
+
+
+def trials_of_two_rows(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Have trials decide with two rows on each side, whatever the times are: else one may do, or six are needed."""
+    for name, value in (("PLAINLY_SLOWER", math.inf), ("WIDE", math.inf), ("CLOSE", (1.0, 1.0))):
+        monkeypatch.setattr(autotune, name, value)
 
 
 def expect(

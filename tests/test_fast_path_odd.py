@@ -18,11 +18,10 @@ from compiled_autograd.engine.fast_path.arming import FAST_PATH
 from compiled_autograd.engine.native_hits import NativeHits
 from compiled_autograd.engine.session import Session
 from compiled_autograd.guards import ambient
-from compiled_autograd.policies import autotune
 from compiled_autograd.policies.background import Background
 from compiled_autograd.torch_api import op_registry
 
-from .helpers import assert_same, mlp
+from .helpers import assert_same, mlp, trials_of_two_rows
 from .test_fast_path import _UNTIL_FAST, Make, _eager, _session, _step, _until_fast
 from .test_fast_path import hits as hits  # a fixture, as the next
 from .test_fast_path import net as net
@@ -52,7 +51,7 @@ def test_in_what_torch_compile_runs_as_python(hits: NativeHits, net: tuple[Make,
 
 def test_each_of_two_variants_is_timed(hits: NativeHits, monkeypatch: pytest.MonkeyPatch) -> None:
     """Also where the tape was taken with the plan as another variant of it has it."""
-    monkeypatch.setattr(autotune, "PLAINLY_SLOWER", float("inf"))  # else half of that may do
+    trials_of_two_rows(monkeypatch)
     model, inputs = mlp(depth=1), [torch.randn(rows, 8) for rows in (3, 5)]
     session, served = _session(tune=True, dynamic=False, compile_budget=float("inf")), FAST_PATH.served
     for step in range(150):

@@ -23,7 +23,7 @@ from compiled_autograd.policies.background import BACKGROUND
 from compiled_autograd.policies.refusals import REFUSALS, Refusal
 from compiled_autograd.policies.sketches import SKETCHES
 
-from .helpers import assert_same, mlp
+from .helpers import assert_same, mlp, trials_of_two_rows
 from .test_fast_path import Make, _counters, _eager, _session, _step, _train, _until_fast, error_in_its_middle
 from .test_fast_path import hits as hits  # a fixture, as the next
 from .test_fast_path import net as net
@@ -146,8 +146,7 @@ def test_a_trial_times_what_will_serve(
     hits: NativeHits, net: tuple[Make, list[torch.Tensor]], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The first hit of a trial is Python's, which begins it; the others are not."""
-    for name in ("PLAINLY_SLOWER", "WIDE"):  # else half of it may do, or more is needed
-        monkeypatch.setattr(autotune, name, float("inf"))
+    trials_of_two_rows(monkeypatch)
     make, leaves = net
     session, served = _session(tune=True), FAST_PATH.served
     for step in range(60):

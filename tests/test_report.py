@@ -19,7 +19,6 @@ from torch.profiler import profile
 import compiled_autograd as ca
 import shadow_cache
 from backends.eager import EagerBackend
-from compiled_autograd.policies import autotune
 from compiled_autograd.report.step_log import MAX_FIRST, MAX_LAST, StepLog
 from shadow_cache import Bypass, Miss
 from shadow_cache.cli import main
@@ -28,7 +27,7 @@ from shadow_cache.report.modules import modules_of
 from shadow_cache.report.texts import code_lines
 
 from . import cli_records as stored
-from .helpers import ROOT, WAIT, assert_grads
+from .helpers import ROOT, WAIT, assert_grads, trials_of_two_rows
 from .report_pages import CLASS_NAME, MARKUP, Net, Page, report_of, trained
 
 ALLOWED = {
@@ -179,7 +178,7 @@ def test_memory_ends_with_the_gradients(written: tuple[ca.Session, Page]) -> Non
 
 
 def test_eager_stands_beside_compiled_where_it_was_timed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(autotune, "PLAINLY_SLOWER", float("inf"))  # else half of that may do
+    trials_of_two_rows(monkeypatch)
     model = nn.Linear(4, 1)
     session = trained(model, 60, tune=True)
     assert session.stats().bypasses["tuning"] == 10

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import functools
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from time import perf_counter
 from typing import Any
 
@@ -22,7 +22,7 @@ from ..capture.tape import sketch
 from ..diagnostics.bypass import DEEP, MAX_NESTED
 from ..native.interface import FastPath, Module
 from ..policies.own_loop import OWN_LOOPS
-from ..policies.sketches import SKETCHES, UNKNOWN
+from ..policies.sketches import SKETCHES, UNKNOWN, Known
 from ..threads.gate import GATE, threads_running
 from ..threads.others import have_them_wait
 from ..torch_api.dynamo import keep_from_dynamo
@@ -35,7 +35,7 @@ from .execution import depth, on_eager, running
 from .fast_path.arming import FAST_PATH
 from .own_loop.running import ANSWERS, answering, find, in_own_loop
 from .seam import walking
-from .session import BYPASS, Outcome, thread
+from .session import BYPASS, Here, Outcome, thread
 
 
 class Engine(_ImperativeEngine):
@@ -59,24 +59,26 @@ class Engine(_ImperativeEngine):
                 here, tensors, grad_tensors, keep_graph, create_graph, inputs, allow_unreachable, accumulate_grad
             )
         sketched = None
-        if session is not None and SKETCHES.known and not create_graph:
-            if here.unseen and here.known.left > 0 and here.number == session.number:
+        if session is not None and (here.unseen or SKETCHES.known) and not create_graph:
+            known = here.known
+            if here.unseen and known.left > 0 and here.number == session.number:
                 here.unseen -= 1
                 here.skipped += 1
-                known = here.known
             else:
                 sketched = sketch(tensors, inputs, here)
-                known = SKETCHES.known.get((session.number, sketched), UNKNOWN)
-                if known.left > 0 and known.verdict is not None:
-                    here.took_for(known, session.number)
-            if known.left > 0 and (verdict := known.verdict) is not None:
+                known = _known(here, session.number, sketched)
+            verdict = known.verdict
+            if verdict is not None and known.left > 0:
                 known.left -= 1  # what is left to eager for its own good goes no further: it may take ten microseconds
-                here.tries = known.tries
-                may_loop = accumulate_grad and session.may_loop and known.tries.is_time()
-                runs = in_own_loop if may_loop else on_eager
-                all_ = here, tensors, grad_tensors, keep_graph, create_graph, inputs, allow_unreachable, accumulate_grad
                 try:
-                    return runs(*all_)
+                    if accumulate_grad and session.may_loop and known.tries.is_time():
+                        here.tries = known.tries
+                        return in_own_loop(
+                            here, tensors, grad_tensors, keep_graph, create_graph, inputs, allow_unreachable, True
+                        )
+                    return on_eager(
+                        here, tensors, grad_tensors, keep_graph, False, inputs, allow_unreachable, accumulate_grad
+                    )
                 finally:
                     left = session.left
                     if left is not None and left.verdict is verdict:
@@ -120,6 +122,16 @@ _ANSWERS: dict[str, Callable[..., Any]] = {
 }
 """Questions about the backward that is under way, which Python asks of ``torch._C``: checkpointing, hooks over several
 gradients, FSDP."""
+
+
+def _known(here: Here, number: int, sketched: Hashable) -> Known:
+    """What a tape's sketch has led to under the settings of that number."""
+    if here.known.left <= 0:
+        here.unseen = 0
+    known = SKETCHES.known.get((number, sketched), UNKNOWN)
+    if known.left > 0 and known.verdict is not None:
+        here.took_for(known, number)
+    return known
 
 
 def install() -> None:

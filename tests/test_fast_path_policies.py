@@ -147,6 +147,7 @@ def test_a_trial_times_what_will_serve(
 ) -> None:
     """The first hit of a trial is Python's, which begins it; the others are not."""
     trials_of_two_rows(monkeypatch)
+    monkeypatch.setattr(autotune, "MAX_TIME_RATIO", 1e9)  # hits go on
     make, leaves = net
     session, served = _session(tune=True), FAST_PATH.served
     for step in range(60):
@@ -161,7 +162,7 @@ def test_a_trial_times_what_will_serve(
     (variant,) = graph.variants
     assert variant.timing is not None and variant.timing.samples == autotune.SAMPLES_PER_SIDE
     timed = FAST_PATH.served - served - before
-    assert timed >= autotune.SAMPLES_PER_SIDE - 1  # or more, where it is not left to eager
+    assert timed >= autotune.SAMPLES_PER_SIDE - 1
 
 
 def test_a_tape_beside_one_that_is_left_to_eager(hits: NativeHits, monkeypatch: pytest.MonkeyPatch) -> None:

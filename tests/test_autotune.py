@@ -24,9 +24,10 @@ from compiled_autograd.cache.variants import Variant
 from compiled_autograd.capture import tape
 from compiled_autograd.diagnostics import reporting
 from compiled_autograd.engine import engine
-from compiled_autograd.engine.session import LEFT_BEFORE_LOOKING_AWAY, LOOKS_AWAY, Here, Session
-from compiled_autograd.policies import autotune, sketches
-from compiled_autograd.policies.autotune import Autotune, Trial
+from compiled_autograd.engine import session as sessions
+from compiled_autograd.engine.session import Here, Session
+from compiled_autograd.policies import autotune, medians, sketches
+from compiled_autograd.policies.autotune import AUTOTUNE, Autotune, Trial
 from compiled_autograd.settings import Settings
 from compiled_autograd.steps.proof import MAX_WEAK
 from shadow_cache import Bypass, StoreError, Timing
@@ -42,9 +43,9 @@ def soon(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     monkeypatch.setattr(autotune, "SAMPLES_PER_SIDE", 3)
     monkeypatch.setattr(autotune, "IN_A_ROW", 1)
     monkeypatch.setattr(autotune, "COLD", 0)
-    monkeypatch.setattr(autotune, "COLDER", 0.0)
+    monkeypatch.setattr(medians, "COLDER", 0.0)
     monkeypatch.setattr(autotune, "CLOSE", (1.0, 1.0))
-    monkeypatch.setattr(autotune, "WIDE", math.inf)
+    monkeypatch.setattr(medians, "WIDE", math.inf)
     monkeypatch.setattr(autotune, "BACKWARDS_BEFORE_RETRIAL", 5)
     yield
 
@@ -102,7 +103,7 @@ def _trial(eager: list[float], compiled: list[float]) -> Trial:
 def test_a_trial_makes_eager_colder_than_it_is(
     eager: list[float], compiled: list[float], goes_on: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(autotune, "COLDER", 15e-6)
+    monkeypatch.setattr(medians, "COLDER", 15e-6)
     timing = _trial(eager, compiled).decide()
     assert timing is not None and timing.goes_on == goes_on
 
@@ -653,6 +654,22 @@ def test_a_decision_that_hardly_turns_has_to_turn_twice(clock: dict[str, float])
     assert variant.timing == Timing(2.0, 1.8, 3, NOW, "compiled")
 
 
+def test_one_for_eager_that_is_found_again_holds_longer(
+    clock: dict[str, float], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a trial costs a small model is not to be paid for ever."""
+    monkeypatch.setattr(autotune, "LAST_BEFORE_RETRIAL", 15)
+    session, weight = ca.enable(backend="eager", tune=True, cache_dir=False), nn.Parameter(torch.randn(8))
+    assert _run(session, weight, 9) == ["structure_miss", *["hit"] * 3, *["tuning", "hit"] * 2, "tuning"]
+    trial = [*["hit", "tuning"] * 3]
+    for holds in (5, 10, 15, 15):
+        assert _run(session, weight, holds) == ["not_worth_it"] * holds
+        assert _run(session, weight, 6) == trial
+    clock["compiled"] = 0.5  # and what is decided otherwise begins anew
+    assert set(_run(session, weight, 15)) == {"not_worth_it"}
+    assert _run(session, weight, 7) == [*trial, "hit"]
+
+
 def test_what_is_close_is_timed_more_often(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(autotune, "SAMPLES_PER_SIDE", 8)
     monkeypatch.setattr(autotune, "CLOSE", (0.9, 1.15))
@@ -667,7 +684,7 @@ def test_what_is_close_is_timed_more_often(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_what_is_far_apart_is_timed_more_often(monkeypatch: pytest.MonkeyPatch) -> None:
     """As where lengths change from one step to the next."""
-    monkeypatch.setattr(autotune, "WIDE", 1.5)
+    monkeypatch.setattr(medians, "WIDE", 1.5)
 
     def decided(eager: list[float], compiled: list[float]) -> bool:
         return _trial(eager, compiled).is_decided()
@@ -814,22 +831,69 @@ def test_roots_are_not_read_each_time_and_what_comes_then_is_found(
     with session:
         torch.autograd.grad(longer(), weight)
     assert _run(session, weight, 10)[-1] == "not_worth_it"
-    _left(session, weight, LEFT_BEFORE_LOOKING_AWAY + sketches.FIRST_SPACING)
+    _left(session, weight, sketches.LEFT_BEFORE_LOOKING_AWAY + sketches.FIRST_SPACING)
     read.clear()
-    _left(session, weight, 10 * (1 + LOOKS_AWAY))
-    assert len(read) <= 20
+    looks.clear()
+    _left(session, weight, 10 * (1 + sketches.LOOKS_AWAY))
+    assert len(read) <= 40 and len(looks) <= 3
     outcomes = []
-    for _ in range(40):
+    for _ in range(2 * (sketches.LOOKS_AWAY + 1) + 40):
         with session:
             assert_same(torch.autograd.grad(longer(), weight), wanted)
         assert session.last is not None
         outcomes.append(session.last.outcome)
     first = outcomes.index("hit")
     assert (
-        first <= 2 * (LOOKS_AWAY + 1)
+        first <= 2 * (sketches.LOOKS_AWAY + 1)
         and {*outcomes[first:]} <= {"hit", "bypass"}
         and outcomes[first:].count("hit") >= 5
     )
+
+
+@pytest.mark.parametrize("what", ["another session", "forgotten", "another thread", "other settings in turn"])
+def test_what_is_taken_for_others_without_a_look_is_of_the_same_thread_and_settings(
+    what: str, looks: list[int]
+) -> None:
+    session, weight = ca.enable(backend=_slow, tune=True), nn.Parameter(torch.randn(8))
+    plain = ca.enable(backend=_slow, tune=False)
+    _run(plain, weight, 2)
+    assert _run(session, weight, 10)[-1] == "not_worth_it"
+    _left(session, weight, 200)
+    here = sessions.thread.here
+    assert here.unseen > 20
+    if what == "another session":
+        assert _run(plain, weight, 3) == ["hit"] * 3
+    elif what == "forgotten":
+        AUTOTUNE.clear()
+        assert _run(session, weight, 3) == ["hit", "tuning", "hit"]
+    elif what == "another thread":
+        in_threads(lambda: (_run(plain, weight, 3), _left(session, weight, 3)))
+        assert plain.stats().hits == 4 and here.unseen > 20
+    else:
+        for _ in range(100):
+            assert _run(plain, weight, 1) == ["hit"]
+            assert _run(session, weight, 1) == ["not_worth_it"]
+        assert not here.unseen
+    assert plain.stats().backwards == plain.stats().hits + 1
+
+
+def test_what_was_not_taken_is_given_back() -> None:
+    """Else a verdict would end too soon where sessions take turns."""
+    looks, verdict = sketches.Looks(), Bypass("not_worth_it")
+    known = sketches.Known(Trial((0, None, False), lambda: None, verdict=verdict, left=1000))  # type: ignore[arg-type]
+    known.left = known.given = 1000
+    for _ in range(sketches.LEFT_BEFORE_LOOKING_AWAY):
+        assert looks.took_for(known, 1) is verdict
+    assert looks.unseen == 16 and known.used == sketches.LEFT_BEFORE_LOOKING_AWAY + 16
+    looks.unseen -= 3
+    assert looks.took_for(sketches.UNKNOWN, 2) is None
+    assert not looks.unseen and known.used == sketches.LEFT_BEFORE_LOOKING_AWAY + 3
+    for spare in (0, 1, 2, 5):
+        known.left = 1 + spare
+        assert looks.took_for(known, 1) is verdict
+        assert looks.unseen == max(0, spare - 1) and known.left == min(1, spare)
+        known.left = 0  # it was forgotten
+        assert looks.took_for(known, 1) is None and known.left == 0 and not looks.unseen
 
 
 def test_the_log_has_a_line_for_each(caplog: pytest.LogCaptureFixture, looks: list[int]) -> None:

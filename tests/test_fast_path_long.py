@@ -26,7 +26,7 @@ from compiled_autograd.steps.run_context import RunReport
 from compiled_autograd.threads.claims import CLAIMS, Claims
 
 from .helpers import assert_same, in_threads, mlp, resident_pages, switching_every
-from .test_fast_path import Asks, Make, _eager, _session, _step, _until_fast
+from .test_fast_path import _UNTIL_FAST, Asks, Make, _eager, _session, _step, _until_fast
 from .test_fast_path import hits as hits  # a fixture, as the next
 from .test_fast_path import net as net
 from .test_interrupts import _nothing_is_stuck
@@ -222,6 +222,9 @@ def test_ctrl_c_at_any_moment(hits: NativeHits, net: tuple[Make, list[torch.Tens
     make, leaves = net
     session, armed, ended = _session(), False, 0
     _until_fast(session, make, leaves)
+    with session:
+        for _ in range(_UNTIL_FAST):  # with a gradient to add to: a structure of its own, which takes long to capture
+            make(1).backward()
     wanted, begun = _eager(make, leaves, 1), FAST_PATH.served
 
     def interrupt(*_: object) -> None:

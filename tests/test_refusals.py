@@ -168,9 +168,9 @@ def test_one_that_does_not_come_again_is_forgotten(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(sketches, "PATIENCE_OF_ALL", 100)
     session = ca.enable(backend="eager", tune=False)
     _run(session, 5)
-    _run(session, 400, _captured)
+    _run(session, 1400, _captured)
     assert not refusals.REFUSALS.active
-    expect(session.stats(), structure_misses=1, hits=399, captures=1, bypasses={REASON: 5})
+    expect(session.stats(), structure_misses=1, hits=1399, captures=1, bypasses={REASON: 5})
 
 
 def test_it_is_forgotten_too_where_nothing_may_be_left_to_eager(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -178,9 +178,9 @@ def test_it_is_forgotten_too_where_nothing_may_be_left_to_eager(monkeypatch: pyt
     monkeypatch.setattr(sketches, "PATIENCE_OF_ALL", 100)
     _run(ca.enable(backend="eager", tune=False), 5)
     session = ca.enable(backend="eager", tune=False, on_unsupported="raise")
-    _run(session, 400, _captured)
+    _run(session, 1400, _captured)
     assert not refusals.REFUSALS.active
-    expect(session.stats(), structure_misses=1, hits=399, captures=1)
+    expect(session.stats(), structure_misses=1, hits=1399, captures=1)
 
 
 class _Training:

@@ -83,17 +83,15 @@ def walk(outputs: Ends, inputs: Ends = ()) -> list[Visited]:
 
 
 class KnowsLastRoot(Protocol):
-    """A thread: ``last_root`` is the sequence number of the first root of the tape that was sketched there last, since
-    when ``skipped`` others were not."""
+    """A thread: ``last_root`` is the sequence number of the first root of the tape that was sketched there last."""
 
     last_root: int
-    skipped: int
 
 
 def sketch(outputs: Ends, inputs: Ends, thread: KnowsLastRoot) -> Hashable:
     """What the first root says of a tape: its kind, and how many nodes the thread has made for it: those since the last
-    tape that was asked for its sketch, by the number of tapes that they were for. None for a leaf or no output. In a
-    loop, tapes of one structure have one sketch, but not only they."""
+    tape that was asked for its sketch. None for a leaf or no output. In a loop, tapes of one structure have one sketch,
+    but not only they."""
     if not outputs:
         return None
     output = outputs[0]
@@ -103,8 +101,6 @@ def sketch(outputs: Ends, inputs: Ends, thread: KnowsLastRoot) -> Hashable:
     kind = type(node)
     number = kind._sequence_nr(node)
     made, thread.last_root = number - thread.last_root, number
-    if thread.skipped:
-        made, thread.skipped = made // (1 + thread.skipped), 0
     return kind, made, len(outputs), len(inputs)
 
 

@@ -15,7 +15,8 @@ from ..diagnostics.bypass import OVER_BUDGET, reason_of_end
 from ..errors import UnsupportedBackwardError
 from ..native.interface import Taken
 from ..policies.admission import ADMISSION, Tape
-from ..policies.autotune import AUTOTUNE, Trial, now
+from ..policies.autotune import AUTOTUNE, Trial
+from ..policies.medians import now
 from ..policies.refusals import REFUSALS, Refusal
 from ..settings import Settings
 from ..torch_api.version_differences import words_for_unused

@@ -15,14 +15,14 @@ import torch
 from torch._C import _ImperativeEngine
 from torch.autograd import Variable
 
-from shadow_cache import default_dir
+from shadow_cache import Bypass, default_dir
 
 from ..cache.graphs import USES
 from ..capture.tape import sketch
 from ..diagnostics.bypass import DEEP, MAX_NESTED
 from ..native.interface import FastPath, Module
 from ..policies.own_loop import OWN_LOOPS
-from ..policies.sketches import SKETCHES, UNKNOWN, Known
+from ..policies.sketches import SKETCHES, UNKNOWN
 from ..threads.gate import GATE, threads_running
 from ..threads.others import have_them_wait
 from ..torch_api.dynamo import keep_from_dynamo
@@ -35,7 +35,7 @@ from .execution import depth, on_eager, running
 from .fast_path.arming import FAST_PATH
 from .own_loop.running import ANSWERS, answering, find, in_own_loop
 from .seam import walking
-from .session import BYPASS, Here, Outcome, thread
+from .session import BYPASS, Here, Outcome, Session, thread
 
 
 class Engine(_ImperativeEngine):
@@ -54,29 +54,34 @@ class Engine(_ImperativeEngine):
         """One backward, for the session that the calling thread is in."""
         here = thread.here
         session = here.stack[-1] if here.stack else None
+        if (
+            here.unseen > 1  # this comes first, and is short: it may be a small backward
+            and session is not None
+            and here.number == session.number
+            and here.known.left > 0
+            and not (create_graph or accumulate_grad)  # an own loop may run what accumulates
+        ):
+            here.unseen -= 1
+            verdict: Any = here.verdict
+            try:
+                return on_eager(here, tensors, grad_tensors, keep_graph, False, inputs, allow_unreachable, False)
+            finally:
+                left = session.left
+                if left is not None and left.verdict is verdict:
+                    left.count += 1
+                else:
+                    session.left_to_eager(verdict)
         if session is None and not create_graph:
-            return on_eager(
-                here, tensors, grad_tensors, keep_graph, create_graph, inputs, allow_unreachable, accumulate_grad
-            )
+            return on_eager(here, tensors, grad_tensors, keep_graph, False, inputs, allow_unreachable, accumulate_grad)
         sketched = None
-        if session is not None and (here.unseen or SKETCHES.known) and not create_graph:
-            known = here.known
-            if here.unseen and known.left > 0 and here.number == session.number:
-                here.unseen -= 1
-                here.skipped += 1
-            else:
-                sketched = sketch(tensors, inputs, here)
-                known = _known(here, session.number, sketched)
-            verdict = known.verdict
-            if verdict is not None and known.left > 0:
-                known.left -= 1  # what is left to eager for its own good goes no further: it may take ten microseconds
+        if session is not None and not create_graph and (here.unseen or SKETCHES.known):
+            verdict, sketched = _by_its_root(here, session, tensors, inputs)
+            if verdict is not None:
+                run = on_eager
+                if accumulate_grad and session.may_loop and here.known.tries.is_time():
+                    here.tries, run = here.known.tries, in_own_loop
                 try:
-                    if accumulate_grad and session.may_loop and known.tries.is_time():
-                        here.tries = known.tries
-                        return in_own_loop(
-                            here, tensors, grad_tensors, keep_graph, create_graph, inputs, allow_unreachable, True
-                        )
-                    return on_eager(
+                    return run(
                         here, tensors, grad_tensors, keep_graph, False, inputs, allow_unreachable, accumulate_grad
                     )
                 finally:
@@ -93,9 +98,7 @@ class Engine(_ImperativeEngine):
             return backward.run(session, call)
         started = perf_counter()
         try:  # here, and not in functions of its own: there is not much left of Python's stack
-            return on_eager(
-                here, tensors, grad_tensors, keep_graph, create_graph, inputs, allow_unreachable, accumulate_grad
-            )
+            return on_eager(here, tensors, grad_tensors, keep_graph, False, inputs, allow_unreachable, accumulate_grad)
         finally:
             session.record(Outcome(BYPASS, reasons=(DEEP,), seconds={"run": perf_counter() - started}))
 
@@ -124,14 +127,18 @@ _ANSWERS: dict[str, Callable[..., Any]] = {
 gradients, FSDP."""
 
 
-def _known(here: Here, number: int, sketched: Hashable) -> Known:
-    """What a tape's sketch has led to under the settings of that number."""
-    if here.known.left <= 0:
-        here.unseen = 0
-    known = SKETCHES.known.get((number, sketched), UNKNOWN)
-    if known.left > 0 and known.verdict is not None:
-        here.took_for(known, number)
-    return known
+def _by_its_root(
+    here: Here, session: Session, outputs: Sequence[Any], inputs: Sequence[Any]
+) -> tuple[Bypass | None, Hashable]:
+    """Why a tape is left to eager, as far as its root tells, or those before it; and its sketch, where it has one."""
+    number = session.number
+    if not here.unseen or here.known.left <= 0 or here.number != number:
+        sketched = sketch(outputs, inputs, here)
+        return here.took_for(SKETCHES.known.get((number, sketched), UNKNOWN), number), sketched
+    here.unseen -= 1
+    if not here.unseen:
+        sketch(outputs, inputs, here)  # so that the next one's tells how many nodes are its own
+    return here.verdict, None
 
 
 def install() -> None:

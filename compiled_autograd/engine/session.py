@@ -16,7 +16,7 @@ from ..cache.graphs import CompiledGraph
 from ..diagnostics.reporting import count_repeats, is_told_at, tell, warn_of
 from ..policies.background import BACKGROUND
 from ..policies.own_loop import OWN_LOOPS, why_off
-from ..policies.sketches import SKETCHES, UNKNOWN, Known
+from ..policies.sketches import SKETCHES, UNKNOWN, Looks
 from ..process_state import PROCESS, OfThread, free_in_child
 from ..report.step_log import StepLog
 from ..runtime.running_backward import Running
@@ -24,10 +24,6 @@ from ..settings import Settings
 from ..threads.forks import unless_inside
 
 HIT, SHAPE_MISS, STRUCTURE_MISS, BYPASS = "hit", "shape_miss", "structure_miss", "bypass"
-LEFT_BEFORE_LOOKING_AWAY, LOOKS_AWAY = 32, 16
-"""Once so many tapes of a thread were left to eager one after the other, not even the roots of so many more are read
-before that of the next one. One more than those is a prime, so that of tapes that take turns it is not always the same
-one that is read."""
 _RECORDING = free_in_child(threading.RLock())  # microseconds
 
 
@@ -89,6 +85,19 @@ class _Left:
 
 class Session:
     """A context manager around ``backward``. It nests, can be entered again, and holds only in the thread it is in."""
+
+    __slots__ = (
+        "__weakref__",
+        "_graphs",
+        "_last",
+        "_missed",
+        "_stats",
+        "_steps",
+        "left",
+        "may_loop",
+        "number",
+        "settings",
+    )
 
     def __init__(self, settings: Settings) -> None:
         self.settings = settings
@@ -286,7 +295,7 @@ class Disabled:
         _leave(None)
 
 
-class Here:
+class Here(Looks):
     """What is known of one thread: in one object, since it takes a while to ask for what is a thread's own.
 
     Attributes:
@@ -294,40 +303,18 @@ class Here:
         running: its innermost compiled backward; None where an eager one was called inside it.
         depth: in how many compiled backwards it is.
         ident: what ``threading`` calls it.
-        last_root, skipped: see :func:`tape.sketch`.
-        streak: how many tapes were sketched and left to eager, since the last one that was not.
-        unseen: so many more are taken for what the last one was, without a sketch: for ``known``, under the settings of
-            that ``number``.
         tries: those of the tape that the own loop is asked to run.
     """
 
-    __slots__ = (
-        "depth",
-        "ident",
-        "known",
-        "last_root",
-        "number",
-        "running",
-        "skipped",
-        "stack",
-        "streak",
-        "tries",
-        "unseen",
-    )
+    __slots__ = ("depth", "ident", "running", "stack", "tries")
 
     def __init__(self) -> None:
+        super().__init__()
         self.stack: list[Session | None] = []
         self.running: Running | None = None
         self.depth = 0
         self.ident = threading.get_ident()
-        self.last_root = self.skipped = self.number = self.streak = self.unseen = 0
-        self.known, self.tries = UNKNOWN, UNKNOWN.tries
-
-    def took_for(self, known: Known, number: int) -> None:
-        """A tape was sketched, and left to eager."""
-        self.streak += 1
-        if self.streak >= LEFT_BEFORE_LOOKING_AWAY:
-            self.known, self.number, self.unseen = known, number, LOOKS_AWAY
+        self.tries = UNKNOWN.tries
 
 
 class _Thread(threading.local):

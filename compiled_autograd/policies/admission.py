@@ -7,7 +7,6 @@ What a tape is, is told by its fingerprint, before the engine is asked. Most bac
 
 from __future__ import annotations
 
-import sys
 from collections.abc import Hashable
 from dataclasses import dataclass
 
@@ -17,7 +16,7 @@ from ..diagnostics.bypass import OVER_BUDGET
 from ..diagnostics.reporting import warn_once
 from ..process_state import PROCESS
 from ..settings import Settings
-from .sketches import SKETCHES, Known
+from .sketches import BELIEVED, SKETCHES, Known
 from .spending import RETURNS, SPENDING, Balance, by_clock
 
 LOOKS_AT_ONCE, LAST_LOOK = 8, 64
@@ -51,7 +50,7 @@ class Tape:
     takes: float = 0.0
     seconds: float = 0.0
     needed: float = 1.0
-    left: int = sys.maxsize
+    left: int = BELIEVED
 
     def ran_on_eager(self, seconds: float) -> None:
         """One that was looked at did."""

@@ -18,7 +18,6 @@ from dataclasses import dataclass, field
 from typing import Any
 
 import torch
-from torch import distributed
 
 from shadow_cache import Bypass, Timing
 
@@ -28,6 +27,7 @@ from ..diagnostics.reporting import tell_decision
 from ..native.interface import Question
 from ..process_state import PROCESS
 from ..settings import Settings
+from .medians import LEAST, is_wide, middle, out_of_a_trial, time_ratio
 from .own_loop import OWN_LOOPS
 from .sketches import SKETCHES, Known, Round, still_holds
 
@@ -35,9 +35,7 @@ SAMPLES_PER_SIDE = 8
 """Backwards that count, each way."""
 CLOSE, SAMPLES_OF_CLOSE = (0.9, 1.15), 3
 """Where the compiled ones take so much of eager's it is close, and so many times as many count: medians of eight are
-off by a tenth now and then."""
-WIDE = 1.5
-"""As many count where the quartiles of one way are so far apart, as where sizes change."""
+off by a tenth now and then. As many count where they are far apart."""
 IN_A_ROW, COLD = 5, 1
 """So many in a row are timed one way. The first of these finds the caches as the other way has left them, which costs a
 small backward more than the two ways differ by, and does not count."""
@@ -45,18 +43,14 @@ PLAIN_SAMPLES, PLAINLY_SLOWER = 4, 1.25
 """Of so many each way, where each compiled one took longer than each of eager's, and the median so much of eager's,
 eager goes on without any more: hits that lose are what a small model's first steps cost. One more that is compiled
 shows that they did so before and after eager's: else it may be the machine or the sizes that have changed."""
-COLDER = 15e-6
-"""Seconds that eager is given for what decides between two backwards of a trial, some hundred microseconds of Python
-that are not timed: they take the engine's code and the tape out of the caches. An ODE solver's backward took 60 us of
-eager where nothing was on trial, and 85 in one; its hits 65 and 80."""
-_LEAST = 1e-9
-"""Seconds that a backward takes at least, whatever a coarse clock says."""
 MAX_TIME_RATIO = 1.02
 """A compiled backward may take this much of eager's: below, clocks tell nothing."""
 PATIENCE = 32
 """A trial that gets no further for so many backwards of its tape ends: what it times has not come again."""
-BACKWARDS_BEFORE_RETRIAL = 2000
-"""Backwards after which a decision for eager is tried again; one for the compiled graph, after ten times as many."""
+BACKWARDS_BEFORE_RETRIAL, LAST_BEFORE_RETRIAL = 2000, 32_000
+"""Backwards after which a decision for eager is tried again, at first and at last: the number doubles with each trial
+that says the same, which costs a small model as much as a hundred backwards. One for the compiled graph is tried again
+after ten times the first."""
 TIMED = Bypass("tuning", hint="timed on eager against the compiled graph; tune=False does without")
 _NOT_WORTH_IT = "not_worth_it"
 
@@ -74,7 +68,7 @@ class Trial:
         eager: seconds of the eager engine's backwards.
         compiled: of the variant's.
         verdict: why eager goes on; None while both are timed.
-        left: for how many backwards the verdict still holds.
+        holds: for how many backwards the last verdict does, or did; ``left`` is for how many it still does.
         ratio: the time of the compiled ones by eager's, once it was decided.
         turn: how many were timed, those that do not count among them.
         idle: how many backwards of the tape came since then.
@@ -86,6 +80,7 @@ class Trial:
     eager: list[float] = field(default_factory=list)
     compiled: list[float] = field(default_factory=list)
     verdict: Bypass | None = None
+    holds: int = 0
     left: int = 0
     ratio: float = 1.0
     turn: int = 0
@@ -124,7 +119,7 @@ class Trial:
         if samples >= SAMPLES_PER_SIDE:
             if samples >= SAMPLES_OF_CLOSE * SAMPLES_PER_SIDE:
                 return True
-            return not (CLOSE[0] < _ratio(eager, compiled) < CLOSE[1] or _is_wide(eager) or _is_wide(compiled))
+            return not (CLOSE[0] < time_ratio(eager, compiled) < CLOSE[1] or is_wide(eager) or is_wide(compiled))
         again = len(compiled) > PLAIN_SAMPLES
         if not again or samples < PLAIN_SAMPLES or min(compiled) <= max(eager):
             return False
@@ -140,46 +135,19 @@ class Trial:
         timed = [each for each in (self.eager, self.compiled) if each]
         if len(timed) < 2:
             return None
-        self.ratio = _ratio(*timed)
-        eager, compiled = 1e3 * _out_of_a_trial(timed[0]), 1e3 * _middle(timed[1])
+        self.ratio = time_ratio(*timed)
+        eager, compiled = 1e3 * out_of_a_trial(timed[0]), 1e3 * middle(timed[1])
         if before is not None:
-            compiled *= math.sqrt(before / max(self.ratio, _LEAST))
+            compiled *= math.sqrt(before / max(self.ratio, LEAST))
         goes_on = "compiled" if compiled <= MAX_TIME_RATIO * eager else "eager"
         timing = Timing(eager, compiled, min(map(len, timed)), time.time(), goes_on)
         if timing.on_eager:
             self.verdict = Bypass(_NOT_WORTH_IT, hint=f"{timing}; timed again from time to time")
-            self.left = BACKWARDS_BEFORE_RETRIAL
+            first, last = BACKWARDS_BEFORE_RETRIAL, LAST_BEFORE_RETRIAL
+            again = self.holds and self.ratio > MAX_TIME_RATIO  # and not since the trial before had its say
+            self.left = self.holds = min(2 * self.holds, last) if again else first
             self.eager, self.compiled = [], []
         return timing
-
-
-def _out_of_a_trial(eager: list[float]) -> float:
-    """What eager's would take there: at least half of what was timed. Of two rows one may have come in a slow while."""
-    middle = _middle(eager)
-    return max(middle - COLDER, middle / 2, _LEAST)
-
-
-def _ratio(eager: list[float], compiled: list[float]) -> float:
-    """The time of the compiled ones by eager's."""
-    return _middle(compiled) / _out_of_a_trial(eager)
-
-
-def _is_wide(times: list[float]) -> bool:
-    """Whether they are too far apart for a few of them to have a median."""
-    ordered = sorted(times)
-    return ordered[3 * len(ordered) // 4] > WIDE * ordered[len(ordered) // 4]
-
-
-def _middle(times: list[float]) -> float:
-    """Their median; the mean of what is far apart, but for the ends: of two sizes either may be the median."""
-    return statistics.mean(sorted(times)[1:-1] or times) if _is_wide(times) else statistics.median_low(times)
-
-
-def now() -> float:
-    """Seconds by what trials go by: the processor time of the thread where it computes alone, so that others on the
-    machine decide nothing; else the clock. What waits for other ranks is timed by the clock."""
-    alone = torch.get_num_threads() == 1 and not (distributed.is_available() and distributed.is_initialized())
-    return time.thread_time() if alone else time.perf_counter()
 
 
 class Autotune:
@@ -219,7 +187,7 @@ class Autotune:
         if still_holds(trial, before):
             return trial
         # Where its variant went, it is compiled again, and timed when it has served for a while.
-        again = None if trial.held() is None else Trial(trial.key, trial.held)
+        again = None if trial.held() is None else Trial(trial.key, trial.held, holds=trial.holds)
         self._change(trial.key, again)
         return again
 

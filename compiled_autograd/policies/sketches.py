@@ -13,9 +13,17 @@ from ..process_state import PROCESS
 from ..settings import Settings
 from .own_loop import Tries
 
-FIRST_SPACING, LAST_SPACING = 16, 1030
-"""After so many backwards a tape is looked at all the same: at first, and at last; the number doubles with each. One
-more than the last is a prime, so that of tapes that take turns it is not always the same one."""
+FIRST_SPACING, FURTHER, LAST_SPACING = 16, 4, 4092
+"""After so many backwards a tape is looked at all the same: at first, and at last; each number is so many times the one
+before. A look takes as long as two small backwards. One more than the last is a prime, so that of tapes that take turns
+it is not always the same one."""
+BELIEVED = 1030
+"""What is not left to eager is looked at after so many at most, and so is what runs there until it has paid for being
+compiled: policies count backwards at looks."""
+LEFT_BEFORE_LOOKING_AWAY, LOOKS_AWAY = 32, 126
+"""Once so many tapes of a thread were left to eager one after the other, not even the roots of half as many more are
+read before that of the next one, and of so many at most. One more than those is a prime, so that of tapes that take
+turns it is not always the same one that is read."""
 PATIENCE_OF_ALL = 4096
 """A policy forgets what it knows of a tape that has not come again among so many backwards: while it knows something of
 any, all tapes are looked at, which keeps small hits from the fast path."""
@@ -55,7 +63,7 @@ class Known:
         """This was found."""
         self.found = found
         self.verdict = None if found is None else found.verdict
-        self.left = self.given = self.spacing if found is None else min(self.spacing, found.left)
+        self.left = self.given = min(self.spacing, BELIEVED if found is None else found.left)
 
     @property
     def used(self) -> int:
@@ -93,6 +101,43 @@ UNKNOWN = PROCESS.register(Known(None))
 UNKNOWN.left = 0
 
 
+class Looks:
+    """Which tapes of one thread are looked at.
+
+    Attributes:
+        last_root: see :func:`tape.sketch`.
+        streak: how many tapes were taken for one that is left to eager, since the last that was not.
+        known, verdict: what the last sketch has led to, under the settings of that ``number``.
+        unseen: so many more are taken for the same without a sketch.
+    """
+
+    __slots__ = ("known", "last_root", "number", "streak", "unseen", "verdict")
+
+    def __init__(self) -> None:
+        self.last_root = self.streak = self.number = self.unseen = 0
+        self.known = UNKNOWN
+        self.verdict: Bypass | None = None
+
+    def took_for(self, known: Known, number: int) -> Bypass | None:
+        """A tape was sketched under the settings of some number, which has led to that.
+
+        Returns:
+            Why it is left to eager; None where it is not known to be, or has to be looked at.
+        """
+        if self.known.left > 0:  # else it was forgotten, and counts no more
+            self.known.left += self.unseen
+        self.known, self.number, self.verdict, self.unseen = known, number, known.verdict, 0
+        if known.left <= 0 or known.verdict is None:
+            return None
+        known.left -= 1
+        self.streak += 1
+        if self.streak >= LEFT_BEFORE_LOOKING_AWAY:
+            self.unseen = max(0, min(self.streak // 2, LOOKS_AWAY, known.left - 1))  # one is left, or it was forgotten
+            known.left -= self.unseen
+            self.streak += self.unseen
+        return known.verdict
+
+
 class Sketches:
     """By sketch (:func:`tape.sketch`) and settings, what a look at the whole tape has found. It only advises: tapes
     that are not the same may have one sketch.
@@ -127,7 +172,7 @@ class Sketches:
                 self.known.clear()
             known = self.known[sketch] = Known(found)
         elif known.verdict is (None if found is None else found.verdict):
-            known.spacing = min(2 * known.spacing, LAST_SPACING)
+            known.spacing = min(FURTHER * known.spacing, LAST_SPACING)
         else:
             known.spacing = 0
             if found is not None and known.found not in (None, found):

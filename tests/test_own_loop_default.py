@@ -18,6 +18,7 @@ from compiled_autograd.engine import backward, decide
 from compiled_autograd.engine.own_loop import running, self_check
 from compiled_autograd.engine.own_loop.self_check import NOT_NOW, why_wrong
 from compiled_autograd.native.library import BEING_BUILT, Library
+from compiled_autograd.policies import autotune
 from compiled_autograd.policies.autotune import AUTOTUNE
 from compiled_autograd.policies.own_loop import FIRST_REST, OWN_LOOPS, Tries
 from compiled_autograd.torch_api import version_differences
@@ -229,6 +230,22 @@ def test_new_tapes_that_are_refused_are_asked_about_ever_more_seldom(monkeypatch
     assert 3 < len(asked) < 16
 
 
+def test_it_runs_what_is_not_looked_at_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What `tune` leaves to eager goes there without a look: in the own loop, unless that has refused it for long."""
+    monkeypatch.setattr(autotune, "MAX_TIME_RATIO", 0.0)
+    used = ca.enable(backend="eager", cache_dir=False, tune=True, native=True, own_loop=True)
+    _backward(used, 60)
+    assert "not_worth_it" in used.stats().bypasses
+    assert _backward(used, 600) == 600
+    asked: list[int] = []
+    number = running._number
+    monkeypatch.setattr(running, "_number", lambda *given: asked.append(1) or number(*given))
+    monkeypatch.setattr(running, "LEAST_NODES", 100)
+    assert _backward(used, 1000) == 0 and 5 <= len(asked) <= 9
+    monkeypatch.setattr(running, "LEAST_NODES", 0)
+    assert _backward(used, 1400) > 200, "it is asked again"
+
+
 def test_tries() -> None:
     tries = Tries(first=2, last=5)
     assert tries.is_time() and tries.is_time()
@@ -241,6 +258,8 @@ def test_tries() -> None:
     tries.served()
     tries.refused()
     assert [tries.is_time() for _ in range(3)] == [False, False, True]
+    tries.refused()
+    assert not tries.rests_for(5) and tries.rests_for(3) and not tries.is_time() and tries.is_time()
 
 
 # ---- trials ---------------------------------------------------------------------------------------------------------

@@ -59,12 +59,14 @@ class Engine(_ImperativeEngine):
             and session is not None
             and here.number == session.number
             and here.known.left > 0
-            and not (create_graph or accumulate_grad)  # an own loop may run what accumulates
+            and not (create_graph or (accumulate_grad and here.looped))
         ):
             here.unseen -= 1
             verdict: Any = here.verdict
             try:
-                return on_eager(here, tensors, grad_tensors, keep_graph, False, inputs, allow_unreachable, False)
+                return on_eager(
+                    here, tensors, grad_tensors, keep_graph, False, inputs, allow_unreachable, accumulate_grad
+                )
             finally:
                 left = session.left
                 if left is not None and left.verdict is verdict:
@@ -77,9 +79,7 @@ class Engine(_ImperativeEngine):
         if session is not None and not create_graph and (here.unseen or SKETCHES.known):
             verdict, sketched = _by_its_root(here, session, tensors, inputs)
             if verdict is not None:
-                run = on_eager
-                if accumulate_grad and session.may_loop and here.known.tries.is_time():
-                    here.tries, run = here.known.tries, in_own_loop
+                run = _runner(here, session) if accumulate_grad else on_eager
                 try:
                     return run(
                         here, tensors, grad_tensors, keep_graph, False, inputs, allow_unreachable, accumulate_grad
@@ -139,6 +139,14 @@ def _by_its_root(
     if not here.unseen:
         sketch(outputs, inputs, here)  # so that the next one's tells how many nodes are its own
     return here.verdict, None
+
+
+def _runner(here: Here, session: Session) -> Callable[..., Any]:
+    """What runs one that accumulates: see :func:`running.runner`."""
+    if not session.may_loop or not here.known.tries.is_time():
+        return on_eager
+    here.tries = here.known.tries
+    return in_own_loop
 
 
 def install() -> None:

@@ -109,12 +109,14 @@ class Looks:
         streak: how many tapes were taken for one that is left to eager, since the last that was not.
         known, verdict: what the last sketch has led to, under the settings of that ``number``.
         unseen: so many more are taken for the same without a sketch.
+        looped: the own loop may be asked for some of these.
     """
 
-    __slots__ = ("known", "last_root", "number", "streak", "unseen", "verdict")
+    __slots__ = ("known", "last_root", "looped", "number", "streak", "unseen", "verdict")
 
     def __init__(self) -> None:
         self.last_root = self.streak = self.number = self.unseen = 0
+        self.looped = True
         self.known = UNKNOWN
         self.verdict: Bypass | None = None
 
@@ -135,6 +137,7 @@ class Looks:
             self.unseen = max(0, min(self.streak // 2, LOOKS_AWAY, known.left - 1))  # one is left, or it was forgotten
             known.left -= self.unseen
             self.streak += self.unseen
+            self.looped = not known.tries.rests_for(self.unseen)
         return known.verdict
 
 

@@ -25,7 +25,7 @@ from backends.eager import EagerBackend
 from backends.inductor.straight_line.straight_line import StraightLine
 from compiled_autograd.cache.graphs import GRAPHS
 from compiled_autograd.guards.ambient import ambient
-from compiled_autograd.lowering import region_compiler
+from compiled_autograd.lowering import stored_regions
 from compiled_autograd.lowering.graph_hash import graph_hash
 from compiled_autograd.lowering.region_compiler import CompiledRegion, RegionCompiler
 from compiled_autograd.lowering.stored_regions import InMemoryGraph, Made, copy_of
@@ -171,15 +171,15 @@ def test_another_state_of_the_process_has_code_of_its_own() -> None:
 def test_code_goes_with_the_last_structure_that_has_it() -> None:
     model, session = mlp(), ca.enable(backend="eager", cache_dir=False)
     _accumulated(model, session, 2)
-    assert session.stats().compiles == 1 and len(region_compiler._MADE) == 1
+    assert session.stats().compiles == 1 and len(stored_regions.MADE) == 1
     assert session.last is not None and session.last.graph is not None
     session.last.graph.evict()
     _accumulated(model, session, 1)  # it has the other one last
     gc.collect()
-    assert len(region_compiler._MADE) == 1, "the first structure has it"
+    assert len(stored_regions.MADE) == 1, "the first structure has it"
     ca.reset()
     gc.collect()
-    assert not region_compiler._MADE
+    assert not stored_regions.MADE
 
 
 @pytest.mark.usefixtures("slow")
@@ -210,7 +210,7 @@ def test_code_that_was_found_to_be_wrong_serves_no_structure(monkeypatch: pytest
         _accumulated(each, context, 2)
     assert_grads(model, reference)
     assert all(each.proof.refuted for graph in GRAPHS for step in graph.regions for each in step.compiled_regions())
-    assert not region_compiler._MADE
+    assert not stored_regions.MADE
 
 
 @pytest.mark.usefixtures("slow")
@@ -220,7 +220,7 @@ def test_what_shares_code_is_looked_through_while_another_thread_compiles() -> N
     assert session.last is not None and session.last.graph is not None
     (step,) = session.last.graph.regions
     (compiled,) = step.compiled_regions()
-    (made,) = region_compiler._MADE.values()
+    (made,) = stored_regions.MADE.values()
     (compiler,) = made.taken_by
     done, rounds = threading.Event(), 0
 
@@ -230,7 +230,7 @@ def test_what_shares_code_is_looked_through_while_another_thread_compiles() -> N
             rounds += 1
             more = [Made(compiled.call) for _ in range(64)]
             takers = [RegionCompiler(compiler.backend, (), {}) for _ in more]
-            region_compiler._MADE.update((object(), each) for each in more)
+            stored_regions.MADE.update((object(), each) for each in more)
             made.taken_by.update(dict.fromkeys(takers))
 
     thread = threading.Thread(target=others)
@@ -239,7 +239,7 @@ def test_what_shares_code_is_looked_through_while_another_thread_compiles() -> N
         try:
             while rounds < 200 and thread.is_alive():
                 assert compiler._alike(step, compiled) == [(compiler, step, compiled)]
-                compiler._forget(_no_code)
+                stored_regions.give_no_more(_no_code)
         finally:
             done.set()
             thread.join()

@@ -5,7 +5,6 @@ and run for the first time.
 from __future__ import annotations
 
 import threading
-import weakref
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
@@ -23,7 +22,6 @@ from ..diagnostics.variant_misses import changed_meanwhile_miss, guard_miss, han
 from ..errors import UntraceableError
 from ..guards.shapes import Spec, spec_of, widened
 from ..guards.value_kinds import kind_of_value
-from ..process_state import PROCESS
 from ..steps.compiled_calls import make_plain, put_results, run_compiled
 from ..steps.marked_calls import meanwhile, to_be_traced, was_traced, with_depended_on
 from ..steps.memory import is_out_of_memory
@@ -34,7 +32,7 @@ from ..threads.forks import compiles_under
 from . import aten
 from .graph_hash import graph_hash
 from .lower import Lowered, leaf_of, lower
-from .stored_regions import InMemoryGraph, Made, StoredRegions, copy_of
+from .stored_regions import MADE, InMemoryGraph, Made, StoredRegions, copy_of, give_no_more, made_with
 from .wiring import all_copied, owned, strides_widened
 
 COMPILING = compiles_under(threading.RLock())  # neither tracing nor Inductor can be used by two threads at once
@@ -43,11 +41,6 @@ _MAX_OPAQUE = 4
 compiled for each set of shapes by itself."""
 MAX_GUARDED = 8
 """The largest number of compiled versions of a region beside one another; then the oldest goes."""
-
-_MADE: weakref.WeakValueDictionary[Hashable, Made] = weakref.WeakValueDictionary()
-"""What backends made, by backend, state of the process and graph hash, while a variant has it. Structures that differ
-in their leaves alone have equal graphs: those with and without a ``.grad`` to add to, as gradients are accumulated."""
-PROCESS.register(_MADE, reset=_MADE.clear)
 
 RunCompiled = Callable[[Callable[[list[Any]], Sequence[Any]], list[Any]], Sequence[Any]]
 Compile = Callable[[Backend, fx.GraphModule, Sequence[Any]], Made]
@@ -196,7 +189,7 @@ class RegionCompiler:
             context.report.failures.append(failure_of("compile", self.backend.name, step.region, error))
             if not any(each.checked for _, _, each in self._alike(step, compiled)):
                 context.report.compiles -= 1  # what cannot run does not count, nor serve another region
-            self._forget(compiled.call)
+            give_no_more(compiled.call)
         step.put_in_place(compiled, checked)
         if checked is not None:
             put_results(checked, results, slots)
@@ -211,14 +204,14 @@ class RegionCompiler:
             What runs instead, in words.
         """
         alike = self._alike(step, compiled)
-        for _, made in _made_with(compiled.call):
+        for _, made in made_with(compiled.call):
             made.dropped = tuple(dict.fromkeys((*made.dropped, form)))
         for _, _, each in alike:
             each.proof.dropped = tuple(dict.fromkeys((*each.proof.dropped, form)))
             each.proof.settled = False
         if drop(compiled.call, form):
             return "a slower form of it runs from now on"
-        self._forget(compiled.call)
+        give_no_more(compiled.call)
         for compiler, its, each in alike:
             if compiler.passes:  # what the user's passes have made of it was asked for, and not the calls
                 its.run_instead(each, _one_by_one(each.aten.graph_module()), all_copied(each.wiring))
@@ -231,7 +224,7 @@ class RegionCompiler:
         self, step: RegionStep, compiled: CompiledRegion
     ) -> list[tuple[RegionCompiler, RegionStep, CompiledRegion]]:
         """All regions that run the same code, of other variants too, and who compiles them; this one first."""
-        taken_by = [each() for _, made in _made_with(compiled.call) for each in made.taken_by.keyrefs()]
+        taken_by = [each() for _, made in made_with(compiled.call) for each in made.taken_by.keyrefs()]
         takers = dict.fromkeys([self, *(compiler for compiler in taken_by if compiler is not None)])
         others = [
             (compiler, its, each)
@@ -246,11 +239,6 @@ class RegionCompiler:
         """Which region of which tape it is, in words."""
         calls = [node.meta["call"] for node in step.region.nodes]
         return f"{form} of {self.title()}: {len(calls)} calls, of its nodes #{min(calls)} to #{max(calls)}"
-
-    def _forget(self, call: Compiled) -> None:
-        """Give it to no other region."""
-        for like, _ in _made_with(call):
-            _MADE.pop(like, None)
 
     def _guard_miss(self, step: RegionStep, compiled: CompiledRegion, slots: Slots) -> Miss:
         """What was found to hold of the symbols when the region was compiled does not hold now."""
@@ -304,7 +292,7 @@ class RegionCompiler:
         """
         stage = "lower"
         try:
-            with context.report.timed(stage), RARELY:
+            with context.report.timed("lower"), RARELY:
                 if compile is compile_here:
                     self.backend.prepare()
                 lowered = lower(step, slots, self.backend, specs)
@@ -312,7 +300,8 @@ class RegionCompiler:
                     about = (lowered.examples, step, lowered.wiring, self.leaf_name)
                     lowered.graph_module = run_passes(self.passes, lowered.graph_module, *about)
                 aten.verify(lowered.graph_module)
-            with context.report.timed(stage := "compile"):
+            stage = "compile"
+            with context.report.timed("compile"):
                 graph = copy_of(lowered.graph_module)
                 made = self._compile(lowered, compile, context)
                 guard = None if lowered.symbols is None else lowered.symbols.guard()
@@ -330,19 +319,14 @@ class RegionCompiler:
         structures that differ in their leaves alone."""
         graph = graph_hash(lowered.graph_module, lowered.examples) if self.backend.slow else None
         like = None if graph is None else (self.backend, self.state, graph)
-        made = None if like is None else _MADE.get(like)
+        made = None if like is None else MADE.get(like)
         if made is None:
             made = compile(self.backend, lowered.graph_module, lowered.examples)
             context.report.compiles += 1
             if like is not None:
-                _MADE[like] = made
+                MADE[like] = made
         made.taken_by[self] = None
         return made
-
-
-def _made_with(call: Compiled) -> list[tuple[Hashable, Made]]:
-    """Where other regions may have taken code from, or may yet; looked up at once, since other threads add to it."""
-    return [(each.key, made) for each in _MADE.valuerefs() if (made := each()) is not None and made.call is call]
 
 
 def _one_by_one(graph_module: fx.GraphModule) -> Compiled:

@@ -1,4 +1,5 @@
-"""ATen graphs as text, and what the store on disk has of regions that another process compiled."""
+"""What was made of regions: in this process, and by another one, of which the store on disk has it; and ATen graphs as
+text."""
 
 from __future__ import annotations
 
@@ -7,7 +8,7 @@ import operator
 import re
 import threading
 import weakref
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -17,7 +18,7 @@ from torch.fx._lazy_graph_module import _LazyGraphModule
 
 from backends.protocol import Backend, Compiled, another
 
-from ..process_state import WeaklyReferred, free_in_child
+from ..process_state import PROCESS, WeaklyReferred, free_in_child
 from ..steps.steps import RegionRecord
 from ..threads.forks import unless_inside
 
@@ -51,6 +52,23 @@ class Made(WeaklyReferred):
     digest: str = ""
     dropped: tuple[str, ...] = ()
     taken_by: weakref.WeakKeyDictionary[Any, None] = field(default_factory=weakref.WeakKeyDictionary)
+
+
+MADE: weakref.WeakValueDictionary[Hashable, Made] = weakref.WeakValueDictionary()
+"""What backends made, by backend, state of the process and graph hash, while a variant has it. Structures that differ
+in their leaves alone have equal graphs: those with and without a ``.grad`` to add to, as gradients are accumulated."""
+PROCESS.register(MADE, reset=MADE.clear)
+
+
+def made_with(call: Compiled) -> list[tuple[Hashable, Made]]:
+    """Where other regions may have taken code from, or may yet; looked up at once, since other threads add to it."""
+    return [(each.key, made) for each in MADE.valuerefs() if (made := each()) is not None and made.call is call]
+
+
+def give_no_more(call: Compiled) -> None:
+    """Give it to no other region."""
+    for like, _ in made_with(call):
+        MADE.pop(like, None)
 
 
 @dataclass(slots=True)

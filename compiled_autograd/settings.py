@@ -65,6 +65,11 @@ class Settings:
         """Whether what is not in the cache is compiled, now or in the background."""
         return self.on_miss in ("compile", "background")
 
+    @property
+    def looks_away(self) -> bool:
+        """Whether a few tapes may be taken for others without a look: not where each that is not served is to raise."""
+        return self.on_miss != "raise" and self.on_unsupported != "raise"
+
 
 @functools.lru_cache(1024)
 def _the_one(settings: Settings) -> Settings:

@@ -258,8 +258,6 @@ def test_tries() -> None:
     tries.served()
     tries.refused()
     assert [tries.is_time() for _ in range(3)] == [False, False, True]
-    tries.refused()
-    assert not tries.rests_for(5) and tries.rests_for(3) and not tries.is_time() and tries.is_time()
 
 
 # ---- trials ---------------------------------------------------------------------------------------------------------

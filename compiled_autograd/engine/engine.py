@@ -134,11 +134,13 @@ def _by_its_root(
     number = session.number
     if not here.unseen or here.known.left <= 0 or here.number != number:
         sketched = sketch(outputs, inputs, here)
-        return here.took_for(SKETCHES.known.get((number, sketched), UNKNOWN), number), sketched
+        known = SKETCHES.known.get((number, sketched), UNKNOWN)
+        return here.took_for(known, number, session.settings.looks_away), sketched
     here.unseen -= 1
+    verdict = here.verdict
     if not here.unseen:
         sketch(outputs, inputs, here)  # so that the next one's tells how many nodes are its own
-    return here.verdict, None
+    return verdict, None
 
 
 def _runner(here: Here, session: Session) -> Callable[..., Any]:

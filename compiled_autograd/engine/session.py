@@ -218,9 +218,11 @@ class Session:
         if is_told_at(INFO):
             self.record(Outcome(BYPASS, reasons=(verdict,)))
             return
+        first = _Left(verdict)
         with unless_inside(_RECORDING):
-            self.count_left()
-            self.left = _Left(verdict)
+            while self.left is not None:  # no call after it was None: what ``gc`` runs may leave some too
+                self.count_left()
+            self.left = first
 
     def in_own_loop(self) -> None:
         """A backward that is left to eager runs without the engine's queue."""

@@ -36,13 +36,6 @@ class Tries:
         self.rest -= 1
         return False
 
-    def rests_for(self, times: int) -> bool:
-        """Whether it is not asked for so many more, which are counted then."""
-        if self.rest < times:
-            return False
-        self.rest -= times
-        return True
-
     def refused(self) -> None:
         """One of them was refused."""
         self.rest = int(self.next)

@@ -20,10 +20,11 @@ it is not always the same one."""
 BELIEVED = 1030
 """What is not left to eager is looked at after so many at most, and so is what runs there until it has paid for being
 compiled: policies count backwards at looks."""
-LEFT_BEFORE_LOOKING_AWAY, LOOKS_AWAY = 32, 126
-"""Once so many tapes of a thread were left to eager one after the other, not even the roots of half as many more are
-read before that of the next one, and of so many at most. One more than those is a prime, so that of tapes that take
-turns it is not always the same one that is read."""
+LEFT_BEFORE_LOOKING_AWAY, FIRST_LOOKS_AWAY, LOOKS_AWAY = 32, 16, 126
+"""Once so many tapes of a thread were left to eager one after the other, not even the roots of some more are read
+before that of the next one: of one for each so many that were left, but of so many at least and at most. With half as
+many as were left, hits that come in phases were missed: most of 100 after 400 others. One more than those is a prime,
+so that of tapes that take turns it is not always the same one that is read."""
 PATIENCE_OF_ALL = 4096
 """A policy forgets what it knows of a tape that has not come again among so many backwards: while it knows something of
 any, all tapes are looked at, which keeps small hits from the fast path."""
@@ -106,7 +107,7 @@ class Looks:
 
     Attributes:
         last_root: see :func:`tape.sketch`.
-        streak: how many tapes were taken for one that is left to eager, since the last that was not.
+        streak: how many tapes were taken for one that is left to eager, since the last that was not, nor was timed.
         known, verdict: what the last sketch has led to, under the settings of that ``number``.
         unseen: so many more are taken for the same without a sketch.
         looped: the own loop may be asked for some of these.
@@ -120,25 +121,36 @@ class Looks:
         self.known = UNKNOWN
         self.verdict: Bypass | None = None
 
-    def took_for(self, known: Known, number: int) -> Bypass | None:
+    def took_for(self, known: Known, number: int, looks_away: bool = True) -> Bypass | None:
         """A tape was sketched under the settings of some number, which has led to that.
+
+        Args:
+            looks_away: those after it may be taken for the same without a sketch.
 
         Returns:
             Why it is left to eager; None where it is not known to be, or has to be looked at.
         """
+        verdict, unseen = known.verdict, 0
+        if looks_away and self.streak + 1 >= LEFT_BEFORE_LOOKING_AWAY:
+            most = min(LOOKS_AWAY, known.left - 2)  # one is left, or it was forgotten
+            unseen = min(most, max(FIRST_LOOKS_AWAY, self.streak // LEFT_BEFORE_LOOKING_AWAY))
+        # No call from here on: what ``gc`` or a signal runs has backwards of its own.
         if self.known.left > 0:  # else it was forgotten, and counts no more
             self.known.left += self.unseen
-        self.known, self.number, self.verdict, self.unseen = known, number, known.verdict, 0
-        if known.left <= 0 or known.verdict is None:
+        self.known, self.number, self.verdict, self.unseen = known, number, verdict, 0
+        if known.left <= 0 or verdict is None:
             return None
         known.left -= 1
         self.streak += 1
-        if self.streak >= LEFT_BEFORE_LOOKING_AWAY:
-            self.unseen = max(0, min(self.streak // 2, LOOKS_AWAY, known.left - 1))  # one is left, or it was forgotten
-            known.left -= self.unseen
-            self.streak += self.unseen
-            self.looped = not known.tries.rests_for(self.unseen)
-        return known.verdict
+        if 0 < unseen < known.left:
+            tries = known.tries
+            self.looped = tries.rest < unseen
+            if not self.looped:  # it is not asked for any of these, and they are counted now
+                tries.rest -= unseen
+            self.unseen = unseen
+            known.left -= unseen
+            self.streak += unseen
+        return verdict
 
 
 class Sketches:
@@ -158,7 +170,7 @@ class Sketches:
     def number(self, settings: Settings) -> int:
         """That of settings under which the same is found: they are long to compare."""
         loop = (settings.own_loop, settings.native is False)
-        may = (settings.tune, settings.check, settings.on_unsupported)
+        may = (settings.tune, settings.check, settings.on_unsupported, settings.on_miss == "raise")
         key = (settings.key, *may, settings.compile_budget, settings.compiles, *loop)
         number = self._numbers.get(key)
         if number is None:
@@ -172,7 +184,7 @@ class Sketches:
         known = self.known.get(sketch)
         if known is None:
             if len(self.known) >= _MAX_KEPT:
-                self.known.clear()
+                self.forget()
             known = self.known[sketch] = Known(found)
         elif known.verdict is (None if found is None else found.verdict):
             known.spacing = min(FURTHER * known.spacing, LAST_SPACING)

@@ -21,8 +21,9 @@ from compiled_autograd.cache.variants import Variant
 from compiled_autograd.capture import tape
 from compiled_autograd.policies import admission, spending
 from compiled_autograd.policies.admission import ADMISSION, DEARER, Tape
-from compiled_autograd.policies.sketches import FIRST_SPACING
+from compiled_autograd.policies.sketches import FIRST_SPACING, FURTHER, LAST_SPACING, Known
 from compiled_autograd.policies.spending import FIRST, RETURNS, SECONDS, SHARE, SPENDING, UNRETURNED, Balance, Spending
+from shadow_cache import Bypass
 from shadow_cache.cli import main
 
 from .helpers import assert_same, expect, in_subprocess, in_threads
@@ -593,3 +594,18 @@ def test_two_tapes_that_look_alike_are_both_compiled_in_the_end(takes: dict[str,
     outcomes = [(_step(session, first), _step(session, second)) for _ in range(1000)]
     assert outcomes[-1] == ("hit", "hit"), outcomes[::100]
     assert sum(outcome == LEFT for pair in outcomes for outcome in pair) < 600
+
+
+@pytest.mark.parametrize(("wanted", "least", "most"), [(5, 5, 70), (350, 350, 400), (3000, 3000, 3100)])
+def test_it_is_looked_at_when_it_has_paid(wanted: int, least: int, most: int) -> None:
+    """And not at a look that comes four times as late."""
+    tape, ran = Tape(Bypass(LEFT)), 0
+    known = Known(tape)
+    while not tape.has_paid(wanted * 0.5):
+        tape.hold(wanted * 0.5)
+        known.spacing = min(FURTHER * known.spacing, LAST_SPACING)
+        known.hold(tape)
+        tape.takes = 0.5
+        tape.left_to_eager(1 + known.left)
+        ran += 1 + known.left
+    assert least <= ran <= most

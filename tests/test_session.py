@@ -350,3 +350,11 @@ def test_leaving_sessions_in_another_order_than_they_were_entered() -> None:
     finally:
         second.__exit__(None, None, None)
     assert inside == (1, 0)
+
+
+def test_others_may_put_something_on_a_session(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A name of theirs, or in tests something in the place of a method."""
+    session: Any = ca.enable(backend="eager")
+    session.name = "mine"
+    monkeypatch.setattr(session, "stats", lambda: "planted")
+    assert (session.name, session.stats()) == ("mine", "planted")

@@ -87,6 +87,7 @@ class Session:
     """A context manager around ``backward``. It nests, can be entered again, and holds only in the thread it is in."""
 
     __slots__ = (
+        "__dict__",  # of what others put there
         "__weakref__",
         "_graphs",
         "_last",

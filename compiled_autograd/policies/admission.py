@@ -16,7 +16,7 @@ from ..diagnostics.bypass import OVER_BUDGET
 from ..diagnostics.reporting import warn_once
 from ..process_state import PROCESS
 from ..settings import Settings
-from .sketches import BELIEVED, SKETCHES, Known
+from .sketches import BELIEVED, FIRST_SPACING, SKETCHES, Known
 from .spending import RETURNS, SPENDING, Balance, by_clock
 
 LOOKS_AT_ONCE, LAST_LOOK = 8, 64
@@ -65,6 +65,11 @@ class Tape:
     def has_paid(self, likely: float) -> bool:
         """Whether they have run on eager for as long as it is likely to take to compile them."""
         return self.seen >= RETURNS and self.seconds >= self.needed * likely
+
+    def hold(self, likely: float) -> None:
+        """They have not: the verdict holds until they are likely to have, so that they are looked at then."""
+        further = (self.needed * likely - self.seconds) / self.takes if self.takes else BELIEVED
+        self.left = int(max(FIRST_SPACING, min(further, BELIEVED)))
 
 
 class Admission:
@@ -171,6 +176,7 @@ class Admission:
             tape.seen, tape.seconds, tape.needed = 0, 0.0, DEARER * tape.needed
             self._change(tape, None)
             return tape, True
+        tape.hold(balance.likely)
         asks = tape.captured and tape.looks > 2 and not tape.looks & (tape.looks - 1)
         if asks or (is_new and has_store and self.may_ask_store()):
             self._change(tape, None)

@@ -832,23 +832,20 @@ def test_roots_are_not_read_each_time_and_what_comes_then_is_found(
     with session:
         torch.autograd.grad(longer(), weight)
     assert _run(session, weight, 10)[-1] == "not_worth_it"
-    _left(session, weight, sketches.LEFT_BEFORE_LOOKING_AWAY * sketches.LOOKS_AWAY)
+    most = sketches.LOOKS_AWAY[1]
+    _left(session, weight, sketches.LEFT_BEFORE_LOOKING_AWAY + sketches.LOOKS_AWAY_OF * most)
     read.clear()
     looks.clear()
-    _left(session, weight, 10 * (1 + sketches.LOOKS_AWAY))
+    _left(session, weight, 10 * (1 + most))
     assert len(read) <= 40 and len(looks) <= 3
     outcomes = []
-    for _ in range(2 * (sketches.LOOKS_AWAY + 1) + 40):
+    for _ in range(2 * (most + 1) + 40):
         with session:
             assert_same(torch.autograd.grad(longer(), weight), wanted)
         assert session.last is not None
         outcomes.append(session.last.outcome)
     first = outcomes.index("hit")
-    assert (
-        first <= 2 * (sketches.LOOKS_AWAY + 1)
-        and {*outcomes[first:]} <= {"hit", "bypass"}
-        and outcomes[first:].count("hit") >= 5
-    )
+    assert first <= 2 * (most + 1) and {*outcomes[first:]} <= {"hit", "bypass"} and outcomes[first:].count("hit") >= 5
 
 
 @pytest.mark.parametrize("what", ["another session", "forgotten", "another thread", "other settings in turn"])
@@ -979,7 +976,10 @@ def test_what_is_left_in_the_midst_of_counting_is_counted(looks: list[int], monk
     assert session.stats().backwards == before + 6
 
 
-def test_where_two_kinds_come_in_phases_the_second_is_soon_found(looks: list[int]) -> None:
+def test_where_two_kinds_come_in_phases_the_second_is_soon_found(
+    looks: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sketches, "LOOKS_AWAY_FOR", 0.0)  # as if eager took long
     session, weight = ca.enable(backend=_slow, tune=True), nn.Parameter(torch.randn(8))
     plain = lambda: weight.cos().exp().sin().sum()  # noqa: E731
     with session:

@@ -83,15 +83,18 @@ def walk(outputs: Ends, inputs: Ends = ()) -> list[Visited]:
 
 
 class KnowsLastRoot(Protocol):
-    """A thread: ``last_root`` is the sequence number of the first root of the tape that was sketched there last."""
+    """A thread: ``last_root`` is the sequence number of the first root of the tape that was sketched there last. Of
+    ``away`` others since then that are not, ``unseen`` are still to come."""
 
     last_root: int
+    away: int
+    unseen: int
 
 
 def sketch(outputs: Ends, inputs: Ends, thread: KnowsLastRoot) -> Hashable:
     """What the first root says of a tape: its kind, and how many nodes the thread has made for it: those since the last
-    tape that was asked for its sketch. None for a leaf or no output. In a loop, tapes of one structure have one sketch,
-    but not only they."""
+    tape that was asked for its sketch, by the number of tapes that they were for. None for a leaf or no output. In a
+    loop, tapes of one structure have one sketch, but not only they."""
     if not outputs:
         return None
     output = outputs[0]
@@ -101,7 +104,8 @@ def sketch(outputs: Ends, inputs: Ends, thread: KnowsLastRoot) -> Hashable:
     kind = type(node)
     number = kind._sequence_nr(node)
     made, thread.last_root = number - thread.last_root, number
-    return kind, made, len(outputs), len(inputs)
+    others, thread.away = thread.away - thread.unseen, thread.unseen
+    return kind, made / (1 + others), len(outputs), len(inputs)  # no whole number where they were not alike
 
 
 def fingerprint(outputs: Ends, inputs: Ends = ()) -> int:

@@ -55,7 +55,7 @@ class Engine(_ImperativeEngine):
         here = thread.here
         session = here.stack[-1] if here.stack else None
         if (
-            here.unseen > 1  # this comes first, and is short: it may be a small backward
+            here.unseen  # this comes first, and is short: it may be a small backward
             and session is not None
             and here.number == session.number
             and here.known.left > 0
@@ -131,16 +131,18 @@ def _by_its_root(
     here: Here, session: Session, outputs: Sequence[Any], inputs: Sequence[Any]
 ) -> tuple[Bypass | None, Hashable]:
     """Why a tape is left to eager, as far as its root tells, or those before it; and its sketch, where it has one."""
-    number = session.number
-    if not here.unseen or here.known.left <= 0 or here.number != number:
-        sketched = sketch(outputs, inputs, here)
-        known = SKETCHES.known.get((number, sketched), UNKNOWN)
-        return here.took_for(known, number, session.settings.looks_away), sketched
-    here.unseen -= 1
-    verdict = here.verdict
-    if not here.unseen:
-        sketch(outputs, inputs, here)  # so that the next one's tells how many nodes are its own
-    return verdict, None
+    number, verdict = session.number, None
+    if here.away and here.known.left > 0 and here.number == number:
+        verdict = here.verdict
+        if here.unseen:
+            here.unseen -= 1
+            return verdict, None
+    sketched = sketch(outputs, inputs, here)
+    known = SKETCHES.known.get((number, sketched), UNKNOWN)
+    if verdict is not None and known is UNKNOWN:  # there were other nodes between these: the next one's tells
+        here.known.left -= 1
+        return verdict, None
+    return here.took_for(known, number, session.looks_away), sketched
 
 
 def _runner(here: Here, session: Session) -> Callable[..., Any]:

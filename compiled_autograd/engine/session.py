@@ -95,6 +95,7 @@ class Session:
         "_stats",
         "_steps",
         "left",
+        "looks_away",
         "may_loop",
         "number",
         "settings",
@@ -104,6 +105,7 @@ class Session:
         self.settings = settings
         self.number = SKETCHES.number(settings)
         self.may_loop = not why_off(settings)
+        self.looks_away = settings.looks_away
         self._last: Outcome | tuple[CompiledGraph, float, float] | None = None
         self.left: _Left | None = None
         self._stats = Stats()

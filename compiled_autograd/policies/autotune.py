@@ -69,6 +69,7 @@ class Trial:
         compiled: of the variant's.
         verdict: why eager goes on; None while both are timed.
         holds: for how many backwards the last verdict does, or did; ``left`` is for how many it still does.
+        takes: seconds of eager's, once it was decided.
         ratio: the time of the compiled ones by eager's, once it was decided.
         turn: how many were timed, those that do not count among them.
         idle: how many backwards of the tape came since then.
@@ -82,6 +83,7 @@ class Trial:
     verdict: Bypass | None = None
     holds: int = 0
     left: int = 0
+    takes: float = 0.0
     ratio: float = 1.0
     turn: int = 0
     idle: int = 0
@@ -142,6 +144,7 @@ class Trial:
         goes_on = "compiled" if compiled <= MAX_TIME_RATIO * eager else "eager"
         timing = Timing(eager, compiled, min(map(len, timed)), time.time(), goes_on)
         if timing.on_eager:
+            self.takes = eager / 1e3
             self.verdict = Bypass(_NOT_WORTH_IT, hint=f"{timing}; timed again from time to time")
             first, last = BACKWARDS_BEFORE_RETRIAL, LAST_BEFORE_RETRIAL
             again = self.holds and self.ratio > MAX_TIME_RATIO  # and not since the trial before had its say

@@ -42,6 +42,7 @@ class Refusal:
         refused: how often they were.
         verdict: why they are left to eager; None while they are tried.
         left: for how many backwards it still holds.
+        takes: see :class:`Found`.
         tried: one was since the last refusal.
         came: one was met since all were last gone through.
     """
@@ -50,6 +51,7 @@ class Refusal:
     refused: int = 0
     verdict: Bypass | None = None
     left: int = 0
+    takes: float = 0.0
     tried: bool = False
     came: bool = True
 

@@ -20,11 +20,12 @@ it is not always the same one."""
 BELIEVED = 1030
 """What is not left to eager is looked at after so many at most, and so is what runs there until it has paid for being
 compiled: policies count backwards at looks."""
-LEFT_BEFORE_LOOKING_AWAY, FIRST_LOOKS_AWAY, LOOKS_AWAY = 32, 16, 126
+LEFT_BEFORE_LOOKING_AWAY, LOOKS_AWAY, LOOKS_AWAY_OF, LOOKS_AWAY_FOR = 32, (16, 66), 4, 3e-3
 """Once so many tapes of a thread were left to eager one after the other, not even the roots of some more are read
-before that of the next one: of one for each so many that were left, but of so many at least and at most. With half as
-many as were left, hits that come in phases were missed: most of 100 after 400 others. One more than those is a prime,
-so that of tapes that take turns it is not always the same one that is read."""
+before that of the next one: the least and the largest number. It takes ten microseconds to read one, a tenth of a small
+backward: so it may be one for each so many that were left, as long as eager takes so many seconds for all of them. Else
+hits that come in phases would be missed. One more than either number is a prime, so that of tapes that take turns it is
+not always the same one that is read."""
 PATIENCE_OF_ALL = 4096
 """A policy forgets what it knows of a tape that has not come again among so many backwards: while it knows something of
 any, all tapes are looked at, which keeps small hits from the fast path."""
@@ -35,10 +36,11 @@ _numbers = PROCESS.register(itertools.count(1))
 
 class Found(Protocol):
     """What a look at the whole of a tape has found: ``verdict`` says why it is left to eager, None where it is not;
-    ``left`` for how many backwards at most."""
+    ``left`` for how many backwards at most; ``takes`` how many seconds each takes there, 0 where nobody knows."""
 
     verdict: Bypass | None
     left: int
+    takes: float
 
 
 class Known:
@@ -50,10 +52,11 @@ class Known:
         left: for how many backwards it still holds; ``given`` is for how many it did at first.
         spacing: the number of backwards that it may hold for; 0 where it never will, since tapes of one sketch were two
             things.
+        away: so many at most may be taken for the same without a sketch.
         tries: when the own loop is asked to run one that is left to eager.
     """
 
-    __slots__ = ("found", "given", "left", "spacing", "tries", "verdict")
+    __slots__ = ("away", "found", "given", "left", "spacing", "tries", "verdict")
 
     def __init__(self, found: Found | None) -> None:
         self.spacing = FIRST_SPACING
@@ -65,6 +68,9 @@ class Known:
         self.found = found
         self.verdict = None if found is None else found.verdict
         self.left = self.given = min(self.spacing, BELIEVED if found is None else found.left)
+        least, most = LOOKS_AWAY
+        takes = 0.0 if found is None else found.takes
+        self.away = min(most, max(least, int(LOOKS_AWAY_FOR / takes))) if takes else least
 
     @property
     def used(self) -> int:
@@ -106,17 +112,17 @@ class Looks:
     """Which tapes of one thread are looked at.
 
     Attributes:
-        last_root: see :func:`tape.sketch`.
+        last_root, away: see :func:`tape.sketch`.
         streak: how many tapes were taken for one that is left to eager, since the last that was not, nor was timed.
         known, verdict: what the last sketch has led to, under the settings of that ``number``.
         unseen: so many more are taken for the same without a sketch.
         looped: the own loop may be asked for some of these.
     """
 
-    __slots__ = ("known", "last_root", "looped", "number", "streak", "unseen", "verdict")
+    __slots__ = ("away", "known", "last_root", "looped", "number", "streak", "unseen", "verdict")
 
     def __init__(self) -> None:
-        self.last_root = self.streak = self.number = self.unseen = 0
+        self.last_root = self.streak = self.number = self.away = self.unseen = 0
         self.looped = True
         self.known = UNKNOWN
         self.verdict: Bypass | None = None
@@ -132,12 +138,13 @@ class Looks:
         """
         verdict, unseen = known.verdict, 0
         if looks_away and self.streak + 1 >= LEFT_BEFORE_LOOKING_AWAY:
-            most = min(LOOKS_AWAY, known.left - 2)  # one is left, or it was forgotten
-            unseen = min(most, max(FIRST_LOOKS_AWAY, self.streak // LEFT_BEFORE_LOOKING_AWAY))
+            unseen = max(LOOKS_AWAY[0], self.streak // LOOKS_AWAY_OF)
+            unseen = min(unseen, known.away, known.left - 2)  # one is left, or it was forgotten
         # No call from here on: what ``gc`` or a signal runs has backwards of its own.
         if self.known.left > 0:  # else it was forgotten, and counts no more
             self.known.left += self.unseen
-        self.known, self.number, self.verdict, self.unseen = known, number, verdict, 0
+        self.known, self.number, self.verdict = known, number, verdict
+        self.away = self.unseen = 0
         if known.left <= 0 or verdict is None:
             return None
         known.left -= 1
@@ -147,7 +154,7 @@ class Looks:
             self.looped = tries.rest < unseen
             if not self.looped:  # it is not asked for any of these, and they are counted now
                 tries.rest -= unseen
-            self.unseen = unseen
+            self.away = self.unseen = unseen
             known.left -= unseen
             self.streak += unseen
         return verdict

@@ -620,6 +620,23 @@ def test_an_engine_that_fails_in_the_middle_of_a_report_writes_no_gradient(monke
     expect(session.stats(), bypasses={"broken_capture": 1})
 
 
+def test_what_fails_before_the_first_report_is_left_to_eager(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As an error of a signal's handler may: the tape is whole."""
+    x = torch.randn(3, requires_grad=True)
+    loss = _square(x)
+
+    def call(*of: Any) -> Any:
+        monkeypatch.undo()
+        raise ValueError("planted")
+
+    monkeypatch.setattr("compiled_autograd.ir.TapeCall", call)
+    with ca.enable(backend="eager") as session:
+        loss.backward()
+    assert_same(x.grad, 2 * x.detach())
+    assert session.last is not None and "planted" in str(session.last.reasons[0])
+    expect(session.stats(), bypasses={session.last.reasons[0].label: 1})
+
+
 def test_very_deep_reentrant_backwards_are_left_to_eager() -> None:
     class Deep(torch.autograd.Function):
         @staticmethod

@@ -95,8 +95,8 @@ class Capture(HookReports):
         self._raise_failure()
         if function is not None:
             _refuse_if_freed(function)
-        self.reporting = True
         self.calls.append(ir.TapeCall(index, name.rpartition("::")[2]))
+        self.reporting = True
         if function is not None:
             # Before it reports a Python function, the engine makes zeros for undefined gradients.
             self._mode = RecordZeros(self)

@@ -875,6 +875,29 @@ def test_what_is_taken_for_others_without_a_look_is_of_the_same_thread_and_setti
     assert plain.stats().backwards == plain.stats().hits + 1
 
 
+@pytest.mark.parametrize("leaf", [False, True])
+def test_one_alone_is_taken_for_others_after_those_without_a_look(leaf: bool, looks: list[int]) -> None:
+    """Its sketch is of all of them. A leaf has none."""
+    session, weight, here = ca.enable(backend=_slow, tune=True), nn.Parameter(torch.randn(8)), sessions.thread.here
+
+    def loss() -> torch.Tensor:
+        return weight if leaf else weight.cos().exp().sin().sum()
+
+    with session:
+        torch.autograd.grad(loss(), weight, torch.ones(8) if leaf else None)
+    assert _run(session, weight, 10)[-1] == "not_worth_it"
+    while not here.unseen:
+        _left(session, weight, 1)
+    _left(session, weight, here.unseen)
+    labels = []
+    for _ in range(3):
+        with session:
+            torch.autograd.grad(loss(), weight, torch.ones(8) if leaf else None)
+        assert session.last is not None
+        labels.append(session.last.outcome)
+    assert labels == (["hit"] * 3 if leaf else ["bypass", "hit", "hit"]) and not here.away
+
+
 def test_what_was_not_taken_is_given_back() -> None:
     """Else a verdict would end too soon where sessions take turns."""
     looks, verdict = sketches.Looks(), Bypass("not_worth_it")

@@ -139,8 +139,8 @@ def _by_its_root(
             return verdict, None
     sketched = sketch(outputs, inputs, here)
     known = SKETCHES.known.get((number, sketched), UNKNOWN)
-    if verdict is not None and known is UNKNOWN:  # there were other nodes between these: the next one's tells
-        here.known.left -= 1
+    if verdict is not None and known is UNKNOWN and sketched is not None:
+        here.known.left -= 1  # there were other nodes between these: the next one's tells
         return verdict, None
     return here.took_for(known, number, session.looks_away), sketched
 

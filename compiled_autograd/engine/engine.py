@@ -68,7 +68,7 @@ class Engine(_ImperativeEngine):
                     here, tensors, grad_tensors, keep_graph, False, inputs, allow_unreachable, accumulate_grad
                 )
             finally:
-                left = session.left
+                left = session.left  # these lines stand twice: with a call between, Ctrl-C could lose the count
                 if left is not None and left.verdict is verdict:
                     left.count += 1
                 else:

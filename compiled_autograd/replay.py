@@ -28,6 +28,7 @@ from .reproduction.reading import given_to, tape_of
 from .reproduction.recording import STAND_IN
 from .reproduction.records import About
 from .runtime.interpret import interpret
+from .signal_handlers import raise_what_a_handler_raised
 
 _RUNS = 4
 """Runs that are compared: code that Inductor generated may run as something else from the second one on."""
@@ -131,6 +132,7 @@ class Reproduction:
         try:
             return self._run(given, self._one_by_one)
         except Exception as error:  # whatever an operator says of what it is called with
+            raise_what_a_handler_raised(error)
             raise ReproductionError(f"its operators cannot be run ({type(error).__name__}: {error})") from error
 
     def compiled(self, session: Session) -> Gradients:

@@ -111,3 +111,38 @@ def test_what_is_too_large_is_found(tmp_path: Path) -> None:
         "backends/room/more.py has more than 350 lines",
         "backends/room/more.py: long has more than 60 lines",
     ]
+
+
+_MAY_SWALLOW_ALL = {
+    "account.py": "it is logged, and the user's error raised",
+    "background.py": "a thread of its own, where no handler of a signal runs",
+    "reporting.py": "the text of an error that is told",
+    "worker_main.py": "a process of its own",
+}
+
+
+def _swallowing(code: str) -> Iterator[int]:
+    """Lines where any error is caught and not raised, those of handlers of signals included."""
+    for each in ast.walk(ast.parse(code)):
+        if isinstance(each, ast.ExceptHandler) and getattr(each.type, "id", None) == "Exception":
+            first = each.body[0]
+            raises = isinstance(first, ast.Expr) and "raise_what_a_handler_raised(" in ast.unparse(first)
+            if not raises and not any(isinstance(node, ast.Raise) and not node.exc for node in ast.walk(each)):
+                yield each.lineno
+
+
+def test_no_error_of_a_handler_is_swallowed() -> None:
+    found = {
+        f"{file.name}:{line}"
+        for file in (ROOT / "compiled_autograd").rglob("*.py")
+        for line in _swallowing(file.read_text())
+        if file.name not in _MAY_SWALLOW_ALL
+    }
+    assert not found, "begin such an `except` with raise_what_a_handler_raised"
+
+
+def test_an_error_of_a_handler_that_is_swallowed_is_found() -> None:
+    swallows = "try:\n    work()\nexcept Exception as error:\n    {}\n"
+    assert list(_swallowing(swallows.format("tell(error)"))) == [3]
+    assert not list(_swallowing(swallows.format("raise_what_a_handler_raised(error)\n    tell(error)")))
+    assert not list(_swallowing(swallows.format("if no_memory(error): raise")))

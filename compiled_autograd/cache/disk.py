@@ -26,6 +26,7 @@ from ..guards.ambient import TRACED, Ambient
 from ..lowering.region_compiler import MAX_GUARDED
 from ..lowering.stored_regions import InMemoryGraph, Made, StoredRegion, StoredRegions
 from ..settings import Settings
+from ..signal_handlers import raise_what_a_handler_raised
 from ..steps.steps import CompiledRegion, RegionRecord, RegionStep, region_record
 from .environment_key import differences, is_repeatable, state_of, why_not_stored
 from .metadata import caller, loss_of, structure_of
@@ -85,6 +86,7 @@ class Disk:
                     return self._load(graph, settings, ambient_state, handover, entry, record), None
                 other = other or (entry.id, record)
             except Exception as error:  # noqa: BLE001  the tape is released by now: it is compiled again, and says so
+                raise_what_a_handler_raised(error)
                 corrupt = corrupt_entry(entry.id, error)
         nearest = min(other_states, key=len, default=[None])[0]
         other_shapes = corrupt if corrupt or other is None else stored_miss(graph.tape, *other, handover)

@@ -34,6 +34,7 @@ from ..reproduction.writing import write_sample
 from ..runtime.interpret import interpret
 from ..runtime.program import Program
 from ..settings import Settings
+from ..signal_handlers import raise_what_a_handler_raised
 from ..steps.steps import RegionStep
 from ..threads.forks import unless_inside
 from .forms import Forms
@@ -264,6 +265,7 @@ class CompiledGraph(WeaklyReferred):
             given = handover.by_kind()
             write_sample(path, self.tape, Sample.of(given), kinds, about(self.tape, key), given["input"])
         except Exception as error:  # noqa: BLE001  the backward goes on
+            raise_what_a_handler_raised(error)
             warn_once(f"a reproduction could not be written to {os.fspath(path)}: {error}")
 
     def to_networkx(self) -> nx.DiGraph:

@@ -12,6 +12,7 @@ from shadow_cache import Bypass, Failure, Miss
 from ..diagnostics.bypass import ON_MISS
 from ..guards.ambient import Ambient
 from ..settings import Settings
+from ..signal_handlers import raise_what_a_handler_raised
 from .graphs import CompiledGraph
 from .stores import disk_for
 from .variants import Handover, Variant
@@ -89,6 +90,7 @@ def _add(
         selection.failures += told
         selection.variant, misses = graph.add(settings, ambient_state, handover)
     except Exception as error:  # noqa: BLE001  the step must go on
+        raise_what_a_handler_raised(error)
         failure = Failure("program", repr(graph), f"{type(error).__name__}: {error}", "its calls run one by one")
         selection.failures.append(failure)
         misses = [failure]
@@ -107,6 +109,7 @@ def _nearest_stored(
     try:
         return disk.explain(graph, miss, shapes)
     except Exception as error:  # noqa: BLE001  the tape is released by now, and only the reason is not known
+        raise_what_a_handler_raised(error)
         what = f"{type(error).__name__}: {error}"
         failures.append(Failure("explain", repr(graph), what, "the reason is that of this process alone"))
         return miss

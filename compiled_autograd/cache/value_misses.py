@@ -14,6 +14,7 @@ from ..capture.unnamed import name_again
 from ..diagnostics.call_misses import NUMBER_HINT
 from ..diagnostics.node_names import title
 from ..diagnostics.variant_misses import TensorKind, shape_miss, tensor_miss, value_miss
+from ..signal_handlers import raise_what_a_handler_raised
 from .records import VariantRecord
 from .variants import Handover, Shapes
 
@@ -60,6 +61,7 @@ def stored_miss(tape: ir.TapeGraph, entry: str, record: VariantRecord, handover:
         old = Shapes([tensor.spec for tensor in tensors], record.sizes, [tensor.strides for tensor in tensors], kinds)
         miss = values_miss(tape, old, record.scalars, handover, old.fits(handover))
     except Exception as error:  # noqa: BLE001  the tape is released by now: it is compiled again, and says so
+        raise_what_a_handler_raised(error)
         return corrupt_entry(entry, error)
     return msgspec.structs.replace(miss, hint=_OTHER_SIZES if miss.kind == "shape" else miss.hint)
 

@@ -105,12 +105,15 @@ class Capture(HookReports):
 
     def bind_function(self, name: str, function: Callable[..., Any], is_custom: bool, traceable: bool) -> str:
         """The engine hands over the function of a kind of node, once in a process: also when we have given up."""
+        known = name
         try:
+            if not is_custom:  # first: if this is interrupted, what has this kind of node is not left to eager for ever
+                OPS[name] = ir.OpaqueOp(name, function, traceable)
             known = share_op(name, function, is_custom, traceable)
-            OPS[known] = ir.OpaqueOp(known, function, traceable, is_custom)
+            if is_custom:
+                OPS[known] = ir.OpaqueOp(known, function, traceable, custom=True)
         except BaseException as error:  # noqa: BLE001  as in keeps_failures
             self.failure = self.failure or error
-            return name
         return known
 
     @keeps_failures

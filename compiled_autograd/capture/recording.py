@@ -17,6 +17,7 @@ from shadow_cache import unsupported
 
 from .. import ir
 from ..errors import CaptureRefusedError
+from ..signal_handlers import raise_what_a_handler_raised
 from . import symbols
 
 _STAND_INS_AT_ONCE = 512
@@ -71,6 +72,7 @@ class Recording:
             return
         if isinstance(self.failure, CaptureRefusedError) or not isinstance(self.failure, Exception):
             raise self.failure
+        raise_what_a_handler_raised(self.failure)
         what = f"capture failed: {type(self.failure).__name__}: {self.failure}"
         raise CaptureRefusedError(unsupported(what)) from self.failure
 

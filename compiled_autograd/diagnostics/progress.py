@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
+from ..signal_handlers import raise_what_a_handler_raised
 from .displays import Display, display_for
 from .reporting import warn_once
 
@@ -76,6 +77,7 @@ class Wait:
             try:
                 act(self._display)
             except Exception as error:  # noqa: BLE001  it is warned of, below
+                raise_what_a_handler_raised(error)
                 self._display, failed = None, error
             else:
                 return

@@ -14,6 +14,7 @@ from torch._guards import CompileContext, CompileId, compile_context
 from torch._logging._internal import trace_log, trace_structured_artifact
 
 from ..process_state import PROCESS
+from ..signal_handlers import raise_what_a_handler_raised
 from .reporting import warn_once
 
 TEXT, JSON = "string", "json"
@@ -61,6 +62,7 @@ def add(run: Traced, artifacts: Iterable[Artifact]) -> None:
                     f"compiled_autograd_{name}", encoding, give if encoding == JSON else _utf8(give)
                 )
     except Exception as error:  # noqa: BLE001  it is warned of: gradients must not depend on a file that can be written
+        raise_what_a_handler_raised(error)
         warn_once(f"the structured trace could not be written ({type(error).__name__}: {error})")
 
 

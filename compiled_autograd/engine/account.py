@@ -25,6 +25,7 @@ from ..policies.own_loop import OWN_LOOPS
 from ..policies.refusals import REFUSALS
 from ..policies.spending import SPENDING
 from ..settings import Settings
+from ..signal_handlers import raise_what_a_handler_raised
 from ..steps.run_context import RunReport
 from ..threads.forks import why_not_compile
 from .call import Call, HandedOver
@@ -205,5 +206,6 @@ class RunAccount:
             variant.not_stored = disk.save(graph, variant, settings, self.ambient_state, misses, seconds)
             disk.record(graph, None if variant.not_stored else variant.entry, misses)
         except Exception as error:  # noqa: BLE001  the step is done: what cannot be stored is compiled again elsewhere
+            raise_what_a_handler_raised(error)
             variant.not_stored = f"{type(error).__name__}: {error}"
             reasons.append(Failure("store", repr(graph), variant.not_stored, "it is kept in memory alone"))

@@ -32,6 +32,7 @@ from ..policies.spending import SPENDING
 from ..runtime.program import Program
 from ..runtime.running_backward import Running
 from ..settings import Settings
+from ..signal_handlers import raise_what_a_handler_raised
 from ..steps.run_context import RunContext
 from ..steps.steps import RegionStep, Slots
 from ..threads.claims import CLAIMS
@@ -323,4 +324,5 @@ def _submit(run: RunAccount, ambient_state: Ambient, program: Program, step: Reg
     try:
         BACKGROUND.submit(program, step, slots, run.call.fingerprint(), ambient_state, charge)
     except Exception as error:  # noqa: BLE001  a later step tries again
+        raise_what_a_handler_raised(error)
         run.report.failures.append(failure_of("submit", program.region_compiler.backend.name, step.region, error))

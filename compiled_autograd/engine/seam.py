@@ -43,6 +43,7 @@ from ..ir.order import in_engine_order
 from ..policies.admission import ADMISSION
 from ..process_state import PROCESS
 from ..settings import Settings
+from ..signal_handlers import raise_what_a_handler_raised
 from ..threads.forks import why_not_capture
 from ..threads.gate import GATE, Token, Turn, take
 from ..threads.others import clear_cache, set_autograd_compiler
@@ -182,6 +183,7 @@ def hand_over(call: Call, settings: Settings, run_inside: RunInside | None) -> H
     except CaptureRefusedError as refused:
         return Refused(refused.reason, walk.told(), refused.mistake)
     except Exception as error:
+        raise_what_a_handler_raised(error)
         if walk.inside is not None:  # inside the engine's call, an error is the user's own
             raise
         if walk.capture is None or not walk.capture.reporting:

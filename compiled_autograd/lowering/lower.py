@@ -20,6 +20,7 @@ from ..errors import IllegalGraphError, UntraceableError
 from ..guards.shapes import Spec, is_static
 from ..ir import check_nan, is_plain
 from ..ir.partition import Region
+from ..signal_handlers import raise_what_a_handler_raised
 from ..steps.accumulate import copy_laid_out_as, obeys_layout, own_copy
 from ..steps.memory import has_bit
 from ..steps.steps import RegionStep, Slots, Wiring
@@ -222,6 +223,7 @@ class _Lowering:
             arguments = fx.map_arg(node.args, known.__getitem__)
             result = run(*arguments) if traced is None else traced.call(node.target, arguments, run)
         except Exception as error:
+            raise_what_a_handler_raised(error)
             raise UntraceableError([node], error) from error
         known[node] = result
         for value in result if isinstance(result, (list, tuple)) else (result,):

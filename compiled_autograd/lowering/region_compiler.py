@@ -22,6 +22,7 @@ from ..diagnostics.variant_misses import changed_meanwhile_miss, guard_miss, han
 from ..errors import UntraceableError
 from ..guards.shapes import Spec, spec_of, widened
 from ..guards.value_kinds import kind_of_value
+from ..signal_handlers import raise_what_a_handler_raised
 from ..steps.compiled_calls import make_plain, put_results, run_compiled
 from ..steps.marked_calls import meanwhile, to_be_traced, was_traced, with_depended_on
 from ..steps.memory import is_out_of_memory
@@ -184,6 +185,7 @@ class RegionCompiler:
                 specs = [self.specs.get(leaf_of(fresh.call)) for fresh in step.fresh]
                 checked = step.rebind(compiled, owned(compiled.wiring, results, arguments, leaves, specs))
         except Exception as error:
+            raise_what_a_handler_raised(error)
             if run is not None and is_out_of_memory(error):
                 raise  # there was less than this needs elsewhere
             context.report.failures.append(failure_of("compile", self.backend.name, step.region, error))
@@ -308,6 +310,7 @@ class RegionCompiler:
         except UntraceableError:
             raise
         except Exception as error:  # noqa: BLE001  whoever asked records it, and the region's calls run one by one
+            raise_what_a_handler_raised(error)
             return failure_of(stage, self.backend.name, step.region, error)
         lowering = InMemoryGraph(graph, made, lowered.origins)
         compiled = step.bind(lowering, made.call, lowered.wiring, self.kind(step, slots), guard)

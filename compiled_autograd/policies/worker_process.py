@@ -27,6 +27,7 @@ from ..guards.ambient import Ambient, compile_state
 from ..lowering.graph_hash import InputKind, kinds_of_inputs
 from ..lowering.stored_regions import Made
 from ..process_state import PROCESS
+from ..signal_handlers import raise_what_a_handler_raised
 from ..steps.memory import has_bit
 
 
@@ -63,6 +64,7 @@ def compile_elsewhere(
             if reply.artifact is not None and reply.environment == backend.environment():
                 return Made(backend.load(reply.artifact), reply.artifact)
         except (OSError, EOFError, msgspec.DecodeError, ArtifactError) as error:
+            raise_what_a_handler_raised(error)
             warn_once(f"the process that compiles in the background failed, and compiling goes on in this one: {error}")
             WORKER.stop()
     return Made(backend.compile(graph_module, examples))

@@ -19,6 +19,7 @@ from backends.protocol import Compiled, form_for, proving_runs
 from .. import ir
 from ..diagnostics.reporting import failure_of
 from ..errors import GradientMismatchError
+from ..signal_handlers import raise_what_a_handler_raised
 from ..steps.compiled_calls import make_plain, put_results, run_compiled
 from ..steps.memory import is_out_of_memory, memory_of
 from ..steps.proof import Sizes
@@ -117,6 +118,7 @@ class _Run:
                 self.apart = _Apart(self._copied(self.inputs), self.inputs, self.slots)
             self.before = fingerprints(self._taken(self.inputs))
         except Exception as error:  # noqa: BLE001  the region runs without a comparison
+            raise_what_a_handler_raised(error)
             self._unproved(error)
             return False
         try:
@@ -155,6 +157,7 @@ class _Run:
             inputs = self.inputs if self.apart is None else self._copied(self.apart.given)
             found = self._run_compiled(inputs)
         except Exception as error:  # noqa: BLE001  whatever a backend throws: the real calls have given the results
+            raise_what_a_handler_raised(error)
             self.end.restore()
             self._failed(error)
             return False
@@ -169,6 +172,7 @@ class _Run:
         except GradientMismatchError:
             raise
         except Exception as error:  # noqa: BLE001  what was to be judged is not what the step goes on with
+            raise_what_a_handler_raised(error)
             self._unproved(error)
             return False
         finally:

@@ -10,6 +10,7 @@ import torch
 from torch import fx
 
 from .. import ir
+from ..signal_handlers import raise_what_a_handler_raised
 from ..steps.memory import memory_of
 
 _WIDER = {
@@ -95,7 +96,8 @@ def in_double(
             result = calls.run(node)
             if moved and node in calls.known and node.target is not operator.getitem and not ir.is_validation(node):
                 calls.known[node] = _rounded(result, by, (abs(moved) << 32) + len(places) + number)
-    except Exception:  # noqa: BLE001  no kernel for float64, most likely; then the plain tolerance alone decides
+    except Exception as error:  # noqa: BLE001  no kernel for float64, most likely; then the plain tolerance alone decides
+        raise_what_a_handler_raised(error)
         return None
     return calls.known[wanted]
 

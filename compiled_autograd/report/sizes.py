@@ -15,6 +15,7 @@ from torch import fx
 
 from ..cache.variants import Variant
 from ..guards.shapes import size_in
+from ..signal_handlers import raise_what_a_handler_raised
 from ..steps.steps import CompiledRegion, RegionStep
 from ..torch_api.dtype_names import short_name
 
@@ -110,6 +111,7 @@ def run_region(step: RegionStep, compiled: CompiledRegion, known: Mapping[fx.Nod
         dropped = {node for node, slot in zip(step.region.inputs, step.inputs, strict=True) if slot in drops}
         _run(compiled.aten.graph_module().graph, inputs, values, dropped, sizes)
     except Exception as error:  # noqa: BLE001  there are no sizes then, and the report says why
+        raise_what_a_handler_raised(error)
         sizes.error = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
     return sizes
 

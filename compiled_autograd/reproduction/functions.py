@@ -18,6 +18,7 @@ from torch.fx.experimental.proxy_tensor import get_proxy_mode
 from ..errors import ReproductionError
 from ..lowering.trace_cache import last_of, nodes_after
 from ..lowering.tracing import trace
+from ..signal_handlers import raise_what_a_handler_raised
 from .records import (
     Argument,
     Constant,
@@ -97,6 +98,7 @@ def recorded(function: Callable[..., Any], arguments: Sequence[Any]) -> tuple[Fu
         }
         return _function(graph_module, operators, places, results, made), results
     except Exception as error:
+        raise_what_a_handler_raised(error)
         raise NotRecordedError(f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}") from error
 
 

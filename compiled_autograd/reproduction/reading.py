@@ -14,6 +14,7 @@ from torch import fx
 
 from .. import ir
 from ..errors import IllegalGraphError, ReproductionError
+from ..signal_handlers import raise_what_a_handler_raised
 from ..steps.memory import in_own_memory
 from .functions import arguments_of, flattened, function_of
 from .recording import FUNCTION, STAND_IN, VOCABULARY
@@ -156,6 +157,7 @@ def given_to(record: Record, stored: dict[int, bytes], seed: int = 0) -> tuple[l
     try:
         made = tensors(record.tensors, seed, stored if record.real else None)
     except Exception as error:  # whatever PyTorch says: of a dtype without kernels, of a device that is not there
+        raise_what_a_handler_raised(error)
         raise ReproductionError(f"its tensors cannot be made here ({type(error).__name__}: {error})") from error
     return made, [decoded(each, _none) for each in record.scalars]
 

@@ -14,6 +14,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from .. import ir
 from ..errors import ReproductionError
 from ..lowering.fake_tensors import made_fake
+from ..signal_handlers import raise_what_a_handler_raised
 from ..steps.memory import extent
 from .records import TensorRecord, device_of, dtype_of
 
@@ -54,7 +55,8 @@ def _record(tensor: torch.Tensor, storages: Mapping[int, tuple[int, int]], own: 
         offset = int(tensor.storage_offset()) - start // _ALIGNED * _ALIGNED // tensor.itemsize
     try:
         known = _known(tensor)
-    except Exception:  # noqa: BLE001  no kernel for the dtype, or no memory: then nothing is known of what lies in it
+    except Exception as error:  # noqa: BLE001  no kernel for the dtype, or no memory: nothing is known of what lies there
+        raise_what_a_handler_raised(error)
         known = {}
     is_view = isinstance(tensor._base, torch.nn.Parameter)
     parameter = "itself" if isinstance(tensor, torch.nn.Parameter) else "view" if is_view else ""

@@ -16,6 +16,7 @@ from torch import fx
 
 from .. import ir
 from ..process_state import PROCESS
+from ..signal_handlers import raise_what_a_handler_raised
 from .files import write_file
 from .recording import Kinds, Sample, record_of
 from .records import About, TensorRecord
@@ -109,6 +110,7 @@ def keep(
         path = Path(tempfile.mkdtemp(prefix="compiled-autograd-")) / "reproduction.zip"
         write(path, tape, given, about=about, values=values, known=known)
     except Exception as error:  # noqa: BLE001  what it is to show has been found, and is told without it
+        raise_what_a_handler_raised(error)
         _log.debug("no reproduction", exc_info=True)
         return Kept(None, f"a reproduction could not be written ({error})")
     return Kept(str(path), f"a reproduction is {path}")

@@ -29,6 +29,7 @@ from ..lowering.region_compiler import COMPILING, RegionCompiler
 from ..lowering.tracing import leave_modes, modes_on
 from ..lowering.wiring import all_copied
 from ..proving.prover import is_due, prove
+from ..signal_handlers import raise_what_a_handler_raised
 from ..steps.accumulate import keep, write
 from ..steps.compiled_calls import handed_through, make_plain, pass_on, put_results, run_compiled, store_results
 from ..steps.marks import saved_by
@@ -324,6 +325,7 @@ class Program:
                 results = run_compiled(compiled.call, arguments)
                 drop(step, slots)
             except Exception as error:  # noqa: BLE001  the inputs are still there: the step goes on
+                raise_what_a_handler_raised(error)
                 context.report.failures.append(failure_of("run", self.region_compiler.backend.name, step.region, error))
                 run_calls(step, slots)
                 return

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from ...native.interface import Module
+from ...signal_handlers import raise_what_a_handler_raised
 from ..execution import on_eager
 from ..session import thread
 
@@ -37,10 +38,12 @@ def _why_wrong(module: Module) -> str:
         try:
             wanted = _run(make, None)
         except Exception as error:  # noqa: BLE001  of the engine's own: whoever asks has a backward to give back
+            raise_what_a_handler_raised(error)
             return f"{NOT_NOW}: {error}"
         try:
             found = _run(make, module)
         except Exception as error:  # noqa: BLE001  whatever it is, the engine has raised nothing
+            raise_what_a_handler_raised(error)
             return f"it has raised where the engine does not ({name}): {error}"
         if isinstance(found, str):
             return f"{NOT_NOW}: {found}"

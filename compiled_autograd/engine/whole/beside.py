@@ -27,6 +27,7 @@ from ...proving.fingerprints import Draws, names_random
 from ...proving.prover import may_draw
 from ...proving.whole import apart, distance, is_like, most_of_rounding
 from ...runtime.program import Program
+from ...signal_handlers import raise_what_a_handler_raised
 from ...steps.accumulate import give
 from ...steps.memory import is_out_of_memory
 from ...steps.run_context import RunContext
@@ -175,6 +176,7 @@ class Beside:
         except GradientMismatchError:
             raise
         except Exception as error:  # noqa: BLE001  whatever a backend throws: eager's gradients are there
+            raise_what_a_handler_raised(error)
             return error
 
     def _kept(self) -> Gradients:

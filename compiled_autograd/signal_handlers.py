@@ -1,0 +1,52 @@
+"""What the handler of a signal raises is the user's: a time is up, a machine is about to go. It comes in the midst of
+whatever runs, and is no failure of that."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Iterator
+from inspect import getargvalues
+from types import FrameType, TracebackType
+
+
+def raise_what_a_handler_raised(error: BaseException) -> None:
+    """For the beginning of each ``except Exception`` after which the step goes on: raise what the handler of a signal
+    has raised, if that is ``error``, or what ``error`` was made of.
+
+    Python calls a handler from the frame that it interrupts, with that frame (``signal.signal``).
+
+    Raises:
+        BaseException: what the handler has raised.
+    """
+    around = {id(frame) for frame in _frames(sys._getframe(2))}
+    found: BaseException | None = None
+    each: BaseException | None = error
+    seen: set[int] = set()
+    while each is not None and id(each) not in seen:
+        seen.add(id(each))
+        trace = each.__traceback__
+        if each is not error and trace is not None and id(trace.tb_frame) in around:
+            break  # this backward was called where that one is handled
+        if _is_through_a_handler(trace):
+            found = each
+        each = each.__cause__ or each.__context__
+    if found is not None:
+        raise found
+
+
+def _frames(frame: FrameType | None) -> Iterator[FrameType]:
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
+
+
+def _is_through_a_handler(trace: TracebackType | None) -> bool:
+    while trace is not None:
+        arguments = getargvalues(trace.tb_frame)
+        given = [arguments.locals.get(name) for name in arguments.args]
+        given += arguments.locals.get(arguments.varargs or "", ())
+        interrupted = trace.tb_frame.f_back
+        if interrupted is not None and any(each is interrupted for each in given):
+            return True
+        trace = trace.tb_next
+    return False

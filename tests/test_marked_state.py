@@ -3,6 +3,7 @@ deep in others, what modules were given, lists that others hold too."""
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import sys
 import types
@@ -407,3 +408,82 @@ def test_so_does_what_is_called_where_nothing_can_be_compiled(kind: str) -> None
     session = ca.enable(backend=fails, tune=False)
     _close(_with_a_leaf_that_comes_first(session, kind), _with_a_leaf_that_comes_first(ca.disable(), kind))
     assert (session.stats().captures, session.stats().hits) == (1, 4)
+
+
+@ca.traceable
+def _asks_for_the_dtype_of_autocast(grad: torch.Tensor) -> torch.Tensor:
+    return grad * (2 if torch.get_autocast_dtype("cpu") is torch.float16 else 3)
+
+
+@ca.traceable
+def _autocasts(grad: torch.Tensor) -> torch.Tensor:
+    with torch.autocast("cpu"):
+        return torch.mm(torch.outer(grad, grad), grad[:, None])[:, 0].to(grad.dtype)
+
+
+@ca.traceable
+def _asks_whether_it_warns(grad: torch.Tensor) -> torch.Tensor:
+    return grad * (2 if torch.is_warn_always_enabled() else 3)
+
+
+@ca.traceable
+def _asks_for_the_cache_of_autocast(grad: torch.Tensor) -> torch.Tensor:
+    return grad * (2 if torch.is_autocast_cache_enabled() else 3)
+
+
+def _set_dtype_of_autocast(other: bool) -> None:
+    torch.set_autocast_dtype("cpu", torch.float16 if other else torch.bfloat16)
+
+
+class _AsksInBackward(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, batch: torch.Tensor) -> torch.Tensor:
+        return batch.sin()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad.to(torch.get_autocast_dtype("cpu")).to(grad.dtype)
+
+
+ASKED: dict[str, tuple[Any, Callable[[bool], object]]] = {
+    "dtype_of_autocast": (_asks_for_the_dtype_of_autocast, _set_dtype_of_autocast),
+    "inside_autocast": (_autocasts, _set_dtype_of_autocast),
+    "warns": (_asks_whether_it_warns, torch.set_warn_always),
+    "cache_of_autocast": (_asks_for_the_cache_of_autocast, lambda other: torch.set_autocast_cache_enabled(not other)),
+}
+LATE = [False] * 8 + [True] * 2
+"""After the first runs, which are compared with the real calls."""
+
+
+@pytest.mark.parametrize("name", ASKED)
+def test_what_a_hook_asks_pytorch_for_may_change(name: str) -> None:
+    hook, change = ASKED[name]
+    try:
+        wanted = _steps_of_hook(contextlib.nullcontext(), hook, LATE, change)
+        session = ca.enable(backend=_as_it_is, tune=False)
+        _close(_steps_of_hook(session, hook, LATE, change), wanted)
+    finally:
+        change(False)
+    assert not torch.equal(wanted[0], wanted[-1])
+    assert session.stats().hits >= 8
+    assert session.stats().failures == (name == "cache_of_autocast")  # it is called: while it is traced, it is off
+
+
+def test_what_a_backward_asks_pytorch_for_may_change() -> None:
+    function = ca.traceable(_AsksInBackward)
+    session = ca.enable(backend=_as_it_is, tune=False)
+    try:
+        wanted, found = [], []
+        for other in LATE:
+            _set_dtype_of_autocast(other)
+            wanted += _steps_of_function(contextlib.nullcontext(), function, 1)
+            found += _steps_of_function(session, function, 1)
+    finally:
+        _set_dtype_of_autocast(False)
+    for one, other_one in zip(found, wanted, strict=True):
+        assert torch.equal(one, other_one)
+    assert not torch.equal(wanted[0], wanted[-1])
+
+
+def _as_it_is(graph_module: Any, example_inputs: Any) -> Any:
+    return graph_module

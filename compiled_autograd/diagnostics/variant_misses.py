@@ -213,7 +213,7 @@ def text_of_part(name: str, value: Any) -> str:
     return _text(value)
 
 
-def _of_traced(code: Any, needs_input_grad: Any, attributes: Sequence[tuple[str, Any]]) -> str:
+def _of_traced(code: Any, asked: Any, attributes: Sequence[tuple[str, Any]]) -> str:
     """Of what a function that is marked as traceable depends on, that which is most likely another: plain values of its
     ``ctx``, of its closure, and of its module."""
     if not isinstance(code, tuple):

@@ -81,6 +81,19 @@ class Code:
             raise NotPlainError(f"traceable: {why}")
 
 
+_DEVICES = ("cpu", "cuda", "xpu", "mps", "mtia", "hpu")
+
+
+def asked_of_the_thread() -> tuple[Any, ...]:
+    """What marked code may ask PyTorch for that the state of the process (:mod:`compiled_autograd.guards.ambient`) has
+    not, since no operator asks: such as the dtype that autocast would have, which is off in most backwards."""
+    return (
+        *map(torch.get_autocast_dtype, _DEVICES),
+        torch.is_warn_always_enabled(),
+        torch.is_anomaly_enabled(),
+    )
+
+
 def _owner_of(function: types.BuiltinFunctionType) -> str:
     """The module that a function in C belongs to; empty where it is a method of an object."""
     if getattr(torch, function.__name__, None) is function:
@@ -189,11 +202,11 @@ _NOT_OF_TORCH = frozenset(
         *("distributed", "save", "load", "manual_seed", "seed", "compile", "_C", "backends", "cuda", "utils"),
         *("initial_seed", "default_generator", "get_rng_state", "random", "Generator", "multiprocessing", "futures"),
         *("monitor", "hub", "__dict__", "__globals__", "__closure__", "__defaults__", "__kwdefaults__", "__code__"),
-        *("__builtins__", "__setattr__", "__delattr__", "__subclasses__"),
+        *("__builtins__", "__setattr__", "__delattr__", "__subclasses__", "is_autocast_cache_enabled"),
     ]
 )
 """What marked code does not take of PyTorch: what communicates, writes files, or has to do with the state of the
-process. And what leads past all that is looked at here."""
+process; or has another answer while it is traced. And what leads past all that is looked at here."""
 _FUNCTIONS = frozenset(
     [
         *("abs", "all", "any", "bool", "complex", "dict", "divmod", "enumerate", "filter", "float", "frozenset"),

@@ -17,7 +17,7 @@ from ..torch_api.plain_values import is_plain, key
 from .functions import TRACEABLE, checked
 from .hooks import Grad
 from .inlined import InlinedBackward, Marked
-from .marked_code import Code, NotPlainError, refuse_more_than_computing
+from .marked_code import Code, NotPlainError, asked_of_the_thread, refuse_more_than_computing
 from .marked_copies import Copies, RefuseSideEffects
 from .traced_hooks import mark_hook
 
@@ -133,12 +133,12 @@ class _Context:
 def described(ctx: Any) -> tuple[Any, Any, tuple[Any, ...]]:
     """What the ``backward`` of a marked function depends on beside tensors: its code with what is plain of closures and
     defaults, and numbers and the like among the module's variables that it names; which inputs need a gradient; plain
-    attributes of ``ctx``, and which others there are.
+    attributes of ``ctx``, and which others there are; and what it may ask PyTorch for.
     """
     attributes = sorted(_attributes(ctx), key=_name)
     parts = tuple([(name, key(value) if is_plain(value) else _OTHER) for name, value in attributes])
     code = Code(strictly=False).of(_backward_of(type(ctx)._forward_cls), 0)
-    return code, ctx.needs_input_grad, parts
+    return code, (ctx.needs_input_grad, asked_of_the_thread()), parts
 
 
 def _name(attribute: tuple[str, Any]) -> str:

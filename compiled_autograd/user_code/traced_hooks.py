@@ -9,7 +9,7 @@ from typing import Any
 
 from .functions import TRACEABLE
 from .inlined import Marked
-from .marked_code import Code, NotPlainError, refuse_more_than_computing
+from .marked_code import Code, NotPlainError, asked_of_the_thread, refuse_more_than_computing
 from .marked_copies import Copies, RefuseSideEffects
 
 
@@ -40,7 +40,7 @@ class TracedHook(Marked):
 
     def described(self, owner: Any) -> tuple[Any, Any, tuple[Any, ...]] | None:
         """What a marked hook depends on beside its gradients; None for one that is not marked."""
-        return (Code(strictly=False).of(owner, 0), (), ()) if is_marked(owner) else None
+        return (Code(strictly=False).of(owner, 0), asked_of_the_thread(), ()) if is_marked(owner) else None
 
     def trace(self, hook: Any, *args: Any) -> Any:
         """Call it; nothing of what it can reach may be changed by that. Which of its gradients are undefined is part of

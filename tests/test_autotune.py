@@ -1019,3 +1019,33 @@ def test_where_two_kinds_come_in_phases_the_second_is_soon_found(
                 torch.autograd.grad(plain(), weight)
         found += session.stats().hits - before
     assert found >= 10 * 30
+
+
+def test_one_on_trial_is_not_taken_for_those_that_are_left(looks: list[int]) -> None:
+    """Else its trial would take thousands of steps, in which it runs on eager."""
+    session, weight = ca.enable(backend=_slow, tune=True), nn.Parameter(torch.randn(8))
+    assert _run(session, weight, 10)[-1] == "not_worth_it"
+    _left(session, weight, 100)
+    labels = []
+    for _ in range(150):
+        with session:
+            torch.autograd.grad(weight.cos().exp().sin().sum(), weight)
+        assert session.last is not None
+        first = session.last.reasons[0] if session.last.reasons else None
+        labels.append(first.label if isinstance(first, Bypass) else session.last.outcome)
+        _left(session, weight, 5)
+    assert labels.count("tuning") >= 3
+
+
+def test_a_sketch_of_one_on_trial_that_another_has_too_is_not_believed_for_long() -> None:
+    """Else those on trial were hits for a thousand backwards, however slow these are, and their trial did not end."""
+    kept, trial = sketches.Sketches(), Trial((0, None, False), lambda: None)
+    kept.keep_on_trial("one", trial, 5)
+    known = kept.known["one"]
+    assert known.left == 5
+    known.left = 0
+    kept.keep("one", None)  # another tape, which is on no trial
+    assert not known.left and known.found is None
+    kept.keep_on_trial("one", trial, 5)
+    kept.keep("one", None)
+    assert not known.left

@@ -24,8 +24,8 @@ LEFT_BEFORE_LOOKING_AWAY, LOOKS_AWAY, LOOKS_AWAY_OF, LOOKS_AWAY_FOR = 32, (16, 6
 """Once so many tapes of a thread were left to eager one after the other, not even the roots of some more are read
 before that of the next one: the least and the largest number. It takes ten microseconds to read one, a tenth of a small
 backward: so it may be one for each so many that were left, as long as eager takes so many seconds for all of them. Else
-hits that come in phases would be missed. One more than either number is a prime, so that of tapes that take turns it is
-not always the same one that is read."""
+hits that come in phases would be missed. It is up to three fewer, as by dice (:attr:`Looks.dice`): else of tapes that
+take turns it would be always the same one that is read."""
 PATIENCE_OF_ALL = 4096
 """A policy forgets what it knows of a tape that has not come again among so many backwards: while it knows something of
 any, all tapes are looked at, which keeps small hits from the fast path."""
@@ -53,10 +53,11 @@ class Known:
         spacing: the number of backwards that it may hold for; 0 where it never will, since tapes of one sketch were two
             things.
         away: so many at most may be taken for the same without a sketch.
+        timed: what was found is a trial that is under way.
         tries: when the own loop is asked to run one that is left to eager.
     """
 
-    __slots__ = ("away", "found", "given", "left", "spacing", "tries", "verdict")
+    __slots__ = ("away", "found", "given", "left", "spacing", "timed", "tries", "verdict")
 
     def __init__(self, found: Found | None) -> None:
         self.spacing = FIRST_SPACING
@@ -65,7 +66,7 @@ class Known:
 
     def hold(self, found: Found | None) -> None:
         """This was found."""
-        self.found = found
+        self.found, self.timed = found, False
         self.verdict = None if found is None else found.verdict
         self.left = self.given = min(self.spacing, BELIEVED if found is None else found.left)
         least, most = LOOKS_AWAY
@@ -117,12 +118,13 @@ class Looks:
         known, verdict: what the last sketch has led to, under the settings of that ``number``.
         unseen: so many more are taken for the same without a sketch.
         looped: the own loop may be asked for some of these.
+        dice: a number of 16 bits, another one each time that some are to be taken without a sketch.
     """
 
-    __slots__ = ("away", "known", "last_root", "looped", "number", "streak", "unseen", "verdict")
+    __slots__ = ("away", "dice", "known", "last_root", "looped", "number", "streak", "unseen", "verdict")
 
     def __init__(self) -> None:
-        self.last_root = self.streak = self.number = self.away = self.unseen = 0
+        self.last_root = self.streak = self.number = self.away = self.unseen = self.dice = 0
         self.looped = True
         self.known = UNKNOWN
         self.verdict: Bypass | None = None
@@ -139,7 +141,9 @@ class Looks:
         verdict, unseen = known.verdict, 0
         if looks_away and self.streak + 1 >= LEFT_BEFORE_LOOKING_AWAY:
             unseen = max(LOOKS_AWAY[0], self.streak // LOOKS_AWAY_OF)
-            unseen = min(unseen, known.away, known.left - 2)  # one is left, or it was forgotten
+            unseen = min(unseen, known.away) - (self.dice >> 14)
+            unseen = min(unseen, known.left - 2)  # one is left, or it was forgotten
+            self.dice = (25173 * self.dice + 13849) & 0xFFFF
         # No call from here on: what ``gc`` or a signal runs has backwards of its own.
         if self.known.left > 0:  # else it was forgotten, and counts no more
             self.known.left += self.unseen
@@ -193,7 +197,7 @@ class Sketches:
             if len(self.known) >= _MAX_KEPT:
                 self.forget()
             known = self.known[sketch] = Known(found)
-        elif known.verdict is (None if found is None else found.verdict):
+        elif not known.timed and known.verdict is (None if found is None else found.verdict):
             known.spacing = min(FURTHER * known.spacing, LAST_SPACING)
         else:
             known.spacing = 0
@@ -215,7 +219,7 @@ class Sketches:
             known = Known(trial)
             if len(self.known) < _MAX_KEPT:
                 self.known[sketch] = known
-        known.left = known.given = backwards
+        known.left, known.given, known.timed = backwards, backwards, True
 
     def is_mixed(self, sketch: Hashable) -> None:
         """A tape with this sketch was taken for another, which is not to go the same way."""

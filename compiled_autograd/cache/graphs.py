@@ -20,7 +20,6 @@ from shadow_cache import Key, Miss, ShadowGraph, Terminal, VariantKey
 
 from .. import ir
 from ..capture.unnamed import name_again
-from ..diagnostics.node_log import NodeLog
 from ..diagnostics.node_names import leaf_name, node_name, title
 from ..diagnostics.reporting import warn_once
 from ..diagnostics.structure_misses import first_seen, order_miss, structure_miss
@@ -35,6 +34,7 @@ from ..runtime.interpret import interpret
 from ..runtime.program import Program
 from ..settings import Settings
 from ..signal_handlers import raise_what_a_handler_raised
+from ..steps.run_context import RunContext
 from ..steps.steps import RegionStep
 from ..threads.forks import unless_inside
 from .forms import Forms
@@ -90,10 +90,10 @@ class CompiledGraph(WeaklyReferred):
     def __post_init__(self) -> None:
         self.forms = Forms(self.tape)
 
-    def __call__(self, handover: Handover, log: NodeLog | None = None) -> list[torch.Tensor | None]:
+    def __call__(self, handover: Handover, context: RunContext | None = None) -> list[torch.Tensor | None]:
         """Run the tape graph's calls one by one, without a backend."""
         state = (*ambient(), (REDUCED, handover.reduced)) if handover.reduced else ambient()
-        return interpret(self.forms.under(state), handover.by_kind(), log)
+        return interpret(self.forms.under(state), handover.by_kind(), context)
 
     def state(self, handover: Handover, settings: Settings) -> Ambient:
         """The state that a variant for a backward is for, see :meth:`Forms.state`."""

@@ -30,7 +30,7 @@ from ..policies.autotune import AUTOTUNE
 from ..policies.background import BACKGROUND
 from ..policies.spending import SPENDING
 from ..runtime.program import Program
-from ..runtime.running_backward import Running
+from ..runtime.running_backward import Ends, Running
 from ..settings import Settings
 from ..signal_handlers import raise_what_a_handler_raised
 from ..steps.run_context import RunContext
@@ -39,6 +39,7 @@ from ..threads.claims import CLAIMS
 from ..threads.forks import why_not_compile
 from ..threads.gate import GATE
 from ..threads.others import out_of_walk
+from ..torch_api import hook_handles
 from ..torch_api.saved_tensor_hooks import restore_saved_tensor_hooks, saved_tensor_hooks
 from ..user_code.reducers import reducer_hooks
 from .account import Account, RunAccount
@@ -122,7 +123,8 @@ def execute(call: Call, account: Account, handed: HandedOver) -> Results:
     context = RunContext(outer=None if outer is None else outer.context)
     report = context.report
     report.seconds["capture"] = time.perf_counter() - account.started
-    state = Running(call.outputs, call.inputs, call.accumulate_grad, call.keep_graph, context, handed.graph.tape.order)
+    context.ends = Ends(call.outputs, call.inputs)
+    state = Running(context.ends, call.accumulate_grad, call.keep_graph, context, handed.graph.tape.order)
     run, device = RunAccount(account, call, handed, report), handed.graph.tape.cuda_device
     try:
         if device is None:
@@ -148,10 +150,11 @@ def _with_state(state: Running, run: RunAccount) -> Results:
     each call that puts something back is the first one of a ``finally``.
     """
     here = thread.here
-    outer, outer_depth = here.running, here.depth
+    outer, outer_depth, told = here.running, here.depth, hook_handles.told()
     grad_mode, saved_hooks = torch.is_grad_enabled(), saved_tensor_hooks()
     try:
         here.running, here.depth = state, outer_depth + 1
+        hook_handles.tell((*told, state.context.changes))
         torch._C._set_grad_enabled(False)
         return _run(state, run)
     finally:
@@ -159,7 +162,10 @@ def _with_state(state: Running, run: RunAccount) -> Results:
         try:
             torch._C._set_grad_enabled(grad_mode)
         finally:
-            restore_saved_tensor_hooks(saved_hooks)
+            try:
+                restore_saved_tensor_hooks(saved_hooks)
+            finally:
+                hook_handles.tell(told)
 
 
 def _run(state: Running, run: RunAccount) -> Results:
@@ -200,7 +206,7 @@ def _run(state: Running, run: RunAccount) -> Results:
                 raise GradientMismatchError(mismatches)
         return results
     except Exception:
-        if context.call and state.outputs and torch.is_anomaly_enabled():
+        if context.call and state.ends.outputs and torch.is_anomaly_enabled():
             nan_checks.tell_of_forward(state.nodes[context.call - 1])
         raise
 
@@ -213,7 +219,7 @@ def _served(handed: HandedOver, variant: Variant | None, context: RunContext) ->
     if handed.whole is not None:
         handed.whole.free()
     if variant is None:
-        return handed.graph(handed.handover, context.log)
+        return handed.graph(handed.handover, context)
     if handed.shapes is not None and _runs_native(handed, variant, handed.shapes, context):
         return ()
     return variant.program.run(handed.handover.slots(), context)

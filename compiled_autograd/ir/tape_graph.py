@@ -6,6 +6,7 @@ import itertools
 import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
+from typing import Any
 
 import networkx as nx
 from torch import fx
@@ -87,6 +88,7 @@ class TapeGraph:
         accumulates: True for ``backward``, False for ``autograd.grad``.
         needs_engine: it has calls that can be run only while the engine's own call is under way.
         cuda_device: the index of the CUDA device that it lies on; None where it lies on none.
+        hook_places: of the runtime's, see ``runtime.late_hooks.HookPlaces``; found when somebody asks.
     """
 
     graph: fx.Graph
@@ -96,6 +98,7 @@ class TapeGraph:
     needs_engine: bool = False
     order: list[int] = field(default_factory=list)
     cuda_device: int | None = None
+    hook_places: Any = field(default=None, init=False, compare=False)
 
     def by_call(self) -> dict[int, list[fx.Node]]:
         """The graph's calls, grouped by the node of the tape that they belong to, in the graph's order."""

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import functools
 import operator
 from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import fx
@@ -13,64 +14,55 @@ from .. import ir
 from ..ir import nan_checks
 from ..steps.accumulate import accumulate_into
 from ..steps.marks import saved_by, watched
-from ..user_code.hooks import post_hook
+from ..steps.run_context import RunContext
 from ..user_code.in_place import versions_of
+from .hook_places import HookPlaces
+from .late_hooks import LateHooks
 from .opaque_calls import looked_after
-from .running_backward import late_hooks
-
-if TYPE_CHECKING:
-    from ..diagnostics.node_log import NodeLog
-    from ..steps.run_context import RunContext
 
 ONE_BY_ONE = "the rest ran call by call"
 """What a :class:`~shadow_cache.Failure` says that was done instead, where the rest was finished here."""
 
 
 def interpret(
-    tape: ir.TapeGraph, given: Mapping[str, Sequence[Any]], log: NodeLog | None = None
+    tape: ir.TapeGraph, given: Mapping[str, Sequence[Any]], context: RunContext | None = None
 ) -> list[torch.Tensor | None]:
     """Run a whole tape graph.
 
     Args:
         given: for each kind of placeholder, what the engine handed over.
-        log: is told what runs.
+        context: as of :func:`finish`.
 
     Raises:
         RuntimeError: NaNs are looked for, and a node of the tape gave one.
     """
     known: dict[fx.Node, Any] = {}
-    versions: dict[fx.Node, int] = {}
-    *nodes, output = tape.graph.nodes
-    if log is not None:
-        log.begin(tape, known.__getitem__)
+    *nodes, _ = tape.graph.nodes
+    calls = []
     for node in nodes:
         if node.op == "placeholder":
             lifted = node.meta["lifted"]
             known[node] = given[lifted.kind][lifted.index]
-            continue
-        if log is not None:
-            log.call(node)
-        if ir.runs_users_code(node.target) and not versions:
-            versions = versions_of(watched(nodes), known)
-        known[node] = _run(tape, node, fx.map_arg(node.args, known.__getitem__), known, versions)
-    return list(fx.map_arg(output.args[0], known.__getitem__))
+        else:
+            calls.append(node)
+    users = any(ir.runs_users_code(node.target) for node in calls)
+    versions = versions_of(watched(nodes), known) if users else {}
+    if context is None:
+        context = RunContext()
+    if context.log is not None:
+        context.log.begin(tape, known.__getitem__)
+    return _run_all(tape, calls, known, context, versions)
 
 
 def finish(
-    tape: ir.TapeGraph,
-    last: fx.Node,
-    known: dict[fx.Node, Any],
-    captured: Callable[[int], list[Any]],
-    context: RunContext,
-    versions: Mapping[fx.Node, int],
+    tape: ir.TapeGraph, last: fx.Node, known: dict[fx.Node, Any], context: RunContext, versions: Mapping[fx.Node, int]
 ) -> list[torch.Tensor | None]:
-    """Run the rest of a tape graph, with the hooks that nodes are given while they are about to run.
+    """Run the rest of a tape graph.
 
     Args:
         last: the call that was run last.
         known: what is known of the values before it, as far as the rest needs them.
-        captured: the post-hooks that a node of the tape had when the engine walked it.
-        context: says whose users' code may have registered hooks, and which; is told what runs.
+        context: is told what runs; has the hooks that have come or gone meanwhile.
         versions: of saved tensors, at the handover.
 
     Raises:
@@ -78,25 +70,46 @@ def finish(
     """
     if context.log is not None:
         context.log.value = known.__getitem__
-    *nodes, output = tape.graph.nodes
-    ends = {node.meta.get("call"): node for node in nodes if node.target not in (operator.getitem, ir.check_nan)}
-    for node in nodes[nodes.index(last) + 1 :]:
+    if context.late is not None:
+        context.late.value_of = known.get
+    *nodes, _ = tape.graph.nodes
+    return _run_all(tape, nodes[nodes.index(last) + 1 :], known, context, versions)
+
+
+def _run_all(
+    tape: ir.TapeGraph,
+    calls: Sequence[fx.Node],
+    known: dict[fx.Node, Any],
+    context: RunContext,
+    versions: Mapping[fx.Node, int],
+) -> list[torch.Tensor | None]:
+    for node in calls:
         if node.target is operator.getitem and node.args[0] not in known:
             continue  # of a call that ran before: what was taken from it is known
-        context.call = call = node.meta["call"]
+        context.call = node.meta["call"]
         if context.log is not None:
             context.log.call(node)
-        known[node] = _run(tape, node, fx.map_arg(node.args, known.get), known, versions)
-        if node is ends[call] and call in context.asked and isinstance(known[node], (list, tuple)):
-            # What entered the node the engine keeps only where it had hooks before; elsewhere it has moved on.
-            entered: Any = node.args[2] if ir.hook_kind(node.target) is ir.post_hook else []
-            for hook in late_hooks(context.asked[call], captured(call)):
-                known[node] = post_hook(hook, known[node], fx.map_arg(entered, known.get))
-    return list(fx.map_arg(output.args[0], known.get))
+        run = functools.partial(_run, tape, node, known, versions)
+        arguments = fx.map_arg(node.args, known.get)
+        if node.target is ir.accumulate_grad and arguments[2] is None:
+            arguments = (*arguments[:2], known.get(node))  # a compiled region has made it for this leaf alone
+        known[node] = run(arguments) if context.late is None else context.late.run(node, arguments, run)
+        if context.changes:
+            heed(tape, node, context, known.get)
+    given: Any = tape.graph.output_node().args[0]
+    results: list[torch.Tensor | None] = list(fx.map_arg(given, known.get))
+    return results if context.late is None else context.late.outputs(results)
+
+
+def heed(tape: ir.TapeGraph, last: fx.Node, context: RunContext, value_of: Callable[[fx.Node], Any]) -> bool:
+    """Users' code has registered or removed hooks in a call: whether that changes what is to run after it."""
+    if context.late is None:
+        context.late = LateHooks(HookPlaces.of(tape), context.ends, value_of)
+    return context.late.take(context.changes, last)
 
 
 def _run(
-    tape: ir.TapeGraph, node: fx.Node, arguments: Any, known: Mapping[fx.Node, Any], versions: Mapping[fx.Node, int]
+    tape: ir.TapeGraph, node: fx.Node, known: Mapping[fx.Node, Any], versions: Mapping[fx.Node, int], arguments: Any
 ) -> Any:
     saved = [source for source in saved_by(node) if source in versions] if versions else []
     if saved:

@@ -7,10 +7,9 @@ function gave is known only there.
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Mapping, Sequence
 from types import MappingProxyType
-from typing import Any, NoReturn
+from typing import NoReturn
 
 import torch
 from torch import fx
@@ -41,9 +40,8 @@ from ..steps.steps import AccumulateStep, CompiledRegion, Executor, OpaqueStep, 
 from ..threads.claims import CLAIMS
 from ..threads.forks import why_not_compile
 from ..user_code.in_place import changed, check, versions_of
-from .interpret import ONE_BY_ONE, finish
+from .interpret import ONE_BY_ONE, finish, heed
 from .opaque_calls import drop, run_calls, run_opaque
-from .running_backward import late_hooks
 
 CALLED = "it is called at each step, as one that is not marked"
 """What a :class:`~shadow_cache.Failure` says that is done instead of tracing what is marked as traceable."""
@@ -163,15 +161,14 @@ class Program:
         slot_of = self.schedule.slot_of.items()
         known = {node: slots[slot] for node, slot in slot_of}
         seen = {node: versions[slot] for node, slot in slot_of if slot in versions}
-        captured = functools.partial(self._captured_hooks, slots=slots)
-        return finish(self.tape, last, known, captured, context, seen)
+        return finish(self.tape, last, known, context, seen)
 
     def _one_by_one(self, step: OpaqueStep, slots: Slots, context: RunContext) -> Failure | None:
         """Why everything after a call of users' code has to run call by call; None where nothing has to."""
-        asked, name = context.asked.get(context.call), self.tape.calls[context.call].name
-        if asked is not None and late_hooks(asked, self._captured_hooks(context.call, slots)):
-            where = f"a hook on {name}, registered while it was about to run"
-            return Failure("late_hook", where, "the engine had not reported it", ONE_BY_ONE)
+        name = self.tape.calls[context.call].name
+        slot_of = self.schedule.slot_of
+        if context.changes and heed(self.tape, step.node, context, lambda node: slots[slot_of[node]]):
+            return Failure("late_hook", name, "hooks of what was still to run came or went while it ran", ONE_BY_ONE)
         if step.added_to and step.result is not None:
             if context.added_to is None:
                 context.added_to = frozenset(memory_of(slots[slot]) for slot in step.added_to) - {None}
@@ -209,10 +206,6 @@ class Program:
         if after and isinstance(after[0], AccumulateStep):
             with torch._C.DisableTorchFunctionSubclass():
                 write(after[0].of(before), slots, context)
-
-    def _captured_hooks(self, call: int, slots: Slots) -> list[Any]:
-        """The post-hooks that a node had when the engine walked the tape."""
-        return [slots[slot] for slot in self.schedule.post_hooks.get(call, ())]
 
     def _untraceable(self, error: UntraceableError, failures: list[Failure]) -> dict[fx.Node, str]:
         """The calls that cannot be traced, and why. Whoever has marked one as traceable is told."""

@@ -19,12 +19,29 @@ from ..steps.run_context import RunContext
 _task_ids = PROCESS.register(itertools.count(1 << 62))  # far above the engine's own
 
 
+@dataclass(eq=False)
+class Ends:
+    """What a backward was asked for: the roots of its tape, and what it leads to, if that was said."""
+
+    outputs: Sequence[Any]
+    inputs: Sequence[Any]
+
+    @cached_property
+    def nodes(self) -> list[Any]:
+        """The tape's nodes in the order of the walk; read only when somebody asks."""
+        return [each.node for each in tape.walk(self.outputs, self.inputs)]
+
+    @cached_property
+    def numbers(self) -> dict[Any, int]:
+        """Indices into ``TapeGraph.calls``, by node."""
+        return {node: number for number, node in enumerate(self.nodes, 1)}
+
+
 @dataclass
 class Running:
     """A compiled backward that is under way in this thread."""
 
-    outputs: Sequence[Any]
-    inputs: Sequence[Any]
+    ends: Ends
     accumulates: bool
     keep_graph: bool
     context: RunContext
@@ -32,10 +49,10 @@ class Running:
     task_id: int = field(default_factory=_task_ids.__next__)
     callbacks: list[Callable[[], None]] = field(default_factory=list)
 
-    @cached_property
+    @property
     def nodes(self) -> list[Any]:
-        """The tape's nodes in the order of the walk; read only when somebody asks."""
-        return [each.node for each in tape.walk(self.outputs, self.inputs)]
+        """The tape's nodes in the order of the walk."""
+        return self.ends.nodes
 
     def profile(self, tape_graph: ir.TapeGraph) -> Profile:
         """What shows the events of this backward to a profiler."""
@@ -46,14 +63,14 @@ class Running:
     @property
     def checkpoint_valid(self) -> bool:
         """Whether reentrant checkpointing may run its own backward meanwhile."""
-        return self.accumulates and not self.inputs
+        return self.accumulates and not self.ends.inputs
 
     @cached_property
     def node_set(self) -> set[Any]:
         """Those that the engine says it will run: of an only root it does not (``compute_dependencies``, 2.13)."""
         found = set(self.nodes)
-        if len(self.outputs) == 1:
-            found.difference_update(tape.root_nodes(self.outputs))
+        if len(self.ends.outputs) == 1:
+            found.difference_update(tape.root_nodes(self.ends.outputs))
         return found
 
     def execution_order(self) -> list[Any]:
@@ -77,15 +94,4 @@ class Running:
     def current_node(self) -> Any:
         """The node whose hooks or function are running."""
         call = self.context.call
-        if not call:
-            return None
-        node = self.context.asked[call] = self.nodes[call - 1]
-        return node
-
-
-def late_hooks(node: Any, captured: Sequence[Any]) -> list[Any]:
-    """Post-hooks of a node that are none of ``captured``: registered since the engine walked the tape."""
-    handle = node.register_hook(lambda *args: None)
-    hooks = handle.hooks_dict_ref()  # all of them lie in one dict, which is to be had no other way
-    handle.remove()
-    return [hook for hook in hooks.values() if not any(hook is known for known in captured)]
+        return self.nodes[call - 1] if call else None

@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from ..diagnostics.node_log import NodeLog
     from ..diagnostics.progress import Wait
     from ..threads.claims import Claim
+    from ..torch_api.hook_handles import HookChange
     from .profiling import Profile
 
 
@@ -88,8 +89,12 @@ class RunContext:
     """Mismatches of backwards inside this one, which are raised when it has run."""
     call: int = 0
     """Which node of the tape runs users' code now: an index into ``TapeGraph.calls``."""
-    asked: dict[int, Any] = field(default_factory=dict)
-    """Nodes whose users' code asked which node is running, by index; it may have registered more hooks on them."""
+    ends: Any = None
+    """Of the tape: see ``runtime.running_backward.Ends``."""
+    changes: list[HookChange] = field(default_factory=list)
+    """Which hooks users' code has registered and removed, until somebody looks what that changes."""
+    late: Any = None
+    """What it has changed: see ``runtime.late_hooks.LateHooks``."""
     added_to: frozenset[int | None] | None = None
     """The memory of each ``.grad`` that is added to, once something has asked for it."""
     claim: Claim | None = None

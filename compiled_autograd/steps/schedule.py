@@ -30,7 +30,6 @@ class Schedule:
             else.
         slot_of: the slot of each value that has one.
         outputs: slots of what the caller asked for; None for what stays undefined.
-        post_hooks: by node of the tape, the slots of its post-hooks.
         watched: slots of saved tensors that are used after users' code has run.
     """
 
@@ -48,7 +47,6 @@ class Schedule:
         self.slot_of: dict[fx.Node, int] = {}
         starts = dict(zip(ir.PLACEHOLDERS, itertools.accumulate([0, *counts[:-1]]), strict=True))
         self.size, self.tensors = sum(counts), counts[0]
-        self.post_hooks: dict[int, list[int]] = {}
         self._fresh: dict[fx.Node, list[fx.Node]] = {}
         self._positions: dict[fx.Node, int] = {}
         self._writes: dict[int, fx.Node] = {}
@@ -64,8 +62,6 @@ class Schedule:
                 self._fresh.setdefault(node.args[2], []).append(node)
             elif node.target is ir.accumulate_grad and isinstance(node.args[1], fx.Node):
                 self._added_to.append(self.slot_of[node.args[1]])
-            elif ir.hook_kind(node.target) is ir.post_hook:
-                self.post_hooks.setdefault(node.meta["call"], []).append(self.slot_of[node.args[0]])
         self.outputs = [
             None if value is None else self._slot(value) for value in tape.graph.find_nodes(op="output")[0].args[0]
         ]

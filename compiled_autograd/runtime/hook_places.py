@@ -1,0 +1,136 @@
+"""Where in a tape graph hooks are, and where there can be more."""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Iterator, Sequence
+from typing import Any
+
+from torch import fx
+
+from .. import ir
+from ..user_code.hooks import post_accumulate_hook, post_hook, pre_hook, tensor_hook
+from ..user_code.inlined import InlinedBackward
+
+HOOKS = (tensor_hook, pre_hook, post_hook, post_accumulate_hook)
+_VALIDATES = "validate_outputs"
+_BETWEEN = (operator.getitem, ir.check_nan, ir.sum_gradients)
+"""What stands between nodes of the tape, though it is told of one."""
+
+
+class HookPlaces:
+    """Where the hooks of a tape graph are, and where there can be more.
+
+    Attributes:
+        place: of each call, where in the graph it is.
+        given: what ``autograd.grad`` is to give.
+        calls: by node of the tape, its calls.
+        functions: of those, what the node itself runs, or the first part of it.
+        leaves: of those, what writes to a leaf.
+        hooks: all calls of hooks.
+    """
+
+    def __init__(self, tape: ir.TapeGraph) -> None:
+        self.accumulates = tape.accumulates
+        self.given: Sequence[Any] = tape.graph.output_node().args[0]  # type: ignore[assignment]
+        self._turn = {call: turn for turn, call in enumerate(tape.order)}
+        self._made_by = [max((self._turn[call] for call in _calls_of(value)), default=-1) for value in self.given]
+        self.place = {node: place for place, node in enumerate(tape.graph.nodes)}
+        self.calls = {
+            call: [node for node in group if node.target not in _BETWEEN] for call, group in tape.by_call().items()
+        }
+        self.functions: dict[int, fx.Node] = {}
+        self.leaves: dict[int, fx.Node] = {}
+        self.hooks: list[fx.Node] = []
+        for call, group in self.calls.items():
+            for node in group:
+                if is_function(node):
+                    self.functions.setdefault(call, node)
+                if node.target is ir.accumulate_grad:
+                    self.leaves[call] = node
+                if ir.hook_kind(node.target) in HOOKS:
+                    self.hooks.append(node)
+
+    @classmethod
+    def of(cls, tape: ir.TapeGraph) -> HookPlaces:
+        """Those of a tape graph, found once."""
+        found: HookPlaces | None = tape.hook_places
+        if found is None:
+            found = tape.hook_places = cls(tape)
+        return found
+
+    def is_made(self, output: int, before: fx.Node) -> bool:
+        """Whether all nodes of the tape that add to what is to be given have run before that of a call does."""
+        return self._made_by[output] < self._turn[before.meta["call"]]
+
+    def is_given(self, output: int, before: fx.Node) -> bool:
+        """The same, and hooks that see it were called."""
+        hooks = chain(self.given[output])
+        return self.is_made(output, before) and all(self.place[hook] < self.place[before] for hook in hooks)
+
+    def group(self, node: fx.Node) -> tuple[int, Any, int]:
+        """The dict that a hook was in: of which node of the tape, and the kind; of tensors, of which gradient."""
+        call, kind = node.meta["call"], ir.hook_kind(node.target)
+        if kind is not tensor_hook:
+            return call, kind, 0
+        for other in self.calls[call]:
+            where = entering(other)
+            if where is None or ir.hook_kind(other.target) is post_hook:
+                continue
+            for index, value in enumerate(at(other.args, where)):
+                if node in chain(value):
+                    return call, kind, index
+        return call, kind, 0  # an output that was asked for, of a node that does not run
+
+
+def _calls_of(value: Any) -> set[int]:
+    """The nodes of the tape that give a value, or add to it."""
+    for hook in chain(value):
+        value = hook.args[1]
+    parts = value.args if isinstance(value, fx.Node) and value.target is ir.sum_gradients else (value,)
+    return {part.meta["call"] for part in parts if isinstance(part, fx.Node) and "call" in part.meta}
+
+
+def chain(value: Any) -> Iterator[fx.Node]:
+    """The hooks of a tensor that have made a value, the last one first."""
+    while isinstance(value, fx.Node) and ir.hook_kind(value.target) in (tensor_hook, ir.cpp_hook):
+        yield value
+        value = value.args[1]
+
+
+def is_function(node: fx.Node) -> bool:
+    """Whether a call runs a node of the tape, or the first part of it."""
+    if isinstance(node.target, ir.OpaqueOp):
+        return node.target.__name__ != _VALIDATES
+    return node.target in (ir.call_backward, ir.accumulate_grad, ir.copy_slices_prologue) or isinstance(
+        node.target, InlinedBackward
+    )
+
+
+def entering(node: fx.Node) -> int | slice | None:
+    """Where among the arguments of a call the gradients are that enter its node of the tape."""
+    kind = ir.hook_kind(node.target)
+    if kind is pre_hook:
+        return 1
+    if kind is post_hook:
+        return 2
+    if not is_function(node):
+        return None
+    if node.target is ir.accumulate_grad:
+        return slice(2, 3)
+    if isinstance(node.target, ir.OpaqueOp) or node.target is ir.copy_slices_prologue:
+        return 0
+    return slice(4, None)
+
+
+def at(arguments: Sequence[Any], where: int | slice) -> Sequence[Any]:
+    """The gradients there."""
+    found: Sequence[Any] = arguments[where]
+    return found
+
+
+def put(arguments: Sequence[Any], where: int | slice, values: list[Any]) -> Sequence[Any]:
+    """The arguments with others there."""
+    put = list(arguments)
+    put[where] = values
+    return put

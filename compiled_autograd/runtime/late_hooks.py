@@ -97,7 +97,8 @@ class LateHooks:
                     return True
         same = [node for node in self._places.hooks if node not in self._removed and self._is_after_last(node)]
         same = [node for node in same if self.value_of(node.args[0]) is change.hook]  # type: ignore[arg-type]
-        tensors = _tensors_with(change.hooks) if same else []
+        inside = any(self._is_of_inner_tensor(node) for node in same)
+        tensors = _tensors_with(change.hooks) if inside else []  # that takes long
         found = [node for node in same if self._may_be_in(node, change.hooks, tensors)]
         if len({self._places.group(node) for node in found}) > 1:
             raise RuntimeError(
@@ -186,6 +187,9 @@ class LateHooks:
 
     def _hooks_of(self, call: int, kind: Any) -> Any:
         return hooks_of_node(self._ends.nodes[call - 1], kind is pre_hook)
+
+    def _is_of_inner_tensor(self, node: fx.Node) -> bool:
+        return ir.hook_kind(node.target) is tensor_hook and node.meta["call"] not in self._places.leaves
 
     def _may_be_in(self, node: fx.Node, hooks: Any, tensors: Sequence[torch.Tensor]) -> bool:
         """Whether a hook of the tape graph can be one of a dict, which these tensors have."""

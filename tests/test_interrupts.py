@@ -34,6 +34,7 @@ from compiled_autograd.policies.background import Background
 from compiled_autograd.signal_handlers import raise_what_a_handler_raised
 from compiled_autograd.threads.claims import CLAIMS, Claim
 from compiled_autograd.threads.gate import GATE
+from compiled_autograd.torch_api.hook_handles import HANDLES
 from shadow_cache.store.folder import Folder
 
 from .helpers import ROOT, in_threads, same_bits
@@ -95,6 +96,7 @@ class _InterruptAt:
 def _nothing_is_stuck() -> None:
     assert GATE.idle()
     assert not any(claim.token.locked() for claim in CLAIMS.made)
+    assert HANDLES.told == ()
     assert execution.running() is None and execution.depth() == 0 and not seam.walking()
     prior = seam.set_autograd_compiler(None, False)
     assert prior[0] is None

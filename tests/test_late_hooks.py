@@ -12,6 +12,7 @@ import torch
 from torch.utils.checkpoint import checkpoint
 
 import compiled_autograd as ca
+from compiled_autograd.torch_api.hook_handles import HANDLES
 
 from .helpers import same_bits
 
@@ -271,8 +272,6 @@ def test_a_hook_that_could_be_any_of_several_is_an_error() -> None:
 
 
 def test_handles_tell_nobody_outside_of_a_backward() -> None:
-    from compiled_autograd.torch_api import hook_handles
-
     with _session():
         leaf = torch.randn(4, requires_grad=True)
         leaf.register_hook(lambda _: None)
@@ -281,7 +280,7 @@ def test_handles_tell_nobody_outside_of_a_backward() -> None:
             value = leaf * 2
             value.register_hook(lambda _: 1 / 0)
             value.sum().backward()
-    assert hook_handles.told() == ()
+    assert HANDLES.told == ()
 
 
 # ---- at random -------------------------------------------------------------------------------------------------------

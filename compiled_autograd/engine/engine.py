@@ -25,8 +25,8 @@ from ..policies.own_loop import OWN_LOOPS
 from ..policies.sketches import SKETCHES, UNKNOWN
 from ..threads.gate import GATE, threads_running
 from ..threads.others import have_them_wait
-from ..torch_api import hook_handles
 from ..torch_api.dynamo import keep_from_dynamo
+from ..torch_api.hook_handles import listen
 from ..user_code.functions import number_of
 from ..user_code.reducers import REDUCERS
 from . import backward
@@ -174,7 +174,7 @@ def install() -> None:
         _key_of_function(torch.autograd.Function._compiled_autograd_key)
     )
     keep_from_dynamo(Engine.run_backward.__code__)
-    hook_handles.listen()
+    listen()
     OWN_LOOPS.find = find
     GATE.expect_unseen(lambda: threads_running(code))
     STREAMS.install()

@@ -39,7 +39,7 @@ from ..threads.claims import CLAIMS
 from ..threads.forks import why_not_compile
 from ..threads.gate import GATE
 from ..threads.others import out_of_walk
-from ..torch_api import hook_handles
+from ..torch_api.hook_handles import HANDLES
 from ..torch_api.saved_tensor_hooks import restore_saved_tensor_hooks, saved_tensor_hooks
 from ..user_code.reducers import reducer_hooks
 from .account import Account, RunAccount
@@ -150,22 +150,20 @@ def _with_state(state: Running, run: RunAccount) -> Results:
     each call that puts something back is the first one of a ``finally``.
     """
     here = thread.here
-    outer, outer_depth, told = here.running, here.depth, hook_handles.told()
+    outer, outer_depth, told = here.running, here.depth, HANDLES.told
     grad_mode, saved_hooks = torch.is_grad_enabled(), saved_tensor_hooks()
     try:
         here.running, here.depth = state, outer_depth + 1
-        hook_handles.tell((*told, state.context.changes))
+        HANDLES.told = (*told, state.context.changes)
         torch._C._set_grad_enabled(False)
         return _run(state, run)
     finally:
         here.running, here.depth = outer, outer_depth
+        HANDLES.told = told
         try:
             torch._C._set_grad_enabled(grad_mode)
         finally:
-            try:
-                restore_saved_tensor_hooks(saved_hooks)
-            finally:
-                hook_handles.tell(told)
+            restore_saved_tensor_hooks(saved_hooks)
 
 
 def _run(state: Running, run: RunAccount) -> Results:

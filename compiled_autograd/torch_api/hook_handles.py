@@ -47,20 +47,13 @@ _REGISTERING: dict[CodeType, str] = {
 
 
 class _Thread(threading.local):
+    """``told`` are the lists that this thread's changes are added to: of each compiled backward that is under way.
+    It is set by assigning, since Ctrl-C comes between calls."""
+
     told: tuple[list[HookChange], ...] = ()
 
 
-_thread = PROCESS.register(_Thread())
-
-
-def told() -> tuple[list[HookChange], ...]:
-    """The lists that this thread's changes are added to: of each compiled backward that is under way."""
-    return _thread.told
-
-
-def tell(lists: tuple[list[HookChange], ...]) -> None:
-    """Add them to these from now on."""
-    _thread.told = lists
+HANDLES = PROCESS.register(_Thread())
 
 
 def listen() -> None:
@@ -75,7 +68,7 @@ def _telling_of_new(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def __init__(self: RemovableHandle, hooks_dict: Any, **rest: Any) -> None:
         original(self, hooks_dict, **rest)
-        lists = _thread.told
+        lists = HANDLES.told
         if lists:
             caller = sys._getframe(1)
             kind = _REGISTERING.get(caller.f_code)
@@ -90,7 +83,7 @@ def _telling_of_new(original: Callable[..., None]) -> Callable[..., None]:
 def _telling_of_removal(original: Callable[..., None]) -> Callable[..., None]:
     @functools.wraps(original)
     def remove(self: RemovableHandle) -> None:
-        lists = _thread.told
+        lists = HANDLES.told
         hooks = self.hooks_dict_ref() if lists else None
         hook = None if hooks is None else hooks.get(self.id)
         original(self)
@@ -106,14 +99,14 @@ def hooks_of_node(node: Any, before: bool) -> Any:
     Args:
         before: of those that run before it, else of those after it.
     """
-    outer = told()
+    outer = HANDLES.told
     try:
-        tell(())
+        HANDLES.told = ()
         handle = (node.register_prehook if before else node.register_hook)(_nothing)
         hooks = handle.hooks_dict_ref()
         handle.remove()
     finally:
-        tell(outer)
+        HANDLES.told = outer
     return hooks
 
 

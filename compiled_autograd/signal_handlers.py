@@ -3,22 +3,27 @@ whatever runs, and is no failure of that."""
 
 from __future__ import annotations
 
+import functools
+import signal
 import sys
 from collections.abc import Iterator
 from inspect import getargvalues
-from types import FrameType, TracebackType
+from types import CodeType, FrameType, TracebackType
+from typing import Any
 
 
 def raise_what_a_handler_raised(error: BaseException) -> None:
     """For the beginning of each ``except Exception`` after which the step goes on: raise what the handler of a signal
     has raised, if that is ``error``, or what ``error`` was made of.
 
-    Python calls a handler from the frame that it interrupts, with that frame (``signal.signal``).
+    Python calls a handler from the frame that it interrupts, with that frame (``signal.signal``). A handler may have
+    deleted what it was given: such a one is known while it is the handler.
 
     Raises:
         BaseException: what the handler has raised.
     """
     around = {id(frame) for frame in _frames(sys._getframe(2))}
+    codes = set(_codes_of_handlers())
     found: BaseException | None = None
     each: BaseException | None = error
     seen: set[int] = set()
@@ -27,7 +32,7 @@ def raise_what_a_handler_raised(error: BaseException) -> None:
         trace = each.__traceback__
         if each is not error and trace is not None and id(trace.tb_frame) in around:
             break  # this backward was called where that one is handled
-        if _is_through_a_handler(trace):
+        if _is_through_a_handler(trace, codes):
             found = each
         each = each.__cause__ or each.__context__
     if found is not None:
@@ -40,11 +45,27 @@ def _frames(frame: FrameType | None) -> Iterator[FrameType]:
         frame = frame.f_back
 
 
-def _is_through_a_handler(trace: TracebackType | None) -> bool:
+def _codes_of_handlers() -> Iterator[CodeType]:
+    """What runs at signals now, as far as it is Python's."""
+    for number in signal.valid_signals():
+        handler: Any = signal.getsignal(number)
+        while isinstance(handler, functools.partial):
+            handler = handler.func
+        for each in (handler, type(handler).__call__ if callable(handler) else None):
+            code = getattr(each, "__code__", None)
+            if isinstance(code, CodeType):
+                yield code
+
+
+def _is_through_a_handler(trace: TracebackType | None, codes: set[CodeType]) -> bool:
     while trace is not None:
+        if trace.tb_frame.f_code in codes:
+            return True
         arguments = getargvalues(trace.tb_frame)
         given = [arguments.locals.get(name) for name in arguments.args]
-        given += arguments.locals.get(arguments.varargs or "", ())
+        rest = arguments.locals.get(arguments.varargs or "")
+        if isinstance(rest, tuple):  # else the name stands for something else by now, which is not to be looked at
+            given += rest
         interrupted = trace.tb_frame.f_back
         if interrupted is not None and any(each is interrupted for each in given):
             return True

@@ -591,6 +591,42 @@ def test_errors_of_handlers_are_told_from_others(raises_time_is_up: None) -> Non
         assert isinstance(caught(wraps), _TimeIsUp)
 
 
+def test_a_handler_may_have_deleted_what_it_was_given(raises_time_is_up: None) -> None:
+    class Handler:
+        def __call__(self, number: int, frame: object) -> None:
+            del number, frame  # not used
+            raise _TimeIsUp
+
+    def rebound(*given: object) -> None:
+        given = ()
+        raise _TimeIsUp(given)
+
+    for handler in (Handler(), Handler().__call__, functools.partial(rebound, 1)):
+        signal.signal(signal.SIGUSR1, handler)
+        try:
+            signal.raise_signal(signal.SIGUSR1)
+        except _TimeIsUp as error:
+            with pytest.raises(_TimeIsUp):
+                raise_what_a_handler_raised(error)
+
+
+@pytest.mark.parametrize("what", [None, itertools.count()], ids=["nothing", "endless"])
+def test_what_stands_in_the_place_of_arguments_is_not_looked_at(what: Any) -> None:
+    """An error that is no handler's is a failure like others."""
+
+    def backend(graph_module: torch.fx.GraphModule, examples: Any) -> Callable[..., Any]:
+        def fails(*given: Any) -> Callable[..., Any]:
+            given = what
+            raise ValueError(given)
+
+        return fails(graph_module)
+
+    weight = torch.randn(8, requires_grad=True)
+    with ca.enable(backend=backend, cache_dir=False, tune=False, own_loop=False) as session:
+        torch.autograd.grad(weight.sin().sum(), weight)
+    assert session.stats().failures == 1
+
+
 def test_a_kind_of_node_is_known_after_an_interrupt(monkeypatch: pytest.MonkeyPatch) -> None:
     """The engine hands its function over once in a process: tapes with such a node would be left to eager for ever."""
 

@@ -405,3 +405,70 @@ def test_hooks_that_change_others_at_random(seed: int) -> None:
         assert all(same_bits(one, other) for one, other in zip(found, wanted, strict=True) if one is not None)
     stats = session.stats()
     assert stats.backwards == 3 and stats.bypasses.keys() <= {"input_inside_tape"}
+
+
+@pytest.mark.parametrize("had", [False, True])
+@pytest.mark.parametrize("asks", [False, True])
+def test_what_retain_grad_keeps_has_seen_the_hooks_that_came(had: bool, asks: bool) -> None:
+    """It comes after all other hooks of the tensor; ``backward(inputs=...)`` has it keep a gradient too."""
+    first, second = torch.randn(4, 4, requires_grad=True), torch.randn(4, 4, requires_grad=True)
+
+    def backward(around: Any) -> tuple[Grads, list[Any]]:
+        first.grad = second.grad = None
+        inner = (torch.ones(2, 4) @ first).tanh()
+        if had:
+            inner.register_hook(torch.sin)
+        if not asks:
+            inner.retain_grad()
+        outer = (inner @ second).sin()
+        outer.register_hook(lambda _: inner.register_hook(_twice) and None)
+        with around:
+            outer.sum().backward(inputs=[inner, first] if asks else None)
+        return [inner.grad, first.grad, second.grad], []
+
+    _compare(backward, late=3)
+
+
+class _SinAndCos(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.save_for_backward(x)
+        return x.sin(), x.cos()
+
+    @staticmethod
+    def backward(ctx: Any, of_sin: torch.Tensor, of_cos: torch.Tensor) -> torch.Tensor:
+        (x,) = ctx.saved_tensors
+        return of_sin * x.cos() - of_cos * x.sin()
+
+
+@pytest.mark.parametrize("where", ["a tensor", "before the node", "after the node"])
+@pytest.mark.parametrize("marked", [False, True])
+def test_hooks_that_came_see_undefined_gradients(where: str, marked: bool) -> None:
+    """The engine makes zeros of them for the function, after these hooks."""
+    function: Any = ca.traceable(type("_Marked", (_SinAndCos,), {})) if marked else _SinAndCos
+    leaf = torch.randn(4, requires_grad=True)
+
+    def backward(around: Any) -> tuple[Grads, list[Any]]:
+        leaf.grad = None
+        seen: list[bool] = []
+        sin, cos = function.apply(leaf)
+
+        def noisy(grad: torch.Tensor | None) -> torch.Tensor | None:
+            seen.append(grad is None)
+            return None if grad is None else grad + 1
+
+        def register(_: torch.Tensor) -> None:
+            if where == "a tensor":
+                cos.register_hook(noisy)
+            elif where == "before the node":
+                cos.grad_fn.register_prehook(lambda grads: tuple(map(noisy, grads)))
+            else:
+                cos.grad_fn.register_hook(lambda _, entered: seen.extend(each is None for each in entered))
+
+        value = sin.tanh()
+        value.register_hook(register)
+        with around:
+            value.sum().backward()
+        return [leaf.grad], seen
+
+    _compare(backward, late=3)

@@ -71,7 +71,7 @@ class HookPlaces:
     def group(self, node: fx.Node) -> tuple[int, Any, int]:
         """The dict that a hook was in: of which node of the tape, and the kind; of tensors, of which gradient."""
         call, kind = node.meta["call"], ir.hook_kind(node.target)
-        if kind is not tensor_hook:
+        if kind is not tensor_hook and node.target is not ir.cpp_hook:
             return call, kind, 0
         for other in self.calls[call]:
             where = entering(other)

@@ -215,9 +215,15 @@ class LateHooks:
             is_function = self._places.functions.get(call) is node
             where = entering(node) if is_function or kind in (pre_hook, post_hook) else None
             if where is not None:
-                entered = self._now_entering(call, is_function, at(arguments, where))
+                made_up = [_is_made_up(each, call) for each in at(node.args, where)]
+                given = at(arguments, where)
+                seen = [None if zeros else grad for zeros, grad in zip(made_up, given, strict=True)]
+                entered = self._now_entering(call, is_function, seen)
                 if entered is not None:
-                    arguments = put(arguments, where, entered)
+                    both = zip(made_up, given, entered, strict=True)
+                    arguments = put(arguments, where, [old if zeros else new for zeros, old, new in both])
+            elif node.target is ir.cpp_hook and (call, tensor_hook) in self._added:  # retain_grad's comes last
+                arguments = (arguments[0], self._new_in(self._places.group(node), arguments[1]))
             result = run(arguments)
             if kind is pre_hook and call in self._entered:
                 self._entered[call] = list(result)
@@ -232,8 +238,13 @@ class LateHooks:
         group = self._places.group(node)
         if any(self._places.group(user) == group for user in node.users if ir.hook_kind(user.target) is tensor_hook):
             return grad
-        late = self._added[group[:2]]
-        for each in [each for each in late if each[0] == group[2]]:
+        return self._new_in(group, grad)
+
+    def _new_in(self, group: tuple[int, Any, int], grad: Any) -> Any:
+        """Call the hooks that are new in a tensor's dict."""
+        call, _, index = group
+        late = self._added[call, tensor_hook]
+        for each in [each for each in late if each[0] == index]:
             late.remove(each)
             grad = tensor_hook(each[1], grad)
         return grad
@@ -294,6 +305,12 @@ class LateHooks:
         """What ``autograd.grad`` gives, of what the tape graph gives."""
         self._give()
         return [self._given.get(place, result) for place, result in enumerate(results)]
+
+
+def _is_made_up(value: Any, call: int) -> bool:
+    """Whether a gradient that enters a node is zeros that the engine made for it, after all hooks before the node:
+    they see an undefined one."""
+    return isinstance(value, fx.Node) and value.target is ir.zeros and value.meta["call"] == call
 
 
 def _tensors_with(hooks: Any) -> list[torch.Tensor]:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -472,3 +473,32 @@ def test_hooks_that_came_see_undefined_gradients(where: str, marked: bool) -> No
         return [leaf.grad], seen
 
     _compare(backward, late=3)
+
+
+@pytest.mark.parametrize("hooks", [1, 2])
+def test_the_rest_holds_no_leaf_whose_hooks_have_run(hooks: int) -> None:
+    """Another thread can give to it, as under eager, whichever of its hooks has changed what is to run."""
+    first, second = torch.randn(4, 4, requires_grad=True), torch.randn(4, 4, requires_grad=True)
+    under_way, done = threading.Event(), threading.Event()
+    inner = (torch.ones(2, 4) @ first).tanh()
+    waited: list[bool] = []
+
+    def late(_: torch.Tensor) -> None:
+        under_way.set()
+        waited.append(done.wait(20))
+
+    def gives_to_it() -> None:
+        under_way.wait(20)
+        with session:
+            (second * 2).sum().backward()
+        done.set()
+
+    second.register_post_accumulate_grad_hook(lambda _: None if waited else inner.register_hook(late) and None)
+    if hooks == 2:
+        second.register_post_accumulate_grad_hook(lambda _: None)
+    thread = threading.Thread(target=gives_to_it)
+    with _session() as session:
+        thread.start()
+        (inner @ second).sin().sum().backward()
+    thread.join()
+    assert waited == [True]

@@ -502,3 +502,22 @@ def test_the_rest_holds_no_leaf_whose_hooks_have_run(hooks: int) -> None:
         (inner @ second).sin().sum().backward()
     thread.join()
     assert waited == [True]
+
+
+@pytest.mark.parametrize("comes", [True, False])
+def test_a_hook_of_an_undefined_gradient_beside_late_ones(comes: bool) -> None:
+    """It is not taken for one of the first gradient that enters the node."""
+    leaf = torch.randn(4, requires_grad=True)
+
+    def backward(around: Any) -> tuple[Grads, list[Any]]:
+        leaf.grad = None
+        seen: list[Any] = []
+        sin, cos = _SinAndCos.apply(leaf)  # type: ignore[no-untyped-call]
+        had = cos.register_hook(lambda grad: seen.append(grad is None))
+        value = sin.tanh()
+        value.register_hook(lambda _: sin.register_hook(_twice) and None if comes else had.remove())
+        with around:
+            value.sum().backward()
+        return [leaf.grad], seen
+
+    _compare(backward, late=3)

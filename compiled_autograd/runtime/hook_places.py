@@ -14,6 +14,8 @@ from ..user_code.inlined import InlinedBackward
 
 HOOKS = (tensor_hook, pre_hook, post_hook, post_accumulate_hook)
 _VALIDATES = "validate_outputs"
+UNDEFINED = -1
+"""Which gradient of a node a hook sees, where that is an undefined one: these do not show in the tape graph."""
 _BETWEEN = (operator.getitem, ir.check_nan, ir.sum_gradients)
 """What stands between nodes of the tape, though it is told of one."""
 
@@ -80,6 +82,8 @@ class HookPlaces:
             for index, value in enumerate(at(other.args, where)):
                 if node in chain(value):
                     return call, kind, index
+        if call in self.functions and call not in self.leaves:
+            return call, kind, UNDEFINED
         return call, kind, 0  # an output that was asked for, of a node that does not run
 
 

@@ -18,7 +18,7 @@ from torch import fx
 from .. import ir
 from ..torch_api.hook_handles import ON_LEAF, ON_NODE, REMOVED, HookChange, hooks_of_node
 from ..user_code.hooks import post_accumulate_hook, post_hook, pre_hook, tensor_hook
-from .hook_places import HOOKS, HookPlaces, at, chain, entering, put
+from .hook_places import HOOKS, UNDEFINED, HookPlaces, at, chain, entering, put
 from .running_backward import Ends
 
 _WHILE_IT_RAN = 1
@@ -200,7 +200,16 @@ class LateHooks:
         if leaf is not None:
             return hooks is (leaf._backward_hooks if kind is tensor_hook else leaf._post_accumulate_grad_hooks)
         owners = [self._of_tensor(tensor) for tensor in tensors if tensor._backward_hooks is hooks]
+        if index == UNDEFINED and any(owner[0] == call and self._is_undefined(*owner) for owner in owners):
+            return True
         return not owners or (call, index) in owners or (not self._places.accumulates and owners[0][0] is None)
+
+    def _is_undefined(self, call: int | None, index: int) -> bool:
+        """Whether a gradient that enters a node of the tape is an undefined one in the tape graph."""
+        function = self._places.functions.get(call or 0)
+        where = None if function is None else entering(function)
+        value = None if function is None or where is None else at(function.args, where)[index]
+        return value is None or _is_made_up(value, call or 0)
 
     # ---- what runs otherwise -----------------------------------------------------------------------------------------
 

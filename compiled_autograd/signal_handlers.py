@@ -8,6 +8,7 @@ import signal
 import sys
 from collections.abc import Iterator
 from inspect import getargvalues
+from threading import current_thread, main_thread
 from types import CodeType, FrameType, TracebackType
 from typing import Any
 
@@ -22,6 +23,8 @@ def raise_what_a_handler_raised(error: BaseException) -> None:
     Raises:
         BaseException: what the handler has raised.
     """
+    if current_thread() is not main_thread():  # no handler runs there
+        return
     around = {id(frame) for frame in _frames(sys._getframe(2))}
     codes = set(_codes_of_handlers())
     found: BaseException | None = None

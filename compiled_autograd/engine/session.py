@@ -223,9 +223,11 @@ class Session:
             return
         first = _Left(verdict)
         with unless_inside(_RECORDING):
-            while self.left is not None:  # no call after it was None: what ``gc`` runs may leave some too
+            while True:  # no condition ends a loop in here: Ctrl-C would find a way past the lock on 3.12 and 3.13
+                if self.left is None:  # no call after that: what ``gc`` runs may leave some too
+                    self.left = first
+                    return
                 self.count_left()
-            self.left = first
 
     def in_own_loop(self) -> None:
         """A backward that is left to eager runs without the engine's queue."""

@@ -327,6 +327,20 @@ class Squares(torch.autograd.Function):
         return 2 * x * grad
 
 
+class SineAndCosine(torch.autograd.Function):
+    """Two results; for the gradient of one that is not used the engine makes zeros."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        ctx.save_for_backward(x)
+        return x.sin(), x.cos()
+
+    @staticmethod
+    def backward(ctx: Any, of_sine: torch.Tensor, of_cosine: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
+        (x,) = ctx.saved_tensors
+        return of_sine * x.cos() - of_cosine * x.sin()
+
+
 class Waits(torch.autograd.Function):
     """Stays in backward until it is told to leave."""
 

@@ -37,7 +37,7 @@ from compiled_autograd.threads.gate import GATE
 from compiled_autograd.torch_api.hook_handles import HANDLES
 from shadow_cache.store.folder import Folder
 
-from .helpers import ROOT, in_threads, same_bits
+from .helpers import ROOT, SineAndCosine, in_threads, same_bits
 
 OURS = (str(Path(ca.__file__).parent), str(ROOT / "backends"), str(ROOT / "shadow_cache"))
 
@@ -287,26 +287,12 @@ def test_an_interrupt_around_the_hooks_of_a_leaf(raises: bool) -> None:
     assert count > 30 and called > 5
 
 
-class _SineAndCosine(torch.autograd.Function):
-    """Two results; for the gradient of one that is not used the engine makes zeros."""
-
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        ctx.save_for_backward(x)
-        return x.sin(), x.cos()
-
-    @staticmethod
-    def backward(ctx: Any, of_sine: torch.Tensor, of_cosine: torch.Tensor) -> torch.Tensor:  # type: ignore[override]
-        (x,) = ctx.saved_tensors
-        return of_sine * x.cos() - of_cosine * x.sin()
-
-
 @pytest.mark.parametrize("inside", ["wrapper", "__torch_dispatch__"])
 def test_a_tape_that_an_interrupt_broke_is_not_run_again(inside: str) -> None:
     """In the middle of a node's report, the engine loses what the node saved: eager must not go on with stand-ins."""
 
     def loss(leaf: torch.Tensor) -> torch.Tensor:
-        return (_SineAndCosine.apply((leaf * WEIGHT).tanh())[0].exp() * WEIGHT).sum()
+        return (SineAndCosine.apply((leaf * WEIGHT).tanh())[0].exp() * WEIGHT).sum()
 
     leaf = torch.ones(4, 4, requires_grad=True)
     loss(leaf).backward()

@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 import compiled_autograd as ca
 from compiled_autograd.torch_api.hook_handles import HANDLES
 
-from .helpers import same_bits
+from .helpers import SineAndCosine, same_bits
 
 Grads = list[torch.Tensor | None]
 Backward = Callable[[Any], tuple[Grads, list[Any]]]
@@ -430,23 +430,11 @@ def test_what_retain_grad_keeps_has_seen_the_hooks_that_came(had: bool, asks: bo
     _compare(backward, late=3)
 
 
-class _SinAndCos(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        ctx.save_for_backward(x)
-        return x.sin(), x.cos()
-
-    @staticmethod
-    def backward(ctx: Any, of_sin: torch.Tensor, of_cos: torch.Tensor) -> torch.Tensor:
-        (x,) = ctx.saved_tensors
-        return of_sin * x.cos() - of_cos * x.sin()
-
-
 @pytest.mark.parametrize("where", ["a tensor", "before the node", "after the node"])
 @pytest.mark.parametrize("marked", [False, True])
 def test_hooks_that_came_see_undefined_gradients(where: str, marked: bool) -> None:
     """The engine makes zeros of them for the function, after these hooks."""
-    function: Any = ca.traceable(type("_Marked", (_SinAndCos,), {})) if marked else _SinAndCos
+    function: Any = ca.traceable(type("_Marked", (SineAndCosine,), {})) if marked else SineAndCosine
     leaf = torch.randn(4, requires_grad=True)
 
     def backward(around: Any) -> tuple[Grads, list[Any]]:
@@ -512,7 +500,7 @@ def test_a_hook_of_an_undefined_gradient_beside_late_ones(comes: bool) -> None:
     def backward(around: Any) -> tuple[Grads, list[Any]]:
         leaf.grad = None
         seen: list[Any] = []
-        sin, cos = _SinAndCos.apply(leaf)  # type: ignore[no-untyped-call]
+        sin, cos = SineAndCosine.apply(leaf)  # type: ignore[no-untyped-call]
         had = cos.register_hook(lambda grad: seen.append(grad is None))
         value = sin.tanh()
         value.register_hook(lambda _: sin.register_hook(_twice) and None if comes else had.remove())

@@ -44,7 +44,7 @@ def run(session: Session, call: Call) -> Any:
         found = look(call, session)
         if found is not None and found.verdict is not None:
             return _left_to_eager(session, call, found, found.verdict)
-        thread.here.streak = 0
+        thread.here.goes_on()
     account = Account(session, settings)
     began, reason = 0.0 if call.trial is None else now(), None
     try:

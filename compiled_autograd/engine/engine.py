@@ -74,26 +74,26 @@ class Engine(_ImperativeEngine):
                     left.count += 1
                 else:
                     session.left_to_eager(verdict)
-        if session is None and not create_graph:
-            return on_eager(here, tensors, grad_tensors, keep_graph, False, inputs, allow_unreachable, accumulate_grad)
-        sketched = None
-        if session is not None and not create_graph and (here.unseen or SKETCHES.known):
-            verdict, sketched = _by_its_root(here, session, tensors, inputs)
-            if verdict is not None:
-                run = _runner(here, session) if accumulate_grad else on_eager
-                try:
-                    return run(
-                        here, tensors, grad_tensors, keep_graph, False, inputs, allow_unreachable, accumulate_grad
-                    )
-                finally:
-                    left = session.left
-                    if left is not None and left.verdict is verdict:
-                        left.count += 1
-                    else:
-                        session.left_to_eager(verdict)
-        call = Call(tensors, grad_tensors, keep_graph, create_graph, inputs, allow_unreachable, accumulate_grad)
         if session is None:
-            return backward.eager(call)
+            here.length = 0
+            if create_graph:
+                call = Call(tensors, grad_tensors, keep_graph, True, inputs, allow_unreachable, accumulate_grad)
+                return backward.eager(call)
+            return on_eager(here, tensors, grad_tensors, keep_graph, False, inputs, allow_unreachable, accumulate_grad)
+        verdict = sketched = None
+        if not create_graph and (here.unseen or SKETCHES.known):
+            verdict, sketched = _by_its_root(here, session, tensors, inputs)
+        if verdict is not None:
+            run = _runner(here, session) if accumulate_grad else on_eager
+            try:
+                return run(here, tensors, grad_tensors, keep_graph, False, inputs, allow_unreachable, accumulate_grad)
+            finally:
+                left = session.left
+                if left is not None and left.verdict is verdict:
+                    left.count += 1
+                else:
+                    session.left_to_eager(verdict)
+        call = Call(tensors, grad_tensors, keep_graph, create_graph, inputs, allow_unreachable, accumulate_grad)
         call.sketched = sketched
         if depth() <= MAX_NESTED or create_graph or session.settings.on_unsupported == "raise":
             return backward.run(session, call)
@@ -141,7 +141,8 @@ def _by_its_root(
     sketched = sketch(outputs, inputs, here)
     known = SKETCHES.known.get((number, sketched), UNKNOWN)
     if verdict is not None and known is UNKNOWN and sketched is not None:
-        here.known.left -= 1  # there were other nodes between these: the next one's tells
+        here.known.left -= 1  # the next one's tells
+        here.were_not_alike()
         return verdict, None
     return here.took_for(known, number, session.looks_away), sketched
 

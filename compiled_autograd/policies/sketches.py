@@ -5,6 +5,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Hashable
+from time import perf_counter
 from typing import Protocol
 
 from shadow_cache import Bypass
@@ -12,6 +13,7 @@ from shadow_cache import Bypass
 from ..process_state import PROCESS
 from ..settings import Settings
 from .own_loop import Tries
+from .spending import by_clock
 
 FIRST_SPACING, FURTHER, LAST_SPACING = 16, 4, 4092
 """After so many backwards a tape is looked at all the same: at first, and at last; each number is so many times the one
@@ -20,12 +22,17 @@ it is not always the same one."""
 BELIEVED = 1030
 """What is not left to eager is looked at after so many at most, and so is what runs there until it has paid for being
 compiled: policies count backwards at looks."""
-LEFT_BEFORE_LOOKING_AWAY, LOOKS_AWAY, LOOKS_AWAY_OF, LOOKS_AWAY_FOR = 32, (16, 66), 4, 3e-3
+LEFT_BEFORE_LOOKING_AWAY, LOOKS_AWAY, LOOKS_AWAY_OF, LOOKS_AWAY_FOR = 32, (16, 66), 4, 6e-3
 """Once so many tapes of a thread were left to eager one after the other, not even the roots of some more are read
 before that of the next one: the least and the largest number. It takes ten microseconds to read one, a tenth of a small
 backward: so it may be one for each so many that were left, as long as eager takes so many seconds for all of them. Else
 hits that come in phases would be missed. It is up to three fewer, as by dice (:attr:`Looks.dice`): else of tapes that
 take turns it would be always the same one that is read."""
+SECONDS_FOR_A_ROOT, MOST_ROOTS, MOST_LET_GO = 2e-4, 1024, 255
+"""Where another tape was among those whose roots were not read, those of the next ones are: as many as before the first
+were not, or, where these have taken longer than usual, one for each so many seconds of that, up to so many. What a hit
+saves is taken for a tenth of what its step takes: to read so many roots takes less than half of that. Where no hit is
+among these, the next three times are let go, then 15, up to so many."""
 PATIENCE_OF_ALL = 4096
 """A policy forgets what it knows of a tape that has not come again among so many backwards: while it knows something of
 any, all tapes are looked at, which keeps small hits from the fast path."""
@@ -114,17 +121,40 @@ class Looks:
 
     Attributes:
         last_root, away: see :func:`tape.sketch`.
-        streak: how many tapes were taken for one that is left to eager, since the last that was not, nor was timed.
+        streak: how many tapes were taken for one that is left to eager, since the last that was not, nor was timed;
+            it begins at ``first``.
         known, verdict: what the last sketch has led to, under the settings of that ``number``.
         unseen: so many more are taken for the same without a sketch.
         looped: the own loop may be asked for some of these.
         dice: a number of 16 bits, another one each time that some are to be taken without a sketch.
+        began, length: when the last such began, and how many tapes they are with the next one; 0 where something else
+            has come since.
+        usual: how many seconds each took, from one to the next, the last time that all were alike.
+        let_go, spared: how often another tape among them may come to be let go, and how often it has to be yet.
     """
 
-    __slots__ = ("away", "dice", "known", "last_root", "looped", "number", "streak", "unseen", "verdict")
+    __slots__ = (
+        "away",
+        "began",
+        "dice",
+        "first",
+        "known",
+        "last_root",
+        "length",
+        "let_go",
+        "looped",
+        "number",
+        "spared",
+        "streak",
+        "unseen",
+        "usual",
+        "verdict",
+    )
 
     def __init__(self) -> None:
         self.last_root = self.streak = self.number = self.away = self.unseen = self.dice = 0
+        self.first = self.length = self.let_go = self.spared = 0
+        self.began = self.usual = 0.0
         self.looped = True
         self.known = UNKNOWN
         self.verdict: Bypass | None = None
@@ -138,17 +168,21 @@ class Looks:
         Returns:
             Why it is left to eager; None where it is not known to be, or has to be looked at.
         """
-        verdict, unseen = known.verdict, 0
+        verdict, unseen, now = known.verdict, 0, 0.0
         if looks_away and self.streak + 1 >= LEFT_BEFORE_LOOKING_AWAY:
             unseen = max(LOOKS_AWAY[0], self.streak // LOOKS_AWAY_OF)
             unseen = min(unseen, known.away) - (self.dice >> 14)
             unseen = min(unseen, known.left - 2)  # one is left, or it was forgotten
             self.dice = (25173 * self.dice + 13849) & 0xFFFF
+            self.first = -(-self.first // 2)  # no hit has come among so many
+            now = perf_counter()
+            if self.length:
+                self.usual = (now - self.began) / self.length
         # No call from here on: what ``gc`` or a signal runs has backwards of its own.
         if self.known.left > 0:  # else it was forgotten, and counts no more
             self.known.left += self.unseen
         self.known, self.number, self.verdict = known, number, verdict
-        self.away = self.unseen = 0
+        self.away = self.unseen = self.length = 0
         if known.left <= 0 or verdict is None:
             return None
         known.left -= 1
@@ -159,9 +193,30 @@ class Looks:
             if not self.looped:  # it is not asked for any of these, and they are counted now
                 tries.rest -= unseen
             self.away = self.unseen = unseen
+            self.began, self.length = now, unseen + 1
             known.left -= unseen
             self.streak += unseen
         return verdict
+
+    def were_not_alike(self) -> None:
+        """Those without a sketch and the next one have made other numbers of nodes: another tape was among them, which
+        may be a hit."""
+        length, self.length = self.length, 0
+        if not length:
+            return
+        if self.spared:
+            self.spared -= 1
+            return
+        self.let_go = self.spared = min(4 * self.let_go + 3, MOST_LET_GO)
+        roots = LEFT_BEFORE_LOOKING_AWAY
+        if by_clock():
+            more = perf_counter() - self.began - self.usual * length
+            roots = max(roots, min(int(more / SECONDS_FOR_A_ROOT), MOST_ROOTS))
+        self.streak = self.first = LEFT_BEFORE_LOOKING_AWAY - roots
+
+    def goes_on(self) -> None:
+        """A tape is not left to eager."""
+        self.streak, self.let_go, self.spared = self.first, 0, 0
 
 
 class Sketches:

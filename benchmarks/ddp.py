@@ -1,16 +1,18 @@
 """What a backward of `DistributedDataParallel` takes, compiled, by eager's; and when it communicates.
 
-    OMP_NUM_THREADS=1 python -m benchmarks.ddp [--ranks 2] [--models mlp gpt resnet] [--pairs 30]
+    OMP_NUM_THREADS=1 python -m benchmarks.ddp [--ranks 2] [--models mlp gpt resnet] [--rounds 30]
 
-Processes on gloo, each with two copies of a model. Eager's and the compiled backward alternate, all ranks wait for one
-another before each, and a time is until `backward` returns, which is after the communication. A ratio is the median of
-compiled by eager over pairs, and the worst of all ranks. `issued` says at which part of the backward each all-reduce
-was issued, read from a profile of one backward: what is issued before the end overlaps with what is computed after it.
+Processes on gloo, each with three copies of a model: eager's, compiled, and eager's once more. Their backwards take
+turns in any order, all ranks wait for one another before each, and a time is until `backward` has returned on all
+ranks, which is after the communication. A ratio is the median over rounds of compiled by eager; that of both eager ones
+says what is noise. `issued` says at which part of the backward each all-reduce was issued, read from a profile of one
+backward: what is issued before the end overlaps with what is computed after it.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import statistics
 import tempfile
@@ -68,31 +70,28 @@ def issued(model: nn.Module, make_loss: MakeLoss, session: ca.Session | None) ->
 def measure(rank: int, ranks: int, folder: str, options: argparse.Namespace, name: str) -> None:
     """One rank's figures."""
     distributed.init_process_group("gloo", init_method=f"file://{folder}/ranks", rank=rank, world_size=ranks)
-    eager, make_loss = build(name, 0, "cpu")
-    ours, make_ours = build(name, 0, "cpu")
-    eager, ours = DistributedDataParallel(eager), DistributedDataParallel(ours)
+    eager, ours, _ = sides = [DistributedDataParallel(build(name, 0, "cpu")[0]) for _ in range(3)]
+    make_loss = build(name, 0, "cpu")[1]
     session = ca.enable(backend=options.backend, native=True, tune=False, cache_dir=False)
+    sessions = [None, session, None]
     for _ in range(WARM_STEPS):
-        backward(eager, make_loss, None)
-        backward(ours, make_ours, session)
+        for each, inside in zip(sides, sessions, strict=True):
+            backward(each, make_loss, inside)
     difference = gradient_difference(eager, ours)
-    ratios, eager_ms = [], []
-    for pair in range(options.pairs):
-        if pair % 2:
-            compiled, plain = backward(ours, make_ours, session), backward(eager, make_loss, None)
-        else:
-            plain, compiled = backward(eager, make_loss, None), backward(ours, make_ours, session)
-        ratios.append(compiled / plain)
-        eager_ms.append(1000 * plain)
+    seconds = []
+    for order in itertools.islice(itertools.cycle(itertools.permutations(range(len(sides)))), options.rounds):
+        taken = [0.0] * len(sides)
+        for side in order:
+            taken[side] = backward(sides[side], make_loss, sessions[side])
+        seconds.append(taken)
     stats = session.stats()
     figures = {
-        "ratio": statistics.median(ratios),
-        "eager_ms": statistics.median(eager_ms),
+        "seconds": seconds,
         "difference": difference,
         "hits": stats.hits,
         "bypasses": sum(stats.bypasses.values()),
         "eager_issued": issued(eager, make_loss, None),
-        "issued": issued(ours, make_ours, session),
+        "issued": issued(ours, make_loss, session),
     }
     (Path(folder) / f"{rank}.json").write_text(json.dumps(figures))
     distributed.barrier()
@@ -106,23 +105,33 @@ def run(options: argparse.Namespace, name: str) -> list[dict[str, Any]]:
         return [json.loads((Path(folder) / f"{rank}.json").read_text()) for rank in range(options.ranks)]
 
 
+def parts(issued: list[float]) -> str:
+    """As they are shown."""
+    return ", ".join(format(part, ".2f") for part in issued)
+
+
 def main() -> None:
     """Print a line for each model."""
     parser = argparse.ArgumentParser(description=(__doc__ or "").partition("\n")[0])
     parser.add_argument("--ranks", type=int, default=2)
     parser.add_argument("--models", nargs="+", choices=FACTORIES, default=["mlp", "gpt", "resnet"])
     parser.add_argument("--backend", default="inductor")
-    parser.add_argument("--pairs", type=int, default=30)
+    parser.add_argument("--rounds", type=int, default=30)
     options = parser.parse_args()
     build_extension(Console())
     for name in options.models:
         ranks = run(options, name)
-        worst = max(ranks, key=lambda figures: figures["ratio"])
+        slowest = [
+            [max(times) for times in zip(*taken, strict=True)]
+            for taken in zip(*(figures["seconds"] for figures in ranks), strict=True)
+        ]
+        ratio, noise = (statistics.median(taken[side] / taken[0] for taken in slowest) for side in (1, 2))
+        first = ranks[0]
         print(
-            f"{name}: {worst['ratio']:.2f} of eager's {worst['eager_ms']:.1f} ms; {worst['hits']} hits, "
-            f"{worst['bypasses']} bypasses; gradients {worst['difference']:.0e}; issued at "
-            f"{', '.join(format(part, '.2f') for part in worst['issued'])} (eager: "
-            f"{', '.join(format(part, '.2f') for part in worst['eager_issued'])})"
+            f"{name}: {ratio:.3f} of eager's {1000 * statistics.median(taken[0] for taken in slowest):.1f} ms, eager "
+            f"again {noise:.3f}; {first['hits']} hits, {first['bypasses']} bypasses; gradients "
+            f"{max(figures['difference'] for figures in ranks):.0e}; issued at {parts(first['issued'])} (eager: "
+            f"{parts(first['eager_issued'])})"
         )
 
 

@@ -40,15 +40,19 @@ _TRIES = 4
 def run(session: Session, call: Call) -> Any:
     """Run a backward compiled where that can be done, else on the eager engine; gives what the engine would give."""
     settings = session.settings
-    if (AUTOTUNE.active or ADMISSION.closed or REFUSALS.active) and not call.create_graph:
+    looks = AUTOTUNE.active or ADMISSION.closed or REFUSALS.active
+    if call.create_graph:
+        thread.here.length = 0
+    elif looks:
         found = look(call, session)
         if found is not None and found.verdict is not None:
             return _left_to_eager(session, call, found, found.verdict)
-        thread.here.goes_on()
     account = Account(session, settings)
     began, reason = 0.0 if call.trial is None else now(), None
     try:
         reason = decide(call, settings)
+        if looks and (reason is None or call.trial is not None):
+            thread.here.goes_on()
         if reason is not None:
             return _refused(call, account, Refused(reason))
         if settings.check_every and CHECKS.may_be_next(settings):

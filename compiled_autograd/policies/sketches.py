@@ -22,7 +22,7 @@ it is not always the same one."""
 BELIEVED = 1030
 """What is not left to eager is looked at after so many at most, and so is what runs there until it has paid for being
 compiled: policies count backwards at looks."""
-LEFT_BEFORE_LOOKING_AWAY, LOOKS_AWAY, LOOKS_AWAY_OF, LOOKS_AWAY_FOR = 32, (16, 66), 4, 6e-3
+LEFT_BEFORE_LOOKING_AWAY, LOOKS_AWAY, LOOKS_AWAY_OF, LOOKS_AWAY_FOR = 32, (16, 66), 4, 3e-3
 """Once so many tapes of a thread were left to eager one after the other, not even the roots of some more are read
 before that of the next one: the least and the largest number. It takes ten microseconds to read one, a tenth of a small
 backward: so it may be one for each so many that were left, as long as eager takes so many seconds for all of them. Else
@@ -32,7 +32,7 @@ SECONDS_FOR_A_ROOT, MOST_ROOTS, MOST_LET_GO = 2e-4, 1024, 255
 """Where another tape was among those whose roots were not read, those of the next ones are: as many as before the first
 were not, or, where these have taken longer than usual, one for each so many seconds of that, up to so many. What a hit
 saves is taken for a tenth of what its step takes: to read so many roots takes less than half of that. Where no hit is
-among these, the next three times are let go, then 15, up to so many."""
+among these, the next time is let go, then the next three, up to so many."""
 PATIENCE_OF_ALL = 4096
 """A policy forgets what it knows of a tape that has not come again among so many backwards: while it knows something of
 any, all tapes are looked at, which keeps small hits from the fast path."""
@@ -116,48 +116,86 @@ UNKNOWN = PROCESS.register(Known(None))
 UNKNOWN.left = 0
 
 
+class Doubts:
+    """Whether another tape was among those of a thread whose roots were not read, which may be a hit.
+
+    Attributes:
+        began: when the first of the last such came.
+        usual: how many seconds each took, from one to the next, the last time that all were alike.
+        first: what the streak begins at after a tape that is not left (:attr:`Looks.streak`).
+        let_go, spared: how often another tape among them may come to be let go, and how often it has to be yet.
+    """
+
+    __slots__ = ("began", "first", "let_go", "spared", "usual")
+
+    def __init__(self) -> None:
+        self.began = self.usual = 0.0
+        self.first = self.let_go = self.spared = 0
+
+    def begin(self, alike: int) -> None:
+        """The roots of the next ones are not read; those before were so many, all alike, or 0."""
+        now = perf_counter()
+        if alike:
+            self.usual = (now - self.began) / alike
+        self.began = now
+
+    def roots(self, length: int) -> int:
+        """So many have made other numbers of nodes than one would think: of how many of the next ones the roots are
+        read."""
+        if self.spared:
+            self.spared -= 1
+            return 0
+        self.let_go = self.spared = min(2 * self.let_go + 1, MOST_LET_GO)
+        roots = LEFT_BEFORE_LOOKING_AWAY
+        if by_clock():
+            more = perf_counter() - self.began - self.usual * length
+            roots = max(roots, min(int(more / SECONDS_FOR_A_ROOT), MOST_ROOTS))
+        self.first = LEFT_BEFORE_LOOKING_AWAY - roots
+        return roots
+
+    def found(self) -> int:
+        """A tape is not left: what the streak begins at. It may be another tape than the one that took long, or what
+        took long was none: so the next one is looked for among fewer, until it is missed."""
+        first, self.let_go, self.spared = self.first, 0, 0
+        self.first = -(-3 * first // 4)
+        return first
+
+
 class Looks:
     """Which tapes of one thread are looked at.
 
     Attributes:
         last_root, away: see :func:`tape.sketch`.
-        streak: how many tapes were taken for one that is left to eager, since the last that was not, nor was timed;
-            it begins at ``first``.
+        streak: how many tapes were taken for one that is left to eager, since the last that was not, nor was timed.
         known, verdict: what the last sketch has led to, under the settings of that ``number``.
         unseen: so many more are taken for the same without a sketch.
+        length: how many these were, with the next one; 0 where something else has come since.
         looped: the own loop may be asked for some of these.
         dice: a number of 16 bits, another one each time that some are to be taken without a sketch.
-        began, length: when the last such began, and how many tapes they are with the next one; 0 where something else
-            has come since.
-        usual: how many seconds each took, from one to the next, the last time that all were alike.
-        let_go, spared: how often another tape among them may come to be let go, and how often it has to be yet.
+        doubts: whether another was among them. It is an object of its own to keep this one, which each backward reads,
+            in few lines of memory.
     """
 
     __slots__ = (
         "away",
-        "began",
         "dice",
-        "first",
+        "doubts",
         "known",
         "last_root",
         "length",
-        "let_go",
         "looped",
         "number",
-        "spared",
         "streak",
         "unseen",
-        "usual",
         "verdict",
     )
 
     def __init__(self) -> None:
-        self.last_root = self.streak = self.number = self.away = self.unseen = self.dice = 0
-        self.first = self.length = self.let_go = self.spared = 0
-        self.began = self.usual = 0.0
+        self.last_root = self.streak = self.number = self.away = self.unseen = self.length = self.dice = 0
         self.looped = True
         self.known = UNKNOWN
         self.verdict: Bypass | None = None
+        self.doubts = Doubts()
 
     def took_for(self, known: Known, number: int, looks_away: bool = True) -> Bypass | None:
         """A tape was sketched under the settings of some number, which has led to that.
@@ -168,16 +206,13 @@ class Looks:
         Returns:
             Why it is left to eager; None where it is not known to be, or has to be looked at.
         """
-        verdict, unseen, now = known.verdict, 0, 0.0
+        verdict, unseen = known.verdict, 0
         if looks_away and self.streak + 1 >= LEFT_BEFORE_LOOKING_AWAY:
             unseen = max(LOOKS_AWAY[0], self.streak // LOOKS_AWAY_OF)
             unseen = min(unseen, known.away) - (self.dice >> 14)
             unseen = min(unseen, known.left - 2)  # one is left, or it was forgotten
             self.dice = (25173 * self.dice + 13849) & 0xFFFF
-            self.first = -(-self.first // 2)  # no hit has come among so many
-            now = perf_counter()
-            if self.length:
-                self.usual = (now - self.began) / self.length
+            self.doubts.begin(0 if self.unseen or known is not self.known else self.length)
         # No call from here on: what ``gc`` or a signal runs has backwards of its own.
         if self.known.left > 0:  # else it was forgotten, and counts no more
             self.known.left += self.unseen
@@ -193,30 +228,21 @@ class Looks:
             if not self.looped:  # it is not asked for any of these, and they are counted now
                 tries.rest -= unseen
             self.away = self.unseen = unseen
-            self.began, self.length = now, unseen + 1
+            self.length = unseen + 1
             known.left -= unseen
             self.streak += unseen
         return verdict
 
     def were_not_alike(self) -> None:
-        """Those without a sketch and the next one have made other numbers of nodes: another tape was among them, which
-        may be a hit."""
+        """Those without a sketch and the next one have made other numbers of nodes."""
         length, self.length = self.length, 0
-        if not length:
-            return
-        if self.spared:
-            self.spared -= 1
-            return
-        self.let_go = self.spared = min(4 * self.let_go + 3, MOST_LET_GO)
-        roots = LEFT_BEFORE_LOOKING_AWAY
-        if by_clock():
-            more = perf_counter() - self.began - self.usual * length
-            roots = max(roots, min(int(more / SECONDS_FOR_A_ROOT), MOST_ROOTS))
-        self.streak = self.first = LEFT_BEFORE_LOOKING_AWAY - roots
+        roots = self.doubts.roots(length) if length else 0
+        if roots:
+            self.streak = LEFT_BEFORE_LOOKING_AWAY - roots
 
     def goes_on(self) -> None:
-        """A tape is not left to eager."""
-        self.streak, self.let_go, self.spared = self.first, 0, 0
+        """A tape is a hit, or on trial."""
+        self.streak = self.doubts.found()
 
 
 class Sketches:

@@ -70,8 +70,9 @@ def issued(model: nn.Module, make_loss: MakeLoss, session: ca.Session | None) ->
 def measure(rank: int, ranks: int, folder: str, options: argparse.Namespace, name: str) -> None:
     """One rank's figures."""
     distributed.init_process_group("gloo", init_method=f"file://{folder}/ranks", rank=rank, world_size=ranks)
-    eager, ours, _ = sides = [DistributedDataParallel(build(name, 0, "cpu")[0]) for _ in range(3)]
-    make_loss = build(name, 0, "cpu")[1]
+    built = [build(name, 0, "cpu") for _ in range(3)]
+    make_loss = built[0][1]
+    eager, ours, _ = sides = [DistributedDataParallel(model) for model, _ in built]
     session = ca.enable(backend=options.backend, native=True, tune=False, cache_dir=False)
     sessions = [None, session, None]
     for _ in range(WARM_STEPS):

@@ -35,6 +35,14 @@ def _slow_but_for_long(graph_module: fx.GraphModule, examples: Sequence[Any]) ->
     return graph_module.forward if "tanh" in graph_module.code else slow(graph_module, examples)
 
 
+def _count_roots(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """One number for each tape whose root was read."""
+    read: list[int] = []
+    sketch = engine.sketch
+    monkeypatch.setattr(engine, "sketch", lambda *ends: read.append(1) or sketch(*ends))
+    return read
+
+
 def _never_left(session: Session, weight: torch.Tensor) -> None:
     """The longer tape is a hit, and stays one; the shorter one is left to eager. The thread has seen nothing before."""
     here = sessions.thread.here
@@ -77,9 +85,7 @@ def test_roots_are_not_read_each_time_and_what_comes_then_is_found(
     looks: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """After many that were left to eager one after the other, one that is a hit is taken for one of them some times."""
-    read: list[int] = []
-    sketch = engine.sketch
-    monkeypatch.setattr(engine, "sketch", lambda *ends: read.append(1) or sketch(*ends))
+    read = _count_roots(monkeypatch)
     session, weight = ca.enable(backend=slow, tune=True), nn.Parameter(torch.randn(8))
 
     def longer() -> torch.Tensor:
@@ -303,12 +309,15 @@ def test_a_sketch_of_one_on_trial_that_another_has_too_is_not_believed_for_long(
     assert not known.left
 
 
-def _one_in(number: int, session: Session, weight: torch.Tensor, rounds: int, clock: Callable[[], Any]) -> int:
+def _one_in(
+    number: int, session: Session, weight: torch.Tensor, rounds: int, wait: Callable[[], None] | None = None
+) -> int:
     """How many of the longer ones are hits."""
     before, hits = session.stats().backwards, 0
     expected = torch.autograd.grad(_long(weight), weight)
     for _ in range(rounds):
-        clock()
+        if wait is not None:
+            wait()
         with session:
             assert_same(torch.autograd.grad(_long(weight), weight), expected)
         assert session.last is not None
@@ -329,7 +338,7 @@ def test_one_that_comes_alone_among_many_is_found(
     session, weight = ca.enable(backend=_slow_but_for_long, tune=True), nn.Parameter(torch.randn(8))
     _never_left(session, weight)
     rounds = 1200 // number
-    assert _one_in(number, session, weight, rounds, lambda: None) >= 0.9 * rounds - 5
+    assert _one_in(number, session, weight, rounds) >= 0.9 * rounds - 5
 
 
 @pytest.mark.parametrize("by_clock", [True, False])
@@ -360,18 +369,16 @@ def test_the_longer_it_takes_the_more_roots_are_read_to_find_it(
 def test_two_kinds_that_are_left_are_soon_not_told_apart(looks: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Each batch whose roots are not read has another kind among it, and no hit is ever found."""
     monkeypatch.setattr(sketches, "LOOKS_AWAY_FOR", 0.0)
-    read: list[int] = []
-    sketch = engine.sketch
-    monkeypatch.setattr(engine, "sketch", lambda *ends: read.append(1) or sketch(*ends))
+    read = _count_roots(monkeypatch)
     session, weight = ca.enable(backend=slow, tune=True), nn.Parameter(torch.randn(8))
     assert run_small(session, weight, 10)[-1] == "not_worth_it"
     with session:
         for _ in range(100):
             torch.autograd.grad(_long(weight), weight)
     assert session.stats().bypasses["not_worth_it"] > 50
-    _one_in(20, session, weight, 100, lambda: None)
+    _one_in(20, session, weight, 100)
     read.clear()
-    assert _one_in(20, session, weight, 100, lambda: None) == 0
+    assert _one_in(20, session, weight, 100) == 0
     assert len(read) <= 2000 / 14 * 2 + 2 * sketches.LEFT_BEFORE_LOOKING_AWAY
 
 
@@ -456,7 +463,7 @@ def test_one_pause_does_not_have_all_roots_read_for_ever(looks: list[int]) -> No
     _never_left(session, weight)
     here = sessions.thread.here
     here.doubts.first = here.streak = sketches.LEFT_BEFORE_LOOKING_AWAY - sketches.MOST_ROOTS
-    assert _one_in(40, session, weight, 30, lambda: None) >= 10
+    assert _one_in(40, session, weight, 30) >= 10
     assert here.doubts.first > -40
 
 
@@ -469,7 +476,7 @@ def test_a_miss_is_no_hit_that_was_looked_for(looks: list[int], monkeypatch: pyt
     leave(same, weight, 200)
     here = sessions.thread.here
     here.doubts = sketches.Doubts()
-    assert _one_in(20, same, weight, 80, lambda: None) == 0
+    assert _one_in(20, same, weight, 80) == 0
     assert same.stats().bypasses["on_miss"] >= 2 and here.doubts.let_go >= 7
 
 

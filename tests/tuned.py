@@ -66,7 +66,7 @@ def slow(graph_module: fx.GraphModule, examples: Sequence[Any]) -> Callable[...,
     return run
 
 
-def run_small(session: Session, weight: torch.Tensor, times: int, factor: int = 1) -> list[str]:
+def run_small(session: Session, weight: torch.Tensor, times: int) -> list[str]:
     labels = []
     for _ in range(times):
         expected = torch.autograd.grad((weight.exp() * weight).sum(), weight)

@@ -122,7 +122,7 @@ class Doubts:
     Attributes:
         began: when the first of the last such came.
         usual: how many seconds each took, from one to the next, the last time that all were alike.
-        first: what the streak begins at after a tape that is not left (:attr:`Looks.streak`).
+        first: what the streak (:attr:`Looks.streak`) begins at then, and after a tape that is not left.
         let_go, spared: how often another tape among them may come to be let go, and how often it has to be yet.
     """
 
@@ -139,19 +139,19 @@ class Doubts:
             self.usual = (now - self.began) / alike
         self.began = now
 
-    def roots(self, length: int) -> int:
-        """So many have made other numbers of nodes than one would think: of how many of the next ones the roots are
-        read."""
+    def looks_for_it(self, length: int) -> bool:
+        """So many have made other numbers of nodes than one would think: whether the roots of the next ones are read.
+        The streak begins at ``first`` then."""
         if self.spared:
             self.spared -= 1
-            return 0
+            return False
         self.let_go = self.spared = min(2 * self.let_go + 1, MOST_LET_GO)
         roots = LEFT_BEFORE_LOOKING_AWAY
         if by_clock():
             more = perf_counter() - self.began - self.usual * length
             roots = max(roots, min(int(more / SECONDS_FOR_A_ROOT), MOST_ROOTS))
         self.first = LEFT_BEFORE_LOOKING_AWAY - roots
-        return roots
+        return True
 
     def found(self) -> int:
         """A tape is not left: what the streak begins at. It may be another tape than the one that took long, or what
@@ -236,9 +236,8 @@ class Looks:
     def were_not_alike(self) -> None:
         """Those without a sketch and the next one have made other numbers of nodes."""
         length, self.length = self.length, 0
-        roots = self.doubts.roots(length) if length else 0
-        if roots:
-            self.streak = LEFT_BEFORE_LOOKING_AWAY - roots
+        if length and self.doubts.looks_for_it(length):
+            self.streak = self.doubts.first
 
     def goes_on(self) -> None:
         """A tape is a hit, or on trial."""

@@ -43,6 +43,12 @@ def form_for(compiled: Compiled, arguments: Sequence[Any]) -> str:
     return ONLY_FORM if ask is None else ask(arguments)
 
 
+def is_last(compiled: Compiled, form: str) -> bool:
+    """Whether no other form takes over from this one at a later call by itself."""
+    ask = getattr(compiled, "is_last", None)
+    return ask is None or ask(form)
+
+
 def drop(compiled: Compiled, form: str) -> bool:
     """Never run a form again, for it gave what it should not.
 

@@ -239,6 +239,26 @@ def test_a_slow_graph_is_left_to_eager_and_says_so() -> None:
     assert "eager takes" in reason.hint and "ms" in reason.hint
 
 
+@pytest.mark.parametrize("device", ["cuda", "xpu"])
+def test_what_a_device_is_sent_is_waited_for(monkeypatch: pytest.MonkeyPatch, device: str) -> None:
+    """Else the sending would be timed. The hit before which nothing was waited for counts for nobody."""
+    waits: list[int] = []
+    counted: list[float] = []
+    monkeypatch.setattr(medians, "wait_for_devices", lambda: waits.append(len(counted)))
+    monkeypatch.setattr(Trial, "add", lambda trial, times, seconds: counted.append(seconds))
+    session, weight = ca.enable(backend=slow, tune=True), nn.Parameter(torch.randn(8))
+    run_small(session, weight, 3)
+    ((variant,),) = [graph.variants for graph in session.graphs()]
+    variant.devices = frozenset({device})
+    run_small(session, weight, 1)
+    assert not waits and not counted
+    labels = run_small(session, weight, 4)
+    if device == "cuda":
+        assert labels == ["hit"] * 4 and len(counted) == 4 and len(waits) == 8
+    else:
+        assert labels == ["hit"] * 4 and not counted and not waits
+
+
 def test_it_is_tried_again_from_time_to_time() -> None:
     session = ca.enable(backend=slow, tune=True)
     labels = run_small(session, nn.Parameter(torch.randn(8)), 24)

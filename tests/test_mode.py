@@ -1,11 +1,10 @@
-"""``mode``: Inductor's modes as a setting, and results of CUDA graphs that are nobody else's memory."""
+"""``mode``: Inductor's modes as a setting (CUDA graphs: ``tests/test_cuda_graphs.py``)."""
 
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -17,15 +16,15 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 import backends
 import compiled_autograd as ca
 import shadow_cache
-from backends.inductor import cuda_graphs
 from backends.inductor.backend import InductorBackend
-from backends.inductor.cuda_graphs import CopiedOut, copies, cuda_device
+from backends.inductor.cuda.capture import Device, cuda_device
+from backends.inductor.cuda.graphs import Replayed
 from backends.modes import MODES, name_in
 from compiled_autograd.guards.ambient import ambient
 from compiled_autograd.policies import worker_main, worker_process
 from compiled_autograd.settings import Settings, resolve
 
-from .helpers import GradientsDifferError, Squares, assert_same, compare, expect, in_subprocess, mlp, same_bits
+from .helpers import assert_same, compare, expect, in_subprocess, mlp, same_bits
 from .stored import restart
 
 BATCH = torch.linspace(-1, 1, 32).view(4, 8)
@@ -127,7 +126,6 @@ class _Asked:
         from torch._inductor import compile_fx
 
         monkeypatch.setattr(compile_fx, "compile_fx_inner", self)
-        monkeypatch.setattr("backends.inductor.backend.running_backward", lambda device: ("boxed", device))
 
     def __call__(self, graph_module: fx.GraphModule, examples: Sequence[Any], **given: Any) -> Any:
         from torch._inductor import config
@@ -144,40 +142,31 @@ def test_inductor_is_asked_for_what_the_mode_says(monkeypatch: pytest.MonkeyPatc
     asked = _Asked(monkeypatch)
     compiled = InductorBackend(mode).compile(*_graph(device))
     replays = device == "cuda" and mode in ("reduce-overhead", "max-autotune")
-    assert (asked.tunes, asked.cuda_graphs) == (mode in TUNED, replays)
+    assert (asked.tunes, asked.cuda_graphs) == (mode in TUNED, False)  # Inductor's own copy each input in
     assert asked.given["is_backward"] and "static_input_idxs" not in asked.given
-    assert isinstance(compiled, CopiedOut) == replays
+    assert isinstance(compiled, Replayed) == replays
     if replays:
-        assert compiled.device == 0 and asked.given["boxed_forward_device_index"] == ("boxed", 0)
+        assert compiled.device.index == 0 and compiled.compiled is asked
     assert not config.max_autotune and not config.triton.cudagraphs
 
 
-def test_cuda_graphs_that_the_user_has_set_are_copied_out_of_too(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cuda_graphs_that_the_user_has_set_are_ours_too(monkeypatch: pytest.MonkeyPatch) -> None:
     from torch._inductor import config
 
-    _Asked(monkeypatch)
+    asked = _Asked(monkeypatch)
     with config.patch({"triton.cudagraphs": True}):
-        assert isinstance(InductorBackend().compile(*_graph("cuda")), CopiedOut)
-        assert not isinstance(InductorBackend().compile(*_graph("cpu")), CopiedOut)
+        assert isinstance(InductorBackend().compile(*_graph("cuda")), Replayed)
+        assert not asked.cuda_graphs
+        assert not isinstance(InductorBackend().compile(*_graph("cpu")), Replayed)
 
 
-def test_inductor_finds_the_manager_that_it_tells_of_the_backward(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Without one, compiling a backward for which Inductor decides against CUDA graphs fails."""
-    from torch._inductor import cudagraph_trees
-    from torch._inductor.output_code import maybe_handle_backward_generation
-
-    managers: dict[int, Any] = {}
-    told: list[int] = []
-
-    def get_manager(device: int, create_if_none_exists: bool = True) -> Any:
-        if create_if_none_exists:
-            managers[device] = SimpleNamespace(set_to_running_backward=lambda: told.append(device))
-        return managers.get(device)
-
-    monkeypatch.setattr(cudagraph_trees, "get_manager", get_manager)
-    graph: Any = SimpleNamespace(current_callable=lambda inputs: inputs, fx_kwargs={"is_backward": True})
-    maybe_handle_backward_generation(graph, cuda_graphs.running_backward(1))
-    assert graph.current_callable(["input"]) == ["input"] and told == [1]
+def test_what_draws_random_numbers_is_not_replayed(monkeypatch: pytest.MonkeyPatch) -> None:
+    _Asked(monkeypatch)
+    graph_module, mode = fx.symbolic_trace(lambda x: [torch.ops.aten.rand_like.default(x)]), FakeTensorMode()
+    with mode:
+        examples = [torch.empty(3, 4, device="cuda")]
+    FakeTensorProp(graph_module, mode).propagate_dont_convert_inputs(*examples)
+    assert not isinstance(InductorBackend("reduce-overhead").compile(graph_module, examples), Replayed)
 
 
 def test_the_device_of_a_graph() -> None:
@@ -191,139 +180,10 @@ def test_why_a_region_with_cuda_graphs_is_not_stored() -> None:
     made = object.__new__(CompiledFxGraph)
     made.device_types, made.compiled_fn_runner = {"cuda"}, None  # type: ignore[assignment]
     backend = InductorBackend("reduce-overhead")
-    assert backend.why_not_saved(CopiedOut(made, 0)) == "it has code for cuda, and only code for the CPU is stored"
-    assert backend.save(CopiedOut(made, 0)) is None
-
-
-# ---- results of CUDA graphs --------------------------------------------------------------------------------------
-
-
-class _Graphs:
-    """As CUDA graphs do: results in memory of its own, which the next call overwrites."""
-
-    _boxed_call = True
-
-    def __init__(self, graph_module: fx.GraphModule, examples: Sequence[Any]) -> None:
-        self.graph_module = graph_module
-        self.memory: list[Any] = []
-        self.calls = 0
-
-    def __call__(self, arguments: list[Any]) -> list[Any]:
-        results = self.graph_module.forward(*arguments)
-        arguments.clear()
-        self.memory = self.memory or [each if each is None else torch.empty_like(each) for each in results]
-        for place, value in zip(self.memory, results, strict=True):
-            if value is not None:
-                place.copy_(value)
-        self.calls += 1
-        return list(self.memory)
-
-
-class _Copied(CopiedOut):
-    _boxed_call = True
-
-
-def _overwriting(copied: bool) -> Callable[..., Any]:
-    def backend(graph_module: fx.GraphModule, examples: Sequence[Any]) -> Any:
-        graphs = _Graphs(graph_module, examples)
-        return _Copied(graphs, None) if copied else graphs
-
-    return backend
-
-
-def _kept(backend: Any) -> tuple[list[Any], ca.Stats]:
-    """What a hook saw, leaves kept and ``autograd.grad`` gave in three steps, all looked at after the last."""
-    torch.manual_seed(0)
-    models, kept, session = [mlp() for _ in range(3)], [], ca.enable(backend=backend, check=False)
-    for step, model in enumerate(models):
-        hidden = Squares.apply(model[:2](BATCH * (step + 1)))
-        hidden.register_hook(kept.append)
-        with session:
-            model[2:](hidden).square().mean().backward()
-            kept += torch.autograd.grad(_loss(model), list(model.parameters()))
-        kept += [each.grad for each in model.parameters()]
-    return kept, session.stats()
-
-
-def test_what_was_given_out_is_not_overwritten_by_later_calls() -> None:
-    wanted, _ = _kept("eager")
-    found, stats = _kept(_overwriting(copied=True))
-    assert_same(found, wanted)
-    expect(stats, shape_misses=2, hits=4)  # the structures are known from eager
-
-
-def test_without_the_copies_it_would_be() -> None:
-    wanted, _ = _kept("eager")
-    found, stats = _kept(_overwriting(copied=False))
-    assert stats.hits == 4
-    with pytest.raises(GradientsDifferError):
-        assert_same(found, wanted)
-
-
-def test_a_grad_that_is_kept_is_added_to_in_memory_of_its_own() -> None:
-    compare(mlp, _loss, _overwriting(copied=True), steps=4, keep_grads=True, bitwise=True)
-
-
-def test_arguments_are_emptied_and_the_graph_runs_once_a_call() -> None:
-    graph_module, _ = _graph("cpu")
-    graphs = _Graphs(graph_module, ())
-    arguments = [torch.ones(3, 4)]
-    (found,) = CopiedOut(graphs, None)(arguments)
-    assert not arguments and graphs.calls == 1
-    assert same_bits(found, torch.full((3, 4), 2.0))
-
-
-def test_copies_have_the_strides_and_nobodys_memory() -> None:
-    base = torch.arange(24.0)
-    results = [
-        base.view(4, 6),
-        base.view(4, 6).t(),
-        base.view(2, 3, 4).permute(1, 2, 0)[:, 1:],
-        base[:6].view(6, 1).expand(6, 5),
-        base[0].expand(3, 4),
-        base[3],
-        base[:0].view(0, 7),
-        base.as_strided((3, 4), (2, 1)),  # neighbours overlap, without a stride of 0
-        base.view(4, 6),
-        base > 7,
-        base.to(torch.complex64)[::2],
-        None,
-    ]
-    found = copies(results)
-    assert found[-1] is None
-    for one, other in zip(found[:-1], results[:-1], strict=True):
-        assert same_bits(one, other)
-    places = [each.untyped_storage().data_ptr() for each in found[:-1] if each.numel()]
-    assert len(set(places)) == len(places) and base.untyped_storage().data_ptr() not in places
-    wanted = [None if each is None else each.clone() for each in results]
-    base.fill_(-1)
-    for one, other in zip(found[:-1], wanted[:-1], strict=True):
-        assert torch.equal(one, other)
-    assert copies([]) == [] and copies((None,)) == [None]
-
-
-class _Stream:
-    def __init__(self) -> None:
-        self.after: list[Any] = []
-
-    def wait_stream(self, other: Any) -> None:
-        self.after.append(other)
-
-
-def test_a_region_on_another_stream_begins_after_the_last(monkeypatch: pytest.MonkeyPatch) -> None:
-    first, second, other_device = _Stream(), _Stream(), _Stream()
-    current = {0: first, 1: other_device}
-    monkeypatch.setattr(torch.cuda, "current_stream", current.__getitem__)
-    monkeypatch.setattr(cuda_graphs, "_thread", cuda_graphs._Thread())
-    regions = [CopiedOut(lambda arguments: [], device) for device in (0, 0, 1)]
-    regions[0]([])
-    regions[1]([])
-    assert first.after == []
-    current[0] = second
-    regions[2]([])
-    regions[1]([])
-    regions[0]([])
-    assert second.after == [first] and other_device.after == [] and first.after == []
+    assert (
+        backend.why_not_saved(Replayed(made, Device(0))) == "it has code for cuda, and only code for the CPU is stored"
+    )
+    assert backend.save(Replayed(made, Device(0))) is None
 
 
 # ---- on the CPU --------------------------------------------------------------------------------------------------
@@ -332,7 +192,7 @@ def test_a_region_on_another_stream_begins_after_the_last(monkeypatch: pytest.Mo
 def test_reduce_overhead_on_the_cpu() -> None:
     result = compare(mlp, _loss, "inductor", mode="reduce-overhead")
     (region,) = result.graph.variants[0].regions
-    assert not isinstance(region.compiled_regions()[0].call, CopiedOut)
+    assert not isinstance(region.compiled_regions()[0].call, Replayed)
 
 
 def test_modes_share_no_graphs_in_memory_nor_on_disk(tmp_path: Path) -> None:

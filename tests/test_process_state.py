@@ -53,7 +53,7 @@ EXCEPTIONS = {
     "backends/meanwhile.py": {"_thread": _COMPILES},
     "backends/registry.py": {"_loaded": _SERVES_ON},
     "backends/inductor/batch.py": {"_known": _SERVES_ON, "_thread": _COMPILES, "_install": _ONCE},
-    "backends/inductor/cuda_graphs.py": {"_thread": _COMPILES},
+    "backends/inductor/cuda/capture.py": {"_pools": _SERVES_ON, "CAPTURING": _ALONE},
     "backends/inductor/environment.py": {"_text": _UNCHANGING, "_hash": _UNCHANGING},
     "backends/inductor/instruction_sets.py": {"ask": _ONCE},
     "backends/inductor/straight_line/statements.py": {"compiled": _UNCHANGING},

@@ -19,7 +19,8 @@ from ..protocol import Compiled
 from ..versions import plain_convolution_backward
 from . import instruction_sets
 from .batch import together
-from .cuda_graphs import CopiedOut, cuda_device, running_backward
+from .cuda.capture import Device, cuda_device
+from .cuda.graphs import Replayed
 from .environment import environment, is_chosen
 from .kernels import ENTRY, load_kernels
 from .memory import keep_freed_memory
@@ -35,7 +36,7 @@ _LEAST_WORK = "cpp.min_chunk_size", "TORCHINDUCTOR_CPP_MIN_CHUNK_SIZE", 4096
 and ours: with Inductor's own, 512, waking a second thread takes longer than most kernels that get one
 (``benchmarks/threads.py``)."""
 _CUDA_GRAPHS = "triton.cudagraphs"
-"""The setting of Inductor's that has it replay CUDA graphs."""
+"""The setting of Inductor's that asks for CUDA graphs. They are ours then: Inductor's copy each input in."""
 _CALL = "def call("
 """What Inductor's generated code has; that of a graph without calls is the graph's own."""
 _PROGRAMS = "straight line"
@@ -60,7 +61,7 @@ class InductorBackend(ArtifactBackend):
     """
 
     slow = True
-    allocates = True  # what CUDA graphs give is copied
+    allocates = True  # a CUDA graph runs again only when nobody holds what it gave
 
     def __init__(self, mode: str = DEFAULT) -> None:
         self.mode = mode
@@ -96,7 +97,9 @@ class InductorBackend(ArtifactBackend):
             index for index, value in enumerate(output.args[0]) if isinstance(value, fx.Node)
         ]
         device = cuda_device(graph_module)
-        settings = config.patch(_settings(self.mode, graph_module, device is not None))
+        chosen = _settings(self.mode, graph_module, device is not None)
+        replays = device is not None and chosen.pop(_CUDA_GRAPHS, config.triton.cudagraphs)
+        settings = config.patch({**chosen, _CUDA_GRAPHS: False})
         sound = sound_outer_loops(graph_module)
         has_symbols = any(type(number) is not int for value in example_inputs for number in _numbers(value))
         convolutions = _convolutions_of_any_size() if has_symbols else contextlib.nullcontext()
@@ -106,11 +109,10 @@ class InductorBackend(ArtifactBackend):
             if not any(node.op.startswith("call") for node in graph_module.graph.nodes):
                 return EagerBackend().compile(graph_module, example_inputs)  # as Inductor does, but it can be stored
             # The mode's settings are read here alone: what runs later has them in its code.
-            boxed = running_backward(device) if device is not None and config.triton.cudagraphs else None
-            inputs = list(example_inputs)
-            compiled = compile_fx_inner(graph_module, inputs, is_backward=True, boxed_forward_device_index=boxed)
-        if boxed is not None:
-            return CopiedOut(compiled, device)
+            compiled = compile_fx_inner(graph_module, list(example_inputs), is_backward=True)
+        if replays and not has_symbols and not any(draws(node.target) for node in graph_module.graph.nodes):
+            assert device is not None
+            return Replayed(compiled, Device(device))
         return compiled if has_symbols else _straight(compiled)
 
     def stored(self, compiled: Any) -> Stored:
@@ -123,7 +125,7 @@ class InductorBackend(ArtifactBackend):
             stored.kernels[_PROGRAMS] = digest, ENTRY
             stored.libraries[digest] = compiled.library
             return stored
-        if isinstance(compiled, CopiedOut):
+        if isinstance(compiled, Replayed):
             compiled = compiled.compiled
         if isinstance(getattr(compiled, "__self__", None), fx.GraphModule):
             return EagerBackend().stored(compiled)
@@ -169,12 +171,11 @@ def _settings(mode: str, graph_module: fx.GraphModule, on_cuda: bool) -> dict[st
         chosen[work] = elements
     if any(draws(node.target) for node in graph_module.graph.nodes):
         chosen[FALLBACK] = True  # eager's operators, from eager's generators
-    if not on_cuda:
-        chosen.pop(_CUDA_GRAPHS, None)  # Inductor would find out in the end
-        if graph_module.graph.find_nodes(op="call_function", target=torch.ops.aten.convolution_backward.default):
-            # A sum that several kernels need is made once. Else each adds the terms anew, and as long as one of them is
-            # to come all terms are held: of feature maps, more memory than eager's, and no time is won.
-            chosen["realize_reads_threshold"] = 2
+    convolution = torch.ops.aten.convolution_backward.default
+    if not on_cuda and graph_module.graph.find_nodes(op="call_function", target=convolution):
+        # A sum that several kernels need is made once. Else each adds the terms anew, and as long as one of them is to
+        # come all terms are held: of feature maps, more memory than eager's, and no time is won.
+        chosen["realize_reads_threshold"] = 2
     return chosen
 
 

@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..artifacts import LINKED
 from ..protocol import Compiled
+from .cuda.graphs import REPLAY, Replayed
 from .straight_line.straight_line import PROGRAM, StraightLine
 from .wrappers import namespace_of
 
@@ -46,6 +47,10 @@ def run_poisoned(compiled: Compiled, arguments: list[Any], form: str | None = No
             return compiled.run_form(form, arguments, poisoned)
         compiled.has_run = True
         compiled = compiled.compiled
+    if isinstance(compiled, Replayed):
+        if (form or compiled.form_for(arguments)) == REPLAY:
+            return compiled(arguments)  # it would record the poisoning
+        return compiled.run_code(arguments, run_poisoned)
     code = _generated_code(compiled)
     if code is not None:
         return code(arguments)
@@ -96,7 +101,7 @@ def _generated_code(compiled: Any) -> Callable[[list[Any]], Any] | None:
     call = getattr(compiled, "current_callable", None) or compiled
     namespace = namespace_of(call)
     if namespace is None:
-        return None  # or there is something around it: CUDA graphs, which would record the poisoning
+        return None  # or there is something around it
     changed = poisoned(namespace)
     if not isinstance(call, types.MethodType):
         return _in_namespace(call, changed)

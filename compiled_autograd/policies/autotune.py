@@ -1,6 +1,6 @@
 """Never slower than eager: a variant that has served for a while is timed against the eager engine, and the faster one
-goes on. Deterministic algorithms turn it off, since it would make rounding depend on the clock; on devices that compute
-asynchronously nothing is timed.
+goes on. Deterministic algorithms turn it off, since it would make rounding depend on the clock. What CUDA devices do is
+waited for, before and after a backward that is timed; on other devices that compute asynchronously nothing is timed.
 
 A trial lets backwards of one tape run on either in turn. Which tape it is must be known before the engine is asked, so
 tapes are told apart by their fingerprint alone: variants of one structure for several shapes share a decision.
@@ -51,6 +51,7 @@ BACKWARDS_BEFORE_RETRIAL, LAST_BEFORE_RETRIAL = 2000, 32_000
 """Backwards after which a decision for eager is tried again, at first and at last: the number doubles with each trial
 that says the same, which costs a small model as much as a hundred backwards. One for the compiled graph is tried again
 after ten times the first."""
+_TIMED_ON = frozenset({"cpu", "cuda"})
 TIMED = Bypass("tuning", hint="timed on eager against the compiled graph; tune=False does without")
 _NOT_WORTH_IT = "not_worth_it"
 
@@ -234,13 +235,15 @@ class Autotune:
         key = (tape(), variant.key.settings, looped)
         trial = self._trials.get(key)
         if trial is None:
-            if torch.are_deterministic_algorithms_enabled() or variant.devices - {"cpu"}:
+            if torch.are_deterministic_algorithms_enabled() or variant.devices - _TIMED_ON:
                 self._put_off(variant, looped)
                 return None
             trial = Trial(key, weakref.ref(variant))
             self._change(key, trial)
             while len(self._trials) > _MAX_TRIALS:
                 self._change(next(iter(self._trials)), None)
+        if known is None and variant.devices - {"cpu"}:
+            return None  # nothing was waited for before it began
         return self._timed(trial, seconds)
 
     def _timed(self, trial: Trial, seconds: float) -> Trial | None:

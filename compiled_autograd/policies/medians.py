@@ -42,6 +42,16 @@ def middle(times: list[float]) -> float:
 
 def now() -> float:
     """Seconds by what trials go by: the processor time of the thread where it computes alone, so that others on the
-    machine decide nothing; else the clock. What waits for other ranks is timed by the clock."""
+    machine decide nothing; else the clock. What waits for other ranks is timed by the clock.
+
+    What was sent to a GPU is waited for: else only the sending would be timed.
+    """
+    wait_for_devices()
     alone = torch.get_num_threads() == 1 and not (distributed.is_available() and distributed.is_initialized())
     return time.thread_time() if alone else time.perf_counter()
+
+
+def wait_for_devices() -> None:
+    """Until all is done that was sent to CUDA devices, where CUDA is in use and nobody captures a graph."""
+    if torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing():
+        torch.cuda.synchronize()

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from backends.inductor.poison import run_poisoned
-from backends.protocol import Compiled, form_for, proving_runs
+from backends.protocol import Compiled, form_for, is_last, proving_runs
 
 from .. import ir
 from ..diagnostics.reporting import failure_of
@@ -49,7 +49,7 @@ def is_due(compiled: CompiledRegion, slots: Slots, context: RunContext) -> bool:
     runs = proving_runs(compiled.call)
     if context.profile is not None and proof.left.get(form, runs) < runs:
         return False  # whoever looks on would take what comparing costs for what the backward costs
-    return proof.due(form, runs, sizes, final=context.profile is None)
+    return proof.due(form, runs, sizes, final=context.profile is None and is_last(compiled.call, form))
 
 
 def may_draw(compiled: CompiledRegion) -> bool:

@@ -1,0 +1,1 @@
+"""Regions on a CUDA device."""

@@ -35,21 +35,28 @@ class Apart:
             )
         return float(line)
 
+    def end(self) -> None:
+        """End it before the context is left."""
+        if self._process.returncode is None:
+            self._process.communicate()
+
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._process.communicate()
+        self.end()
 
 
 def main() -> None:
     runner, model, seed, device = sys.argv[1:]
     # Not at the top: whoever only asks need not load it, and torch is loaded by then.
-    from benchmarks.sides import eager_side
+    from benchmarks.sides import eager_side, give_back
 
     side = eager_side(model, int(seed), device)
     side.use(runner)
-    for _ in sys.stdin:
+    for number, _ in enumerate(sys.stdin):
         print(side.step(), flush=True)
+        if not number:
+            give_back(device)  # others may be at their first steps too
 
 
 if __name__ == "__main__":

@@ -2,6 +2,7 @@
 
     python -m benchmarks.backward
     python -m benchmarks.backward --models mlp gpt --runners ours-inductor torch-ca-static --json results.json
+    python -m benchmarks.backward --device cuda --jobs 20 --quick --pairs 12    # minutes, where there are many cores
 
 See `benchmarks.models` for the models, `benchmarks.runners` for the runners, `benchmarks.measure` for what is measured
 and how, and `benchmarks.tables` and `benchmarks.picture` for what is made of it.
@@ -11,29 +12,25 @@ import argparse
 import json
 import os
 import platform
-import shutil
-import signal
-import subprocess
 import sys
-import tempfile
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
 from rich.console import Console
 
-import shadow_cache
 from benchmarks import picture, targets
+from benchmarks.children import run_apart, run_together
 from benchmarks.tables import model_table, problems, summary_table, targets_table
 from benchmarks.targets import MODELS, WITHOUT_HITS, Result
 
-ONLY_BY_NAME = ("llama", "gpt-100m")
+ONLY_BY_NAME = ("llama", "gpt-100m", "force-matching")
 RUNNERS = ("eager", "ours-eager", "ours-inductor", "torch-ca-dynamic", "torch-ca-static", "aot")
-OTHER_RUNNERS = ("ours-seam", "ours-cuda-graphs", "aot-ours")  # likewise
+OTHER_RUNNERS = ("ours-seam", "ours-cuda-graphs", "aot-ours", "aot-cuda-graphs")  # likewise
 WITH_EXTENSION = {"ours-eager", "ours-inductor", "ours-cuda-graphs", "aot-ours"}
 MEASUREMENTS = ("steady", "hit")
-CACHE_FOLDERS = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+FIRST_STEP = ("setup_seconds", "first_forward_seconds", "first_backward_seconds")
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -42,6 +39,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--runners", nargs="+", choices=(*RUNNERS, *OTHER_RUNNERS), default=list(RUNNERS))
     parser.add_argument("--beside", choices=(*RUNNERS, *OTHER_RUNNERS), default="eager", help="what ratios are by")
     parser.add_argument("--pairs", type=int, default=30, help="pairs of steps that are timed")
+    parser.add_argument("--quick", action="store_true", help="measure with fewer steps, and no eager beside the runner")
+    parser.add_argument(
+        "--jobs", type=int, default=1, help="processes that compile at a time; they measure in turn, no first backwards"
+    )
     parser.add_argument("--timeout", type=float, default=600.0, help="seconds that one process may take")
     parser.add_argument("--json", type=Path, help="write all results to this file")
     parser.add_argument("--picture", type=Path, help="draw the results to this file, .svg or .png (needs matplotlib)")
@@ -51,6 +52,8 @@ def parse_arguments() -> argparse.Namespace:
     args = parser.parse_args()
     if args.pairs < 1:
         parser.error(f"--pairs {args.pairs}: at least one pair is needed")
+    if args.jobs < 1:
+        parser.error(f"--jobs {args.jobs}: at least one process is needed")
     if args.child and (len(args.models), len(args.runners)) != (1, 1):
         parser.error("--child measures one model under one runner")
     if args.picture and args.beside != "eager":
@@ -68,73 +71,69 @@ def parse_arguments() -> argparse.Namespace:
 def child(args: argparse.Namespace) -> None:
     from benchmarks import measure
 
-    what = (args.models[0], args.runners[0], args.pairs, args.seed, args.device, args.beside)
-    result = measure.run(args.child, *what)
-    print(json.dumps(result))
+    given = {name: getattr(args, name) for name in ("pairs", "seed", "device", "beside", "quick")}
+    print(json.dumps(measure.run(args.child, measure.What(args.models[0], args.runners[0], **given))))
 
 
-def last_line(text: str) -> str:
-    lines = [line.strip() for line in text.splitlines() if line.strip()]
-    return lines[-1] if lines else "no output"
+def command(measurement: str, model: str, runner: str, args: argparse.Namespace) -> list[str]:
+    """One measurement in a process of its own."""
+    found = [sys.executable, "-m", "benchmarks.backward", "--child", measurement, "--models", model]
+    found += ["--runners", runner, "--pairs", str(args.pairs), "--seed", str(args.seed), "--device", args.device]
+    return [*found, "--beside", args.beside, *["--quick"] * args.quick]
 
 
-def run_apart(command: list[str], timeout: float, cold_store: bool = False) -> Result:
-    """The JSON object that a command prints as its last line, run with empty caches; `failed` says what went wrong.
-
-    With `cold_store`, the folder where this project keeps what it compiled is a new one too, with the extension that
-    was built for `native` in it.
-    """
-    with tempfile.TemporaryDirectory(prefix="benchmark-", ignore_cleanup_errors=True) as folder:
-        environment = os.environ | {variable: f"{folder}/{variable.lower()}" for variable in CACHE_FOLDERS}
-        environment["TMPDIR"] = folder  # where Inductor keeps headers that it has compiled
-        if cold_store:
-            environment["COMPILED_AUTOGRAD_CACHE_DIR"] = f"{folder}/store"
-            Path(folder, "store").mkdir(mode=0o700)  # of others' folders it makes no use
-            if (built := shadow_cache.default_dir() / "native").is_dir():
-                shutil.copytree(built, f"{folder}/store/native")
-        process = subprocess.Popen(
-            command,
-            env=environment,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            # A group of its own, so that the compilers it started can be stopped with it.
-            start_new_session=True,
-        )
-        try:
-            output, errors = process.communicate(timeout=timeout)
-        except subprocess.TimeoutExpired:
-            return {"failed": f"no answer in {timeout:g} s"}
-        finally:
-            if process.poll() is None:
-                os.killpg(process.pid, signal.SIGKILL)
-                process.communicate()
-    if process.returncode:
-        return {"failed": last_line(errors)}
-    return json.loads(last_line(output))
+def measurements(runner: str) -> tuple[str, ...]:
+    """The steady state and the cost of a hit, where it has hits."""
+    return MEASUREMENTS[:1] if runner in WITHOUT_HITS else MEASUREMENTS
 
 
-def measure_apart(measurement: str, model: str, runner: str, args: argparse.Namespace) -> Result:
-    """One measurement in a new process with empty caches; `failed` says what went wrong where something did."""
-    command = [sys.executable, "-m", "benchmarks.backward", "--child", measurement, "--models", model]
-    command += ["--runners", runner, "--pairs", str(args.pairs), "--seed", str(args.seed), "--device", args.device]
-    command += ["--beside", args.beside]
-    return run_apart(command, args.timeout)
-
-
-def measure_both(model: str, runner: str, args: argparse.Namespace) -> Result:
-    """The steady state and the cost of a hit of one runner, each measured in its own process."""
-    result = {"model": model, "runner": runner} | measure_apart("steady", model, runner, args)
+def joined(model: str, runner: str, measured: dict[str, Result]) -> Result:
+    """What the processes of one model and runner measured; hit_failed and hit_not_applicable are the second one's."""
+    result = {"model": model, "runner": runner} | measured["steady"]
     if runner in WITHOUT_HITS:
         return result | {"hit_not_applicable": f"{runner} has no cache of tapes"}
-    hit = measure_apart("hit", model, runner, args)
     renamed = {"failed": "hit_failed", "not_applicable": "hit_not_applicable"}
-    return result | {renamed.get(name, name): value for name, value in hit.items()}
+    return result | {renamed.get(name, name): value for name, value in measured.get("hit", {}).items()}
+
+
+def measure_one_by_one(args: argparse.Namespace, console: Console) -> Iterator[Result]:
+    """Each model under each runner."""
+    cells = [(model, runner) for model in args.models for runner in args.runners]
+    for number, (model, runner) in enumerate(cells, 1):
+        started = time.perf_counter()
+        with console.status(f"{model} under {runner}, {number} of {len(cells)}"):
+            measured = {
+                each: run_apart(command(each, model, runner, args), args.timeout) for each in measurements(runner)
+            }
+        console.print(f"{model} under {runner}: {time.perf_counter() - started:.0f} s", style="dim")
+        yield joined(model, runner, measured)
+
+
+def measure_together(args: argparse.Namespace, console: Console) -> Iterator[Result]:
+    """The same in batches of `args.jobs` processes, whose first steps say nothing: they share the processor.
+
+    Hits come last: nothing is compiled for them. Those of a runner come together, since they take about as long.
+    """
+    order = [(each, model, runner) for runner in args.runners for each in measurements(runner) for model in args.models]
+    order.sort(key=lambda cell: MEASUREMENTS.index(cell[0]))
+    measured: dict[tuple[str, str], dict[str, Result]] = {}
+    for begin in range(0, len(order), args.jobs):
+        batch, started = order[begin : begin + args.jobs], time.perf_counter()
+        with console.status(f"{begin + 1} to {begin + len(batch)} of {len(order)}"):
+            results = run_together([command(*cell, args) for cell in batch], args.timeout)
+        for (each, model, runner), result in zip(batch, results, strict=True):
+            together = {name: result.pop(name) for name in FIRST_STEP if name in result}
+            measured.setdefault((model, runner), {})[each] = result | ({"together": together} if together else {})
+        console.print(f"{begin + len(batch)} of {len(order)}: {time.perf_counter() - started:.0f} s", style="dim")
+        if args.json:  # what there is, should this be ended
+            write_json([joined(*cell, found) for cell, found in measured.items()], args)
+    yield from (joined(m, runner, measured[m, runner]) for m in args.models for runner in args.runners)
 
 
 def write_measured(args: argparse.Namespace, names: Iterable[str], results: list[Result], **more: Any) -> None:
     """To the file `args.json`: all that was measured, beside what it was measured on and the options of these names."""
     environment = {"python": platform.python_version(), "machine": platform.platform(), "cpus": os.cpu_count()}
+    environment["gpu"] = next((result["gpu"] for result in results if result.get("gpu")), None)
     options = {name: getattr(args, name) for name in names}
     content = {"environment": environment, "options": options, "results": results, **more}
     args.json.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
@@ -142,7 +141,9 @@ def write_measured(args: argparse.Namespace, names: Iterable[str], results: list
 
 def write_json(results: list[Result], args: argparse.Namespace) -> None:
     """All that was measured, times in the units their names say, and what it says."""
-    write_measured(args, ("beside", "pairs", "timeout", "device", "seed"), results, targets=targets.rows(results))
+    write_measured(
+        args, ("beside", "pairs", "quick", "jobs", "timeout", "device", "seed"), results, targets=targets.rows(results)
+    )
 
 
 def build_extension(console: Console) -> None:
@@ -168,19 +169,15 @@ def main() -> int:
     if WITH_EXTENSION & {*args.runners, args.beside}:
         build_extension(console)
     results: list[Result] = []
-    total = len(args.models) * len(args.runners)
-    for model in args.models:
-        for runner in args.runners:
-            started = time.perf_counter()
-            with console.status(f"{model} under {runner}, {len(results) + 1} of {total}"):
-                results.append(measure_both(model, runner, args))
-            console.print(f"{model} under {runner}: {time.perf_counter() - started:.0f} s", style="dim")
-            if args.json:
-                write_json(results, args)
-        own = [result for result in results if result["model"] == model]
-        console.print(model_table(model, own))
-        for problem in (line for result in own for line in problems(result)):
-            console.print(problem, markup=False, highlight=False)
+    for result in (measure_together if args.jobs > 1 else measure_one_by_one)(args, console):
+        results.append(result)
+        if args.json:
+            write_json(results, args)
+        if result["runner"] == args.runners[-1]:
+            own = [each for each in results if each["model"] == result["model"]]
+            console.print(model_table(result["model"], own))
+            for problem in (line for each in own for line in problems(each)):
+                console.print(problem, markup=False, highlight=False)
     if args.beside != "eager":
         console.print(f"ratios are by {args.beside}, not by eager")
     console.print(targets_table(results))

@@ -23,7 +23,8 @@ from pathlib import Path
 from rich.console import Console
 from rich.table import Table
 
-from benchmarks.backward import build_extension, run_apart, write_measured
+from benchmarks.backward import build_extension, write_measured
+from benchmarks.children import run_apart
 from benchmarks.client_programs import PROGRAMS, Program
 from benchmarks.targets import Result
 

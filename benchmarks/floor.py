@@ -36,7 +36,9 @@ def is_product(name: str) -> bool:
     return _PRODUCTS.fullmatch(name) is not None
 
 
-def measure(step: Callable[[], float], make_loss: Callable[[], Tensor], device: str) -> dict[str, Any]:
+def measure(
+    step: Callable[[], float], make_loss: Callable[[], Tensor], device: str, steps: int | None = None
+) -> dict[str, Any]:
     """`floor`, and `floor_ms`: milliseconds a backward, by operator.
 
     Steps that are profiled alternate with steps that are not, and the floor is the median of the one's products by the
@@ -45,10 +47,11 @@ def measure(step: Callable[[], float], make_loss: Callable[[], Tensor], device: 
     Args:
         step: a step of eager; gives the seconds of its backward.
         make_loss: its forward.
+        steps: how many of each; STEPS without it.
     """
     profiled_products(make_loss, device)  # the first profile of a process sets itself up inside the backward
     shares, found = [], []
-    for _ in range(STEPS):
+    for _ in range(steps or STEPS):
         gc.collect()  # the last profile's events, which would be collected inside the step
         whole = step()
         products = profiled_products(make_loss, device)

@@ -8,6 +8,7 @@ changes too, so that whatever else the machine does falls on all.
 import statistics
 import sys
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
@@ -15,18 +16,42 @@ from torch import Tensor, nn
 
 from benchmarks import floor, memory
 from benchmarks.apart import Apart
+from benchmarks.children import alone
 from benchmarks.runners import EMPTY_RUNNERS, NotApplicable
-from benchmarks.sides import Side, eager_side, now, sides
+from benchmarks.sides import Side, eager_side, give_back, now, sides
 
+# Steps after the first one in which a runner may still compile, as the recording of a CUDA graph does.
+LATE_STEPS = 5
 WARM_PAIRS = 3
 # In a turn, steps that are not counted, and steps that are. After another's turn, of another process above all, caches
 # are cold and the other's threads are still looking for work: the first steps are up to twice as slow.
 SETTLING_STEPS = 3
 TURN_STEPS = 2
 MEMORY_STEPS = 3
+QUICK_SETTLING_STEPS = 1
+QUICK_FLOOR_STEPS = 3
 # A gradient is compared with its own size, but not with less than this part of the model's largest gradient: one that
 # would be zero but for rounding has no size of its own.
 SMALLEST_SCALE = 1e-3
+
+
+@dataclass(frozen=True)
+class What:
+    """What to measure, and beside which runner; `quick` with fewer steps, and without eager in the same process."""
+
+    model: str
+    runner: str
+    pairs: int = 30
+    seed: int = 0
+    device: str = "cpu"
+    beside: str = "eager"
+    quick: bool = False
+
+    def times(self, all_sides: Sequence["Steps"]) -> tuple[float, float, float]:
+        """What `compare` says of two sides that take turns, after some that are not counted."""
+        settling = QUICK_SETTLING_STEPS if self.quick else SETTLING_STEPS
+        alternate(all_sides, WARM_PAIRS, settling)
+        return compare(*alternate(all_sides, self.pairs, settling))
 
 
 def count_nodes(loss: Tensor) -> int:
@@ -64,19 +89,19 @@ class Steps(Protocol):
         """Seconds of one backward."""
 
 
-def turn(side: Steps) -> float:
+def turn(side: Steps, settling: int) -> float:
     """Seconds of a backward among others of its kind, as in training: the mean of a few, after some to settle."""
-    times = [side.step() for _ in range(SETTLING_STEPS + TURN_STEPS)]
-    return statistics.mean(times[SETTLING_STEPS:])
+    times = [side.step() for _ in range(settling + TURN_STEPS)]
+    return statistics.mean(times[settling:])
 
 
-def alternate(all_sides: Sequence[Steps], rounds: int) -> list[list[float]]:
+def alternate(all_sides: Sequence[Steps], rounds: int, settling: int = SETTLING_STEPS) -> list[list[float]]:
     """Seconds of each side's backwards, turn by turn; in each round of turns another side goes first."""
     times: list[list[float]] = [[] for _ in all_sides]
     for number in range(rounds):
         for index in range(len(all_sides)):
             which = (index + number) % len(all_sides)
-            times[which].append(turn(all_sides[which]))
+            times[which].append(turn(all_sides[which], settling))
     return times
 
 
@@ -108,10 +133,19 @@ def allocated_bytes(side: Side) -> int:
     return int(statistics.median(peaks))
 
 
-def measure_steady(
-    model: str, runner_name: str, pairs: int, seed: int, device: str, beside: str = "eager"
-) -> dict[str, Any]:
-    """The first step, the steady state, peak memory and gradients of `runner_name`, and the floor of `model`.
+def held_before(side: Side) -> int:
+    """Bytes of the GPU that are held between the steps of `side`; 0 on the CPU."""
+    side.module.zero_grad(set_to_none=True)
+    return memory.held() if side.device == "cuda" else 0
+
+
+def held_bytes(side: Side, before: int) -> int | None:
+    """The most bytes of the GPU that are held during a few steps, beyond those `before`; None on the CPU."""
+    return memory.most_held(side.step, MEMORY_STEPS) - before if side.device == "cuda" else None
+
+
+def measure_steady(what: What) -> dict[str, Any]:
+    """The first step, the steady state, peak memory and gradients of a runner, and the floor of its model.
 
     Eager, or the runner `beside`, is timed in a process of its own (beside_ms, ratio); eager also in this one
     (eager_here_ms, ratio_here).
@@ -119,60 +153,84 @@ def measure_steady(
     Seconds: setup_seconds is what it takes to import and make the runner, first_forward_seconds and
     first_backward_seconds are its first step, with nothing compiled before.
     """
-    eager, other = sides(model, seed, device)
+    device = what.device
+    eager, other = sides(what.model, what.seed, device)
+    held = held_before(eager)
     started = now(device)
-    other.use(runner_name)
+    other.use(what.runner)
     set_up = now(device)
     loss = other.forward()
     forward_done = now(device)
-    first_backward = other.backward(loss)
-    eager.step()
-    first_difference = gradient_difference(eager.module, other.module)
-
-    del eager, loss  # what one copy holds on to changes what the C library gives back after the other's step
-    with Apart(beside, model, seed, device) as apart:
-        alternate([apart, other], WARM_PAIRS)
-        beside_ms, runner_ms, ratio = compare(*alternate([apart, other], pairs))
-    eager = eager_side(model, seed, device)
-    alternate([eager, other], WARM_PAIRS)
-    eager_here_ms, _, ratio_here = compare(*alternate([eager, other], pairs))
-    return {
+    first = {
         "setup_seconds": set_up - started,
         "first_forward_seconds": forward_done - set_up,
-        "first_backward_seconds": first_backward,
-        "beside_ms": beside_ms,
-        "runner_ms": runner_ms,
-        "ratio": ratio,
+        "first_backward_seconds": other.backward(loss),
+    }
+    eager.step()
+    difference = gradient_difference(eager.module, other.module)
+    del eager, loss  # what one copy holds on to changes what the C library gives back after the other's step
+    for _ in range(LATE_STEPS):
+        other.step()
+    give_back(device)
+    with Apart(what.beside, what.model, what.seed, device) as apart, alone():
+        beside_ms, runner_ms, ratio = what.times([apart, other])
+        apart.end()
+        found = first | {"beside_ms": beside_ms, "runner_ms": runner_ms, "ratio": ratio}
+        return found | measure_beside_eager(what, other, difference, held)
+
+
+def measure_beside_eager(what: What, other: Side, difference: float, held: int) -> dict[str, Any]:
+    """What a second copy in the same process is needed for.
+
+    Args:
+        other: the runner's copy, with which everything is compiled.
+        difference: that of the first gradients.
+        held: bytes of the GPU that were held before the runner was there.
+    """
+    eager = eager_side(what.model, what.seed, what.device)
+    eager_here_ms, ratio_here = None, None
+    if what.quick:
+        eager.step()
+    else:
+        eager_here_ms, _, ratio_here = what.times([eager, other])
+    found = {
         "eager_here_ms": eager_here_ms,
         "ratio_here": ratio_here,
         # The first backward and a late one may run different code.
-        "gradient_difference": max(first_difference, gradient_difference(eager.module, other.module)),
+        "gradient_difference": max(difference, gradient_difference(eager.module, other.module)),
         "eager_peak_bytes": grown_bytes(eager),
         "runner_peak_bytes": grown_bytes(other),
+        "eager_held_bytes": held_bytes(eager, held_before(eager)),
+    }
+    eager.module.zero_grad(set_to_none=True)
+    return {
+        **found,
+        "runner_held_bytes": held_bytes(other, held),
         # The profiler last: it leaves memory of its own behind, and slows whatever runs under it.
-        **floor.measure(eager.step, eager.forward, device),
+        **floor.measure(eager.step, eager.forward, what.device, QUICK_FLOOR_STEPS if what.quick else None),
         "eager_allocated_bytes": allocated_bytes(eager),
         "runner_allocated_bytes": allocated_bytes(other),
         "counts": other.runner.counts(),
     }
 
 
-def measure_hit(
-    model: str, runner_name: str, pairs: int, seed: int, device: str, beside: str = "eager"
-) -> dict[str, Any]:
+def measure_hit(what: What) -> dict[str, Any]:
     """What a hit costs when the compiled function is empty: milliseconds, and microseconds a node of the tape.
 
     Freeing what the tape saved is part of it, and with large activations the larger part. `hit_ratio` is by eager's
     whole backward, whatever the steady state is measured beside.
     """
-    if runner_name not in EMPTY_RUNNERS:
-        raise NotApplicable(f"{runner_name} has no cache of tapes")
-    eager, other = sides(model, seed, device)
+    if what.runner not in EMPTY_RUNNERS:
+        raise NotApplicable(f"{what.runner} has no cache of tapes")
+    eager, other = sides(what.model, what.seed, what.device)
     nodes = count_nodes(eager.forward())
-    other.runner = EMPTY_RUNNERS[runner_name]()
-    alternate([eager, other], WARM_PAIRS)
+    other.runner = EMPTY_RUNNERS[what.runner]()
+    for _ in range(LATE_STEPS):
+        other.step()
     before = other.runner.counts()
-    _, hit_ms, hit_ratio = compare(*alternate([eager, other], pairs))
+    give_back(what.device)
+    with alone():
+        _, hit_ms, hit_ratio = what.times([eager, other])
     after = other.runner.counts()
     # Whatever else was counted, bypasses above all, would not be the cost of a hit.
     changed = sorted(name for name in after if name != "hits" and after[name] != before.get(name))
@@ -187,18 +245,15 @@ def measure_hit(
     }
 
 
-MEASUREMENTS: dict[str, Callable[[str, str, int, int, str, str], dict[str, Any]]] = {
-    "steady": measure_steady,
-    "hit": measure_hit,
-}
+MEASUREMENTS: dict[str, Callable[[What], dict[str, Any]]] = {"steady": measure_steady, "hit": measure_hit}
 
 
-def run(
-    measurement: str, model: str, runner: str, pairs: int, seed: int, device: str, beside: str = "eager"
-) -> dict[str, Any]:
+def run(measurement: str, what: What) -> dict[str, Any]:
     """One measurement as a JSON object; `not_applicable` holds the reason where there is none."""
     result: dict[str, Any] = {"torch": torch.__version__, "threads": torch.get_num_threads()}
+    if what.device == "cuda":
+        result["gpu"] = torch.cuda.get_device_name()
     try:
-        return result | MEASUREMENTS[measurement](model, runner, pairs, seed, device, beside)
+        return result | MEASUREMENTS[measurement](what)
     except NotApplicable as reason:
         return result | {"not_applicable": str(reason)}

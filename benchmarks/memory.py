@@ -1,4 +1,5 @@
-"""Two measures of the memory that a step takes: how far the process grows, and what torch's allocator hands out.
+"""Measures of the memory that a step takes: how far the process grows, and what torch's allocator hands out; on CUDA
+also what torch holds of the device.
 
 The second one is exact on the CPU and does not depend on what the C library keeps for later; it reads the profiler's
 own tree of events, which is private (torch 2.13).
@@ -38,6 +39,26 @@ def peak_of_backward(make_loss: Callable[[], Tensor], around: AbstractContextMan
         around: entered around the backward.
     """
     return _cuda_peak(make_loss, around) if device == "cuda" else _cpu_peak(make_loss, around)
+
+
+def held() -> int:
+    """Bytes that torch holds of the GPU, after it has given back what nothing lives in."""
+    torch.cuda.synchronize()
+    torch.cuda.empty_cache()
+    return torch.cuda.memory_reserved()
+
+
+def most_held(step: Callable[[], Any], steps: int) -> int:
+    """The most bytes that torch holds of the GPU during steps that find nothing kept for them.
+
+    The memory of CUDA graphs is among them also between their runs, when nothing of it counts as allocated.
+    """
+    held()
+    torch.cuda.reset_peak_memory_stats()
+    for _ in range(steps):
+        step()
+    torch.cuda.synchronize()
+    return torch.cuda.max_memory_reserved()
 
 
 def _resident(key: str) -> int:

@@ -3,7 +3,8 @@ GPUs, small enough for two CPU cores.
 
 Each factory draws its weights and its batch from PyTorch's generator and returns (module, make_loss);
 `make_loss(module)` runs the forward and returns the loss, a float scalar. Built twice from one seed, the two modules
-have the same weights, and either make_loss serves both.
+have the same weights, and either make_loss serves both. A factory's defaults are the sizes on a CPU; `ON_CUDA` has
+those of a GPU.
 """
 
 import math
@@ -17,7 +18,7 @@ from torch import Tensor, nn
 from examples.train_llama import Llama
 
 MakeLoss = Callable[[nn.Module], Tensor]
-Factory = Callable[[], tuple[nn.Module, MakeLoss]]
+Factory = Callable[..., tuple[nn.Module, MakeLoss]]
 
 
 class ResidualMLP(nn.Module):
@@ -55,14 +56,16 @@ class BasicBlock(nn.Module):
 
 
 class ResNet(nn.Module):
-    """ResNet-18 with a quarter of its channels."""
+    """ResNet-18 with `channels` in its first stage, where the original has 64, and its first layer not strided."""
 
-    def __init__(self, classes: int = 10) -> None:
+    def __init__(self, channels: int, classes: int = 10) -> None:
         super().__init__()
-        layers: list[nn.Module] = [nn.Conv2d(3, 16, 3, padding=1, bias=False), nn.BatchNorm2d(16), nn.ReLU()]
-        before = 16
-        for after in (16, 32, 64, 128):
-            layers += [BasicBlock(before, after, 1 if after == 16 else 2), BasicBlock(after, after, 1)]
+        layers: list[nn.Module] = [nn.Conv2d(3, channels, 3, padding=1, bias=False)]
+        layers += [nn.BatchNorm2d(channels), nn.ReLU()]
+        before = channels
+        for stage in range(4):
+            after = channels << stage
+            layers += [BasicBlock(before, after, 2 if stage else 1), BasicBlock(after, after, 1)]
             before = after
         self.features = nn.Sequential(*layers)
         self.head = nn.Linear(before, classes)
@@ -157,20 +160,46 @@ def tanh_network(*widths: int) -> nn.Sequential:
     return nn.Sequential(*layers[:-1])
 
 
+class PairEnergies(nn.Module):
+    """The energy of atoms, as the sum over their pairs of a network of the distance: no messages between atoms."""
+
+    centres: Tensor
+
+    def __init__(self, width: int, centres: int = 16, farthest: float = 4.0) -> None:
+        super().__init__()
+        self.register_buffer("centres", torch.linspace(0, farthest, centres))
+        self.network = tanh_network(centres, width, width, 1)
+
+    def forward(self, positions: Tensor) -> Tensor:
+        """[batch, atoms, 3] -> energies [batch]."""
+        same = torch.eye(positions.shape[1], device=positions.device)
+        apart = positions[:, :, None] - positions[:, None]
+        distances = (apart.square().sum(-1) + same).sqrt()  # an atom is at no distance from itself: the root's slope
+        energies = self.network(torch.exp(-(distances[..., None] - self.centres).square())).squeeze(-1)
+        return ((1 - same) * energies / distances).sum((1, 2))
+
+
 def mlp() -> tuple[nn.Module, MakeLoss]:
     x = torch.randn(32, 32)
     return ResidualMLP(), lambda module: module(x).square().mean()
 
 
-def gpt() -> tuple[nn.Module, MakeLoss]:
-    tokens, targets = torch.randint(96, (8, 128)), torch.randint(96, (8, 128))
-    module = GPT(vocabulary=96, block_size=128, layers=4, width=128, heads=4)
-    return module, lambda module: F.cross_entropy(module(tokens).flatten(0, 1), targets.flatten())
+def next_token(vocabulary: int, batch: int, length: int) -> MakeLoss:
+    """The loss of a language model on random text, computed in float32."""
+    tokens, targets = (torch.randint(vocabulary, (batch, length)) for _ in range(2))
+    return lambda module: F.cross_entropy(module(tokens).flatten(0, 1).float(), targets.flatten())
 
 
-def resnet() -> tuple[nn.Module, MakeLoss]:
-    images, labels = torch.randn(8, 3, 64, 64), torch.randint(10, (8,))
-    return ResNet(), lambda module: F.cross_entropy(module(images), labels)
+def gpt(
+    vocabulary: int = 96, batch: int = 8, length: int = 128, layers: int = 4, width: int = 128, heads: int = 4
+) -> tuple[nn.Module, MakeLoss]:
+    make_loss = next_token(vocabulary, batch, length)
+    return GPT(vocabulary, length, layers, width, heads), make_loss
+
+
+def resnet(channels: int = 16, batch: int = 8, size: int = 64) -> tuple[nn.Module, MakeLoss]:
+    images, labels = torch.randn(batch, 3, size, size), torch.randint(10, (batch,))
+    return ResNet(channels), lambda module: F.cross_entropy(module(images), labels)
 
 
 def lstm() -> tuple[nn.Module, MakeLoss]:
@@ -178,25 +207,39 @@ def lstm() -> tuple[nn.Module, MakeLoss]:
     return UnrolledLSTM(), lambda module: F.mse_loss(module(x), y)
 
 
-def pinn() -> tuple[nn.Module, MakeLoss]:
+def pinn(points: int = 16384, width: int = 128) -> tuple[nn.Module, MakeLoss]:
     """A tanh network fitted to a known function of points (x, t); no derivative of the network itself is taken."""
-    points = torch.rand(16384, 2)
-    solution = torch.sin(math.pi * points[:, :1]) * torch.exp(-points[:, 1:])
-    return tanh_network(2, 128, 128, 128, 128, 1), lambda module: F.mse_loss(module(points), solution)
+    xt = torch.rand(points, 2)
+    solution = torch.sin(math.pi * xt[:, :1]) * torch.exp(-xt[:, 1:])
+    return tanh_network(2, *[width] * 4, 1), lambda module: F.mse_loss(module(xt), solution)
 
 
-def llama() -> tuple[nn.Module, MakeLoss]:
+def llama(
+    vocabulary: int = 96, batch: int = 8, length: int = 128, layers: int = 4, width: int = 64, heads: int = 4
+) -> tuple[nn.Module, MakeLoss]:
     """The example's decoder: norms, gates and rotary positions written out, so that much of it is pointwise."""
-    tokens, targets = torch.randint(96, (8, 128)), torch.randint(96, (8, 128))
-    module = Llama(vocabulary=96, layers=4, width=64, heads=4)
-    return module, lambda module: F.cross_entropy(module(tokens).flatten(0, 1), targets.flatten())
+    make_loss = next_token(vocabulary, batch, length)
+    return Llama(vocabulary, layers, width, heads), make_loss
 
 
 def gpt_100m() -> tuple[nn.Module, MakeLoss]:
     """A GPT of 111 million parameters in bfloat16, as large as a GPU is trained on: minutes for each step of a CPU."""
-    tokens, targets = torch.randint(16384, (8, 1024)), torch.randint(16384, (8, 1024))
-    module = GPT(vocabulary=16384, block_size=1024, layers=12, width=768, heads=12).to(torch.bfloat16)
-    return module, lambda module: F.cross_entropy(module(tokens).flatten(0, 1).float(), targets.flatten())
+    make_loss = next_token(16384, 8, 1024)
+    return GPT(vocabulary=16384, block_size=1024, layers=12, width=768, heads=12).to(torch.bfloat16), make_loss
+
+
+def force_matching(batch: int = 4, atoms: int = 16, width: int = 64) -> tuple[nn.Module, MakeLoss]:
+    """Energies and forces fitted to given ones: forces are gradients of the energy, so the loss has gradients of
+    gradients. What gives the forces runs with the forward; the loss's backward differentiates it again."""
+    positions, forces, energies = torch.randn(batch, atoms, 3), torch.randn(batch, atoms, 3), torch.randn(batch)
+
+    def make_loss(module: nn.Module) -> Tensor:
+        moved = positions.detach().requires_grad_()
+        found = module(moved)
+        (slope,) = torch.autograd.grad(found.sum(), moved, create_graph=True)
+        return F.mse_loss(-slope, forces) + F.mse_loss(found, energies)
+
+    return PairEnergies(width), make_loss
 
 
 FACTORIES: dict[str, Factory] = {
@@ -207,11 +250,20 @@ FACTORIES: dict[str, Factory] = {
     "pinn": pinn,
     "llama": llama,
     "gpt-100m": gpt_100m,
+    "force-matching": force_matching,
+}
+# What a GPU needs to be busy. MLP and LSTM stay as they are: many small kernels, which is what they are there for.
+ON_CUDA: dict[str, dict[str, int]] = {
+    "gpt": {"vocabulary": 8192, "batch": 16, "length": 512, "width": 512, "heads": 8},
+    "resnet": {"channels": 64, "batch": 64, "size": 128},
+    "pinn": {"points": 262_144, "width": 256},
+    "llama": {"vocabulary": 8192, "batch": 16, "length": 512, "layers": 8, "width": 512, "heads": 8},
+    "force-matching": {"batch": 32, "atoms": 32, "width": 128},
 }
 
 
 def build(name: str, seed: int, device: str) -> tuple[nn.Module, MakeLoss]:
-    """The model `name`, weights and batch made from `seed` on `device`."""
+    """The model `name`, weights and batch made from `seed` on `device`, in the sizes of that device."""
     torch.manual_seed(seed)
     with torch.device(device):
-        return FACTORIES[name]()
+        return FACTORIES[name](**(ON_CUDA.get(name, {}) if device == "cuda" else {}))

@@ -40,9 +40,9 @@ def eager() -> Runner:
     return Runner(contextlib.nullcontext)
 
 
-def aot() -> Runner:
+def aot(mode: str | None = None) -> Runner:
     """torch.compile of the model and its loss, so that the whole tape is AOTAutograd's."""
-    return Runner(contextlib.nullcontext, prepare=lambda make_loss: torch.compile(make_loss))
+    return Runner(contextlib.nullcontext, prepare=lambda make_loss: torch.compile(make_loss, mode=mode))
 
 
 def aot_ours() -> Runner:
@@ -122,6 +122,7 @@ RUNNERS: dict[str, Callable[[], Runner]] = {
     "torch-ca-static": lambda: torch_own(dynamic=False),
     "aot": aot,
     "aot-ours": aot_ours,
+    "aot-cuda-graphs": lambda: aot("reduce-overhead"),
 }
 
 

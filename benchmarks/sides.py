@@ -17,6 +17,12 @@ def now(device: str) -> float:
     return time.perf_counter()
 
 
+def give_back(device: str) -> None:
+    """Let other processes have the device's memory that nothing lives in."""
+    if device == "cuda":
+        torch.cuda.empty_cache()
+
+
 @dataclass
 class Side:
     """One copy of the model and the runner that steps it."""

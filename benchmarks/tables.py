@@ -64,7 +64,8 @@ def problems(result: Result) -> list[str]:
 def model_table(model: str, results: list[Result]) -> Table:
     """What was measured of one model, a row for each runner."""
     nodes = next((f", {result['nodes']} nodes" for result in results if "nodes" in result), "")
-    table = _table(f"{model}{nodes}", ["runner"], ["first step s", *_headings(_MODEL)])
+    gpu = next((f", on {result['gpu']}" for result in results if result.get("gpu")), "")
+    table = _table(f"{model}{nodes}{gpu}", ["runner"], ["first step s", *_headings(_MODEL)])
     table.add_column("notes", overflow="fold")
     for result in results:
         table.add_row(result["runner"], first_step(result), *_cells(result, _MODEL), notes(result))
@@ -95,7 +96,7 @@ def summary_table(results: list[Result], runners: list[str]) -> Table:
         if answered:
             row.append(number(geometric_means(rows(own), runner), "ratio", ".3f"))
             row.append(f"{max(result['ratio'] for result in answered):.3f}")
-            row.append(max((first_step(result) for result in answered), key=float))
+            row.append(max((each for each in map(first_step, answered) if each != "-"), key=float, default="-"))
             row.append(f"{max(result['gradient_difference'] for result in answered):.1e}")
         table.add_row(*row)
     return table

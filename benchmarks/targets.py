@@ -16,7 +16,7 @@ MODELS = ("mlp", "gpt", "resnet", "lstm", "pinn")
 REFERENCE = "torch-ca-static"
 # Runners whose hits say nothing: they capture no tape, or one of a node. Of what they compile, the first backward is
 # only a part.
-WITHOUT_HITS = ("eager", "aot", "aot-ours")
+WITHOUT_HITS = ("eager", "aot", "aot-ours", "aot-cuda-graphs")
 # What a geometric mean over models is taken of.
 RATIOS = ("ratio", "floor", "first_to_reference", "hit_to_reference", "hit_to_eager", "allocated_ratio")
 

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import inspect
 import io
+import itertools
 import json
 import os
 import sys
@@ -18,7 +20,8 @@ from rich.console import Console
 from rich.table import Table
 from torch import nn
 
-from benchmarks import backward, clients, floor, measure, models, picture, sides, tables, targets
+import compiled_autograd as ca
+from benchmarks import backward, children, clients, floor, measure, models, picture, sides, tables, targets
 from benchmarks.apart import Apart
 from benchmarks.client_programs import PROGRAMS, Program
 from benchmarks.memory import most_at_once, peak_of_backward
@@ -138,14 +141,18 @@ def test_what_one_process_measures(monkeypatch: pytest.MonkeyPatch) -> None:
     class Here(Apart):
         """In this process: the other one knows no such model."""
 
-        def __enter__(self) -> sides.Side:  # type: ignore[override]
-            return sides.eager_side("tiny", 0, "cpu")
+        def __enter__(self) -> Apart:
+            self.side = sides.eager_side("tiny", 0, "cpu")
+            return self
 
-        def __exit__(self, *error: object) -> None:
+        def step(self) -> float:
+            return self.side.step()
+
+        def end(self) -> None:
             """Nothing to end."""
 
     monkeypatch.setattr(measure, "Apart", Here)
-    result = measure.run("steady", "tiny", "ours-eager", 1, 0, "cpu")
+    result = measure.run("steady", measure.What("tiny", "ours-eager", pairs=1))
     assert result["counts"].pop("hits") > 5 and result["counts"] == {
         "captures": 1,
         "structure_misses": 1,
@@ -154,6 +161,7 @@ def test_what_one_process_measures(monkeypatch: pytest.MonkeyPatch) -> None:
     assert set(result["floor_ms"]) == {"aten::mm"} and result["floor"] > 0
     # At once: what exp saved, its gradient, and the gradient of its input.
     assert 2 * 64 * 32 * 4 <= result["eager_allocated_bytes"] < 4 * 64 * 32 * 4
+    assert "gpu" not in result and result["eager_held_bytes"] is result["runner_held_bytes"] is None
     (row,) = targets.rows([{"model": "tiny", "runner": "ours-eager"} | result])
     assert row["allocated_ratio"] == result["runner_allocated_bytes"] / result["eager_allocated_bytes"]
     assert row["floor"] == result["floor"] and row["hit_ms"] is None
@@ -172,6 +180,97 @@ def test_reading_the_help_loads_neither_torch_nor_matplotlib() -> None:
         "import sys, benchmarks.backward, benchmarks.picture; print(sys.modules.keys() & {'torch', 'matplotlib'})"
     )
     assert ended.stdout == "set()\n", ended.stderr
+
+
+# ---- models ----------------------------------------------------------------------------------------------------------
+
+
+def test_sizes_for_a_gpu_are_sizes_of_the_model() -> None:
+    assert set(models.ON_CUDA) <= set(models.FACTORIES)
+    for name, given in models.ON_CUDA.items():
+        sizes = inspect.signature(models.FACTORIES[name]).parameters
+        assert given.items() != {each: sizes[each].default for each in given}.items(), "some are others"
+
+
+def test_a_model_that_is_built_on_a_gpu_has_the_sizes_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    found: list[dict[str, int]] = []
+    monkeypatch.setitem(models.FACTORIES, "pinn", lambda **given: found.append(given))
+    for device in ("cpu", "cuda"):
+        models.build("pinn", 0, device)
+    assert found == [{}, models.ON_CUDA["pinn"]]
+
+
+def test_forces_are_fitted() -> None:
+    """A sum over pairs is the same wherever the atoms are, so no force is left over; and a compiled backward of the
+    loss, which has gradients of gradients, gives eager's gradients."""
+    eager, make_loss = models.build("force-matching", 0, "cpu")
+    positions = torch.randn(2, 5, 3, requires_grad=True)
+    (forces,) = torch.autograd.grad(eager(positions).sum(), positions)
+    assert forces.abs().max() > 0.01 and forces.sum(1).abs().max() < 1e-5
+    other, _ = models.build("force-matching", 0, "cpu")
+    make_loss(eager).backward()
+    loss = make_loss(other)
+    with ca.enable(backend="eager") as session:
+        loss.backward()
+    assert session.stats().captures == 1 and not session.stats().bypasses
+    assert measure.gradient_difference(eager, other) == 0.0
+
+
+# ---- children --------------------------------------------------------------------------------------------------------
+
+_CHILD = """
+import json, sys, time
+from benchmarks.children import alone
+name, compiling = sys.argv[1], float(sys.argv[2])
+time.sleep(compiling)
+compiled = time.monotonic()
+with alone():
+    begun = time.monotonic()
+    time.sleep(0.1)
+    ended = time.monotonic()
+    print("noise")
+    print(json.dumps({"name": name, "compiled": compiled, "begun": begun, "ended": ended}))
+"""
+
+
+def _command(name: str, compiling: float) -> list[str]:
+    return [sys.executable, "-c", _CHILD, name, str(compiling)]
+
+
+def test_children_compile_together_and_measure_in_turn() -> None:
+    fails = [sys.executable, "-c", "raise SystemExit('no such thing')"]
+    *found, failed = children.run_together([_command("a", 0.0), _command("b", 0.5), _command("c", 0.2), fails], 60.0)
+    assert failed == {"failed": "no such thing"}
+    assert [result["name"] for result in found] == ["a", "b", "c"]
+    in_turn = sorted(found, key=lambda result: result["begun"])
+    assert max(result["compiled"] for result in found) <= in_turn[0]["begun"]
+    for first, second in itertools.pairwise(in_turn):
+        assert first["ended"] <= second["begun"]
+
+
+def test_a_child_that_compiles_too_long_holds_up_none(tmp_path: Path) -> None:
+    first, second = children.run_together([_command("a", 0.0), _command("b", 600.0)], 5.0)
+    assert first["name"] == "a" and second == {"failed": "nothing compiled in 5 s"}
+
+
+def test_a_child_by_itself_waits_for_nobody() -> None:
+    assert children.run_apart(_command("a", 0.0), 60.0)["name"] == "a"
+    assert children.run_apart(_command("a", 600.0), 0.2)["failed"].startswith("no answer in ")
+
+
+def test_a_quick_run_with_jobs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """What was compiled beside others is not shown as a first backward."""
+    written = tmp_path / "results.json"
+    arguments = ["--models", "mlp", "--runners", "ours-eager", "--jobs", "2", "--quick", "--pairs", "1"]
+    monkeypatch.setattr(sys, "argv", ["backward", *arguments, "--json", str(written)])
+    monkeypatch.setattr(backward, "build_extension", lambda console: None)
+    assert backward.main() == 0
+    (result,) = json.loads(written.read_text())["results"]
+    assert result["ratio"] > 0 and result["hit_ratio"] > 0 and result["ratio_here"] is None
+    assert set(result["together"]) == set(backward.FIRST_STEP) and not set(backward.FIRST_STEP) & set(result)
+    assert "| ours-eager | 1 of 1   |" in capsys.readouterr().out.replace("│", "|")
 
 
 # ---- what is made of results -----------------------------------------------------------------------------------------
@@ -254,6 +353,7 @@ def test_the_other_tables() -> None:
     (ours, *_) = _lines(tables.model_table("mlp", RESULTS[:3]))
     assert ours[:11] == ["ours-inductor", "10.8", "10.00", "4.00", "2.00", "0.500", "-", "0.250", "0.800", "2.00", "-"]
     assert ours[12:15] == ["2.0", "1.0", "1.0e-06"]
+    assert tables.model_table("mlp", [{**RESULTS[0], "gpu": "GPU 1"}]).title == "mlp, 401 nodes, on GPU 1"
     summary = _lines(tables.summary_table(RESULTS, ["ours-inductor", "torch-ca-static"]))
     assert summary[0] == ["ours-inductor", "2 of 2", "1.000", "2.000", "10.8", "1.0e-06"]
     assert summary[1][:2] == ["torch-ca-static", "1 of 2"]
@@ -268,9 +368,11 @@ def test_the_picture(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("matplotlib")
     written = tmp_path / "results.json"
     backward.write_json(
-        RESULTS, SimpleNamespace(json=written, beside="eager", pairs=2, timeout=1.0, device="cpu", seed=0)
+        RESULTS,
+        SimpleNamespace(json=written, beside="eager", pairs=2, timeout=1.0, device="cpu", seed=0, quick=False, jobs=1),
     )  # type: ignore[arg-type]
     assert json.loads(written.read_text())["targets"] == targets.rows(RESULTS)
+    assert json.loads(written.read_text())["environment"]["gpu"] is None
     for name in ("one.svg", "two.svg", "three.png"):
         monkeypatch.setattr(sys, "argv", ["picture", str(written), str(tmp_path / name)])
         assert picture.main() == 0

@@ -1,0 +1,133 @@
+"""Processes that measure something each, with nothing compiled before; one after the other, or some at once, which
+compile together and then measure one at a time.
+
+A child that is one of several says with `alone` what it measures: there it waits until none of the others compiles any
+more, and until it is the only one that measures. torch is not imported.
+"""
+
+import contextlib
+import fcntl
+import json
+import os
+import shutil
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import shadow_cache
+from benchmarks.targets import Result
+
+CACHE_FOLDERS = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
+_TURNS = "BENCHMARK_TURNS"  # the folder by which children of one batch know of each other
+_LOOKS_EVERY = 0.05  # seconds
+
+
+class Child:
+    """A command that prints a JSON object as its last line, started with empty caches.
+
+    With `cold_store`, the folder where this project keeps what it compiled is a new one too, with the extension that
+    was built for `native` in it.
+    """
+
+    def __init__(self, command: Sequence[str], cold_store: bool = False, more: Mapping[str, str] | None = None) -> None:
+        self._scratch = tempfile.TemporaryDirectory(prefix="benchmark-", ignore_cleanup_errors=True)
+        folder = self._folder = Path(self._scratch.name)
+        environment = os.environ | {variable: str(folder / variable.lower()) for variable in CACHE_FOLDERS}
+        environment["TMPDIR"] = str(folder)  # where Inductor keeps headers that it has compiled
+        if cold_store:
+            environment["COMPILED_AUTOGRAD_CACHE_DIR"] = str(folder / "store")
+            (folder / "store").mkdir(mode=0o700)  # of others' folders it makes no use
+            if (built := shadow_cache.default_dir() / "native").is_dir():
+                shutil.copytree(built, folder / "store" / "native")
+        self._started = time.monotonic()
+        # Files, not pipes: nobody reads before the child has ended.
+        with (folder / "output").open("w") as output, (folder / "errors").open("w") as errors:
+            self.process = subprocess.Popen(
+                command,
+                env=environment | dict(more or {}),
+                stdout=output,
+                stderr=errors,
+                # A group of its own, so that the compilers it started can be stopped with it.
+                start_new_session=True,
+            )
+
+    def result(self, timeout: float) -> Result:
+        """What it printed, if it ends within `timeout` seconds; `failed` says what went wrong. Then it is no more."""
+        try:
+            if self.process.wait(timeout):
+                return {"failed": last_line((self._folder / "errors").read_text(errors="replace"))}
+            return json.loads(last_line((self._folder / "output").read_text()))
+        except subprocess.TimeoutExpired:
+            return {"failed": f"no answer in {time.monotonic() - self._started:.0f} s"}
+        finally:
+            self.end()
+
+    def end(self) -> None:
+        """Stop it if it runs, and remove what it left."""
+        if self.process.poll() is None:
+            os.killpg(self.process.pid, signal.SIGKILL)
+            self.process.wait()
+        self._scratch.cleanup()
+
+
+def last_line(text: str) -> str:
+    lines = [line.strip() for line in text.splitlines() if line.strip()]
+    return lines[-1] if lines else "no output"
+
+
+def run_apart(command: Sequence[str], timeout: float, cold_store: bool = False) -> Result:
+    """What the one child prints that runs `command`; `failed` says what went wrong."""
+    return Child(command, cold_store).result(timeout)
+
+
+def run_together(commands: Sequence[Sequence[str]], timeout: float) -> list[Result]:
+    """What children print that compile at the same time and measure in turn.
+
+    They have `timeout` seconds to compile, together, and as long again to measure. Whoever has not compiled by then
+    is ended.
+    """
+    children: list[Child] = []
+    with tempfile.TemporaryDirectory(prefix="benchmark-turns-") as folder:
+        more = {_TURNS: folder}
+        if "TORCHINDUCTOR_COMPILE_THREADS" not in os.environ:
+            more["TORCHINDUCTOR_COMPILE_THREADS"] = str(max(1, (os.cpu_count() or 1) // len(commands)))
+        try:
+            for command in commands:
+                children.append(Child(command, more=more))
+            late = _wait_for_compilers(children, Path(folder), time.monotonic() + timeout)
+            for child in late:
+                child.end()
+            Path(folder, "go").touch()
+            deadline = time.monotonic() + timeout
+            failed: Result = {"failed": f"nothing compiled in {timeout:g} s"}
+            return [failed if c in late else c.result(max(0.0, deadline - time.monotonic())) for c in children]
+        finally:
+            for child in children:
+                child.end()
+
+
+def _wait_for_compilers(children: list[Child], folder: Path, deadline: float) -> list[Child]:
+    """Those that at the deadline neither have compiled nor ended."""
+    waiting = children
+    while waiting and time.monotonic() < deadline:
+        time.sleep(_LOOKS_EVERY)
+        waiting = [c for c in waiting if c.process.poll() is None and not (folder / f"{c.process.pid}.ready").exists()]
+    return waiting
+
+
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """In a child: what is measured inside runs while no other child of its batch measures or compiles."""
+    folder = os.environ.get(_TURNS)
+    if folder is None:
+        yield
+        return
+    Path(folder, f"{os.getpid()}.ready").touch()
+    while not Path(folder, "go").exists():
+        time.sleep(_LOOKS_EVERY)
+    with Path(folder, "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # given back when it is closed, also by the end of the process
+        yield

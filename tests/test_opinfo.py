@@ -6,8 +6,10 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import pytest
+import torch
 
-from .opinfo import Verdict, check_all, check_module, check_operator, modules, operator_name, operators
+from . import opinfo
+from .opinfo import Verdict, Where, check_all, check_module, check_operator, modules, operator_name, operators
 
 _EVERY_OPERATOR, _EVERY_MODULE = 12, 8
 _AT_LEAST_COMPILED = 0.97
@@ -67,12 +69,96 @@ def test_a_few_operators_with_inductor(name: str) -> None:
     assert (verdict.backwards, verdict.hits) == (3, 2)
 
 
+# ---- on a GPU --------------------------------------------------------------------------------------------------------
+
+_EVERY_OPERATOR_THERE, _EVERY_MODULE_THERE = 24, 16
+_THERE = [Where("cuda", torch.float32), Where("cuda", torch.bfloat16)]
+
+
+def _sample(found: Callable[[Where], list[Any]], every: int, name: Callable[[Any], str]) -> list[Any]:
+    return [
+        pytest.param(each, where, id=f"{name(each)}-{str(where.dtype).removeprefix('torch.')}")
+        for where in _THERE
+        for each in found(where)[::every]
+    ]
+
+
+@pytest.fixture
+def exact(cuda: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A device whose convolutions are in float32; and after the test it still answers."""
+    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
+    yield
+    torch.cuda.synchronize()  # an assertion that failed in a kernel fails everything after it
+
+
+class _Scatters(torch.autograd.Function):
+    """The gradient is by a random part of `size` too large."""
+
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, size: float) -> torch.Tensor:
+        ctx.size = size
+        return x.clone()
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, None]:
+        return grad * (1 + ctx.size * torch.rand(())), None
+
+
+@pytest.mark.parametrize(("size", "wrong"), [(1e-6, []), (1.0, ["this, where eager scatters too"])])
+def test_what_eager_scatters_is_held_to_rounding(size: float, wrong: list[str]) -> None:
+    x = torch.ones(3, requires_grad=True)
+    verdict = Verdict("scatters")
+    opinfo._compare(verdict, "this", [_Scatters.apply(x, size)], [x], "eager", Where("another", torch.float32))
+    assert (verdict.scattered, verdict.mismatches, verdict.backwards) == (1, wrong, 1)
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.usefixtures("exact")
+@pytest.mark.parametrize(("op", "where"), _sample(operators, _EVERY_OPERATOR_THERE, operator_name))
+def test_a_sample_of_operators_on_a_gpu(op: Any, where: Where) -> None:
+    verdict = check_operator(op, limit=2, where=where)
+    assert verdict.compiled or op.name in _ONLY_STATIC
+    assert not verdict.mismatches
+    if verdict.refused and not verdict.backwards:
+        pytest.skip(f"eager cannot either: {verdict.refused[0]}")
+
+
+@pytest.mark.gpu
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.usefixtures("exact")
+@pytest.mark.parametrize(
+    ("info", "where"), _sample(modules, _EVERY_MODULE_THERE, lambda info: info.name.replace(".", "_"))
+)
+def test_a_sample_of_modules_on_a_gpu(info: Any, where: Where) -> None:
+    verdict = check_module(info, limit=2, where=where)
+    assert verdict.compiled and not verdict.mismatches
+    if verdict.refused and not verdict.backwards:
+        pytest.skip(f"eager cannot either: {verdict.refused[0]}")
+
+
+@pytest.mark.gpu
+@pytest.mark.slow
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.usefixtures("exact")
+@pytest.mark.parametrize("where", _THERE, ids=lambda where: str(where.dtype))
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_all_operators_on_a_gpu(backend: str, where: Where, capsys: pytest.CaptureFixture[str]) -> None:
+    how: dict[str, Any] = {"where": where} if backend == "eager" else {"where": where, **_HOW["inductor"]}
+    _judge(check_all([(check_operator, op) for op in operators(where)], **how), capsys)
+
+
+# ---- all of them -----------------------------------------------------------------------------------------------------
+
+
 def _report(verdicts: Sequence[Verdict], say: Callable[[str], None]) -> None:
     ran = [verdict for verdict in verdicts if verdict.backwards]
     left = [verdict for verdict in ran if not verdict.compiled]
     say(f"\n{len(ran)} with a backward, {sum(v.backwards for v in ran)} backwards, {len(left)} not compiled:")
     for verdict in left:
         say(f"  {verdict.name}: {'; '.join([*verdict.bypasses, *sorted(verdict.failures)])}")
+    scattered = [verdict.name for verdict in ran if verdict.scattered]
+    say(f"{len(scattered)} whose gradients eager scatters too: {', '.join(scattered)}")
     untraced = [verdict for verdict in ran if verdict.untraced]
     say(f"{len(untraced)} with calls that stay opaque:")
     for verdict in untraced:

@@ -12,6 +12,8 @@ import subprocess
 import sys
 from types import TracebackType
 
+_REST = "rest"
+
 
 class Apart:
     """The other process, as a context manager: warmed by one step when it is entered, ended when it is left."""
@@ -22,12 +24,20 @@ class Apart:
     def __enter__(self) -> "Apart":
         self._process = subprocess.Popen(self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
         self.step()
+        self.rest()
         return self
 
     def step(self) -> float:
         """Seconds of the backward of one step there. Raises RuntimeError if the process has ended."""
+        return self._ask("")
+
+    def rest(self) -> None:
+        """There is no next step for a while, or none: others may have what memory it kept of the device."""
+        self._ask(_REST)
+
+    def _ask(self, line: str) -> float:
         assert self._process.stdin is not None and self._process.stdout is not None
-        print(file=self._process.stdin, flush=True)
+        print(line, file=self._process.stdin, flush=True)
         line = self._process.stdout.readline()
         if not line:
             raise RuntimeError(
@@ -35,15 +45,10 @@ class Apart:
             )
         return float(line)
 
-    def end(self) -> None:
-        """End it before the context is left."""
-        if self._process.returncode is None:
-            self._process.communicate()
-
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self.end()
+        self._process.communicate()
 
 
 def main() -> None:
@@ -53,10 +58,10 @@ def main() -> None:
 
     side = eager_side(model, int(seed), device)
     side.use(runner)
-    for number, _ in enumerate(sys.stdin):
-        print(side.step(), flush=True)
-        if not number:
-            give_back(device)  # others may be at their first steps too
+    for line in sys.stdin:
+        if line.strip() == _REST:
+            give_back(device)
+        print(0.0 if line.strip() == _REST else side.step(), flush=True)
 
 
 if __name__ == "__main__":

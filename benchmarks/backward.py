@@ -48,6 +48,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--picture", type=Path, help="draw the results to this file, .svg or .png (needs matplotlib)")
     parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--floor", action=argparse.BooleanOptionalAction, default=True, help=argparse.SUPPRESS)
     parser.add_argument("--child", choices=MEASUREMENTS, help="measure here, in this process, and print one JSON line")
     args = parser.parse_args()
     if args.pairs < 1:
@@ -71,7 +72,7 @@ def parse_arguments() -> argparse.Namespace:
 def child(args: argparse.Namespace) -> None:
     from benchmarks import measure
 
-    given = {name: getattr(args, name) for name in ("pairs", "seed", "device", "beside", "quick")}
+    given = {name: getattr(args, name) for name in ("pairs", "seed", "device", "beside", "quick", "floor")}
     print(json.dumps(measure.run(args.child, measure.What(args.models[0], args.runners[0], **given))))
 
 
@@ -79,7 +80,10 @@ def command(measurement: str, model: str, runner: str, args: argparse.Namespace)
     """One measurement in a process of its own."""
     found = [sys.executable, "-m", "benchmarks.backward", "--child", measurement, "--models", model]
     found += ["--runners", runner, "--pairs", str(args.pairs), "--seed", str(args.seed), "--device", args.device]
-    return [*found, "--beside", args.beside, *["--quick"] * args.quick]
+    found += ["--beside", args.beside]
+    if args.quick:
+        found += ["--quick", "--floor" if runner == args.runners[0] else "--no-floor"]
+    return found
 
 
 def measurements(runner: str) -> tuple[str, ...]:
@@ -94,6 +98,12 @@ def joined(model: str, runner: str, measured: dict[str, Result]) -> Result:
         return result | {"hit_not_applicable": f"{runner} has no cache of tapes"}
     renamed = {"failed": "hit_failed", "not_applicable": "hit_not_applicable"}
     return result | {renamed.get(name, name): value for name, value in measured.get("hit", {}).items()}
+
+
+def with_floor(result: Result, earlier: list[Result]) -> Result:
+    """A quick run measures the floor of a model, which is eager's, beside one runner."""
+    found = next((each for each in earlier if each["model"] == result["model"] and "floor" in each), {})
+    return {name: found[name] for name in ("floor", "floor_ms") if name in found} | result
 
 
 def measure_one_by_one(args: argparse.Namespace, console: Console) -> Iterator[Result]:
@@ -170,7 +180,7 @@ def main() -> int:
         build_extension(console)
     results: list[Result] = []
     for result in (measure_together if args.jobs > 1 else measure_one_by_one)(args, console):
-        results.append(result)
+        results.append(with_floor(result, results))
         if args.json:
             write_json(results, args)
         if result["runner"] == args.runners[-1]:

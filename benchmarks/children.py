@@ -22,7 +22,8 @@ from benchmarks.targets import Result
 
 CACHE_FOLDERS = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 _TURNS = "BENCHMARK_TURNS"  # the folder by which children of one batch know of each other
-_LOOKS_EVERY = 0.05  # seconds
+_LOOKS_EVERY = 0.1  # seconds
+_SECONDS_TO_END = 60.0
 
 
 class Child:
@@ -83,11 +84,36 @@ def run_apart(command: Sequence[str], timeout: float, cold_store: bool = False) 
     return Child(command, cold_store).result(timeout)
 
 
+@contextlib.contextmanager
+def alone() -> Iterator[None]:
+    """In a child: what is measured inside runs while no other child of its batch measures, compiles, starts or ends."""
+    if _TURNS not in os.environ:
+        yield
+        return
+    folder = Path(os.environ[_TURNS])
+    _say(folder, "compiled")
+    _wait_for(folder / "all compiled")
+    with (folder / "lock").open("w") as lock:
+        fcntl.flock(lock, fcntl.LOCK_EX)  # given back when it is closed, also by the end of the process
+        yield
+    _say(folder, "measured")
+    _wait_for(folder / "all measured")
+
+
+def _say(folder: Path, what: str) -> None:
+    (folder / f"{os.getpid()} {what}").touch()
+
+
+def _wait_for(file: Path) -> None:
+    while not file.exists():
+        time.sleep(_LOOKS_EVERY)
+
+
 def run_together(commands: Sequence[Sequence[str]], timeout: float) -> list[Result]:
     """What children print that compile at the same time and measure in turn.
 
-    They have `timeout` seconds to compile, together, and as long again to measure. Whoever has not compiled by then
-    is ended.
+    They have `timeout` seconds to compile, together, and as long again to measure. Whoever is not done by then is
+    ended.
     """
     children: list[Child] = []
     with tempfile.TemporaryDirectory(prefix="benchmark-turns-") as folder:
@@ -97,37 +123,23 @@ def run_together(commands: Sequence[Sequence[str]], timeout: float) -> list[Resu
         try:
             for command in commands:
                 children.append(Child(command, more=more))
-            late = _wait_for_compilers(children, Path(folder), time.monotonic() + timeout)
-            for child in late:
-                child.end()
-            Path(folder, "go").touch()
-            deadline = time.monotonic() + timeout
-            failed: Result = {"failed": f"nothing compiled in {timeout:g} s"}
-            return [failed if c in late else c.result(max(0.0, deadline - time.monotonic())) for c in children]
+            failed: dict[Child, Result] = {}
+            for what in ("compiled", "measured"):
+                for child in _all_say(what, children, Path(folder), time.monotonic() + timeout):
+                    child.end()
+                    failed.setdefault(child, {"failed": f"not {what} in {timeout:g} s"})
+                Path(folder, f"all {what}").touch()
+            return [failed[child] if child in failed else child.result(_SECONDS_TO_END) for child in children]
         finally:
             for child in children:
                 child.end()
 
 
-def _wait_for_compilers(children: list[Child], folder: Path, deadline: float) -> list[Child]:
-    """Those that at the deadline neither have compiled nor ended."""
+def _all_say(what: str, children: list[Child], folder: Path, deadline: float) -> list[Child]:
+    """Wait for children until they said so or ended; gives those that by the deadline did neither."""
     waiting = children
     while waiting and time.monotonic() < deadline:
         time.sleep(_LOOKS_EVERY)
-        waiting = [c for c in waiting if c.process.poll() is None and not (folder / f"{c.process.pid}.ready").exists()]
+        running = [child for child in waiting if child.process.poll() is None]
+        waiting = [child for child in running if not (folder / f"{child.process.pid} {what}").exists()]
     return waiting
-
-
-@contextlib.contextmanager
-def alone() -> Iterator[None]:
-    """In a child: what is measured inside runs while no other child of its batch measures or compiles."""
-    folder = os.environ.get(_TURNS)
-    if folder is None:
-        yield
-        return
-    Path(folder, f"{os.getpid()}.ready").touch()
-    while not Path(folder, "go").exists():
-        time.sleep(_LOOKS_EVERY)
-    with Path(folder, "lock").open("w") as lock:
-        fcntl.flock(lock, fcntl.LOCK_EX)  # given back when it is closed, also by the end of the process
-        yield

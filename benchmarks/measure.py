@@ -37,7 +37,8 @@ SMALLEST_SCALE = 1e-3
 
 @dataclass(frozen=True)
 class What:
-    """What to measure, and beside which runner; `quick` with fewer steps, and without eager in the same process."""
+    """What to measure, and beside which runner; `quick` with fewer steps and without eager in the same process, `floor`
+    whether to measure that too."""
 
     model: str
     runner: str
@@ -46,6 +47,7 @@ class What:
     device: str = "cpu"
     beside: str = "eager"
     quick: bool = False
+    floor: bool = True
 
     def times(self, all_sides: Sequence["Steps"]) -> tuple[float, float, float]:
         """What `compare` says of two sides that take turns, after some that are not counted."""
@@ -174,9 +176,11 @@ def measure_steady(what: What) -> dict[str, Any]:
     give_back(device)
     with Apart(what.beside, what.model, what.seed, device) as apart, alone():
         beside_ms, runner_ms, ratio = what.times([apart, other])
-        apart.end()
+        apart.rest()
         found = first | {"beside_ms": beside_ms, "runner_ms": runner_ms, "ratio": ratio}
-        return found | measure_beside_eager(what, other, difference, held)
+        found |= measure_beside_eager(what, other, difference, held)
+        give_back(device)
+        return found
 
 
 def measure_beside_eager(what: What, other: Side, difference: float, held: int) -> dict[str, Any]:
@@ -203,11 +207,13 @@ def measure_beside_eager(what: What, other: Side, difference: float, held: int) 
         "eager_held_bytes": held_bytes(eager, held_before(eager)),
     }
     eager.module.zero_grad(set_to_none=True)
+    found["runner_held_bytes"] = held_bytes(other, held)
+    if what.floor:
+        # The profiler last: it leaves memory of its own behind, and slows whatever runs under it.
+        steps = QUICK_FLOOR_STEPS if what.quick else None
+        found |= floor.measure(eager.step, eager.forward, what.device, steps)
     return {
         **found,
-        "runner_held_bytes": held_bytes(other, held),
-        # The profiler last: it leaves memory of its own behind, and slows whatever runs under it.
-        **floor.measure(eager.step, eager.forward, what.device, QUICK_FLOOR_STEPS if what.quick else None),
         "eager_allocated_bytes": allocated_bytes(eager),
         "runner_allocated_bytes": allocated_bytes(other),
         "counts": other.runner.counts(),
@@ -231,6 +237,7 @@ def measure_hit(what: What) -> dict[str, Any]:
     give_back(what.device)
     with alone():
         _, hit_ms, hit_ratio = what.times([eager, other])
+        give_back(what.device)
     after = other.runner.counts()
     # Whatever else was counted, bypasses above all, would not be the cost of a hit.
     changed = sorted(name for name in after if name != "hits" and after[name] != before.get(name))

@@ -255,9 +255,9 @@ FACTORIES: dict[str, Factory] = {
 # What a GPU needs to be busy. MLP and LSTM stay as they are: many small kernels, which is what they are there for.
 ON_CUDA: dict[str, dict[str, int]] = {
     "gpt": {"vocabulary": 8192, "batch": 16, "length": 512, "width": 512, "heads": 8},
-    "resnet": {"channels": 64, "batch": 64, "size": 128},
+    "resnet": {"channels": 64, "batch": 32, "size": 128},
     "pinn": {"points": 262_144, "width": 256},
-    "llama": {"vocabulary": 8192, "batch": 16, "length": 512, "layers": 8, "width": 512, "heads": 8},
+    "llama": {"vocabulary": 8192, "length": 512, "layers": 8, "width": 512, "heads": 8},
     "force-matching": {"batch": 32, "atoms": 32, "width": 128},
 }
 

@@ -148,7 +148,10 @@ def test_what_one_process_measures(monkeypatch: pytest.MonkeyPatch) -> None:
         def step(self) -> float:
             return self.side.step()
 
-        def end(self) -> None:
+        def rest(self) -> None:
+            """It keeps nothing."""
+
+        def __exit__(self, *error: object) -> None:
             """Nothing to end."""
 
     monkeypatch.setattr(measure, "Apart", Here)
@@ -192,6 +195,17 @@ def test_sizes_for_a_gpu_are_sizes_of_the_model() -> None:
         assert given.items() != {each: sizes[each].default for each in given}.items(), "some are others"
 
 
+@pytest.mark.parametrize("name", [*models.ON_CUDA, "gpt-100m"])
+def test_a_step_in_sizes_for_a_gpu(name: str) -> None:
+    """Without the memory, and without computing anything."""
+    with torch.device("meta"):
+        module, make_loss = models.FACTORIES[name](**models.ON_CUDA.get(name, {}))
+    loss = make_loss(module)
+    loss.backward()
+    assert loss.shape == () and loss.dtype == torch.float32
+    assert all(parameter.grad is not None and parameter.grad.is_meta for parameter in module.parameters())
+
+
 def test_a_model_that_is_built_on_a_gpu_has_the_sizes_for_it(monkeypatch: pytest.MonkeyPatch) -> None:
     found: list[dict[str, int]] = []
     monkeypatch.setitem(models.FACTORIES, "pinn", lambda **given: found.append(given))
@@ -214,6 +228,17 @@ def test_forces_are_fitted() -> None:
         loss.backward()
     assert session.stats().captures == 1 and not session.stats().bypasses
     assert measure.gradient_difference(eager, other) == 0.0
+
+
+def test_a_floor_is_measured_once_in_a_quick_run() -> None:
+    floors = {"floor": 0.5, "floor_ms": {"aten::mm": 1.0}}
+    earlier = [{"model": "gpt", "floor": 0.1}, {"model": "mlp", **floors}]
+    assert backward.with_floor({"model": "mlp"}, earlier) == {"model": "mlp", **floors}
+    assert backward.with_floor({"model": "mlp", "floor": 0.2}, earlier)["floor"] == 0.2
+    assert backward.with_floor({"model": "pinn"}, earlier) == {"model": "pinn"}
+    args = SimpleNamespace(runners=["aot", "eager"], pairs=1, seed=0, device="cpu", beside="eager", quick=True)
+    commands = [backward.command("steady", "mlp", runner, args) for runner in args.runners]  # type: ignore[arg-type]
+    assert [command[-1] for command in commands] == ["--floor", "--no-floor"]
 
 
 # ---- children --------------------------------------------------------------------------------------------------------
@@ -250,7 +275,7 @@ def test_children_compile_together_and_measure_in_turn() -> None:
 
 def test_a_child_that_compiles_too_long_holds_up_none(tmp_path: Path) -> None:
     first, second = children.run_together([_command("a", 0.0), _command("b", 600.0)], 5.0)
-    assert first["name"] == "a" and second == {"failed": "nothing compiled in 5 s"}
+    assert first["name"] == "a" and second == {"failed": "not compiled in 5 s"}
 
 
 def test_a_child_by_itself_waits_for_nobody() -> None:
@@ -418,6 +443,8 @@ def test_eager_steps_in_another_process() -> None:
     with Apart("eager", "pinn", 0, "cpu") as apart:
         assert apart._process.pid != os.getpid()
         assert all(seconds > 0 for seconds in (apart.step(), apart.step()))
+        apart.rest()
+        assert apart.step() > 0
     assert apart._process.returncode == 0
 
 

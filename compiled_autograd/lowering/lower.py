@@ -115,8 +115,9 @@ class _Lowering:
             graph_module = self._trace(self._run, self.decompositions)
             graph_module.graph.eliminate_dead_code()
             _leave_opaque_what_is_forbidden(graph_module, self.origins)
-            if any(mutates(node) for node in graph_module.graph.nodes) and not made_functional(graph_module.graph):
-                graph_module = self._trace(torch.func.functionalize(graph_module, remove="mutations"), None)
+            with torch._C._DisableAutocast():  # the graph has its casts in it
+                if any(mutates(node) for node in graph_module.graph.nodes) and not made_functional(graph_module.graph):
+                    graph_module = self._trace(torch.func.functionalize(graph_module, remove="mutations"), None)
         for node, call in self.origins.items():
             node.meta["call"] = call.meta["call"]
         graph_module.graph.eliminate_dead_code()

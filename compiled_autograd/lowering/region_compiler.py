@@ -8,6 +8,7 @@ import threading
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from typing import Any
 
+import torch
 from torch import fx
 
 from backends import ArtifactError, Backend, Compiled
@@ -300,10 +301,12 @@ class RegionCompiler:
                 lowered = lower(step, slots, self.backend, specs)
                 if self.passes:
                     about = (lowered.examples, step, lowered.wiring, self.leaf_name)
-                    lowered.graph_module = run_passes(self.passes, lowered.graph_module, *about)
+                    with torch._C._DisableAutocast():
+                        lowered.graph_module = run_passes(self.passes, lowered.graph_module, *about)
                 aten.verify(lowered.graph_module)
             stage = "compile"
-            with context.report.timed("compile"):
+            # The graph has its casts in it; what a compiler asks of fake tensors would have others.
+            with context.report.timed("compile"), torch._C._DisableAutocast():
                 graph = copy_of(lowered.graph_module)
                 made = self._compile(lowered, compile, context)
                 guard = None if lowered.symbols is None else lowered.symbols.guard()

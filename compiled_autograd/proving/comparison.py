@@ -101,7 +101,12 @@ def _is_channels_last(shape: Sequence[int], strides: Sequence[int]) -> bool:
 
 
 def value_difference(
-    want: torch.Tensor, found: torch.Tensor, relative: float, in_double: Callable[[int], Optional], beside: float = 0.0
+    want: torch.Tensor,
+    found: torch.Tensor,
+    relative: float,
+    in_double: Callable[[int], Optional],
+    beside: float = 0.0,
+    coarse: Callable[[], float] = lambda: 0.0,
 ) -> str | None:
     """The same for what lies in two tensors of one dtype and shape.
 
@@ -115,6 +120,8 @@ def value_difference(
         beside: the largest value of all that was computed together. What is zero but for rounding (a bias before a
             normalisation) has no scale of its own: its terms had that of the others, and cancelled. Where float64 is
             wider than what was computed, it shows that; else it is taken for so.
+        coarse: gives the tolerance of what rounds further than its dtype says, or 0: it holds where float64 cannot be
+            computed.
     """
     want, found = plain(want), plain(found)
     if torch.equal(want, found) or want.numel() == 0:
@@ -131,12 +138,16 @@ def value_difference(
         return None
     double = in_double(0)
     if double is None:
+        relative = max(relative, coarse())
         return None if _is_close(want, found, relative, scale + cancelled) else _measured(want, found)
     exact = plain(double).to(torch.float64)
     own_error = largest(want.to(torch.float64) - exact)
     if _as_near(want, found, exact, own_error, relative):
         return None
-    rounding = own_error + _moved_by(exact, in_double)
+    moves = _moved_by(exact, in_double)
+    rounding = own_error + moves
+    if coarse():  # what many values add up to that were moved the same way may be less by chance than what one was
+        rounding += root_mean_square(moves)
     return None if _as_near(want, found, exact, rounding, relative) else _measured(want, found)
 
 

@@ -26,6 +26,7 @@ from .comparison import (
     value_difference,
 )
 from .reference import in_double, once_more
+from .tf32 import rounding_operators, tolerance_of
 
 if TYPE_CHECKING:
     from ..lowering.region_compiler import RegionCompiler
@@ -133,7 +134,7 @@ class Judge:
                 doubles.append(double)
             return double
 
-        difference = value_difference(result.want, result.found, relative, wide, beside)
+        difference = value_difference(result.want, result.found, relative, wide, beside, self._coarse)
         if difference is None and doubles and doubles[0] is not None and beside > 0:
             most = noise_of(result.want, result.found, doubles[0], relative * beside)
             if most is not None:
@@ -145,6 +146,11 @@ class Judge:
             return difference  # else the real calls do not give the same twice, and it cannot be asked for
         relative = tolerance(self._dtypes([result]))
         return value_difference(result.want, result.found, relative, wide, beside)
+
+    def _coarse(self) -> float:
+        """The tolerance of what the region's calls may round further than their dtypes say."""
+        operators = rounding_operators(self._given().values())
+        return tolerance_of(self.compiled.aten.text(), operators) if operators else 0.0
 
     def _given(self) -> dict[fx.Node, Any]:
         region = self.step.region

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import operator
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
@@ -12,6 +13,8 @@ from torch import fx
 from .. import ir
 from ..signal_handlers import raise_what_a_handler_raised
 from ..steps.memory import memory_of
+from .perturbing import HARDLY, perturbed
+from .tf32 import RoundedOperands, rounding_operators
 
 _WIDER = {
     torch.float32: torch.float64,
@@ -26,8 +29,6 @@ _ROUNDING = 2
 """Inputs are moved by at most this many units of rounding of the dtype that they have, to see how far results move."""
 _ROUNDING_IN_DOUBLE = 1024
 """The same for inputs that are float64: enough to tell the move from one that is a hundred times less."""
-_HARDLY = 8 * torch.finfo(torch.float64).eps
-"""And by at most this, eight units of float64, whatever the dtype, to see whether a result jumps."""
 
 
 class RealCalls:
@@ -80,8 +81,8 @@ def in_double(
 
     With a number above 0 the inputs are moved first, by the rounding of the dtypes that they had, and what each call
     gives, by that of the coarsest of these (what cancels whatever the inputs are does not show else): each number moves
-    them in another way. One below 0 moves them as its opposite does, but hardly at all. None where a call cannot be
-    computed so.
+    them in another way. One below 0 moves them as its opposite does, but hardly at all. What the settings of CUDA have
+    rounded further is moved by that, too. None where a call cannot be computed so.
     """
     nodes, given = _leading_to(wanted, nodes, given)
     places: dict[Any, int] = {}  # each memory is moved in its own way: like tensors moved alike would not part
@@ -90,12 +91,14 @@ def in_double(
         place = places.setdefault(node if (memory := memory_of(value)) is None else memory, len(places))
         wide[node] = widened(value, moved, place)
     calls = RealCalls(nodes, [wanted], wide, again=True, wide=True)
-    by = _coarsest(given.values()) if moved > 0 else _HARDLY
+    by = _coarsest(given.values()) if moved > 0 else HARDLY
+    coarse = rounding_operators(given.values()) if moved else {}
     try:
-        for number, node in enumerate(nodes):
-            result = calls.run(node)
-            if moved and node in calls.known and node.target is not operator.getitem and not ir.is_validation(node):
-                calls.known[node] = _rounded(result, by, (abs(moved) << 32) + len(places) + number)
+        with RoundedOperands(coarse, moved) if coarse else contextlib.nullcontext():
+            for number, node in enumerate(nodes):
+                result = calls.run(node)
+                if moved and node in calls.known and node.target is not operator.getitem and not ir.is_validation(node):
+                    calls.known[node] = _rounded(result, by, moved, len(places) + number)
     except Exception as error:  # noqa: BLE001  no kernel for float64, most likely; then the plain tolerance alone decides
         raise_what_a_handler_raised(error)
         return None
@@ -156,7 +159,7 @@ def widened(value: Any, moved: int = 0, place: int = 0) -> Any:
     wide = value.to(_WIDER[value.dtype])
     if moved == 0:
         return wide
-    return _perturbed(wide, _rounding(value.dtype) if moved > 0 else _HARDLY, (abs(moved) << 32) + place)
+    return perturbed(wide, _rounding(value.dtype) if moved > 0 else HARDLY, moved, place)
 
 
 def _rounding(dtype: torch.dtype) -> float:
@@ -170,15 +173,9 @@ def _coarsest(values: Iterable[Any]) -> float:
     return max(map(_rounding, {torch.float64, *dtypes}))
 
 
-def _rounded(result: Any, by: float, seed: int) -> Any:
+def _rounded(result: Any, by: float, moved: int, place: int) -> Any:
     """What a call gave, moved."""
     if isinstance(result, (list, tuple)):
-        return [_rounded(each, by, seed) for each in result]
+        return [_rounded(each, by, moved, place) for each in result]
     floating = isinstance(result, torch.Tensor) and (result.is_floating_point() or result.is_complex())
-    return _perturbed(result, by, seed) if floating and result.layout is torch.strided else result
-
-
-def _perturbed(value: torch.Tensor, by: float, seed: int) -> torch.Tensor:
-    generator = torch.Generator(value.device).manual_seed(seed)  # the user's own must not notice
-    noise = torch.rand(value.shape, generator=generator, device=value.device, dtype=torch.float64) - 0.5
-    return value * (1 + noise * (2 * by))
+    return perturbed(result, by, moved, place) if floating and result.layout is torch.strided else result

@@ -23,7 +23,7 @@ import torch
 from .protocol import SOURCE, Backend, Compiled
 
 _STABLE_MODULES = ("torch", "math", "operator", "_operator")
-FORMAT = 2
+FORMAT = 3
 """Part of an artifact's first line; another number is another format."""
 LINKED = "compiled_region"
 """What the namespace of loaded code calls itself."""
@@ -40,6 +40,26 @@ class CannotStoreError(Exception):
     """What a backend compiled cannot be put into bytes; the text says why. ``save`` gives None for it."""
 
 
+class Launch(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
+    """How a kernel for CUDA is launched.
+
+    Attributes:
+        library: the SHA-256 of its binary.
+        entry: its name there.
+        shared: bytes of memory that a block shares.
+        device: the index of the device that it was compiled for.
+        capability: that device's.
+        source: a function ``run``, which takes what generated code gives and hands on what the binary takes.
+    """
+
+    library: str
+    entry: str
+    shared: int
+    device: int
+    capability: str
+    source: str
+
+
 class Stored(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     """The content of an artifact.
 
@@ -50,7 +70,9 @@ class Stored(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         needs: dotted names in the source that must exist, such as those of operators.
         constants: tensors by name, as ``torch.save`` writes them; empty for none.
         kernels: names of compiled functions, the SHA-256 of the library that each is in, and its name there.
-        libraries: shared libraries by SHA-256.
+        launches: names of kernels for CUDA, and how each is launched.
+        libraries: shared libraries and binaries for CUDA by SHA-256.
+        aligned: the inputs that generated code takes to begin at multiples of 16 bytes.
     """
 
     source: str
@@ -58,7 +80,9 @@ class Stored(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     needs: list[str]
     constants: bytes = b""
     kernels: dict[str, tuple[str, str]] = {}
+    launches: dict[str, Launch] = {}
     libraries: dict[str, bytes] = {}
+    aligned: list[int] = []
 
 
 class ArtifactBackend(Backend):

@@ -107,7 +107,7 @@ for lock in (sessions._RECORDING, graphs._ADDING):
 """
 
 _HELD_OVER_FORK = """
-for lock in (kernels._LOADING, compile_counter._lock):
+for lock in (kernels.LOADING, compile_counter._lock):
     held.clear(), done.clear()
     thread = threading.Thread(target=hold, args=(lock,), daemon=True)
     thread.start()

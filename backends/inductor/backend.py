@@ -27,6 +27,7 @@ from .memory import keep_freed_memory
 from .randomness import FALLBACK, decompositions, draws
 from .straight_line.program_library import begin
 from .straight_line.straight_line import StraightLine
+from .triton_kernels import Aligned, load_launches, without_alignment
 from .workarounds.complex_scatters import keep_complex_scatters
 from .workarounds.outer_loops import sound_outer_loops
 from .wrappers import namespace_of, store
@@ -116,7 +117,10 @@ class InductorBackend(ArtifactBackend):
         return compiled if has_symbols else _straight(compiled)
 
     def stored(self, compiled: Any) -> Stored:
-        """The generated Python code and its compiled kernels, where all of it runs on the CPU."""
+        """The generated Python code and its compiled kernels, for the CPU and for one CUDA device.
+
+        Of several forms of a kernel for CUDA, Inductor takes the fastest when it first runs: then it can be stored.
+        """
         from torch._inductor.output_code import CompiledFxGraph
 
         if isinstance(compiled, StraightLine):
@@ -131,16 +135,21 @@ class InductorBackend(ArtifactBackend):
             return EagerBackend().stored(compiled)
         if not isinstance(compiled, CompiledFxGraph):
             raise CannotStoreError(f"it is a {type(compiled).__name__}, not what Inductor made (or was loaded itself)")
-        devices = sorted(compiled.device_types - {"cpu"})
-        if devices:
-            raise CannotStoreError(f"it has code for {', '.join(devices)}, and only code for the CPU is stored")
+        _check_devices(compiled)
         for kind in ("frozen_param_names", "torchbind_constants", "opaque_value_type_classes"):
             if getattr(compiled, kind):
                 raise CannotStoreError(f"it has {kind}: {', '.join(getattr(compiled, kind))}")
-        namespace = namespace_of(compiled.current_callable)
+        call, aligned = without_alignment(compiled.current_callable)
+        namespace = namespace_of(call)
         if namespace is None:
-            raise CannotStoreError(f"Inductor has put {compiled.current_callable!r} around its generated code")
-        return store(compiled.source_code, namespace, compiled.constants or {})
+            raise CannotStoreError(f"Inductor has put {call!r} around its generated code")
+        if not all(
+            part is namespace.get(part.__name__) for part in getattr(getattr(call, "__self__", None), "partitions", ())
+        ):
+            raise CannotStoreError("parts of it run as CUDA graphs, which each process records for itself")
+        stored = store(compiled.source_code, namespace, compiled.constants or {})
+        stored.aligned = aligned
+        return stored
 
     def loaded(self, stored: Stored) -> Compiled:
         """The code with its kernels. Neither Inductor is imported nor a compiler looked for."""
@@ -150,14 +159,32 @@ class InductorBackend(ArtifactBackend):
         constants = tensors_from_bytes(stored.constants)
         given = {name: kernels[place] for name, place in stored.kernels.items()}
         make_program = given.pop(_PROGRAMS, None)
+        launches = load_launches(stored.libraries, stored.launches)
         keep_freed_memory()
-        namespace = link(stored, {**constants, **given})
+        namespace = link(stored, {**constants, **given, **launches})
         call = namespace["call"]
+        if stored.aligned:
+            return Aligned(call, stored.aligned)
         return call if make_program is None else StraightLine(call, stored.source, namespace, make_program)
 
     def environment(self) -> dict[str, str]:
-        """Processor, threads, C library, how torch was built, Inductor's settings."""
+        """Processor, threads, C library, how torch was built, Inductor's settings; devices where CUDA is in use."""
         return environment()
+
+
+def _check_devices(compiled: Any) -> None:
+    """Whether code is for devices of which artifacts are made.
+
+    Raises:
+        CannotStoreError: it is for others.
+    """
+    others = sorted(compiled.device_types - {"cpu", "cuda"})
+    if "cuda" in compiled.device_types and torch.version.hip:
+        others.append("ROCm")
+    if others:
+        raise CannotStoreError(f"it has code for {', '.join(others)}, and only code for the CPU and CUDA is stored")
+    if len(indices := sorted(getattr(compiled, "device_idxs", ()))) > 1:
+        raise CannotStoreError(f"it has code for several devices: {indices}")
 
 
 def _settings(mode: str, graph_module: fx.GraphModule, on_cuda: bool) -> dict[str, Any]:

@@ -1,4 +1,4 @@
-"""What Inductor's code for the CPU depends on beside its graph and the versions of torch and Python (torch 2.13).
+"""What Inductor's code depends on beside its graph and the versions of torch and Python (torch 2.13).
 
 What it was compiled *with* is no part of it: a library either loads or does not, and the loader says so. What it was
 compiled *for* is, as a wrong processor shows only when an instruction is met.
@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import functools
 import hashlib
+import importlib.metadata
 import os
 import platform
 import re
@@ -45,7 +46,42 @@ def environment() -> dict[str, str]:
         "libc": "-".join(platform.libc_ver()),
         "libtorch": _digest(f"{torch.version.git_version}\n{torch.__config__.show()}"),
         "inductor_settings": inductor_settings(),
+        **_cuda(),
     }
+
+
+CUDA = "cuda"
+"""What the names of parts begin with that are there only where CUDA is in use."""
+
+
+def _cuda() -> dict[str, str]:
+    """What kernels for CUDA depend on. A process that has no tensor there has none of it, and is not made to begin."""
+    if torch.version.cuda is None or not torch.cuda.is_initialized():
+        return {}
+    return {
+        CUDA: torch.version.cuda,
+        f"{CUDA}_devices": _devices(),
+        f"{CUDA}_driver": str(torch._C._cuda_getDriverVersion()),  # type: ignore[attr-defined]  # as CUDA counts
+        f"{CUDA}_triton": _triton(),
+    }
+
+
+def _devices() -> str:
+    """The devices that this process sees; each once, where all are alike: then it matters not how many there are."""
+    found = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
+    texts = [f"{each.name}, {each.major}.{each.minor}, {each.multi_processor_count} processors" for each in found]
+    return texts[0] if len({*texts}) == 1 else "; ".join(f"{index}: {text}" for index, text in enumerate(texts))
+
+
+@functools.cache
+def _triton() -> str:
+    """Triton's version, without importing it: it is not needed to run what it compiled."""
+    for name in ("triton", "pytorch-triton", "triton-windows"):
+        try:
+            return importlib.metadata.version(name)
+        except importlib.metadata.PackageNotFoundError:
+            continue
+    return "none"
 
 
 def inductor_settings() -> str:

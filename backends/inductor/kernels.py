@@ -36,9 +36,9 @@ _ENTRY_FORM = re.compile(rf"{ENTRY}(_\d+)?")
 _loaded: dict[KernelId, Kernel] = {}
 _addresses: dict[tuple[str, str], int] = {}
 """By file and name, of what this process has loaded: the file may be gone by now."""
-_LOADING = threading.RLock()  # held over a fork, which waits for what is being loaded: milliseconds
+LOADING = threading.RLock()  # held over a fork, which waits for what is being loaded: milliseconds
 if hasattr(os, "register_at_fork"):
-    os.register_at_fork(before=_LOADING.acquire, after_in_parent=_LOADING.release, after_in_child=_LOADING.release)
+    os.register_at_fork(before=LOADING.acquire, after_in_parent=LOADING.release, after_in_child=LOADING.release)
 
 
 def library_of(name: str, kernel: Any) -> tuple[bytes, str]:
@@ -67,16 +67,16 @@ def load_kernels(libraries: Mapping[str, bytes], wanted: Iterable[KernelId]) -> 
     Raises:
         ArtifactError: a library is not what its hash says, or cannot be loaded on this machine.
     """
-    with _LOADING:
+    with LOADING:
         missing = sorted({*itertools.filterfalse(_loaded.__contains__, wanted)})
         if missing:
             tell_libraries()
             # Inductor asks the system for AMX registers when it looks for a processor's vectors; without that, a kernel
             # that uses them dies. Where there are none, this does nothing.
             torch.cpu._init_amx()
-            with _private_folder() as folder:
+            with private_folder() as folder:
                 for digest in {digest for digest, _ in missing}:
-                    _write(folder, digest, libraries[digest])
+                    write_library(folder, digest, libraries[digest])
                 for digest, entry in missing:
                     _loaded[digest, entry] = _load(folder, digest, entry)
         return {kernel_id: _loaded[kernel_id] for kernel_id in wanted}
@@ -92,7 +92,8 @@ def tell_libraries() -> None:
 
 
 @contextlib.contextmanager
-def _private_folder() -> Any:
+def private_folder() -> Any:
+    """A new folder that only this user can enter, for as long as it takes to load what is in it."""
     folder = tempfile.mkdtemp(prefix="compiled-region-")  # mode 0700
     try:
         yield Path(folder)
@@ -106,12 +107,18 @@ def _path(folder: Path, digest: str) -> Path:
     return folder / f"{digest}{importlib.machinery.EXTENSION_SUFFIXES[-1]}"
 
 
-def _write(folder: Path, digest: str, data: bytes) -> None:
+def write_library(folder: Path, digest: str, data: bytes) -> Path:
+    """Write it where :func:`load_kernels` says.
+
+    Raises:
+        ArtifactError: it is not what its hash says.
+    """
     if hashlib.sha256(data).hexdigest() != digest:
         raise ArtifactError(f"its library {digest[:16]} has other content than its name says")
     path = _path(folder, digest)
     path.write_bytes(data)
     path.chmod(0o700)
+    return path
 
 
 def _load(folder: Path, digest: str, entry: str) -> Kernel:

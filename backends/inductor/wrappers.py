@@ -10,13 +10,16 @@ import hashlib
 from collections.abc import Mapping
 from typing import Any
 
-from ..artifacts import CannotStoreError, Stored, dotted_names, names_in, reference, tensors_to_bytes
+from ..artifacts import CannotStoreError, Launch, Stored, dotted_names, names_in, reference, tensors_to_bytes
 from ..parsing import parsed
 from .kernels import KernelId, library_of
+from .triton_kernels import launch_of
 
 _ENTRY = "call"
 _INDUCTORS = ("torch._inductor.hooks", "torch._inductor.utils", "torch._inductor.codegen.memory_planning")
 """Modules of Inductor that stored code may import: none of them compiles. (Code that needs none is the rule.)"""
+_COMPILED = ("torch._C", "torch._C._dynamo.guards")
+"""Modules in C++, which code for CUDA imports."""
 _COMPILER = "async_compile"
 _EXTERN = "extern_kernels"
 """Operators that are called as they are; most are functions of torch, each under its own name."""
@@ -36,8 +39,7 @@ def store(source: str, live: Mapping[str, Any], constants: Mapping[str, Any]) ->
     bindings = _bindings(parsed(source))
     needed = _needed(bindings)
     kept: dict[int, ast.stmt] = {}
-    kernels: dict[str, KernelId] = {}
-    libraries: dict[str, bytes] = {}
+    made: dict[str, str] = {}
     for name in needed:
         statement = bindings[name]
         made_by = _made_by(statement)
@@ -46,14 +48,23 @@ def store(source: str, live: Mapping[str, Any], constants: Mapping[str, Any]) ->
         if made_by is None:
             _check_import(statement)
             kept[statement.lineno] = statement
-        elif made_by != "cpp_pybinding":
-            raise CannotStoreError(f"its kernel {name} was made by {made_by}, and only kernels for the CPU are stored")
         else:
+            made[name] = made_by
+    statements = [kept[line] for line in sorted(kept)]
+    kernels: dict[str, KernelId] = {}
+    launches: dict[str, Launch] = {}
+    libraries: dict[str, bytes] = {}
+    for name, made_by in sorted(made.items()):
+        if made_by == "cpp_pybinding":
             library, entry = library_of(name, live.get(name))
             digest = hashlib.sha256(library).hexdigest()
             kernels[name] = digest, entry
-            libraries[digest] = library
-    statements = [kept[line] for line in sorted(kept)]
+        elif made_by == "triton":
+            launches[name], library = launch_of(name, live.get(name), statements)
+            digest = launches[name].library
+        else:
+            raise CannotStoreError(f"its kernel {name} was made by {made_by}, and such kernels are not stored")
+        libraries[digest] = library
     externs = sorted({name.split(".")[1] for name in dotted_names(statements, [_EXTERN])})
     return Stored(
         source=_text(source, statements),
@@ -61,6 +72,7 @@ def store(source: str, live: Mapping[str, Any], constants: Mapping[str, Any]) ->
         needs=dotted_names(statements, needed - {_EXTERN}),
         constants=tensors_to_bytes(constants),
         kernels=kernels,
+        launches=launches,
         libraries=libraries,
     )
 
@@ -123,7 +135,7 @@ def _check_import(statement: ast.stmt) -> None:
     else:
         modules = [alias.name for alias in statement.names] if isinstance(statement, ast.Import) else []
     for module in modules:
-        if module not in (*_INDUCTORS, "torch", "math", "cmath", "random", "os", "tempfile", "ctypes"):
+        if module not in (*_INDUCTORS, *_COMPILED, "torch", "math", "cmath", "random", "os", "tempfile", "ctypes"):
             raise CannotStoreError(f"its code imports {module}, which may compile when it is run")
 
 

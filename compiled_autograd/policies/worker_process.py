@@ -11,7 +11,7 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from importlib.machinery import PathFinder
 from pathlib import Path
 from typing import IO, Any
@@ -61,7 +61,7 @@ def compile_elsewhere(
         assert isinstance(backend, Storing)
         try:
             reply = WORKER.ask(request)
-            if reply.artifact is not None and reply.environment == backend.environment():
+            if reply.artifact is not None and reply.environment == _without_cuda(backend.environment()):
                 return Made(backend.load(reply.artifact), reply.artifact)
         except (OSError, EOFError, msgspec.DecodeError, ArtifactError) as error:
             raise_what_a_handler_raised(error)
@@ -96,6 +96,11 @@ def _request(
 def told(state: Ambient) -> str:
     """What the two processes must agree on. The other one has never used CUDA, nor compiles for it."""
     return repr([part for part in compile_state(state) if not part[0].startswith("cuda")])
+
+
+def _without_cuda(environment: Mapping[str, str]) -> dict[str, str]:
+    """For the same reason; what comes back is code for the CPU."""
+    return {name: value for name, value in environment.items() if not name.startswith("cuda")}
 
 
 class Worker:

@@ -73,6 +73,7 @@ class Stored(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
         launches: names of kernels for CUDA, and how each is launched.
         libraries: shared libraries and binaries for CUDA by SHA-256.
         aligned: the inputs that generated code takes to begin at multiples of 16 bytes.
+        replayed_on: the index of the CUDA device where it runs as CUDA graphs; None for none.
     """
 
     source: str
@@ -83,6 +84,7 @@ class Stored(msgspec.Struct, kw_only=True, forbid_unknown_fields=True):
     launches: dict[str, Launch] = {}
     libraries: dict[str, bytes] = {}
     aligned: list[int] = []
+    replayed_on: int | None = None
 
 
 class ArtifactBackend(Backend):

@@ -343,18 +343,19 @@ def test_what_a_function_made_cannot_be_stored() -> None:
     assert not isinstance(backend, backends.Storing)
 
 
-def test_what_has_other_parts_than_code_for_the_cpu_cannot_be_stored(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_has_other_parts_than_generated_code_cannot_be_stored(monkeypatch: pytest.MonkeyPatch) -> None:
     backend: Any = backends.get_backend("inductor")
     compiled = _case("inductor", "only_matmul")
     assert backend.why_not_saved(compiled) is None
     assert "loaded itself" in _why_not(backend, _load("inductor", _artifact("inductor", "only_matmul")))
     for attribute, value, reason in (
-        ("device_types", {"cpu", "cuda"}, "code for cuda"),
+        ("device_types", {"cpu", "xpu"}, "code for xpu"),
         ("source_code", "from torch._inductor.codecache import Cpp\ncall = Cpp.load()", "codecache, which may compile"),
         ("source_code", "call = 1\ncall = 2", "binds call twice"),
         ("frozen_param_names", {"weight": "weight"}, "frozen_param_names: weight"),
         ("current_callable", lambda arguments: arguments, "around its generated code"),
-        ("source_code", "k = async_compile.triton('')\ncall = k", "made by triton"),
+        ("source_code", "k = async_compile.triton('')\ncall = k", "not a kernel that Triton compiled"),
+        ("source_code", "k = async_compile.pallas('')\ncall = k", "made by pallas"),
         ("source_code", "torch.ops.load_library('x')\ncall = 1", "not known: torch.ops.load_library"),
     ):
         with monkeypatch.context() as patch:

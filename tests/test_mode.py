@@ -16,6 +16,7 @@ from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 import backends
 import compiled_autograd as ca
 import shadow_cache
+from backends.artifacts import Stored
 from backends.inductor.backend import InductorBackend
 from backends.inductor.cuda.capture import Device, cuda_device
 from backends.inductor.cuda.graphs import Replayed
@@ -174,16 +175,19 @@ def test_the_device_of_a_graph() -> None:
     assert cuda_device(_graph("cuda:0")[0]) == 0
 
 
-def test_why_a_region_with_cuda_graphs_is_not_stored() -> None:
+def test_a_region_with_cuda_graphs_is_stored_as_its_code(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs are captured anew by each process."""
     from torch._inductor.output_code import CompiledFxGraph
 
-    made = object.__new__(CompiledFxGraph)
-    made.device_types, made.compiled_fn_runner = {"cuda"}, None  # type: ignore[assignment]
-    backend = InductorBackend("reduce-overhead")
-    assert (
-        backend.why_not_saved(Replayed(made, Device(0))) == "it has code for cuda, and only code for the CPU is stored"
-    )
-    assert backend.save(Replayed(made, Device(0))) is None
+    backend, made = InductorBackend("reduce-overhead"), object.__new__(CompiledFxGraph)
+    plain = Stored(source="def call(arguments):\n    return [arguments.pop() + 1]\n", names={}, needs=[])
+    whole = InductorBackend.stored
+    monkeypatch.setattr(InductorBackend, "stored", lambda self, each: plain if each is made else whole(self, each))
+    data = backend.save(Replayed(made, Device(1)))
+    assert data is not None
+    loaded: Any = backend.load(data)
+    assert isinstance(loaded, Replayed) and loaded.device.index == 1
+    assert same_bits(loaded.run_code([torch.ones(2)])[0], torch.full((2,), 2.0))
 
 
 # ---- on the CPU --------------------------------------------------------------------------------------------------

@@ -130,7 +130,9 @@ class InductorBackend(ArtifactBackend):
             stored.libraries[digest] = compiled.library
             return stored
         if isinstance(compiled, Replayed):
-            compiled = compiled.compiled
+            stored = self.stored(compiled.compiled)
+            stored.replayed_on = compiled.device.index
+            return stored
         if isinstance(getattr(compiled, "__self__", None), fx.GraphModule):
             return EagerBackend().stored(compiled)
         if not isinstance(compiled, CompiledFxGraph):
@@ -143,10 +145,9 @@ class InductorBackend(ArtifactBackend):
         namespace = namespace_of(call)
         if namespace is None:
             raise CannotStoreError(f"Inductor has put {call!r} around its generated code")
-        if not all(
-            part is namespace.get(part.__name__) for part in getattr(getattr(call, "__self__", None), "partitions", ())
-        ):
-            raise CannotStoreError("parts of it run as CUDA graphs, which each process records for itself")
+        parts = getattr(getattr(call, "__self__", None), "partitions", ())  # of a `Runner`
+        if any(part is not namespace.get(getattr(part, "__name__", "")) for part in parts):
+            raise CannotStoreError("Inductor has put something around the parts of its generated code")
         stored = store(compiled.source_code, namespace, compiled.constants or {})
         stored.aligned = aligned
         return stored
@@ -164,7 +165,9 @@ class InductorBackend(ArtifactBackend):
         namespace = link(stored, {**constants, **given, **launches})
         call = namespace["call"]
         if stored.aligned:
-            return Aligned(call, stored.aligned)
+            call = Aligned(call, stored.aligned)
+        if stored.replayed_on is not None:
+            return Replayed(call, Device(stored.replayed_on))
         return call if make_program is None else StraightLine(call, stored.source, namespace, make_program)
 
     def environment(self) -> dict[str, str]:

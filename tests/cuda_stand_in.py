@@ -48,7 +48,7 @@ class _Graph:
     def __init__(self, device: StandIn, run: Callable[[], None]) -> None:
         self.device, self.run = device, run
         names = inspect.getclosurevars(run).nonlocals
-        self.results, self.through = names["results"], names["through"]
+        self.results, self.through = names["memory"], names["through"]
         cells = dict(zip(run.__code__.co_freevars, run.__closure__, strict=True))
         cells["arguments"].cell_contents = list(names["arguments"])  # whoever called empties the list
 

@@ -14,8 +14,8 @@ from torch import fx
 import compiled_autograd as ca
 from backends.eager import EagerBackend
 from backends.inductor.backend import InductorBackend
-from backends.inductor.cuda import capture, graphs
-from backends.inductor.cuda.graphs import FIRST_RUNS, REPLAY, Replayed
+from backends.inductor.cuda import capture, graphs, inputs
+from backends.inductor.cuda.graphs import FIRST_RUNS, REPLAY, SIGHTINGS, Replayed
 from backends.inductor.poison import run_poisoned
 from backends.protocol import ONLY_FORM, Compiled
 
@@ -66,7 +66,7 @@ def test_what_lies_where_it_lay_is_replayed() -> None:
 
 def test_other_addresses_run_the_code_and_are_captured_when_they_come_again() -> None:
     region, kept = Region(), [_pair(step) for step in range(8)]
-    for pair in kept:
+    for pair in [*kept, *kept]:
         region.run(*pair)
     assert region.replayed.captures == 0
     for pair in kept[::-1]:
@@ -156,7 +156,8 @@ def test_another_stream_has_graphs_of_its_own() -> None:
     region.warm(a, b)
     region.run(a, b)
     region.device.number = 7
-    region.run(a, b)
+    for _ in range(SIGHTINGS):
+        region.run(a, b)
     assert (region.replayed.captures, region.replayed.replays) == (1, 1)
     region.run(a, b)
     assert (region.replayed.captures, region.replayed.replays) == (2, 2)
@@ -270,6 +271,77 @@ def test_threads_that_share_a_region() -> None:
     assert region.replayed.replays > 0
 
 
+def _moving(region: Region, steps: int, keep: list[Any] | None = None) -> None:
+    """Calls with one input that stays and one that lies elsewhere each time."""
+    stays = torch.arange(9.0).view(3, 3)
+    for step in range(steps):
+        moves = torch.full((4, 3), float(step))[1:]
+        if keep is not None:
+            keep.append(moves)
+        region.run(moves, stays)
+
+
+def test_small_inputs_that_move_are_copied_in() -> None:
+    region, kept = Region(), list[Any]()
+    _moving(region, inputs.WINDOW, kept)
+    assert region.replayed.replays == 0 and region.replayed._inputs.copied == (0,)
+    _moving(region, 30, kept)
+    assert region.replayed.captures == 1 and region.replayed.replays == 30 - SIGHTINGS
+
+
+def test_large_inputs_that_move_are_not(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(inputs, "MAX_COPIED", 35)
+    region, kept = Region(), list[Any]()
+    _moving(region, 3 * inputs.WINDOW, kept)
+    assert region.replayed._inputs.copied == () and region.replayed.captures == 0
+
+
+def test_inputs_of_regions_that_share_their_code() -> None:
+    """Each has a weight that stays; there are as many places of it as of any."""
+    region, weights, kept = Region(), [torch.full((3, 3), float(each)) for each in range(4)], []
+    for step in range(60):
+        kept.append(torch.full((3, 3), float(step)))
+        region.run(kept[-1], weights[step % 4])
+    assert region.replayed._inputs.copied == (0,)
+    assert region.replayed.captures == 4 and region.replayed.replays >= 20
+
+
+def test_results_in_the_memory_of_an_input_that_is_copied_in() -> None:
+    def through(arguments: list[Any]) -> list[Any]:
+        a, b = arguments
+        arguments.clear()
+        return [a[1:], b.view(9)[3:], a.t(), a * b]
+
+    region, kept = Region(through), list[Any]()
+    _moving(region, 40, kept)
+    assert region.replayed.replays >= 10
+    found = region.run(kept[-1], torch.ones(3, 3))
+    assert found[0].data_ptr() == kept[-1].data_ptr() + 12
+
+
+def test_expanded_and_integer_inputs_are_copied_in() -> None:
+    def code(arguments: list[Any]) -> list[Any]:
+        a, b, index = arguments
+        arguments.clear()
+        return [a * b, index * 2, b.sum(0)]
+
+    region, kept = Region(code), list[Any]()
+    stays = torch.arange(9.0).view(3, 3)
+    for step in range(40):
+        kept.append((torch.full((3, 1), float(step)).expand(3, 3), torch.tensor([step % 3, 0, 1])))
+        region.run(kept[-1][0], stays, kept[-1][1])
+    assert region.replayed._inputs.copied == (0, 2) and region.replayed.replays >= 15
+
+
+def test_what_is_captured_anew_gets_the_memory_of_what_is_stale() -> None:
+    region, kept = Region(), [_pair(step) for step in range(4)]
+    for pair in kept:
+        for _ in range(FIRST_RUNS + SIGHTINGS + 4):
+            region.run(*pair)
+    assert region.replayed.captures == 4
+    assert sum(map(len, region.replayed._graphs.values())) == 1 and len(region.replayed._spare) == 0
+
+
 def test_random_trainings() -> None:
     """Inputs move or stay, results are kept or not, numbers change, graphs come and go: the code's results always."""
     for seed in range(30):
@@ -284,7 +356,7 @@ def test_random_trainings() -> None:
         region.device.captured = 0
         places = [_pair(chance.random()) for _ in range(3)]
         held: list[tuple[Any, Any]] = []
-        for _ in range(60):
+        for _ in range(120):
             a, b = chance.choice(places)
             a.fill_(chance.random())
             if chance.random() < 0.1:

@@ -184,7 +184,7 @@ def test_peak_memory_is_eagers(device: str, backend: str) -> None:
         model.zero_grad()
         return model(x).square().mean()
 
-    # What libraries allocate once is not counted; nor is what a comparison with the real calls holds: both their results.
+    # What libraries allocate once is not counted; nor what a comparison with the real calls holds, the results of both.
     for around in (ca.disable(), *[session] * 3):
         loss = make_loss()
         with around:

@@ -111,7 +111,7 @@ class InductorBackend(ArtifactBackend):
                 return EagerBackend().compile(graph_module, example_inputs)  # as Inductor does, but it can be stored
             # The mode's settings are read here alone: what runs later has them in its code.
             compiled = compile_fx_inner(graph_module, list(example_inputs), is_backward=True)
-        if replays and not has_symbols and not any(draws(node.target) for node in graph_module.graph.nodes):
+        if replays and not has_symbols and _can_be_replayed(compiled, graph_module):
             assert device is not None
             return Replayed(compiled, Device(device))
         return compiled if has_symbols else _straight(compiled)
@@ -173,6 +173,13 @@ class InductorBackend(ArtifactBackend):
     def environment(self) -> dict[str, str]:
         """Processor, threads, C library, how torch was built, Inductor's settings; devices where CUDA is in use."""
         return environment()
+
+
+def _can_be_replayed(compiled: Any, graph_module: fx.GraphModule) -> bool:
+    """Whether it draws no random numbers, and writes into none of its inputs, of which it may be given copies."""
+    if any(draws(node.target) for node in graph_module.graph.nodes):
+        return False
+    return not getattr(compiled, "mutated_input_idxs", ())
 
 
 def _check_devices(compiled: Any) -> None:

@@ -1,8 +1,8 @@
-"""Regions that run as CUDA graphs (written against torch 2.13, tried on 2.11): no input is copied, and no result.
+"""Regions that run as CUDA graphs (written against torch 2.13, tried on 2.11), without copies of what stays.
 
 A CUDA graph reads and writes the addresses that it was captured with. So a graph is used again only where all inputs
-lie where they lay then, as parameters do, and as what a training allocates in each step mostly does; and only while
-nobody holds what its last run gave. Any other call captures another graph, or runs the generated code as it is.
+lie where they lay then, but for small ones that move, which are copied in; and only while nobody holds what its last
+run gave. Any other call captures another graph, or runs the generated code as it is.
 """
 
 from __future__ import annotations
@@ -18,22 +18,24 @@ import torch
 
 from ...protocol import ONLY_FORM, Compiled
 from .capture import CAPTURING, CannotCaptureError, Device, Replayable
+from .inputs import Inputs, copy_all
 
 REPLAY = "CUDA graph"
 """The form of a region that runs as one; the other one is the generated code."""
 FIRST_RUNS = 3
 """So often the generated code runs before anything is captured: the first runs allocate what later ones do not."""
+SIGHTINGS = 2
+"""What was met so often before, with the same addresses, is captured."""
 MAX_GRAPHS = 128
 """The largest number of graphs kept of one region's code; the one that was used least recently goes."""
 MAX_SEEN = 256
-"""So many sets of addresses are remembered that were met once: what is met again is captured."""
+"""The largest number of sets of addresses that are remembered without a graph."""
 FREE_CAPTURES = 160
 """So many captures cost nothing; each further one must have been earned by so many replays:"""
 REPLAYS_FOR_A_CAPTURE = 32
 PATIENCE = 256
 """After so many calls more than replays, and eight times the replays, no graph is looked for any more."""
 Run = Callable[[Compiled, list[Any]], Sequence[Any]]
-_OWN, _NUMBER, _OTHER = "own", "number", "other"
 
 
 @dataclass(slots=True)
@@ -42,21 +44,23 @@ class _Graph:
 
     Attributes:
         graph: what is replayed.
-        results: of each result the tensor that the graph writes it to; what is no tensor, as it is.
-        through: of each result that lies in the memory of an input: its number, that of the input, and where it lies.
+        memory: of each result the tensor that the graph writes it to; what is no tensor, as it is.
+        through: of each result that lies in the memory of an input instead: its number, that of the input, and how.
+        used: when, by the region's number of calls.
         pieces: the memory that the results lie in.
         unused: how many hold each of these while nobody outside does.
     """
 
     graph: Replayable
-    results: list[Any]
+    memory: list[Any]
     through: list[tuple[int, int, tuple[Any, ...]]]
+    used: int = 0
     pieces: list[torch.UntypedStorage] = field(init=False)
     unused: list[int] = field(init=False)
     _numbers: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
-        self.pieces = [each.untyped_storage() for each in self.results if isinstance(each, torch.Tensor)]
+        self.pieces = [each.untyped_storage() for each in self.memory if isinstance(each, torch.Tensor)]
         self._numbers = [each._cdata for each in self.pieces]
         self.unused = self._holders()
 
@@ -71,7 +75,7 @@ class _Graph:
     def run(self, arguments: list[Any]) -> list[Any]:
         """Replay it, and give tensors in its memory that are new to everybody. The arguments are emptied."""
         self.graph.replay()
-        given = [each.data if isinstance(each, torch.Tensor) else each for each in self.results]
+        given = [each.data if isinstance(each, torch.Tensor) else each for each in self.memory]
         for number, source, (size, stride, offset) in self.through:
             given[number] = _lying_in(arguments[source], size, stride, offset)
         arguments.clear()
@@ -98,12 +102,13 @@ class Replayed:
         self.device = device
         self.why_not = ""
         self.captures = self.replays = 0
-        self._runs = 0
+        self._calls = self._runs = 0
         self._lock = threading.Lock()
+        self._inputs = Inputs(device)
         self._graphs: OrderedDict[Hashable, list[_Graph]] = OrderedDict()
-        self._seen: OrderedDict[Hashable, None] = OrderedDict()
-        self._kinds: list[str] | None = None
+        self._seen: OrderedDict[Hashable, int] = OrderedDict()
         self._layouts: list[Any] = []  # of the results: of each tensor its sizes, strides and dtype
+        self._spare: list[list[Any]] = []  # memory of graphs that are gone
 
     def another(self) -> Replayed:
         """The same code for another region, with graphs of its own."""
@@ -136,10 +141,14 @@ class Replayed:
             if not self.why_not:
                 mine += map(self._lock.acquire, (False,))  # else another thread runs it
             if mine and mine[0]:
-                key = self._key(arguments)
-                graph = None if key is None else self._graph(key, arguments)
+                self._calls += 1
+                graph = self._graph(arguments)
+                if self._inputs.watch(arguments, graph is not None):
+                    self._drop_all()  # they read where nothing is copied to
+                    graph = None
                 if graph is not None:
                     self.replays += 1
+                    self._inputs.copy_in(arguments)
                     return graph.run(arguments)
         finally:
             if mine and mine[0]:
@@ -157,86 +166,100 @@ class Replayed:
         return results
 
     def _key(self, arguments: Sequence[Any]) -> Hashable | None:
-        """All that a graph has in it of a call: addresses, the stream, and numbers that are read when it is captured.
-        None where there can be none."""
         if self.why_not:
             return None
-        if self._kinds is None:
-            self._kinds = list(map(self._kind, arguments))
-            if _OTHER in self._kinds:
-                self._give_up("it is given what lies neither on its device nor is one number")
-                return None
-        parts: list[Any] = [
-            each.data_ptr() if kind is _OWN else _number(each)
-            for kind, each in zip(self._kinds, arguments, strict=True)
-        ]
-        parts.append(self.device.stream())
-        return tuple(parts)
-
-    def _kind(self, argument: Any) -> str:
-        if not isinstance(argument, torch.Tensor):
-            return _NUMBER if isinstance(argument, (int, float)) else _OTHER
-        if argument.device.type == "cpu" and argument.dim() == 0:
-            return _NUMBER
-        here = argument.device.type == self.device.kind and argument.device.index in (None, self.device.index)
-        return _OWN if here and argument.layout is torch.strided else _OTHER
-
-    def _graph(self, key: Hashable, arguments: list[Any]) -> _Graph | None:
-        """A graph that can run now with these arguments; it is captured if that is worth it."""
-        known = self._graphs.get(key)
-        if known is not None:
-            self._graphs.move_to_end(key)
-            for graph in known:
-                if graph.is_free():
-                    return graph
-        if len(known or ()) >= 2 or not self._is_worth_it(key):
-            self._seen[key] = None
-            self._seen.move_to_end(key)
-            if len(self._seen) > MAX_SEEN:
-                self._seen.popitem(last=False)
+        if not self._inputs.can_be_replayed(arguments):
+            self._give_up("it is given what lies neither on its device nor is one number")
             return None
-        made = self._captured(arguments)
-        if made is not None:
-            self._graphs.setdefault(key, []).append(made)
-            if len(self._graphs) > MAX_GRAPHS:
-                self._graphs.popitem(last=False)
-        return made
+        return self._inputs.key(arguments)
+
+    def _graph(self, arguments: list[Any]) -> _Graph | None:
+        """A graph that can run now with these arguments; it is captured if that is worth it."""
+        key = self._key(arguments)
+        if key is None:
+            return None
+        known = self._graphs.get(key, [])
+        graph = next((each for each in known if each.is_free()), None)
+        if graph is None and len(known) < 2 and self._is_worth_it(key):
+            graph = self._captured(arguments)
+            if graph is not None:
+                self._graphs.setdefault(key, []).append(graph)
+        if graph is not None:
+            graph.used = self._calls
+            self._graphs.move_to_end(key)
+            return graph
+        self._seen[key] = self._seen.pop(key, 0) + 1
+        if len(self._seen) > MAX_SEEN:
+            self._seen.popitem(last=False)
+        return None
 
     def _is_worth_it(self, key: Hashable) -> bool:
         """Whether a graph for these addresses would be used again, as far as one can tell."""
         allowed = FREE_CAPTURES + self.replays // REPLAYS_FOR_A_CAPTURE
-        return self._runs >= FIRST_RUNS and self.captures < allowed and (key in self._seen or key in self._graphs)
+        return (
+            self._runs >= FIRST_RUNS
+            and self.captures < allowed
+            and (key in self._graphs or self._seen.get(key, 0) >= SIGHTINGS)
+        )
 
     def _captured(self, arguments: list[Any]) -> _Graph | None:
         if self.device.is_capturing() or not CAPTURING.acquire(blocking=False):
             return None
         try:
             self.captures += 1
-            return _captured(self.compiled, arguments, self._layouts, self.device)
+            self._drop_stale()
+            memory = self._spare.pop() if self._spare else [_memory(each, self.device) for each in self._layouts]
+            return _captured(self.compiled, self._inputs.placed(arguments), memory, self.device)
         except (CannotCaptureError, torch.OutOfMemoryError) as error:
             self._give_up(str(error).partition("\n")[0])
             return None
         finally:
             CAPTURING.release()
 
-    def _give_up(self, why: str) -> None:
-        self.why_not = why
-        self._graphs.clear()
+    def _drop_stale(self) -> None:
+        """Let go of a graph whose addresses have not come for a while: what is captured next gets its memory.
+
+        To allocate some anew would have other addresses change, and so on without end.
+        """
+        key = next(iter(self._graphs), None)
+        if key is None:
+            return
+        graphs = self._graphs[key]
+        stale = self._calls - max(each.used for each in graphs) > 2 * sum(map(len, self._graphs.values()))
+        if len(self._graphs) >= MAX_GRAPHS or stale:
+            self._drop(key)
+
+    def _drop(self, key: Hashable) -> None:
+        for graph in self._graphs.pop(key):
+            if graph.is_free():
+                self._spare.append(graph.memory)
+
+    def _drop_all(self) -> None:
+        for key in list(self._graphs):
+            self._drop(key)
         self._seen.clear()
 
-
-def _number(argument: Any) -> Hashable:
-    """A number as part of a key: what is equal is the same to every bit. No NaN equals another."""
-    value = argument.item() if isinstance(argument, torch.Tensor) else argument
-    return value if value and not isinstance(value, complex) else repr(value)
+    def _give_up(self, why: str) -> None:
+        self.why_not = why
+        self._drop_all()
+        self._spare.clear()
 
 
 def _layout(value: Any) -> Any:
     return (value.size(), value.stride(), value.dtype, value.device) if isinstance(value, torch.Tensor) else value
 
 
-def _captured(compiled: Compiled, arguments: Sequence[Any], layouts: Sequence[Any], device: Device) -> _Graph:
-    """A graph of a call. Its last part writes the results to memory that no other graph writes to.
+def _memory(layout: Any, device: Device) -> Any:
+    if not isinstance(layout, tuple):
+        return layout
+    size, stride, dtype, place = layout
+    if place.type != device.kind:
+        raise CannotCaptureError(f"one of its results lies on {place}")
+    return torch.empty_strided(size, stride, dtype=dtype, device=place)
+
+
+def _captured(compiled: Compiled, arguments: list[Any], memory: list[Any], device: Device) -> _Graph:
+    """A graph of a call. Its last part writes the results to ``memory``, where no other graph writes.
 
     Raises:
         CannotCaptureError: there can be none.
@@ -246,39 +269,27 @@ def _captured(compiled: Compiled, arguments: Sequence[Any], layouts: Sequence[An
         if isinstance(each, torch.Tensor):
             inputs.setdefault(each.untyped_storage().data_ptr(), number)
     inputs.pop(0, None)  # of what has no memory
-    results: list[Any] = [_empty(each, device) if isinstance(each, tuple) else each for each in layouts]
     through: list[tuple[int, int, tuple[Any, ...]]] = []
 
     def run() -> None:
         found = list(compiled(list(arguments)))
-        if [_layout(each) for each in found] != list(layouts):
+        if list(map(_layout, found)) != list(map(_layout, memory)):
             raise CannotCaptureError("its results lie otherwise at each run")
+        pairs = []
         for number, each in enumerate(found):
-            source = inputs.get(each.untyped_storage().data_ptr()) if isinstance(each, torch.Tensor) else None
-            if source is not None:
-                through.append((number, source, (each.size(), each.stride(), each.storage_offset())))
-                results[number] = found[number] = None
-        pairs = [(to, each) for to, each in zip(results, found, strict=True) if isinstance(each, torch.Tensor)]
-        if pairs:  # a kernel for all of them, where one can do it
-            torch._foreach_copy_([_each_once(to) for to, _ in pairs], [_each_once(each) for _, each in pairs])
+            if not isinstance(each, torch.Tensor):
+                continue
+            source = inputs.get(each.untyped_storage().data_ptr())
+            if source is None:
+                pairs.append((memory[number], each))
+            else:
+                offset = each.storage_offset() - arguments[source].storage_offset()
+                through.append((number, source, (each.size(), each.stride(), offset)))
+        copy_all([to for to, _ in pairs], [each for _, each in pairs])
 
-    return _Graph(device.capture(run), results, through)
-
-
-def _empty(layout: tuple[Any, ...], device: Device) -> torch.Tensor:
-    size, stride, dtype, place = layout
-    if place.type != device.kind:
-        raise CannotCaptureError(f"one of its results lies on {place}")
-    return torch.empty_strided(size, stride, dtype=dtype, device=place)
-
-
-def _each_once(tensor: torch.Tensor) -> torch.Tensor:
-    """Without the repetitions of expanded dimensions, which share memory and cannot be written at once."""
-    if 0 not in tensor.stride():
-        return tensor
-    return tensor[tuple(slice(0, 1) if stride == 0 else slice(None) for stride in tensor.stride())]
+    return _Graph(device.capture(run), memory, through)
 
 
 def _lying_in(source: torch.Tensor, size: Any, stride: Any, offset: int) -> torch.Tensor:
-    """A tensor in another one's memory, which is no view of it."""
-    return source.data.as_strided(size, stride, offset).data
+    """A tensor in another one's memory, so many elements behind its first, which is no view of it."""
+    return source.data.as_strided(size, stride, source.storage_offset() + offset).data

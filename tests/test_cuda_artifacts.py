@@ -471,6 +471,99 @@ def test_code_that_writes_into_its_inputs_is_not_stored(region: Any) -> None:
     assert "writes into its inputs [0]" in str(InductorBackend().why_not_saved(compiled))
 
 
+# ---- on a device -------------------------------------------------------------------------------------------------
+
+aten = torch.ops.aten
+Shapes = list[tuple[Any, ...]]
+SIZE = "n"
+"""In a shape: a size that changes."""
+ON_A_DEVICE: dict[str, tuple[Any, Shapes]] = {
+    "over elements": (lambda x, y: [aten.sin.default(x) * y + 1], [(1000, 33), (1000, 33)]),
+    "transposed": (
+        lambda x, y: [aten.clone.default(aten.t.default(x), memory_format=torch.contiguous_format) + y * 2],
+        [(1000, 700), (700, 1000)],
+    ),
+    "over long rows": (lambda x: [aten.sum.dim_IntList(aten.sin.default(x), [1])], [(512, 9000)]),
+    "over short rows": (lambda x: [aten._softmax.default(x, -1, False)], [(512, 128)]),
+    "over columns": (lambda x: [aten.sum.dim_IntList(x, [0]), aten.sum.dim_IntList(x * x, [0])], [(1 << 15, 64)]),
+    "over all": (lambda x: [aten.sum.default(aten.sin.default(x))], [(1 << 20,)]),
+    "a scan": (lambda x: [aten.cumsum.default(x, 1)], [(8, 100000)]),
+    "a number on the CPU, a product": (lambda x, s: [x * s, aten.mm.default(x, x)], [(100, 100), ()]),
+    "several at once": (lambda *xs: [*aten._foreach_mul.Scalar([*xs], 2.0)], [(10 * i + 5, 7) for i in range(8)]),
+    "any size": (
+        lambda n, x, y: [aten.sum.dim_IntList(aten.sin.default(x) + y, [0]), aten.exp.default(x) / n, x + 1],
+        [(SIZE, 640), (SIZE, 640)],
+    ),
+}
+
+
+def _compiled_for_a_device(name: str) -> Any:
+    from torch._dynamo.source import ConstantSource
+    from torch._subclasses.fake_tensor import FakeTensorMode
+    from torch.fx.experimental.proxy_tensor import make_fx
+    from torch.fx.experimental.symbolic_shapes import DimDynamic, ShapeEnv
+
+    function, shapes = ON_A_DEVICE[name]
+    env, source = ShapeEnv(), ConstantSource("s0")
+    size = env.create_symintnode(env.create_symbol(300, source, DimDynamic.DYNAMIC), hint=300, source=source)
+    backend = InductorBackend()
+    with FakeTensorMode(shape_env=env):
+        examples: list[Any] = [size] if any(SIZE in shape for shape in shapes) else []
+        for shape in shapes:
+            sizes = [size if each == SIZE else each for each in shape]
+            where = ("cuda:0", torch.float32) if shape else ("cpu", torch.float64)
+            examples.append(torch.empty(sizes, device=where[0], dtype=where[1]))
+        graph = make_fx(function, dict(backend.decompositions()), tracing_mode="real")(*examples)
+    return backend.compile(graph, examples)
+
+
+def _on_a_device(name: str, rows: int, offset: int) -> list[Any]:
+    torch.manual_seed(rows)
+    _, shapes = ON_A_DEVICE[name]
+    found: list[Any] = [rows] if any(SIZE in shape for shape in shapes) else []
+    for shape in shapes:
+        sizes = torch.Size([rows if each == SIZE else each for each in shape])
+        if shape:
+            found.append(torch.randn(sizes.numel() + offset, device="cuda:0")[offset:].view(sizes))
+        else:
+            found.append(torch.tensor(0.3, dtype=torch.float64))
+    return found
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("name", ON_A_DEVICE)
+def test_on_a_device_the_bits_are_the_same(name: str, cuda: str) -> None:
+    torch.zeros(1, device=cuda)
+    compiled = _compiled_for_a_device(name)
+    with torch.no_grad():
+        compiled(_on_a_device(name, 300, 0))  # which finds the fastest forms
+        data = InductorBackend().save(compiled)
+        assert data is not None, InductorBackend().why_not_saved(compiled)
+        assert artifacts.from_bytes(data, "inductor").launches
+        triton_kernels._functions.clear()
+        loaded = InductorBackend().load(data)
+        for rows in (300, 77, 1) if "any" in name else (300,):
+            for offset in (0, 1, 2):
+                wanted = compiled(_on_a_device(name, rows, offset))
+                given = _on_a_device(name, rows, offset)
+                found = loaded(given)
+                assert given == [] and len(found) == len(wanted)
+                for one, other in zip(found, wanted, strict=True):
+                    assert one.stride() == other.stride()
+                    _assert_same(one, other, bitwise=name != "a scan")
+        with torch.cuda.stream(torch.cuda.Stream()):
+            again = loaded(_on_a_device(name, 300, 0))
+        torch.cuda.synchronize()
+        first = loaded(_on_a_device(name, 300, 0))
+        for one, other in zip(again, first, strict=True):
+            _assert_same(one, other, bitwise=name != "a scan")
+
+
+def _assert_same(found: torch.Tensor, wanted: torch.Tensor, bitwise: bool) -> None:
+    """The blocks of a scan add up what others have got so far, which is another sum each time."""
+    torch.testing.assert_close(found, wanted, rtol=0 if bitwise else None, atol=0 if bitwise else None)
+
+
 # ---- what cannot be used -----------------------------------------------------------------------------------------
 
 
@@ -567,7 +660,6 @@ def _in_use(patch: pytest.MonkeyPatch, *names: str, version: str | None = "13.0"
     patch.setattr(torch.cuda, "is_initialized", lambda: True)
     patch.setattr(torch.cuda, "device_count", lambda: len(names))
     patch.setattr(torch.cuda, "get_device_properties", properties)
-    patch.setattr(torch._C, "_cuda_getDriverVersion", lambda: 13000, raising=False)
 
 
 def test_devices_are_part_of_the_environment_where_cuda_is_in_use(monkeypatch: pytest.MonkeyPatch) -> None:

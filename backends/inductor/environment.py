@@ -6,6 +6,7 @@ compiled *for* is, as a wrong processor shows only when an instruction is met.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import hashlib
 import importlib.metadata
@@ -61,7 +62,7 @@ def _cuda() -> dict[str, str]:
     return {
         CUDA: torch.version.cuda,
         f"{CUDA}_devices": _devices(),
-        f"{CUDA}_driver": str(torch._C._cuda_getDriverVersion()),  # type: ignore[attr-defined]  # as CUDA counts
+        f"{CUDA}_driver": _driver(),
         f"{CUDA}_triton": _triton(),
     }
 
@@ -71,6 +72,18 @@ def _devices() -> str:
     found = [torch.cuda.get_device_properties(index) for index in range(torch.cuda.device_count())]
     texts = [f"{each.name}, {each.major}.{each.minor}, {each.multi_processor_count} processors" for each in found]
     return texts[0] if len({*texts}) == 1 else "; ".join(f"{index}: {text}" for index, text in enumerate(texts))
+
+
+@functools.cache
+def _driver() -> str:
+    """The version of CUDA that the driver has, as the driver counts: 13000. It has been loaded where CUDA is in use."""
+    version = ctypes.c_int()
+    try:
+        driver = ctypes.CDLL("nvcuda.dll" if sys.platform == "win32" else "libcuda.so.1")
+        driver.cuDriverGetVersion(ctypes.byref(version))
+    except (OSError, AttributeError):
+        return "none"
+    return str(version.value)
 
 
 @functools.cache

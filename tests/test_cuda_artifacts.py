@@ -94,6 +94,9 @@ class Case:
     blocks: dict[str, int]
     arguments: dict[str, Any]
     unused: tuple[str, ...] = ()
+    """Parameters that Triton has found to be constants."""
+    for_launcher: tuple[str, ...] = ()
+    """Parameters of the launcher alone."""
 
 
 def _combo(**parts: Any) -> dict[str, Any]:
@@ -101,6 +104,7 @@ def _combo(**parts: Any) -> dict[str, Any]:
     return {"grid_type": "SequentialComboKernelGrid", "combo_grid_meta": meta}
 
 
+_GRID = ("_grid_0", "_grid_1", "_grid_2")
 CASES = {
     "one dimension": Case({"grid_type": "Grid1D"}, {"XBLOCK": 32}, {"in_ptr0": "x", "xnumel": 1001}),
     "a size that a call computes": Case({"grid_type": "Grid1D"}, {"XBLOCK": 32}, {"in_ptr0": "x", "xnumel": "n"}),
@@ -127,6 +131,12 @@ CASES = {
     "several of which one has any size": Case(
         _combo(xnumel_0=None, xnumel_1=7), {"XBLOCK": 16}, {"in_ptr0": "x", "xnumel_0": "n"}
     ),
+    "a template, whose caller counts blocks": Case(
+        {"grid_type": "FixedGrid", "fixed_grid": _GRID, "extra_launcher_args": _GRID},
+        {"BLOCK_M": 16},
+        {"arg_A": "x", "out_ptr0": "y", "_grid_0": 8, "_grid_1": "n", "_grid_2": 1},
+        for_launcher=_GRID,
+    ),
     "a number and a parameter that is not used": Case(
         {"grid_type": "Grid1D"}, {"XBLOCK": 32}, {"in_ptr0": "x", "ks0": 5, "factor": 0.5, "xnumel": 64}, ("ks0",)
     ),
@@ -139,9 +149,9 @@ def _kernel(case: Case, name: str, launcher: Launcher, folder: Path, **changes: 
     static = object.__new__(StaticallyLaunchedCudaKernel)
     path = folder / f"{name}.cubin"
     path.write_bytes(name.encode())
-    names = [*case.arguments, *case.blocks]
+    names = [*(each for each in case.arguments if each not in case.for_launcher), *case.blocks]
     constants = [names.index(each) for each in (*case.unused, *case.blocks)]
-    types = [TYPES[type(value)] for each, value in case.arguments.items() if each not in case.unused]
+    types = ["i" if value == "n" else TYPES[type(value)] for value in _used(case)]
     facts = {
         "C_impl": launcher,
         "name": name,
@@ -150,7 +160,7 @@ def _kernel(case: Case, name: str, launcher: Launcher, folder: Path, **changes: 
         "arg_names": names,
         "declared_constexprs": [names.index(each) for each in case.blocks],
         "full_constexprs": constants,
-        "arg_tys": "".join("i" if value == "n" else kind for value, kind in zip(_used(case), types, strict=True)),
+        "arg_tys": "".join(types),
         "hash": "ab" * 32,
         "num_warps": 4,
         "shared": 512,
@@ -170,7 +180,7 @@ def _kernel(case: Case, name: str, launcher: Launcher, folder: Path, **changes: 
 
 
 def _used(case: Case) -> list[Any]:
-    return [value for name, value in case.arguments.items() if name not in case.unused]
+    return [value for name, value in case.arguments.items() if name not in (*case.unused, *case.for_launcher)]
 
 
 def _call(name: str, case: Case) -> str:
@@ -196,7 +206,7 @@ def test_a_loaded_kernel_is_launched_as_inductor_launches_it(name: str, launcher
         loaded.run(*arguments, stream=7)
         theirs, ours = launcher.launched[-2:]
         assert theirs == ours and len(ours[-2]) == len(ours[-3]) == len(_used(case)) + 1
-    depends_on_the_call = "n" in case.arguments.values()
+    depends_on_the_call = "n" in case.arguments.values() and not case.for_launcher
     assert ("//" in launch.source) == depends_on_the_call, "what is known is not computed at each launch"
 
 

@@ -186,7 +186,7 @@ def _folded(grid: tuple[list[str], list[str]], given: Mapping[str, int]) -> tupl
     try:
         exec("\n".join(lines), scope)
         return [], [str(eval(number, scope)) for number in numbers]
-    except NameError:  # a size that a call computes
+    except (NameError, ZeroDivisionError):  # a size that a call computes; no rows, for which Inductor fails too
         return lines, numbers
 
 

@@ -45,8 +45,6 @@ class Aligned:
         checked: which inputs are looked at. Kernels make no difference for the others, or they are on the CPU.
     """
 
-    __slots__ = ("checked", "compiled")
-
     def __init__(self, compiled: Compiled, checked: Sequence[int]) -> None:
         self.compiled = compiled
         self.checked = tuple(checked)

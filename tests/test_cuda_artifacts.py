@@ -23,9 +23,10 @@ from torch.utils._ordered_set import OrderedSet
 import backends
 from backends import ArtifactError, artifacts
 from backends.artifacts import CannotStoreError, Stored
-from backends.inductor import environment, triton_kernels
+from backends.inductor import environment
 from backends.inductor.backend import InductorBackend
-from backends.inductor.triton_kernels import Aligned, Launched, launch_of, load_launches, without_alignment
+from backends.inductor.cuda import kernels as triton_kernels
+from backends.inductor.cuda.kernels import Aligned, Launched, launch_of, load_launches, without_alignment
 from backends.inductor.wrappers import store
 from backends.parsing import parsed
 from compiled_autograd.policies import worker_process
@@ -465,7 +466,7 @@ def _with(**changes: Any) -> Any:
         (_with(source_code=SOURCE.replace("stream0 = get", "triton; stream0 = get")), "imports triton, which may"),
         (_with(source_code=SOURCE.replace("async_compile.triton(", "async_compile.cutlass(")), "made by cutlass"),
         (lambda compiled, namespace: namespace["triton_poi_fused_0"].launchers.clear(), "has not run yet"),
-        (lambda compiled, namespace: namespace["runner"].partitions.append(print), "CUDA graphs"),
+        (lambda compiled, namespace: namespace["runner"].partitions.append(print), "around the parts of its"),
     ],
 )
 def test_regions_that_are_not_stored(spoil: Any, why: str, region: Any) -> None:

@@ -21,13 +21,13 @@ from . import instruction_sets
 from .batch import together
 from .cuda.capture import Device, cuda_device
 from .cuda.graphs import Replayed
+from .cuda.kernels import Aligned, load_launches, without_alignment
 from .environment import environment, is_chosen
 from .kernels import ENTRY, load_kernels
 from .memory import keep_freed_memory
 from .randomness import FALLBACK, decompositions, draws
 from .straight_line.program_library import begin
 from .straight_line.straight_line import StraightLine
-from .triton_kernels import Aligned, load_launches, without_alignment
 from .workarounds.complex_scatters import keep_complex_scatters
 from .workarounds.outer_loops import sound_outer_loops
 from .wrappers import namespace_of, store

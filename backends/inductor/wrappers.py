@@ -12,8 +12,8 @@ from typing import Any
 
 from ..artifacts import CannotStoreError, Launch, Stored, dotted_names, names_in, reference, tensors_to_bytes
 from ..parsing import parsed
+from .cuda.kernels import launch_of
 from .kernels import KernelId, library_of
-from .triton_kernels import launch_of
 
 _ENTRY = "call"
 _INDUCTORS = ("torch._inductor.hooks", "torch._inductor.utils", "torch._inductor.codegen.memory_planning")

@@ -16,9 +16,9 @@ from typing import Any
 
 import torch
 
-from ..artifacts import ArtifactError, CannotStoreError, Launch
-from ..protocol import Compiled
-from .kernels import LOADING, private_folder, write_library
+from ...artifacts import ArtifactError, CannotStoreError, Launch
+from ...protocol import Compiled
+from ..kernels import LOADING, private_folder, write_library
 
 _ALIGNING = "align_inputs_from_check_idxs.<locals>.run"
 """What Inductor puts around generated code (``_inductor/utils.py``): it copies what lies where kernels do not read."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any, Protocol, runtime_checkable
 
 import torch
@@ -109,6 +111,10 @@ class Backend(Protocol):
     def decompositions(self) -> Mapping[Any, Callable[..., Any]] | None:
         """The decompositions that the ATen graph should be traced with; None for none."""
         return None
+
+    def tracing(self, example_inputs: Sequence[Any]) -> AbstractContextManager[Any]:
+        """Entered while a graph is traced with these fake tensors, and symbols for sizes that change."""
+        return contextlib.nullcontext()
 
     def compile(self, graph_module: fx.GraphModule, example_inputs: Sequence[torch.Tensor]) -> Compiled:
         """Make a callable of a functional ATen graph.

@@ -26,9 +26,11 @@ from .environment import environment, is_chosen
 from .kernels import ENTRY, load_kernels
 from .memory import keep_freed_memory
 from .randomness import FALLBACK, decompositions, draws
+from .rounding import SETTING, noting_where_to_round, rounds
 from .straight_line.program_library import begin
 from .straight_line.straight_line import StraightLine
 from .workarounds.complex_scatters import keep_complex_scatters
+from .workarounds.narrowing_casts import all_casts_kept
 from .workarounds.outer_loops import sound_outer_loops
 from .wrappers import namespace_of, store
 
@@ -77,6 +79,10 @@ class InductorBackend(ArtifactBackend):
         instruction_sets.ask()
         begin()
 
+    def tracing(self, example_inputs: Sequence[Any]) -> contextlib.AbstractContextManager[Any]:
+        """Of graphs for CUDA, notes where numbers of 16 bits are rounded."""
+        return noting_where_to_round(example_inputs)
+
     def compile(self, graph_module: fx.GraphModule, example_inputs: Sequence[torch.Tensor]) -> Compiled:
         """Compile, keeping the strides of every output: a gradient's layout is part of what it is.
 
@@ -105,7 +111,8 @@ class InductorBackend(ArtifactBackend):
         has_symbols = any(type(number) is not int for value in example_inputs for number in _numbers(value))
         convolutions = _convolutions_of_any_size() if has_symbols else contextlib.nullcontext()
         with torch.no_grad(), settings, together(), sound, convolutions:
-            with detect_fake_mode(example_inputs) or contextlib.nullcontext():
+            casts = all_casts_kept() if getattr(config, SETTING) else contextlib.nullcontext()
+            with detect_fake_mode(example_inputs) or contextlib.nullcontext(), casts:
                 joint_graph_passes(graph_module)  # as AOTAutograd does: one makes a tensor whose size is a symbol
             if not any(node.op.startswith("call") for node in graph_module.graph.nodes):
                 return EagerBackend().compile(graph_module, example_inputs)  # as Inductor does, but it can be stored
@@ -208,6 +215,8 @@ def _settings(mode: str, graph_module: fx.GraphModule, on_cuda: bool) -> dict[st
         chosen[work] = elements
     if any(draws(node.target) for node in graph_module.graph.nodes):
         chosen[FALLBACK] = True  # eager's operators, from eager's generators
+    if on_cuda and rounds(graph_module):
+        chosen[SETTING] = True
     convolution = torch.ops.aten.convolution_backward.default
     if not on_cuda and graph_module.graph.find_nodes(op="call_function", target=convolution):
         # A sum that several kernels need is made once. Else each adds the terms anew, and as long as one of them is to

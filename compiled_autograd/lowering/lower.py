@@ -83,7 +83,7 @@ class _Lowering:
         self.region = step.region
         self.given = [slots[slot] for slot in step.inputs]
         _check_plain(self.region, self.given)
-        self.decompositions, self.plain = backend.decompositions(), not backend.bitwise
+        self.backend, self.decompositions, self.plain = backend, backend.decompositions(), not backend.bitwise
         self.symbols: Symbols | None = None
         if not all(is_static(spec) for spec in specs.values()):
             from ..guards.symbolic import Symbols
@@ -111,7 +111,7 @@ class _Lowering:
 
     def lowered(self) -> Lowered:
         # Operators that take no tensor (full) have no fake one among their arguments that would bring its mode along.
-        with torch.no_grad(), plain_tracing(), self.mode:
+        with torch.no_grad(), plain_tracing(), self.backend.tracing(self.examples), self.mode:
             graph_module = self._trace(self._run, self.decompositions)
             graph_module.graph.eliminate_dead_code()
             _leave_opaque_what_is_forbidden(graph_module, self.origins)

@@ -175,7 +175,8 @@ class RegionCompiler:
         context: RunContext,
         run: RunCompiled | None = None,
     ) -> CompiledRegion | None:
-        """Run what was just compiled. None: it failed, and the region's calls are to run one by one."""
+        """Run what was just compiled. None: it failed, and the region's calls are to run one by one; only this time
+        where there was too little memory."""
         arguments = [slots[slot] for slot in compiled.arguments]
         make_plain(arguments, compiled.plain)
         checked: CompiledRegion | None = None
@@ -189,7 +190,10 @@ class RegionCompiler:
             raise_what_a_handler_raised(error)
             if run is not None and is_out_of_memory(error):
                 raise  # there was less than this needs elsewhere
-            context.report.failures.append(failure_of("compile", self.backend.name, step.region, error))
+            kind = "run" if is_out_of_memory(error) else "compile"
+            context.report.failures.append(failure_of(kind, self.backend.name, step.region, error))
+            if kind == "run":
+                return None
             if not any(each.checked for _, _, each in self._alike(step, compiled)):
                 context.report.compiles -= 1  # what cannot run does not count, nor serve another region
             give_no_more(compiled.call)

@@ -9,12 +9,15 @@ from typing import Any
 
 import pytest
 import torch
+import torch.nn.functional as F
 from torch import nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import compiled_autograd as ca
+from benchmarks.models import ResNet
 from compiled_autograd.guards.ambient import ambient
 from compiled_autograd.proving import judging, tf32
+from compiled_autograd.proving.wide_kernels import WideKernels
 from shadow_cache import Mismatch
 
 from .helpers import close, expect
@@ -186,6 +189,21 @@ def test_each_setting_is_part_of_the_state(name: str, monkeypatch: pytest.Monkey
     assert ambient() == before
 
 
+def test_what_cudnn_left_for_a_batch_norm_is_computed_in_float64() -> None:
+    """cuDNN's own kernel takes nothing wider; another operator of PyTorch's does. (The CPU has no kernel of cuDNN's.)"""
+    x = torch.randn(4, 3, 5, 5, dtype=torch.float64, requires_grad=True)
+    weight, bias = (torch.randn(3, dtype=torch.float64, requires_grad=True) for _ in range(2))
+    grad, epsilon = torch.randn_like(x), 1e-5
+    wanted = torch.autograd.grad(F.batch_norm(x, None, None, weight, bias, True, 0.1, epsilon), (x, weight, bias), grad)
+    mean = x.detach().mean((0, 2, 3))
+    deviation = (x.detach().var((0, 2, 3), correction=0) + epsilon).rsqrt()
+    left = torch.empty(0, dtype=torch.uint8)
+    with torch.no_grad(), WideKernels():
+        found = torch.ops.aten.cudnn_batch_norm_backward(x, grad, weight, None, None, mean, deviation, epsilon, left)
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one, other)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", [name for name in SETTINGS if "rnn" not in name])
 def test_each_setting_is_another_variant(cuda: str, name: str) -> None:
@@ -212,5 +230,19 @@ def test_on_a_device(cuda: str, kind: str, on: bool) -> None:
         model, x = MODELS[kind](cuda)
         assert not _mismatches(ca.enable(backend="inductor", tune=False), model, x, steps=4)
         assert _mismatches(ca.enable(backend=_compiled(kind, 0.05, exact=True), tune=False), model, x)
+    finally:
+        _set_back()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("on", [True, False])
+def test_a_deep_network_with_batch_norms(cuda: str, on: bool) -> None:
+    """Each convolution adds its own rounding to what comes from above."""
+    try:
+        _turn("conv", on)
+        torch.manual_seed(0)
+        model = ResNet(channels=16).to(cuda)
+        x = torch.randn(8, 3, 64, 64, device=cuda)
+        assert not _mismatches(ca.enable(backend="inductor", tune=False), model, x, steps=4)
     finally:
         _set_back()

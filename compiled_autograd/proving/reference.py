@@ -15,6 +15,7 @@ from ..signal_handlers import raise_what_a_handler_raised
 from ..steps.memory import memory_of
 from .perturbing import HARDLY, perturbed
 from .tf32 import RoundedOperands, rounding_operators
+from .wide_kernels import WideKernels
 
 _WIDER = {
     torch.float32: torch.float64,
@@ -93,8 +94,13 @@ def in_double(
     calls = RealCalls(nodes, [wanted], wide, again=True, wide=True)
     by = _coarsest(given.values()) if moved > 0 else HARDLY
     coarse = rounding_operators(given.values()) if moved else {}
+    on_cuda = any(isinstance(value, torch.Tensor) and value.is_cuda for value in given.values())
     try:
-        with RoundedOperands(coarse, moved) if coarse else contextlib.nullcontext():
+        with contextlib.ExitStack() as modes:
+            if on_cuda:
+                modes.enter_context(WideKernels())
+            if coarse:
+                modes.enter_context(RoundedOperands(coarse, moved))
             for number, node in enumerate(nodes):
                 result = calls.run(node)
                 if moved and node in calls.known and node.target is not operator.getitem and not ir.is_validation(node):

@@ -190,7 +190,7 @@ def test_each_setting_is_part_of_the_state(name: str, monkeypatch: pytest.Monkey
 
 
 def test_what_cudnn_left_for_a_batch_norm_is_computed_in_float64() -> None:
-    """cuDNN's own kernel takes nothing wider; another operator of PyTorch's does. (The CPU has no kernel of cuDNN's.)"""
+    """cuDNN's own kernel takes nothing wider; another operator of PyTorch's does. (The CPU has none of cuDNN's.)"""
     x = torch.randn(4, 3, 5, 5, dtype=torch.float64, requires_grad=True)
     weight, bias = (torch.randn(3, dtype=torch.float64, requires_grad=True) for _ in range(2))
     grad, epsilon = torch.randn_like(x), 1e-5

@@ -22,6 +22,8 @@ from benchmarks.sides import Side, eager_side, give_back, now, sides
 
 # Steps after the first one in which a runner may still compile, as the recording of a CUDA graph does.
 LATE_STEPS = 5
+# Ours are captured when addresses have come again, or when some steps have shown what moves.
+LATE_STEPS_OF_GRAPHS = 60
 WARM_PAIRS = 3
 # In a turn, steps that are not counted, and steps that are. After another's turn, of another process above all, caches
 # are cold and the other's threads are still looking for work: the first steps are up to twice as slow.
@@ -171,7 +173,7 @@ def measure_steady(what: What) -> dict[str, Any]:
     eager.step()
     difference = gradient_difference(eager.module, other.module)
     del eager, loss  # what one copy holds on to changes what the C library gives back after the other's step
-    for _ in range(LATE_STEPS):
+    for _ in range(LATE_STEPS_OF_GRAPHS if what.runner == "ours-cuda-graphs" else LATE_STEPS):
         other.step()
     give_back(device)
     with Apart(what.beside, what.model, what.seed, device) as apart, alone():

@@ -33,6 +33,7 @@ def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--models", nargs="+", choices=MODELS, default=["mlp", "gpt"])
     parser.add_argument("--backend", default="inductor")
+    parser.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
     parser.add_argument("--repeats", type=int, default=3, help="pairs of a cold and a warm process")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="write all results to this file")
@@ -44,25 +45,26 @@ def parse_arguments() -> argparse.Namespace:
     return args
 
 
-def child(model: str, backend: str, seed: int) -> Result:
+def child(model: str, backend: str, seed: int, device: str) -> Result:
     """The first backward of this process, and a hit after it."""
     import torch
 
     import compiled_autograd as ca
     from benchmarks.models import build
+    from benchmarks.sides import now
 
-    module, make_loss = build(model, seed, "cpu")
-    eager, _ = build(model, seed, "cpu")
+    module, make_loss = build(model, seed, device)
+    eager, _ = build(model, seed, device)
     make_loss(eager).backward()
     session = ca.enable(backend=backend)
     seconds = []
     for _ in range(2):
         module.zero_grad()
         loss = make_loss(module)
-        started = time.perf_counter()
+        started = now(device)
         with session:
             loss.backward()
-        seconds.append(time.perf_counter() - started)
+        seconds.append(now(device) - started)
         if len(seconds) == 1:
             first = session.last
     assert first is not None
@@ -84,7 +86,7 @@ def child(model: str, backend: str, seed: int) -> Result:
 def in_process(model: str, args: argparse.Namespace, cache: Path, scratch: Path) -> Result:
     """What one new process measures, with nothing in Inductor's folder."""
     command = [sys.executable, "-m", "benchmarks.warm_start", "--child", "--models", model]
-    command += ["--backend", args.backend, "--seed", str(args.seed)]
+    command += ["--backend", args.backend, "--seed", str(args.seed), "--device", args.device]
     with tempfile.TemporaryDirectory(dir=scratch, ignore_cleanup_errors=True) as folder:
         environment = os.environ | {"COMPILED_AUTOGRAD_CACHE_DIR": str(cache), "TORCHINDUCTOR_CACHE_DIR": folder}
         started = time.perf_counter()
@@ -162,7 +164,7 @@ def table(results: list[Result]) -> Table:
 def main() -> int:
     args = parse_arguments()
     if args.child:
-        print(json.dumps(child(args.models[0], args.backend, args.seed)))
+        print(json.dumps(child(args.models[0], args.backend, args.seed, args.device)))
         return 0
     console = Console()
     if not console.is_terminal:

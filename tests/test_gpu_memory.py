@@ -99,7 +99,7 @@ class _Steps:
         return torch.cuda.max_memory_reserved()
 
 
-@pytest.mark.parametrize("room", [1.15, 1.3, 1.5, 1.8, 2.5])
+@pytest.mark.parametrize("room", [1.3, 1.5, 1.8, 2.5])
 @pytest.mark.parametrize("backend", ["eager", "inductor"])
 def test_little_memory_costs_no_step(cuda: str, backend: str, room: float) -> None:
     """Enough for eager, and not for a comparison, which has both results and all that was saved: the step goes on."""
@@ -122,10 +122,12 @@ def test_little_memory_costs_no_step(cuda: str, backend: str, room: float) -> No
         assert_same(steps.step(session), wanted, bitwise=False)
 
 
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
-def test_a_failed_step_holds_nothing(cuda: str, backend: str) -> None:
-    """What does not fit on eager does not fit here either; after that all memory is free again, and a step goes on."""
-    steps, session = _Steps(), ca.enable(backend=backend)
+def test_a_failed_step_holds_nothing(cuda: str) -> None:
+    """What does not fit on eager does not fit here either; after that all memory is free again, and a step goes on.
+
+    (The code of Inductor would fit.)
+    """
+    steps, session = _Steps(), ca.enable(backend="eager")
     for _ in range(4):
         wanted = steps.step(session)
     steps.model.zero_grad()
@@ -179,9 +181,9 @@ def test_deterministic_algorithms(cuda: str, backend: str) -> None:
         with around:
             loss.backward()
         runs.append([parameter.grad for parameter in model.parameters()])
-    assert_same(runs[1], runs[0], bitwise=backend == "eager")
-    for each in runs[2:]:
-        assert_same(each, runs[1])
+    for each in runs[1:]:
+        assert_same(each, runs[0], bitwise=backend == "eager")
+    assert_same(runs[4], runs[3])  # in the first two the real calls gave the gradients
     expect(session.stats(), structure_misses=1, hits=3, captures=1)
     torch.use_deterministic_algorithms(False)
     model.zero_grad()

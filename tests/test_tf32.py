@@ -204,6 +204,25 @@ def test_what_cudnn_left_for_a_batch_norm_is_computed_in_float64() -> None:
         torch.testing.assert_close(one, other)
 
 
+@pytest.mark.parametrize("log", [True, False])
+def test_a_softmax_is_told_the_dtype_that_its_backward_has(log: bool) -> None:
+    operator = aten._log_softmax_backward_data if log else aten._softmax_backward_data
+
+    class Told(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            if function is operator.default:
+                assert args[3] is args[0].dtype, "as CUDA's kernel would say"
+            return function(*args, **(kwargs or {}))
+
+    x = torch.randn(4, 6, dtype=torch.float64, requires_grad=True)
+    grad = torch.randn_like(x)
+    result = F.log_softmax(x, 1) if log else F.softmax(x, 1)
+    (wanted,) = torch.autograd.grad(result, x, grad)
+    for dtype in (torch.float32, torch.float64):
+        with torch.no_grad(), Told(), WideKernels():
+            assert torch.equal(operator(grad, result.detach(), 1, dtype), wanted)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("name", [name for name in SETTINGS if "rnn" not in name])
 def test_each_setting_is_another_variant(cuda: str, name: str) -> None:

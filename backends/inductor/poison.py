@@ -20,6 +20,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from ..artifacts import LINKED
 from ..protocol import Compiled
 from .cuda.graphs import REPLAY, Replayed
+from .cuda.kernels import Aligned, alignment_of
 from .straight_line.straight_line import PROGRAM, StraightLine
 from .wrappers import namespace_of
 
@@ -99,10 +100,15 @@ def _poison_for(dtype: torch.dtype) -> Any:
 def _generated_code(compiled: Any) -> Callable[[list[Any]], Any] | None:
     """The function ``call`` of generated code, in a poisoned namespace; None where it is none, or not all of it."""
     call = getattr(compiled, "current_callable", None) or compiled
+    call, checked = (call.compiled, call.checked) if isinstance(call, Aligned) else alignment_of(call)
     namespace = namespace_of(call)
     if namespace is None:
         return None  # or there is something around it
-    changed = poisoned(namespace)
+    made = _poisoned_call(call, poisoned(namespace))
+    return Aligned(made, checked) if checked else made
+
+
+def _poisoned_call(call: Any, changed: dict[str, Any]) -> Any:
     if not isinstance(call, types.MethodType):
         return _in_namespace(call, changed)
     owner = copy.copy(call.__self__)  # a `Runner`, with the parts that a graph was partitioned into

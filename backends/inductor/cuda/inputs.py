@@ -11,9 +11,9 @@ import torch
 from .capture import Device
 
 WINDOW = 16
-"""So many calls are looked at to see which inputs stay where they are."""
-ENOUGH = 12
-"""Where so many of these were replays, nothing is changed."""
+"""So many calls that were no replays are looked at to see which inputs stay where they are."""
+ENOUGH = 64
+"""Where there were so many replays meanwhile, nothing is changed."""
 MAX_COPIED = 32 << 20
 """Bytes that are copied in at a call, at most, which takes a GPU ten or twenty microseconds. Where more moves, no graph
 runs but where all lies where it lay."""
@@ -50,20 +50,22 @@ class Inputs:
         return tuple(parts)
 
     def watch(self, arguments: Sequence[Any], was_replayed: bool) -> bool:
-        """Note where they lie. Whether some are copied from now on that were not.
+        """Note where those of a call lay that was no replay. Whether some are copied from now on that were not.
 
         An input that stays has as few addresses as any; several, where several regions share their code.
         """
+        if was_replayed:
+            self._replays += 1
+            return False
         here = [index for index, kind in enumerate(self._kinds) if kind is HERE]
         self._lay.append(tuple([arguments[index].data_ptr() for index in here]))
-        self._replays += was_replayed
         if len(self._lay) < WINDOW:
             return False
         places = [len({*column}) for column in zip(*self._lay, strict=True)]
         self._lay.clear()
         enough, self._replays = self._replays >= ENOUGH, 0
-        moved = [index for index, count in zip(here, places, strict=True) if count > min(places)]
-        copied = {*self.copied, *moved}
+        least = min(places, default=0)
+        copied = {*self.copied, *(index for index, count in zip(here, places, strict=True) if count > least)}
         if enough or copied == {*self.copied} or sum(arguments[index].nbytes for index in copied) > MAX_COPIED:
             return False
         self.copied = tuple(sorted(copied))

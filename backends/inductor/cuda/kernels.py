@@ -65,20 +65,34 @@ def _copy(tensor: torch.Tensor) -> torch.Tensor:
     return torch.as_strided(whole, tensor.shape, tensor.stride())
 
 
-def without_alignment(call: Any) -> tuple[Any, list[int]]:
+def alignment_of(call: Any) -> tuple[Any, list[int]]:
     """What Inductor has put its copying of inputs around, and which inputs it looks at; as it is where there is none.
+
+    So is what copies back, too.
+    """
+    model, checked, written = _aligned(call)
+    return (call, []) if written else (model, checked)
+
+
+def without_alignment(call: Any) -> tuple[Any, list[int]]:
+    """What :func:`alignment_of` gives.
 
     Raises:
         CannotStoreError: the code writes into such inputs.
     """
+    model, checked, written = _aligned(call)
+    if written:
+        raise CannotStoreError(f"its code writes into its inputs {written}")
+    return model, checked
+
+
+def _aligned(call: Any) -> tuple[Any, list[int], list[int]]:
     if getattr(call, "__qualname__", "") != _ALIGNING:
-        return call, []
+        return call, [], []
     cells = dict(zip(call.__code__.co_freevars, (cell.cell_contents for cell in call.__closure__), strict=True))
     if cells.keys() != {"inputs_to_check", "model", "mutated_input_idxs"}:
-        return call, []  # nothing that is known: whoever asks finds no generated code there
-    if cells["mutated_input_idxs"]:
-        raise CannotStoreError(f"its code writes into its inputs {sorted(cells['mutated_input_idxs'])}")
-    return cells["model"], [*cells["inputs_to_check"]]
+        return call, [], []  # nothing that is known: whoever asks finds no generated code there
+    return cells["model"], [*cells["inputs_to_check"]], sorted(cells["mutated_input_idxs"])
 
 
 # ---- storing -----------------------------------------------------------------------------------------------------

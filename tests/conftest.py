@@ -88,12 +88,14 @@ def _require_cuda() -> None:
 
 
 @pytest.fixture(params=["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> str:
+def device(request: pytest.FixtureRequest) -> Iterator[str]:
     """Where a test computes. What it asserts holds on both, so that its logic is tried on the CPU by default."""
     if request.param == "cuda":
         _require_cuda()
-        monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
-    return request.param
+        with torch.backends.cudnn.flags(allow_tf32=False):
+            yield "cuda"
+    else:
+        yield "cpu"
 
 
 @pytest.fixture

@@ -84,10 +84,10 @@ def _sample(found: Callable[[Where], list[Any]], every: int, name: Callable[[Any
 
 
 @pytest.fixture
-def exact(cuda: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def exact(cuda: str) -> Iterator[None]:
     """A device whose convolutions are in float32; and after the test it still answers."""
-    monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
-    yield
+    with torch.backends.cudnn.flags(allow_tf32=False):  # PyTorch's own tests forbid to set it otherwise
+        yield
     torch.cuda.synchronize()  # an assertion that failed in a kernel fails everything after it
 
 

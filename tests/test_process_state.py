@@ -57,6 +57,7 @@ EXCEPTIONS = {
     "backends/inductor/cuda/kernels.py": {"_functions": _SERVES_ON},
     "backends/inductor/environment.py": dict.fromkeys(("_text", "_hash", "_driver", "_triton"), _UNCHANGING),
     "backends/inductor/instruction_sets.py": {"ask": _ONCE},
+    "backends/inductor/randomness.py": {"_thread": _COMPILES, "_install": _ONCE, "decompositions": _UNCHANGING},
     "backends/inductor/straight_line/statements.py": {"compiled": _UNCHANGING},
     "backends/inductor/kernels.py": {
         **dict.fromkeys(("_loaded", "_addresses"), _SERVES_ON),
@@ -65,7 +66,6 @@ EXCEPTIONS = {
     "backends/inductor/memory.py": {"keep_freed_memory": _ONCE},
     "backends/inductor/workarounds/complex_scatters.py": {"_LIBRARY": _ONCE},
     "backends/inductor/workarounds/outer_loops.py": {"_thread": _COMPILES, "_install": _ONCE},
-    "backends/inductor/randomness.py": {"decompositions": _UNCHANGING},
     "backends/inductor/straight_line/products.py": dict.fromkeys(("limit_threads", "products"), _UNCHANGING),
     "backends/inductor/straight_line/program_library.py": {"begin": _SERVES_ON, _FORK: _ALONE},
     "shadow_cache/compile_counter.py": dict.fromkeys(("_watching", "_lock", _FORK), _ALONE),

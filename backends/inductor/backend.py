@@ -25,7 +25,7 @@ from .cuda.kernels import Aligned, load_launches, without_alignment
 from .environment import environment, is_chosen
 from .kernels import ENTRY, load_kernels
 from .memory import keep_freed_memory
-from .randomness import FALLBACK, decompositions, draws
+from .randomness import FALLBACK, decompositions, draws, generators_kept
 from .rounding import SETTING, noting_where_to_round, rounds
 from .straight_line.program_library import begin
 from .straight_line.straight_line import StraightLine
@@ -110,7 +110,7 @@ class InductorBackend(ArtifactBackend):
         sound = sound_outer_loops(graph_module)
         has_symbols = any(type(number) is not int for value in example_inputs for number in _numbers(value))
         convolutions = _convolutions_of_any_size() if has_symbols else contextlib.nullcontext()
-        with torch.no_grad(), settings, together(), sound, convolutions:
+        with torch.no_grad(), generators_kept(device), settings, together(), sound, convolutions:
             casts = all_casts_kept() if getattr(config, SETTING) else contextlib.nullcontext()
             with detect_fake_mode(example_inputs) or contextlib.nullcontext(), casts:
                 joint_graph_passes(graph_module)  # as AOTAutograd does: one makes a tensor whose size is a symbol

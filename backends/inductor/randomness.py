@@ -1,11 +1,15 @@
-"""Operators that draw random numbers. Inductor has generators of its own for them (torch 2.13); here they stay as they
-are, so that compiled code draws what eager would, and both can be compared.
+"""Random numbers: compiled code draws what eager would, and compiling draws nothing of the user's.
+
+Inductor has generators of its own for operators that draw (torch 2.13); here they stay as they are, so that both can be
+compared.
 """
 
 from __future__ import annotations
 
+import contextlib
 import functools
-from collections.abc import Callable, Mapping
+import threading
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import torch
@@ -35,3 +39,58 @@ def decompositions() -> Mapping[Any, Callable[..., Any]]:
 def _bernoulli(self: torch.Tensor, *, generator: torch.Generator | None = None) -> torch.Tensor:
     """``ATen/native/Distributions.cpp``: new memory, written by ``bernoulli_``."""
     return torch.ops.aten.bernoulli.Tensor(torch.empty_like(self), self, generator=generator)
+
+
+# ---- while something is compiled -----------------------------------------------------------------------------------
+
+
+class _Thread(threading.local):
+    compiles = False
+    is_beside = False
+
+
+_thread = _Thread()
+
+
+def compiles_beside() -> None:
+    """The calling thread compiles while others train, from now on."""
+    _thread.is_beside = True
+
+
+@contextlib.contextmanager
+def generators_kept(device: int | None) -> Iterator[None]:
+    """Leave the generators of the process as whoever trains has them.
+
+    Inductor sets them back to what they were when it began (``preserve_rng_state`` in ``_dynamo/utils.py``). Where
+    others go on meanwhile, they would draw the same numbers once more: here it does not. On the CPU, compiling draws
+    nothing. On CUDA, benchmarks of products do, also before Inductor has noted the state: there the generator is set
+    back, unless others go on.
+
+    Args:
+        device: the index of the CUDA device that is compiled for; None for none.
+    """
+    _install()
+    keeps = torch.cuda.is_initialized() and not _thread.is_beside
+    state = torch.cuda.get_rng_state(device) if device is not None and keeps else None
+    before, _thread.compiles = _thread.compiles, True
+    try:
+        yield
+    finally:
+        _thread.compiles = before
+        if state is not None:
+            assert device is not None
+            torch.cuda.set_rng_state(state, device)
+
+
+@functools.cache
+def _install() -> None:
+    """Put the question in front of Inductor's way to keep the generators; it is another one inside of ours alone."""
+    from torch._dynamo import utils
+
+    keeping: Callable[[], contextlib.AbstractContextManager[None]] = utils.preserve_rng_state
+
+    @functools.wraps(keeping)
+    def preserve_rng_state() -> contextlib.AbstractContextManager[None]:
+        return contextlib.nullcontext() if _thread.compiles else keeping()
+
+    utils.preserve_rng_state = preserve_rng_state  # type: ignore[assignment]

@@ -20,6 +20,7 @@ from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from backends import Backend
+from backends.inductor.randomness import compiles_beside
 
 from .. import ir
 from ..diagnostics.reporting import failure_of, warn_of
@@ -141,6 +142,7 @@ class Background:
         self._tapes = tapes
 
     def _work(self) -> None:
+        compiles_beside()
         while True:
             job = self._jobs.get()
             if job is None:

@@ -22,6 +22,7 @@ from compiled_autograd.lowering.tracing import modes_on
 from compiled_autograd.process_state import PROCESS
 
 from . import both_walks
+from .helpers import exact_convolutions
 
 WATCHDOG_SECONDS = 300
 hypothesis.settings.register_profile("busy", deadline=None, suppress_health_check=[hypothesis.HealthCheck.too_slow])
@@ -92,7 +93,7 @@ def device(request: pytest.FixtureRequest) -> Iterator[str]:
     """Where a test computes. What it asserts holds on both, so that its logic is tried on the CPU by default."""
     if request.param == "cuda":
         _require_cuda()
-        with torch.backends.cudnn.flags(allow_tf32=False):
+        with exact_convolutions():
             yield "cuda"
     else:
         yield "cpu"

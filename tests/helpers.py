@@ -305,6 +305,17 @@ def in_subprocess(code: str, timeout: float = 120, **environment: str) -> subpro
     )
 
 
+@contextmanager
+def exact_convolutions() -> Iterator[None]:
+    """Convolutions of float32 on CUDA are computed so. (PyTorch's own tests forbid to set that by its attribute.)"""
+    before = torch._C._get_cudnn_allow_tf32()
+    torch._C._set_cudnn_allow_tf32(False)
+    try:
+        yield
+    finally:
+        torch._C._set_cudnn_allow_tf32(before)
+
+
 def mlp(width: int = 8, depth: int = 2, dtype: torch.dtype = torch.float32) -> nn.Sequential:
     """Linear layers with GELU in between."""
     layers: list[nn.Module] = []

@@ -9,6 +9,7 @@ import pytest
 import torch
 
 from . import opinfo
+from .helpers import exact_convolutions
 from .opinfo import Verdict, Where, check_all, check_module, check_operator, modules, operator_name, operators
 
 _EVERY_OPERATOR, _EVERY_MODULE = 12, 8
@@ -86,7 +87,7 @@ def _sample(found: Callable[[Where], list[Any]], every: int, name: Callable[[Any
 @pytest.fixture
 def exact(cuda: str) -> Iterator[None]:
     """A device whose convolutions are in float32; and after the test it still answers."""
-    with torch.backends.cudnn.flags(allow_tf32=False):  # PyTorch's own tests forbid to set it otherwise
+    with exact_convolutions():
         yield
     torch.cuda.synchronize()  # an assertion that failed in a kernel fails everything after it
 

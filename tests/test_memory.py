@@ -14,6 +14,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
 
@@ -21,6 +22,7 @@ import compiled_autograd as ca
 from backends.protocol import PROVING_RUNS
 from benchmarks.memory import peak_of_backward
 from benchmarks.models import build
+from compiled_autograd.steps.memory import give_back_if_tight
 
 from .helpers import assert_grads, expect
 
@@ -388,3 +390,30 @@ def test_the_benchmarks_models(name: str, most: float) -> None:
         make_loss().backward()
     assert peak_of_backward(make_loss, session) <= most * eager
     expect(session.stats(), structure_misses=1, hits=1, captures=1)
+
+
+GIB = 1 << 30
+
+
+@pytest.mark.parametrize(
+    ("free", "reserved", "fraction", "tight"),
+    [(60, 10, 1.0, False), (5, 10, 1.0, True), (60, 10, 0.3, False), (60, 20, 0.3, True), (0, 0, 1.0, False)],
+)
+def test_a_device_that_is_rather_full(
+    monkeypatch: pytest.MonkeyPatch, free: int, reserved: int, fraction: float, tight: bool
+) -> None:
+    """Of an 80 GB device: what the driver has left, what the allocator has taken, what part of all it may take."""
+    emptied: list[int] = []
+    for name, function in {
+        "mem_get_info": lambda device: (free * GIB, 80 * GIB),
+        "memory_reserved": lambda device: reserved * GIB,
+        "get_per_process_memory_fraction": lambda device: fraction,
+        "empty_cache": lambda: emptied.append(1),
+    }.items():
+        monkeypatch.setattr(torch.cuda, name, function)
+    with FakeTensorMode():
+        values = [torch.empty(2), None, torch.empty(2, device="cuda"), 3, torch.empty(3, device="cuda")]
+    give_back_if_tight(values[:2])
+    assert not emptied
+    give_back_if_tight(values)
+    assert len(emptied) == tight

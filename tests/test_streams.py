@@ -18,7 +18,7 @@ from compiled_autograd import errors, ir
 from compiled_autograd.diagnostics.bypass import CUDA_DEVICES
 from compiled_autograd.engine import backward, decide, seam
 from compiled_autograd.engine.cuda import streams
-from compiled_autograd.engine.cuda.devices import cuda_device
+from compiled_autograd.engine.cuda.devices import cuda_device, lie_apart
 from compiled_autograd.engine.cuda.streams import DEFAULT, UNKNOWN, StreamWatch, _Thread
 
 from .helpers import assert_same, expect, in_subprocess
@@ -136,6 +136,31 @@ def steps(session: ca.Session, *parts: Any, around: Any = contextlib.nullcontext
             loss.backward()
         assert_same([w.grad], [wanted.grad])
     return session.stats()
+
+
+def test_what_begins_on_the_cpu_and_on_cuda_is_left_to_the_engines_threads(
+    watch: StreamWatch, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Of two parts that fail, the engine raises the error that came first."""
+    asked: list[int] = []
+    monkeypatch.setattr(decide, "lie_apart", lambda outputs: asked.append(len(outputs)) or True)
+    x = torch.ones(3, requires_grad=True)
+    session = ca.enable(backend="eager")
+    with session:
+        x.sum().backward()
+        torch.autograd.backward([x.sum(), (2 * x).sum()])
+    expect(session.stats(), structure_misses=1, bypasses={"cuda_devices": 1})
+    assert asked == [2] and x.grad is not None and x.grad.tolist() == [4.0] * 3
+
+
+def test_where_outputs_lie() -> None:
+    class Somewhere:
+        def __init__(self, device: str) -> None:
+            self.device = torch.device(device)
+
+    assert lie_apart([Somewhere("cuda:1"), object(), Somewhere("cpu")])
+    assert not lie_apart([Somewhere("cuda:1"), Somewhere("cuda:0"), object()])
+    assert not lie_apart([Somewhere("cpu"), Somewhere("cpu"), Somewhere("meta")])
 
 
 def test_default_streams_cost_no_look_at_the_tape(watch: StreamWatch, no_walk: None) -> None:

@@ -90,6 +90,11 @@ STREAM_CAPTURE = Bypass(
 CUDA_DEVICES = Bypass(
     "cuda_devices", hint="the tape lies on several CUDA devices; the eager engine has a thread for each of them"
 )
+ROOTS_APART = Bypass(
+    "cuda_devices",
+    hint="what backward is called on lies on the CPU and on CUDA; the eager engine computes these parts at the same "
+    "time, and of errors the first one counts",
+)
 
 
 def on_other_streams(what: str) -> Bypass:

@@ -17,6 +17,7 @@ from ..diagnostics.bypass import (
     INSIDE_COMPILE,
     ON_MISS,
     OVER_BUDGET,
+    ROOTS_APART,
     TRACING,
     before_capture,
 )
@@ -30,6 +31,7 @@ from ..policies.sketches import SKETCHES, Found
 from ..settings import Settings
 from ..threads.gate import GATE
 from .call import Call, HandedOver, Refused
+from .cuda.devices import lie_apart
 from .cuda.streams import STREAMS
 from .execution import depth
 from .handles import KEPT
@@ -114,7 +116,9 @@ def _frees_what_does_not_run(call: Call, settings: Settings) -> Bypass | None:
 
 
 def _on_other_streams(call: Call, settings: Settings) -> Bypass | None:
-    return STREAMS.reason(call.outputs) if STREAMS.in_use else None
+    if not STREAMS.in_use:
+        return None
+    return ROOTS_APART if len(call.outputs) > 1 and lie_apart(call.outputs) else STREAMS.reason(call.outputs)
 
 
 def _must_be_a_hit(call: Call, settings: Settings) -> Bypass | None:

@@ -21,7 +21,7 @@ from ..diagnostics.reporting import failure_of
 from ..errors import GradientMismatchError
 from ..signal_handlers import raise_what_a_handler_raised
 from ..steps.compiled_calls import make_plain, put_results, run_compiled
-from ..steps.memory import is_out_of_memory, memory_of
+from ..steps.memory import give_back_if_tight, is_out_of_memory, memory_of
 from ..steps.proof import Sizes
 from .aliasing import Result
 from .comparison import are_zeros
@@ -81,7 +81,10 @@ def prove(
         NaNFoundError: NaNs are looked for, and a node of the tape gave one.
     """
     with context.report.timed("prove"):
-        return _Run(region_compiler, step, compiled, slots, context, real_calls).beside()
+        try:
+            return _Run(region_compiler, step, compiled, slots, context, real_calls).beside()
+        finally:
+            give_back_if_tight(slots)
 
 
 @dataclass(frozen=True, slots=True)
@@ -117,6 +120,7 @@ class _Run:
             if self.compiled.proof.overwritten:
                 self.apart = _Apart(self._copied(self.inputs), self.inputs, self.slots)
             self.before = fingerprints(self._taken(self.inputs))
+            give_back_if_tight(self.arguments)
         except Exception as error:  # noqa: BLE001  the region runs without a comparison
             raise_what_a_handler_raised(error)
             self._unproved(error)

@@ -24,6 +24,21 @@ def is_out_of_memory(error: BaseException) -> bool:
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error)
 
 
+def give_back_if_tight(values: Iterable[Any]) -> None:
+    """Let CUDA's allocator give back what nobody uses of the devices of some tensors, where these are rather full.
+
+    What a comparison needs for a moment is larger than what a step allocates. Small results that are made next would
+    lie in these pieces of memory, and keep all of them from the next step.
+    """
+    for device in {value.device for value in values if isinstance(value, torch.Tensor) and value.is_cuda}:
+        free, total = torch.cuda.mem_get_info(device)
+        reserved = torch.cuda.memory_reserved(device)
+        allowed = int(torch.cuda.get_per_process_memory_fraction(device) * total)
+        if min(free, allowed - reserved) < reserved:
+            torch.cuda.empty_cache()
+            return
+
+
 def extent(tensor: torch.Tensor) -> int:
     """How many elements lie between the first and the last of a tensor, in the order of memory, both counted."""
     if not tensor.numel():

@@ -7,6 +7,7 @@ The eager engine has a thread for each device, in which that device is the curre
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -32,3 +33,9 @@ def cuda_device(tape: TapeGraph) -> int | None:
     if len(indices) > 1:
         raise CaptureRefusedError(CUDA_DEVICES)
     return min(indices, default=None)
+
+
+def lie_apart(outputs: Sequence[Any]) -> bool:
+    """Whether some of what a backward is called on lies on a CUDA device, and some on the CPU."""
+    kinds = {device.type for each in outputs if (device := getattr(each, "device", None)) is not None}
+    return {"cpu", "cuda"} <= kinds

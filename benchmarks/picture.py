@@ -73,11 +73,15 @@ def draw(results: list[Result], file: Path) -> None:
     # Text as text, so that the picture is small and can be searched; ids that do not change.
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "benchmarks", "font.size": 9}):
         height = 1.6 + 0.22 * len(models) * (len(runners) + 1)
-        figure = Figure(figsize=(11, height), layout="constrained")
-        ratios, first = figure.subplots(1, 2, sharey=True, width_ratios=(3, 2))
+        # Of processes that compiled together there are no first backwards.
+        has_first = any(row["first_backward_seconds"] is not None for row in found)
+        figure = Figure(figsize=(11 if has_first else 8, height), layout="constrained")
+        widths = (3, 2) if has_first else (1,)
+        ratios, *first = figure.subplots(1, len(widths), sharey=True, width_ratios=widths, squeeze=False)[0]
         by_cell = {(row["model"], row["runner"]): row for row in found}
         _ratios(ratios, by_cell, models, runners)
-        _first_backwards(first, by_cell, models, runners)
+        for axes in first:
+            _first_backwards(axes, by_cell, models, runners)
         ratios.set_yticks(range(len(models)), models)
         ratios.invert_yaxis()
         handles, labels = ratios.get_legend_handles_labels()

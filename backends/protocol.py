@@ -45,6 +45,12 @@ def form_for(compiled: Compiled, arguments: Sequence[Any]) -> str:
     return ONLY_FORM if ask is None else ask(arguments)
 
 
+def form_that_ran(compiled: Compiled, form: str) -> str:
+    """The name of what its last call in this thread has run, of which ``form`` was expected."""
+    ask = getattr(compiled, "form_that_ran", None)
+    return form if ask is None else ask()
+
+
 def is_last(compiled: Compiled, form: str) -> bool:
     """Whether no other form takes over from this one at a later call by itself."""
     ask = getattr(compiled, "is_last", None)

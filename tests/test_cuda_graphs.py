@@ -339,7 +339,88 @@ def test_what_is_captured_anew_gets_the_memory_of_what_is_stale() -> None:
         for _ in range(FIRST_RUNS + SIGHTINGS + 4):
             region.run(*pair)
     assert region.replayed.captures == 4
-    assert sum(map(len, region.replayed._graphs.values())) == 1 and len(region.replayed._spare) == 0
+    assert sum(map(len, region.replayed._graphs.values())) == 1 and sum(map(len, region.replayed._spare.values())) == 0
+
+
+@pytest.mark.parametrize(
+    "spoil",
+    [
+        lambda result: result.resize_(100),
+        lambda result: result.untyped_storage().resize_(0),
+        lambda result: torch.ones(50, out=result),
+    ],
+)
+def test_memory_of_a_result_that_is_moved_is_not_written_to(spoil: Callable[[torch.Tensor], Any]) -> None:
+    region, (a, b) = Region(), _pair()
+    region.warm(a, b)
+    for step in range(6):
+        a.fill_(step)
+        spoil(region.run(a, b)[0])
+    assert region.replayed.captures == 6 and sum(map(len, region.replayed._graphs.values())) <= 2
+    for _ in range(3):
+        region.run(a, b)
+    assert region.replayed.captures == 7
+
+
+def test_results_that_see_the_memory_of_an_input_otherwise() -> None:
+    """As other numbers, or beyond its own elements: there may be something else behind it at the next run."""
+
+    def code(arguments: list[Any]) -> list[Any]:
+        a, b = arguments
+        arguments.clear()
+        return [torch.view_as_real(a)[1:], a.view(torch.int64), b[1:], a * 2]
+
+    region = Region(code)
+    a = torch.arange(6).to(torch.complex64).view(2, 3)
+    whole = torch.arange(6.0)
+    region.warm(a, whole[:4])
+    region.run(a, whole[:4])
+    found = region.run(a, whole[:4])
+    assert region.replayed.replays == 2
+    assert found[2].data_ptr() == whole.data_ptr() + 4 and found[0].data_ptr() != a.data_ptr() + 24
+
+    region = Region(lambda arguments: [arguments.pop().as_strided((4,), (1,), 1), arguments.pop() + 1])
+    region.warm(a, whole[:2])
+    region.run(a, whole[:2])
+    assert region.run(a, whole[:2])[0].data_ptr() != whole.data_ptr() + 4 and region.replayed.replays == 2
+
+
+@pytest.mark.parametrize("bit", [torch.conj, torch._neg_view])
+def test_results_with_a_bit_are_no_graphs(bit: Callable[[torch.Tensor], torch.Tensor]) -> None:
+    region, a = Region(lambda arguments: [bit(arguments.pop() * 2)]), torch.ones(3, dtype=torch.complex64)
+    for _ in range(FIRST_RUNS + 3):
+        region.run(a)
+    assert "conjugate or negative bit" in region.replayed.why_not
+
+
+def test_memory_of_results_is_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
+    region, kept = Region(), [_pair(float(step)) for step in range(6)]
+    monkeypatch.setattr(graphs, "MAX_BYTES", 3 * 108)  # three of nine floats each
+    for _ in range(FIRST_RUNS + SIGHTINGS + 3):
+        for pair in kept:
+            region.run(*pair)
+    assert sum(map(len, region.replayed._graphs.values())) <= 3
+    monkeypatch.setattr(graphs, "MAX_BYTES", 100)
+    region = Region()
+    for _ in range(FIRST_RUNS + 1):
+        region.run(*kept[0])
+    assert region.replayed.why_not == "its results take 108 bytes"
+
+
+def test_memory_of_a_stream_stays_that_streams() -> None:
+    """What the stream is still to do reads it."""
+    region, (a, b) = Region(), _pair()
+    region.warm(a, b)
+    place = region.run(a, b)[0].data_ptr()
+    region.replayed._drop_all()
+    region.device.number = 7
+    for _ in range(SIGHTINGS):
+        region.run(a, b)
+    assert region.run(a, b)[0].data_ptr() != place and region.replayed.captures == 2
+    region.device.number = 0
+    for _ in range(SIGHTINGS):
+        region.run(a, b)
+    assert region.run(a, b)[0].data_ptr() == place and region.replayed.captures == 3
 
 
 def test_random_trainings() -> None:
@@ -425,6 +506,23 @@ def test_a_session_proves_both_forms_and_goes_on_with_the_graph(monkeypatch: pyt
     assert session.last is not None and session.last.graph is not None
     (compiled,) = session.last.graph.variants[0].regions[0].compiled_regions()
     assert compiled.proof.settled and compiled.proof.left == {ONLY_FORM: 0, REPLAY: 0}
+
+
+@pytest.mark.parametrize("somebody", ["captures", "runs it"])
+def test_a_graph_that_did_not_run_has_shown_nothing(monkeypatch: pytest.MonkeyPatch, somebody: str) -> None:
+    """Where a graph was expected, and the code ran: a wrong graph is found later all the same."""
+    model, backend = mlp(), _Graphs(monkeypatch, spoilt=True)
+    wanted = _steps(model, ca.disable(), 16)
+    session = ca.enable(backend="inductor")
+    found = _steps(model, session, 3)
+    (replayed,) = backend.made
+    with capture.CAPTURING if somebody == "captures" else replayed._lock:
+        found += _steps(model, session, 5)
+    assert replayed.replays == 0
+    with pytest.warns(UserWarning, match="mismatch .* a slower form of it runs from now on"):
+        found += _steps(model, session, 8)
+    assert_same(found, wanted, bitwise=False)
+    assert session.stats().failures == 1
 
 
 def test_a_graph_that_gives_something_else_is_found_and_not_used_again(monkeypatch: pytest.MonkeyPatch) -> None:

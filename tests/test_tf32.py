@@ -30,6 +30,12 @@ _ROUNDED = {
 }
 
 
+@pytest.fixture(autouse=True)
+def may_be_set(monkeypatch: pytest.MonkeyPatch) -> None:
+    """PyTorch's own tests, whose samples others use, forbid to set such flags for the rest of the process."""
+    monkeypatch.setattr(torch.backends, "__allow_nonbracketed_mutation_flag", True)
+
+
 class _CutOff(TorchDispatchMode):
     """A GPU that takes the upper bits of what it multiplies, as some algorithms do: all errors go the same way."""
 

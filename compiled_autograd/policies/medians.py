@@ -54,4 +54,6 @@ def now() -> float:
 def wait_for_devices() -> None:
     """Until all is done that was sent to CUDA devices, where CUDA is in use and nobody captures a graph."""
     if torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing():
-        torch.cuda.synchronize()
+        for index in range(torch.cuda.device_count()):
+            if torch.cuda.memory_reserved(index):  # else nothing was ever done there
+                torch.cuda.synchronize(index)

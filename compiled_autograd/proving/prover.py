@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 import msgspec
 
 from backends.inductor.poison import run_poisoned
-from backends.protocol import Compiled, form_for, is_last, proving_runs
+from backends.protocol import Compiled, form_for, form_that_ran, is_last, proving_runs
 
 from .. import ir
 from ..diagnostics.reporting import failure_of
@@ -292,8 +292,11 @@ class _Run:
     def _run_form(self, call: Compiled, arguments: list[Any]) -> Sequence[Any]:
         """Fresh memory is poisoned in all of the runs that are compared but the last, which is as later ones are."""
         if self.compiled.proof.left.get(self.form) == 1 and self.compiled.checked:
-            return run_compiled(call, arguments)
-        return run_compiled(functools.partial(run_poisoned, call, form=self.form), arguments)
+            results = run_compiled(call, arguments)
+        else:
+            results = run_compiled(functools.partial(run_poisoned, call, form=self.form), arguments)
+        self.form = form_that_ran(call, self.form)  # what is shown is shown of this one
+        return results
 
     # ---- what follows --------------------------------------------------------------------------------------------
 

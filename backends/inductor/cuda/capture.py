@@ -62,15 +62,12 @@ class Device:
         try:
             pool, side = _memory_for(self.index, now)
             side.wait_stream(now)
-            # A workspace of cuBLAS that is made in the capture is the graph's own, and is given back to its pool.
-            torch._C._cuda_clearCublasWorkspaces()
             with torch.cuda.stream(side), RARELY:  # what is garbage may be another graph
                 _record(graph, pool, run)
             now.wait_stream(side)
         except RuntimeError as error:
+            _pools.pop((self.index, now.cuda_stream), None)  # a capture that fails may leave its pool unusable
             raise CannotCaptureError(str(error).partition("\n")[0]) from error
-        finally:
-            torch._C._cuda_clearCublasWorkspaces()
         return graph
 
 

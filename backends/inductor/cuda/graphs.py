@@ -30,6 +30,8 @@ MAX_GRAPHS = 128
 """The largest number of graphs kept of one region's code; the one that was used least recently goes."""
 MAX_SEEN = 256
 """The largest number of sets of addresses that are remembered without a graph."""
+MAX_BYTES = 1 << 30
+"""Bytes that the results of one region's graphs may take, at most."""
 FREE_CAPTURES = 160
 """So many captures cost nothing; each further one must have been earned by so many replays:"""
 REPLAYS_FOR_A_CAPTURE = 32
@@ -48,7 +50,8 @@ class _Graph:
         through: of each result that lies in the memory of an input instead: its number, that of the input, and how.
         used: when, by the region's number of calls.
         pieces: the memory that the results lie in.
-        unused: how many hold each of these while nobody outside does.
+        places: where each of these is, and how large.
+        unused: how many hold each while nobody outside does.
     """
 
     graph: Replayable
@@ -56,30 +59,42 @@ class _Graph:
     through: list[tuple[int, int, tuple[Any, ...]]]
     used: int = 0
     pieces: list[torch.UntypedStorage] = field(init=False)
+    places: list[tuple[int, int]] = field(init=False)
     unused: list[int] = field(init=False)
     _numbers: list[int] = field(init=False)
 
     def __post_init__(self) -> None:
         self.pieces = [each.untyped_storage() for each in self.memory if isinstance(each, torch.Tensor)]
         self._numbers = [each._cdata for each in self.pieces]
-        self.unused = self._holders()
+        self.places, self.unused = self._places(), self._holders()
 
     def is_free(self) -> bool:
-        """Whether nobody holds what the last run gave, nor anything else in that memory."""
-        return self._holders() == self.unused
+        """Whether nobody holds what the last run gave, nor anything else in that memory, and it is where it was."""
+        return self._holders() == self.unused and not self.is_spoilt()
+
+    def is_spoilt(self) -> bool:
+        """Whether somebody who had a result gave its memory back, or took some elsewhere (``resize_``, ``out=``)."""
+        return self._places() != self.places
 
     def _holders(self) -> list[int]:
         """Tensors and what else in C++ holds each piece; and who has the one object of Python that stands for it."""
         return [*map(torch._C._storage_Use_Count, self._numbers), *map(sys.getrefcount, self.pieces)]
 
+    def _places(self) -> list[tuple[int, int]]:
+        return [(each.data_ptr(), each.nbytes()) for each in self.pieces]
+
     def run(self, arguments: list[Any]) -> list[Any]:
         """Replay it, and give tensors in its memory that are new to everybody. The arguments are emptied."""
-        self.graph.replay()
         given = [each.data if isinstance(each, torch.Tensor) else each for each in self.memory]
         for number, source, (size, stride, offset) in self.through:
             given[number] = _lying_in(arguments[source], size, stride, offset)
+        self.graph.replay()
         arguments.clear()
         return given
+
+
+class _Thread(threading.local):
+    ran = ONLY_FORM
 
 
 class Replayed:
@@ -108,7 +123,8 @@ class Replayed:
         self._graphs: OrderedDict[Hashable, list[_Graph]] = OrderedDict()
         self._seen: OrderedDict[Hashable, int] = OrderedDict()
         self._layouts: list[Any] = []  # of the results: of each tensor its sizes, strides and dtype
-        self._spare: list[list[Any]] = []  # memory of graphs that are gone
+        self._spare: dict[int, list[list[Any]]] = {}  # memory of graphs that are gone, by stream
+        self._thread = _Thread()
 
     def another(self) -> Replayed:
         """The same code for another region, with graphs of its own."""
@@ -125,6 +141,10 @@ class Replayed:
         """Whether no other form takes over from this one later."""
         return form == REPLAY or bool(self.why_not)
 
+    def form_that_ran(self) -> str:
+        """What the last call in this thread has run: where another thread captures, say, not what was expected."""
+        return self._thread.ran
+
     def drop(self, form: str) -> bool:
         """Never run a form again. False where nothing takes its place."""
         if form != REPLAY:
@@ -140,7 +160,7 @@ class Replayed:
         try:
             if not self.why_not:
                 mine += map(self._lock.acquire, (False,))  # else another thread runs it
-            if mine and mine[0]:
+            if mine and mine[0] and not self.device.is_capturing():
                 self._calls += 1
                 graph = self._graph(arguments)
                 if self._inputs.watch(arguments, graph is not None):
@@ -148,6 +168,7 @@ class Replayed:
                     graph = None
                 if graph is not None:
                     self.replays += 1
+                    self._thread.ran = REPLAY
                     self._inputs.copy_in(arguments)
                     return graph.run(arguments)
         finally:
@@ -157,6 +178,7 @@ class Replayed:
 
     def run_code(self, arguments: list[Any], run: Run | None = None) -> Sequence[Any]:
         """Run the generated code as it is, or in another way. The arguments are emptied."""
+        self._thread.ran = ONLY_FORM
         results = self.compiled(arguments) if run is None else run(self.compiled, arguments)
         self._runs += 1
         if self._runs <= FIRST_RUNS:
@@ -180,6 +202,8 @@ class Replayed:
             return None
         known = self._graphs.get(key, [])
         graph = next((each for each in known if each.is_free()), None)
+        if graph is None and known:
+            known[:] = [each for each in known if not each.is_spoilt()]
         if graph is None and len(known) < 2 and self._is_worth_it(key):
             graph = self._captured(arguments)
             if graph is not None:
@@ -203,40 +227,52 @@ class Replayed:
         )
 
     def _captured(self, arguments: list[Any]) -> _Graph | None:
-        if self.device.is_capturing() or not CAPTURING.acquire(blocking=False):
-            return None
+        mine = list[bool]()  # as in a call
         try:
+            mine += map(CAPTURING.acquire, (False,))
+            if not mine[0]:
+                return None
             self.captures += 1
-            self._drop_stale()
-            memory = self._spare.pop() if self._spare else [_memory(each, self.device) for each in self._layouts]
+            self._make_room()
+            spare = self._spare.get(self.device.stream())
+            memory = spare.pop() if spare else [_memory(each, self.device) for each in self._layouts]
             return _captured(self.compiled, self._inputs.placed(arguments), memory, self.device)
         except (CannotCaptureError, torch.OutOfMemoryError) as error:
             self._give_up(str(error).partition("\n")[0])
             return None
         finally:
-            CAPTURING.release()
+            if mine and mine[0]:
+                CAPTURING.release()
 
-    def _drop_stale(self) -> None:
+    def _make_room(self) -> None:
         """Let go of a graph whose addresses have not come for a while: what is captured next gets its memory.
 
         To allocate some anew would have other addresses change, and so on without end.
+
+        Raises:
+            CannotCaptureError: the results take too much memory.
         """
+        size = sum(_bytes(each) for each in self._layouts)
+        if size > MAX_BYTES:
+            raise CannotCaptureError(f"its results take {size} bytes")
+        count = sum(len(each) for each in self._graphs.values())
         key = next(iter(self._graphs), None)
         if key is None:
             return
-        graphs = self._graphs[key]
-        stale = self._calls - max(each.used for each in graphs) > 2 * sum(map(len, self._graphs.values()))
-        if len(self._graphs) >= MAX_GRAPHS or stale:
+        stale = self._calls - max((each.used for each in self._graphs[key]), default=0) > 2 * count
+        if stale or len(self._graphs) >= MAX_GRAPHS or (count + 1) * size > MAX_BYTES:
             self._drop(key)
 
-    def _drop(self, key: Hashable) -> None:
+    def _drop(self, key: Any) -> None:
         for graph in self._graphs.pop(key):
             if graph.is_free():
-                self._spare.append(graph.memory)
+                self._spare.setdefault(key[-1], []).append(graph.memory)  # what the stream still does reads it
 
     def _drop_all(self) -> None:
         for key in list(self._graphs):
             self._drop(key)
+        for spare in self._spare.values():
+            del spare[1:]
         self._seen.clear()
 
     def _give_up(self, why: str) -> None:
@@ -246,15 +282,21 @@ class Replayed:
 
 
 def _layout(value: Any) -> Any:
-    return (value.size(), value.stride(), value.dtype, value.device) if isinstance(value, torch.Tensor) else value
+    if not isinstance(value, torch.Tensor):
+        return value
+    return value.size(), value.stride(), value.dtype, value.device, value.is_conj(), value.is_neg()
+
+
+def _bytes(layout: Any) -> int:
+    return layout[0].numel() * layout[2].itemsize if isinstance(layout, tuple) else 0
 
 
 def _memory(layout: Any, device: Device) -> Any:
     if not isinstance(layout, tuple):
         return layout
-    size, stride, dtype, place = layout
-    if place.type != device.kind:
-        raise CannotCaptureError(f"one of its results lies on {place}")
+    size, stride, dtype, place, *bits = layout
+    if place.type != device.kind or any(bits):
+        raise CannotCaptureError(f"one of its results lies on {place}, or has a conjugate or negative bit")
     return torch.empty_strided(size, stride, dtype=dtype, device=place)
 
 
@@ -264,11 +306,10 @@ def _captured(compiled: Compiled, arguments: list[Any], memory: list[Any], devic
     Raises:
         CannotCaptureError: there can be none.
     """
-    inputs: dict[int, int] = {}
+    inputs: dict[int, list[int]] = {}  # by what memory they lie in
     for number, each in enumerate(arguments):
         if isinstance(each, torch.Tensor):
-            inputs.setdefault(each.untyped_storage().data_ptr(), number)
-    inputs.pop(0, None)  # of what has no memory
+            inputs.setdefault(each.untyped_storage().data_ptr(), []).append(number)
     through: list[tuple[int, int, tuple[Any, ...]]] = []
 
     def run() -> None:
@@ -279,15 +320,28 @@ def _captured(compiled: Compiled, arguments: list[Any], memory: list[Any], devic
         for number, each in enumerate(found):
             if not isinstance(each, torch.Tensor):
                 continue
-            source = inputs.get(each.untyped_storage().data_ptr())
+            beside = inputs.get(each.untyped_storage().data_ptr(), ())
+            source = next((at for at in beside if _lies_within(each, arguments[at])), None)
             if source is None:
                 pairs.append((memory[number], each))
             else:
-                offset = each.storage_offset() - arguments[source].storage_offset()
+                offset = (each.data_ptr() - arguments[source].data_ptr()) // each.element_size()
                 through.append((number, source, (each.size(), each.stride(), offset)))
         copy_all([to for to, _ in pairs], [each for _, each in pairs])
 
     return _Graph(device.capture(run), memory, through)
+
+
+def _lies_within(result: torch.Tensor, argument: torch.Tensor) -> bool:
+    """Whether all of a result lies between the first and the last element of an input, with the same dtype."""
+    if argument.dtype is not result.dtype or not result.numel():
+        return False
+    begin = result.data_ptr() - argument.data_ptr()
+    return 0 <= begin <= (_extent(argument) - _extent(result)) * result.element_size()
+
+
+def _extent(tensor: torch.Tensor) -> int:
+    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def _lying_in(source: torch.Tensor, size: Any, stride: Any, offset: int) -> torch.Tensor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 
 import pytest
@@ -10,6 +11,7 @@ from torch import fx
 
 from compiled_autograd.proving.comparison import (
     _is_close,
+    _moved_by,
     is_telling,
     largest,
     metadata_difference,
@@ -246,3 +248,17 @@ def test_the_coarsest_dtype_decides() -> None:
     assert tolerance([torch.float64, torch.float32, torch.int64]) == tolerance([torch.float32])
     assert tolerance([torch.float32, torch.bfloat16]) == tolerance([torch.bfloat16])
     assert tolerance([torch.int64]) == 0
+
+
+def test_how_far_rounding_moves_a_value_is_the_mean_of_some_moves() -> None:
+    """The largest of them would let more through: a bfloat16 result that is off by a tenth at random."""
+    exact = torch.tensor([1.0, -2.0, 3.0], dtype=torch.float64)
+    moves = {1: 0.1, 2: -0.2, 3: 0.3, 4: math.nan}
+
+    def moved_inputs(number: int) -> torch.Tensor:
+        moved = exact + torch.tensor([1.0, 2.0, 0.0]) * (moves[number] if number > 0 else 0.0)
+        moved[1] += 0.0 if number > 0 else 1.0  # jumps
+        return moved
+
+    found = _moved_by(exact, moved_inputs)
+    torch.testing.assert_close(found, torch.tensor([0.2, 0.0, 0.0], dtype=torch.float64))

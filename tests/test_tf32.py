@@ -33,7 +33,7 @@ _ROUNDED = {
 @pytest.fixture(autouse=True)
 def may_be_set(monkeypatch: pytest.MonkeyPatch) -> None:
     """PyTorch's own tests, whose samples others use, forbid to set such flags for the rest of the process."""
-    monkeypatch.setattr(torch.backends, "__allow_nonbracketed_mutation_flag", True)
+    monkeypatch.setitem(torch.backends.flags_frozen.__globals__, "__allow_nonbracketed_mutation_flag", True)
 
 
 class _CutOff(TorchDispatchMode):

@@ -160,19 +160,21 @@ def _is_close(want: torch.Tensor, found: torch.Tensor, relative: float, scale: f
 
 
 def _moved_by(exact: torch.Tensor, in_double: Callable[[int], Optional]) -> torch.Tensor:
-    """How far rounding of the inputs moves each value; the real calls may be nearer, where what cancels is exact.
+    """How far rounding of the inputs moves each value, in the mean; the real calls may be nearer, where what cancels is
+    exact.
 
     A value that jumps as soon as its inputs move at all is not moved by rounding: they lie where a case ends (at the
     bound of a clamp, in a tie), and which case that belongs to is no question of digits.
     """
-    moves = torch.zeros_like(exact)
+    moves, counted = torch.zeros_like(exact), torch.zeros_like(exact)
     for number in range(1, _PERTURBATIONS + 1):
         moved, hardly = in_double(number), in_double(-number)
         if moved is not None and hardly is not None:
             error, jump = ((plain(each).to(torch.float64) - exact).abs() for each in (moved, hardly))
             counts = error.isfinite() & (jump <= _JUMP * error)
-            moves = torch.where(counts, torch.maximum(moves, error), moves)
-    return moves
+            moves += torch.where(counts, error, 0.0)
+            counted += counts
+    return moves / counted.clamp(min=1)
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:

@@ -7,18 +7,17 @@ run gave. Any other call captures another graph, or runs the generated code as i
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections import OrderedDict
 from collections.abc import Callable, Hashable, Sequence
-from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 
 from ...protocol import ONLY_FORM, Compiled
-from .capture import CAPTURING, CannotCaptureError, Device, Replayable
-from .inputs import Inputs, copy_all
+from .capture import CAPTURING, CannotCaptureError, Device
+from .inputs import Inputs
+from .one_graph import Graph, bytes_of, captured, layout_of, memory_for
 
 REPLAY = "CUDA graph"
 """The form of a region that runs as one; the other one is the generated code."""
@@ -32,6 +31,8 @@ MAX_SEEN = 256
 """The largest number of sets of addresses that are remembered without a graph."""
 MAX_BYTES = 1 << 30
 """Bytes that the results of one region's graphs may take, at most."""
+MAX_SPOILT = 8
+"""Where the memory of results was moved so often, no graph is captured any more."""
 FREE_CAPTURES = 160
 """So many captures cost nothing; each further one must have been earned by so many replays:"""
 REPLAYS_FOR_A_CAPTURE = 32
@@ -40,57 +41,8 @@ PATIENCE = 256
 Run = Callable[[Compiled, list[Any]], Sequence[Any]]
 
 
-@dataclass(slots=True)
-class _Graph:
-    """One graph, and how its results are given.
-
-    Attributes:
-        graph: what is replayed.
-        memory: of each result the tensor that the graph writes it to; what is no tensor, as it is.
-        through: of each result that lies in the memory of an input instead: its number, that of the input, and how.
-        used: when, by the region's number of calls.
-        pieces: the memory that the results lie in.
-        places: where each of these is, and how large.
-        unused: how many hold each while nobody outside does.
-    """
-
-    graph: Replayable
-    memory: list[Any]
-    through: list[tuple[int, int, tuple[Any, ...]]]
-    used: int = 0
-    pieces: list[torch.UntypedStorage] = field(init=False)
-    places: list[tuple[int, int]] = field(init=False)
-    unused: list[int] = field(init=False)
-    _numbers: list[int] = field(init=False)
-
-    def __post_init__(self) -> None:
-        self.pieces = [each.untyped_storage() for each in self.memory if isinstance(each, torch.Tensor)]
-        self._numbers = [each._cdata for each in self.pieces]
-        self.places, self.unused = self._places(), self._holders()
-
-    def is_free(self) -> bool:
-        """Whether nobody holds what the last run gave, nor anything else in that memory, and it is where it was."""
-        return self._holders() == self.unused and not self.is_spoilt()
-
-    def is_spoilt(self) -> bool:
-        """Whether somebody who had a result gave its memory back, or took some elsewhere (``resize_``, ``out=``)."""
-        return self._places() != self.places
-
-    def _holders(self) -> list[int]:
-        """Tensors and what else in C++ holds each piece; and who has the one object of Python that stands for it."""
-        return [*map(torch._C._storage_Use_Count, self._numbers), *map(sys.getrefcount, self.pieces)]
-
-    def _places(self) -> list[tuple[int, int]]:
-        return [(each.data_ptr(), each.nbytes()) for each in self.pieces]
-
-    def run(self, arguments: list[Any]) -> list[Any]:
-        """Replay it, and give tensors in its memory that are new to everybody. The arguments are emptied."""
-        given = [each.data if isinstance(each, torch.Tensor) else each for each in self.memory]
-        for number, source, (size, stride, offset) in self.through:
-            given[number] = _lying_in(arguments[source], size, stride, offset)
-        self.graph.replay()
-        arguments.clear()
-        return given
+class _NoRoomError(Exception):
+    """The memory that results may take is taken by graphs that are in use."""
 
 
 class _Thread(threading.local):
@@ -117,10 +69,10 @@ class Replayed:
         self.device = device
         self.why_not = ""
         self.captures = self.replays = 0
-        self._calls = self._runs = 0
+        self._calls = self._runs = self._spoilt = 0
         self._lock = threading.Lock()
         self._inputs = Inputs(device)
-        self._graphs: OrderedDict[Hashable, list[_Graph]] = OrderedDict()
+        self._graphs: OrderedDict[Hashable, list[Graph]] = OrderedDict()
         self._seen: OrderedDict[Hashable, int] = OrderedDict()
         self._layouts: list[Any] = []  # of the results: of each tensor its sizes, strides and dtype
         self._spare: dict[int, list[list[Any]]] = {}  # memory of graphs that are gone, by stream
@@ -182,7 +134,7 @@ class Replayed:
         results = self.compiled(arguments) if run is None else run(self.compiled, arguments)
         self._runs += 1
         if self._runs <= FIRST_RUNS:
-            self._layouts = [_layout(each) for each in results]
+            self._layouts = [layout_of(each) for each in results]
         elif self._runs > PATIENCE + 8 * self.replays and not self.why_not:
             self._give_up("its inputs lie elsewhere at each call")
         return results
@@ -195,17 +147,23 @@ class Replayed:
             return None
         return self._inputs.key(arguments)
 
-    def _graph(self, arguments: list[Any]) -> _Graph | None:
+    def _graph(self, arguments: list[Any]) -> Graph | None:
         """A graph that can run now with these arguments; it is captured if that is worth it."""
         key = self._key(arguments)
         if key is None:
             return None
         known = self._graphs.get(key, [])
         graph = next((each for each in known if each.is_free()), None)
-        if graph is None and known:
-            known[:] = [each for each in known if not each.is_spoilt()]
+        if graph is None and any(each.is_spoilt() for each in known):
+            self._spoilt += 1
+            known = self._graphs[key] = [each for each in known if not each.is_spoilt()]
+            if not known:
+                del self._graphs[key]  # it has to be met again
+            if self._spoilt > MAX_SPOILT:
+                self._give_up("the memory of its results is moved")
+                return None
         if graph is None and len(known) < 2 and self._is_worth_it(key):
-            graph = self._captured(arguments)
+            graph = self._captured(key, arguments)
             if graph is not None:
                 self._graphs.setdefault(key, []).append(graph)
         if graph is not None:
@@ -226,17 +184,19 @@ class Replayed:
             and (key in self._graphs or self._seen.get(key, 0) >= SIGHTINGS)
         )
 
-    def _captured(self, arguments: list[Any]) -> _Graph | None:
+    def _captured(self, key: Hashable, arguments: list[Any]) -> Graph | None:
         mine = list[bool]()  # as in a call
         try:
             mine += map(CAPTURING.acquire, (False,))
             if not mine[0]:
                 return None
+            self._make_room(key)
             self.captures += 1
-            self._make_room()
             spare = self._spare.get(self.device.stream())
-            memory = spare.pop() if spare else [_memory(each, self.device) for each in self._layouts]
-            return _captured(self.compiled, self._inputs.placed(arguments), memory, self.device)
+            memory = spare.pop() if spare else [memory_for(each, self.device) for each in self._layouts]
+            return captured(self.compiled, self._inputs.placed(arguments), memory, self.device)
+        except _NoRoomError:
+            return None
         except (CannotCaptureError, torch.OutOfMemoryError) as error:
             self._give_up(str(error).partition("\n")[0])
             return None
@@ -244,24 +204,34 @@ class Replayed:
             if mine and mine[0]:
                 CAPTURING.release()
 
-    def _make_room(self) -> None:
+    def _make_room(self, key: Hashable) -> None:
         """Let go of a graph whose addresses have not come for a while: what is captured next gets its memory.
 
         To allocate some anew would have other addresses change, and so on without end.
 
         Raises:
             CannotCaptureError: the results take too much memory.
+            _NoRoomError: they would, beside those of graphs that are in use.
         """
-        size = sum(_bytes(each) for each in self._layouts)
+        size = sum(bytes_of(each) for each in self._layouts)
         if size > MAX_BYTES:
             raise CannotCaptureError(f"its results take {size} bytes")
         count = sum(len(each) for each in self._graphs.values())
-        key = next(iter(self._graphs), None)
-        if key is None:
-            return
-        stale = self._calls - max((each.used for each in self._graphs[key]), default=0) > 2 * count
-        if stale or len(self._graphs) >= MAX_GRAPHS or (count + 1) * size > MAX_BYTES:
-            self._drop(key)
+        oldest = next(iter(self._graphs), None)
+        if oldest is not None and oldest != key:
+            unused = self._calls - max(each.used for each in self._graphs[oldest])
+            if unused > 2 * count:
+                self._drop(oldest)
+        stream = self.device.stream()
+        for other in [each for each in self._spare if each != stream and self._held() + size > MAX_BYTES]:
+            del self._spare[other]
+        if len(self._graphs) >= MAX_GRAPHS or (not self._spare.get(stream) and self._held() + size > MAX_BYTES):
+            raise _NoRoomError
+
+    def _held(self) -> int:
+        """Bytes that the results of all graphs take, and those that are kept for others."""
+        memories = sum(map(len, self._graphs.values())) + sum(map(len, self._spare.values()))
+        return memories * sum(bytes_of(each) for each in self._layouts)
 
     def _drop(self, key: Any) -> None:
         for graph in self._graphs.pop(key):
@@ -279,71 +249,3 @@ class Replayed:
         self.why_not = why
         self._drop_all()
         self._spare.clear()
-
-
-def _layout(value: Any) -> Any:
-    if not isinstance(value, torch.Tensor):
-        return value
-    return value.size(), value.stride(), value.dtype, value.device, value.is_conj(), value.is_neg()
-
-
-def _bytes(layout: Any) -> int:
-    return layout[0].numel() * layout[2].itemsize if isinstance(layout, tuple) else 0
-
-
-def _memory(layout: Any, device: Device) -> Any:
-    if not isinstance(layout, tuple):
-        return layout
-    size, stride, dtype, place, *bits = layout
-    if place.type != device.kind or any(bits):
-        raise CannotCaptureError(f"one of its results lies on {place}, or has a conjugate or negative bit")
-    return torch.empty_strided(size, stride, dtype=dtype, device=place)
-
-
-def _captured(compiled: Compiled, arguments: list[Any], memory: list[Any], device: Device) -> _Graph:
-    """A graph of a call. Its last part writes the results to ``memory``, where no other graph writes.
-
-    Raises:
-        CannotCaptureError: there can be none.
-    """
-    inputs: dict[int, list[int]] = {}  # by what memory they lie in
-    for number, each in enumerate(arguments):
-        if isinstance(each, torch.Tensor):
-            inputs.setdefault(each.untyped_storage().data_ptr(), []).append(number)
-    through: list[tuple[int, int, tuple[Any, ...]]] = []
-
-    def run() -> None:
-        found = list(compiled(list(arguments)))
-        if list(map(_layout, found)) != list(map(_layout, memory)):
-            raise CannotCaptureError("its results lie otherwise at each run")
-        pairs = []
-        for number, each in enumerate(found):
-            if not isinstance(each, torch.Tensor):
-                continue
-            beside = inputs.get(each.untyped_storage().data_ptr(), ())
-            source = next((at for at in beside if _lies_within(each, arguments[at])), None)
-            if source is None:
-                pairs.append((memory[number], each))
-            else:
-                offset = (each.data_ptr() - arguments[source].data_ptr()) // each.element_size()
-                through.append((number, source, (each.size(), each.stride(), offset)))
-        copy_all([to for to, _ in pairs], [each for _, each in pairs])
-
-    return _Graph(device.capture(run), memory, through)
-
-
-def _lies_within(result: torch.Tensor, argument: torch.Tensor) -> bool:
-    """Whether all of a result lies between the first and the last element of an input, with the same dtype."""
-    if argument.dtype is not result.dtype or not result.numel():
-        return False
-    begin = result.data_ptr() - argument.data_ptr()
-    return 0 <= begin <= (_extent(argument) - _extent(result)) * result.element_size()
-
-
-def _extent(tensor: torch.Tensor) -> int:
-    return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-
-
-def _lying_in(source: torch.Tensor, size: Any, stride: Any, offset: int) -> torch.Tensor:
-    """A tensor in another one's memory, so many elements behind its first, which is no view of it."""
-    return source.data.as_strided(size, stride, source.storage_offset() + offset).data

@@ -26,7 +26,7 @@ from backends.artifacts import CannotStoreError, Stored
 from backends.inductor import environment
 from backends.inductor.backend import InductorBackend
 from backends.inductor.cuda import kernels as triton_kernels
-from backends.inductor.cuda.kernels import Aligned, Launched, launch_of, load_launches, without_alignment
+from backends.inductor.cuda.kernels import Aligned, Launched, alignment_of, launch_of, load_launches
 from backends.inductor.wrappers import store
 from backends.parsing import parsed
 from compiled_autograd.policies import worker_process
@@ -652,11 +652,10 @@ def test_misaligned_inputs_are_copied_as_inductor_copies_them() -> None:
 def test_what_lies_around_generated_code_is_seen() -> None:
     def call(arguments: list[Any]) -> None: ...
 
-    assert without_alignment(align_inputs_from_check_idxs(call, [2, 3], OrderedSet())) == (call, [2, 3])
-    assert without_alignment(align_inputs_from_check_idxs(call, [], OrderedSet())) == (call, [])
-    assert without_alignment(call) == (call, [])
-    with pytest.raises(CannotStoreError, match="writes into its inputs"):
-        without_alignment(align_inputs_from_check_idxs(call, [2, 3], OrderedSet([3])))
+    assert alignment_of(align_inputs_from_check_idxs(call, [2, 3], OrderedSet())) == (call, [2, 3], [])
+    assert alignment_of(align_inputs_from_check_idxs(call, [2, 3], OrderedSet([3]))) == (call, [2, 3], [3])
+    assert alignment_of(align_inputs_from_check_idxs(call, [], OrderedSet())) == (call, [], [])
+    assert alignment_of(call) == (call, [], [])
 
 
 # ---- the key -----------------------------------------------------------------------------------------------------

@@ -21,7 +21,7 @@ from . import instruction_sets
 from .batch import together
 from .cuda.capture import Device, cuda_device
 from .cuda.graphs import Replayed
-from .cuda.kernels import Aligned, load_launches, without_alignment
+from .cuda.kernels import Aligned, alignment_of, load_launches
 from .environment import environment, is_chosen
 from .kernels import ENTRY, load_kernels
 from .memory import keep_freed_memory
@@ -148,7 +148,9 @@ class InductorBackend(ArtifactBackend):
         for kind in ("frozen_param_names", "torchbind_constants", "opaque_value_type_classes"):
             if getattr(compiled, kind):
                 raise CannotStoreError(f"it has {kind}: {', '.join(getattr(compiled, kind))}")
-        call, aligned = without_alignment(compiled.current_callable)
+        call, aligned, written = alignment_of(compiled.current_callable)
+        if written:
+            raise CannotStoreError(f"its code writes into its inputs {written}")
         namespace = namespace_of(call)
         if namespace is None:
             raise CannotStoreError(f"Inductor has put {call!r} around its generated code")

@@ -100,9 +100,9 @@ def _poison_for(dtype: torch.dtype) -> Any:
 def _generated_code(compiled: Any) -> Callable[[list[Any]], Any] | None:
     """The function ``call`` of generated code, in a poisoned namespace; None where it is none, or not all of it."""
     call = getattr(compiled, "current_callable", None) or compiled
-    call, checked = (call.compiled, call.checked) if isinstance(call, Aligned) else alignment_of(call)
+    call, checked, written = (call.compiled, call.checked, ()) if isinstance(call, Aligned) else alignment_of(call)
     namespace = namespace_of(call)
-    if namespace is None:
+    if namespace is None or written:
         return None  # or there is something around it
     made = _poisoned_call(call, poisoned(namespace))
     return Aligned(made, checked) if checked else made

@@ -26,7 +26,7 @@ FIRST_RUNS = 3
 SIGHTINGS = 2
 """What was met so often before, with the same addresses, is captured."""
 MAX_GRAPHS = 128
-"""The largest number of graphs kept of one region's code; the one that was used least recently goes."""
+"""The largest number of graphs kept of one region's code."""
 MAX_SEEN = 256
 """The largest number of sets of addresses that are remembered without a graph."""
 MAX_BYTES = 1 << 30
@@ -158,7 +158,7 @@ class Replayed:
             self._spoilt += 1
             known = self._graphs[key] = [each for each in known if not each.is_spoilt()]
             if not known:
-                del self._graphs[key]  # it has to be met again
+                del self._graphs[key]
             if self._spoilt > MAX_SPOILT:
                 self._give_up("the memory of its results is moved")
                 return None
@@ -223,15 +223,16 @@ class Replayed:
             if unused > 2 * count:
                 self._drop(oldest)
         stream = self.device.stream()
-        for other in [each for each in self._spare if each != stream and self._held() + size > MAX_BYTES]:
-            del self._spare[other]
-        if len(self._graphs) >= MAX_GRAPHS or (not self._spare.get(stream) and self._held() + size > MAX_BYTES):
+        if (self._memories() + 1) * size > MAX_BYTES:
+            self._spare = {stream: self._spare.get(stream, [])}
+        if len(self._graphs) >= MAX_GRAPHS or (
+            not self._spare.get(stream) and (self._memories() + 1) * size > MAX_BYTES
+        ):
             raise _NoRoomError
 
-    def _held(self) -> int:
-        """Bytes that the results of all graphs take, and those that are kept for others."""
-        memories = sum(map(len, self._graphs.values())) + sum(map(len, self._spare.values()))
-        return memories * sum(bytes_of(each) for each in self._layouts)
+    def _memories(self) -> int:
+        """How many there are for the results: those of all graphs, and those that are kept for others."""
+        return sum(map(len, self._graphs.values())) + sum(map(len, self._spare.values()))
 
     def _drop(self, key: Any) -> None:
         for graph in self._graphs.pop(key):

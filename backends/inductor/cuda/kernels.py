@@ -19,6 +19,7 @@ import torch
 from ...artifacts import ArtifactError, CannotStoreError, Launch
 from ...protocol import Compiled
 from ..kernels import LOADING, private_folder, write_library
+from .one_graph import extent
 
 _ALIGNING = "align_inputs_from_check_idxs.<locals>.run"
 """What Inductor puts around generated code (``_inductor/utils.py``): it copies what lies where kernels do not read."""
@@ -60,33 +61,13 @@ class Aligned:
 
 def _copy(tensor: torch.Tensor) -> torch.Tensor:
     """With the same strides, gaps and repetitions (``clone_preserve_strides`` in ``_inductor/utils.py``)."""
-    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
-    whole = torch.as_strided(tensor, (last + 1 if tensor.numel() else 0,), (1,)).clone()
+    whole = torch.as_strided(tensor, (extent(tensor),), (1,)).clone()
     return torch.as_strided(whole, tensor.shape, tensor.stride())
 
 
-def alignment_of(call: Any) -> tuple[Any, list[int]]:
-    """What Inductor has put its copying of inputs around, and which inputs it looks at; as it is where there is none.
-
-    So is what copies back, too.
-    """
-    model, checked, written = _aligned(call)
-    return (call, []) if written else (model, checked)
-
-
-def without_alignment(call: Any) -> tuple[Any, list[int]]:
-    """What :func:`alignment_of` gives.
-
-    Raises:
-        CannotStoreError: the code writes into such inputs.
-    """
-    model, checked, written = _aligned(call)
-    if written:
-        raise CannotStoreError(f"its code writes into its inputs {written}")
-    return model, checked
-
-
-def _aligned(call: Any) -> tuple[Any, list[int], list[int]]:
+def alignment_of(call: Any) -> tuple[Any, list[int], list[int]]:
+    """What Inductor has put its copying of inputs around, which inputs it looks at, and which of them the code writes
+    into, so that they are copied back. As it is where there is no copying."""
     if getattr(call, "__qualname__", "") != _ALIGNING:
         return call, [], []
     cells = dict(zip(call.__code__.co_freevars, (cell.cell_contents for cell in call.__closure__), strict=True))

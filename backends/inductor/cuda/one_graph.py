@@ -122,10 +122,13 @@ def _lies_within(result: torch.Tensor, argument: torch.Tensor) -> bool:
     if argument.dtype is not result.dtype or not result.numel():
         return False
     begin = result.data_ptr() - argument.data_ptr()
-    return 0 <= begin <= (_extent(argument) - _extent(result)) * result.element_size()
+    return 0 <= begin <= (extent(argument) - extent(result)) * result.element_size()
 
 
-def _extent(tensor: torch.Tensor) -> int:
+def extent(tensor: torch.Tensor) -> int:
+    """How many elements lie between the first and the last of a tensor, both counted; 0 of one without any."""
+    if not tensor.numel():
+        return 0
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 

@@ -35,7 +35,9 @@ def raise_what_a_handler_raised(error: BaseException) -> None:
         trace = each.__traceback__
         if each is not error and trace is not None and id(trace.tb_frame) in around:
             break  # this backward was called where that one is handled
-        if _is_through_a_handler(trace, codes):
+        # The first frame is the one that has caught it. To look at its locals would keep a copy of them there, the
+        # error among them, and with it all that the frames have: until Python searches for cycles.
+        if trace is not None and _is_through_a_handler(trace.tb_next if each is error else trace, codes):
             found = each
         each = each.__cause__ or each.__context__
     if found is not None:

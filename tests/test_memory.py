@@ -13,7 +13,7 @@ import numpy
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import nn
+from torch import fx, nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.checkpoint import checkpoint
@@ -371,6 +371,41 @@ def test_a_finished_backward_keeps_nothing_of_the_tape_even_where_a_hook_asked_w
         gc.enable()
     assert asked == [True] * 3
     expect(session.stats(), structure_misses=1, hits=2)
+
+
+def test_a_comparison_that_failed_keeps_nothing() -> None:
+    """Without the garbage collector: the error and the frames that it came through would keep all that they had."""
+    calls: list[int] = []
+
+    def backend(graph_module: fx.GraphModule, examples: Any) -> Any:
+        def run(arguments: list[Any]) -> Any:
+            calls.append(1)
+            if len(calls) == 2:
+                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+            return graph_module(*arguments)
+
+        run._boxed_call = True  # type: ignore[attr-defined]
+        return run
+
+    def large() -> int:
+        return sum(type(each) is torch.Tensor and each.numel() == 7000 for each in gc.get_objects())
+
+    def step() -> Any:
+        x = torch.randn(7000, requires_grad=True)
+        with session:
+            x.exp().sin().sum().backward()
+        assert session.last is not None
+        return [each.kind for each in session.last.reasons]
+
+    session = ca.enable(backend=backend, cache_dir=False, tune=False, check="new")
+    step()
+    gc.collect()  # tracing has cycles of its own
+    gc.disable()
+    try:
+        before = large()
+        assert step() == ["unproved"] and large() == before
+    finally:
+        gc.enable()
 
 
 @pytest.mark.slow

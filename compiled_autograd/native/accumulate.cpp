@@ -14,13 +14,17 @@ constexpr size_t kLongAddition = 1 << 20;  // bytes: some hundred microseconds, 
 bool is_plain(const at::Tensor& tensor) {
   PyObject* object = tensor.unsafeGetTensorImpl()->pyobj_slot()->load_pyobj();
   const bool is_of_a_subclass = object && reinterpret_cast<PyObject*>(Py_TYPE(object)) != THPVariableClass;
-  return !is_of_a_subclass && tensor.layout() == at::kStrided && tensor.device().is_cpu();
+  return !is_of_a_subclass && tensor.layout() == at::kStrided && (tensor.is_cpu() || tensor.is_cuda());
 }
+
+// Whether it can be added here, where no other thread of Python runs meanwhile: on a GPU that may wait for a place in
+// the stream, and so for what another thread does in Python.
+bool can_add(const at::Tensor& tensor) { return is_plain(tensor) && tensor.is_cpu(); }
 
 // Whether Python would let the leaf have it as it is, if it lies as the leaf wants it.
 bool can_keep(const at::Tensor& leaf, const at::Tensor& gradient) {
   return !gradient.is_same(leaf) && is_plain(gradient) && gradient.sizes() == leaf.sizes() &&
-         gradient.dtype() == leaf.dtype();
+         gradient.dtype() == leaf.dtype() && gradient.device() == leaf.device();
 }
 
 }  // namespace
@@ -35,7 +39,7 @@ bool accumulate(const std::vector<Gives>& gives, const variable_list& tensors, c
     if (!gradient.defined()) continue;
     const at::Tensor& old = leaf.grad();
     if (old.defined()) {
-      if (!is_plain(old) || !is_plain(gradient)) return false;
+      if (!can_add(old) || !can_add(gradient)) return false;
       bytes += old.nbytes();
       into.push_back(old);
       terms.push_back(gradient);

@@ -13,6 +13,7 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
+from backends.garbage_collection import RARELY
 from backends.inductor.poison import run_poisoned
 from backends.protocol import Compiled, form_for, form_that_ran, is_last, proving_runs
 
@@ -333,6 +334,8 @@ class _Run:
 
     def _unproved(self, error: BaseException) -> None:
         """There was no memory to compare in, or what is to be compared is of a kind that cannot be."""
+        if is_out_of_memory(error):
+            RARELY.search_now()  # what tracing has left has tensors too
         failure = failure_of("unproved", self.region_compiler.backend.name, self.step.region, error)
         where = self.region_compiler.where(self.step, self.form)
         instead = "this run was not compared with the real calls"

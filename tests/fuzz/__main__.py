@@ -3,11 +3,13 @@
 python -m tests.fuzz --tapes 3000 --seed 0
 python -m tests.fuzz --backend inductor --minutes 20
 python -m tests.fuzz --backend inductor --replay 17
+python -m tests.fuzz --walk both --device cuda
 """
 
 from __future__ import annotations
 
 import argparse
+import atexit
 import inspect
 import sys
 import time
@@ -18,6 +20,10 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
+from compiled_autograd.engine.native_hits import NATIVE_HITS
+from shadow_cache import default_dir
+
+from ..both_walks import compare_everywhere, library_in, tell
 from .compare import Finding
 from .generate import generate
 from .known import IGNORED, WITHOUT
@@ -25,7 +31,7 @@ from .operators import TABLE
 from .program import SKIP, Program, describe, from_json
 from .runner import Settings, Verdict, check, check_in_folder, told
 from .shrink import shrink
-from .values import LEFT_OUT
+from .values import LEFT_OUT, PLACE
 
 _CHECK = {"default": None, "false": False, "true": True}
 _MAX_SHRUNK = 4
@@ -39,6 +45,8 @@ def main() -> int:
     parser.add_argument("--seed", type=int, default=0, help="of the first tape; the others count on")
     parser.add_argument("--minutes", type=float, default=0.0, help="stop then, however many have run")
     parser.add_argument("--backend", default="eager")
+    parser.add_argument("--device", default="cpu")
+    parser.add_argument("--walk", choices=["off", "on", "both"], default="off", help="in C++: see tests/both_walks.py")
     parser.add_argument("--check", choices=_CHECK, default="default", help="false shows compiled code itself")
     parser.add_argument("--replay", type=int, help="run this seed alone")
     parser.add_argument("--program", help="run the program in this file (- is the standard input)")
@@ -55,7 +63,9 @@ def main() -> int:
         LEFT_OUT.update(WITHOUT)
         arguments.ignore += IGNORED
     console = Console(soft_wrap=True, highlight=False, markup=False)
+    PLACE.device = arguments.device
     settings = Settings(arguments.backend, _CHECK[arguments.check])
+    walk_in_cpp(arguments.walk)
     if arguments.program is not None:
         text = sys.stdin.read() if arguments.program == "-" else Path(arguments.program).read_text()
         program = from_json(text)
@@ -67,6 +77,18 @@ def main() -> int:
         [arguments.replay] if arguments.replay is not None else range(arguments.seed, arguments.seed + arguments.tapes)
     )
     return run_many(seeds, settings, console, arguments.minutes, arguments.shrink, arguments.ignore)
+
+
+def walk_in_cpp(how: str) -> None:
+    """Have the extension built, and serve, or compare."""
+    if how == "off":
+        return
+    library = library_in(default_dir() / "native")
+    if how == "both":
+        compare_everywhere(library)
+        atexit.register(tell)
+    else:
+        NATIVE_HITS.library = library
 
 
 def run_many(

@@ -15,7 +15,7 @@ from . import functions, hooks, operators_nn, operators_views  # noqa: F401 (the
 from .backward import NoTapeError, ask
 from .operators import TABLE
 from .program import SKIP, Operator, Program
-from .values import LAYOUTS, LEFT_OUT, generator, lay_out, plain, share_memory, spoil
+from .values import LAYOUTS, LEFT_OUT, PLACE, generator, lay_out, plain, share_memory, spoil
 
 _CANNOT = (RuntimeError, IndexError, ValueError, NotImplementedError, TypeError, AssertionError)
 _LARGEST = 40_000
@@ -135,7 +135,8 @@ class Scope:
         return lay_out(self._values(f"{self._name}.{slot}", shape, 1.0), self._layout(slot)[0])
 
     def indices(self, slot: str, shape: tuple[int, ...], below: int) -> torch.Tensor:
-        return torch.randint(0, below, shape, generator=generator(self._name, slot, self.step))
+        made = torch.randint(0, below, shape, generator=generator(self._name, slot, self.step))
+        return made.to(PLACE.device)
 
     def _values(self, name: str, shape: tuple[int, ...], scale: float) -> torch.Tensor:
         program = self.state.program

@@ -32,9 +32,7 @@ def normalise(env: Env, x: torch.Tensor, y: torch.Tensor) -> Any:
         channels = (x.shape[1],)
         return F.batch_norm(x, None, None, env.weight("w", channels), env.weight("b", channels), training=True)
     if kind == 3:
-        return F.batch_norm(
-            x, torch.zeros(x.shape[1], dtype=x.dtype), torch.ones(x.shape[1], dtype=x.dtype), training=False
-        )
+        return F.batch_norm(x, x.new_zeros(x.shape[1]), x.new_ones(x.shape[1]), training=False)
     if kind == 4:
         return F.group_norm(x, 1, env.weight("w", (x.shape[1],)), env.weight("b", (x.shape[1],)))
     return F.normalize(x, dim=-1)
@@ -95,7 +93,7 @@ def attention(env: Env, x: torch.Tensor, y: torch.Tensor) -> Any:
     else:
         scores = (q @ k.transpose(-1, -2)) * 0.5
         if draw.random() < 0.5:
-            hidden = torch.ones(length, length, dtype=torch.bool).triu(1)
+            hidden = torch.ones(length, length, dtype=torch.bool, device=x.device).triu(1)
             scores = scores.masked_fill(hidden, float("-inf"))
         out = scores.softmax(-1) @ v
     return out.transpose(1, 2).reshape(batch, length, 4 * heads)
@@ -156,7 +154,7 @@ def linear_algebra(env: Env, x: torch.Tensor, y: torch.Tensor) -> Any:
     if x.dtype not in (torch.float32, torch.float64):
         return x
     x = exactly(x, 2)[:4]
-    square = x @ x.t() + 2 * torch.eye(x.shape[0], dtype=x.dtype)
+    square = x @ x.t() + 2 * torch.eye(x.shape[0], dtype=x.dtype, device=x.device)
     kind = env.random().randrange(4)
     if kind == 0:
         return torch.linalg.cholesky(square)

@@ -157,7 +157,7 @@ def index(env: Env, x: torch.Tensor, y: torch.Tensor) -> Any:
     if kind == 4:
         return x.scatter_add(dim, env.indices("g", tuple(x.shape), count), fit(y, x).expand_as(x).contiguous())
     if kind == 5:
-        return x.index_copy(dim, torch.arange(min(2, count)), x.narrow(dim, 0, min(2, count)) * 3)
+        return x.index_copy(dim, torch.arange(min(2, count), device=x.device), x.narrow(dim, 0, min(2, count)) * 3)
     if kind == 6:
         return at_least(x, 2)[..., env.indices("j", (3,), x.shape[-1])] * 2
     if kind == 7:

@@ -18,7 +18,7 @@ import compiled_autograd as ca
 from .compare import Finding, differences, judged, rounding_of
 from .execute import Seen, State, run_step
 from .program import Program
-from .values import LEFT_OUT, poisoned_memory
+from .values import LEFT_OUT, PLACE, poisoned_memory
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -31,7 +31,7 @@ class Settings:
         backend: of the compiled runs.
         check: the setting of that name, where it is not to be the default.
         process: run what asks for one in a second process, too.
-        bitwise: compare bit for bit; by default with the backend that gives eager's bits.
+        bitwise: compare bit for bit; by default with the backend that gives eager's bits, which it does on the CPU.
     """
 
     backend: Any = "eager"
@@ -41,7 +41,7 @@ class Settings:
 
     def __post_init__(self) -> None:
         if self.bitwise is None:
-            self.bitwise = self.backend == "eager"
+            self.bitwise = self.backend == "eager" and PLACE.device == "cpu"
 
 
 @dataclass
@@ -151,6 +151,7 @@ def _judge(program: Program, settings: Settings, found: list[Seen], wanted: list
 def _in_a_process(program: Program, settings: Settings, folder: str, verdict: Verdict) -> None:
     """What another process makes of the folder that this one filled."""
     command = [sys.executable, "-m", "tests.fuzz", "--backend", settings.backend, "--program", "-", "--folder", folder]
+    command += ["--device", PLACE.device]
     if LEFT_OUT:
         command += ["--without", *sorted(LEFT_OUT)]
     if settings.check is not None:

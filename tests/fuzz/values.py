@@ -7,11 +7,22 @@ import ctypes
 import sys
 import zlib
 from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
 
 import torch
 
 LEFT_OUT: set[str] = set()
 """Layouts and operators that programs do without, so that what is known does not hide the rest."""
+
+
+@dataclass
+class Place:
+    """Where tensors lie."""
+
+    device: str = "cpu"
+
+
+PLACE = Place()
 LAYOUTS = (
     "contiguous",
     "channels_last",
@@ -37,7 +48,7 @@ def generator(*names: object) -> torch.Generator:
 def plain(shape: Sequence[int], dtype: torch.dtype, *names: object) -> torch.Tensor:
     """A contiguous tensor of normal values."""
     wide = torch.complex128 if dtype.is_complex else torch.float64
-    return torch.randn(tuple(shape), dtype=wide, generator=generator(*names)).to(dtype)
+    return torch.randn(tuple(shape), dtype=wide, generator=generator(*names)).to(PLACE.device, dtype)
 
 
 def lay_out(value: torch.Tensor, layout: str) -> torch.Tensor:
@@ -95,8 +106,9 @@ def poisoned_memory() -> Iterator[None]:
 def spoil(counts: Sequence[int], step: int) -> None:
     """Fill and free memory of the sizes in use: what is allocated next is likely to be one of these."""
     junk = float("nan") if step % 2 else 1e30
-    held = [torch.full((count,), junk, dtype=torch.float64) for count in counts if 0 < count < 1 << 16]
-    held += [torch.full((count,), junk, dtype=torch.float32) for count in counts if 0 < count < 1 << 16]
+    sizes = [count for count in counts if 0 < count < 1 << 16]
+    dtypes = (torch.float64, torch.float32)
+    held = [torch.full((count,), junk, dtype=dtype, device=PLACE.device) for dtype in dtypes for count in sizes]
     del held
 
 

@@ -49,7 +49,8 @@ void refuse_unknown(const at::Tensor& tensor) {
   PyObject* type = class_of(tensor);
   if (type != THPVariableClass && type != ParameterClass) throw Refused{"a tensor of a subclass"};
   if (tensor.layout() != at::kStrided) throw Refused{"a tensor that is not strided"};
-  if (!tensor.device().is_cpu()) throw Refused{"a tensor that is not on the CPU"};
+  if (!tensor.device().is_cpu() && !tensor.device().is_cuda())
+    throw Refused{"a tensor that is neither on the CPU nor on a CUDA device"};
   if (tensor.unsafeGetTensorImpl()->has_symbolic_sizes_strides()) throw Refused{"a tensor of symbolic sizes"};
 }
 

@@ -30,7 +30,6 @@ WARM_PAIRS = 3
 SETTLING_STEPS = 3
 TURN_STEPS = 2
 MEMORY_STEPS = 3
-QUICK_SETTLING_STEPS = 1
 QUICK_FLOOR_STEPS = 3
 # A gradient is compared with its own size, but not with less than this part of the model's largest gradient: one that
 # would be zero but for rounding has no size of its own.
@@ -39,8 +38,8 @@ SMALLEST_SCALE = 1e-3
 
 @dataclass(frozen=True)
 class What:
-    """What to measure, and beside which runner; `quick` with fewer steps and without eager in the same process, `floor`
-    whether to measure that too."""
+    """What to measure, and beside which runner; `quick` without eager in the same process, `floor` whether to measure
+    that too."""
 
     model: str
     runner: str
@@ -53,9 +52,8 @@ class What:
 
     def times(self, all_sides: Sequence["Steps"]) -> tuple[float, float, float]:
         """What `compare` says of two sides that take turns, after some that are not counted."""
-        settling = QUICK_SETTLING_STEPS if self.quick else SETTLING_STEPS
-        alternate(all_sides, WARM_PAIRS, settling)
-        return compare(*alternate(all_sides, self.pairs, settling))
+        alternate(all_sides, WARM_PAIRS)
+        return compare(*alternate(all_sides, self.pairs))
 
 
 def count_nodes(loss: Tensor) -> int:
@@ -93,19 +91,19 @@ class Steps(Protocol):
         """Seconds of one backward."""
 
 
-def turn(side: Steps, settling: int) -> float:
+def turn(side: Steps) -> float:
     """Seconds of a backward among others of its kind, as in training: the mean of a few, after some to settle."""
-    times = [side.step() for _ in range(settling + TURN_STEPS)]
-    return statistics.mean(times[settling:])
+    times = [side.step() for _ in range(SETTLING_STEPS + TURN_STEPS)]
+    return statistics.mean(times[SETTLING_STEPS:])
 
 
-def alternate(all_sides: Sequence[Steps], rounds: int, settling: int = SETTLING_STEPS) -> list[list[float]]:
+def alternate(all_sides: Sequence[Steps], rounds: int) -> list[list[float]]:
     """Seconds of each side's backwards, turn by turn; in each round of turns another side goes first."""
     times: list[list[float]] = [[] for _ in all_sides]
     for number in range(rounds):
         for index in range(len(all_sides)):
             which = (index + number) % len(all_sides)
-            times[which].append(turn(all_sides[which], settling))
+            times[which].append(turn(all_sides[which]))
     return times
 
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -26,6 +26,7 @@ from backends.artifacts import CannotStoreError, Stored
 from backends.inductor import environment
 from backends.inductor.backend import InductorBackend
 from backends.inductor.cuda import kernels as triton_kernels
+from backends.inductor.cuda.direct import GENERATED_CODE, LAUNCHED_DIRECTLY, Direct
 from backends.inductor.cuda.kernels import Aligned, Launched, alignment_of, launch_of, load_launches
 from backends.inductor.wrappers import store
 from backends.parsing import parsed
@@ -709,3 +710,67 @@ def test_the_code_without_kernels_asks_for_no_device(tmp_path: Path) -> None:
     source = "import torch\ndef call(args):\n    return [torch.ops.aten.sin.default(*args)]\n"
     stored = store(source, {}, {})
     assert (stored.launches, stored.aligned) == ({}, [])
+
+
+# ---- in the process that has compiled it ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("offset", [0, 1, 4])
+def test_from_its_second_run_on_its_kernels_are_launched_directly(offset: int, region: Any, launcher: Launcher) -> None:
+    """As another process would launch them, on the functions that are loaded here."""
+    compiled, _ = region
+    backend, before = InductorBackend(), len(launcher.loaded)
+    direct, results = Direct(compiled.current_callable, lambda _: backend._launched_directly(compiled)), []
+    for form in (GENERATED_CODE, LAUNCHED_DIRECTLY, LAUNCHED_DIRECTLY):
+        launcher.launched.clear()
+        given = _inputs(offset)
+        assert direct.form_for(given) == form
+        results.append((direct(given), _seen(launcher.launched)))
+        assert given == []
+    (theirs, launched), *others = results
+    for ours, again in others:
+        assert launched == again and len(launched) == 2
+        for one, other in zip(theirs[:2], ours[:2], strict=True):
+            assert same_bits(one, other) and one.data_ptr() % 16 == other.data_ptr() % 16 == 0
+    assert len(launcher.loaded) == before and direct.why_not == ""
+
+
+def test_directly_launched_code_is_left_to_a_profiler_and_can_be_dropped(
+    region: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def code(arguments: list[Any]) -> Sequence[Any]:
+        arguments.clear()
+        return ("generated",)
+
+    def directly(arguments: list[Any]) -> Sequence[Any]:
+        arguments.clear()
+        return ("directly",)
+
+    made: list[Any] = []
+    direct = Direct(code, lambda compiled: made.append(compiled) or directly)
+    assert [*direct([1])] == ["generated"] and not made and direct.direct is None
+    assert [*direct([1])] == ["directly"] and made == [code]
+    monkeypatch.setattr(torch.autograd.profiler, "_is_profiler_enabled", True)
+    assert [*direct([1])] == ["generated"]
+    monkeypatch.undo()
+    assert [*direct([1])] == ["directly"] and not direct.drop(GENERATED_CODE)
+    assert direct.drop(LAUNCHED_DIRECTLY) and [*direct([1])] == ["generated"] and made == [code]
+
+
+def test_code_that_cannot_be_stored_is_launched_by_inductor(region: Any) -> None:
+    compiled, _ = region
+
+    def refuse(_: Any) -> Any:
+        raise artifacts.CannotStoreError("it has a kernel that Triton launches")
+
+    direct = Direct(compiled.current_callable, refuse)
+    for _ in range(3):
+        assert direct.form_for(_inputs()) == GENERATED_CODE
+        direct(_inputs())
+    assert direct.why_not == "it has a kernel that Triton launches"
+
+
+def test_directly_launched_code_is_stored_as_what_it_was_made_of(region: Any) -> None:
+    compiled, _ = region
+    backend = InductorBackend()
+    assert backend.save(Direct(compiled, backend._launched_directly)) == backend.save(compiled)

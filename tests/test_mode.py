@@ -19,6 +19,7 @@ import shadow_cache
 from backends.artifacts import Stored
 from backends.inductor.backend import InductorBackend
 from backends.inductor.cuda.capture import Device, cuda_device
+from backends.inductor.cuda.direct import Direct
 from backends.inductor.cuda.graphs import Replayed
 from backends.modes import MODES, name_in
 from compiled_autograd.guards.ambient import ambient
@@ -147,7 +148,10 @@ def test_inductor_is_asked_for_what_the_mode_says(monkeypatch: pytest.MonkeyPatc
     assert asked.given["is_backward"] and "static_input_idxs" not in asked.given
     assert isinstance(compiled, Replayed) == replays
     if replays:
-        assert compiled.device.index == 0 and compiled.compiled is asked
+        assert compiled.device.index == 0
+    if device == "cuda":
+        direct: Any = compiled.compiled if replays else compiled
+        assert isinstance(direct, Direct) and direct.compiled is asked
     assert not config.max_autotune and not config.triton.cudagraphs
 
 

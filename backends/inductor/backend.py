@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import hashlib
 import os
 import shutil
@@ -20,8 +21,11 @@ from ..versions import plain_convolution_backward
 from . import instruction_sets
 from .batch import together
 from .cuda.capture import Device, cuda_device
+from .cuda.direct import Direct
 from .cuda.graphs import Replayed
-from .cuda.kernels import Aligned, alignment_of, load_launches
+from .cuda.kernels import Aligned, alignment_of, launched_here, load_launches
+from .cuda.recurrent_cells import CELLS
+from .cuda.shared_products import sum_shared_products
 from .environment import environment, is_chosen
 from .kernels import ENTRY, load_kernels
 from .memory import keep_freed_memory
@@ -71,8 +75,8 @@ class InductorBackend(ArtifactBackend):
         self.name = name_in(mode)
 
     def decompositions(self) -> Mapping[Any, Callable[..., Any]]:
-        """Inductor's own table, where random numbers are drawn as eager draws them."""
-        return decompositions()
+        """Inductor's own table, where random numbers are drawn as eager draws them, and recurrent cells on CUDA."""
+        return _decompositions()
 
     def prepare(self) -> None:
         """Begin what takes long and needs no graph."""
@@ -114,14 +118,18 @@ class InductorBackend(ArtifactBackend):
             casts = all_casts_kept() if getattr(config, SETTING) else contextlib.nullcontext()
             with detect_fake_mode(example_inputs) or contextlib.nullcontext(), casts:
                 joint_graph_passes(graph_module)  # as AOTAutograd does: one makes a tensor whose size is a symbol
+                if device is not None and not has_symbols:
+                    sum_shared_products(graph_module)
             if not any(node.op.startswith("call") for node in graph_module.graph.nodes):
                 return EagerBackend().compile(graph_module, example_inputs)  # as Inductor does, but it can be stored
             # The mode's settings are read here alone: what runs later has them in its code.
             compiled = compile_fx_inner(graph_module, list(example_inputs), is_backward=True)
+        if device is None:
+            return compiled if has_symbols else _straight(compiled)
+        direct = Direct(compiled, self._launched_directly)
         if replays and not has_symbols and _can_be_replayed(compiled, graph_module):
-            assert device is not None
-            return Replayed(compiled, Device(device))
-        return compiled if has_symbols else _straight(compiled)
+            return Replayed(direct, Device(device))
+        return direct
 
     def stored(self, compiled: Any) -> Stored:
         """The generated Python code and its compiled kernels, for the CPU and for one CUDA device.
@@ -136,6 +144,8 @@ class InductorBackend(ArtifactBackend):
             stored.kernels[_PROGRAMS] = digest, ENTRY
             stored.libraries[digest] = compiled.library
             return stored
+        if isinstance(compiled, Direct):
+            return self.stored(compiled.compiled)
         if isinstance(compiled, Replayed):
             stored = self.stored(compiled.compiled)
             stored.replayed_on = compiled.device.index
@@ -144,6 +154,10 @@ class InductorBackend(ArtifactBackend):
             return EagerBackend().stored(compiled)
         if not isinstance(compiled, CompiledFxGraph):
             raise CannotStoreError(f"it is a {type(compiled).__name__}, not what Inductor made (or was loaded itself)")
+        return self._stored_with(compiled)[0]
+
+    def _stored_with(self, compiled: Any) -> tuple[Stored, Mapping[str, Any]]:
+        """Of what Inductor made; and the namespace of its code."""
         _check_devices(compiled)
         for kind in ("frozen_param_names", "torchbind_constants", "opaque_value_type_classes"):
             if getattr(compiled, kind):
@@ -159,7 +173,14 @@ class InductorBackend(ArtifactBackend):
             raise CannotStoreError("Inductor has put something around the parts of its generated code")
         stored = store(compiled.source_code, namespace, compiled.constants or {})
         stored.aligned = aligned
-        return stored
+        return stored, namespace
+
+    def _launched_directly(self, compiled: Any) -> Compiled:
+        """What another process would load, with what this one has loaded already."""
+        stored, namespace = self._stored_with(compiled)
+        kernels = {name: namespace[name] for name in stored.kernels}
+        launches = launched_here(stored.launches, namespace)
+        return _aligned(link(stored, {**(compiled.constants or {}), **kernels, **launches}), stored)
 
     def loaded(self, stored: Stored) -> Compiled:
         """The code with its kernels. Neither Inductor is imported nor a compiler looked for."""
@@ -172,9 +193,7 @@ class InductorBackend(ArtifactBackend):
         launches = load_launches(stored.libraries, stored.launches)
         keep_freed_memory()
         namespace = link(stored, {**constants, **given, **launches})
-        call = namespace["call"]
-        if stored.aligned:
-            call = Aligned(call, stored.aligned)
+        call = _aligned(namespace, stored)
         if stored.replayed_on is not None:
             return Replayed(call, Device(stored.replayed_on))
         return call if make_program is None else StraightLine(call, stored.source, namespace, make_program)
@@ -182,6 +201,17 @@ class InductorBackend(ArtifactBackend):
     def environment(self) -> dict[str, str]:
         """Processor, threads, C library, how torch was built, Inductor's settings; devices where CUDA is in use."""
         return environment()
+
+
+@functools.cache
+def _decompositions() -> Mapping[Any, Callable[..., Any]]:
+    return {**decompositions(), **CELLS}
+
+
+def _aligned(namespace: Mapping[str, Any], stored: Stored) -> Compiled:
+    """Of linked code, what is called."""
+    call: Compiled = namespace["call"]
+    return Aligned(call, stored.aligned) if stored.aligned else call
 
 
 def _can_be_replayed(compiled: Any, graph_module: fx.GraphModule) -> bool:

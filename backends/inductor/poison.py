@@ -19,6 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from ..artifacts import LINKED
 from ..protocol import Compiled
+from .cuda.direct import Direct
 from .cuda.graphs import REPLAY, Replayed
 from .cuda.kernels import Aligned, alignment_of
 from .straight_line.straight_line import PROGRAM, StraightLine
@@ -52,6 +53,8 @@ def run_poisoned(compiled: Compiled, arguments: list[Any], form: str | None = No
         if (form or compiled.form_for(arguments)) == REPLAY:
             return compiled(arguments)  # it would record the poisoning
         return compiled.run_code(arguments, run_poisoned)
+    if isinstance(compiled, Direct):
+        compiled = compiled.code_of(form or compiled.form_for(arguments))
     code = _generated_code(compiled)
     if code is not None:
         return code(arguments)

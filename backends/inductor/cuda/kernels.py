@@ -91,9 +91,7 @@ def launch_of(name: str, kernel: Any, code: Iterable[ast.AST]) -> tuple[Launch, 
         CannotStoreError: it has not run yet, or is launched in another way than torch's own launcher does.
     """
     launcher = _launcher(name, kernel)
-    static: Any = getattr(launcher.__globals__.get("runner"), "__self__", None)
-    if type(static).__name__ != "StaticallyLaunchedCudaKernel":
-        raise CannotStoreError(f"its kernel {name} is launched by Triton, not by torch's own launcher")
+    static = _static(name, launcher)
     device = kernel.triton_meta.get("device")
     if type(device) is not int:
         raise CannotStoreError(f"its kernel {name} was compiled for {device!r}, not for one device")
@@ -134,6 +132,14 @@ def _launcher(name: str, kernel: Any) -> Any:
     if not isinstance(found, types.FunctionType) or config is None:
         raise CannotStoreError(f"its kernel {name} is launched by a {type(found).__name__}, not by generated code")
     return found
+
+
+def _static(name: str, launcher: Any) -> Any:
+    """What launches it, in the end."""
+    static: Any = getattr(launcher.__globals__.get("runner"), "__self__", None)
+    if type(static).__name__ != "StaticallyLaunchedCudaKernel":
+        raise CannotStoreError(f"its kernel {name} is launched by Triton, not by torch's own launcher")
+    return static
 
 
 def _grid(meta: Mapping[str, Any], config: Any) -> tuple[list[str], list[str]]:
@@ -231,6 +237,15 @@ def load_launches(libraries: Mapping[str, bytes], launches: Mapping[str, Launch]
         name: launched(launch.source, _functions[_key(launch)], launcher._launch_kernel)
         for name, launch in launches.items()
     }
+
+
+def launched_here(launches: Mapping[str, Launch], kernels: Mapping[str, Any]) -> dict[str, Launched]:
+    """The same for kernels that this process has compiled and run, which stay loaded as long as they are kept."""
+    if not launches:
+        return {}
+    launch = torch._C._StaticCudaLauncher._launch_kernel
+    functions = {name: _static(name, _launcher(name, kernels[name])).function for name in launches}
+    return {name: launched(each.source, functions[name], launch) for name, each in launches.items()}
 
 
 def launched(source: str, function: int, launch: Callable[..., None]) -> Launched:

@@ -1,0 +1,85 @@
+"""Generated code for a CUDA device whose kernels are launched directly from its second run on.
+
+In the process that has compiled it, Inductor's own objects launch kernels: each call of one looks for what there may be
+to tune, to profile or to write down (``CachingAutotuner.run``, torch 2.13), which takes several times as long as the
+launch that it ends in. What is stored for other processes has only that launch. Here it runs in this process too.
+"""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+
+from ...artifacts import ArtifactError, CannotStoreError
+from ...garbage_collection import RARELY
+from ...protocol import Compiled
+
+GENERATED_CODE, LAUNCHED_DIRECTLY = "generated code", "generated code, launched directly"
+"""The forms of a :class:`Direct`."""
+_log = logging.getLogger(__name__)
+
+
+class Direct:
+    """Calls generated code; from the second run on the same code with other launchers.
+
+    Kernels that are tuned are so at the first run.
+
+    Args:
+        compiled: what Inductor made.
+        make: makes the other form of it, once it has run. It may raise :class:`CannotStoreError`.
+
+    Attributes:
+        direct: the other form; None as long as there is none, and ``why_not`` says why.
+    """
+
+    def __init__(self, compiled: Any, make: Callable[[Any], Compiled]) -> None:
+        self.compiled = compiled
+        self.direct: Compiled | None = None
+        self.why_not = "it has not run yet"
+        self._make = make
+        self._has_run = self._is_settled = False
+
+    def __call__(self, arguments: list[Any]) -> Sequence[Any]:
+        """Run it. The arguments are emptied, as :data:`Compiled` has it."""
+        return self.run_form(self.form_for(arguments), arguments)
+
+    def form_for(self, arguments: Sequence[Any]) -> str:
+        """What the next call in this thread runs; the other form is made for it, where it is time."""
+        if self._has_run and not self._is_settled:
+            self._settle()
+        looked_at = self.direct is None or torch.autograd.profiler._is_profiler_enabled  # Inductor tells it of kernels
+        return GENERATED_CODE if looked_at else LAUNCHED_DIRECTLY
+
+    def run_form(self, form: str, arguments: list[Any]) -> Sequence[Any]:
+        """Run one of the forms, whichever is in use. The arguments are emptied."""
+        return self.code_of(form)(arguments)
+
+    def code_of(self, form: str) -> Compiled:
+        """What a form runs, for one run."""
+        direct = self.direct  # another thread may drop it meanwhile
+        if form == LAUNCHED_DIRECTLY and direct is not None:
+            return direct
+        self._has_run = True
+        return self.compiled
+
+    def drop(self, form: str) -> bool:
+        """Never run a form again. False where nothing takes its place."""
+        if form != LAUNCHED_DIRECTLY:
+            return False
+        self.direct, self._is_settled, self.why_not = None, True, "it was dropped"
+        return True
+
+    def _settle(self) -> None:
+        """Two threads may do it at once, and one of the results is used."""
+        try:
+            with RARELY:
+                made = self._make(self.compiled)
+        except (CannotStoreError, ArtifactError) as error:
+            self.why_not = str(error)
+            _log.debug("kernels are launched by Inductor: %s", error)
+        else:
+            self.direct, self.why_not = made, ""
+        self._is_settled = True

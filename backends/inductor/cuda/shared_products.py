@@ -1,0 +1,209 @@
+"""Products whose sum is one gradient, made as one product.
+
+A weight that is used at many steps (of a recurrent network, a solver, layers that share it) gets the sum of as many
+products, each over few rows: ``x1.T @ y1 + x2.T @ y2 + ...``. That is ``cat(x).T @ cat(y)``: one product in place of
+many, and no additions. A bias gets the sum of the same rows. Sums are rounded in another order then.
+
+The price is memory for what is concatenated. So it is done in groups whose operands are no larger than a few of the
+products, which follow one another: what one needs is freed before the next.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass, field
+from typing import Any, cast
+
+import torch
+from torch import fx
+
+_FEWEST = 4
+"""So many products of one sum are worth it."""
+_OPERANDS = 2
+"""How large the operands of a group may be, by the size of the product: they are held for longer than eager would."""
+_aten = torch.ops.aten
+_ADD, _MM, _SUM, _VIEW = _aten.add.Tensor, _aten.mm.default, _aten.sum.dim_IntList, _aten.view.default
+_PERMUTE, _CAT = _aten.permute.default, _aten.cat.default
+
+
+def sum_shared_products(graph_module: fx.GraphModule) -> int:
+    """Rewrite an ATen graph whose nodes have fake tensors in ``meta["val"]``, with numbers for sizes.
+
+    Returns:
+        How many products there are fewer.
+    """
+    graph = graph_module.graph
+    sums = [_Sum(node, [*_terms(node)]) for node in graph.nodes if _is_whole_sum(node)]
+    sums = [each for each in sums if len(each.terms) >= _FEWEST]
+    joined = _Joined(graph)
+    fewer = sum(joined.products(each) for each in sorted(sums, key=_Sum.size, reverse=True))
+    if fewer:
+        for each in sums:
+            joined.rows(each)
+            each.rebuild(graph)
+        graph.eliminate_dead_code()
+        graph_module.recompile()
+    return fewer
+
+
+# ---- sums --------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Sum:
+    """A tree of additions that nothing else looks into, and its terms, from left to right."""
+
+    root: fx.Node
+    terms: list[fx.Node]
+    changed: bool = False
+
+    def size(self) -> int:
+        return self.root.meta["val"].numel()
+
+    def replace(self, group: Sequence[fx.Node], instead: fx.Node) -> None:
+        """Put one term in place of some."""
+        *others, last = group
+        self.terms = [instead if each is last else each for each in self.terms if each not in others]
+        self.changed = True
+
+    def rebuild(self, graph: fx.Graph) -> None:
+        if not self.changed:
+            return
+        result, *others = self.terms
+        with graph.inserting_before(self.root):
+            for each in others:
+                result = _call(graph, _ADD, result, each)
+        self.root.replace_all_uses_with(result)
+
+
+def _is_sum(node: fx.Node) -> bool:
+    """Whether it adds two tensors of the size, dtype and device of the result."""
+    if node.op != "call_function" or node.target is not _ADD or node.kwargs or len(node.args) != 2:
+        return False
+    values = [each.meta["val"] if isinstance(each, fx.Node) else None for each in (node, *node.args)]
+    if not all(isinstance(each, torch.Tensor) for each in values):
+        return False
+    return len({(each.shape, each.dtype, each.device) for each in values}) == 1  # type: ignore[union-attr]
+
+
+def _is_whole_sum(node: fx.Node) -> bool:
+    return _is_sum(node) and not (len(node.users) == 1 and _is_sum(*node.users))
+
+
+def _terms(root: fx.Node) -> Iterator[fx.Node]:
+    waiting = [root]
+    while waiting:
+        node = waiting.pop()
+        if node is root or (_is_sum(node) and len(node.users) == 1 and node.args[0] is not node.args[1]):
+            waiting += reversed(node.args)  # type: ignore[arg-type]
+        else:
+            yield node
+
+
+def _is_for_one(node: object, target: object) -> bool:
+    """Whether it is such a call, which one other needs."""
+    return isinstance(node, fx.Node) and node.target is target and len(node.users) == 1 and not node.kwargs
+
+
+def _rows_of(term: fx.Node) -> fx.Node | None:
+    """Of ``x.sum(0)``, or of ``x.sum(0, keepdim=True).view(-1)``: the matrix ``x``."""
+    total: Any = term.args[0] if _is_for_one(term, _VIEW) else term
+    if not _is_for_one(total, _SUM) or len(term.meta["val"].shape) != 1:
+        return None
+    rows, dims = total.args[:2]
+    same = rows.meta["val"].dim() == 2 and rows.meta["val"].dtype is term.meta["val"].dtype
+    return rows if same and [*dims] == [0] else None
+
+
+# ---- what is made of them ----------------------------------------------------------------------------------------
+
+
+@dataclass
+class _Joined:
+    """What was concatenated so far: matrices, one above the other."""
+
+    graph: fx.Graph
+    wholes: dict[tuple[fx.Node, ...], fx.Node] = field(default_factory=dict)
+
+    def products(self, total: _Sum) -> int:
+        """Those terms of a sum that are products; gives how many are gone."""
+        found = [each for each in total.terms if _is_for_one(each, _MM)]
+        if len(found) < _FEWEST or len({*found}) < len(found):
+            return 0
+        fewer = 0
+        for group in [*self._groups(found, total.root)]:
+            left, right = ([each.args[index] for each in group] for index in (0, 1))
+            of = [_transposed(each) for each in left]
+            known = [whole for parts in (of, right) if (whole := self._known(parts, total.root)) is not None]
+            with self._after(*left, *right, *known):
+                above = self._above(right, total.root)
+                if None in of:
+                    beside = _call(self.graph, _CAT, left, 1)
+                else:
+                    beside = _call(self.graph, _PERMUTE, self._above(of, total.root), [1, 0])
+                total.replace(group, _call(self.graph, _MM, beside, above))
+            fewer += len(group) - 1
+        return fewer
+
+    def rows(self, total: _Sum) -> None:
+        """Those terms of a sum that are sums of rows which were concatenated for products."""
+        found = {rows: each for each in total.terms if (rows := _rows_of(each)) is not None}
+        for parts, whole in self.wholes.items():
+            if not (whole < total.root and found.keys() >= {*parts}) or len({*parts}) < len(parts):
+                continue
+            with self._after(whole):
+                rows = _call(self.graph, _SUM, whole, [0])
+            total.replace(sorted((found.pop(each) for each in parts), key=total.terms.index), rows)
+
+    def _groups(self, products: Sequence[fx.Node], root: fx.Node) -> Iterator[list[fx.Node]]:
+        """Products that become one: those whose left operands are concatenated already; others as memory allows."""
+        left = {_transposed(each.args[0]) or each.args[0]: each for each in products}
+        if len(left) < len(products):
+            return
+        for parts, whole in [*self.wholes.items()]:
+            if whole < root and left.keys() >= {*parts}:
+                yield [left.pop(each) for each in parts]
+        group: list[fx.Node] = []
+        size = 0
+        for each in left.values():
+            more = sum(argument.meta["val"].numel() for argument in each.args)  # type: ignore[union-attr]
+            if size + more > _OPERANDS * each.meta["val"].numel():
+                yield from [group] if len(group) > 1 else []
+                group, size = [], 0
+            group.append(each)
+            size += more
+        yield from [group] if len(group) > 1 else []
+
+    def _above(self, parts: Sequence[Any], root: fx.Node) -> fx.Node:
+        """Matrices above one another."""
+        whole = self._known(parts, root)
+        if whole is None:
+            whole = self.wholes[tuple(parts)] = _call(self.graph, _CAT, [*parts], 0)
+        return whole
+
+    def _known(self, parts: Sequence[Any], root: fx.Node) -> fx.Node | None:
+        """The same, where they are so already before a sum is made."""
+        whole = self.wholes.get(tuple(parts))
+        return whole if whole is not None and whole < root else None
+
+    def _after(self, *nodes: Any) -> Any:
+        """Where all of them are there."""
+        last = max(nodes)
+        return self.graph.inserting_before(last.next if last.op != "placeholder" else _first_call(self.graph))
+
+
+def _call(graph: fx.Graph, target: Any, *arguments: Any) -> fx.Node:
+    node = graph.call_function(target, arguments)
+    values = cast(tuple[Any, ...], fx.node.map_arg(node.args, lambda each: each.meta["val"]))
+    node.meta["val"] = target(*values)
+    return node
+
+
+def _first_call(graph: fx.Graph) -> fx.Node:
+    return next(node for node in graph.nodes if node.op != "placeholder")
+
+
+def _transposed(node: Any) -> fx.Node | None:
+    """What a matrix is the transpose of."""
+    is_one = isinstance(node, fx.Node) and node.target is _PERMUTE and node.args[1] == [1, 0]
+    return node.args[0] if is_one else None

@@ -25,7 +25,8 @@ def raise_what_a_handler_raised(error: BaseException) -> None:
     """
     if current_thread() is not main_thread():  # no handler runs there
         return
-    around = {id(frame) for frame in _frames(sys._getframe(2))}
+    catching = sys._getframe(1)
+    around = {id(frame) for frame in _frames(catching.f_back)}
     codes = set(_codes_of_handlers())
     found: BaseException | None = None
     each: BaseException | None = error
@@ -35,13 +36,16 @@ def raise_what_a_handler_raised(error: BaseException) -> None:
         trace = each.__traceback__
         if each is not error and trace is not None and id(trace.tb_frame) in around:
             break  # this backward was called where that one is handled
-        # The first frame is the one that has caught it. To look at its locals would keep a copy of them there, the
-        # error among them, and with it all that the frames have: until Python searches for cycles.
-        if trace is not None and _is_through_a_handler(trace.tb_next if each is error else trace, codes):
+        # To look at the locals of the frame that has caught it would keep a copy of them there, the error among them,
+        # and with it all that its frames have: until Python searches for cycles.
+        if trace is not None and _is_through_a_handler(trace.tb_next if trace.tb_frame is catching else trace, codes):
             found = each
         each = each.__cause__ or each.__context__
-    if found is not None:
-        raise found
+    try:
+        if found is not None:
+            raise found
+    finally:
+        del error, each, found, trace, catching  # for the same reason
 
 
 def _frames(frame: FrameType | None) -> Iterator[FrameType]:

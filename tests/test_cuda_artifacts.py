@@ -26,8 +26,11 @@ from backends.artifacts import CannotStoreError, Stored
 from backends.inductor import environment
 from backends.inductor.backend import InductorBackend
 from backends.inductor.cuda import kernels as triton_kernels
+from backends.inductor.cuda.capture import Device
 from backends.inductor.cuda.direct import GENERATED_CODE, LAUNCHED_DIRECTLY, Direct
+from backends.inductor.cuda.graphs import Replayed
 from backends.inductor.cuda.kernels import Aligned, Launched, alignment_of, launch_of, load_launches
+from backends.inductor.poison import run_poisoned
 from backends.inductor.wrappers import store
 from backends.parsing import parsed
 from compiled_autograd.policies import worker_process
@@ -757,17 +760,77 @@ def test_directly_launched_code_is_left_to_a_profiler_and_can_be_dropped(
     assert direct.drop(LAUNCHED_DIRECTLY) and [*direct([1])] == ["generated"] and made == [code]
 
 
-def test_code_that_cannot_be_stored_is_launched_by_inductor(region: Any) -> None:
+@pytest.mark.parametrize(
+    ("error", "why"),
+    [
+        (artifacts.CannotStoreError("a kernel that Triton launches"), "a kernel that Triton launches"),
+        (RuntimeError("the driver says no"), "RuntimeError: the driver says no"),
+    ],
+)
+def test_code_that_cannot_be_launched_directly_is_launched_by_inductor(error: Exception, why: str, region: Any) -> None:
     compiled, _ = region
+    made: list[Any] = []
 
     def refuse(_: Any) -> Any:
-        raise artifacts.CannotStoreError("it has a kernel that Triton launches")
+        made.append(1)
+        raise error
 
     direct = Direct(compiled.current_callable, refuse)
+    assert not direct.is_last(GENERATED_CODE)  # it has not run
     for _ in range(3):
         assert direct.form_for(_inputs()) == GENERATED_CODE
         direct(_inputs())
-    assert direct.why_not == "it has a kernel that Triton launches"
+    assert direct.why_not == why and len(made) == 1 and direct.is_last(GENERATED_CODE)
+
+
+def test_what_was_not_proved_is_not_the_last_form(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where a profiler looks on for as long as generated code is proved, the other form is proved later."""
+    direct = Direct(list, lambda _: tuple)
+    direct([1])
+    monkeypatch.setattr(torch.autograd.profiler, "_is_profiler_enabled", True)
+    assert direct.form_for([1]) == GENERATED_CODE and not direct.is_last(GENERATED_CODE)
+    monkeypatch.undo()
+    assert direct.form_for([1]) == LAUNCHED_DIRECTLY and direct.is_last(LAUNCHED_DIRECTLY)
+
+
+def test_a_first_run_that_failed_settles_nothing() -> None:
+    fails = [True]
+
+    def code(arguments: list[Any]) -> Sequence[Any]:
+        if fails.pop():
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return ("generated",)
+
+    direct = Direct(code, lambda _: lambda arguments: ("directly",))
+    with pytest.raises(torch.OutOfMemoryError):
+        direct([1])
+    fails.append(False)
+    assert [*direct([1])] == ["generated"] and [*direct([1])] == ["directly"]
+
+
+def test_forms_of_the_code_are_forms_of_a_region_with_graphs(launcher: Launcher) -> None:
+    """Each of them is proved, poisoned and dropped by itself."""
+    ran: list[str] = []
+
+    def code(arguments: list[Any], what: str) -> list[Any]:
+        ran.append(what)
+        return [arguments.pop() + 1]
+
+    direct = Direct(lambda each: code(each, "generated"), lambda _: lambda each: code(each, "directly"))
+    replayed = Replayed(direct, Device(0))
+    replayed.why_not = "it is not looked for"
+    forms = []
+    for _ in range(3):
+        arguments = [torch.ones(2)]
+        forms.append(backends.protocol.form_for(replayed, arguments))
+        run_poisoned(replayed, arguments, forms[-1])
+        assert backends.protocol.form_that_ran(replayed, "") == forms[-1]
+    assert forms == [GENERATED_CODE, LAUNCHED_DIRECTLY, LAUNCHED_DIRECTLY]
+    assert ran == ["generated", "directly", "directly"]
+    assert backends.protocol.is_last(replayed, LAUNCHED_DIRECTLY) and not backends.protocol.is_last(replayed, "other")
+    assert backends.protocol.drop(replayed, LAUNCHED_DIRECTLY)
+    assert backends.protocol.form_for(replayed, [torch.ones(2)]) == GENERATED_CODE
+    assert not backends.protocol.drop(replayed, GENERATED_CODE)
 
 
 def test_directly_launched_code_is_stored_as_what_it_was_made_of(region: Any) -> None:

@@ -373,37 +373,54 @@ def test_a_finished_backward_keeps_nothing_of_the_tape_even_where_a_hook_asked_w
     expect(session.stats(), structure_misses=1, hits=2)
 
 
-def test_a_comparison_that_failed_keeps_nothing() -> None:
-    """Without the garbage collector: the error and the frames that it came through would keep all that they had."""
-    calls: list[int] = []
+class _Planted:
+    """A backend whose ``number``-th call raises; and how many tensors of its inputs' size are alive."""
 
-    def backend(graph_module: fx.GraphModule, examples: Any) -> Any:
+    def __init__(self, number: int, error: Callable[[], BaseException]) -> None:
+        self.number, self.error, self.calls = number, error, 0
+
+    def __call__(self, graph_module: fx.GraphModule, examples: Any) -> Any:
         def run(arguments: list[Any]) -> Any:
-            calls.append(1)
-            if len(calls) == 2:
-                raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+            self.calls += 1
+            if self.calls == self.number:
+                raise self.error()
             return graph_module(*arguments)
 
         run._boxed_call = True  # type: ignore[attr-defined]
         return run
 
-    def large() -> int:
+    @staticmethod
+    def alive() -> int:
         return sum(type(each) is torch.Tensor and each.numel() == 7000 for each in gc.get_objects())
 
-    def step() -> Any:
+    @staticmethod
+    def step(session: ca.Session) -> list[str]:
         x = torch.randn(7000, requires_grad=True)
         with session:
             x.exp().sin().sum().backward()
         assert session.last is not None
         return [each.kind for each in session.last.reasons]
 
-    session = ca.enable(backend=backend, cache_dir=False, tune=False, check="new")
-    step()
+
+def _no_memory() -> torch.OutOfMemoryError:
+    return torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
+
+@pytest.mark.parametrize(
+    ("number", "error", "check", "kind"),
+    [(2, _no_memory, "new", "unproved"), (3, _no_memory, True, "run"), (3, lambda: RuntimeError("no"), True, "run")],
+)
+def test_what_failed_keeps_nothing(number: int, error: Callable[[], BaseException], check: Any, kind: str) -> None:
+    """Without the garbage collector: the error and the frames that it came through would keep all that they had."""
+    planted = _Planted(number, error)
+    session = ca.enable(backend=planted, cache_dir=False, tune=False, check=check)
+    for _ in range(number - 1):
+        planted.step(session)
     gc.collect()  # tracing has cycles of its own
     gc.disable()
     try:
-        before = large()
-        assert step() == ["unproved"] and large() == before
+        before = planted.alive()
+        assert planted.step(session) == [kind] and planted.alive() == before
     finally:
         gc.enable()
 

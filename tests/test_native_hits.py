@@ -393,6 +393,40 @@ def test_what_no_plan_serves_takes_the_way_through_the_engine(native: NativeHits
     assert stats.captures == 2 and stats.hits == 10 and stats.bypasses == {}
 
 
+@pytest.mark.parametrize("gradient", [torch.full((3,), 2.0).double(), torch.full((2, 3), 1.0)], ids=["dtype", "shape"])
+def test_a_gradient_is_converted_once_and_by_the_engine(native: NativeHits, gradient: torch.Tensor) -> None:
+    """Not by each try, with the GIL held: on a GPU that may wait for all that is in its stream."""
+
+    def step(session: Any, depth: int, given: torch.Tensor) -> torch.Tensor:
+        x = torch.ones(3, requires_grad=True)
+        result = x
+        for _ in range(depth):
+            result = result.sin()
+        with session:
+            result.backward(given)
+        assert x.grad is not None
+        return x.grad
+
+    session = _session()
+    for depth in (1, 2, 3):
+        for _ in range(8):
+            step(session, depth, torch.ones(3))
+    served = native.hits
+    assert served > 8
+    if gradient.shape != (3,):
+        for engine in (session, ca.disable()):
+            with pytest.raises(RuntimeError, match="invalid gradient"):
+                step(engine, 3, gradient)
+        return
+    found = []
+    for engine in (ca.disable(), session):
+        with torch.profiler.profile() as profiled:
+            found.append(step(engine, 3, gradient))
+        assert sum(each.count for each in profiled.key_averages() if each.key == "aten::_to_copy") == 1
+    assert_same([found[1]], [found[0]])
+    assert native.hits == served
+
+
 def test_what_cannot_be_learnt_is_not_tried_for_ever(native: NativeHits) -> None:
     x, session = torch.randn(4, requires_grad=True), _session()
     learnt, tried = native.learn, []

@@ -110,6 +110,57 @@ def test_what_somebody_else_needs_stays() -> None:
     assert fewer == 7 and _count(graph_module, _aten.mm.default) == 3
 
 
+def test_a_right_operand_may_be_the_same_at_every_step() -> None:
+    """And be, once, the left operand of another sum."""
+    rows, states, (code,) = _tensors(*[(2, 32)] * 6), _tensors(*[(2, 32)] * 5), _tensors((2, 32))
+
+    def gradients(rows: Any, states: Any, code: Any) -> list[Tensor]:
+        first = _sum(d.t().mm(code) for d in rows)
+        return [first, _sum(x.t().mm(d) for x, d in zip([code, *states], rows, strict=True))]
+
+    _, fewer = _check(gradients, rows, states, code)
+    assert fewer == 10
+
+
+def test_a_sum_that_is_a_term_of_another_is_made_once() -> None:
+    (first, second), (one, other) = ([_tensors(*[(2, size)] * 6) for _ in range(2)] for size in (32, 16))
+
+    def gradients(first: Any, second: Any, one: Any, other: Any) -> list[Tensor]:
+        inner = _sum(d.t().mm(x) for d, x in zip(first, one, strict=True))
+        return [inner.sin(), _sum([inner, *(d.t().mm(x) for d, x in zip(second, other, strict=True))])]
+
+    graph_module, fewer = _check(gradients, first, second, one, other)
+    assert (fewer, _count(graph_module, _aten.mm.default)) == (10, 2)
+
+
+def test_results_keep_their_strides() -> None:
+    """A term with another layout comes behind the product that it stood between."""
+    rows, inputs, (other,) = _tensors(*[(2, 32)] * 6), _tensors(*[(2, 16)] * 6), _tensors((16, 32))
+
+    def gradients(rows: Any, inputs: Any, other: Any) -> list[Tensor]:
+        first, *products = [d.t().mm(x) for d, x in zip(rows, inputs, strict=True)]
+        return [_sum([first, other.t(), *products]), _sum([other.t(), first * 2, *products])]
+
+    _check(gradients, rows, inputs, other)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_sums_of_16_bits_are_rounded_where_eager_rounds(dtype: torch.dtype) -> None:
+    rows, inputs = ([each.to(dtype) for each in _tensors(*[(2, size)] * 6)] for size in (32, 16))
+    assert _joined(_traced(_gradients, rows, inputs)) == 0
+
+
+def test_sums_of_everything_are_left_alone() -> None:
+    rows, inputs = _tensors(*[(2, 32)] * 6), _tensors(*[(2, 16)] * 6)
+
+    def gradients(rows: Any, inputs: Any) -> list[Tensor]:
+        whole = [_aten.sum.dim_IntList(each, None, True).view([1]) for each in rows]
+        return [*_gradients(rows, inputs), _sum(whole)]
+
+    _, fewer = _check(gradients, rows, inputs)
+    assert fewer == 5
+
+
 class _Random:
     """A graph of sums with terms of all kinds, in any order."""
 
@@ -159,6 +210,7 @@ def _fuzz(seeds: range) -> int:
         fewer += _joined(graph_module)
         for one, other in zip(graph_module(*inputs), wanted, strict=True):
             torch.testing.assert_close(one, other, rtol=0, atol=1e-12 * float(other.abs().max() + 1))
+            assert one.stride() == other.stride()
     return fewer
 
 
@@ -194,7 +246,11 @@ def test_the_backward_of_an_lstm_cell(which: str) -> None:
     workspace = _lstm_workspace(gates.detach())
     found = decomposed(grad_hy, grad_cy, cx.detach(), cy.detach(), workspace, True)
     torch.testing.assert_close(found, (*wanted, wanted[0].sum(0)))
-    assert decomposed(None, None, cx, cy, workspace, True) is decomposed(grad_hy, grad_cy, cx, cy, workspace, False)
+    assert decomposed(None, None, cx, cy, workspace, True) is NotImplemented
+    transposed = [None if each is None else each.t().contiguous().t() for each in (grad_hy, grad_cy)]
+    *found, bias = decomposed(*transposed, cx.detach(), cy.detach(), workspace, False)
+    torch.testing.assert_close(tuple(found), wanted)
+    assert bias is None and all(each.is_contiguous() for each in found)
 
 
 def test_the_backward_of_a_gru_cell() -> None:
@@ -208,6 +264,9 @@ def test_the_backward_of_a_gru_cell() -> None:
     workspace = torch.cat([r, z, n, hx, hidden], 1).detach()
     found = CELLS[_aten._thnn_fused_gru_cell_backward.default](grad, workspace, True)
     torch.testing.assert_close(found, (*wanted, wanted[0].sum(0), wanted[1].sum(0)))
+    found = CELLS[_aten._thnn_fused_gru_cell_backward.default](grad.t().contiguous().t(), workspace, False)
+    torch.testing.assert_close(found[:3], wanted)
+    assert found[3:] == (None, None) and all(each.is_contiguous() for each in found[:3])
 
 
 @pytest.mark.gpu

@@ -50,11 +50,12 @@ def run_poisoned(compiled: Compiled, arguments: list[Any], form: str | None = No
         compiled.has_run = True
         compiled = compiled.compiled
     if isinstance(compiled, Replayed):
-        if (form or compiled.form_for(arguments)) == REPLAY:
+        form = form or compiled.form_for(arguments)
+        if form == REPLAY:
             return compiled(arguments)  # it would record the poisoning
-        return compiled.run_code(arguments, run_poisoned)
+        return compiled.run_code(arguments, functools.partial(run_poisoned, form=form))
     if isinstance(compiled, Direct):
-        compiled = compiled.code_of(form or compiled.form_for(arguments))
+        return compiled.run_form(form or compiled.form_for(arguments), arguments, run_poisoned)
     code = _generated_code(compiled)
     if code is not None:
         return code(arguments)

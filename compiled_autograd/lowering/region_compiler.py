@@ -216,6 +216,7 @@ class RegionCompiler:
         for _, _, each in alike:
             each.proof.dropped = tuple(dict.fromkeys((*each.proof.dropped, form)))
             each.proof.settled = False
+            each.proof.held.clear()
         if drop(compiled.call, form):
             return "a slower form of it runs from now on"
         give_no_more(compiled.call)

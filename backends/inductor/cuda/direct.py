@@ -19,6 +19,7 @@ from ...protocol import Compiled
 
 GENERATED_CODE, LAUNCHED_DIRECTLY = "generated code", "generated code, launched directly"
 """The forms of a :class:`Direct`."""
+Run = Callable[[Compiled, list[Any]], Sequence[Any]]
 _log = logging.getLogger(__name__)
 
 
@@ -53,17 +54,18 @@ class Direct:
         looked_at = self.direct is None or torch.autograd.profiler._is_profiler_enabled  # Inductor tells it of kernels
         return GENERATED_CODE if looked_at else LAUNCHED_DIRECTLY
 
-    def run_form(self, form: str, arguments: list[Any]) -> Sequence[Any]:
-        """Run one of the forms, whichever is in use. The arguments are emptied."""
-        return self.code_of(form)(arguments)
-
-    def code_of(self, form: str) -> Compiled:
-        """What a form runs, for one run."""
+    def run_form(self, form: str, arguments: list[Any], run: Run | None = None) -> Sequence[Any]:
+        """Run one of the forms, whichever is in use, as it is or in another way. The arguments are emptied."""
         direct = self.direct  # another thread may drop it meanwhile
         if form == LAUNCHED_DIRECTLY and direct is not None:
-            return direct
-        self._has_run = True
-        return self.compiled
+            return direct(arguments) if run is None else run(direct, arguments)
+        results = self.compiled(arguments) if run is None else run(self.compiled, arguments)
+        self._has_run = True  # and has not failed
+        return results
+
+    def is_last(self, form: str) -> bool:
+        """Whether no other form takes over from this one later."""
+        return form == LAUNCHED_DIRECTLY or (self._is_settled and self.direct is None)
 
     def drop(self, form: str) -> bool:
         """Never run a form again. False where nothing takes its place."""
@@ -77,9 +79,10 @@ class Direct:
         try:
             with RARELY:
                 made = self._make(self.compiled)
-        except (CannotStoreError, ArtifactError) as error:
-            self.why_not = str(error)
-            _log.debug("kernels are launched by Inductor: %s", error)
+        except Exception as error:  # noqa: BLE001  the generated code goes on
+            known = isinstance(error, (CannotStoreError, ArtifactError))
+            self.why_not = str(error) if known else f"{type(error).__name__}: {error}"
+            _log.debug("kernels are launched by Inductor: %s", self.why_not)
         else:
             self.direct, self.why_not = made, ""
         self._is_settled = True

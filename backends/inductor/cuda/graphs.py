@@ -14,13 +14,14 @@ from typing import Any
 
 import torch
 
+from ... import protocol
 from ...protocol import ONLY_FORM, Compiled
 from .capture import CAPTURING, CannotCaptureError, Device
 from .inputs import Inputs
 from .one_graph import Graph, bytes_of, captured, layout_of, memory_for
 
 REPLAY = "CUDA graph"
-"""The form of a region that runs as one; the other one is the generated code."""
+"""The form of a region that runs as one; other forms are those of the generated code."""
 FIRST_RUNS = 3
 """So often the generated code runs before anything is captured: the first runs allocate what later ones do not."""
 SIGHTINGS = 2
@@ -87,11 +88,13 @@ class Replayed:
     def form_for(self, arguments: Sequence[Any]) -> str:
         """What the next call in this thread runs."""
         key = self._key(arguments)
-        return REPLAY if key is not None and (key in self._graphs or self._is_worth_it(key)) else ONLY_FORM
+        if key is not None and (key in self._graphs or self._is_worth_it(key)):
+            return REPLAY
+        return protocol.form_for(self.compiled, arguments)
 
     def is_last(self, form: str) -> bool:
         """Whether no other form takes over from this one later."""
-        return form == REPLAY or bool(self.why_not)
+        return form == REPLAY or (bool(self.why_not) and protocol.is_last(self.compiled, form))
 
     def form_that_ran(self) -> str:
         """What the last call in this thread has run: where another thread captures, say, not what was expected."""
@@ -100,7 +103,7 @@ class Replayed:
     def drop(self, form: str) -> bool:
         """Never run a form again. False where nothing takes its place."""
         if form != REPLAY:
-            return False
+            return protocol.drop(self.compiled, form)
         self._give_up("a graph gave something else than the real calls")
         return True
 
@@ -130,7 +133,7 @@ class Replayed:
 
     def run_code(self, arguments: list[Any], run: Run | None = None) -> Sequence[Any]:
         """Run the generated code as it is, or in another way. The arguments are emptied."""
-        self._thread.ran = ONLY_FORM
+        self._thread.ran = protocol.form_for(self.compiled, arguments)
         results = self.compiled(arguments) if run is None else run(self.compiled, arguments)
         self._runs += 1
         if self._runs <= FIRST_RUNS:

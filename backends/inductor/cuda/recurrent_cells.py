@@ -26,8 +26,8 @@ def _lstm_cell_backward(
         cx, cy: (batch, hidden), the cell's state before and after.
         workspace: (batch, 4 * hidden): the gates i, f, g and o after their nonlinearities.
     """
-    if (grad_hy is None and grad_cy is None) or not has_bias:
-        return NotImplemented  # results that are undefined
+    if grad_hy is None and grad_cy is None:
+        return NotImplemented  # all results are undefined
     wide = _wider(workspace)
     i, f, g, o = wide(workspace).chunk(4, dim=1)
     tanh = wide(cy).tanh()
@@ -39,7 +39,7 @@ def _lstm_cell_backward(
         state = state if grad_cy is None else state + wide(grad_cy)
     of_gates = [state * g * (1 - i) * i, state * wide(cx) * (1 - f) * f, state * i * (1 - g * g), output * (1 - o) * o]
     gates = torch.cat(of_gates, dim=1).to(workspace.dtype)
-    return gates, (state * f).to(workspace.dtype), gates.sum(0)
+    return gates, (state * f).to(workspace.dtype).contiguous(), gates.sum(0) if has_bias else None
 
 
 def _gru_cell_backward(grad_hy: Tensor, workspace: Tensor, has_bias: bool) -> Any:
@@ -49,8 +49,6 @@ def _gru_cell_backward(grad_hy: Tensor, workspace: Tensor, has_bias: bool) -> An
         grad_hy: (batch, hidden), of the new state.
         workspace: (batch, 5 * hidden): r, z and n, the state before, and the hidden part of n before ``r`` takes it.
     """
-    if not has_bias:
-        return NotImplemented
     wide = _wider(workspace)
     r, z, n, hx, hidden = wide(workspace).chunk(5, dim=1)
     grad = wide(grad_hy)
@@ -59,7 +57,8 @@ def _gru_cell_backward(grad_hy: Tensor, workspace: Tensor, has_bias: bool) -> An
     of_z = grad * (hx - n) * (1 - z) * z
     of_input = torch.cat([of_r, of_z, of_n], dim=1).to(workspace.dtype)
     of_hidden = torch.cat([of_r, of_z, of_n * r], dim=1).to(workspace.dtype)
-    return of_input, of_hidden, (grad * z).to(workspace.dtype), of_input.sum(0), of_hidden.sum(0)
+    of_biases = (of_input.sum(0), of_hidden.sum(0)) if has_bias else (None, None)
+    return of_input, of_hidden, (grad * z).to(workspace.dtype).contiguous(), *of_biases
 
 
 def _wider(tensor: Tensor) -> Callable[[Any], Tensor]:

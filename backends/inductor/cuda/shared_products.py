@@ -2,15 +2,16 @@
 
 A weight that is used at many steps (of a recurrent network, a solver, layers that share it) gets the sum of as many
 products, each over few rows: ``x1.T @ y1 + x2.T @ y2 + ...``. That is ``cat(x).T @ cat(y)``: one product in place of
-many, and no additions. A bias gets the sum of the same rows. Sums are rounded in another order then.
+many, and no additions. A bias gets the sum of the same rows. Sums are rounded in another order then; those of 16 bits
+stay as they are, since one that overflows on eager might not here.
 
 The price is memory for what is concatenated. So it is done in groups whose operands are no larger than a few of the
-products, which follow one another: what one needs is freed before the next.
+products, which follow one another.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, cast
 
@@ -21,6 +22,7 @@ _FEWEST = 4
 """So many products of one sum are worth it."""
 _OPERANDS = 2
 """How large the operands of a group may be, by the size of the product: they are held for longer than eager would."""
+_ROUNDED = (torch.float16, torch.bfloat16)
 _aten = torch.ops.aten
 _ADD, _MM, _SUM, _VIEW = _aten.add.Tensor, _aten.mm.default, _aten.sum.dim_IntList, _aten.view.default
 _PERMUTE, _CAT = _aten.permute.default, _aten.cat.default
@@ -29,21 +31,27 @@ _PERMUTE, _CAT = _aten.permute.default, _aten.cat.default
 def sum_shared_products(graph_module: fx.GraphModule) -> int:
     """Rewrite an ATen graph whose nodes have fake tensors in ``meta["val"]``, with numbers for sizes.
 
+    Results keep their strides.
+
     Returns:
         How many products there are fewer.
     """
     graph = graph_module.graph
     sums = [_Sum(node, [*_terms(node)]) for node in graph.nodes if _is_whole_sum(node)]
     sums = [each for each in sums if len(each.terms) >= _FEWEST]
-    joined = _Joined(graph)
-    fewer = sum(joined.products(each) for each in sorted(sums, key=_Sum.size, reverse=True))
-    if fewer:
-        for each in sums:
-            joined.rows(each)
-            each.rebuild(graph)
-        graph.eliminate_dead_code()
-        graph_module.recompile()
-    return fewer
+    joined, before = _Joined(graph), len(graph.find_nodes(op="call_function", target=_MM))
+    for each in sorted(sums, key=_Sum.size, reverse=True):
+        joined.products(each)
+    if not joined.wholes:
+        return 0
+    for each in sums:
+        joined.rows(each)
+    replaced: dict[fx.Node, fx.Node] = {}
+    for each in sums:  # in the graph's order: a sum may be a term of a later one
+        each.rebuild(graph, replaced)
+    graph.eliminate_dead_code()
+    graph_module.recompile()
+    return before - len(graph.find_nodes(op="call_function", target=_MM))
 
 
 # ---- sums --------------------------------------------------------------------------------------------------------
@@ -51,39 +59,50 @@ def sum_shared_products(graph_module: fx.GraphModule) -> int:
 
 @dataclass
 class _Sum:
-    """A tree of additions that nothing else looks into, and its terms, from left to right."""
+    """A tree of additions that nothing else looks into.
+
+    Attributes:
+        terms: from left to right.
+        instead: of terms that are part of something joined: that, at the first of them, and None at the others.
+    """
 
     root: fx.Node
     terms: list[fx.Node]
-    changed: bool = False
+    instead: dict[fx.Node, fx.Node | None] = field(default_factory=dict)
 
     def size(self) -> int:
         return self.root.meta["val"].numel()
 
-    def replace(self, group: Sequence[fx.Node], instead: fx.Node) -> None:
-        """Put one term in place of some."""
-        *others, last = group
-        self.terms = [instead if each is last else each for each in self.terms if each not in others]
-        self.changed = True
+    def replace(self, group: Iterable[fx.Node], joined: fx.Node) -> None:
+        first, *others = group
+        self.instead.update({first: joined, **dict.fromkeys(others)})
 
-    def rebuild(self, graph: fx.Graph) -> None:
-        if not self.changed:
+    def rebuild(self, graph: fx.Graph, replaced: dict[fx.Node, fx.Node]) -> None:
+        """Add up what there is now, each as soon as it is there, if the result keeps its strides."""
+        if not self.instead:
             return
-        result, *others = self.terms
-        with graph.inserting_before(self.root):
-            for each in others:
+        found = [self.instead.get(each, each) for each in self.terms]
+        result, *others = (replaced.get(each, each) for each in found if each is not None)
+        for each in others:
+            with _after(graph, result, each):
                 result = _call(graph, _ADD, result, each)
-        self.root.replace_all_uses_with(result)
+        if result.meta["val"].stride() == self.root.meta["val"].stride():
+            self.root.replace_all_uses_with(result)
+            replaced[self.root] = result
+
+
+def _value(node: object) -> Any:
+    return node.meta.get("val") if isinstance(node, fx.Node) else None
 
 
 def _is_sum(node: fx.Node) -> bool:
     """Whether it adds two tensors of the size, dtype and device of the result."""
     if node.op != "call_function" or node.target is not _ADD or node.kwargs or len(node.args) != 2:
         return False
-    values = [each.meta["val"] if isinstance(each, fx.Node) else None for each in (node, *node.args)]
-    if not all(isinstance(each, torch.Tensor) for each in values):
+    values = [*map(_value, (node, *node.args))]
+    if not all(isinstance(each, torch.Tensor) and each.dtype not in _ROUNDED for each in values):
         return False
-    return len({(each.shape, each.dtype, each.device) for each in values}) == 1  # type: ignore[union-attr]
+    return len({(each.shape, each.dtype, each.device) for each in values}) == 1
 
 
 def _is_whole_sum(node: fx.Node) -> bool:
@@ -108,10 +127,11 @@ def _is_for_one(node: object, target: object) -> bool:
 def _rows_of(term: fx.Node) -> fx.Node | None:
     """Of ``x.sum(0)``, or of ``x.sum(0, keepdim=True).view(-1)``: the matrix ``x``."""
     total: Any = term.args[0] if _is_for_one(term, _VIEW) else term
-    if not _is_for_one(total, _SUM) or len(term.meta["val"].shape) != 1:
+    if not _is_for_one(total, _SUM) or _value(term).dim() != 1 or not isinstance(total.args[1], Sequence):
         return None
     rows, dims = total.args[:2]
-    same = rows.meta["val"].dim() == 2 and rows.meta["val"].dtype is term.meta["val"].dtype
+    value = _value(rows)
+    same = isinstance(value, torch.Tensor) and value.dim() == 2 and value.dtype is _value(term).dtype
     return rows if same and [*dims] == [0] else None
 
 
@@ -125,35 +145,33 @@ class _Joined:
     graph: fx.Graph
     wholes: dict[tuple[fx.Node, ...], fx.Node] = field(default_factory=dict)
 
-    def products(self, total: _Sum) -> int:
-        """Those terms of a sum that are products; gives how many are gone."""
+    def products(self, total: _Sum) -> None:
+        """Join those terms of a sum that are products."""
         found = [each for each in total.terms if _is_for_one(each, _MM)]
         if len(found) < _FEWEST or len({*found}) < len(found):
-            return 0
-        fewer = 0
+            return
         for group in [*self._groups(found, total.root)]:
             left, right = ([each.args[index] for each in group] for index in (0, 1))
             of = [_transposed(each) for each in left]
             known = [whole for parts in (of, right) if (whole := self._known(parts, total.root)) is not None]
-            with self._after(*left, *right, *known):
+            with _after(self.graph, *left, *right, *known):
                 above = self._above(right, total.root)
                 if None in of:
                     beside = _call(self.graph, _CAT, left, 1)
                 else:
                     beside = _call(self.graph, _PERMUTE, self._above(of, total.root), [1, 0])
                 total.replace(group, _call(self.graph, _MM, beside, above))
-            fewer += len(group) - 1
-        return fewer
 
     def rows(self, total: _Sum) -> None:
-        """Those terms of a sum that are sums of rows which were concatenated for products."""
+        """Join those terms of a sum that are sums of rows which were concatenated for products."""
         found = {rows: each for each in total.terms if (rows := _rows_of(each)) is not None}
+        places = {each: place for place, each in enumerate(total.terms)}
         for parts, whole in self.wholes.items():
-            if not (whole < total.root and found.keys() >= {*parts}) or len({*parts}) < len(parts):
+            if not (whole < total.root and found.keys() >= {*parts}) or _repeats(parts):
                 continue
-            with self._after(whole):
+            with _after(self.graph, whole):
                 rows = _call(self.graph, _SUM, whole, [0])
-            total.replace(sorted((found.pop(each) for each in parts), key=total.terms.index), rows)
+            total.replace(sorted((found.pop(each) for each in parts), key=places.__getitem__), rows)
 
     def _groups(self, products: Sequence[fx.Node], root: fx.Node) -> Iterator[list[fx.Node]]:
         """Products that become one: those whose left operands are concatenated already; others as memory allows."""
@@ -161,13 +179,13 @@ class _Joined:
         if len(left) < len(products):
             return
         for parts, whole in [*self.wholes.items()]:
-            if whole < root and left.keys() >= {*parts}:
+            if whole < root and left.keys() >= {*parts} and not _repeats(parts):
                 yield [left.pop(each) for each in parts]
         group: list[fx.Node] = []
         size = 0
         for each in left.values():
-            more = sum(argument.meta["val"].numel() for argument in each.args)  # type: ignore[union-attr]
-            if size + more > _OPERANDS * each.meta["val"].numel():
+            more = sum(_value(argument).numel() for argument in each.args)
+            if size + more > _OPERANDS * _value(each).numel():
                 yield from [group] if len(group) > 1 else []
                 group, size = [], 0
             group.append(each)
@@ -186,10 +204,19 @@ class _Joined:
         whole = self.wholes.get(tuple(parts))
         return whole if whole is not None and whole < root else None
 
-    def _after(self, *nodes: Any) -> Any:
-        """Where all of them are there."""
-        last = max(nodes)
-        return self.graph.inserting_before(last.next if last.op != "placeholder" else _first_call(self.graph))
+
+def _repeats(parts: Sequence[fx.Node]) -> bool:
+    return len({*parts}) < len(parts)
+
+
+def _after(graph: fx.Graph, *nodes: Any) -> Any:
+    """Where all of them are there."""
+    last = max(nodes)
+    return graph.inserting_before(last.next if last.op != "placeholder" else _first_call(graph))
+
+
+def _first_call(graph: fx.Graph) -> fx.Node:
+    return next(node for node in graph.nodes if node.op != "placeholder")
 
 
 def _call(graph: fx.Graph, target: Any, *arguments: Any) -> fx.Node:
@@ -197,10 +224,6 @@ def _call(graph: fx.Graph, target: Any, *arguments: Any) -> fx.Node:
     values = cast(tuple[Any, ...], fx.node.map_arg(node.args, lambda each: each.meta["val"]))
     node.meta["val"] = target(*values)
     return node
-
-
-def _first_call(graph: fx.Graph) -> fx.Node:
-    return next(node for node in graph.nodes if node.op != "placeholder")
 
 
 def _transposed(node: Any) -> fx.Node | None:

@@ -177,7 +177,7 @@ class Beside:
             raise
         except Exception as error:  # noqa: BLE001  whatever a backend throws: eager's gradients are there
             raise_what_a_handler_raised(error)
-            return error
+            return error.with_traceback(None)  # its frames, which the caller's is behind, would be kept with it
 
     def _kept(self) -> Gradients:
         """Run compiled code, and write no leaf."""

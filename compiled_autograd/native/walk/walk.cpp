@@ -38,6 +38,16 @@ bool has_symbols(const torch::autograd::InputMetadata& metadata) {
   return false;
 }
 
+// Whether the engine would make another gradient of it, where no other thread of Python waits meanwhile: that takes
+// long for a large one, and a number from the CPU waits for all that a GPU is at. So it is to be done once, and there.
+bool is_converted(const Edge& edge, const at::Tensor& gradient) {
+  if (!edge.is_valid() || !gradient.defined()) return false;
+  const torch::autograd::InputMetadata& metadata = edge.function->input_metadata(edge.input_nr);
+  if (metadata.is_nested_tensor() || has_symbols(metadata)) return true;
+  return metadata.device() != gradient.device() || !metadata.is_same_shape(gradient) ||
+         metadata.grad_dtype().value_or(gradient.scalar_type()) != gradient.scalar_type();
+}
+
 uint64_t type_of(const Node& node) { return reinterpret_cast<uintptr_t>(&typeid(node)); }
 
 }  // namespace
@@ -52,6 +62,8 @@ Lease::~Lease() {
 Walk::Walk() : compiler_(SizeInput::DYNAMIC), call_(0, nullptr), args_(compiler_, call_) {}
 
 void Walk::begin(edge_list outputs, variable_list gradients) {
+  for (size_t index = 0; index < outputs.size(); ++index)
+    if (is_converted(outputs[index], gradients[index])) throw Refused{"a gradient that the engine converts"};
   // As Engine::execute does before it asks for the tape (engine.cpp, 2.13).
   torch::autograd::validate_outputs(outputs, gradients, [](const std::string& message) { return message; });
   root_ = NodePtr(std::make_unique<torch::autograd::GraphRoot>(std::move(outputs), std::move(gradients)));

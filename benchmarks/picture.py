@@ -85,7 +85,7 @@ def draw(results: list[Result], file: Path) -> None:
         ratios.set_yticks(range(len(models)), models)
         ratios.invert_yaxis()
         handles, labels = ratios.get_legend_handles_labels()
-        figure.legend(handles, labels, loc="outside lower center", ncols=len(labels), frameon=False)
+        figure.legend(handles, labels, loc="outside lower center", ncols=len(labels) if has_first else 3, frameon=False)
         metadata = {"Date": None} if file.suffix.lower() == ".svg" else {}
         figure.savefig(file, dpi=150, metadata=metadata)
 

@@ -215,12 +215,12 @@ def _fuzz(seeds: range) -> int:
 
 
 def test_random_sums() -> None:
-    assert _fuzz(range(60)) > 60
+    assert _fuzz(range(30)) > 30
 
 
 @pytest.mark.slow
 def test_many_random_sums() -> None:
-    assert _fuzz(range(1000, 4000)) > 3000
+    assert _fuzz(range(1000, 2500)) > 1500
 
 
 # ---- cells -------------------------------------------------------------------------------------------------------

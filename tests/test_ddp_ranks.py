@@ -174,7 +174,7 @@ def _late(rank: int, builds: Path, seed: int, enabled: bool) -> tuple[list[Tenso
             forgets, compiles = chance.random() < 0.1, chance.random() < 0.8
             if forgets and enabled:
                 ca.reset()
-            if step == STEPS // 4:
+            if step % 2:
                 session.wait(30)  # on a busy machine nothing that is compiled beside would be ready before the end
             hidden = model.module[:5](batch) * 0  # so that there is code of the user's in the middle
             hidden.register_hook(wait)

@@ -14,12 +14,14 @@ import sys
 import threading
 import time
 from collections import deque
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 
+import compiled_autograd as ca
 from backends import get_backend
 from compiled_autograd.diagnostics.bypass import OTHER_THREAD
 from compiled_autograd.engine import backward, native_hits, seam
@@ -46,6 +48,18 @@ def own_plans(config: pytest.Config, monkeypatch: pytest.MonkeyPatch) -> NativeH
     for module in (backward, seam):
         monkeypatch.setattr(module, "NATIVE_HITS", hits)
     return hits
+
+
+@pytest.fixture(name="native")
+def native_plans(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[NativeHits]:
+    """The same, for tests that import it."""
+    yield own_plans(request.config, monkeypatch)
+    ca.reset()
+
+
+def walked(**settings: Any) -> ca.Session:
+    """A session whose tapes are walked in C++ where they are known."""
+    return ca.enable(**{"backend": "eager", "cache_dir": False, "tune": False, "native": True, **settings})
 
 
 @functools.cache

@@ -6,7 +6,6 @@ Every test runs on the CPU too. ``python -m tests.fuzz --walk both --device cuda
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from typing import Any
 
 import pytest
@@ -17,21 +16,10 @@ import compiled_autograd as ca
 from compiled_autograd.engine.native_hits import NativeHits
 from compiled_autograd.native.interface import Found
 
-from .both_walks import own_plans
+from .both_walks import native_plans, walked  # noqa: F401 (a fixture)
 from .helpers import assert_same, expect
 
 STEPS = 10
-
-
-@pytest.fixture
-def native(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[NativeHits]:
-    """Plans of the test's own."""
-    yield own_plans(request.config, monkeypatch)
-    ca.reset()
-
-
-def _session(**settings: Any) -> ca.Session:
-    return ca.enable(**{"backend": "eager", "cache_dir": False, "tune": False, "native": True, **settings})
 
 
 def _model(device: str) -> nn.Module:
@@ -62,7 +50,7 @@ def _alike(found: list[torch.Tensor], wanted: list[torch.Tensor], backend: str =
 @pytest.mark.parametrize("keep", [False, True])
 @pytest.mark.parametrize("backend", ["eager", "inductor", "inductor:reduce-overhead"])
 def test_hits_are_walked_in_cpp(device: str, native: NativeHits, backend: str, keep: bool) -> None:
-    model, session = _model(device), _session(backend=backend)
+    model, session = _model(device), walked(backend=backend)
     wanted = _train(model, ca.disable(), device, [4] * STEPS, keep)
     model.zero_grad()
     _alike(_train(model, session, device, [4] * STEPS, keep), wanted, backend)
@@ -72,7 +60,7 @@ def test_hits_are_walked_in_cpp(device: str, native: NativeHits, backend: str, k
 
 def test_sizes_that_change(device: str, native: NativeHits) -> None:
     sizes = [4, 4, 4, 4, 6, 4, 9, 6, 6, 5, 1, 4, 1, 0, 4]
-    model, session = _model(device), _session()
+    model, session = _model(device), walked()
     wanted = _train(model, ca.disable(), device, sizes)
     torch.testing.assert_close(_train(model, session, device, sizes), wanted, equal_nan=True)
     stats = session.stats()
@@ -82,7 +70,7 @@ def test_sizes_that_change(device: str, native: NativeHits) -> None:
 def test_nobodys_gradient_is_lent(device: str, native: NativeHits) -> None:
     """What a leaf keeps is its own: neither the user's ``gradient=``, nor another leaf's."""
     leaves = [torch.ones(4, device=device, requires_grad=True) for _ in range(3)]
-    session, given = _session(), torch.full((4,), 2.0, device=device)
+    session, given = walked(), torch.full((4,), 2.0, device=device)
     for _ in range(STEPS):
         for leaf in leaves:
             leaf.grad = None
@@ -95,7 +83,7 @@ def test_nobodys_gradient_is_lent(device: str, native: NativeHits) -> None:
 
 
 def test_a_gradient_that_users_hold_is_not_written_to(device: str, native: NativeHits) -> None:
-    leaf, session, held = torch.ones(4, device=device, requires_grad=True), _session(), []
+    leaf, session, held = torch.ones(4, device=device, requires_grad=True), walked(), []
     for step in range(STEPS):
         leaf.grad = None
         with session:
@@ -105,7 +93,7 @@ def test_a_gradient_that_users_hold_is_not_written_to(device: str, native: Nativ
 
 
 def test_another_dtype_and_another_device_are_other_tapes(device: str, native: NativeHits) -> None:
-    session, places = _session(), [(device, torch.float32), (device, torch.float64), ("cpu", torch.float32)]
+    session, places = walked(), [(device, torch.float32), (device, torch.float64), ("cpu", torch.float32)]
     for step in range(3 * STEPS):
         where, dtype = places[step % len(places)]
         leaf = torch.ones(4, device=where, dtype=dtype, requires_grad=True)
@@ -116,7 +104,7 @@ def test_another_dtype_and_another_device_are_other_tapes(device: str, native: N
 
 
 def test_two_threads(device: str, native: NativeHits) -> None:
-    sessions, found, models = [_session(), _session()], {}, [_model(device), _model(device)]  # type: ignore[var-annotated]
+    sessions, found, models = [walked(), walked()], {}, [_model(device), _model(device)]  # type: ignore[var-annotated]
 
     def run(index: int) -> None:
         model, steps = models[index], []
@@ -147,7 +135,7 @@ def test_two_threads(device: str, native: NativeHits) -> None:
 @pytest.mark.gpu
 def test_a_side_stream_is_left_to_the_engine(cuda: str, native: NativeHits) -> None:
     """A tape that was recorded on another stream than it is run on is not looked at in C++ either."""
-    model, session = _model(cuda), _session()
+    model, session = _model(cuda), walked()
     _train(model, session, cuda, [4] * STEPS)
     side = torch.cuda.Stream()
     x = torch.randn(4, 8, device=cuda)
@@ -167,7 +155,7 @@ def test_a_side_stream_is_left_to_the_engine(cuda: str, native: NativeHits) -> N
 @pytest.mark.gpu
 def test_what_python_is_given_lies_on_the_device(cuda: str, native: NativeHits) -> None:
     leaf = torch.ones(4, device=cuda, requires_grad=True)
-    module = native.module(_session().settings)
+    module = native.module(walked().settings)
     assert module is not None
     loss = (leaf * 2).exp().sum()
     plan = module.learn((loss,), (torch.ones_like(loss),), True, (), False)

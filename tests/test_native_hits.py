@@ -6,7 +6,7 @@ import contextlib
 import gc
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -22,22 +22,11 @@ from compiled_autograd.settings import resolve
 from compiled_autograd.threads.claims import Claim
 from compiled_autograd.threads.gate import GATE, Turn
 
-from .both_walks import Both, library_of, own_plans
+from .both_walks import Both, library_of, native_plans, walked  # noqa: F401 (a fixture)
 from .helpers import assert_same, expect, mlp
 
 LEARNT_AFTER = 3
 """Backwards until a tape is known: it is captured, met again, and learnt."""
-
-
-@pytest.fixture
-def native(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[NativeHits]:
-    """Plans of the test's own."""
-    yield own_plans(request.config, monkeypatch)
-    ca.reset()
-
-
-def _session(**settings: Any) -> ca.Session:
-    return ca.enable(**{"backend": "eager", "cache_dir": False, "tune": False, "native": True, **settings})
 
 
 def _steps(session: Any, make: Callable[[int], torch.Tensor], leaves: list[torch.Tensor], steps: range) -> list[Any]:
@@ -58,7 +47,7 @@ def _compare(
 ) -> ca.Session:
     """All but the first backwards are walked in C++."""
     wanted = _steps(contextlib.nullcontext(), make, leaves, range(steps))
-    session = _session(**more)
+    session = walked(**more)
     assert_same(_steps(session, make, leaves, range(steps)), wanted)
     assert native.hits == steps - LEARNT_AFTER
     expect(session.stats(), structure_misses=1, hits=steps - 1, captures=1)
@@ -95,7 +84,7 @@ def test_a_plan_is_of_the_tape_that_the_engine_has_walked(
             sum(leaf * (2 + number) for number, leaf in enumerate(leaves)).sum().backward()  # type: ignore[union-attr]
         assert [leaf.grad.tolist() for leaf in leaves] == [[2.0] * 3, [3.0] * 3]  # type: ignore[union-attr]
 
-    session = _session()
+    session = walked()
     for which in (meanwhile, before):
         have(which)
         step(session)
@@ -115,7 +104,7 @@ def test_gradients_and_counts(native: NativeHits, backend: str) -> None:
     model, x = mlp(), torch.randn(3, 8)
     leaves = list(model.parameters())
     wanted = _steps(contextlib.nullcontext(), lambda step: (model(x + step) ** 2).mean(), leaves, range(6))
-    session = _session(backend=backend)
+    session = walked(backend=backend)
     found = _steps(session, lambda step: (model(x + step) ** 2).mean(), leaves, range(6))
     if backend == "eager":
         assert_same(found, wanted)
@@ -170,7 +159,7 @@ def test_other_shapes_and_other_state(native: NativeHits) -> None:
         return (torch.full((sizes[step], 4), step + 1.0) @ w).sin().sum()
 
     wanted = _steps(contextlib.nullcontext(), make, [w], range(len(sizes)))
-    session = _session()
+    session = walked()
     assert_same(_steps(session, make, [w], range(len(sizes))), wanted)
     stats = session.stats()
     assert (stats.captures, stats.structure_misses, stats.failures) == (1, 1, 0) and stats.shape_misses <= 2
@@ -187,7 +176,7 @@ def test_other_backends_share_plans_and_no_variants(native: NativeHits) -> None:
     model, x = mlp(), torch.randn(3, 8)
     make = lambda step: (model(x + step) ** 2).mean()  # noqa: E731
     _compare(native, make, list(model.parameters()))
-    other = _session(backend="inductor")
+    other = walked(backend="inductor")
     _steps(other, make, list(model.parameters()), range(4))
     expect(other.stats(), shape_misses=1, hits=3, compiles=1)
 
@@ -197,7 +186,7 @@ def test_other_backends_share_plans_and_no_variants(native: NativeHits) -> None:
 
 def test_a_tape_is_freed_or_kept_as_by_the_engine(native: NativeHits) -> None:
     x = torch.randn(4, requires_grad=True)
-    session, held = _session(), []
+    session, held = walked(), []
     for step in range(8):
         y = x.sin()
         product = y * y
@@ -219,7 +208,7 @@ def test_a_tape_is_freed_or_kept_as_by_the_engine(native: NativeHits) -> None:
 
 
 def test_what_was_saved_is_let_go_of(native: NativeHits) -> None:
-    x, session = torch.randn(4, requires_grad=True), _session()
+    x, session = torch.randn(4, requires_grad=True), walked()
     for step in range(6):
         factor = torch.randn(4)
         gone = weakref.ref(factor)
@@ -234,7 +223,7 @@ def test_what_was_saved_is_let_go_of(native: NativeHits) -> None:
 
 
 def test_a_saved_tensor_that_was_changed_is_an_error_in_eagers_words(native: NativeHits) -> None:
-    x, session = torch.randn(4, requires_grad=True), _session()
+    x, session = torch.randn(4, requires_grad=True), walked()
     for step in range(6):
         factor = torch.randn(4)
         loss = (x * factor).sum()
@@ -250,7 +239,7 @@ def test_a_saved_tensor_that_was_changed_is_an_error_in_eagers_words(native: Nat
 
 
 def test_an_error_of_a_hook_is_the_users(native: NativeHits) -> None:
-    x, session = torch.randn(4, requires_grad=True), _session()
+    x, session = torch.randn(4, requires_grad=True), walked()
     for step in range(7):
         y = x * 2
 
@@ -283,7 +272,7 @@ def test_gradients_of_inputs(native: NativeHits, backend: str) -> None:
             torch.autograd.grad(loss, [y])
         return *found, *again
 
-    session = _session(backend=backend)
+    session = walked(backend=backend)
     for step in range(8):
         wanted = ask(step)
         with session:
@@ -296,7 +285,7 @@ def test_gradients_of_inputs(native: NativeHits, backend: str) -> None:
 
 
 def test_an_input_that_is_not_used(native: NativeHits) -> None:
-    x, z, session = torch.randn(3, requires_grad=True), torch.randn(3, requires_grad=True), _session()
+    x, z, session = torch.randn(3, requires_grad=True), torch.randn(3, requires_grad=True), walked()
     for _ in range(8):
         loss = x.sin().sum()
         with session, pytest.raises(RuntimeError, match="appears to not have been used"):
@@ -307,7 +296,7 @@ def test_an_input_that_is_not_used(native: NativeHits) -> None:
 def test_leaves_that_alone_are_to_get_gradients(native: NativeHits) -> None:
     x, y, seen = torch.randn(3, requires_grad=True), torch.randn(3, requires_grad=True), []
     y.register_hook(seen.append)
-    session = _session()
+    session = walked()
     for step in range(8):
         x.grad = None
         with session:
@@ -319,7 +308,7 @@ def test_leaves_that_alone_are_to_get_gradients(native: NativeHits) -> None:
 
 def test_other_inputs_are_another_tape(native: NativeHits) -> None:
     x, y = (torch.randn(3, requires_grad=True) for _ in range(2))
-    session = _session()
+    session = walked()
 
     def ask(*inputs: torch.Tensor, captures: bool = True) -> Any:
         loss = (x * y).sum()
@@ -343,7 +332,7 @@ def test_other_inputs_are_another_tape(native: NativeHits) -> None:
 
 def test_many_tapes_in_turn(native: NativeHits) -> None:
     """More than a tape is compared with: each is found as the one that came next before."""
-    x, session, count = torch.randn(3, requires_grad=True), _session(), 20
+    x, session, count = torch.randn(3, requires_grad=True), walked(), 20
     for _ in range(30):
         for length in range(1, count + 1):
             x.grad, y = None, x
@@ -365,7 +354,7 @@ def test_many_tapes_in_turn(native: NativeHits) -> None:
 def test_what_leads_to_no_input_may_lead_to_one_in_another_tape(native: NativeHits) -> None:
     """There the engine would not even look where no input lies."""
     x, y = (torch.randn(3, requires_grad=True) for _ in range(2))
-    session = _session()
+    session = walked()
     for step in range(12):
         other = x if step > 8 else y
         with session:
@@ -378,7 +367,7 @@ def test_what_leads_to_no_input_may_lead_to_one_in_another_tape(native: NativeHi
 
 
 def test_what_no_plan_serves_takes_the_way_through_the_engine(native: NativeHits) -> None:
-    x, session = torch.randn(4, requires_grad=True), _session()
+    x, session = torch.randn(4, requires_grad=True), walked()
     for _ in range(6):
         x.grad = torch.zeros(4)
         with session:
@@ -407,7 +396,7 @@ def test_a_gradient_is_converted_once_and_by_the_engine(native: NativeHits, grad
         assert x.grad is not None
         return x.grad
 
-    session = _session()
+    session = walked()
     for depth in (1, 2, 3):
         for _ in range(8):
             step(session, depth, torch.ones(3))
@@ -428,7 +417,7 @@ def test_a_gradient_is_converted_once_and_by_the_engine(native: NativeHits, grad
 
 
 def test_what_cannot_be_learnt_is_not_tried_for_ever(native: NativeHits) -> None:
-    x, session = torch.randn(4, requires_grad=True), _session()
+    x, session = torch.randn(4, requires_grad=True), walked()
     learnt, tried = native.learn, []
     native.learn = lambda *given: tried.append(learnt(*given)) or tried[-1]  # type: ignore[method-assign, func-returns-value]
     for _ in range(20):
@@ -442,7 +431,7 @@ def test_what_cannot_be_learnt_is_not_tried_for_ever(native: NativeHits) -> None
 
 
 def test_false_is_none_of_it(native: NativeHits) -> None:
-    x, session = torch.randn(4, requires_grad=True), _session(native=False)
+    x, session = torch.randn(4, requires_grad=True), walked(native=False)
     _steps(session, lambda step: (x * step).sum(), [x], range(6))
     assert native.hits == 0 and session.stats().hits == 5
 
@@ -475,7 +464,7 @@ def test_when_it_is_built(
     library = _NotBuilt()
     native.library = library  # type: ignore[assignment]
     x = torch.randn(4, requires_grad=True)
-    session = _session(on_miss="compile", **settings)
+    session = walked(on_miss="compile", **settings)
     _steps(session, lambda step: (x * step).sum(), [x], range(8))
     expect(session.stats(), structure_misses=1, hits=7, captures=1)
     # The first hit owes a try, and each later one asks before the tape is walked.
@@ -484,7 +473,7 @@ def test_when_it_is_built(
 
 def test_by_default_it_serves_where_it_is_built(native: NativeHits) -> None:
     x = torch.randn(4, requires_grad=True)
-    _steps(_session(native=None), lambda step: (x * step).sum(), [x], range(8))
+    _steps(walked(native=None), lambda step: (x * step).sum(), [x], range(8))
     assert native.hits == 8 - LEARNT_AFTER
 
 
@@ -501,7 +490,7 @@ def test_a_reset_forgets(native: NativeHits) -> None:
     make = lambda step: (x * step).sum()  # noqa: E731
     _compare(native, make, [x])
     ca.reset()
-    session = _session()
+    session = walked()
     _steps(session, make, [x], range(5))
     expect(session.stats(), structure_misses=1, hits=4, captures=1)
     assert native.hits == 8 - LEARNT_AFTER + 5 - LEARNT_AFTER
@@ -530,7 +519,7 @@ def test_threads_hit_at_once(native: NativeHits) -> None:
         except BaseException as error:  # noqa: BLE001  told below
             errors.append(error)
 
-    session = _session()
+    session = walked()
     work(4)  # else all of them may be through before one has compiled
     threads = [threading.Thread(target=work, args=(seed,)) for seed in range(4)]
     for thread in threads:
@@ -544,7 +533,7 @@ def test_threads_hit_at_once(native: NativeHits) -> None:
 def test_two_threads_on_one_tape(native: NativeHits) -> None:
     """One of them in the eager engine: both get all gradients, as with the engine alone."""
     model = nn.Sequential(*[nn.Linear(32, 32) for _ in range(20)])
-    session, x = _session(), torch.randn(8, 32)
+    session, x = walked(), torch.randn(8, 32)
     for _ in range(4):
         with session:
             model(x).sum().backward()
@@ -602,7 +591,7 @@ def test_what_both_walks_find_is_compared_unless_another_thread_wrote(
     for name in ("compared", "unsure"):
         monkeypatch.setattr(Both, name, 0)
     leaf = torch.ones(4, requires_grad=True)
-    session = _session()
+    session = walked()
 
     def step() -> None:
         leaf.grad = torch.ones(4)
@@ -635,7 +624,7 @@ def test_sizes_that_a_capture_has_put_symbols_for_are_not_read(
         answers.append(learnt.plan.compare([tape], [gradient]))
         return right(self, *args)
 
-    with monkeypatch.context() as planted, _session():
+    with monkeypatch.context() as planted, walked():
         planted.setattr(Capture, "validate_outputs", validate_outputs)
         (leaf.exp() * 3).sum().backward()
     assert "the engine walks for another thread" in answers
@@ -646,7 +635,7 @@ def test_sizes_that_a_capture_has_put_symbols_for_are_not_read(
 @pytest.mark.parametrize("learnt", [False, True])
 def test_no_tape_is_walked_in_cpp_while_another_thread_has_the_seam(native: NativeHits, learnt: bool) -> None:
     leaf = torch.ones(4, 3, requires_grad=True)
-    session = _session()
+    session = walked()
     _steps(session, lambda step: (leaf * 2).sum(), [leaf], range(LEARNT_AFTER + 2 if learnt else LEARNT_AFTER - 1))
     hits, learnt_before = native.hits, [*native._learnt]
     has_it, lets_go = threading.Event(), threading.Event()

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import threading
 from collections import OrderedDict
-from collections.abc import Callable, Hashable, Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,7 @@ import torch
 from ... import protocol
 from ...protocol import ONLY_FORM, Compiled
 from .capture import CAPTURING, CannotCaptureError, Device
+from .direct import Run
 from .inputs import Inputs
 from .one_graph import Graph, bytes_of, captured, layout_of, memory_for
 
@@ -39,7 +40,6 @@ FREE_CAPTURES = 160
 REPLAYS_FOR_A_CAPTURE = 32
 PATIENCE = 256
 """After so many calls more than replays, and eight times the replays, no graph is looked for any more."""
-Run = Callable[[Compiled, list[Any]], Sequence[Any]]
 
 
 class _NoRoomError(Exception):

@@ -21,6 +21,7 @@ from ..versions import plain_convolution_backward
 from . import instruction_sets
 from .batch import together
 from .cuda.capture import Device, cuda_device
+from .cuda.channels_last import convolve_in_channels_last
 from .cuda.direct import Direct
 from .cuda.graphs import Replayed
 from .cuda.kernels import Aligned, alignment_of, launched_here, load_launches
@@ -120,6 +121,7 @@ class InductorBackend(ArtifactBackend):
                 joint_graph_passes(graph_module)  # as AOTAutograd does: one makes a tensor whose size is a symbol
                 if device is not None and not has_symbols:
                     sum_shared_products(graph_module)
+                    convolve_in_channels_last(graph_module)
             if not any(node.op.startswith("call") for node in graph_module.graph.nodes):
                 return EagerBackend().compile(graph_module, example_inputs)  # as Inductor does, but it can be stored
             # The mode's settings are read here alone: what runs later has them in its code.
@@ -250,7 +252,13 @@ def _settings(mode: str, graph_module: fx.GraphModule, on_cuda: bool) -> dict[st
     if on_cuda and rounds(graph_module):
         chosen[SETTING] = True
     convolution = torch.ops.aten.convolution_backward.default
-    if not on_cuda and graph_module.graph.find_nodes(op="call_function", target=convolution):
+    if not graph_module.graph.find_nodes(op="call_function", target=convolution):
+        return chosen
+    if on_cuda:
+        # What is no longer needed is freed. Else it is kept for a later buffer of its size, which PyTorch's allocator
+        # would find as well, and of feature maps that is more memory than eager's.
+        chosen["allow_buffer_reuse"] = False
+    else:
         # A sum that several kernels need is made once. Else each adds the terms anew, and as long as one of them is to
         # come all terms are held: of feature maps, more memory than eager's, and no time is won.
         chosen["realize_reads_threshold"] = 2

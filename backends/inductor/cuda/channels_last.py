@@ -1,0 +1,97 @@
+"""Backwards of convolutions whose operands are in channels last, which is how cuDNN computes them on recent devices.
+
+Of contiguous tensors it transposes both operands of each product, the gradient of the result for each of the two, and
+what the products give. Here the kernel that makes a gradient writes it in channels last, an image is transposed once,
+and the results are transposed back, by a kernel that may do more besides.
+"""
+
+from __future__ import annotations
+
+from typing import Any, cast
+
+import torch
+from torch import _C, fx
+
+_FEWEST_CHANNELS = 16
+_CHANNELS_IN_STEPS_OF = 8
+"""Of fewer channels, and where they are not as many as tensor cores take at a time, cuDNN does otherwise."""
+_CAPABILITY = (8, 0)
+"""Of devices with tensor cores for float32 as well."""
+_CONVOLUTION = torch.ops.aten.convolution_backward.default
+
+
+def convolve_in_channels_last(graph_module: fx.GraphModule) -> int:
+    """Rewrite an ATen graph whose nodes have fake tensors in ``meta["val"]``, with numbers for sizes.
+
+    What convolutions give keeps its strides.
+
+    Returns:
+        How many convolutions there are in channels last.
+    """
+    graph, copies = graph_module.graph, dict[fx.Node, fx.Node]()
+    chosen = [node for node in graph.find_nodes(op="call_function", target=_CONVOLUTION) if _is_faster(node)]
+    for node in chosen:
+        operands = cast(tuple[fx.Node, ...], node.args[:2])
+        for each in operands:
+            if each not in copies:
+                with graph.inserting_before(node):
+                    copies[each] = _with_strides(each, _last(_value(each)))
+        node.args = (*(copies[each] for each in operands), *node.args[2:])
+        _restored(node)
+    if chosen:
+        graph_module.recompile()
+    return len(chosen)
+
+
+def _restored(node: fx.Node) -> None:
+    """Give the results of a convolution the strides that they had."""
+    before = _value(node)
+    now = node.meta["val"] = _CONVOLUTION(*fx.node.map_arg(node.args, _value))
+    for result in [*node.users]:
+        index = cast(int, result.args[1])
+        result.meta["val"] = now[index]
+        if now[index] is not None and now[index].stride() != before[index].stride():
+            with node.graph.inserting_after(result):
+                back = _with_strides(result, before[index].stride())
+            result.replace_all_uses_with(back, lambda user, back=back: user is not back)  # type: ignore[misc]
+
+
+def _value(node: fx.Node) -> Any:
+    return node.meta["val"]
+
+
+def _is_faster(node: fx.Node) -> bool:
+    gradient, images, weight = map(_value, cast(tuple[fx.Node, ...], node.args[:3]))
+    is_transposed, groups = node.args[7], node.args[9]
+    if images.dim() != 4 or groups != 1 or is_transposed or torch.version.hip or not _C._get_cudnn_enabled():
+        return False
+    if any(count < _FEWEST_CHANNELS or count % _CHANNELS_IN_STEPS_OF for count in weight.shape[:2]):
+        return False
+    if not all(each.is_contiguous() for each in (gradient, images, weight)):
+        return False
+    if any(each.is_contiguous(memory_format=torch.channels_last) for each in (gradient, images)):
+        return False
+    if _capability(images.device) < _CAPABILITY:
+        return False
+    if images.dtype is torch.float32:
+        return _C._get_fp32_precision_getter("cuda", "conv") == "tf32"
+    return images.dtype in (torch.float16, torch.bfloat16)
+
+
+def _capability(device: torch.device) -> tuple[int, int]:
+    return torch.cuda.get_device_capability(device)
+
+
+def _last(value: torch.Tensor) -> tuple[int, ...]:
+    _, channels, height, width = value.shape
+    return channels * height * width, 1, width * channels, channels
+
+
+def _with_strides(node: fx.Node, strides: tuple[int, ...]) -> fx.Node:
+    """A copy, where the graph has others inserted. Inductor stores it: what reads it need not read across."""
+    from torch._inductor import inductor_prims  # whoever loads this file may compile nothing
+
+    value = _value(node)
+    copy = node.graph.call_function(inductor_prims.force_stride_order, (node, [*strides]))
+    copy.meta["val"] = torch.empty_strided(value.shape, strides, dtype=value.dtype, device=value.device)
+    return copy

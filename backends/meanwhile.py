@@ -10,6 +10,8 @@ import logging
 import threading
 from collections.abc import Callable, Iterator
 
+from .signal_handlers import raise_what_a_handler_raised
+
 _log = logging.getLogger(__name__)
 
 
@@ -38,4 +40,5 @@ def do_other_work() -> None:
         try:
             each()
         except Exception as error:  # noqa: BLE001  whoever needs it does it again, and has the error then
+            raise_what_a_handler_raised(error)
             _log.debug("%r failed while a compiler was waited for: %s: %s", each, type(error).__name__, error)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 from torch import fx
 
+from backends.signal_handlers import raise_what_a_handler_raised
 from shadow_cache import Miss
 
 from . import ir
@@ -28,7 +29,6 @@ from .reproduction.reading import given_to, tape_of
 from .reproduction.recording import STAND_IN
 from .reproduction.records import About
 from .runtime.interpret import interpret
-from .signal_handlers import raise_what_a_handler_raised
 
 _RUNS = 4
 """Runs that are compared: code that Inductor generated may run as something else from the second one on."""

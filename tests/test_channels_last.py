@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import operator
 from collections.abc import Callable
 from typing import Any
 
@@ -20,12 +21,13 @@ from .helpers import assert_grads
 
 _aten = torch.ops.aten
 _CONVOLUTION = _aten.convolution_backward.default
+_SIZES = [1, 1], [1, 1], [1, 1], False, [0, 0], 1
 
 
 @pytest.fixture(autouse=True)
 def _as_on_a_device(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
     if request.node.get_closest_marker("gpu") is None:
-        monkeypatch.setattr(channels_last, "_capability", lambda device: (9, 0))
+        monkeypatch.setattr(channels_last, "_has_tensor_cores", lambda device: True)
     # PyTorch's own tests, whose samples others use, forbid to set such flags for the rest of the process.
     monkeypatch.setitem(torch.backends.flags_frozen.__globals__, "__allow_nonbracketed_mutation_flag", True)
 
@@ -71,7 +73,7 @@ def _check(function: Callable[..., Any], *inputs: Any, expected: int = 1) -> fx.
     return graph_module
 
 
-@pytest.mark.parametrize("mask", [(True, True, False), (False, True, False), (True, False, False), (True, True, True)])
+@pytest.mark.parametrize("mask", [(True, True, False), (False, True, False), (False, True, True), (True, True, True)])
 @pytest.mark.parametrize("size", [2, 7])
 def test_the_results_are_as_they_were(mask: tuple[bool, bool, bool], size: int) -> None:
     _check(_backward(mask), *_operands(size=size))
@@ -130,6 +132,34 @@ def test_others_stay(operands: list[Tensor]) -> None:
     _check(gradients, *operands, expected=0)
 
 
+def test_where_nothing_is_computed_of_the_images_they_stay() -> None:
+    """A frozen weight: they would be transposed for nothing."""
+    _check(_backward((True, False, False)), *_operands(), expected=0)
+
+
+def test_a_result_that_is_the_next_ones_gradient_is_not_transposed_there_and_back() -> None:
+    def gradients(gradient: Tensor, images: Tensor, weight: Tensor, before: Tensor, first: Tensor) -> list[Tensor]:
+        inner, outer = _backward()(gradient, images, weight)
+        return [outer, *_aten.convolution_backward(inner, before, first, None, *_SIZES, [True, True, False])[:2]]
+
+    operands = [*_operands(), torch.randn(2, 24, 6, 6), torch.randn(16, 24, 3, 3)]
+    graph_module = _check(gradients, *operands, expected=2)
+    second = graph_module.graph.find_nodes(op="call_function", target=_CONVOLUTION)[1]
+    assert second.args[0].target is operator.getitem
+
+
+def test_a_result_that_would_not_be_in_channels_last_is_left(monkeypatch: pytest.MonkeyPatch) -> None:
+    """As where the device that fakes go by computes it in another way."""
+    monkeypatch.setattr(channels_last, "_in_channels_last", lambda node: None)
+    _check(_backward(), *_operands(), expected=0)
+
+
+def test_those_on_the_cpu_stay(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of a graph that has something on a device, too: no device is asked."""
+    monkeypatch.undo()
+    _check(_backward(), *_operands(), expected=0)
+
+
 def test_groups_and_transposed_convolutions_stay() -> None:
     gradient, images, weight = _operands(given=32)
     _check(_backward(groups=2), gradient, images, weight[:, :16].contiguous(), expected=0)
@@ -147,14 +177,14 @@ def test_numbers_of_16_bits(dtype: torch.dtype) -> None:
     assert count == 1
 
 
-@pytest.mark.parametrize("setting", ["tf32", "cudnn", "capability"])
+@pytest.mark.parametrize("setting", ["tf32", "cudnn", "device"])
 def test_what_a_device_does_with_float32(setting: str, monkeypatch: pytest.MonkeyPatch) -> None:
     if setting == "tf32":
         monkeypatch.setattr(torch.backends.cudnn, "allow_tf32", False)
     elif setting == "cudnn":
         monkeypatch.setattr(torch.backends.cudnn, "enabled", False)
     else:
-        monkeypatch.setattr(channels_last, "_capability", lambda device: (7, 5))
+        monkeypatch.setattr(channels_last, "_has_tensor_cores", lambda device: False)
     _check(_backward(), *_operands(), expected=0)
     _, count = _rewritten(_backward(), *_operands(dtype=torch.bfloat16))
     assert count == (setting == "tf32")

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import dataclasses
 import hashlib
+import signal
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
@@ -791,6 +792,42 @@ def test_what_was_not_proved_is_not_the_last_form(monkeypatch: pytest.MonkeyPatc
     assert direct.form_for([1]) == GENERATED_CODE and not direct.is_last(GENERATED_CODE)
     monkeypatch.undo()
     assert direct.form_for([1]) == LAUNCHED_DIRECTLY and direct.is_last(LAUNCHED_DIRECTLY)
+
+
+def test_what_a_handler_raises_while_the_other_form_is_made_comes_out() -> None:
+    """It is no reason to have no other form."""
+
+    def make(_: Any) -> Any:
+        signal.raise_signal(signal.SIGALRM)
+        raise AssertionError("not reached")
+
+    def handler(number: int, frame: Any) -> None:
+        raise TimeoutError("the user's limit")
+
+    before = signal.signal(signal.SIGALRM, handler)
+    try:
+        direct = Direct(list, make)
+        direct([1])
+        with pytest.raises(TimeoutError, match="the user's limit"):
+            direct([1])
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert direct.why_not == "it has not run yet"
+
+
+def test_a_form_that_was_dropped_stays_so_while_another_thread_makes_it() -> None:
+    """Two threads may make it at once."""
+    made: list[Any] = []
+
+    def make(_: Any) -> Any:
+        if not made:  # the other thread makes it, runs it, and finds it wrong
+            made.append(tuple)
+            assert [*direct([1])] == [1] and direct.drop(LAUNCHED_DIRECTLY)
+        return tuple
+
+    direct = Direct(list, make)
+    direct([1])
+    assert direct.form_for([1]) == GENERATED_CODE and direct.direct is None and direct.why_not == "it was dropped"
 
 
 def test_a_first_run_that_failed_settles_nothing() -> None:

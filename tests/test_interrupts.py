@@ -27,11 +27,11 @@ from torch._subclasses import fake_tensor
 
 import compiled_autograd as ca
 from backends.garbage_collection import RARELY
+from backends.signal_handlers import raise_what_a_handler_raised
 from compiled_autograd.capture import capture
 from compiled_autograd.engine import execution, seam
 from compiled_autograd.lowering.region_compiler import COMPILING
 from compiled_autograd.policies.background import Background
-from compiled_autograd.signal_handlers import raise_what_a_handler_raised
 from compiled_autograd.threads.claims import CLAIMS, Claim
 from compiled_autograd.threads.gate import GATE
 from compiled_autograd.torch_api.hook_handles import HANDLES

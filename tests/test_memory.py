@@ -406,9 +406,19 @@ def _no_memory() -> torch.OutOfMemoryError:
     return torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
 
 
+def _of_another() -> RuntimeError:
+    try:
+        raise ValueError("of a driver")
+    except ValueError as cause:
+        raise RuntimeError("no") from cause
+
+
 @pytest.mark.parametrize(
     ("number", "error", "check", "kind"),
-    [(2, _no_memory, "new", "unproved"), (3, _no_memory, True, "run"), (3, lambda: RuntimeError("no"), True, "run")],
+    [
+        (2, _no_memory, "new", "unproved"),
+        *((3, error, True, "run") for error in (_no_memory, lambda: RuntimeError("no"), _of_another)),
+    ],
 )
 def test_what_failed_keeps_nothing(number: int, error: Callable[[], BaseException], check: Any, kind: str) -> None:
     """Without the garbage collector: the error and the frames that it came through would keep all that they had."""

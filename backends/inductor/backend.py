@@ -115,17 +115,22 @@ class InductorBackend(ArtifactBackend):
         sound = sound_outer_loops(graph_module)
         has_symbols = any(type(number) is not int for value in example_inputs for number in _numbers(value))
         convolutions = _convolutions_of_any_size() if has_symbols else contextlib.nullcontext()
+        more: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
         with torch.no_grad(), generators_kept(device), settings, together(), sound, convolutions:
             casts = all_casts_kept() if getattr(config, SETTING) else contextlib.nullcontext()
             with detect_fake_mode(example_inputs) or contextlib.nullcontext(), casts:
                 joint_graph_passes(graph_module)  # as AOTAutograd does: one makes a tensor whose size is a symbol
                 if device is not None and not has_symbols:
                     sum_shared_products(graph_module)
-                    convolve_in_channels_last(graph_module)
+                    if convolve_in_channels_last(graph_module):
+                        # What is no longer needed is freed. Else it is kept for a later buffer of its size, which
+                        # PyTorch's allocator would find as well, and of feature maps that is more memory than eager's.
+                        more = config.patch(allow_buffer_reuse=False)
             if not any(node.op.startswith("call") for node in graph_module.graph.nodes):
                 return EagerBackend().compile(graph_module, example_inputs)  # as Inductor does, but it can be stored
             # The mode's settings are read here alone: what runs later has them in its code.
-            compiled = compile_fx_inner(graph_module, list(example_inputs), is_backward=True)
+            with more:
+                compiled = compile_fx_inner(graph_module, list(example_inputs), is_backward=True)
         if device is None:
             return compiled if has_symbols else _straight(compiled)
         direct = Direct(compiled, self._launched_directly)
@@ -252,13 +257,7 @@ def _settings(mode: str, graph_module: fx.GraphModule, on_cuda: bool) -> dict[st
     if on_cuda and rounds(graph_module):
         chosen[SETTING] = True
     convolution = torch.ops.aten.convolution_backward.default
-    if not graph_module.graph.find_nodes(op="call_function", target=convolution):
-        return chosen
-    if on_cuda:
-        # What is no longer needed is freed. Else it is kept for a later buffer of its size, which PyTorch's allocator
-        # would find as well, and of feature maps that is more memory than eager's.
-        chosen["allow_buffer_reuse"] = False
-    else:
+    if not on_cuda and graph_module.graph.find_nodes(op="call_function", target=convolution):
         # A sum that several kernels need is made once. Else each adds the terms anew, and as long as one of them is to
         # come all terms are held: of feature maps, more memory than eager's, and no time is won.
         chosen["realize_reads_threshold"] = 2

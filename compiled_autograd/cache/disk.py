@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING
 import msgspec
 
 from backends import Storing, get_backend
+from backends.signal_handlers import raise_what_a_handler_raised
 from shadow_cache import Entry, Key, Miss, MissEntry, Region, ShadowGraph, StoreError
 from shadow_cache.entries import name_of
 
@@ -26,7 +27,6 @@ from ..guards.ambient import TRACED, Ambient
 from ..lowering.region_compiler import MAX_GUARDED
 from ..lowering.stored_regions import InMemoryGraph, Made, StoredRegion, StoredRegions
 from ..settings import Settings
-from ..signal_handlers import raise_what_a_handler_raised
 from ..steps.steps import CompiledRegion, RegionRecord, RegionStep, region_record
 from .environment_key import differences, is_repeatable, state_of, why_not_stored
 from .metadata import caller, loss_of, structure_of

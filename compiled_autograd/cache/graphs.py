@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from backends import get_backend
+from backends.signal_handlers import raise_what_a_handler_raised
 from shadow_cache import Key, Miss, ShadowGraph, Terminal, VariantKey
 
 from .. import ir
@@ -33,7 +34,6 @@ from ..reproduction.writing import write_sample
 from ..runtime.interpret import interpret
 from ..runtime.program import Program
 from ..settings import Settings
-from ..signal_handlers import raise_what_a_handler_raised
 from ..steps.run_context import RunContext
 from ..steps.steps import RegionStep
 from ..threads.forks import unless_inside

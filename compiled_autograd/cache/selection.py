@@ -7,12 +7,12 @@ from dataclasses import dataclass, field
 
 import torch
 
+from backends.signal_handlers import raise_what_a_handler_raised
 from shadow_cache import Bypass, Failure, Miss
 
 from ..diagnostics.bypass import ON_MISS
 from ..guards.ambient import Ambient
 from ..settings import Settings
-from ..signal_handlers import raise_what_a_handler_raised
 from .graphs import CompiledGraph
 from .stores import disk_for
 from .variants import Handover, Variant

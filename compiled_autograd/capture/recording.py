@@ -13,11 +13,11 @@ import torch
 from torch import fx
 from torch.utils._python_dispatch import _disable_current_modes
 
+from backends.signal_handlers import raise_what_a_handler_raised
 from shadow_cache import unsupported
 
 from .. import ir
 from ..errors import CaptureRefusedError
-from ..signal_handlers import raise_what_a_handler_raised
 from . import symbols
 
 _STAND_INS_AT_ONCE = 512

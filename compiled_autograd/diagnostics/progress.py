@@ -12,7 +12,8 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from ..signal_handlers import raise_what_a_handler_raised
+from backends.signal_handlers import raise_what_a_handler_raised
+
 from .displays import Display, display_for
 from .reporting import warn_once
 

@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
+from backends.signal_handlers import raise_what_a_handler_raised
 from shadow_cache import Bypass, Failure, Miss
 
 from ..cache.disk import Disk, made_in_memory
@@ -25,7 +26,6 @@ from ..policies.own_loop import OWN_LOOPS
 from ..policies.refusals import REFUSALS
 from ..policies.spending import SPENDING
 from ..settings import Settings
-from ..signal_handlers import raise_what_a_handler_raised
 from ..steps.run_context import RunReport
 from ..threads.forks import why_not_compile
 from .call import Call, HandedOver

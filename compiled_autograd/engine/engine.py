@@ -22,7 +22,8 @@ from ..capture.tape import sketch
 from ..diagnostics.bypass import DEEP, MAX_NESTED
 from ..native.interface import FastPath, Module
 from ..policies.own_loop import OWN_LOOPS
-from ..policies.sketches import SKETCHES, UNKNOWN
+from ..policies.sketches import SKETCHES, UNKNOWN, Known
+from ..threads.claims import CLAIMS
 from ..threads.gate import GATE, threads_running
 from ..threads.others import have_them_wait
 from ..torch_api.dynamo import keep_from_dynamo
@@ -36,7 +37,7 @@ from .execution import depth, on_eager, running
 from .fast_path.arming import FAST_PATH
 from .own_loop.running import ANSWERS, answering, find, in_own_loop
 from .seam import walking
-from .session import BYPASS, Here, Outcome, Session, thread
+from .session import BYPASS, Here, Left, Outcome, Session, thread
 
 
 class Engine(_ImperativeEngine):
@@ -186,7 +187,10 @@ def install() -> None:
 def _come_first(engine: Engine, fallback: Callable[..., Any], module: Module) -> FastPath:
     """Have C++ called in the place of :meth:`Engine.run_backward`, which it calls for what it does not serve. Where
     somebody else has put something there, that stays, and all goes through Python."""
-    path = module.fast_path(fallback, backward.resume, backward.interrupted, thread, USES)
+    eager = super(Engine, engine).run_backward
+    lists = (GATE.idents, GATE.line, CLAIMS.made)
+    to_eager = (eager, (Here, Session, Known, Left), lists)
+    path = module.fast_path(fallback, backward.resume, backward.interrupted, thread, USES, to_eager)
     if getattr(engine.run_backward, "__func__", None) is Engine.run_backward or hasattr(engine.run_backward, "served"):
         engine.run_backward = path  # type: ignore[method-assign]
     return path

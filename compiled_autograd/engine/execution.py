@@ -14,6 +14,7 @@ from torch.autograd import Variable
 
 from backends.garbage_collection import RARELY
 from backends.meanwhile import meanwhile
+from backends.signal_handlers import raise_what_a_handler_raised
 from shadow_cache import Failure, VariantKey
 
 from ..cache.environment_key import versions
@@ -32,7 +33,6 @@ from ..policies.spending import SPENDING
 from ..runtime.program import Program
 from ..runtime.running_backward import Ends, Running
 from ..settings import Settings
-from ..signal_handlers import raise_what_a_handler_raised
 from ..steps.run_context import RunContext
 from ..steps.steps import RegionStep, Slots
 from ..threads.claims import CLAIMS

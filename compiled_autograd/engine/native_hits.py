@@ -195,7 +195,10 @@ class NativeHits:
             folder = default_dir() if where is None or isinstance(where, bool) else Path(where).expanduser()
             self.library = Library(folder / "native")
         wanted = wanted or self._met >= HITS_WORTH_BUILDING
-        return self.library.module(build=bool(settings.native or (where is not False and wanted)))
+        module = self.library.module(build=bool(settings.native or (where is not False and wanted)))
+        if module is not None:
+            FAST_PATH.come_first(module)
+        return module
 
 
 def others_walk() -> bool:

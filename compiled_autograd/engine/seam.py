@@ -17,6 +17,7 @@ from typing import Any
 import torch
 
 from backends.garbage_collection import RARELY
+from backends.signal_handlers import raise_what_a_handler_raised
 from shadow_cache import Miss
 
 from .. import ir
@@ -43,7 +44,6 @@ from ..ir.order import in_engine_order
 from ..policies.admission import ADMISSION
 from ..process_state import PROCESS
 from ..settings import Settings
-from ..signal_handlers import raise_what_a_handler_raised
 from ..threads.forks import why_not_capture
 from ..threads.gate import GATE, Token, Turn, take
 from ..threads.others import clear_cache, set_autograd_compiler

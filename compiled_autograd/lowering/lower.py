@@ -15,12 +15,12 @@ from torch import fx
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode
 
 from backends import Backend
+from backends.signal_handlers import raise_what_a_handler_raised
 
 from ..errors import IllegalGraphError, UntraceableError
 from ..guards.shapes import Spec, is_static
 from ..ir import check_nan, is_plain
 from ..ir.partition import Region
-from ..signal_handlers import raise_what_a_handler_raised
 from ..steps.accumulate import copy_laid_out_as, obeys_layout, own_copy
 from ..steps.memory import has_bit
 from ..steps.steps import RegionStep, Slots, Wiring

@@ -57,6 +57,34 @@ inline PyObject* reason_of_error() {
   return PyUnicode_FromString(reinterpret_cast<PyTypeObject*>(type)->tp_name);
 }
 
+// Keeps the error that is set from what is done meanwhile.
+class ErrorKept {
+ public:
+  ErrorKept() { PyErr_Fetch(&type_, &value_, &traceback_); }
+  ~ErrorKept() {
+    if (type_) PyErr_Restore(type_, value_, traceback_);
+  }
+  PyObject* value() {
+    PyErr_NormalizeException(&type_, &value_, &traceback_);
+    return value_ ? value_ : Py_None;
+  }
+  // What was done meanwhile has set another, in the place of which this one was: as in a `finally` of Python's.
+  void give_way() {
+    if (!type_) return;
+    PyObject *type, *other, *traceback;
+    PyErr_Fetch(&type, &other, &traceback);
+    PyErr_NormalizeException(&type, &other, &traceback);
+    PyObject* before = value();
+    if (traceback_) PyException_SetTraceback(before, traceback_);
+    PyException_SetContext(other, Py_NewRef(before));
+    PyErr_Restore(type, other, traceback);
+    for (PyObject** each : {&type_, &value_, &traceback_}) Py_CLEAR(*each);
+  }
+
+ private:
+  PyObject *type_, *value_, *traceback_;
+};
+
 // What `act` gives, or null with the error set. No exception of C++ goes further.
 template <typename Act>
 PyObject* or_error(Act act) {

@@ -21,13 +21,13 @@ import torch
 from torch import fx
 
 from backends import ArtifactError, Backend, Storing
+from backends.signal_handlers import raise_what_a_handler_raised
 
 from ..diagnostics.reporting import warn_once
 from ..guards.ambient import Ambient, compile_state
 from ..lowering.graph_hash import InputKind, kinds_of_inputs
 from ..lowering.stored_regions import Made
 from ..process_state import PROCESS
-from ..signal_handlers import raise_what_a_handler_raised
 from ..steps.memory import has_bit
 
 

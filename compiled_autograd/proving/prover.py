@@ -16,11 +16,11 @@ import msgspec
 from backends.garbage_collection import RARELY
 from backends.inductor.poison import run_poisoned
 from backends.protocol import Compiled, form_for, form_that_ran, is_last, proving_runs
+from backends.signal_handlers import raise_what_a_handler_raised
 
 from .. import ir
 from ..diagnostics.reporting import failure_of
 from ..errors import GradientMismatchError
-from ..signal_handlers import raise_what_a_handler_raised
 from ..steps.compiled_calls import make_plain, put_results, run_compiled
 from ..steps.memory import give_back_if_tight, is_out_of_memory, memory_of
 from ..steps.proof import Sizes

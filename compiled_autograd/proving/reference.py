@@ -10,8 +10,9 @@ from typing import Any
 import torch
 from torch import fx
 
+from backends.signal_handlers import raise_what_a_handler_raised
+
 from .. import ir
-from ..signal_handlers import raise_what_a_handler_raised
 from ..steps.memory import memory_of
 from .perturbing import HARDLY, perturbed
 from .tf32 import RoundedOperands, rounding_operators

@@ -13,9 +13,10 @@ from typing import Any
 import torch
 from torch import fx
 
+from backends.signal_handlers import raise_what_a_handler_raised
+
 from ..cache.variants import Variant
 from ..guards.shapes import size_in
-from ..signal_handlers import raise_what_a_handler_raised
 from ..steps.steps import CompiledRegion, RegionStep
 from ..torch_api.dtype_names import short_name
 

@@ -11,10 +11,11 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
+from backends.signal_handlers import raise_what_a_handler_raised
+
 from .. import ir
 from ..errors import ReproductionError
 from ..lowering.fake_tensors import made_fake
-from ..signal_handlers import raise_what_a_handler_raised
 from ..steps.memory import extent
 from .records import TensorRecord, device_of, dtype_of
 

@@ -14,9 +14,10 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
+from backends.signal_handlers import raise_what_a_handler_raised
+
 from .. import ir
 from ..process_state import PROCESS
-from ..signal_handlers import raise_what_a_handler_raised
 from .files import write_file
 from .recording import Kinds, Sample, record_of
 from .records import About, TensorRecord

@@ -15,6 +15,7 @@ import torch
 from torch import fx
 
 from backends import Backend
+from backends.signal_handlers import raise_what_a_handler_raised
 from shadow_cache import Failure
 from shadow_cache.safe_text import harmless
 
@@ -28,7 +29,6 @@ from ..lowering.region_compiler import COMPILING, RegionCompiler
 from ..lowering.tracing import leave_modes, modes_on
 from ..lowering.wiring import all_copied
 from ..proving.prover import is_due, prove
-from ..signal_handlers import raise_what_a_handler_raised
 from ..steps.accumulate import keep, write
 from ..steps.compiled_calls import handed_through, make_plain, pass_on, put_results, run_compiled, store_results
 from ..steps.marks import saved_by

@@ -16,6 +16,7 @@ import torch
 from ...artifacts import ArtifactError, CannotStoreError
 from ...garbage_collection import RARELY
 from ...protocol import Compiled
+from ...signal_handlers import raise_what_a_handler_raised
 
 GENERATED_CODE, LAUNCHED_DIRECTLY = "generated code", "generated code, launched directly"
 """The forms of a :class:`Direct`."""
@@ -41,7 +42,7 @@ class Direct:
         self.direct: Compiled | None = None
         self.why_not = "it has not run yet"
         self._make = make
-        self._has_run = self._is_settled = False
+        self._has_run = self._is_settled = self._is_dropped = False
 
     def __call__(self, arguments: list[Any]) -> Sequence[Any]:
         """Run it. The arguments are emptied, as :data:`Compiled` has it."""
@@ -71,6 +72,7 @@ class Direct:
         """Never run a form again. False where nothing takes its place."""
         if form != LAUNCHED_DIRECTLY:
             return False
+        self._is_dropped = True
         self.direct, self._is_settled, self.why_not = None, True, "it was dropped"
         return True
 
@@ -80,9 +82,11 @@ class Direct:
             with RARELY:
                 made = self._make(self.compiled)
         except Exception as error:  # noqa: BLE001  the generated code goes on
+            raise_what_a_handler_raised(error)
             known = isinstance(error, (CannotStoreError, ArtifactError))
             self.why_not = str(error) if known else f"{type(error).__name__}: {error}"
             _log.debug("kernels are launched by Inductor: %s", self.why_not)
         else:
-            self.direct, self.why_not = made, ""
+            if not self._is_dropped:  # as another thread may have, meanwhile; no call comes between this and the next
+                self.direct, self.why_not = made, ""
         self._is_settled = True

@@ -77,6 +77,11 @@ class FastPaths:
         """How many backwards it has served."""
         return 0 if self._path is None else self._path.served
 
+    def come_first(self, module: Module) -> None:
+        """Have this extension called as ``run_backward`` from now on."""
+        if self._module is not module and self.install is not None:
+            self._path, self._module, self._handed = self.install(module), module, []
+
     def forget(self) -> None:
         """Forget all hits."""
         self._keep([])
@@ -97,8 +102,7 @@ class FastPaths:
         if not is_still:
             return
         native.times_handed += 1
-        if self._path is None or self._module is not shapes.module:
-            self._path, self._module, self._handed = self.install(shapes.module), shapes.module, []
+        self.come_first(shapes.module)
         reference = weakref.ref(variant, self._gone)
         hit = shapes.module.fast_hit(
             shapes.plan,

@@ -14,6 +14,7 @@ from typing import Any
 
 import torch
 
+from backends.signal_handlers import raise_what_a_handler_raised
 from shadow_cache import Failure, Mismatch
 
 from ... import ir
@@ -27,7 +28,6 @@ from ...proving.fingerprints import Draws, names_random
 from ...proving.prover import may_draw
 from ...proving.whole import apart, distance, is_like, most_of_rounding
 from ...runtime.program import Program
-from ...signal_handlers import raise_what_a_handler_raised
 from ...steps.accumulate import give
 from ...steps.memory import is_out_of_memory
 from ...steps.run_context import RunContext
@@ -163,13 +163,14 @@ class Beside:
             if isinstance(found, list):
                 self._settle(real, found, start)
             else:
-                self._tell("run", f"{type(found).__name__}: {found}", "eager's gradients were used")
+                self._tell("run", found, "eager's gradients were used")
             self._doubt_the_tape(wanted, real)
         undefined = [(one is None) is not (other is None) for one, other in zip(wanted, real, strict=True)]
         return real if any(undefined) else wanted
 
-    def _compiled(self, start: Draws) -> Gradients | Exception:
-        """What compiled code gives, or has raised."""
+    def _compiled(self, start: Draws) -> Gradients | str:
+        """What compiled code gives, or what it has raised, in words: its frames, which the caller's is behind, would be
+        kept with the error, and with those that it was made of."""
         start.restore()
         try:
             return self._kept()
@@ -177,7 +178,7 @@ class Beside:
             raise
         except Exception as error:  # noqa: BLE001  whatever a backend throws: eager's gradients are there
             raise_what_a_handler_raised(error)
-            return error.with_traceback(None)  # its frames, which the caller's is behind, would be kept with it
+            return f"{type(error).__name__}: {error}"
 
     def _kept(self) -> Gradients:
         """Run compiled code, and write no leaf."""

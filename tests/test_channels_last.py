@@ -42,9 +42,11 @@ def _backward(mask: tuple[bool, bool, bool] = (True, True, False), groups: int =
     return gradients
 
 
-def _operands(given: int = 16, channels: int = 32, size: int = 6, dtype: torch.dtype = torch.float32) -> list[Tensor]:
+def _operands(
+    given: int = 64, channels: int = 72, size: int = 6, dtype: torch.dtype = torch.float32, kernel: int = 3
+) -> list[Tensor]:
     torch.manual_seed(0)
-    shapes = (2, channels, size, size), (2, given, size, size), (channels, given, 3, 3)
+    shapes = (2, channels, size, size), (2, given, size, size), (channels, given, kernel, kernel)
     return [torch.randn(shape, dtype=dtype) for shape in shapes]
 
 
@@ -73,7 +75,7 @@ def _check(function: Callable[..., Any], *inputs: Any, expected: int = 1) -> fx.
     return graph_module
 
 
-@pytest.mark.parametrize("mask", [(True, True, False), (False, True, False), (False, True, True), (True, True, True)])
+@pytest.mark.parametrize("mask", [(True, True, False), (True, True, True)])
 @pytest.mark.parametrize("size", [2, 7])
 def test_the_results_are_as_they_were(mask: tuple[bool, bool, bool], size: int) -> None:
     _check(_backward(mask), *_operands(size=size))
@@ -91,7 +93,7 @@ def test_results_are_transposed_back_once_for_all_who_need_them() -> None:
 
 def test_an_operand_of_two_is_transposed_once() -> None:
     def gradients(gradient: Tensor, images: Tensor, one: Tensor, other: Tensor) -> list[Tensor]:
-        convolve = _backward((False, True, False))
+        convolve = _backward()
         return [*convolve(gradient, images, one), *convolve(gradient + 1, images, other)]
 
     gradient, images, weight = _operands()
@@ -111,7 +113,8 @@ def _in_channels_last(index: int) -> list[Tensor]:
     [
         *map(_in_channels_last, range(3)),
         _operands(given=3),
-        _operands(channels=20),
+        _operands(channels=56),
+        _operands(channels=76),
         _operands(size=1),
         _operands(dtype=torch.float64),
         [each[..., None] for each in _operands()],
@@ -132,9 +135,10 @@ def test_others_stay(operands: list[Tensor]) -> None:
     _check(gradients, *operands, expected=0)
 
 
-def test_where_nothing_is_computed_of_the_images_they_stay() -> None:
-    """A frozen weight: they would be transposed for nothing."""
-    _check(_backward((True, False, False)), *_operands(), expected=0)
+@pytest.mark.parametrize("mask", [(True, False, False), (False, True, False), (False, True, True)])
+def test_where_there_is_one_product_operands_stay(mask: tuple[bool, bool, bool]) -> None:
+    """The first convolution of a network, or a frozen weight."""
+    _check(_backward(mask), *_operands(), expected=0)
 
 
 def test_a_result_that_is_the_next_ones_gradient_is_not_transposed_there_and_back() -> None:
@@ -142,7 +146,7 @@ def test_a_result_that_is_the_next_ones_gradient_is_not_transposed_there_and_bac
         inner, outer = _backward()(gradient, images, weight)
         return [outer, *_aten.convolution_backward(inner, before, first, None, *_SIZES, [True, True, False])[:2]]
 
-    operands = [*_operands(), torch.randn(2, 24, 6, 6), torch.randn(16, 24, 3, 3)]
+    operands = [*_operands(), torch.randn(2, 80, 6, 6), torch.randn(64, 80, 3, 3)]
     graph_module = _check(gradients, *operands, expected=2)
     second = graph_module.graph.find_nodes(op="call_function", target=_CONVOLUTION)[1]
     assert second.args[0].target is operator.getitem
@@ -161,8 +165,8 @@ def test_those_on_the_cpu_stay(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_groups_and_transposed_convolutions_stay() -> None:
-    gradient, images, weight = _operands(given=32)
-    _check(_backward(groups=2), gradient, images, weight[:, :16].contiguous(), expected=0)
+    gradient, images, weight = _operands(given=128, channels=128)
+    _check(_backward(groups=2), gradient, images, weight[:, :64].contiguous(), expected=0)
 
     def transposed(gradient: Tensor, images: Tensor, weight: Tensor) -> list[Tensor]:
         sizes = [1, 1], [1, 1], [1, 1], True, [0, 0], 1
@@ -191,14 +195,17 @@ def test_what_a_device_does_with_float32(setting: str, monkeypatch: pytest.Monke
 
 
 class _Residual(nn.Module):
-    """Two convolutions that share their images, and one whose image is a sum; another begins with few channels."""
+    """Two convolutions that share their images, and one whose image is a sum; another begins with few channels.
+
+    Biases before a norm have no gradient but rounding errors, and are left out.
+    """
 
     def __init__(self, normed: bool = True) -> None:
         super().__init__()
-        self.first = nn.Conv2d(3, 16, 3, padding=1)
-        self.one, self.other = nn.Conv2d(16, 32, 3, 2, padding=1), nn.Conv2d(16, 32, 1, 2)
-        self.last = nn.Conv2d(32, 16, 3, bias=False)
-        self.norms = nn.ModuleList(nn.BatchNorm2d(32) if normed else nn.Identity() for _ in range(2))
+        self.first = nn.Conv2d(3, 64, 3, padding=1)
+        self.one, self.other = (nn.Conv2d(64, 72, 3, 2, padding=1, bias=not normed) for _ in range(2))
+        self.last = nn.Conv2d(72, 64, 3, bias=False)
+        self.norms = nn.ModuleList(nn.BatchNorm2d(72) if normed else nn.Identity() for _ in range(2))
 
     def forward(self, x: Tensor) -> Tensor:
         """[batch, 3, height, width] -> [batch]."""

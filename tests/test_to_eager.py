@@ -350,6 +350,15 @@ def test_random_programs_leave_the_same_behind(seed: int, ways: _Ways) -> None:
     assert traces[0] == traces[1]
 
 
+def test_classes_without_the_slots_are_refused(request: pytest.FixtureRequest) -> None:
+    module: Any = library_of(request.config).module()
+    eager = (print, (object,) * 4, ([], [], []))
+    with pytest.raises((TypeError, AttributeError), match="stack"):
+        module.fast_path(print, print, print, thread, iter([1]), eager)
+    with pytest.raises(TypeError, match="tuple"):
+        module.fast_path(print, print, print, thread, iter([1]), None)
+
+
 def _backward(x: Tensor, gradient: Tensor) -> None:
     with torch.enable_grad():
         loss = _product(x)

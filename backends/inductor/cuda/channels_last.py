@@ -2,7 +2,8 @@
 
 Of contiguous tensors it transposes both operands of each product, the gradient of the result for each of the two, and
 what the products give. Here the kernel that makes a gradient writes it in channels last, an image is transposed once,
-and the results are transposed back, by a kernel that may do more besides.
+and the results are transposed back, by a kernel that may do more besides. That is not less where there is one product
+alone, and a kernel of one pixel is no reason for cuDNN to transpose anything.
 """
 
 from __future__ import annotations
@@ -13,9 +14,10 @@ from typing import Any, cast
 import torch
 from torch import _C, fx
 
-_FEWEST_CHANNELS = 16
+_FEWEST_CHANNELS = 64
 _CHANNELS_IN_STEPS_OF = 8
-"""Of fewer channels, and where they are not as many as tensor cores take at a time, cuDNN does otherwise."""
+"""Of fewer channels nothing is gained (docs/decisions/faster_compiled_code.md), nor where they are not as many as
+tensor cores take at a time."""
 _CONVOLUTION = torch.ops.aten.convolution_backward.default
 
 
@@ -69,7 +71,7 @@ def _is_faster(node: fx.Node) -> bool:
     is_transposed, groups, mask = node.args[7], node.args[9], cast(Sequence[bool], node.args[10])
     if images.dim() != 4 or groups != 1 or is_transposed or torch.version.hip or not _C._get_cudnn_enabled():
         return False
-    if not mask[1]:  # nothing is computed of the images: they would be transposed only to say in which layout it is
+    if not (mask[0] and mask[1]) or weight.shape[2:].numel() == 1:
         return False
     if any(count < _FEWEST_CHANNELS or count % _CHANNELS_IN_STEPS_OF for count in weight.shape[:2]):
         return False

@@ -8,28 +8,31 @@
 
 namespace native {
 
+// Of what a class has under a name: where its objects have that attribute; negative where it is no slot.
+inline Py_ssize_t place_of_slot(PyObject* descriptor) {
+  if (!Py_IS_TYPE(descriptor, &PyMemberDescr_Type)) return -1;
+  const PyMemberDef& member = *reinterpret_cast<PyMemberDescrObject*>(descriptor)->d_member;
+  return member.type == T_OBJECT_EX ? member.offset : -1;
+}
+
 class Slot {
  public:
   // Throws PythonError where the class has no such slot.
   Slot(PyObject* type, const char* name) {
     const Owned descriptor(checked(PyObject_GetAttrString(type, name)));
-    const bool is_member = Py_IS_TYPE(descriptor.get(), &PyMemberDescr_Type);
-    const PyMemberDef* member =
-        is_member ? reinterpret_cast<PyMemberDescrObject*>(descriptor.get())->d_member : nullptr;
-    if (!member || member->type != T_OBJECT_EX) {
-      PyErr_Format(PyExc_TypeError, "%R has no slot %s", type, name);
-      throw PythonError();
-    }
-    offset_ = member->offset;
+    place_ = place_of_slot(descriptor.get());
+    if (place_ >= 0) return;
+    PyErr_Format(PyExc_TypeError, "%R has no slot %s", type, name);
+    throw PythonError();
   }
 
   // Borrowed; null where nothing is in it.
-  PyObject* get(PyObject* object) const { return *place_in(object); }
+  PyObject* get(PyObject* object) const { return *of(object); }
 
   bool is(PyObject* object, PyObject* value) const { return get(object) == value; }
 
   void set(PyObject* object, PyObject* value) const {
-    const Owned before(std::exchange(*place_in(object), Py_NewRef(value)));
+    const Owned before(std::exchange(*of(object), Py_NewRef(value)));
   }
 
   // Of a slot with a number.
@@ -45,11 +48,11 @@ class Slot {
   }
 
  private:
-  PyObject** place_in(PyObject* object) const {
-    return reinterpret_cast<PyObject**>(reinterpret_cast<char*>(object) + offset_);
+  PyObject** of(PyObject* object) const {
+    return reinterpret_cast<PyObject**>(reinterpret_cast<char*>(object) + place_);
   }
 
-  Py_ssize_t offset_;
+  Py_ssize_t place_;
 };
 
 }  // namespace native

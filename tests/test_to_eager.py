@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import random
+import signal
 import sys
 import threading
 from collections.abc import Callable, Iterator
@@ -34,13 +35,13 @@ class _Ways:
 
     def __init__(self, path: Any) -> None:
         self._engine: Any = Variable._execution_engine
-        self._path = path
+        self.path = path
 
     def call(self, in_cpp: bool, act: Callable[[], Any]) -> tuple[Any, int]:
         """What ``act`` gives, or its error; and in how many calls of ``run_backward`` Python was."""
         calls, before = [], sys.getprofile()
         if in_cpp:
-            self._engine.run_backward = self._path
+            self._engine.run_backward = self.path
         else:
             del self._engine.run_backward
         code = Engine.run_backward.__code__
@@ -56,7 +57,7 @@ class _Ways:
             result = error
         finally:
             sys.setprofile(before)
-            self._engine.run_backward = self._path
+            self._engine.run_backward = self.path
         return result, len(calls)
 
 
@@ -257,6 +258,99 @@ def test_an_error_of_counting_has_that_of_the_backward_for_a_context(
             assert isinstance(result, KeyboardInterrupt)
             assert isinstance(result.__context__, ValueError if fails else type(None))
             assert here.unseen == 4 and here.running is None and GATE.idents == []
+
+
+@pytest.mark.parametrize("kind", ["same", "chain", "around"])
+def test_contexts_of_such_errors_are_as_in_a_finally(kind: str, ways: _Ways, monkeypatch: pytest.MonkeyPatch) -> None:
+    shown = []
+    for in_cpp in (False, True):
+        first, second = ValueError("of the backward"), ValueError("of counting")
+        if kind == "around":
+            first.__context__ = second
+
+        def count(self: ca.Session, verdict: Bypass, first: ValueError = first, second: ValueError = second) -> None:
+            if kind != "chain":
+                raise first if kind == "same" else second
+            try:
+                raise KeyError("inner")
+            except KeyError:
+                raise second  # noqa: B904
+
+        def fail(gradient: Tensor, first: ValueError = first) -> None:
+            raise first
+
+        session = _session()
+        _set(session)
+        x = torch.arange(3.0).requires_grad_()
+        product = x * x
+        product.register_hook(fail)
+
+        def once(x: Tensor = x, product: Tensor = product, session: ca.Session = session) -> Any:
+            with session:
+                return _outside(x, product.sum())
+
+        with monkeypatch.context() as patch:
+            patch.setattr(ca.Session, "left_to_eager", count)
+            error, _ = ways.call(in_cpp, once)
+        chain = []
+        while error is not None and len(chain) < 9:
+            chain.append(str(error))
+            error = error.__context__
+        shown.append(chain)
+    assert shown[0] == shown[1] and len(shown[0]) < 9
+
+
+@pytest.mark.parametrize("counted", [None, _LEFT, _OTHER], ids=str)
+@pytest.mark.skipif(not hasattr(signal, "setitimer"), reason="this system has no timers")
+def test_a_signal_while_the_engine_runs_loses_no_count(counted: Bypass | None, ways: _Ways) -> None:
+    class TimeIsUp(RuntimeError):
+        pass
+
+    def handler(number: int, frame: Any) -> None:
+        raise TimeIsUp
+
+    x = torch.randn(1200, 1200, requires_grad=True)
+    before, interrupted = signal.signal(signal.SIGALRM, handler), 0
+    try:
+        for in_cpp in (False, True):
+            session = _session()
+            _set(session, unseen=50)
+            if counted is not None:
+                session.left_to_eager(counted)
+
+            def once(session: ca.Session = session) -> Any:
+                loss = (x @ x @ x).sum()
+                with session:
+                    signal.setitimer(signal.ITIMER_REAL, 0.004)
+                    return torch.autograd.grad(loss, x)
+
+            result, _ = ways.call(in_cpp, once)
+            signal.setitimer(signal.ITIMER_REAL, 0)
+            interrupted += isinstance(result, TimeIsUp)
+            assert session.stats().bypasses["not_worth_it"] == 1 + (counted is _LEFT)
+    finally:
+        signal.setitimer(signal.ITIMER_REAL, 0)
+        signal.signal(signal.SIGALRM, before)
+    assert interrupted == 2
+
+
+def test_threads_that_find_the_extension_at_once_have_one_path(ways: _Ways, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else hits would be given to one that nobody calls."""
+    engine: Any = Variable._execution_engine
+    module, make = FAST_PATH._module, FAST_PATH.make
+    assert module is not None and make is not None
+    monkeypatch.setattr(FAST_PATH, "_made", {})
+    monkeypatch.setattr(FAST_PATH, "_module", None)
+
+    def made(found: Any) -> Any:
+        if not FAST_PATH._made:  # another thread makes one meanwhile
+            FAST_PATH._made[found] = make(found)
+        return make(found)
+
+    monkeypatch.setattr(FAST_PATH, "make", made)
+    FAST_PATH.come_first(module)
+    assert engine.run_backward is FAST_PATH._path is FAST_PATH._made[module]
+    FAST_PATH._path, engine.run_backward = ways.path, ways.path
 
 
 def test_one_inside_of_another(ways: _Ways) -> None:

@@ -157,9 +157,15 @@ def tell_of_own_error(own: BaseException, users: BaseException) -> None:
 
 def failure_of(stage: str, backend: str, region: Region, error: BaseException) -> Failure:
     """A step of the way from a region to compiled code has raised."""
-    try:
-        first_line = str(error).partition("\n")[0]
-    except Exception as own:  # noqa: BLE001  the step goes on whatever the class of a backend's error does
-        first_line = f"(its text cannot be had: {type(own).__name__})"
     where = f"backend {backend!r}, a region of {len(region.nodes)} calls"
-    return Failure(stage, where, f"{type(error).__name__}: {first_line[:300]}", "the region's calls run one by one")
+    what = text_of(error).partition("\n")[0]
+    return Failure(stage, where, what[:300], "the region's calls run one by one")
+
+
+def text_of(error: BaseException) -> str:
+    """Its class, and what it says."""
+    name = type(error).__name__
+    try:
+        return f"{name}: {error}"
+    except Exception as own:  # noqa: BLE001  the step goes on whatever the class of a backend's error does
+        return f"{name}: (its text cannot be had: {type(own).__name__})"

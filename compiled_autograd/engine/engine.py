@@ -164,7 +164,8 @@ def install() -> None:
     importlib.import_module("shadow_cache.store")
     code = torch.autograd.graph._engine_run_backward.__code__
     engine = Variable._execution_engine = Engine()
-    FAST_PATH.install = functools.partial(_come_first, engine, engine.run_backward)
+    FAST_PATH.make = functools.partial(_fast_path, engine, engine.run_backward)
+    FAST_PATH.put = functools.partial(_come_first, engine)
     for path, answer in _ANSWERS.items():
         *modules, name = path.split(".")
         module = functools.reduce(getattr, modules, torch._C)
@@ -184,16 +185,17 @@ def install() -> None:
     REDUCERS.backward = _reducer_hooks
 
 
-def _come_first(engine: Engine, fallback: Callable[..., Any], module: Module) -> FastPath:
-    """Have C++ called in the place of :meth:`Engine.run_backward`, which it calls for what it does not serve. Where
-    somebody else has put something there, that stays, and all goes through Python."""
-    eager = super(Engine, engine).run_backward
+def _fast_path(engine: Engine, fallback: Callable[..., Any], module: Module) -> FastPath:
+    """What C++ is called by in the place of :meth:`Engine.run_backward`, which it calls for what it does not serve."""
     lists = (GATE.idents, GATE.line, CLAIMS.made)
-    to_eager = (eager, (Here, Session, Known, Left), lists)
-    path = module.fast_path(fallback, backward.resume, backward.interrupted, thread, USES, to_eager)
+    to_eager = (super(Engine, engine).run_backward, (Here, Session, Known, Left), lists)
+    return module.fast_path(fallback, backward.resume, backward.interrupted, thread, USES, to_eager)
+
+
+def _come_first(engine: Engine, path: FastPath) -> None:
+    """Have it called so. Where somebody else has put something there, that stays, and all goes through Python."""
     if getattr(engine.run_backward, "__func__", None) is Engine.run_backward or hasattr(engine.run_backward, "served"):
         engine.run_backward = path  # type: ignore[method-assign]
-    return path
 
 
 def _reducer_hooks(number: torch.Tensor) -> None:

@@ -57,6 +57,27 @@ inline PyObject* reason_of_error() {
   return PyUnicode_FromString(reinterpret_cast<PyTypeObject*>(type)->tp_name);
 }
 
+// The last of an error and those in whose place it came, or the one that came in the place of `other`; null where there
+// is no end.
+inline Owned last_context(PyObject* error, PyObject* other) {
+  constexpr int kMost = 1000;
+  Owned each(Py_NewRef(error));
+  for (int count = 0; count < kMost; ++count) {
+    Owned before(PyException_GetContext(each.get()));
+    if (!before || before.get() == other) return each;
+    each = std::move(before);
+  }
+  return nullptr;
+}
+
+// As Python does it where an error is raised while another is handled: what was there is no context of its own.
+inline void add_context(PyObject* error, PyObject* before) {
+  const Owned last = last_context(error, before), first = last_context(before, error);
+  if (error == before || !last || !first) return;
+  PyException_SetContext(first.get(), nullptr);
+  PyException_SetContext(last.get(), Py_NewRef(before));
+}
+
 // Keeps the error that is set from what is done meanwhile.
 class ErrorKept {
  public:
@@ -76,7 +97,7 @@ class ErrorKept {
     PyErr_NormalizeException(&type, &other, &traceback);
     PyObject* before = value();
     if (traceback_) PyException_SetTraceback(before, traceback_);
-    PyException_SetContext(other, Py_NewRef(before));
+    add_context(other, before);
     PyErr_Restore(type, other, traceback);
     for (PyObject** each : {&type_, &value_, &traceback_}) Py_CLEAR(*each);
   }

@@ -84,8 +84,10 @@ class Direct:
         except Exception as error:  # noqa: BLE001  the generated code goes on
             raise_what_a_handler_raised(error)
             known = isinstance(error, (CannotStoreError, ArtifactError))
-            self.why_not = str(error) if known else f"{type(error).__name__}: {error}"
-            _log.debug("kernels are launched by Inductor: %s", self.why_not)
+            why_not = str(error) if known else f"{type(error).__name__}: {error}"
+            _log.debug("kernels are launched by Inductor: %s", why_not)
+            if not self._is_dropped:
+                self.why_not = why_not
         else:
             if not self._is_dropped:  # as another thread may have, meanwhile; no call comes between this and the next
                 self.direct, self.why_not = made, ""

@@ -63,10 +63,13 @@ class FastPaths:
     """What C++ serves.
 
     Attributes:
-        install: has an extension called as ``run_backward``.
+        make: makes what an extension is called by.
+        put: has that called as ``run_backward``.
     """
 
-    install: Callable[[Module], FastPath] | None = None
+    make: Callable[[Module], FastPath] | None = None
+    put: Callable[[FastPath], None] | None = None
+    _made: dict[Module, FastPath] = field(default_factory=dict)
     _path: FastPath | None = None
     _module: Module | None = None
     _handed: list[_Handed] = field(default_factory=list)
@@ -79,8 +82,13 @@ class FastPaths:
 
     def come_first(self, module: Module) -> None:
         """Have this extension called as ``run_backward`` from now on."""
-        if self._module is not module and self.install is not None:
-            self._path, self._module, self._handed = self.install(module), module, []
+        if self._module is module or self.make is None or self.put is None:
+            return
+        path = self._made.get(module) or self._made.setdefault(module, self.make(module))  # that of one thread alone
+        self.put(path)
+        if self._path is not path:
+            self._path, self._handed = path, []
+        self._module = module
 
     def forget(self) -> None:
         """Forget all hits."""
@@ -93,7 +101,7 @@ class FastPaths:
         if native.times_handed == _MAX_TIMES or settings.check_every or settings.on_miss not in _POLICIES:
             return
         state = ambient.questions()
-        if state is None or thread.here.depth or self.install is None:
+        if state is None or thread.here.depth or self.make is None:
             return
         proves = settings.check is not False
         asked = [*native.questions(proves), *_of_the_run(variant, native), *state]

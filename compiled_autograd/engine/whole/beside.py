@@ -20,6 +20,7 @@ from shadow_cache import Failure, Mismatch
 from ... import ir
 from ...cache.graphs import CompiledGraph
 from ...cache.variants import Variant
+from ...diagnostics.reporting import text_of
 from ...errors import GradientMismatchError
 from ...guards.ambient import Ambient
 from ...native.interface import Module
@@ -178,7 +179,7 @@ class Beside:
             raise
         except Exception as error:  # noqa: BLE001  whatever a backend throws: eager's gradients are there
             raise_what_a_handler_raised(error)
-            return f"{type(error).__name__}: {error}"
+            return text_of(error)
 
     def _kept(self) -> Gradients:
         """Run compiled code, and write no leaf."""

@@ -16,8 +16,11 @@ Owned item_owned(PyObject* tuple, Py_ssize_t index) { return Owned(Py_NewRef(ite
 // backward is to be differentiated.
 std::optional<bool> accumulates(PyObject* all, PyObject* by_name) {
   if (PyTuple_GET_SIZE(all) < 5 || PyTuple_GET_ITEM(all, 3) != Py_False || !by_name) return std::nullopt;
-  static PyObject* const name = PyUnicode_InternFromString("accumulate_grad");
-  PyObject* given = PyDict_GetItemWithError(by_name, name);
+  static PyObject* const names[] = {
+      PyUnicode_InternFromString("accumulate_grad"), PyUnicode_InternFromString("allow_unreachable")};
+  if (PyTuple_GET_SIZE(all) + PyDict_GET_SIZE(by_name) != 7) return std::nullopt;
+  if (PyTuple_GET_SIZE(all) == 5 && !PyDict_GetItemWithError(by_name, names[1])) return std::nullopt;
+  PyObject* given = PyDict_GetItemWithError(by_name, names[0]);
   if (!given || !PyBool_Check(given)) return std::nullopt;
   return given == Py_True;
 }
@@ -116,11 +119,12 @@ PyObject* ToEager::on_eager(PyObject* here, PyObject* all, PyObject* by_name) co
   const Owned me(Py_NewRef(checked(ident_.get(here)))), outer(Py_NewRef(checked(running_.get(here))));
   if (PyList_Append(idents_.get(), me.get()) < 0) throw PythonError();
   running_.set(here, Py_None);
-  PyObject* result = PyObject_Call(eager_.get(), all, by_name);
+  Owned result(PyObject_Call(eager_.get(), all, by_name));
+  if (result && PyErr_CheckSignals() < 0) result.reset();  // as Python does here: else a handler's error comes later
   const ErrorKept error;
   running_.set(here, outer.get());
   remove(idents_.get(), me.get());
-  return result;
+  return result.release();
 }
 
 void ToEager::count(PyObject* session, PyObject* verdict) const {

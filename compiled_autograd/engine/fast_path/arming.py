@@ -81,7 +81,11 @@ class FastPaths:
         return 0 if self._path is None else self._path.served
 
     def come_first(self, module: Module) -> None:
-        """Have this extension called as ``run_backward`` from now on."""
+        """Have this extension called as ``run_backward`` from now on, where none is."""
+        if self._module is None:
+            self._come_first(module)
+
+    def _come_first(self, module: Module) -> None:
         if self._module is module or self.make is None or self.put is None:
             return
         path = self._made.get(module) or self._made.setdefault(module, self.make(module))  # that of one thread alone
@@ -110,7 +114,7 @@ class FastPaths:
         if not is_still:
             return
         native.times_handed += 1
-        self.come_first(shapes.module)
+        self._come_first(shapes.module)
         reference = weakref.ref(variant, self._gone)
         hit = shapes.module.fast_hit(
             shapes.plan,

@@ -17,6 +17,7 @@ from typing import Any
 import pytest
 import torch
 from torch import nn
+from torch.autograd import Variable
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import compiled_autograd as ca
@@ -72,6 +73,28 @@ def _until_fast(session: ca.Session, make: Make, leaves: list[torch.Tensor]) -> 
     before = FAST_PATH.served
     assert_same(_step(session, make, leaves, 0), _eager(make, leaves, 0), bitwise=False)
     assert FAST_PATH.served == before + 1
+
+
+def test_threads_that_find_the_extension_at_once_have_one_path(
+    hits: NativeHits, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Else hits would be given to one that nobody calls."""
+    _session()
+    engine: Any = Variable._execution_engine
+    module, make = library_of(request.config).module(), FAST_PATH.make
+    assert module is not None and make is not None
+    monkeypatch.setattr(FAST_PATH, "_made", {})
+    for name in ("_module", "_path"):
+        monkeypatch.setattr(FAST_PATH, name, None)
+    monkeypatch.setitem(engine.__dict__, "run_backward", make(module))
+
+    def made(found: Any) -> Any:
+        FAST_PATH._made[found] = make(found)  # another thread makes one meanwhile
+        return make(found)
+
+    monkeypatch.setattr(FAST_PATH, "make", made)
+    FAST_PATH._come_first(module)
+    assert engine.run_backward is FAST_PATH._path is FAST_PATH._made[module]
 
 
 def _counters(session: ca.Session) -> tuple[Any, ...]:

@@ -22,8 +22,7 @@ from ..capture.tape import sketch
 from ..diagnostics.bypass import DEEP, MAX_NESTED
 from ..native.interface import FastPath, Module
 from ..policies.own_loop import OWN_LOOPS
-from ..policies.sketches import SKETCHES, UNKNOWN, Known
-from ..threads.claims import CLAIMS
+from ..policies.sketches import SKETCHES, UNKNOWN
 from ..threads.gate import GATE, threads_running
 from ..threads.others import have_them_wait
 from ..torch_api.dynamo import keep_from_dynamo
@@ -37,7 +36,7 @@ from .execution import depth, on_eager, running
 from .fast_path.arming import FAST_PATH
 from .own_loop.running import ANSWERS, answering, find, in_own_loop
 from .seam import walking
-from .session import BYPASS, Here, Left, Outcome, Session, thread
+from .session import BYPASS, Here, Outcome, Session, thread
 
 
 class Engine(_ImperativeEngine):
@@ -164,7 +163,7 @@ def install() -> None:
     importlib.import_module("shadow_cache.store")
     code = torch.autograd.graph._engine_run_backward.__code__
     engine = Variable._execution_engine = Engine()
-    FAST_PATH.make = functools.partial(_fast_path, engine, engine.run_backward)
+    FAST_PATH.make = functools.partial(_fast_path, engine.run_backward)
     FAST_PATH.put = functools.partial(_come_first, engine)
     for path, answer in _ANSWERS.items():
         *modules, name = path.split(".")
@@ -185,11 +184,9 @@ def install() -> None:
     REDUCERS.backward = _reducer_hooks
 
 
-def _fast_path(engine: Engine, fallback: Callable[..., Any], module: Module) -> FastPath:
+def _fast_path(fallback: Callable[..., Any], module: Module) -> FastPath:
     """What C++ is called by in the place of :meth:`Engine.run_backward`, which it calls for what it does not serve."""
-    lists = (GATE.idents, GATE.line, CLAIMS.made)
-    to_eager = (super(Engine, engine).run_backward, (Here, Session, Known, Left), lists)
-    return module.fast_path(fallback, backward.resume, backward.interrupted, thread, USES, to_eager)
+    return module.fast_path(fallback, backward.resume, backward.interrupted, thread, USES)
 
 
 def _come_first(engine: Engine, path: FastPath) -> None:

@@ -195,10 +195,7 @@ class NativeHits:
             folder = default_dir() if where is None or isinstance(where, bool) else Path(where).expanduser()
             self.library = Library(folder / "native")
         wanted = wanted or self._met >= HITS_WORTH_BUILDING
-        module = self.library.module(build=bool(settings.native or (where is not False and wanted)))
-        if module is not None:
-            FAST_PATH.come_first(module)
-        return module
+        return self.library.module(build=bool(settings.native or (where is not False and wanted)))
 
 
 def others_walk() -> bool:

@@ -76,7 +76,7 @@ class Outcome:
 
 
 @dataclass(slots=True)
-class Left:
+class _Left:
     """Backwards one after the other that were left to eager for one reason, and are not among the counts yet."""
 
     verdict: Bypass
@@ -94,7 +94,6 @@ class Session:
         "_missed",
         "_stats",
         "_steps",
-        "in_cpp",
         "left",
         "looks_away",
         "may_loop",
@@ -107,9 +106,8 @@ class Session:
         self.number = SKETCHES.number(settings)
         self.may_loop = not why_off(settings)
         self.looks_away = settings.looks_away
-        self.in_cpp = settings.native is not False
         self._last: Outcome | tuple[CompiledGraph, float, float] | None = None
-        self.left: Left | None = None
+        self.left: _Left | None = None
         self._stats = Stats()
         self._graphs: weakref.WeakValueDictionary[int, CompiledGraph] = weakref.WeakValueDictionary()
         self._missed: Counter[tuple[str, str]] = Counter()
@@ -223,7 +221,7 @@ class Session:
         if is_told_at(INFO):
             self.record(Outcome(BYPASS, reasons=(verdict,)))
             return
-        first = Left(verdict)
+        first = _Left(verdict)
         with unless_inside(_RECORDING):
             while True:  # no condition ends a loop in here: Ctrl-C would find a way past the lock on 3.12 and 3.13
                 if self.left is None:  # no call after that: what ``gc`` runs may leave some too

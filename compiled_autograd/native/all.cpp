@@ -8,8 +8,6 @@
 
 #include "taken.cpp"
 
-#include "to_eager/to_eager.cpp"
-
 #include "fast_path/readers.cpp"
 #include "fast_path/places.cpp"
 #include "fast_path/questions.cpp"

@@ -143,9 +143,8 @@ class Module(Protocol):
         interrupted: Callable[..., None],
         thread: Any,
         uses: Iterator[int],
-        eager: tuple[Callable[..., Any], tuple[type, type, type, type], tuple[list[Any], list[Any], list[Any]]],
     ) -> FastPath:
-        """What serves them, and what is left to eager without a look.
+        """What serves them.
 
         Args:
             fallback: the way through Python.
@@ -154,9 +153,6 @@ class Module(Protocol):
             interrupted: told of a backward that was ended before anything ran: (session, when, error).
             thread: what is a thread's own, with ``here``.
             uses: numbers of uses, by which it is known what was used least recently.
-            eager: the engine's own method; the classes of what is a thread's own, of sessions, of what a sketch has led
-                to, and of what was left to eager; and of the gate and the claims, the threads in the engine, those who
-                want the seam, and the claims that were made.
         """
 
     def in_own_loop(

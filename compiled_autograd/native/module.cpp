@@ -202,7 +202,7 @@ PyMethodDef functions[] = {
     {"fast_hit", new_fast_hit, METH_VARARGS,
      "(plan, program, shapes, settings, structure, variant, tunes, questions, hand_over, may_write, write, counter) "
      "-> FastHit."},
-    {"fast_path", new_fast_path, METH_VARARGS, "(fallback, resume, interrupted, thread, uses, eager) -> FastPath."},
+    {"fast_path", new_fast_path, METH_VARARGS, "(fallback, resume, interrupted, thread, uses) -> FastPath."},
     {"move_aside", move_aside, METH_O,
      "(outputs) -> what the hooks of DDP's reducer on the leaves of a tape are put back with, or None."},
     {"put_back", put_back, METH_O, "(what move_aside gave) -> the leaves that have their hooks back."},

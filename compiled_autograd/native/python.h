@@ -57,55 +57,6 @@ inline PyObject* reason_of_error() {
   return PyUnicode_FromString(reinterpret_cast<PyTypeObject*>(type)->tp_name);
 }
 
-// The last of an error and those in whose place it came, or the one that came in the place of `other`; null where there
-// is no end.
-inline Owned last_context(PyObject* error, PyObject* other) {
-  constexpr int kMost = 1000;
-  Owned each(Py_NewRef(error));
-  for (int count = 0; count < kMost; ++count) {
-    Owned before(PyException_GetContext(each.get()));
-    if (!before || before.get() == other) return each;
-    each = std::move(before);
-  }
-  return nullptr;
-}
-
-// As Python does it where an error is raised while another is handled: what was there is no context of its own.
-inline void add_context(PyObject* error, PyObject* before) {
-  const Owned last = last_context(error, before), first = last_context(before, error);
-  if (error == before || !last || !first) return;
-  PyException_SetContext(first.get(), nullptr);
-  PyException_SetContext(last.get(), Py_NewRef(before));
-}
-
-// Keeps the error that is set from what is done meanwhile.
-class ErrorKept {
- public:
-  ErrorKept() { PyErr_Fetch(&type_, &value_, &traceback_); }
-  ~ErrorKept() {
-    if (type_) PyErr_Restore(type_, value_, traceback_);
-  }
-  PyObject* value() {
-    PyErr_NormalizeException(&type_, &value_, &traceback_);
-    return value_ ? value_ : Py_None;
-  }
-  // What was done meanwhile has set another, in the place of which this one was: as in a `finally` of Python's.
-  void give_way() {
-    if (!type_) return;
-    PyObject *type, *other, *traceback;
-    PyErr_Fetch(&type, &other, &traceback);
-    PyErr_NormalizeException(&type, &other, &traceback);
-    PyObject* before = value();
-    if (traceback_) PyException_SetTraceback(before, traceback_);
-    add_context(other, before);
-    PyErr_Restore(type, other, traceback);
-    for (PyObject** each : {&type_, &value_, &traceback_}) Py_CLEAR(*each);
-  }
-
- private:
-  PyObject *type_, *value_, *traceback_;
-};
-
 // What `act` gives, or null with the error set. No exception of C++ goes further.
 template <typename Act>
 PyObject* or_error(Act act) {

@@ -199,7 +199,7 @@ class Claims:
         """In a forked child only the calling thread lives on, and no lock may be trusted."""
         self._bells, self._entering = {}, {}
         me = threading.get_ident()
-        self.made[:] = [each for each in self.made if each.thread == me]  # the same list: C++ asks how long it is
+        self.made = [each for each in self.made if each.thread == me]
 
 
 CLAIMS = Claims()

@@ -80,12 +80,8 @@ class FastPaths:
         """How many backwards it has served."""
         return 0 if self._path is None else self._path.served
 
-    def come_first(self, module: Module) -> None:
-        """Have this extension called as ``run_backward`` from now on, where none is."""
-        if self._module is None:
-            self._come_first(module)
-
     def _come_first(self, module: Module) -> None:
+        """Have this extension called as ``run_backward`` from now on."""
         if self._module is module or self.make is None or self.put is None:
             return
         path = self._made.get(module) or self._made.setdefault(module, self.make(module))  # that of one thread alone

@@ -43,8 +43,7 @@ std::optional<Asked> understood(PyObject* all, PyObject* by_name) {
 
 PyObject* run_backward(PyObject* self, PyObject* all, PyObject* by_name) {
   FastPathState& path = state_of(self);
-  return or_error([&]() -> PyObject* {
-    if (const auto given = path.to_eager->run(attribute(path.thread, names().here).get(), all, by_name)) return *given;
+  return or_error([&] {
     const auto asked = PyTuple_GET_SIZE(path.hits) ? understood(all, by_name) : std::nullopt;
     const Served served = asked ? serve(path, *asked) : Served();
     if (served.variant) return checked(PyTuple_New(0));
@@ -78,7 +77,7 @@ int traverse_fast_path(PyObject* self, visitproc visit, void* arg) {
   for (PyObject* each : {path.hits, path.fallback, path.resume, path.interrupted, path.thread, path.uses})
     Py_VISIT(each);
   Py_VISIT(Py_TYPE(self));
-  return path.to_eager ? path.to_eager->traverse(visit, arg) : 0;
+  return 0;
 }
 
 int clear_fast_path(PyObject* self) {
@@ -89,7 +88,6 @@ int clear_fast_path(PyObject* self) {
   Py_CLEAR(path.interrupted);
   Py_CLEAR(path.thread);
   Py_CLEAR(path.uses);
-  delete std::exchange(path.to_eager, nullptr);
   return 0;
 }
 
@@ -142,11 +140,10 @@ PyType_Spec fast_path_spec = {
 }  // namespace
 
 PyObject* new_fast_path(PyObject*, PyObject* arguments) {
-  PyObject *fallback, *resume, *interrupted, *thread, *uses, *eager;
-  if (!PyArg_ParseTuple(arguments, "OOOOOO", &fallback, &resume, &interrupted, &thread, &uses, &eager)) return nullptr;
+  PyObject *fallback, *resume, *interrupted, *thread, *uses;
+  if (!PyArg_ParseTuple(arguments, "OOOOO", &fallback, &resume, &interrupted, &thread, &uses)) return nullptr;
   return or_error([&] {
     Owned hits(checked(PyTuple_New(0)));
-    auto to_eager = std::make_unique<ToEager>(eager);
     PyObject* object = checked(fast_path_type->tp_alloc(fast_path_type, 0));
     FastPathState& path = state_of(object);
     path.hits = hits.release();
@@ -155,7 +152,6 @@ PyObject* new_fast_path(PyObject*, PyObject* arguments) {
     path.interrupted = Py_NewRef(interrupted);
     path.thread = Py_NewRef(thread);
     path.uses = Py_NewRef(uses);
-    path.to_eager = to_eager.release();
     return object;
   });
 }

@@ -7,7 +7,7 @@
 
 namespace native {
 
-// fast_path(fallback, resume, interrupted, thread, uses, eager) -> FastPath
+// fast_path(fallback, resume, interrupted, thread) -> FastPath
 PyObject* new_fast_path(PyObject*, PyObject* arguments);
 
 bool make_class_of_fast_paths();

@@ -1,7 +1,8 @@
 // Where Python keeps what some questions are about.
 
-#include "../to_eager/slots.h"
 #include "readers.h"
+
+#include <structmember.h>
 
 namespace native {
 
@@ -21,7 +22,9 @@ Py_ssize_t place_of(PyObject* object, PyObject* name) {
   PyTypeObject* type = Py_TYPE(object);
   if (type->tp_getattro != PyObject_GenericGetAttr) return -1;
   const Owned held = found(reinterpret_cast<PyObject*>(type), name);
-  return held ? place_of_slot(held.get()) : -1;
+  if (!held || !Py_IS_TYPE(held.get(), &PyMemberDescr_Type)) return -1;
+  const PyMemberDef& member = *reinterpret_cast<PyMemberDescrObject*>(held.get())->d_member;
+  return member.type == T_OBJECT_EX ? member.offset : -1;
 }
 
 int64_t read_slot(const Reader& reader) {

@@ -3,7 +3,6 @@
 #pragma once
 
 #include "../calls.h"
-#include "../to_eager/to_eager.h"
 #include "hit.h"
 
 #include <chrono>
@@ -17,13 +16,12 @@ inline double seconds() {
 
 // What a `FastPath` of Python's knows.
 struct FastPathState {
-  PyObject* hits;           // a tuple of FastHit, in whose place Python puts another one
-  PyObject* fallback;       // the way through Python
-  PyObject* resume;         // the same, once the tape is taken
-  PyObject* interrupted;    // told of a backward that was ended before anything ran
-  PyObject* thread;         // what is a thread's own
-  PyObject* uses;           // counts what is used
-  const ToEager* to_eager;  // serves what is left without a look
+  PyObject* hits;         // a tuple of FastHit, in whose place Python puts another one
+  PyObject* fallback;     // the way through Python
+  PyObject* resume;       // the same, once the tape is taken
+  PyObject* interrupted;  // told of a backward that was ended before anything ran
+  PyObject* thread;       // what is a thread's own
+  PyObject* uses;         // counts what is used
   Py_ssize_t served;
   const FastHit* last;  // what served last: it may be gone
 };

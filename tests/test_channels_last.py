@@ -21,6 +21,7 @@ from .helpers import assert_grads
 
 _aten = torch.ops.aten
 _CONVOLUTION = _aten.convolution_backward.default
+_IMAGES = 16, 3, 128, 128
 _SIZES = [1, 1], [1, 1], [1, 1], False, [0, 0], 1
 
 
@@ -252,7 +253,7 @@ def test_on_a_device(dtype: torch.dtype, mode: str, cuda: str) -> None:
     session = ca.enable(backend="inductor", mode=mode, cache_dir=False, tune=False)
     peaks: dict[str, int] = {}
     for step in range(6):
-        x = torch.randn(8, 3, 64, 64, device=cuda)
+        x = torch.randn(_IMAGES, device=cuda)
         for name, each, around in (("eager", reference, ca.disable()), ("ours", model, session)):
             each.zero_grad()
             with torch.autocast("cuda", dtype, enabled=dtype is not torch.float32):
@@ -276,14 +277,14 @@ def test_on_a_device(dtype: torch.dtype, mode: str, cuda: str) -> None:
         name: _transpositions(each, around)
         for name, each, around in (("eager", reference, ca.disable()), ("ours", model, session))
     }
-    if dtype is torch.float32:
+    if transposed["eager"]:  # else cuDNN has chosen other kernels
         assert transposed["ours"] < transposed["eager"]
     assert peaks["ours"] <= peaks["eager"] * 1.02, peaks
 
 
 def _transpositions(model: nn.Module, around: Any) -> int:
     """How many kernels of cuDNN's own for that run in a backward."""
-    loss = model(torch.randn(8, 3, 64, 64, device="cuda")).mean()
+    loss = model(torch.randn(_IMAGES, device="cuda")).mean()
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         with around:

@@ -84,8 +84,7 @@ def test_threads_that_find_the_extension_at_once_have_one_path(
     module, make = library_of(request.config).module(), FAST_PATH.make
     assert module is not None and make is not None
     monkeypatch.setattr(FAST_PATH, "_made", {})
-    for name in ("_module", "_path"):
-        monkeypatch.setattr(FAST_PATH, name, None)
+    monkeypatch.setattr(FAST_PATH, "_path", None)
     monkeypatch.setitem(engine.__dict__, "run_backward", make(module))
 
     def made(found: Any) -> Any:

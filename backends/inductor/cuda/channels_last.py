@@ -90,8 +90,7 @@ def _in_channels_last(node: fx.Node) -> Sequence[torch.Tensor | None] | None:
     """What it gives of such operands; None where that is not in channels last, whatever the reason."""
     operands = [_empty(each, _last(each)) for each in map(_value, cast(tuple[fx.Node, ...], node.args[:2]))]
     results = _CONVOLUTION(*operands, *fx.node.map_arg(node.args[2:], _value))
-    given = [each for each in results[:2] if each is not None]
-    return results if all(each.is_contiguous(memory_format=torch.channels_last) for each in given) else None
+    return results if all(each.is_contiguous(memory_format=torch.channels_last) for each in results[:2]) else None
 
 
 def _has_tensor_cores(device: torch.device) -> bool:

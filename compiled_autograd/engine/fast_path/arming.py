@@ -71,7 +71,6 @@ class FastPaths:
     put: Callable[[FastPath], None] | None = None
     _made: dict[Module, FastPath] = field(default_factory=dict)
     _path: FastPath | None = None
-    _module: Module | None = None
     _handed: list[_Handed] = field(default_factory=list)
     _before: list[Question] = field(default_factory=list)
 
@@ -82,13 +81,13 @@ class FastPaths:
 
     def _come_first(self, module: Module) -> None:
         """Have this extension called as ``run_backward`` from now on."""
-        if self._module is module or self.make is None or self.put is None:
+        if self.make is None or self.put is None:
             return
         path = self._made.get(module) or self._made.setdefault(module, self.make(module))  # that of one thread alone
-        self.put(path)
         if self._path is not path:
-            self._path, self._handed = path, []
-        self._module = module
+            self.put(path)
+            self._path = path
+            self._keep([])
 
     def forget(self) -> None:
         """Forget all hits."""

@@ -255,9 +255,7 @@ def test_on_a_device(dtype: torch.dtype, mode: str, cuda: str) -> None:
     for step in range(6):
         x = torch.randn(_IMAGES, device=cuda)
         for name, each, around in (("eager", reference, ca.disable()), ("ours", model, session)):
-            each.zero_grad()
-            with torch.autocast("cuda", dtype, enabled=dtype is not torch.float32):
-                loss = each(x).float().mean() * 100
+            loss = _loss(each, x, dtype)
             torch.cuda.synchronize()
             torch.cuda.reset_peak_memory_stats()
             with around:
@@ -274,17 +272,23 @@ def test_on_a_device(dtype: torch.dtype, mode: str, cuda: str) -> None:
     assert (stats.captures, stats.hits, stats.failures) == (1, 5, 0)
     assert not session.last.reasons
     transposed = {
-        name: _transpositions(each, around)
+        name: _transpositions(_loss(each, x, dtype), around)
         for name, each, around in (("eager", reference, ca.disable()), ("ours", model, session))
     }
+    assert session.stats().hits == 6  # else they are those of a first run, which is compared with the engine's
     if transposed["eager"]:  # else cuDNN has chosen other kernels
         assert transposed["ours"] < transposed["eager"]
     assert peaks["ours"] <= peaks["eager"] * 1.02, peaks
 
 
-def _transpositions(model: nn.Module, around: Any) -> int:
+def _loss(model: nn.Module, x: Tensor, dtype: torch.dtype) -> Tensor:
+    model.zero_grad()
+    with torch.autocast("cuda", dtype, enabled=dtype is not torch.float32):
+        return model(x).float().mean() * 100
+
+
+def _transpositions(loss: Tensor, around: Any) -> int:
     """How many kernels of cuDNN's own for that run in a backward."""
-    loss = model(torch.randn(_IMAGES, device="cuda")).mean()
     torch.cuda.synchronize()
     with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CUDA]) as profile:
         with around:

@@ -1000,13 +1000,13 @@ def test_what_float64_has_shown_to_be_zero_but_for_rounding_is_not_computed_so_a
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     asked = []
-    right = judging.in_double
+    right = judging.each_in_double
 
-    def in_double(nodes: Any, given: Any, wanted: fx.Node, moved: int = 0) -> torch.Tensor | None:
-        asked.append((wanted.name, moved))
+    def each_in_double(nodes: Any, given: Any, wanted: Any, moved: int = 0) -> Any:
+        asked.extend(each.name for each in wanted)
         return right(nodes, given, wanted, moved)
 
-    monkeypatch.setattr(judging, "in_double", in_double)
+    monkeypatch.setattr(judging, "each_in_double", each_in_double)
     session, model, by_step = ca.enable(backend="inductor", cache_dir=False, tune=False), _bias_before_norm(), []
     for size in (16, 17, 19, 22, 25, 18):
         before = len(asked)

@@ -123,23 +123,18 @@ def value_difference(
         coarse: gives the tolerance of what rounds further than its dtype says, or 0: it holds where float64 cannot be
             computed.
     """
-    want, found = plain(want), plain(found)
-    if torch.equal(want, found) or want.numel() == 0:
+    if plainly_alike(want, found, relative, beside):
         return None
+    want, found = plain(want), plain(found)
     if relative == 0:
-        same = want.is_floating_point() and _is_close(_exact(want), _exact(found), 0.0, 0.0)  # NaNs may have other bits
-        return None if same else _measured(want, found)
+        return _measured(want, found)
     if not want.is_floating_point():
         return None if _as_good(want, found, in_double(0)) else _measured(want, found)
     want, found = _exact(want), _exact(found)
-    scale, cancelled = root_mean_square(want), _CANCELLED_SHARE * beside
-    widest = relative <= _TOLERANCES[torch.float64]  # nothing is wider, to show what has cancelled
-    if _is_close(want, found, relative, scale + cancelled if widest else scale):
-        return None
     double = in_double(0)
     if double is None:
-        relative = max(relative, coarse())
-        return None if _is_close(want, found, relative, scale + cancelled) else _measured(want, found)
+        scale = root_mean_square(want) + _CANCELLED_SHARE * beside
+        return None if _is_close(want, found, max(relative, coarse()), scale) else _measured(want, found)
     exact = plain(double).to(torch.float64)
     own_error = largest(want.to(torch.float64) - exact)
     if _as_near(want, found, exact, own_error, relative):
@@ -149,6 +144,22 @@ def value_difference(
     if coarse():  # what many values add up to that were moved the same way may be less by chance than what one was
         rounding += root_mean_square(moves)
     return None if _as_near(want, found, exact, rounding, relative) else _measured(want, found)
+
+
+def plainly_alike(want: torch.Tensor, found: torch.Tensor, relative: float, beside: float = 0.0) -> bool:
+    """Whether :func:`value_difference` finds that there is none without anything in float64."""
+    want, found = plain(want), plain(found)
+    if torch.equal(want, found) or want.numel() == 0:
+        return True
+    if not want.is_floating_point():
+        return False
+    want, found = _exact(want), _exact(found)
+    if relative == 0:
+        return _is_close(want, found, 0.0, 0.0)  # NaNs may have other bits
+    scale = root_mean_square(want)
+    if relative <= _TOLERANCES[torch.float64]:  # nothing is wider, to show what has cancelled
+        scale += _CANCELLED_SHARE * beside
+    return _is_close(want, found, relative, scale)
 
 
 def _is_close(want: torch.Tensor, found: torch.Tensor, relative: float, scale: float) -> bool:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -16,16 +16,18 @@ from ..steps.memory import first_along, repeated
 from ..steps.steps import lies_apart
 from .aliasing import Result, kept_from_before, newly_shared
 from .comparison import (
+    Optional,
     at_most,
     has_other_format,
     is_telling,
     largest,
     metadata_difference,
     noise_of,
+    plainly_alike,
     tolerance,
     value_difference,
 )
-from .reference import in_double, once_more
+from .reference import each_in_double, in_double, once_more
 from .tf32 import rounding_operators, tolerance_of
 
 if TYPE_CHECKING:
@@ -60,6 +62,8 @@ class Judge:
         beside = 0.0 if bitwise else max(map(largest, wants), default=0.0)
         other_layouts: dict[int, torch.Tensor] = {}
         other_strides: list[tuple[Result, str]] = []
+        doubtful: list[Result] = []
+        wrong: tuple[Result, str] | None = None
         for result in results:
             difference = self._layout(result)
             if (position := self._strides_at_most(result)) is not None:
@@ -71,9 +75,16 @@ class Judge:
                     other_layouts[position] = result.want
             if difference is None and result.want is not None and result.found is not None:
                 telling = telling and is_telling(result.want)
-                difference = self._values(result, relative, beside)
+                if not relative:
+                    difference = self._in_bits(result, beside)
+                elif not self._plainly(result, relative, beside):
+                    doubtful.append(result)
             if difference is not None:
-                return result, difference, telling
+                wrong = result, difference
+                break
+        wrong = self._in_float64(doubtful, relative, beside) or wrong
+        if wrong is not None:
+            return (*wrong, telling)
         if other_layouts:
             wiring = restrided(self.compiled.wiring, other_layouts)
             if wiring is None:
@@ -121,31 +132,60 @@ class Judge:
         positions = [number for number, (node, _) in enumerate(self.step.outputs) if node is result.node]
         return positions[0] if positions and is_dense(first_along(want, repeated(want))) else None
 
-    def _values(self, result: Result, relative: float, beside: float) -> str | None:
+    def _plainly(self, result: Result, relative: float, beside: float) -> bool:
         assert result.want is not None and result.found is not None
         noise, name = self.compiled.proof.noise, result.node.name
-        if relative and name in noise and at_most(noise[name] * beside, result.want, result.found):
-            return None
-        doubles: list[torch.Tensor | None] = []
+        if name in noise and at_most(noise[name] * beside, result.want, result.found):
+            return True
+        return plainly_alike(result.want, result.found, relative, beside)
 
-        def wide(moved: int) -> torch.Tensor | None:
-            double = self._in_double(result.node, moved)
-            if moved == 0:
-                doubles.append(double)
-            return double
+    def _in_float64(self, doubtful: Sequence[Result], relative: float, beside: float) -> tuple[Result, str] | None:
+        """The first of some results, and how it differs, that is no rounding. Of each the same is computed in float64;
+        for all of them the calls run once, and again for one of which that does not settle it."""
+        wrong: list[tuple[int, str]] = []
+        for node, double in self._each_in_double(doubtful):
+            for index, result in enumerate(doubtful):
+                if result.node is node and (difference := self._beside(double, result, relative, beside)) is not None:
+                    wrong.append((index, difference))
+        if not wrong:
+            return None
+        index, difference = min(wrong)
+        return doubtful[index], difference
+
+    def _each_in_double(self, results: Sequence[Result]) -> Iterable[tuple[fx.Node, Optional]]:
+        nodes = list(dict.fromkeys(result.node for result in results))
+        if self.region_compiler.passes or not nodes:
+            return [(node, None) for node in nodes]
+        return each_in_double(self.step.region.nodes, self._given(), nodes)
+
+    def _beside(self, double: Optional, result: Result, relative: float, beside: float) -> str | None:
+        """How a result differs, with the same in float64."""
+        assert result.want is not None and result.found is not None
+
+        def wide(moved: int) -> Optional:
+            return self._in_double(result.node, moved) if moved else double
 
         difference = value_difference(result.want, result.found, relative, wide, beside, self._coarse)
-        if difference is None and doubles and doubles[0] is not None and beside > 0:
-            most = noise_of(result.want, result.found, doubles[0], relative * beside)
+        if difference is None and double is not None and beside > 0:
+            most = noise_of(result.want, result.found, double, relative * beside)
             if most is not None:
-                noise[name] = most / beside
-        if difference is None or relative or self.region_compiler.passes:
+                self.compiled.proof.noise[result.node.name] = most / beside
+        return difference
+
+    def _in_bits(self, result: Result, beside: float) -> str | None:
+        """How a result differs that is to have the same bits, unless the real calls do not give the same twice."""
+        assert result.want is not None and result.found is not None
+        difference = value_difference(result.want, result.found, 0.0, lambda _: None)
+        if difference is None or self.region_compiler.passes:
             return difference
         again = once_more(self.step.region.nodes, self._given(), result.node)
         if again is None or value_difference(result.want, again, 0.0, lambda _: None) is None:
-            return difference  # else the real calls do not give the same twice, and it cannot be asked for
-        relative = tolerance(self._dtypes([result]))
-        return value_difference(result.want, result.found, relative, wide, beside)
+            return difference
+
+        def wide(moved: int) -> Optional:
+            return self._in_double(result.node, moved)
+
+        return value_difference(result.want, result.found, tolerance(self._dtypes([result])), wide, beside)
 
     def _coarse(self) -> float:
         """The tolerance of what the region's calls may round further than their dtypes say."""
@@ -157,9 +197,7 @@ class Judge:
         return {node: self.inputs[slot] for node, slot in zip(region.inputs, self.step.inputs, strict=True)}
 
     def _in_double(self, node: fx.Node, moved: int) -> torch.Tensor | None:
-        if self.region_compiler.passes:
-            return None
-        return in_double(self.step.region.nodes, self._given(), node, moved)
+        return None if self.region_compiler.passes else in_double(self.step.region.nodes, self._given(), node, moved)
 
     def _shared(self, results: Sequence[Result]) -> tuple[Result, str] | None:
         """What shares memory that does not where the real calls run."""

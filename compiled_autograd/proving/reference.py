@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import operator
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
 from typing import Any
 
 import torch
@@ -71,9 +72,13 @@ class RealCalls:
             function = function.trace
         args = _wider_arguments(node) if self._wide else node.args
         result = known[node] = function(*fx.map_arg(args, known.__getitem__))
-        for source in self._last_used.get(node, ()):
-            del known[source]
+        self.free_after(node)
         return result
+
+    def free_after(self, node: fx.Node) -> None:
+        """Free what is of no use after this call."""
+        for source in self._last_used.get(node, ()):
+            self.known.pop(source, None)
 
 
 def in_double(
@@ -86,35 +91,57 @@ def in_double(
     them in another way. One below 0 moves them as its opposite does, but hardly at all. What the settings of CUDA have
     rounded further is moved by that, too. None where a call cannot be computed so.
     """
+    return dict(each_in_double(nodes, given, [wanted], moved))[wanted]
+
+
+def each_in_double(
+    nodes: Sequence[fx.Node], given: Mapping[fx.Node, Any], wanted: Sequence[fx.Node], moved: int = 0
+) -> Iterator[tuple[fx.Node, torch.Tensor | None]]:
+    """The same for some values of one run of the calls. Each is given as soon as it is there, and then freed."""
     nodes, given = _leading_to(wanted, nodes, given)
     places: dict[Any, int] = {}  # each memory is moved in its own way: like tensors moved alike would not part
     wide = {}
     for node, value in given.items():
         place = places.setdefault(node if (memory := memory_of(value)) is None else memory, len(places))
         wide[node] = widened(value, moved, place)
-    calls = RealCalls(nodes, [wanted], wide, again=True, wide=True)
+    calls = RealCalls(nodes, (), wide, again=True, wide=True)
     by = _coarsest(given.values()) if moved > 0 else HARDLY
-    coarse = rounding_operators(given.values()) if moved else {}
-    on_cuda = any(isinstance(value, torch.Tensor) and value.is_cuda for value in given.values())
-    try:
-        with contextlib.ExitStack() as modes:
-            if on_cuda:
-                modes.enter_context(WideKernels())
-            if coarse:
-                modes.enter_context(RoundedOperands(coarse, moved))
-            for number, node in enumerate(nodes):
-                result = calls.run(node)
-                if moved and node in calls.known and node.target is not operator.getitem and not ir.is_validation(node):
-                    calls.known[node] = _rounded(result, by, moved, len(places) + number)
-    except Exception as error:  # noqa: BLE001  no kernel for float64, most likely; then the plain tolerance alone decides
-        raise_what_a_handler_raised(error)
-        return None
-    return calls.known[wanted]
+    modes = _modes(given.values(), moved)
+    used = {source for node in nodes for source in node.all_input_nodes}
+    for node in {*wanted}.intersection(given):
+        yield node, wide[node]
+    for number, node in enumerate(nodes):
+        try:
+            with contextlib.ExitStack() as entered:  # for a call alone: of who looks at values nothing is rounded
+                for mode in modes:
+                    entered.enter_context(mode)
+                calls.run(node)
+                if moved and node.target is not operator.getitem and not ir.is_validation(node):
+                    calls.known[node] = _rounded(calls.known[node], by, moved, len(places) + number)
+        except Exception as error:  # noqa: BLE001  no kernel for float64, most likely, or for what it is given
+            raise_what_a_handler_raised(error)
+            calls.known.pop(node, None)
+            calls.free_after(node)
+        if node in wanted:
+            yield node, calls.known.get(node)
+        if node not in used:
+            calls.known.pop(node, None)
+
+
+def _modes(given: Iterable[Any], moved: int) -> list[AbstractContextManager[Any]]:
+    """What float64 is computed in."""
+    values = [value for value in given if isinstance(value, torch.Tensor)]
+    modes: list[AbstractContextManager[Any]] = []
+    if any(value.is_cuda for value in values):
+        modes.append(WideKernels())
+    if moved and (coarse := rounding_operators(values)):
+        modes.append(RoundedOperands(coarse, moved))
+    return modes
 
 
 def once_more(nodes: Sequence[fx.Node], given: Mapping[fx.Node, Any], wanted: fx.Node) -> torch.Tensor | None:
     """What the calls of a region give for ``wanted``."""
-    nodes, given = _leading_to(wanted, nodes, given)
+    nodes, given = _leading_to([wanted], nodes, given)
     calls = RealCalls(nodes, [wanted], dict(given), again=True)
     for node in nodes:
         calls.run(node)
@@ -122,11 +149,11 @@ def once_more(nodes: Sequence[fx.Node], given: Mapping[fx.Node, Any], wanted: fx
 
 
 def _leading_to(
-    wanted: fx.Node, nodes: Sequence[fx.Node], given: Mapping[fx.Node, Any]
+    wanted: Iterable[fx.Node], nodes: Sequence[fx.Node], given: Mapping[fx.Node, Any]
 ) -> tuple[list[fx.Node], dict[fx.Node, Any]]:
-    """The calls that a result is made by, and what they are given. What looks for a NaN makes none: of that whoever ran
+    """The calls that results are made by, and what they are given. What looks for a NaN makes none: of that whoever ran
     the calls first has told."""
-    made_by = {wanted}
+    made_by = {*wanted}
     for node in reversed(nodes):
         if node in made_by:
             made_by.update(node.all_input_nodes)

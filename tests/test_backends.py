@@ -412,3 +412,20 @@ def test_an_error_that_has_no_text_costs_no_backward() -> None:
         leaf.exp().sum().backward()
     assert leaf.grad is not None and torch.equal(leaf.grad, leaf.detach().exp())
     expect(session.stats(), structure_misses=1, captures=1, failures=1)
+
+
+def test_no_later_step_reports_what_was_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Inductor does so when its code runs, which takes some milliseconds: the first hit took three times as long."""
+    from torch._dynamo import metrics_context
+
+    reported: list[dict[str, Any]] = []
+    context = metrics_context.RuntimeMetricsContext(lambda start, end, metrics, *_: reported.append(dict(metrics)))
+    monkeypatch.setattr("torch._dynamo.utils.get_runtime_metrics_context", lambda: context)
+    monkeypatch.setattr("torch._inductor.output_code.get_runtime_metrics_context", lambda: context)
+    session, model = ca.enable(backend="inductor", cache_dir=False, tune=False), mlp()
+    for step in range(4):
+        model.zero_grad()
+        with session:
+            _loss(model).backward()
+        assert len(reported) == 1 and "inductor_cumulative_compile_time_us" in reported[0], step
+    expect(session.stats(), structure_misses=1, hits=3, compiles=1)

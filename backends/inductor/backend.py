@@ -94,6 +94,7 @@ class InductorBackend(ArtifactBackend):
         Raises:
             MissingCompilerError: a region for the CPU, and no C++ compiler on the machine.
         """
+        from torch._dynamo.utils import get_runtime_metrics_context
         from torch._guards import detect_fake_mode
         from torch._inductor import config
         from torch._inductor.compile_fx import compile_fx_inner
@@ -131,6 +132,7 @@ class InductorBackend(ArtifactBackend):
             # The mode's settings are read here alone: what runs later has them in its code.
             with more:
                 compiled = compile_fx_inner(graph_module, list(example_inputs), is_backward=True)
+            get_runtime_metrics_context().finish()  # takes some milliseconds: of a step that runs the code, otherwise
         if device is None:
             return compiled if has_symbols else _straight(compiled)
         direct = Direct(compiled, self._launched_directly)

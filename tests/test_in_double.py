@@ -16,7 +16,7 @@ import compiled_autograd as ca
 from compiled_autograd.proving import comparison, judging, tf32
 from compiled_autograd.proving.judging import Judge
 from compiled_autograd.proving.reference import RealCalls, each_in_double, in_double
-from shadow_cache import Mismatch
+from shadow_cache import Failure, Mismatch
 
 from .helpers import expect
 
@@ -166,3 +166,44 @@ def test_the_first_result_that_differs_is_named(wrong: dict[int, str], monkeypat
 
 def _same(want: Any, found: Any) -> bool:
     return want.dtype is found.dtype and torch.allclose(want, found)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_where_all_results_are_wrong_one_is_looked_into(ran: Counter[fx.Node]) -> None:
+    """From moved inputs the calls run eight times for a result: for all of them that took a minute."""
+
+    def backend(graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        return lambda *arguments: [each * 1.01 for each in graph_module.forward(*arguments)]
+
+    session, model = ca.enable(backend=backend, cache_dir=False, tune=False), _deep()
+    _beside_eager(session, model, torch.randn(16, 24), torch.sum)
+    expect(session.stats(), structure_misses=1, captures=1, compiles=1, failures=1)
+    once = 1 + 1 + 2 * comparison._PERTURBATIONS
+    assert max(ran.values()) == once and sum(ran.values()) <= once * len(ran)
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_without_memory_for_float64_nothing_is_judged(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That a result cannot be computed in float64 is no reason to take rounding for a mistake."""
+    run = RealCalls.run
+
+    def without_memory(calls: RealCalls, node: fx.Node) -> Any:
+        if calls._wide:
+            raise torch.OutOfMemoryError
+        return run(calls, node)
+
+    monkeypatch.setitem(comparison._TOLERANCES, torch.float32, 1e-12)
+    monkeypatch.setattr(RealCalls, "run", without_memory)
+    session, model = ca.enable(backend=_rounding, cache_dir=False, tune=False), _deep()
+    _beside_eager(session, model, torch.randn(16, 24), torch.sum)
+    assert [reason.kind for reason in session.last.reasons if isinstance(reason, Failure)] == ["unproved"]
+    monkeypatch.setattr(RealCalls, "run", run)
+    for _ in range(3):
+        _beside_eager(session, model, torch.randn(16, 24), torch.sum)
+    expect(session.stats(), structure_misses=1, hits=3, captures=1, compiles=1, failures=1)
+
+
+def test_what_is_neither_given_nor_made_is_an_error() -> None:
+    x, nodes = _chain(torch.sin, torch.cos)
+    with pytest.raises(KeyError, match="neither given nor made: cos"):
+        dict(each_in_double(nodes[:1], {x: torch.ones(2)}, nodes))

@@ -476,6 +476,25 @@ def test_a_wrong_program_is_found_where_the_calls_write(real_runs: list[int], mo
     assert isinstance(found[0][0], Mismatch) and found[0][0].form == PROGRAM
 
 
+def test_where_the_calls_write_they_have_copies_in_float64_too(
+    real_runs: list[int], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Float64 of a float64 is that tensor itself: the next form would be given what they have written."""
+    in_double = []
+
+    def each_in_double(nodes: Any, given: dict[fx.Node, Any], wanted: Any) -> Any:
+        for each in given.values():
+            if isinstance(each, torch.Tensor) and each.shape == _CLAMPED:
+                each.detach().mul_(1.5)
+                in_double.append(each)
+        return [(node, None) for node in wanted]
+
+    monkeypatch.setattr(judging, "each_in_double", each_in_double)
+    monkeypatch.setattr(judging, "plainly_alike", lambda *_: False)
+    session = ca.enable(backend="inductor", cache_dir=False, tune=False)
+    assert not any(_steps_whose_calls_write(session, real_runs)) and len(in_double) >= 2
+
+
 def test_code_that_writes_elsewhere_than_the_calls_do_is_found_on_copies(real_runs: list[int]) -> None:
     """Nothing of the user's was written into: the step goes on."""
 
@@ -544,6 +563,17 @@ def test_random_numbers_are_drawn_once(changes: bool, monkeypatch: pytest.Monkey
     with ca.enable(backend=_backend(run), cache_dir=False):
         x.sin().sum().backward()
     assert torch.equal(torch.rand(2), wanted), "what the real calls draw is what was drawn: nothing"
+
+
+def test_what_draws_is_not_computed_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other numbers would be drawn, and a mistake would be no further off than what they give."""
+    monkeypatch.setattr(fingerprints, "_RANDOM", re.compile("cos"))
+    monkeypatch.setattr(judging, "each_in_double", lambda *_: pytest.fail("float64 was asked for"))
+    session, x = ca.enable(backend=_wrong_from(1), cache_dir=False, tune=False), torch.randn(3, requires_grad=True)
+    with session:
+        (found,) = torch.autograd.grad(x.sin().sum(), x)
+    assert_same([found], [x.detach().cos()])
+    assert session.stats().failures == 1
 
 
 def test_a_gradient_of_zeros_shows_nothing() -> None:

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import functools
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -27,6 +28,7 @@ from .comparison import (
     tolerance,
     value_difference,
 )
+from .fingerprints import twins
 from .reference import each_in_double, in_double, once_more
 from .tf32 import rounding_operators, tolerance_of
 
@@ -140,34 +142,44 @@ class Judge:
         return plainly_alike(result.want, result.found, relative, beside)
 
     def _in_float64(self, doubtful: Sequence[Result], relative: float, beside: float) -> tuple[Result, str] | None:
-        """The first of some results, and how it differs, that is no rounding. Of each the same is computed in float64;
-        for all of them the calls run once, and again for one of which that does not settle it."""
-        wrong: list[tuple[int, str]] = []
+        """The first of some results, and how it differs, that is no rounding.
+
+        Of all the same is computed in float64, by one run of the calls. Of those that this does not settle, each is
+        computed from moved inputs, in turn, until one is wrong.
+        """
+        unsettled: set[int] = set()
         for node, double in self._each_in_double(doubtful):
             for index, result in enumerate(doubtful):
-                if result.node is node and (difference := self._beside(double, result, relative, beside)) is not None:
-                    wrong.append((index, difference))
-        if not wrong:
-            return None
-        index, difference = min(wrong)
-        return doubtful[index], difference
+                if result.node is node and self._beside(result, relative, beside, {0: double}.get) is not None:
+                    unsettled.add(index)
+            del double  # before the next is computed
+        for index in sorted(unsettled):
+            result = doubtful[index]
+            difference = self._beside(result, relative, beside, functools.partial(self._in_double, result.node))
+            if difference is not None:
+                return result, difference
+        return None
 
     def _each_in_double(self, results: Sequence[Result]) -> Iterable[tuple[fx.Node, Optional]]:
         nodes = list(dict.fromkeys(result.node for result in results))
-        if self.region_compiler.passes or not nodes:
+        if not nodes or not self._has_float64():
             return [(node, None) for node in nodes]
         return each_in_double(self.step.region.nodes, self._given(), nodes)
 
-    def _beside(self, double: Optional, result: Result, relative: float, beside: float) -> str | None:
+    def _beside(self, result: Result, relative: float, beside: float, wide: Callable[[int], Optional]) -> str | None:
         """How a result differs, with the same in float64."""
         assert result.want is not None and result.found is not None
+        doubles: list[Optional] = []
 
-        def wide(moved: int) -> Optional:
-            return self._in_double(result.node, moved) if moved else double
+        def noted(moved: int) -> Optional:
+            double = wide(moved)
+            if moved == 0:
+                doubles.append(double)
+            return double
 
-        difference = value_difference(result.want, result.found, relative, wide, beside, self._coarse)
-        if difference is None and double is not None and beside > 0:
-            most = noise_of(result.want, result.found, double, relative * beside)
+        difference = value_difference(result.want, result.found, relative, noted, beside, self._coarse)
+        if difference is None and doubles and doubles[0] is not None and beside > 0:
+            most = noise_of(result.want, result.found, doubles[0], relative * beside)
             if most is not None:
                 self.compiled.proof.noise[result.node.name] = most / beside
         return difference
@@ -181,10 +193,7 @@ class Judge:
         again = once_more(self.step.region.nodes, self._given(), result.node)
         if again is None or value_difference(result.want, again, 0.0, lambda _: None) is None:
             return difference
-
-        def wide(moved: int) -> Optional:
-            return self._in_double(result.node, moved)
-
+        wide = functools.partial(self._in_double, result.node)
         return value_difference(result.want, result.found, tolerance(self._dtypes([result])), wide, beside)
 
     def _coarse(self) -> float:
@@ -193,11 +202,19 @@ class Judge:
         return tolerance_of(self.compiled.aten.text(), operators) if operators else 0.0
 
     def _given(self) -> dict[fx.Node, Any]:
+        """What the region is given, for another run of its calls: copies, where these write into it."""
         region = self.step.region
-        return {node: self.inputs[slot] for node, slot in zip(region.inputs, self.step.inputs, strict=True)}
+        values = [self.inputs[slot] for slot in self.step.inputs]
+        if self.compiled.proof.overwritten:
+            values = twins(values)
+        return dict(zip(region.inputs, values, strict=True))
 
-    def _in_double(self, node: fx.Node, moved: int) -> torch.Tensor | None:
-        return None if self.region_compiler.passes else in_double(self.step.region.nodes, self._given(), node, moved)
+    def _has_float64(self) -> bool:
+        """Not where the user's passes have made the graph; and in float64 other random numbers would be drawn."""
+        return not self.region_compiler.passes and not self.compiled.proof.draws
+
+    def _in_double(self, node: fx.Node, moved: int) -> Optional:
+        return in_double(self.step.region.nodes, self._given(), node, moved) if self._has_float64() else None
 
     def _shared(self, results: Sequence[Result]) -> tuple[Result, str] | None:
         """What shares memory that does not where the real calls run."""

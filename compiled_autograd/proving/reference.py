@@ -14,7 +14,7 @@ from torch import fx
 from backends.signal_handlers import raise_what_a_handler_raised
 
 from .. import ir
-from ..steps.memory import memory_of
+from ..steps.memory import is_out_of_memory, memory_of
 from .perturbing import HARDLY, perturbed
 from .tf32 import RoundedOperands, rounding_operators
 from .wide_kernels import WideKernels
@@ -97,7 +97,14 @@ def in_double(
 def each_in_double(
     nodes: Sequence[fx.Node], given: Mapping[fx.Node, Any], wanted: Sequence[fx.Node], moved: int = 0
 ) -> Iterator[tuple[fx.Node, torch.Tensor | None]]:
-    """The same for some values of one run of the calls. Each is given as soon as it is there, and then freed."""
+    """The same for some values of one run of the calls. Each is given as soon as it is there, and then freed.
+
+    Raises:
+        KeyError: a value is neither given nor made by a call.
+        torch.OutOfMemoryError: as the calls do. It is no reason to judge without float64.
+    """
+    if unknown := {*wanted}.difference(nodes, given):
+        raise KeyError(f"neither given nor made: {', '.join(node.name for node in unknown)}")
     nodes, given = _leading_to(wanted, nodes, given)
     places: dict[Any, int] = {}  # each memory is moved in its own way: like tensors moved alike would not part
     wide = {}
@@ -118,8 +125,10 @@ def each_in_double(
                 calls.run(node)
                 if moved and node.target is not operator.getitem and not ir.is_validation(node):
                     calls.known[node] = _rounded(calls.known[node], by, moved, len(places) + number)
-        except Exception as error:  # noqa: BLE001  no kernel for float64, most likely, or for what it is given
+        except Exception as error:
             raise_what_a_handler_raised(error)
+            if is_out_of_memory(error):
+                raise
             calls.known.pop(node, None)
             calls.free_after(node)
         if node in wanted:

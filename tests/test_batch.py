@@ -46,6 +46,7 @@ def _run(folder: Path, threads: int = 2, before: str = "") -> dict[str, int]:
     return json.loads(done.stdout.splitlines()[-1])
 
 
+@pytest.mark.slow
 def test_as_many_files_are_compiled_as_inductor_compiles_at_once(tmp_path: Path) -> None:
     result = _run(tmp_path)
     assert result["close"] and result["kernels"] >= 3

@@ -173,7 +173,7 @@ def test_other_groups_in_tapes_of_one_structure() -> None:
 
 
 _KINDS = ("hook", "scale", "function", "in place", "saved and changed", "dropout", "inner", "freed")
-_COMPILED = ("in place", "dropout")
+_COMPILED = ("dropout",)
 """The kinds for which code is compiled in each run of the tests, as that takes seconds."""
 
 
@@ -403,7 +403,7 @@ def _random_net(seed: int, backend: str) -> ca.Stats:
     ("backend", "seeds"),
     [
         pytest.param("eager", range(15), id="eager"),
-        pytest.param("inductor", range(2), id="inductor"),
+        pytest.param("inductor", range(2), id="inductor", marks=pytest.mark.slow),
         pytest.param("eager", range(100, 700), id="eager, many", marks=pytest.mark.slow),
         pytest.param("inductor", range(100, 140), id="inductor, many", marks=pytest.mark.slow),
     ],

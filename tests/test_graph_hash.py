@@ -348,7 +348,7 @@ def _random_net(draw: random.Random) -> tuple[list[torch.Tensor], Callable[[torc
     ("backend", "seeds"),
     [
         pytest.param("eager", range(40), id="eager"),
-        pytest.param("inductor", range(40, 43), id="inductor"),
+        pytest.param("inductor", range(40, 43), id="inductor", marks=pytest.mark.slow),
         pytest.param("inductor", range(100, 160), id="inductor, many", marks=pytest.mark.slow),
     ],
 )

@@ -48,6 +48,7 @@ _ACTIONS = {
 }
 
 
+@pytest.mark.slow
 def test_a_long_tape_that_was_inspected_can_be_freed() -> None:
     done = in_subprocess(_CODE + "".join(_RUN.replace("ACTION", action) for action in _ACTIONS.values()))
     assert (done.returncode, done.stdout) == (0, "freed\n" * len(_ACTIONS)), done.stderr

@@ -11,13 +11,14 @@ import pytest
 import torch
 import torch.nn.functional as F
 from torch import fx, nn
+from torch.fx.experimental.proxy_tensor import make_fx
 
 import compiled_autograd as ca
 from backends.eager import EagerBackend
 from backends.inductor.straight_line.straight_line import PROGRAM, StraightLine
 from backends.protocol import PROVING_RUNS
 from compiled_autograd.proving import fingerprints, judging, prover
-from compiled_autograd.proving.fingerprints import twins
+from compiled_autograd.proving.fingerprints import is_seeded, names_random, twins
 from compiled_autograd.runtime import program
 from compiled_autograd.steps.accumulate import outermost_first
 from compiled_autograd.steps.proof import MAX_WEAK, PROVING_SIZES, Proof
@@ -568,12 +569,24 @@ def test_random_numbers_are_drawn_once(changes: bool, monkeypatch: pytest.Monkey
 def test_what_draws_is_not_computed_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
     """Other numbers would be drawn, and a mistake would be no further off than what they give."""
     monkeypatch.setattr(fingerprints, "_RANDOM", re.compile("cos"))
+    monkeypatch.setattr(judging, "is_seeded", lambda graph_module: "cos" in graph_module.code)
     monkeypatch.setattr(judging, "each_in_double", lambda *_: pytest.fail("float64 was asked for"))
     session, x = ca.enable(backend=_wrong_from(1), cache_dir=False, tune=False), torch.randn(3, requires_grad=True)
     with session:
         (found,) = torch.autograd.grad(x.sin().sum(), x)
     assert_same([found], [x.detach().cos()])
     assert session.stats().failures == 1
+
+
+def test_what_draws_is_told_by_its_operators() -> None:
+    def graph_of(function: Callable[[torch.Tensor], Any]) -> fx.GraphModule:
+        return make_fx(function)(torch.randn(3))
+
+    def reads_a_mask(x: torch.Tensor) -> torch.Tensor:
+        return torch.ops.aten.native_dropout_backward(x, x > 0, 2.0)
+
+    assert is_seeded(graph_of(torch.rand_like)) and is_seeded(graph_of(lambda x: F.dropout(x, 0.5)))
+    assert not is_seeded(graph_of(reads_a_mask)) and names_random(graph_of(reads_a_mask).code)
 
 
 def test_a_gradient_of_zeros_shows_nothing() -> None:

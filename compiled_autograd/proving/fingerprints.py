@@ -7,6 +7,8 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+from torch import fx
+from torch._ops import OpOverload
 
 from .. import ir
 
@@ -109,6 +111,12 @@ _RANDOM = re.compile(
 def names_random(text: str) -> bool:
     """Whether operators that draw random numbers are named in a text."""
     return _RANDOM.search(text) is not None
+
+
+def is_seeded(graph_module: fx.GraphModule) -> bool:
+    """Whether operators say of themselves that they draw random numbers."""
+    targets = [node.target for node in graph_module.graph.nodes]
+    return any(isinstance(each, OpOverload) and torch.Tag.nondeterministic_seeded in each.tags for each in targets)
 
 
 class Draws:

@@ -14,7 +14,7 @@ from torch import fx
 from backends.signal_handlers import raise_what_a_handler_raised
 
 from .. import ir
-from ..steps.memory import is_out_of_memory, memory_of
+from ..steps.memory import memory_of
 from .perturbing import HARDLY, perturbed
 from .tf32 import RoundedOperands, rounding_operators
 from .wide_kernels import WideKernels
@@ -101,7 +101,6 @@ def each_in_double(
 
     Raises:
         KeyError: a value is neither given nor made by a call.
-        torch.OutOfMemoryError: as the calls do. It is no reason to judge without float64.
     """
     if unknown := {*wanted}.difference(nodes, given):
         raise KeyError(f"neither given nor made: {', '.join(node.name for node in unknown)}")
@@ -125,10 +124,8 @@ def each_in_double(
                 calls.run(node)
                 if moved and node.target is not operator.getitem and not ir.is_validation(node):
                     calls.known[node] = _rounded(calls.known[node], by, moved, len(places) + number)
-        except Exception as error:
+        except Exception as error:  # noqa: BLE001  no kernel for float64, no memory, or not what it needs
             raise_what_a_handler_raised(error)
-            if is_out_of_memory(error):
-                raise
             calls.known.pop(node, None)
             calls.free_after(node)
         if node in wanted:

@@ -19,9 +19,13 @@ def memory_of(value: Any) -> int | None:
     return value.untyped_storage().data_ptr()
 
 
+_NO_MEMORY = ("can't allocate memory", "CUDA error: out of memory", "STATUS_ALLOC_FAILED")
+"""In the texts of errors of the CPU's allocator, of CUDA, and of cuBLAS and cuDNN, which allocate by themselves."""
+
+
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether an allocation failed, on whatever device."""
-    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or "can't allocate memory" in str(error)
+    return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(each in str(error) for each in _NO_MEMORY)
 
 
 def give_back_if_tight(values: Iterable[Any]) -> None:

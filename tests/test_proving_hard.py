@@ -3,16 +3,18 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
 import torch
+from torch import fx
 
 import compiled_autograd as ca
 from backends.inductor.backend import InductorBackend
 from compiled_autograd.proving import fingerprints as fingerprinting
 from compiled_autograd.proving import judging, prover
+from compiled_autograd.steps.proof import MAX_WEAK
 from shadow_cache import Failure
 
 from .helpers import assert_same, expect
@@ -89,6 +91,33 @@ def test_what_cannot_be_compared_costs_no_step(
     assert kinds == [["unproved"], [], [], []]
     (compiled,) = session.graphs()[0].regions[0].compiled_regions()
     assert not compiled.proof.refuted and not any(compiled.proof.left.values())
+
+
+@pytest.mark.filterwarnings("ignore")
+@pytest.mark.parametrize("error", [NotImplementedError, torch.OutOfMemoryError])
+def test_what_can_never_be_compared_is_not_trusted(error: type[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
+    """After some steps its calls run one by one. It was taken for proved after ten, however wrong it was."""
+
+    def fails(*args: Any) -> Any:
+        raise error("it cannot be asked")
+
+    def backend(graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
+        return lambda *arguments: [each * 1.5 for each in graph_module.forward(*arguments)]
+
+    monkeypatch.setattr(prover, "written", fails)
+    x, kinds = torch.randn(4, requires_grad=True), []
+    session = ca.enable(backend=backend, cache_dir=False, tune=False)
+    for _ in range(MAX_WEAK + 6):
+        wanted = torch.autograd.grad((x.sin() * x).sum(), x)
+        with session:
+            assert_same(torch.autograd.grad((x.sin() * x).sum(), x), wanted)
+        assert session.last is not None
+        kinds += [each.kind for each in session.last.reasons if isinstance(each, Failure)]
+    assert kinds == ["unproved"] * MAX_WEAK
+    counts = {"captures": 1, "compiles": 1, "failures": MAX_WEAK}
+    expect(session.stats(), structure_misses=1, shape_misses=MAX_WEAK - 1, hits=6, **counts)
+    (compiled,) = session.graphs()[0].regions[0].compiled_regions()
+    assert compiled.proof.refuted
 
 
 _DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float8_e4m3fn, torch.complex64, torch.bool, torch.uint8]

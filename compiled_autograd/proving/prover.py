@@ -146,8 +146,7 @@ class _Run:
         return True
 
     def _may_be_left_out(self) -> bool:
-        """Whether this run need not be compared if it shows nothing. Of such runs the first is, and after many the
-        next ones: see :attr:`Proof.weak`."""
+        """Whether this run need not be compared if it shows nothing: the first is, and others after many (`weak`)."""
         return self.compiled.checked and self.compiled.proof.waits() and not self.context.compare_all
 
     def _has_nothing_to_show(self) -> bool:
@@ -178,7 +177,7 @@ class _Run:
             raise
         except Exception as error:  # noqa: BLE001  what was to be judged is not what the step goes on with
             raise_what_a_handler_raised(error)
-            self._unproved(error)
+            self._unproved(error, real=True)
             return False
         finally:
             self.end.restore()
@@ -200,7 +199,7 @@ class _Run:
     def _failed(self, error: Exception) -> None:
         """The compiled code has raised."""
         if is_out_of_memory(error):
-            self._unproved(error)
+            self._unproved(error, real=True)
         elif isinstance(error, ir.NaNFoundError):
             self._refute(None, "it has found a NaN, and the real calls gave none")
         else:
@@ -332,15 +331,19 @@ class _Run:
         run(slots)
         return written(before, taken)
 
-    def _unproved(self, error: BaseException) -> None:
-        """There was no memory to compare in, or what is to be compared is of a kind that cannot be."""
+    def _unproved(self, error: BaseException, real: bool = False) -> None:
+        """There was no memory to compare in, or what is to be compared is of a kind that cannot be. If that goes on
+        where ``real`` results are there, the calls run one by one: what was never judged is not trusted."""
         if is_out_of_memory(error):
             RARELY.search_now()  # what tracing has left has tensors too
-        failure = failure_of("unproved", self.region_compiler.backend.name, self.step.region, error)
-        where = self.region_compiler.where(self.step, self.form)
-        instead = "this run was not compared with the real calls"
+        compiler = self.region_compiler
+        failure = failure_of("unproved", compiler.backend.name, self.step.region, error)
+        where, instead = compiler.where(self.step, self.form), "this run was not compared with the real calls"
+        if not real:
+            self.compiled.proof.shown(self.form, None, telling=False)
+        elif self.compiled.proof.is_given_up():
+            instead += f", nor those before it; {compiler.drop(self.step, self.compiled, self.form)}"
         self.context.report.failures.append(msgspec.structs.replace(failure, where=where, instead=instead))
-        self.compiled.proof.shown(self.form, None, telling=False)
 
 
 def _sizes(compiled: CompiledRegion, arguments: Sequence[Any]) -> Sizes | None:

@@ -24,6 +24,7 @@ class Proof:
         left: by form, how many runs are still to be compared.
         sizes: the sets of sizes that were compared.
         weak: how many runs have shown little.
+        unjudged: how many runs since the last that was compared could not be compared.
         settled: nothing more is to be shown: the next run need not ask.
         refuted: no form of it is right: the region's calls run one by one.
         dropped: forms that were found to be wrong.
@@ -37,6 +38,7 @@ class Proof:
     left: dict[str, int] = field(default_factory=dict)
     sizes: set[Sizes] = field(default_factory=set)
     weak: int = 0
+    unjudged: int = 0
     settled: bool = False
     refuted: bool = False
     dropped: tuple[str, ...] = ()
@@ -66,8 +68,14 @@ class Proof:
         """Whether runs have shown little, and one more such is not to count yet."""
         return 0 < self.weak < MAX_WEAK
 
+    def is_given_up(self) -> bool:
+        """Whether one more run that could not be compared is one too many."""
+        self.unjudged += 1
+        return self.unjudged % MAX_WEAK == 0
+
     def shown(self, form: str, sizes: Sizes | None, telling: bool) -> None:
         """A run of ``form`` was compared, and nothing found. One that is not ``telling`` counts only after many."""
+        self.unjudged = 0
         if not telling and self.weak < MAX_WEAK:
             self.weak += 1
             return

@@ -119,3 +119,19 @@ def test_a_backward_inside_a_profiled_one() -> None:
     expect(session.stats(), structure_misses=2, captures=2, compiles=2)
     assert [event.name for event in profiler.events()].count("MulBackward0") == 2
     assert same_bits(w.grad, torch.full((3,), 2.0)) and same_bits(x.grad, torch.full((3,), 3.0))
+
+
+@pytest.mark.filterwarnings("ignore:Anomaly Detection")
+def test_anomaly_mode_finds_no_nan_in_what_only_makes_events() -> None:
+    """The values that stand for gradients there were memory that nobody had written to."""
+    leaf, session = torch.ones(3, requires_grad=True), ca.enable(backend="eager", cache_dir=False, tune=False)
+    torch.use_deterministic_algorithms(True)  # what is not written to holds NaNs
+    try:
+        for _ in range(3):
+            leaf.grad = None
+            with torch.autograd.detect_anomaly(), torch.profiler.profile(), session:
+                (leaf * 2).sin().sum().backward()
+            assert leaf.grad is not None
+            torch.testing.assert_close(leaf.grad, 2 * (leaf.detach() * 2).cos())
+    finally:
+        torch.use_deterministic_algorithms(False)

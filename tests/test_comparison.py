@@ -12,9 +12,9 @@ from torch import fx
 from compiled_autograd.proving.comparison import (
     _is_close,
     _moved_by,
-    is_telling,
     largest,
     metadata_difference,
+    sizes_up,
     tolerance,
     value_difference,
 )
@@ -87,12 +87,12 @@ def test_the_largest_value(dtype: torch.dtype) -> None:
     values = torch.tensor([1, -3, 2]).to(dtype)
     floating = dtype is not torch.int64
     assert largest(values) == (3 if floating else 0) and largest(-values) == largest(values)
-    assert is_telling(values) and largest(values[:0]) == 0 and is_telling(values[:0])
+    assert sizes_up(values)[1] and largest(values[:0]) == 0 and sizes_up(values[:0])[1]
     if floating:
-        assert not is_telling(values * 0)
+        assert not sizes_up(values * 0)[1]
         for odd in ("nan", "inf", "-inf"):
             values[2] = float(odd)
-            assert largest(values) == 3 and not is_telling(values)
+            assert largest(values) == 3 and not sizes_up(values)[1]
 
 
 def test_rounding_is_settled_without_float64() -> None:
@@ -144,7 +144,7 @@ def test_what_is_not_finite_in_one_of_the_two_alone() -> None:
 def test_where_sixteen_bits_overflow_nothing_is_said() -> None:
     want, noise = torch.tensor([float("inf"), 1.0]), torch.tensor([0.5, 1.0])
     double = torch.tensor([0.0, 1.0], dtype=torch.float64)
-    assert not _differs(want, noise, tolerance([torch.float16]), double) and not is_telling(want)
+    assert not _differs(want, noise, tolerance([torch.float16]), double) and not sizes_up(want)[1]
     assert _differs(want, noise, tolerance([torch.float32]), double)
     assert _differs(noise, want, tolerance([torch.float16]), double)
 
@@ -241,7 +241,7 @@ def test_whole_numbers_are_equal_or_not() -> None:
     [([0.0, 0.0], False), ([1.0, float("nan")], False), ([float("inf"), 1.0], False), ([0.0, 1e-30], True), ([], True)],
 )
 def test_results_that_show_little(values: list[float], telling: bool) -> None:
-    assert is_telling(torch.tensor(values)) is telling
+    assert sizes_up(torch.tensor(values))[1] is telling
 
 
 def test_the_coarsest_dtype_decides() -> None:

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Sequence
+import itertools
+import weakref
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import pytest
@@ -14,6 +16,7 @@ import compiled_autograd as ca
 from backends.inductor.backend import InductorBackend
 from compiled_autograd.proving import fingerprints as fingerprinting
 from compiled_autograd.proving import judging, prover
+from compiled_autograd.runtime import program
 from compiled_autograd.steps.proof import MAX_WEAK
 from shadow_cache import Failure
 
@@ -93,31 +96,134 @@ def test_what_cannot_be_compared_costs_no_step(
     assert not compiled.proof.refuted and not any(compiled.proof.left.values())
 
 
-@pytest.mark.filterwarnings("ignore")
-@pytest.mark.parametrize("error", [NotImplementedError, torch.OutOfMemoryError])
-def test_what_can_never_be_compared_is_not_trusted(error: type[Exception], monkeypatch: pytest.MonkeyPatch) -> None:
-    """After some steps its calls run one by one. It was taken for proved after ten, however wrong it was."""
+def _half_as_much_again(graph_module: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
+    """A backend that is wrong."""
+    return lambda *arguments: [each * 1.5 for each in graph_module.forward(*arguments)]
 
-    def fails(*args: Any) -> Any:
-        raise error("it cannot be asked")
 
-    def backend(graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
-        return lambda *arguments: [each * 1.5 for each in graph_module.forward(*arguments)]
-
-    monkeypatch.setattr(prover, "written", fails)
+def _steps(session: ca.Session, number: int) -> list[str]:
+    """What was said of some steps, each of which gives eager's gradients."""
     x, kinds = torch.randn(4, requires_grad=True), []
-    session = ca.enable(backend=backend, cache_dir=False, tune=False)
-    for _ in range(MAX_WEAK + 6):
+    for _ in range(number):
         wanted = torch.autograd.grad((x.sin() * x).sum(), x)
         with session:
             assert_same(torch.autograd.grad((x.sin() * x).sum(), x), wanted)
         assert session.last is not None
         kinds += [each.kind for each in session.last.reasons if isinstance(each, Failure)]
-    assert kinds == ["unproved"] * MAX_WEAK
+    return kinds
+
+
+def _expect_nothing_trusted(session: ca.Session, hits: int) -> None:
     counts = {"captures": 1, "compiles": 1, "failures": MAX_WEAK}
-    expect(session.stats(), structure_misses=1, shape_misses=MAX_WEAK - 1, hits=6, **counts)
+    expect(session.stats(), structure_misses=1, shape_misses=MAX_WEAK - 1, hits=hits, **counts)
     (compiled,) = session.graphs()[0].regions[0].compiled_regions()
     assert compiled.proof.refuted
+
+
+@pytest.mark.parametrize("error", [NotImplementedError, torch.OutOfMemoryError])
+@pytest.mark.parametrize("function", ["written", "fingerprints"])
+def test_what_can_never_be_compared_is_not_trusted(
+    function: str, error: type[Exception], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """After some steps its calls run one by one. It was taken for proved after ten, however wrong it was."""
+
+    def fails(*args: Any) -> Any:
+        raise error("it cannot be asked")
+
+    monkeypatch.setattr(prover, function, fails)
+    session = ca.enable(backend=_half_as_much_again, cache_dir=False, tune=False)
+    assert _steps(session, MAX_WEAK + 6) == ["unproved"] * MAX_WEAK
+    _expect_nothing_trusted(session, hits=6)
+
+
+def _given(step: Any, slots: Any, shape: tuple[int, ...]) -> Iterable[torch.Tensor]:
+    """The inputs of a region that have a shape."""
+    inputs = (slots[slot] for slot in step.inputs)
+    return (each for each in inputs if isinstance(each, torch.Tensor) and each.shape == shape)
+
+
+def _too_large_beside_its_inputs(monkeypatch: pytest.MonkeyPatch, before: Callable[[], object] = lambda: None) -> None:
+    """Real calls whose first run in a comparison fails, as the inputs are held."""
+    right, runs = program.run_calls, itertools.count()
+
+    def run_calls(step: Any, slots: Any, *args: Any, again: bool = False, **keywords: Any) -> None:
+        right(step, slots, *args, again=again, **keywords)
+        if again and next(runs) % 2 == 0:
+            before()
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
+    monkeypatch.setattr(program, "run_calls", run_calls)
+
+
+def test_what_never_fits_beside_its_real_calls_is_not_trusted(monkeypatch: pytest.MonkeyPatch) -> None:
+    _too_large_beside_its_inputs(monkeypatch)
+    session = ca.enable(backend=_half_as_much_again, cache_dir=False, tune=False)
+    assert _steps(session, MAX_WEAK + 6) == ["unproved"] * MAX_WEAK
+    _expect_nothing_trusted(session, hits=6)
+
+
+def test_real_calls_that_did_not_fit_hold_no_input(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each is freed after its last use, as under eager."""
+    right, alive = program.run_calls, []
+
+    def run_calls(step: Any, slots: Any, *args: Any, **keywords: Any) -> None:
+        saved = [weakref.ref(each) for each in _given(step, slots, (3000,))]
+        right(step, slots, *args, **keywords)
+        alive.append([each() is not None for each in saved])
+        if len(alive) == 1:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
+    monkeypatch.setattr(program, "run_calls", run_calls)
+    w = torch.randn(3000, requires_grad=True)
+    with ca.enable(backend="eager", cache_dir=False, tune=False):
+        w.exp().sin().sum().backward()
+    assert len(alive) == 2 and any(alive[0]) and not all(alive[1])
+
+
+def test_real_calls_that_did_not_fit_draw_the_same_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    """What is drawn is eager's, whatever the first run of them drew."""
+
+    def step() -> torch.Tensor:
+        torch.manual_seed(3)
+        (grad,) = torch.autograd.grad(torch.nn.functional.rrelu(w, training=True).exp().sum(), w)
+        return torch.cat([grad, torch.rand(2)])
+
+    _too_large_beside_its_inputs(monkeypatch, lambda: torch.rand(5))
+    monkeypatch.setattr(prover, "may_draw", lambda _: True)
+    w = torch.randn(7, requires_grad=True)
+    wanted = step()
+    with ca.enable(backend="eager", cache_dir=False, tune=False) as session:
+        assert_same([step()], [wanted])
+    assert session.stats().failures == 1
+
+
+@pytest.mark.parametrize("first", [0, 3])
+def test_calls_that_write_and_did_not_fit(first: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where it is known that they write, they run on what there was before; where it is not, nobody could go on."""
+    right, runs = program.run_calls, itertools.count()
+
+    def run_calls(step: Any, slots: Any, *args: Any, **keywords: Any) -> None:
+        saved = [each.detach() for each in _given(step, slots, (5, 7))]
+        right(step, slots, *args, **keywords)
+        for each in saved:
+            each.mul_(1.5)
+        if next(runs) == first:
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
+    monkeypatch.setattr(program, "run_calls", run_calls)
+    w = torch.randn(7, requires_grad=True)
+    session = ca.enable(backend="inductor", cache_dir=False, tune=False)
+    for _ in range(2):
+        x = torch.randn(5, 7)
+        wanted = torch.autograd.grad(((x * w.tanh()).clamp(min=0).sin() * 3).sum(), w)
+        loss = ((x * w.tanh()).clamp(min=0).sin() * 3).sum()
+        with session:
+            if first == 0:
+                with pytest.raises(torch.OutOfMemoryError):
+                    torch.autograd.grad(loss, w)
+                return
+            torch.testing.assert_close(torch.autograd.grad(loss, w), wanted)
+    assert session.stats().failures == 1 and next(runs) == 5
 
 
 _DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float8_e4m3fn, torch.complex64, torch.bool, torch.uint8]

@@ -24,7 +24,7 @@ from ..diagnostics.variant_misses import changed_meanwhile_miss, guard_miss, han
 from ..errors import UntraceableError
 from ..guards.shapes import Spec, spec_of, widened
 from ..guards.value_kinds import kind_of_value
-from ..steps.compiled_calls import make_plain, put_results, run_compiled
+from ..steps.compiled_calls import arguments_of, put_results, run_compiled
 from ..steps.marked_calls import meanwhile, to_be_traced, was_traced, with_depended_on
 from ..steps.memory import is_out_of_memory
 from ..steps.passes import Pass, run_passes
@@ -177,8 +177,7 @@ class RegionCompiler:
     ) -> CompiledRegion | None:
         """Run what was just compiled. None: it failed, and the region's calls are to run one by one; only this time
         where there was too little memory."""
-        arguments = [slots[slot] for slot in compiled.arguments]
-        make_plain(arguments, compiled.plain)
+        arguments = arguments_of(compiled, slots)
         checked: CompiledRegion | None = None
         try:
             with context.report.timed("compile"):

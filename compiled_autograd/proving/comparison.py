@@ -205,12 +205,7 @@ def root_mean_square(tensor: torch.Tensor) -> float:
 
 def largest(tensor: torch.Tensor) -> float:
     """The largest finite value."""
-    tensor = plain(tensor)
-    if not tensor.is_floating_point() or tensor.numel() == 0:
-        return 0.0
-    tensor = _exact(tensor)
-    most = _largest_of_all(tensor)
-    return most if math.isfinite(most) else _largest_of_all(tensor.nan_to_num(0, 0, 0))
+    return sizes_up(tensor)[0]
 
 
 def _largest_of_all(tensor: torch.Tensor) -> float:
@@ -219,12 +214,17 @@ def _largest_of_all(tensor: torch.Tensor) -> float:
     return float(torch.maximum(-least, most))
 
 
-def is_telling(tensor: torch.Tensor) -> bool:
-    """Whether a result can show a mistake: it has values other than zero, and all are finite."""
+def sizes_up(tensor: torch.Tensor) -> tuple[float, bool]:
+    """The largest finite value of a result, and whether it can show a mistake: it has values other than zero, and all
+    are finite."""
     tensor = plain(tensor)
     if not tensor.is_floating_point() or tensor.numel() == 0:
-        return True
-    return 0 < _largest_of_all(_exact(tensor)) < math.inf
+        return 0.0, True
+    tensor = _exact(tensor)
+    most = _largest_of_all(tensor)
+    if math.isfinite(most):
+        return most, most > 0
+    return _largest_of_all(tensor.nan_to_num(0, 0, 0)), False
 
 
 def are_zeros(values: Sequence[object]) -> bool:
@@ -307,7 +307,7 @@ def _as_near(
 
     Where the real calls overflow, what is computed with less rounding may not; but what is not finite where neither the
     real calls nor float64 have it so is wrong. In 16 bits what cancels after an overflow is noise: where the real calls
-    overflow there, nothing is said, and :func:`is_telling` has the run not count.
+    overflow there, nothing is said, and :func:`sizes_up` has the run not count.
     """
     error = (found.to(torch.float64) - double).abs()
     scale = root_mean_square(double[double.isfinite()]) if bool(double.isfinite().any()) else 0.0

@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import fx
 from torch._ops import OpOverload
 
 from .. import ir
+
+if TYPE_CHECKING:
+    from ..steps.steps import CompiledRegion
 
 Fingerprint = Any
 _SMALL, _MOST_COPIED = 1 << 16, 1 << 24
@@ -89,6 +92,13 @@ def twins(values: Sequence[Any], other: Sequence[int] = ()) -> list[Any]:
     return copies
 
 
+def put_back(values: Sequence[Any], copies: Sequence[Any]) -> None:
+    """Give tensors what lies in their :func:`twins`."""
+    for value, copy in zip(values, copies, strict=True):
+        if copy is not value:
+            value.untyped_storage().copy_(copy.untyped_storage())
+
+
 def _change(tensor: torch.Tensor) -> None:
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor).flatten()
@@ -111,6 +121,14 @@ _RANDOM = re.compile(
 def names_random(text: str) -> bool:
     """Whether operators that draw random numbers are named in a text."""
     return _RANDOM.search(text) is not None
+
+
+def may_draw(compiled: CompiledRegion) -> bool:
+    """Whether an operator of a region draws random numbers, as far as its name says."""
+    proof = compiled.proof
+    if proof.draws is None:
+        proof.draws = names_random(compiled.aten.text())
+    return proof.draws
 
 
 def is_seeded(graph_module: fx.GraphModule) -> bool:

@@ -20,11 +20,10 @@ from .comparison import (
     Optional,
     at_most,
     has_other_format,
-    is_telling,
-    largest,
     metadata_difference,
     noise_of,
     plainly_alike,
+    sizes_up,
     tolerance,
     value_difference,
 )
@@ -60,8 +59,9 @@ class Judge:
         wants = [result.want for result in results if result.want is not None]
         bitwise = self.region_compiler.backend.bitwise and all(want.device.type == "cpu" for want in wants)
         relative = 0.0 if bitwise else tolerance(self._dtypes(results))
-        telling = True
-        beside = 0.0 if bitwise else max(map(largest, wants), default=0.0)
+        sizes = [sizes_up(want) for want in wants]
+        telling = all(shows for _, shows in sizes)
+        beside = 0.0 if bitwise else max((size for size, _ in sizes), default=0.0)
         other_layouts: dict[int, torch.Tensor] = {}
         other_strides: list[tuple[Result, str]] = []
         doubtful: list[Result] = []
@@ -76,7 +76,6 @@ class Judge:
                 elif has_other_format(result.want, result.found) and lies_apart(self.compiled.wiring, position):
                     other_layouts[position] = result.want
             if difference is None and result.want is not None and result.found is not None:
-                telling = telling and is_telling(result.want)
                 if not relative:
                     difference = self._in_bits(result, beside)
                 elif not self._plainly(result, relative, beside):

@@ -21,12 +21,12 @@ from backends.signal_handlers import raise_what_a_handler_raised
 from .. import ir
 from ..diagnostics.reporting import failure_of
 from ..errors import GradientMismatchError
-from ..steps.compiled_calls import make_plain, put_results, run_compiled
+from ..steps.compiled_calls import arguments_of, put_results, run_compiled
 from ..steps.memory import give_back_if_tight, is_out_of_memory, memory_of
 from ..steps.proof import Sizes
 from .aliasing import Result
 from .comparison import are_zeros
-from .fingerprints import Draws, fingerprints, names_random, twins, written
+from .fingerprints import Draws, fingerprints, may_draw, put_back, twins, written
 from .judging import Judge
 from .refuted import Refuted
 
@@ -43,22 +43,13 @@ def is_due(compiled: CompiledRegion, slots: Slots, context: RunContext) -> bool:
         return True
     if proof.settled and context.profile is None:
         return False
-    arguments = [slots[slot] for slot in compiled.arguments]
-    make_plain(arguments, compiled.plain)
+    arguments = arguments_of(compiled, slots)
     sizes = _sizes(compiled, arguments)
     form = form_for(compiled.call, arguments)
     runs = proving_runs(compiled.call)
     if context.profile is not None and proof.left.get(form, runs) < runs:
         return False  # whoever looks on would take what comparing costs for what the backward costs
     return proof.due(form, runs, sizes, final=context.profile is None and is_last(compiled.call, form))
-
-
-def may_draw(compiled: CompiledRegion) -> bool:
-    """Whether an operator of a region draws random numbers, as far as its name says."""
-    proof = compiled.proof
-    if proof.draws is None:
-        proof.draws = names_random(compiled.aten.text())
-    return proof.draws
 
 
 def prove(
@@ -68,14 +59,11 @@ def prove(
     slots: Slots,
     context: RunContext,
     real_calls: Callable[[Slots], None],
-) -> bool:
+) -> None:
     """Run a region both ways. In ``slots`` is afterwards what the real calls gave.
 
     Args:
         real_calls: runs the region's calls on what lies in the slots that it is given, and leaves their results there.
-
-    Returns:
-        False where there was not enough memory for that; the slots are then as they were.
 
     Raises:
         GradientMismatchError: the compiled code has written into what it was given, which cannot be undone.
@@ -83,7 +71,7 @@ def prove(
     """
     with context.report.timed("prove"):
         try:
-            return _Run(region_compiler, step, compiled, slots, context, real_calls).beside()
+            _Run(region_compiler, step, compiled, slots, context, real_calls).beside()
         finally:
             give_back_if_tight(slots)
 
@@ -109,41 +97,59 @@ class _Run:
 
     def __post_init__(self) -> None:
         self.inputs = list(self.slots)  # held, since both ways need them
-        self.arguments = self._arguments(self.inputs)
+        self.arguments = arguments_of(self.compiled, self.inputs)
         self.form = form_for(self.compiled.call, self.arguments)
         self.apart: _Apart | None = None
         self.weak = False  # what was compared has shown little
         self.start = self.end = self._draws()
 
-    def beside(self) -> bool:
-        """Both ways, and what follows from the comparison. False: nothing has run, for want of memory."""
+    def beside(self) -> None:
+        """Both ways, and what follows from the comparison."""
+        if not self._is_ready() or not self._real_calls_beside():
+            self._let_go()
+            self.real_calls(self.slots)
+            return
+        self.end = self._draws()
+        if self._may_be_left_out() and self._has_nothing_to_show():
+            self.compiled.proof.shown(self.form, None, telling=False)
+            self.context.report.zeros += 1
+            return
+        while self._compared() and self._goes_on_with_another_form():
+            pass
+        self.context.report.zeros += self.weak and self._has_nothing_to_show()
+
+    def _is_ready(self) -> bool:
+        """Take what the comparison needs of the inputs. False: it cannot be had, or does not fit."""
         try:
             if self.compiled.proof.overwritten:
                 self.apart = _Apart(self._copied(self.inputs), self.inputs, self.slots)
             self.before = fingerprints(self._taken(self.inputs))
             give_back_if_tight(self.arguments)
-        except Exception as error:  # noqa: BLE001  the region runs without a comparison
+        except Exception as error:  # noqa: BLE001  the real calls run without a comparison
             raise_what_a_handler_raised(error)
             self._unproved(error)
             return False
+        return True
+
+    def _real_calls_beside(self) -> bool:
+        """Run the real calls, with their inputs held. False: they do not fit so; all is then as it was before."""
         try:
             self.real_calls(self.slots)
         except Exception as error:
-            if not is_out_of_memory(error):
+            if not is_out_of_memory(error) or (self.apart is None and written(self.before, self._taken(self.inputs))):
                 raise
             self._unproved(error)
-            self.slots[: len(self.inputs)] = self.inputs
-            self.inputs.clear()
-            return False
-        self.end = self._draws()
-        if self._may_be_left_out() and self._has_nothing_to_show():
-            self.compiled.proof.shown(self.form, None, telling=False)
-            self.context.report.zeros += 1
+        else:
             return True
-        while self._compared() and self._goes_on_with_another_form():
-            pass
-        self.context.report.zeros += self.weak and self._has_nothing_to_show()
-        return True
+        self.start.restore()
+        if self.apart is not None:
+            put_back(self._taken(self.inputs), self._taken(self.apart.given))
+        return False
+
+    def _let_go(self) -> None:
+        """Hold no input, so that each is freed after its last use."""
+        self.slots[: len(self.inputs)] = self.inputs
+        self.inputs, self.arguments, self.before, self.apart = [], [], [], None
 
     def _may_be_left_out(self) -> bool:
         """Whether this run need not be compared if it shows nothing: the first is, and others after many (`weak`)."""
@@ -177,7 +183,7 @@ class _Run:
             raise
         except Exception as error:  # noqa: BLE001  what was to be judged is not what the step goes on with
             raise_what_a_handler_raised(error)
-            self._unproved(error, real=True)
+            self._unproved(error)
             return False
         finally:
             self.end.restore()
@@ -199,7 +205,7 @@ class _Run:
     def _failed(self, error: Exception) -> None:
         """The compiled code has raised."""
         if is_out_of_memory(error):
-            self._unproved(error, real=True)
+            self._unproved(error)
         elif isinstance(error, ir.NaNFoundError):
             self._refute(None, "it has found a NaN, and the real calls gave none")
         else:
@@ -267,11 +273,6 @@ class _Run:
     def _taken(self, slots: Slots) -> list[Any]:
         return [slots[slot] for slot in self.compiled.arguments]
 
-    def _arguments(self, slots: Slots) -> list[Any]:
-        arguments = self._taken(slots)
-        make_plain(arguments, self.compiled.plain)
-        return arguments
-
     def _draws(self) -> Draws:
         return Draws(self.arguments if may_draw(self.compiled) else None)
 
@@ -286,7 +287,7 @@ class _Run:
                 return None
             self.compiled = made
             return filled
-        put_results(self.compiled, self._run_form(self.compiled.call, self._arguments(inputs)), filled)
+        put_results(self.compiled, self._run_form(self.compiled.call, arguments_of(self.compiled, inputs)), filled)
         return filled
 
     def _run_form(self, call: Compiled, arguments: list[Any]) -> Sequence[Any]:
@@ -312,7 +313,7 @@ class _Run:
         Args:
             overwritten: where something has written meanwhile: the compiled code, or the real calls, or somebody else.
         """
-        proof = self.compiled.proof
+        compiled, proof = self.compiled, self.compiled.proof
         if proof.overwritten.issuperset(overwritten):
             return None
         given = self._copied(self.inputs, overwritten)  # other values: to write the same once more would be no change
@@ -320,7 +321,7 @@ class _Run:
         # Where both write, the bytes may differ: what an operator writes depends on gradients, which are rounded.
         if proof.overwritten.issuperset(overwritten):
             return None
-        ours = self._written_by(lambda slots: self._run_form(self.compiled.call, self._arguments(slots)), given)
+        ours = self._written_by(lambda slots: self._run_form(compiled.call, arguments_of(compiled, slots)), given)
         return next((index for index in overwritten if index in ours and index not in proof.overwritten), None)
 
     def _written_by(self, run: Callable[[Slots], object], given: Slots) -> list[int]:
@@ -331,17 +332,15 @@ class _Run:
         run(slots)
         return written(before, taken)
 
-    def _unproved(self, error: BaseException, real: bool = False) -> None:
-        """There was no memory to compare in, or what is to be compared is of a kind that cannot be. If that goes on
-        where ``real`` results are there, the calls run one by one: what was never judged is not trusted."""
+    def _unproved(self, error: BaseException) -> None:
+        """There was no memory to compare in, or what is to be compared is of a kind that cannot be. The real calls give
+        the results; if that goes on, they alone run: what was never judged is not trusted."""
         if is_out_of_memory(error):
             RARELY.search_now()  # what tracing has left has tensors too
         compiler = self.region_compiler
         failure = failure_of("unproved", compiler.backend.name, self.step.region, error)
         where, instead = compiler.where(self.step, self.form), "this run was not compared with the real calls"
-        if not real:
-            self.compiled.proof.shown(self.form, None, telling=False)
-        elif self.compiled.proof.is_given_up():
+        if self.compiled.proof.is_given_up():
             instead += f", nor those before it; {compiler.drop(self.step, self.compiled, self.form)}"
         self.context.report.failures.append(msgspec.structs.replace(failure, where=where, instead=instead))
 

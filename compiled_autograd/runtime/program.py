@@ -30,7 +30,7 @@ from ..lowering.tracing import leave_modes, modes_on
 from ..lowering.wiring import all_copied
 from ..proving.prover import is_due, prove
 from ..steps.accumulate import keep, write
-from ..steps.compiled_calls import handed_through, make_plain, pass_on, put_results, run_compiled, store_results
+from ..steps.compiled_calls import arguments_of, handed_through, pass_on, put_results, run_compiled, store_results
 from ..steps.marks import saved_by
 from ..steps.memory import memory_of
 from ..steps.passes import Pass
@@ -286,7 +286,8 @@ class Program:
         self, step: RegionStep, found: bool, compiled: CompiledRegion | None, slots: Slots, context: RunContext
     ) -> None:
         due = compiled is not None and context.prove and is_due(compiled, slots, context)
-        if compiled is not None and due and self._proved(step, compiled, slots, context):
+        if compiled is not None and due:
+            self._prove(step, compiled, slots, context)
             return
         if compiled is not None and not compiled.checked:
             if self.region_compiler.first_run(step, compiled, slots, context) is not None:
@@ -307,9 +308,7 @@ class Program:
                 slots[to] = slots[source]
             drop(step, slots)
             return
-        arguments = [slots[slot] for slot in compiled.arguments]
-        if compiled.plain:
-            make_plain(arguments, compiled.plain)
+        arguments = arguments_of(compiled, slots)
         if not compiled.keeps_inputs:
             drop(step, slots)
             results = run_compiled(compiled.call, arguments)
@@ -324,13 +323,11 @@ class Program:
                 return
         store_results(compiled, results, slots)
 
-    def _proved(self, step: RegionStep, compiled: CompiledRegion, slots: Slots, context: RunContext) -> bool:
-        """Run a region beside its real calls; False where there was not enough memory for both."""
+    def _prove(self, step: RegionStep, compiled: CompiledRegion, slots: Slots, context: RunContext) -> None:
+        """Run a region beside its real calls."""
 
         def graph_as_it_is(slots: Slots) -> None:
-            arguments = [slots[slot] for slot in compiled.arguments]
-            make_plain(arguments, compiled.plain)
-            results = compiled.aten.graph_module()(*arguments)
+            results = compiled.aten.graph_module()(*arguments_of(compiled, slots))
             put_results(step.rebind(compiled, all_copied(compiled.wiring)), results, slots)  # as nobody has seen them
             drop(step, slots)
 
@@ -339,4 +336,4 @@ class Program:
 
         # What the user's passes have made of the graph is what was asked for.
         reference = graph_as_it_is if self.region_compiler.passes else real_calls
-        return prove(self.region_compiler, step, compiled, slots, context, reference)
+        prove(self.region_compiler, step, compiled, slots, context, reference)

@@ -14,10 +14,12 @@ from .steps import CompiledRegion, Slots
 _Results = TypeVar("_Results")
 
 
-def make_plain(arguments: list[Any], positions: Sequence[int]) -> None:
-    """Replace those of a compiled region's arguments that it is to get without conjugate and negative bit."""
-    for position in positions:
+def arguments_of(compiled: CompiledRegion, slots: Slots) -> list[Any]:
+    """What a compiled region is to be given of its slots: some of it without conjugate and negative bit."""
+    arguments = [slots[slot] for slot in compiled.arguments]
+    for position in compiled.plain:
         arguments[position] = made_plain(arguments[position])
+    return arguments
 
 
 def run_compiled(call: Callable[..., _Results], *arguments: Any) -> _Results:

@@ -25,8 +25,7 @@ from ...errors import GradientMismatchError
 from ...guards.ambient import Ambient
 from ...native.interface import Module
 from ...proving.comparison import tolerance
-from ...proving.fingerprints import Draws, names_random
-from ...proving.prover import may_draw
+from ...proving.fingerprints import Draws, may_draw, names_random
 from ...proving.whole import apart, distance, is_like, most_of_rounding
 from ...runtime.program import Program
 from ...steps.accumulate import give

@@ -8,6 +8,7 @@ from typing import Any
 import pytest
 import torch
 
+from compiled_autograd.proving.comparison import plainly_alike
 from compiled_autograd.proving.whole import apart, distance, most_of_rounding
 
 from .both_walks import library_of
@@ -75,3 +76,34 @@ def test_how_much_may_be_rounding() -> None:
     assert most_of_rounding(wanted, 0, 1e-4) == pytest.approx(0.2 + 2e-4)
     assert most_of_rounding(wanted, 2, 1e-4) == pytest.approx(2e-4), "what cancels leaves rounding of the others"
     assert most_of_rounding(wanted, 3, 5e-2) == pytest.approx(0.1)
+
+
+_LAYOUTS: list[Callable[[torch.Tensor], torch.Tensor]] = [
+    lambda x: x,
+    torch.t,
+    lambda x: x[1:, ::2],
+    lambda x: x[:1].expand(6, 5),
+    lambda x: x[0, 0],
+    lambda x: x[:0],
+    torch._neg_view,
+]
+
+
+@pytest.mark.parametrize("relative", [1e-9, 1e-4, 2e-2])
+def test_what_the_extension_takes_for_the_same_is_so_for_torch(relative: float, request: pytest.FixtureRequest) -> None:
+    """A comparison asks torch of nothing that the extension has settled."""
+    module, generator, settled = library_of(request.config).module(), torch.Generator().manual_seed(0), 0
+    for number in range(600):
+        dtype = (torch.float32, torch.float64, torch.bfloat16, torch.int64)[number % 4]
+        values = torch.randn(6, 5, generator=generator) * 10.0 ** (number % 7 - 3)
+        moved = values * (1 + relative * (number % 5) * torch.randn(6, 5, generator=generator) / 4)
+        if number % 11 == 0:
+            moved[number % 6, 0] = (torch.nan, torch.inf, 0.0, 1e30)[number % 4]
+        if number % 13 == 0:
+            values[number % 6, 1] = moved[number % 6, 1] = torch.inf
+        layout = _LAYOUTS[number % len(_LAYOUTS)]
+        want, found = layout(values.to(dtype)), layout(moved.to(dtype))
+        if not module.unlike([want], [found], relative):
+            settled += 1
+            assert plainly_alike(want, found, relative), (number, want, found)
+    assert settled > 100

@@ -170,6 +170,7 @@ def _run(state: Running, run: RunAccount) -> Results:
     handed, graph = run.handed, run.handed.graph
     settings, context = run.account.settings, state.context
     context.prove = settings.check is not False
+    context.module = None if handed.shapes is None else handed.shapes.module
     context.progress = settings.progress
     try:
         if torch.autograd._profiler_enabled():
@@ -230,10 +231,8 @@ def _compared(run: RunAccount, variant: Variant, ambient_state: Ambient, context
     if whole is not None and may_run_beside(variant, ambient_state, context):
         asked = asked_for(whole.call, variant.program, slots)
         if asked is not None:
-            shapes = run.handed.shapes
-            module = None if shapes is None else shapes.module
             ask = functools.partial(on_eager, thread.here)
-            return Beside(whole.call, variant, asked, ask, slots, context, module).run()
+            return Beside(whole.call, variant, asked, ask, slots, context).run()
     if whole is not None:
         whole.free()
     context.compare_all = context.report.compared = True

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -24,25 +24,33 @@ _WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 def fingerprints(values: Sequence[Any]) -> list[Fingerprint]:
     """Of what lies in each tensor among ``values``: after a write it is another, all but certainly."""
-    found: list[Fingerprint] = []
+    return [each.clone() if is_whole else each for each, is_whole in _looked_at(values)]
+
+
+def _looked_at(values: Sequence[Any]) -> Iterator[tuple[Fingerprint, bool]]:
+    """The same, but those of small tensors are no copies: they are these tensors themselves, as whole numbers."""
     copied = 0
     for value in values:
-        size = value.numel() * value.element_size() if isinstance(value, torch.Tensor) else 0
-        is_copied = size <= _SMALL and copied + size <= _MOST_COPIED
-        copied += size if is_copied else 0
-        found.append(_fingerprint(value, is_copied) if isinstance(value, torch.Tensor) else None)
-    return found
+        if not isinstance(value, torch.Tensor) or not _has_bytes(value):
+            yield None, False
+            continue
+        size = value.numel() * value.element_size()
+        is_whole = size <= _SMALL and copied + size <= _MOST_COPIED
+        copied += size if is_whole else 0
+        yield _fingerprint(value, is_whole), is_whole
 
 
-def _fingerprint(tensor: torch.Tensor, is_copied: bool) -> Fingerprint:
-    if tensor.numel() == 0 or not ir.is_plain(tensor) or tensor.is_quantized or tensor._is_zerotensor():
-        return None
+def _has_bytes(tensor: torch.Tensor) -> bool:
+    return tensor.numel() > 0 and ir.is_plain(tensor) and not tensor.is_quantized and not tensor._is_zerotensor()
+
+
+def _fingerprint(tensor: torch.Tensor, is_whole: bool) -> Fingerprint:
     tensor = tensor.detach()
     tensor = tensor._neg_view() if tensor.is_neg() else tensor  # the bits as they lie in memory
     if tensor.is_complex():
         tensor = torch.view_as_real(tensor.conj() if tensor.is_conj() else tensor)
-    if is_copied:
-        return tensor.view(_WHOLE[tensor.element_size()]).clone()
+    if is_whole:
+        return tensor.view(_WHOLE[tensor.element_size()])
     if tensor.element_size() == 1:
         return torch.stack(_places(tensor.view(torch.uint8)))  # of so few values a hash would cancel
     if not tensor.is_floating_point():
@@ -60,8 +68,8 @@ def _places(numbers: torch.Tensor) -> list[torch.Tensor]:
 
 def written(before: Sequence[Fingerprint], values: Sequence[Any]) -> list[int]:
     """Which of the values have changed since their fingerprints were taken."""
-    pairs = zip(before, fingerprints(values), strict=True)
-    return [index for index, (old, new) in enumerate(pairs) if old is not None and not torch.equal(old, new)]
+    pairs = zip(before, _looked_at(values), strict=True)
+    return [index for index, (old, (new, _)) in enumerate(pairs) if old is not None and not torch.equal(old, new)]
 
 
 def twins(values: Sequence[Any], other: Sequence[int] = ()) -> list[Any]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Collection, Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -33,13 +33,15 @@ from .tf32 import rounding_operators, tolerance_of
 
 if TYPE_CHECKING:
     from ..lowering.region_compiler import RegionCompiler
+    from ..native.interface import Module
     from ..steps.steps import CompiledRegion, RegionStep, Slots
 
 
 @dataclass(slots=True)
 class Judge:
     """Compares one run of a compiled region: ``inputs`` are the slots as they were before, ``arguments`` what the
-    compiled code was given, and ``given`` the memory of what either way was given."""
+    compiled code was given, ``given`` the memory of what either way was given, and ``module`` the extension, if it is
+    there: it settles most results at once."""
 
     region_compiler: RegionCompiler
     step: RegionStep
@@ -47,6 +49,7 @@ class Judge:
     inputs: Slots
     arguments: Sequence[Any]
     given: set[int | None]
+    module: Module | None = None
 
     def compare(self, wanted: Slots, found: Slots) -> tuple[Result | None, str | None, bool]:
         """What differs, how, and whether the run could have shown much.
@@ -66,7 +69,8 @@ class Judge:
         other_strides: list[tuple[Result, str]] = []
         doubtful: list[Result] = []
         wrong: tuple[Result, str] | None = None
-        for result in results:
+        unclear = self._unclear(results, relative)
+        for index, result in enumerate(results):
             difference = self._layout(result)
             if (position := self._strides_at_most(result)) is not None:
                 assert result.want is not None and result.found is not None
@@ -78,7 +82,7 @@ class Judge:
             if difference is None and result.want is not None and result.found is not None:
                 if not relative:
                     difference = self._in_bits(result, beside)
-                elif not self._plainly(result, relative, beside):
+                elif index in unclear and not self._plainly(result, relative, beside):
                     doubtful.append(result)
             if difference is not None:
                 wrong = result, difference
@@ -132,6 +136,12 @@ class Judge:
             return None
         positions = [number for number, (node, _) in enumerate(self.step.outputs) if node is result.node]
         return positions[0] if positions and is_dense(first_along(want, repeated(want))) else None
+
+    def _unclear(self, results: Sequence[Result], relative: float) -> Collection[int]:
+        """The numbers of those of which the extension does not tell that they are the same but for rounding."""
+        if self.module is None or not relative:
+            return range(len(results))
+        return self.module.unlike([each.want for each in results], [each.found for each in results], relative)
 
     def _plainly(self, result: Result, relative: float, beside: float) -> bool:
         assert result.want is not None and result.found is not None

@@ -252,7 +252,8 @@ class _Run:
     def _compare(self, inputs: Slots, found: Slots) -> None:
         apart = self.apart or _Apart(inputs, self.inputs, self.slots)
         given = {memory_of(each[slot]) for each in (inputs, apart.written) for slot in self.step.inputs} - {None}
-        judge = Judge(self.region_compiler, self.step, self.compiled, apart.given, self.arguments, given)
+        run = self.region_compiler, self.step, self.compiled
+        judge = Judge(*run, apart.given, self.arguments, given, self.context.module)
         wrong, difference, telling = judge.compare(apart.wanted, found)
         if difference is not None:
             self._refute(wrong, difference)

@@ -15,6 +15,7 @@ if TYPE_CHECKING:
 
     from ..diagnostics.node_log import NodeLog
     from ..diagnostics.progress import Wait
+    from ..native.interface import Module
     from ..threads.claims import Claim
     from ..torch_api.hook_handles import HookChange
     from .profiling import Profile
@@ -107,5 +108,7 @@ class RunContext:
     """What it has waited for so far."""
     log: NodeLog | None = None
     """Where the log has each node as it runs, what writes them there."""
+    module: Module | None = None
+    """The extension, where it has walked the tape: it tells of most results at once that they are the same."""
     submit: Callable[[Any, Any, list[Any]], None] | None = None
     """With ``on_miss="background"``, what is told of a program's region that is not compiled for the values in hand."""

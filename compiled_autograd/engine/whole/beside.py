@@ -23,7 +23,6 @@ from ...cache.variants import Variant
 from ...diagnostics.reporting import text_of
 from ...errors import GradientMismatchError
 from ...guards.ambient import Ambient
-from ...native.interface import Module
 from ...proving.comparison import tolerance
 from ...proving.fingerprints import Draws, may_draw, names_random
 from ...proving.whole import apart, distance, is_like, most_of_rounding
@@ -90,7 +89,6 @@ class Beside:
         asked: see :func:`asked_for`.
         on_eager: has the eager engine run a backward; takes what it takes.
         slots: what the tape held.
-        module: the extension, where it is there.
     """
 
     call: Call
@@ -99,7 +97,6 @@ class Beside:
     on_eager: Callable[..., Any]
     slots: Slots
     context: RunContext
-    module: Module | None = None
     eager_writes: bool = field(init=False)
     """The eager engine gives leaves their gradients: where none has one yet. What it has added to one that was there
     could not be told."""
@@ -203,7 +200,7 @@ class Beside:
     def _apart(self, wanted: Gradients, found: Gradients) -> list[int]:
         program = self.variant.program
         bitwise = program.region_compiler.backend.bitwise and self.variant.devices <= {"cpu"}
-        return apart(wanted, found, 0.0 if bitwise else self._tolerance(), self.variant.rounding, self.module)
+        return apart(wanted, found, 0.0 if bitwise else self._tolerance(), self.variant.rounding, self.context.module)
 
     def _tolerance(self) -> float:
         return tolerance([*{tensor.dtype for tensor in self.slots[: self.variant.program.schedule.tensors]}])

@@ -589,6 +589,52 @@ def test_what_draws_is_told_by_its_operators() -> None:
     assert not is_seeded(graph_of(reads_a_mask)) and names_random(graph_of(reads_a_mask).code)
 
 
+def test_what_operators_of_others_draw_is_told_by_their_names() -> None:
+    """They need not say so; and those that run other operators have no tags."""
+
+    def draws(values: torch.Tensor) -> torch.Tensor:
+        return values * torch.rand_like(values)
+
+    graph = fx.Graph()
+    x = graph.placeholder("x")
+    within = [(torch.ops.compiled_autograd_tests.noise_rand.default, (x,))]
+    within += [(torch.ops.higher_order.auto_functionalized, (torch.ops.compiled_autograd_tests.noise_rand.default,))]
+    for target, arguments in within:
+        graph.output(graph.call_function(target, arguments))
+        assert is_seeded(fx.GraphModule({}, graph))
+        graph.erase_node(next(reversed(graph.nodes)))
+
+
+_NOISE = torch.library.Library("compiled_autograd_tests", "FRAGMENT")
+_NOISE.define("noise_rand(Tensor gradient) -> Tensor")
+_NOISE.impl("noise_rand", lambda gradient: gradient * torch.rand_like(gradient), "CompositeExplicitAutograd")
+_NOISE.impl("noise_rand", torch.empty_like, "Meta")
+
+
+@ca.traceable
+class _Noise(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
+        return torch.ops.compiled_autograd_tests.noise_rand(gradient)
+
+
+def test_a_mistake_is_found_beside_what_an_operator_of_others_draws() -> None:
+    """In float64 other numbers were drawn: anything was as near to these as the real calls were."""
+    backend = _backend(lambda number, arguments, right: [each * 1.5 for each in right(*arguments)])
+    session, w = ca.enable(backend=backend, cache_dir=False, tune=False), torch.randn(50, requires_grad=True)
+    for step in range(4):
+        torch.manual_seed(step)
+        wanted = torch.autograd.grad((_Noise.apply(w * 2) * 3).sum(), w)
+        torch.manual_seed(step)
+        with session:
+            assert_same(torch.autograd.grad((_Noise.apply(w * 2) * 3).sum(), w), wanted)
+    assert session.stats().failures == 1
+
+
 def test_a_gradient_of_zeros_shows_nothing() -> None:
     """As of an adapter whose second factor is zero in the beginning: it is compared until it is not."""
     session = ca.enable(backend=_wrong_only_where_not_zero(), cache_dir=False, tune=False)

@@ -6,6 +6,7 @@ import functools
 import itertools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,10 +15,12 @@ from torch import fx
 
 import compiled_autograd as ca
 from backends.inductor.backend import InductorBackend
+from compiled_autograd.lowering.stored_regions import made_with
 from compiled_autograd.proving import fingerprints as fingerprinting
 from compiled_autograd.proving import judging, prover
 from compiled_autograd.runtime import program
 from compiled_autograd.steps.proof import MAX_WEAK
+from compiled_autograd.steps.steps import region_record
 from shadow_cache import Failure
 
 from .helpers import assert_same, expect
@@ -224,6 +227,77 @@ def test_calls_that_write_and_did_not_fit(first: int, monkeypatch: pytest.Monkey
                 return
             torch.testing.assert_close(torch.autograd.grad(loss, w), wanted)
     assert session.stats().failures == 1 and next(runs) == 5
+
+
+def test_what_has_proved_itself_is_not_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Other sizes are compared later, and whatever ``check`` asks for; it may be that these alone do not fit."""
+
+    def fails(*args: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
+    session = ca.enable(backend="eager", cache_dir=False, tune=False)
+    assert _steps(session, 4) == []
+    (compiled,) = session.graphs()[0].regions[0].compiled_regions()
+    compiled.proof.settled = False
+    monkeypatch.setattr(program, "is_due", lambda *_: True)
+    monkeypatch.setattr(prover, "fingerprints", fails)
+    assert set(_steps(session, MAX_WEAK + 2)) == {"unproved"} and not compiled.proof.refuted
+
+
+def test_what_was_given_up_for_memory_is_tried_again_by_another_process(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Also where the store is written once more, as it is when another of its regions is compiled later."""
+
+    def fails(*args: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
+    session = ca.enable(backend="eager", cache_dir=tmp_path, tune=False)
+    with monkeypatch.context() as patch:
+        patch.setattr(prover, "fingerprints", fails)
+        assert _steps(session, MAX_WEAK) == ["unproved"] * MAX_WEAK
+    region = session.graphs()[0].regions[0]
+    (compiled,) = region.compiled_regions()
+    assert compiled.proof.refuted and region_record(region, compiled).dropped == ()
+    assert not any(made.dropped for _, made in made_with(compiled.call))
+
+
+def test_a_last_look_without_memory_costs_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whether all is zero is asked when the results are there."""
+
+    def fails(*args: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
+    monkeypatch.setattr(judging, "are_zeros", fails)
+    session, x = ca.enable(backend="eager", cache_dir=False, tune=False), torch.randn(4, requires_grad=True)
+    for _ in range(3):
+        with session:
+            assert_same(torch.autograd.grad((x * torch.zeros(4)).sum(), x), [torch.zeros(4)])
+    assert session.stats().failures == 0
+
+
+def test_whether_calls_that_did_not_fit_have_written_is_asked_when_they_are_gone(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """The error has the frames that it came through, and these all that was computed until then."""
+    right, made, alive = program.run_calls, [], []
+
+    def run_calls(step: Any, slots: Any, *args: Any, again: bool = False, **keywords: Any) -> None:
+        right(step, slots, *args, again=again, **keywords)
+        if again and not made:
+            result = torch.zeros(4)
+            made.append(weakref.ref(result))
+            made.extend(weakref.ref(slots[slot]) for _, slot in step.outputs)
+            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
+    def written(*args: Any) -> list[int]:
+        alive.append(sum(each() is not None for each in made))
+        return []
+
+    monkeypatch.setattr(program, "run_calls", run_calls)
+    monkeypatch.setattr(prover, "written", written)
+    session = ca.enable(backend="eager", cache_dir=False, tune=False)
+    assert _steps(session, 1) == ["unproved"] and len(made) > 1 and alive == [0]
 
 
 _DTYPES = [torch.float32, torch.float64, torch.bfloat16, torch.float8_e4m3fn, torch.complex64, torch.bool, torch.uint8]

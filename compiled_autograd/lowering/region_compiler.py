@@ -219,13 +219,17 @@ class RegionCompiler:
         if drop(compiled.call, form):
             return "a slower form of it runs from now on"
         give_no_more(compiled.call)
-        for compiler, its, each in alike:
-            if compiler.passes:  # what the user's passes have made of it was asked for, and not the calls
-                its.run_instead(each, _one_by_one(each.aten.graph_module()), all_copied(each.wiring))
-            else:
-                each.proof.refuted = True
-        one_by_one = "the operators of its graph run" if self.passes else "the region's calls run"
-        return f"{one_by_one} one by one from now on"
+        instead, *_ = (compiler.give_up(its, each) for compiler, its, each in alike)
+        return instead
+
+    def give_up(self, step: RegionStep, compiled: CompiledRegion) -> str:
+        """Run the calls of a region one by one from now on; gives that in words. Neither like regions nor other
+        processes learn of it."""
+        if self.passes:  # what the user's passes have made of it was asked for, and not the calls
+            step.run_instead(compiled, _one_by_one(compiled.aten.graph_module()), all_copied(compiled.wiring))
+            return "the operators of its graph run one by one from now on"
+        compiled.proof.refuted = True
+        return "the region's calls run one by one from now on"
 
     def _alike(
         self, step: RegionStep, compiled: CompiledRegion

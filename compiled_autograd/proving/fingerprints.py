@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
@@ -140,9 +141,16 @@ def may_draw(compiled: CompiledRegion) -> bool:
 
 
 def is_seeded(graph_module: fx.GraphModule) -> bool:
-    """Whether operators say of themselves that they draw random numbers."""
-    targets = [node.target for node in graph_module.graph.nodes]
-    return any(isinstance(each, OpOverload) and torch.Tag.nondeterministic_seeded in each.tags for each in targets)
+    """Whether operators draw random numbers. PyTorch's own say so of themselves; of others the names decide, also of
+    operators that are given to others."""
+    return any(_draws(node) for node in graph_module.graph.nodes if node.op == "call_function")
+
+
+def _draws(node: fx.Node) -> bool:
+    target = node.target
+    if isinstance(target, OpOverload) and target.namespace in ("aten", "prims"):
+        return torch.Tag.nondeterministic_seeded in target.tags
+    return target is not operator.getitem and names_random(f"{target} {node.args} {node.kwargs}")
 
 
 class Draws:

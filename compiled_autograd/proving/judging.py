@@ -10,6 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
+from backends.signal_handlers import raise_what_a_handler_raised
+
 from .. import ir
 from ..lowering.wiring import restrided
 from ..steps.accumulate import is_dense, obeys_layout
@@ -18,6 +20,7 @@ from ..steps.steps import lies_apart
 from .aliasing import Result, kept_from_before, newly_shared
 from .comparison import (
     Optional,
+    are_zeros,
     at_most,
     has_other_format,
     metadata_difference,
@@ -234,6 +237,20 @@ class Judge:
         if difference is not None or self.region_compiler.backend.allocates:
             return difference
         return kept_from_before(self.compiled.proof, results, self.given)
+
+
+def shows_nothing(step: RegionStep, slots: Slots) -> bool:
+    """Whether a region has given zeros alone, as for a loss with a margin that is reached. False where nobody can say.
+
+    Args:
+        slots: as it has filled them.
+    """
+    leaves = [each.shared if slots[each.owned] is None else each.owned for each in step.fresh]
+    try:
+        return are_zeros([slots[slot] for slot in {*leaves, *(slot for _, slot in step.outputs)}])
+    except Exception as error:  # noqa: BLE001  no memory, or not what it needs: the results are there, and go on
+        raise_what_a_handler_raised(error)
+        return False
 
 
 def _only_added(node: fx.Node) -> bool:

@@ -23,11 +23,10 @@ from ..diagnostics.reporting import failure_of
 from ..errors import GradientMismatchError
 from ..steps.compiled_calls import arguments_of, put_results, run_compiled
 from ..steps.memory import give_back_if_tight, is_out_of_memory, memory_of
-from ..steps.proof import Sizes
+from ..steps.proof import MAX_WEAK, Sizes
 from .aliasing import Result
-from .comparison import are_zeros
 from .fingerprints import Draws, fingerprints, may_draw, put_back, twins, written
-from .judging import Judge
+from .judging import Judge, shows_nothing
 from .refuted import Refuted
 
 if TYPE_CHECKING:
@@ -110,13 +109,13 @@ class _Run:
             self.real_calls(self.slots)
             return
         self.end = self._draws()
-        if self._may_be_left_out() and self._has_nothing_to_show():
+        if self._may_be_left_out() and shows_nothing(self.step, self.slots):
             self.compiled.proof.shown(self.form, None, telling=False)
             self.context.report.zeros += 1
             return
         while self._compared() and self._goes_on_with_another_form():
             pass
-        self.context.report.zeros += self.weak and self._has_nothing_to_show()
+        self.context.report.zeros += self.weak and shows_nothing(self.step, self.slots)
 
     def _is_ready(self) -> bool:
         """Take what the comparison needs of the inputs. False: it cannot be had, or does not fit."""
@@ -135,12 +134,15 @@ class _Run:
         """Run the real calls, with their inputs held. False: they do not fit so; all is then as it was before."""
         try:
             self.real_calls(self.slots)
-        except Exception as error:
-            if not is_out_of_memory(error) or (self.apart is None and written(self.before, self._taken(self.inputs))):
-                raise
-            self._unproved(error)
-        else:
             return True
+        except Exception as error:
+            if not is_out_of_memory(error):
+                raise
+            failure = error.with_traceback(None)  # its frames hold what the calls have given
+        self.slots[: len(self.inputs)] = self.inputs
+        if self.apart is None and written(self.before, self._taken(self.inputs)):
+            raise failure
+        self._unproved(failure)
         self.start.restore()
         if self.apart is not None:
             put_back(self._taken(self.inputs), self._taken(self.apart.given))
@@ -148,17 +150,11 @@ class _Run:
 
     def _let_go(self) -> None:
         """Hold no input, so that each is freed after its last use."""
-        self.slots[: len(self.inputs)] = self.inputs
         self.inputs, self.arguments, self.before, self.apart = [], [], [], None
 
     def _may_be_left_out(self) -> bool:
         """Whether this run need not be compared if it shows nothing: the first is, and others after many (`weak`)."""
         return self.compiled.checked and self.compiled.proof.waits() and not self.context.compare_all
-
-    def _has_nothing_to_show(self) -> bool:
-        """Whether the real calls have given zeros alone, as a loss with a margin does that is reached."""
-        leaves = [each.shared if self.slots[each.owned] is None else each.owned for each in self.step.fresh]
-        return are_zeros([self.slots[slot] for slot in {*leaves, *(slot for _, slot in self.step.outputs)}])
 
     def _compared(self) -> bool:
         """Run the compiled code once, and judge it. False: it has not run to its end, or could not be judged."""
@@ -341,8 +337,8 @@ class _Run:
         compiler = self.region_compiler
         failure = failure_of("unproved", compiler.backend.name, self.step.region, error)
         where, instead = compiler.where(self.step, self.form), "this run was not compared with the real calls"
-        if self.compiled.proof.is_given_up():
-            instead += f", nor those before it; {compiler.drop(self.step, self.compiled, self.form)}"
+        if self.compiled.proof.is_given_up(self.form):
+            instead += f", nor the {MAX_WEAK - 1} before it; {compiler.give_up(self.step, self.compiled)}"
         self.context.report.failures.append(msgspec.structs.replace(failure, where=where, instead=instead))
 
 

@@ -66,6 +66,8 @@ def _step(tape: ir.TapeGraph, step: Executor, number: int) -> data.Step:
     elif compiled.proof.dropped:
         dropped = ", ".join(compiled.proof.dropped)
         detail = f"not equal to the real calls, and dropped: {dropped}; {detail}"  # first: a row shows one line
+    elif compiled.proof.refuted:
+        detail = f"could not be compared with the real calls: its calls run one by one; {detail}"
     runs = step.spent.runs
     seconds = step.spent.seconds / runs if runs else None
     return data.Step(

@@ -26,7 +26,7 @@ class Proof:
         weak: how many runs have shown little.
         unjudged: how many runs since the last that was compared could not be compared.
         settled: nothing more is to be shown: the next run need not ask.
-        refuted: no form of it is right: the region's calls run one by one.
+        refuted: no form of it is right, or could be compared: the region's calls run one by one.
         dropped: forms that were found to be wrong.
         noise: by the names of results that float64 has shown to be zero but for rounding, how large that may make them,
             by the largest value beside them.
@@ -68,10 +68,12 @@ class Proof:
         """Whether runs have shown little, and one more such is not to count yet."""
         return 0 < self.weak < MAX_WEAK
 
-    def is_given_up(self) -> bool:
-        """Whether one more run that could not be compared is one too many."""
+    def is_given_up(self, form: str) -> bool:
+        """Whether one more run that could not be compared is one too many. Never of a form that has proved itself."""
+        if self.left.get(form) == 0:
+            return False
         self.unjudged += 1
-        return self.unjudged % MAX_WEAK == 0
+        return self.unjudged >= MAX_WEAK
 
     def shown(self, form: str, sizes: Sizes | None, telling: bool) -> None:
         """A run of ``form`` was compared, and nothing found. One that is not ``telling`` counts only after many."""

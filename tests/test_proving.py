@@ -569,7 +569,7 @@ def test_random_numbers_are_drawn_once(changes: bool, monkeypatch: pytest.Monkey
 def test_what_draws_is_not_computed_in_float64(monkeypatch: pytest.MonkeyPatch) -> None:
     """Other numbers would be drawn, and a mistake would be no further off than what they give."""
     monkeypatch.setattr(fingerprints, "_RANDOM", re.compile("cos"))
-    monkeypatch.setattr(judging, "is_seeded", lambda graph_module: "cos" in graph_module.code)
+    monkeypatch.setattr(judging, "is_seeded", lambda text: "cos" in text)
     monkeypatch.setattr(judging, "each_in_double", lambda *_: pytest.fail("float64 was asked for"))
     session, x = ca.enable(backend=_wrong_from(1), cache_dir=False, tune=False), torch.randn(3, requires_grad=True)
     with session:
@@ -579,59 +579,65 @@ def test_what_draws_is_not_computed_in_float64(monkeypatch: pytest.MonkeyPatch) 
 
 
 def test_what_draws_is_told_by_its_operators() -> None:
-    def graph_of(function: Callable[[torch.Tensor], Any]) -> fx.GraphModule:
-        return make_fx(function)(torch.randn(3))
+    def text_of(function: Callable[[torch.Tensor], Any]) -> str:
+        return make_fx(function)(torch.ones(3)).code
 
     def reads_a_mask(x: torch.Tensor) -> torch.Tensor:
         return torch.ops.aten.native_dropout_backward(x, x > 0, 2.0)
 
-    assert is_seeded(graph_of(torch.rand_like)) and is_seeded(graph_of(lambda x: F.dropout(x, 0.5)))
-    assert not is_seeded(graph_of(reads_a_mask)) and names_random(graph_of(reads_a_mask).code)
+    assert is_seeded(text_of(torch.rand_like)) and is_seeded(text_of(lambda x: F.dropout(x, 0.5)))
+    assert not is_seeded(text_of(reads_a_mask)) and names_random(text_of(reads_a_mask))
+    assert not is_seeded("torch.ops.aten._scaled_dot_product_flash_attention_backward.default(x)")
+    assert is_seeded(text_of(torch._standard_gamma)) and not names_random(text_of(torch._standard_gamma))
 
 
 def test_what_operators_of_others_draw_is_told_by_their_names() -> None:
     """They need not say so; and those that run other operators have no tags."""
 
-    def draws(values: torch.Tensor) -> torch.Tensor:
-        return values * torch.rand_like(values)
-
-    graph = fx.Graph()
-    x = graph.placeholder("x")
-    within = [(torch.ops.compiled_autograd_tests.noise_rand.default, (x,))]
-    within += [(torch.ops.higher_order.auto_functionalized, (torch.ops.compiled_autograd_tests.noise_rand.default,))]
-    for target, arguments in within:
-        graph.output(graph.call_function(target, arguments))
-        assert is_seeded(fx.GraphModule({}, graph))
-        graph.erase_node(next(reversed(graph.nodes)))
+    ours = torch.ops.compiled_autograd_tests
+    run = torch.ops.higher_order.auto_functionalized
+    for target, inner in ((ours.noise_rand, None), (ours.jitter, None), (run, ours.noise_rand), (run, ours.jitter)):
+        graph = fx.Graph()
+        arguments = (graph.placeholder("x"),) if inner is None else (inner.default,)
+        graph.output(graph.call_function(target if inner else target.default, arguments))
+        assert is_seeded(graph.python_code("self").src), (target, inner)
 
 
 _NOISE = torch.library.Library("compiled_autograd_tests", "FRAGMENT")
 _NOISE.define("noise_rand(Tensor gradient) -> Tensor")
-_NOISE.impl("noise_rand", lambda gradient: gradient * torch.rand_like(gradient), "CompositeExplicitAutograd")
-_NOISE.impl("noise_rand", torch.empty_like, "Meta")
+_NOISE.define("jitter(Tensor gradient) -> Tensor", tags=[torch.Tag.nondeterministic_seeded])
+for _name in ("noise_rand", "jitter"):
+    _NOISE.impl(_name, lambda gradient: gradient * torch.rand_like(gradient), "CompositeExplicitAutograd")
+    _NOISE.impl(_name, torch.empty_like, "Meta")
 
 
 @ca.traceable
 class _Noise(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+    def forward(ctx: Any, x: torch.Tensor, name: str) -> torch.Tensor:
+        ctx.name = name
         return x * 1
 
     @staticmethod
-    def backward(ctx: Any, gradient: torch.Tensor) -> torch.Tensor:
-        return torch.ops.compiled_autograd_tests.noise_rand(gradient)
+    def backward(ctx: Any, gradient: torch.Tensor) -> tuple[torch.Tensor, None]:
+        if ctx.name == "gamma":
+            return gradient * torch._standard_gamma(torch.ones_like(gradient)), None
+        return getattr(torch.ops.compiled_autograd_tests, ctx.name)(gradient), None
 
 
-def test_a_mistake_is_found_beside_what_an_operator_of_others_draws() -> None:
-    """In float64 other numbers were drawn: anything was as near to these as the real calls were."""
+@pytest.mark.parametrize("name", ["noise_rand", "jitter", "gamma"])
+def test_a_mistake_is_found_beside_what_is_drawn(name: str) -> None:
+    """In float64 other numbers were drawn: anything was as near to these as the real calls were. And what is drawn next
+    is what eager would draw."""
     backend = _backend(lambda number, arguments, right: [each * 1.5 for each in right(*arguments)])
     session, w = ca.enable(backend=backend, cache_dir=False, tune=False), torch.randn(50, requires_grad=True)
     for step in range(4):
         torch.manual_seed(step)
-        wanted = torch.autograd.grad((_Noise.apply(w * 2) * 3).sum(), w)
+        wanted = [*torch.autograd.grad((_Noise.apply(w * 2, name) * 3).sum(), w), torch.rand(3)]
         torch.manual_seed(step)
         with session:
-            assert_same(torch.autograd.grad((_Noise.apply(w * 2) * 3).sum(), w), wanted)
+            found = [*torch.autograd.grad((_Noise.apply(w * 2, name) * 3).sum(), w), torch.rand(3)]
+        assert_same(found, wanted)
     assert session.stats().failures == 1
 
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import gc
 import itertools
 import weakref
 from collections.abc import Callable, Iterable, Sequence
@@ -145,6 +146,17 @@ def _given(step: Any, slots: Any, shape: tuple[int, ...]) -> Iterable[torch.Tens
     return (each for each in inputs if isinstance(each, torch.Tensor) and each.shape == shape)
 
 
+def test_what_passes_have_made_is_given_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*args: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
+    monkeypatch.setattr(prover, "fingerprints", fails)
+    session = ca.enable(
+        backend=_half_as_much_again, cache_dir=False, tune=False, passes=[lambda graph_module, *_: graph_module]
+    )
+    assert _steps(session, MAX_WEAK + 3) == ["unproved"] * MAX_WEAK
+
+
 def _too_large_beside_its_inputs(monkeypatch: pytest.MonkeyPatch, before: Callable[[], object] = lambda: None) -> None:
     """Real calls whose first run in a comparison fails, as the inputs are held."""
     right, runs = program.run_calls, itertools.count()
@@ -222,8 +234,14 @@ def test_calls_that_write_and_did_not_fit(first: int, monkeypatch: pytest.Monkey
         loss = ((x * w.tanh()).clamp(min=0).sin() * 3).sum()
         with session:
             if first == 0:
-                with pytest.raises(torch.OutOfMemoryError):
-                    torch.autograd.grad(loss, w)
+                gc.disable()
+                try:
+                    with pytest.raises(torch.OutOfMemoryError) as raised:
+                        torch.autograd.grad(loss, w)
+                    del raised
+                    assert not any(type(each) is prover._Run for each in gc.get_objects()), "it holds all inputs"
+                finally:
+                    gc.enable()
                 return
             torch.testing.assert_close(torch.autograd.grad(loss, w), wanted)
     assert session.stats().failures == 1 and next(runs) == 5

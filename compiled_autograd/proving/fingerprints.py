@@ -2,14 +2,11 @@
 
 from __future__ import annotations
 
-import operator
 import re
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import fx
-from torch._ops import OpOverload
 
 from .. import ir
 
@@ -133,24 +130,31 @@ def names_random(text: str) -> bool:
 
 
 def may_draw(compiled: CompiledRegion) -> bool:
-    """Whether an operator of a region draws random numbers, as far as its name says."""
+    """Whether an operator of a region draws random numbers, as far as its name says, or its tag."""
     proof = compiled.proof
     if proof.draws is None:
-        proof.draws = names_random(compiled.aten.text())
+        text = compiled.aten.text()
+        proof.draws = names_random(text) or is_seeded(text)
     return proof.draws
 
 
-def is_seeded(graph_module: fx.GraphModule) -> bool:
-    """Whether operators draw random numbers. PyTorch's own say so of themselves; of others the names decide, also of
-    operators that are given to others."""
-    return any(_draws(node) for node in graph_module.graph.nodes if node.op == "call_function")
+_OPERATOR = re.compile(r"\bops\.(\w+)\.(\w+)(?:\.(\w+))?")
 
 
-def _draws(node: fx.Node) -> bool:
-    target = node.target
-    if isinstance(target, OpOverload) and target.namespace in ("aten", "prims"):
-        return torch.Tag.nondeterministic_seeded in target.tags
-    return target is not operator.getitem and names_random(f"{target} {node.args} {node.kwargs}")
+def is_seeded(text: str) -> bool:
+    """Whether operators in the text of a graph draw random numbers. A tag says so (``nondeterministic_seeded``), which
+    PyTorch's own have; of others, which may not know of it, the names do too."""
+    return any(_draws(*operator) for operator in set(_OPERATOR.findall(text)))
+
+
+def _draws(namespace: str, name: str, overload: str) -> bool:
+    if namespace not in ("aten", "prims"):
+        if names_random(f"{namespace}.{name}"):
+            return True
+    elif name.endswith("_backward"):
+        return False  # attention's have the tag, and are given what the forward drew from
+    operator = getattr(getattr(getattr(torch.ops, namespace), name, None), overload or "default", None)
+    return torch.Tag.nondeterministic_seeded in getattr(operator, "tags", ())
 
 
 class Draws:

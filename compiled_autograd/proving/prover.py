@@ -141,7 +141,10 @@ class _Run:
             failure = error.with_traceback(None)  # its frames hold what the calls have given
         self.slots[: len(self.inputs)] = self.inputs
         if self.apart is None and written(self.before, self._taken(self.inputs)):
-            raise failure
+            try:
+                raise failure
+            finally:
+                del failure  # which has this frame now, and that all inputs
         self._unproved(failure)
         self.start.restore()
         if self.apart is not None:

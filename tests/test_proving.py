@@ -1021,6 +1021,8 @@ def test_too_little_memory_for_the_compiled_run_costs_no_step() -> None:
     assert [each.kind for each in _failures(outcomes[0])] == ["unproved"]
     assert not any(_failures(outcome) for outcome in outcomes[1:])
     assert session.stats().compiles == 1
+    (compiled,) = session.graphs()[0].regions[0].compiled_regions()
+    assert compiled.checked and compiled.proof.settled
 
 
 def test_too_little_memory_for_the_real_calls_costs_no_step(monkeypatch: pytest.MonkeyPatch) -> None:

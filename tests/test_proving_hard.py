@@ -100,6 +100,10 @@ def test_what_cannot_be_compared_costs_no_step(
     assert not compiled.proof.refuted and not any(compiled.proof.left.values())
 
 
+def _no_memory(*_: Any) -> Any:
+    raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+
+
 def _half_as_much_again(graph_module: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
     """A backend that is wrong."""
     return lambda *arguments: [each * 1.5 for each in graph_module.forward(*arguments)]
@@ -147,10 +151,7 @@ def _given(step: Any, slots: Any, shape: tuple[int, ...]) -> Iterable[torch.Tens
 
 
 def test_what_passes_have_made_is_given_up_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    def fails(*args: Any) -> Any:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
-
-    monkeypatch.setattr(prover, "fingerprints", fails)
+    monkeypatch.setattr(prover, "fingerprints", _no_memory)
     session = ca.enable(
         backend=_half_as_much_again, cache_dir=False, tune=False, passes=[lambda graph_module, *_: graph_module]
     )
@@ -165,7 +166,7 @@ def _too_large_beside_its_inputs(monkeypatch: pytest.MonkeyPatch, before: Callab
         right(step, slots, *args, again=again, **keywords)
         if again and next(runs) % 2 == 0:
             before()
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+            _no_memory()
 
     monkeypatch.setattr(program, "run_calls", run_calls)
 
@@ -186,7 +187,7 @@ def test_real_calls_that_did_not_fit_hold_no_input(monkeypatch: pytest.MonkeyPat
         right(step, slots, *args, **keywords)
         alive.append([each() is not None for each in saved])
         if len(alive) == 1:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+            _no_memory()
 
     monkeypatch.setattr(program, "run_calls", run_calls)
     w = torch.randn(3000, requires_grad=True)
@@ -223,7 +224,7 @@ def test_calls_that_write_and_did_not_fit(first: int, monkeypatch: pytest.Monkey
         for each in saved:
             each.mul_(1.5)
         if next(runs) == first:
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+            _no_memory()
 
     monkeypatch.setattr(program, "run_calls", run_calls)
     w = torch.randn(7, requires_grad=True)
@@ -250,15 +251,12 @@ def test_calls_that_write_and_did_not_fit(first: int, monkeypatch: pytest.Monkey
 def test_what_has_proved_itself_is_not_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Other sizes are compared later, and whatever ``check`` asks for; it may be that these alone do not fit."""
 
-    def fails(*args: Any) -> Any:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
-
     session = ca.enable(backend="eager", cache_dir=False, tune=False)
     assert _steps(session, 4) == []
     (compiled,) = session.graphs()[0].regions[0].compiled_regions()
     compiled.proof.settled = False
     monkeypatch.setattr(program, "is_due", lambda *_: True)
-    monkeypatch.setattr(prover, "fingerprints", fails)
+    monkeypatch.setattr(prover, "fingerprints", _no_memory)
     assert set(_steps(session, MAX_WEAK + 2)) == {"unproved"} and not compiled.proof.refuted
 
 
@@ -267,12 +265,9 @@ def test_what_was_given_up_for_memory_is_tried_again_by_another_process(
 ) -> None:
     """Also where the store is written once more, as it is when another of its regions is compiled later."""
 
-    def fails(*args: Any) -> Any:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
-
     session = ca.enable(backend="eager", cache_dir=tmp_path, tune=False)
     with monkeypatch.context() as patch:
-        patch.setattr(prover, "fingerprints", fails)
+        patch.setattr(prover, "fingerprints", _no_memory)
         assert _steps(session, MAX_WEAK) == ["unproved"] * MAX_WEAK
     region = session.graphs()[0].regions[0]
     (compiled,) = region.compiled_regions()
@@ -283,10 +278,7 @@ def test_what_was_given_up_for_memory_is_tried_again_by_another_process(
 def test_a_last_look_without_memory_costs_no_step(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whether all is zero is asked when the results are there."""
 
-    def fails(*args: Any) -> Any:
-        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
-
-    monkeypatch.setattr(judging, "are_zeros", fails)
+    monkeypatch.setattr(judging, "are_zeros", _no_memory)
     session, x = ca.enable(backend="eager", cache_dir=False, tune=False), torch.randn(4, requires_grad=True)
     for _ in range(3):
         with session:
@@ -306,7 +298,7 @@ def test_whether_calls_that_did_not_fit_have_written_is_asked_when_they_are_gone
             result = torch.zeros(4)
             made.append(weakref.ref(result))
             made.extend(weakref.ref(slots[slot]) for _, slot in step.outputs)
-            raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
+            _no_memory()
 
     def written(*args: Any) -> list[int]:
         alive.append(sum(each() is not None for each in made))

@@ -121,6 +121,41 @@ def _steps(session: ca.Session, number: int) -> list[str]:
     return kinds
 
 
+@pytest.mark.parametrize(
+    ("failing", "writes", "said"),
+    [
+        (1, True, "; what it was given has changed meanwhile, perhaps by the compiled code: "),
+        (1, False, ""),
+        (9, True, "; nor was it seen whether the compiled code has written into what it was given"),
+    ],
+)
+def test_it_is_said_where_code_that_was_not_judged_may_have_written(
+    failing: int, writes: bool, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has run, and there is no memory to look whether its inputs are what they were."""
+    right, left = prover.written, [_no_memory] * failing
+
+    def backend(graph_module: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
+        def run(*arguments: Any) -> Any:
+            results = [each.clone() for each in graph_module.forward(*arguments)]
+            for each in arguments if writes else ():
+                each.mul_(2)
+            return results
+
+        return run
+
+    monkeypatch.setattr(prover, "written", lambda *args: (left.pop() if left else right)(*args))
+    session, x = ca.enable(backend=backend, cache_dir=False, tune=False), torch.randn(4, requires_grad=True)
+    wanted = torch.autograd.grad((x.sin() * x).sum(), x)
+    with session:
+        assert_same(torch.autograd.grad((x.sin() * x).sum(), x), wanted)
+    assert session.last is not None
+    (failure,) = [each for each in session.last.reasons if isinstance(each, Failure)]
+    assert failure.kind == "unproved" and failure.instead.startswith("this run was not compared with the real calls")
+    more = failure.instead.removeprefix("this run was not compared with the real calls")
+    assert more.startswith(said) and bool(more) == bool(said)
+
+
 def _expect_nothing_trusted(session: ca.Session, hits: int) -> None:
     counts = {"captures": 1, "compiles": 1, "failures": MAX_WEAK}
     expect(session.stats(), structure_misses=1, shape_misses=MAX_WEAK - 1, hits=hits, **counts)

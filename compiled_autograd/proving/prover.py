@@ -15,15 +15,15 @@ import msgspec
 
 from backends.garbage_collection import RARELY
 from backends.inductor.poison import run_poisoned
-from backends.protocol import Compiled, form_for, form_that_ran, is_last, proving_runs
+from backends.protocol import Compiled, form_for, form_that_ran, proving_runs
 from backends.signal_handlers import raise_what_a_handler_raised
 
 from .. import ir
 from ..diagnostics.reporting import failure_of
 from ..errors import GradientMismatchError
-from ..steps.compiled_calls import arguments_of, put_results, run_compiled
+from ..steps.compiled_calls import arguments_of, put_results, run_compiled, sizes_of
 from ..steps.memory import give_back_if_tight, is_out_of_memory, memory_of
-from ..steps.proof import MAX_WEAK, Sizes
+from ..steps.proof import MAX_WEAK
 from .aliasing import Result
 from .fingerprints import Draws, fingerprints, may_draw, put_back, twins, written
 from .judging import Judge, shows_nothing
@@ -33,22 +33,6 @@ if TYPE_CHECKING:
     from ..lowering.region_compiler import RegionCompiler
     from ..steps.run_context import RunContext
     from ..steps.steps import CompiledRegion, RegionStep, Slots
-
-
-def is_due(compiled: CompiledRegion, slots: Slots, context: RunContext) -> bool:
-    """Whether a run of something compiled is to be compared with the real calls."""
-    proof = compiled.proof
-    if context.compare_all:
-        return True
-    if proof.settled and context.profile is None:
-        return False
-    arguments = arguments_of(compiled, slots)
-    sizes = _sizes(compiled, arguments)
-    form = form_for(compiled.call, arguments)
-    runs = proving_runs(compiled.call)
-    if context.profile is not None and proof.left.get(form, runs) < runs:
-        return False  # whoever looks on would take what comparing costs for what the backward costs
-    return proof.due(form, runs, sizes, final=context.profile is None and is_last(compiled.call, form))
 
 
 def prove(
@@ -176,13 +160,14 @@ class _Run:
         try:
             if self._judge(inputs, found):
                 return True
-            del found
+            found.clear()
             self._set_apart()
         except GradientMismatchError:
             raise
         except Exception as error:  # noqa: BLE001  what was to be judged is not what the step goes on with
             raise_what_a_handler_raised(error)
-            self._unproved(error)
+            found.clear()
+            self._unproved(error.with_traceback(None), self._since_written(inputs))
             return False
         finally:
             self.end.restore()
@@ -258,7 +243,7 @@ class _Run:
             self._refute(wrong, difference)
             return
         self.weak = not telling
-        self.compiled.proof.shown(self.form, _sizes(self.compiled, self.arguments), telling)
+        self.compiled.proof.shown(self.form, sizes_of(self.compiled, self.arguments), telling)
 
     def _copied(self, slots: Slots, other: Sequence[int] = ()) -> Slots:
         """Slots with copies of what the region takes; of the arguments ``other``, copies that hold other values."""
@@ -332,18 +317,29 @@ class _Run:
         run(slots)
         return written(before, taken)
 
-    def _unproved(self, error: BaseException) -> None:
+    def _since_written(self, inputs: Slots) -> str:
+        """In words, whether something has written into the inputs of a run that could not be judged."""
+        if self.apart is not None:
+            return ""  # it was given copies
+        try:
+            changed = written(self.before, self._taken(inputs))
+        except Exception as error:  # noqa: BLE001  that it cannot be seen is what is said
+            raise_what_a_handler_raised(error)
+            return "; nor was it seen whether the compiled code has written into what it was given"
+        if not changed:
+            return ""
+        nodes = [self.step.region.inputs[self.compiled.wiring.taken[index]] for index in changed]
+        names = ", ".join(map(self.region_compiler.name_of, nodes))
+        return f"; what it was given has changed meanwhile, perhaps by the compiled code: {names}"
+
+    def _unproved(self, error: BaseException, more: str = "") -> None:
         """There was no memory to compare in, or what is to be compared is of a kind that cannot be. The real calls give
         the results; if that goes on, they alone run: what was never judged is not trusted."""
         if is_out_of_memory(error):
             RARELY.search_now()  # what tracing has left has tensors too
         compiler = self.region_compiler
         failure = failure_of("unproved", compiler.backend.name, self.step.region, error)
-        where, instead = compiler.where(self.step, self.form), "this run was not compared with the real calls"
+        where, instead = compiler.where(self.step, self.form), f"this run was not compared with the real calls{more}"
         if self.compiled.proof.is_given_up(self.form):
             instead += f", nor the {MAX_WEAK - 1} before it; {compiler.give_up(self.step, self.compiled)}"
         self.context.report.failures.append(msgspec.structs.replace(failure, where=where, instead=instead))
-
-
-def _sizes(compiled: CompiledRegion, arguments: Sequence[Any]) -> Sizes | None:
-    return None if compiled.guard is None else compiled.guard.values(arguments)

@@ -63,11 +63,13 @@ def _step(tape: ir.TapeGraph, step: Executor, number: int) -> data.Step:
     detail = some_of(kinds)
     if compiled is None:
         detail += "; not compiled: its calls run one by one"
-    elif compiled.proof.dropped:
-        dropped = ", ".join(compiled.proof.dropped)
-        detail = f"not equal to the real calls, and dropped: {dropped}; {detail}"  # first: a row shows one line
-    elif compiled.proof.refuted:
-        detail = f"could not be compared with the real calls: its calls run one by one; {detail}"
+    else:  # what went wrong comes first: a row shows one line
+        if compiled.proof.refuted:
+            detail = f"its calls run one by one; {detail}"
+        if dropped := ", ".join(compiled.proof.dropped):
+            detail = f"not equal to the real calls, and dropped: {dropped}; {detail}"
+        elif compiled.proof.refuted:
+            detail = f"could not be compared with the real calls: {detail}"
     runs = step.spent.runs
     seconds = step.spent.seconds / runs if runs else None
     return data.Step(

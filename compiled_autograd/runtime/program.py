@@ -28,9 +28,17 @@ from ..ir import nan_checks, partition
 from ..lowering.region_compiler import COMPILING, RegionCompiler
 from ..lowering.tracing import leave_modes, modes_on
 from ..lowering.wiring import all_copied
-from ..proving.prover import is_due, prove
+from ..proving.prover import prove
 from ..steps.accumulate import keep, write
-from ..steps.compiled_calls import arguments_of, handed_through, pass_on, put_results, run_compiled, store_results
+from ..steps.compiled_calls import (
+    arguments_of,
+    handed_through,
+    is_due,
+    pass_on,
+    put_results,
+    run_compiled,
+    store_results,
+)
 from ..steps.marks import saved_by
 from ..steps.memory import memory_of
 from ..steps.passes import Pass

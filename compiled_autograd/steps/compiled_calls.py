@@ -1,4 +1,4 @@
-"""Calls what a region was compiled to: from its slots, and back into them."""
+"""Calls what a region was compiled to: from its slots, and back into them. Whether such a run is to be compared."""
 
 from __future__ import annotations
 
@@ -7,8 +7,12 @@ from typing import Any, TypeVar
 
 import torch
 
+from backends.protocol import form_for, is_last, proving_runs
+
 from ..ir import NaNFoundError
 from .memory import in_own_memory, laid_out, made_plain
+from .proof import Sizes
+from .run_context import RunContext
 from .steps import CompiledRegion, Slots
 
 _Results = TypeVar("_Results")
@@ -20,6 +24,27 @@ def arguments_of(compiled: CompiledRegion, slots: Slots) -> list[Any]:
     for position in compiled.plain:
         arguments[position] = made_plain(arguments[position])
     return arguments
+
+
+def sizes_of(compiled: CompiledRegion, arguments: Sequence[Any]) -> Sizes | None:
+    """The values of the symbols that something was compiled with; None where it has none."""
+    return None if compiled.guard is None else compiled.guard.values(arguments)
+
+
+def is_due(compiled: CompiledRegion, slots: Slots, context: RunContext) -> bool:
+    """Whether a run of something compiled is to be compared with the real calls."""
+    proof = compiled.proof
+    if context.compare_all:
+        return True
+    if proof.settled and context.profile is None:
+        return False
+    arguments = arguments_of(compiled, slots)
+    sizes = sizes_of(compiled, arguments)
+    form = form_for(compiled.call, arguments)
+    runs = proving_runs(compiled.call)
+    if context.profile is not None and proof.left.get(form, runs) < runs:
+        return False  # whoever looks on would take what comparing costs for what the backward costs
+    return proof.due(form, runs, sizes, final=context.profile is None and is_last(compiled.call, form))
 
 
 def run_compiled(call: Callable[..., _Results], *arguments: Any) -> _Results:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import functools
 import gc
 import itertools
+import signal
 import weakref
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
@@ -16,6 +17,7 @@ from torch import fx
 
 import compiled_autograd as ca
 from backends.inductor.backend import InductorBackend
+from compiled_autograd.lowering import region_compiler
 from compiled_autograd.lowering.stored_regions import made_with
 from compiled_autograd.proving import fingerprints as fingerprinting
 from compiled_autograd.proving import judging, prover
@@ -121,31 +123,39 @@ def _steps(session: ca.Session, number: int) -> list[str]:
     return kinds
 
 
-@pytest.mark.parametrize(
-    ("failing", "writes", "said"),
-    [
-        (1, True, "; what it was given has changed meanwhile, perhaps by the compiled code: "),
-        (1, False, ""),
-        (9, True, "; nor was it seen whether the compiled code has written into what it was given"),
-    ],
-)
-def test_it_is_said_where_code_that_was_not_judged_may_have_written(
-    failing: int, writes: bool, said: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """It has run, and there is no memory to look whether its inputs are what they were."""
-    right, left = prover.written, [_no_memory] * failing
+def _writing(shapes: Sequence[tuple[int, ...]], then: Callable[[], Any] = lambda: None) -> Callable[..., Any]:
+    """A backend whose code writes into what it is given."""
 
     def backend(graph_module: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
         def run(*arguments: Any) -> Any:
             results = [each.clone() for each in graph_module.forward(*arguments)]
-            for each in arguments if writes else ():
-                each.mul_(2)
+            for each in arguments:
+                if tuple(each.shape) in shapes:
+                    each.copy_(each.flip(0))
+            then()
             return results
 
         return run
 
-    monkeypatch.setattr(prover, "written", lambda *args: (left.pop() if left else right)(*args))
-    session, x = ca.enable(backend=backend, cache_dir=False, tune=False), torch.randn(4, requires_grad=True)
+    return backend
+
+
+@pytest.mark.parametrize(
+    ("looks", "writes", "said"),
+    [
+        ([True, False], True, "; what it was given has changed meanwhile: "),
+        ([True, False], False, ""),
+        ([True, False, False], True, "; nor was it seen whether the compiled code has written into what it was given"),
+    ],
+)
+def test_it_is_said_where_code_that_was_not_judged_may_have_written(
+    looks: list[bool], writes: bool, said: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It has run, and there is no memory to look whether its inputs are what they were."""
+    right, have_memory = prover.written, iter(looks)
+    monkeypatch.setattr(prover, "written", lambda *args: (right if next(have_memory, True) else _no_memory)(*args))
+    backend, x = _writing([(4,)] if writes else []), torch.randn(4, requires_grad=True)
+    session = ca.enable(backend=backend, cache_dir=False, tune=False)
     wanted = torch.autograd.grad((x.sin() * x).sum(), x)
     with session:
         assert_same(torch.autograd.grad((x.sin() * x).sum(), x), wanted)
@@ -154,6 +164,127 @@ def test_it_is_said_where_code_that_was_not_judged_may_have_written(
     assert failure.kind == "unproved" and failure.instead.startswith("this run was not compared with the real calls")
     more = failure.instead.removeprefix("this run was not compared with the real calls")
     assert more.startswith(said) and bool(more) == bool(said)
+
+
+def _fail() -> None:
+    raise RuntimeError("a kernel failed")
+
+
+@pytest.mark.parametrize("then", [lambda: None, _fail, _no_memory])
+@pytest.mark.parametrize("copies", [True, False])
+def test_that_code_has_written_is_an_error_whatever_else_fails(
+    copies: bool, then: Callable[[], Any], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Where there is no memory to ask who it was, or the code has raised when it had written."""
+    if not copies:
+        monkeypatch.setattr(fingerprinting, "twins", _no_memory)
+    x = torch.randn(4, requires_grad=True)
+    with (
+        ca.enable(backend=_writing([(4,)], then), cache_dir=False, tune=False),
+        pytest.raises(ca.GradientMismatchError, match="was overwritten"),
+    ):
+        torch.autograd.grad((x.sin() * x).sum(), x)
+
+
+@ca.traceable
+class _Repeated(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor, times: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(times)
+        return x[:2] * 1
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> Any:
+        return grad.repeat_interleave(ctx.saved_tensors[0], output_size=3), None
+
+
+def test_who_has_written_cannot_be_asked_where_the_real_calls_take_no_other_values() -> None:
+    x, times = torch.randn(3, requires_grad=True), torch.tensor([2, 1])
+    with (
+        ca.enable(backend=_writing([(2,)]), cache_dir=False, tune=False),
+        pytest.raises(ca.GradientMismatchError, match="was overwritten"),
+    ):
+        torch.autograd.grad((_Repeated.apply(x, times) * torch.tensor([1.0, 5.0])).sum(), x)
+
+
+@pytest.mark.parametrize("way", ["its first run", "other strides"])
+def test_passes_are_given_up_in_what_runs_now(way: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """What runs may have been replaced when memory ends: in the eighth run that is not compared, here."""
+    runs = itertools.count()
+
+    def backend(graph_module: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
+        def run(*arguments: Any) -> Any:
+            factor = 1.5 if next(runs) or way == "its first run" else 1.0
+            results = [each * factor for each in graph_module.forward(*arguments)]
+            return [each.t().contiguous().t() if way == "other strides" else each for each in results]
+
+        return run
+
+    x = torch.randn(4, 4, requires_grad=True)
+    session = ca.enable(backend=backend, cache_dir=False, tune=False, passes=[lambda graph_module, *_: graph_module])
+    module, name = (region_compiler, "put_results") if way == "its first run" else (judging, "kept_from_before")
+    for step in range(MAX_WEAK + 4):
+        with monkeypatch.context() as patch:
+            if step < MAX_WEAK:
+                patch.setattr(*((prover, "fingerprints") if step < MAX_WEAK - 1 else (module, name)), _no_memory)
+            wanted = torch.autograd.grad((x.sin() * x).sum(), x)
+            with session:
+                assert_same(torch.autograd.grad((x.sin() * x).sum(), x), wanted)
+    expect(session.stats(), structure_misses=1, shape_misses=MAX_WEAK - 1, hits=4, compiles=1, failures=MAX_WEAK)
+
+
+def test_sizes_that_do_not_fit_are_not_tried_for_ever(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The form has proved itself: it is not given up, and there its real calls run once for each step."""
+    right, runs = program.run_calls, []
+
+    def run_calls(step: Any, slots: Any, *args: Any, again: bool = False, **keywords: Any) -> None:
+        runs[-1] += 1
+        right(step, slots, *args, again=again, **keywords)
+        if again and runs[-1] == 1 and len(runs) <= MAX_WEAK:
+            _no_memory()
+
+    w, session = torch.randn(7, requires_grad=True), ca.enable(backend="eager", cache_dir=False, tune=False)
+
+    def step(size: int) -> None:
+        x = torch.randn(size, 7)
+        wanted = torch.autograd.grad(((x * w.tanh()).sin() * 3).sum(), w)
+        with session:
+            assert_same(torch.autograd.grad(((x * w.tanh()).sin() * 3).sum(), w), wanted)
+
+    for size in (5, 6, 5, 6, 5, 6, 5, 6):
+        step(size)
+    monkeypatch.setattr(program, "run_calls", run_calls)
+    for _ in range(MAX_WEAK + 3):
+        runs.append(0)
+        step(50)
+    assert runs == [2] * MAX_WEAK + [1] * 3 and session.stats().failures == MAX_WEAK
+    regions = session.graphs()[-1].regions[0].compiled_regions()
+    assert not any(each.proof.refuted for each in regions)
+
+
+class _OverBudget(MemoryError):
+    pass
+
+
+def _watchdog(*_: Any) -> None:
+    raise _OverBudget("over budget")
+
+
+def test_no_memory_that_a_handler_tells_of_comes_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    right, old, runs = program.run_calls, signal.signal(signal.SIGUSR1, _watchdog), itertools.count()
+
+    def run_calls(*args: Any, **keywords: Any) -> None:
+        right(*args, **keywords)
+        if next(runs) == 0:
+            signal.raise_signal(signal.SIGUSR1)
+
+    monkeypatch.setattr(program, "run_calls", run_calls)
+    x = torch.randn(4, requires_grad=True)
+    try:
+        with ca.enable(backend="eager", cache_dir=False, tune=False), pytest.raises(_OverBudget):
+            torch.autograd.grad((x.sin() * x).sum(), x)
+    finally:
+        signal.signal(signal.SIGUSR1, old)
 
 
 def _expect_nothing_trusted(session: ca.Session, hits: int) -> None:

@@ -226,7 +226,9 @@ class RegionCompiler:
         """Run the calls of a region one by one from now on; gives that in words. Neither like regions nor other
         processes learn of it."""
         if self.passes:  # what the user's passes have made of it was asked for, and not the calls
-            step.run_instead(compiled, _one_by_one(compiled.aten.graph_module()), all_copied(compiled.wiring))
+            rebound = [each for each in step.compiled_regions() if each.proof is compiled.proof]  # whatever runs now
+            for each in rebound or [compiled]:
+                step.run_instead(each, _one_by_one(each.aten.graph_module()), all_copied(each.wiring))
             compiled.proof.settled = True
             return "the operators of its graph run one by one from now on"
         compiled.proof.refuted = True

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,7 +12,7 @@ import torch
 from .. import ir
 
 if TYPE_CHECKING:
-    from ..steps.steps import CompiledRegion
+    from ..steps.steps import CompiledRegion, RegionStep, Slots
 
 Fingerprint = Any
 _SMALL, _MOST_COPIED = 1 << 16, 1 << 24
@@ -96,6 +97,47 @@ def twins(values: Sequence[Any], other: Sequence[int] = ()) -> list[Any]:
             whole = torch.empty(0, dtype=value.dtype, device=value.device)
             _change(whole.set_(own, 0, (own.nbytes() // value.element_size(),), (1,)))
     return copies
+
+
+def taken(compiled: CompiledRegion, slots: Slots) -> list[Any]:
+    """What a region is given of its slots, as it lies there."""
+    return [slots[slot] for slot in compiled.arguments]
+
+
+def copied(step: RegionStep, compiled: CompiledRegion, slots: Slots, other: Sequence[int] = ()) -> Slots:
+    """Slots with copies of what a region takes; of the arguments ``other``, copies that hold other values."""
+    places, slots_of_other = step.inputs, {compiled.arguments[index] for index in other}
+    others = [at for at, slot in enumerate(places) if slot in slots_of_other]
+    copies = list(slots)
+    for slot, copy in zip(places, twins([slots[slot] for slot in places], others), strict=True):
+        copies[slot] = copy
+    return copies
+
+
+@dataclass(frozen=True, slots=True)
+class Apart:
+    """Where the real calls write into what they are given: copies of that as it was, what they ran on, and what they
+    gave. The compiled code then runs on other copies."""
+
+    given: Slots
+    written: Slots
+    wanted: Slots
+
+
+def written_by(
+    run: Callable[[Slots], object], step: RegionStep, compiled: CompiledRegion, slots: Slots, changed: Sequence[int]
+) -> frozenset[int]:
+    """Which of the arguments something writes into, that runs on copies.
+
+    Args:
+        changed: where something has written. There the copies hold other values: to write the same once more would be
+            no change.
+    """
+    copies = copied(step, compiled, slots, changed)
+    arguments = taken(compiled, copies)
+    before = fingerprints(arguments)
+    run(copies)
+    return frozenset(written(before, arguments))
 
 
 def put_back(values: Sequence[Any], copies: Sequence[Any]) -> None:

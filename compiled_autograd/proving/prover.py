@@ -25,7 +25,7 @@ from ..steps.compiled_calls import arguments_of, put_results, run_compiled, size
 from ..steps.memory import give_back_if_tight, is_out_of_memory, memory_of
 from ..steps.proof import MAX_WEAK
 from .aliasing import Result
-from .fingerprints import Draws, fingerprints, may_draw, put_back, twins, written
+from .fingerprints import Apart, Draws, copied, fingerprints, may_draw, put_back, taken, written, written_by
 from .judging import Judge, shows_nothing
 from .refuted import Refuted
 
@@ -59,16 +59,6 @@ def prove(
             give_back_if_tight(slots)
 
 
-@dataclass(frozen=True, slots=True)
-class _Apart:
-    """Where the real calls write into what they are given: copies of that as it was, what they ran on, and what they
-    gave. The compiled code then runs on other copies."""
-
-    given: Slots
-    written: Slots
-    wanted: Slots
-
-
 @dataclass
 class _Run:
     region_compiler: RegionCompiler
@@ -82,18 +72,24 @@ class _Run:
         self.inputs = list(self.slots)  # held, since both ways need them
         self.arguments = arguments_of(self.compiled, self.inputs)
         self.form = form_for(self.compiled.call, self.arguments)
-        self.apart: _Apart | None = None
+        self.sizes = sizes_of(self.compiled, self.arguments)
+        self.apart: Apart | None = None
         self.weak = False  # what was compared has shown little
         self.start = self.end = self._draws()
 
     def beside(self) -> None:
         """Both ways, and what follows from the comparison."""
-        if not self._is_ready() or not self._real_calls_beside():
+        fits = self.compiled.proof.fits(self.form, self.sizes) or self.context.compare_all
+        if not fits or not self._is_ready() or not self._real_calls_beside():
             self._let_go()
             self.real_calls(self.slots)
             return
         self.end = self._draws()
-        if self._may_be_left_out() and shows_nothing(self.step, self.slots):
+        if not self.compiled.checked and not self._is_apart_from_writes():
+            return
+        # The first is compared though it shows nothing, and others are after many.
+        may_be_left_out = self.compiled.checked and self.compiled.proof.waits() and not self.context.compare_all
+        if may_be_left_out and shows_nothing(self.step, self.slots):
             self.compiled.proof.shown(self.form, None, telling=False)
             self.context.report.zeros += 1
             return
@@ -105,8 +101,8 @@ class _Run:
         """Take what the comparison needs of the inputs. False: it cannot be had, or does not fit."""
         try:
             if self.compiled.proof.overwritten:
-                self.apart = _Apart(self._copied(self.inputs), self.inputs, self.slots)
-            self.before = fingerprints(self._taken(self.inputs))
+                self.apart = Apart(copied(self.step, self.compiled, self.inputs), self.inputs, self.slots)
+            self.before = fingerprints(taken(self.compiled, self.inputs))
             give_back_if_tight(self.arguments)
         except Exception as error:  # noqa: BLE001  the real calls run without a comparison
             raise_what_a_handler_raised(error)
@@ -120,11 +116,12 @@ class _Run:
             self.real_calls(self.slots)
             return True
         except Exception as error:
+            raise_what_a_handler_raised(error)
             if not is_out_of_memory(error):
                 raise
             failure = error.with_traceback(None)  # its frames hold what the calls have given
         self.slots[: len(self.inputs)] = self.inputs
-        if self.apart is None and written(self.before, self._taken(self.inputs)):
+        if self.apart is None and written(self.before, taken(self.compiled, self.inputs)):
             try:
                 raise failure
             finally:
@@ -132,33 +129,45 @@ class _Run:
         self._unproved(failure)
         self.start.restore()
         if self.apart is not None:
-            put_back(self._taken(self.inputs), self._taken(self.apart.given))
+            put_back(taken(self.compiled, self.inputs), taken(self.compiled, self.apart.given))
         return False
+
+    def _is_apart_from_writes(self) -> bool:
+        """After a first run: have both ways run on copies where the real calls write. False: these do not fit."""
+        try:
+            if self.apart is None and (changed := written(self.before, taken(self.compiled, self.inputs))):
+                self.compiled.proof.overwritten |= self._written_by(self.real_calls, changed)
+                self._set_apart()
+        except Exception as error:  # noqa: BLE001  the real calls have given the results
+            raise_what_a_handler_raised(error)
+            self._unproved(error)
+            return False
+        finally:
+            self.end.restore()
+        return True
 
     def _let_go(self) -> None:
         """Hold no input, so that each is freed after its last use."""
         self.inputs, self.arguments, self.before, self.apart = [], [], [], None
 
-    def _may_be_left_out(self) -> bool:
-        """Whether this run need not be compared if it shows nothing: the first is, and others after many (`weak`)."""
-        return self.compiled.checked and self.compiled.proof.waits() and not self.context.compare_all
-
     def _compared(self) -> bool:
         """Run the compiled code once, and judge it. False: it has not run to its end, or could not be judged."""
+        inputs, found, failure = self.inputs, None, None
         try:
             self.start.restore()
-            inputs = self.inputs if self.apart is None else self._copied(self.apart.given)
-            found = self._run_compiled(inputs)
+            inputs = inputs if self.apart is None else copied(self.step, self.compiled, self.apart.given)
+            found = self._run_compiled(inputs)  # None: the first run failed, and that was recorded
         except Exception as error:  # noqa: BLE001  whatever a backend throws: the real calls have given the results
             raise_what_a_handler_raised(error)
-            self.end.restore()
-            self._failed(error)
-            return False
-        self.end.restore()
-        if found is None:
-            return False  # the first run failed, and that was recorded
+            failure = error.with_traceback(None)  # its frames hold what was computed
         try:
-            if self._judge(inputs, found):
+            self.end.restore()
+            is_judged = self._judge(inputs, found)
+            if found is None:
+                if failure is not None:
+                    self._failed(failure)
+                return False
+            if is_judged:
                 return True
             found.clear()
             self._set_apart()
@@ -166,11 +175,15 @@ class _Run:
             raise
         except Exception as error:  # noqa: BLE001  what was to be judged is not what the step goes on with
             raise_what_a_handler_raised(error)
-            found.clear()
-            self._unproved(error.with_traceback(None), self._since_written(inputs))
+            found = None
+            more = self._since_written(inputs)
+            if failure is not None:
+                self._failed(failure)
+            self._unproved(error.with_traceback(None), more)
             return False
         finally:
             self.end.restore()
+            del failure  # which may have this frame, and that all inputs
         return self._compared()
 
     def _goes_on_with_another_form(self) -> bool:
@@ -197,12 +210,12 @@ class _Run:
             instead = self.region_compiler.drop(self.step, self.compiled, self.form)
             self.context.report.failures.append(msgspec.structs.replace(failure, instead=instead))
 
-    def _judge(self, inputs: Slots, found: Slots) -> bool:
+    def _judge(self, inputs: Slots, found: Slots | None) -> bool:
         """Compare what the compiled code left behind.
 
         Args:
             inputs: what it was given.
-            found: the slots as it filled them.
+            found: the slots as it filled them; None where it has failed.
 
         Returns:
             False where that is to be done on copies, since somebody else has written into what it was given.
@@ -210,31 +223,33 @@ class _Run:
         Raises:
             GradientMismatchError: it has written into what it was given.
         """
-        overwritten = written(self.before, self._taken(inputs))
+        overwritten = written(self.before, taken(self.compiled, inputs))
         if overwritten and (wrong := self._written_by_ours_alone(overwritten)) is not None:
-            node = self.step.region.inputs[self.compiled.wiring.taken[wrong]]
-            name = self.region_compiler.name_of(node)
+            name = self._name_of(wrong)
             self._refute(None, f"the compiled code has written into {name}, which was given to it")
             if self.apart is None:
                 mismatches = self.context.report.mismatches
                 raise GradientMismatchError(mismatches, f"{name} was overwritten, and has to be made anew")
         elif overwritten and self.apart is None:
             return False
-        else:
+        elif found is not None:
             self._compare(inputs, found)
         return True
 
+    def _name_of(self, argument: int) -> str:
+        return self.region_compiler.name_of(self.step.region.inputs[self.compiled.wiring.taken[argument]])
+
     def _set_apart(self) -> None:
         """The real calls once more, where nobody else writes."""
-        given, theirs = self._copied(self.inputs), self._copied(self.inputs)
+        given, theirs = copied(self.step, self.compiled, self.inputs), copied(self.step, self.compiled, self.inputs)
         wanted = list(theirs)
         self.start.restore()
         self.real_calls(wanted)
-        self.apart = _Apart(given, theirs, wanted)
-        self.before = fingerprints(self._taken(given))
+        self.apart = Apart(given, theirs, wanted)
+        self.before = fingerprints(taken(self.compiled, given))
 
     def _compare(self, inputs: Slots, found: Slots) -> None:
-        apart = self.apart or _Apart(inputs, self.inputs, self.slots)
+        apart = self.apart or Apart(inputs, self.inputs, self.slots)
         given = {memory_of(each[slot]) for each in (inputs, apart.written) for slot in self.step.inputs} - {None}
         run = self.region_compiler, self.step, self.compiled
         judge = Judge(*run, apart.given, self.arguments, given, self.context.module)
@@ -243,20 +258,7 @@ class _Run:
             self._refute(wrong, difference)
             return
         self.weak = not telling
-        self.compiled.proof.shown(self.form, sizes_of(self.compiled, self.arguments), telling)
-
-    def _copied(self, slots: Slots, other: Sequence[int] = ()) -> Slots:
-        """Slots with copies of what the region takes; of the arguments ``other``, copies that hold other values."""
-        copied, places = list(slots), self.step.inputs
-        slots_of_other = {self.compiled.arguments[index] for index in other}
-        others = [at for at, slot in enumerate(places) if slot in slots_of_other]
-        copies = twins([slots[slot] for slot in places], others)
-        for slot, copy in zip(places, copies, strict=True):
-            copied[slot] = copy
-        return copied
-
-    def _taken(self, slots: Slots) -> list[Any]:
-        return [slots[slot] for slot in self.compiled.arguments]
+        self.compiled.proof.shown(self.form, self.sizes, telling)
 
     def _draws(self) -> Draws:
         return Draws(self.arguments if may_draw(self.compiled) else None)
@@ -274,6 +276,9 @@ class _Run:
             return filled
         put_results(self.compiled, self._run_form(self.compiled.call, arguments_of(self.compiled, inputs)), filled)
         return filled
+
+    def _run_in_place(self, slots: Slots) -> None:
+        self._run_form(self.compiled.call, arguments_of(self.compiled, slots))
 
     def _run_form(self, call: Compiled, arguments: list[Any]) -> Sequence[Any]:
         """Fresh memory is poisoned in all of the runs that are compared but the last, which is as later ones are."""
@@ -293,44 +298,42 @@ class _Run:
         self.context.report.mismatched(refuted.mismatch())
 
     def _written_by_ours_alone(self, overwritten: Sequence[int]) -> int | None:
-        """One of the arguments that the compiled code writes into, and the real calls do not.
+        """One of the arguments that the compiled code writes into, and the real calls do not. Where nobody can tell,
+        and it is the user's own memory, that is taken for so.
 
         Args:
             overwritten: where something has written meanwhile: the compiled code, or the real calls, or somebody else.
         """
-        compiled, proof = self.compiled, self.compiled.proof
+        proof, ours = self.compiled.proof, frozenset(overwritten)
         if proof.overwritten.issuperset(overwritten):
             return None
-        given = self._copied(self.inputs, overwritten)  # other values: to write the same once more would be no change
-        proof.overwritten |= {*self._written_by(self.real_calls, given)}
-        # Where both write, the bytes may differ: what an operator writes depends on gradients, which are rounded.
-        if proof.overwritten.issuperset(overwritten):
-            return None
-        ours = self._written_by(lambda slots: self._run_form(compiled.call, arguments_of(compiled, slots)), given)
-        return next((index for index in overwritten if index in ours and index not in proof.overwritten), None)
+        try:
+            proof.overwritten |= self._written_by(self.real_calls, overwritten)
+            # Where both write, the bytes may differ: what an operator writes depends on gradients, which are rounded.
+            if proof.overwritten.issuperset(overwritten):
+                return None
+            ours &= self._written_by(self._run_in_place, overwritten)
+        except Exception as error:
+            raise_what_a_handler_raised(error)
+            if self.apart is not None:
+                raise
+        return min(ours - proof.overwritten, default=None)
 
-    def _written_by(self, run: Callable[[Slots], object], given: Slots) -> list[int]:
-        """Which of the arguments something has written into that ran on copies of ``given``."""
-        slots = self._copied(given)
-        taken = self._taken(slots)
-        before = fingerprints(taken)
-        run(slots)
-        return written(before, taken)
+    def _written_by(self, run: Callable[[Slots], object], changed: Sequence[int]) -> frozenset[int]:
+        return written_by(run, self.step, self.compiled, self.inputs, changed)
 
     def _since_written(self, inputs: Slots) -> str:
         """In words, whether something has written into the inputs of a run that could not be judged."""
         if self.apart is not None:
             return ""  # it was given copies
         try:
-            changed = written(self.before, self._taken(inputs))
+            changed = written(self.before, taken(self.compiled, inputs))
         except Exception as error:  # noqa: BLE001  that it cannot be seen is what is said
             raise_what_a_handler_raised(error)
             return "; nor was it seen whether the compiled code has written into what it was given"
         if not changed:
             return ""
-        nodes = [self.step.region.inputs[self.compiled.wiring.taken[index]] for index in changed]
-        names = ", ".join(map(self.region_compiler.name_of, nodes))
-        return f"; what it was given has changed meanwhile, perhaps by the compiled code: {names}"
+        return f"; what it was given has changed meanwhile: {', '.join(map(self._name_of, changed))}"
 
     def _unproved(self, error: BaseException, more: str = "") -> None:
         """There was no memory to compare in, or what is to be compared is of a kind that cannot be. The real calls give
@@ -340,6 +343,6 @@ class _Run:
         compiler = self.region_compiler
         failure = failure_of("unproved", compiler.backend.name, self.step.region, error)
         where, instead = compiler.where(self.step, self.form), f"this run was not compared with the real calls{more}"
-        if self.compiled.proof.is_given_up(self.form):
+        if self.compiled.proof.is_given_up(self.form, self.sizes):
             instead += f", nor the {MAX_WEAK - 1} before it; {compiler.give_up(self.step, self.compiled)}"
         self.context.report.failures.append(msgspec.structs.replace(failure, where=where, instead=instead))

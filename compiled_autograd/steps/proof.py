@@ -25,6 +25,7 @@ class Proof:
         sizes: the sets of sizes that were compared.
         weak: how many runs have shown little.
         unjudged: how many runs since the last that was compared could not be compared.
+        unfit: how many of a form that had proved itself could not, by sizes.
         settled: nothing more is to be shown: the next run need not ask.
         refuted: no form of it is right, or could be compared: the region's calls run one by one.
         dropped: forms that were found to be wrong.
@@ -39,6 +40,7 @@ class Proof:
     sizes: set[Sizes] = field(default_factory=set)
     weak: int = 0
     unjudged: int = 0
+    unfit: dict[Sizes | None, int] = field(default_factory=dict)
     settled: bool = False
     refuted: bool = False
     dropped: tuple[str, ...] = ()
@@ -68,12 +70,17 @@ class Proof:
         """Whether runs have shown little, and one more such is not to count yet."""
         return 0 < self.weak < MAX_WEAK
 
-    def is_given_up(self, form: str) -> bool:
+    def is_given_up(self, form: str, sizes: Sizes | None) -> bool:
         """Whether one more run that could not be compared is one too many. Never of a form that has proved itself."""
         if self.left.get(form) == 0:
+            self.unfit[sizes] = self.unfit.get(sizes, 0) + 1
             return False
         self.unjudged += 1
         return self.unjudged >= MAX_WEAK
+
+    def fits(self, form: str, sizes: Sizes | None) -> bool:
+        """Whether it is worth a try to compare, as it no more is of some sizes where runs of this form did not fit."""
+        return self.left.get(form) != 0 or self.unfit.get(sizes, 0) < MAX_WEAK
 
     def shown(self, form: str, sizes: Sizes | None, telling: bool) -> None:
         """A run of ``form`` was compared, and nothing found. One that is not ``telling`` counts only after many."""

@@ -118,6 +118,7 @@ class Beside:
             with report.timed("prove"):
                 wanted = self._by_eager()
         except Exception as error:
+            raise_what_a_handler_raised(error)
             if not is_out_of_memory(error):
                 raise
             self._tell("unproved", f"{type(error).__name__}: {error}", "this run was not compared with eager")

@@ -133,6 +133,7 @@ def test_what_is_compiled_in_another_state_than_it_is_for_is_given_up(monkeypatc
     expect(session.stats(), structure_misses=1, shape_misses=1, hits=1, captures=1, compiles=1)
 
 
+@pytest.mark.slow
 def test_what_others_import_meanwhile_is_whole() -> None:
     """Parts of Inductor that import one another, as its settings are where algorithms become deterministic."""
     code = """
@@ -339,6 +340,7 @@ def test_what_was_compiled_in_the_background_is_stored(backend: str, tmp_path: P
     assert again.stats().loads == 1
 
 
+@pytest.mark.slow
 def test_an_artifact_is_not_kept_where_there_is_no_store() -> None:
     model, reference = _twins()
     session = ca.enable(backend="inductor", on_miss="background", cache_dir=False)
@@ -428,6 +430,7 @@ print(subprocess.run(worker_process._command(code), check=True, capture_output=T
 """
 
 
+@pytest.mark.slow
 def test_the_process_that_compiles_has_the_package_of_the_one_that_asks(tmp_path: Path) -> None:
     """However it was found: here in a copy of the sources, by a path that is no longer there."""
     root = Path(__file__).parents[1]

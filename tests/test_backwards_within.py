@@ -94,7 +94,10 @@ def _nothing_is_stuck() -> None:
     assert execution.running() is None and execution.depth() == 0 and not seam.walking()
 
 
-@pytest.mark.parametrize(("known", "every"), [(True, 1), (False, 23), pytest.param(False, 1, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("known", "every"),
+    [(True, 1), (False, 101), *(pytest.param(False, each, marks=pytest.mark.slow) for each in (1, 23))],
+)
 @pytest.mark.parametrize("shared", [False, True], ids=["its_own_leaf", "the_same_leaf"])
 def test_a_backward_after_every_call(known: bool, every: int, shared: bool) -> None:
     """In a hit, after each call there is; in a capture, after some of them. Both give what eager gives."""
@@ -126,7 +129,7 @@ def test_a_backward_after_every_call(known: bool, every: int, shared: bool) -> N
     assert in_threads(work, timeout=WAIT if every > 1 else 10 * WAIT)[0] > 50
 
 
-@pytest.mark.parametrize("leaves", [1, 6])
+@pytest.mark.parametrize("leaves", [1, pytest.param(6, marks=pytest.mark.slow)])
 def test_a_backward_of_second_order_within(leaves: int) -> None:
     """The engine adds to ``.grad`` in another tensor then: what is added to the old one would be lost."""
 
@@ -168,14 +171,15 @@ def test_a_backward_of_second_order_within(leaves: int) -> None:
 
 @pytest.mark.parametrize("own_session", [True, False])
 @pytest.mark.parametrize("shared", [False, True], ids=["its_own_leaf", "the_same_leaf"])
-def test_a_backward_in_the_midst_of_a_walk(own_session: bool, shared: bool) -> None:
+@pytest.mark.parametrize("every", [43, pytest.param(7, marks=pytest.mark.slow)])
+def test_a_backward_in_the_midst_of_a_walk(own_session: bool, shared: bool, every: int) -> None:
     """The engine would take it for one that is to be captured inside of another, and refuse both."""
     with ca.disable():
         right = _step()
         twice = right + right
 
     def work() -> int:
-        for count in itertools.count(0, 7):
+        for count in itertools.count(0, every):
             ca.reset()
             with ca.enable(backend="eager", cache_dir=False) as session:
                 x = torch.ones(4, 4, requires_grad=True)

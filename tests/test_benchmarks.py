@@ -273,6 +273,7 @@ def test_children_compile_together_and_measure_in_turn() -> None:
         assert first["ended"] <= second["begun"]
 
 
+@pytest.mark.slow
 def test_a_child_that_compiles_too_long_holds_up_none(tmp_path: Path) -> None:
     first, second = children.run_together([_command("a", 0.0), _command("b", 600.0)], 5.0)
     assert first["name"] == "a" and second == {"failed": "not compiled in 5 s"}
@@ -283,6 +284,7 @@ def test_a_child_by_itself_waits_for_nobody() -> None:
     assert children.run_apart(_command("a", 600.0), 0.2)["failed"].startswith("no answer in ")
 
 
+@pytest.mark.slow
 def test_a_quick_run_with_jobs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
@@ -439,6 +441,7 @@ def test_what_cannot_be_drawn(tmp_path: Path) -> None:
 # ---- eager in a process of its own -----------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_eager_steps_in_another_process() -> None:
     with Apart("eager", "pinn", 0, "cpu") as apart:
         assert apart._process.pid != os.getpid()
@@ -475,6 +478,7 @@ def test_sides_take_turns_at_going_first() -> None:
 # ---- other people's libraries ----------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_program_and_a_library_that_is_not_installed(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:

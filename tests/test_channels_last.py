@@ -215,7 +215,7 @@ class _Residual(nn.Module):
         return self.last(x).square().mean((1, 2, 3))
 
 
-@pytest.mark.parametrize("normed", [True, False])
+@pytest.mark.parametrize("normed", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_a_network_that_inductor_compiles(normed: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     """On the CPU, which has the same lowering."""
     counts, passes = [], joint_graph.joint_graph_passes

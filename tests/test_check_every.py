@@ -520,7 +520,7 @@ def test_hooks_and_functions_run_once(wrong: int) -> None:
     assert (session.stats().hits, session.stats().failures) == (3, 1)
 
 
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_an_optimizer_in_the_backward_leaves_eagers_parameters(backend: str) -> None:
     def train(session: Any) -> list[torch.Tensor]:
         torch.manual_seed(0)

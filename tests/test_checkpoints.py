@@ -356,6 +356,7 @@ print(stats.compiles > 0, stats.loads > 0, stats.hits, stats.shape_misses, stats
 """
 
 
+@pytest.mark.slow
 def test_a_second_process_loads_each_grouping(tmp_path: Path) -> None:
     (tmp_path / "cache").mkdir(mode=0o700)
     done = [in_subprocess(_TRAINS, COMPILED_AUTOGRAD_CACHE_DIR=str(tmp_path / "cache")) for _ in range(2)]
@@ -402,7 +403,8 @@ def _random_net(seed: int, backend: str) -> ca.Stats:
 @pytest.mark.parametrize(
     ("backend", "seeds"),
     [
-        pytest.param("eager", range(15), id="eager"),
+        pytest.param("eager", range(4), id="eager, few"),
+        pytest.param("eager", range(15), id="eager", marks=pytest.mark.slow),
         pytest.param("inductor", range(2), id="inductor", marks=pytest.mark.slow),
         pytest.param("eager", range(100, 700), id="eager, many", marks=pytest.mark.slow),
         pytest.param("inductor", range(100, 140), id="inductor, many", marks=pytest.mark.slow),

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import pytest
+
 from .conformance.plugin import read
 from .conformance.run import Job, run_all
 
@@ -26,6 +28,7 @@ def _lines(*outcomes: tuple[str, str]) -> str:
     return "".join(f'{{"test": "{name}", "outcome": "{outcome}"}}\n' for name, outcome in outcomes)
 
 
+@pytest.mark.slow
 def test_eager_runs_only_what_does_not_pass_elsewhere(tmp_path: Path) -> None:
     (tmp_path / "test_some.py").write_text(_TESTS)
     kept = tmp_path / "kept"

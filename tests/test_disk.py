@@ -136,6 +136,7 @@ def test_another_process_finds_it_by_the_environments_folder(folder: Path) -> No
     assert entry.loads == 1 and "tests/stored.py" in str(entry.source)
 
 
+@pytest.mark.slow
 def test_what_inductor_compiled_needs_no_compiler_and_no_folder_of_inductors(folder: Path, tmp_path: Path) -> None:
     for number, compiler in enumerate(({}, {"CXX": "/nonexistent", "PATH": "/nonexistent"})):
         empty = {"TORCHINDUCTOR_CACHE_DIR": str(tmp_path / f"inductor{number}")}
@@ -179,6 +180,7 @@ print(session.stats().hits)
 """
 
 
+@pytest.mark.slow
 def test_small_regions_are_found_where_no_function_is_overridden(folder: Path) -> None:
     """As in the backward of a loss of a subclass: what traces the stored text could not, and the user got its error."""
     outcomes = [in_subprocess(_OF_A_SUBCLASS, COMPILED_AUTOGRAD_CACHE_DIR=str(folder)) for _ in range(2)]
@@ -334,6 +336,7 @@ expect(_run(BACKWARDS["outputs"], folder).stats(), hits=1, compiles=0)
 """
 
 
+@pytest.mark.slow
 def test_a_child_by_fork_finds_and_adds(folder: Path) -> None:
     result = in_subprocess(_FORK, FOLDER=str(folder), OMP_NUM_THREADS="1")  # OpenMP's threads do not outlive a fork
     assert result.returncode == 0, result.stderr

@@ -261,8 +261,15 @@ class _FusedProjection(nn.Module):
         return F.scaled_dot_product_attention(query, key, value, is_causal=True)
 
 
-@pytest.mark.parametrize("causal", [True, False], ids=["in one operator", "written out"])
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize(
+    ("backend", "causal"),
+    [
+        pytest.param("eager", True, id="eager-in one operator"),
+        pytest.param("eager", False, id="eager-written out"),
+        pytest.param("inductor", True, id="inductor-in one operator"),
+        pytest.param("inductor", False, id="inductor-written out", marks=pytest.mark.slow),
+    ],
+)
 def test_pieces_of_a_fused_projection_need_two_compiles_for_all_lengths(backend: str, causal: bool) -> None:
     """Their strides are no products of their own sizes alone: ``(48 * T, 8, 48, 1)`` of ``(B, 2, T, 8)``."""
     model = _FusedProjection(causal)
@@ -357,9 +364,8 @@ def test_a_call_that_symbols_cannot_describe_stays_opaque_and_logs_nothing(capfd
 shapes = st.lists(st.tuples(st.integers(0, 6), st.integers(0, 6)), min_size=2, max_size=6)
 
 
-@settings(max_examples=25)
-@given(shapes, st.sampled_from(["matmul", "view", "cat", "norm"]))
-def test_whatever_the_shapes_gradients_are_those_of_eager(sizes: list[tuple[int, int]], what: str) -> None:
+@pytest.mark.parametrize("examples", [8, pytest.param(25, marks=pytest.mark.slow)])
+def test_whatever_the_shapes_gradients_are_those_of_eager(examples: int) -> None:
     """Shapes that pass the guards are served rightly, and those that do not are not served by them."""
     losses: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
         "matmul": lambda x: (x @ x.t()).tanh().sum(),
@@ -367,14 +373,20 @@ def test_whatever_the_shapes_gradients_are_those_of_eager(sizes: list[tuple[int,
         "cat": lambda x: torch.cat([x, x.exp()], 0).pow(2).mean(0).sum(),
         "norm": lambda x: F.layer_norm(x, x.shape[1:]).sin().sum(),
     }
-    ca.reset()
-    session = ca.enable(backend="eager")
-    for size in sizes:
-        x = torch.randn(*size, dtype=torch.float64, requires_grad=True)
-        expected = torch.autograd.grad(losses[what](x), x)
-        with session:
-            assert_same(torch.autograd.grad(losses[what](x), x), expected)
-    assert session.stats().bypasses == {} and session.stats().failures == 0
+
+    @settings(max_examples=examples)
+    @given(shapes, st.sampled_from([*losses]))
+    def check(sizes: list[tuple[int, int]], what: str) -> None:
+        ca.reset()
+        session = ca.enable(backend="eager")
+        for size in sizes:
+            x = torch.randn(*size, dtype=torch.float64, requires_grad=True)
+            expected = torch.autograd.grad(losses[what](x), x)
+            with session:
+                assert_same(torch.autograd.grad(losses[what](x), x), expected)
+        assert session.stats().bypasses == {} and session.stats().failures == 0
+
+    check()
 
 
 # ---- guards ----------------------------------------------------------------------------------------------------------

@@ -14,19 +14,8 @@ from .helpers import ROOT
 
 _EXAMPLES = ROOT / "examples"
 _TUTORIALS = sorted(file.stem for file in _EXAMPLES.glob("[!_]*.py") if file.stem != "train_llama")
-_LONG = (
-    *(
-        "quickstart",
-        "background_and_warm_start",
-        "compressed_gradients",
-        "forces",
-        "foreach",
-        "gradient_norms",
-        "hessian",
-    ),
-    *("hessian", "pinn", "with_torch_compile"),
-)
-"""These compile with Inductor."""
+_BY_DEFAULT = ("simple_grad",)
+"""The others take longer, those that compile with Inductor longest."""
 
 
 def _run(name: str, folder: Path, *arguments: str) -> str:
@@ -46,7 +35,7 @@ def _run(name: str, folder: Path, *arguments: str) -> str:
 
 
 @pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=pytest.mark.slow if name in _LONG else ()) for name in _TUTORIALS]
+    "name", [pytest.param(name, marks=() if name in _BY_DEFAULT else pytest.mark.slow) for name in _TUTORIALS]
 )
 def test_a_tutorial_runs(name: str, tmp_path: Path) -> None:
     assert _run(name, tmp_path).strip()

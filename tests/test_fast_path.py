@@ -477,9 +477,11 @@ def _train(seed: int, steps: int, session: Callable[[], ca.Session]) -> int:
     return FAST_PATH.served - served
 
 
-@pytest.mark.parametrize("seed", [2, *(pytest.param(each, marks=pytest.mark.slow) for each in range(2))])
-def test_random_trainings(hits: NativeHits, seed: int) -> None:
-    assert _train(seed, 120, _session) > 0
+@pytest.mark.parametrize(
+    ("seed", "steps"), [(2, 30), *(pytest.param(each, 120, marks=pytest.mark.slow) for each in range(3))]
+)
+def test_random_trainings(hits: NativeHits, seed: int, steps: int) -> None:
+    assert _train(seed, steps, _session) > 0
 
 
 @pytest.mark.slow
@@ -557,6 +559,7 @@ else:
 """
 
 
+@pytest.mark.slow
 def test_other_processes(request: pytest.FixtureRequest, tmp_path: Path) -> None:
     """What the store has is served, and so it is in a forked child."""
     library_of(request.config)

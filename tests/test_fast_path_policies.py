@@ -66,7 +66,9 @@ LOOKS: dict[str, Callable[[], AbstractContextManager[Any]]] = {
 }
 
 
-@pytest.mark.parametrize("looks", LOOKS)
+@pytest.mark.parametrize(
+    "looks", [pytest.param(each, marks=pytest.mark.slow if each == "compiling" else ()) for each in LOOKS]
+)
 def test_a_tape_that_a_policy_lets_go_on(hits: NativeHits, net: tuple[Make, list[torch.Tensor]], looks: str) -> None:
     """It is served and counted as by Python."""
     make, leaves = net

@@ -210,8 +210,13 @@ in_child(child)
 
 @pytest.mark.parametrize(
     "then",
-    [_COMPILING, _OTHER_LOCKS, _HELD_OVER_FORK, _INSIDE_A_CALL, _ASKED],
-    ids=["compiling", "other locks", "held over the fork", "inside the engine's call", "instruction sets"],
+    [
+        pytest.param(_COMPILING, id="compiling"),
+        pytest.param(_OTHER_LOCKS, id="other locks", marks=pytest.mark.slow),
+        pytest.param(_HELD_OVER_FORK, id="held over the fork", marks=pytest.mark.slow),
+        pytest.param(_INSIDE_A_CALL, id="inside the engine's call"),
+        pytest.param(_ASKED, id="instruction sets", marks=pytest.mark.slow),
+    ],
 )
 def test_a_child_forked_while_another_thread_is_busy(then: str) -> None:
     result = in_subprocess(_START + then, OMP_NUM_THREADS="1")

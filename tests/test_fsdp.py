@@ -105,7 +105,7 @@ def compare(
     return found
 
 
-QUICK = ("plain", "no_sync", "checkpoint")
+QUICK = ("plain", "checkpoint")
 
 
 @pytest.mark.parametrize(

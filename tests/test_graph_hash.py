@@ -347,7 +347,8 @@ def _random_net(draw: random.Random) -> tuple[list[torch.Tensor], Callable[[torc
 @pytest.mark.parametrize(
     ("backend", "seeds"),
     [
-        pytest.param("eager", range(40), id="eager"),
+        pytest.param("eager", range(8), id="eager, few"),
+        pytest.param("eager", range(40), id="eager", marks=pytest.mark.slow),
         pytest.param("inductor", range(40, 43), id="inductor", marks=pytest.mark.slow),
         pytest.param("inductor", range(100, 160), id="inductor, many", marks=pytest.mark.slow),
     ],

@@ -159,8 +159,14 @@ def _grouped(stride: int) -> tuple[list[torch.Tensor], torch.Tensor]:
     return [p], _Gives.apply(grad, value).sum()
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("program", [_conv1d, _conv1d_without_batch, _depthwise, _unpacked, _handed_on, _grouped])
+@pytest.mark.parametrize(
+    ("program", "backend"),
+    [
+        *(pytest.param(each, "inductor", marks=pytest.mark.slow) for each in (_depthwise, _unpacked)),
+        *((each, "inductor") for each in (_conv1d, _conv1d_without_batch, _handed_on, _grouped)),
+        *((each, "eager") for each in (_conv1d, _conv1d_without_batch, _depthwise, _unpacked, _handed_on, _grouped)),
+    ],
+)
 def test_the_stride_of_one_element_decides_how_results_lie(program: Any, backend: str) -> None:
     """Convolutions in one dimension add one, and then their channels come last, or not."""
     session = ca.enable(backend=backend, cache_dir=False, dynamic=False)
@@ -281,8 +287,10 @@ _WITH_BITS = [
 
 
 @pytest.mark.filterwarnings("ignore:Torchinductor does not support code generation for complex")
-@pytest.mark.parametrize("dynamic", [False, None])
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize(
+    ("backend", "dynamic"),
+    [("eager", False), ("eager", None), ("inductor", None), pytest.param("inductor", False, marks=pytest.mark.slow)],
+)
 @pytest.mark.parametrize("run", _WITH_BITS)
 def test_bits_are_heeded(run: Callable[[int], Any], backend: str, dynamic: bool | None) -> None:
     session = ca.enable(backend=backend, dynamic=dynamic)

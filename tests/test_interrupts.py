@@ -138,7 +138,8 @@ def _told(session: Any) -> int:
 
 
 @pytest.mark.parametrize(
-    ("known", "retained", "every"), [(True, False, 1), (True, True, 1), (False, False, 97), (False, True, 101)]
+    ("known", "retained", "every"),
+    [(True, False, 1), (True, True, 1), (False, False, 97), pytest.param(False, True, 101, marks=pytest.mark.slow)],
 )
 def test_an_interrupt_after_every_call(
     known: bool, retained: bool, every: int, wanted: Callable[[bool], torch.Tensor]
@@ -477,7 +478,7 @@ class _SignalAt(_InterruptAt):
             signal.raise_signal(signal.SIGUSR1)
 
 
-@pytest.mark.parametrize("retained", [False, True])
+@pytest.mark.parametrize("retained", [False, pytest.param(True, marks=pytest.mark.slow)])
 def test_what_a_handler_raises_comes_out(
     retained: bool, wanted: Callable[[bool], torch.Tensor], raises_time_is_up: None
 ) -> None:

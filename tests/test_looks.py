@@ -406,7 +406,7 @@ def test_tapes_of_others_are_none_among_those_whose_roots_are_not_read(
     assert not doubts
 
 
-@pytest.mark.parametrize("seed", range(8))
+@pytest.mark.parametrize("seed", [0, 1, *(pytest.param(each, marks=pytest.mark.slow) for each in range(2, 8))])
 def test_tapes_in_any_order_lose_nothing(seed: int, looks: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
     """Kinds that are hits, that are left, that nobody has seen, of other sessions and threads: alone, in turn and in
     rows of random lengths. Gradients are eager's, and each backward is counted once."""

@@ -85,8 +85,16 @@ def _train(session: Any, values: list[Any], change: Change, rows: list[int] | No
     return found
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
-@pytest.mark.parametrize("change", [_attribute, _constant, _of_a_called_function])
+@pytest.mark.parametrize(
+    ("change", "backend"),
+    [
+        pytest.param(
+            change, backend, marks=pytest.mark.slow if backend == "inductor" and change is not _constant else ()
+        )
+        for change in (_attribute, _constant, _of_a_called_function)
+        for backend in BACKENDS
+    ],
+)
 @pytest.mark.parametrize("check", ["new", False])
 def test_what_a_hook_of_the_same_backward_changes_is_the_new_value(backend: str, change: Change, check: Any) -> None:
     values = [2.0, 3.0, 4.0, 3.0, 2.0, 4.0]
@@ -343,9 +351,11 @@ def _compare_random(seeds: range, **settings: Any) -> None:
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5, msg=lambda m, s=seed: f"{s}: {m}")
 
 
-@pytest.mark.parametrize("check", [pytest.param(False, marks=pytest.mark.slow), 2])
-def test_random_changes(check: Any) -> None:
-    _compare_random(range(6), backend="aot_eager", check=check)
+@pytest.mark.parametrize(
+    ("check", "seeds"), [(2, 2), *(pytest.param(each, 6, marks=pytest.mark.slow) for each in (False, 2))]
+)
+def test_random_changes(check: Any, seeds: int) -> None:
+    _compare_random(range(seeds), backend="aot_eager", check=check)
 
 
 @pytest.mark.slow

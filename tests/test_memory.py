@@ -121,7 +121,7 @@ def _ratio(
     return compiled / eager
 
 
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_checkpointing_without_reentrance(backend: str) -> None:
     """Blocks are recomputed when they are needed, and what they take is given back when they are done."""
     model = _Stack(_Block, width=256, depth=10, use_reentrant=False)
@@ -215,7 +215,7 @@ def test_packed_tensors_come_back_one_node_at_a_time(where: str, tmp_path: Path)
     expect(session.stats(), structure_misses=1, hits=1)
 
 
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_offloading_keeps_its_benefit(backend: str) -> None:
     def offload() -> Any:
         return saved_tensors_hooks(lambda tensor: tensor.detach().numpy().copy(), lambda a: torch.from_numpy(a).clone())

@@ -333,7 +333,9 @@ def test_gradients_with_respect_to_inputs() -> None:
 _FAST_ON_INDUCTOR = [_mlp, _gpt, _resnet]
 
 
-@pytest.mark.parametrize("case", _FAST_ON_INDUCTOR)
+@pytest.mark.parametrize(
+    "case", [pytest.param(case, marks=pytest.mark.slow if case is _resnet else ()) for case in _FAST_ON_INDUCTOR]
+)
 def test_inductor_within_rounding(case: Callable[[], Case]) -> None:
     make, loss = case()
     result = compare(make, loss, backend="inductor", steps=3)

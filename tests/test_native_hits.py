@@ -258,7 +258,7 @@ def test_an_error_of_a_hook_is_the_users(native: NativeHits) -> None:
 # ---- inputs ----------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_gradients_of_inputs(native: NativeHits, backend: str) -> None:
     """Of leaves and of what lies inside the tape, one of them twice, one that the tape does not know."""
     x, y, z = (torch.randn(3, 4, requires_grad=True) for _ in range(3))

@@ -195,7 +195,7 @@ def _compare_programs(native: Any, seeds: range) -> Counter[str]:
     return both.counts
 
 
-@pytest.mark.parametrize("first", range(0, 120, 20))
+@pytest.mark.parametrize("first", [0, *(pytest.param(each, marks=pytest.mark.slow) for each in range(20, 120, 20))])
 def test_random_tapes(native: Any, first: int) -> None:
     counts = _compare_programs(native, range(first, first + 20))
     assert counts["hit"] > counts["learnt"] > 0

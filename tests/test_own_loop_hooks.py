@@ -245,13 +245,14 @@ class _Some(int):
 _SOME = _Some(1)
 
 
-def test_a_hook_frees_the_last_names_of_a_long_tape() -> None:
+@pytest.mark.parametrize("length", [6_000, pytest.param(60_000, marks=pytest.mark.slow)])
+def test_a_hook_frees_the_last_names_of_a_long_tape(length: int) -> None:
     """It is freed without Python's or C's stack."""
 
     def program(around: Any) -> list[Any]:
         x = leaf(2)
         held = [x * 1.0]
-        for _ in range(60_000):
+        for _ in range(length):
             held.append(held.pop() * 1.0)
         held.append(held.pop().sum())
         node_of(held[0]).register_prehook(lambda _: held.clear())

@@ -23,7 +23,9 @@ from .fuzz.shrink import shrink
 from .fuzz.values import LAYOUTS, LEFT_OUT, lay_out, plain, share_memory
 
 _EAGER, _AT_ONCE = 135, 15
-_INDUCTOR = (3, 8, 20, 10_013, 10_038)
+_SHORT = (15, 30, 45)
+_INDUCTOR = (20, 10_013)
+_INDUCTOR_LONGER = (3, 8, 10_038)
 
 
 @pytest.fixture(autouse=True)
@@ -51,7 +53,10 @@ def _run(seeds: range | tuple[int, ...], settings: Settings) -> Counter[str]:
     return account
 
 
-@pytest.mark.parametrize("first", range(0, _EAGER, _AT_ONCE))
+@pytest.mark.parametrize(
+    "first",
+    [pytest.param(each, marks=() if each in _SHORT else pytest.mark.slow) for each in range(0, _EAGER, _AT_ONCE)],
+)
 def test_random_tapes(first: int) -> None:
     """Bit for bit. Most are captured once and then hits, and some come from the store."""
     account = _run(range(first, first + _AT_ONCE), Settings("eager", process=False))
@@ -59,7 +64,9 @@ def test_random_tapes(first: int) -> None:
     assert account["bypass"] < account["hit"]
 
 
-@pytest.mark.parametrize("seed", _INDUCTOR)
+@pytest.mark.parametrize(
+    "seed", [*_INDUCTOR, *(pytest.param(each, marks=pytest.mark.slow) for each in _INDUCTOR_LONGER)]
+)
 def test_random_tapes_with_inductor(seed: int) -> None:
     account = _run((seed,), Settings("inductor"))
     assert account["hit"]

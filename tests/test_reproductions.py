@@ -99,6 +99,7 @@ def _aten(graph: CompiledGraph) -> list[list[str]]:
     return [[str(node.target) for node in each.graph.nodes] for each in graph.aten]
 
 
+@pytest.mark.slow
 def test_the_program_compares_and_times(tmp_path: Path) -> None:
     model = mlp()
     path = _saved(_graph(lambda: model(_BATCH).square().mean()), tmp_path)

@@ -265,7 +265,17 @@ def test_a_file_that_cannot_run_says_why(name: str, path: Path) -> None:
     assert "damaged" not in str(caught.value)
 
 
-def test_the_program_sends_a_terminal_nothing_of_the_file(path: Path) -> None:
+def _program(path: Path, *options: str) -> subprocess.CompletedProcess[str]:
+    command = [sys.executable, "-m", "compiled_autograd.load", str(path), "--backend", "eager", *options]
+    return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+
+
+@pytest.mark.parametrize(
+    "options",
+    [("--rounds", "0"), *(pytest.param(("--stage", each), marks=pytest.mark.slow) for each in ("tape", "regions"))],
+    ids=" ".join,
+)
+def test_the_program_sends_a_terminal_nothing_of_the_file(options: tuple[str, ...], path: Path) -> None:
     def renamed(record: Any) -> None:
         for each in (*record["calls"], *record["nodes"]):
             each["name"] = "a\x1b]0;owned\x07\nb"
@@ -274,10 +284,11 @@ def test_the_program_sends_a_terminal_nothing_of_the_file(path: Path) -> None:
         record["about"].update(where="w\x1b[2J", difference="d\x1b[2J", torch="t\x1b[2J")
 
     _changed(path, renamed)
-    command = [sys.executable, "-m", "compiled_autograd.load", str(path), "--backend", "eager"]
-    for options in (["--rounds", "0"], ["--stage", "tape"], ["--stage", "regions"]):
-        shown = subprocess.run([*command, *options], cwd=ROOT, capture_output=True, text=True, timeout=300)
-        assert shown.returncode == 0 and "\x1b" not in shown.stdout + shown.stderr, shown.stderr
+    shown = _program(path, *options)
+    assert shown.returncode == 0 and "\x1b" not in shown.stdout + shown.stderr, shown.stderr
+
+
+def test_it_sends_nothing_of_a_file_that_it_refuses(path: Path) -> None:
     _changed(path, lambda record: next(iter(record["functions"]))["operators"].append({"name": "\x1b[2J"}))
-    refused = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=300)
+    refused = _program(path)
     assert refused.returncode == 2 and "is no operator" in refused.stderr and "\x1b" not in refused.stderr

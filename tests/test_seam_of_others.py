@@ -142,7 +142,7 @@ def test_inside_a_walk_of_its_own_a_thread_does_not_wait(monkeypatch: pytest.Mon
     expect(session.stats(), structure_misses=1)
 
 
-@pytest.mark.parametrize("backend", ["eager", "aot_eager"])
+@pytest.mark.parametrize("backend", ["eager", pytest.param("aot_eager", marks=pytest.mark.slow)])
 def test_torch_func_in_other_threads(backend: str) -> None:
     """``torch.func.grad`` turns it off and on at each call, and so does what compiles."""
     stop = threading.Event()

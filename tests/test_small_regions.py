@@ -58,7 +58,7 @@ def _train(session: Any, ways: list[str], hooked: bool) -> list[torch.Tensor | N
 
 
 @pytest.mark.parametrize("hooked", [False, True])
-@pytest.mark.parametrize("backend", ["eager", "aot_eager", "inductor"])
+@pytest.mark.parametrize("backend", ["eager", "aot_eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_what_is_handed_on_in_turns(hooked: bool, backend: str) -> None:
     ways = [*WAYS, *WAYS, *reversed(WAYS)]
     session = ca.enable(backend=backend, check=False)

@@ -21,6 +21,7 @@ from compiled_autograd.runtime.program import AccumulateStep, OpaqueStep, Region
 from .helpers import assert_close, assert_same
 
 BACKENDS = ["aot_eager", "inductor"]
+INDUCTOR_IS_SLOW = ["aot_eager", pytest.param("inductor", marks=pytest.mark.slow)]
 
 
 @ca.traceable
@@ -107,7 +108,7 @@ def test_a_bitwise_backend_calls_it() -> None:
     assert session.stats().hits == 2
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", INDUCTOR_IS_SLOW)
 @pytest.mark.parametrize(
     ("factors", "compiles"),
     [
@@ -130,7 +131,7 @@ def test_plain_attributes_are_compiled_for_once_each(backend: str, factors: list
     assert graph is not None and len(graph.variants) == compiles
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", INDUCTOR_IS_SLOW)
 def test_other_shapes(backend: str) -> None:
     rows = [5, 7, 9, 4, 5, 12]
     session = ca.enable(backend=backend, check=2)
@@ -154,7 +155,7 @@ def _made(closed: Any, default: Any) -> type[torch.autograd.Function]:
     return ca.traceable(Made)
 
 
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", INDUCTOR_IS_SLOW)
 def test_closures_defaults_and_variables_of_the_module_are_looked_at(
     backend: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -511,8 +512,9 @@ def _compare_random(seeds: range, **settings: Any) -> None:
 
 
 @pytest.mark.parametrize("check", [True, 2, False])
-def test_random_trainings(check: Any) -> None:
-    _compare_random(range(12), backend="aot_eager", check=check)
+@pytest.mark.parametrize("seeds", [2, pytest.param(12, marks=pytest.mark.slow)])
+def test_random_trainings(check: Any, seeds: int) -> None:
+    _compare_random(range(seeds), backend="aot_eager", check=check)
 
 
 @pytest.mark.slow
@@ -521,10 +523,11 @@ def test_many_random_trainings(backend: str) -> None:
     _compare_random(range(100, 400) if backend == "aot_eager" else range(100, 130), backend=backend)
 
 
-def test_threads() -> None:
+@pytest.mark.parametrize("seeds", [1, pytest.param(4, marks=pytest.mark.slow)])
+def test_threads(seeds: int) -> None:
     with ThreadPoolExecutor(4) as pool:
         runs = [
-            pool.submit(_compare_random, range(start, start + 4), backend="aot_eager") for start in (20, 20, 30, 40)
+            pool.submit(_compare_random, range(start, start + seeds), backend="aot_eager") for start in (20, 20, 30, 40)
         ]
         for run in runs:
             run.result()

@@ -577,9 +577,11 @@ def _compare_random(seeds: range, **settings: Any) -> None:
                 torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-4, msg=lambda m, s=seed: f"{s}: {m}")
 
 
-@pytest.mark.parametrize("check", ["new", pytest.param(False, marks=pytest.mark.slow)])
-def test_random_trainings(check: Any) -> None:
-    _compare_random(range(8), backend="aot_eager", check=check)
+@pytest.mark.parametrize(
+    ("check", "seeds"), [("new", 2), *(pytest.param(each, 8, marks=pytest.mark.slow) for each in ("new", False))]
+)
+def test_random_trainings(check: Any, seeds: int) -> None:
+    _compare_random(range(seeds), backend="aot_eager", check=check)
 
 
 @pytest.mark.slow

@@ -17,7 +17,7 @@ import compiled_autograd as ca
 from backends.eager import EagerBackend
 from backends.inductor.straight_line.straight_line import PROGRAM, StraightLine
 from backends.protocol import PROVING_RUNS
-from compiled_autograd.proving import fingerprints, judging
+from compiled_autograd.proving import fingerprints, judging, prover
 from compiled_autograd.proving.fingerprints import is_seeded, names_random, twins
 from compiled_autograd.runtime import program
 from compiled_autograd.steps.accumulate import outermost_first
@@ -511,6 +511,45 @@ def test_code_that_writes_elsewhere_than_the_calls_do_is_found_on_copies(real_ru
     found = _steps_whose_calls_write(session, real_runs)
     assert [len(each) for each in found] == [0, 1, 0, 0]
     assert "has written into" in str(found[1][0].error)
+
+
+def _move(values: Sequence[Any]) -> list[torch.Tensor]:
+    """Write into one of the tensors that the calls do not write into, as another thread may."""
+    moved = [each.detach() for each in values if isinstance(each, torch.Tensor) and each.shape == (7,)]
+    return [each.mul_(1.5) for each in moved]
+
+
+def test_others_write_where_the_calls_do(real_runs: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Threads that train one model: what the two ways were given would differ."""
+    right, elsewhere = program.run_calls, []
+
+    def run_calls(step: Any, slots: list[Any], *args: Any, **keywords: Any) -> Any:
+        if len(real_runs) == 2 and not elsewhere:  # the second step, in which it is known that the calls write
+            elsewhere.extend(_move([slots[slot] for slot in step.inputs]))
+        return right(step, slots, *args, **keywords)
+
+    monkeypatch.setattr(program, "run_calls", run_calls)
+    monkeypatch.setattr(torch.testing, "assert_close", lambda *_: None)  # eager has not seen that write
+    session = ca.enable(backend="eager", cache_dir=False, tune=False)
+    assert not any(_steps_whose_calls_write(session, real_runs)) and elsewhere
+    assert real_runs == [3, 4, 0, 0, 0], "in the second step they run again, on copies"
+
+
+def test_both_ways_are_given_the_same_whoever_writes(real_runs: list[int], monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each time when something was copied, here. A difference that is none would widen what is taken for rounding."""
+    right, made = prover.copied, []
+
+    def copied(step: Any, compiled: Any, slots: list[Any], *args: Any) -> Any:
+        copies = right(step, compiled, slots, *args)
+        if len(real_runs) == 1 and not any(slots is each for each in made):
+            _move([slots[slot] for slot in step.inputs])
+        made.append(copies)
+        return copies
+
+    monkeypatch.setattr(prover, "copied", copied)
+    backend = _backend(lambda number, arguments, right: [each * 1.2 for each in right(*arguments)])
+    session = ca.enable(backend=backend, cache_dir=False, tune=False)
+    assert [len(each) for each in _steps_whose_calls_write(session, real_runs)] == [1, 0, 0, 0]
 
 
 def test_what_the_real_calls_write_is_not_laid_at_the_door_of_the_compiled_code() -> None:

@@ -170,6 +170,14 @@ def _fail() -> None:
     raise RuntimeError("a kernel failed")
 
 
+def test_a_run_that_failed_and_could_not_be_looked_at_is_told_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It counts as one of those after which a region is given up, too."""
+    right, have_memory = prover.written, itertools.cycle([True, False])
+    monkeypatch.setattr(prover, "written", lambda *args: (right if next(have_memory) else _no_memory)(*args))
+    session = ca.enable(backend=_writing([], _no_memory), cache_dir=False, tune=False)
+    assert _steps(session, MAX_WEAK + 2) == ["unproved"] * MAX_WEAK
+
+
 @pytest.mark.parametrize("then", [lambda: None, _fail, _no_memory])
 @pytest.mark.parametrize("copies", [True, False])
 def test_that_code_has_written_is_an_error_whatever_else_fails(
@@ -184,6 +192,58 @@ def test_that_code_has_written_is_an_error_whatever_else_fails(
         pytest.raises(ca.GradientMismatchError, match="was overwritten"),
     ):
         torch.autograd.grad((x.sin() * x).sum(), x)
+
+
+@pytest.mark.parametrize("then", [_fail, _no_memory])
+def test_what_another_thread_writes_is_not_laid_at_the_door_of_code_that_fails(then: Callable[[], Any]) -> None:
+    """Threads that train one model: asked on copies, the code writes nothing before it fails again."""
+    x, writes = torch.randn(4, requires_grad=True), iter([True])
+
+    def backend(graph_module: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
+        def run(*arguments: Any) -> Any:
+            if next(writes, False):
+                x.detach().mul_(1.5)
+            then()
+
+        return run
+
+    wanted = torch.autograd.grad((x.sin() * x).sum(), x)
+    session = ca.enable(backend=backend, cache_dir=False, tune=False)
+    with session:
+        assert_same(torch.autograd.grad((x.sin() * x).sum(), x), wanted)
+    assert session.stats().failures == 1 and next(writes, None) is None
+
+
+@ca.traceable
+class _Above2(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(x)
+        return x * 1
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
+        return grad * ctx.saved_tensors[0].sub(2).sqrt()
+
+
+def test_nor_where_the_real_calls_take_no_other_values() -> None:
+    """Those that stand for what has changed give NaN here, and NaNs are looked for."""
+    x, runs = torch.full([4], 9.0, requires_grad=True), itertools.count()
+
+    def backend(graph_module: fx.GraphModule, examples: Sequence[Any]) -> Callable[..., Any]:
+        def run(*arguments: Any) -> Any:
+            if next(runs) == 0:
+                x.detach().add_(1)
+            return graph_module.forward(*arguments)
+
+        return run
+
+    wanted = x.detach().sub(2).sqrt() * 3
+    with torch.autograd.set_detect_anomaly(True), ca.enable(backend=backend, cache_dir=False, tune=False) as session:
+        (grad,) = torch.autograd.grad((_Above2.apply(x) * 3).sum(), x)
+    torch.testing.assert_close(grad, wanted)
+    expect(session.stats(), structure_misses=1, captures=1, compiles=1)
+    assert next(runs) > 1
 
 
 @ca.traceable
@@ -260,6 +320,16 @@ def test_sizes_that_do_not_fit_are_not_tried_for_ever(monkeypatch: pytest.Monkey
     assert runs == [2] * MAX_WEAK + [1] * 3 and session.stats().failures == MAX_WEAK
     regions = session.graphs()[-1].regions[0].compiled_regions()
     assert not any(each.proof.refuted for each in regions)
+
+
+def test_what_is_given_up_holds_no_results(monkeypatch: pytest.MonkeyPatch) -> None:
+    session = ca.enable(backend=_writing([]), cache_dir=False, tune=False)
+    assert _steps(session, 1) == []
+    (compiled,) = session.graphs()[0].regions[0].compiled_regions()
+    assert compiled.proof.held
+    monkeypatch.setattr(prover, "fingerprints", _no_memory)
+    assert _steps(session, MAX_WEAK) == ["unproved"] * MAX_WEAK
+    assert compiled.proof.refuted and not compiled.proof.held
 
 
 class _OverBudget(MemoryError):

@@ -225,9 +225,9 @@ class RegionCompiler:
     def give_up(self, step: RegionStep, compiled: CompiledRegion) -> str:
         """Run the calls of a region one by one from now on; gives that in words. Neither like regions nor other
         processes learn of it."""
+        compiled.proof.held.clear()
         if self.passes:  # what the user's passes have made of it was asked for, and not the calls
-            rebound = [each for each in step.compiled_regions() if each.proof is compiled.proof]  # whatever runs now
-            for each in rebound or [compiled]:
+            for each in [it for it in step.compiled_regions() if it.proof is compiled.proof] or [compiled]:
                 step.run_instead(each, _one_by_one(each.aten.graph_module()), all_copied(each.wiring))
             compiled.proof.settled = True
             return "the operators of its graph run one by one from now on"

@@ -9,6 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from backends.signal_handlers import raise_what_a_handler_raised
+
 from .. import ir
 
 if TYPE_CHECKING:
@@ -127,24 +129,28 @@ class Apart:
 def written_by(
     run: Callable[[Slots], object], step: RegionStep, compiled: CompiledRegion, slots: Slots, changed: Sequence[int]
 ) -> frozenset[int]:
-    """Which of the arguments something writes into, that runs on copies.
+    """Which of the arguments something writes into, that runs on copies, or until it raises.
 
-    Args:
-        changed: where something has written. There the copies hold other values: to write the same once more would be
-            no change.
+    It runs with other values where something has changed, and then with those that lie there: it may write the same
+    again, or take no others.
     """
-    copies = copied(step, compiled, slots, changed)
-    arguments = taken(compiled, copies)
-    before = fingerprints(arguments)
-    run(copies)
-    return frozenset(written(before, arguments))
+    found: frozenset[int] = frozenset()
+    for other in (changed, ()):
+        if not found.issuperset(changed):
+            arguments = taken(compiled, copies := copied(step, compiled, slots, other))
+            before = fingerprints(arguments)
+            try:
+                run(copies)
+            except Exception as error:  # noqa: BLE001  what it has written by then is what is asked
+                raise_what_a_handler_raised(error)
+            found |= {*written(before, arguments)}
+    return found
 
 
-def put_back(values: Sequence[Any], copies: Sequence[Any]) -> None:
-    """Give tensors what lies in their :func:`twins`."""
-    for value, copy in zip(values, copies, strict=True):
-        if copy is not value:
-            value.untyped_storage().copy_(copy.untyped_storage())
+def put_back(compiled: CompiledRegion, slots: Slots, copies: Slots) -> None:
+    """Give arguments that the real calls write into what lies in their :func:`twins`."""
+    for slot in (compiled.arguments[index] for index in compiled.proof.overwritten):
+        slots[slot].untyped_storage().copy_(copies[slot].untyped_storage())
 
 
 def _change(tensor: torch.Tensor) -> None:

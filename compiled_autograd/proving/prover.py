@@ -73,6 +73,7 @@ class _Run:
         self.arguments = arguments_of(self.compiled, self.inputs)
         self.form = form_for(self.compiled.call, self.arguments)
         self.sizes = sizes_of(self.compiled, self.arguments)
+        self.before: list[Any] = []
         self.apart: Apart | None = None
         self.weak = False  # what was compared has shown little
         self.start = self.end = self._draws()
@@ -81,11 +82,11 @@ class _Run:
         """Both ways, and what follows from the comparison."""
         fits = self.compiled.proof.fits(self.form, self.sizes) or self.context.compare_all
         if not fits or not self._is_ready() or not self._real_calls_beside():
-            self._let_go()
+            self.inputs, self.arguments, self.before, self.apart = [], [], [], None  # each is freed after its last use
             self.real_calls(self.slots)
             return
         self.end = self._draws()
-        if not self.compiled.checked and not self._is_apart_from_writes():
+        if not self._is_apart_from_writes():
             return
         # The first is compared though it shows nothing, and others are after many.
         may_be_left_out = self.compiled.checked and self.compiled.proof.waits() and not self.context.compare_all
@@ -129,14 +130,18 @@ class _Run:
         self._unproved(failure)
         self.start.restore()
         if self.apart is not None:
-            put_back(taken(self.compiled, self.inputs), taken(self.compiled, self.apart.given))
+            put_back(self.compiled, self.inputs, self.apart.given)
         return False
 
     def _is_apart_from_writes(self) -> bool:
-        """After a first run: have both ways run on copies where the real calls write. False: these do not fit."""
+        """Have both ways run on copies where the real calls write, or others do meanwhile: looked for at a first run,
+        and where they are known to. False: these do not fit."""
+        if self.apart is None and self.compiled.checked:
+            return True
+        proof = self.compiled.proof
         try:
-            if self.apart is None and (changed := written(self.before, taken(self.compiled, self.inputs))):
-                self.compiled.proof.overwritten |= self._written_by(self.real_calls, changed)
+            if more := sorted({*written(self.before, taken(self.compiled, self.inputs))} - proof.overwritten):
+                proof.overwritten |= self._written_by(self.real_calls, more)
                 self._set_apart()
         except Exception as error:  # noqa: BLE001  the real calls have given the results
             raise_what_a_handler_raised(error)
@@ -145,10 +150,6 @@ class _Run:
         finally:
             self.end.restore()
         return True
-
-    def _let_go(self) -> None:
-        """Hold no input, so that each is freed after its last use."""
-        self.inputs, self.arguments, self.before, self.apart = [], [], [], None
 
     def _compared(self) -> bool:
         """Run the compiled code once, and judge it. False: it has not run to its end, or could not be judged."""
@@ -176,10 +177,10 @@ class _Run:
         except Exception as error:  # noqa: BLE001  what was to be judged is not what the step goes on with
             raise_what_a_handler_raised(error)
             found = None
-            more = self._since_written(inputs)
             if failure is not None:
                 self._failed(failure)
-            self._unproved(error.with_traceback(None), more)
+            else:
+                self._unproved(error.with_traceback(None), self._since_written(inputs))
             return False
         finally:
             self.end.restore()
@@ -241,7 +242,8 @@ class _Run:
 
     def _set_apart(self) -> None:
         """The real calls once more, where nobody else writes."""
-        given, theirs = copied(self.step, self.compiled, self.inputs), copied(self.step, self.compiled, self.inputs)
+        given = copied(self.step, self.compiled, self.inputs)
+        theirs = copied(self.step, self.compiled, given)  # the same, whoever writes meanwhile
         wanted = list(theirs)
         self.start.restore()
         self.real_calls(wanted)

@@ -316,7 +316,7 @@ def test_a_forked_child_does_not_use_the_parents_process() -> None:
     assert result.returncode == 0, result.stderr
 
 
-@pytest.mark.parametrize("backend", ["eager", "inductor"])
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
 def test_what_was_compiled_in_the_background_is_stored(backend: str, tmp_path: Path) -> None:
     """By the other process too, which sends back what is loaded: that cannot be saved, but it can be sent on."""
     model, reference = _twins()

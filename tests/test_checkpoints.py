@@ -173,18 +173,10 @@ def test_other_groups_in_tapes_of_one_structure() -> None:
 
 
 _KINDS = ("hook", "scale", "function", "in place", "saved and changed", "dropout", "inner", "freed")
-_COMPILED = ("dropout",)
-"""The kinds for which code is compiled in each run of the tests, as that takes seconds."""
 
 
-@pytest.mark.parametrize(
-    ("backend", "kind"),
-    [
-        pytest.param(backend, kind, marks=() if backend == "eager" or kind in _COMPILED else pytest.mark.slow)
-        for backend in ("eager", "inductor")
-        for kind in _KINDS
-    ],
-)
+@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("kind", _KINDS)
 def test_what_else_runs_keeps_its_place(kind: str, backend: str) -> None:
     pair, session = _pair("plain", kind, kind), ca.enable(backend=backend, cache_dir=False, tune=False)
     for rows in (4, 4, 6, 6):

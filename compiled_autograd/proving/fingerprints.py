@@ -12,6 +12,7 @@ import torch
 from backends.signal_handlers import raise_what_a_handler_raised
 
 from .. import ir
+from ..steps.memory import is_out_of_memory
 
 if TYPE_CHECKING:
     from ..steps.steps import CompiledRegion, RegionStep, Slots
@@ -129,7 +130,7 @@ class Apart:
 def written_by(
     run: Callable[[Slots], object], step: RegionStep, compiled: CompiledRegion, slots: Slots, changed: Sequence[int]
 ) -> frozenset[int]:
-    """Which of the arguments something writes into, that runs on copies, or until it raises.
+    """Which of the arguments something writes into, that runs on copies, or until it raises (but for want of memory).
 
     It runs with other values where something has changed, and then with those that lie there: it may write the same
     again, or take no others.
@@ -141,8 +142,10 @@ def written_by(
             before = fingerprints(arguments)
             try:
                 run(copies)
-            except Exception as error:  # noqa: BLE001  what it has written by then is what is asked
+            except Exception as error:  # what it has written by then is what is asked
                 raise_what_a_handler_raised(error)
+                if is_out_of_memory(error):
+                    raise
             found |= {*written(before, arguments)}
     return found
 

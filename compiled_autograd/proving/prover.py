@@ -122,7 +122,7 @@ class _Run:
                 raise
             failure = error.with_traceback(None)  # its frames hold what the calls have given
         self.slots[: len(self.inputs)] = self.inputs
-        if self.apart is None and written(self.before, taken(self.compiled, self.inputs)):
+        if {*written(self.before, taken(self.compiled, self.inputs))} - self.compiled.proof.overwritten:
             try:
                 raise failure
             finally:
@@ -176,11 +176,12 @@ class _Run:
             raise
         except Exception as error:  # noqa: BLE001  what was to be judged is not what the step goes on with
             raise_what_a_handler_raised(error)
-            found = None
+            cause, found = error.with_traceback(None), None
+            more = self._seen_without_results(inputs)
             if failure is not None:
-                self._failed(failure)
+                self._failed(failure, more)
             else:
-                self._unproved(error.with_traceback(None), self._since_written(inputs))
+                self._unproved(cause, more)
             return False
         finally:
             self.end.restore()
@@ -200,16 +201,16 @@ class _Run:
         self.form = form
         return proof.due(form, proving_runs(self.compiled.call), None)
 
-    def _failed(self, error: Exception) -> None:
+    def _failed(self, error: Exception, more: str = "") -> None:
         """The compiled code has raised."""
         if is_out_of_memory(error):
-            self._unproved(error)
+            self._unproved(error, more)
         elif isinstance(error, ir.NaNFoundError):
             self._refute(None, "it has found a NaN, and the real calls gave none")
         else:
             failure = failure_of("run", self.region_compiler.backend.name, self.step.region, error)
             instead = self.region_compiler.drop(self.step, self.compiled, self.form)
-            self.context.report.failures.append(msgspec.structs.replace(failure, instead=instead))
+            self.context.report.failures.append(msgspec.structs.replace(failure, instead=instead + more))
 
     def _judge(self, inputs: Slots, found: Slots | None) -> bool:
         """Compare what the compiled code left behind.
@@ -226,7 +227,7 @@ class _Run:
         """
         overwritten = written(self.before, taken(self.compiled, inputs))
         if overwritten and (wrong := self._written_by_ours_alone(overwritten)) is not None:
-            name = self._name_of(wrong)
+            name = self.region_compiler.name_of(self.step.region.inputs[self.compiled.wiring.taken[wrong]])
             self._refute(None, f"the compiled code has written into {name}, which was given to it")
             if self.apart is None:
                 mismatches = self.context.report.mismatches
@@ -236,9 +237,6 @@ class _Run:
         elif found is not None:
             self._compare(inputs, found)
         return True
-
-    def _name_of(self, argument: int) -> str:
-        return self.region_compiler.name_of(self.step.region.inputs[self.compiled.wiring.taken[argument]])
 
     def _set_apart(self) -> None:
         """The real calls once more, where nobody else writes."""
@@ -265,8 +263,6 @@ class _Run:
     def _draws(self) -> Draws:
         return Draws(self.arguments if may_draw(self.compiled) else None)
 
-    # ---- the compiled code ---------------------------------------------------------------------------------------
-
     def _run_compiled(self, inputs: Slots) -> Slots | None:
         """The slots as the compiled code fills them."""
         filled = list(inputs)
@@ -280,7 +276,11 @@ class _Run:
         return filled
 
     def _run_in_place(self, slots: Slots) -> None:
-        self._run_form(self.compiled.call, arguments_of(self.compiled, slots))
+        """It is asked what this writes, before it fails if it does."""
+        try:
+            self._run_form(self.compiled.call, arguments_of(self.compiled, slots))
+        except Exception as error:  # noqa: BLE001
+            raise_what_a_handler_raised(error)
 
     def _run_form(self, call: Compiled, arguments: list[Any]) -> Sequence[Any]:
         """Fresh memory is poisoned in all of the runs that are compared but the last, which is as later ones are."""
@@ -290,8 +290,6 @@ class _Run:
             results = run_compiled(functools.partial(run_poisoned, call, form=self.form), arguments)
         self.form = form_that_ran(call, self.form)  # what is shown is shown of this one
         return results
-
-    # ---- what follows --------------------------------------------------------------------------------------------
 
     def _refute(self, wrong: Result | None, difference: str) -> None:
         """The form is not used again; the next slower one takes over."""
@@ -324,18 +322,17 @@ class _Run:
     def _written_by(self, run: Callable[[Slots], object], changed: Sequence[int]) -> frozenset[int]:
         return written_by(run, self.step, self.compiled, self.inputs, changed)
 
-    def _since_written(self, inputs: Slots) -> str:
-        """In words, whether something has written into the inputs of a run that could not be judged."""
-        if self.apart is not None:
-            return ""  # it was given copies
+    def _seen_without_results(self, inputs: Slots) -> str:
+        """Look whether the compiled code has written, now that what it gave is gone. In words, if it cannot be seen."""
         try:
-            changed = written(self.before, taken(self.compiled, inputs))
-        except Exception as error:  # noqa: BLE001  that it cannot be seen is what is said
+            if self.apart is None:
+                self._judge(inputs, None)
+        except GradientMismatchError:
+            raise
+        except Exception as error:  # noqa: BLE001  that is what is said
             raise_what_a_handler_raised(error)
             return "; nor was it seen whether the compiled code has written into what it was given"
-        if not changed:
-            return ""
-        return f"; what it was given has changed meanwhile: {', '.join(map(self._name_of, changed))}"
+        return ""
 
     def _unproved(self, error: BaseException, more: str = "") -> None:
         """There was no memory to compare in, or what is to be compared is of a kind that cannot be. The real calls give

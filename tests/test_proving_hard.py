@@ -103,7 +103,7 @@ def test_what_cannot_be_compared_costs_no_step(
     assert not compiled.proof.refuted and not any(compiled.proof.left.values())
 
 
-def _no_memory(*_: Any) -> Any:
+def _no_memory(*_: Any, **__: Any) -> Any:
     raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB")
 
 
@@ -555,6 +555,15 @@ def test_calls_without_memory_do_not_say_that_they_write_nowhere(monkeypatch: py
     assert kinds == [[], ["unproved"], []]
 
 
+def test_what_did_not_fit_is_what_is_raised(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Where nobody can look whether the calls have written before memory ended, they cannot run again."""
+    monkeypatch.setattr(program, "run_calls", _no_memory)
+    monkeypatch.setattr(fingerprinting, "written", lambda *_: _fail())
+    x = torch.randn(4, requires_grad=True)
+    with ca.enable(backend="eager", cache_dir=False, tune=False), pytest.raises(torch.OutOfMemoryError):
+        torch.autograd.grad((x.sin() * x).sum(), x)
+
+
 def test_what_has_proved_itself_is_not_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     """Other sizes are compared later, and whatever ``check`` asks for; it may be that these alone do not fit."""
 
@@ -612,7 +621,7 @@ def test_whether_calls_that_did_not_fit_have_written_is_asked_when_they_are_gone
         return []
 
     monkeypatch.setattr(program, "run_calls", run_calls)
-    monkeypatch.setattr(prover, "written", written)
+    monkeypatch.setattr(fingerprinting, "written", written)
     session = ca.enable(backend="eager", cache_dir=False, tune=False)
     assert _steps(session, 1) == ["unproved"] and len(made) > 1 and alive == [0]
 

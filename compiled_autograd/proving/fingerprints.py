@@ -150,6 +150,15 @@ def written_by(
     return found
 
 
+def is_clean(before: Sequence[Fingerprint], compiled: CompiledRegion, slots: Slots) -> bool:
+    """Whether nothing has written but where the real calls are known to. False where nobody can look."""
+    try:
+        return compiled.proof.overwritten.issuperset(written(before, taken(compiled, slots)))
+    except Exception as error:  # noqa: BLE001
+        raise_what_a_handler_raised(error)
+        return False
+
+
 def put_back(compiled: CompiledRegion, slots: Slots, copies: Slots) -> None:
     """Give arguments that the real calls write into what lies in their :func:`twins`."""
     for slot in (compiled.arguments[index] for index in compiled.proof.overwritten):

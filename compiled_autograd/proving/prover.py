@@ -25,7 +25,7 @@ from ..steps.compiled_calls import arguments_of, put_results, run_compiled, size
 from ..steps.memory import give_back_if_tight, is_out_of_memory, memory_of
 from ..steps.proof import MAX_WEAK
 from .aliasing import Result
-from .fingerprints import Apart, Draws, copied, fingerprints, may_draw, put_back, taken, written, written_by
+from .fingerprints import Apart, Draws, copied, fingerprints, is_clean, may_draw, put_back, taken, written, written_by
 from .judging import Judge, shows_nothing
 from .refuted import Refuted
 
@@ -122,7 +122,7 @@ class _Run:
                 raise
             failure = error.with_traceback(None)  # its frames hold what the calls have given
         self.slots[: len(self.inputs)] = self.inputs
-        if {*written(self.before, taken(self.compiled, self.inputs))} - self.compiled.proof.overwritten:
+        if not is_clean(self.before, self.compiled, self.inputs):
             try:
                 raise failure
             finally:

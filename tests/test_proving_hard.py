@@ -500,6 +500,11 @@ def test_calls_that_write_and_did_not_fit(first: int, monkeypatch: pytest.Monkey
     assert session.stats().failures == 1 and next(runs) == 5
 
 
+def _clamped(x: torch.Tensor, w: torch.Tensor, v: torch.Tensor) -> torch.Tensor:
+    """A loss whose backward is given tensors of the shapes of ``x`` and of ``w``."""
+    return ((x * w.tanh() * v).clamp(min=0).sin() * 3).sum()
+
+
 def test_calls_that_write_elsewhere_too_and_did_not_fit(monkeypatch: pytest.MonkeyPatch) -> None:
     """That they write into one input is known; in the second step, where memory ends, they write into another."""
     right, runs = program.run_calls, itertools.count()
@@ -518,8 +523,8 @@ def test_calls_that_write_elsewhere_too_and_did_not_fit(monkeypatch: pytest.Monk
     w, session = torch.randn(7, requires_grad=True), ca.enable(backend="eager", cache_dir=False, tune=False)
     for step in range(2):
         x, v = torch.randn(5, 7), torch.randn(7)
-        wanted = torch.autograd.grad(((x * w.tanh() * v).clamp(min=0).sin() * 3).sum(), w)
-        loss = ((x * w.tanh() * v).clamp(min=0).sin() * 3).sum()
+        wanted = torch.autograd.grad(_clamped(x, w, v), w)
+        loss = _clamped(x, w, v)
         with pytest.raises(torch.OutOfMemoryError) if step else contextlib.nullcontext(), session:
             assert_same(torch.autograd.grad(loss, w), wanted)
 
@@ -545,8 +550,8 @@ def test_calls_without_memory_do_not_say_that_they_write_nowhere(monkeypatch: py
     w, session, kinds = torch.randn(7, requires_grad=True), ca.enable(backend=backend, cache_dir=False, tune=False), []
     for _ in range(3):
         x, v = torch.randn(5, 7), torch.randn(7)
-        wanted = torch.autograd.grad(((x * w.tanh() * v).clamp(min=0).sin() * 3).sum(), w)
-        loss = ((x * w.tanh() * v).clamp(min=0).sin() * 3).sum()
+        wanted = torch.autograd.grad(_clamped(x, w, v), w)
+        loss = _clamped(x, w, v)
         with session:
             assert_same(torch.autograd.grad(loss, w), wanted)
         assert session.last is not None

@@ -19,6 +19,7 @@ from ..modes import DEFAULT, name_in
 from ..protocol import Compiled
 from ..versions import plain_convolution_backward
 from . import instruction_sets
+from .aten_calls import DECOMPOSITIONS, call_aten
 from .batch import together
 from .cuda.capture import Device, cuda_device
 from .cuda.channels_last import convolve_in_channels_last
@@ -121,6 +122,7 @@ class InductorBackend(ArtifactBackend):
             casts = all_casts_kept() if getattr(config, SETTING) else contextlib.nullcontext()
             with detect_fake_mode(example_inputs) or contextlib.nullcontext(), casts:
                 joint_graph_passes(graph_module)  # as AOTAutograd does: one makes a tensor whose size is a symbol
+                call_aten(graph_module)
                 if device is not None and not has_symbols:
                     sum_shared_products(graph_module)
                     if convolve_in_channels_last(graph_module):
@@ -214,7 +216,7 @@ class InductorBackend(ArtifactBackend):
 
 @functools.cache
 def _decompositions() -> Mapping[Any, Callable[..., Any]]:
-    return {**decompositions(), **CELLS}
+    return {**decompositions(), **CELLS, **DECOMPOSITIONS}
 
 
 def _aligned(namespace: Mapping[str, Any], stored: Stored) -> Compiled:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Container, Iterable, Sequence
 from typing import Any
@@ -72,9 +73,13 @@ class Forms:
         rest = {id(leaf): leaf for leaf in leaves}
         runs = [
             [(number, tensors[number]) for number in run if rest.pop(id(tensors[number]), None) is not None]
-            for run in reduced.runs_of_leaves(self._tape)
+            for run in self._runs
         ]
         return grouped(runs), list(rest.values())
+
+    @functools.cached_property
+    def _runs(self) -> list[list[int]]:
+        return reduced.runs_of_leaves(self._tape)
 
     def _depended_on(self, objects: Sequence[Any]) -> list[Any]:
         """For each call that may be traced, what it depends on. One hook may be that of many tensors."""

@@ -52,7 +52,6 @@ EXCEPTIONS = {
     "backends/garbage_collection.py": {"RARELY": _ALONE, _FORK: _ALONE},
     "backends/meanwhile.py": {"_thread": _COMPILES},
     "backends/registry.py": {"_loaded": _SERVES_ON},
-    "backends/inductor/aten_calls.py": {"_keep_calls": _ONCE},
     "backends/inductor/backend.py": {"_decompositions": _UNCHANGING},
     "backends/inductor/batch.py": {"_known": _SERVES_ON, "_thread": _COMPILES, "_install": _ONCE},
     "backends/inductor/cuda/capture.py": {"_pools": _SERVES_ON, "CAPTURING": _ALONE},

@@ -19,7 +19,6 @@ from ..modes import DEFAULT, name_in
 from ..protocol import Compiled
 from ..versions import plain_convolution_backward
 from . import instruction_sets
-from .aten_calls import DECOMPOSITIONS, call_aten
 from .batch import together
 from .cuda.capture import Device, cuda_device
 from .cuda.channels_last import convolve_in_channels_last
@@ -31,6 +30,7 @@ from .cuda.shared_products import sum_shared_products
 from .environment import environment, is_chosen
 from .kernels import ENTRY, load_kernels
 from .memory import keep_freed_memory
+from .on_cpu import DECOMPOSITIONS, sum_rows_with_aten
 from .randomness import FALLBACK, decompositions, draws, generators_kept
 from .rounding import SETTING, noting_where_to_round, rounds
 from .straight_line.program_library import begin
@@ -122,7 +122,7 @@ class InductorBackend(ArtifactBackend):
             casts = all_casts_kept() if getattr(config, SETTING) else contextlib.nullcontext()
             with detect_fake_mode(example_inputs) or contextlib.nullcontext(), casts:
                 joint_graph_passes(graph_module)  # as AOTAutograd does: one makes a tensor whose size is a symbol
-                call_aten(graph_module)
+                sum_rows_with_aten(graph_module)
                 if device is not None and not has_symbols:
                     sum_shared_products(graph_module)
                     if convolve_in_channels_last(graph_module):

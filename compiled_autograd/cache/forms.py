@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Container, Iterable, Sequence
 from typing import Any
@@ -52,6 +51,7 @@ class Forms:
             *((hook, node.args[0].meta["lifted"].index) for node, hook in self._hooks.items()),  # type: ignore[union-attr]
         )
         self._tape = tape
+        self._runs: list[list[int]] | None = None
         self._reduced: dict[tuple[Any, ...], ir.TapeGraph] = {}
         self._together: dict[tuple[Any, ...], ir.TapeGraph] = {}
 
@@ -70,16 +70,14 @@ class Forms:
     def reduced(self, tensors: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor]) -> tuple[Groups, list[Any]]:
         """Of leaves with hooks of DDP's reducer those that this tape writes to, among its lifted tensors in groups; and
         the others, which an undefined gradient reaches."""
+        if self._runs is None:  # two threads find the same; no lock that a forked child could find taken
+            self._runs = reduced.runs_of_leaves(self._tape)
         rest = {id(leaf): leaf for leaf in leaves}
         runs = [
             [(number, tensors[number]) for number in run if rest.pop(id(tensors[number]), None) is not None]
             for run in self._runs
         ]
         return grouped(runs), list(rest.values())
-
-    @functools.cached_property
-    def _runs(self) -> list[list[int]]:
-        return reduced.runs_of_leaves(self._tape)
 
     def _depended_on(self, objects: Sequence[Any]) -> list[Any]:
         """For each call that may be traced, what it depends on. One hook may be that of many tensors."""

@@ -1,16 +1,15 @@
-"""What ATen computes faster than fused code on the CPU, and is asked to compute (torch 2.13, x86).
+"""Two operators that most backwards have, computed in less time than Inductor's code for the CPU takes (torch 2.13).
 
-Two operators that most backwards have. A sum over rows, as the gradient of each bias is: Inductor's code goes down the
-rows once for each vector of columns, ATen takes 0.4 to 0.85 of its time. The backward of GELU with ``erf``: ATen has
-oneDNN compute it, in 0.8 of the time. ``benchmarks/aten_calls.py`` measures both. A call fuses with nothing, so a sum
-is called only where what it sums is in memory whatever happens.
+A sum over rows, as the gradient of each bias is: Inductor's code goes down the rows once for each vector of columns,
+ATen takes 0.4 to 0.85 of its time, and is called. A call fuses with nothing: so it is one only where what is summed is
+in memory whatever happens. The backward of GELU with ``erf``: one exponential does for two. ``benchmarks/on_cpu.py``
+measures both.
 """
 
 from __future__ import annotations
 
-import functools
 import itertools
-import platform
+import math
 from collections import Counter
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
@@ -19,8 +18,8 @@ import torch
 from torch import Tensor, fx
 
 _aten = torch.ops.aten
-LEAST_SUMMED, LEAST_GELU = 1 << 17, 1 << 18
-"""Elements from which on a call pays. oneDNN alone takes some 40 us to begin."""
+LEAST_SUMMED = 1 << 17
+"""Elements from which on a call pays."""
 _VIEWS = {
     _aten.view.default,
     _aten._unsafe_view.default,
@@ -36,43 +35,47 @@ _CALLED = {
     _aten.addmm.default,
     _aten.bmm.default,
     _aten.baddbmm.default,
-    _aten.gelu_backward.default,
 }
+_SCALE = 0.3275911
+_COEFFICIENTS = (1.061405429, -1.453152027, 1.421413741, -0.284496736, 0.254829592)
+"""Of ``1 - erf(z)`` as a polynomial in ``1 / (1 + _SCALE * z)``, without its constant, times ``exp(-z * z)``, for ``z``
+from 0 on: Abramowitz and Stegun, Handbook of Mathematical Functions, 7.1.26, off by at most 1.5e-7. ATen computes
+``erf`` so with AVX2 and AVX512 (``erf`` in ``aten/src/ATen/cpu/vec/vec256/vec256_float.h``, 2.13)."""
+
+
+def gelu_backward(grad: Tensor, self: Tensor) -> Tensor:
+    """``grad * (P + x * p)`` of float32, of a normal distribution's function P and density p, which share
+    ``exp(-x * x / 2)``."""
+    exponential = (self * self * -0.5).exp()
+    fraction = 1 / (self.abs() * (_SCALE * math.sqrt(0.5)) + 1)
+    first, *others = (each / 2 for each in _COEFFICIENTS)
+    polynomial = fraction * first
+    for coefficient in others:
+        polynomial = (polynomial + coefficient) * fraction
+    tail = polynomial * exponential
+    return grad * (torch.where(self < 0, tail, 1 - tail) + self * exponential * (1 / math.sqrt(2 * math.pi)))
 
 
 def _gelu_backward(grad: Tensor, self: Tensor, *, approximate: str = "none") -> Any:
-    """Stays a call where ATen asks oneDNN (``use_mkldnn`` in ``aten/src/ATen/native/Activation.cpp``, of float32)."""
-    plain = approximate == "none" and grad.dtype == self.dtype == torch.float32 and _has(LEAST_GELU, self)
-    if plain and self.device.type == grad.device.type == "cpu" and _has_onednn():
-        return NotImplemented
+    """As exact as eager's, where that is computed so."""
+    plain = approximate == "none" and grad.dtype == self.dtype == torch.float32 and self.device.type == "cpu"
+    if plain and torch.backends.cpu.get_cpu_capability() in ("AVX2", "AVX512"):
+        return gelu_backward(grad, self)
     from torch._inductor.decomposition import select_decomp_table
 
     return select_decomp_table()[_aten.gelu_backward.default](grad, self, approximate=approximate)
-
-
-def _has_onednn() -> bool:
-    return platform.machine() in ("x86_64", "AMD64") and torch.backends.mkldnn.is_available()
 
 
 DECOMPOSITIONS: Mapping[Any, Callable[..., Any]] = {_aten.gelu_backward.default: _gelu_backward}
 """Instead of Inductor's."""
 
 
-@functools.cache
-def _keep_calls() -> None:
-    """Have Inductor call ``gelu_backward`` where a graph has it. No other graph has it: others decompose it."""
-    from torch._inductor import lowering
-
-    lowering.make_fallback(_aten.gelu_backward.default, warn=False, override_decomp=True)
-
-
-def call_aten(graph_module: fx.GraphModule) -> None:
-    """Make calls of what ATen computes faster.
+def sum_rows_with_aten(graph_module: fx.GraphModule) -> None:
+    """Have ATen compute sums over rows.
 
     Args:
         graph_module: an ATen graph, whose nodes have their values in ``meta``. What it has on devices stays as it is.
     """
-    _keep_calls()
     sums = {
         node: _rows(node) for node in graph_module.graph.find_nodes(op="call_function", target=_aten.sum.dim_IntList)
     }
@@ -85,24 +88,24 @@ def call_aten(graph_module: fx.GraphModule) -> None:
 
 def _rows(node: Any) -> tuple[tuple[int, ...], fx.Node]:
     """Of a sum the dimensions, and what it sums."""
-    return tuple(node.args[1]), node.args[0]
+    return tuple(node.args[1] or ()), node.args[0]
 
 
 def _sums_many_rows(node: Any) -> bool:
     """Whether it is one over the first dimensions of a contiguous tensor, and large enough to call."""
-    value, given = node.args[0].meta["val"], node.args[1]
+    value, given = node.args[0].meta["val"], node.args[1] or ()
     if value.device.type != "cpu" or value.dtype not in (torch.float32, torch.float64):
         return False
     dims = sorted(dim % max(value.dim(), 1) for dim in given)
     if dims != [*range(len(dims))] or not 0 < len(dims) < value.dim() or not value.is_contiguous():
         return False
-    return node.kwargs.get("dtype") in (None, value.dtype) and _has(LEAST_SUMMED, value)
+    return node.kwargs.get("dtype") in (None, value.dtype) and _is_large(value)
 
 
-def _has(elements: int, value: Tensor) -> bool:
+def _is_large(value: Tensor) -> bool:
     """Of a size that is a symbol, the one that the graph was traced with counts."""
     sizes = [getattr(getattr(size, "node", None), "hint", size) for size in value.shape]
-    return all(isinstance(size, int) for size in sizes) and torch.Size(sizes).numel() >= elements
+    return all(isinstance(size, int) for size in sizes) and torch.Size(sizes).numel() >= LEAST_SUMMED
 
 
 def _origin(node: Any) -> fx.Node:

@@ -116,6 +116,8 @@ SQUARE = torch.empty(WIDTH, WIDTH)
         (lambda x: x.sum(0), [X.to("meta")], 0),
         (lambda x: x.sum(-2), [X], 1),
         (lambda x, y: (x.sum(0), (x * y).sum(0)), [X, X], 0),  # one loop for both
+        (lambda x, y: (x.sum(0), (x * y).sum(-2)), [X, X], 0),
+        (lambda x, y: (x.sum(0), (x * y).view(ROWS, 1, WIDTH).squeeze(1).sum(0)), [X, X], 0),
         (lambda x, y: (x.sum(0), (x * y).sum(1)), [X, X], 1),
         (lambda x: x.sum(0), [torch.empty(0, WIDTH)], 0),
         (lambda x: x.sum(()), [torch.empty(())], 0),
@@ -142,17 +144,17 @@ def _gelu_backward(gradient: Tensor, x: Tensor, approximate: str = "none") -> Te
     return _aten.gelu_backward(gradient, x, approximate=approximate)
 
 
-def test_gelu_is_as_exact_as_eagers() -> None:
-    """By the largest error of both, of all that float32 can tell apart between -20 and 20, nearly."""
+def test_gelu_is_nearly_as_exact_as_eagers() -> None:
+    """By the largest error of both between -20 and 20; better where nearly nothing is left of one minus one."""
     x = torch.linspace(-20, 20, 1 << 20)
     exact = _gelu_backward(torch.ones_like(x).double(), x.double())
-    found, eagers = (function(torch.ones_like(x), x) for function in (on_cpu.gelu_backward, _gelu_backward))
-    assert (found - exact).abs().max() < (eagers - exact).abs().max() + 1e-7
-    beyond = x < -3  # where nearly nothing is left of one minus one
-    assert (found - exact)[beyond].abs().max() < 1e-6
+    errors = [(way(torch.ones_like(x), x) - exact).abs() for way in (on_cpu.gelu_backward, _gelu_backward)]
+    assert errors[0].max() < 1.2 * errors[1].max() < 5e-7
+    for end, largest in ((-3, 1.2e-7), (-5, 1e-9)):
+        assert errors[0][x < end].max() < largest
 
 
-@pytest.mark.parametrize("value", [0.0, -0.0, 1e-40, -1e-40, 1e30, -1e30, float("nan")])
+@pytest.mark.parametrize("value", [0.0, -0.0, 1e-40, -1e-40, 1e30, -1e30, float("inf"), -float("inf"), float("nan")])
 def test_gelu_of_odd_values(value: float) -> None:
     x = torch.full((4,), value)
     for gradient in (torch.ones(4), torch.zeros(4), torch.full((4,), float("inf"))):

@@ -16,7 +16,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from backends.inductor.backend import _LEAST_WORK
+from backends.inductor.backend import LEAST_WORK
 from backends.inductor.on_cpu import gelu_backward
 
 Way = Callable[..., list[Tensor]]
@@ -65,7 +65,7 @@ def main() -> None:
     options = parser.parse_args()
     from torch._inductor import config
 
-    setting, _, elements = _LEAST_WORK
+    setting, _, elements = LEAST_WORK
     print(f"{'':>24} {'here':>10} {'Inductor':>10} {'ratio':>10}")
     with config.patch({setting: elements}):
         for rows, columns in ROWS:

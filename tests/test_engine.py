@@ -595,6 +595,38 @@ def test_a_fork_made_while_another_thread_is_in_backward_does_not_hang_the_child
     assert done.returncode == 0, done.stderr
 
 
+_FORK_WITHIN_A_LOOK = """
+import os, signal, sys, threading
+import torch
+from compiled_autograd.runtime.running_backward import Ends
+
+class Slow(list):
+    def __iter__(self):
+        entered.set(); leave.wait(20)
+        return super().__iter__()
+
+entered, leave = threading.Event(), threading.Event()
+x = torch.randn(4, requires_grad=True)
+slow, other = (Ends(kind([torch.autograd.graph.get_gradient_edge(x.exp())]), ()) for kind in (Slow, list))
+thread = threading.Thread(target=lambda: slow.nodes, daemon=True); thread.start()
+assert entered.wait(20)
+pid = os.fork()
+if pid == 0:
+    signal.alarm(10)
+    os._exit(0 if len(other.nodes) == 2 and len(other.numbers) == 2 else 1)
+status = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+leave.set(); thread.join()
+sys.exit(status)
+"""
+
+
+@pytest.mark.skipif(not hasattr(os, "fork"), reason="this system cannot fork")
+def test_a_fork_made_while_another_thread_looks_at_its_tape_does_not_hang_the_child() -> None:
+    """Before Python 3.12 a ``functools.cached_property`` has one lock for all objects: the child found it taken."""
+    done = in_subprocess(_FORK_WITHIN_A_LOOK)
+    assert done.returncode == 0, done.stderr
+
+
 def test_a_model_moved_between_sessions_keeps_its_gradients() -> None:
     reference, model = mlp(), mlp()
     model.load_state_dict(reference.state_dict())

@@ -40,7 +40,7 @@ from .workarounds.narrowing_casts import all_casts_kept
 from .workarounds.outer_loops import sound_outer_loops
 from .wrappers import namespace_of, store
 
-_LEAST_WORK = "cpp.min_chunk_size", "TORCHINDUCTOR_CPP_MIN_CHUNK_SIZE", 4096
+LEAST_WORK = "cpp.min_chunk_size", "TORCHINDUCTOR_CPP_MIN_CHUNK_SIZE", 4096
 """The setting of Inductor's for how many elements of a kernel are worth a thread, the variable that it may come from,
 and ours: with Inductor's own, 512, waking a second thread takes longer than most kernels that get one
 (``benchmarks/threads.py``)."""
@@ -253,7 +253,7 @@ def _settings(mode: str, graph_module: fx.GraphModule, on_cuda: bool) -> dict[st
 
     # Whoever calls us has checked sizes and strides; the generated code need not do it once more at each call.
     chosen: dict[str, Any] = {"size_asserts": False, "alignment_asserts": False, **list_mode_options(mode)}
-    work, variable, elements = _LEAST_WORK
+    work, variable, elements = LEAST_WORK
     if variable not in os.environ and not is_chosen(work):
         chosen[work] = elements
     if any(draws(node.target) for node in graph_module.graph.nodes):

@@ -5,7 +5,6 @@ from __future__ import annotations
 import itertools
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import torch
@@ -25,16 +24,22 @@ class Ends:
 
     outputs: Sequence[Any]
     inputs: Sequence[Any]
+    _nodes: list[Any] | None = field(default=None, init=False)
+    _numbers: dict[Any, int] | None = field(default=None, init=False)
 
-    @cached_property
+    @property
     def nodes(self) -> list[Any]:
         """The tape's nodes in the order of the walk; read only when somebody asks."""
-        return [each.node for each in tape.walk(self.outputs, self.inputs)]
+        if self._nodes is None:
+            self._nodes = [each.node for each in tape.walk(self.outputs, self.inputs)]
+        return self._nodes
 
-    @cached_property
+    @property
     def numbers(self) -> dict[Any, int]:
         """Indices into ``TapeGraph.calls``, by node."""
-        return {node: number for number, node in enumerate(self.nodes, 1)}
+        if self._numbers is None:
+            self._numbers = {node: number for number, node in enumerate(self.nodes, 1)}
+        return self._numbers
 
 
 @dataclass
@@ -48,6 +53,7 @@ class Running:
     order: Sequence[int]
     task_id: int = field(default_factory=_task_ids.__next__)
     callbacks: list[Callable[[], None]] = field(default_factory=list)
+    _node_set: set[Any] | None = field(default=None, init=False)
 
     @property
     def nodes(self) -> list[Any]:
@@ -65,13 +71,15 @@ class Running:
         """Whether reentrant checkpointing may run its own backward meanwhile."""
         return self.accumulates and not self.ends.inputs
 
-    @cached_property
+    @property
     def node_set(self) -> set[Any]:
         """Those that the engine says it will run: of an only root it does not (``compute_dependencies``, 2.13)."""
-        found = set(self.nodes)
-        if len(self.ends.outputs) == 1:
-            found.difference_update(tape.root_nodes(self.ends.outputs))
-        return found
+        if self._node_set is None:
+            found = set(self.nodes)
+            if len(self.ends.outputs) == 1:
+                found.difference_update(tape.root_nodes(self.ends.outputs))
+            self._node_set = found
+        return self._node_set
 
     def execution_order(self) -> list[Any]:
         """The same in the order in which they run; like the engine, only with multithreading off."""

@@ -7,7 +7,6 @@ import shutil
 import sys
 import time
 from collections.abc import Callable, Iterable
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -45,24 +44,30 @@ class View:
         self.format = "human"
         self.cache_dir: Path | None = None
         self.now = time.time()
+        self._store: Store | None = None
+        self._entries: dict[str, Summary] | None = None
 
-    @cached_property
+    @property
     def store(self) -> Store:
         """The store, opened; :class:`Fault` where there is none, and none is made."""
-        if not self.is_store:  # to open a folder is to make what it lacks of a store
-            raise Fault(self.nothing)
-        try:
-            return shadow_cache.open(self.path, create=False)
-        except shadow_cache.StoreMissingError:
-            raise Fault(self.nothing) from None
+        if self._store is None:
+            if not self.is_store:  # to open a folder is to make what it lacks of a store
+                raise Fault(self.nothing)
+            try:
+                self._store = shadow_cache.open(self.path, create=False)
+            except shadow_cache.StoreMissingError:
+                raise Fault(self.nothing) from None
+        return self._store
 
-    @cached_property
+    @property
     def entries(self) -> dict[str, Summary]:
         """All entries by id, last used first; none where there is no store."""
-        try:
-            return {entry.id: entry for entry in self.store.summaries()}
-        except Fault:
-            return {}
+        if self._entries is None:
+            try:
+                self._entries = {entry.id: entry for entry in self.store.summaries()}
+            except Fault:
+                self._entries = {}
+        return self._entries
 
     @property
     def path(self) -> Path:

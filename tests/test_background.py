@@ -3,12 +3,15 @@
 from __future__ import annotations
 
 import os
+import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+import msgspec
 import pytest
 import torch
 from torch import fx, nn
@@ -460,6 +463,61 @@ def test_inductor_compiles_in_another_process() -> None:
         loss.backward()
         assert session.wait(300)
     worker_process.WORKER.stop()
+
+
+_ENDS_MEANWHILE = """
+import time
+import torch
+import compiled_autograd as ca
+from compiled_autograd.policies import worker_process
+
+worker_process._MAIN = "import sys; sys.stdin.buffer.read()"  # takes long
+session = ca.enable(backend="inductor", cache_dir=False, on_miss="background")
+weight = torch.randn(4, requires_grad=True)
+with session:
+    (weight.exp() * weight).sum().backward()
+deadline = time.monotonic() + 60
+while worker_process.WORKER._process is None and time.monotonic() < deadline:
+    time.sleep(0.01)
+print(worker_process.WORKER._process.pid)
+"""
+
+
+def test_a_program_may_end_while_something_is_compiled_beside_it() -> None:
+    """It was told of a process that failed, and of an Inductor that could not work in half an interpreter."""
+    started = time.monotonic()
+    result = in_subprocess(_ENDS_MEANWHILE)
+    assert result.returncode == 0 and result.stderr == "", result.stderr
+    assert time.monotonic() - started < 60
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(result.stdout), 0)
+
+
+def test_no_process_is_left_that_starts_when_this_one_ends(monkeypatch: pytest.MonkeyPatch) -> None:
+    started: list[Any] = []
+    start = worker_process._start
+    monkeypatch.setattr(worker_process, "_start", lambda: started.append(start()) or started[0])
+    monkeypatch.setattr(worker_process, "_MAIN", "import sys; sys.stdin.buffer.read()")
+    worker = worker_process.Worker()
+    worker.end()
+    request = worker_process.Request("eager", "", [], 1, (False, False, True), "highest", "torch.float32", "")
+    with pytest.raises(EOFError, match="this process ends"):
+        worker.ask(request)
+    assert len(started) == 1 and started[0].poll() is not None
+
+
+def test_the_process_that_compiles_says_nothing_where_nobody_reads_its_answer() -> None:
+    request = worker_process.Request("none", "", [], 1, (False, False, True), "highest", "torch.float32", "")
+    process = subprocess.Popen(
+        worker_process._command(worker_process._MAIN),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    )
+    assert process.stdin is not None and process.stdout is not None and process.stderr is not None
+    process.stdout.close()
+    worker_process.send(process.stdin, msgspec.msgpack.encode(request))
+    assert (process.wait(60), process.stderr.read()) == (0, b"")
 
 
 def test_the_thread_lets_others_have_the_interpreter_soon(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -541,6 +541,21 @@ def test_the_line_of_the_forward_is_named_where_anomaly_mode_recorded_it() -> No
     assert re.fullmatch(rf"#2 PowBackward0, \S*test_misses\.py:\d+ in {name}: saved exponent", miss.where)
 
 
+def test_lengths_that_ctc_loss_saves_as_numbers_have_a_hint() -> None:
+    session = ca.enable(backend="eager")
+    targets, frames = torch.randint(1, 5, (2, 8)), torch.tensor([9, 9])
+    for lengths in ([4, 5], [7, 3]):
+        log_probs = torch.randn(9, 2, 6, requires_grad=True).log_softmax(-1)
+        loss = torch.nn.functional.ctc_loss(log_probs, targets, frames, torch.tensor(lengths))
+        with session:
+            loss.backward()
+    assert session.last is not None
+    (miss,) = session.last.reasons
+    assert isinstance(miss, Miss)
+    assert (miss.kind, miss.old, miss.new) == ("node_attribute", "[4, 5]", "[7, 3]")
+    assert "CtcLossBackward0" in miss.where and "docs/troubleshooting.md" in miss.hint
+
+
 def test_the_names_of_saved_values_run_no_hooks() -> None:
     packed: list[str] = []
 

@@ -127,6 +127,14 @@ def test_which_sums_are_called(function: Callable[..., Any], inputs: list[Tensor
     assert len(_called(function, *inputs)) == called
 
 
+def test_sums_whose_dimensions_a_pass_has_named_are_left_as_they_are() -> None:
+    graph_module = make_fx(lambda x: x.sum(0), tracing_mode="fake")(X)
+    (node,) = graph_module.graph.find_nodes(op="call_function", target=_aten.sum.dim_IntList)
+    node.args, node.kwargs = node.args[:1], {"dim": node.args[1]}
+    sum_rows_with_aten(graph_module)
+    assert "should_fallback" not in node.meta
+
+
 def test_a_normalizations_sums_stay_in_one_loop() -> None:
     norm, x = nn.LayerNorm(WIDTH), torch.randn(ROWS, WIDTH)
     session = Session()

@@ -77,9 +77,8 @@ def sum_rows_with_aten(graph_module: fx.GraphModule) -> None:
     Args:
         graph_module: an ATen graph, whose nodes have their values in ``meta``. What it has on devices stays as it is.
     """
-    sums = {
-        node: _rows(node) for node in graph_module.graph.find_nodes(op="call_function", target=_aten.sum.dim_IntList)
-    }
+    found = graph_module.graph.find_nodes(op="call_function", target=_aten.sum.dim_IntList)
+    sums = {node: _rows(node) for node in found if len(node.args) > 1}  # users' passes may name arguments
     read = Counter((dims, each) for dims, summed in sums.values() for each in _origins(summed))
     for node, (dims, summed) in sums.items():
         of = _origin(summed)

@@ -18,6 +18,7 @@ SCALAR_TYPES = (
 """By number (``c10/core/ScalarType.h``): ``validate_outputs`` is given the dtype that it casts to as a number."""
 _WITH_ARGUMENTS = ("ops.", "call_backward", "AOTBackward", "traced_backward", "copy_slices", "accumulate_grad", "zeros")
 NUMBER_HINT = "a number that the forward passes as a number is part of the structure; as a tensor it would not be"
+_CTC_HINT = "ctc_loss saves lengths as numbers, each set of which is compiled; docs/troubleshooting.md has a way round"
 WAY_HINT = "the forward took another way here; each way that it takes is compiled once"
 _UNDEFINED_HINT = "each set of outputs that a loss uses is compiled once"
 _NOTHING, _ANY, _TRUE = Constant("", "nothing"), Constant("", ""), Constant("bool", "True")
@@ -91,7 +92,8 @@ def _of_argument(what: str, old: Argument, new: Argument) -> Miss:
                 return Miss("node_attribute", what, f"{counts[0]} tensors", f"{counts[1]} tensors", WAY_HINT)
         texts = [_described(each, "dimension" if is_size and isinstance(old, Listed) else "") for each in (old, new)]
         return Miss("shape" if is_size else "node_attribute", what, texts[0], texts[1])
-    return Miss("node_attribute", what, str(old), str(new), NUMBER_HINT if any(map(_is_number, (old, new))) else "")
+    hint = _CTC_HINT if " CtcLossBackward" in what else NUMBER_HINT if any(map(_is_number, (old, new))) else ""
+    return Miss("node_attribute", what, str(old), str(new), hint)
 
 
 def _described(argument: Argument, noun: str = "") -> str:

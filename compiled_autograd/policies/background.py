@@ -34,7 +34,7 @@ from ..steps.memory import has_bit
 from ..steps.run_context import RunContext
 from ..steps.steps import RegionStep, Slots
 from ..torch_api.version_differences import prepare_fake_tensors
-from .worker_process import compile_elsewhere
+from .worker_process import WORKER, ProcessEndsError, compile_elsewhere
 
 if TYPE_CHECKING:
     from ..runtime.program import Program
@@ -128,7 +128,9 @@ class Background:
             return self._changed.wait_for(lambda: not self._tapes, timeout)
 
     def stop(self) -> None:
-        """End the thread, if it is idle or nearly so: one that is in the middle of C++ at exit ends the process."""
+        """End the process that compiles; the thread too, if it is idle or nearly so: one that is in the midst of C++ at
+        exit ends the process."""
+        WORKER.end()
         thread = self._thread
         if thread is not None:
             self._jobs.put(None)
@@ -215,11 +217,13 @@ def _compile(job: Job) -> None:
                 return
             if not region_compiler.load(job.step, job.slots, context):
                 region_compiler.compile_region(job.step, job.slots, context, compile)
-    except _OtherStateError:
+    except (_OtherStateError, ProcessEndsError):
         return
     except UntraceableError as error:
         job.program.leave_opaque(job.step, error, context.report.failures)
     except Exception as error:  # noqa: BLE001  the thread must live on; the region's calls go on one by one
+        if WORKER.ended:  # half of the interpreter is gone: such errors are none of the graph's, and nobody runs it
+            return
         context.report.failures.append(failure_of("compile", region_compiler.backend.name, job.step.region, error))
         job.step.add(job.kind, [None])
     for failure in context.report.failures:

@@ -59,7 +59,10 @@ def main() -> None:
             reply = answer(request)
         except Exception as error:  # noqa: BLE001  the one who asked compiles it himself, and sees the error
             reply = Reply(None, {}, f"{type(error).__name__}: {error}")
-        send(replies, msgspec.msgpack.encode(reply))
+        try:
+            send(replies, msgspec.msgpack.encode(reply))
+        except BrokenPipeError:
+            os._exit(0)  # who asked has ended meanwhile, and what is not sent would be sent again when Python ends
 
 
 if __name__ == "__main__":

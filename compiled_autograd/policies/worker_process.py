@@ -6,7 +6,6 @@ compiled here.
 
 from __future__ import annotations
 
-import atexit
 import os
 import subprocess
 import sys
@@ -52,10 +51,18 @@ class Reply(msgspec.Struct):
     error: str = ""
 
 
+class ProcessEndsError(BaseException):
+    """This process ends: what it would compile, nobody will run. No failure, and nobody who records such catches it."""
+
+
 def compile_elsewhere(
     ambient_state: Ambient, backend: Backend, graph_module: fx.GraphModule, examples: Sequence[Any]
 ) -> Made:
-    """Compile in the other process where that can be, else here."""
+    """Compile in the other process where that can be, else here.
+
+    Raises:
+        ProcessEndsError: this process ended before it was compiled.
+    """
     request = _request(ambient_state, backend, graph_module, examples)
     if request is not None:
         assert isinstance(backend, Storing)
@@ -65,6 +72,8 @@ def compile_elsewhere(
                 return Made(backend.load(reply.artifact), reply.artifact)
         except (OSError, EOFError, msgspec.DecodeError, ArtifactError) as error:
             raise_what_a_handler_raised(error)
+            if WORKER.ended:
+                raise ProcessEndsError from None
             warn_once(f"the process that compiles in the background failed, and compiling goes on in this one: {error}")
             WORKER.stop()
     return Made(backend.compile(graph_module, examples))
@@ -107,6 +116,7 @@ class Worker:
     """The other process; started when it is first needed."""
 
     def __init__(self) -> None:
+        self.ended = False
         self._process: subprocess.Popen[bytes] | None = None
         self._lock = threading.Lock()
 
@@ -119,7 +129,9 @@ class Worker:
         with self._lock:
             if self._process is None:
                 self._process = _start()
-                atexit.register(self.stop)
+            if self.ended:  # asked last: whoever ends it either finds the process or is seen here
+                self.stop()
+                raise EOFError("this process ends")
             assert self._process.stdin is not None and self._process.stdout is not None
             send(self._process.stdin, msgspec.msgpack.encode(request))
             return msgspec.msgpack.decode(receive(self._process.stdout), type=Reply)
@@ -127,6 +139,11 @@ class Worker:
     def forget(self) -> None:
         """In a forked child: the process is the parent's, who would read the answers to what the child asks."""
         self._process, self._lock = None, threading.Lock()
+
+    def end(self) -> None:
+        """End the process for good, since this one ends."""
+        self.ended = True
+        self.stop()
 
     def stop(self) -> None:
         """End the process."""

@@ -481,6 +481,16 @@ def test_a_variant_that_went_is_lost_for_good(takes: dict[str, float]) -> None:
     assert _close(session, losses) == 3
 
 
+def test_one_more_may_take_as_long_as_the_longest_while_none_has_come_back(takes: dict[str, float]) -> None:
+    """The solver of dopri5.py: 14 s and 3 s left 13, of which the median, 8.5, would have let the third take 18."""
+    session, losses = ca.enable(backend="eager"), _losses()
+    for seconds in (14.0, 3.0):
+        takes["compile"] = seconds
+        assert _step(session, next(losses)) == "structure_miss"
+    assert SPENDING.balance() == Balance(2, 0, pytest.approx(17.0), pytest.approx(14.0), SECONDS)  # type: ignore[arg-type]
+    assert _step(session, next(losses)) == LEFT
+
+
 @pytest.mark.parametrize(
     ("balance", "over"),
     [

@@ -73,7 +73,7 @@ class Balance:
     Attributes:
         made: how many variants were compiled whose cost is not made up for; ``returned`` of them have come back.
         lost: seconds that nothing has made up for.
-        likely: what it is likely to take to compile one more.
+        likely: what it is likely to take to compile one more; what it may take, where none has come back.
         allowed: seconds that may be lost by default.
     """
 
@@ -137,7 +137,8 @@ class Spending:
         allowed = SECONDS / max(1, len(made) - returned - UNRETURNED + 1)
         if by_clock():
             allowed = max(allowed, SHARE * self.elapsed)
-        return Balance(len(made), returned, lost, statistics.median(latest) if latest else 0.0, allowed)
+        likely = (statistics.median if returned else max)(latest or [0.0])  # who has gained nothing yet loses no more
+        return Balance(len(made), returned, lost, likely, allowed)
 
 
 def _settle(costs: Sequence[Cost]) -> None:

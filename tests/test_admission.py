@@ -491,6 +491,31 @@ def test_one_more_may_take_as_long_as_the_longest_while_none_has_come_back(takes
     assert _step(session, next(losses)) == LEFT
 
 
+def test_what_has_paid_has_come_back_too(takes: dict[str, float]) -> None:
+    session, losses = ca.enable(backend="eager"), _losses()
+    takes["compile"], takes["hit"] = 22.0, 1000.0
+    assert [_step(session, _known) for _ in range(4)] == ["structure_miss", "hit", "hit", "hit"]
+    takes["compile"], takes["hit"] = 5.0, 0.0
+    assert [_step(session, next(losses)) for _ in range(2)] == ["structure_miss"] * 2
+    takes["hit"] = 1000.0
+    assert SPENDING.balance() == Balance(2, 0, pytest.approx(10.0), 5.0, SECONDS)  # type: ignore[arg-type]
+    assert _step(session, next(losses)) == "structure_miss"
+
+
+def test_a_training_with_three_losses_is_not_warned_of(takes: dict[str, float]) -> None:
+    """The first compile of a process takes long: the third loss is left to eager until the others have come back."""
+    session, losses = ca.enable(backend="eager"), [*itertools.islice(_losses(), 3)]
+    outcomes = []
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        for _ in range(6):
+            for seconds, loss in zip((14.0, 3.0, 3.0), losses, strict=True):
+                takes["compile"] = seconds
+                outcomes.append(_step(session, loss))
+    expect(session.stats(), structure_misses=3, hits=outcomes.count("hit"), bypasses={LEFT: 3}, captures=3, compiles=3)
+    assert outcomes[2] == LEFT and outcomes[-3:] == ["hit"] * 3
+
+
 @pytest.mark.parametrize(
     ("balance", "over"),
     [

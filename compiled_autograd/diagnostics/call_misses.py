@@ -92,7 +92,13 @@ def _of_argument(what: str, old: Argument, new: Argument) -> Miss:
                 return Miss("node_attribute", what, f"{counts[0]} tensors", f"{counts[1]} tensors", WAY_HINT)
         texts = [_described(each, "dimension" if is_size and isinstance(old, Listed) else "") for each in (old, new)]
         return Miss("shape" if is_size else "node_attribute", what, texts[0], texts[1])
-    hint = _CTC_HINT if " CtcLossBackward" in what else NUMBER_HINT if any(map(_is_number, (old, new))) else ""
+    hint = (
+        _CTC_HINT
+        if " CtcLossBackward" in what and what.endswith("_lengths")
+        else NUMBER_HINT
+        if any(map(_is_number, (old, new)))
+        else ""
+    )
     return Miss("node_attribute", what, str(old), str(new), hint)
 
 

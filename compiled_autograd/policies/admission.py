@@ -22,6 +22,9 @@ from .spending import RETURNS, SPENDING, Balance, by_clock
 LOOKS_AT_ONCE, LAST_LOOK = 8, 64
 """Of tapes whose sketch is not known, each is looked at until so many were new; then one in two for as many, and so on,
 down to one in this many."""
+LEFT_UNSAID = 16
+"""So many backwards are left to eager before that is warned of: a training with several losses has seen each come
+back by then, and compiles again."""
 DEARER = 4
 """Each time that a tape was compiled in vain, it has to run on eager for so many times as long before it is again."""
 STORE_SECONDS, STORE_SHARE = 0.5, 0.01
@@ -91,7 +94,7 @@ class Admission:
         self._tapes: dict[int, Tape] = {}
         self._captured: set[int] = set()
         self._unknown = Tape(OVER_BUDGET)
-        self._new = self._skipped = 0
+        self._new = self._skipped = self._refused = 0
         self._in_store = 0.0
 
     def captured(self, fingerprint: int) -> None:
@@ -122,7 +125,7 @@ class Admission:
         balance = SPENDING.balance()
         if not balance.is_over(settings.compile_budget):
             return False
-        _warn(balance)
+        self._left(balance)
         return True
 
     def may_ask_store(self) -> bool:
@@ -136,6 +139,7 @@ class Admission:
     def skips(self) -> Tape | None:
         """What a tape whose sketch is not known is taken for without a look; None where it is to be looked at."""
         self._skipped += 1
+        self._refused += 1
         if self._skipped < min(LAST_LOOK, 1 << (self._new // LOOKS_AT_ONCE)):
             return self._unknown
         self._skipped = 0
@@ -171,7 +175,8 @@ class Admission:
             both = {before.found, tape}  # where they are two, nobody knows which of them it was
             for each in both:
                 each.left_to_eager(before.used // len(both))
-        _warn(balance)
+            self._refused += before.used
+        self._left(balance)
         if tape.has_paid(balance.likely):
             tape.seen, tape.seconds, tape.needed = 0, 0.0, DEARER * tape.needed
             self._change(tape, None)
@@ -194,6 +199,12 @@ class Admission:
             self._change(tape, OVER_BUDGET)
         else:
             SKETCHES.is_mixed(taken_from)
+
+    def _left(self, balance: Balance) -> None:
+        """Something that is new is left to eager, and it may be time to say so."""
+        self._refused += 1
+        if self._refused >= LEFT_UNSAID:
+            _warn(balance)
 
     def _change(self, tape: Tape, verdict: Bypass | None) -> None:
         tape.verdict = verdict

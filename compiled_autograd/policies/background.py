@@ -101,7 +101,7 @@ class Background:
             charge: told how many seconds it took to lower and compile it.
         """
         kind = program.region_compiler.kind(step, slots)
-        if (id(step), kind) in self._submitted:
+        if (id(step), kind) in self._submitted or WORKER.ended:
             return
         backend = program.region_compiler.backend
         if backend.name not in self._imported:
@@ -130,11 +130,10 @@ class Background:
     def stop(self) -> None:
         """End the process that compiles; the thread too, if it is idle or nearly so: one that is in the midst of C++ at
         exit ends the process."""
+        self._jobs.put(None)
         WORKER.end()
-        thread = self._thread
-        if thread is not None:
-            self._jobs.put(None)
-            thread.join(_LAST_SECONDS)
+        if self._thread is not None:
+            self._thread.join(_LAST_SECONDS)
 
     def reset_after_fork(self) -> None:
         """In a forked child the thread does not live on; what it had to do is met again."""
@@ -150,8 +149,9 @@ class Background:
             if job is None:
                 return
             try:
-                with _yielding():
-                    job.context.run(_compile, job)
+                if not WORKER.ended:  # else nobody waits for it
+                    with _yielding():
+                        job.context.run(_compile, job)
             finally:
                 with self._lock:
                     self._submitted.discard((id(job.step), job.kind))
@@ -222,10 +222,10 @@ def _compile(job: Job) -> None:
     except UntraceableError as error:
         job.program.leave_opaque(job.step, error, context.report.failures)
     except Exception as error:  # noqa: BLE001  the thread must live on; the region's calls go on one by one
-        if WORKER.ended:  # half of the interpreter is gone: such errors are none of the graph's, and nobody runs it
-            return
         context.report.failures.append(failure_of("compile", region_compiler.backend.name, job.step.region, error))
         job.step.add(job.kind, [None])
+    if WORKER.ended:  # half of the interpreter is gone: what failed is none of the graph's fault, and nobody runs it
+        return
     for failure in context.report.failures:
         warn_of(failure)
     region_compiler.finished.append(context.report)

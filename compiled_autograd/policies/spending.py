@@ -133,11 +133,12 @@ class Spending:
         made = [each for each in self._costs if each.lost and not each.stored]
         returned = sum(each.returned for each in made)
         lost = self._forgotten + sum(each.lost for each in self._costs)
-        latest = [each.seconds for each in self._costs if not each.stored][-_LATEST:]
+        compiled = [each for each in self._costs if not each.stored]
+        latest = [each.seconds for each in compiled[-_LATEST:]] or [0.0]
+        likely = statistics.median(latest) if any(each.returned for each in compiled) else max(latest)
         allowed = SECONDS / max(1, len(made) - returned - UNRETURNED + 1)
         if by_clock():
             allowed = max(allowed, SHARE * self.elapsed)
-        likely = (statistics.median if returned else max)(latest or [0.0])  # who has gained nothing yet loses no more
         return Balance(len(made), returned, lost, likely, allowed)
 
 

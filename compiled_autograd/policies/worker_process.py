@@ -6,7 +6,9 @@ compiled here.
 
 from __future__ import annotations
 
+import contextlib
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -127,18 +129,19 @@ class Worker:
             OSError, EOFError: the process could not be started, or ended.
         """
         with self._lock:
-            if self._process is None:
+            if self._process is None and not self.ended:
                 self._process = _start()
-            if self.ended:  # asked last: whoever ends it either finds the process or is seen here
+            process = self._process  # whoever stops it takes it out of here
+            if self.ended or process is None:  # looked at last: who ends it either finds the process or is seen here
                 self.stop()
-                raise EOFError("this process ends")
-            assert self._process.stdin is not None and self._process.stdout is not None
-            send(self._process.stdin, msgspec.msgpack.encode(request))
-            return msgspec.msgpack.decode(receive(self._process.stdout), type=Reply)
+                raise EOFError("it was stopped, or this process ends")
+            assert process.stdin is not None and process.stdout is not None
+            send(process.stdin, msgspec.msgpack.encode(request))
+            return msgspec.msgpack.decode(receive(process.stdout), type=Reply)
 
     def forget(self) -> None:
         """In a forked child: the process is the parent's, who would read the answers to what the child asks."""
-        self._process, self._lock = None, threading.Lock()
+        self.ended, self._process, self._lock = False, None, threading.Lock()
 
     def end(self) -> None:
         """End the process for good, since this one ends."""
@@ -146,11 +149,15 @@ class Worker:
         self.stop()
 
     def stop(self) -> None:
-        """End the process."""
+        """End the process, and the compilers that it has started."""
         process, self._process = self._process, None
-        if process is not None:
-            process.kill()
-            process.wait()
+        if process is None:
+            return
+        if hasattr(os, "killpg"):
+            with contextlib.suppress(ProcessLookupError, PermissionError):  # it has ended by now
+                os.killpg(process.pid, signal.SIGKILL)
+        process.kill()
+        process.wait()
 
 
 _BEGIN = "import sys; sys.path[:] = dict.fromkeys([*sys.argv[1:], *sys.path]); del sys.argv[1:]; "
@@ -162,7 +169,13 @@ def _start() -> subprocess.Popen[bytes]:
     environment = {**os.environ, "TORCHINDUCTOR_COMPILE_THREADS": "1", "OMP_NUM_THREADS": "1"}
     for each in ("TORCH_TRACE", "TORCH_DTRACE", "TORCH_LOGS"):  # what is compiled there is told of here
         environment.pop(each, None)
-    return subprocess.Popen(_command(_MAIN), stdin=subprocess.PIPE, stdout=subprocess.PIPE, env=environment)
+    return subprocess.Popen(
+        _command(_MAIN),
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        env=environment,
+        start_new_session=True,  # a Ctrl-C is for this process, which may go on
+    )
 
 
 def _command(code: str) -> list[str]:

@@ -20,7 +20,7 @@ import compiled_autograd as ca
 from compiled_autograd.cache.variants import Variant
 from compiled_autograd.capture import tape
 from compiled_autograd.policies import admission, spending
-from compiled_autograd.policies.admission import ADMISSION, DEARER, Tape
+from compiled_autograd.policies.admission import ADMISSION, DEARER, LEFT_UNSAID, Tape
 from compiled_autograd.policies.sketches import FIRST_SPACING, FURTHER, LAST_SPACING, Known
 from compiled_autograd.policies.spending import FIRST, RETURNS, SECONDS, SHARE, SPENDING, UNRETURNED, Balance, Spending
 from shadow_cache import Bypass
@@ -500,6 +500,48 @@ def test_what_has_paid_has_come_back_too(takes: dict[str, float]) -> None:
     takes["hit"] = 1000.0
     assert SPENDING.balance() == Balance(2, 0, pytest.approx(10.0), 5.0, SECONDS)  # type: ignore[arg-type]
     assert _step(session, next(losses)) == "structure_miss"
+
+
+@pytest.mark.parametrize("has_store", [False, True])
+@pytest.mark.parametrize("sketches", ["one", "many"])
+def test_the_warning_comes_when_so_many_were_left_to_eager(sketches: str, has_store: bool, tmp_path: Path) -> None:
+    """Whoever has left them: a look, the sketch, or the engine's walk, where the store did not have it."""
+    session, losses = ca.enable(backend="eager", cache_dir=tmp_path if has_store else False), _losses()
+    _close(session, losses)
+    left = 1
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        for number, loss in enumerate(itertools.islice(losses, 60), 1):
+            more = 0 if sketches == "one" else number
+
+            def longer(x: torch.Tensor, loss: Loss = loss, more: int = more) -> torch.Tensor:
+                for _ in range(more):
+                    x = x.sin()
+                return loss(x)
+
+            assert _step(session, longer) == LEFT
+            left += 1
+            if any("went into compiling" in str(each.message) for each in warned):
+                break
+    assert LEFT_UNSAID <= left <= 3 * LEFT_UNSAID
+
+
+def test_a_session_that_may_lose_more_compiles_all_the_same() -> None:
+    """Roots that nobody knew were left to eager for it too, without a look."""
+    frugal, free = (ca.enable(backend="eager", compile_budget=budget) for budget in (0, math.inf))
+    losses = _losses()
+    _close(frugal, losses)
+
+    def loss(x: torch.Tensor, name: str, length: int) -> torch.Tensor:
+        for _ in range(length):
+            x = getattr(torch, name)(x)
+        return x.sum()
+
+    for length in range(10, 50):
+        _step(frugal, lambda x, length=length: loss(x, "sin", length))
+    for length in range(10, 20):
+        assert _step(free, lambda x, length=length: loss(x, "cos", length)) == "structure_miss"
+    expect(free.stats(), structure_misses=10, captures=10, compiles=10)
 
 
 def test_a_training_with_three_losses_is_not_warned_of(takes: dict[str, float]) -> None:

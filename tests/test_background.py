@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 import sys
 import threading
@@ -294,6 +295,7 @@ def test_a_forked_child_goes_on() -> None:
 
 _FORKS_BESIDE_A_WORKER = """
 import os
+import signal
 import subprocess
 import sys
 from compiled_autograd.policies import worker_process
@@ -530,6 +532,7 @@ _INTERRUPTED = """
 import os, signal, time
 from compiled_autograd.policies import worker_process
 
+signal.signal(signal.SIGINT, signal.default_int_handler)  # who started this in the background may have it ignored
 os.setpgid(0, 0)
 worker_process._MAIN = "import time; time.sleep(600)"
 process = worker_process._start()
@@ -571,7 +574,54 @@ def test_the_process_that_compiles_says_nothing_where_nobody_reads_its_answer() 
         assert process.stdin is not None and process.stdout is not None and process.stderr is not None
         process.stdout.close()
         worker_process.send(process.stdin, msgspec.msgpack.encode(_request()))
+        limit = threading.Timer(120, process.kill)
+        limit.start()
         assert (process.stderr.read(), process.wait()) == (b"", 0)
+        limit.cancel()
+
+
+_COMPILES_LONG = """
+from compiled_autograd.policies import worker_main
+import subprocess, time
+
+def answer(request):
+    print(subprocess.Popen(["sleep", "600"]).pid, flush=True)  # a compiler
+    time.sleep(600)
+
+worker_main.answer = answer
+worker_main.main()
+"""
+_KILLED = f"""
+import os, time
+import msgspec
+from compiled_autograd.policies import worker_process
+
+worker_process._MAIN = {_COMPILES_LONG!r}
+process = worker_process._start()
+request = worker_process.Request("none", "", [], 1, (False, False, True), "highest", "torch.float32", "")
+worker_process.WORKER._process = process
+worker_process.send(process.stdin, msgspec.msgpack.encode(request))
+print(process.pid, flush=True)
+forked = os.fork()
+if forked:
+    print(forked, flush=True)
+else:
+    os.closerange(1, 3)
+time.sleep(120)  # the child lives on, and must not hold what the process reads from
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not hasattr(os, "killpg"), reason="this system has no groups of processes")
+def test_nothing_compiles_on_for_a_program_that_was_killed() -> None:
+    """As ``torchrun`` does to a rank when another has failed."""
+    command = [sys.executable, "-c", _KILLED]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
+        assert process.stdout is not None
+        pids = [int(process.stdout.readline()) for _ in range(3)]  # of the process, the child, and a compiler
+        process.kill()
+        assert process.communicate(timeout=30) == ("", None), "both others have closed what they write to"
+    os.kill(pids[1], signal.SIGKILL)
 
 
 def _request() -> worker_process.Request:

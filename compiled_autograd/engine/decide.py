@@ -59,8 +59,8 @@ def look(call: Call, session: Session) -> Trial | Tape | Refusal | None:
                 AUTOTUNE.keep(key, trial)
             return trial
     if trial is None and ADMISSION.closed and settings.compiles:
-        skipped = ADMISSION.skips() if before is None and key is not None and key not in SKETCHES.mixed else None
-        if skipped is not None:
+        unknown = before is None and key is not None and key not in SKETCHES.mixed
+        if unknown and settings.compile_budget == ADMISSION.budget and (skipped := ADMISSION.skips()) is not None:
             return skipped
         has_store = disk_for(settings) is not None
         tape, call.admitted = ADMISSION.look(call.fingerprint(), settings, has_store, before)

@@ -94,7 +94,8 @@ class Admission:
         self._tapes: dict[int, Tape] = {}
         self._captured: set[int] = set()
         self._unknown = Tape(OVER_BUDGET)
-        self._new = self._skipped = self._refused = 0
+        self._new = self._skipped = self._left = 0
+        self._said = False
         self._in_store = 0.0
 
     def captured(self, fingerprint: int) -> None:
@@ -122,11 +123,7 @@ class Admission:
         """Whether something that would have to be compiled now shall not be."""
         if not self.closed:
             return False
-        balance = SPENDING.balance()
-        if not balance.is_over(settings.compile_budget):
-            return False
-        self._left(balance)
-        return True
+        return SPENDING.balance().is_over(settings.compile_budget)
 
     def may_ask_store(self) -> bool:
         """Whether a tape may be captured only to see whether the store has it."""
@@ -139,8 +136,8 @@ class Admission:
     def skips(self) -> Tape | None:
         """What a tape whose sketch is not known is taken for without a look; None where it is to be looked at."""
         self._skipped += 1
-        self._refused += 1
         if self._skipped < min(LAST_LOOK, 1 << (self._new // LOOKS_AT_ONCE)):
+            self._leave(1)
             return self._unknown
         self._skipped = 0
         return None
@@ -156,7 +153,7 @@ class Admission:
         """
         balance = SPENDING.balance()
         if not balance.is_over(self.budget):
-            self.closed = False
+            self.closed, self._left = False, 0
             SKETCHES.forget()
         if not balance.is_over(settings.compile_budget):
             return None, False
@@ -175,8 +172,7 @@ class Admission:
             both = {before.found, tape}  # where they are two, nobody knows which of them it was
             for each in both:
                 each.left_to_eager(before.used // len(both))
-            self._refused += before.used
-        self._left(balance)
+            self._leave(before.used)
         if tape.has_paid(balance.likely):
             tape.seen, tape.seconds, tape.needed = 0, 0.0, DEARER * tape.needed
             self._change(tape, None)
@@ -185,14 +181,18 @@ class Admission:
         asks = tape.captured and tape.looks > 2 and not tape.looks & (tape.looks - 1)
         if asks or (is_new and has_store and self.may_ask_store()):
             self._change(tape, None)
+        else:
+            self._leave(1)
         return tape, False
 
     def missed(self, tape: Tape | None, taken_from: Hashable = None) -> None:
-        """A tape that might have been a hit was none, and was not compiled.
+        """A tape was no hit, and was not compiled.
 
         Args:
-            taken_from: the sketch by which it was taken for ``tape``, and may be another; None where it was looked at.
+            tape: what it was taken for.
+            taken_from: the sketch by which it was, and may be another; None where it was looked at.
         """
+        self._leave(1)
         if tape is None or tape.verdict is not None:
             return
         if taken_from is None:
@@ -200,11 +200,12 @@ class Admission:
         else:
             SKETCHES.is_mixed(taken_from)
 
-    def _left(self, balance: Balance) -> None:
-        """Something that is new is left to eager, and it may be time to say so."""
-        self._refused += 1
-        if self._refused >= LEFT_UNSAID:
-            _warn(balance)
+    def _leave(self, times: int) -> None:
+        """So many are left to eager, or were."""
+        self._left += times
+        if self._left >= LEFT_UNSAID and not self._said:
+            self._said = True
+            _warn(SPENDING.balance())
 
     def _change(self, tape: Tape, verdict: Bypass | None) -> None:
         tape.verdict = verdict

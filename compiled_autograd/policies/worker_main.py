@@ -1,13 +1,16 @@
 """The process that compiles regions for another: :mod:`worker_process` starts it.
 
 It takes graphs as text, on standard input, and gives artifacts, on standard output. It runs at a lower priority, and
-ends when its input does.
+ends when its input does, whatever it is doing.
 """
 
 from __future__ import annotations
 
 import os
+import queue
+import signal
 import sys
+import threading
 
 import msgspec
 import torch
@@ -44,17 +47,32 @@ def answer(request: Request) -> Reply:
     return Reply(backend.save(backend.compile(graph_module, examples)), backend.environment())
 
 
+def _take(requests: queue.SimpleQueue[bytes]) -> None:
+    """Hand on what is asked, beside what is being compiled: whoever asks may be killed in the midst of that."""
+    while True:
+        try:
+            requests.put(receive(sys.stdin.buffer))
+        except EOFError:
+            _end()
+
+
+def _end() -> None:
+    """Nobody reads what is made any more: end, with the compilers that were started."""
+    if hasattr(os, "killpg") and os.getpgid(0) == os.getpid():
+        os.killpg(0, signal.SIGKILL)
+    os._exit(0)
+
+
 def main() -> None:
     """Answer until nobody asks."""
     if hasattr(os, "nice"):
         os.nice(5)  # lower would starve beside a training that keeps all cores busy
     replies = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # whatever a compiler prints is none of the replies
+    requests: queue.SimpleQueue[bytes] = queue.SimpleQueue()
+    threading.Thread(target=_take, args=(requests,), daemon=True).start()
     while True:
-        try:
-            request = msgspec.msgpack.decode(receive(sys.stdin.buffer), type=Request)
-        except EOFError:
-            return
+        request = msgspec.msgpack.decode(requests.get(), type=Request)
         try:
             reply = answer(request)
         except Exception as error:  # noqa: BLE001  the one who asked compiles it himself, and sees the error
@@ -62,7 +80,7 @@ def main() -> None:
         try:
             send(replies, msgspec.msgpack.encode(reply))
         except BrokenPipeError:
-            os._exit(0)  # who asked has ended meanwhile, and what is not sent would be sent again when Python ends
+            _end()
 
 
 if __name__ == "__main__":

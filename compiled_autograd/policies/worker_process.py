@@ -120,7 +120,7 @@ class Worker:
     def __init__(self) -> None:
         self.ended = False
         self._process: subprocess.Popen[bytes] | None = None
-        self._lock = threading.Lock()
+        self._lock, self._stopping = threading.Lock(), threading.Lock()
 
     def ask(self, request: Request) -> Reply:
         """Have something compiled; takes as long as that takes.
@@ -140,8 +140,15 @@ class Worker:
             return msgspec.msgpack.decode(receive(process.stdout), type=Reply)
 
     def forget(self) -> None:
-        """In a forked child: the process is the parent's, who would read the answers to what the child asks."""
-        self.ended, self._process, self._lock = False, None, threading.Lock()
+        """In a forked child: the process is the parent's, who would read the answers to what the child asks, and ends
+        when nobody can write to it any more."""
+        process = self._process
+        if process is not None:
+            process.returncode = 0  # else Python warns of a process that runs on
+            with Path(os.devnull).open("r+b", buffering=0) as nothing:  # threads that are gone may hold both streams
+                for stream in filter(None, (process.stdin, process.stdout)):
+                    os.dup2(nothing.fileno(), stream.fileno(), inheritable=False)
+        self.__init__()  # type: ignore[misc]
 
     def end(self) -> None:
         """End the process for good, since this one ends."""
@@ -150,14 +157,15 @@ class Worker:
 
     def stop(self) -> None:
         """End the process, and the compilers that it has started."""
-        process, self._process = self._process, None
-        if process is None:
-            return
-        if hasattr(os, "killpg"):
-            with contextlib.suppress(ProcessLookupError, PermissionError):  # it has ended by now
-                os.killpg(process.pid, signal.SIGKILL)
-        process.kill()
-        process.wait()
+        with self._stopping:  # its number may be another's once somebody has waited for it
+            process, self._process = self._process, None
+            if process is None:
+                return
+            if hasattr(os, "killpg"):
+                with contextlib.suppress(ProcessLookupError, PermissionError):  # it has ended by now
+                    os.killpg(process.pid, signal.SIGKILL)
+            process.kill()
+            process.wait()
 
 
 _BEGIN = "import sys; sys.path[:] = dict.fromkeys([*sys.argv[1:], *sys.path]); del sys.argv[1:]; "

@@ -22,7 +22,7 @@ from .spending import RETURNS, SPENDING, Balance, by_clock
 LOOKS_AT_ONCE, LAST_LOOK = 8, 64
 """Of tapes whose sketch is not known, each is looked at until so many were new; then one in two for as many, and so on,
 down to one in this many."""
-LEFT_UNSAID = 16
+LEFT_UNSAID = 8
 """So many backwards are left to eager before that is warned of: a training with several losses has seen each come
 back by then, and compiles again."""
 DEARER = 4

@@ -103,7 +103,7 @@ class ShadowGraph(Generic[P]):
         for node in reversed(nodes):
             if node.terminal is not None and node.terminal.number in numbers:
                 node.terminal = None
-            for key, child in [*node.children.items()]:
+            for key, child in node.children.copy().items():
                 if not (child.children or child.terminal):
                     node.children.pop(key, None)
 

@@ -413,6 +413,29 @@ def test_no_name_is_that_of_another_parameter(monkeypatch: pytest.MonkeyPatch) -
     assert min(found, not_known, in_the_place_of_another) > 100 and renamed > 10
 
 
+def test_a_search_goes_on_while_another_finds_something(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A list of what was found was not made in one go: ``gc`` may run at each tuple, and other threads then."""
+    model = mlp()
+    (name, *_) = parameter_names.parameter_names_of([*model.parameters()]).values()
+    found = parameter_names._search.found
+    found.update(dict.fromkeys(range(100), name))
+
+    def finds(phase: str, info: dict[str, int]) -> None:
+        found[len(found)] = name
+
+    monkeypatch.setattr(parameter_names, "_living_modules", list)
+    threshold, before = gc.get_threshold(), len(found)
+    gc.callbacks.append(finds)
+    gc.set_threshold(1)
+    try:
+        parameter_names._searched()
+    finally:
+        gc.set_threshold(*threshold)
+        gc.callbacks.remove(finds)
+    assert len(found) > before and parameter_names._search.found.items() >= dict.fromkeys(range(100), name).items()
+    ca.reset()
+
+
 def test_threads_that_ask_at_once_are_told_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     models = [mlp(depth=3) for _ in range(40)]
     living = [module for model in models for module in model.modules()]

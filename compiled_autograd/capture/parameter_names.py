@@ -176,7 +176,8 @@ def _searched() -> dict[int, ParameterName] | None:
     names_by_id = all_parameter_names()
     ended = time.process_time()
     _search.next = ended + (ended - started) / _SEARCH_TIME_SHARE if ended - started > _SLOW_SEARCH_SECONDS else 0.0
-    _search.found = {key: name for key, name in list(_search.found.items()) if name.model() is not None}
+    found = _search.found.copy()  # a list of its items would be made of tuples, and `gc` lets other threads on between
+    _search.found = {key: name for key, name in found.items() if name.model() is not None}
     return names_by_id
 
 
@@ -190,7 +191,7 @@ def all_parameter_names() -> dict[int, ParameterName]:
             continue
         model = weakref.ref(outermost)
         for path, module in modules_inside(outermost):
-            for attribute, parameter in list(module.__dict__["_parameters"].items()):
+            for attribute, parameter in dict(module.__dict__["_parameters"]).items():
                 if parameter is not None:
                     found = ParameterName((*path, attribute), type(outermost).__name__, model)
                     names_by_id.setdefault(id(parameter), found)
@@ -213,7 +214,7 @@ def modules_inside(outermost: torch.nn.Module) -> Iterator[tuple[tuple[str, ...]
             continue
         seen.add(id(module))
         yield path, module
-        inner = [each for each in list(module.__dict__["_modules"].items()) if each[1] is not None]
+        inner = [each for each in dict(module.__dict__["_modules"]).items() if each[1] is not None]
         worklist += [((*path, name), child) for name, child in reversed(inner)]
 
 

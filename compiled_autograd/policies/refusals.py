@@ -133,7 +133,7 @@ class Refusals:
             SKETCHES.forget()
 
     def _forget_those_of_no_tape(self) -> None:
-        for key, refusal in [*self._refusals.items()]:
+        for key, refusal in self._refusals.copy().items():
             if not refusal.came:
                 self._refusals.pop(key, None)
                 SKETCHES.forget()

@@ -294,12 +294,13 @@ def resident_pages() -> int:
 
 
 def in_subprocess(code: str, timeout: float = 120, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Run Python code in a fresh process, with the project importable, and without the user's cache on disk."""
+    """Run Python code in a fresh process, with the project importable, without the user's cache on disk, and without
+    the extension, which would be built in the user's folder."""
     environ = {**os.environ, "PYTHONPATH": str(ROOT)}
     for name in list(environ):
         if name.startswith("COMPILED_AUTOGRAD_"):
             del environ[name]
-    environ |= {"COMPILED_AUTOGRAD_CACHE_DIR": "false", **environment}
+    environ |= {"COMPILED_AUTOGRAD_CACHE_DIR": "false", "COMPILED_AUTOGRAD_NATIVE": "false", **environment}
     return subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, env=environ, timeout=timeout, check=False
     )

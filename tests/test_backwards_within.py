@@ -171,7 +171,7 @@ def test_a_backward_of_second_order_within(leaves: int) -> None:
 
 @pytest.mark.parametrize("own_session", [True, False])
 @pytest.mark.parametrize("shared", [False, True], ids=["its_own_leaf", "the_same_leaf"])
-@pytest.mark.parametrize("every", [43, pytest.param(7, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("every", [97, pytest.param(7, marks=pytest.mark.slow)])
 def test_a_backward_in_the_midst_of_a_walk(own_session: bool, shared: bool, every: int) -> None:
     """The engine would take it for one that is to be captured inside of another, and refuse both."""
     with ca.disable():

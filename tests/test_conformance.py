@@ -82,6 +82,7 @@ class TestThem(unittest.TestCase):
 """
 
 
+@pytest.mark.slow
 def test_pytorchs_tests_of_compiled_autograd_turn_the_engine_on(tmp_path: Path) -> None:
     """Each runs two backwards, of which one is in the engine."""
     (tmp_path / "test_compiled_autograd.py").write_text(_COMPARES)

@@ -602,7 +602,8 @@ def test_inductor_under_ddp(pair: Pair) -> None:
     _expect_bypasses(records, case.steps)
 
 
-@pytest.mark.parametrize("wrap", [pytest.param(python_ddp, marks=pytest.mark.slow), sharded])
+@pytest.mark.slow
+@pytest.mark.parametrize("wrap", [python_ddp, sharded])
 def test_inductor_compiles(pair: Pair, wrap: Callable[[nn.Module], nn.Module]) -> None:
     case = Case(wrap, partial(mlp, depth=1), backend="inductor", steps=2)
     records = pair.run(record_in_one_process, case, seconds=120.0)

@@ -215,7 +215,8 @@ print(stats.compiles, stats.loads, stats.hits)
 """
 
 
-@pytest.mark.parametrize("backend", ["eager", pytest.param("inductor", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
 def test_another_process_loads_it(backend: str, tmp_path: Path) -> None:
     code = _TRAINING.replace("BACKEND", backend).replace("FOLDER", repr(str(tmp_path)))
     first = in_subprocess(code.replace("LENGTHS", "(9, 7, 5)"))

@@ -211,7 +211,19 @@ _FORGETTING = ("must forget", "others have captured", "others are on")
 """After these all is learnt anew."""
 
 
-@pytest.mark.parametrize("state", STATES)
+_LIKE_OTHERS = {
+    "anomaly mode, no NaNs",
+    "default dtype",
+    "deterministic, warns",
+    "inductor setting",
+    "mkldnn",
+    "no fill",
+}
+
+
+@pytest.mark.parametrize(
+    "state", [pytest.param(each, marks=pytest.mark.slow if each in _LIKE_OTHERS else ()) for each in STATES]
+)
 def test_another_state_goes_through_python(hits: NativeHits, net: tuple[Make, list[torch.Tensor]], state: str) -> None:
     """And ends as it does there. When the state is as it was, it is served again: by the second backward, since what
     compiles sets some of Inductor's settings meanwhile, of which Python asks the first time."""

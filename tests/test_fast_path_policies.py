@@ -197,7 +197,8 @@ def _until_fast_beside(session: ca.Session, make: Make, leaves: list[torch.Tenso
     assert FAST_PATH.served > served
 
 
-@pytest.mark.parametrize("seed", [0, *(pytest.param(each, marks=pytest.mark.slow) for each in range(1, 40))])
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(40))
 def test_random_trainings(hits: NativeHits, monkeypatch: pytest.MonkeyPatch, seed: int) -> None:
     """Where policies look or not, tapes are on trial or left to eager: each step beside eager's."""
     chance = random.Random(seed)

@@ -165,7 +165,8 @@ def _training(rank: int, builds: Path, seed: int, enabled: bool) -> tuple[list[T
         return found, list(EVENTS), session.stats()
 
 
-@pytest.mark.parametrize("seed", [1, *(pytest.param(each, marks=pytest.mark.slow) for each in (0, *range(2, 100)))])
+@pytest.mark.slow
+@pytest.mark.parametrize("seed", range(100))
 def test_a_random_training_is_bit_for_bit_eagers(pair: Pair, builds: Path, seed: int) -> None:
     eager, found = (pair.run(_training, builds, seed, enabled, seconds=120.0) for enabled in (False, True))
     for (wanted, in_order, _), (seen, events, stats) in zip(eager, found, strict=True):

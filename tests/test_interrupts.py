@@ -488,7 +488,7 @@ def test_what_a_handler_raises_comes_out(
     came = 0
     with ca.enable(backend="eager", cache_dir=False) as session:
         _step(retained)
-        for count in itertools.count(0, 53):
+        for count in itertools.count(0, 53 if retained else 211):
             ca.reset()
             interrupt, x = _SignalAt(count), torch.ones(4, 4, requires_grad=True)
             loss = _loss(x, retained)
@@ -504,7 +504,7 @@ def test_what_a_handler_raises_comes_out(
             _nothing_is_stuck()
             assert same_bits(_step(retained), right)
     assert session.stats().backwards == _told(session)
-    assert came > 50 and not interrupt.came
+    assert came > (50 if retained else 12) and not interrupt.came
 
 
 @pytest.mark.parametrize("where", ["compile", "first run", "second run"])

@@ -329,7 +329,7 @@ def _one_in(
 
 
 @pytest.mark.parametrize("takes", ["short", "long"])
-@pytest.mark.parametrize("number", [2, 17, 24, 31])
+@pytest.mark.parametrize("number", [17, *(pytest.param(each, marks=pytest.mark.slow) for each in (2, 24, 31))])
 def test_one_that_comes_alone_among_many_is_found(
     number: int, takes: str, looks: list[int], monkeypatch: pytest.MonkeyPatch
 ) -> None:

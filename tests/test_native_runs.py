@@ -636,7 +636,7 @@ def test_an_error_of_a_program_is_raised_and_everything_let_go(
         FAST_PATH.forget()
 
 
-@pytest.mark.parametrize(("most", "different"), [(2, 4), pytest.param(4, 8, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(("most", "different"), [(2, 3), pytest.param(4, 8, marks=pytest.mark.slow)])
 def test_variants_that_went_are_freed(
     counted: Counted, monkeypatch: pytest.MonkeyPatch, most: int, different: int
 ) -> None:

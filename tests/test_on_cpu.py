@@ -200,7 +200,10 @@ def test_gelu_is_fused(make: Callable[[], tuple[Any, list[Tensor]]], exponential
     assert names[_aten.erf.default] == has_erf
 
 
-@pytest.mark.parametrize("layout", ["transposed", "expanded", "apart", "of another layout"])
+_EXPANDED, _PERMUTED = (pytest.param(each, marks=pytest.mark.slow) for each in ("expanded", "of another layout"))
+
+
+@pytest.mark.parametrize("layout", ["transposed", "apart", _EXPANDED, _PERMUTED])
 def test_gelu_of_any_layout(layout: str) -> None:
     """What comes and what was saved lie in memory as eager has it, and so does the gradient."""
     base = torch.randn(2 * ROWS, WIDTH, requires_grad=True)

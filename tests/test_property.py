@@ -24,7 +24,7 @@ from .fuzz.shrink import shrink
 from .fuzz.values import LAYOUTS, LEFT_OUT, lay_out, plain, share_memory
 
 _EAGER, _AT_ONCE = 135, 15
-_SHORT = (15, 30, 45)
+_SHORT = (15, 30)
 _INDUCTOR = (20, 10_013)
 _INDUCTOR_LONGER = (3, 8, 10_038)
 

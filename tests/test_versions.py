@@ -30,7 +30,7 @@ def test_the_error_is_an_import_error() -> None:
     assert issubclass(ca.UnsupportedTorchError, ImportError)
 
 
-@pytest.mark.parametrize("version", ["2.10.0", "2.14.0+cpu"])
+@pytest.mark.parametrize("version", [pytest.param("2.10.0", marks=pytest.mark.slow), "2.14.0+cpu"])
 def test_import_fails_on_another_version(version: str) -> None:
     done = in_subprocess(f"import torch; torch.__version__ = {version!r}; import compiled_autograd")
     assert done.returncode != 0

@@ -20,6 +20,7 @@ import compiled_autograd as ca
 from compiled_autograd.cache.variants import Variant
 from compiled_autograd.capture import tape
 from compiled_autograd.policies import admission, spending
+from compiled_autograd.policies import background as policies_background
 from compiled_autograd.policies.admission import ADMISSION, DEARER, LEFT_UNSAID, Tape
 from compiled_autograd.policies.sketches import FIRST_SPACING, FURTHER, LAST_SPACING, Known
 from compiled_autograd.policies.spending import FIRST, RETURNS, SECONDS, SHARE, SPENDING, UNRETURNED, Balance, Spending
@@ -96,7 +97,7 @@ def _close(session: ca.Session, losses: Iterator[Loss]) -> int:
 
 def test_structures_that_never_come_back_are_left_to_eager() -> None:
     session, losses = ca.enable(backend="eager"), _losses()
-    with pytest.warns(UserWarning, match="28 s went into compiling 4 backwards.*pad.*mark_dynamic.*disable") as warned:
+    with pytest.warns(UserWarning, match="28.0 s went into compiling 4 .*pad.*mark_dynamic.*disable") as warned:
         outcomes = [_step(session, next(losses)) for _ in range(100)]
     assert outcomes == ["structure_miss"] * 4 + [LEFT] * 96
     expect(session.stats(), structure_misses=4, bypasses={LEFT: 96}, captures=4, compiles=4)
@@ -544,6 +545,59 @@ def test_a_session_that_may_lose_more_compiles_all_the_same() -> None:
     expect(free.stats(), structure_misses=10, captures=10, compiles=10)
 
 
+def test_such_a_session_compiles_a_region_of_a_known_variant_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its calls ran one by one for ever."""
+    frugal, free = (ca.enable(backend="eager", compile_budget=budget) for budget in (0, math.inf))
+    losses = _losses()
+    background = ca.enable(backend="eager", compile_budget=math.inf, on_miss="background")
+    monkeypatch.setattr(policies_background, "_in_same_state", lambda job: False)
+    assert _step(background, _known) == "structure_miss" and background.wait(60)
+    _close(frugal, losses)
+    monkeypatch.undo()
+    assert background.stats().compiles == 0
+    assert [_step(each, _known) for each in (free, background, free)] == ["shape_miss", "hit", "hit"]
+    assert _step(frugal, next(losses)) == LEFT
+    assert (free.stats().compiles, background.stats().compiles) == (1, 0)
+
+
+def test_of_a_session_with_another_budget_few_are_looked_at_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    looks = []
+    fingerprint = tape.fingerprint
+    monkeypatch.setattr(tape, "fingerprint", lambda *edges: looks.append(1) or fingerprint(*edges))
+    sessions = [ca.enable(backend="eager", compile_budget=budget) for budget in (0, 1)]
+    _close(sessions[0], _losses())
+
+    def loss(x: torch.Tensor, name: str, length: int) -> torch.Tensor:
+        for _ in range(length):
+            x = getattr(torch, name)(x)
+        return x.sum()
+
+    found = []
+    for session, name in zip(sessions, ("sin", "cos"), strict=True):
+        before = len(looks)
+        for length in range(10, 110):
+            assert _step(session, lambda x, name=name, length=length: loss(x, name, length)) == LEFT
+        found.append(len(looks) - before)
+    assert max(found) < 50
+
+
+def test_hits_are_not_counted_among_what_is_left_to_eager() -> None:
+    """They were, where a tape that is known has the sketch of one that is new."""
+    session, losses = ca.enable(backend="eager", compile_budget=0, tune=False), _losses()
+    known, new = next(losses), next(losses)
+    assert [_step(session, known) for _ in range(4)] == ["structure_miss", "hit", "hit", "hit"]
+    _close(session, losses)
+    outcomes = []
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        outcomes += [_step(session, known) for _ in range(18)]
+        for _ in range(100):
+            outcomes.append(_step(session, new))
+            if any("went into compiling" in str(each.message) for each in warned):
+                break
+    assert LEFT_UNSAID - 1 <= outcomes.count(LEFT) <= 3 * LEFT_UNSAID
+
+
 def test_a_training_with_three_losses_is_not_warned_of(takes: dict[str, float]) -> None:
     """The first compile of a process takes long: the third loss is left to eager until the others have come back."""
     session, losses = ca.enable(backend="eager"), [*itertools.islice(_losses(), 3)]
@@ -583,7 +637,7 @@ def test_the_command_line_and_the_report_say_it(tmp_path: Path, capsys: pytest.C
     with pytest.raises(SystemExit):
         main(["why", "--last", "--cache-dir", str(tmp_path / "cache")])
     said = " ".join(capsys.readouterr().out.split())
-    assert "kind over_budget" in said and "28 s went into compiling 4 backwards" in said and "mark_dynamic" in said
+    assert "kind over_budget" in said and "28.0 s went into compiling 4 backwards" in said and "mark_dynamic" in said
     page = session.report(tmp_path / "report.html").read_text()
     assert "over_budget" in page and "was left to the eager engine from then on" in page
 

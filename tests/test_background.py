@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import signal
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import msgspec
@@ -19,9 +22,11 @@ from torch import fx, nn
 import compiled_autograd as ca
 from backends import get_backend
 from compiled_autograd.cache.disk import made_in_memory
+from compiled_autograd.engine import execution
 from compiled_autograd.engine.session import Session
 from compiled_autograd.guards.ambient import ambient
 from compiled_autograd.lowering import region_compiler
+from compiled_autograd.lowering.region_compiler import COMPILING
 from compiled_autograd.policies import background, worker_process
 from compiled_autograd.versions import release
 
@@ -295,18 +300,25 @@ def test_a_forked_child_goes_on() -> None:
 
 _FORKS_BESIDE_A_WORKER = """
 import os
-import signal
+import resource
 import subprocess
 import sys
 from compiled_autograd.policies import worker_process
 
 worker = subprocess.Popen([sys.executable, "-c", "input()"], stdin=subprocess.PIPE)
 worker_process.WORKER._process = worker
+_, most = resource.getrlimit(resource.RLIMIT_NOFILE)
+written = worker.stdin.fileno()
+resource.setrlimit(resource.RLIMIT_NOFILE, (written, most))  # no file more can be opened
 child = os.fork()
 if child == 0:
     mine = worker_process.WORKER._process
     worker_process.WORKER.stop()
-    os._exit(0 if mine is None else 1)
+    try:
+        os.fstat(written)
+    except OSError:
+        os._exit(0 if mine is None else 1)
+    os._exit(2)
 assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
 assert worker_process.WORKER._process is worker and worker.poll() is None
 worker_process.WORKER.stop()
@@ -568,10 +580,101 @@ def test_no_process_is_left_or_started_when_this_one_ends(monkeypatch: pytest.Mo
     assert not worker.ended
 
 
+def test_no_answer_is_taken_for_that_to_another_request(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Whatever kept the first from being read."""
+    started: list[Any] = []
+    start = worker_process._start
+    monkeypatch.setattr(worker_process, "_start", lambda: started.append(start()) or started[-1])
+    monkeypatch.setattr(worker_process, "_MAIN", "import time; time.sleep(600)")
+
+    def receive(stream: Any) -> bytes:
+        raise MemoryError
+
+    monkeypatch.setattr(worker_process, "receive", receive)
+    worker = worker_process.Worker()
+    for number in (1, 2):
+        with pytest.raises(MemoryError):
+            worker.ask(_request())
+        assert len(started) == number and started[-1].poll() is not None
+
+
+@contextlib.contextmanager
+def _compiling_elsewhere() -> Iterator[None]:
+    began, ends = threading.Event(), threading.Event()
+
+    def compile() -> None:
+        with COMPILING:
+            began.set()
+            ends.wait(60)
+
+    thread = threading.Thread(target=compile)
+    thread.start()
+    assert began.wait(60)
+    try:
+        yield
+    finally:
+        ends.set()
+        thread.join()
+
+
+def _end_while_it_is_submitted(one: background.Background, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(background, "WORKER", worker_process.Worker())
+    monkeypatch.setattr(background, "_import_first", lambda backend: one.stop())
+    region_compiler = SimpleNamespace(kind=lambda step, slots: (), backend=get_backend("eager"))
+    step: Any = SimpleNamespace(inputs=(), fresh=())
+    one.submit(SimpleNamespace(region_compiler=region_compiler), step, [], 1, ambient())  # type: ignore[arg-type]
+
+
+def test_what_is_submitted_while_the_program_ends_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = background.Background()
+    _end_while_it_is_submitted(one, monkeypatch)
+    assert one.wait(5) and not one.busy
+
+
+def test_what_cannot_be_imported_since_the_program_ends_is_not_told(
+    monkeypatch: pytest.MonkeyPatch, recwarn: pytest.WarningsRecorder
+) -> None:
+    worker = worker_process.Worker()
+    for module in (background, execution):
+        monkeypatch.setattr(module, "WORKER", worker)
+
+    def import_first(backend: Any) -> None:
+        worker.end()
+        raise AttributeError("'prims' object has no attribute 'sum'")
+
+    monkeypatch.setattr(background, "_import_first", import_first)
+    monkeypatch.setattr(background.BACKGROUND, "_imported", set())
+    model, reference = _twins()
+    session = ca.enable(backend="eager", on_miss="background")
+    _step(session, model, reference, torch.randn(4, 8))
+    assert not session.stats().failures and not recwarn.list
+
+
+def test_a_child_that_is_forked_during_the_first_import_knows_of_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """It waited for ever for the rest of a module, which a thread was importing that it does not have."""
+    held: list[bool] = []
+    monkeypatch.setattr(background, "_import_first", lambda backend: held.append(COMPILING._is_owned()))
+    monkeypatch.setattr(background.BACKGROUND, "_imported", set())
+    model, reference = _twins()
+    session, x = ca.enable(backend="eager", on_miss="background"), torch.randn(4, 8)
+    with _compiling_elsewhere():  # something is being compiled: nobody waits for that
+        _step(session, model, reference, x)
+    assert session.wait(60) and not held and session.stats().compiles == 0
+    _step(session, model, reference, x)
+    assert session.wait(60)
+    _step(session, model, reference, x)
+    assert held == [True] and not COMPILING._is_owned()
+    expect(session.stats(), structure_misses=1, shape_misses=1, hits=1, captures=1, compiles=1)
+
+
 def test_the_process_that_compiles_says_nothing_where_nobody_reads_its_answer() -> None:
+    """Nor where an interrupt is sent to it alone: who asks decides when it ends."""
     command = worker_process._command(worker_process._MAIN)
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdin is not None and process.stdout is not None and process.stderr is not None
+        worker_process.send(process.stdin, msgspec.msgpack.encode(_request()))
+        assert msgspec.msgpack.decode(worker_process.receive(process.stdout), type=worker_process.Reply).error
+        process.send_signal(signal.SIGINT)
         process.stdout.close()
         worker_process.send(process.stdin, msgspec.msgpack.encode(_request()))
         limit = threading.Timer(120, process.kill)
@@ -585,43 +688,67 @@ from compiled_autograd.policies import worker_main
 import subprocess, time
 
 def answer(request):
-    print(subprocess.Popen(["sleep", "600"]).pid, flush=True)  # a compiler
+    subprocess.Popen(["sh", "-c", f"echo half > {request.code}; sleep 5; echo whole > {request.code}"])  # a compiler
     time.sleep(600)
 
 worker_main.answer = answer
 worker_main.main()
 """
 _KILLED = f"""
-import os, time
+import os, sys, time
 import msgspec
 from compiled_autograd.policies import worker_process
 
 worker_process._MAIN = {_COMPILES_LONG!r}
 process = worker_process._start()
-request = worker_process.Request("none", "", [], 1, (False, False, True), "highest", "torch.float32", "")
+request = worker_process.Request("none", sys.argv[1], [], 1, (False, False, True), "highest", "torch.float32", "")
 worker_process.WORKER._process = process
 worker_process.send(process.stdin, msgspec.msgpack.encode(request))
-print(process.pid, flush=True)
 forked = os.fork()
 if forked:
     print(forked, flush=True)
 else:
     os.closerange(1, 3)
-time.sleep(120)  # the child lives on, and must not hold what the process reads from
+time.sleep(120)  # the child lives on
 """
 
 
 @pytest.mark.slow
 @pytest.mark.skipif(not hasattr(os, "killpg"), reason="this system has no groups of processes")
-def test_nothing_compiles_on_for_a_program_that_was_killed() -> None:
-    """As ``torchrun`` does to a rank when another has failed."""
-    command = [sys.executable, "-c", _KILLED]
+def test_nothing_compiles_on_for_a_program_that_was_killed(tmp_path: Path) -> None:
+    """As ``torchrun`` does to a rank when another has failed. A compiler goes on to its end."""
+    file = tmp_path / "file"
+    command = [sys.executable, "-c", _KILLED, str(file)]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) as process:
         assert process.stdout is not None
-        pids = [int(process.stdout.readline()) for _ in range(3)]  # of the process, the child, and a compiler
+        forked = int(process.stdout.readline())
+        while not file.exists():
+            time.sleep(0.01)
         process.kill()
-        assert process.communicate(timeout=30) == ("", None), "both others have closed what they write to"
-    os.kill(pids[1], signal.SIGKILL)
+        assert process.communicate(timeout=60) == ("", None), "those that it has started have closed what they write to"
+    assert file.read_text() == "whole\n"
+    os.kill(forked, signal.SIGKILL)
+
+
+def test_a_compiler_writes_all_of_its_file(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Where the process that started it is ended. Inductor has the linker write to where it looks for
+    what is compiled:
+    half a library there was taken for the whole by each later process, until somebody emptied the folder."""
+    file = tmp_path / "file"
+    compiler = ["sh", "-c", f"echo half > {file}; sleep 1; echo whole > {file}"]
+    monkeypatch.setattr(
+        worker_process, "_MAIN", f"import subprocess, time; subprocess.Popen({compiler}); time.sleep(600)"
+    )
+    worker = worker_process.Worker()
+    process = worker._process = worker_process._start()
+    while not file.exists():
+        time.sleep(0.01)
+    worker.end()
+    assert process.poll() is not None
+    deadline = time.monotonic() + 60
+    while file.read_text() != "whole\n" and time.monotonic() < deadline:
+        time.sleep(0.01)
+    assert file.read_text() == "whole\n"
 
 
 def _request() -> worker_process.Request:

@@ -9,6 +9,7 @@ import pickle
 import random
 import threading
 import weakref
+from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -434,6 +435,24 @@ def test_a_search_goes_on_while_another_finds_something(monkeypatch: pytest.Monk
         gc.callbacks.remove(finds)
     assert len(found) > before and parameter_names._search.found.items() >= dict.fromkeys(range(100), name).items()
     ca.reset()
+
+
+def test_nothing_of_a_dict_that_users_have_made_is_run() -> None:
+    """DeepSpeed puts one in the place of a module's parameters that gathers those that are asked for."""
+    asked: list[str] = []
+
+    class Gathers(OrderedDict[str, Any]):
+        def __getitem__(self, name: str) -> Any:
+            asked.append(name)
+            raise AttributeError(name)
+
+    model, other = (torch.nn.Sequential(torch.nn.Linear(3, 3)) for _ in range(2))
+    for each in (model[0], other[0]):
+        object.__setattr__(each, "_parameters", Gathers(each._parameters))
+    leaves = list(model.parameters())
+    found = parameter_names.parameter_names_of(leaves)
+    assert [found[id(each)].name for each in leaves] == ["0.weight", "0.bias"]
+    assert [found[id(each)].parameter() for each in leaves] == leaves and not asked
 
 
 def test_threads_that_ask_at_once_are_told_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

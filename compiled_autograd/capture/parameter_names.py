@@ -6,15 +6,17 @@ import gc
 import itertools
 import time
 import weakref
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from .. import ir
 from ..process_state import PROCESS
+
+_T = TypeVar("_T")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,7 +38,7 @@ class ParameterName:
         found: Any = self.model()
         for kind, name in [*(("_modules", each) for each in modules), ("_parameters", attribute)]:
             try:
-                found = None if found is None else found.__dict__[kind][name]
+                found = None if found is None else _item(found.__dict__[kind], name)
             except KeyError:
                 return None
         return found
@@ -191,7 +193,7 @@ def all_parameter_names() -> dict[int, ParameterName]:
             continue
         model = weakref.ref(outermost)
         for path, module in modules_inside(outermost):
-            for attribute, parameter in dict(module.__dict__["_parameters"]).items():
+            for attribute, parameter in _items(module.__dict__["_parameters"]):
                 if parameter is not None:
                     found = ParameterName((*path, attribute), type(outermost).__name__, model)
                     names_by_id.setdefault(id(parameter), found)
@@ -214,8 +216,18 @@ def modules_inside(outermost: torch.nn.Module) -> Iterator[tuple[tuple[str, ...]
             continue
         seen.add(id(module))
         yield path, module
-        inner = [each for each in dict(module.__dict__["_modules"]).items() if each[1] is not None]
+        inner = [each for each in _items(module.__dict__["_modules"]) if each[1] is not None]
         worklist += [((*path, name), child) for name, child in reversed(inner)]
+
+
+def _item(found: Mapping[str, _T], name: str) -> _T:
+    return dict.__getitem__(found, name) if isinstance(found, dict) else found[name]
+
+
+def _items(found: Mapping[str, _T]) -> list[tuple[str, _T]]:
+    """Those of a dict that other threads may add to, without running what a subclass has for ``keys`` or ``[]``:
+    DeepSpeed's gathers parameters there."""
+    return list((found.copy() if type(found) is dict else found).items())
 
 
 def _living_modules() -> list[torch.nn.Module]:

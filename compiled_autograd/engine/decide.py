@@ -60,7 +60,7 @@ def look(call: Call, session: Session) -> Trial | Tape | Refusal | None:
             return trial
     if trial is None and ADMISSION.closed and settings.compiles:
         unknown = before is None and key is not None and key not in SKETCHES.mixed
-        if unknown and settings.compile_budget == ADMISSION.budget and (skipped := ADMISSION.skips()) is not None:
+        if unknown and ADMISSION.is_closed_for(settings) and (skipped := ADMISSION.skips()) is not None:
             return skipped
         has_store = disk_for(settings) is not None
         tape, call.admitted = ADMISSION.look(call.fingerprint(), settings, has_store, before)

@@ -30,6 +30,7 @@ from ..policies.admission import ADMISSION
 from ..policies.autotune import AUTOTUNE
 from ..policies.background import BACKGROUND
 from ..policies.spending import SPENDING
+from ..policies.worker_process import WORKER
 from ..runtime.program import Program
 from ..runtime.running_backward import Ends, Running
 from ..settings import Settings
@@ -293,7 +294,7 @@ def _ran_alone(call: Call, account: Account, handed: HandedOver, shapes: KnownSh
 def _allow(run: RunAccount, context: RunContext) -> None:
     """Whether regions that are not compiled are, and where: always those of a variant that was just made."""
     settings = run.account.settings
-    if ADMISSION.closed and not run.selection.reasons and not run.call.admitted and settings.compiles:
+    if not run.selection.reasons and not run.call.admitted and settings.compiles and ADMISSION.is_closed_for(settings):
         run.over_budget = True
     refused = run.over_budget or why_not_compile() is not None
     if refused or settings.on_miss != "compile":
@@ -328,4 +329,6 @@ def _submit(run: RunAccount, ambient_state: Ambient, program: Program, step: Reg
         BACKGROUND.submit(program, step, slots, run.call.fingerprint(), ambient_state, charge)
     except Exception as error:  # noqa: BLE001  a later step tries again
         raise_what_a_handler_raised(error)
+        if WORKER.ended:  # Python is about to end, and imports no more
+            return
         run.report.failures.append(failure_of("submit", program.region_compiler.backend.name, step.region, error))

@@ -23,8 +23,9 @@ LOOKS_AT_ONCE, LAST_LOOK = 8, 64
 """Of tapes whose sketch is not known, each is looked at until so many were new; then one in two for as many, and so on,
 down to one in this many."""
 LEFT_UNSAID = 8
-"""So many backwards are left to eager before that is warned of: a training with several losses has seen each come
-back by then, and compiles again."""
+"""So many backwards are known to be left to eager before that is warned of: a training with several losses has seen
+each come back by then, and compiles again. Those that are taken for others by their sketch are known of at the next
+look."""
 DEARER = 4
 """Each time that a tape was compiled in vain, it has to run on eager for so many times as long before it is again."""
 STORE_SECONDS, STORE_SHARE = 0.5, 0.01
@@ -125,6 +126,12 @@ class Admission:
             return False
         return SPENDING.balance().is_over(settings.compile_budget)
 
+    def is_closed_for(self, settings: Settings) -> bool:
+        """The same, as of the last look where it is the budget that was spent: a comparison then."""
+        if not self.closed or settings.compile_budget == self.budget:
+            return self.closed
+        return SPENDING.balance().is_over(settings.compile_budget)
+
     def may_ask_store(self) -> bool:
         """Whether a tape may be captured only to see whether the store has it."""
         return not by_clock() or self._in_store <= STORE_SECONDS + STORE_SHARE * SPENDING.elapsed
@@ -168,7 +175,7 @@ class Admission:
         tape.looks += 1
         if tape.verdict is None:
             return tape, False
-        if before is not None and isinstance(before.found, Tape):
+        if before is not None and before.verdict is not None and isinstance(before.found, Tape):
             both = {before.found, tape}  # where they are two, nobody knows which of them it was
             for each in both:
                 each.left_to_eager(before.used // len(both))
@@ -215,7 +222,7 @@ class Admission:
 def counted(balance: Balance) -> str:
     """What was lost on how much, in words."""
     return (
-        f"{balance.lost:.0f} s went into compiling {balance.made} backwards, of which {balance.returned} came back "
+        f"{balance.lost:.1f} s went into compiling {balance.made} backwards, of which {balance.returned} came back "
         f"{RETURNS} times, and hits have not made up for it"
     )
 

@@ -104,15 +104,14 @@ class Background:
         if (id(step), kind) in self._submitted or WORKER.ended:
             return
         backend = program.region_compiler.backend
-        if backend.name not in self._imported:
-            _import_first(backend)
-            self._imported.add(backend.name)
+        if backend.name not in self._imported and not self._import(backend):
+            return
         needed = {*step.inputs, *(fresh.leaf for fresh in step.fresh)}
         stand_ins = [memoryless(value) if slot in needed else None for slot, value in enumerate(slots)]
         context = contextvars.copy_context()  # it has what the thread has set of Inductor's settings
         job = Job(program, step, stand_ins, kind, tape, context, ambient_state, charge)
         with self._lock:
-            if (id(step), kind) in self._submitted:
+            if (id(step), kind) in self._submitted or WORKER.ended:
                 return
             if self._thread is None:
                 thread = threading.Thread(target=self._work, name="compiled_autograd", daemon=True)
@@ -122,6 +121,20 @@ class Background:
             self._tapes[tape] += 1
             self._jobs.put(job)  # last: what was not handed on is not waited for
 
+    def _import(self, backend: Backend) -> bool:
+        """Import what a backend needs; False where something is being compiled, so that a later step has to do it. A
+        child that is forked meanwhile compiles nothing: it would wait for the rest of some module for ever."""
+        acquired: list[bool] = []
+        try:
+            acquired += map(COMPILING.acquire, (False,))  # in one go: see the gate
+            if acquired[0]:
+                _import_first(backend)
+                self._imported.add(backend.name)
+        finally:
+            if acquired and acquired[0]:
+                COMPILING.release()
+        return acquired[0]
+
     def wait(self, timeout: float | None = None) -> bool:
         """Until nothing is being compiled; False where that took more than ``timeout`` seconds."""
         with self._lock:
@@ -130,8 +143,9 @@ class Background:
     def stop(self) -> None:
         """End the process that compiles; the thread too, if it is idle or nearly so: one that is in the midst of C++ at
         exit ends the process."""
-        self._jobs.put(None)
         WORKER.end()
+        with self._lock:  # a job that comes before it is let go, and none comes after it
+            self._jobs.put(None)
         if self._thread is not None:
             self._thread.join(_LAST_SECONDS)
 

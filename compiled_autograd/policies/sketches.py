@@ -308,6 +308,7 @@ class Sketches:
         self.mixed.add(sketch)
         known = self.known.get(sketch)
         if known is not None:
+            known.given -= known.left
             known.left = 0
 
     def forget(self) -> None:

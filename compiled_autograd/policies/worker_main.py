@@ -1,16 +1,17 @@
 """The process that compiles regions for another: :mod:`worker_process` starts it.
 
 It takes graphs as text, on standard input, and gives artifacts, on standard output. It runs at a lower priority, and
-ends when its input does, whatever it is doing.
+ends when its input does, or when the one that asks has ended, whatever it is doing.
 """
 
 from __future__ import annotations
 
+import contextlib
 import os
-import queue
 import signal
 import sys
 import threading
+import time
 
 import msgspec
 import torch
@@ -47,40 +48,34 @@ def answer(request: Request) -> Reply:
     return Reply(backend.save(backend.compile(graph_module, examples)), backend.environment())
 
 
-def _take(requests: queue.SimpleQueue[bytes]) -> None:
-    """Hand on what is asked, beside what is being compiled: whoever asks may be killed in the midst of that."""
-    while True:
-        try:
-            requests.put(receive(sys.stdin.buffer))
-        except EOFError:
-            _end()
+_SECONDS_BETWEEN_LOOKS = 1.0
 
 
-def _end() -> None:
-    """Nobody reads what is made any more: end, with the compilers that were started."""
-    if hasattr(os, "killpg") and os.getpgid(0) == os.getpid():
-        os.killpg(0, signal.SIGKILL)
+def _end_with(parent: int) -> None:
+    """Whoever asks may be killed while something is compiled for him, and children of his keep his end of the pipe.
+    On Windows a process has the parent that it had: there the end of the pipe alone tells."""
+    while os.getppid() == parent:
+        time.sleep(_SECONDS_BETWEEN_LOOKS)
     os._exit(0)
 
 
 def main() -> None:
     """Answer until nobody asks."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # that of a terminal does not reach it, and may be sent to it
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
     if hasattr(os, "nice"):
         os.nice(5)  # lower would starve beside a training that keeps all cores busy
     replies = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
     os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # whatever a compiler prints is none of the replies
-    requests: queue.SimpleQueue[bytes] = queue.SimpleQueue()
-    threading.Thread(target=_take, args=(requests,), daemon=True).start()
-    while True:
-        request = msgspec.msgpack.decode(requests.get(), type=Request)
-        try:
-            reply = answer(request)
-        except Exception as error:  # noqa: BLE001  the one who asked compiles it himself, and sees the error
-            reply = Reply(None, {}, f"{type(error).__name__}: {error}")
-        try:
+    with contextlib.suppress(EOFError, BrokenPipeError):
+        while True:
+            request = msgspec.msgpack.decode(receive(sys.stdin.buffer), type=Request)
+            try:
+                reply = answer(request)
+            except Exception as error:  # noqa: BLE001  the one who asked compiles it himself, and sees the error
+                reply = Reply(None, {}, f"{type(error).__name__}: {error}")
             send(replies, msgspec.msgpack.encode(reply))
-        except BrokenPipeError:
-            _end()
+    os._exit(0)  # a compiler may have threads that do not end by themselves
 
 
 if __name__ == "__main__":

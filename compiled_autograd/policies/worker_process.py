@@ -7,8 +7,8 @@ compiled here.
 from __future__ import annotations
 
 import contextlib
+import io
 import os
-import signal
 import subprocess
 import sys
 import threading
@@ -77,7 +77,6 @@ def compile_elsewhere(
             if WORKER.ended:
                 raise ProcessEndsError from None
             warn_once(f"the process that compiles in the background failed, and compiling goes on in this one: {error}")
-            WORKER.stop()
     return Made(backend.compile(graph_module, examples))
 
 
@@ -123,32 +122,38 @@ class Worker:
         self._lock, self._stopping = threading.Lock(), threading.Lock()
 
     def ask(self, request: Request) -> Reply:
-        """Have something compiled; takes as long as that takes.
+        """Have something compiled; takes as long as that takes. Where it fails the process is ended: what it answers
+        later would be taken for the answer to the next request.
 
         Raises:
             OSError, EOFError: the process could not be started, or ended.
+            msgspec.DecodeError: what came is no answer.
         """
         with self._lock:
-            if self._process is None and not self.ended:
-                self._process = _start()
-            process = self._process  # whoever stops it takes it out of here
-            if self.ended or process is None:  # looked at last: who ends it either finds the process or is seen here
+            try:
+                if self._process is None and not self.ended:
+                    self._process = _start()
+                process = self._process  # whoever stops it takes it out of here
+                if self.ended or process is None:  # looked at last: who ends it finds the process, or is seen here
+                    raise EOFError("it was stopped, or this process ends")
+                assert process.stdin is not None and process.stdout is not None
+                send(process.stdin, msgspec.msgpack.encode(request))
+                return msgspec.msgpack.decode(receive(process.stdout), type=Reply)
+            except BaseException:
                 self.stop()
-                raise EOFError("it was stopped, or this process ends")
-            assert process.stdin is not None and process.stdout is not None
-            send(process.stdin, msgspec.msgpack.encode(request))
-            return msgspec.msgpack.decode(receive(process.stdout), type=Reply)
+                raise
 
     def forget(self) -> None:
-        """In a forked child: the process is the parent's, who would read the answers to what the child asks, and ends
-        when nobody can write to it any more."""
+        """In a forked child: the process is the parent's, who would read the answers to what the child asks."""
         process = self._process
-        if process is not None:
-            process.returncode = 0  # else Python warns of a process that runs on
-            with Path(os.devnull).open("r+b", buffering=0) as nothing:  # threads that are gone may hold both streams
-                for stream in filter(None, (process.stdin, process.stdout)):
-                    os.dup2(nothing.fileno(), stream.fileno(), inheritable=False)
         self.__init__()  # type: ignore[misc]
+        if process is None:
+            return
+        process.returncode = 0  # else Python warns of a process that runs on
+        for stream in (process.stdin, process.stdout):
+            if isinstance(stream, io.BufferedWriter | io.BufferedReader):
+                with contextlib.suppress(OSError):  # the parent has closed all that it found
+                    stream.raw.close()  # a thread that is gone may hold the stream itself, and have written half
 
     def end(self) -> None:
         """End the process for good, since this one ends."""
@@ -156,16 +161,13 @@ class Worker:
         self.stop()
 
     def stop(self) -> None:
-        """End the process, and the compilers that it has started."""
-        with self._stopping:  # its number may be another's once somebody has waited for it
+        """End the process. A compiler that it has started goes on to its end: Inductor has it write where every process
+        looks for what was compiled, and none looks whether that is whole."""
+        with self._stopping:
             process, self._process = self._process, None
-            if process is None:
-                return
-            if hasattr(os, "killpg"):
-                with contextlib.suppress(ProcessLookupError, PermissionError):  # it has ended by now
-                    os.killpg(process.pid, signal.SIGKILL)
-            process.kill()
-            process.wait()
+            if process is not None:
+                process.kill()
+                process.wait()
 
 
 _BEGIN = "import sys; sys.path[:] = dict.fromkeys([*sys.argv[1:], *sys.path]); del sys.argv[1:]; "

@@ -446,13 +446,22 @@ def test_nothing_of_a_dict_that_users_have_made_is_run() -> None:
             asked.append(name)
             raise AttributeError(name)
 
+        __missing__ = __getitem__
+
+        def items(self) -> Any:
+            return [self[""]]
+
+        values = keys = items
+
     model, other = (torch.nn.Sequential(torch.nn.Linear(3, 3)) for _ in range(2))
+    leaves = list(model.parameters())
     for each in (model[0], other[0]):
         object.__setattr__(each, "_parameters", Gathers(each._parameters))
-    leaves = list(model.parameters())
     found = parameter_names.parameter_names_of(leaves)
     assert [found[id(each)].name for each in leaves] == ["0.weight", "0.bias"]
-    assert [found[id(each)].parameter() for each in leaves] == leaves and not asked
+    assert [found[id(each)].parameter() for each in leaves] == leaves
+    dict.pop(model[0].__dict__["_parameters"], "weight")
+    assert found[id(leaves[0])].parameter() is None and not asked
 
 
 def test_threads_that_ask_at_once_are_told_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

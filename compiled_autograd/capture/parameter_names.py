@@ -37,8 +37,11 @@ class ParameterName:
         *modules, attribute = self.path
         found: Any = self.model()
         for kind, name in [*(("_modules", each) for each in modules), ("_parameters", attribute)]:
+            inside = None if found is None else found.__dict__.get(kind)
+            if inside is None:
+                return None
             try:
-                found = None if found is None else _item(found.__dict__[kind], name)
+                found = dict.get(inside, name) if isinstance(inside, dict) else inside[name]
             except KeyError:
                 return None
         return found
@@ -186,7 +189,7 @@ def _searched() -> dict[int, ParameterName] | None:
 def all_parameter_names() -> dict[int, ParameterName]:
     """``id`` of each parameter of each living module -> where it is, seen from the outermost module that has it."""
     modules = _living_modules()
-    inner = {id(child) for module in modules for child in list(module.__dict__["_modules"].values())}
+    inner = {id(child) for module in modules for _, child in _items(module.__dict__["_modules"])}
     names_by_id: dict[int, ParameterName] = {}
     for outermost in modules:
         if id(outermost) in inner:
@@ -220,14 +223,12 @@ def modules_inside(outermost: torch.nn.Module) -> Iterator[tuple[tuple[str, ...]
         worklist += [((*path, name), child) for name, child in reversed(inner)]
 
 
-def _item(found: Mapping[str, _T], name: str) -> _T:
-    return dict.__getitem__(found, name) if isinstance(found, dict) else found[name]
-
-
 def _items(found: Mapping[str, _T]) -> list[tuple[str, _T]]:
-    """Those of a dict that other threads may add to, without running what a subclass has for ``keys`` or ``[]``:
-    DeepSpeed's gathers parameters there."""
-    return list((found.copy() if type(found) is dict else found).items())
+    """Those of a dict that other threads may add to, without running what a subclass has of its own: that of
+    DeepSpeed gathers parameters."""
+    if type(found) is dict:
+        return list(found.copy().items())
+    return list(dict.items(found) if isinstance(found, dict) else found.items())
 
 
 def _living_modules() -> list[torch.nn.Module]:

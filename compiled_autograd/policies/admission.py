@@ -92,6 +92,7 @@ class Admission:
         """Forget all."""
         self.closed = False
         self.budget: float | None = None
+        self._last = Balance(0, 0, 0.0, 0.0, 0.0)
         self._tapes: dict[int, Tape] = {}
         self._captured: set[int] = set()
         self._unknown = Tape(OVER_BUDGET)
@@ -115,7 +116,7 @@ class Admission:
         balance = SPENDING.balance()
         if self.closed or not balance.is_over(settings.compile_budget):
             return None
-        self.closed, self.budget = True, settings.compile_budget
+        self.closed, self.budget, self._last = True, settings.compile_budget, balance
         allowed = balance.allowed if self.budget is None else self.budget
         new = f"{balance.lost:.1f} s are, and {balance.likely:.1f} s more if it never comes back"
         return Miss("over_budget", "whatever is compiled next", f"{allowed:.1f} s may be lost", new, counted(balance))
@@ -127,10 +128,8 @@ class Admission:
         return SPENDING.balance().is_over(settings.compile_budget)
 
     def is_closed_for(self, settings: Settings) -> bool:
-        """The same, as of the last look where it is the budget that was spent: a comparison then."""
-        if not self.closed or settings.compile_budget == self.budget:
-            return self.closed
-        return SPENDING.balance().is_over(settings.compile_budget)
+        """The same as of the last look: each hit may ask."""
+        return self.closed and self._last.is_over(settings.compile_budget)
 
     def may_ask_store(self) -> bool:
         """Whether a tape may be captured only to see whether the store has it."""
@@ -158,7 +157,7 @@ class Admission:
             has_store: there is a store on disk, which may have it.
             before: what its sketch has led to until now.
         """
-        balance = SPENDING.balance()
+        balance = self._last = SPENDING.balance()
         if not balance.is_over(self.budget):
             self.closed, self._left = False, 0
             SKETCHES.forget()

@@ -33,6 +33,7 @@ from ..process_state import PROCESS
 from ..steps.memory import has_bit
 from ..steps.run_context import RunContext
 from ..steps.steps import RegionStep, Slots
+from ..threads.forks import compiles_under
 from ..torch_api.version_differences import prepare_fake_tensors
 from .worker_process import WORKER, ProcessEndsError, compile_elsewhere
 
@@ -55,6 +56,8 @@ class Job:
     charge: Callable[[float], None]
 
 
+_IMPORTING = compiles_under(threading.RLock())
+"""A child that is forked meanwhile compiles nothing: it would wait for the rest of some module for ever."""
 _LAST_SECONDS = 2.0
 """Seconds that the process waits for the thread when it ends."""
 
@@ -104,8 +107,10 @@ class Background:
         if (id(step), kind) in self._submitted or WORKER.ended:
             return
         backend = program.region_compiler.backend
-        if backend.name not in self._imported and not self._import(backend):
-            return
+        if backend.name not in self._imported:
+            with _IMPORTING:
+                _import_first(backend)
+            self._imported.add(backend.name)
         needed = {*step.inputs, *(fresh.leaf for fresh in step.fresh)}
         stand_ins = [memoryless(value) if slot in needed else None for slot, value in enumerate(slots)]
         context = contextvars.copy_context()  # it has what the thread has set of Inductor's settings
@@ -120,20 +125,6 @@ class Background:
             self._submitted.add((id(step), kind))
             self._tapes[tape] += 1
             self._jobs.put(job)  # last: what was not handed on is not waited for
-
-    def _import(self, backend: Backend) -> bool:
-        """Import what a backend needs; False where something is being compiled, so that a later step has to do it. A
-        child that is forked meanwhile compiles nothing: it would wait for the rest of some module for ever."""
-        acquired: list[bool] = []
-        try:
-            acquired += map(COMPILING.acquire, (False,))  # in one go: see the gate
-            if acquired[0]:
-                _import_first(backend)
-                self._imported.add(backend.name)
-        finally:
-            if acquired and acquired[0]:
-                COMPILING.release()
-        return acquired[0]
 
     def wait(self, timeout: float | None = None) -> bool:
         """Until nothing is being compiled; False where that took more than ``timeout`` seconds."""

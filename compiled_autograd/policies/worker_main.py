@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import contextlib
 import os
+import select
 import signal
 import sys
 import threading
-import time
 
 import msgspec
 import torch
@@ -48,21 +48,25 @@ def answer(request: Request) -> Reply:
     return Reply(backend.save(backend.compile(graph_module, examples)), backend.environment())
 
 
-_SECONDS_BETWEEN_LOOKS = 1.0
+_MILLISECONDS_BETWEEN_LOOKS = 1000
 
 
 def _end_with(parent: int) -> None:
-    """Whoever asks may be killed while something is compiled for him, and children of his keep his end of the pipe.
-    On Windows a process has the parent that it had: there the end of the pipe alone tells."""
-    while os.getppid() == parent:
-        time.sleep(_SECONDS_BETWEEN_LOOKS)
+    """Whoever asks may be killed while something is compiled for him, or run another program; and children of his may
+    keep his end of the pipe. On Windows it ends when what it compiles is done, and nobody takes it."""
+    if sys.platform == "win32":
+        return
+    pipe = select.poll()
+    pipe.register(sys.stdin, 0)  # that it was closed is told in any case
+    while os.getppid() == parent and not pipe.poll(_MILLISECONDS_BETWEEN_LOOKS):
+        pass
     os._exit(0)
 
 
-def main() -> None:
-    """Answer until nobody asks."""
+def main(parent: int) -> None:
+    """Answer until nobody asks, or the parent, the process with that number, is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # that of a terminal does not reach it, and may be sent to it
-    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+    threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     if hasattr(os, "nice"):
         os.nice(5)  # lower would starve beside a training that keeps all cores busy
     replies = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
@@ -79,4 +83,4 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    main()
+    main(os.getppid())

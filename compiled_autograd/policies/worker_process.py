@@ -129,6 +129,7 @@ class Worker:
             OSError, EOFError: the process could not be started, or ended.
             msgspec.DecodeError: what came is no answer.
         """
+        process = None
         with self._lock:
             try:
                 if self._process is None and not self.ended:
@@ -141,6 +142,8 @@ class Worker:
                 return msgspec.msgpack.decode(receive(process.stdout), type=Reply)
             except BaseException:
                 self.stop()
+                if process is not None:
+                    _close(process)
                 raise
 
     def forget(self) -> None:
@@ -150,10 +153,7 @@ class Worker:
         if process is None:
             return
         process.returncode = 0  # else Python warns of a process that runs on
-        for stream in (process.stdin, process.stdout):
-            if isinstance(stream, io.BufferedWriter | io.BufferedReader):
-                with contextlib.suppress(OSError):  # the parent has closed all that it found
-                    stream.raw.close()  # a thread that is gone may hold the stream itself, and have written half
+        _close(process)
 
     def end(self) -> None:
         """End the process for good, since this one ends."""
@@ -170,9 +170,19 @@ class Worker:
                 process.wait()
 
 
-_BEGIN = "import sys; sys.path[:] = dict.fromkeys([*sys.argv[1:], *sys.path]); del sys.argv[1:]; "
-"""Before this has run, nothing is imported but what Python itself imports."""
-_MAIN = "from compiled_autograd.policies.worker_main import main; main()"
+def _close(process: subprocess.Popen[bytes]) -> None:
+    """Close both streams, which a thread that is gone since a fork may hold. The rest of a message is not written."""
+    for stream in (process.stdin, process.stdout):
+        if isinstance(stream, io.BufferedWriter | io.BufferedReader):
+            with contextlib.suppress(OSError):  # somebody has closed all that he found
+                stream.raw.close()
+
+
+_BEGIN = (
+    "import os, sys; parent = os.getppid(); sys.path[:] = dict.fromkeys([*sys.argv[1:], *sys.path]); del sys.argv[1:]; "
+)
+"""Before this has run, nothing is imported but what Python itself imports: the parent may be killed meanwhile."""
+_MAIN = "from compiled_autograd.policies.worker_main import main; main(parent)"
 
 
 def _start() -> subprocess.Popen[bytes]:

@@ -560,6 +560,17 @@ def test_such_a_session_compiles_a_region_of_a_known_variant_too(monkeypatch: py
     assert (free.stats().compiles, background.stats().compiles) == (1, 0)
 
 
+def test_a_region_is_not_compiled_once_such_a_session_has_spent_its_own() -> None:
+    frugal, more = (ca.enable(backend="eager", compile_budget=budget) for budget in (0, 30))
+    losses = _losses()
+    _close(frugal, losses)
+    assert not ADMISSION.is_closed_for(more.settings)
+    assert _close(more, losses) == 2
+    assert ADMISSION.is_closed_for(more.settings) and not ADMISSION.is_closed_for(
+        ca.enable(compile_budget=math.inf).settings
+    )
+
+
 def test_of_a_session_with_another_budget_few_are_looked_at_too(monkeypatch: pytest.MonkeyPatch) -> None:
     looks = []
     fingerprint = tape.fingerprint

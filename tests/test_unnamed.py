@@ -464,6 +464,25 @@ def test_nothing_of_a_dict_that_users_have_made_is_run() -> None:
     assert found[id(leaves[0])].parameter() is None and not asked
 
 
+def test_names_follow_the_order_of_a_dict_that_was_reordered() -> None:
+    model = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3))
+    model[1].weight = model[0].weight
+    modules = OrderedDict(model._modules)
+    modules.move_to_end("0")
+    object.__setattr__(model, "_modules", modules)
+    found = parameter_names.parameter_names_of([*model.parameters()])
+    assert [each.name for each in found.values()] == [name for name, _ in model.named_parameters()]
+
+
+def test_a_module_that_is_half_made_has_no_names() -> None:
+    """Another thread is about to make it, and its parent has it already."""
+    model, half = mlp(), torch.nn.Linear(3, 3)
+    model.append(half)
+    del half.__dict__["_modules"]
+    (name, *_) = parameter_names.parameter_names_of([*model[0].parameters()]).values()
+    assert name.name == "0.weight"
+
+
 def test_threads_that_ask_at_once_are_told_the_same(monkeypatch: pytest.MonkeyPatch) -> None:
     models = [mlp(depth=3) for _ in range(40)]
     living = [module for model in models for module in model.modules()]

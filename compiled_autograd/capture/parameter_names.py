@@ -6,6 +6,7 @@ import gc
 import itertools
 import time
 import weakref
+from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any, TypeVar
@@ -215,7 +216,7 @@ def modules_inside(outermost: torch.nn.Module) -> Iterator[tuple[tuple[str, ...]
     worklist: list[tuple[tuple[str, ...], torch.nn.Module]] = [((), outermost)]
     while worklist:
         path, module = worklist.pop()
-        if id(module) in seen or "_parameters" not in module.__dict__:  # one that is being made has none
+        if id(module) in seen or "_modules" not in module.__dict__:  # one that is being made has none yet
             continue
         seen.add(id(module))
         yield path, module
@@ -228,7 +229,10 @@ def _items(found: Mapping[str, _T]) -> list[tuple[str, _T]]:
     DeepSpeed gathers parameters."""
     if type(found) is dict:
         return list(found.copy().items())
-    return list(dict.items(found) if isinstance(found, dict) else found.items())
+    for kind in (OrderedDict, dict):
+        if isinstance(found, kind):
+            return list(kind.items(found))
+    return list(found.items())
 
 
 def _living_modules() -> list[torch.nn.Module]:

@@ -113,10 +113,10 @@ class Admission:
     def review(self, settings: Settings) -> Miss | None:
         """Something was compiled for a session with these settings. Where that was the last that may be, gives a record
         for the store."""
-        balance = SPENDING.balance()
+        balance = self._last = SPENDING.balance()
         if self.closed or not balance.is_over(settings.compile_budget):
             return None
-        self.closed, self.budget, self._last = True, settings.compile_budget, balance
+        self.closed, self.budget = True, settings.compile_budget
         allowed = balance.allowed if self.budget is None else self.budget
         new = f"{balance.lost:.1f} s are, and {balance.likely:.1f} s more if it never comes back"
         return Miss("over_budget", "whatever is compiled next", f"{allowed:.1f} s may be lost", new, counted(balance))

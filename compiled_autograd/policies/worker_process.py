@@ -141,9 +141,11 @@ class Worker:
                 send(process.stdin, msgspec.msgpack.encode(request))
                 return msgspec.msgpack.decode(receive(process.stdout), type=Reply)
             except BaseException:
-                self.stop()
-                if process is not None:
-                    _close(process)
+                try:
+                    self.stop()
+                finally:
+                    if process is not None:
+                        _close(process)
                 raise
 
     def forget(self) -> None:

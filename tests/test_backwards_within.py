@@ -96,7 +96,7 @@ def _nothing_is_stuck() -> None:
 
 @pytest.mark.parametrize(
     ("known", "every"),
-    [(True, 1), (False, 101), *(pytest.param(False, each, marks=pytest.mark.slow) for each in (1, 23))],
+    [(True, 1), (False, 211), *(pytest.param(False, each, marks=pytest.mark.slow) for each in (1, 23))],
 )
 @pytest.mark.parametrize("shared", [False, True], ids=["its_own_leaf", "the_same_leaf"])
 def test_a_backward_after_every_call(known: bool, every: int, shared: bool) -> None:

@@ -125,7 +125,7 @@ def _leaves(what: Any) -> Iterator[Any]:
         yield from _leaves(each) if isinstance(each, list) else (each,)
 
 
-@pytest.mark.parametrize("seed", [1, 2, *(pytest.param(each, marks=pytest.mark.slow) for each in (0, *range(3, 120)))])
+@pytest.mark.parametrize("seed", [1, *(pytest.param(each, marks=pytest.mark.slow) for each in (0, *range(2, 120)))])
 def test_a_random_training_is_bit_for_bit_eagers(pair: Pair, builds: Path, seed: int) -> None:
     eager, found = (pair.run(_training, builds, seed, enabled) for enabled in (False, True))
     for (wanted, _), (seen, outcomes) in zip(eager, found, strict=True):

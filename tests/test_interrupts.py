@@ -139,7 +139,7 @@ def _told(session: Any) -> int:
 
 @pytest.mark.parametrize(
     ("known", "retained", "every"),
-    [(True, False, 1), (True, True, 1), (False, False, 97), pytest.param(False, True, 101, marks=pytest.mark.slow)],
+    [(True, False, 1), (True, True, 1), (False, False, 211), pytest.param(False, True, 101, marks=pytest.mark.slow)],
 )
 def test_an_interrupt_after_every_call(
     known: bool, retained: bool, every: int, wanted: Callable[[bool], torch.Tensor]

@@ -186,7 +186,7 @@ def test_random_tapes() -> None:
             values.append(operators[act % len(operators)](values[one % len(values)], values[other % len(values)]))
         return [values[-1], sum(values[3:], values[0])], leaves
 
-    _compare(make, steps=60)
+    _compare(make, steps=30)
 
 
 def test_no_gradient_shares_memory() -> None:

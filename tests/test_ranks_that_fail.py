@@ -140,6 +140,7 @@ def _dies(rank: int, builds: Path) -> None:
                 loss.backward()
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies_is_an_error_of_the_others(pair: Pair, builds: Path) -> None:
     with pytest.raises(RankFailedError, match=r"(?s)rank 0.*RuntimeError.*[Cc]onnection"):
         pair.run(_dies, builds, seconds=20.0)

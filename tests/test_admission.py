@@ -566,9 +566,8 @@ def test_a_region_is_not_compiled_once_such_a_session_has_spent_its_own() -> Non
     _close(frugal, losses)
     assert not ADMISSION.is_closed_for(more.settings)
     assert _close(more, losses) == 2
-    assert ADMISSION.is_closed_for(more.settings) and not ADMISSION.is_closed_for(
-        ca.enable(compile_budget=math.inf).settings
-    )
+    assert ADMISSION.is_closed_for(more.settings)
+    assert not ADMISSION.is_closed_for(ca.enable(compile_budget=math.inf).settings)
 
 
 def test_of_a_session_with_another_budget_few_are_looked_at_too(monkeypatch: pytest.MonkeyPatch) -> None:

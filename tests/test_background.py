@@ -618,17 +618,13 @@ def _compiling_elsewhere() -> Iterator[None]:
         thread.join()
 
 
-def _end_while_it_is_submitted(one: background.Background, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_is_submitted_while_the_program_ends_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    one = background.Background()
     monkeypatch.setattr(background, "WORKER", worker_process.Worker())
     monkeypatch.setattr(background, "_import_first", lambda backend: one.stop())
     region_compiler = SimpleNamespace(kind=lambda step, slots: (), backend=get_backend("eager"))
     step: Any = SimpleNamespace(inputs=(), fresh=())
     one.submit(SimpleNamespace(region_compiler=region_compiler), step, [], 1, ambient())  # type: ignore[arg-type]
-
-
-def test_what_is_submitted_while_the_program_ends_is_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
-    one = background.Background()
-    _end_while_it_is_submitted(one, monkeypatch)
     assert one.wait(5) and not one.busy
 
 

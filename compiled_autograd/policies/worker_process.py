@@ -141,11 +141,9 @@ class Worker:
                 send(process.stdin, msgspec.msgpack.encode(request))
                 return msgspec.msgpack.decode(receive(process.stdout), type=Reply)
             except BaseException:
-                try:
-                    self.stop()
-                finally:
-                    if process is not None:
-                        _close(process)
+                if process is not None:
+                    _close(process)
+                self.stop()
                 raise
 
     def forget(self) -> None:

@@ -406,7 +406,8 @@ def test_messages_are_whole_or_refused() -> None:
     worker_process.send(stream, b"a message")
     data = stream.getvalue()
     assert worker_process.receive(io.BytesIO(data)) == b"a message"
-    for cut in (0, 3, 8, len(data) - 1):
+    assert worker_process.receive(io.BytesIO(b"printed\nand no line" + data)) == b"a message"
+    for cut in (0, 3, len(data) - 10, len(data) - 1):
         with pytest.raises(EOFError):
             worker_process.receive(io.BytesIO(data[:cut]))
 
@@ -663,8 +664,11 @@ def test_a_child_that_is_forked_during_the_first_import_knows_of_it(monkeypatch:
 
 
 def test_the_process_that_compiles_says_nothing_where_nobody_reads_its_answer() -> None:
-    """Nor where an interrupt is sent to it alone: who asks decides when it ends."""
-    command = worker_process._command(worker_process._MAIN)
+    """Nor where an interrupt is sent to it alone: who asks decides when it ends. What is printed while it imports is no
+    answer."""
+    command = worker_process._command(
+        "print('A plugin of PyTorch is here\\nLoading', end='', flush=True); " + worker_process._MAIN
+    )
     with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
         assert process.stdin is not None and process.stdout is not None and process.stderr is not None
         worker_process.send(process.stdin, msgspec.msgpack.encode(_request()))

@@ -10,7 +10,7 @@ import random
 import threading
 import weakref
 from collections import OrderedDict
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -481,6 +481,91 @@ def test_a_module_that_is_half_made_has_no_names() -> None:
     del half.__dict__["_modules"]
     (name, *_) = parameter_names.parameter_names_of([*model[0].parameters()]).values()
     assert name.name == "0.weight"
+
+
+class _Raises(dict[Any, Any]):
+    def fails(self, *_: Any) -> Any:
+        raise AssertionError("it was run")
+
+    items = values = keys = copy = get = __iter__ = __getitem__ = __missing__ = __len__ = __contains__ = fails
+
+
+class _Map(Mapping[str, Any]):
+    __getitem__ = __iter__ = __len__ = _Raises.fails
+
+
+class _Key(str):
+    __hash__ = __eq__ = _Raises.fails  # type: ignore[assignment]
+
+    @classmethod
+    def in_a_dict(cls) -> Any:
+        """It was hashed as it could be."""
+        cls.__hash__ = str.__hash__  # type: ignore[method-assign]
+        found = OrderedDict({cls("odd"): 1, "weight": torch.nn.Parameter(torch.ones(1))})
+        cls.__hash__ = _Raises.fails  # type: ignore[assignment, method-assign]
+        return found
+
+
+def _popped() -> Any:
+    found = OrderedDict(a=torch.nn.Parameter(torch.ones(1)), b=None)
+    dict.pop(found, "b")
+    return found
+
+
+_ODD: dict[str, Callable[[], Any]] = {
+    "none": lambda: None,
+    "a list": lambda: [1],
+    "not such": lambda: {"a": object(), "b": "c", "weight": None},
+    "other keys": lambda: {1: torch.nn.Linear(2, 2), None: torch.nn.Parameter(torch.ones(1))},
+    "keys with code": _Key.in_a_dict,
+    "a mapping": _Map,
+    "a dict with code": lambda: _Raises(a=torch.nn.Linear(2, 2)),
+    "changed by methods of dict": _popped,
+}
+
+
+@pytest.mark.parametrize("kind", ["_modules", "_parameters", "_buffers"])
+@pytest.mark.parametrize("odd", [*_ODD, "nothing"])
+def test_what_a_module_may_have_besides_is_passed_over(kind: str, odd: str) -> None:
+    """It may be anybody's: a backward of another model, which has written its gradients by then, raised its error."""
+    model, others = torch.nn.Sequential(torch.nn.Linear(3, 3), torch.nn.Linear(3, 3)), torch.nn.Linear(3, 3)
+    plain = torch.nn.Linear(3, 3)
+    for each in (model, others):
+        if odd == "nothing":
+            del each.__dict__[kind]
+        else:
+            each.__dict__[kind] = _ODD[odd]()
+    x = torch.ones(1, 3)
+    with ca.enable(backend="eager") as session:
+        plain(x).sum().backward()
+    expect(session.stats(), structure_misses=1, captures=1)
+    assert session.last is not None and session.last.graph is not None
+    assert [call.parameter for call in session.last.graph.tape.calls if call.parameter] == ["weight", "bias"]
+    assert {node.parameter for node in ca.inspect(plain(x).sum()).nodes} == {None, "weight", "bias"}
+    if kind != "_modules":
+        names = {node.parameter for node in ca.inspect(model[1](model[0](x)).sum()).nodes}
+        assert names == {None, "0.weight", "0.bias", "1.weight", "1.bias"}
+
+
+def test_a_dict_that_changes_while_it_is_read() -> None:
+    """Whatever makes tuples has ``gc`` run what other threads, or finalizers, do."""
+    model = torch.nn.Linear(3, 3)
+    ordered = OrderedDict(model._parameters | {str(number): None for number in range(50)})
+    object.__setattr__(model, "_parameters", ordered)
+
+    def change(phase: str, _: Any) -> None:
+        if phase == "stop":
+            ordered["other"] = ordered.pop("other", None)
+
+    held, threshold = [*zip(range(5000), range(5000), strict=True)], gc.get_threshold()  # Python has none left to reuse
+    gc.callbacks.append(change)
+    gc.set_threshold(1)
+    try:
+        found = parameter_names.all_parameter_names()
+    finally:
+        gc.set_threshold(*threshold)
+        gc.callbacks.remove(change)
+    assert held and [found[id(each)].name for each in model.parameters()] == ["weight", "bias"]
 
 
 def test_threads_that_ask_at_once_are_told_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

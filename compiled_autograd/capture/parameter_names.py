@@ -7,17 +7,20 @@ import itertools
 import time
 import weakref
 from collections import OrderedDict
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field
-from typing import Any, TypeVar
+from typing import Any
 
 import torch
+from torch.jit._script import OrderedDictWrapper, OrderedModuleDict
 from torch.multiprocessing.reductions import StorageWeakRef
 
 from .. import ir
 from ..process_state import PROCESS
 
-_T = TypeVar("_T")
+_KINDS: dict[str, type[Any]] = {"_modules": torch.nn.Module, "_parameters": torch.Tensor, "_buffers": torch.Tensor}
+"""Where a module has its parts, and what each of them is."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,13 +41,7 @@ class ParameterName:
         *modules, attribute = self.path
         found: Any = self.model()
         for kind, name in [*(("_modules", each) for each in modules), ("_parameters", attribute)]:
-            inside = None if found is None else found.__dict__.get(kind)
-            if inside is None:
-                return None
-            try:
-                found = dict.get(inside, name) if isinstance(inside, dict) else inside[name]
-            except KeyError:
-                return None
+            found = None if found is None else _part(found, kind, name)
         return found
 
 
@@ -190,17 +187,16 @@ def _searched() -> dict[int, ParameterName] | None:
 def all_parameter_names() -> dict[int, ParameterName]:
     """``id`` of each parameter of each living module -> where it is, seen from the outermost module that has it."""
     modules = _living_modules()
-    inner = {id(child) for module in modules for _, child in _items(module.__dict__["_modules"])}
+    inner = {id(child) for module in modules for _, child in parts(module, "_modules")}
     names_by_id: dict[int, ParameterName] = {}
     for outermost in modules:
         if id(outermost) in inner:
             continue
         model = weakref.ref(outermost)
         for path, module in modules_inside(outermost):
-            for attribute, parameter in _items(module.__dict__["_parameters"]):
-                if parameter is not None:
-                    found = ParameterName((*path, attribute), type(outermost).__name__, model)
-                    names_by_id.setdefault(id(parameter), found)
+            for attribute, parameter in parts(module, "_parameters"):
+                found = ParameterName((*path, attribute), type(outermost).__name__, model)
+                names_by_id.setdefault(id(parameter), found)
     return names_by_id
 
 
@@ -216,23 +212,58 @@ def modules_inside(outermost: torch.nn.Module) -> Iterator[tuple[tuple[str, ...]
     worklist: list[tuple[tuple[str, ...], torch.nn.Module]] = [((), outermost)]
     while worklist:
         path, module = worklist.pop()
-        if id(module) in seen or "_modules" not in module.__dict__:  # one that is being made has none yet
+        if id(module) in seen:
             continue
         seen.add(id(module))
         yield path, module
-        inner = [each for each in _items(module.__dict__["_modules"]) if each[1] is not None]
-        worklist += [((*path, name), child) for name, child in reversed(inner)]
+        worklist += [((*path, name), child) for name, child in reversed(parts(module, "_modules"))]
 
 
-def _items(found: Mapping[str, _T]) -> list[tuple[str, _T]]:
-    """Those of a dict that other threads may add to, without running what a subclass has of its own: that of
-    DeepSpeed gathers parameters."""
-    if type(found) is dict:
-        return list(found.copy().items())
-    for kind in (OrderedDict, dict):
-        if isinstance(found, kind):
-            return list(kind.items(found))
-    return list(found.items())
+def parts(module: torch.nn.Module, kind: str) -> list[tuple[str, Any]]:
+    """The modules, parameters or buffers that a module has, with their names; what else may be there is passed over,
+    and one that is being made has none yet.
+
+    A module of whoever lives in the process must not be what a backward fails of. So nothing is run of what users have
+    put in the place of PyTorch's own dicts (that of DeepSpeed gathers parameters), which other threads may change.
+
+    Args:
+        kind: a key of :data:`_KINDS`.
+    """
+    inside = _inside(module, kind)
+    if issubclass(type(inside), OrderedDictWrapper):
+        found = inside.items()
+    elif issubclass(type(inside), dict):
+        found = [(name, dict.get(inside, name)) for name in _names_in(inside)]
+    else:
+        return []
+    return [each for each in found if issubclass(type(each[1]), _KINDS[kind])]
+
+
+def _part(module: torch.nn.Module, kind: str, name: str) -> Any:
+    """One of the :func:`parts`; None where it is not there."""
+    inside, found = _inside(module, kind), None
+    if issubclass(type(inside), OrderedDictWrapper):
+        with suppress(KeyError):
+            found = inside[name]
+    elif issubclass(type(inside), dict):
+        found = dict.get(inside, name)
+    return found if issubclass(type(found), _KINDS[kind]) else None
+
+
+def _names_in(inside: dict[Any, Any]) -> list[str]:
+    """In the order in which ``named_parameters`` has them. A list of keys is made in one step: with tuples of them and
+    the values ``gc`` would let other threads on."""
+    keys = list(dict.keys(inside))
+    names = [each for each in keys if type(each) is str]  # nothing else is compared without running its code
+    if issubclass(type(inside), OrderedDict) and len(names) == len(keys):
+        with suppress(KeyError, RuntimeError):  # it was changed by methods of ``dict``, or right now
+            names = list(dict.fromkeys([*OrderedDict.keys(inside), *names]))  # type: ignore[arg-type]
+    return names
+
+
+def _inside(module: torch.nn.Module, kind: str) -> Any:
+    found = object.__getattribute__(module, "__dict__").get(kind)
+    return found._python_modules if type(found) is OrderedModuleDict else found  # of a scripted module
 
 
 def _living_modules() -> list[torch.nn.Module]:
@@ -244,11 +275,10 @@ def _living_modules() -> list[torch.nn.Module]:
     was_enabled = gc.isenabled()
     gc.disable()  # a collection would run destructors in the midst of it
     try:
-        found = list(_modules_among_all_objects())
+        return list(_modules_among_all_objects())
     finally:
         if was_enabled:
             gc.enable()
-    return [each for each in found if "_modules" in each.__dict__]  # one that is being made may have none
 
 
 def _modules_among_all_objects() -> Iterator[Any]:

@@ -15,7 +15,7 @@ from torch.autograd.graph import GradientEdge
 from backends.garbage_collection import RARELY
 
 from ..capture import tape
-from ..capture.parameter_names import ParameterName, modules_inside, parameter_names_of
+from ..capture.parameter_names import ParameterName, modules_inside, parameter_names_of, parts
 from .long_tapes import have_it_freed_in_parts
 from .modules import Bare, modules_of
 from .nodes import Gradient, TapeNode, shape_of
@@ -80,10 +80,10 @@ def _read(outputs: tape.Ends) -> Reading:
         ]
     )
     hooks = _hooks(outputs, held, index_of, leaves)
-    inside = [vars(module) for model in models for _, module in modules_inside(model)]
+    inside = [module for model in models for _, module in modules_inside(model)]
     saved = SavedTensors(
-        [each for module in inside for each in module["_parameters"].values() if each is not None],
-        [each for module in inside for each in module["_buffers"].values() if each is not None],
+        [each for module in inside for _, each in parts(module, "_parameters")],
+        [each for module in inside for _, each in parts(module, "_buffers")],
         leaves.values(),
         held,
     )
@@ -139,8 +139,8 @@ def _frozen(
     found: dict[int, tuple[str, ...]] = {}
     for model in models:
         for path, inside in modules_inside(model):
-            for each in inside.__dict__["_parameters"].values():
-                if each is not None and id(each) not in trained:
+            for _, each in parts(inside, "_parameters"):
+                if id(each) not in trained:
                     found.setdefault(id(each), _path(path, labels[id(model)], labels))
     return found
 

@@ -218,18 +218,25 @@ def _paths() -> list[str]:
     return paths
 
 
+_WORD = b"\0compiled_autograd\n"
+"""What a message begins with: something that Python or PyTorch imports may print before it is kept from that."""
+
+
 def send(stream: IO[bytes], data: bytes) -> None:
-    """Write a message: its length, then the bytes."""
-    stream.write(len(data).to_bytes(8, "little") + data)
+    """Write a message: a word, its length, then the bytes."""
+    stream.write(_WORD + len(data).to_bytes(8, "little") + data)
     stream.flush()
 
 
 def receive(stream: IO[bytes]) -> bytes:
-    """Read a message.
+    """Read a message; what comes before it is none.
 
     Raises:
         EOFError: the other end was closed.
     """
+    while not (line := stream.readline()).endswith(_WORD):
+        if not line:
+            raise EOFError("it ended before it had answered")
     size = int.from_bytes(stream.read(8), "little")
     data = stream.read(size)
     if not data or len(data) < size:  # no message is empty

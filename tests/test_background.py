@@ -572,7 +572,8 @@ def test_no_process_is_left_or_started_when_this_one_ends(monkeypatch: pytest.Mo
     monkeypatch.setattr(worker_process, "_start", lambda: started.append(start()) or started[-1])
     monkeypatch.setattr(worker_process, "_MAIN", "import time; time.sleep(600)")
     worker = worker_process.Worker()
-    monkeypatch.setattr(worker_process, "send", lambda *message: worker.end())  # between two looks at what there is
+    receive = worker_process.receive
+    monkeypatch.setattr(worker_process, "receive", lambda stream: worker.end() or receive(stream))
     for _ in range(2):
         with pytest.raises(EOFError):
             worker.ask(_request())
@@ -663,23 +664,25 @@ def test_a_child_that_is_forked_during_the_first_import_knows_of_it(monkeypatch:
     expect(session.stats(), structure_misses=1, hits=1, captures=1, compiles=1)
 
 
-def test_the_process_that_compiles_says_nothing_where_nobody_reads_its_answer() -> None:
+def test_the_process_that_compiles_says_nothing_where_nobody_reads_its_answer(
+    monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
+) -> None:
     """Nor where an interrupt is sent to it alone: who asks decides when it ends. What is printed while it imports is no
-    answer."""
-    command = worker_process._command(
-        "print('A plugin of PyTorch is here\\nLoading', end='', flush=True); " + worker_process._MAIN
-    )
-    with subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
-        assert process.stdin is not None and process.stdout is not None and process.stderr is not None
-        worker_process.send(process.stdin, msgspec.msgpack.encode(_request()))
-        assert msgspec.msgpack.decode(worker_process.receive(process.stdout), type=worker_process.Reply).error
-        process.send_signal(signal.SIGINT)
-        process.stdout.close()
-        worker_process.send(process.stdin, msgspec.msgpack.encode(_request()))
-        limit = threading.Timer(120, process.kill)
-        limit.start()
-        assert (process.stderr.read(), process.wait()) == (b"", 0)
-        limit.cancel()
+    answer, and much of that and a long request do not wait for each other."""
+    prints = "print('A plugin of PyTorch is here\\nLoading' * 3000, end='', flush=True); "
+    monkeypatch.setattr(worker_process, "_MAIN", prints + worker_process._MAIN)
+    worker = worker_process.Worker()
+    limit = threading.Timer(120, worker.stop)
+    limit.start()
+    assert worker.ask(msgspec.structs.replace(_request(), code="no code" * 30_000)).error
+    process = worker._process
+    assert process is not None and process.stdin is not None and process.stdout is not None
+    process.send_signal(signal.SIGINT)
+    process.stdout.close()
+    worker_process.send(process.stdin, msgspec.msgpack.encode(_request()))
+    assert (process.wait(), capfd.readouterr()) == (0, ("", ""))
+    process.stdin.close()
+    limit.cancel()
 
 
 _COMPILES_LONG = """

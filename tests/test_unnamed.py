@@ -11,6 +11,7 @@ import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -545,6 +546,31 @@ def test_what_a_module_may_have_besides_is_passed_over(kind: str, odd: str) -> N
     if kind != "_modules":
         names = {node.parameter for node in ca.inspect(model[1](model[0](x)).sum()).nodes}
         assert names == {None, "0.weight", "0.bias", "1.weight", "1.bias"}
+
+
+class _Part(str, Enum):
+    FIRST, SECOND = "first", "second"
+
+
+class _SaysOtherwise(torch.nn.Linear):
+    @property
+    def __dict__(self) -> Any:  # type: ignore[override]
+        raise AssertionError("it was run")
+
+
+def test_names_may_be_of_any_kind_of_string() -> None:
+    model, other = torch.nn.ModuleDict({each: torch.nn.Linear(2, 2) for each in _Part}), torch.nn.Linear(2, 2)
+    other.__class__ = _SaysOtherwise
+    assert [each.name for each in parameter_names.parameter_names_of([*model.parameters()]).values()] == [
+        "first.weight",
+        "first.bias",
+        "second.weight",
+        "second.bias",
+    ]
+    first = parameter_names.all_parameter_names()[id(model[_Part.FIRST].weight)]
+    assert first.parameter() is model[_Part.FIRST].weight
+    model[_Part.FIRST] = torch.nn.Linear(2, 2)
+    assert first.parameter() is model[_Part.FIRST].weight
 
 
 def test_a_dict_that_changes_while_it_is_read() -> None:

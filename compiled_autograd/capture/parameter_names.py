@@ -21,6 +21,8 @@ from ..process_state import PROCESS
 
 _KINDS: dict[str, type[Any]] = {"_modules": torch.nn.Module, "_parameters": torch.Tensor, "_buffers": torch.Tensor}
 """Where a module has its parts, and what each of them is."""
+_STRINGS = {str}
+_DICT = torch.nn.Module.__dict__["__dict__"]
 
 
 @dataclass(frozen=True, slots=True)
@@ -229,41 +231,52 @@ def parts(module: torch.nn.Module, kind: str) -> list[tuple[str, Any]]:
     Args:
         kind: a key of :data:`_KINDS`.
     """
-    inside = _inside(module, kind)
-    if issubclass(type(inside), OrderedDictWrapper):
+    inside, wanted = _inside(module, kind), _KINDS[kind]
+    if issubclass(type(inside), dict):
+        found = _items(inside)
+    elif type(inside) is OrderedDictWrapper:  # of a scripted module
         found = inside.items()
-    elif issubclass(type(inside), dict):
-        found = [(name, dict.get(inside, name)) for name in _names_in(inside)]
     else:
         return []
-    return [each for each in found if issubclass(type(each[1]), _KINDS[kind])]
+    return [each for each in found if issubclass(type(each[1]), wanted)]
 
 
 def _part(module: torch.nn.Module, kind: str, name: str) -> Any:
     """One of the :func:`parts`; None where it is not there."""
-    inside, found = _inside(module, kind), None
-    if issubclass(type(inside), OrderedDictWrapper):
-        with suppress(KeyError):
-            found = inside[name]
-    elif issubclass(type(inside), dict):
-        found = dict.get(inside, name)
-    return found if issubclass(type(found), _KINDS[kind]) else None
-
-
-def _names_in(inside: dict[Any, Any]) -> list[str]:
-    """In the order in which ``named_parameters`` has them. A list of keys is made in one step: with tuples of them and
-    the values ``gc`` would let other threads on."""
-    keys = list(dict.keys(inside))
-    names = [each for each in keys if type(each) is str]  # nothing else is compared without running its code
-    if issubclass(type(inside), OrderedDict) and len(names) == len(keys):
-        with suppress(KeyError, RuntimeError):  # it was changed by methods of ``dict``, or right now
-            names = list(dict.fromkeys([*OrderedDict.keys(inside), *names]))  # type: ignore[arg-type]
-    return names
+    inside = _inside(module, kind)
+    found = dict.get(inside, name) if issubclass(type(inside), dict) else None
+    return found if issubclass(type(found), _KINDS[kind]) else dict(parts(module, kind)).get(name)
 
 
 def _inside(module: torch.nn.Module, kind: str) -> Any:
-    found = object.__getattribute__(module, "__dict__").get(kind)
-    return found._python_modules if type(found) is OrderedModuleDict else found  # of a scripted module
+    found = _DICT.__get__(module).get(kind)
+    return found._python_modules if type(found) is OrderedModuleDict else found
+
+
+def _items(inside: dict[Any, Any]) -> list[tuple[str, Any]]:
+    """Those with a string for a key, in the order in which ``named_parameters`` has them."""
+    keys, values = _keys_and_values(inside)
+    if not keys:
+        return []
+    if not {*map(type, keys)} <= _STRINGS:  # no other key is hashed or compared here
+        pairs = zip(keys, values, strict=True)
+        return [(str.__str__(key), value) for key, value in pairs if issubclass(type(key), str)]
+    if issubclass(type(inside), OrderedDict):
+        found = dict(zip(keys, values, strict=True))
+        with suppress(KeyError, RuntimeError):  # it was changed by methods of ``dict``, or right now
+            ordered = dict.fromkeys([*OrderedDict.keys(inside), *keys])  # type: ignore[arg-type]
+            return [(name, found[name]) for name in ordered if name in found]
+    return list(zip(keys, values, strict=True))
+
+
+def _keys_and_values(inside: dict[Any, Any]) -> tuple[list[Any], list[Any]]:
+    """Of one moment: a list of items would be made of tuples, and ``gc`` lets other threads on between them."""
+    while True:
+        try:
+            both = list(itertools.chain(iter(dict.keys(inside)), iter(dict.values(inside))))
+        except RuntimeError:  # it was changed before they were read
+            continue
+        return both[: len(both) // 2], both[len(both) // 2 :]
 
 
 def _living_modules() -> list[torch.nn.Module]:

@@ -22,7 +22,7 @@ from backends import Storing, get_backend
 
 from ..guards.ambient import ambient
 from ..lowering.stored_regions import graph_of
-from .worker_process import Reply, Request, dtype_of, receive, send, told
+from .worker_process import READY, Reply, Request, dtype_of, receive, send, told
 
 
 def answer(request: Request) -> Reply:
@@ -69,9 +69,10 @@ def main(parent: int) -> None:
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     if hasattr(os, "nice"):
         os.nice(5)  # lower would starve beside a training that keeps all cores busy
-    replies = os.fdopen(os.dup(sys.stdout.fileno()), "wb")
-    os.dup2(sys.stderr.fileno(), sys.stdout.fileno())  # whatever a compiler prints is none of the replies
+    replies = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # whatever a compiler prints is none of the replies
     with contextlib.suppress(EOFError, BrokenPipeError):
+        send(replies, READY)
         while True:
             request = msgspec.msgpack.decode(receive(sys.stdin.buffer), type=Request)
             try:

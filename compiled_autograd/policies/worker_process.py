@@ -132,12 +132,15 @@ class Worker:
         process = None
         with self._lock:
             try:
-                if self._process is None and not self.ended:
+                starts = self._process is None and not self.ended
+                if starts:
                     self._process = _start()
                 process = self._process  # whoever stops it takes it out of here
                 if self.ended or process is None:  # looked at last: who ends it finds the process, or is seen here
                     raise EOFError("it was stopped, or this process ends")
                 assert process.stdin is not None and process.stdout is not None
+                if starts:  # a long request, and much that is printed before, would wait for each other
+                    receive(process.stdout)
                 send(process.stdin, msgspec.msgpack.encode(request))
                 return msgspec.msgpack.decode(receive(process.stdout), type=Reply)
             except BaseException:
@@ -220,6 +223,8 @@ def _paths() -> list[str]:
 
 _WORD = b"\0compiled_autograd\n"
 """What a message begins with: something that Python or PyTorch imports may print before it is kept from that."""
+READY = b"ready"
+"""The first message of the process that is asked."""
 
 
 def send(stream: IO[bytes], data: bytes) -> None:

@@ -6,6 +6,7 @@ The hooks of the reducer are moved aside while the engine is asked, and called w
 from __future__ import annotations
 
 import contextlib
+import gc
 from collections.abc import Iterator, Sequence
 from functools import partial
 from pathlib import Path
@@ -268,6 +269,42 @@ def test_users_code_that_communicates_while_one_rank_alone_is_compiled(pair: Pai
     for (grads, _), (others, _) in zip(found, wanted, strict=True):
         _same(grads, others)
     assert (found[0][1].backwards, found[0][1].hits, found[0][1].bypasses) == (4, 3, {})
+
+
+def _comes_and_goes(rank: int, builds: Path, enabled: bool) -> tuple[list[Tensors], Any, list[int]]:
+    """The same tape with the reducer's hooks on its leaves, without them, and with those of another one."""
+    with extension(builds):
+        session = ca.enable(backend="eager", tune=False)
+        torch.manual_seed(0)
+        inner, found, walked = mlp(), [], []
+        for wraps in (True, False, True):
+            model: nn.Module = DistributedDataParallel(inner) if wraps else inner
+            before = NATIVE_HITS.hits
+            for step in range(5):
+                inner.zero_grad()
+                output = model(*own_batch(step, rank))
+                loss = output.square().mean()
+                with session if enabled else contextlib.nullcontext():
+                    if step == 4:
+                        output.retain_grad()  # refused in C++, so the engine walks
+                    loss.backward()
+                found.append(_grads(inner.parameters()))
+            walked.append(NATIVE_HITS.hits - before)
+            del model, output, loss
+            gc.collect()
+        return found, session.stats(), walked
+
+
+def test_hooks_that_come_and_go_are_seen_by_the_walk_in_c(pair: Pair, builds: Path) -> None:
+    """A plan of a tape says which of its leaves have such hooks: without them nothing is communicated."""
+    eager, found = (pair.run(_comes_and_goes, builds, enabled) for enabled in (False, True))
+    for (wanted, _, _), (grads, _, walked) in zip(eager, found, strict=True):
+        _same(grads, wanted)
+        assert walked == [1, 2, 4]  # a tape is met, learnt when it comes again, and known from then on
+    alone = [grads[5:10] for grads, _, _ in found]
+    assert all(not torch.equal(one["0"], other["0"]) for one, other in zip(*alone, strict=True))
+    for _, stats, _ in found:
+        assert (stats.backwards, stats.bypasses) == (15, {}), stats
 
 
 def _stored(rank: int, builds: Path, folder: Path) -> tuple[Tensors, list[str]]:

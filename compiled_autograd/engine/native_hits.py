@@ -111,7 +111,7 @@ class NativeHits:
         if known is None and number >= 0:
             known = KnownShapes(learnt.module, learnt.plan, number, functools.partial(self._resumed, learnt), self)
             learnt.shapes[number] = known
-        return HandedOver(graph, found, None, False, known)
+        return HandedOver(graph, _with_reducer(graph, found) if found.reduced else found, None, False, known)
 
     def _resumed(self, learnt: _Learnt, found: Taken) -> HandedOver:
         graph = learnt.graph()
@@ -196,6 +196,14 @@ class NativeHits:
             self.library = Library(folder / "native")
         wanted = wanted or self._met >= HITS_WORTH_BUILDING
         return self.library.module(build=bool(settings.native or (where is not False and wanted)))
+
+
+def _with_reducer(graph: CompiledGraph, taken: Taken) -> Handover:
+    """What was taken from a tape whose leaves have hooks of DDP's reducer: these are called by steps of Python."""
+    leaves = taken.reduced
+    handover = Handover(*taken.lists(), ())
+    handover.reduced, handover.unwritten = graph.forms.reduced(handover.tensors, leaves)
+    return handover
 
 
 def others_walk() -> bool:

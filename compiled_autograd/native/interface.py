@@ -20,9 +20,11 @@ class HostedProgram(Protocol):
 
 
 class Taken(Protocol):
-    """What a tape held that was taken; ``variant`` is the number of the one that serves, or -1."""
+    """What a tape held that was taken; ``variant`` is the number of the one that serves, or -1; ``reduced`` are the
+    leaves that have hooks of DDP's reducer."""
 
     variant: int
+    reduced: list[torch.Tensor]
 
     def lists(self) -> tuple[list[torch.Tensor], list[int], list[int | float], list[Any]]:
         """Tensors, sizes, scalars, users' objects. It has nothing afterwards."""

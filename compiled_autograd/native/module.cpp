@@ -30,7 +30,8 @@ std::pair<edge_list, variable_list> asked_for(const Call& call) {
 
 void begin(Walk& walk, const Call& call) {
   auto [edges, given] = asked_for(call);
-  walk.begin(std::move(edges), std::move(given));
+  const bool writes_all = !call.captures && (!call.inputs || PyObject_Not(call.inputs) == 1);
+  walk.begin(std::move(edges), std::move(given), writes_all);
 }
 
 namespace {

@@ -1,70 +1,25 @@
-// The hooks that DDP's reducer has on leaves: moved aside while the engine is asked for a tape, and called. Private,
-// written against torch 2.13: torch/csrc/distributed/c10d/reducer.cpp, torch/csrc/autograd/utils/lambda_post_hook.h.
+// The same hooks for Python: moved aside while the engine is asked for a tape, and called.
 
 #pragma once
 
 #include "python.h"
+#include "reducer_hooks.h"
 
 #include <ATen/ops/zeros.h>
-#include <torch/csrc/autograd/functions/accumulate_grad.h>
 #include <torch/csrc/autograd/graph_task.h>
-#include <torch/csrc/autograd/utils/lambda_post_hook.h>
 
-#include <cstring>
-#include <functional>
 #include <mutex>
-#include <typeinfo>
 #include <unordered_set>
 
 namespace native {
 
 namespace {
 
-using Hook = torch::autograd::utils::LambdaPostHook;
-using Answer = std::function<void(CompiledNodeArgs&)>;
-using torch::autograd::AccumulateGrad;
-
-// What a hook answers when the engine asks whether its tape can be reported: the reducer's hooks, and they alone, have
-// an answer of their own, which is to refuse.
-struct Answers : Hook {
-  static Answer& of(Hook& hook) { return hook.*&Answers::compiled_fn_; }
-};
-
-// Null for a hook of anybody else. By name: each library may have a type_info of its own for a class of a header.
-Hook* of_reducer(torch::autograd::FunctionPostHook& hook) {
-  if (std::strcmp(typeid(hook).name(), typeid(Hook).name()) != 0) return nullptr;
-  auto* found = static_cast<Hook*>(&hook);
-  return Answers::of(*found) ? found : nullptr;
-}
-
-// Hooks that stay where they are, and say nothing to the engine until they are put back. The reducer may be deleted
-// meanwhile, and its hooks with it.
-struct Aside {
-  struct Moved {
-    NodePtr leaf;
-    Hook* hook;
-    Answer answer;
-  };
-  std::vector<Moved> moved;
-
-  Aside() = default;
-  Aside(const Aside&) = delete;
-  Aside& operator=(const Aside&) = delete;
-  ~Aside() { put_back(); }
-
-  void put_back() {
-    for (Moved& each : moved)
-      for (const auto& hook : each.leaf->post_hooks())
-        if (hook.get() == each.hook) Answers::of(*each.hook) = std::move(each.answer);
-    moved.clear();
-  }
-};
-
 constexpr const char* kAside = "compiled_autograd_native.Aside";
 
 Aside* aside_of(PyObject* capsule) { return static_cast<Aside*>(PyCapsule_GetPointer(capsule, kAside)); }
 
-// Null where a leaf has such hooks and others too, lies elsewhere than on the CPU, or has another node by now.
+// False where there are none. Throws Refused.
 bool find_leaves(PyObject* outputs, std::vector<AccumulateGrad*>& found) {
   const Owned list(checked(PySequence_Fast(outputs, "outputs is no sequence")));
   std::vector<Node*> stack;
@@ -81,13 +36,7 @@ bool find_leaves(PyObject* outputs, std::vector<AccumulateGrad*>& found) {
     Node* node = stack.back();
     stack.pop_back();
     for (const Edge& edge : node->next_edges()) see(edge.function.get());
-    size_t ours = 0;
-    for (const auto& hook : node->post_hooks()) ours += of_reducer(*hook) != nullptr;
-    if (!ours) continue;
-    auto* leaf = dynamic_cast<AccumulateGrad*>(node);
-    if (!leaf || ours != node->post_hooks().size() || !leaf->variable.device().is_cpu()) return false;
-    if (torch::autograd::impl::try_get_grad_accumulator(leaf->variable).get() != node) return false;
-    found.push_back(leaf);
+    if (AccumulateGrad* leaf = leaf_with_hooks(*node)) found.push_back(leaf);
   }
   return !found.empty();
 }
@@ -95,16 +44,15 @@ bool find_leaves(PyObject* outputs, std::vector<AccumulateGrad*>& found) {
 PyObject* move_aside(PyObject*, PyObject* outputs) {
   return or_error([&]() -> PyObject* {
     std::vector<AccumulateGrad*> leaves;
-    if (!find_leaves(outputs, leaves)) return Py_NewRef(Py_None);
+    try {
+      if (!find_leaves(outputs, leaves)) return Py_NewRef(Py_None);
+    } catch (const Refused&) {
+      return Py_NewRef(Py_None);
+    }
     auto aside = std::make_unique<Aside>();
     PyObject* capsule = checked(PyCapsule_New(aside.get(), kAside, [](PyObject* object) { delete aside_of(object); }));
     Aside* kept = aside.release();
-    for (AccumulateGrad* leaf : leaves)
-      for (const auto& hook : leaf->post_hooks()) {
-        kept->moved.push_back({leaf->getptr(), of_reducer(*hook), {}});
-        Aside::Moved& last = kept->moved.back();
-        last.answer = std::exchange(Answers::of(*last.hook), [](CompiledNodeArgs&) {});
-      }
+    for (AccumulateGrad* leaf : leaves) kept->move(*leaf);
     return capsule;
   });
 }

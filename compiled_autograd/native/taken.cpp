@@ -42,6 +42,10 @@ PyObject* lists(PyObject* self, PyObject*) {
   return or_error([&] { return as_python(reinterpret_cast<TakenObject*>(self)->found); });
 }
 
+PyObject* reduced(PyObject* self, void*) {
+  return or_error([&] { return list_of(reinterpret_cast<TakenObject*>(self)->found.reduced).release(); });
+}
+
 PyObject* run(PyObject* self, PyObject* arguments) {
   PyObject *program_object, *may_write;
   if (!PyArg_ParseTuple(arguments, "O!O", program_type, &program_object, &may_write)) return nullptr;
@@ -69,9 +73,13 @@ PyMethodDef taken_methods[] = {
     {nullptr, nullptr, 0, nullptr}};
 PyMemberDef taken_members[] = {
     {"variant", T_INT, offsetof(TakenObject, variant), READONLY, "Its number, or -1."}, {nullptr, 0, 0, 0, nullptr}};
+PyGetSetDef taken_attributes[] = {
+    {"reduced", reduced, nullptr, "The leaves that have hooks of DDP's reducer.", nullptr},
+    {nullptr, nullptr, nullptr, nullptr, nullptr}};
 PyType_Slot taken_slots[] = {
     {Py_tp_dealloc, reinterpret_cast<void*>(free_taken)},
     {Py_tp_methods, taken_methods},
+    {Py_tp_getset, taken_attributes},
     {Py_tp_members, taken_members},
     {0, nullptr}};
 PyType_Spec taken_spec = {

@@ -1,6 +1,7 @@
 #include "walk.h"
 
 #include "members.h"
+#include "../reducer_hooks.h"
 #include "../spare.h"
 
 #include <mutex>
@@ -61,7 +62,8 @@ Lease::~Lease() {
 
 Walk::Walk() : compiler_(SizeInput::DYNAMIC), call_(0, nullptr), args_(compiler_, call_) {}
 
-void Walk::begin(edge_list outputs, variable_list gradients) {
+void Walk::begin(edge_list outputs, variable_list gradients, bool writes_all) {
+  writes_all_ = writes_all;
   for (size_t index = 0; index < outputs.size(); ++index)
     if (is_converted(outputs[index], gradients[index])) throw Refused{"a gradient that the engine converts"};
   // As Engine::execute does before it asks for the tape (engine.cpp, 2.13).
@@ -94,6 +96,12 @@ std::string_view Walk::visit(uint32_t number, Role role) {
   args_.collect(type_of(node));
   // How many gradients it takes: the engine's key has it of what is used alone, so that unused pieces do not count.
   args_.collect_size(node.num_inputs());
+  Aside aside;  // until the node has said all; no Python runs meanwhile that could have others meet its hooks
+  const AccumulateGrad* leaf = writes_all_ ? leaf_with_hooks(node) : nullptr;
+  if (args_.cond(leaf)) {
+    aside.move(node);
+    found_.reduced.push_back(leaf->variable);
+  }
   if (role != Role::kIsBeside) args_.collect(call_);
   if (role == Role::kRuns) {
     node.compiled_args(args_);

@@ -18,6 +18,7 @@ struct Handover {
   std::vector<int64_t> sizes;
   std::vector<IValue> scalars;
   std::vector<c10::SafePyObject> objects;
+  variable_list reduced;  // leaves that have hooks of DDP's reducer, of which nothing is in the others
 };
 
 // What becomes of a node in a backward.
@@ -33,7 +34,9 @@ class Walk {
 
   // Begin, with the engine's own root, which is number 0; all outputs have a tape. Throws what the engine raises of the
   // gradients.
-  void begin(edge_list outputs, variable_list gradients);
+  //
+  // writes_all: every leaf of the tape is written, so hooks of DDP's reducer are noted; else they refuse the walk.
+  void begin(edge_list outputs, variable_list gradients, bool writes_all);
 
   // Make room for what a walk will find.
   void expect(size_t tensors, size_t sizes, size_t scalars);
@@ -71,6 +74,7 @@ class Walk {
   Numbers tensors_seen_;
   std::vector<Node*> nodes_;
   NodePtr root_;
+  bool writes_all_ = false;
   Handover found_;
 };
 

@@ -307,6 +307,31 @@ def test_hooks_that_come_and_go_are_seen_by_the_walk_in_c(pair: Pair, builds: Pa
         assert (stats.backwards, stats.bypasses) == (15, {}), stats
 
 
+def _forgets(rank: int, builds: Path, enabled: bool) -> tuple[list[Tensors], Any]:
+    """A hook has everything forgotten while the steps after it are still to tell the reducer."""
+    with extension(builds):
+        session = ca.enable(backend="eager", tune=False)
+        torch.manual_seed(0)
+        model, found = DistributedDataParallel(mlp()), []
+        for step in range(6):
+            model.zero_grad()
+            output = model(*own_batch(step, rank))
+            if step % 2:
+                output.register_hook(lambda grad: ca.reset())
+            with session if enabled else contextlib.nullcontext():
+                output.square().mean().backward()
+            found.append(_grads(model.parameters()))
+        return found, session.stats()
+
+
+def test_a_reset_in_the_midst_of_a_backward(pair: Pair, builds: Path) -> None:
+    """The step ended in an AssertionError, with leaves written that were never communicated."""
+    eager, found = (pair.run(_forgets, builds, enabled) for enabled in (False, True))
+    for (wanted, _), (grads, stats) in zip(eager, found, strict=True):
+        _same(grads, wanted)
+        assert stats.backwards == 6 and not stats.bypasses, stats
+
+
 def _stored(rank: int, builds: Path, folder: Path) -> tuple[Tensors, list[str]]:
     with extension(builds):
         ca.reset()

@@ -70,7 +70,7 @@ def grouped(runs: Sequence[Sequence[tuple[int, torch.Tensor]]]) -> Groups:
 
 
 REDUCERS = Reducers()
-PROCESS.register(REDUCERS, reset=REDUCERS.forget)
+PROCESS.register(REDUCERS, restart=REDUCERS.forget)  # after a reset in its midst, a backward has hooks to call yet
 
 
 def reducer_hooks(*leaves: torch.Tensor) -> None:

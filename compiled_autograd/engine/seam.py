@@ -94,8 +94,11 @@ class _Walk:
 
     def put_back(self) -> list[torch.Tensor]:
         """Give leaves the hooks of DDP's reducer back; which leaves."""
-        module, aside, self.aside = REDUCERS.module, self.aside, None
-        return [] if aside is None or module is None else module.put_back(aside)
+        aside, self.aside = self.aside, None
+        if aside is None:
+            return []
+        assert REDUCERS.module is not None, "they were moved aside by it"
+        return REDUCERS.module.put_back(aside)
 
     def told(self) -> Miss | None:
         """How the structure is new, for whoever is told why eager runs it."""

@@ -7,12 +7,14 @@ import gc
 import os
 import pickle
 import random
+import signal
 import threading
 import weakref
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping
 from enum import Enum
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -592,6 +594,37 @@ def test_a_dict_that_changes_while_it_is_read() -> None:
         gc.set_threshold(*threshold)
         gc.callbacks.remove(change)
     assert held and [found[id(each)].name for each in model.parameters()] == ["weight", "bias"]
+
+
+class _Preempted(OrderedDict[str, Any]):
+    """A signal comes while it is read."""
+
+    def keys(self, *_: Any) -> Any:
+        signal.raise_signal(signal.SIGUSR1)
+        return super().keys()
+
+
+@pytest.mark.parametrize(
+    ("name", "preempted"), [("OrderedDict", _Preempted), ("itertools", SimpleNamespace(chain=_Preempted().keys))]
+)
+def test_what_a_handler_raises_is_no_change_of_a_dict(
+    name: str, preempted: Any, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It was taken for one, and the handler's error was lost: a ``RuntimeError`` is what Python raises then."""
+
+    def handler(number: int, frame: object) -> None:
+        signal.signal(signal.SIGUSR1, signal.SIG_IGN)
+        raise RuntimeError("time is up")
+
+    model = torch.nn.Linear(3, 3)
+    object.__setattr__(model, "_parameters", _Preempted(model._parameters))
+    monkeypatch.setattr(parameter_names, name, preempted)
+    before = signal.signal(signal.SIGUSR1, handler)
+    try:
+        with pytest.raises(RuntimeError, match="time is up"):
+            parameter_names.parts(model, "_parameters")
+    finally:
+        signal.signal(signal.SIGUSR1, before)
 
 
 def test_threads_that_ask_at_once_are_told_the_same(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,13 +8,14 @@ import time
 import weakref
 from collections import OrderedDict
 from collections.abc import Iterable, Iterator, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, field
 from typing import Any
 
 import torch
 from torch.jit._script import OrderedDictWrapper, OrderedModuleDict
 from torch.multiprocessing.reductions import StorageWeakRef
+
+from backends.signal_handlers import raise_what_a_handler_raised
 
 from .. import ir
 from ..process_state import PROCESS
@@ -254,7 +255,8 @@ def _inside(module: torch.nn.Module, kind: str) -> Any:
 
 
 def _items(inside: dict[Any, Any]) -> list[tuple[str, Any]]:
-    """Those with a string for a key, in the order in which ``named_parameters`` has them."""
+    """Those with a string for a key; where all are plain strings, in the order in which ``named_parameters`` has
+    them."""
     keys, values = _keys_and_values(inside)
     if not keys:
         return []
@@ -263,9 +265,11 @@ def _items(inside: dict[Any, Any]) -> list[tuple[str, Any]]:
         return [(str.__str__(key), value) for key, value in pairs if issubclass(type(key), str)]
     if issubclass(type(inside), OrderedDict):
         found = dict(zip(keys, values, strict=True))
-        with suppress(KeyError, RuntimeError):  # it was changed by methods of ``dict``, or right now
-            ordered = dict.fromkeys([*OrderedDict.keys(inside), *keys])  # type: ignore[arg-type]
-            return [(name, found[name]) for name in ordered if name in found]
+        try:
+            keys = [*dict.fromkeys([*OrderedDict.keys(inside), *keys])]  # type: ignore[arg-type]
+        except (KeyError, RuntimeError) as error:  # it was changed by methods of ``dict``, or right now
+            raise_what_a_handler_raised(error)
+        return [(name, found[name]) for name in keys if name in found]
     return list(zip(keys, values, strict=True))
 
 
@@ -274,7 +278,8 @@ def _keys_and_values(inside: dict[Any, Any]) -> tuple[list[Any], list[Any]]:
     while True:
         try:
             both = list(itertools.chain(iter(dict.keys(inside)), iter(dict.values(inside))))
-        except RuntimeError:  # it was changed before they were read
+        except RuntimeError as error:  # it was changed before they were read
+            raise_what_a_handler_raised(error)
             continue
         return both[: len(both) // 2], both[len(both) // 2 :]
 

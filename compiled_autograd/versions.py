@@ -10,8 +10,8 @@ import re
 
 VERSION = "0.2.0"
 """Of this package."""
-TESTED_TORCH = ">=2.11,<2.14"
-_LOWEST, _BEYOND = (2, 11), (2, 14)
+TESTED_TORCH = ">=2.11,<2.16"
+_LOWEST, _BEYOND = (2, 11), (2, 16)
 
 
 class UnsupportedTorchError(ImportError):

@@ -1,6 +1,4 @@
-"""Where the versions of PyTorch that are supported differ, for what compiles: no other file of this folder asks which
-of them this is. Everything else is written against the newest (2.13).
-"""
+"""Functions that differ by PyTorch's version, for code that compiles. The table is ``torch_versions.py``."""
 
 from __future__ import annotations
 
@@ -9,7 +7,12 @@ from typing import Any
 
 import torch
 
-_VERSION = tuple(int(part) for part in torch.__version__.split(".")[:2])
+from . import torch_versions
+
+
+def has(name: str) -> bool:
+    """Return whether a rule of :data:`torch_versions.DIFFERENCES` holds in the PyTorch that is installed."""
+    return torch_versions.has(name, torch.__version__)
 
 
 def user_override(entry: Any) -> Any:
@@ -18,12 +21,12 @@ def user_override(entry: Any) -> Any:
     Since 2.12 each thread has its own, in a ``ContextVar``. Before, there is one for all
     (``torch/utils/_config_module.py``).
     """
-    return entry.user_override.get() if _VERSION >= (2, 12) else entry.user_override
+    return entry.user_override.get() if has("settings_of_a_thread") else entry.user_override
 
 
 def settings_belong_to_a_thread() -> bool:
     """Whether what one thread sets of Inductor's settings is nothing to the others; see :func:`user_override`."""
-    return _VERSION >= (2, 12)
+    return has("settings_of_a_thread")
 
 
 def plain_convolution_backward() -> Callable[..., Any] | None:
@@ -32,7 +35,7 @@ def plain_convolution_backward() -> Callable[..., Any] | None:
     Since 2.13 Inductor has a lowering of its own (``torch/_inductor/kernel/conv.py``), which can fall back on the plain
     call. Before, there was only that (``torch/_inductor/lowering.py``).
     """
-    if _VERSION < (2, 13):
+    if not has("convolution_lowering"):
         return None
     from torch._inductor.kernel.conv import aten_convolution_backward_fallback
 

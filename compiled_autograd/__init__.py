@@ -12,26 +12,24 @@ from __future__ import annotations
 import os
 from typing import TYPE_CHECKING
 
-from .versions import TESTED_TORCH, VERSION, UnsupportedTorchError, check_torch
+from .versions import VERSION
 
 import torch  # isort: skip
 
-check_torch(torch.__version__)
-
 try:
     from backends import Backend as _Backend  # noqa: F401
+    from backends.torch_versions import TESTED_TORCH, is_tested
 except ImportError as error:
     import backends as _other
 
+    if hasattr(_other, "ENTRY_POINT_GROUP"):
+        raise
     raise ImportError(
         f"compiled_autograd needs its own package 'backends', but {_other.__file__} is found before it: "
         "rename that one, or put it behind site-packages on sys.path"
     ) from error
 
-from .api import compile_step, disable, enable, reset  # noqa: E402
-from .capture.forward_lines import trace_sources  # noqa: E402
-from .engine.session import Outcome, Session, Stats  # noqa: E402
-from .errors import (  # noqa: E402
+from .errors import (
     BrokenCaptureError,
     CacheMissError,
     CompiledAutogradError,
@@ -41,8 +39,20 @@ from .errors import (  # noqa: E402
     UnknownSettingError,
     UnsupportedBackwardError,
 )
-from .inspection.view import TapeView, inspect  # noqa: E402
-from .user_code.traceable import traceable  # noqa: E402
+
+try:
+    from .api import compile_step, disable, enable, reset
+    from .capture.forward_lines import trace_sources
+    from .engine.outcomes import Outcome, Stats
+    from .engine.session import Session
+    from .inspection.view import TapeView, inspect
+    from .user_code.traceable import traceable
+except (ImportError, AttributeError) as error:  # something private of PyTorch's has moved
+    if is_tested(torch.__version__):
+        raise
+    from . import without_engine
+
+    globals().update(without_engine.names(error))
 
 if TYPE_CHECKING:
     from .replay import Reproduction
@@ -63,7 +73,6 @@ __all__ = [
     "TapeView",
     "UnknownSettingError",
     "UnsupportedBackwardError",
-    "UnsupportedTorchError",
     "compile_step",
     "disable",
     "enable",

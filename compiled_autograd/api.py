@@ -9,6 +9,7 @@ from typing import Any, TypeVar, overload
 from .engine.session import Disabled, Session
 from .process_state import PROCESS
 from .settings import resolve
+from .untested import ready_for
 
 _F = TypeVar("_F", bound=Callable[..., Any])
 
@@ -53,6 +54,9 @@ def enable(**settings: Any) -> Session:
             it is there, on a PyTorch that this was checked on; True on any, and have it built; False never.
         progress: whether a line says what is being compiled once a backward has waited for 2 seconds: None on a
             terminal and in a notebook, on the first rank; True also writes lines to pipes and files; False never.
+        untested_torch: on a PyTorch that this version was not tested on, ``"eager"`` leaves every backward to the eager
+            engine (the bypass ``untested_torch``); ``"try"`` compiles, if the selftest passes first: it runs once in a
+            process and takes up to a minute. Elsewhere both mean nothing.
         passes: functions over the ATen graph of each region, in order; each gives a ``GraphModule``, or None where it
             changed the one it got.
 
@@ -64,15 +68,12 @@ def enable(**settings: Any) -> Session:
     Raises:
         UnknownSettingError, InvalidSettingError, UnknownBackendError: see there.
     """
-    from .engine.engine import install
-
     resolved = resolve(settings)
     if isinstance(resolved.backend_in_mode, str):
         from backends import get_backend
 
         get_backend(resolved.backend_in_mode)
-    install()
-    return Session(resolved)
+    return Session(ready_for(resolved))
 
 
 def disable() -> Disabled:

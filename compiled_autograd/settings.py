@@ -11,8 +11,10 @@ from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, Literal
 
 import msgspec
+import torch
 
 from backends.modes import DEFAULT, MODES, WITH_MODES, name_in
+from backends.torch_versions import is_tested
 
 from .errors import InvalidSettingError, UnknownSettingError
 from .process_state import PROCESS
@@ -30,6 +32,7 @@ class Settings:
     Attributes:
         backend_in_mode: the backend as the registry knows it: Inductor has a name for each mode.
         check_every: one run in this many is compared with the real calls, beside the first ones; 0 for none.
+        may_compile: False on an untested PyTorch, unless ``untested_torch="try"``.
         key: what a compiled variant depends on; the policies (``on_*``) decide only when one is made.
     """
 
@@ -46,15 +49,18 @@ class Settings:
     progress: bool | None = None
     compile_budget: float | None = None
     own_loop: bool | None = None
+    untested_torch: str = "eager"
     backend_in_mode: str | Callable[..., Any] = field(init=False, repr=False, compare=False)
     check_every: int = field(init=False, repr=False, compare=False)
     key: tuple[Any, ...] = field(init=False, repr=False, compare=False)
+    may_compile: bool = field(init=False, repr=False, compare=False)
 
     def __post_init__(self) -> None:
         backend = self.backend if self.mode == DEFAULT else name_in(self.mode)
         derived = {
             "backend_in_mode": backend,
             "check_every": 0 if self.check == NEW else int(self.check),
+            "may_compile": is_tested(torch.__version__) or self.untested_torch == "try",
             "key": (("backend", backend), ("passes", self.passes), ("dynamic", self.dynamic)),
         }
         for name, value in derived.items():  # once: hits ask for them
@@ -184,6 +190,7 @@ _ALLOWED: dict[str, tuple[Any, str]] = {
     "native": (bool | None, "None, True or False"),
     "progress": (bool | None, "None, True or False"),
     "own_loop": (bool | None, "None, True or False"),
+    "untested_torch": (Literal["eager", "try"], "'eager' or 'try'"),
     "compile_budget": (_seconds, "None or a number of seconds, 0 or more, float('inf') for no limit"),
 }
 """Of each setting, its type or a function that raises ``TypeError`` for what it cannot be; and the same in words."""

@@ -64,6 +64,11 @@ ZERO_GRADIENTS = Bypass(
     hint="the last time all its gradients were zero, which shows nothing of compiled code; this is tried again from "
     "time to time, and tune=False does without",
 )
+UNTESTED_TORCH = Bypass(
+    "untested_torch",
+    hint="this PyTorch was not tested, and could give a wrong gradient if it was compiled for: "
+    'untested_torch="try" compiles once `python -m compiled_autograd selftest` passes',
+)
 ON_MISS = Bypass("on_miss", hint='not in the cache, and on_miss="eager" or "raise" compiles nothing')
 DDP_CPP_REDUCER = Bypass(
     "ddp_cpp_reducer",

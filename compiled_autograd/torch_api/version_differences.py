@@ -1,8 +1,4 @@
-"""Where the versions of PyTorch that are supported differ: the one file that asks which of them this is.
-
-Everything else is written against the newest (2.13), and uses from here what an older one does in another way. Each
-entry says what the rule is in which version, and where it stands in PyTorch.
-"""
+"""Functions that differ by PyTorch's version. The table of all differences is ``backends/torch_versions.py``."""
 
 from __future__ import annotations
 
@@ -15,21 +11,18 @@ from typing import Any, TypeVar
 
 import torch
 
-from ..versions import release
+from backends.torch_versions import DIFFERENCES, LAST, is_tested
+from backends.versions import has
 
-_VERSION = release(torch.__version__)
 _Method = TypeVar("_Method", bound=Callable[..., Any])
-
-OWN_LOOP_CHECKED = ((2, 12), (2, 13))
-"""Where all tests of the own loop were run, so that it is on by default."""
 
 
 def why_own_loop_is_unchecked() -> str:
-    """Why it is not on by default; empty where it is."""
-    if _VERSION in OWN_LOOP_CHECKED:
+    """Return why the own loop is off by default; empty where it is on."""
+    if has("own_loop") and is_tested(torch.__version__):
         return ""
-    checked = " and ".join(f"{major}.{minor}" for major, minor in OWN_LOOP_CHECKED)
-    return f"it was not checked on torch {torch.__version__}, but on {checked}; own_loop=True has it all the same"
+    tested = f"torch {'.'.join(map(str, DIFFERENCES['own_loop'].since))} to {'.'.join(map(str, LAST))}"
+    return f"its tests ran on {tested}, not on {torch.__version__}; own_loop=True turns it on"
 
 
 def reports_leaf(method: _Method) -> _Method:
@@ -40,7 +33,7 @@ def reports_leaf(method: _Method) -> _Method:
     to what stands for its ``.grad``, and insists on None (``torch/csrc/autograd/functions/accumulate_grad.cpp`` and
     ``torch/csrc/dynamo/python_compiled_autograd.cpp``).
     """
-    if _VERSION >= (2, 13):
+    if has("leaf_takes_result"):
         return method
 
     @functools.wraps(method)
@@ -54,7 +47,7 @@ def reports_leaf(method: _Method) -> _Method:
 
 def has_aot_prologue(function: Any) -> bool:
     """Whether the ``autograd.Function`` that AOTAutograd made has what :func:`aot_prologue` uses."""
-    return _VERSION < (2, 13) or hasattr(function, "_bw_prologue_fn")
+    return not has("aot_generated_wrappers") or hasattr(function, "_bw_prologue_fn")
 
 
 def aot_prologue(function: Any, saved: Sequence[Any], tangents: Sequence[Any]) -> Sequence[Any]:
@@ -63,7 +56,7 @@ def aot_prologue(function: Any, saved: Sequence[Any], tangents: Sequence[Any]) -
     Since 2.13 AOTAutograd generates a function for each graph, which takes the gradients in a list. Before, one
     function reads the metadata of all graphs (``torch/_functorch/_aot_autograd/runtime_wrappers.py``).
     """
-    if _VERSION >= (2, 13):
+    if has("aot_generated_wrappers"):
         return function._bw_prologue_fn(tuple(saved), [], [], tangents)
     from torch._functorch._aot_autograd import runtime_wrappers
 
@@ -73,7 +66,7 @@ def aot_prologue(function: Any, saved: Sequence[Any], tangents: Sequence[Any]) -
 
 def aot_epilogue(function: Any, results: Any) -> Sequence[Any]:
     """What the backward gives, from what its graph gives; versions as for :func:`aot_prologue`."""
-    if _VERSION >= (2, 13):
+    if has("aot_generated_wrappers"):
         return function._bw_epilogue_fn(results)
     from torch._functorch._aot_autograd import runtime_wrappers
 
@@ -87,7 +80,7 @@ def decomposing(table: Mapping[Any, Callable[..., Any]]) -> AbstractContextManag
     Since 2.13 the mode that records them has the table of its tracer. Before, the table stands in a variable; in 2.11
     it is one for all threads, of which only one may trace at a time (``torch/fx/experimental/proxy_tensor.py``).
     """
-    if _VERSION >= (2, 13):
+    if has("decompositions_of_mode"):
         return contextlib.nullcontext()
     from torch.fx.experimental.proxy_tensor import decompose
 
@@ -102,7 +95,7 @@ def prepare_fake_tensors() -> None:
     of the whole process, and takes it along when it ends: the next thread dies of it. So the first one is a thread
     that does not end (``c10/core/impl/DeviceGuardImplInterface.cpp``).
     """
-    if _VERSION >= (2, 12) or not torch.backends.cuda.is_built() or torch.cuda.is_available():
+    if has("device_guard") or not torch.backends.cuda.is_built() or torch.cuda.is_available():
         return
     done = threading.Event()
 
@@ -115,7 +108,7 @@ def prepare_fake_tensors() -> None:
     done.wait()
 
 
-NOT_TRACED = frozenset[str]() if _VERSION >= (2, 12) else frozenset({"CumprodBackward0"})
+NOT_TRACED = frozenset[str]() if has("cumprod_in_bulk") else frozenset({"CumprodBackward0"})
 """The engine's functions that are never traced. In 2.11, ``cumprod_backward`` runs some seven operators for each index
 of the dimension where it sees a tensor subclass, as a fake tensor is one; otherwise, and since, a few for all of them
 (``aten/src/ATen/native/ReduceOps.cpp``)."""
@@ -124,5 +117,7 @@ of the dimension where it sees a tensor subclass, as a fake tensor is one; other
 def words_for_unused(index: int) -> str:
     """What ``torch.autograd.grad`` says of a tensor without a gradient, from ``THPEngine_run_backward``
     (``torch/csrc/autograd/python_engine.cpp``); before 2.13 it does not say which tensor."""
-    which = "One of the differentiated Tensors" if _VERSION < (2, 13) else f"The differentiated Tensor at index {index}"
+    which = f"The differentiated Tensor at index {index}"
+    if not has("unused_input_index"):
+        which = "One of the differentiated Tensors"
     return f"{which} appears to not have been used in the graph. Set allow_unused=True if this is the desired behavior."

@@ -13,13 +13,13 @@ from pathlib import Path
 import rich_click as click
 from click.shell_completion import get_completion_class
 
+from backends import torch_versions
+
 from . import render
 from .base import Verb, View, with_format
 
 _PACKAGES = ("torch", "compiled-autograd", "msgspec", "rich-click")
 _NOT_BUILT = "not built"
-OWN_LOOP_CHECKED = ("2.12.", "2.13.")
-"""Versions of torch on which the own loop is on by default (``compiled_autograd/torch_api/version_differences.py``)."""
 
 
 @click.command(cls=Verb, name="dir")
@@ -43,8 +43,9 @@ def dir_(view: View) -> None:
 def env(view: View) -> None:
     """Print what a report of a bug should say.
 
-    Prints versions of Python, torch and this package, platform, C++ compiler, whether the extension for native=True is
-    built and runs what is left to eager, the folder of the cache and its size, and settings from the environment.
+    Prints versions of Python, torch and this package, whether this package was tested on that torch, platform, C++
+    compiler, whether the extension for native=True is built and runs what is left to eager, the folder of the cache and
+    its size, how releases of torch differ for this package, and settings from the environment.
 
     \b
     Examples:
@@ -67,12 +68,28 @@ def _environment(view: View) -> Iterator[tuple[str, str]]:
     yield "platform", platform.platform()
     yield "machine", f"{platform.machine()}, {os.cpu_count()} cores"
     yield "compiler", _compiler()
-    native = _native(view.path / "native", metadata.version("torch"))
+    version = metadata.version("torch")
+    yield "torch support", _support(version)
+    native = _native(view.path / "native", version)
     yield "native", native
-    yield "own loop", _own_loop(native, metadata.version("torch"))
+    yield "own loop", _own_loop(native, version)
     yield "cache", str(view.path)
     yield "cache size", render.size(view.store.stats().size) if view.is_store else "nothing is stored"
+    yield from ((f"torch: {name}", text) for name, text in torch_versions.described(version))
     yield from ((name, value) for name, value in sorted(os.environ.items()) if name.startswith("COMPILED_AUTOGRAD_"))
+
+
+def _support(torch: str) -> str:
+    """Say whether this package compiles on the installed torch."""
+    tested = f"tested on torch{torch_versions.TESTED_TORCH}"
+    if torch_versions.is_tested(torch):
+        return tested
+    if os.environ.get("COMPILED_AUTOGRAD_UNTESTED_TORCH") == "try":
+        return f"{tested}, and not on this one: it compiles if python -m compiled_autograd selftest passes"
+    return (
+        f"{tested}, and not on this one: every backward runs on eager (bypass untested_torch). Install a tested torch or "
+        "a newer compiled-autograd, or set untested_torch='try'"
+    )
 
 
 def _native(folder: Path, torch: str) -> str:
@@ -93,8 +110,10 @@ def _own_loop(native: str, torch: str) -> str:
     for name, value in environment.items():
         if value in ("false", "0"):
             return f"off: COMPILED_AUTOGRAD_{name}={value}"
-    if environment["OWN_LOOP"] not in ("true", "1") and not torch.startswith(OWN_LOOP_CHECKED):
-        return f"off: it was not checked on torch {torch}"
+    if environment["OWN_LOOP"] not in ("true", "1") and not (
+        torch_versions.has("own_loop", torch) and torch_versions.is_tested(torch)
+    ):
+        return f"off: its tests did not run on torch {torch}"
     if native.startswith(_NOT_BUILT):
         return "off: the extension is not built"
     return "on, once it has run small tapes as the engine does: session.own_loop says so"

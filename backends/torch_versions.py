@@ -1,0 +1,121 @@
+"""PyTorch's releases: which ones were tested, and where they differ.
+
+Every difference stands here once. The code asks :func:`has`, ``shadow-cache env`` prints the table, and
+``docs/internals/torch_api.md`` shows it. This file imports no torch, so that the command line can read it.
+"""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+Release = tuple[int, int]
+LOWEST, LAST = (2, 11), (2, 15)
+"""The first and the last release on which all tests ran."""
+TESTED_TORCH = f">={LOWEST[0]}.{LOWEST[1]},<{LAST[0]}.{LAST[1] + 1}"
+
+
+@dataclass(frozen=True, slots=True)
+class Difference:
+    """A rule that differs between releases.
+
+    Attributes:
+        since: the first release that has the rule.
+        what: the rule, for people.
+        where: the file in PyTorch's sources.
+        test: the test file that runs on both sides of ``since``.
+    """
+
+    since: Release
+    what: str
+    where: str
+    test: str
+
+
+def release(version: str) -> Release:
+    """Return the release of ``torch.__version__``, such as ``(2, 13)``; ``(0, 0)`` if it begins with no two numbers."""
+    found = re.match(r"(\d+)\.(\d+)", version)
+    return (0, 0) if found is None else (int(found[1]), int(found[2]))
+
+
+def is_tested(version: str) -> bool:
+    """Return whether all tests ran on the release of ``version``; builds before a release count as that release."""
+    return LOWEST <= release(version) <= LAST
+
+
+def has(name: str, version: str) -> bool:
+    """Return whether the rule of :data:`DIFFERENCES` with a name holds in a version of torch."""
+    return DIFFERENCES[name].since <= release(version)
+
+
+DIFFERENCES: dict[str, Difference] = {
+    "device_guard": Difference(
+        (2, 12),
+        "Fake tensors on a CUDA build without a device no longer bind a guard to the first thread that uses them.",
+        "c10/core/impl/DeviceGuardImplInterface.cpp",
+        "tests/test_background.py",
+    ),
+    "cumprod_in_bulk": Difference(
+        (2, 12),
+        "The backward of cumprod runs a few operators under fake tensors too, not seven for each index.",
+        "aten/src/ATen/native/ReduceOps.cpp",
+        "tests/test_partition.py",
+    ),
+    "settings_of_a_thread": Difference(
+        (2, 12),
+        "Each thread has Inductor's settings for itself, in context variables.",
+        "torch/utils/_config_module.py",
+        "tests/test_environment_key.py",
+    ),
+    "own_loop": Difference(
+        (2, 12),
+        "The own loop is on by default: its tests ran on these releases.",
+        "torch/csrc/autograd/engine.cpp",
+        "tests/test_own_loop_default.py",
+    ),
+    "leaf_takes_result": Difference(
+        (2, 13),
+        "The engine passes a leaf's `.grad` to `accumulate_grad`, and takes the result for the new one.",
+        "torch/csrc/dynamo/python_compiled_autograd.cpp",
+        "tests/test_capture.py",
+    ),
+    "aot_generated_wrappers": Difference(
+        (2, 13),
+        "AOTAutograd generates the prologue and epilogue of each compiled backward.",
+        "torch/_functorch/_aot_autograd/runtime_wrappers.py",
+        "tests/test_aot.py",
+    ),
+    "decompositions_of_mode": Difference(
+        (2, 13),
+        "The mode that records operators has its table of decompositions itself.",
+        "torch/fx/experimental/proxy_tensor.py",
+        "tests/test_tracing.py",
+    ),
+    "unused_input_index": Difference(
+        (2, 13),
+        "The error for an input without a gradient says the index of the input.",
+        "torch/csrc/autograd/python_engine.cpp",
+        "tests/test_engine.py",
+    ),
+    "convolution_lowering": Difference(
+        (2, 13),
+        "Inductor has a lowering of its own for the backward of convolutions.",
+        "torch/_inductor/kernel/conv.py",
+        "tests/test_dynamic_strides.py",
+    ),
+    "intrusive_nodes": Difference(
+        (2, 13),
+        "Nodes of the tape are owned by `c10::intrusive_ptr`, before by `std::shared_ptr` (decided in C++).",
+        "torch/csrc/autograd/function.h",
+        "tests/test_native_walk.py",
+    ),
+}
+"""By name. Rows of one release stand together, in the order of releases."""
+
+
+def described(version: str) -> list[tuple[str, str]]:
+    """Return name and text of each row of :data:`DIFFERENCES`, for the installed ``version`` of torch."""
+    return [
+        (name, f"since {'.'.join(map(str, row.since))}{'' if has(name, version) else ' (not here)'}: {row.what}")
+        for name, row in DIFFERENCES.items()
+    ]

@@ -1,0 +1,68 @@
+"""Install the engine that a session needs; on a PyTorch that was never tested, the eager one unless asked to try."""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+
+import torch
+
+from backends.torch_versions import TESTED_TORCH, is_tested
+
+from .diagnostics.reporting import warn_once
+from .process_state import PROCESS
+from .settings import Settings
+
+
+def ready_for(settings: Settings) -> Settings:
+    """Install what ``settings`` need, and return the settings that hold.
+
+    On a tested PyTorch these are the ones given. Elsewhere, ``untested_torch="try"`` holds if the selftest passes.
+    """
+    if is_tested(torch.__version__):
+        from .engine.engine import install
+
+        install()
+        return settings
+    wrong = _why_not() if settings.untested_torch == "try" else None
+    if wrong == "":
+        from .engine.engine import install
+
+        install()
+        return settings
+    from .engine.untested import install_eager
+
+    install_eager()
+    warn_once(_warning(wrong), key=f"untested torch: {wrong}")
+    return dataclasses.replace(settings, untested_torch="eager")
+
+
+def _warning(wrong: str | None) -> str:
+    text = (
+        f"torch {torch.__version__} was not tested: this version of compiled_autograd was tested on torch{TESTED_TORCH}"
+    )
+    if wrong is None:
+        return (
+            f"{text}. Every backward runs on PyTorch's own engine. To compile, install a tested torch or a newer "
+            "compiled_autograd, or set untested_torch='try' (COMPILED_AUTOGRAD_UNTESTED_TORCH=try), which compiles if "
+            "the selftest passes"
+        )
+    return (
+        f"{text}, and the selftest did not pass on it. Every backward runs on PyTorch's own engine, in spite of "
+        f"untested_torch='try'. {wrong}"
+    )
+
+
+@functools.cache
+def _why_not() -> str:
+    """Return why nothing is to be compiled on this PyTorch; empty if the selftest passes. Runs it once in a process."""
+    try:
+        from .selftest import is_fine, run, sentence
+
+        results = run()
+        return "" if is_fine(results) else sentence(results)
+    except Exception as error:  # noqa: BLE001  anything may have moved in a PyTorch that was never tested
+        return f"It failed: {type(error).__name__}: {error}"
+
+
+PROCESS.register(_why_not, reset=lambda: None, restart=_why_not.cache_clear)

@@ -1,0 +1,81 @@
+"""The public face on an untested PyTorch where an import of this package fails: everything runs on eager."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import warnings
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from backends.torch_versions import TESTED_TORCH
+
+from .engine.outcomes import Outcome, Stats
+
+
+class Session:
+    """A context manager that changes nothing, and counts nothing."""
+
+    last = None
+    own_loop = "off: this PyTorch was not tested"
+
+    def __enter__(self) -> Session:
+        return self
+
+    def __exit__(self, *exception: object) -> None: ...
+
+    def stats(self) -> Stats:
+        """Return counts of zero: backwards inside are PyTorch's own, and are not seen here."""
+        return Stats()
+
+    def graphs(self) -> list[Any]:
+        """Return an empty list: nothing is compiled."""
+        return []
+
+    def wait(self, timeout: float | None = None) -> bool:
+        """Return True: nothing is being compiled."""
+        return True
+
+
+def names(error: Exception) -> dict[str, Any]:
+    """Return the names of the public face, of which none needs the module whose import failed with ``error``."""
+
+    @functools.cache
+    def warn() -> None:
+        warnings.warn(
+            f"compiled_autograd: torch {torch.__version__} was not tested ({TESTED_TORCH} was), and an import failed on "
+            f"it: {type(error).__name__}: {error}. All backwards run on PyTorch's own engine. To compile, install a "
+            f"tested torch, or a newer compiled_autograd.",
+            stacklevel=3,
+        )
+
+    def enable(**settings: Any) -> Session:
+        warn()
+        return Session()
+
+    def compile_step(function: Callable[..., Any] | None = None, **settings: Any) -> Any:
+        warn()
+        if function is None:
+            return functools.partial(compile_step, **settings)
+        step = functools.wraps(function)(lambda *args, **kwargs: function(*args, **kwargs))
+        step.session = Session()  # type: ignore[attr-defined]
+        return step
+
+    def inspect(*args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError(f"ca.inspect needs a tested torch ({TESTED_TORCH}): {error}") from error
+
+    return {
+        "Outcome": Outcome,
+        "Session": Session,
+        "Stats": Stats,
+        "TapeView": type("TapeView", (), {}),
+        "compile_step": compile_step,
+        "disable": contextlib.nullcontext,
+        "enable": enable,
+        "inspect": inspect,
+        "reset": lambda: None,
+        "trace_sources": contextlib.nullcontext,
+        "traceable": lambda function: function,
+    }

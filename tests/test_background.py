@@ -443,7 +443,7 @@ sys.path.insert(0, {root!r})
 from compiled_autograd.policies import worker_process
 code = "import compiled_autograd, backends; print(compiled_autograd.__file__, backends.__file__, sys.argv)"
 sys.path.remove({root!r})
-print(subprocess.run(worker_process._command(code), check=True, capture_output=True, text=True).stdout)
+print(subprocess.run(worker_process.command(code), check=True, capture_output=True, text=True).stdout)
 """
 
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from .checks import Result
-from .run import NAMES, QUICK, as_they_come, run
+from .checks import PartResult
+from .running import NAMES, QUICK, as_they_come, run
 from .table import as_json, heading, is_fine, line, sentence
 
-__all__ = ["NAMES", "QUICK", "Result", "as_json", "as_they_come", "heading", "is_fine", "line", "run", "sentence"]
+__all__ = ["NAMES", "QUICK", "PartResult", "as_json", "as_they_come", "heading", "is_fine", "line", "run", "sentence"]

@@ -21,8 +21,8 @@ from ..engine.session import HIT
 from ..native.library import BEING_BUILT, Library, build_here, why_unsupported
 from ..policies.own_loop import OWN_LOOPS, why_off
 from ..policies.worker_process import command
-from .checks import NOT_HERE, OFF, OK, WRONG, Result, Verdict, check_step, check_tape, measured, session_with
-from .tapes import HERE, LEFT_TO_EAGER, SIZES, STEPS, Tape
+from .checks import NOT_HERE, OFF, OK, WRONG, PartResult, Verdict, check_step, check_tape, measured, session_with
+from .tapes import HERE, LEFT_TO_EAGER, SIZES, STEPS, TapeCase
 
 _STEPS_TO_LEARN = 12
 """The number of steps in which the walk in C++ learns a tape, with some to spare."""
@@ -52,26 +52,26 @@ def start(folder: Path, name: str, parts: Iterable[str], native: Path | None) ->
 
 
 def _inside(folder: Path) -> dict[str, str]:
-    """Where other libraries put their files."""
+    """Variables that have other libraries put their files into the folder."""
     made = {"TORCHINDUCTOR_CACHE_DIR": "inductor", "TRITON_CACHE_DIR": "triton", "TMPDIR": "temporary"}
     for each in made.values():
         folder.joinpath(each).mkdir(exist_ok=True)
     return {variable: str(folder / each) for variable, each in made.items()}
 
 
-def results(folder: Path, name: str, parts: Iterable[str], status: int | None) -> list[Result]:
-    """What such a process has written; a part that is missing there is wrong.
+def results(folder: Path, name: str, parts: Iterable[str], status: int | None) -> list[PartResult]:
+    """Read the results that such a process has written; a part that is missing there is wrong.
 
     Args:
         status: how the process has ended; None: it took too long.
     """
     file = folder / name
     lines = file.read_bytes().splitlines() if file.exists() else []
-    found = {each.name: each for each in (msgspec.json.decode(line, type=Result) for line in lines)}
+    found = {each.name: each for each in (msgspec.json.decode(line, type=PartResult) for line in lines)}
     said = folder.joinpath(f"{name}.said").read_text(errors="replace").strip().splitlines()
     ended = "its process took too long" if status is None else f"its process ended with status {status}"
     reason = f"{ended}{f': {said[-1]}' if said else ''}"
-    return [found.get(part) or Result(part, WRONG, 0.0, reason) for part in parts]
+    return [found.get(part) or PartResult(part, WRONG, 0.0, reason) for part in parts]
 
 
 def main(folder: str, name: str, parts: Sequence[str], native: str | None) -> None:
@@ -138,8 +138,8 @@ def again(folder: str, backends: Sequence[str]) -> None:
     Path(folder, "again").write_bytes(msgspec.json.encode(verdict))
 
 
-def _loaded(tape: Tape, backend: str, cache: Path) -> Verdict:
-    session, known = session_with(backend=backend, cache_dir=cache), Tape(tape.run, ((HIT,),))
+def _loaded(tape: TapeCase, backend: str, cache: Path) -> Verdict:
+    session, known = session_with(backend=backend, cache_dir=cache), TapeCase(tape.run, ((HIT,),))
     for number in range(2):
         verdict = check_step(known, number, session, exact=backend == "eager")
         if verdict[0] != OK:

@@ -16,7 +16,7 @@ from shadow_cache import Failure, Mismatch
 from ..engine.engine import install
 from ..engine.session import HIT, Session
 from ..settings import resolve
-from .tapes import STEPS, Step, Tape
+from .tapes import STEPS, TapeStep, TapeCase
 
 OK, WRONG, OFF, NOT_HERE = "ok", "wrong", "off", "not here"
 _SETTINGS: dict[str, Any] = {
@@ -42,8 +42,8 @@ Verdict = tuple[str, str]
 """A result, and the reason where it is not :data:`OK`."""
 
 
-class Result(msgspec.Struct, frozen=True):
-    """What became of one part of the selftest.
+class PartResult(msgspec.Struct, frozen=True):
+    """The outcome of one part of the selftest.
 
     Attributes:
         name: the name of the part.
@@ -60,19 +60,19 @@ class Result(msgspec.Struct, frozen=True):
 
     @property
     def is_fine(self) -> bool:
-        """Whether the part works, or is an optional one that is missing."""
+        """True: the part works, or is an optional one that is missing."""
         return self.result in (OK, NOT_HERE)
 
 
-def measured(name: str, check: Callable[[], Verdict]) -> Result:
+def measured(name: str, check: Callable[[], Verdict]) -> PartResult:
     """Run one check; an error in it is its result."""
     began = time.perf_counter()
     try:
         result, reason = check()
-    except Exception as error:  # noqa: BLE001  the other parts run all the same
+    except Exception as error:  # noqa: BLE001  an error of one part ends no other
         raise_what_a_handler_raised(error)
         result, reason = WRONG, f"{type(error).__name__}: {error}"
-    return Result(name, result, time.perf_counter() - began, " ".join(reason.split())[:_LONGEST])
+    return PartResult(name, result, time.perf_counter() - began, " ".join(reason.split())[:_LONGEST])
 
 
 def session_with(**settings: Any) -> Session:
@@ -81,7 +81,7 @@ def session_with(**settings: Any) -> Session:
     return Session(resolve({**_SETTINGS, **settings}, {}))
 
 
-def check_tape(tape: Tape, exact: bool = True, device: str = "cpu", **settings: Any) -> Verdict:
+def check_tape(tape: TapeCase, exact: bool = True, device: str = "cpu", **settings: Any) -> Verdict:
     """Run a tape on eager and in a session with these settings, step by step."""
     session = session_with(**settings)
     for number in range(STEPS):
@@ -91,9 +91,9 @@ def check_tape(tape: Tape, exact: bool = True, device: str = "cpu", **settings: 
     return OK, ""
 
 
-def check_step(tape: Tape, number: int, session: Session, exact: bool = True, device: str = "cpu") -> Verdict:
+def check_step(tape: TapeCase, number: int, session: Session, exact: bool = True, device: str = "cpu") -> Verdict:
     """Run one step of a tape on eager and in a session."""
-    wanted, found = Step(number, None, device), Step(number, session, device)
+    wanted, found = TapeStep(number, None, device), TapeStep(number, session, device)
     expected_grads = tape.run(wanted)
     grads = tape.run(found)
     at = f"step {number + 1}"
@@ -107,8 +107,8 @@ def check_step(tape: Tape, number: int, session: Session, exact: bool = True, de
     return _expected_outcomes(tape, number, found)
 
 
-def _expected_outcomes(tape: Tape, number: int, step: Step) -> Verdict:
-    """Whether the backwards of a step were what the tape expects, and nothing failed in them."""
+def _expected_outcomes(tape: TapeCase, number: int, step: TapeStep) -> Verdict:
+    """Compare the outcomes of a step with those that the tape expects, and look for failures."""
     for index, outcome in enumerate(step.outcomes):
         failures = [each for each in outcome.reasons if isinstance(each, Failure)]
         if failures:
@@ -125,7 +125,7 @@ def _expected_outcomes(tape: Tape, number: int, step: Step) -> Verdict:
 
 
 def same(one: Any, other: Any, exact: bool) -> bool:
-    """Whether two values are equal: tensors in kind, layout, strides and each bit, or within rounding."""
+    """Compare two values: tensors in kind, layout, strides and each bit, or within rounding."""
     if isinstance(other, Tensor):
         return isinstance(one, Tensor) and _same_tensors(one, other, exact)
     if isinstance(other, (list, tuple)):

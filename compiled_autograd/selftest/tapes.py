@@ -23,7 +23,7 @@ STEPS = 5
 """The number of steps of each tape. The first one compiles, and the first two runs are compared with the real calls."""
 
 
-class Step:
+class TapeStep:
     """One step of a tape, on eager or in a session. ``with step:`` stands around each backward.
 
     Attributes:
@@ -65,19 +65,19 @@ class Step:
                 self.outcomes.append(last)
 
 
-Program = Callable[[Step], Sequence[Any]]
+TapeProgram = Callable[[TapeStep], Sequence[Any]]
 """Runs one step; gives its gradients."""
 
 
 @dataclass(frozen=True)
-class Tape:
+class TapeCase:
     """A program, and the outcomes that are expected of it.
 
     Attributes:
         outcomes: for each step the outcomes of its backwards; the last entry holds for all later steps.
     """
 
-    run: Program
+    run: TapeProgram
     outcomes: tuple[tuple[str, ...], ...] = ((STRUCTURE_MISS,), (HIT,))
 
     def expected(self, number: int) -> tuple[str, ...]:
@@ -123,7 +123,7 @@ def loss_of(x: Tensor, weight: Tensor, bias: Tensor) -> Tensor:
     return torch.tanh(x @ weight + bias).square().mean()
 
 
-def tensor_hooks(step: Step) -> Sequence[Any]:
+def tensor_hooks(step: TapeStep) -> Sequence[Any]:
     x, y = step.leaf(3, 4), step.leaf(3, 4)
     z = x * y
     x.register_hook(step.hook("x", 2.0))
@@ -136,7 +136,7 @@ def tensor_hooks(step: Step) -> Sequence[Any]:
     return [x.grad, y.grad, z.grad]
 
 
-def node_hooks(step: Step) -> Sequence[Any]:
+def node_hooks(step: TapeStep) -> Sequence[Any]:
     x, y = step.leaf(3, 4), step.leaf(3, 4)
     z = (x * y).exp()
     node: Any = z.grad_fn
@@ -155,7 +155,7 @@ def node_hooks(step: Step) -> Sequence[Any]:
     return [x.grad, y.grad]
 
 
-def leaf_hooks(step: Step) -> Sequence[Any]:
+def leaf_hooks(step: TapeStep) -> Sequence[Any]:
     x, y = step.leaf(3, 4), step.leaf(3, 4)
 
     def accumulated(leaf: Tensor) -> None:
@@ -175,14 +175,14 @@ def leaf_hooks(step: Step) -> Sequence[Any]:
     return [x.grad, y.grad]
 
 
-def custom_function(step: Step) -> Sequence[Any]:
+def custom_function(step: TapeStep) -> Sequence[Any]:
     x, y = step.leaf(3, 4), step.leaf(3, 4)
     with step:
         (Cube.apply(x * y, step.log).sin() * x).sum().backward()
     return [x.grad, y.grad]
 
 
-def views_and_writes(step: Step) -> Sequence[Any]:
+def views_and_writes(step: TapeStep) -> Sequence[Any]:
     x, y = step.leaf(6), step.leaf(3)
     z = x * 2
     z[:3].mul_(y)
@@ -193,7 +193,7 @@ def views_and_writes(step: Step) -> Sequence[Any]:
     return [x.grad, y.grad]
 
 
-def double_backward(step: Step) -> Sequence[Any]:
+def double_backward(step: TapeStep) -> Sequence[Any]:
     x, y = step.leaf(3, 4), step.leaf(3, 4)
     with step:
         (first,) = torch.autograd.grad((x.exp() * y).sum(), x, create_graph=True)
@@ -202,14 +202,14 @@ def double_backward(step: Step) -> Sequence[Any]:
     return [first.detach(), x.grad, y.grad]
 
 
-def changing_sizes(step: Step) -> Sequence[Any]:
+def changing_sizes(step: TapeStep) -> Sequence[Any]:
     x, weight, bias = step.leaf(4 + 3 * max(0, step.number - 1), 5), step.leaf(5, 3), step.leaf(3)
     with step:
         loss_of(x, weight, bias).backward()
     return [x.grad, weight.grad, bias.grad]
 
 
-def retained_graph(step: Step) -> Sequence[Any]:
+def retained_graph(step: TapeStep) -> Sequence[Any]:
     x, y = step.leaf(3, 4), step.leaf(3, 4)
     loss = (x.sin() * y).sum()
     grads = []
@@ -225,7 +225,7 @@ def retained_graph(step: Step) -> Sequence[Any]:
     return [*grads, x.grad, y.grad]
 
 
-def existing_grad(step: Step) -> Sequence[Any]:
+def existing_grad(step: TapeStep) -> Sequence[Any]:
     x, y = step.leaf(3, 4), step.leaf(3, 4)
     x.grad = torch.full_like(x, 0.25)
     before, pointer = x.grad, x.grad.data_ptr()
@@ -234,7 +234,7 @@ def existing_grad(step: Step) -> Sequence[Any]:
     return [x.grad, y.grad, x.grad is before, x.grad.data_ptr() == pointer]
 
 
-def undefined_gradients(step: Step) -> Sequence[Any]:
+def undefined_gradients(step: TapeStep) -> Sequence[Any]:
     x, y, unused = step.leaf(3), step.leaf(3), step.leaf(3)
     double, _ = Branches.apply(x, y, step.log)
     with step:
@@ -242,7 +242,7 @@ def undefined_gradients(step: Step) -> Sequence[Any]:
     return [x.grad, y.grad, unused.grad]
 
 
-def checkpointing(step: Step) -> Sequence[Any]:
+def checkpointing(step: TapeStep) -> Sequence[Any]:
     x, weight = step.leaf(3, 4), step.leaf(4, 4)
 
     def block(value: Tensor) -> Tensor:
@@ -257,7 +257,7 @@ def checkpointing(step: Step) -> Sequence[Any]:
     return [x.grad, weight.grad]
 
 
-def sparse_gradients(step: Step) -> Sequence[Any]:
+def sparse_gradients(step: TapeStep) -> Sequence[Any]:
     table, weight = step.leaf(5, 3), step.leaf(3, 2)
     rows = torch.tensor([1, 3, 1], device=step.device)
     with step:
@@ -265,7 +265,7 @@ def sparse_gradients(step: Step) -> Sequence[Any]:
     return [table.grad, weight.grad]
 
 
-def grad_of_inputs(step: Step) -> Sequence[Any]:
+def grad_of_inputs(step: TapeStep) -> Sequence[Any]:
     x, y, unused = step.leaf(3, 4), step.leaf(3, 4), step.leaf(3)
     z = x * y
     outputs = [z.sin(), (z + x).exp()]
@@ -275,7 +275,7 @@ def grad_of_inputs(step: Step) -> Sequence[Any]:
     return [*grads, x.grad]
 
 
-def saved_tensor_hooks(step: Step) -> Sequence[Any]:
+def saved_tensor_hooks(step: TapeStep) -> Sequence[Any]:
     x, y = step.leaf(3, 4), step.leaf(3, 4)
 
     def unpack(value: Tensor) -> Tensor:
@@ -289,7 +289,7 @@ def saved_tensor_hooks(step: Step) -> Sequence[Any]:
     return [x.grad, y.grad]
 
 
-def threads(step: Step) -> Sequence[Any]:
+def threads(step: TapeStep) -> Sequence[Any]:
     """Two threads, each with tensors of its own, one after the other: at the same time they may refuse each other."""
     leaves = [(step.leaf(3, 4), step.leaf(3, 4)) for _ in range(2)]
     errors: list[BaseException] = []
@@ -310,7 +310,7 @@ def threads(step: Step) -> Sequence[Any]:
     return [each.grad for pair in leaves for each in pair]
 
 
-def left_to_eager(step: Step) -> Sequence[Any]:
+def left_to_eager(step: TapeStep) -> Sequence[Any]:
     """Long enough for the own loop."""
     x, y = step.leaf(3, 4), step.leaf(3, 4)
     z = x * y
@@ -322,24 +322,24 @@ def left_to_eager(step: Step) -> Sequence[Any]:
     return [x.grad, y.grad]
 
 
-SIZES = Tape(changing_sizes, ((STRUCTURE_MISS,), (HIT,), (SHAPE_MISS,), (HIT,)))
+SIZES = TapeCase(changing_sizes, ((STRUCTURE_MISS,), (HIT,), (SHAPE_MISS,), (HIT,)))
 """Sizes as at the step before, other sizes, and then symbols for them."""
-LEFT_TO_EAGER = Tape(left_to_eager, ((BYPASS,),))
-HERE: dict[str, Tape] = {
-    "tensor hooks": Tape(tensor_hooks),
-    "node hooks": Tape(node_hooks),
-    "leaf hooks": Tape(leaf_hooks),
-    "custom functions": Tape(custom_function),
-    "views and in-place writes": Tape(views_and_writes),
-    "double backward": Tape(double_backward, ((BYPASS, STRUCTURE_MISS), (BYPASS, HIT))),
+LEFT_TO_EAGER = TapeCase(left_to_eager, ((BYPASS,),))
+HERE: dict[str, TapeCase] = {
+    "tensor hooks": TapeCase(tensor_hooks),
+    "node hooks": TapeCase(node_hooks),
+    "leaf hooks": TapeCase(leaf_hooks),
+    "custom functions": TapeCase(custom_function),
+    "views and in-place writes": TapeCase(views_and_writes),
+    "double backward": TapeCase(double_backward, ((BYPASS, STRUCTURE_MISS), (BYPASS, HIT))),
     "changing sizes": SIZES,
-    "retain_graph": Tape(retained_graph, ((STRUCTURE_MISS, STRUCTURE_MISS), (HIT, HIT))),
-    "existing .grad": Tape(existing_grad),
-    "undefined gradients": Tape(undefined_gradients),
-    "checkpointing": Tape(checkpointing),
-    "sparse gradients": Tape(sparse_gradients),
-    "autograd.grad": Tape(grad_of_inputs),
-    "saved-tensor hooks": Tape(saved_tensor_hooks),
-    "threads": Tape(threads, ((STRUCTURE_MISS, HIT), (HIT, HIT))),
+    "retain_graph": TapeCase(retained_graph, ((STRUCTURE_MISS, STRUCTURE_MISS), (HIT, HIT))),
+    "existing .grad": TapeCase(existing_grad),
+    "undefined gradients": TapeCase(undefined_gradients),
+    "checkpointing": TapeCase(checkpointing),
+    "sparse gradients": TapeCase(sparse_gradients),
+    "autograd.grad": TapeCase(grad_of_inputs),
+    "saved-tensor hooks": TapeCase(saved_tensor_hooks),
+    "threads": TapeCase(threads, ((STRUCTURE_MISS, HIT), (HIT, HIT))),
 }
 """The tapes that run in this process on ``backend="eager"``, in a few seconds."""

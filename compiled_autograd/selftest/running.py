@@ -29,7 +29,7 @@ from ..diagnostics.reporting import not_warning
 from ..process_state import PROCESS
 from ..settings import resolve
 from .apart import APART, TOGETHER, results, start
-from .checks import Result, check_tape, measured
+from .checks import PartResult, check_tape, measured
 from .tapes import HERE
 
 QUICK = tuple(HERE)
@@ -43,7 +43,7 @@ _TRIES = 3
 """The number of tries of a tape that met a backward of another thread."""
 
 
-def run(only: Iterable[str] | None = None) -> list[Result]:
+def run(only: Iterable[str] | None = None) -> list[PartResult]:
     """Run the selftest in this process, and leave the process as it was.
 
     Random numbers, default dtype and device, warnings, files, graphs and counts are afterwards what they were before.
@@ -62,7 +62,7 @@ def run(only: Iterable[str] | None = None) -> list[Result]:
     return list(as_they_come(only))
 
 
-def as_they_come(only: Iterable[str] | None = None) -> Generator[Result, None, None]:
+def as_they_come(only: Iterable[str] | None = None) -> Generator[PartResult, None, None]:
     """Run the selftest as :func:`run` does, and give each result when it is there."""
     wanted = list(NAMES if only is None else only)
     unknown = [name for name in wanted if name not in NAMES]
@@ -82,7 +82,7 @@ def as_they_come(only: Iterable[str] | None = None) -> Generator[Result, None, N
 
 
 class _Work:
-    """What the thread of the selftest does.
+    """The work of the selftest's thread.
 
     Attributes:
         stops: set by the caller's thread; ends the work after the tape at hand.
@@ -90,7 +90,7 @@ class _Work:
 
     def __init__(self, wanted: list[str]) -> None:
         self.stops = threading.Event()
-        self._found: queue.SimpleQueue[Result | BaseException | None] = queue.SimpleQueue()
+        self._found: queue.SimpleQueue[PartResult | BaseException | None] = queue.SimpleQueue()
         self._here = [name for name in wanted if name in HERE]
         self._groups = [[name for name in group if name in wanted] for group in TOGETHER]
         if len(GRAPHS):
@@ -100,7 +100,7 @@ class _Work:
         folder = Path(where.cache_dir).expanduser() if isinstance(where.cache_dir, str) else default_dir()
         self._native = None if where.native is False else folder / "native"
 
-    def next(self) -> Result | BaseException | None:
+    def next(self) -> PartResult | BaseException | None:
         """The next result, or an error; None at the end. Waits in short turns, so that Ctrl-C comes through."""
         while True:
             with contextlib.suppress(queue.Empty):

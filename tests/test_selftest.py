@@ -31,7 +31,7 @@ from compiled_autograd.diagnostics.bypass import OTHER_THREAD
 from compiled_autograd.engine import decide, session
 from compiled_autograd.native.library import name_of_build, why_unsupported
 from compiled_autograd.selftest import apart, checks, running
-from compiled_autograd.selftest.tapes import HERE, STEPS, TapeStep, TapeCase
+from compiled_autograd.selftest.tapes import HERE, STEPS, TapeCase, TapeStep
 from compiled_autograd.steps import accumulate
 from compiled_autograd.torch_api.version_differences import why_own_loop_is_unchecked
 

@@ -16,7 +16,7 @@ from shadow_cache import Failure, Mismatch
 from ..engine.engine import install
 from ..engine.session import HIT, Session
 from ..settings import resolve
-from .tapes import STEPS, TapeStep, TapeCase
+from .tapes import STEPS, TapeCase, TapeStep
 
 OK, WRONG, OFF, NOT_HERE = "ok", "wrong", "off", "not here"
 _SETTINGS: dict[str, Any] = {

@@ -21,6 +21,7 @@ from ..engine.session import HIT
 from ..native.library import BEING_BUILT, Library, build_here, why_unsupported
 from ..policies.own_loop import OWN_LOOPS, why_off
 from ..policies.worker_process import command
+from ..process_state import PROCESS
 from .checks import NOT_HERE, OFF, OK, WRONG, PartResult, Verdict, check_step, check_tape, measured, session_with
 from .tapes import HERE, LEFT_TO_EAGER, SIZES, STEPS, TapeCase
 
@@ -166,11 +167,12 @@ def _is_stored(folder: Path, backend: str) -> Path:
 def _cuda(folder: Path) -> Verdict:
     if not torch.cuda.is_available():
         return NOT_HERE, "there is no CUDA device"
-    verdict = check_tape(SIZES, exact=False, device="cuda")
-    if verdict[0] != OK:
-        return verdict
-    result, reason = check_tape(SIZES, exact=False, device="cuda", backend="inductor")
-    return result, reason and f"with backend inductor: {reason}"
+    for backend in ("eager", "inductor"):
+        PROCESS.reset()  # the tape may have run already, with another backend or on the CPU
+        result, reason = check_tape(SIZES, exact=False, device="cuda", backend=backend)
+        if result != OK:
+            return result, f"with backend {backend}: {reason}"
+    return OK, ""
 
 
 # ---- the extension ---------------------------------------------------------------------------------------------------

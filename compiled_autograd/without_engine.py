@@ -45,9 +45,9 @@ def names(error: Exception) -> dict[str, Any]:
     @functools.cache
     def warn() -> None:
         warnings.warn(
-            f"compiled_autograd: torch {torch.__version__} was not tested ({TESTED_TORCH} was), and an import failed on "
-            f"it: {type(error).__name__}: {error}. All backwards run on PyTorch's own engine. To compile, install a "
-            f"tested torch, or a newer compiled_autograd.",
+            f"compiled_autograd: torch {torch.__version__} was not tested ({TESTED_TORCH} was), and an import failed: "
+            f"{type(error).__name__}: {error}. All backwards run on PyTorch's own engine. To compile, install a "
+            "tested torch, or a newer compiled_autograd.",
             stacklevel=3,
         )
 

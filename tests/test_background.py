@@ -28,7 +28,7 @@ from compiled_autograd.guards.ambient import ambient
 from compiled_autograd.lowering import region_compiler
 from compiled_autograd.lowering.region_compiler import COMPILING
 from compiled_autograd.policies import background, worker_process
-from compiled_autograd.versions import release
+from backends.torch_versions import release
 
 from .helpers import Squares, assert_grads, assert_same, expect, in_subprocess, mlp
 
@@ -443,7 +443,7 @@ sys.path.insert(0, {root!r})
 from compiled_autograd.policies import worker_process
 code = "import compiled_autograd, backends; print(compiled_autograd.__file__, backends.__file__, sys.argv)"
 sys.path.remove({root!r})
-print(subprocess.run(worker_process._command(code), check=True, capture_output=True, text=True).stdout)
+print(subprocess.run(worker_process.command(code), check=True, capture_output=True, text=True).stdout)
 """
 
 

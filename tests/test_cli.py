@@ -19,7 +19,6 @@ import pytest
 from expecttest import assert_expected_inline
 
 import shadow_cache
-from compiled_autograd.torch_api.version_differences import OWN_LOOP_CHECKED
 from shadow_cache import miss_kinds
 from shadow_cache.cli import VERBS, main, system
 from shadow_cache.cli.difference import Difference
@@ -547,8 +546,10 @@ def test_dir_and_env(run: Run, filled: Path, tmp_path: Path, monkeypatch: pytest
     assert {"python", "compiled-autograd", "platform", "compiler"} <= set(found)
     assert f"cache={filled}\n" in run("env", "--format", "quiet").out
     assert found["native"] == _NOT_BUILT
-    unchecked = not found["torch"].startswith(system.OWN_LOOP_CHECKED)
-    assert found["own loop"].startswith("off: it was not checked" if unchecked else "off: the extension is not built")
+    unchecked = not torch_versions.has("own_loop", found["torch"])
+    assert found["own loop"].startswith("off: its tests did not" if unchecked else "off: the extension is not built")
+    assert found["torch support"] == f"tested on torch{torch_versions.TESTED_TORCH}"
+    assert {f"torch: {name}" for name in torch_versions.DIFFERENCES} <= set(found)
 
 
 _NOT_BUILT = "not built; native=True has it built, and so have a hundred hits or a thousand backwards left to eager"
@@ -577,7 +578,7 @@ def test_env_says_whether_the_extension_is_built(run: Run, tmp_path: Path, file:
         ({}, True, "on, once it has run small tapes as the engine does: session.own_loop says so"),
         ({"OWN_LOOP": "false"}, True, "off: COMPILED_AUTOGRAD_OWN_LOOP=false"),
         ({"OWN_LOOP": "true", "NATIVE": "0"}, True, "off: COMPILED_AUTOGRAD_NATIVE=0"),
-        ({}, False, "off: it was not checked on torch {torch}"),
+        ({}, False, "off: its tests did not run on torch {torch}"),
         ({"OWN_LOOP": "1"}, False, "on, once it has run small tapes as the engine does: session.own_loop says so"),
     ],
 )
@@ -589,15 +590,25 @@ def test_env_says_whether_the_own_loop_is_on(
     for name, value in variables.items():
         monkeypatch.setenv(f"COMPILED_AUTOGRAD_{name}", value)
     torch = metadata.version("torch")
-    monkeypatch.setattr(system, "OWN_LOOP_CHECKED", (torch[:4],) if checked else ("1.0.",))
+    monkeypatch.setattr(torch_versions, "has", lambda name, version: checked)
     (tmp_path / "native").mkdir(parents=True)
     (tmp_path / "native" / f"torch-{torch}-0.so").touch()
     found = msgspec.json.decode(run("--cache-dir", tmp_path, "env", "--format", "json").out, type=dict[str, str])
     assert found["own loop"] == said.format(torch=torch)
 
 
-def test_env_knows_where_the_own_loop_was_checked() -> None:
-    assert tuple(f"{major}.{minor}." for major, minor in OWN_LOOP_CHECKED) == system.OWN_LOOP_CHECKED
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [("", "every backward runs on eager (bypass untested_torch)"), ("try", "it compiles if python -m compiled_auto")],
+)
+def test_env_says_that_torch_was_not_tested(
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: str, said: str
+) -> None:
+    monkeypatch.setenv("COMPILED_AUTOGRAD_UNTESTED_TORCH", asked)
+    monkeypatch.setattr(torch_versions, "LAST", (2, 10))
+    found = msgspec.json.decode(run("--cache-dir", tmp_path, "env", "--format", "json").out, type=dict[str, str])
+    assert "and not on this one" in found["torch support"] and said in found["torch support"]
+    assert found["own loop"].startswith("off: its tests did not run on torch")
 
 
 # ---- every kind of miss ----------------------------------------------------------------------------------------------

@@ -19,9 +19,9 @@ from compiled_autograd.engine.own_loop import running, self_check
 from compiled_autograd.engine.own_loop.self_check import NOT_NOW, why_wrong
 from compiled_autograd.native.library import BEING_BUILT, Library
 from compiled_autograd.policies import autotune
+from compiled_autograd.policies import own_loop as policy
 from compiled_autograd.policies.autotune import AUTOTUNE
 from compiled_autograd.policies.own_loop import FIRST_REST, OWN_LOOPS, Tries
-from compiled_autograd.torch_api import version_differences
 
 from .own_loops import extension, raised, session  # noqa: F401
 
@@ -31,7 +31,7 @@ pytestmark = pytest.mark.usefixtures("extension")
 @pytest.fixture(autouse=True)
 def checked(monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a version of PyTorch that it was checked on."""
-    monkeypatch.setattr(version_differences, "OWN_LOOP_CHECKED", (version_differences._VERSION,))
+    monkeypatch.setattr(policy, "why_own_loop_is_unchecked", lambda: "")
 
 
 def _backward(used: ca.Session, steps: int = 1) -> int:
@@ -61,9 +61,10 @@ def test_settings_that_turn_it_off(settings: dict[str, Any], why: str) -> None:
 
 
 def test_a_torch_that_it_was_not_checked_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(version_differences, "OWN_LOOP_CHECKED", ((1, 0), (1, 2)))
+    monkeypatch.undo()
+    monkeypatch.setattr(torch, "__version__", "2.11.0")
     used, asked = session(own_loop=None), session(own_loop=True)
-    assert _backward(used) == 0 and "but on 1.0 and 1.2" in used.own_loop
+    assert _backward(used) == 0 and "its tests ran on torch 2.12 to 2.15, not on 2.11.0" in used.own_loop
     assert _backward(asked) == 1 and asked.own_loop == "on"
 
 

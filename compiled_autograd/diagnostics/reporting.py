@@ -6,6 +6,7 @@ each node as it runs too (:mod:`node_log`).
 
 from __future__ import annotations
 
+import contextlib
 import functools
 import logging
 import os
@@ -13,7 +14,7 @@ import re
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
 
@@ -148,6 +149,19 @@ def warn_once(text: str, key: str = "") -> None:
         warnings.warn(f"compiled_autograd: {text}.", stacklevel=2)
     except Warning:
         _write(logging.WARNING, f"{text}.")
+
+
+@contextlib.contextmanager
+def not_warning() -> Iterator[None]:
+    """Inside, no warning is printed in this process; what :func:`warn_once` would have said may be said again."""
+    before = dict(_warned)
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        _warned.clear()
+        _warned.update(before)
 
 
 def tell_of_own_error(own: BaseException, users: BaseException) -> None:

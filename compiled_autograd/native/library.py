@@ -136,14 +136,24 @@ def _make_private(folder: Path) -> None:
         raise PermissionError(f"{folder} is no folder that is this user's alone: chmod 700, or remove it")
 
 
-def _begin_build(target: Path, name: str) -> None:
-    """The process that is waited for ends at once; the compiler runs in one that is no child of this one."""
+def build_here(folder: Path) -> None:
+    """Build the extension in a folder and wait for it: the compiler is a child of this process. Raises OSError."""
+    _make_private(folder)
+    name = name_of_build()
+    building.build(folder / f"{name}.so", _command(name))
+
+
+def _command(name: str) -> list[str]:
     root = Path(torch.__file__).parent
     command = [str(_compiler()), *_FLAGS, f'-DNATIVE_BUILT_FOR="{name}"', str(_SOURCES / "all.cpp")]
     command += [f"-isystem{root / 'include'}", f"-isystem{sysconfig.get_path('include')}", f"-L{root / 'lib'}"]
-    command += [f"-l{library}" for library in _LIBRARIES]
+    return [*command, *(f"-l{library}" for library in _LIBRARIES)]
+
+
+def _begin_build(target: Path, name: str) -> None:
+    """The process that is waited for ends at once; the compiler runs in one that is no child of this one."""
     subprocess.run(
-        [sys.executable, "-I", "-S", str(Path(building.__file__)), str(target), *command],
+        [sys.executable, "-I", "-S", str(Path(building.__file__)), str(target), *_command(name)],
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,

@@ -193,7 +193,7 @@ def _start() -> subprocess.Popen[bytes]:
     for each in ("TORCH_TRACE", "TORCH_DTRACE", "TORCH_LOGS"):  # what is compiled there is told of here
         environment.pop(each, None)
     return subprocess.Popen(
-        _command(_MAIN),
+        command(_MAIN),
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env=environment,
@@ -201,7 +201,7 @@ def _start() -> subprocess.Popen[bytes]:
     )
 
 
-def _command(code: str) -> list[str]:
+def command(code: str) -> list[str]:
     """What runs Python code that imports modules from where this process would, but for the current folder.
 
     ``-m`` and ``-c`` alone look there first, and so does an empty part of ``PYTHONPATH``: code of whoever wrote into

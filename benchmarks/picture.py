@@ -3,7 +3,7 @@
     python -m benchmarks.picture results.json results.svg
 
 The ending of the second file says what is written: .svg or .png. matplotlib draws, which is not needed to measure:
-`pip install 'compiled-autograd[benchmarks]'`. torch is not imported.
+`pip install '.[benchmarks]'`. torch is not imported.
 """
 
 import argparse
@@ -39,7 +39,7 @@ def check(file: Path) -> None:
         raise PictureError(f"{file}: there is no folder {file.absolute().parent}")
     if not _has_matplotlib():
         raise PictureError(
-            "matplotlib, which draws the picture, is not installed: pip install 'compiled-autograd[benchmarks]', or "
+            "matplotlib, which draws the picture, is not installed: pip install '.[benchmarks]', or "
             "write --json now and draw later with python -m benchmarks.picture"
         )
 

@@ -21,6 +21,7 @@ from torch import fx, nn
 
 import compiled_autograd as ca
 from backends import get_backend
+from backends.torch_versions import release
 from compiled_autograd.cache.disk import made_in_memory
 from compiled_autograd.engine import execution
 from compiled_autograd.engine.session import Session
@@ -28,7 +29,6 @@ from compiled_autograd.guards.ambient import ambient
 from compiled_autograd.lowering import region_compiler
 from compiled_autograd.lowering.region_compiler import COMPILING
 from compiled_autograd.policies import background, worker_process
-from backends.torch_versions import release
 
 from .helpers import Squares, assert_grads, assert_same, expect, in_subprocess, mlp
 

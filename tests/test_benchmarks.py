@@ -418,7 +418,7 @@ def test_without_matplotlib_it_says_what_to_install(
     monkeypatch.setattr(sys, "argv", ["backward", "--picture", str(tmp_path / "out.svg")])
     with pytest.raises(SystemExit):
         backward.main()
-    assert "pip install 'compiled-autograd[benchmarks]'" in capsys.readouterr().err
+    assert "pip install '.[benchmarks]'" in capsys.readouterr().err
 
 
 def test_what_cannot_be_drawn(tmp_path: Path) -> None:

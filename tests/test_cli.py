@@ -19,8 +19,9 @@ import pytest
 from expecttest import assert_expected_inline
 
 import shadow_cache
+from backends import torch_versions
 from shadow_cache import miss_kinds
-from shadow_cache.cli import VERBS, main, system
+from shadow_cache.cli import VERBS, main
 from shadow_cache.cli.difference import Difference
 from shadow_cache.cli.explain import Why
 from shadow_cache.entries import Entry, MissEntry, Problem, StoreStats, Structure, Summary, Timing

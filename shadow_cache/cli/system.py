@@ -87,8 +87,8 @@ def _support(torch: str) -> str:
     if os.environ.get("COMPILED_AUTOGRAD_UNTESTED_TORCH") == "try":
         return f"{tested}, and not on this one: it compiles if python -m compiled_autograd selftest passes"
     return (
-        f"{tested}, and not on this one: every backward runs on eager (bypass untested_torch). Install a tested torch or "
-        "a newer compiled-autograd, or set untested_torch='try'"
+        f"{tested}, and not on this one: every backward runs on eager (bypass untested_torch). Install a tested torch "
+        "or a newer compiled-autograd, or set untested_torch='try'"
     )
 
 

@@ -43,9 +43,9 @@ from .errors import (
 try:
     from .api import compile_step, disable, enable, reset
     from .capture.forward_lines import trace_sources
-    from .engine.outcomes import Outcome, Stats
     from .engine.session import Session
     from .inspection.view import TapeView, inspect
+    from .outcomes import Outcome, Stats
     from .user_code.traceable import traceable
 except (ImportError, AttributeError) as error:  # something private of PyTorch's has moved
     if is_tested(torch.__version__):

@@ -4,14 +4,36 @@ from __future__ import annotations
 
 import dataclasses
 import functools
+from time import perf_counter
+from typing import Any
 
 import torch
+from torch._C import _ImperativeEngine
+from torch.autograd import Variable
 
+from backends.signal_handlers import raise_what_a_handler_raised
 from backends.torch_versions import TESTED_TORCH, is_tested
 
+from .diagnostics.bypass import UNTESTED_TORCH
 from .diagnostics.reporting import warn_once
+from .engine.session import current
+from .outcomes import BYPASS, Outcome
 from .process_state import PROCESS
 from .settings import Settings
+
+
+class EagerEngine(_ImperativeEngine):
+    """PyTorch's engine, with a count of its backwards. Nothing else of PyTorch is replaced."""
+
+    def run_backward(self, *args: Any, **kwargs: Any) -> Any:
+        """Run one backward, whatever arguments this version passes."""
+        session = current()
+        started = perf_counter()
+        try:
+            return super().run_backward(*args, **kwargs)
+        finally:
+            if session is not None:
+                session.record(Outcome(BYPASS, reasons=(UNTESTED_TORCH,), seconds={"run": perf_counter() - started}))
 
 
 def ready_for(settings: Settings) -> Settings:
@@ -19,20 +41,15 @@ def ready_for(settings: Settings) -> Settings:
 
     On a tested PyTorch these are the ones given. Elsewhere, ``untested_torch="try"`` holds if the selftest passes.
     """
-    if is_tested(torch.__version__):
+    tested = is_tested(torch.__version__)
+    wrong = _why_not() if settings.untested_torch == "try" and not tested else None
+    if tested or wrong == "":
         from .engine.engine import install
 
         install()
         return settings
-    wrong = _why_not() if settings.untested_torch == "try" else None
-    if wrong == "":
-        from .engine.engine import install
-
-        install()
-        return settings
-    from .engine.untested import install_eager
-
-    install_eager()
+    if type(Variable._execution_engine) is _ImperativeEngine:  # else the compiling engine is there already
+        Variable._execution_engine = EagerEngine()
     warn_once(_warning(wrong), key=f"untested torch: {wrong}")
     return dataclasses.replace(settings, untested_torch="eager")
 
@@ -60,6 +77,7 @@ def _why_not() -> str:
         results = run()
         return "" if is_fine(results) else sentence(results)
     except Exception as error:  # noqa: BLE001  anything may have moved in a PyTorch that was never tested
+        raise_what_a_handler_raised(error)
         return f"It failed: {type(error).__name__}: {error}"
 
 

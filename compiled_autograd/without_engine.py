@@ -12,7 +12,7 @@ import torch
 
 from backends.torch_versions import TESTED_TORCH
 
-from .engine.outcomes import Outcome, Stats
+from .outcomes import Outcome, Stats
 
 
 class Session:
@@ -42,8 +42,12 @@ class Session:
 def names(error: Exception) -> dict[str, Any]:
     """Return the names of the public face, of which none needs the module whose import failed with ``error``."""
 
-    @functools.cache
+    warned: list[bool] = []
+
     def warn() -> None:
+        if warned:
+            return
+        warned.append(True)
         warnings.warn(
             f"compiled_autograd: torch {torch.__version__} was not tested ({TESTED_TORCH} was), and an import failed: "
             f"{type(error).__name__}: {error}. All backwards run on PyTorch's own engine. To compile, install a "

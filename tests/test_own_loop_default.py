@@ -22,6 +22,7 @@ from compiled_autograd.policies import autotune
 from compiled_autograd.policies import own_loop as policy
 from compiled_autograd.policies.autotune import AUTOTUNE
 from compiled_autograd.policies.own_loop import FIRST_REST, OWN_LOOPS, Tries
+from compiled_autograd.torch_api import version_differences
 
 from .own_loops import extension, raised, session  # noqa: F401
 
@@ -61,7 +62,7 @@ def test_settings_that_turn_it_off(settings: dict[str, Any], why: str) -> None:
 
 
 def test_a_torch_that_it_was_not_checked_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.undo()
+    monkeypatch.setattr(policy, "why_own_loop_is_unchecked", version_differences.why_own_loop_is_unchecked)
     monkeypatch.setattr(torch, "__version__", "2.11.0")
     used, asked = session(own_loop=None), session(own_loop=True)
     assert _backward(used) == 0 and "its tests ran on torch 2.12 to 2.15, not on 2.11.0" in used.own_loop

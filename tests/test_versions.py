@@ -76,7 +76,7 @@ def test_the_table_is_in_order_and_in_the_docs() -> None:
     assert [row.since for row in DIFFERENCES.values()] == sorted(row.since for row in DIFFERENCES.values())
     page = (ROOT / "docs" / "internals" / "torch_api.md").read_text()
     for name, row in DIFFERENCES.items():
-        line = f"| `{name}` | {'.'.join(map(str, row.since))} | {row.what} | `{row.where}` | `{row.test}` |"
+        line = f"| `{name}` | {'.'.join(map(str, row.since))} | {row.what} | {row.where} | `{row.test}` |"
         assert line in page, f"docs/internals/torch_api.md lacks this line:\n{line}"
 
 

@@ -14,6 +14,7 @@ from shadow_cache import Bypass, Failure
 
 from ..cache.graphs import CompiledGraph
 from ..diagnostics.reporting import count_repeats, is_told_at, tell, warn_of
+from ..outcomes import BYPASS, HIT, SHAPE_MISS, STRUCTURE_MISS, Outcome, Stats
 from ..policies.background import BACKGROUND
 from ..policies.own_loop import OWN_LOOPS, why_off
 from ..policies.sketches import SKETCHES, UNKNOWN, Looks
@@ -22,7 +23,6 @@ from ..report.step_log import StepLog
 from ..runtime.running_backward import Running
 from ..settings import Settings
 from ..threads.forks import unless_inside
-from .outcomes import BYPASS, HIT, SHAPE_MISS, STRUCTURE_MISS, Outcome, Stats
 
 _RECORDING = free_in_child(threading.RLock())  # microseconds
 

@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import Any
 
 from shadow_cache import Bypass, Failure, Miss
-
-if TYPE_CHECKING:
-    from ..cache.graphs import CompiledGraph
 
 HIT, SHAPE_MISS, STRUCTURE_MISS, BYPASS = "hit", "shape_miss", "structure_miss", "bypass"
 
@@ -47,7 +44,7 @@ class Outcome:
 
     Attributes:
         outcome: ``"hit"``, ``"shape_miss"``, ``"structure_miss"`` or ``"bypass"``.
-        graph: the structure that ran; None for a bypass.
+        graph: the structure that ran, a ``CompiledGraph``; None for a bypass.
         reasons: why it was no hit, and what failed on the way.
         seconds: by stage: ``capture`` (the engine's walk, and its report where it missed), ``lower``, ``compile``,
             ``load`` (from the store on disk), ``prove`` (comparing with the real calls), ``run`` (everything after the
@@ -56,6 +53,6 @@ class Outcome:
     """
 
     outcome: str
-    graph: CompiledGraph | None = None
+    graph: Any = None
     reasons: tuple[Bypass | Miss | Failure, ...] = ()
     seconds: dict[str, float] = field(default_factory=dict)

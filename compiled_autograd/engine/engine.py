@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch._C import _ImperativeEngine
 from torch.autograd import Variable
+from torch.autograd.function import BackwardCFunction
 
 from shadow_cache import Bypass, default_dir
 
@@ -23,10 +24,12 @@ from ..diagnostics.bypass import DEEP, MAX_NESTED
 from ..native.interface import FastPath, Module
 from ..policies.own_loop import OWN_LOOPS
 from ..policies.sketches import SKETCHES, UNKNOWN
+from ..runtime.running_backward import Running
 from ..threads.gate import GATE, threads_running
 from ..threads.others import have_them_wait
 from ..torch_api.dynamo import keep_from_dynamo
 from ..torch_api.hook_handles import listen
+from ..torch_api.input_buffers import BUFFERS, NAMES, no_buffers, unless_traced_elsewhere
 from ..user_code.functions import number_of
 from ..user_code.reducers import REDUCERS
 from . import backward
@@ -34,7 +37,7 @@ from .call import Call
 from .cuda.streams import STREAMS
 from .execution import depth, on_eager, running
 from .fast_path.arming import FAST_PATH
-from .own_loop.running import ANSWERS, answering, find, in_own_loop
+from .own_loop.running import ANSWERS, answering, buffers, find, in_own_loop
 from .seam import walking
 from .session import BYPASS, Here, Outcome, Session, thread
 
@@ -117,6 +120,11 @@ class Engine(_ImperativeEngine):
         return super().is_checkpoint_valid() if state is None else state.checkpoint_valid
 
 
+def _no_buffers(state: Running, ctx: Any) -> tuple[None, ...]:
+    """Answer ``ctx.input_grad_buffers`` outside of the function's call: the hooks before a node may read it too."""
+    return no_buffers(ctx, len(ctx.needs_input_grad) if state.current_node() is ctx else None)
+
+
 _ANSWERS: dict[str, Callable[..., Any]] = {
     "_current_graph_task_id": lambda state: state.task_id,
     "_autograd._get_current_graph_task_keep_graph": lambda state: state.keep_graph,
@@ -172,6 +180,9 @@ def install() -> None:
         if name in ANSWERS:
             original = answering(original, ANSWERS[name])
         setattr(module, name, _answering(original, answer))
+    if NAMES:
+        original = unless_traced_elsewhere(answering(getattr(BackwardCFunction, BUFFERS).__get__, buffers))
+        setattr(BackwardCFunction, BUFFERS, property(_answering(original, _no_buffers)))
     torch.autograd.Function._compiled_autograd_key = staticmethod(  # type: ignore[method-assign]
         _key_of_function(torch.autograd.Function._compiled_autograd_key)
     )

@@ -167,6 +167,14 @@ class Module(Protocol):
     def node_in_own_loop(self) -> Any:
         """The node that runs, where the innermost backward of the calling thread is such a one; else None."""
 
+    def buffers_in_own_loop(self, ctx: Any) -> list[torch.Tensor | None] | None:
+        """Return a sum of gradients or None for each tensor among the arguments of ``forward``. The own loop has to be
+        running the node of ``ctx``, and the node must have no hooks of ``Node.register_hook``; else return None.
+
+        Raises:
+            RuntimeError: the engine would show none either, in its words.
+        """
+
     def show_own_loop(self) -> None:
         """Where it is such a one, the engine knows of all nodes that it runs from then on."""
 

@@ -215,6 +215,9 @@ PyMethodDef functions[] = {
      "not."},
     {"node_in_own_loop", node_in_own_loop, METH_NOARGS,
      "() -> the node that runs, where the innermost backward of the thread is such a one; else None."},
+    {"buffers_in_own_loop", buffers_in_own_loop, METH_O,
+     "(ctx) -> for each edge of the node that the own loop runs the sum of gradients at its target, or None; None if "
+     "that is not the node of the ctx, or has post hooks."},
     {"show_own_loop", show_own_loop, METH_NOARGS,
      "() -> None. Where it is such a one, the engine knows of the nodes that it runs from then on."},
     {"order_in_own_loop", order_in_own_loop, METH_NOARGS,

@@ -18,6 +18,7 @@ import torch
 from torch.autograd.function import BackwardCFunction
 
 from ..process_state import PROCESS, free_in_child
+from ..torch_api.input_buffers import BUFFERS, NAMES, no_buffers
 from ..torch_api.references import COUNT_OF_UNSHARED, references
 from .hooks import Grad, unpacked, with_requires_grad
 from .in_place import Watched
@@ -98,6 +99,7 @@ class _Call:
     thread: int
     own_class: Any
     saved: tuple[Saved, ...]
+    arguments: int
     asked: bool = False
 
 
@@ -162,7 +164,7 @@ def call_backward(
         RuntimeError: another number of gradients than ``forward`` has arguments, or a gradient for an argument that
             was no tensor, in the words of ``PyNode::apply`` (``torch/csrc/autograd/python_function.cpp``).
     """
-    call = _begin(ctx, saved)
+    call = _begin(ctx, saved, len(expected))
     own_class = call.own_class
     try:
         results = own_class.apply(ctx, *materialised(own_class, ctx, defined, grads))
@@ -171,15 +173,15 @@ def call_backward(
     return checked(own_class.__name__, results, expected)
 
 
-def _begin(ctx: Any, saved: Sequence[Saved]) -> _Call:
+def _begin(ctx: Any, saved: Sequence[Saved], arguments: int) -> _Call:
     thread, attributes = threading.get_ident(), ctx.__dict__
     with _changing:
         calls = attributes.get(_CALLS)
         if calls:
-            call = _Call(thread, calls[0].own_class, tuple(saved))
+            call = _Call(thread, calls[0].own_class, tuple(saved), arguments)
             calls.append(call)
         else:
-            call = _Call(thread, type(ctx), tuple(saved))
+            call = _Call(thread, type(ctx), tuple(saved), arguments)
             attributes[_CALLS] = [call]
             ctx.__class__ = _class_with_saved(call.own_class)
     return call
@@ -215,6 +217,8 @@ def _class_with_saved(own_class: Any) -> type:
             "maybe_clear_saved_tensors": _clear,
             "__slots__": (),
         }
+        if NAMES:
+            body[BUFFERS] = property(_buffers)
         made = type(own_class.__name__, (own_class,), body)
         setattr(own_class, _WITH_SAVED, made)
     return made
@@ -270,6 +274,15 @@ def _required_grad(ctx: Any, values: Sequence[Grad]) -> list[bool]:
 
 def _looks_like(value: Grad, metadata: Any) -> bool:
     return value is not None and value.dtype == metadata.dtype and tuple(value.shape) == tuple(metadata.shape)
+
+
+def _buffers(ctx: Any) -> tuple[torch.Tensor | None, ...]:
+    """Return None for each argument. The engine answers a thread that is in no call of this ``ctx``."""
+    me = threading.get_ident()
+    call = next((call for call in tuple(ctx.__dict__.get(_CALLS, ())) if call.thread == me), None)
+    if call is None:
+        return getattr(BackwardCFunction, BUFFERS).__get__(ctx)
+    return no_buffers(ctx, call.arguments)
 
 
 def _saved_deprecated(ctx: Any) -> tuple[Grad, ...]:

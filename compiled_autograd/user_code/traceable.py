@@ -7,12 +7,14 @@ at each step, as any other.
 
 from __future__ import annotations
 
+import functools
 import types
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, TypeVar
 
 import torch
 
+from ..torch_api.input_buffers import NAMES, no_buffers
 from ..torch_api.plain_values import is_plain, key
 from .functions import TRACEABLE, checked
 from .hooks import Grad
@@ -95,7 +97,7 @@ class TracedBackward(InlinedBackward, Marked):
         refuse_more_than_computing(backward)
         copies = Copies()
         with RefuseSideEffects():
-            results = copies.of_function(backward)(_Context(ctx, saved, copies), *grads)
+            results = copies.of_function(backward)(_Context(ctx, saved, len(expected), copies), *grads)
         copies.refuse_changes()
         if versions != [each._version for each in given]:
             raise NotPlainError("traceable: the backward writes into what it is given")
@@ -105,12 +107,13 @@ class TracedBackward(InlinedBackward, Marked):
 class _Context:
     """What a ``backward`` sees of its ``ctx`` while it is traced."""
 
-    __slots__ = ("_compiled_autograd_rest", "needs_input_grad", "saved_tensors")
+    __slots__ = ("_compiled_autograd_buffers", "_compiled_autograd_rest", "needs_input_grad", "saved_tensors")
 
-    def __init__(self, ctx: Any, saved: Sequence[Grad], copies: Copies) -> None:
+    def __init__(self, ctx: Any, saved: Sequence[Grad], arguments: int, copies: Copies) -> None:
         plain = {name: copies.of(value) for name, value in _attributes(ctx) if is_plain(value)}
         others = {name: type(value).__name__ for name, value in _attributes(ctx) if name not in plain}
-        values = ((type(ctx), others, plain), ctx.needs_input_grad, tuple(saved))
+        buffers = functools.partial(no_buffers, ctx, arguments)
+        values = (buffers, (type(ctx), others, plain), ctx.needs_input_grad, tuple(saved))
         for name, value in zip(self.__slots__, values, strict=True):
             object.__setattr__(self, name, value)
 
@@ -120,6 +123,8 @@ class _Context:
             return plain[name]
         if name in others:
             raise NotPlainError(f"traceable: the backward reads ctx.{name}, a {others[name]}: no plain value")
+        if name in NAMES:
+            return self._compiled_autograd_buffers()
         if name == "__dict__":
             raise NotPlainError("traceable: the backward looks through all that ctx has")
         if hasattr(real_class, name):

@@ -154,6 +154,29 @@ def _show(node: Any) -> None:
         module.show_own_loop()
 
 
+def _flat(needs: Any) -> list[bool]:
+    """Flatten ``ctx.needs_input_grad``, which custom operators nest for lists (``torch/_library/autograd.py``)."""
+    return [each for need in needs for each in _flat(need)] if isinstance(needs, list | tuple) else [bool(needs)]
+
+
+def buffers(ctx: Any) -> tuple[torch.Tensor | None, ...] | None:
+    """Return ``ctx.input_grad_buffers`` of the function that the own loop is running; None if the engine has to answer.
+
+    Raises:
+        RuntimeError: eager raises too, with the same text.
+    """
+    module = OWN_LOOPS.module
+    sums = None if module is None else module.buffers_in_own_loop(ctx)
+    if sums is None:
+        return None
+    given = [each for each, (node, _) in zip(sums, ctx.next_functions, strict=True) if node is not None]
+    needs = _flat(ctx.needs_input_grad)
+    if sum(needs) != len(given):  # the user has set other values: the sums cannot be matched with arguments
+        return (None,) * len(needs)
+    left = iter(given)
+    return tuple([next(left) if need else None for need in needs])
+
+
 ANSWERS: dict[str, Callable[..., Any]] = {
     "_current_autograd_node": _node,
     "_current_graph_task_execution_order": _order,

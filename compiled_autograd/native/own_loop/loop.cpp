@@ -10,6 +10,7 @@
 #include <ATen/record_function.h>
 #include <c10/core/AutogradState.h>
 #include <c10/core/impl/LocalDispatchKeySet.h>
+#include <c10/util/ScopeExit.h>
 #include <torch/csrc/autograd/anomaly_mode.h>
 #include <torch/csrc/autograd/function_hook.h>
 #include <torch/csrc/autograd/graph_task.h>
@@ -90,6 +91,21 @@ variable_list call_with_hooks(Node& node, variable_list gradients, bool keep_gra
   return results;
 }
 
+// Throws what the engine throws where it shows no buffers (`get_current_input_grad_buffers`, engine.cpp, since 2.15).
+// The node that runs all others has no edges, so the engine has no buffer of its own to show.
+template <typename Buffers>
+void check_shows_buffers(Buffers* node) {
+  if constexpr (requires { get_current_input_grad_buffers(node); }) get_current_input_grad_buffers(node);
+}
+
+// The sum so far; undefined if there is none, or if the engine would not add to it in place.
+template <typename Buffer>
+at::Tensor buffer_of(Buffer& inputs, uint32_t input) {
+  if constexpr (requires { inputs.get_for_direct_accumulation(input, std::nullopt, std::nullopt); })
+    return inputs.get_for_direct_accumulation(input, std::nullopt, std::nullopt);
+  return {};
+}
+
 class Loop {
  public:
   // current: always has the node that runs; served: of how many nodes that are no leaves the results were handed on.
@@ -112,6 +128,16 @@ class Loop {
       served_ = index + 1;
       give(tape_.targets().data() + place.first_edge, count, results);
     }
+  }
+
+  // For each edge of the running node, which is no leaf, the sum of gradients at its target.
+  variable_list buffers() {
+    variable_list sums;
+    for (uint32_t edge = tape_.places()[served_].first_edge; edge < tape_.places()[served_ + 1].first_edge; ++edge) {
+      const auto& [place, input] = tape_.targets()[edge];
+      sums.push_back(place == TapeInOrder::kNowhere ? at::Tensor() : buffer_of(inputs_, input));
+    }
+    return sums;
   }
 
  private:
@@ -184,7 +210,10 @@ struct RunsLoop : Node {
     TORCH_CHECK(!has_run, "a backward without the engine's queue runs once");
     has_run = true;
     if (tape.calls_users_code()) show_nodes();
-    Loop(tape, keep_graph, current, served).run(std::move(gradients));
+    Loop made(tape, keep_graph, current, served);
+    loop = &made;
+    const auto forget = c10::make_scope_exit([this] { loop = nullptr; });
+    made.run(std::move(gradients));
     current = nullptr;
     return {};
   }
@@ -210,6 +239,7 @@ struct RunsLoop : Node {
   TapeInOrder tape;
   bool keep_graph, has_run = false, has_shown = false;
   Node* current = nullptr;
+  Loop* loop = nullptr;
   uint32_t served = 0;
 };
 
@@ -271,6 +301,21 @@ PyObject* node_in_own_loop(PyObject*, PyObject*) {
     const RunsLoop* loop = running();
     if (!loop) return Py_NewRef(Py_None);
     return checked(torch::autograd::functionToPyObject(loop->current->getptr()));
+  });
+}
+
+PyObject* buffers_in_own_loop(PyObject*, PyObject* asked) {
+  return or_error([&]() -> PyObject* {
+    RunsLoop* runs = running();
+    if (!runs || !runs->loop || !runs->current->post_hooks().empty()) return Py_NewRef(Py_None);
+    if (Owned(checked(torch::autograd::functionToPyObject(runs->current->getptr()))).get() != asked)
+      return Py_NewRef(Py_None);
+    check_shows_buffers<Node>(runs);
+    const variable_list sums = runs->loop->buffers();
+    Owned list(checked(PyList_New(static_cast<Py_ssize_t>(sums.size()))));
+    for (size_t index = 0; index < sums.size(); ++index)
+      PyList_SET_ITEM(list.get(), static_cast<Py_ssize_t>(index), checked(THPVariable_Wrap(sums[index])));
+    return list.release();
   });
 }
 

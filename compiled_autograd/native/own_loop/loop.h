@@ -15,6 +15,10 @@ PyObject* in_own_loop(PyObject*, PyObject* arguments);
 // () -> the node that runs, where the innermost backward of the thread is such a one; else None.
 PyObject* node_in_own_loop(PyObject*, PyObject*);
 
+// (ctx) -> for each edge of the node that the loop runs the sum of gradients at its target, or None. None if that is
+// not the node of the ctx, or has post hooks: then the engine's own getter raises.
+PyObject* buffers_in_own_loop(PyObject*, PyObject* ctx);
+
 // () -> None. Where it is such a one, the engine knows of all nodes that it runs from then on.
 PyObject* show_own_loop(PyObject*, PyObject*);
 

@@ -21,6 +21,9 @@ from torch.utils.checkpoint import checkpoint
 import compiled_autograd as ca
 
 WIDTH, DEPTH, STEPS, PARTS = 64, 6, 3, 4
+# For exact counts. With `tune`, a structure that was hit 4 times is timed against eager, and some of its backwards run
+# there; with a `compile_budget`, a slow computer might leave to eager what is new.
+SETTINGS: dict[str, Any] = {"backend": "eager", "cache_dir": False, "tune": False, "compile_budget": float("inf")}
 
 
 class Block(nn.Sequential):
@@ -57,7 +60,7 @@ def gradients(model: nn.Module) -> Tensor:
 
 def accumulation() -> None:
     """The first small batch of a step finds no `.grad`, the others add to one: two structures, each compiled once."""
-    reference, model, session = Model(), Model(), ca.enable(backend="eager", cache_dir=False)
+    reference, model, session = Model(), Model(), ca.enable(**SETTINGS)
     for _ in range(STEPS):
         x = torch.randn(PARTS * 32, WIDTH)
         reference.zero_grad()
@@ -88,8 +91,7 @@ def peak_bytes(step: Callable[[], None]) -> int:
 def checkpointing(label: str, **settings: Any) -> int:
     """Train with these settings for `checkpoint`; gives the compiled step's highest memory in bytes."""
     reference, model = Model(**settings), Model(**settings)
-    # With `tune`, the default, what was hit 16 times is timed against eager, and some backwards would be bypasses.
-    session = ca.enable(backend="eager", cache_dir=False, tune=False)
+    session = ca.enable(**SETTINGS)
     ways, peaks = {"eager": (reference, ca.disable()), "compiled": (model, session)}, {}
     for _ in range(STEPS):
         x = torch.randn(256, WIDTH, requires_grad=True)  # reentrant checkpoints want an input that requires grad

@@ -17,6 +17,8 @@ from torch.autograd.function import once_differentiable
 import compiled_autograd as ca
 
 STEPS = 4
+# No limit on what compiling may cost: on a slow computer the default budget would leave some of it to eager.
+SETTINGS: dict[str, Any] = {"backend": "eager", "cache_dir": False, "compile_budget": float("inf")}
 
 
 class Gate(Function):
@@ -80,7 +82,7 @@ def train(name: str, session: ca.Session, make_loss: Any, inputs: list[Tensor]) 
 
 def main() -> None:
     torch.manual_seed(0)
-    session = ca.enable(backend="eager", cache_dir=False)
+    session = ca.enable(**SETTINGS)
     expert, head, x = nn.Linear(32, 32), nn.Linear(32, 1), torch.randn(8, 32)
     inputs = [*expert.parameters(), *head.parameters()]
     # An expert behind a gate that is open at every second step. Both are one structure, and what comes after the gate
@@ -96,14 +98,14 @@ def main() -> None:
     x = torch.randn(6, 4, dtype=torch.float64, requires_grad=True)
     cases = {"setup_context": Softplus.apply, "vmap": torch.vmap(Softplus.apply), "backward inside": Recomputed.apply}
     for name, function in cases.items():
-        session = ca.enable(backend="eager", cache_dir=False)
+        session = ca.enable(**SETTINGS)
         train(name, session, lambda step, function=function: (function(x.tanh()) * x).sum(), [x])
         stats, structures = session.stats(), 2 if name == "backward inside" else 1
         assert (stats.captures, stats.hits, stats.bypasses) == (structures, structures * (STEPS - 1), {})
         print(f"{name}: {stats.backwards} backwards, {stats.hits} hits")
 
     # `gradcheck` in a session checks what is compiled; of second derivatives, that is the last backward.
-    with ca.enable(backend="eager", cache_dir=False, tune=False) as session:
+    with ca.enable(**SETTINGS, tune=False) as session:
         assert gradcheck(Softplus.apply, x) and not session.stats().bypasses and gradgradcheck(Softplus.apply, x)
         assert session.stats().hits > 0 and set(session.stats().bypasses) == {"create_graph"}
         print(f"gradcheck, gradgradcheck: {session.stats().hits} hits, left to eager {session.stats().bypasses}")

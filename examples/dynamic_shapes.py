@@ -54,8 +54,9 @@ def train(name: str, model: nn.Module, data: list[Batch], session: ca.Session) -
 
 def main() -> None:
     data = batches()
-    # `tune=False`: else, after 16 hits, some backwards would run on eager, to see whether that is faster.
-    settings = {"backend": "eager", "cache_dir": False, "tune": False}
+    # For exact counts. `tune=False`: else, after 4 hits, some backwards would run on eager, to see whether that is
+    # faster. No `compile_budget`: else a slow computer might leave to eager what is new.
+    settings = {"backend": "eager", "cache_dir": False, "tune": False, "compile_budget": float("inf")}
 
     # The default, `dynamic=None`: what is seen to change becomes a symbol. Two compiles for all batches.
     session = ca.enable(**settings)

@@ -69,7 +69,7 @@ def clean_start(request: pytest.FixtureRequest) -> Iterator[None]:
     _in_no_mode("garbage of earlier tests")
     PROCESS.restart()
     torch.manual_seed(0)
-    if request.node.get_closest_marker("slow") is None:
+    if not any(map(request.node.get_closest_marker, ("slow", "as_users"))):
         faulthandler.dump_traceback_later(WATCHDOG_SECONDS, exit=True)
     yield
     faulthandler.cancel_dump_traceback_later()

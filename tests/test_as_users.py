@@ -1,0 +1,76 @@
+"""Nothing switched off: programs run as users run them, each in a process of its own and with every setting's default.
+
+The other tests turn off ``tune``, the compile budget, the cache and the extension (``tests/conftest.py``), so that
+counts are exact. Here no count is asserted, since the clock may decide: the programs assert results and hooks.
+
+    python -m pytest -m as_users                 what .ci/run runs: minutes on two cores
+    python -m pytest -m "as_users or slow" tests/test_as_users.py     the heavy examples too
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from . import as_a_user
+from .helpers import ROOT
+from .pages import PAGES, blocks
+from .users_programs import PROGRAMS
+
+pytestmark = pytest.mark.as_users
+_OPTIONS = {"train_llama": [*as_a_user.SMALL_LLAMA, "--steps", "40"]}
+_HEAVY = ("background_and_warm_start", "foreach", "forces", "hessian", "pinn")
+"""Examples that compile one large region, which takes most of a minute."""
+_ALWAYS = ("README", "quickstart", "first_miss", "troubleshooting")
+
+
+@pytest.fixture(scope="session")
+def shared_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The home of one user with several programs, which find each other's files in the caches."""
+    return tmp_path_factory.mktemp("home")
+
+
+def _example(file: Path) -> object:
+    return pytest.param(file, id=file.stem, marks=pytest.mark.slow if file.stem in _HEAVY else ())
+
+
+@pytest.mark.parametrize("file", map(_example, sorted((ROOT / "examples").glob("[!_]*.py"))))
+def test_an_example_runs(file: Path, tmp_path: Path) -> None:
+    """From empty caches; the example asserts its own claims."""
+    assert as_a_user.run([str(file), *_OPTIONS.get(file.stem, ())], tmp_path).strip()
+
+
+@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page.read_text())], ids=lambda page: page.stem)
+def test_a_page_runs(page: Path, tmp_path: Path) -> None:
+    """From empty caches; all blocks of the page in one process."""
+    as_a_user.run(["-m", "tests.pages", str(page)], tmp_path)
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_training_is_as_on_eager(name: str, shared_home: Path) -> None:
+    as_a_user.run(["-m", "tests.users_programs", name], shared_home)
+
+
+def test_a_long_training_is_as_on_eager_and_starts_warm_again(tmp_path: Path) -> None:
+    """The first process has empty caches and builds the extension; the second one finds code and extension on disk."""
+    command = ["-m", "tests.users_programs", "long", str(tmp_path)]
+    assert as_a_user.run(command, tmp_path).startswith("structure_miss ")
+    assert as_a_user.run(command, tmp_path).startswith("hit ")
+
+
+def test_the_first_pages_of_a_reader_have_blocks() -> None:
+    assert set(_ALWAYS) <= {page.stem for page in PAGES if blocks(page.read_text())}
+
+
+def test_a_user_has_no_variable_of_this_project(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Those of ``tests/conftest.py`` are set here, and the settings of the user's process are the defaults."""
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setenv("COMPILED_AUTOGRAD_TUNE", "false")
+    program = """
+import os, compiled_autograd as ca
+print(sorted(name for name in os.environ if name.startswith(("COMPILED_AUTOGRAD", "OMP_", "TORCH", "XDG_"))))
+settings = ca.enable().settings
+print(settings.tune, settings.cache_dir, settings.native, settings.compile_budget, settings.backend)
+"""
+    assert as_a_user.run(["-c", program], tmp_path) == "[]\nTrue None None None inductor\n"

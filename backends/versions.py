@@ -37,3 +37,11 @@ def plain_convolution_backward() -> Callable[..., Any] | None:
     from torch._inductor.kernel.conv import aten_convolution_backward_fallback
 
     return aten_convolution_backward_fallback
+
+
+def reads_sizes_where_it_asserts_them() -> bool:
+    """Whether code that asserts no sizes has no value for a symbol that is the size of a tensor alone.
+
+    Since 2.14 (``PythonWrapperCodegen.codegen_inputs`` in ``torch/_inductor/codegen/wrapper.py``).
+    """
+    return _VERSION >= (2, 14)

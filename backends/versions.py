@@ -39,6 +39,22 @@ def plain_convolution_backward() -> Callable[..., Any] | None:
     return aten_convolution_backward_fallback
 
 
+def leaves_out_casts() -> bool:
+    """Whether a cast to 16 bits that is followed by one to more is left out, also with the setting to round as eager.
+
+    Before 2.13 (``pointless_convert`` in ``torch/_inductor/fx_passes/joint_graph.py``).
+    """
+    return _VERSION < (2, 13)
+
+
+def fuses_outer_loops_of_several_rows() -> bool:
+    """Whether outer loops that take several rows in a step are fused where what they share holds one row.
+
+    Before 2.14 (``OuterLoopFusedSchedulerNode`` in ``torch/_inductor/codegen/cpp.py``).
+    """
+    return _VERSION < (2, 14)
+
+
 def reads_sizes_where_it_asserts_them() -> bool:
     """Whether code that asserts no sizes has no value for a symbol that is the size of a tensor alone.
 

@@ -115,6 +115,14 @@ def prepare_fake_tensors() -> None:
     done.wait()
 
 
+def multiplies_many_sizes() -> bool:
+    """Whether a trace may multiply more than two sizes in one call, which nothing can run.
+
+    Before 2.15 (``_build_proxy_for_sym_expr`` in ``torch/fx/experimental/proxy_tensor.py``).
+    """
+    return _VERSION < (2, 15)
+
+
 NOT_TRACED = frozenset[str]() if _VERSION >= (2, 12) else frozenset({"CumprodBackward0"})
 """The engine's functions that are never traced. In 2.11, ``cumprod_backward`` runs some seven operators for each index
 of the dimension where it sees a tensor subclass, as a fake tensor is one; otherwise, and since, a few for all of them

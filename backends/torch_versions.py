@@ -103,11 +103,35 @@ DIFFERENCES: dict[str, Difference] = {
         "torch/_inductor/kernel/conv.py",
         "tests/test_dynamic_strides.py",
     ),
+    "casts_kept": Difference(
+        (2, 13),
+        "Inductor keeps a cast to 16 bits and back, if it is set to round as eager.",
+        "torch/_inductor/fx_passes/joint_graph.py",
+        "tests/test_workarounds.py",
+    ),
     "intrusive_nodes": Difference(
         (2, 13),
         "Nodes of the tape are owned by `c10::intrusive_ptr`, before by `std::shared_ptr` (decided in C++).",
         "torch/csrc/autograd/function.h",
         "tests/test_native_walk.py",
+    ),
+    "outer_loops_sound": Difference(
+        (2, 14),
+        "Inductor fuses no outer loops that take several rows where the buffer between them holds one.",
+        "torch/_inductor/codegen/cpp.py",
+        "tests/test_workarounds.py",
+    ),
+    "sizes_read_where_asserted": Difference(
+        (2, 14),
+        "Inductor's code reads a tensor's size into a symbol only where it asserts sizes.",
+        "torch/_inductor/codegen/wrapper.py",
+        "tests/test_frontend.py",
+    ),
+    "products_of_two_sizes": Difference(
+        (2, 15),
+        "A trace multiplies two sizes at a time, so that each product can be run.",
+        "torch/fx/experimental/proxy_tensor.py",
+        "tests/test_workarounds.py",
     ),
 }
 """By name. Rows of one release stand together, in the order of releases."""

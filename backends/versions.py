@@ -40,3 +40,18 @@ def plain_convolution_backward() -> Callable[..., Any] | None:
     from torch._inductor.kernel.conv import aten_convolution_backward_fallback
 
     return aten_convolution_backward_fallback
+
+
+def leaves_out_casts() -> bool:
+    """Return whether Inductor leaves out a cast to 16 bits and back, also with the setting to round as eager."""
+    return not has("casts_kept")
+
+
+def fuses_outer_loops_of_several_rows() -> bool:
+    """Return whether Inductor fuses outer loops that take several rows, where the buffer between them holds one."""
+    return not has("outer_loops_sound")
+
+
+def reads_sizes_where_it_asserts_them() -> bool:
+    """Return whether generated code reads the size of a tensor into a symbol only if it asserts sizes too."""
+    return has("sizes_read_where_asserted")

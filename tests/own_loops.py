@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import compiled_autograd as ca
 from compiled_autograd.engine.own_loop import running
@@ -90,3 +91,34 @@ def raised(act: Callable[[], Any]) -> tuple[type[BaseException], str] | None:
     except BaseException as error:  # noqa: BLE001  Ctrl-C is one of them
         return type(error), str(error)
     return None
+
+
+def looking_on(see: Callable[..., Any]) -> dict[str, Callable[[], Any]]:
+    """Makers of contexts that change what the calling thread records or runs, or show it to ``see``, by name."""
+
+    class Functions(torch.overrides.TorchFunctionMode):
+        def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            see(function)
+            return function(*args, **(kwargs or {}))
+
+    class Operators(TorchDispatchMode):
+        def __torch_dispatch__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            see(function)
+            return function(*args, **(kwargs or {}))
+
+    contexts: dict[str, Callable[[], Any]] = {
+        "inference": torch.inference_mode,
+        "autocast": lambda: torch.autocast("cpu", dtype=torch.bfloat16),
+        "no grad": torch.no_grad,
+        "functions": Functions,
+        "operators": Operators,
+        "packed": lambda: torch.autograd.graph.saved_tensors_hooks(see, see),
+        "not packed": lambda: torch.autograd.graph.disable_saved_tensors_hooks("none here"),
+        "nested": torch.autograd.forward_ad.dual_level,
+        "one thread": lambda: torch.autograd.set_multithreading_enabled(False),
+        "device": lambda: torch.device("meta"),
+        "profiler": torch.profiler.profile,
+    }
+    if hasattr(torch.autograd.graph, "node_creation_hook"):  # since 2.14
+        contexts["created"] = lambda: torch.autograd.graph.node_creation_hook(see)
+    return contexts

@@ -42,15 +42,35 @@ def _values_are_a_view(x: torch.Tensor) -> list[torch.Tensor]:
     return [aten.index_put.default(square, [index], aten.slice.Tensor(square, 0, 1, 3), True)]
 
 
+def _read_again(x: torch.Tensor) -> list[torch.Tensor]:
+    """Found by a random graph on 2.14 and 2.15; code of 2.13 is right."""
+    square = aten.mul.Tensor(aten.view.default(x, [3, 3]), 2)
+    one = aten.as_strided_scatter.default(square, aten.select.int(square, 0, 0), [3], [1], 3)
+    index = aten.cumsum.default(aten.new_zeros.default(x, [2], dtype=torch.int64), 0)
+    put = aten.index_put.default(one, [index], aten.slice.Tensor(square, 0, 1, 3), True)
+    diagonal = aten.diagonal_scatter.default(square, aten.select.int(put, 0, 2))
+    column = aten.select_scatter.default(put, aten.select.int(put, 1, 1), 0, 2)
+    rows = aten.slice_scatter.default(put, aten.slice.Tensor(one, 0, 0, 2), 0, 1, 3)
+    first, second, third = (aten.mul.Tensor(aten.view.dtype(e, torch.float64), 2) for e in (column, diagonal, rows))
+    return [aten.add.Tensor(aten.add.Tensor(first, second), third)]
+
+
 _fails_on_2_11 = pytest.mark.skipif(
     torch.__version__ < "2.12", reason="Inductor raises an error for such code, which is a failure of the backend"
 )
 
 
-@pytest.mark.parametrize("function", [_two_writes, pytest.param(_each, marks=_fails_on_2_11), _values_are_a_view])
-def test_writes_into_complex_tensors_are_done(function: Any) -> None:
+PROGRAMS = [(_two_writes, 1), (_each, 1), (_values_are_a_view, 1), (_read_again, 9)]
+"""Functions of a complex tensor, and how many values it has."""
+
+
+@pytest.mark.parametrize(
+    "program", [pytest.param(each, marks=_fails_on_2_11) if each[0] is _each else each for each in PROGRAMS]
+)
+def test_writes_into_complex_tensors_are_done(program: tuple[Any, int]) -> None:
+    function, values = program
     torch.manual_seed(0)
-    x = torch.randn(1, dtype=torch.complex128)
+    x = torch.randn(values, dtype=torch.complex128)
     mode = TracingMode()
     fake = mode.from_tensor(x)
     with torch.no_grad():  # else view.dtype would be followed by a detach

@@ -25,7 +25,6 @@ from compiled_autograd.cache.variants import Handover, Shapes, tensor_check
 from compiled_autograd.engine.call import Call, HandedOver
 from compiled_autograd.engine.seam import hand_over
 from compiled_autograd.ir.order import order_shows
-from compiled_autograd.native import library as native_library
 from compiled_autograd.native.library import Library, why_unsupported
 from compiled_autograd.native.self_check import why_wrong
 
@@ -34,6 +33,7 @@ from .fuzz import execute
 from .fuzz.backward import real
 from .fuzz.generate import generate
 from .helpers import ROOT, in_threads, resident_pages, switching_every
+from .own_loops import looking_on
 
 _SECONDS_TO_BUILD = 600.0
 
@@ -571,7 +571,8 @@ def test_the_self_check_finds_a_walk_that_is_wrong(native: Any) -> None:
 
     assert why_wrong(native) == ""
     for how, said in (("order", "other tensors"), ("same", "for another one")):
-        module = type("Module", (), {"learn": lambda _, *given, how=how: Wrong(native.learn(*given), how)})()
+        methods = {"learn": lambda _, *given, how=how: Wrong(native.learn(*given), how), "apart": native.apart}
+        module = type("Module", (), methods)()
         assert said in why_wrong(module)
 
 
@@ -587,12 +588,11 @@ def test_the_self_check_goes_by_no_default_of_the_users(native: Any, dtype: torc
         torch.set_default_dtype(before)
 
 
-def test_the_self_check_waits_where_saved_tensors_are_packed(
-    request: pytest.FixtureRequest, native: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """Its tapes would be refused, and the extension for as long as the process lives."""
-    monkeypatch.setattr(native_library, "_SECONDS_BETWEEN_LOOKS", 0.0)
+@pytest.mark.parametrize("state", looking_on(lambda *given: None))
+def test_the_self_check_shows_nothing_of_itself(request: pytest.FixtureRequest, native: Any, state: str) -> None:
+    """The extension is loaded in whatever state the thread is in that first needs it."""
     found = Library(library_of(request.config)._folder)
-    with torch.autograd.graph.saved_tensors_hooks(torch.clone, torch.clone):
-        assert found.module() is None
-    assert found.module() is not None and found.reason == ""
+    seen: list[Any] = []
+    with looking_on(seen.append)[state]():
+        assert found.module() is not None and found.reason == ""
+    assert not seen

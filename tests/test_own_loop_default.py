@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import dataclasses
 import itertools
 import warnings
@@ -24,7 +25,7 @@ from compiled_autograd.policies.autotune import AUTOTUNE
 from compiled_autograd.policies.own_loop import FIRST_REST, OWN_LOOPS, Tries
 from compiled_autograd.torch_api import version_differences
 
-from .own_loops import extension, raised, session  # noqa: F401
+from .own_loops import extension, looking_on, raised, session  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("extension")
 
@@ -159,42 +160,54 @@ def test_an_error_of_the_engines_own_in_the_check_is_nobodys(monkeypatch: pytest
     assert why_wrong(_module()) == f"{NOT_NOW}: planted"
 
 
-@pytest.mark.parametrize("state", ["inference", "autocast", "no grad", "modes", "packed", "default dtype", "nested"])
+@pytest.mark.parametrize("state", [*looking_on(lambda *given: None), "default dtype"])
 def test_the_thread_may_be_in_any_state(state: str) -> None:
-    """It is checked all the same, or later; and leaves nothing behind."""
-
-    class Sees(torch.overrides.TorchFunctionMode):
-        def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            seen.append(function)
-            return function(*args, **(kwargs or {}))
-
+    """The check runs all the same, shows nothing of itself, and leaves nothing behind."""
     seen: list[Any] = []
     module = _module()
-    around: dict[str, Any] = {
-        "inference": torch.inference_mode(),
-        "autocast": torch.autocast("cpu", dtype=torch.bfloat16),
-        "no grad": torch.no_grad(),
-        "modes": Sees(),
-        "packed": torch.autograd.graph.saved_tensors_hooks(seen.append, seen.append),
-        "default dtype": torch.no_grad(),
-        "nested": torch.autograd.forward_ad.dual_level(),
-    }
     before = torch.get_default_dtype()
     torch.set_default_dtype(torch.float64 if state == "default dtype" else before)
     generator = torch.random.get_rng_state()
     try:
-        with around[state]:
-            assert why_wrong(module) == (NOT_NOW if state in ("inference", "packed") else "")
+        with looking_on(seen.append).get(state, contextlib.nullcontext)() as looker:
+            state_before = _state_of_thread()
+            assert why_wrong(module) == ""
+            assert _state_of_thread() == state_before
     finally:
         torch.set_default_dtype(before)
     assert not seen and torch.equal(generator, torch.random.get_rng_state()) and torch.is_grad_enabled()
+    if state == "profiler":
+        assert not [event.key for event in looker.key_averages() if "Backward" in event.key or "embedding" in event.key]
 
 
-def test_a_profiler_puts_it_off() -> None:
+def _state_of_thread() -> list[Any]:
+    return [
+        torch.is_grad_enabled(),
+        torch.is_inference_mode_enabled(),
+        torch.is_autocast_enabled("cpu"),
+        torch._C._autograd._profiler_enabled(),
+        torch._C._len_torch_dispatch_stack(),
+        torch._C._len_torch_function_stack(),
+        torch._C._is_multithreading_enabled(),
+        torch._C._autograd._top_saved_tensors_default_hooks(True),
+        torch._C._functorch.peek_interpreter_stack() is None,
+    ]
+
+
+def test_anomaly_mode_puts_it_off() -> None:
+    """The mode is the process's."""
     module = _module()
-    with torch.profiler.profile():
+    with pytest.warns(UserWarning, match="Anomaly Detection"), torch.autograd.detect_anomaly():
         assert why_wrong(module).startswith(NOT_NOW)
     assert why_wrong(module) == ""
+
+
+def test_without_a_thread_to_ask_it_is_put_off() -> None:
+    class Alone:
+        def apart(self, function: Any) -> Any:
+            raise OSError("no thread could be started")
+
+    assert why_wrong(Alone()) == f"{NOT_NOW}: no thread could be started"  # type: ignore[arg-type]
 
 
 # ---- tapes that it was refused for ----------------------------------------------------------------------------------

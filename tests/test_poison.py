@@ -96,6 +96,7 @@ def test_code_for_symbols() -> None:
     graph, fakes = _with_symbols(inputs)
     compiled: Any = InductorBackend().compile(graph, fakes)
     assert not isinstance(compiled, StraightLine)
+    assert InductorBackend().stored(compiled).source
     sizes = [int(size) for value in inputs for size in value.shape]
     arguments = [*inputs] if len(graph.graph.find_nodes(op="placeholder")) == len(inputs) else [*sizes, *inputs]
     plain = compiled(list(arguments))

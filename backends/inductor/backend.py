@@ -38,6 +38,7 @@ from .straight_line.straight_line import StraightLine
 from .workarounds.complex_scatters import keep_complex_scatters
 from .workarounds.narrowing_casts import all_casts_kept
 from .workarounds.outer_loops import sound_outer_loops
+from .workarounds.sizes_of_tensors import sizes_read_from_tensors
 from .wrappers import namespace_of, store
 
 LEAST_WORK = "cpp.min_chunk_size", "TORCHINDUCTOR_CPP_MIN_CHUNK_SIZE", 4096
@@ -116,9 +117,9 @@ class InductorBackend(ArtifactBackend):
         settings = config.patch({**chosen, _CUDA_GRAPHS: False})
         sound = sound_outer_loops(graph_module)
         has_symbols = any(type(number) is not int for value in example_inputs for number in _numbers(value))
-        convolutions = _convolutions_of_any_size() if has_symbols else contextlib.nullcontext()
+        symbols = _with_symbols() if has_symbols else contextlib.nullcontext()
         more: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
-        with torch.no_grad(), generators_kept(device), settings, together(), sound, convolutions:
+        with torch.no_grad(), generators_kept(device), settings, together(), sound, symbols:
             casts = all_casts_kept() if getattr(config, SETTING) else contextlib.nullcontext()
             with detect_fake_mode(example_inputs) or contextlib.nullcontext(), casts:
                 joint_graph_passes(graph_module)  # as AOTAutograd does: one makes a tensor whose size is a symbol
@@ -266,6 +267,13 @@ def _settings(mode: str, graph_module: fx.GraphModule, on_cuda: bool) -> dict[st
         # come all terms are held: of feature maps, more memory than eager's, and no time is won.
         chosen["realize_reads_threshold"] = 2
     return chosen
+
+
+@contextlib.contextmanager
+def _with_symbols() -> Iterator[None]:
+    """While a graph is compiled whose sizes are symbols."""
+    with _convolutions_of_any_size(), sizes_read_from_tensors():
+        yield
 
 
 @contextlib.contextmanager

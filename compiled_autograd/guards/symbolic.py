@@ -109,7 +109,7 @@ def made_binary(graph: fx.Graph) -> None:
 
     A size that a trace cannot find among those it knows is put together from its expression, and sympy's product has
     any number of factors: ``operator.mul(a, b, c)``, which nothing can run and of which FX's code prints ``a * b``
-    (``_build_proxy_for_sym_expr`` in ``torch/fx/experimental/proxy_tensor.py``, 2.13).
+    (``_build_proxy_for_sym_expr`` in ``torch/fx/experimental/proxy_tensor.py``, before 2.15).
     """
     for node in graph.nodes:
         function = _OF_TWO.get(getattr(node.target, "__name__", "")) if node.op == "call_function" else None

@@ -25,7 +25,7 @@ from ..steps.accumulate import copy_laid_out_as, obeys_layout, own_copy
 from ..steps.memory import has_bit
 from ..steps.steps import RegionStep, Slots, Wiring
 from ..torch_api.cpp_warnings import pass_on, raising
-from ..torch_api.version_differences import prepare_fake_tensors
+from ..torch_api.version_differences import multiplies_many_sizes, prepare_fake_tensors
 from ..user_code.aot import AOTBackward
 from .aten import CONSTANT, breaches, constants
 from .fake_tensors import TracingMode, fake_of, storage_of
@@ -159,7 +159,7 @@ class _Lowering:
     def _trace(self, function: Callable[..., Any], decompositions: Any) -> fx.GraphModule:
         names = [_name(position, self.given[index]) for position, index in enumerate(self.taken)]
         graph_module = trace(function, decompositions, self.examples, names)
-        if self.symbols is not None:
+        if self.symbols is not None and multiplies_many_sizes():
             from ..guards.symbolic import made_binary
 
             made_binary(graph_module.graph)

@@ -4,9 +4,11 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, TypeVar
 
 import torch
+
+_Result = TypeVar("_Result")
 
 Found = tuple[int, list[torch.Tensor], list[int], list[int | float], list[Any]]
 """What a tape holds: the number of the variant that serves or -1, tensors, sizes, scalars, users' objects."""
@@ -110,6 +112,16 @@ class Module(Protocol):
     """The extension."""
 
     built_for: str
+
+    def apart(self, function: Callable[[], _Result]) -> _Result:
+        """Call a function in the state that PyTorch gives a new thread, and restore the state of the calling thread.
+
+        The state is that of ``at::ThreadLocalState``: grad and inference mode, modes, transforms, autocast, profilers,
+        hooks of saved tensors and of created nodes. Anomaly mode and the default dtype belong to the process.
+
+        Raises:
+            OSError: no thread could be started.
+        """
 
     def fast_hit(
         self,

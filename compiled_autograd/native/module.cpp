@@ -9,6 +9,12 @@
 #include "reducer.h"
 #include "taken.h"
 
+#include <ATen/ThreadLocalState.h>
+
+#include <optional>
+#include <system_error>
+#include <thread>
+
 namespace native {
 
 std::pair<edge_list, variable_list> asked_for(const Call& call) {
@@ -199,7 +205,23 @@ PyObject* unlike(PyObject*, PyObject* arguments) {
   });
 }
 
+// Only a thread that nobody has touched has the state that a new thread begins with: so one is started to read it.
+PyObject* apart(PyObject*, PyObject* function) {
+  return or_error([&]() -> PyObject* {
+    std::optional<at::ThreadLocalState> fresh;
+    try {
+      std::thread([&] { fresh.emplace(); }).join();
+    } catch (const std::system_error& error) {
+      PyErr_SetString(PyExc_OSError, error.what());
+      throw PythonError();
+    }
+    const at::ThreadLocalStateGuard guard(*fresh);
+    return checked(PyObject_CallNoArgs(function));
+  });
+}
+
 PyMethodDef functions[] = {
+    {"apart", apart, METH_O, "(function) -> what it gives, called in the state of a new thread."},
     {"fast_hit", new_fast_hit, METH_VARARGS,
      "(plan, program, shapes, settings, structure, variant, tunes, questions, hand_over, may_write, write, counter) "
      "-> FastHit."},

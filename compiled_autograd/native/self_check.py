@@ -11,9 +11,16 @@ from torch import Tensor
 
 
 def why_wrong(module: Any) -> str:
-    """What it does wrong; empty where nothing. Users may have set other defaults, and be in modes of functions."""
-    with torch._C.DisableTorchFunction(), torch.inference_mode(False), torch.enable_grad():
-        return _why_wrong(module, *(_zeros(2, 3).requires_grad_() for _ in range(2)))
+    """Return what it does wrong, or an empty text.
+
+    The tapes of the check are the process's first: hooks and modes of the calling thread do not meet them
+    (``torch.autograd.graph.node_creation_hook`` of 2.14 would show their nodes to the user). The default dtype is the
+    process's, so each tensor names its own.
+
+    Raises:
+        OSError: no thread could be started.
+    """
+    return str(module.apart(lambda: _why_wrong(module, *(_zeros(2, 3).requires_grad_() for _ in range(2)))))
 
 
 def _zeros(*sizes: int) -> Tensor:

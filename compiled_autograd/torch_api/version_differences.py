@@ -108,6 +108,11 @@ def prepare_fake_tensors() -> None:
     done.wait()
 
 
+def multiplies_many_sizes() -> bool:
+    """Return whether a trace may multiply more than two sizes in one call, which nothing can run."""
+    return not has("products_of_two_sizes")
+
+
 NOT_TRACED = frozenset[str]() if has("cumprod_in_bulk") else frozenset({"CumprodBackward0"})
 """The engine's functions that are never traced. In 2.11, ``cumprod_backward`` runs some seven operators for each index
 of the dimension where it sees a tensor subclass, as a fake tensor is one; otherwise, and since, a few for all of them

@@ -1,1 +1,5 @@
-"""What Inductor compiles wrongly (2.13), and how it is kept from it. Each has a test that tells when it can go."""
+"""What Inductor compiles wrongly, and how it is kept from it.
+
+Each is for the versions that it names (:mod:`backends.versions`). ``tests/test_workarounds.py`` fails where a version
+does not need one.
+"""

@@ -11,10 +11,15 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Iterator
 
+from ...versions import leaves_out_casts
+
 
 @contextlib.contextmanager
 def all_casts_kept() -> Iterator[None]:
     """For the passes over one graph. Another thread that compiles meanwhile has a pass less, which does no harm."""
+    if not leaves_out_casts():
+        yield
+        return
     from torch._inductor.fx_passes import joint_graph
 
     before = joint_graph.patterns.patterns

@@ -1,4 +1,4 @@
-"""Keeps Inductor from fusing outer loops where what they share holds one row of several (torch 2.13, CPU).
+"""Keeps Inductor from fusing outer loops where what they share holds one row of several (before torch 2.14, CPU).
 
 Kernels with the same outer loop become one loop with several inner ones (``OuterLoopFusedSchedulerNode`` in
 ``torch/_inductor/codegen/cpp.py``). What one inner loop leaves for the next then goes through a local buffer, which has
@@ -22,6 +22,8 @@ from typing import Any
 
 from torch import fx
 
+from ...versions import fuses_outer_loops_of_several_rows
+
 
 class _Thread(threading.local):
     entered = 0
@@ -37,6 +39,9 @@ def sound_outer_loops(graph_module: fx.GraphModule) -> Iterator[None]:
     The graph gets a mark, which Inductor makes part of the key of its cache on disk (``FxGraphCachePickler`` takes all
     that a graph module has): what ``torch.compile`` has put there for the same graph may be wrong.
     """
+    if not fuses_outer_loops_of_several_rows():
+        yield
+        return
     _install()
     graph_module.sound_outer_loops = True  # type: ignore[assignment]
     _thread.entered += 1

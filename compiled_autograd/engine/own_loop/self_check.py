@@ -23,15 +23,20 @@ _Log = list[Any]
 
 
 def why_wrong(module: Module) -> str:
-    """What it does otherwise; empty where nothing; what begins with :data:`NOT_NOW` where all is left to the engine."""
-    if not _is_plain():
+    """What it does otherwise; empty where nothing; what begins with :data:`NOT_NOW` where all is left to the engine.
+
+    Hooks and modes of the calling thread do not meet the tapes of the check.
+    """
+    if torch.is_anomaly_enabled():  # of the process: it would print where the third backward fails
         return NOT_NOW
     before = torch._C._autograd._get_sequence_nr()
-    with torch._C.DisableTorchFunction(), torch.enable_grad(), torch.autocast("cpu", enabled=False):
-        try:
-            return _why_wrong(module)
-        finally:  # sketches of tapes count what the thread has recorded for them
-            thread.here.last_root += torch._C._autograd._get_sequence_nr() - before
+    try:
+        return module.apart(lambda: _why_wrong(module))
+    except OSError as error:
+        raise_what_a_handler_raised(error)
+        return f"{NOT_NOW}: {error}"
+    finally:  # sketches of tapes count what the thread has recorded for them
+        thread.here.last_root += torch._C._autograd._get_sequence_nr() - before
 
 
 def _why_wrong(module: Module) -> str:
@@ -51,19 +56,6 @@ def _why_wrong(module: Module) -> str:
         if not _same(found, wanted):
             return f"it has run a tape otherwise than the engine ({name})"
     return ""
-
-
-def _is_plain() -> bool:
-    """Whether nothing is on that changes what the tapes are or that they are run."""
-    return not (
-        torch.is_inference_mode_enabled()
-        or torch.is_anomaly_enabled()
-        or torch._C._autograd._profiler_enabled()
-        or torch._C._len_torch_dispatch_stack()
-        or not torch._C._is_multithreading_enabled()
-        or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None
-        or torch._C._functorch.peek_interpreter_stack() is not None
-    )
 
 
 def _run(make: Callable[[_Log], _Tape], module: Module | None) -> list[Any] | str:

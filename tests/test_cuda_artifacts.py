@@ -174,6 +174,15 @@ def _kernel(case: Case, name: str, launcher: Launcher, folder: Path, **changes: 
         "has_profile_scratch": False,
         "function": None,
         "module": None,
+        # Since 2.14, and the size since 2.15.
+        "device_agnostic": False,
+        "functions": {},
+        "modules": {},
+        "tensordesc_meta": None,
+        "tensordesc_arg_names": [],
+        "_has_tensordesc": False,
+        "global_scratch_size": 0,
+        "global_scratch_align": 1,
     }
     vars(static).update(facts)
     meta = {"signature": dict.fromkeys(case.arguments, "*fp32"), "constants": dict(case.blocks), "device": 0}
@@ -272,6 +281,9 @@ def _other_code(kernel: Any) -> Any:
         (_spoilt(static=True, full_constexprs=[]), "a launcher of a form that is not known"),
         (_spoilt(static=True, arg_tys="Oii"), "takes 3 values and is given 2"),
         (_spoilt(static=True, cubin_raw=None), "cannot be read"),
+        (_spoilt(static=True, global_scratch_size=128), "needs scratch memory at each launch"),
+        (_spoilt(static=True, _has_tensordesc=True), "takes tensor maps"),
+        (_spoilt(static=True, device_agnostic=True), "belongs to no one device"),
         (_of_triton, "launched by Triton, not by torch's own launcher"),
         (_other_code, "a launcher of a form that is not known"),
     ],

@@ -25,6 +25,13 @@ _ALIGNING = "align_inputs_from_check_idxs.<locals>.run"
 """What Inductor puts around generated code (``_inductor/utils.py``): it copies what lies where kernels do not read."""
 _ALIGNMENT = 16
 """``ALIGNMENT`` in the same file: at what multiples of bytes kernels take the memory of their tensors to begin."""
+_NOT_LAUNCHED = {
+    "global_scratch_size": "needs scratch memory at each launch",  # since 2.15
+    "_has_tensordesc": "takes tensor maps",  # since 2.14
+    "device_agnostic": "belongs to no one device",  # since 2.14
+}
+"""What ``StaticallyLaunchedTritonKernel.run`` does and launches of ours do not, by the attribute that asks for it
+(``_inductor/runtime/static_triton_launcher.py``). No GPU has shown yet that they could."""
 _functions: dict[tuple[str, str, int], int] = {}
 """The driver's handles of what this process has loaded, by binary, name and device. None is ever unloaded."""
 
@@ -101,7 +108,7 @@ def launch_of(name: str, kernel: Any, code: Iterable[ast.AST]) -> tuple[Launch, 
     _check_launcher(name, launcher, parameters, passed, grid)
     if len(passed) != len(static.arg_tys):
         raise CannotStoreError(f"its kernel {name} takes {len(static.arg_tys)} values and is given {len(passed)}")
-    scratch = sum((static.has_global_scratch, static.has_profile_scratch))  # memory that it never has
+    scratch = sum((static.has_global_scratch, static.has_profile_scratch))  # pointers to no memory
     values = ", ".join([*passed, *["None"] * scratch])
     lines, numbers = _folded(grid, _numbers_given(name, parameters, code))
     fixed = f"{static.num_warps}, {static.shared}, {static.arg_tys + 'O' * scratch!r}"
@@ -139,6 +146,9 @@ def _static(name: str, launcher: Any) -> Any:
     static: Any = getattr(launcher.__globals__.get("runner"), "__self__", None)
     if type(static).__name__ != "StaticallyLaunchedCudaKernel":
         raise CannotStoreError(f"its kernel {name} is launched by Triton, not by torch's own launcher")
+    for attribute, what in _NOT_LAUNCHED.items():
+        if getattr(static, attribute, None):
+            raise CannotStoreError(f"its kernel {name} {what}, and is launched by Inductor alone")
     return static
 
 

@@ -30,6 +30,7 @@ from ..user_code.functions import tell_packed_apart, wants_zeros
 from ..user_code.split_gradients import UNBIND
 from ..user_code.traceable import traced_backward
 from . import symbols
+from .grad_dtypes import edges_of
 from .hook_reports import HookReports, as_captured
 from .recording import keeps_failures
 from .zeros import RecordZeros, layout_of
@@ -187,7 +188,12 @@ class Capture(HookReports):
             value.target = ir.Packed  # the function unpacks it when it asks for it
         if not packed and state_index is None and not opaque_indices:
             node.target = aot_backward(ctx) or traced_backward(ctx) or ir.call_backward
-        return tuple(self._replaced(node, metadata))
+        results = self._replaced(node, metadata)
+        told = edges_of(ctx, metadata)
+        if told is not None:
+            node = self._call(self._op("validate_outputs"), (results, told))
+            results = self._replaced(node, results)
+        return tuple(results)
 
     @keeps_failures
     def call_copy_slices_prologue(self, *args: Any) -> list[torch.Tensor]:

@@ -1,21 +1,29 @@
-"""Which dtype each leaf wants its gradient to have (``Tensor.grad_dtype``): the engine's key does not say it.
+"""The dtypes that leaves and Python functions want their gradients to have: the engine's key does not say them.
 
-The engine casts to it where a gradient is handed to the leaf, and reports it as the last number of what it says of each
-edge; of that its key has all but this number (``CompiledNodeArgs::collect(InputMetadata)``,
-``torch/csrc/dynamo/compiled_autograd.h``, 2.13). So the leaves are asked when the tape is handed over, which takes some
-0.1 microseconds for each, and for other dtypes the graph is another one: that number is all that differs.
+A leaf says it by ``Tensor.grad_dtype``, a function by ``ctx.set_output_grad_dtype`` (2.14). The engine casts where a
+gradient is handed on, and reports the dtype as the last number of what it says of each edge. Its key has all of that
+but this number (``CompiledNodeArgs::collect(InputMetadata)``, ``torch/csrc/dynamo/compiled_autograd.h``, 2.15).
+
+Leaves, and other tensors whose gradients are asked for, are asked when the tape is handed over, which takes some
+0.1 microseconds for each leaf. For other dtypes the graph is another one: that number is all that differs. A function
+that runs is asked for the engine's key (``functions.with_dtypes``).
 
 A leaf whose ``data`` was given another dtype since its tape was made wants that one in the next tape alone: nodes keep
 what they were made for.
 
-A tensor that is no leaf has one too, if it was set before an operation in place made it none. It cannot be asked for
-then: such a tape is not captured.
+Another node of C++ has a dtype too, if it was set on a tensor before an operation in place made that no leaf. Such a
+node is not asked, and its tape is not captured.
+
+Where a gradient may have any dtype (None) and is a sum, the engine's way of adding decides the dtype of the sum: in
+place, it is that of the first term, and whether it adds in place depends on who holds that term
+(``InputBuffer::accumulate``, ``torch/csrc/autograd/input_buffer.cpp``, 2.15). So a function is captured with such a sum
+only if calls of one kind gave all terms, with tensors of one dtype.
 """
 
 from __future__ import annotations
 
 import operator
-from collections.abc import Iterator, Sequence
+from collections.abc import Hashable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -26,20 +34,23 @@ from shadow_cache import unsupported
 
 from .. import ir
 from ..errors import CaptureRefusedError
+from ..ir.legality import ARITHMETIC
+from ..torch_api.grad_dtypes import grad_dtypes
 from . import tape as tape_reading
 
 _DTYPES: dict[Any, torch.dtype | None] = {None: None, 5: torch.float16, 6: torch.float32, 7: torch.float64}
 _DTYPES |= {8: torch.complex32, 9: torch.complex64, 10: torch.complex128, 15: torch.bfloat16}
 _DTYPES |= {23: torch.float8_e5m2, 24: torch.float8_e4m3fn, 25: torch.float8_e5m2fnuz, 26: torch.float8_e4m3fnuz}
 """By number (``c10/core/ScalarType.h``)."""
-_NUMBERS = {dtype: number for number, dtype in _DTYPES.items()}
+_NUMBERS: dict[Any, Any] = {dtype: number for number, dtype in _DTYPES.items()}
 _DTYPE_IN_OPTIONS = 3
+_CASTS = "ToCopyBackward0"
 _Edge = tuple[fx.Node, int]
 
 
 class GradDtypes:
     """Those that a tape graph was captured with, for each leaf that it writes, or for each result that it gives; and
-    which dtypes these leaves had when their tape was made, which the engine's key has."""
+    which dtypes these tensors had when their tape was made, which the engine's key has."""
 
     __slots__ = ("accumulates", "captured", "leaves", "made")
 
@@ -52,38 +63,47 @@ class GradDtypes:
             self.captured.append(captured)
             self.made.append(made)
 
-    def now(self, tensors: Sequence[torch.Tensor], inputs: Sequence[Any]) -> list[torch.dtype | None]:
-        """Those of a tape that was handed over; as they were captured, for what is no leaf."""
+    def now(self, tensors: Sequence[torch.Tensor], inputs: Sequence[Any]) -> list[torch.dtype | int | None]:
+        """Those of a tape that was handed over; an unusual one as its number."""
         with torch._C.DisableTorchFunctionSubclass():
             if self.accumulates:
                 return [_wanted(tensors[leaf], made) for leaf, made in zip(self.leaves, self.made, strict=True)]
-            leaves = zip(map(_leaf, inputs), self.captured, self.made, strict=True)
-            return [captured if leaf is None else _wanted(leaf, made) for leaf, captured, made in leaves]
+            return list(map(_asked, inputs, self.made))
 
 
 def _wanted(leaf: torch.Tensor, made: torch.dtype | None) -> torch.dtype | None:
-    """What a leaf that had the dtype ``made`` when its tape was made wants from that.
+    """What a leaf that had the dtype ``made`` when its tape was made wants from that; None where nothing is cast.
 
     The node cannot be asked. Of a ``grad_dtype`` that is set once a leaf has another dtype, it does not know.
     """
     dtype: torch.dtype | None = leaf.grad_dtype
-    return dtype if dtype is made or made is None or dtype is not leaf.dtype else made
+    return dtype if made is not None and (dtype is made or dtype is not leaf.dtype) else made
 
 
-def refuse_others(tape: ir.TapeGraph, inputs: Sequence[Any]) -> None:
-    """Refuse a capture with a dtype that a later tape could not be asked for.
+def _asked(asked: Any, made: torch.dtype | None) -> torch.dtype | int | None:
+    """The dtype of a gradient that is asked for; ``made`` is None where no gradient comes to it."""
+    leaf = _leaf(asked)
+    if leaf is not None:
+        return _wanted(leaf, made)
+    if made is None:
+        return None
+    node, index = (asked.node, asked.output_nr) if isinstance(asked, GradientEdge) else (asked.grad_fn, asked.output_nr)
+    number = grad_dtypes(node)[index]
+    return _DTYPES.get(number, number)
+
+
+def refuse_others(tape: ir.TapeGraph) -> None:
+    """Refuse a capture with a dtype that a later tape could not be asked for, or that does not tell that of a sum.
 
     Raises:
-        CaptureRefusedError: a tensor that is no leaf has one, or a leaf has one whose number is not known.
+        CaptureRefusedError: a node has one that is neither a leaf nor a Python function nor asked for; one has a dtype
+            whose number is not known; or a function takes any dtype, of a sum whose terms may have several.
     """
-    leaves = tape.accumulates or [_leaf(each) is not None for each in inputs]
-    known = {
-        edge
-        for index, (_, value) in enumerate(_gradients(tape))
-        if leaves is True or leaves[index]
-        for edge in edges(value)
-        if metadata_of(edge)[-1] in _DTYPES
-    }
+    taken = [value for call in tape.graph.nodes if _is_function(call) for value in call.args[4:]]
+    for value in taken:
+        _refuse_unlike_terms(tape, value)
+    taken += [value for _, value in _gradients(tape)]
+    known = {edge for value in taken for edge in edges(value) if metadata_of(edge)[-1] in _DTYPES}
     for call in tape.graph.find_nodes(op="call_function", target=operator.getitem):
         edge = (call.args[0], call.args[1])
         if ir.is_validation(edge[0]) and edge not in known and metadata_of(edge) is not None:  # else it leads nowhere
@@ -92,13 +112,53 @@ def refuse_others(tape: ir.TapeGraph, inputs: Sequence[Any]) -> None:
                 raise CaptureRefusedError(unsupported("a grad_dtype of a tensor that is no leaf, or is no usual one"))
 
 
-def with_grad_dtypes(tape: ir.TapeGraph, dtypes: Sequence[torch.dtype | None]) -> ir.TapeGraph:
-    """The tape graph for leaves that want their gradients to have other dtypes."""
+def _is_function(call: fx.Node) -> bool:
+    return call.target is ir.call_backward or isinstance(call.target, ir.InlinedBackward)
+
+
+def _refuse_unlike_terms(tape: ir.TapeGraph, value: Any) -> None:
+    terms = [edge for edge in edges(value) if metadata_of(edge)[-1] is None]
+    if len(terms) > 1 and len({_kind(tape, _before(edge)) for edge in terms}) > 1:
+        raise CaptureRefusedError(unsupported("a sum of gradients that may differ in dtype, where any is taken"))
+
+
+def _kind(tape: ir.TapeGraph, value: Any) -> Hashable:
+    """What decides which dtype a value has: values of one kind have one; None for what is no floating tensor."""
+    told = list(edges(value))
+    if told:
+        number = metadata_of(told[0])[-1]
+        if number is not None:
+            return _DTYPES.get(number, number)
+        return _kind(tape, _before(told[0])) if len(told) == 1 else value
+    if value.op == "placeholder":
+        lifted = value.meta["lifted"]
+        dtype = getattr(torch, tape.inputs[lifted.index].dtype) if lifted.kind == "input" else None
+        return dtype if dtype in _NUMBERS else None
+    call: Any = value.args[0]
+    if value.target is not operator.getitem or not isinstance(call.target, ir.OpaqueOp):
+        return value if value.target not in ARITHMETIC else None
+    if call.target.__name__ == _CASTS:
+        return _DTYPES.get(call.args[2][_DTYPE_IN_OPTIONS], value)
+    dtypes = {_kind(tape, each) for each in call.all_input_nodes} - {None}
+    if len(dtypes) > 1:  # how they are promoted depends on which of them has dimensions
+        return value
+    constants = fx.map_arg(call.args, lambda _: None)
+    return call.target.__name__, value.args[1], *dtypes, str(constants)
+
+
+def _before(edge: _Edge) -> Any:
+    """What a node gave, before it was cast for the next one."""
+    call, index = edge
+    return call.args[0][index]  # type: ignore[index]
+
+
+def with_grad_dtypes(tape: ir.TapeGraph, dtypes: Sequence[torch.dtype | int | None]) -> ir.TapeGraph:
+    """The tape graph for leaves, and others that are asked for, that want their gradients to have other dtypes."""
     changed = tape.copy(tape.calls)
     for dtype, (_, value) in zip(dtypes, _gradients(changed), strict=True):
         for call, index in edges(value):
             metadata = list(call.args[1])  # type: ignore[arg-type]
-            metadata[index] = [*metadata[index][:-1], _NUMBERS[dtype]]
+            metadata[index] = [*metadata[index][:-1], _NUMBERS.get(dtype, dtype)]
             call.update_arg(1, metadata)
     return changed
 
@@ -142,7 +202,35 @@ def edges(value: Any) -> Iterator[_Edge]:
                 worklist.append(call.args[1][index])
 
 
-def dtype_of_number(number: int) -> torch.dtype | None:
+def edges_of(ctx: Any, arguments: Sequence[Any]) -> list[Any] | None:
+    """What the engine would say of the edges of a compiled forward's function, of which it reports no
+    ``validate_outputs`` (``torch/csrc/dynamo/python_compiled_autograd.cpp``, 2.15); None for other functions, and where
+    each gradient is wanted in the dtype of its tensor, which the compiled backward gives.
+
+    Args:
+        arguments: of the forward: layout, device, dtype and sizes of each, or None for what is no tensor.
+    """
+    function = type(ctx)._forward_cls
+    if getattr(function, "_aot_id", None) is None or getattr(function, "maybe_subclass_metadata", None) is not None:
+        return None
+    following = iter(ctx.next_functions)
+    found: list[Any] = []
+    is_cast = False
+    for each in arguments:
+        node, index = (None, 0) if each is None else next(following)
+        if node is None:
+            found.append(None)
+            continue
+        layout, device, dtype, sizes = each
+        if layout is not torch.strided or dtype not in _NUMBERS:
+            return None
+        wanted = grad_dtypes(node)[index]
+        is_cast |= wanted != _NUMBERS[dtype]
+        found.append([[None, None, device, _NUMBERS[dtype], 0, None], list(sizes), False, wanted])
+    return found if is_cast else None
+
+
+def dtype_of_number(number: int | None) -> torch.dtype | None:
     """The dtype that a number of the engine's stands for; None for one that no gradient has."""
     return _DTYPES.get(number)
 

@@ -137,6 +137,11 @@ def _of_output(tape: ir.TapeGraph, depth: int, old: Argument, new: Argument) -> 
     for one, other in zip_longest(*counts, fillvalue=0):
         if one != other:
             return Miss("shape", what, f"{one} dimensions", f"{other} dimensions")
+    wanted = [[_items(part)[-1] if _items(part) else None for part in _items(each)] for each in (old, new)]
+    for one, other in zip(*wanted, strict=False):
+        if one != other:
+            texts = ["any dtype" if each is None else _dtype(each) for each in (one, other)]
+            return Miss("dtype", f"{what}: the dtype that is wanted of it", texts[0], texts[1], one_each("dtype"))
     kinds = ["subclass" if _TRUE in leaves([each]) else "plain" for each in (old, new)]
     return Miss("node_attribute", f"{what}: the kind of tensor", kinds[0], kinds[1])
 

@@ -151,8 +151,8 @@ class _Block:
         """What becomes of a gradient that leads to a node for which the engine has reported this."""
         if metadata is None or self._text(value) == "None":
             return "None"
-        options, sizes, *_ = metadata
-        number = options[_DTYPE_IN_OPTIONS]
+        options, sizes, *_, wanted = metadata
+        number = options[_DTYPE_IN_OPTIONS] if wanted is None else wanted
         if not isinstance(number, int) or number >= len(SCALAR_TYPES):
             return self._shaped(_UNKNOWN, sizes)
         return self._shaped(short_name(getattr(torch, SCALAR_TYPES[number])), sizes)

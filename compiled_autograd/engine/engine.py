@@ -30,7 +30,7 @@ from ..threads.others import have_them_wait
 from ..torch_api.dynamo import keep_from_dynamo
 from ..torch_api.hook_handles import listen
 from ..torch_api.input_buffers import BUFFERS, NAMES, no_buffers, unless_traced_elsewhere
-from ..user_code.functions import number_of
+from ..user_code.functions import number_of, with_dtypes
 from ..user_code.reducers import REDUCERS
 from . import backward
 from .call import Call
@@ -183,8 +183,8 @@ def install() -> None:
     if NAMES:
         original = unless_traced_elsewhere(answering(getattr(BackwardCFunction, BUFFERS).__get__, buffers))
         setattr(BackwardCFunction, BUFFERS, property(_answering(original, _no_buffers)))
-    torch.autograd.Function._compiled_autograd_key = staticmethod(  # type: ignore[method-assign]
-        _key_of_function(torch.autograd.Function._compiled_autograd_key)
+    BackwardCFunction._compiled_autograd_key = _key_of_function(  # type: ignore[method-assign]
+        BackwardCFunction._compiled_autograd_key
     )
     keep_from_dynamo(Engine.run_backward.__code__)
     listen()
@@ -222,9 +222,15 @@ def _answering(original: Callable[..., Any], answer: Callable[..., Any]) -> Call
 
 def _key_of_function(original: Callable[[Any], tuple[int, ...]]) -> Callable[[Any], tuple[int, ...]]:
     """What the engine asks of each Python function that it walks over, PyTorch's own captures included."""
+    of_classes = torch.autograd.Function._compiled_autograd_key
 
     @functools.wraps(original)
     def key(ctx: Any) -> tuple[int, ...]:
-        return (number_of(ctx),) if walking() else original(ctx)
+        if not walking():
+            return original(ctx)
+        if type(ctx)._forward_cls._compiled_autograd_key is of_classes:
+            return (number_of(ctx),)
+        number, *sizes = original(ctx)  # of a class with a key of its own, as that of a compiled forward
+        return (with_dtypes((number,), ctx), *sizes)
 
     return key

@@ -284,7 +284,7 @@ def _finish(captured: ir.TapeGraph, capture: Capture) -> tuple[Callable[..., Any
     assert walk is not None
     call = walk.call
     captured.cuda_device = cuda_device(captured)
-    refuse_others(captured, call.inputs)
+    refuse_others(captured)
     short = len(captured.calls) <= tape.MAX_NODES_READ
     visited = tape.walk(call.outputs, call.inputs) if short else []
     agrees = short and tape.join_order(captured.calls, visited, call.outputs)

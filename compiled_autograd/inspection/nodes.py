@@ -27,7 +27,7 @@ class Gradient:
 
     Attributes:
         shape: empty for a scalar; None for a nested tensor, which has none.
-        dtype: of the tensor that the forward made.
+        dtype: the dtype that the node wants the gradient to have; where it takes any, that of the forward's tensor.
     """
 
     shape: Shape | None

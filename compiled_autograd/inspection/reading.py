@@ -15,7 +15,9 @@ from torch.autograd.graph import GradientEdge
 from backends.garbage_collection import RARELY
 
 from ..capture import tape
+from ..capture.grad_dtypes import dtype_of_number
 from ..capture.parameter_names import ParameterName, modules_inside, parameter_names_of, parts
+from ..torch_api.grad_dtypes import grad_dtypes
 from .long_tapes import have_it_freed_in_parts
 from .modules import Bare, modules_of
 from .nodes import Gradient, TapeNode, shape_of
@@ -152,7 +154,9 @@ def _saved_of(held: Handles, frozen: dict[int, tuple[str, ...]]) -> list[tuple[s
 
 
 def _gradients(node: Any) -> tuple[Gradient, ...]:
-    return tuple(Gradient(shape_of(each), each.dtype) for each in node._input_metadata)
+    wanted = map(dtype_of_number, grad_dtypes(node))
+    taken = zip(node._input_metadata, wanted, strict=True)
+    return tuple([Gradient(shape_of(each), dtype or each.dtype) for each, dtype in taken])
 
 
 def _elements(gradients: Sequence[Gradient], leaf: torch.Tensor | None) -> int | None:

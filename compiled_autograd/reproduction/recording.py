@@ -237,7 +237,7 @@ class _Recording:
                     return None
                 shape = [int(each) for each in self._arguments(metadata[1])]
                 strides = [math.prod(shape[dim + 1 :]) for dim in range(len(shape))]
-                dtype = dtype_of_number(metadata[0][3])
+                dtype = dtype_of_number(metadata[0][3] if metadata[-1] is None else metadata[-1])
                 return TensorRecord(str(dtype), str(metadata[0][2]), shape, strides, 0)
             if ir.hook_kind(user.target) in (ir.post_hook, ir.pre_hook):
                 place = list(user.args[1]).index(value)  # type: ignore[arg-type]

@@ -18,6 +18,7 @@ import torch
 from torch.autograd.function import BackwardCFunction
 
 from ..process_state import PROCESS, free_in_child
+from ..torch_api.grad_dtypes import grad_dtypes, grad_dtypes_after
 from ..torch_api.input_buffers import BUFFERS, NAMES, no_buffers
 from ..torch_api.references import COUNT_OF_UNSHARED, references
 from .hooks import Grad, unpacked, with_requires_grad
@@ -47,6 +48,22 @@ def number_of(ctx: Any) -> int:
         name += (TRACEABLE,)
     if _partly_packed and name in _partly_packed:
         name += (_which_are_packed(ctx),)
+    return with_dtypes(name, ctx)
+
+
+def with_dtypes(name: tuple[Any, ...], ctx: Any) -> int:
+    """Return a number for the name of a function's class and for the dtypes that it wants its gradients to have, which
+    the engine's key lacks.
+
+    After a compiled forward's function the engine reports no casts, so the dtypes that are wanted of what it gives are
+    part of the number: see :mod:`compiled_autograd.capture.grad_dtypes`.
+
+    Raises:
+        RuntimeError: see :func:`grad_dtypes`.
+    """
+    name = (*name, grad_dtypes(ctx))
+    if getattr(type(ctx)._forward_cls, "_aot_id", None) is not None:
+        name += grad_dtypes_after(ctx)
     return _numbers.setdefault(name, _FIRST_NUMBER + len(_numbers))
 
 

@@ -102,6 +102,8 @@ def _run(block: Block, name: str, namespace: dict[str, Any]) -> None:
         whole += said.getvalue()
         if wanted and not _agrees(said.getvalue(), "\n".join(wanted)):
             raise WrongOutputError(f"{name}:{statement.lineno} prints {said.getvalue()!r}, not {wanted!r}")
+    # Since 2.15 the output of a `Linear` for three dimensions is no view of its product; pages have the older name.
+    whole = whole.replace("UnsafeViewBackward0", "ViewBackward0")
     if block.printed is not None and not _agrees(whole, block.printed):
         raise WrongOutputError(f"{name}:{block.line} prints\n{whole}\nand not\n{block.printed}")
 

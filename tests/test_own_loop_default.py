@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import itertools
+import signal
 import warnings
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +19,7 @@ import compiled_autograd as ca
 from compiled_autograd.engine import backward, decide
 from compiled_autograd.engine.own_loop import running, self_check
 from compiled_autograd.engine.own_loop.self_check import NOT_NOW, why_wrong
+from compiled_autograd.native import library as native_library
 from compiled_autograd.native.library import BEING_BUILT, Library
 from compiled_autograd.policies import autotune
 from compiled_autograd.policies import own_loop as policy
@@ -25,6 +27,7 @@ from compiled_autograd.policies.autotune import AUTOTUNE
 from compiled_autograd.policies.own_loop import FIRST_REST, OWN_LOOPS, Tries
 from compiled_autograd.torch_api import version_differences
 
+from .both_walks import library_of
 from .own_loops import extension, looking_on, raised, session  # noqa: F401
 
 pytestmark = pytest.mark.usefixtures("extension")
@@ -200,6 +203,35 @@ def test_anomaly_mode_puts_it_off() -> None:
     with pytest.warns(UserWarning, match="Anomaly Detection"), torch.autograd.detect_anomaly():
         assert why_wrong(module).startswith(NOT_NOW)
     assert why_wrong(module) == ""
+
+
+@pytest.mark.parametrize("check", ["own loop", "extension"])
+def test_what_a_handler_raises_meanwhile_comes_out(
+    check: str, request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A ``TimeoutError`` is an ``OSError``, as is what says that there is no thread."""
+
+    def alarmed(*given: Any) -> Any:
+        signal.raise_signal(signal.SIGALRM)
+
+    def handler(number: int, frame: Any) -> None:
+        raise TimeoutError("a time is up")
+
+    module, library = _module(), Library(library_of(request.config)._folder)
+    before = signal.signal(signal.SIGALRM, handler)
+    try:
+        with monkeypatch.context() as patch, pytest.raises(TimeoutError, match="a time is up"):
+            if check == "own loop":
+                patch.setattr(self_check, "_TAPES", {"alarmed": alarmed})
+                why_wrong(module)
+            else:
+                patch.setattr(native_library, "why_wrong", lambda module: module.apart(alarmed))
+                library.module()
+    finally:
+        signal.signal(signal.SIGALRM, before)
+    assert why_wrong(module) == ""
+    monkeypatch.setattr(native_library, "_SECONDS_BETWEEN_LOOKS", 0.0)
+    assert library.module() is not None, "it is loaded later"
 
 
 def test_without_a_thread_to_ask_it_is_put_off() -> None:

@@ -23,6 +23,7 @@ from typing import Any
 import torch
 
 from backends.inductor import straight_line
+from backends.signal_handlers import raise_what_a_handler_raised
 
 from . import build as building
 from .interface import Module
@@ -66,6 +67,7 @@ class Library:
             try:
                 self.reason = why_unsupported() or self._look(now, begins=build)
             except (OSError, ImportError) as error:
+                raise_what_a_handler_raised(error)  # a TimeoutError is an OSError
                 self.reason = str(error)
         return self._module
 

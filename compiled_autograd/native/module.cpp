@@ -205,7 +205,7 @@ PyObject* unlike(PyObject*, PyObject* arguments) {
   });
 }
 
-// Only a thread that nobody has touched has the state that a new thread begins with: so one is started to read it.
+// A thread is started to read the state that a new thread has: PyTorch has no other way to get it.
 PyObject* apart(PyObject*, PyObject* function) {
   return or_error([&]() -> PyObject* {
     std::optional<at::ThreadLocalState> fresh;

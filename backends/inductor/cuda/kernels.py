@@ -30,8 +30,8 @@ _NOT_LAUNCHED = {
     "_has_tensordesc": "takes tensor maps",  # since 2.14
     "device_agnostic": "belongs to no one device",  # since 2.14
 }
-"""What ``StaticallyLaunchedTritonKernel.run`` does and launches of ours do not, by the attribute that asks for it
-(``_inductor/runtime/static_triton_launcher.py``). No GPU has shown yet that they could."""
+"""Attributes of kernels that our launches refuse, with the reason: ``StaticallyLaunchedTritonKernel.run`` does more for
+such kernels (``_inductor/runtime/static_triton_launcher.py``), and no GPU has shown yet that our launches could."""
 _functions: dict[tuple[str, str, int], int] = {}
 """The driver's handles of what this process has loaded, by binary, name and device. None is ever unloaded."""
 

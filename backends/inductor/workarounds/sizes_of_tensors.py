@@ -18,7 +18,7 @@ from ...versions import reads_sizes_where_it_asserts_them
 
 @contextlib.contextmanager
 def sizes_read_from_tensors() -> Iterator[None]:
-    """For one graph. Another thread that compiles meanwhile may have such lines too, which does no harm."""
+    """Enter while one graph is compiled. Another thread that compiles meanwhile may get such lines too: harmless."""
     if not reads_sizes_where_it_asserts_them():
         yield
         return

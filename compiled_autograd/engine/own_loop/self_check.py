@@ -23,7 +23,7 @@ _Log = list[Any]
 
 
 def why_wrong(module: Module) -> str:
-    """What it does otherwise; empty where nothing; what begins with :data:`NOT_NOW` where all is left to the engine.
+    """Return the difference that it found, or an empty text. :data:`NOT_NOW` at its beginning postpones the check.
 
     Hooks and modes of the calling thread do not meet the tapes of the check.
     """

@@ -17,7 +17,7 @@ TESTED_TORCH = f">={LOWEST[0]}.{LOWEST[1]},<{LAST[0]}.{LAST[1] + 1}"
 
 @dataclass(frozen=True, slots=True)
 class Difference:
-    """A rule that differs between releases.
+    """A rule that differs between releases. Some are for people alone: the code looks at what PyTorch has.
 
     Attributes:
         since: the first release that has the rule.
@@ -115,6 +115,24 @@ DIFFERENCES: dict[str, Difference] = {
         "torch/csrc/autograd/function.h",
         "tests/test_native_walk.py",
     ),
+    "clamp_at_bounds": Difference(
+        (2, 14),
+        "The gradient of `clamp` at a bound is 0 for a number and a half for a tensor, before 1 to the value.",
+        "tools/autograd/derivatives.yaml",
+        "tests/test_proving.py",
+    ),
+    "node_creation_hook": Difference(
+        (2, 14),
+        "`torch.autograd.graph.node_creation_hook` sees the nodes that its thread makes.",
+        "torch/autograd/graph.py",
+        "tests/test_node_creation_hook.py",
+    ),
+    "output_grad_dtype": Difference(
+        (2, 14),
+        "A Python function declares the dtypes of its gradients with `ctx.set_output_grad_dtype`.",
+        "torch/csrc/autograd/python_function.cpp",
+        "tests/test_output_grad_dtypes.py",
+    ),
     "outer_loops_sound": Difference(
         (2, 14),
         "Inductor fuses no outer loops that take several rows where the buffer between them holds one.",
@@ -126,6 +144,18 @@ DIFFERENCES: dict[str, Difference] = {
         "Inductor's code reads a tensor's size into a symbol only where it asserts sizes.",
         "torch/_inductor/codegen/wrapper.py",
         "tests/test_frontend.py",
+    ),
+    "input_grad_buffers": Difference(
+        (2, 15),
+        "A Python function may add to the engine's sums, `ctx.input_grad_buffers`.",
+        "torch/csrc/autograd/input_buffer.h",
+        "tests/test_input_grad_buffers.py",
+    ),
+    "kernels_with_scratch": Difference(
+        (2, 15),
+        "Inductor launches Triton kernels that need global scratch memory without Triton.",
+        "torch/_inductor/runtime/static_triton_launcher.py",
+        "tests/test_cuda_artifacts.py",
     ),
     "products_of_two_sizes": Difference(
         (2, 15),

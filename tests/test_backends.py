@@ -14,7 +14,7 @@ from torch import fx, nn
 import backends
 import compiled_autograd as ca
 from backends import registry
-from compiled_autograd.versions import release
+from backends.torch_versions import release
 from shadow_cache import Failure
 
 from .helpers import assert_grads, assert_same, compare, expect, in_subprocess, mlp

@@ -29,7 +29,7 @@ from compiled_autograd.cache.graphs import GRAPHS, CompiledGraph
 from compiled_autograd.diagnostics import reporting
 from compiled_autograd.diagnostics.bypass import OTHER_THREAD
 from compiled_autograd.engine import decide, session
-from compiled_autograd.native.library import name_of_build, why_unsupported
+from compiled_autograd.native.library import why_unsupported
 from compiled_autograd.selftest import apart, checks, running
 from compiled_autograd.selftest.tapes import HERE, STEPS, TapeCase, TapeStep
 from compiled_autograd.steps import accumulate
@@ -110,7 +110,9 @@ def test_an_extension_that_is_refused(tmp_path: Path) -> None:
     environment = _environment(tmp_path)
     folder = tmp_path / "cache" / "compiled_autograd" / "native"
     folder.mkdir(mode=0o700, parents=True)
-    folder.joinpath(f"{name_of_build()}.so").write_text("no library")
+    asks = "from compiled_autograd.native.library import name_of_build; print(name_of_build())"  # other flags in tests
+    name = subprocess.run([sys.executable, "-c", asks], env=environment, capture_output=True, text=True, check=True)
+    folder.joinpath(f"{name.stdout.strip()}.so").write_text("no library")
     ended = _command(tmp_path, "selftest", "--only", apart.EXTENSION, **environment)
     assert ended.returncode == 1
     *_, line, sentence = ended.stdout.splitlines()

@@ -52,6 +52,7 @@ def test_a_training_is_as_on_eager(name: str, shared_home: Path) -> None:
     as_a_user.run(["-m", "tests.users_programs", name], shared_home)
 
 
+@pytest.mark.slow  # the extension is compiled at the lowest priority, which takes minutes on a busy machine
 def test_a_long_training_is_as_on_eager_and_starts_warm_again(tmp_path: Path) -> None:
     """The first process has empty caches and builds the extension; the second one finds code and extension on disk."""
     command = ["-m", "tests.users_programs", "long", str(tmp_path)]

@@ -22,8 +22,8 @@ from compiled_autograd.engine import execution
 from compiled_autograd.engine.native_hits import NATIVE_HITS, NativeHits
 from compiled_autograd.engine.own_loop import running
 from compiled_autograd.errors import CacheMissError
+from compiled_autograd.policies import own_loop
 from compiled_autograd.policies.own_loop import OWN_LOOPS
-from compiled_autograd.torch_api import version_differences
 from tests.both_walks import MODE, own_plans
 from tests.helpers import assert_same, expect, mlp
 
@@ -266,7 +266,7 @@ def test_it_is_ready_once_something_was_compiled(
     request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The real one, in the midst of a backward."""
-    monkeypatch.setattr(version_differences, "OWN_LOOP_CHECKED", (version_differences._VERSION,))
+    monkeypatch.setattr(own_loop, "why_own_loop_is_unchecked", lambda: "")
     plans = own_plans(request.config, monkeypatch)
     monkeypatch.setattr(execution, "NATIVE_HITS", plans)
     monkeypatch.setattr(running, "NATIVE_HITS", plans)

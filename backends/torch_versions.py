@@ -6,6 +6,7 @@ Every difference stands here once. The code asks :func:`has`, ``shadow-cache env
 
 from __future__ import annotations
 
+import functools
 import re
 from dataclasses import dataclass
 
@@ -32,6 +33,7 @@ class Difference:
     test: str
 
 
+@functools.lru_cache(16)  # every `enable` and every comparison of Inductor's settings asks
 def release(version: str) -> Release:
     """Return the release of ``torch.__version__``, such as ``(2, 13)``; ``(0, 0)`` if it begins with no two numbers."""
     found = re.match(r"(\d+)\.(\d+)", version)
@@ -46,6 +48,11 @@ def is_tested(version: str) -> bool:
 def has(name: str, version: str) -> bool:
     """Return whether the rule of :data:`DIFFERENCES` with a name holds in a version of torch."""
     return DIFFERENCES[name].since <= release(version)
+
+
+def runs_own_loop(version: str) -> bool:
+    """Return whether the own loop is on by default in a version of torch."""
+    return has("own_loop", version) and is_tested(version)
 
 
 DIFFERENCES: dict[str, Difference] = {

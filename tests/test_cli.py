@@ -547,7 +547,7 @@ def test_dir_and_env(run: Run, filled: Path, tmp_path: Path, monkeypatch: pytest
     assert {"python", "compiled-autograd", "platform", "compiler"} <= set(found)
     assert f"cache={filled}\n" in run("env", "--format", "quiet").out
     assert found["native"] == _NOT_BUILT
-    unchecked = not torch_versions.has("own_loop", found["torch"])
+    unchecked = not torch_versions.runs_own_loop(found["torch"])
     assert found["own loop"].startswith("off: its tests did not" if unchecked else "off: the extension is not built")
     assert found["torch support"] == f"tested on torch{torch_versions.TESTED_TORCH}"
     assert {f"torch: {name}" for name in torch_versions.DIFFERENCES} <= set(found)
@@ -591,7 +591,7 @@ def test_env_says_whether_the_own_loop_is_on(
     for name, value in variables.items():
         monkeypatch.setenv(f"COMPILED_AUTOGRAD_{name}", value)
     torch = metadata.version("torch")
-    monkeypatch.setattr(torch_versions, "has", lambda name, version: checked)
+    monkeypatch.setattr(torch_versions, "runs_own_loop", lambda version: checked)
     (tmp_path / "native").mkdir(parents=True)
     (tmp_path / "native" / f"torch-{torch}-0.so").touch()
     found = msgspec.json.decode(run("--cache-dir", tmp_path, "env", "--format", "json").out, type=dict[str, str])

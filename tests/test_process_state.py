@@ -39,6 +39,7 @@ _SERVES_ON = "what was compiled, loaded or found serves on after a reset"
 _COMPILES = "the thread's own, for the length of a compile"
 
 EXCEPTIONS = {
+    "backends/torch_versions.py": {"release": _UNCHANGING},
     "compiled_autograd/process_state.py": {"PROCESS": "others register with it", _FORK: "the one place"},
     "compiled_autograd/cache/environment_key.py": {"versions": _UNCHANGING},
     "compiled_autograd/capture/view_writes.py": {"_place_of_function": _UNCHANGING},

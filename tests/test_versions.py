@@ -26,6 +26,7 @@ _SEEN = {
     "input_grad_buffers": "compiled_autograd/torch_api/input_buffers.py",
     "intrusive_nodes": "compiled_autograd/native/contract.h",
     "kernels_with_scratch": "backends/inductor/cuda/kernels.py",
+    "own_loop": "backends/torch_versions.py",
     "node_creation_hook": "tests/test_node_creation_hook.py",
     "output_grad_dtype": "compiled_autograd/torch_api/grad_dtypes.py",
 }

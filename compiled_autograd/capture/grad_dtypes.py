@@ -72,9 +72,10 @@ class GradDtypes:
 
 
 def _wanted(leaf: torch.Tensor, made: torch.dtype | None) -> torch.dtype | None:
-    """What a leaf that had the dtype ``made`` when its tape was made wants from that; None where nothing is cast.
+    """Return the dtype to which a tape casts a leaf's gradient; None if it casts nothing.
 
-    The node cannot be asked. Of a ``grad_dtype`` that is set once a leaf has another dtype, it does not know.
+    The leaf had the dtype ``made`` when its tape was made. Its node cannot be asked, and does not know of a
+    ``grad_dtype`` that is set once the leaf has another dtype.
     """
     dtype: torch.dtype | None = leaf.grad_dtype
     return dtype if made is not None and (dtype is made or dtype is not leaf.dtype) else made
@@ -123,7 +124,7 @@ def _refuse_unlike_terms(tape: ir.TapeGraph, value: Any) -> None:
 
 
 def _kind(tape: ir.TapeGraph, value: Any) -> Hashable:
-    """What decides which dtype a value has: values of one kind have one; None for what is no floating tensor."""
+    """Return a kind for a value: values of one kind have one dtype. None: the value is no floating tensor."""
     told = list(edges(value))
     if told:
         number = metadata_of(told[0])[-1]
@@ -147,7 +148,7 @@ def _kind(tape: ir.TapeGraph, value: Any) -> Hashable:
 
 
 def _before(edge: _Edge) -> Any:
-    """What a node gave, before it was cast for the next one."""
+    """Return the result of a node before the cast for the next one."""
     call, index = edge
     return call.args[0][index]  # type: ignore[index]
 
@@ -203,9 +204,10 @@ def edges(value: Any) -> Iterator[_Edge]:
 
 
 def edges_of(ctx: Any, arguments: Sequence[Any]) -> list[Any] | None:
-    """What the engine would say of the edges of a compiled forward's function, of which it reports no
-    ``validate_outputs`` (``torch/csrc/dynamo/python_compiled_autograd.cpp``, 2.15); None for other functions, and where
-    each gradient is wanted in the dtype of its tensor, which the compiled backward gives.
+    """Return the metadata that the engine would report for the edges of a compiled forward's function.
+
+    It reports no ``validate_outputs`` there (``torch/csrc/dynamo/python_compiled_autograd.cpp``, 2.15). None for other
+    functions, and where each gradient is wanted in the dtype of its tensor, which the compiled backward gives.
 
     Args:
         arguments: of the forward: layout, device, dtype and sizes of each, or None for what is no tensor.

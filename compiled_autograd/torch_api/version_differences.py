@@ -11,7 +11,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from backends.torch_versions import DIFFERENCES, LAST, is_tested
+from backends.torch_versions import DIFFERENCES, LAST, runs_own_loop
 from backends.versions import has
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])
@@ -19,7 +19,7 @@ _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 def why_own_loop_is_unchecked() -> str:
     """Return why the own loop is off by default; empty where it is on."""
-    if has("own_loop") and is_tested(torch.__version__):
+    if runs_own_loop(torch.__version__):
         return ""
     tested = f"torch {'.'.join(map(str, DIFFERENCES['own_loop'].since))} to {'.'.join(map(str, LAST))}"
     return f"its tests ran on {tested}, not on {torch.__version__}; own_loop=True turns it on"

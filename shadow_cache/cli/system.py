@@ -110,9 +110,7 @@ def _own_loop(native: str, torch: str) -> str:
     for name, value in environment.items():
         if value in ("false", "0"):
             return f"off: COMPILED_AUTOGRAD_{name}={value}"
-    if environment["OWN_LOOP"] not in ("true", "1") and not (
-        torch_versions.has("own_loop", torch) and torch_versions.is_tested(torch)
-    ):
+    if environment["OWN_LOOP"] not in ("true", "1") and not torch_versions.runs_own_loop(torch):
         return f"off: its tests did not run on torch {torch}"
     if native.startswith(_NOT_BUILT):
         return "off: the extension is not built"

@@ -31,6 +31,7 @@ from compiled_autograd.native import library as native_library
 from compiled_autograd.native.library import BEING_BUILT, Library
 from compiled_autograd.settings import Settings
 from compiled_autograd.threads.claims import CLAIMS, Claim
+from compiled_autograd.torch_api import attributes
 
 MODE = os.environ.get("TESTS_NATIVE", "off")
 _SECONDS_TO_BUILD = 600.0
@@ -89,7 +90,8 @@ def assert_same(found: Any, handover: Any) -> None:
 
 
 def _unpacked_alike(one: torch.Tensor, other: torch.Tensor) -> bool:
-    same = one.grad_fn is other.grad_fn and one.grad_fn is not None and one.output_nr == other.output_nr
+    node, number = attributes.grad_fn(one), attributes.output_nr(one)
+    same = node is not None and node is attributes.grad_fn(other) and number == attributes.output_nr(other)
     memory = (one.untyped_storage()._cdata, one.storage_offset(), one.stride(), one.shape, one.dtype, one._version)
     return same and memory == (
         other.untyped_storage()._cdata,
@@ -170,12 +172,12 @@ class Both(NativeHits):
 
 
 def _leaves(tensors: list[torch.Tensor]) -> list[torch.Tensor]:
-    return [each for each in tensors if each.is_leaf and each.requires_grad]
+    return [each for each in tensors if attributes.requires_grad(each) and attributes.grad_fn(each) is None]
 
 
 def _gradients(tensors: list[torch.Tensor]) -> list[int]:
     """Those that the leaves have now."""
-    return [id(leaf.grad) for leaf in _leaves(tensors)]
+    return [id(attributes.grad(leaf)) for leaf in _leaves(tensors)]
 
 
 def compare_everywhere(library: Library) -> Both:

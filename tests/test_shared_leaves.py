@@ -17,6 +17,7 @@ from compiled_autograd.engine import seam
 from compiled_autograd.steps import accumulate as module
 from compiled_autograd.threads.claims import CLAIMS, Claim
 from compiled_autograd.threads.gate import GATE
+from compiled_autograd.torch_api import attributes
 
 from .helpers import WAIT, Squares, Waits, expect, in_threads
 
@@ -209,7 +210,7 @@ def test_while_a_thread_is_in_the_eager_engine_its_nodes_write(monkeypatch: pyte
     session = ca.enable(backend="eager")
     ours_entered, ours_leave, eager_entered, eager_leave = (threading.Event() for _ in range(4))
     nodes: list[Any] = []
-    monkeypatch.setattr(module, "leaf_node", lambda each, of=module.leaf_node: nodes.append(each) or of(each))
+    monkeypatch.setattr(attributes, "leaf_node", lambda each, of=attributes.leaf_node: nodes.append(each) or of(each))
     if not fresh:
         leaf.grad, bare.grad = torch.ones(4), torch.ones(4)
 
@@ -242,7 +243,7 @@ def test_what_runs_call_by_call_gives_through_the_node_too(monkeypatch: pytest.M
     """Beside a thread in the eager engine, which with `create_graph` puts another `.grad` in the place of this one."""
     leaf = torch.ones(4, requires_grad=True)
     leaf.grad, nodes = torch.ones(4), []
-    monkeypatch.setattr(module, "leaf_node", lambda each, of=module.leaf_node: nodes.append(each) or of(each))
+    monkeypatch.setattr(attributes, "leaf_node", lambda each, of=attributes.leaf_node: nodes.append(each) or of(each))
     try:
         if others:
             GATE.idents.append(-1)

@@ -37,6 +37,7 @@ from ..settings import Settings
 from ..steps.run_context import RunContext
 from ..steps.steps import RegionStep
 from ..threads.forks import unless_inside
+from ..torch_api import attributes
 from .forms import Forms
 from .stages import about, handed_on, readable
 from .value_misses import values_miss
@@ -161,7 +162,7 @@ class CompiledGraph(WeaklyReferred):
         program.region_compiler.tape = self.tape
         program.region_compiler.state = compile_state(ambient)
         program.region_compiler.marked = self.forms.described_in(ambient)
-        devices = frozenset(tensor.device.type for tensor in handover.tensors)
+        devices = frozenset(attributes.device(tensor).type for tensor in handover.tensors)
         key = VariantKey(settings.key, ambient)
         sample = Sample.of(handover.by_kind())
         return Variant(key, shapes, list(handover.scalars), check, program, sample, next(USES), devices=devices)

@@ -23,6 +23,7 @@ from ..reproduction.recording import Sample
 from ..runtime.native_run import NativeRuns
 from ..runtime.program import Program
 from ..steps.steps import RegionStep
+from ..torch_api import attributes
 from ..user_code.reducers import Groups
 
 # Checks type, dtype, device, layout, sizes, strides and dispatch keys of many tensors in one call; private in 2.13.
@@ -97,12 +98,12 @@ class Shapes:
         changing = set() if dynamic is False else marked(handover.tensors, everything=dynamic is True)
         tensors = [promoted(tensor, changing) for tensor in handover.tensors]
         sizes = tuple((size, size) if size in changing else size for size in handover.sizes)
-        strides = [tensor.stride() if ir.is_plain(tensor) else None for tensor in handover.tensors]
+        strides = [attributes.stride(tensor) if ir.is_plain(tensor) else None for tensor in handover.tensors]
         return Shapes(tensors, sizes, strides, [tensor_kind(tensor) for tensor in handover.tensors])
 
     def fits(self, handover: Handover) -> bool:
         """Whether as many tensors of as many dimensions were handed over."""
-        return [len(spec) for spec in self.tensors] == [tensor.dim() for tensor in handover.tensors]
+        return [len(spec) for spec in self.tensors] == [attributes.dim(tensor) for tensor in handover.tensors]
 
     def widened(self, handover: Handover, added_to: Container[int]) -> Shapes:
         """With a history for whatever differs from what was handed over.

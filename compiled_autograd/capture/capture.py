@@ -23,6 +23,7 @@ from shadow_cache import unsupported
 from .. import ir
 from ..errors import CaptureRefusedError
 from ..process_state import PROCESS
+from ..torch_api import attributes
 from ..torch_api.op_registry import find_op, share_op
 from ..torch_api.version_differences import reports_leaf
 from ..user_code.aot import aot_backward
@@ -77,10 +78,10 @@ class Capture(HookReports):
         stand_ins = []
         for index, tensor in enumerate(inputs):
             with torch._C.DisableTorchFunctionSubclass():
-                if tensor.is_nested:
+                if attributes.is_nested(tensor):
                     self.refuse("a nested tensor")
                 self.inputs.append(described(index, tensor))
-                self.shapes.append(tuple(tensor.shape))
+                self.shapes.append(tuple(attributes.shape(tensor)))
             stand_ins.append(self._stand_in(self._placeholder("input", index)))
         return (
             None,
@@ -268,10 +269,10 @@ def described(index: int, tensor: torch.Tensor) -> ir.LiftedTensor:
     kind = ""
     if type(tensor) not in ir.PLAIN_TENSORS:
         kind = type(tensor).__qualname__
-    elif tensor.layout is not torch.strided:
-        kind = str(tensor.layout).removeprefix("torch.")
-    dtype = str(tensor.dtype).removeprefix("torch.")
-    return ir.LiftedTensor(index, dtype, str(tensor.device), tensor.requires_grad, kind)
+    elif attributes.layout(tensor) is not torch.strided:
+        kind = str(attributes.layout(tensor)).removeprefix("torch.")
+    dtype = str(attributes.dtype(tensor)).removeprefix("torch.")
+    return ir.LiftedTensor(index, dtype, str(attributes.device(tensor)), attributes.requires_grad(tensor), kind)
 
 
 def _refuse_if_freed(function: Any) -> None:

@@ -35,6 +35,7 @@ from shadow_cache import unsupported
 from .. import ir
 from ..errors import CaptureRefusedError
 from ..ir.legality import ARITHMETIC
+from ..torch_api import attributes
 from ..torch_api.grad_dtypes import grad_dtypes
 from . import tape as tape_reading
 
@@ -77,8 +78,8 @@ def _wanted(leaf: torch.Tensor, made: torch.dtype | None) -> torch.dtype | None:
     The leaf had the dtype ``made`` when its tape was made. Its node cannot be asked, and does not know of a
     ``grad_dtype`` that is set once the leaf has another dtype.
     """
-    dtype: torch.dtype | None = leaf.grad_dtype
-    return dtype if made is not None and (dtype is made or dtype is not leaf.dtype) else made
+    dtype: torch.dtype | None = attributes.grad_dtype(leaf)
+    return dtype if made is not None and (dtype is made or dtype is not attributes.dtype(leaf)) else made
 
 
 def _asked(asked: Any, made: torch.dtype | None) -> torch.dtype | int | None:
@@ -88,8 +89,8 @@ def _asked(asked: Any, made: torch.dtype | None) -> torch.dtype | int | None:
         return _wanted(leaf, made)
     if made is None:
         return None
-    node, index = (asked.node, asked.output_nr) if isinstance(asked, GradientEdge) else (asked.grad_fn, asked.output_nr)
-    number = grad_dtypes(node)[index]
+    edge = asked if isinstance(asked, GradientEdge) else attributes.edge(asked)
+    number = grad_dtypes(edge.node)[edge.output_nr]
     return _DTYPES.get(number, number)
 
 

@@ -20,6 +20,7 @@ from torch.autograd.graph import GradientEdge
 
 from .. import ir
 from ..process_state import PROCESS
+from ..torch_api import attributes
 from .forward_lines import line_of
 from .unnamed import name_leaves
 
@@ -52,9 +53,10 @@ def root_nodes(outputs: Ends) -> list[Any]:
 
 
 def _node(tensor: torch.Tensor) -> Any:
-    if tensor.grad_fn is None and tensor.requires_grad:
-        return torch.autograd.graph.get_gradient_edge(tensor).node
-    return tensor.grad_fn
+    node = attributes.grad_fn(tensor)
+    if node is None and attributes.requires_grad(tensor):
+        return attributes.leaf_node(tensor)
+    return node
 
 
 def walk(outputs: Ends, inputs: Ends = ()) -> list[Visited]:
@@ -98,7 +100,7 @@ def sketch(outputs: Ends, inputs: Ends, thread: KnowsLastRoot) -> Hashable:
     if not outputs:
         return None
     output = outputs[0]
-    node = output.node if isinstance(output, GradientEdge) else output.grad_fn
+    node = output.node if isinstance(output, GradientEdge) else attributes.grad_fn(output)
     if node is None:
         return None
     kind = type(node)
@@ -215,7 +217,7 @@ def description(outputs: Ends, inputs: Ends, accumulates: bool) -> int:
     for visited in walk(outputs, inputs):
         parts.append(visited.name)
         if visited.name == LEAF:
-            parts.append(visited.node.variable.grad is None)
+            parts.append(attributes.grad(visited.node.variable) is None)
         else:
             parts.extend(saved_by(visited.node))
     return hash(tuple(parts))

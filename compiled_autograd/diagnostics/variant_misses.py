@@ -14,6 +14,7 @@ from shadow_cache import Miss, VariantKey
 from .. import ir
 from ..guards.ambient import CHECKPOINTED, TRACED
 from ..guards.shapes import SPECIAL, Guard, Origin, Spec, size_in
+from ..torch_api import attributes
 from .node_names import uses, value_name
 
 _PARTS = (
@@ -109,13 +110,13 @@ def tensor_miss(tape: ir.TapeGraph, before: Sequence[TensorKind], after: Sequenc
 def tensor_kind(tensor: torch.Tensor) -> TensorKind:
     """The kind of a tensor: properties are ``conjugated``, ``negated``, its layout, its class, if they are others."""
     with torch._C.DisableTorchFunctionSubclass():
-        bits = (tensor.is_conj(), tensor.is_neg(), tensor._is_zerotensor())
+        bits = (attributes.is_conj(tensor), attributes.is_neg(tensor), attributes.is_zerotensor(tensor))
         properties = [*itertools.compress(("conjugated", "negated", "zeros without memory"), bits)]
-        if tensor.layout is not torch.strided:
-            properties.append(_text(tensor.layout))
+        if attributes.layout(tensor) is not torch.strided:
+            properties.append(_text(attributes.layout(tensor)))
         if type(tensor) is not torch.Tensor:
             properties.append(type(tensor).__qualname__)
-        return TensorKind(tensor.dim(), tuple(properties))
+        return TensorKind(attributes.dim(tensor), tuple(properties))
 
 
 def state_miss(key: VariantKey, known: Sequence[VariantKey]) -> Miss:

@@ -17,6 +17,8 @@ from typing import Any
 import msgspec
 import torch
 
+from ..torch_api import attributes
+
 History = tuple[int, ...]
 """Two sizes; or a size and two strides; or two of both."""
 Spec = tuple[int | History, ...]
@@ -27,7 +29,7 @@ SPECIAL = (0, 1)
 def spec_of(value: Any) -> Spec | None:
     """What a program that takes ``value`` as it is now is made for; None for what has no size."""
     if isinstance(value, torch.Tensor):
-        return tuple(value.shape)
+        return tuple(attributes.shape(value))
     if type(value) is tuple:
         return value
     return (value,) if type(value) is int else None
@@ -54,16 +56,17 @@ def with_strides(spec: Spec, tensor: torch.Tensor, before: Sequence[int] | None)
         return spec
     parts, product = list(spec), 1
     for dim in order:
-        stride, part = tensor.stride(dim), parts[dim]
+        stride, part = attributes.stride(tensor, dim), parts[dim]
         if stride not in (product, before[dim]) and not strides_in(part):
             parts[dim] = (*((part,) if isinstance(part, int) else part), before[dim], stride)
-        product = stride * tensor.shape[dim]
+        product = stride * attributes.shape(tensor)[dim]
     return tuple(parts)
 
 
 def outwards(tensor: torch.Tensor) -> list[int]:
     """The dimensions of a tensor, from the one with the smallest stride on."""
-    return sorted(range(tensor.dim()), key=lambda dim: (tensor.stride(dim), tensor.shape[dim]))
+    shape, stride = attributes.shape(tensor), attributes.stride(tensor)
+    return sorted(range(len(shape)), key=lambda dim: (stride[dim], shape[dim]))
 
 
 def size_in(part: int | History) -> int | History:
@@ -82,18 +85,19 @@ def marked(tensors: Sequence[torch.Tensor], everything: bool) -> set[int]:
     sizes: set[int] = set()
     for tensor in tensors:
         if everything and not _is_parameter(tensor):
-            sizes.update(tensor.shape)
-        sizes.update(tensor.shape[dim] for dim in getattr(tensor, "_dynamo_dynamic_indices", ()))
+            sizes.update(attributes.shape(tensor))
+        sizes.update(attributes.shape(tensor)[dim] for dim in getattr(tensor, "_dynamo_dynamic_indices", ()))
     return sizes.difference(SPECIAL)
 
 
 def promoted(tensor: torch.Tensor, changing: Container[int]) -> Spec:
     """A spec in which dimensions of the sizes ``changing`` change, but a parameter's do not."""
-    return tuple((size, size) if size in changing and not _is_parameter(tensor) else size for size in tensor.shape)
+    shape = attributes.shape(tensor)
+    return tuple((size, size) if size in changing and not _is_parameter(tensor) else size for size in shape)
 
 
 def _is_parameter(tensor: torch.Tensor) -> bool:
-    return isinstance(tensor, torch.nn.Parameter) or isinstance(tensor._base, torch.nn.Parameter)
+    return isinstance(tensor, torch.nn.Parameter) or isinstance(attributes.base(tensor), torch.nn.Parameter)
 
 
 def is_static(spec: Spec | None) -> bool:

@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ..torch_api import attributes
 from .shapes import Spec, is_static, static_parts
 
 # Private in 2.13; see cache/variants.py.
@@ -24,20 +25,21 @@ def kind_of_value(value: Any, spec: Spec | None = None) -> Any:
     if not isinstance(value, torch.Tensor):
         return value
     with torch._C.DisableTorchFunctionSubclass():
-        stride = value.stride() if value.layout is torch.strided else None
-        shape: Any = value.shape
+        layout = attributes.layout(value)
+        stride = attributes.stride(value) if layout is torch.strided else None
+        shape: Any = attributes.shape(value)
         if spec is not None and len(spec) == len(shape) and not is_static(spec):
             parts = zip(static_parts(spec), shape, strict=True)
             stride, shape = None, tuple([None if part is None else size for part, size in parts])
-        bits = (value.is_conj(), value.is_neg(), value._is_zerotensor())
-        kind = (shape, stride, value.dtype, value.device, value.layout, *bits)
+        bits = (attributes.is_conj(value), attributes.is_neg(value), attributes.is_zerotensor(value))
+        kind = (shape, stride, attributes.dtype(value), attributes.device(value), layout, *bits)
     return (type(value), *kind)
 
 
 def check_of(values: Sequence[Any]) -> Callable[..., bool] | None:
     """Makes a function that says of as many values whether each has the kind of the one in its place: in a tenth of the
     time, and it may say no where the kinds are equal. None where some are no strided tensors, or there are none."""
-    if not values or not all(type(each) in _PLAIN and each.layout is torch.strided for each in values):
+    if not values or not all(type(each) in _PLAIN and attributes.layout(each) is torch.strided for each in values):
         return None
     check: Callable[..., bool] = TensorGuards(*values, dynamic_dims_sizes=None, dynamic_dims_strides=None).check
     return check

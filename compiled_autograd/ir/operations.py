@@ -7,6 +7,7 @@ from typing import Any
 
 import torch
 
+from ..torch_api import attributes
 from ..user_code.functions import Packed, call_backward
 from ..user_code.hooks import cpp_hook, post_accumulate_hook, post_hook, pre_hook, tensor_hook, unpack_hook
 from ..user_code.inlined import Marked
@@ -20,7 +21,7 @@ PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 def is_plain(tensor: torch.Tensor) -> bool:
     """Whether a tensor is a strided one of a class whose operators are its own: what can be traced."""
-    return type(tensor) in PLAIN_TENSORS and tensor.layout is torch.strided
+    return type(tensor) in PLAIN_TENSORS and attributes.layout(tensor) is torch.strided
 
 
 PLACEHOLDERS = ("input", "size", "scalar", "object", "packed")

@@ -17,6 +17,7 @@ from .. import ir
 from ..errors import ReproductionError
 from ..lowering.fake_tensors import made_fake
 from ..steps.memory import extent
+from ..torch_api import attributes
 from .records import TensorRecord, device_of, dtype_of
 
 SMALL = 32
@@ -48,8 +49,9 @@ def records_of(tensors: Sequence[torch.Tensor]) -> list[TensorRecord | Unusual]:
 
 
 def _record(tensor: torch.Tensor, storages: Mapping[int, tuple[int, int]], own: int) -> TensorRecord | Unusual:
-    if not ir.is_plain(tensor) or tensor.is_quantized:
-        return Unusual(f"a {type(tensor).__name__} of layout {tensor.layout} and dtype {tensor.dtype}")
+    if not ir.is_plain(tensor) or attributes.is_quantized(tensor):
+        layout, dtype = attributes.layout(tensor), attributes.dtype(tensor)
+        return Unusual(f"a {type(tensor).__name__} of layout {layout} and dtype {dtype}")
     storage, offset = own, 0
     if _has_memory(tensor):
         storage, start = storages[tensor.untyped_storage()._cdata]

@@ -20,6 +20,7 @@ from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing
 
 from ..ir import is_plain
 from ..threads.claims import CLAIMS, Claim
+from ..torch_api import attributes
 from ..torch_api.references import COUNT_OF_UNSHARED, references
 from .steps import AccumulateStep
 
@@ -27,7 +28,6 @@ if TYPE_CHECKING:
     from .run_context import RunContext
 
 _DENSE = torch.ops.aten.is_non_overlapping_and_dense.default
-_GRAD = operator.attrgetter("grad")
 _BATCH = 4
 """From this number of in-place additions on, one ``torch._foreach_add_`` does them all."""
 
@@ -45,22 +45,20 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 def obeys_layout(grad: torch.Tensor, leaf: torch.Tensor) -> bool:
     """Whether ``grad`` has the layout that ``leaf`` wants its ``.grad`` to have; False for anything but strided."""
-    if leaf.layout is not torch.strided or grad.layout is not torch.strided:
+    if attributes.layout(leaf) is not torch.strided or attributes.layout(grad) is not torch.strided:
         return False
     if not is_dense(leaf):
-        return grad.is_contiguous()
-    return all(
-        stride != 0 if size == 1 else stride == wanted
-        for size, stride, wanted in zip(grad.shape, grad.stride(), leaf.stride(), strict=True)
-    )
+        return attributes.is_contiguous(grad)
+    layout = zip(attributes.shape(grad), attributes.stride(grad), attributes.stride(leaf), strict=True)
+    return all(stride != 0 if size == 1 else stride == wanted for size, stride, wanted in layout)
 
 
 def own_copy(grad: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
     """A copy of ``grad`` that ``leaf`` can keep: in the layout that it wants, with ``grad``'s dtype and device."""
-    if grad.layout is not torch.strided or grad.is_nested:
+    if attributes.layout(grad) is not torch.strided or attributes.is_nested(grad):
         return grad.clone()
-    if leaf.layout is torch.strided and is_dense(leaf):
-        return grad.new_empty_strided(leaf.shape, leaf.stride()).copy_(grad)
+    if attributes.layout(leaf) is torch.strided and is_dense(leaf):
+        return grad.new_empty_strided(attributes.shape(leaf), attributes.stride(leaf)).copy_(grad)
     return grad.clone(memory_format=torch.contiguous_format)
 
 
@@ -84,24 +82,24 @@ def stealable(only: list[torch.Tensor], leaf: torch.Tensor) -> bool:
     if references(only, 0) > COUNT_OF_UNSHARED:
         return False
     (grad,) = only
-    sparse = grad.layout is torch.sparse_coo
+    sparse = attributes.layout(grad) is torch.sparse_coo
     if type(grad) is not torch.Tensor or not (sparse or obeys_layout(grad, leaf)):
         return False
     held_in_cpp = grad._use_count() > 1  # type: ignore[attr-defined]
-    if held_in_cpp or grad.requires_grad:
+    if held_in_cpp or attributes.requires_grad(grad):
         return False
     if sparse:
         return grad._indices().is_contiguous() and grad._values().is_contiguous()
     # Two: the tensor's own, and that of the storage object that is made to ask.
-    holders = torch._C._storage_Use_Count(grad.untyped_storage()._cdata)
+    holders = torch._C._storage_Use_Count(attributes.untyped_storage(grad)._cdata)
     return holders <= 2 or (holders == 3 and _holds_its_base_alone(grad))
 
 
 def _holds_its_base_alone(grad: torch.Tensor) -> bool:
     """Whether a tensor is a view of something that nothing but the view keeps: as ``sum`` and ``view`` leave one."""
-    base = [grad._base]
-    if base[0] is None or base[0].numel() != grad.numel():  # else the leaf would keep more memory than it needs
-        return False
+    base = [attributes.base(grad)]
+    if base[0] is None or attributes.numel(base[0]) != attributes.numel(grad):
+        return False  # the leaf would keep more memory than it needs
     # The view refers to the tensor, which keeps the object of Python that was made to ask; and that one to the tensor.
     return references(base, 0) <= COUNT_OF_UNSHARED + 1 and base[0]._use_count() <= 2  # type: ignore[attr-defined]
 
@@ -112,9 +110,9 @@ def _kept(grad: torch.Tensor) -> torch.Tensor:
     The engine keeps ``grad.detach()``; ``data`` is the same in less time, for what has no history. A sparse gradient,
     which cannot be detached, is another tensor of the same parts.
     """
-    if grad.layout is torch.sparse_coo:
-        return torch.sparse_coo_tensor(grad._indices(), grad._values(), grad.shape, check_invariants=False)
-    return grad.data if grad._is_view() else grad
+    if attributes.layout(grad) is torch.sparse_coo:
+        return torch.sparse_coo_tensor(grad._indices(), grad._values(), attributes.shape(grad), check_invariants=False)
+    return attributes.data(grad) if attributes.is_view(grad) else grad
 
 
 def write(step: AccumulateStep, slots: list[Any], context: RunContext) -> None:
@@ -165,17 +163,17 @@ def _write_all(step: AccumulateStep, slots: list[Any]) -> None:
     grads: list[torch.Tensor | None] = []
     dropped = step.dropped
     for leaf, own, shared in zip(step.leaves, step.owned, step.shared, strict=True):
-        if step.after_users_code and not slots[leaf].requires_grad:  # a hook has frozen it
+        if step.after_users_code and not attributes.requires_grad(slots[leaf]):  # a hook has frozen it
             continue
         grad = slots[own]
         if grad is not None:
             if own in dropped:
                 slots[own] = None
             variable = slots[leaf]
-            kept = grad.data if grad._is_view() else grad
-            if variable.grad is None:  # a region made it for this leaf: both are strided
+            kept = attributes.data(grad) if attributes.is_view(grad) else grad
+            if attributes.grad(variable) is None:  # a region made it for this leaf: both are strided
                 try:
-                    variable.grad = kept
+                    attributes.set_grad(variable, kept)
                 except RuntimeError:
                     _assign_as_made(step, leaf, variable, kept)
             else:
@@ -187,7 +185,7 @@ def _write_all(step: AccumulateStep, slots: list[Any]) -> None:
             continue
         if shared in dropped:  # else a later step needs it, and that reference keeps the leaf from stealing it
             slots[shared] = None
-        if slots[leaf].grad is None:
+        if attributes.grad(slots[leaf]) is None:
             can_keep = stealable(only, slots[leaf])
             try:
                 accumulate([slots[leaf]], only, [can_keep])
@@ -211,7 +209,7 @@ def _write_one_by_one(step: AccumulateStep, slots: list[Any], claim: Claim) -> N
     for leaf, own, shared in zip(step.leaves, step.owned, step.shared, strict=True):
         CLAIMS.change(claim, (leaf,))
         grad = slots[shared] if slots[own] is None else slots[own]
-        if grad is None or not slots[leaf].requires_grad:
+        if grad is None or not attributes.requires_grad(slots[leaf]):
             continue
         if own not in step.dropped:
             slots[own] = grad
@@ -219,10 +217,10 @@ def _write_one_by_one(step: AccumulateStep, slots: list[Any], claim: Claim) -> N
 
 
 def _give_through_node(leaf: torch.Tensor, grad: torch.Tensor) -> None:
-    if leaf._post_accumulate_grad_hooks:
+    if attributes.post_accumulate_grad_hooks(leaf):
         accumulate([leaf], [grad], [False])
     else:
-        leaf_node(leaf)(grad)
+        attributes.leaf_node(leaf)(grad)
 
 
 def accumulate_into(leaf: torch.Tensor, grad: torch.Tensor | None) -> None:
@@ -230,7 +228,7 @@ def accumulate_into(leaf: torch.Tensor, grad: torch.Tensor | None) -> None:
     claim = Claim([leaf], (0,))
     try:
         CLAIMS.enter(claim)
-        if grad is None or not leaf.requires_grad:  # a hook has frozen it
+        if grad is None or not attributes.requires_grad(leaf):  # a hook has frozen it
             return
         if claim.through_nodes:
             _give_through_node(leaf, grad)
@@ -255,7 +253,7 @@ def accumulate(leaves: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | No
     for leaf, grad, own in zip(leaves, grads, owned, strict=True):
         if grad is None:
             continue
-        while (old := leaf.grad) is None or (old.layout is not torch.strided and grad.layout is torch.strided):
+        while (old := attributes.grad(leaf)) is None or _is_replaced(old, grad):
             new = grad + old if old is not None else _kept(grad) if own else own_copy(grad, leaf)
             if _assigned(leaf, old, new):
                 break
@@ -267,13 +265,18 @@ def accumulate(leaves: Sequence[torch.Tensor], grads: Sequence[torch.Tensor | No
         _add_in_place(have, into, terms)
 
 
+def _is_replaced(old: torch.Tensor, grad: torch.Tensor) -> bool:
+    """A dense gradient is not added into a sparse ``.grad``: their sum takes its place."""
+    return attributes.layout(old) is not torch.strided and attributes.layout(grad) is torch.strided
+
+
 def _assigned(leaf: torch.Tensor, old: torch.Tensor | None, grad: torch.Tensor) -> bool:
     """``leaf.grad = grad``, if it is still ``old``; also where Python may not: a sparse leaf with a dense gradient. The
     engine's node may."""
-    if leaf.layout in (torch.strided, grad.layout):
-        if leaf.grad is not old:
+    if attributes.layout(leaf) in (torch.strided, attributes.layout(grad)):
+        if attributes.grad(leaf) is not old:
             return False
-        leaf.grad = grad
+        attributes.set_grad(leaf, grad)
     else:
         _assign_as_node(leaf, grad)
     return True
@@ -283,27 +286,24 @@ def _assign_as_made(step: AccumulateStep, slot: int, leaf: torch.Tensor, grad: t
     """Give a leaf what Python has refused, where that has the dtype that the tape was made for, and the leaf has been
     given another one since; else the error that is handled is raised."""
     wanted = step.dtypes[step.leaves.index(slot)] if step.dtypes else None
-    if grad.dtype is not wanted or grad.dtype is leaf.grad_dtype or grad.shape != leaf.shape:
+    if (
+        attributes.dtype(grad) is not wanted
+        or attributes.dtype(grad) is attributes.grad_dtype(leaf)
+        or attributes.shape(grad) != attributes.shape(leaf)
+    ):
         raise
     _assign_as_node(leaf, grad)
 
 
 def _assign_as_node(leaf: torch.Tensor, grad: torch.Tensor) -> None:
-    leaf.grad = None
-    hooks = leaf._post_accumulate_grad_hooks or {}
+    attributes.set_grad(leaf, None)
+    hooks = attributes.post_accumulate_grad_hooks(leaf) or {}
     set_aside = dict(hooks)  # they are called later, by whoever runs the tape graph
     hooks.clear()
     try:
-        leaf_node(leaf)(grad)
+        attributes.leaf_node(leaf)(grad)
     finally:
         hooks.update(set_aside)
-
-
-def leaf_node(leaf: torch.Tensor) -> Any:
-    """The engine's node for a leaf."""
-    with torch.enable_grad():
-        like = leaf.view_as(leaf) if is_plain(leaf) else leaf.clone()
-        return like.grad_fn.next_functions[0][0]  # type: ignore[union-attr]
 
 
 def _add_in_place(leaves: Sequence[torch.Tensor], into: list[torch.Tensor], terms: list[torch.Tensor]) -> None:
@@ -312,11 +312,11 @@ def _add_in_place(leaves: Sequence[torch.Tensor], into: list[torch.Tensor], term
     distinct = len({id(each) for each in into}) == len(into)
     if len(into) >= _BATCH and distinct and all(map(is_plain, (*into, *terms))):
         # In one go: they are looked at and added to, and nothing comes between.
-        same = map(all, (map(operator.is_, map(_GRAD, leaves), into),))
+        same = map(all, (map(operator.is_, map(attributes.grad, leaves), into),))
         if [*itertools.starmap(torch._foreach_add_, itertools.compress([(into, terms)], same))]:
             return
     for leaf, old, grad in zip(leaves, into, terms, strict=True):
-        if leaf.grad is old:
-            old.add_(grad)
+        if attributes.grad(leaf) is old:
+            attributes.add_(old, grad)
         else:
             accumulate([leaf], [grad], [False])

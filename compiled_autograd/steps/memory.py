@@ -8,6 +8,7 @@ from typing import Any
 import torch
 
 from .. import ir
+from ..torch_api import attributes
 
 
 def memory_of(value: Any) -> int | None:
@@ -34,7 +35,7 @@ def give_back_if_tight(values: Iterable[Any]) -> None:
     What a comparison needs for a moment is larger than what a step allocates. Small results that are made next would
     lie in these pieces of memory, and keep all of them from the next step.
     """
-    for device in {value.device for value in values if isinstance(value, torch.Tensor) and value.is_cuda}:
+    for device in {value.device for value in values if isinstance(value, torch.Tensor) and attributes.is_cuda(value)}:
         free, total = torch.cuda.mem_get_info(device)
         reserved = torch.cuda.memory_reserved(device)
         allowed = int(torch.cuda.get_per_process_memory_fraction(device) * total)

@@ -10,6 +10,8 @@ from typing import Any
 
 import torch
 
+from ..torch_api import attributes
+
 Grad = torch.Tensor | None
 
 
@@ -103,10 +105,14 @@ def _check_single(old: Grad, new: Any, hook: Any) -> None:
         raise RuntimeError("can't replace a None gradient with a non-None value")
     if not isinstance(new, torch.Tensor):
         raise TypeError(f"expected Variable, but hook returned '{type(new).__name__}'")
-    if (old.dtype, old.device.type, old.layout) != (new.dtype, new.device.type, new.layout):
+    if _kind(old) != _kind(new):
         raise RuntimeError(f"hook '{_name(hook)}' has changed the type of value (was {old.type()} got {new.type()})")
-    if old.shape != new.shape:
+    if attributes.shape(old) != attributes.shape(new):
         raise RuntimeError(f"hook '{_name(hook)}' has changed the size of value")
+
+
+def _kind(tensor: torch.Tensor) -> tuple[torch.dtype, str, torch.layout]:
+    return attributes.dtype(tensor), attributes.device(tensor).type, attributes.layout(tensor)
 
 
 def _name(hook: Any) -> str:

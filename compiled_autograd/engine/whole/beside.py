@@ -31,6 +31,7 @@ from ...steps.accumulate import give
 from ...steps.memory import is_out_of_memory
 from ...steps.run_context import RunContext
 from ...steps.steps import AccumulateStep, OpaqueStep, RegionStep, Slots
+from ...torch_api import attributes
 from ...user_code.in_place import all_versions
 from ..call import Call
 
@@ -73,7 +74,7 @@ def asked_for(call: Call, program: Program, slots: Slots) -> list[Any] | None:
     if call.inputs and ids != {id(each) for each in call.inputs}:
         return None
     with torch._C.DisableTorchFunctionSubclass():
-        return leaves if leaves and all(leaf.requires_grad for leaf in leaves) else None
+        return leaves if leaves and all(attributes.requires_grad(leaf) for leaf in leaves) else None
 
 
 def _leaves(program: Program) -> list[int]:
@@ -102,7 +103,7 @@ class Beside:
     could not be told."""
 
     def __post_init__(self) -> None:
-        self.eager_writes = self.call.accumulate_grad and all(leaf.grad is None for leaf in self.asked)
+        self.eager_writes = self.call.accumulate_grad and all(attributes.grad(leaf) is None for leaf in self.asked)
 
     def run(self) -> Gradients:
         """Run it both ways; leaves get what the eager engine has computed. Gives what ``autograd.grad`` asked for.
@@ -124,7 +125,7 @@ class Beside:
             self._tell("unproved", f"{type(error).__name__}: {error}", "this run was not compared with eager")
             start.restore()
             for leaf in self.asked if self.eager_writes else ():
-                leaf.grad = None
+                attributes.set_grad(leaf, None)
             return program.run(self.slots, self.context)
         end = Draws(drawn_from)
         try:
@@ -141,7 +142,7 @@ class Beside:
         kept = call.outputs, call.grads, call.keep_graph, call.create_graph
         if self.eager_writes:
             self.on_eager(*kept, call.inputs, call.allow_unreachable, call.accumulate_grad)
-            return [leaf.grad for leaf in self.asked]
+            return [attributes.grad(leaf) for leaf in self.asked]
         return list(self.on_eager(*kept, tuple(self.asked), call.accumulate_grad or call.allow_unreachable, False))
 
     def _compared(self, wanted: Gradients, start: Draws) -> Gradients:

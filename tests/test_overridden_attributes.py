@@ -1,0 +1,143 @@
+"""Attributes of users' tensors that Python lets a library override: the eager engine never asks them, nor do we.
+
+Each attribute that :mod:`compiled_autograd.torch_api.attributes` reads, and some more, is overridden by one that
+raises: on a class of parameters, on the class of the loss, and on ``torch.Tensor`` during the backward.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Iterator, Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import compiled_autograd as ca
+from compiled_autograd.torch_api import attributes
+
+from .helpers import assert_same
+
+RAW: Any = torch._C.TensorBase
+FIELDS = (
+    *(
+        "grad",
+        "grad_fn",
+        "requires_grad",
+        "is_leaf",
+        "shape",
+        "dtype",
+        "device",
+        "layout",
+        "output_nr",
+        "data",
+        "_base",
+    ),
+    *(
+        "_backward_hooks",
+        "_post_accumulate_grad_hooks",
+        "grad_dtype",
+        "is_cuda",
+        "is_nested",
+        "is_quantized",
+        "_version",
+    ),
+)
+METHODS = (
+    *("stride", "dim", "size", "numel", "is_contiguous", "is_conj", "is_neg", "_is_zerotensor", "_is_view", "data_ptr"),
+    *("untyped_storage", "storage_offset", "view_as", "clone", "detach", "add_", "register_hook", "__eq__", "__bool__"),
+    *("__len__", "__iter__", "__repr__", "as_strided", "tolist", "element_size", "is_complex", "is_floating_point"),
+)
+ASKED_OF_A_LOSS = ("requires_grad", "shape", "dtype", "is_nested", "numel")
+"""``Tensor.backward`` itself asks these (``_make_grads`` in ``torch/autograd/__init__.py``, 2.11 to 2.15)."""
+NOT_TRACED = (
+    "grad",
+    "grad_fn",
+    "is_leaf",
+    "output_nr",
+    "_backward_hooks",
+    "_post_accumulate_grad_hooks",
+    "register_hook",
+)
+"""Tracing asks none of these: a tape compiles although ``torch.Tensor`` has others."""
+
+
+def _raises(*_args: Any, **_kwargs: Any) -> Any:
+    raise AssertionError("the eager engine asks Python for no attribute")
+
+
+def _overrides(*names: str, getter: Any = _raises) -> dict[str, Any]:
+    return {name: property(getter, _raises) if name in FIELDS else _raises for name in names}
+
+
+@contextlib.contextmanager
+def _on_every_tensor(overrides: Mapping[str, Any]) -> Iterator[None]:
+    own = {name: vars(torch.Tensor)[name] for name in overrides if name in vars(torch.Tensor)}
+    for name, override in overrides.items():
+        setattr(torch.Tensor, name, override)
+    try:
+        yield
+    finally:
+        for name in overrides:
+            delattr(torch.Tensor, name)
+        for name, value in own.items():
+            setattr(torch.Tensor, name, value)
+
+
+def _gradients(
+    parameter: Any = nn.Parameter, loss_class: Any = torch.Tensor, everywhere: Mapping[str, Any] | None = None
+) -> list[torch.Tensor]:
+    """Train for six steps of two sizes; ``.grad`` is accumulated, and set to None once."""
+    torch.manual_seed(0)
+    weights = [parameter(torch.randn(size)) for size in ((4, 3), (4,), (2, 4))]
+    for step in range(6):
+        with torch._C.DisableTorchFunctionSubclass():
+            hidden = torch.tanh(torch.addmm(weights[1], torch.ones(2 + step % 2, 3), torch.t(weights[0])))
+            loss = RAW.as_subclass(torch.sum(torch.mm(hidden, torch.t(weights[2]))), loss_class)
+        with _on_every_tensor(everywhere or {}):
+            torch.autograd.backward(loss)
+        if step == 3:
+            for weight in weights:
+                RAW.grad.__set__(weight, None)
+    return [RAW.clone(RAW.grad.__get__(weight)) for weight in weights]
+
+
+def _both(**changes: Any) -> int:
+    """Train on eager and with a session; compare, and return the session's hits."""
+    wanted = _gradients(**changes)
+    with ca.enable(backend="eager") as session:
+        found = _gradients(**changes)
+    assert_same(found, wanted)
+    return session.stats().hits
+
+
+def _class(base: type, *names: str) -> type:
+    return type("Own", (base,), {"__hash__": object.__hash__, **_overrides(*names)})
+
+
+def test_nothing_is_asked_of_a_class_of_parameters() -> None:
+    assert _both(parameter=_class(nn.Parameter, *FIELDS, *METHODS)) == 3
+
+
+def test_nothing_is_asked_of_the_class_of_a_loss() -> None:
+    names = [name for name in (*FIELDS, *METHODS) if name not in ASKED_OF_A_LOSS]
+    assert _both(loss_class=_class(torch.Tensor, *names)) == 3
+
+
+@pytest.mark.parametrize("answer", [_raises, lambda leaf: None, torch.zeros_like], ids=["raises", "none", "zeros"])
+def test_nothing_is_asked_of_every_tensor(answer: Callable[..., Any]) -> None:
+    assert _both(everywhere=_overrides(*NOT_TRACED, getter=answer)) == 3
+
+
+@pytest.mark.filterwarnings("ignore:compiled_autograd")
+@pytest.mark.parametrize("name", ["device", "layout", "detach"])
+def test_eager_runs_what_cannot_be_traced(name: str) -> None:
+    _both(everywhere=_overrides(name))
+
+
+def test_the_list_has_each_attribute_that_is_read() -> None:
+    methods = {value.__name__ for value in vars(attributes).values() if type(value).__name__ == "method_descriptor"}
+    slots = [value.__self__ for value in vars(attributes).values() if type(value).__name__ == "method-wrapper"]
+    assert methods and methods <= {*METHODS}
+    assert slots and {slot.__name__ for slot in slots} <= {*FIELDS}

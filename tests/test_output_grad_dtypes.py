@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch.autograd import Function
 from torch.autograd.graph import get_gradient_edge
+from torch.testing._internal.two_tensor import TwoTensor
 from torch.utils.checkpoint import checkpoint
 
 import compiled_autograd as ca
@@ -266,6 +267,19 @@ def test_a_leaf_of_a_compiled_forward_wants_a_dtype(backend: str) -> None:
     expect(run(program, *TURNS, backend=backend).stats(), structure_misses=4, hits=len(TURNS) - 4)
 
 
+def test_behind_a_compiled_forward_with_a_subclass_a_cast_is_left_to_eager() -> None:
+    """AOTAutograd's function has other arguments there than the tensors whose gradients it computes."""
+    inner = torch.compile(lambda x, w: (x * w).sin(), backend="aot_eager")
+
+    def program(declared: Any) -> Found:
+        x, w = torch.randn(4, requires_grad=True), TwoTensor(torch.randn(4), torch.randn(4)).requires_grad_()
+        if declared != UNDECLARED:
+            x.grad_dtype = declared
+        return grads(inner(x, w).sum(), x)
+
+    assert refused(run(program, UNDECLARED, HALF, UNDECLARED, HALF)) == 2
+
+
 def test_traced_by_a_compiled_forward() -> None:
     compiled = torch.compile(lambda x, w: Narrow.apply(x.sin(), SINGLE).float() * w, backend="aot_eager")
 
@@ -336,6 +350,15 @@ def test_terms_that_may_differ_in_dtype_are_left_to_eager(dtypes: Sequence[torch
     nothing else."""
     expect(run(_of_dtypes(*dtypes), SINGLE, SINGLE).stats(), structure_misses=1, hits=1)
     assert refused(run(_of_dtypes(*dtypes), None, None)) == (2 if HAS else 0)
+
+
+def test_a_leaf_that_takes_terms_of_any_dtype_is_left_to_eager() -> None:
+    def program(declared: Any) -> Found:
+        x = leaf()
+        x.grad_dtype = declared
+        return grads((Gives.apply(x, SINGLE) * leaf()).sum() + (Gives.apply(x, HALF) * leaf()).sum(), x)
+
+    assert refused(run(program, None, None)) == 2
 
 
 def test_built_in_terms_that_may_differ_are_left_to_eager() -> None:

@@ -9,15 +9,15 @@ Leaves, and other tensors whose gradients are asked for, are asked when the tape
 that runs is asked for the engine's key (``functions.with_dtypes``).
 
 A leaf whose ``data`` was given another dtype since its tape was made wants that one in the next tape alone: nodes keep
-what they were made for.
+what they were made for, and its node is looked for in the tape.
 
 Another node of C++ has a dtype too, if it was set on a tensor before an operation in place made that no leaf. Such a
 node is not asked, and its tape is not captured.
 
 Where a gradient may have any dtype (None) and is a sum, the engine's way of adding decides the dtype of the sum: in
 place, it is that of the first term, and whether it adds in place depends on who holds that term
-(``InputBuffer::accumulate``, ``torch/csrc/autograd/input_buffer.cpp``, 2.15). So a function is captured with such a sum
-only if calls of one kind gave all terms, with tensors of one dtype.
+(``InputBuffer::accumulate``, ``torch/csrc/autograd/input_buffer.cpp``, 2.15). So such a sum is captured only if calls
+of one kind gave all terms, with tensors of one dtype.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ _DTYPES |= {23: torch.float8_e5m2, 24: torch.float8_e4m3fn, 25: torch.float8_e5m
 _NUMBERS: dict[Any, Any] = {dtype: number for number, dtype in _DTYPES.items()}
 _DTYPE_IN_OPTIONS = 3
 _CASTS = "ToCopyBackward0"
+_NOT_STRIDED = "a grad_dtype behind a compiled forward with tensors that are not strided"
 _Edge = tuple[fx.Node, int]
 
 
@@ -64,29 +65,39 @@ class GradDtypes:
             self.captured.append(captured)
             self.made.append(made)
 
-    def now(self, tensors: Sequence[torch.Tensor], inputs: Sequence[Any]) -> list[torch.dtype | int | None]:
-        """Those of a tape that was handed over; an unusual one as its number."""
+    def now(
+        self, tensors: Sequence[torch.Tensor], outputs: tape_reading.Ends, inputs: tape_reading.Ends
+    ) -> list[torch.dtype | int | None]:
+        """Return the dtypes of a tape that was handed over; an unusual one as its number."""
         with torch._C.DisableTorchFunctionSubclass():
-            if self.accumulates:
-                return [_wanted(tensors[leaf], made) for leaf, made in zip(self.leaves, self.made, strict=True)]
-            return list(map(_asked, inputs, self.made))
+            if not self.accumulates:
+                return [_asked(asked, made, outputs) for asked, made in zip(inputs, self.made, strict=True)]
+            leaves = [tensors[leaf] for leaf in self.leaves]
+            return [_wanted(leaf, made, outputs) for leaf, made in zip(leaves, self.made, strict=True)]
 
 
-def _wanted(leaf: torch.Tensor, made: torch.dtype | None) -> torch.dtype | None:
+def _wanted(leaf: torch.Tensor, made: torch.dtype | None, outputs: tape_reading.Ends) -> torch.dtype | int | None:
     """Return the dtype to which a tape casts a leaf's gradient; None if it casts nothing.
 
-    The leaf had the dtype ``made`` when its tape was made. Its node cannot be asked, and does not know of a
-    ``grad_dtype`` that is set once the leaf has another dtype.
+    The leaf had the dtype ``made`` when its tape was made. If it has another one now, its node is looked for in the
+    tape: ``Tensor.grad_dtype`` no longer says what that node does.
     """
-    dtype: torch.dtype | None = attributes.grad_dtype(leaf)
-    return dtype if made is not None and (dtype is made or dtype is not attributes.dtype(leaf)) else made
+    if made is None:
+        return None
+    if attributes.dtype(leaf) is made:
+        return attributes.grad_dtype(leaf)
+    visited = tape_reading.walk(outputs)
+    nodes = [each.node for each in visited if each.name == tape_reading.LEAF and each.node.variable is leaf]
+    numbers = {grad_dtypes(node)[0] for node in nodes}
+    number = numbers.pop() if len(numbers) == 1 else _NUMBERS.get(made)
+    return _DTYPES.get(number, number)
 
 
-def _asked(asked: Any, made: torch.dtype | None) -> torch.dtype | int | None:
+def _asked(asked: Any, made: torch.dtype | None, outputs: tape_reading.Ends) -> torch.dtype | int | None:
     """The dtype of a gradient that is asked for; ``made`` is None where no gradient comes to it."""
     leaf = _leaf(asked)
     if leaf is not None:
-        return _wanted(leaf, made)
+        return _wanted(leaf, made, outputs)
     if made is None:
         return None
     edge = asked if isinstance(asked, GradientEdge) else attributes.edge(asked)
@@ -99,12 +110,12 @@ def refuse_others(tape: ir.TapeGraph) -> None:
 
     Raises:
         CaptureRefusedError: a node has one that is neither a leaf nor a Python function nor asked for; one has a dtype
-            whose number is not known; or a function takes any dtype, of a sum whose terms may have several.
+            whose number is not known; or one takes any dtype, of a sum whose terms may have several.
     """
     taken = [value for call in tape.graph.nodes if _is_function(call) for value in call.args[4:]]
+    taken += [value for _, value in _gradients(tape)]
     for value in taken:
         _refuse_unlike_terms(tape, value)
-    taken += [value for _, value in _gradients(tape)]
     known = {edge for value in taken for edge in edges(value) if metadata_of(edge)[-1] in _DTYPES}
     for call in tape.graph.find_nodes(op="call_function", target=operator.getitem):
         edge = (call.args[0], call.args[1])
@@ -155,7 +166,7 @@ def _before(edge: _Edge) -> Any:
 
 
 def with_grad_dtypes(tape: ir.TapeGraph, dtypes: Sequence[torch.dtype | int | None]) -> ir.TapeGraph:
-    """The tape graph for leaves, and others that are asked for, that want their gradients to have other dtypes."""
+    """Return the tape graph for leaves, and others that are asked for, that want their gradients in other dtypes."""
     changed = tape.copy(tape.calls)
     for dtype, (_, value) in zip(dtypes, _gradients(changed), strict=True):
         for call, index in edges(value):
@@ -212,13 +223,17 @@ def edges_of(ctx: Any, arguments: Sequence[Any]) -> list[Any] | None:
 
     Args:
         arguments: of the forward: layout, device, dtype and sizes of each, or None for what is no tensor.
+
+    Raises:
+        CaptureRefusedError: a cast is wanted of a gradient that is no strided tensor.
     """
     function = type(ctx)._forward_cls
-    if getattr(function, "_aot_id", None) is None or getattr(function, "maybe_subclass_metadata", None) is not None:
+    if getattr(function, "_aot_id", None) is None or not any(_is_cast(*edge) for edge in ctx.next_functions):
         return None
+    if getattr(function, "maybe_subclass_metadata", None) is not None:
+        raise CaptureRefusedError(unsupported(_NOT_STRIDED))
     following = iter(ctx.next_functions)
     found: list[Any] = []
-    is_cast = False
     for each in arguments:
         node, index = (None, 0) if each is None else next(following)
         if node is None:
@@ -226,11 +241,15 @@ def edges_of(ctx: Any, arguments: Sequence[Any]) -> list[Any] | None:
             continue
         layout, device, dtype, sizes = each
         if layout is not torch.strided or dtype not in _NUMBERS:
-            return None
+            raise CaptureRefusedError(unsupported(_NOT_STRIDED))
         wanted = grad_dtypes(node)[index]
-        is_cast |= wanted != _NUMBERS[dtype]
         found.append([[None, None, device, _NUMBERS[dtype], 0, None], list(sizes), False, wanted])
-    return found if is_cast else None
+    return found
+
+
+def _is_cast(node: Any, index: int) -> bool:
+    """Return whether a node wants a gradient in another dtype than that of its tensor."""
+    return node is not None and grad_dtypes(node)[index] != _NUMBERS.get(node._input_metadata[index].dtype)
 
 
 def dtype_of_number(number: int | None) -> torch.dtype | None:

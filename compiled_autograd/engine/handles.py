@@ -58,7 +58,7 @@ class Handle:
         Also how it differs from those that were known before, where this process has not met it.
         """
         assert self.graph is not None, "the engine called what it had forgotten"
-        dtypes = self.dtypes.now(tensors, call.inputs)
+        dtypes = self.dtypes.now(tensors, call.outputs, call.inputs)
         in_order = not self.shows and not (self.shows_bitwise and get_backend(settings.backend_in_mode).bitwise)
         same_dtypes = dtypes == self.dtypes.captured
         if in_order and same_dtypes:

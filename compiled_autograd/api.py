@@ -48,8 +48,8 @@ def enable(**settings: Any) -> Session:
         cache_dir: the folder in which compiled graphs outlive the process; None is the user's cache folder, False keeps
             them in memory.
         native: whether tapes that came several times are walked by an extension in C++, and not by the engine. Where
-            there is a compiler, on Linux, it is compiled once, in the background: with True at the first hit; with
-            None, the default, once a process had a hundred hits, and where ``cache_dir`` is not False.
+            there is a compiler, on Linux, it is compiled once, in the background, while the first tape is compiled:
+            with None, the default, unless ``cache_dir`` is False; with True always; with False it is not used.
         own_loop: whether the extension runs what is left to eager, without the engine's queue. None, the default, where
             it is there, on a PyTorch that this was checked on; True on any, and have it built; False never.
         progress: whether a line says what is being compiled once a backward has waited for 2 seconds: None on a

@@ -224,7 +224,7 @@ def extension(monkeypatch: pytest.MonkeyPatch) -> list[str]:
         pytest.skip("there the walks of every test ask for it")
     asked: list[str] = []
     monkeypatch.setattr(NATIVE_HITS, "_wanted", 0)  # no tape of an earlier test is to be learnt
-    monkeypatch.setattr(NativeHits, "module", lambda hits, settings, wanted=False: asked.append("extension"))
+    monkeypatch.setattr(NativeHits, "module", lambda hits, settings, build=True: asked.append("extension"))
     monkeypatch.setattr(OWN_LOOPS, "find", lambda settings: asked.append("own loop"))
     return asked
 

@@ -16,7 +16,7 @@ from torch import nn
 
 import compiled_autograd as ca
 from compiled_autograd.capture.capture import Capture
-from compiled_autograd.engine import backward, native_hits, seam
+from compiled_autograd.engine import backward, seam
 from compiled_autograd.engine.native_hits import NativeHits
 from compiled_autograd.settings import resolve
 from compiled_autograd.threads.claims import Claim
@@ -449,18 +449,17 @@ class _NotBuilt:
 @pytest.mark.parametrize(
     ("settings", "builds"),
     [
-        ({"native": True}, "at once"),
-        ({"native": None, "cache_dir": "a folder"}, "later"),
-        ({"native": None, "cache_dir": False}, "never"),
+        ({"native": True}, True),
+        ({"native": None, "cache_dir": "a folder"}, True),
+        ({"native": None, "cache_dir": False}, False),
     ],
     ids=["asked for", "by default", "without a folder"],
 )
 def test_when_it_is_built(
-    native: NativeHits, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, settings: dict[str, Any], builds: str
+    native: NativeHits, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, settings: dict[str, Any], builds: bool
 ) -> None:
     if settings.get("cache_dir"):
         settings = settings | {"cache_dir": tmp_path}
-    monkeypatch.setattr(native_hits, "HITS_WORTH_BUILDING", 5)
     library = _NotBuilt()
     native.library = library  # type: ignore[assignment]
     x = torch.randn(4, requires_grad=True)
@@ -468,7 +467,7 @@ def test_when_it_is_built(
     _steps(session, lambda step: (x * step).sum(), [x], range(8))
     expect(session.stats(), structure_misses=1, hits=7, captures=1)
     # The first hit owes a try, and each later one asks before the tape is walked.
-    assert library.asked == {"at once": [True] * 6, "later": [False] * 4 + [True] * 2, "never": [False] * 6}[builds]
+    assert library.asked == [builds] * 6
 
 
 def test_by_default_it_serves_where_it_is_built(native: NativeHits) -> None:
@@ -479,7 +478,7 @@ def test_by_default_it_serves_where_it_is_built(native: NativeHits) -> None:
 
 def test_it_lies_in_the_folder_of_the_cache(native: NativeHits, tmp_path: Path) -> None:
     native.library = None
-    assert native.module(resolve({"cache_dir": tmp_path, "native": None})) is None
+    assert native.module(resolve({"cache_dir": tmp_path, "native": None}), build=False) is None
     assert not (tmp_path / "native").exists(), "nothing is built yet"
     assert native.module(resolve({"cache_dir": tmp_path / "other", "native": True})) is None
     assert native.library is not None and native.library._folder == tmp_path / "native", "the first that asked"

@@ -112,7 +112,7 @@ def test_it_has_the_extension_built_once_much_was_left_to_eager(
 
 
 def _module() -> Any:
-    module = running.NATIVE_HITS.module(session().settings, wanted=True)
+    module = running.NATIVE_HITS.module(session().settings)
     assert module is not None
     return module
 
@@ -144,7 +144,7 @@ def test_what_is_planted_is_found(fault: str, monkeypatch: pytest.MonkeyPatch) -
     """And nothing is run with it, whoever asks for it, which is told once."""
     faulty = _Faulty(_module(), _FAULTS[fault])
     assert why_wrong(faulty.module) == ""  # type: ignore[arg-type]
-    monkeypatch.setattr(running.NATIVE_HITS, "module", lambda settings, wanted=False: faulty)
+    monkeypatch.setattr(running.NATIVE_HITS, "module", lambda settings, build=True: faulty)
     used = session()
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")

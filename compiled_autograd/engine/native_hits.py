@@ -42,8 +42,6 @@ _MAX_WANTED = 8
 """Of hits of the engine's, so many are owed a try to learn their tape when it comes again."""
 _MAX_REFUSED = 3
 """A tape of a structure that so many times could not be learnt is not tried again."""
-HITS_WORTH_BUILDING = 100
-"""Where nobody asked for the extension, it is built once a process had so many hits through the engine."""
 
 
 @dataclass(slots=True, eq=False)
@@ -76,7 +74,7 @@ class NativeHits:
         self._learnt: list[_Learnt] = []
         self._last: _Learnt | None = None
         self._refused: weakref.WeakKeyDictionary[CompiledGraph, int] = weakref.WeakKeyDictionary()
-        self._wanted = self._met = 0
+        self._wanted = 0
 
     def forget(self) -> None:
         """Forget all plans."""
@@ -161,7 +159,6 @@ class NativeHits:
         """The engine was asked, and gave this."""
         if not isinstance(given, HandedOver) or given.captured or given.miss is not None:
             return
-        self._met += 1
         if isinstance(learnt, str):
             self._refused[given.graph] = self._refused.get(given.graph, 0) + 1
             return
@@ -179,23 +176,22 @@ class NativeHits:
         self._served(new)
 
     def get_ready(self, settings: Settings) -> None:
-        """Load the extension where it is built, and check it, which takes as long as some steps of a small model: best
+        """Load and check the extension, which takes as long as some steps of a small model, or begin to build it: best
         while something is compiled. No lock is waited for, and the engine is not asked."""
         if settings.native is not False and modes_on() == (0, 0):
             self.module(settings)
 
-    def module(self, settings: Settings, wanted: bool = False) -> Module | None:
-        """The extension; None where it is not there, or not yet.
+    def module(self, settings: Settings, build: bool = True) -> Module | None:
+        """Return the extension; None where it is not there, or not yet.
 
         Args:
-            wanted: something needs it that nothing else can do.
+            build: begin to build it where it is not there, unless ``cache_dir`` is False and ``native`` is None.
         """
         where = settings.cache_dir
         if self.library is None:
             folder = default_dir() if where is None or isinstance(where, bool) else Path(where).expanduser()
-            self.library = Library(folder / "native")
-        wanted = wanted or self._met >= HITS_WORTH_BUILDING
-        return self.library.module(build=bool(settings.native or (where is not False and wanted)))
+            self.library = Library.LATEST = Library(folder / "native")
+        return self.library.module(build=bool(settings.native or (build and where is not False)))
 
 
 def _with_reducer(graph: CompiledGraph, taken: Taken) -> Handover:
@@ -252,5 +248,5 @@ def learns_of_reducers(call: Call, settings: Settings) -> bool:
     """Whether the next walk can move aside what the engine refused now, for the first time."""
     if REDUCERS.module is not None or not may_move_aside(call, settings):
         return False
-    REDUCERS.module = NATIVE_HITS.module(settings, wanted=True)
+    REDUCERS.module = NATIVE_HITS.module(settings)
     return REDUCERS.module is not None

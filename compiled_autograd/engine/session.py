@@ -14,6 +14,7 @@ from shadow_cache import Bypass, Failure
 
 from ..cache.graphs import CompiledGraph
 from ..diagnostics.reporting import count_repeats, is_told_at, tell, warn_of
+from ..native.library import Library
 from ..outcomes import BYPASS, HIT, SHAPE_MISS, STRUCTURE_MISS, Outcome, Stats
 from ..policies.background import BACKGROUND
 from ..policies.own_loop import OWN_LOOPS, why_off
@@ -116,6 +117,15 @@ class Session:
     def own_loop(self) -> str:
         """Whether the own loop runs what is left to eager, where the tape allows it: ``"on"``; else why not."""
         return OWN_LOOPS.state(self.settings)
+
+    @property
+    def native(self) -> str:
+        """Whether hits run with the extension in C++: ``"on"``, or ``"off: "`` and why."""
+        if self.settings.native is False:
+            return "off: native=False"
+        library = Library.LATEST
+        reason = "it was not looked for yet" if library is None else library.reason
+        return f"off: {reason}" if reason else "on"
 
     def wait(self, timeout: float | None = None) -> bool:
         """Wait until nothing is being compiled in the background.

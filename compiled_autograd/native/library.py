@@ -18,7 +18,7 @@ import sys
 import sysconfig
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 
@@ -43,8 +43,11 @@ class Library:
     """The extension as it is or will be in a folder.
 
     Attributes:
+        LATEST: the library that this process uses; None before it was looked for.
         reason: why it is not there; empty where it is.
     """
+
+    LATEST: ClassVar[Library | None] = None
 
     def __init__(self, folder: Path) -> None:
         self.reason = BEING_BUILT

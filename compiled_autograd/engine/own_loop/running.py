@@ -104,7 +104,7 @@ def _find(settings: Settings, left: bool) -> Module | None:
     OWN_LOOPS.left += left
     if left and OWN_LOOPS.left <= LEFT_WORTH_LOADING and OWN_LOOPS.module is None and not settings.own_loop:
         return None
-    module = NATIVE_HITS.module(settings, wanted=bool(settings.own_loop) or OWN_LOOPS.left >= LEFT_WORTH_BUILDING)
+    module = NATIVE_HITS.module(settings, build=bool(settings.own_loop) or OWN_LOOPS.left >= LEFT_WORTH_BUILDING)
     if module is not None and module is OWN_LOOPS.module:
         return module
     return _first(settings, module)

@@ -9,6 +9,7 @@ counts are exact. Here no count is asserted, since the clock may decide: the pro
 
 from __future__ import annotations
 
+import shutil
 from pathlib import Path
 
 import pytest
@@ -31,20 +32,38 @@ def shared_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return tmp_path_factory.mktemp("home")
 
 
+@pytest.fixture(scope="session")
+def extension(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The extension, compiled once: in each home anew it would take most of the tests' time."""
+    home = tmp_path_factory.mktemp("extension")
+    program = (
+        "from pathlib import Path; from compiled_autograd.native.library import build_here; build_here(Path({!r}))"
+    )
+    as_a_user.run(["-c", program.format(str(home / "native"))], home)
+    return home / "native"
+
+
+@pytest.fixture
+def home(tmp_path: Path, extension: Path) -> Path:
+    """A home whose caches have nothing but the extension."""
+    shutil.copytree(extension, tmp_path / ".cache" / "compiled_autograd" / "native")
+    return tmp_path
+
+
 def _example(file: Path) -> object:
     return pytest.param(file, id=file.stem, marks=pytest.mark.slow if file.stem in _HEAVY else ())
 
 
 @pytest.mark.parametrize("file", map(_example, sorted((ROOT / "examples").glob("[!_]*.py"))))
-def test_an_example_runs(file: Path, tmp_path: Path) -> None:
-    """From empty caches; the example asserts its own claims."""
-    assert as_a_user.run([str(file), *_OPTIONS.get(file.stem, ())], tmp_path).strip()
+def test_an_example_runs(file: Path, home: Path) -> None:
+    """Nothing is compiled before; the example asserts its own claims."""
+    assert as_a_user.run([str(file), *_OPTIONS.get(file.stem, ())], home).strip()
 
 
 @pytest.mark.parametrize("page", [page for page in PAGES if blocks(page.read_text())], ids=lambda page: page.stem)
-def test_a_page_runs(page: Path, tmp_path: Path) -> None:
-    """From empty caches; all blocks of the page in one process."""
-    as_a_user.run(["-m", "tests.pages", str(page)], tmp_path)
+def test_a_page_runs(page: Path, home: Path) -> None:
+    """Nothing is compiled before; all blocks of the page run in one process."""
+    as_a_user.run(["-m", "tests.pages", str(page)], home)
 
 
 @pytest.mark.parametrize("name", PROGRAMS)

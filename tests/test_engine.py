@@ -867,6 +867,23 @@ def test_a_backward_goes_on_from_a_tensor_whose_gradient_was_asked_for() -> None
     assert stats.bypasses == {"input_inside_tape": 3} and stats.hits == 7
 
 
+def test_a_function_that_was_freed_and_does_not_run() -> None:
+    """The walk ends at it, since the gradient of what it made is asked for."""
+    x = torch.randn(3, requires_grad=True)
+    session = ca.enable(backend="eager", cache_dir=False)
+    for around in (nullcontext(), session, session, session):
+        hidden = _Two.apply(x, True)[0]
+        last = hidden.sin() + _Two.apply(hidden, True)[1]
+        with around:
+            hidden.sum().backward()
+            found = [torch.autograd.grad(last.sum(), [hidden], retain_graph=True) for _ in range(2)]
+            with pytest.raises(RuntimeError, match="a second time"):
+                torch.autograd.grad(last.sum(), [hidden, x], retain_graph=True)
+        assert_same([each for (each,) in found], [hidden.detach().cos() + 3] * 2)
+    stats = session.stats()
+    assert (stats.structure_misses, stats.hits, sum(stats.bypasses.values())) == (2, 7, 3)
+
+
 @pytest.mark.parametrize("scale", [2, 3])
 def test_a_node_that_saved_nothing_may_be_freed(scale: int) -> None:
     x = torch.randn(3, requires_grad=True)

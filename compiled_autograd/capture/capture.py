@@ -34,6 +34,7 @@ from . import symbols
 from .grad_dtypes import edges_of
 from .hook_reports import HookReports, as_captured
 from .recording import keeps_failures
+from .tape import Ends, does_not_run
 from .zeros import RecordZeros, layout_of
 
 OPS: dict[str, ir.OpaqueOp] = PROCESS.register({})
@@ -52,9 +53,12 @@ class Capture(HookReports):
     each hit.
     """
 
-    def __init__(self, finish: Callable[[ir.TapeGraph, Capture], tuple[Callable[..., Any], Any]]) -> None:
+    def __init__(
+        self, finish: Callable[[ir.TapeGraph, Capture], tuple[Callable[..., Any], Any]], inputs_asked_for: Ends = ()
+    ) -> None:
         super().__init__()
         self.finish = finish
+        self._inputs_asked_for = inputs_asked_for
         self.inputs: list[ir.LiftedTensor] = []
         self.shapes: list[tuple[int, ...]] = []
         self.accumulates = True
@@ -96,7 +100,7 @@ class Capture(HookReports):
         self.reporting = False
         self._raise_failure()
         if function is not None:
-            _refuse_if_freed(function)
+            self._refuse_if_freed(function)
         self.calls.append(ir.TapeCall(index, name.rpartition("::")[2]))
         self.reporting = True
         if function is not None:
@@ -242,6 +246,8 @@ class Capture(HookReports):
         mode, self._mode = self._mode, None
         if mode is not None and torch._C._len_torch_dispatch_stack():  # no other is on while we capture
             _pop_mode()
+
+    
 
     def _op(self, name: str) -> ir.OpaqueOp:
         op = OPS.get(name)

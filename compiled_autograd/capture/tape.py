@@ -164,10 +164,21 @@ def freed_at_the_end(inputs: Ends) -> bool:
     asked = {node for node in inside if node is not None and not type(node).name(node).endswith(LEAF)}
     if not any(map(_loses, asked)):
         return False
+    ends = _ends_among(asked, inputs)
+    return ends is None or any(map(_loses, ends))
+
+
+def does_not_run(node: Any, inputs: Ends) -> bool:
+    """Whether a walk for the gradients of ``inputs`` that comes to a node inside the tape ends there. With more than
+    :data:`MAX_NODES_READ` nodes below, the answer is no."""
+    return bool(inputs) and _belongs_to(inputs)(node) and bool(_ends_among({node}, inputs))
+
+
+def _ends_among(asked: set[Any], inputs: Ends) -> set[Any] | None:
+    """Of nodes whose gradients are asked for, those without another such node below; None where more than
+    :data:`MAX_NODES_READ` nodes are below."""
     below = first_nodes([GradientEdge(node, 0) for node in asked])
-    if len(below) > MAX_NODES_READ:
-        return True
-    return any(_loses(node) for node in asked - _above(filter(_belongs_to(inputs), below), asked))
+    return None if len(below) > MAX_NODES_READ else asked - _above(filter(_belongs_to(inputs), below), asked)
 
 
 def _above(targets: Iterable[Any], roots: Iterable[Any]) -> set[Any]:

@@ -273,7 +273,7 @@ def _begin() -> Capture:
         if disk_for(walk.settings) is None or not ADMISSION.may_ask_store():
             raise CaptureRefusedError(OVER_BUDGET)
         walk.asks_store = time.perf_counter()
-    capture = Capture(_finish)
+    capture = Capture(_finish, walk.call.inputs)
     walk.begin_report(capture)
     return capture
 

@@ -60,7 +60,7 @@ def _warning(wrong: str | None) -> str:
         return (
             f"{text}. Every backward runs on PyTorch's own engine. To compile, install a tested torch or a newer "
             "compiled_autograd, or set untested_torch='try' (COMPILED_AUTOGRAD_UNTESTED_TORCH=try), which compiles if "
-            "the selftest passes"
+            "the selftest passes."
         )
     return (
         f"{text}, and the selftest did not pass on it. Every backward runs on PyTorch's own engine, in spite of "

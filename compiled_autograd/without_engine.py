@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -13,6 +12,7 @@ import torch
 from backends.torch_versions import TESTED_TORCH
 
 from .outcomes import Outcome, Stats
+from .torch_api.users_line import users_line
 
 
 class Session:
@@ -48,11 +48,10 @@ def names(error: Exception) -> dict[str, Any]:
         if warned:
             return
         warned.append(True)
-        warnings.warn(
+        users_line().warn(
             f"compiled_autograd: torch {torch.__version__} was not tested ({TESTED_TORCH} was), and an import failed: "
             f"{type(error).__name__}: {error}. All backwards run on PyTorch's own engine. To compile, install a "
-            "tested torch, or a newer compiled_autograd.",
-            stacklevel=3,
+            "tested torch, or a newer compiled_autograd."
         )
 
     def enable(**settings: Any) -> Session:

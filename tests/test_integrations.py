@@ -41,6 +41,15 @@ def test_the_summary_of_a_session() -> None:
     assert words.endswith("; not timed against eager yet")
 
 
+def test_the_summary_counts_in_words() -> None:
+    session = ca.enable(backend="eager", cache_dir=False)
+    for _ in range(2):
+        with session:
+            mlp()(torch.randn(3, 8)).sum().backward()
+    words = str(Summary.of(session))
+    assert words.startswith("compiled_autograd: 2 backwards: 1 hit, 1 miss; 1 region compiled in ")
+
+
 def test_the_summary_of_timed_hits() -> None:
     model, session = mlp(), ca.enable(backend="eager", cache_dir=False, tune=True)
     x = torch.randn(3, 8)

@@ -275,7 +275,7 @@ def test_code_that_differs_from_the_real_calls(
         return lambda arguments: [torch.zeros_like(each) for each in call(arguments)]
 
     monkeypatch.setattr(EagerBackend, "load", wrong)
-    monkeypatch.setattr(refuted, "reproduction_of", lambda *_: Kept(None, "a reproduction is reproduction.zip"))
+    monkeypatch.setattr(refuted, "reproduction_of", lambda *_: Kept(None, "reproduction.zip is a reproduction"))
     with pytest.warns(UserWarning, match="mismatch in"):
         steps.run(_exp)
     assert steps.session.last is not None

@@ -28,8 +28,9 @@ from ..lowering.region_compiler import MAX_GUARDED
 from ..lowering.stored_regions import InMemoryGraph, Made, StoredRegion, StoredRegions
 from ..settings import Settings
 from ..steps.steps import CompiledRegion, RegionRecord, RegionStep, region_record
+from ..torch_api.users_line import users_line
 from .environment_key import differences, is_repeatable, state_of, why_not_stored
-from .metadata import caller, loss_of, structure_of
+from .metadata import loss_of, structure_of
 from .records import VariantRecord, entry_of, shapes_of, structure_id, undropped
 from .value_misses import corrupt_entry, stored_miss
 from .variants import Handover, Variant
@@ -178,7 +179,7 @@ class Disk:
 
     def record(self, graph: CompiledGraph, entry: str | None, misses: Sequence[Miss]) -> None:
         """Keep why something was compiled, and the id of the entry that was made of it; None where none was."""
-        name = name_of(loss_of(graph.tape), module_of(graph.tape), caller())
+        name = name_of(loss_of(graph.tape), module_of(graph.tape), str(users_line()))
         for miss in misses:
             record = MissEntry(time.time(), _id(graph), entry, name, miss)
             self._write(functools.partial(self.store.record, record))

@@ -267,7 +267,7 @@ class CompiledGraph(WeaklyReferred):
             write_sample(path, self.tape, Sample.of(given), kinds, about(self.tape, key), given["input"])
         except Exception as error:  # noqa: BLE001  the backward goes on
             raise_what_a_handler_raised(error)
-            warn_once(f"a reproduction could not be written to {os.fspath(path)}: {error}")
+            warn_once(f"a reproduction could not be written to {os.fspath(path)}: {error}.")
 
     def to_networkx(self) -> nx.DiGraph:
         """The tape as a directed graph, see :meth:`ir.TapeGraph.to_networkx`."""

@@ -2,13 +2,7 @@
 
 from __future__ import annotations
 
-import os
-import sys
-import traceback
-from pathlib import Path
 from typing import Any
-
-import torch
 
 from shadow_cache import Call, Input, Structure
 
@@ -31,17 +25,6 @@ def structure_of(tape_graph: ir.TapeGraph, identity: str) -> Structure:
 
 def loss_of(tape_graph: ir.TapeGraph) -> str:
     return tape_graph.calls[1].name if len(tape_graph.calls) > 1 else tape_graph.calls[0].name
-
-
-def caller() -> str | None:
-    """``file:line in function`` of whoever called backward: the innermost frame that is neither ours nor torch's."""
-    ours = f"{Path(__file__).parents[1]}{os.sep}"
-    torchs = f"{Path(str(torch.__file__)).parent}{os.sep}"
-    for frame, line in traceback.walk_stack(sys._getframe()):
-        file = frame.f_code.co_filename
-        if not file.startswith((ours, torchs)) and "contextlib" not in file and "functools" not in file:
-            return f"{file}:{line} in {frame.f_code.co_name}"
-    return None
 
 
 def inputs_of(tape_graph: ir.TapeGraph, variant: Variant) -> tuple[Input, ...]:

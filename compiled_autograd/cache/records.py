@@ -21,7 +21,8 @@ from .. import ir
 from ..diagnostics.node_names import module_of
 from ..guards.shapes import Spec
 from ..steps.steps import RegionRecord
-from .metadata import caller, guards_of, inputs_of, loss_of
+from ..torch_api.users_line import users_line
+from .metadata import guards_of, inputs_of, loss_of
 from .variants import Handover, Shapes, TensorRecord, Variant, fits
 
 
@@ -90,7 +91,7 @@ def entry_of(
         structure=structure,
         loss=loss_of(tape),
         module=module_of(tape),
-        source=caller(),
+        source=str(users_line()),
         nodes=len(tape.calls),
         settings=settings,
         ambient=ambient,

@@ -82,4 +82,4 @@ class Wait:
                 self._display, failed = None, error
             else:
                 return
-        warn_once(f"progress could not be shown ({type(failed).__name__}: {failed})")
+        warn_once(f"progress could not be shown ({type(failed).__name__}: {failed}).")

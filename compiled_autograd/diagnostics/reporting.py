@@ -23,6 +23,7 @@ from shadow_cache import Bypass, Failure, Miss, Timing, compile_counter
 from ..ir.partition import Region
 from ..native.interface import Question
 from ..process_state import PROCESS
+from ..torch_api.users_line import users_line
 
 REPEATS_BEFORE_WARNING = 8
 """Misses of one kind at one node before a warning."""
@@ -122,18 +123,27 @@ def count_repeats(counts: Counter[tuple[str, str]], reasons: Reasons) -> None:
         if counts[miss.kind, miss.where] == REPEATS_BEFORE_WARNING:
             warn_once(
                 f"{REPEATS_BEFORE_WARNING} backwards missed for the same reason, the last one: {miss}. "
-                "Each such miss is compiled anew"
+                "Each such miss is compiled anew."
             )
 
 
 def warn_of(failure: Failure) -> None:
     """Once in a process for each."""
-    warn_once(f"{failure}. Gradients are right; this is only slower")
+    warn_once(f"{failure}. {what_follows(failure)}")
+
+
+def what_follows(failure: Failure) -> str:
+    """What a failure means for gradients, in one sentence or two."""
+    if failure.kind == "mismatch":
+        return "Gradients are right: those of the real calls were used. Compiled code was wrong; please report it."
+    if failure.kind == "unproved":
+        return "Gradients are right: those of the real calls were used."
+    return "Gradients are right; this is only slower."
 
 
 def warn_once(text: str, key: str = "") -> None:
-    """Warn of something once in a process. Two texts that differ in addresses of objects alone are one, and so are two
-    with one ``key``.
+    """Warn of something once in a process, at the user's line. Two texts that differ in addresses of objects alone are
+    one, and so are two with one ``key``. The text ends in a full stop, or in a path to paste.
 
     Where the user has made errors of warnings, a line of the log takes its place. All that is warned of in here is what
     makes a step slower, and it comes in the middle of one, when the tape is released: raised there, it would take along
@@ -146,9 +156,9 @@ def warn_once(text: str, key: str = "") -> None:
     while len(_warned) > _MAX_WARNED:
         _warned.pop(next(iter(_warned)), None)
     try:
-        warnings.warn(f"compiled_autograd: {text}.", stacklevel=2)
+        users_line().warn(f"compiled_autograd: {text}")
     except Warning:
-        _write(logging.WARNING, f"{text}.")
+        _write(logging.WARNING, text)
 
 
 @contextlib.contextmanager

@@ -64,7 +64,7 @@ def add(run: Traced, artifacts: Iterable[Artifact]) -> None:
                 )
     except Exception as error:  # noqa: BLE001  it is warned of: gradients must not depend on a file that can be written
         raise_what_a_handler_raised(error)
-        warn_once(f"the structured trace could not be written ({type(error).__name__}: {error})")
+        warn_once(f"the structured trace could not be written ({type(error).__name__}: {error}).")
 
 
 def _utf8(give: Callable[[], Any]) -> Callable[[], str]:

@@ -114,7 +114,7 @@ class Kept:
             warn_once(
                 f"more than {MAX_STRUCTURES} structures were captured, or more than {MAX_NODES} nodes in all, and "
                 "the half used least recently was let go. Where a tape is another at every step, ca.disable() around "
-                "its backward saves capturing it"
+                "its backward saves capturing it."
             )
         return graph
 

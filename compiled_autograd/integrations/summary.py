@@ -8,6 +8,8 @@ import threading
 from dataclasses import dataclass
 from typing import Any
 
+from shadow_cache.amounts import plural
+
 from ..api import enable
 from ..engine.session import Session, Stats
 
@@ -46,9 +48,10 @@ class Summary:
 
     def __str__(self) -> str:
         stats = self.stats
-        counts = [f"{stats.hits} hits", f"{misses(stats) - sum(stats.bypasses.values())} misses"]
+        missed = stats.shape_misses + stats.structure_misses
+        counts = [plural(stats.hits, "hit"), plural(missed, "miss", "misses")]
         counts += [f"{count} left to eager ({reason})" for reason, count in sorted(stats.bypasses.items())]
-        spent = f"{stats.compiles} regions compiled in {stats.compile_seconds:.1f} s"
+        spent = f"{plural(stats.compiles, 'region')} compiled in {stats.compile_seconds:.1f} s"
         if stats.loads:
             spent += f", {stats.loads} loaded"
         worth = "not timed against eager yet"
@@ -57,7 +60,7 @@ class Summary:
             worth = f"{abs(self.seconds_saved):.1f} s of backward {word} by hits"
             if self.timed < self.variants:
                 worth += f" ({self.timed} of {self.variants} variants were timed)"
-        return f"compiled_autograd: {stats.backwards} backwards: {', '.join(counts)}; {spent}; {worth}"
+        return f"compiled_autograd: {plural(stats.backwards, 'backward')}: {', '.join(counts)}; {spent}; {worth}"
 
 
 class _Training(threading.local):

@@ -231,7 +231,7 @@ def _warn(balance: Balance) -> None:
         f"{counted(balance)}. What is new is left to the eager engine from now on, "
         "unless it comes back for long (bypass 'over_budget'). If lengths differ, pad them to few lengths or mark them "
         "(torch._dynamo.mark_dynamic); put ca.disable() around what never repeats; compile_budget=SECONDS sets how "
-        "much may be lost, and float('inf') has everything compiled",
+        "much may be lost, and float('inf') has everything compiled.",
         "over_budget",
     )
 

@@ -34,6 +34,7 @@ from ..steps.memory import has_bit
 from ..steps.run_context import RunContext
 from ..steps.steps import RegionStep, Slots
 from ..threads.forks import compiles_under
+from ..torch_api.users_line import users_line, work_is_for
 from ..torch_api.version_differences import prepare_fake_tensors
 from .worker_process import WORKER, ProcessEndsError, compile_elsewhere
 
@@ -114,6 +115,7 @@ class Background:
         needed = {*step.inputs, *(fresh.leaf for fresh in step.fresh)}
         stand_ins = [memoryless(value) if slot in needed else None for slot, value in enumerate(slots)]
         context = contextvars.copy_context()  # it has what the thread has set of Inductor's settings
+        context.run(work_is_for, users_line())
         job = Job(program, step, stand_ins, kind, tape, context, ambient_state, charge)
         with self._lock:
             if (id(step), kind) in self._submitted or WORKER.ended:

@@ -76,7 +76,9 @@ def compile_elsewhere(
             raise_what_a_handler_raised(error)
             if WORKER.ended:
                 raise ProcessEndsError from None
-            warn_once(f"the process that compiles in the background failed, and compiling goes on in this one: {error}")
+            warn_once(
+                f"the process that compiles in the background failed, and compiling goes on in this one: {error}."
+            )
     return Made(backend.compile(graph_module, examples))
 
 

@@ -19,6 +19,7 @@ from ..cache.graphs import CompiledGraph
 from ..cache.metadata import structure_of
 from ..cache.variants import Variant
 from ..diagnostics.node_names import title
+from ..diagnostics.reporting import what_follows
 from ..guards.shapes import size_in
 from ..settings import Settings
 from ..versions import VERSION
@@ -121,7 +122,7 @@ def _reason(reason: Bypass | Miss | Failure) -> data.Reason:
         return data.Reason(
             reason.label, str(reason), "" if kind is None else kind.means, "" if kind is None else kind.do
         )
-    return data.Reason(f"failure: {reason.kind}", str(reason), "Gradients are right; this way is slower.", failed=True)
+    return data.Reason(f"failure: {reason.kind}", str(reason), what_follows(reason), failed=True)
 
 
 def _graph(graph: CompiledGraph, calls: Sequence[Any]) -> data.Graph:

@@ -114,7 +114,7 @@ def keep(
         raise_what_a_handler_raised(error)
         _log.debug("no reproduction", exc_info=True)
         return Kept(None, f"a reproduction could not be written ({error})")
-    return Kept(str(path), f"a reproduction is {path}")
+    return Kept(str(path), f"{path} is a reproduction")
 
 
 def region_tape(

@@ -1,0 +1,52 @@
+"""The user's line: the innermost frame that is neither this package's nor PyTorch's. Warnings point there."""
+
+from __future__ import annotations
+
+import sys
+import warnings
+from contextvars import ContextVar
+from types import CodeType
+from typing import Any, NamedTuple
+
+_NOT_USERS = {"compiled_autograd", "backends", "shadow_cache", "torch", "contextlib", "functools", "threading"}
+"""Top-level modules whose frames are passed over. Code without a module (``torch.fx`` makes some) is too."""
+
+
+class Line(NamedTuple):
+    """A line of the user's, with the module that has it."""
+
+    code: CodeType
+    number: int
+    module: dict[str, Any]
+
+    def __str__(self) -> str:
+        return f"{self.code.co_filename}:{self.number} in {self.code.co_name}"
+
+    def warn(self, text: str) -> None:
+        """Issue a warning for this line, as ``warnings.warn`` does with the right ``stacklevel``.
+
+        Raises:
+            UserWarning: the user has made errors of warnings.
+        """
+        registry = self.module.setdefault("__warningregistry__", {})
+        name = self.module.get("__name__")
+        warnings.warn_explicit(text, UserWarning, self.code.co_filename, self.number, name, registry)
+
+
+_asked_at: ContextVar[Line | None] = ContextVar("asked_at", default=None)
+
+
+def users_line() -> Line:
+    """The user's line that is under way; in a thread of this package, the one that asked for the work. Where no frame
+    is the user's, the outermost one."""
+    if (line := _asked_at.get()) is not None:
+        return line
+    frame = sys._getframe()
+    while str(frame.f_globals.get("__name__", "torch")).partition(".")[0] in _NOT_USERS and frame.f_back is not None:
+        frame = frame.f_back
+    return Line(frame.f_code, frame.f_lineno, frame.f_globals)
+
+
+def work_is_for(line: Line) -> None:
+    """Have :func:`users_line` give ``line`` in the calling context, which is that of work for another thread."""
+    _asked_at.set(line)

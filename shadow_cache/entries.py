@@ -198,8 +198,8 @@ class MissEntry(msgspec.Struct, frozen=True):
 class StoreStats(msgspec.Struct, frozen=True):
     """The store in figures.
 
-    ``seconds_saved`` is what its loads would have cost to compile anew. Of the ``timed`` entries, so many are slower
-    than the eager engine, which goes on for them: ``left_to_eager``.
+    ``misses`` and ``bypasses`` count records by reason. ``seconds_saved`` is what its loads would have cost to compile
+    anew. ``left_to_eager`` is the number of the ``timed`` entries that are slower than eager, which goes on for them.
     """
 
     entries: int
@@ -212,6 +212,7 @@ class StoreStats(msgspec.Struct, frozen=True):
     seconds_saved: float
     timed: int = 0
     left_to_eager: int = 0
+    bypasses: dict[str, int] = {}
 
 
 class Problem(msgspec.Struct, frozen=True):

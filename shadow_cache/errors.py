@@ -2,8 +2,14 @@
 
 from __future__ import annotations
 
+import shlex
 from collections.abc import Sequence
 from pathlib import Path
+
+
+def _sentence(text: str, path: Path) -> str:
+    """End a sentence; a command that ends in the path is to be pasted, and has no full stop behind it."""
+    return text if text.endswith(shlex.quote(str(path))) else f"{text}."
 
 
 class StoreError(Exception):
@@ -14,7 +20,7 @@ class StoreRefusedError(StoreError):
     """A folder or file that others could have written, or can read: compiled code is not taken from there."""
 
     def __init__(self, path: Path, found: str, do: str) -> None:
-        super().__init__(f"{path} is not used as a cache: {found}. {do}.")
+        super().__init__(f"{path} is not used as a cache: {found}. {_sentence(do, path)}")
 
 
 class StoreNewerError(StoreError):
@@ -31,7 +37,7 @@ class StoreUnavailableError(StoreError, OSError):
     """The store cannot be read or written now: a full disk, a read-only folder, a lock that is not given back."""
 
     def __init__(self, path: Path, found: str, do: str) -> None:
-        super().__init__(f"the cache in {path} cannot be used: {found}. {do}.")
+        super().__init__(f"the cache in {path} cannot be used: {found}. {_sentence(do, path)}")
 
 
 class StoreMissingError(StoreUnavailableError):

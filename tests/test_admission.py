@@ -17,6 +17,7 @@ import torch
 from torch import fx
 
 import compiled_autograd as ca
+import shadow_cache
 from compiled_autograd.cache.variants import Variant
 from compiled_autograd.capture import tape
 from compiled_autograd.policies import admission, spending
@@ -26,6 +27,7 @@ from compiled_autograd.policies.sketches import FIRST_SPACING, FURTHER, LAST_SPA
 from compiled_autograd.policies.spending import FIRST, RETURNS, SECONDS, SHARE, SPENDING, UNRETURNED, Balance, Spending
 from shadow_cache import Bypass
 from shadow_cache.cli import main
+from shadow_cache.report.from_store import store_report
 
 from .helpers import assert_same, expect, in_subprocess, in_threads
 
@@ -648,6 +650,13 @@ def test_the_command_line_and_the_report_say_it(tmp_path: Path, capsys: pytest.C
         main(["why", "--last", "--cache-dir", str(tmp_path / "cache")])
     said = " ".join(capsys.readouterr().out.split())
     assert "kind over_budget" in said and "28.0 s went into compiling 4 backwards" in said and "mark_dynamic" in said
+    with shadow_cache.open(tmp_path / "cache") as store:
+        assert store.stats().bypasses == {"over_budget": 1} and "over_budget" not in store.stats().misses
+        events = store_report(store).timeline.events
+        assert [each.outcome for each in events if each.reasons[0].kind == "over_budget"] == ["bypass"]
+    with pytest.raises(SystemExit):
+        main(["stats", "--cache-dir", str(tmp_path / "cache")])
+    assert "\n1 bypass, by reason\n  over_budget  1 " in capsys.readouterr().out
     page = session.report(tmp_path / "report.html").read_text()
     assert "over_budget" in page and "was left to the eager engine from then on" in page
 

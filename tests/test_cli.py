@@ -4,9 +4,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import re
 import shutil
+import sqlite3
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
@@ -790,6 +792,28 @@ def test_a_store_that_cannot_be_used_is_an_error_in_one_line(run: Run, cache: Pa
     cache.chmod(0o755)
     ran = run("ls", cache=cache)
     assert ran.code == 1 and ran.err.startswith("Error: ") and "chmod 700" in ran.err and ran.err.count("\n") == 1
+
+
+@pytest.mark.parametrize("verb", ["ls", "ls --format json", "stats"])
+def test_a_damaged_index_is_said_by_the_first_that_finds_it(verb: str, run: Run, cache: Path) -> None:
+    whole = run(*verb.split(), cache=cache)
+    for log in (cache / "index").glob("index.db-*"):
+        log.unlink()
+    index = cache / "index" / "index.db"
+    data = bytearray(index.read_bytes())
+    data[: len(data) // 2] = bytes(len(data) // 2)
+    index.write_bytes(data)
+    first, second = run(*verb.split(), cache=cache), run(*verb.split(), cache=cache)
+    assert "damaged: the index" in first.err and "entries were saved from it; see index.corrupt-" in first.err
+    assert whole.err == "" and "damaged:" not in second.err
+
+
+def test_damaged_entries_are_said_by_the_first_that_finds_them(run: Run, cache: Path) -> None:
+    with contextlib.closing(sqlite3.connect(cache / "index" / "index.db")) as connection, connection:
+        connection.execute("UPDATE entries SET checksum = 'none' WHERE id = '3fa91c'")
+    first, second = run("ls", cache=cache), run("ls", cache=cache)
+    assert re.fullmatch(r"damaged: row \d of entries: other bytes; it was dropped\n", first.err)
+    assert first.code == 0 and second == Ran(first.out, "", 0)
 
 
 # ---- help, completion ------------------------------------------------------------------------------------------------

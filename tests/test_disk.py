@@ -758,9 +758,24 @@ def _full(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Folder, "_replace", full)
 
 
-@pytest.mark.parametrize("spoil", [_open_to_others, _a_file, _newer, _full])
+def _not_writable(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder.mkdir(mode=0o700)
+    access = os.access
+    monkeypatch.setattr(os, "access", lambda path, mode: mode == os.R_OK and access(path, mode))
+
+
+@pytest.mark.parametrize(
+    ("spoil", "said"),
+    [
+        (_open_to_others, "run: chmod 700 {}\n"),
+        (_a_file, "it is no folder"),
+        (_newer, "a newer version made it"),
+        (_full, "no space left"),
+        (_not_writable, "the cache in {} cannot be used: this process may not write there"),
+    ],
+)
 def test_without_a_usable_folder_there_is_one_warning_and_memory(
-    folder: Path, spoil: Callable[..., None], monkeypatch: pytest.MonkeyPatch
+    folder: Path, spoil: Callable[..., None], said: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     spoil(folder, monkeypatch)
     session = ca.enable(backend="eager", cache_dir=folder)
@@ -770,7 +785,8 @@ def test_without_a_usable_folder_there_is_one_warning_and_memory(
             assert_same(found(backwards, session), wanted(backwards))
     expect(session.stats(), structure_misses=2, hits=1, compiles=2)
     (warning,) = [str(each.message) for each in given if "compiled_autograd" in str(each.message)]
-    assert str(folder) in warning and "memory" in warning
+    assert str(folder) in warning and "memory" in warning and said.format(folder) in f"{warning}\n"
+    assert ".." not in warning and "create=True" not in warning and f"{folder}." not in warning
     assert all(variant.entry is None and variant.not_stored for variant in _variants(session)) or spoil is not _full
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import sys
@@ -85,7 +86,7 @@ class View:
     @property
     def nothing(self) -> str:
         """What to say where nothing is."""
-        return f"nothing is stored in {self.path}."
+        return f"nothing is stored in {self.path}"
 
     @property
     def width(self) -> int | None:
@@ -153,6 +154,12 @@ class View:
         if text:
             _say(text, sys.stdout)
 
+    def say_damage(self) -> None:
+        """Say what this call has found damaged, and left out."""
+        for each in () if self._store is None else self._store.damage:
+            what, instead = f"{each.miss.where} {each.name and f'({each.name})'}".rstrip(), each.miss.hint
+            _say(f"{render.old('damaged:')} {what}: {each.miss.new}; {instead or 'it is left out'}", sys.stderr)
+
     def fail(self, note: str = "") -> NoReturn:
         """End with exit code 1, after a note for people; what else there is to say has been said."""
         if note and self.format == "human":
@@ -204,13 +211,21 @@ def _set(attribute: str) -> Callable[[click.Context, click.Parameter, Any], None
 
 def with_view(function: _Function) -> _Function:
     """A verb, or the program, that is given its :class:`View`, and has ``--cache-dir``."""
+
+    @functools.wraps(function)
+    def run(view: View, *arguments: Any, **named: Any) -> Any:
+        try:
+            return function(view, *arguments, **named)
+        finally:
+            view.say_damage()
+
     return rich_click.option(
         "--cache-dir",
         type=click.Path(file_okay=False, path_type=Path),
         expose_value=False,
         callback=_set("cache_dir"),
         help=f"The cache to look into.  [default: ${CACHE_DIR_VARIABLE}, or that of this user]",
-    )(click.make_pass_decorator(View, ensure=True)(function))
+    )(click.make_pass_decorator(View, ensure=True)(run))
 
 
 def with_format(function: _Function) -> _Function:

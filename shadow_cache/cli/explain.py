@@ -10,7 +10,7 @@ import msgspec
 import rich_click as click
 
 from ..entries import Entry, MissEntry, Structure, Timing
-from ..miss_kinds import MISMATCH, NOT_WORTH_IT, explain
+from ..miss_kinds import MISMATCH, NO_MISSES, NOT_WORTH_IT, explain
 from ..records import Miss
 from ..safe_text import harmless
 from . import graphs, render
@@ -48,14 +48,12 @@ def why(view: View, id: str | None, last: bool, mismatches: bool) -> None:
         raise click.UsageError("give an ID, --last or --mismatches, not both.")
     if mismatches:
         wrong = [miss for miss in view.store.misses() if miss.miss.kind == MISMATCH]
-        if not wrong:
-            raise Fault(f"no mismatch is recorded in {view.path}.")
         view.out(wrong, [miss.miss.where for miss in wrong], lambda: _mismatches(view, wrong))
         return
     if id is None:
         newest = next(iter(view.store.misses(1)), None)
         if newest is None:
-            raise Fault(f"no miss is recorded in {view.path}.")
+            raise Fault(f"no miss is recorded in {view.path}")
         view.out(newest, [newest.miss.kind], lambda: _last(view, newest))
         return
     misses = view.store.misses()
@@ -77,6 +75,8 @@ def _last(view: View, newest: MissEntry) -> Iterator[str]:
         words = f"entry {render.identifier(made.id)} ({kind}) of structure {render.identifier(made.structure)}"
     elif newest.entry is not None:
         words = f"entry {render.identifier(newest.entry)}, not stored any more"
+    elif newest.miss.kind in NO_MISSES:
+        words = "nothing: such backwards run on the eager engine"
     else:
         words = "nothing that is kept on disk"
     gone = made is None and newest.miss.kind in ("evicted", "corrupt")  # then it says what was lost, not what was made
@@ -88,6 +88,9 @@ def _last(view: View, newest: MissEntry) -> Iterator[str]:
 
 
 def _mismatches(view: View, found: Sequence[MissEntry]) -> Iterator[str]:
+    if not found:
+        yield f"no mismatch is recorded in {view.path}"
+        return
     for each in found:
         yield f"{render.bold(each.name)}, {render.ago(each.when, view.now)}"
         yield ""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import rich_click as click
@@ -278,12 +278,17 @@ def _stats(view: View, figures: StoreStats) -> Iterable[str]:
         ],
         indent="",
     )
-    if not figures.misses:
+    yield from _by_reason(figures.misses, "miss", "misses")
+    yield from _by_reason(figures.bypasses, "bypass", "bypasses")
+
+
+def _by_reason(counts: Mapping[str, int], noun: str, nouns: str) -> Iterable[str]:
+    if not counts:
         return
     yield ""
-    yield render.bold(f"{render.plural(sum(figures.misses.values()), 'miss', 'misses')}, by reason")
-    most = max(figures.misses.values())
-    kinds = sorted(figures.misses.items(), key=lambda kind: (-kind[1], kind[0]))
+    yield render.bold(f"{render.plural(sum(counts.values()), noun, nouns)}, by reason")
+    most = max(counts.values())
+    kinds = sorted(counts.items(), key=lambda kind: (-kind[1], kind[0]))
     width, digits = max(len(kind) for kind, _ in kinds), len(f"{most:,}")
     for kind, count in kinds:
         bar = "▇" * max(1, round(_BAR * count / most))

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 from ..amounts import date, plural, seconds, size
 from ..entries import Call, Entry, MissEntry, StoreStats, Structure
 from ..errors import StoreError
-from ..miss_kinds import explain
+from ..miss_kinds import NO_MISSES, explain
 from ..records import Miss
 from ..trie import fold, guides
 from . import data
@@ -63,7 +63,7 @@ def _timeline(misses: Sequence[MissEntry], structures: Mapping[str, Structure | 
         data.Event(
             number=number,
             count=1,
-            outcome="miss",
+            outcome="bypass" if each.miss.kind in NO_MISSES else "miss",
             title=each.name,
             graph=each.structure if structures.get(each.structure) is not None else None,
             cost=each.miss.seconds,

@@ -11,10 +11,12 @@ to the rights of the user's own folder. No symbolic link inside is followed.
 
 from __future__ import annotations
 
+import errno
 import hashlib
 import os
 import re
 import secrets
+import shlex
 import stat
 import time
 from collections.abc import Callable, Iterator
@@ -81,10 +83,11 @@ class Folder:
             raise StoreRefusedError(self._given, "it is a symbolic link of someone else's", f"Use {self.path} itself")
         try:
             if self.create:
-                self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
+                with suppress(FileExistsError):  # something that is no folder: refused by whoever asked
+                    self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
             return self.path.lstat()
-        except FileNotFoundError:
-            raise StoreMissingError(self.path) from None
+        except FileNotFoundError as error:
+            raise self.missing(error) from None
 
     def _refuse_others(self, status: os.stat_result) -> None:
         if not stat.S_ISDIR(status.st_mode):
@@ -95,7 +98,13 @@ class Folder:
         mode = stat.S_IMODE(status.st_mode)
         if hasattr(os, "geteuid") and mode & 0o077:
             found = f"its mode is {mode:04o}, so that others can read or write it"
-            raise StoreRefusedError(self.path, found, f"If nobody did, run: chmod 700 {self.path}")
+            raise StoreRefusedError(self.path, found, f"If nobody did, run: chmod 700 {shlex.quote(str(self.path))}")
+
+    def missing(self, error: Exception | None = None) -> StoreUnavailableError:
+        """No store is there: it was not to be made, or could not be."""
+        if not self.create:
+            return StoreMissingError(self.path)
+        return self.unavailable(error or PermissionError(errno.EACCES, "this process may not write there"))
 
     def unavailable(self, error: Exception) -> StoreUnavailableError:
         """``error`` in the words of the store."""

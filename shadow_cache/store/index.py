@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TypeVar
 
 from ..entries import MissEntry
-from ..errors import StoreError, StoreMissingError, StoreNewerError, StoreUnavailableError
+from ..errors import StoreError, StoreNewerError, StoreUnavailableError
 from ..records import Miss
 from . import folder as folders
 from .folder import Folder, refuse_unless_plain, until_free
@@ -141,7 +141,7 @@ class Index:
             self._folder.prepare()
         if _identity(self._file) is None:
             if read_only or not self._folder.create:
-                raise StoreMissingError(self._folder.path)
+                raise self._folder.missing()
             _create_file(self._file)
         refuse_unless_plain(self._file, folder=False)
         if not read_only:

@@ -18,6 +18,7 @@ import msgspec
 
 from ..entries import Entry, MissEntry, Problem, StoreStats, Structure, Summary, Timing
 from ..errors import DamagedEntryError, StoreUnavailableError
+from ..miss_kinds import NO_MISSES
 from ..records import Miss
 from .archive import export, import_
 from .folder import Folder, is_digest
@@ -116,13 +117,15 @@ class Store:
             ).fetchone()
             (structures,) = connection.execute("SELECT count(*) FROM structures").fetchone()
             (size,) = connection.execute(TOTAL_SIZE).fetchone()
-            misses = connection.execute("SELECT kind, count(*) FROM misses GROUP BY kind ORDER BY kind").fetchall()
-            counts = {str(kind): count for kind, count in misses}
+            recorded = connection.execute("SELECT kind, count(*) FROM misses GROUP BY kind ORDER BY kind").fetchall()
+            counts = {str(kind): count for kind, count in recorded}
+            misses = {kind: count for kind, count in counts.items() if kind not in NO_MISSES}
             timed = timings(connection, "WHERE entry IN (SELECT id FROM entries)").values()
             return StoreStats(
-                *(entries, structures, whole(size), self.max_size, whole(loads), counts, seconds, saved),
+                *(entries, structures, whole(size), self.max_size, whole(loads), misses, seconds, saved),
                 timed=len(timed),
                 left_to_eager=sum(timing.on_eager for timing in timed),
+                bypasses={kind: count for kind, count in counts.items() if kind in NO_MISSES},
             )
 
         return self._index.read(work)

@@ -124,6 +124,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
         loads: how often a process found it here.
         size: of its files, in bytes.
         timing: how it did against the eager engine, when it was last timed; None where it never was.
+        program: the file of the program that made it; None where it was no file, or an earlier version stored it.
     """
 
     id: str
@@ -141,6 +142,7 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
     loads: int = 0
     size: int = 0
     timing: Timing | None = None
+    program: str | None = None
 
     @property
     def name(self) -> str:

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import itertools
 import operator
-from collections.abc import Container, Iterator, Sequence
+from collections.abc import Callable, Container, Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
@@ -60,22 +60,37 @@ class ShadowGraph(Generic[P]):
 
     def find(self, keys: Sequence[Key]) -> Terminal[P] | None:
         """The terminal for ``keys``, if there is one; :meth:`nearest` says how near they come to another's."""
-        depth, node = self._follow(keys)
-        return node.terminal if depth == len(keys) else None
+        depth, path = self._follow(keys)
+        return path[-1].terminal if depth == len(keys) else None
 
     def nearest(self, keys: Sequence[Key]) -> tuple[int, Key | None]:
         """How many of ``keys`` are a known path, and of what follows on that path the key nearest to the next one."""
-        depth, node = self._follow(keys)
-        return depth, _closest([*node.children], keys[depth]) if depth < len(keys) else None
+        depth, path = self._follow(keys)
+        return depth, _closest([*path[-1].children], keys[depth]) if depth < len(keys) else None
 
-    def _follow(self, keys: Sequence[Key]) -> tuple[int, _TrieNode]:
-        node = self._all.root
+    def nearest_among(self, keys: Sequence[Key], counts: Callable[[P], bool]) -> tuple[int, Key | None, list[P]]:
+        """The same among the structures whose payloads count, and what is kept for those that part there.
+
+        The number is 0 and the key None where no structure counts. ``keys`` are those of a new structure.
+        """
+        _, path = self._follow(keys)
+        while path:
+            depth, node = len(path) - 1, path.pop()
+            beyond = {key: _payloads(child) for key, child in node.children.copy().items() if key != keys[depth]}
+            found = {key: kept for key, all_ in beyond.items() if (kept := [*filter(counts, all_)])}
+            closest = _closest([*found], keys[depth])
+            if closest is not None:
+                return depth, closest, found[closest]
+        return 0, None, []
+
+    def _follow(self, keys: Sequence[Key]) -> tuple[int, list[_TrieNode]]:
+        path = [self._all.root]
         for depth, key in enumerate(keys):
-            child = node.children.get(key)
+            child = path[-1].children.get(key)
             if child is None:
-                return depth, node
-            node = child
-        return len(keys), node
+                return depth, path
+            path.append(child)
+        return len(keys), path
 
     def insert(self, keys: Sequence[Key], payload: P) -> Terminal[P]:
         """Add a path; where it is there already, its terminal is given and ``payload`` is not used."""
@@ -116,6 +131,14 @@ class ShadowGraph(Generic[P]):
 
     def __len__(self) -> int:
         return len(self._all.terminals)
+
+
+def _payloads(node: _TrieNode) -> list[Any]:
+    """What is kept for the structures whose paths run through a node."""
+    nodes = [node]
+    for each in nodes:  # grows while it is read
+        nodes.extend(each.children.copy().values())
+    return [terminal.payload for each in nodes if (terminal := each.terminal) is not None]
 
 
 def _closest(known: Sequence[Key], key: Key) -> Key | None:

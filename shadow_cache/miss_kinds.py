@@ -19,7 +19,7 @@ KINDS: dict[str, Kind] = {
     ),
     "new_node": Kind(
         "The tape runs along a known one and then has another operation, or ends earlier or later.",
-        "Look for an `if` or a loop in the model or the loss that took another way at this place.",
+        "Nothing, for another loss on the same model; else look for an `if` or a loop that took another way here.",
     ),
     "node_attribute": Kind(
         "The operations are known, but one of them has a different constant.",

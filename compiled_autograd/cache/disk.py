@@ -32,6 +32,7 @@ from ..torch_api.users_line import users_line
 from .environment_key import differences, is_repeatable, state_of, why_not_stored
 from .metadata import loss_of, structure_of
 from .records import VariantRecord, entry_of, shapes_of, structure_id, undropped
+from .stored_neighbours import neighbours
 from .value_misses import corrupt_entry, stored_miss
 from .variants import Handover, Variant
 
@@ -40,8 +41,6 @@ if TYPE_CHECKING:
 
     from .graphs import CompiledGraph
 
-_NEIGHBOURS = 16
-"""At most this many structures of the store are compared with one that neither it nor this process knows."""
 _LATEST = 1000
 """At most this many of the store's latest misses are searched for what it lost."""
 _OTHER_RECORDS = "what the cache has is of another version, and is left alone: it is not compared"
@@ -145,15 +144,19 @@ class Disk:
             return miss
         known: ShadowGraph[None] = ShadowGraph()
         try:
-            ids = dict.fromkeys(summary.structure for summary in self.store.summaries())
-            stored = [self.store.structure(each) for each in list(ids)[:_NEIGHBOURS]]
+            stored = [*neighbours(self.store, graph.tape, shapes)]
         except StoreError:  # whoever wants to store something says so
             return miss
-        paths = [ir.decode_keys(structure.record) for structure in stored if structure is not None]
-        for path in filter(None, paths):
-            known.insert(path, None)
+        paths = [(ir.decode_keys(structure.record), alike) for structure, alike in stored]
+        for path, alike in paths:
+            if path and alike:
+                known.insert(path, None)
         if not len(known):
-            return msgspec.structs.replace(miss, hint=_OTHER_RECORDS) if paths else miss
+            return (
+                miss
+                if not paths or any(path for path, _ in paths)
+                else msgspec.structs.replace(miss, hint=_OTHER_RECORDS)
+            )
         keys = graph.tape.structure()
         depth, nearest = known.nearest(keys)
         if depth == len(keys):

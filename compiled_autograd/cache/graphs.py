@@ -23,6 +23,7 @@ from .. import ir
 from ..capture.unnamed import name_again
 from ..diagnostics.node_names import leaf_name, node_name, title
 from ..diagnostics.reporting import warn_once
+from ..diagnostics.same_model import may_be_of_one_model
 from ..diagnostics.structure_misses import first_seen, order_miss, structure_miss
 from ..diagnostics.variant_misses import state_miss
 from ..errors import ReproductionError
@@ -38,6 +39,7 @@ from ..steps.run_context import RunContext
 from ..steps.steps import RegionStep
 from ..threads.forks import unless_inside
 from ..torch_api import attributes
+from ..torch_api.users_line import users_line
 from .forms import Forms
 from .stages import about, handed_on, readable
 from .value_misses import values_miss
@@ -69,9 +71,9 @@ class CompiledGraph(WeaklyReferred):
         identity: the hash of its keys; ``keys`` are these, until somebody has asked for ``structure``.
         saving: where the next backward is to be written, with its values.
         evicted: its variants were let go of, because there were too many structures.
-        runs_twice: its tape can run twice, since nothing of the user's is in it and nothing is changed; None as long as
-            nobody has asked.
+        runs_twice: its tape can run twice: no user's code is in it, and nothing is changed. None before it was asked.
         met: how often it was met again after it was captured.
+        line: the user's line that called the backward that was captured.
     """
 
     tape: ir.TapeGraph
@@ -81,6 +83,7 @@ class CompiledGraph(WeaklyReferred):
     used: int = 0
     evicted: bool = False
     met: int = 0
+    line: str = ""
     _called: frozenset[ir.Marked] = frozenset()
     runs_twice: bool | None = None
     structure: str | None = None
@@ -302,16 +305,16 @@ class Graphs:
             return Miss("evicted", title(tape), hint=_EVICTED)
         if other_order:
             return order_miss(tape)
-        return structure_miss(tape, keys, *self._shadow.nearest(keys), shapes)
+        depth, key, others = self._shadow.nearest_among(keys, lambda graph: may_be_of_one_model(tape, graph.tape))
+        return structure_miss(tape, keys, depth, key, shapes, [(each.tape, each.line) for each in others])
 
     def add(self, tape: ir.TapeGraph, keys: Sequence[Key]) -> tuple[CompiledGraph, bool]:
         """A graph for a new structure; and whether others had to go for it, of which the engine still knows."""
         added: Terminal[CompiledGraph] = self._shadow.insert(keys, CompiledGraph(tape))
-        added.payload.number = added.number
+        added.payload.number, added.payload.line = added.number, str(users_line())
         added.payload.used = next(USES)
         added.payload.identity, added.payload.keys = hash(tuple(keys)), keys
-        oldest = self._too_many()
-        if not oldest:
+        if not (oldest := self._too_many()):
             return added.payload, False
         for graph in oldest:
             graph.evict()

@@ -21,7 +21,7 @@ from .. import ir
 from ..diagnostics.node_names import module_of
 from ..guards.shapes import Spec
 from ..steps.steps import RegionRecord
-from ..torch_api.users_line import users_line
+from ..torch_api.users_line import program, users_line
 from .metadata import guards_of, inputs_of, loss_of
 from .variants import Handover, Shapes, TensorRecord, Variant, fits
 
@@ -92,6 +92,7 @@ def entry_of(
         loss=loss_of(tape),
         module=module_of(tape),
         source=str(users_line()),
+        program=program(),
         nodes=len(tape.calls),
         settings=settings,
         ambient=ambient,

@@ -247,7 +247,17 @@ class Capture(HookReports):
         if mode is not None and torch._C._len_torch_dispatch_stack():  # no other is on while we capture
             _pop_mode()
 
-    
+    def _refuse_if_freed(self, function: Any) -> None:
+        """Refuse a Python function that runs and whose saved tensors were freed. The engine would find that out after
+        putting symbols in place of the node's sizes, with which eager cannot go on. Eager does not ask unless the
+        function does (2.13, ``torch/csrc/autograd/python_function.cpp``). Where the walk ends at it, nobody asks."""
+        try:
+            _ = function._raw_saved_tensors  # does not unpack them
+        except RuntimeError as error:
+            if does_not_run(function, self._inputs_asked_for):
+                return
+            what = f"RuntimeError: {str(error).partition('. ')[0][:120]}"
+            raise CaptureRefusedError(unsupported(what), True) from error
 
     def _op(self, name: str) -> ir.OpaqueOp:
         op = OPS.get(name)
@@ -279,13 +289,3 @@ def described(index: int, tensor: torch.Tensor) -> ir.LiftedTensor:
         kind = str(attributes.layout(tensor)).removeprefix("torch.")
     dtype = str(attributes.dtype(tensor)).removeprefix("torch.")
     return ir.LiftedTensor(index, dtype, str(attributes.device(tensor)), attributes.requires_grad(tensor), kind)
-
-
-def _refuse_if_freed(function: Any) -> None:
-    """A Python function whose saved tensors were freed: the engine finds that out when it has put symbols in place of
-    sizes of the node, with which eager cannot go on. Eager does not ask unless the function does (2.13,
-    ``torch/csrc/autograd/python_function.cpp``)."""
-    try:
-        _ = function._raw_saved_tensors  # does not unpack them
-    except RuntimeError as error:
-        raise CaptureRefusedError(unsupported(f"RuntimeError: {str(error).partition('. ')[0][:120]}"), True) from error

@@ -39,6 +39,10 @@ class ParameterName:
         """The name from the outermost module."""
         return ".".join(self.path)
 
+    def said(self) -> ir.Named:
+        """What a tape keeps of it."""
+        return ir.Named(self.name, self.outermost, self.model)
+
     def parameter(self) -> torch.Tensor | None:
         """What is there now."""
         *modules, attribute = self.path

@@ -12,8 +12,6 @@ from .. import ir
 from ..process_state import PROCESS, OfThread
 from .parameter_names import Trace, is_known, is_parameter, names_of_traces, parameter_names_of
 
-_Named = tuple[str | None, str | None]
-
 
 class Unnamed:
     """Parameters on a tape whose names are looked for when somebody asks.
@@ -25,9 +23,9 @@ class Unnamed:
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
         self._held: Sequence[torch.Tensor] = parameters
         self._traces: Sequence[Trace] = ()
-        self._names: Sequence[_Named] | None = None
+        self._names: Sequence[ir.Named] | None = None
 
-    def named(self, number: int) -> _Named:
+    def named(self, number: int) -> ir.Named:
         """The name of one of them, and the class of the outermost module that has it; None where no living one has."""
         self.look_up()
         assert self._names is not None
@@ -42,7 +40,7 @@ class Unnamed:
             keys, found = list(map(id, held)), parameter_names_of(held)
         else:
             keys, found = [trace.key for trace in traces], names_of_traces(traces)
-        names = [(found[key].name, found[key].outermost) if key in found else (None, None) for key in keys]
+        names = [found[key].said() if key in found else ir.Named() for key in keys]
         if self._names is None:
             self._names = names
         self._held = self._traces = ()
@@ -85,7 +83,7 @@ def name_again(tape: ir.TapeGraph, tensors: Sequence[torch.Tensor]) -> None:
     Args:
         tensors: what was handed over.
     """
-    if tape.calls[0].edges is None or any(call.named[0] is not None for call in tape.calls):
+    if tape.calls[0].edges is None or any(call.named.parameter is not None for call in tape.calls):
         return  # of what was not read from Python there are none
     written = tape.graph.find_nodes(op="call_function", target=ir.accumulate_grad)
     lifted = [(tape.calls[node.meta["call"]], node.args[0].meta["lifted"]) for node in written]

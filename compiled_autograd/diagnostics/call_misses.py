@@ -10,6 +10,7 @@ from shadow_cache import Miss
 from .. import ir
 from ..ir.structure_keys import Argument, CallPart, Constant, Lifted, Listed, Value, leaves, values_of
 from .node_names import argument_name, call_name, leaf_name, uses, value_name
+from .same_model import WAY_HINT
 
 SCALAR_TYPES = (
     *("uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64"),
@@ -19,7 +20,6 @@ SCALAR_TYPES = (
 _WITH_ARGUMENTS = ("ops.", "call_backward", "AOTBackward", "traced_backward", "copy_slices", "accumulate_grad", "zeros")
 NUMBER_HINT = "a number that the forward passes as a number is part of the structure; as a tensor it would not be"
 _CTC_HINT = "ctc_loss saves lengths as numbers, each set of which is compiled; docs/troubleshooting.md has a way round"
-WAY_HINT = "the forward took another way here; each way that it takes is compiled once"
 _UNDEFINED_HINT = "each set of outputs that a loss uses is compiled once"
 _NOTHING, _ANY, _TRUE = Constant("", "nothing"), Constant("", ""), Constant("bool", "True")
 

@@ -53,13 +53,13 @@ def layer_of(tape: ir.TapeGraph, index: int) -> str | None:
     calls = tape.calls
     if calls[index].parameter is not None:
         return f"of {calls[index].parameter}"
-    direct = _parameters(tape, index)
+    direct = parameters_at(tape, index)
     if direct:
         return f"of {direct[0]}"
     reached = list(calls[index].edges or ())
     for _ in range(_NEAR):
         for each in reached:
-            found = _parameters(tape, each)
+            found = parameters_at(tape, each)
             if found:
                 return f"after {found[0].rpartition('.')[0] or found[0]}"
         reached = [after for each in reached for after in calls[each].edges or ()]
@@ -75,7 +75,7 @@ def module_near(tape: ir.TapeGraph, index: int) -> str | None:
     return name.rpartition(".")[0] if kind == "of" else name
 
 
-def _parameters(tape: ir.TapeGraph, index: int) -> list[str]:
+def parameters_at(tape: ir.TapeGraph, index: int) -> list[str]:
     """The parameters that a node takes, as they are or through one node such as a transpose; weights first."""
     found = []
     for edge in tape.calls[index].edges or ():

@@ -27,8 +27,9 @@ from ..ir.structure_keys import (
     Value,
     values_of,
 )
-from .call_misses import WAY_HINT, call_miss, dtype_miss, one_each
+from .call_misses import call_miss, dtype_miss, one_each
 from .node_names import call_name, leaf_name, title, value_name
+from .same_model import WAY_HINT, Known, hint_at
 
 _HOOKS = {
     "tensor_hook": "tensor hook",
@@ -73,6 +74,7 @@ def structure_miss(
     depth: int,
     nearest: StructureKey | None,
     shapes: Sequence[Sequence[int]] = (),
+    others: Sequence[Known] = (),
 ) -> Miss:
     """Why a structure is new.
 
@@ -82,9 +84,21 @@ def structure_miss(
         depth: how many of the keys are those of a structure known before.
         nearest: of that structure, the key where the two part; None where nothing is known beyond.
         shapes: of the lifted tensors, where they are known.
+        others: the structures of this process from which it parts there.
     """
     if depth == 0 and nearest is None:
         return first_seen(tape)
+    miss = _where_they_part(tape, keys, depth, nearest, shapes)
+    return msgspec.structs.replace(miss, hint=hint_at(tape, depth, others)) if miss.hint == WAY_HINT else miss
+
+
+def _where_they_part(
+    tape: ir.TapeGraph,
+    keys: Sequence[StructureKey],
+    depth: int,
+    nearest: StructureKey | None,
+    shapes: Sequence[Sequence[int]],
+) -> Miss:
     if depth == len(keys):
         return order_miss(tape)
     key = keys[depth]

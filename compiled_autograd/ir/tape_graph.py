@@ -6,7 +6,7 @@ import itertools
 import operator
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any
+from typing import Any, NamedTuple
 
 import networkx as nx
 from torch import fx
@@ -28,6 +28,18 @@ from .structure_keys import (
 )
 
 
+class Named(NamedTuple):
+    """What is known of a leaf: the name of the parameter that it is, where a living module has it; the class of the
+    outermost module that has it; and a weak reference to that module, one object for one module."""
+
+    parameter: str | None = None
+    module: str | None = None
+    model: object | None = None
+
+
+_NO_PARAMETER = Named()
+
+
 @dataclass(slots=True)
 class TapeCall:
     """One node of the tape, as the engine reported it, with what was read of it from Python.
@@ -37,8 +49,7 @@ class TapeCall:
         name: the engine's.
         sequence: its sequence number; None where it could not be read.
         edges: indices of the nodes that its gradients go to, edge by edge; None where they could not be read.
-        named: for a leaf, the name of the parameter that it writes to, where a living module has it, and the class of
-            the outermost module that has it: :attr:`parameter` and :attr:`module`.
+        named: for a leaf, what is known of it: :attr:`parameter`, :attr:`module` and :attr:`model`.
         source: ``file:line in function`` of the forward, where anomaly mode recorded it.
         saved: what the node saved, by its names for it. Only for people: nothing is decided by it.
         look_up: finds out what it is named, where nobody has asked yet; None where somebody has.
@@ -48,26 +59,31 @@ class TapeCall:
     name: str
     sequence: int | None = None
     edges: list[int] | None = None
-    named: tuple[str | None, str | None] = (None, None)
+    named: Named = _NO_PARAMETER
     source: str | None = None
     saved: tuple[SavedValue, ...] = ()
-    look_up: Callable[[], tuple[str | None, str | None]] | None = None
+    look_up: Callable[[], Named] | None = None
 
     @property
     def parameter(self) -> str | None:
         """The name of the parameter that a leaf is; None where it is none, or no leaf."""
-        return self._names()[0]
+        return self._names().parameter
 
     @property
     def module(self) -> str | None:
         """The class of the outermost module that has it."""
-        return self._names()[1]
+        return self._names().module
+
+    @property
+    def model(self) -> object | None:
+        """A weak reference to that module."""
+        return self._names().model
 
     def made_at(self, sequence: int | None) -> TapeCall:
         """The same node of a tape whose nodes were made in another order."""
         return replace(self, sequence=sequence, look_up=self.look_up)  # this is read before the name
 
-    def _names(self) -> tuple[str | None, str | None]:
+    def _names(self) -> Named:
         look_up = self.look_up  # another thread may find it out meanwhile
         if look_up is not None:
             self.named = look_up()

@@ -78,7 +78,7 @@ def tape_of(record: Record) -> ir.TapeGraph:
         for index, each in enumerate(record.tensors)
     ]
     calls = [
-        ir.TapeCall(index, each.name, each.sequence, each.edges, (each.parameter, each.module), each.source)
+        ir.TapeCall(index, each.name, each.sequence, each.edges, ir.Named(each.parameter, each.module), each.source)
         for index, each in enumerate(record.nodes)
     ]
     try:

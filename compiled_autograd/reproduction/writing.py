@@ -165,5 +165,5 @@ def region_tape(
 
 def _numbered(call: ir.TapeCall, numbers: Mapping[int, int]) -> ir.TapeCall:
     edges = None if call.edges is None else [numbers[edge] for edge in call.edges if edge in numbers]
-    named = call.parameter, call.module
+    named = ir.Named(call.parameter, call.module)
     return ir.TapeCall(numbers[call.index], call.name, call.sequence, edges, named, call.source)

@@ -47,6 +47,12 @@ def users_line() -> Line:
     return Line(frame.f_code, frame.f_lineno, frame.f_globals)
 
 
+def program() -> str | None:
+    """Return the file that this process runs as its program; None where it is none, as in a notebook."""
+    file = getattr(sys.modules.get("__main__"), "__file__", None)
+    return file if isinstance(file, str) else None
+
+
 def work_is_for(line: Line) -> None:
     """Have :func:`users_line` give ``line`` in the calling context, which is that of work for another thread."""
     _asked_at.set(line)

@@ -16,7 +16,7 @@ from compiled_autograd.engine import seam
 from compiled_autograd.engine.handles import KEPT, Handle
 from compiled_autograd.user_code import functions
 
-from .helpers import WAIT, Squares, assert_same, both, expect, in_threads
+from .helpers import WAIT, Squares, assert_same, both, expect, in_subprocess, in_threads
 
 # ---- undefined gradients ---------------------------------------------------------------------------------------------
 
@@ -379,3 +379,25 @@ def test_what_a_step_made_goes_with_it(how: str) -> None:
     gc.collect()
     assert not [ref() for ref in kept if ref() is not None]
     expect(session.stats(), structure_misses=1, hits=3)
+
+
+def test_the_first_function_of_a_process_that_ends_is_captured() -> None:
+    """No thread starts then."""
+    done = in_subprocess("""
+import atexit, torch
+import compiled_autograd as ca
+class Double(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx, x):
+        return 2 * x
+    @staticmethod
+    def backward(ctx, grad):
+        return 2 * grad
+@atexit.register
+def last():
+    x = torch.ones(3, requires_grad=True)
+    with ca.enable(backend="eager") as session:
+        Double.apply(x).sum().backward()
+    print(session.last.outcome, *session.last.reasons, x.grad.tolist())
+""")
+    assert done.stdout.startswith("structure_miss first_seen") and "[2.0, 2.0, 2.0]" in done.stdout, done.stdout

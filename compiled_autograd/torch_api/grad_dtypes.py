@@ -71,7 +71,11 @@ def _place() -> int | None:
     where no mode and no ``node_creation_hook`` of the user's is on.
     """
     with ThreadPoolExecutor(1) as apart:
-        return apart.submit(_found).result()
+        try:
+            found = apart.submit(_found)
+        except RuntimeError:  # at the interpreter's end no thread starts any more
+            return _found()
+        return found.result()
 
 
 def _found() -> int | None:

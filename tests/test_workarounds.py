@@ -7,16 +7,20 @@ function that says which ones need it (``backends/versions.py``, ``torch_api/ver
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
 import pytest
 import torch
+from torch._inductor import config
+from torch._inductor.codegen import wrapper
 
 import compiled_autograd as ca
 from backends import versions
 from backends.inductor import backend as inductor
+from backends.inductor.workarounds import sizes_of_tensors
 from compiled_autograd.lowering import lower
 from compiled_autograd.torch_api import version_differences
 
@@ -108,6 +112,23 @@ _WORKAROUNDS = {
         _products_of_sizes_can_be_run,
     ),
 }
+
+
+def test_graphs_that_are_compiled_at_once_leave_other_code_alone(monkeypatch: Patch) -> None:
+    """The one that began first ends first."""
+    seen: list[bool] = []
+    monkeypatch.setattr(wrapper.PythonWrapperCodegen, "codegen_inputs", lambda self: seen.append(config.size_asserts))
+    monkeypatch.setattr(sizes_of_tensors, "reads_sizes_where_it_asserts_them", lambda: True)
+    monkeypatch.setattr(sizes_of_tensors, "_install", functools.cache(sizes_of_tensors._install.__wrapped__))
+    first, second = (contextlib.ExitStack() for _ in range(2))
+    with config.patch(size_asserts=False):
+        for each in (first, second):
+            each.enter_context(sizes_of_tensors.sizes_read_from_tensors())
+            wrapper.PythonWrapperCodegen.codegen_inputs(None)  # type: ignore[arg-type]
+        for each in (first, second):
+            each.close()
+            wrapper.PythonWrapperCodegen.codegen_inputs(None)  # type: ignore[arg-type]
+    assert seen == [True, True, True, False]
 
 
 @pytest.mark.parametrize("name", _WORKAROUNDS)

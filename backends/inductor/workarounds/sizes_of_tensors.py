@@ -10,18 +10,37 @@ from __future__ import annotations
 
 import contextlib
 import functools
+import threading
 from collections.abc import Iterator
 from typing import Any
 
 from ...versions import reads_sizes_where_it_asserts_them
 
 
+class _Thread(threading.local):
+    entered = 0
+
+
+_thread = _Thread()
+
+
 @contextlib.contextmanager
 def sizes_read_from_tensors() -> Iterator[None]:
-    """Enter while one graph is compiled. Another thread that compiles meanwhile may get such lines too: harmless."""
+    """Inside, in this thread, generated code reads sizes from its tensors."""
     if not reads_sizes_where_it_asserts_them():
         yield
         return
+    _install()
+    _thread.entered += 1
+    try:
+        yield
+    finally:
+        _thread.entered -= 1
+
+
+@functools.cache
+def _install() -> None:
+    """Put ours in front of Inductor's; it changes something in threads that are inside alone."""
     from torch._inductor import config
     from torch._inductor.codegen.wrapper import PythonWrapperCodegen
 
@@ -29,11 +48,7 @@ def sizes_read_from_tensors() -> Iterator[None]:
 
     @functools.wraps(before)
     def codegen_inputs(self: Any) -> None:
-        with config.patch(size_asserts=True):
+        with config.patch(size_asserts=True) if _thread.entered else contextlib.nullcontext():
             before(self)
 
     PythonWrapperCodegen.codegen_inputs = codegen_inputs  # type: ignore[method-assign]
-    try:
-        yield
-    finally:
-        PythonWrapperCodegen.codegen_inputs = before  # type: ignore[method-assign]

@@ -555,7 +555,7 @@ def test_dir_and_env(run: Run, filled: Path, tmp_path: Path, monkeypatch: pytest
     assert {f"torch: {name}" for name in torch_versions.DIFFERENCES} <= set(found)
 
 
-_NOT_BUILT = "not built; native=True has it built, and so have a hundred hits or a thousand backwards left to eager"
+_NOT_BUILT = "not built; native=True has it built, and so do a hundred hits or a thousand backwards left to eager"
 
 
 @pytest.mark.parametrize(
@@ -601,17 +601,22 @@ def test_env_says_whether_the_own_loop_is_on(
 
 
 @pytest.mark.parametrize(
-    ("asked", "said"),
-    [("", "every backward runs on eager (bypass untested_torch)"), ("try", "it compiles if python -m compiled_auto")],
+    ("asked", "said", "native", "own_loop"),
+    [
+        ("", "every backward runs on eager (bypass untested_torch)", *["off: this torch was not tested"] * 2),
+        ("try", "it compiles if python -m compiled_auto", _NOT_BUILT, "off: its tests did not run on torch"),
+    ],
 )
 def test_env_says_that_torch_was_not_tested(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: str, said: str
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: str, said: str, native: str, own_loop: str
 ) -> None:
+    for name in ("NATIVE", "OWN_LOOP"):
+        monkeypatch.delenv(f"COMPILED_AUTOGRAD_{name}", raising=False)
     monkeypatch.setenv("COMPILED_AUTOGRAD_UNTESTED_TORCH", asked)
     monkeypatch.setattr(torch_versions, "LAST", (2, 10))
     found = msgspec.json.decode(run("--cache-dir", tmp_path, "env", "--format", "json").out, type=dict[str, str])
     assert "and not on this one" in found["torch support"] and said in found["torch support"]
-    assert found["own loop"].startswith("off: its tests did not run on torch")
+    assert found["native"] == native and found["own loop"].startswith(own_loop)
 
 
 # ---- every kind of miss ----------------------------------------------------------------------------------------------

@@ -129,7 +129,7 @@ assert last.outcome == "bypass" and last.reasons[0].kind == "untested_torch" and
 for part in (torch.__version__, ca.TESTED_TORCH, "PyTorch's own engine", "untested_torch='try'"):
     assert part in text, (part, text)
 assert session.stats().bypasses == {"untested_torch": 1} and session.stats().backwards == 1
-assert session.settings.untested_torch == "eager"
+assert session.settings.untested_torch == "eager" and session.own_loop == "off: this PyTorch was not tested"
 """,
         version,
     )
@@ -137,7 +137,8 @@ assert session.settings.untested_torch == "eager"
 
 def test_no_setting_makes_an_error_of_it() -> None:
     _trains(
-        "assert session.stats().bypasses == {'untested_torch': 1}",
+        "assert session.stats().bypasses == {'untested_torch': 1}\n"
+        "assert session.own_loop == 'off: this PyTorch was not tested'",
         on_unsupported="raise",
         on_miss="raise",
         native=True,

@@ -110,6 +110,8 @@ def why_off(settings: Settings) -> str:
     """Why a session with these settings does without, whatever is there; empty where it does not."""
     if settings.own_loop is False:
         return "own_loop=False"
+    if not settings.may_compile:
+        return "this PyTorch was not tested"
     if settings.native is False:
         return "it needs the extension, and native=False does without"
     return why_own_loop_is_unchecked() if settings.own_loop is None else ""

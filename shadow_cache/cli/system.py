@@ -20,6 +20,7 @@ from .base import Verb, View, with_format
 
 _PACKAGES = ("torch", "compiled-autograd", "msgspec", "rich-click")
 _NOT_BUILT = "not built"
+_NOT_TESTED = "off: this torch was not tested"
 
 
 @click.command(cls=Verb, name="dir")
@@ -84,7 +85,7 @@ def _support(torch: str) -> str:
     tested = f"tested on torch{torch_versions.TESTED_TORCH}"
     if torch_versions.is_tested(torch):
         return tested
-    if os.environ.get("COMPILED_AUTOGRAD_UNTESTED_TORCH") == "try":
+    if _may_compile(torch):
         return f"{tested}, and not on this one: it compiles if python -m compiled_autograd selftest passes"
     return (
         f"{tested}, and not on this one: every backward runs on eager (bypass untested_torch). Install a tested torch "
@@ -92,13 +93,19 @@ def _support(torch: str) -> str:
     )
 
 
+def _may_compile(torch: str) -> bool:
+    return torch_versions.is_tested(torch) or os.environ.get("COMPILED_AUTOGRAD_UNTESTED_TORCH") == "try"
+
+
 def _native(folder: Path, torch: str) -> str:
     """Whether the extension is there; a file's name begins with the version of torch that it is for."""
+    if not _may_compile(torch):
+        return _NOT_TESTED
     if any(folder.glob(f"torch-{torch}-*.so")):
         return f"built for torch {torch}"
     failed = next(folder.glob(f"torch-{torch}-*.failed"), None)
     return (
-        f"{_NOT_BUILT}; native=True has it built, and so have a hundred hits or a thousand backwards left to eager"
+        f"{_NOT_BUILT}; native=True has it built, and so do a hundred hits or a thousand backwards left to eager"
         if failed is None
         else f"not built, as {failed} says"
     )
@@ -106,6 +113,8 @@ def _native(folder: Path, torch: str) -> str:
 
 def _own_loop(native: str, torch: str) -> str:
     """Whether the extension runs what is left to eager, where a session does not say otherwise."""
+    if native == _NOT_TESTED:
+        return native
     environment = {name: os.environ.get(f"COMPILED_AUTOGRAD_{name}", "").lower() for name in ("OWN_LOOP", "NATIVE")}
     for name, value in environment.items():
         if value in ("false", "0"):

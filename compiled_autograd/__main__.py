@@ -8,8 +8,14 @@ import sys
 import rich_click as click
 
 from compiled_autograd.errors import CompiledAutogradError
-from compiled_autograd.selftest import NAMES, as_json, as_they_come, heading, is_fine, line, sentence
+from compiled_autograd.settings import resolve
 from shadow_cache.safe_text import harmless
+
+try:
+    from backends import UnknownBackendError
+    from compiled_autograd.selftest import NAMES, as_json, as_they_come, heading, is_fine, line, sentence
+except (ImportError, AttributeError) as error:  # something private of PyTorch's has moved
+    sys.exit(harmless(f"This PyTorch does not work with this package: {type(error).__name__}: {error}"))
 
 _INTERRUPTED = 130
 """The status of a program that Ctrl-C ended, as shells have it."""
@@ -24,13 +30,14 @@ def main() -> None:
 @click.option("--json", "in_json", is_flag=True, help="Print one JSON object.")
 @click.option("--only", multiple=True, metavar="PART", type=click.Choice(NAMES), help="Run this part; may be repeated.")
 def selftest(in_json: bool, only: tuple[str, ...]) -> None:
-    """Run some twenty small backwards compiled and on eager, and compare. It takes less than a minute.
+    """Run some twenty small backwards compiled and on eager, and compare.
 
     Ends with status 0 where all is right (optional parts may be missing), 1 where something is wrong, 2 where an
-    environment variable names no setting.
+    environment variable or an argument is wrong.
     """
     found = []
     try:
+        resolve({}).require_backend()
         if not in_json:
             click.echo(heading())
         with contextlib.closing(as_they_come(only or None)) as results:
@@ -38,7 +45,7 @@ def selftest(in_json: bool, only: tuple[str, ...]) -> None:
                 found.append(result)
                 if not in_json:
                     click.echo(harmless(line(result)))
-    except CompiledAutogradError as error:
+    except (CompiledAutogradError, UnknownBackendError) as error:
         click.echo(harmless(str(error)), err=True)
         sys.exit(2)
     except KeyboardInterrupt:

@@ -69,10 +69,7 @@ def enable(**settings: Any) -> Session:
         UnknownSettingError, InvalidSettingError, UnknownBackendError: see there.
     """
     resolved = resolve(settings)
-    if isinstance(resolved.backend_in_mode, str):
-        from backends import get_backend
-
-        get_backend(resolved.backend_in_mode)
+    resolved.require_backend()
     return Session(ready_for(resolved))
 
 

@@ -15,8 +15,14 @@ from rich.markup import escape
 from rich.table import Table
 
 from compiled_autograd.errors import CompiledAutogradError
-from compiled_autograd.replay import Comparison, Reproduction, Times
 from shadow_cache.safe_text import harmless
+
+try:
+    from backends import UnknownBackendError
+    from compiled_autograd.replay import Comparison, Reproduction, Times
+except (ImportError, AttributeError) as error:  # something private of PyTorch's has moved
+    click.echo(harmless(f"This PyTorch does not work with this package: {type(error).__name__}: {error}"), err=True)
+    sys.exit(2)
 
 if __name__ != "__main__":  # the module would hide the function in the package
     raise ImportError(
@@ -50,7 +56,7 @@ def main(file: Path, backend: str | None, rounds: int, stage: str | None, as_jso
             return
         comparison = reproduction.compare(backend)
         times = reproduction.time(backend, rounds) if rounds else None
-    except (CompiledAutogradError, OSError) as error:
+    except (CompiledAutogradError, UnknownBackendError, OSError) as error:
         click.echo(harmless(str(error)), err=True)
         sys.exit(2)
     if as_json:

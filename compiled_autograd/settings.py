@@ -71,6 +71,17 @@ class Settings:
         """Whether what is not in the cache is compiled, now or in the background."""
         return self.on_miss in ("compile", "background")
 
+    def require_backend(self) -> None:
+        """Look the backend up.
+
+        Raises:
+            UnknownBackendError: no backend has its name.
+        """
+        if isinstance(self.backend_in_mode, str):
+            from backends import get_backend  # a torch that was not tested may lack what this needs
+
+            get_backend(self.backend_in_mode)
+
     @property
     def looks_away(self) -> bool:
         """Whether a few tapes may be taken for others without a look: not where each that is not served is to raise."""

@@ -35,7 +35,7 @@ from compiled_autograd.selftest.tapes import HERE, STEPS, TapeCase, TapeStep
 from compiled_autograd.steps import accumulate
 from compiled_autograd.torch_api.version_differences import why_own_loop_is_unchecked
 
-from .helpers import ROOT, mlp
+from .helpers import ROOT, in_subprocess, mlp
 
 _SECONDS_OF_CPU = 110.0
 """A minute on two cores."""
@@ -96,7 +96,7 @@ def test_without_a_compiler(tmp_path: Path) -> None:
     assert ended.returncode == 0, ended.stdout + ended.stderr
     lines = ended.stdout.splitlines()
     assert lines[-1] == (
-        "This machine is fine. There is no C++ compiler: the extension is off, and backend inductor runs the calls of "
+        "What was run is fine. There is no C++ compiler: the extension is off, and backend inductor runs the calls of "
         "a backward one by one, with the same gradients."
     )
     results = {part: line for part in parts for line in lines if line.startswith(part)}
@@ -129,6 +129,33 @@ def test_what_it_does_not_know(tmp_path: Path) -> None:
     ended = _command(tmp_path, "selftest", COMPILED_AUTOGRAD_BACKENDS="eager")
     assert ended.returncode == 2
     assert "COMPILED_AUTOGRAD_BACKENDS" in ended.stderr and "Traceback" not in ended.stderr
+    ended = _command(tmp_path, "selftest", "--only", _HERE, COMPILED_AUTOGRAD_BACKEND="inducto")
+    assert (ended.returncode, ended.stdout) == (2, "")
+    assert ended.stderr.startswith("there is no backend 'inducto'. Did you mean 'inductor'?")
+
+
+@pytest.mark.parametrize(
+    ("asked", "said"),
+    [("eager", " torch 2.99.0 was not tested: set untested_torch='try' to compile on it."), ("try", "")],
+)
+def test_on_a_torch_that_was_not_tested(asked: str, said: str) -> None:
+    code = """
+import torch
+torch.__version__ = torch.torch_version.TorchVersion("2.99.0")
+from compiled_autograd import selftest
+print(selftest.sentence([selftest.PartResult(name, "ok", 0.0) for name in selftest.NAMES]))
+"""
+    done = in_subprocess(code, COMPILED_AUTOGRAD_UNTESTED_TORCH=asked)
+    assert done.stdout == f"This machine is fine.{said}\n", done.stderr
+
+
+def test_the_last_line_of_a_part() -> None:
+    status, output = _run_command(_HERE)
+    assert status == 0 and output.splitlines()[-1] == "What was run is fine."
+    left_out = selftest.PartResult(apart.EXTENSION, "not here", 0.0, "native=False is set")
+    assert selftest.sentence([left_out]) == (
+        "What was run is fine. The extension is off: backwards are walked by PyTorch's engine, with the same gradients."
+    )
 
 
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="processes are looked for in /proc")

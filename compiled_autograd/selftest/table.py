@@ -9,17 +9,18 @@ from typing import Any
 import msgspec
 import torch
 
+from ..settings import resolve
 from ..versions import VERSION
 from .apart import CUDA, EXTENSION, INDUCTOR, OWN_LOOP, STORE
 from .checks import NOT_HERE, OFF, PartResult
+from .running import NAMES
 
-_FINE = "This machine is fine"
 _LEFT_OUT = (CUDA,)
 """Parts whose absence needs no words at the end."""
 _MISSING = {
     INDUCTOR: "There is no C++ compiler: the extension is off, and backend inductor runs the calls of a backward one "
     "by one, with the same gradients",
-    EXTENSION: "There is no extension: backwards are walked by PyTorch's engine, with the same gradients",
+    EXTENSION: "The extension is off: backwards are walked by PyTorch's engine, with the same gradients",
     OWN_LOOP: "The own loop is off: bypasses run on PyTorch's engine, with the same gradients",
 }
 _OFF = {
@@ -55,7 +56,11 @@ def line(result: PartResult) -> str:
 
 
 def sentence(found: Sequence[PartResult]) -> str:
-    """Say that the machine is fine, or name the parts that are off and their substitutes."""
+    """Say that the machine is fine, or name the parts that are off and their substitutes.
+
+    Raises:
+        UnknownSettingError, InvalidSettingError: an environment variable with this package's prefix.
+    """
     bad = [each for each in found if not each.is_fine]
     if bad:
         return f"Not all is right here. {' '.join(map(_what_is_off, bad))} Please report this output."
@@ -64,7 +69,11 @@ def sentence(found: Sequence[PartResult]) -> str:
         missing = [INDUCTOR]
     elif EXTENSION in missing:
         missing = [EXTENSION]
-    return " ".join(f"{text}." for text in (_FINE, *(_MISSING[name] for name in missing if name in _MISSING)))
+    texts = ["This machine is fine" if len(found) == len(NAMES) else "What was run is fine"]
+    texts += [_MISSING[name] for name in missing if name in _MISSING]
+    if not resolve({}).may_compile:
+        texts.append(f"torch {torch.__version__} was not tested: set untested_torch='try' to compile on it")
+    return " ".join(f"{text}." for text in texts)
 
 
 def _what_is_off(result: PartResult) -> str:

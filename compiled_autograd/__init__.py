@@ -90,6 +90,7 @@ def load(path: str | os.PathLike[str]) -> Reproduction:
     Raises:
         ReproductionError: it is no reproduction, it is damaged or of another version, or it names what is not here.
         OSError: it cannot be read.
+        ImportError: PyTorch was not tested, and something of it that this package needs has moved.
     """
     from .replay import Reproduction
 

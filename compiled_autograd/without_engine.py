@@ -3,23 +3,38 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
+import os
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import torch
 
 from backends.torch_versions import TESTED_TORCH
+from shadow_cache import Bypass
+from shadow_cache.amounts import date
 
-from .outcomes import Outcome, Stats
+from .outcomes import BYPASS, Outcome, Stats
+from .settings import Settings, resolve
 from .torch_api.users_line import users_line
+from .versions import VERSION
 
 
 class Session:
-    """A context manager that changes nothing, and counts nothing."""
+    """A context manager that changes nothing, and counts nothing.
 
-    last = None
+    Attributes:
+        last: the bypass that each backward is.
+    """
+
     native = own_loop = "off: this PyTorch was not tested"
+
+    def __init__(self, settings: Settings, why: str) -> None:
+        self.settings = dataclasses.replace(settings, untested_torch="eager")
+        self.last = Outcome(BYPASS, reasons=(Bypass("untested_torch", hint=why),))
 
     def __enter__(self) -> Session:
         return self
@@ -38,11 +53,24 @@ class Session:
         """Return True: nothing is being compiled."""
         return True
 
+    def report(self, path: str | os.PathLike[str]) -> Path:
+        """Write a page that says why nothing is compiled.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        from shadow_cache.report import data, page
+
+        facts = ("torch", str(torch.__version__)), ("compiled_autograd", VERSION), ("why", str(self.last.reasons[0]))
+        timeline = data.Timeline((), 0, hits_between=False)
+        return page.write(data.Report("session", "a session", date(time.time()), (), timeline, (), (), facts), path)
+
 
 def names(error: Exception) -> dict[str, Any]:
     """Return the names of the public face, of which none needs the module whose import failed with ``error``."""
 
     warned: list[bool] = []
+    why = f"this PyTorch was not tested, and an import failed: {type(error).__name__}: {error}"
 
     def warn() -> None:
         if warned:
@@ -56,14 +84,14 @@ def names(error: Exception) -> dict[str, Any]:
 
     def enable(**settings: Any) -> Session:
         warn()
-        return Session()
+        return Session(resolve(settings), why)
 
     def compile_step(function: Callable[..., Any] | None = None, **settings: Any) -> Any:
         warn()
         if function is None:
             return functools.partial(compile_step, **settings)
         step = functools.wraps(function)(lambda *args, **kwargs: function(*args, **kwargs))
-        step.session = Session()  # type: ignore[attr-defined]
+        step.session = Session(resolve(settings), why)  # type: ignore[attr-defined]
         return step
 
     def inspect(*args: Any, **kwargs: Any) -> Any:

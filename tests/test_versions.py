@@ -213,12 +213,10 @@ def test_the_real_selftest_passes_on_the_installed_torch_by_another_name() -> No
     _trains("assert not told and last.outcome == 'hit', (told, last)", untested_torch="try")
 
 
-def test_an_import_that_fails_ends_nothing() -> None:
-    """As where something private of PyTorch's has moved."""
-    done = in_subprocess("""
+_FAILS = """
 import sys, warnings, torch
 torch.__version__ = "2.99.0"
-sys.modules["compiled_autograd.engine.session"] = None
+sys.modules["compiled_autograd.{module}"] = None
 import compiled_autograd as ca
 x = torch.ones(3, requires_grad=True)
 with warnings.catch_warnings(record=True) as told:
@@ -227,11 +225,15 @@ with warnings.catch_warnings(record=True) as told:
     def step(factor):
         with ca.enable() as session, ca.disable(), ca.trace_sources():
             (factor * x.exp()).sum().backward()
-        return session.stats().backwards, session.last, session.graphs(), session.wait()
-    assert step(2) == step(factor=0) == (0, None, [], True) and step.session.stats().hits == 0
+        return session.stats().backwards, session.last.outcome, session.graphs(), session.wait()
+    assert step(2) == step(factor=0) == (0, "bypass", [], True) and step.session.stats().hits == 0
 assert torch.equal(x.grad, 2 * x.detach().exp())
 (text,) = [str(each.message) for each in told]
-assert "2.99.0" in text and ca.TESTED_TORCH in text and "engine.session" in text, text
+assert "2.99.0" in text and ca.TESTED_TORCH in text and module in text, text
+(reason,) = step.session.last.reasons
+assert reason.kind == "untested_torch" and module in str(reason)
+assert step.session.settings.backend == "eager" and "not tested" in step.session.own_loop
+assert module in step.session.report(page).read_text()
 assert ca.traceable(step) is step and ca.reset() is None
 try:
     ca.inspect(x)
@@ -240,7 +242,23 @@ except NotImplementedError as error:
 else:
     raise AssertionError
 assert set(ca.__all__) - {"load"} <= set(vars(ca)), set(ca.__all__) - set(vars(ca))
-""")
+"""
+"""As where something private of PyTorch's has moved."""
+_MODULES = "engine.session", "capture.forward_lines", "cache.graphs"
+
+
+@pytest.mark.parametrize("module", _MODULES)
+def test_an_import_that_fails_ends_nothing(module: str, tmp_path: Path) -> None:
+    code = """
+try:
+    ca.enable(on_mis="raise")
+except ca.UnknownSettingError:
+    pass
+else:
+    raise AssertionError
+"""
+    given = f"module, page = {module!r}, {str(tmp_path / 'report.html')!r}\n"
+    done = in_subprocess(_FAILS.format(module=module) + given + code)
     assert done.returncode == 0, done.stderr
 
 
@@ -264,6 +282,50 @@ def test_pip_keeps_an_untested_torch_and_env_says_why(tmp_path: Path) -> None:
     (info / "RECORD").write_text("")
     builds = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path), str(ROOT)]
     subprocess.run(builds, check=True, capture_output=True, timeout=300)
+@pytest.mark.parametrize("module", _MODULES)
+def test_where_an_import_fails_callbacks_do_nothing(module: str) -> None:
+    """The trainers' libraries are played."""
+    code = """
+from types import ModuleType, SimpleNamespace
+from unittest.mock import MagicMock
+class Base: pass
+for name in ("lightning", "lightning.pytorch", "lightning.pytorch.utilities", "transformers"):
+    sys.modules[name] = MagicMock(Callback=Base, TrainerCallback=Base)
+from compiled_autograd.integrations import lightning, transformers
+x = torch.ones(3, requires_grad=True)
+warnings.simplefilter("ignore")
+callback = lightning.CompiledAutogradCallback(backend="eager")
+module = MagicMock()
+callback.on_fit_start(None, module)
+callback.on_before_backward(None, module, None)
+x.exp().sum().backward()
+callback.on_after_backward(None, module)
+callback.on_train_batch_end(None, module, None, None, 0)
+callback.on_fit_end(None, module)
+assert not module.log.called and not lightning.rank_zero_info.called
+callback, state, logs = transformers.CompiledAutogradCallback(), MagicMock(log_history=[]), {}
+callback.on_train_begin(None, state, None)
+x.exp().sum().backward()
+callback.on_log(None, state, None, logs)
+callback.on_train_end(None, state, None)
+assert logs == {transformers.MISSES: 0} and torch.equal(x.grad, 2 * x.detach().exp())
+"""
+    done = in_subprocess(_FAILS.format(module=module) + code)
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
+
+
+@pytest.mark.parametrize(("program", "status"), [("__main__", 1), ("load", 2)])
+def test_where_an_import_fails_a_program_says_so(program: str, status: int) -> None:
+    code = f"""
+import runpy
+sys.argv[1:] = ["selftest"]
+runpy.run_module("compiled_autograd.{program}", run_name="__main__")
+"""
+    done = in_subprocess(_FAILS.format(module="cache.graphs") + code)
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (status, "", 1), done.stderr
+    assert done.stderr.startswith("This PyTorch does not work with this package: ") and "cache.graphs" in done.stderr
+
+
     (wheel,) = tmp_path.glob("*.whl")
     python = str(tmp_path / "venv" / "bin" / "python")
     pip = [sys.executable, "-m", "pip", "--python", python, "install", "--no-index", "--ignore-installed", "--no-deps"]

@@ -11,7 +11,7 @@ except ImportError:
     from pytorch_lightning import Callback, LightningModule, Trainer
     from pytorch_lightning.utilities import rank_zero_info
 
-from ..engine.session import Session
+from .. import Session
 from .summary import MISSES, Trainings
 
 

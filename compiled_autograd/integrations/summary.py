@@ -10,8 +10,7 @@ from typing import Any
 
 from shadow_cache.amounts import plural
 
-from ..api import enable
-from ..engine.session import Session, Stats
+from .. import Session, Stats, enable
 
 MISSES = "backward_misses"
 """The name in a trainer's log: how many backwards were no hits since it last logged."""
@@ -133,5 +132,6 @@ class Trainings:
         return now - before
 
     def summary(self) -> Summary | None:
-        """What the calling thread's training was worth; None before its first."""
-        return None if self._here.session is None else Summary.of(self._here.session)
+        """What the calling thread's training was worth; None where none had a backward that was counted."""
+        session = self._here.session
+        return Summary.of(session) if session is not None and session.stats().backwards else None

@@ -6,7 +6,7 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from ..engine.session import Session
+from .. import Session
 from .summary import MISSES, Trainings
 
 

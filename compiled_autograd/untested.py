@@ -15,6 +15,7 @@ from backends.signal_handlers import raise_what_a_handler_raised
 from backends.torch_versions import TESTED_TORCH, is_tested
 
 from .diagnostics.bypass import UNTESTED_TORCH
+from .diagnostics.progress import Wait
 from .diagnostics.reporting import warn_once
 from .engine.session import current
 from .outcomes import BYPASS, Outcome
@@ -42,7 +43,7 @@ def ready_for(settings: Settings) -> Settings:
     On a tested PyTorch these are the ones given. Elsewhere, ``untested_torch="try"`` holds if the selftest passes.
     """
     tested = is_tested(torch.__version__)
-    wrong = _why_not() if settings.untested_torch == "try" and not tested else None
+    wrong = _tried(settings) if settings.untested_torch == "try" and not tested else None
     if tested or wrong == "":
         from .engine.engine import install
 
@@ -66,6 +67,13 @@ def _warning(wrong: str | None) -> str:
         f"{text}, and the selftest did not pass on it. Every backward runs on PyTorch's own engine, in spite of "
         f"untested_torch='try'. {wrong}"
     )
+
+
+def _tried(settings: Settings) -> str:
+    """Return what :func:`_why_not` does, with a line for whoever waits for the first answer."""
+    progress = False if _why_not.cache_info().currsize else settings.progress
+    with Wait(progress).compiling(lambda: ("the selftest", f"torch {torch.__version__} was not tested"), "running"):
+        return _why_not()
 
 
 @functools.cache

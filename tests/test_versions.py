@@ -207,6 +207,26 @@ assert "the selftest did not pass" in text and "planted" in text, text
     )
 
 
+def test_a_line_says_once_that_the_selftest_runs() -> None:
+    code = (
+        _PLANTED.format(result="ok")
+        + """
+import time, torch
+from compiled_autograd.diagnostics import progress
+progress.PATIENCE = 0.0
+planted = selftest.run
+selftest.run = lambda: time.sleep(0.3) or planted()
+for _ in range(2):
+    ca.enable(untested_torch="try", progress=True)
+assert asked == [None]
+"""
+    )
+    start = "import torch\ntorch.__version__ = torch.torch_version.TorchVersion('2.99.0')\n"
+    done = in_subprocess(f"{start}import compiled_autograd as ca\n{code}")
+    assert done.returncode == 0, done.stderr
+    assert done.stderr == "| compiled_autograd: running the selftest, 0 s: torch 2.99.0 was not tested\n"
+
+
 @pytest.mark.slow
 def test_the_real_selftest_passes_on_the_installed_torch_by_another_name() -> None:
     """The engine is the installed one: every part that runs in this process passes, so the session compiles."""
@@ -218,6 +238,14 @@ import sys, warnings, torch
 torch.__version__ = "2.99.0"
 sys.modules["compiled_autograd.{module}"] = None
 import compiled_autograd as ca
+"""
+"""As where something private of PyTorch's has moved."""
+_MODULES = "engine.session", "capture.forward_lines", "cache.graphs"
+
+
+@pytest.mark.parametrize("module", _MODULES)
+def test_an_import_that_fails_ends_nothing(module: str, tmp_path: Path) -> None:
+    code = """
 x = torch.ones(3, requires_grad=True)
 with warnings.catch_warnings(record=True) as told:
     warnings.simplefilter("always")
@@ -242,14 +270,6 @@ except NotImplementedError as error:
 else:
     raise AssertionError
 assert set(ca.__all__) - {"load"} <= set(vars(ca)), set(ca.__all__) - set(vars(ca))
-"""
-"""As where something private of PyTorch's has moved."""
-_MODULES = "engine.session", "capture.forward_lines", "cache.graphs"
-
-
-@pytest.mark.parametrize("module", _MODULES)
-def test_an_import_that_fails_ends_nothing(module: str, tmp_path: Path) -> None:
-    code = """
 try:
     ca.enable(on_mis="raise")
 except ca.UnknownSettingError:
@@ -262,26 +282,6 @@ else:
     assert done.returncode == 0, done.stderr
 
 
-def test_on_a_tested_release_a_failed_import_is_an_error() -> None:
-    done = in_subprocess(
-        "import sys, torch; sys.modules['compiled_autograd.engine.session'] = None; import compiled_autograd"
-    )
-    assert done.returncode == 1 and "engine.session" in done.stderr
-
-
-def test_pip_keeps_an_untested_torch_and_env_says_why(tmp_path: Path) -> None:
-    """The wheel beside a torch that calls itself 2.99."""
-    venv.create(tmp_path / "venv", with_pip=False)
-    (packages,) = (tmp_path / "venv").glob("lib/python*/site-packages")
-    outer = [sysconfig.get_path("purelib"), *site.getsitepackages()]
-    (packages / "outer.pth").write_text("\n".join(dict.fromkeys(outer)))
-    info = packages / "torch-2.99.0.dist-info"
-    info.mkdir()
-    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.99.0\n")
-    (info / "INSTALLER").write_text("pip\n")
-    (info / "RECORD").write_text("")
-    builds = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path), str(ROOT)]
-    subprocess.run(builds, check=True, capture_output=True, timeout=300)
 @pytest.mark.parametrize("module", _MODULES)
 def test_where_an_import_fails_callbacks_do_nothing(module: str) -> None:
     """The trainers' libraries are played."""
@@ -326,6 +326,26 @@ runpy.run_module("compiled_autograd.{program}", run_name="__main__")
     assert done.stderr.startswith("This PyTorch does not work with this package: ") and "cache.graphs" in done.stderr
 
 
+def test_on_a_tested_release_a_failed_import_is_an_error() -> None:
+    done = in_subprocess(
+        "import sys, torch; sys.modules['compiled_autograd.engine.session'] = None; import compiled_autograd"
+    )
+    assert done.returncode == 1 and "engine.session" in done.stderr
+
+
+def test_pip_keeps_an_untested_torch_and_env_says_why(tmp_path: Path) -> None:
+    """The wheel beside a torch that calls itself 2.99."""
+    venv.create(tmp_path / "venv", with_pip=False)
+    (packages,) = (tmp_path / "venv").glob("lib/python*/site-packages")
+    outer = [sysconfig.get_path("purelib"), *site.getsitepackages()]
+    (packages / "outer.pth").write_text("\n".join(dict.fromkeys(outer)))
+    info = packages / "torch-2.99.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text("Metadata-Version: 2.1\nName: torch\nVersion: 2.99.0\n")
+    (info / "INSTALLER").write_text("pip\n")
+    (info / "RECORD").write_text("")
+    builds = [sys.executable, "-m", "build", "--wheel", "--no-isolation", "--outdir", str(tmp_path), str(ROOT)]
+    subprocess.run(builds, check=True, capture_output=True, timeout=300)
     (wheel,) = tmp_path.glob("*.whl")
     python = str(tmp_path / "venv" / "bin" / "python")
     pip = [sys.executable, "-m", "pip", "--python", python, "install", "--no-index", "--ignore-installed", "--no-deps"]

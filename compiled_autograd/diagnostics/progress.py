@@ -35,15 +35,17 @@ class Wait:
         self._lock = threading.RLock()  # what is compiled in its midst, of ``gc`` or a signal, is shown too
 
     @contextmanager
-    def compiling(self, what: Callable[[], tuple[str, str]]) -> Iterator[None]:
-        """Around one compile; ``what`` names the part of the tape, and the tape. The line is gone at the end, however
-        that comes."""
+    def compiling(self, what: Callable[[], tuple[str, str]], verb: str = "compiling") -> Iterator[None]:
+        """Around one compile, or what ``verb`` says; ``what`` names the part of the tape, and the tape. The line is
+        gone at the end, however that comes."""
         if self._display is None:
             yield
             return
         done = threading.Event()
         show = contextvars.copy_context().run  # a notebook knows by it which cell an output belongs to
-        thread = threading.Thread(target=show, args=(self._show, what, done), name="compiled_autograd", daemon=True)
+        thread = threading.Thread(
+            target=show, args=(self._show, what, verb, done), name="compiled_autograd", daemon=True
+        )
         try:
             thread.start()
             yield
@@ -51,7 +53,7 @@ class Wait:
             done.set()
             self._on_display(lambda display: display.erase(), done, wanted=True)
 
-    def _show(self, what: Callable[[], tuple[str, str]], done: threading.Event) -> None:
+    def _show(self, what: Callable[[], tuple[str, str]], verb: str, done: threading.Event) -> None:
         wait = max(PATIENCE - self._seconds(), 0.0)
         for turn in itertools.cycle(_TURNS):
             if done.wait(wait):
@@ -60,7 +62,7 @@ class Wait:
             if display is None:
                 return
             part, tape = what()
-            text = f"{turn} compiled_autograd: compiling {part}, {self._seconds():.0f} s: {tape}"
+            text = f"{turn} compiled_autograd: {verb} {part}, {self._seconds():.0f} s: {tape}"
             self._on_display(lambda display, text=text: display.draw(text), done, wanted=False)  # type: ignore[misc]
             wait = display.pause(self._seconds())
 

@@ -124,7 +124,8 @@ DIFFERENCES: dict[str, Difference] = {
     ),
     "clamp_at_bounds": Difference(
         (2, 14),
-        "The gradient of `clamp` at a bound is 0 for a number and a half for a tensor, before 1 to the value.",
+        "At a bound, the gradient of `clamp` is 0 if the bound is a number, and 0.5 if it is a tensor; "
+        "before 2.14 it was 1.",
         "tools/autograd/derivatives.yaml",
         "tests/test_proving.py",
     ),

@@ -55,8 +55,8 @@ def enable(**settings: Any) -> Session:
         progress: whether a line says what is being compiled once a backward has waited for 2 seconds: None on a
             terminal and in a notebook, on the first rank; True also writes lines to pipes and files; False never.
         untested_torch: on a PyTorch that this version was not tested on, ``"eager"`` leaves every backward to the eager
-            engine (the bypass ``untested_torch``); ``"try"`` compiles, if the selftest passes first: it runs once in a
-            process and takes up to a minute. Elsewhere both mean nothing.
+            engine (the bypass ``untested_torch``); ``"try"`` compiles, if the selftest passes first, which runs once in
+            a process. Elsewhere both mean nothing.
         passes: functions over the ATen graph of each region, in order; each gives a ``GraphModule``, or None where it
             changed the one it got.
 

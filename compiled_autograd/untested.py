@@ -56,7 +56,7 @@ def ready_for(settings: Settings) -> Settings:
 
 
 def _warning(wrong: str | None) -> str:
-    text = f"torch {torch.__version__} is no version that compiled_autograd was tested on (torch{TESTED_TORCH})"
+    text = f"compiled_autograd was not tested on torch {torch.__version__} (tested: {TESTED_TORCH})"
     if wrong is None:
         return (
             f"{text}. Every backward runs on PyTorch's own engine. To compile, install a tested torch or a newer "

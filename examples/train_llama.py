@@ -234,6 +234,7 @@ def print_summary(
     """Speeds by the median step: the steps that compiled show in the times of the whole training only."""
     eager = runs[0]
     table = Table("", *(run.name for run in runs), *(f"{run.name} / eager" for run in runs[1:]), title="Speed")
+    table.caption = "In rows with (median), the last column is the median over the steps of each step's ratio."
 
     def row(name: str, values: Sequence[float | None], form: str, ratios: Sequence[float | None] = ()) -> None:
         cells = ["-" if value is None else format(value, form) for value in values]

@@ -3,8 +3,8 @@
 The other tests turn off ``tune``, the compile budget, the cache and the extension (``tests/conftest.py``), so that
 counts are exact. Here no count is asserted, since the clock may decide: the programs assert results and hooks.
 
-    python -m pytest -m as_users                 what .ci/run runs: minutes on two cores
-    python -m pytest -m "as_users or slow" tests/test_as_users.py     the heavy examples too
+    python -m pytest -m "as_users and not slow"     what .ci/run runs: minutes on two cores
+    python -m pytest -m "as_users and slow"         the heavy examples
 """
 
 from __future__ import annotations

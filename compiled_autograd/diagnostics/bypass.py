@@ -67,7 +67,7 @@ ZERO_GRADIENTS = Bypass(
 UNTESTED_TORCH = Bypass(
     "untested_torch",
     hint="this PyTorch was not tested, and could give a wrong gradient if it was compiled for: "
-    'untested_torch="try" compiles once `python -m compiled_autograd selftest` passes',
+    'untested_torch="try" has the selftest run at the first enable(), and compiles if it passes',
 )
 ON_MISS = Bypass("on_miss", hint='not in the cache, and on_miss="eager" or "raise" compiles nothing')
 DDP_CPP_REDUCER = Bypass(

@@ -1,5 +1,5 @@
 // What holds in every file of this room, and what the files need of PyTorch. Written against torch 2.13,
-// tried on 2.11 to 2.13.
+// tried on 2.11 to 2.15.
 //
 // The GIL. Whoever calls into the room holds it. The nodes of Python functions run Python while they are asked for
 // their key, and programs let go of it during long products and now and then: there other threads may come in between,

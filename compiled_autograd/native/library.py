@@ -1,7 +1,7 @@
 """Finds the extension of this room, has it built where it is not there yet, loads it and checks it.
 
 It is built once for each build of torch, Python, compiler and text of the sources, whose hash is in its name, in a
-process of low priority (:mod:`build`): nobody waits for it. Private, tried on 2.11 to 2.13: the headers in
+process of low priority (:mod:`build`): nobody waits for it. Private, tried on 2.11 to 2.15: the headers in
 ``torch/include``. The layouts of the classes there are compiled into the extension.
 """
 

@@ -1,5 +1,5 @@
 """On which CUDA streams the nodes of a tape were recorded: may it run on the stream that backward is called on?
-Private API of torch; written against 2.13, tried on 2.11 to 2.13.
+Private API of torch; written against 2.13, tried on a GPU with 2.11 alone, and on the CPU with 2.11 to 2.15.
 
 Why it matters, and how it is found out, stands in ``docs/internals/engine.md``: whatever changes the current streams is
 watched, and for each thread is kept which numbers of nodes it recorded under which streams. The engine's own rules are

@@ -53,12 +53,14 @@ def test_the_summary_counts_in_words() -> None:
 def test_the_summary_of_timed_hits() -> None:
     model, session = mlp(), ca.enable(backend="eager", cache_dir=False, tune=True)
     x = torch.randn(3, 8)
-    for _ in range(60):
+    for _ in range(2000):  # on a busy machine the trials begin anew
         model.zero_grad()
         with session:
             model(x).sum().backward()
-    (graph,) = session.graphs()
-    (variant,) = graph.variants
+        variants = [variant for graph in session.graphs() for variant in graph.variants]
+        if variants and variants[0].timing is not None:
+            break
+    (variant,) = variants
     assert variant.timing is not None
     summary = Summary.of(session)
     saved = variant.hits * (variant.timing.eager - variant.timing.compiled) / 1e3

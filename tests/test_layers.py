@@ -81,13 +81,13 @@ def _too_large(folder: Path) -> Iterator[str]:
     for package in _PACKAGES:
         for path in sorted(folder.joinpath(package).rglob("*")):
             name = path.relative_to(folder).as_posix()
-            if path.is_dir() and len([*path.glob("*.py"), *path.glob("*.cpp")]) > 14:
-                yield f"{name} has more than fourteen files"
+            if path.is_dir() and len([*path.glob("*.py"), *path.glob("*.cpp")]) > 16:
+                yield f"{name} has more than sixteen files"
             if path.suffix != ".py":
                 continue
             text = path.read_text()
-            if len(text.splitlines()) > 350:
-                yield f"{name} has more than 350 lines"
+            if len(text.splitlines()) > 400:
+                yield f"{name} has more than 400 lines"
             for node in ast.walk(ast.parse(text)):
                 if isinstance(node, ast.FunctionDef) and (node.end_lineno or 0) - node.lineno + 1 > 60:
                     yield f"{name}: {node.name} has more than 60 lines"
@@ -102,13 +102,13 @@ def test_what_is_too_large_is_found(tmp_path: Path) -> None:
         (tmp_path / package).mkdir()
     room = tmp_path / "backends" / "room"
     room.mkdir()
-    for number in range(14):
+    for number in range(16):
         (room / f"file{number}.py").touch()
     assert [*_too_large(tmp_path)] == []
-    (room / "more.py").write_text("def long():\n" + "    pass\n" * 60 + "\n" * 290)
+    (room / "more.py").write_text("def long():\n" + "    pass\n" * 60 + "\n" * 340)
     assert [*_too_large(tmp_path)] == [
-        "backends/room has more than fourteen files",
-        "backends/room/more.py has more than 350 lines",
+        "backends/room has more than sixteen files",
+        "backends/room/more.py has more than 400 lines",
         "backends/room/more.py: long has more than 60 lines",
     ]
 

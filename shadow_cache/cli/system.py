@@ -105,7 +105,7 @@ def _native(folder: Path, torch: str) -> str:
         return f"built for torch {torch}"
     failed = next(folder.glob(f"torch-{torch}-*.failed"), None)
     return (
-        f"{_NOT_BUILT}; native=True has it built, and so do a hundred hits or a thousand backwards left to eager"
+        f"{_NOT_BUILT}; the first compile has it built, and so do a thousand backwards left to eager"
         if failed is None
         else f"not built, as {failed} says"
     )

@@ -17,9 +17,9 @@ from backends.torch_versions import TESTED_TORCH
 from shadow_cache import Bypass
 from shadow_cache.amounts import date
 
+from .diagnostics.users_line import users_line
 from .outcomes import BYPASS, Outcome, Stats
 from .settings import Settings, resolve
-from .torch_api.users_line import users_line
 from .versions import VERSION
 
 

@@ -66,7 +66,8 @@ class ShadowGraph(Generic[P]):
     def nearest(self, keys: Sequence[Key]) -> tuple[int, Key | None]:
         """How many of ``keys`` are a known path, and of what follows on that path the key nearest to the next one."""
         depth, path = self._follow(keys)
-        return depth, _closest([*path[-1].children], keys[depth]) if depth < len(keys) else None
+        known = _nearest_first([*path[-1].children], keys[depth]) if depth < len(keys) else []
+        return depth, known[0] if known else None
 
     def nearest_among(self, keys: Sequence[Key], counts: Callable[[P], bool]) -> tuple[int, Key | None, list[P]]:
         """The same among the structures whose payloads count, and what is kept for those that part there.
@@ -76,11 +77,12 @@ class ShadowGraph(Generic[P]):
         _, path = self._follow(keys)
         while path:
             depth, node = len(path) - 1, path.pop()
-            beyond = {key: _payloads(child) for key, child in node.children.copy().items() if key != keys[depth]}
-            found = {key: kept for key, all_ in beyond.items() if (kept := [*filter(counts, all_)])}
-            closest = _closest([*found], keys[depth])
-            if closest is not None:
-                return depth, closest, found[closest]
+            beyond = node.children.copy()
+            beyond.pop(keys[depth], None)  # looked at before
+            for key in _nearest_first([*beyond], keys[depth]):
+                found = [*filter(counts, _payloads(beyond[key]))]
+                if found:
+                    return depth, key, found
         return 0, None, []
 
     def _follow(self, keys: Sequence[Key]) -> tuple[int, list[_TrieNode]]:
@@ -134,13 +136,12 @@ class ShadowGraph(Generic[P]):
 
 
 def _payloads(node: _TrieNode) -> list[Any]:
-    """What is kept for the structures whose paths run through a node."""
+    """Return the payloads of the structures whose paths run through a node."""
     nodes = [node]
     for each in nodes:  # grows while it is read
         nodes.extend(each.children.copy().values())
     return [terminal.payload for each in nodes if (terminal := each.terminal) is not None]
 
 
-def _closest(known: Sequence[Key], key: Key) -> Key | None:
-    same_name = [other for other in known if other[0] == key[0]]
-    return max(same_name or known, key=lambda other: sum(map(operator.eq, other, key)), default=None)
+def _nearest_first(known: Sequence[Key], key: Key) -> list[Key]:
+    return sorted(known, key=lambda other: (other[0] == key[0], sum(map(operator.eq, other, key))), reverse=True)

@@ -308,7 +308,7 @@ e2a944  MseLossBackward0 of Sequential, evaluate.py:9 in main
   old    MeanBackward0
   new    MseLossBackward0
   cost   2 min 1 s
-  do     Look for an `if` or a loop in the model or the loss that took another way at this place.
+  do     Nothing, for another loss on the same model; else look for an `if` or a loop that took another way here.
 
 no other miss is recorded for it
 """,

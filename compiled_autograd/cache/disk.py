@@ -23,12 +23,12 @@ from .. import ir
 from ..diagnostics.node_names import module_of, title
 from ..diagnostics.reporting import warn_once
 from ..diagnostics.structure_misses import structure_miss
+from ..diagnostics.users_line import users_line
 from ..guards.ambient import TRACED, Ambient
 from ..lowering.region_compiler import MAX_GUARDED
 from ..lowering.stored_regions import InMemoryGraph, Made, StoredRegion, StoredRegions
 from ..settings import Settings
 from ..steps.steps import CompiledRegion, RegionRecord, RegionStep, region_record
-from ..torch_api.users_line import users_line
 from .environment_key import differences, is_repeatable, state_of, why_not_stored
 from .metadata import loss_of, structure_of
 from .records import VariantRecord, entry_of, shapes_of, structure_id, undropped

@@ -23,8 +23,9 @@ from .. import ir
 from ..capture.unnamed import name_again
 from ..diagnostics.node_names import leaf_name, node_name, title
 from ..diagnostics.reporting import warn_once
-from ..diagnostics.same_model import may_be_of_one_model
+from ..diagnostics.same_model import may_be_of_model_of
 from ..diagnostics.structure_misses import first_seen, order_miss, structure_miss
+from ..diagnostics.users_line import users_line
 from ..diagnostics.variant_misses import state_miss
 from ..errors import ReproductionError
 from ..guards.ambient import REDUCED, Ambient, ambient, compile_state
@@ -39,7 +40,6 @@ from ..steps.run_context import RunContext
 from ..steps.steps import RegionStep
 from ..threads.forks import unless_inside
 from ..torch_api import attributes
-from ..torch_api.users_line import users_line
 from .forms import Forms
 from .stages import about, handed_on, readable
 from .value_misses import values_miss
@@ -305,14 +305,13 @@ class Graphs:
             return Miss("evicted", title(tape), hint=_EVICTED)
         if other_order:
             return order_miss(tape)
-        depth, key, others = self._shadow.nearest_among(keys, lambda graph: may_be_of_one_model(tape, graph.tape))
+        depth, key, others = self._shadow.nearest_among(keys, may_be_of_model_of(tape))
         return structure_miss(tape, keys, depth, key, shapes, [(each.tape, each.line) for each in others])
 
     def add(self, tape: ir.TapeGraph, keys: Sequence[Key]) -> tuple[CompiledGraph, bool]:
         """A graph for a new structure; and whether others had to go for it, of which the engine still knows."""
         added: Terminal[CompiledGraph] = self._shadow.insert(keys, CompiledGraph(tape))
-        added.payload.number, added.payload.line = added.number, str(users_line())
-        added.payload.used = next(USES)
+        added.payload.number, added.payload.used, added.payload.line = added.number, next(USES), str(users_line())
         added.payload.identity, added.payload.keys = hash(tuple(keys)), keys
         if not (oldest := self._too_many()):
             return added.payload, False

@@ -19,9 +19,9 @@ from shadow_cache import Entry, Miss, Region
 
 from .. import ir
 from ..diagnostics.node_names import module_of
+from ..diagnostics.users_line import program, users_line
 from ..guards.shapes import Spec
 from ..steps.steps import RegionRecord
-from ..torch_api.users_line import program, users_line
 from .metadata import guards_of, inputs_of, loss_of
 from .variants import Handover, Shapes, TensorRecord, Variant, fits
 

@@ -9,7 +9,7 @@ from shadow_cache import Entry, Structure
 
 from .. import ir
 from ..diagnostics.node_names import call_name, module_of
-from ..torch_api.users_line import program
+from ..diagnostics.users_line import program
 
 if TYPE_CHECKING:
     from shadow_cache.store import Store
@@ -21,7 +21,7 @@ _LEAF = "AccumulateGrad of "
 
 def neighbours(store: Store, tape: ir.TapeGraph, shapes: Sequence[Sequence[int]]) -> Iterator[tuple[Structure, bool]]:
     """Yield structures of the store, and whether this program stored each of this model: these first, last used first.
-    A program that is no file stored none, since nobody could tell it from another.
+    A program without a file has none there: it cannot be told from another.
 
     Args:
         shapes: those of the lifted tensors.
@@ -49,7 +49,7 @@ def _leaves(tape: ir.TapeGraph, shapes: Sequence[Sequence[int]]) -> dict[str, tu
 
 
 def _are_alike(leaves: dict[str, tuple[str, ...]], entries: Iterable[Entry]) -> bool:
-    """Whether the parameters that two tapes reach, if any, have names in common, and these one shape each."""
+    """Compare parameters by name: some names are in both tapes, each with one shape. Tapes without names are alike."""
     for entry in entries:
         others = {each.where.partition(_LEAF)[2]: each.shape for each in entry.inputs if _LEAF in each.where}
         shared = leaves.keys() & others.keys()

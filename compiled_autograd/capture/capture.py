@@ -250,7 +250,8 @@ class Capture(HookReports):
     def _refuse_if_freed(self, function: Any) -> None:
         """Refuse a Python function that runs and whose saved tensors were freed. The engine would find that out after
         putting symbols in place of the node's sizes, with which eager cannot go on. Eager does not ask unless the
-        function does (2.13, ``torch/csrc/autograd/python_function.cpp``). Where the walk ends at it, nobody asks."""
+        function does (2.13, ``torch/csrc/autograd/python_function.cpp``). A function at which the walk ends does not
+        run."""
         try:
             _ = function._raw_saved_tensors  # does not unpack them
         except RuntimeError as error:

@@ -40,7 +40,7 @@ class ParameterName:
         return ".".join(self.path)
 
     def said(self) -> ir.Named:
-        """What a tape keeps of it."""
+        """Return the record that a tape keeps."""
         return ir.Named(self.name, self.outermost, self.model)
 
     def parameter(self) -> torch.Tensor | None:

@@ -169,14 +169,14 @@ def freed_at_the_end(inputs: Ends) -> bool:
 
 
 def does_not_run(node: Any, inputs: Ends) -> bool:
-    """Whether a walk for the gradients of ``inputs`` that comes to a node inside the tape ends there. With more than
-    :data:`MAX_NODES_READ` nodes below, the answer is no."""
+    """Return True if a walk for the gradients of ``inputs`` ends at a node inside the tape. With more than
+    :data:`MAX_NODES_READ` nodes below, the answer is False."""
     return bool(inputs) and _belongs_to(inputs)(node) and bool(_ends_among({node}, inputs))
 
 
 def _ends_among(asked: set[Any], inputs: Ends) -> set[Any] | None:
-    """Of nodes whose gradients are asked for, those without another such node below; None where more than
-    :data:`MAX_NODES_READ` nodes are below."""
+    """Return the nodes, among those whose gradients are asked for, that have no other such node below; None where more
+    than :data:`MAX_NODES_READ` nodes are below."""
     below = first_nodes([GradientEdge(node, 0) for node in asked])
     return None if len(below) > MAX_NODES_READ else asked - _above(filter(_belongs_to(inputs), below), asked)
 

@@ -23,7 +23,7 @@ from shadow_cache import Bypass, Failure, Miss, Timing, compile_counter
 from ..ir.partition import Region
 from ..native.interface import Question
 from ..process_state import PROCESS
-from ..torch_api.users_line import users_line
+from .users_line import users_line
 
 REPEATS_BEFORE_WARNING = 8
 """Misses of one kind at one node before a warning."""
@@ -133,7 +133,7 @@ def warn_of(failure: Failure) -> None:
 
 
 def what_follows(failure: Failure) -> str:
-    """What a failure means for gradients, in one sentence or two."""
+    """Say what a failure means for gradients."""
     if failure.kind == "mismatch":
         return "Gradients are right: those of the real calls were used. Compiled code was wrong; please report it."
     if failure.kind == "unproved":

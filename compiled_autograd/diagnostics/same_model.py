@@ -1,12 +1,13 @@
-"""Whether two tapes are of one model, as far as names of parameters tell; and what a tape of the same model does."""
+"""Tapes of one model: told by names of parameters, and how one of them differs from the others."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import Protocol
 
 from .. import ir
-from ..torch_api.users_line import users_line
 from .node_names import parameters_at
+from .users_line import users_line
 
 LOSS_HINT = "another loss on the same model; each loss is compiled once"
 _END_HINT = "another loss on the same model, or another end of the model itself; each is compiled once"
@@ -15,15 +16,26 @@ Known = tuple[ir.TapeGraph, str]
 """A tape that was captured before, and the user's line that called its backward."""
 
 
-def may_be_of_one_model(tape: ir.TapeGraph, other: ir.TapeGraph) -> bool:
-    """Whether two tapes of this process reach parameters of one outermost module. Where no names are known of one of
-    them, the answer is yes."""
-    one, two = _models(tape), _models(other)
-    return not one or not two or not one.isdisjoint(two)
+class HasTape(Protocol):
+    """A structure."""
+
+    tape: ir.TapeGraph
+
+
+def may_be_of_model_of(tape: ir.TapeGraph) -> Callable[[HasTape], bool]:
+    """Return what tells whether another tape of this process reaches parameters of an outermost module that ``tape``
+    reaches too. Where no names are known of one of the two, the answer is yes."""
+    models = _models(tape)
+
+    def may_be(other: HasTape) -> bool:
+        others = _models(other.tape) if models else None
+        return not others or not models.isdisjoint(others)
+
+    return may_be
 
 
 def hint_at(tape: ir.TapeGraph, depth: int, others: Sequence[Known] = ()) -> str:
-    """What a model that is known did otherwise, where its tape parts from others at the node ``depth``.
+    """Say how a known model was used otherwise, where its tape parts from others at the node ``depth``.
 
     Args:
         others: tapes of this process from which it parts there.

@@ -29,8 +29,8 @@ from .structure_keys import (
 
 
 class Named(NamedTuple):
-    """What is known of a leaf: the name of the parameter that it is, where a living module has it; the class of the
-    outermost module that has it; and a weak reference to that module, one object for one module."""
+    """A leaf's parameter, where a living module has it: its name, the class of the outermost module that has it, and a
+    weak reference to that module, one object for one module."""
 
     parameter: str | None = None
     module: str | None = None
@@ -49,7 +49,7 @@ class TapeCall:
         name: the engine's.
         sequence: its sequence number; None where it could not be read.
         edges: indices of the nodes that its gradients go to, edge by edge; None where they could not be read.
-        named: for a leaf, what is known of it: :attr:`parameter`, :attr:`module` and :attr:`model`.
+        named: the parameter of a leaf: :attr:`parameter`, :attr:`module` and :attr:`model`.
         source: ``file:line in function`` of the forward, where anomaly mode recorded it.
         saved: what the node saved, by its names for it. Only for people: nothing is decided by it.
         look_up: finds out what it is named, where nobody has asked yet; None where somebody has.

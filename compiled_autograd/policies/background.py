@@ -24,6 +24,7 @@ from backends.inductor.randomness import compiles_beside
 
 from .. import ir
 from ..diagnostics.reporting import failure_of, warn_of
+from ..diagnostics.users_line import users_line, work_is_for
 from ..errors import UntraceableError
 from ..guards.ambient import Ambient, ambient, compile_state
 from ..lowering.region_compiler import COMPILING
@@ -34,7 +35,6 @@ from ..steps.memory import has_bit
 from ..steps.run_context import RunContext
 from ..steps.steps import RegionStep, Slots
 from ..threads.forks import compiles_under
-from ..torch_api.users_line import users_line, work_is_for
 from ..torch_api.version_differences import prepare_fake_tensors
 from .worker_process import WORKER, ProcessEndsError, compile_elsewhere
 

@@ -54,5 +54,5 @@ def program() -> str | None:
 
 
 def work_is_for(line: Line) -> None:
-    """Have :func:`users_line` give ``line`` in the calling context, which is that of work for another thread."""
+    """Have :func:`users_line` give ``line`` in the calling context, that of work for another thread."""
     _asked_at.set(line)

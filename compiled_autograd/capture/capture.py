@@ -33,7 +33,7 @@ from ..user_code.traceable import traced_backward
 from . import symbols
 from .grad_dtypes import edges_of
 from .hook_reports import HookReports, as_captured
-from .recording import keeps_failures
+from .recording import Sum, keeps_failures
 from .tape import Ends, does_not_run
 from .zeros import RecordZeros, layout_of
 
@@ -148,9 +148,14 @@ class Capture(HookReports):
     @keeps_failures
     def accumulate(self, old: torch.Tensor, new: torch.Tensor) -> torch.Tensor:
         """A second edge brings a gradient to the same input of a node."""
-        before = self._node(old)
-        parts = before.args if before.target is ir.sum_gradients else (before,)
-        return self._stand_in(self._call(ir.sum_gradients, (*parts, new)))
+        before = self._values.get(id(old))
+        if isinstance(before, Sum):
+            del self._values[id(old)]  # the engine keeps the new sum alone
+        else:
+            before = Sum([self._node(old)], 0)
+        before.terms.append(self._node(new))
+        before.call = self.calls[-1].index
+        return self._stand_in(before)
 
     @reports_leaf
     @keeps_failures

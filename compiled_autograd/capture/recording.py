@@ -7,6 +7,7 @@ from __future__ import annotations
 import functools
 import operator
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from typing import Any, TypeVar
 
 import torch
@@ -18,10 +19,25 @@ from shadow_cache import unsupported
 
 from .. import ir
 from ..errors import CaptureRefusedError
+from ..torch_api.fx_graph import Graph
 from . import symbols
 
 _STAND_INS_AT_ONCE = 512
 _Method = TypeVar("_Method", bound=Callable[..., Any])
+
+
+@dataclass(slots=True)
+class Sum:
+    """A sum of gradients that nothing has used so far. A call for each term that comes, with all terms before it, would
+    take a time that grows with the square of their number.
+
+    Attributes:
+        terms: what was added so far.
+        call: the index of the node of the tape that brought the last term.
+    """
+
+    terms: list[fx.Node]
+    call: int
 
 
 def keeps_failures(method: _Method) -> _Method:
@@ -50,13 +66,13 @@ class Recording:
     """
 
     def __init__(self) -> None:
-        self.graph = fx.Graph()
+        self.graph = Graph()
         self.calls: list[ir.TapeCall] = []
         self.asked: list[str] = []
         self.failure: BaseException | None = None
         self._placeholders: dict[ir.Lifted, fx.Node] = {}
         self._last_placeholder: fx.Node | None = None
-        self._values: dict[int, fx.Node | tuple[fx.Node, int]] = {}
+        self._values: dict[int, fx.Node | tuple[fx.Node, int] | Sum] = {}
         self._alive: list[torch.Tensor] = []
         self._spare: list[torch.Tensor] = []
 
@@ -96,10 +112,11 @@ class Recording:
     # ---- nodes and stand-ins ---------------------------------------------------------------------------------------
 
     def _call(self, target: Any, args: Sequence[Any]) -> fx.Node:
-        arguments = tuple(self._lift(list(args)))
-        node = self.graph.call_function(target)
-        node.args = arguments  # given at once, they would be searched for what is never in them
-        node.meta["call"] = self.calls[-1].index
+        return self._called(target, tuple(self._lift(list(args))), self.calls[-1].index)
+
+    def _called(self, target: Any, arguments: tuple[Any, ...], call: int) -> fx.Node:
+        node = self.graph.call_function(target, arguments)
+        node.meta["call"] = call
         return node
 
     @keeps_failures
@@ -121,7 +138,7 @@ class Recording:
         self._alive.append(stand_in)
         return stand_in
 
-    def _stand_in(self, value: fx.Node | tuple[fx.Node, int]) -> torch.Tensor:
+    def _stand_in(self, value: fx.Node | tuple[fx.Node, int] | Sum) -> torch.Tensor:
         stand_in = self._blank()
         self._values[id(stand_in)] = value
         return stand_in
@@ -132,14 +149,13 @@ class Recording:
             raise CaptureRefusedError(unsupported(f"a tensor that {self.calls[-1].name} keeps for itself"))
         if isinstance(value, tuple):
             value = self._values[id(tensor)] = self._item(*value)
+        elif isinstance(value, Sum):
+            value = self._values[id(tensor)] = self._called(ir.sum_gradients, tuple(value.terms), value.call)
         return value
 
     def _item(self, node: fx.Node, index: int) -> fx.Node:
         with self.graph.inserting_after(node):
-            item = self.graph.call_function(operator.getitem)
-        item.args = (node, index)
-        item.meta["call"] = node.meta["call"]
-        return item
+            return self._called(operator.getitem, (node, index), node.meta["call"])
 
     def _placeholder(self, kind: str, index: int) -> fx.Node:
         lifted = ir.Lifted(kind, index)

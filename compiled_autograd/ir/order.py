@@ -125,8 +125,6 @@ def in_engine_order(tape: ir.TapeGraph) -> ir.TapeGraph:
     for node in output.all_input_nodes:
         if node not in done:
             emit(node, node.meta["call"])
-    for node in [node for node in tape.graph.nodes if node not in done and node is not output][::-1]:
-        tape.graph.erase_node(node)  # a sum to which another term came
     return replace(tape, order=order)
 
 

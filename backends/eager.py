@@ -39,11 +39,12 @@ class EagerBackend(ArtifactBackend):
         """The graph's own generated code, which frees each value after its last use."""
         graph_module.graph.set_codegen(_BoxedCodeGen())
         for node in graph_module.graph.nodes:
-            node.type = None  # else the code has annotations, with types that only this process may know
+            if node.type is not None:
+                node.type = None  # else the code has annotations, with types that only this process may know
         graph_module.recompile()
         _LazyGraphModule.force_recompile(graph_module)
         for node in graph_module.graph.nodes:
-            node.meta = {}  # fake tensors, and much else that nobody needs any more
+            node.meta.clear()  # fake tensors, and much else that nobody needs any more
         return graph_module.forward
 
     def stored(self, compiled: Any) -> Stored:

@@ -13,7 +13,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 import compiled_autograd as ca
 from compiled_autograd import ir
-from compiled_autograd.lowering import trace_cache
+from compiled_autograd.lowering import lower, trace_cache
 from compiled_autograd.lowering.trace_cache import TracedCalls
 from compiled_autograd.lowering.tracing import trace
 
@@ -261,3 +261,23 @@ def test_reset_forgets_them() -> None:
         _traced(op, lambda x: [([x],)], [torch.rand(3)])
         assert op.runs == count
         ca.reset()
+
+
+def test_a_long_sum_is_traced_once_and_copied_term_by_term(monkeypatch: pytest.MonkeyPatch) -> None:
+    run = lower.raising
+    sums: list[Any] = []
+
+    def counting(caught: Any, function: Any, *arguments: Any) -> Any:
+        sums.extend([function] * (function is ir.sum_gradients))
+        return run(caught, function, *arguments)
+
+    monkeypatch.setattr(lower, "raising", counting)
+
+    def loss(model: torch.nn.Module) -> torch.Tensor:
+        state = torch.ones(2, 4)
+        for _ in range(20):
+            state = model(state).sin()
+        return state.sum()
+
+    compare(lambda: torch.nn.Linear(4, 4), loss, steps=2)
+    assert 0 < len(sums) <= 2  # of weights and of biases

@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from backends import get_backend
+from backends.garbage_collection import RARELY
 from backends.signal_handlers import raise_what_a_handler_raised
 from shadow_cache import Key, Miss, ShadowGraph, Terminal, VariantKey
 
@@ -126,7 +127,7 @@ class CompiledGraph(WeaklyReferred):
 
     def add(self, settings: Settings, ambient: Ambient, handover: Handover) -> tuple[Variant, list[Miss]]:
         """A new variant, not yet compiled; and why none of those that are there serves."""
-        with unless_inside(_ADDING):
+        with unless_inside(_ADDING), RARELY:
             key, before = self._nearest(settings, ambient, handover)
             specs: Mapping[fx.Node, Spec] = {}
             if before is None or settings.dynamic is False:

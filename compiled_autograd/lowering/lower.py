@@ -19,7 +19,7 @@ from backends.signal_handlers import raise_what_a_handler_raised
 
 from ..errors import IllegalGraphError, UntraceableError
 from ..guards.shapes import Spec, is_static
-from ..ir import check_nan, is_plain
+from ..ir import check_nan, is_plain, sum_gradients
 from ..ir.partition import Region
 from ..steps.accumulate import copy_laid_out_as, obeys_layout, own_copy
 from ..steps.memory import has_bit
@@ -118,9 +118,9 @@ class _Lowering:
             with torch._C._DisableAutocast():  # the graph has its casts in it
                 if any(mutates(node) for node in graph_module.graph.nodes) and not made_functional(graph_module.graph):
                     graph_module = self._trace(torch.func.functionalize(graph_module, remove="mutations"), None)
+                    graph_module.graph.eliminate_dead_code()
         for node, call in self.origins.items():
             node.meta["call"] = call.meta["call"]
-        graph_module.graph.eliminate_dead_code()
         if self.symbols is None:  # else a tensor may be there for its sizes
             _take_what_is_used(graph_module.graph, self.taken, self.examples)
         graph_module.recompile()
@@ -222,7 +222,12 @@ class _Lowering:
         run = functools.partial(raising, caught, function)
         try:
             arguments = fx.map_arg(node.args, known.__getitem__)
-            result = run(*arguments) if traced is None else traced.call(node.target, arguments, run)
+            if traced is None:
+                result = run(*arguments)
+            elif node.target is sum_gradients:  # term by term: what is alike are additions, not whole sums
+                result = functools.reduce(lambda total, term: traced.call(sum_gradients, (total, term), run), arguments)
+            else:
+                result = traced.call(node.target, arguments, run)
         except Exception as error:
             raise_what_a_handler_raised(error)
             raise UntraceableError([node], error) from error

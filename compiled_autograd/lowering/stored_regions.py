@@ -15,17 +15,19 @@ from typing import Any
 import torch
 from torch import fx
 from torch.fx._lazy_graph_module import _LazyGraphModule
+from torch.fx.node import _get_qualified_name
 
 from backends.protocol import Backend, Compiled, another
 
 from ..process_state import PROCESS, WeaklyReferred, free_in_child
 from ..steps.steps import RegionRecord
 from ..threads.forks import unless_inside
+from ..torch_api.fx_graph import Graph
 
 _WRITING = free_in_child(threading.RLock())  # milliseconds
 
 
-class _Graph(fx.Graph):
+class _Graph(Graph):
     """Its text is written by one thread at a time, also where it is called for the first time: FX changes the nodes
     meanwhile (``override_node_repr`` in ``torch/fx/graph.py``, 2.13), so that they give the names of the text."""
 
@@ -88,6 +90,11 @@ class InMemoryGraph:
         """The graph as code of Python."""
         return self.module.graph.python_code("self").src
 
+    def functions(self) -> str:
+        """The names of the functions that it calls, in a hundredth of the time of :meth:`text`."""
+        targets = {node.target for node in self.module.graph.nodes if node.op == "call_function"}
+        return "\n".join(map(_get_qualified_name, targets))
+
 
 @dataclass(slots=True)
 class StoredRegion:
@@ -106,6 +113,8 @@ class StoredRegion:
     def text(self) -> str:
         """The graph as code of Python."""
         return self.code
+
+    functions = text
 
 
 @dataclass(slots=True)

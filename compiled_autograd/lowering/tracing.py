@@ -18,6 +18,7 @@ from torch import fx
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.experimental.proxy_tensor import PythonKeyTracer, _MakefxTracer, _set_make_fx_tracer, track_tensor_tree
 
+from ..torch_api.fx_graph import Graph
 from ..torch_api.version_differences import decomposing
 
 _FAKE_LOG = logging.getLogger("torch._subclasses.fake_tensor")
@@ -54,7 +55,7 @@ def trace(
         tracer, mode = making.fx_tracer, making.proxy_mode
         assert isinstance(tracer, PythonKeyTracer) and mode is not None
         tracer.root = torch.nn.Module()
-        tracer.graph = fx.Graph(tracer_cls=PythonKeyTracer)
+        tracer.graph = Graph(tracer_cls=PythonKeyTracer)
         tracer.tensor_attrs = {}
         names = names or [f"arg{index}_1" for index in range(len(examples))]
         placeholders = [tracer.create_proxy("placeholder", name, (), {}) for name in names]

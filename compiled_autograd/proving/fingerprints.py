@@ -193,7 +193,7 @@ def may_draw(compiled: CompiledRegion) -> bool:
     """Whether an operator of a region draws random numbers, as far as its name says, or its tag."""
     proof = compiled.proof
     if proof.draws is None:
-        text = compiled.aten.text()
+        text = compiled.aten.functions()
         proof.draws = names_random(text) or is_seeded(text)
     return proof.draws
 

@@ -109,6 +109,10 @@ class CaptureRefusedError(CompiledAutogradError):
         self.mistake = mistake
 
 
+class OverBudgetError(CompiledAutogradError):
+    """The compile budget was spent while a region was traced: its calls run one by one. Never reaches the user."""
+
+
 class UntraceableError(CompiledAutogradError):
     """Calls of the tape graph that cannot be run under fake tensors; they stay opaque. Never reaches the user.
 

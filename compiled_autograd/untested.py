@@ -72,7 +72,7 @@ def _warning(wrong: str | None) -> str:
 def _tried(settings: Settings) -> str:
     """Return what :func:`_why_not` does, with a line for whoever waits for the first answer."""
     progress = False if _why_not.cache_info().currsize else settings.progress
-    with Wait(progress).compiling(lambda: ("the selftest", f"torch {torch.__version__} was not tested"), "running"):
+    with Wait(progress).shown(lambda: ("running the selftest", f"torch {torch.__version__} was not tested")):
         return _why_not()
 
 

@@ -20,11 +20,23 @@ import compiled_autograd as ca
 import shadow_cache
 from compiled_autograd.cache.variants import Variant
 from compiled_autograd.capture import tape
+from compiled_autograd.engine.account import RunAccount
+from compiled_autograd.engine.handles import KEPT
 from compiled_autograd.policies import admission, spending
 from compiled_autograd.policies import background as policies_background
 from compiled_autograd.policies.admission import ADMISSION, DEARER, LEFT_UNSAID, Tape
 from compiled_autograd.policies.sketches import FIRST_SPACING, FURTHER, LAST_SPACING, Known
-from compiled_autograd.policies.spending import FIRST, RETURNS, SECONDS, SHARE, SPENDING, UNRETURNED, Balance, Spending
+from compiled_autograd.policies.spending import (
+    FIRST,
+    GRACE,
+    RETURNS,
+    SECONDS,
+    SHARE,
+    SPENDING,
+    UNRETURNED,
+    Balance,
+    Spending,
+)
 from shadow_cache import Bypass
 from shadow_cache.cli import main
 from shadow_cache.report.from_store import store_report
@@ -325,6 +337,71 @@ class _Transposed(torch.autograd.Function):
     def backward(ctx: Any, grad: torch.Tensor) -> torch.Tensor:
         grad = grad.contiguous()
         return grad if _Transposed.layout == "plain" else grad.t().contiguous().t()
+
+
+# ---- long captures and traces ----------------------------------------------------------------------------------------
+
+
+def _loop(x: torch.Tensor, steps: int = 50) -> torch.Tensor:
+    state = x
+    for _ in range(steps):
+        state = (state * x).sin()
+    return state.sum()
+
+
+def test_a_capture_is_ended_when_the_budget_is_spent(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(spending, "GRACE", 0.0)
+    session = ca.enable(backend="eager", compile_budget=0, on_unsupported="raise")
+    reports = [KEPT.reports]
+    for _ in range(6):
+        assert _step(session, _loop) == LEFT
+        reports.append(KEPT.reports)
+    assert reports == [reports[0], *[reports[0] + 1] * 6]  # the others are not even reported
+    assert session.stats().captures == 0
+    assert SPENDING.balance().ended == 1 and SPENDING.balance().lost > 0
+
+
+def test_a_trace_is_ended_when_the_budget_is_spent(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The tape is handed over by then: its calls run one by one."""
+    monkeypatch.setattr(RunAccount, "left", lambda self: -1.0)
+    session = ca.enable(backend="eager", compile_budget=0)
+    assert _step(session, _loop) == "structure_miss"
+    assert session.last is not None and "compile_budget is spent" in str(session.last.reasons)
+    outcomes = [_step(session, _loop) for _ in range(6)]
+    assert outcomes[-1] == LEFT and session.stats().compiles == 0
+    assert SPENDING.balance().ended == 1
+
+
+@pytest.mark.parametrize("settings", [{"compile_budget": math.inf}, {}])
+def test_what_is_within_the_budget_is_captured_and_traced(settings: dict[str, Any]) -> None:
+    session = ca.enable(backend="eager", **settings)
+    assert [_step(session, _loop) for _ in range(2)] == ["structure_miss", "hit"]
+
+
+def test_with_a_capture_that_was_ended_others_are_compiled_within_the_budget(monkeypatch: pytest.MonkeyPatch) -> None:
+    left = ADMISSION.left
+    monkeypatch.setattr(ADMISSION, "left", lambda settings: 0.0)
+    session = ca.enable(backend="eager")
+    assert _step(session, _loop) == LEFT
+    monkeypatch.setattr(ADMISSION, "left", left)
+    assert [_step(session, _known) for _ in range(2)] == ["structure_miss", "hit"]
+    assert [_step(session, _loop) for _ in range(2)] == ["structure_miss", "hit"]
+
+
+@pytest.mark.parametrize(
+    ("balance", "budget", "seconds"),
+    [
+        (Balance(0, 0, 0.0, 0.0, SECONDS), None, SECONDS),
+        (Balance(0, 0, 0.0, 0.0, SECONDS), 0.0, GRACE),
+        (Balance(1, 0, 500.0, 500.0, SECONDS), None, SECONDS),
+        (Balance(2, 0, 14.0, 7.0, SECONDS), None, SECONDS - 14.0),
+        (Balance(1, 0, 14.0, 7.0, SECONDS, ended=1), 15.0, 1.0),
+        (Balance(1, 0, 14.0, 7.0, SECONDS, ended=1), 5.0, 0.0),
+        (Balance(9, 0, 500.0, 7.0, SECONDS), math.inf, math.inf),
+    ],
+)
+def test_how_long_a_capture_may_take(balance: Balance, budget: float | None, seconds: float) -> None:
+    assert balance.left(budget) == seconds
 
 
 # ---- settings --------------------------------------------------------------------------------------------------------
@@ -635,6 +712,8 @@ def test_a_training_with_three_losses_is_not_warned_of(takes: dict[str, float]) 
         (Balance(2, 1, 400.0, 200.0, SECONDS), False),
         (Balance(3, 1, 400.0, 200.0, SECONDS), True),
         (Balance(4, 4, 800.0, 200.0, SECONDS), True),
+        (Balance(1, 0, 500.0, 500.0, SECONDS, ended=1), True),
+        (Balance(1, 0, 14.0, 14.0, SECONDS, ended=1), False),
     ],
 )
 def test_the_balance_decides(balance: Balance, over: bool) -> None:

@@ -31,6 +31,8 @@ from torch import nn
 import compiled_autograd as ca
 from compiled_autograd.diagnostics import displays, progress
 from compiled_autograd.diagnostics.displays import SHOWN, Lines, Notebook, Terminal, display_for
+from compiled_autograd.engine import seam
+from compiled_autograd.lowering import lower
 
 from .helpers import ROOT, in_subprocess, in_threads, mlp
 
@@ -173,8 +175,28 @@ def test_a_line_moves_and_vanishes(on_terminal: OnTerminal) -> None:
     assert on_terminal.screen.shown() == ["before", "after"]
     lines = on_terminal.lines()
     assert {line[0] for line in lines} == set("|/-\\")
-    assert all(re.match(r". compiled_autograd: compiling region 1 of 1, \d s: MeanB", line) for line in lines)
+    assert all(re.match(r". compiled_autograd: (compiling|tracing) region 1 of 1, \d s: Mean", line) for line in lines)
     assert max(map(len, lines)) == _COLUMNS - 1
+
+
+@pytest.mark.parametrize(
+    ("module", "name", "shown"),
+    [(seam, "in_engine_order", "capturing node "), (lower, "breaches", "tracing region 1 of 1")],
+)
+def test_captures_and_traces_are_shown(
+    module: Any, name: str, shown: str, on_terminal: OnTerminal, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    function = getattr(module, name)
+
+    def slow(*arguments: Any) -> Any:
+        time.sleep(0.6)
+        return function(*arguments)
+
+    monkeypatch.setattr(module, name, slow)
+    with on_terminal:
+        assert backward(depth=2).stats().compiles == 1  # of another structure than the fixture's
+    assert on_terminal.screen.shown() == []
+    assert any(f"compiled_autograd: {shown}" in line for line in on_terminal.lines())
 
 
 def test_it_goes_on_from_region_to_region(on_terminal: OnTerminal, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -432,7 +454,7 @@ def test_a_notebook_has_an_output_of_its_own(monkeypatch: pytest.MonkeyPatch) ->
     backward(1.2)
     names, datas, ids = zip(*shown, strict=True)
     assert names == ("display", *["update"] * (len(names) - 1)) and len(names) >= 3 and len(set(ids)) == 1
-    assert all("compiling region 1 of 1" in data["text/plain"] for data in datas[:-1])
+    assert all(re.search("(tracing|compiling) region 1 of 1", data["text/plain"]) for data in datas[:-1])
     assert datas[-1] == {"text/plain": ""}
 
 

@@ -10,7 +10,9 @@ stand-ins stay in the tape, and :meth:`Capture.spoil` sees that nobody takes the
 
 from __future__ import annotations
 
+import math
 import re
+import time
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -21,6 +23,7 @@ from torch.utils._python_dispatch import _pop_mode, _push_mode
 from shadow_cache import unsupported
 
 from .. import ir
+from ..diagnostics.bypass import OVER_BUDGET
 from ..errors import CaptureRefusedError
 from ..process_state import PROCESS
 from ..torch_api import attributes
@@ -50,7 +53,7 @@ class Capture(HookReports):
     """One capture. Made by the engine through the factory that :mod:`compiled_autograd.engine.seam` sets.
 
     ``finish`` is called while the tape is still whole; it gives what the engine will keep for the structure and call at
-    each hit.
+    each hit. After ``until`` the capture is refused.
     """
 
     def __init__(
@@ -63,8 +66,15 @@ class Capture(HookReports):
         self.shapes: list[tuple[int, ...]] = []
         self.accumulates = True
         self.reporting = False
+        self.began = time.perf_counter()
+        self.until = math.inf  # by the same clock
         self._view: tuple[Any, ...] = ()
         self._mode: RecordZeros | None = None
+
+    def so_far(self) -> tuple[str, str]:
+        """What is being done, and with which tape, for people."""
+        nodes = self.calls[1:]
+        return f"capturing node {len(nodes)}", nodes[0].name if nodes else "a tape"
 
     # ---- what the engine calls -------------------------------------------------------------------------------------
 
@@ -99,6 +109,8 @@ class Capture(HookReports):
         self._leave_mode()
         self.reporting = False
         self._raise_failure()
+        if time.perf_counter() > self.until:
+            raise CaptureRefusedError(OVER_BUDGET)
         if function is not None:
             self._refuse_if_freed(function)
         self.calls.append(ir.TapeCall(index, name.rpartition("::")[2]))

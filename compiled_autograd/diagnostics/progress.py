@@ -1,4 +1,5 @@
-"""One line that moves while a step waits for a compile that takes long: what is compiled, and for how long by now.
+"""One line that moves while a step waits for a capture, a trace or a compile that takes long: what is done, and for how
+long by now.
 
 A step that waits for nothing has none: what is compiled in the background shows nothing.
 """
@@ -18,12 +19,12 @@ from .displays import Display, display_for
 from .reporting import warn_once
 
 PATIENCE = 2.0
-"""Seconds of compiling in one backward, after which there is a line."""
+"""Seconds of capturing, or of tracing and compiling, in one backward, after which there is a line."""
 _TURNS = "|/-\\"
 
 
 class Wait:
-    """What one backward waits for, from its first compile on.
+    """What one backward waits for, from its first compile on, or while it is captured.
 
     Args:
         setting: False shows nothing; True also where nobody is known to look: in a pipe, and on every rank.
@@ -35,9 +36,9 @@ class Wait:
         self._lock = threading.RLock()  # what is compiled in its midst, of ``gc`` or a signal, is shown too
 
     @contextmanager
-    def compiling(self, what: Callable[[], tuple[str, str]], verb: str = "compiling") -> Iterator[None]:
-        """Around one compile, or what ``verb`` says; ``what`` names the part of the tape, and the tape. The line is
-        gone at the end, however that comes."""
+    def shown(self, what: Callable[[], tuple[str, str]]) -> Iterator[None]:
+        """Around one compile or capture; ``what`` says what is done, and with which tape. The line is gone at the end,
+        however that comes."""
         if self._display is None:
             yield
             return
@@ -61,8 +62,8 @@ class Wait:
             display = self._display
             if display is None:
                 return
-            part, tape = what()
-            text = f"{turn} compiled_autograd: {verb} {part}, {self._seconds():.0f} s: {tape}"
+            doing, tape = what()
+            text = f"{turn} compiled_autograd: {doing}, {self._seconds():.0f} s: {tape}"
             self._on_display(lambda display, text=text: display.draw(text), done, wanted=False)  # type: ignore[misc]
             wait = display.pause(self._seconds())
 

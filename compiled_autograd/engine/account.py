@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass, field
@@ -69,8 +70,6 @@ class RunAccount:
     report: RunReport
     ambient_state: Ambient = ()
     selection: Selection = field(default_factory=Selection)
-    over_budget: bool = False
-    """What is not compiled may not be, since compiling has cost too much."""
     _started: float = field(default_factory=time.perf_counter)
 
     def __post_init__(self) -> None:
@@ -82,6 +81,13 @@ class RunAccount:
         if (why := why_not_compile()) is not None:
             return why
         return OVER_BUDGET if not self.call.admitted and ADMISSION.refuses(self.account.settings) else None
+
+    def left(self) -> float:
+        """The seconds that tracing may take yet."""
+        if self.call.admitted:
+            return math.inf
+        taken = self.report.seconds["capture"] if self.handed.captured else 0.0
+        return ADMISSION.left(self.account.settings) - taken - self.report.seconds.get("lower", 0.0)
 
     def close_after(self, error: BaseException) -> None:
         """It has raised ``error``, which is the user's, and not to be replaced by one of ours."""
@@ -134,7 +140,7 @@ class RunAccount:
             reasons.extend(report.misses)
         if report.uncompiled:
             refused = why_not_compile()
-            if self.over_budget or refused is not None:
+            if report.over_budget or refused is not None:
                 waits = "compile_budget is spent" if refused is None else refused.kind
             elif settings.on_miss == "background":
                 waits = "they are compiled in the background"
@@ -154,7 +160,7 @@ class RunAccount:
                 self.call.timed = AUTOTUNE.hit(variant, seconds, self.call.fingerprint, settings, self.call.trial)
         if report.zeros and not report.compared and self._gave_zeros_alone(variant):
             REFUSALS.gave_zeros(self.call.fingerprint, settings)
-        if OVER_BUDGET in reasons or (report.uncompiled and self.over_budget):
+        if OVER_BUDGET in reasons or (report.uncompiled and report.over_budget):
             ADMISSION.missed(self.call.known, self.call.taken_from)
         if not reasons and not report.compiles:
             return outcome
@@ -181,7 +187,10 @@ class RunAccount:
         spent = sum(report.seconds.get(stage, 0.0) for stage in stages)
         if variant is None or not spent:
             return
-        SPENDING.charge(variant, spent, stored=variant.entry is not None and not report.compiles)
+        if report.over_budget and "lower" in report.seconds:
+            SPENDING.end(spent)
+        else:
+            SPENDING.charge(variant, spent, stored=variant.entry is not None and not report.compiles)
         closing = ADMISSION.review(settings) if settings.compiles else None
         disk = None if closing is None else disk_for(settings)
         if disk is not None and closing is not None:

@@ -293,10 +293,10 @@ def _ran_alone(call: Call, account: Account, handed: HandedOver, shapes: KnownSh
 
 def _allow(run: RunAccount, context: RunContext) -> None:
     """Whether regions that are not compiled are, and where: always those of a variant that was just made."""
-    settings = run.account.settings
+    settings, context.left = run.account.settings, run.left
     if not run.selection.reasons and not run.call.admitted and settings.compiles and ADMISSION.is_closed_for(settings):
-        run.over_budget = True
-    refused = run.over_budget or why_not_compile() is not None
+        run.report.over_budget = True
+    refused = run.report.over_budget or why_not_compile() is not None
     if refused or settings.on_miss != "compile":
         context.may_compile = False
     if settings.on_miss == "background" and not refused:

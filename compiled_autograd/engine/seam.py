@@ -11,6 +11,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable
+from contextlib import ExitStack
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,6 +39,7 @@ from ..diagnostics.bypass import (
     refused_by_engine,
     says_that_it_was_freed,
 )
+from ..diagnostics.progress import Wait
 from ..diagnostics.structure_misses import with_title
 from ..errors import BrokenCaptureError, CaptureRefusedError
 from ..ir.order import in_engine_order
@@ -84,7 +86,7 @@ class _Walk:
     run_inside: RunInside | None
     turn: Turn = field(default_factory=Turn)
     capture: Capture | None = None
-    reports: bool = False
+    report: ExitStack = field(default_factory=ExitStack)
     miss: Miss | None = None
     tape: ir.TapeGraph | None = None
     given: HandedOver | RanInside | None = None
@@ -106,14 +108,13 @@ class _Walk:
 
     def begin_report(self, capture: Capture) -> None:
         """The engine is about to report."""
-        self.capture, self.reports = capture, True
-        RARELY.__enter__()
+        self.capture = capture
+        self.report.enter_context(RARELY)
+        self.report.enter_context(Wait(self.settings.progress).shown(capture.so_far))
 
     def end_report(self) -> None:
         """The engine has reported all, or given up; or it has nothing to report."""
-        if self.reports:
-            self.reports = False
-            RARELY.__exit__()
+        self.report.close()
 
 
 class _Thread(threading.local):
@@ -184,6 +185,8 @@ def hand_over(call: Call, settings: Settings, run_inside: RunInside | None) -> H
         _thread.walk = walk
         _have_it_walk(walk)
     except CaptureRefusedError as refused:
+        if refused.reason is OVER_BUDGET and walk.capture is not None and walk.asks_store is None:
+            ADMISSION.end(settings, time.perf_counter() - walk.capture.began)
         return Refused(refused.reason, walk.told(), refused.mistake)
     except Exception as error:
         raise_what_a_handler_raised(error)
@@ -274,6 +277,8 @@ def _begin() -> Capture:
             raise CaptureRefusedError(OVER_BUDGET)
         walk.asks_store = time.perf_counter()
     capture = Capture(_finish, walk.call.inputs)
+    if not walk.call.admitted and walk.asks_store is None:
+        capture.until = capture.began + ADMISSION.left(walk.settings)
     walk.begin_report(capture)
     return capture
 

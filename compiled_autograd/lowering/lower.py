@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import functools
+import math
 import operator
+import time
 import warnings
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
@@ -17,7 +19,7 @@ from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_
 from backends import Backend
 from backends.signal_handlers import raise_what_a_handler_raised
 
-from ..errors import IllegalGraphError, UntraceableError
+from ..errors import IllegalGraphError, OverBudgetError, UntraceableError
 from ..guards.shapes import Spec, is_static
 from ..ir import check_nan, is_plain, sum_gradients
 from ..ir.partition import Region
@@ -56,7 +58,9 @@ class Lowered:
     origins: Mapping[str, int]
 
 
-def lower(step: RegionStep, slots: Slots, backend: Backend, specs: Mapping[fx.Node, Spec]) -> Lowered:
+def lower(
+    step: RegionStep, slots: Slots, backend: Backend, specs: Mapping[fx.Node, Spec], seconds: float = math.inf
+) -> Lowered:
     """Trace a region with the shapes of the values in hand.
 
     Its fresh leaves, where they are strided, get their gradient in memory of its own, in the leaf's layout, so that the
@@ -68,19 +72,23 @@ def lower(step: RegionStep, slots: Slots, backend: Backend, specs: Mapping[fx.No
         backend: whose decompositions are traced with. Unless it is bitwise, conjugate and negative bits are taken off
             tensors before the graph gets them.
         specs: for inputs and leaves, which of their dimensions change; they become symbols.
+        seconds: that may pass until the last call is traced.
 
     Raises:
+        OverBudgetError: more have passed.
         UntraceableError: naming the calls that cannot be run under fake tensors.
     """
     prepare_fake_tensors()
-    return _Lowering(step, slots, backend, specs).lowered()
+    return _Lowering(step, slots, backend, specs, time.perf_counter() + seconds).lowered()
 
 
 class _Lowering:
-    """One region while it is lowered; the arguments are those of :func:`lower`."""
+    """One region while it is lowered, ``until`` when; the other arguments are those of :func:`lower`."""
 
-    def __init__(self, step: RegionStep, slots: Slots, backend: Backend, specs: Mapping[fx.Node, Spec]) -> None:
-        self.region = step.region
+    def __init__(
+        self, step: RegionStep, slots: Slots, backend: Backend, specs: Mapping[fx.Node, Spec], until: float
+    ) -> None:
+        self.region, self.until = step.region, until
         self.given = [slots[slot] for slot in step.inputs]
         _check_plain(self.region, self.given)
         self.backend, self.decompositions, self.plain = backend, backend.decompositions(), not backend.bitwise
@@ -199,6 +207,8 @@ class _Lowering:
             with warnings.catch_warnings(record=True) as caught:
                 warnings.simplefilter("always")
                 for place, node in enumerate(self.region.nodes):
+                    if time.perf_counter() > self.until:
+                        raise OverBudgetError("compile_budget is spent")
                     last = last_of(graph)
                     if node.target is operator.getitem:
                         made, index = node.args

@@ -21,7 +21,7 @@ from .. import ir
 from ..diagnostics.reporting import failure_of
 from ..diagnostics.structured_trace import part_of
 from ..diagnostics.variant_misses import changed_meanwhile_miss, guard_miss, handed_on_miss
-from ..errors import UntraceableError
+from ..errors import OverBudgetError, UntraceableError
 from ..guards.shapes import Spec, spec_of, widened
 from ..guards.value_kinds import kind_of_value
 from ..steps.compiled_calls import arguments_of, put_results, run_compiled
@@ -309,7 +309,7 @@ class RegionCompiler:
             with context.report.timed("lower"), RARELY:
                 if compile is compile_here:
                     self.backend.prepare()
-                lowered = lower(step, slots, self.backend, specs)
+                lowered = lower(step, slots, self.backend, specs, context.left())
                 if self.passes:
                     about = (lowered.examples, step, lowered.wiring, self.leaf_name)
                     with torch._C._DisableAutocast():
@@ -321,7 +321,7 @@ class RegionCompiler:
                 graph = copy_of(lowered.graph_module)
                 made = self._compile(lowered, compile, context)
                 guard = None if lowered.symbols is None else lowered.symbols.guard()
-        except UntraceableError:
+        except (UntraceableError, OverBudgetError):
             raise
         except Exception as error:  # noqa: BLE001  whoever asked records it, and the region's calls run one by one
             raise_what_a_handler_raised(error)

@@ -7,6 +7,7 @@ What a tape is, is told by its fingerprint, before the engine is asked. Most bac
 
 from __future__ import annotations
 
+import math
 from collections.abc import Hashable
 from dataclasses import dataclass
 
@@ -126,6 +127,15 @@ class Admission:
         if not self.closed:
             return False
         return SPENDING.balance().is_over(settings.compile_budget)
+
+    def left(self, settings: Settings) -> float:
+        """The seconds that something new may take to be captured and traced."""
+        return SPENDING.balance().left(settings.compile_budget) if settings.compiles and by_clock() else math.inf
+
+    def end(self, settings: Settings, seconds: float) -> None:
+        """A capture was ended after so long."""
+        SPENDING.end(seconds)
+        self.review(settings)
 
     def is_closed_for(self, settings: Settings) -> bool:
         """The same as of the last look: each hit may ask."""

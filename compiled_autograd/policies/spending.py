@@ -11,6 +11,7 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import fx
@@ -26,7 +27,10 @@ UNRETURNED = 4
 RETURNS = 3
 """A variant that served so often has come back."""
 FIRST = 2
-"""So many variants are compiled whatever they take, and one more for each of as many that came back."""
+"""So many variants are compiled whatever that takes, and one more for each of as many that came back: as long as no
+capture or trace was ended for the budget."""
+GRACE = 1.0
+"""The seconds that each of these may take to be captured and traced under a smaller budget."""
 SAVED, AS_OFTEN_AGAIN = 0.2, 5
 """A hit that nobody has timed is taken to save this part of the time that it takes; and what came back, to come back so
 many times as often in all. So hits have made up for a compile when they have run for as long as it took."""
@@ -46,9 +50,10 @@ class Cost:
         worth: seconds that these hits have saved and may save.
         lost: seconds that nothing has made up for yet.
         returned: it has come back.
+        ended: nothing came of it, since its capture or trace was ended for the budget.
     """
 
-    variant: weakref.ref[Variant]
+    variant: weakref.ref[Any]
     structure: weakref.ref[fx.Graph]
     seconds: float = 0.0
     by_clock: bool = True
@@ -57,11 +62,12 @@ class Cost:
     worth: float = 0.0
     lost: float = 0.0
     returned: bool = False
+    ended: bool = False
 
     def update(self) -> None:
         """Look at what became of it since."""
         variant = self.variant()
-        if variant is not None:
+        if isinstance(variant, Variant):
             self.hits = variant.hits
             self.worth = worth(variant) if self.by_clock else variant.hits / RETURNS
 
@@ -75,6 +81,7 @@ class Balance:
         lost: seconds that nothing has made up for.
         likely: what it is likely to take to compile one more; what it may take, where none has come back.
         allowed: seconds that may be lost by default.
+        ended: how many captures and traces were ended for the budget.
     """
 
     made: int
@@ -82,12 +89,21 @@ class Balance:
     lost: float
     likely: float
     allowed: float
+    ended: int = 0
+
+    @property
+    def is_compiled_anyway(self) -> bool:
+        """Whether one more is compiled whatever that takes."""
+        return not self.ended and self.made < FIRST + min(self.returned, FIRST)
 
     def is_over(self, budget: float | None) -> bool:
         """Whether one more variant would be too much; ``budget`` is in seconds, None for the default."""
-        if self.made < FIRST + min(self.returned, FIRST):
-            return False
-        return self.lost + self.likely > (self.allowed if budget is None else budget)
+        return not self.is_compiled_anyway and self.lost + self.likely > (self.allowed if budget is None else budget)
+
+    def left(self, budget: float | None) -> float:
+        """The seconds that one more may take to be captured and traced."""
+        allowed = self.allowed if budget is None else budget
+        return max(allowed, GRACE) if self.is_compiled_anyway else max(allowed - self.lost, 0.0)
 
 
 class Spending:
@@ -115,12 +131,22 @@ class Spending:
             structure = weakref.ref(variant.structure)
             hash(structure)  # once it is gone it has only the hash that was asked for before
             cost = self._of[variant] = Cost(weakref.ref(variant), structure, by_clock=by_clock(), stored=stored)
-            self._costs.append(cost)
-            if len(self._costs) > _MAX_KEPT:
-                _settle(self._costs)
-                self._forgotten += self._costs.pop(0).lost
+            self._add(cost)
         cost.seconds = cost.seconds + seconds if cost.by_clock else 1.0
         cost.stored = cost.stored and stored
+
+    def end(self, seconds: float) -> None:
+        """A capture or a trace was ended after so long."""
+        graph = fx.Graph()  # stands for a structure, and is gone at once
+        nothing = weakref.ref(graph)
+        hash(nothing)
+        self._add(Cost(nothing, nothing, seconds, ended=True))
+
+    def _add(self, cost: Cost) -> None:
+        self._costs.append(cost)
+        if len(self._costs) > _MAX_KEPT:
+            _settle(self._costs)
+            self._forgotten += self._costs.pop(0).lost
 
     @property
     def elapsed(self) -> float:
@@ -139,7 +165,7 @@ class Spending:
         allowed = SECONDS / max(1, len(made) - returned - UNRETURNED + 1)
         if by_clock():
             allowed = max(allowed, SHARE * self.elapsed)
-        return Balance(len(made), returned, lost, likely, allowed)
+        return Balance(len(made), returned, lost, likely, allowed, sum(each.ended for each in made))
 
 
 def _settle(costs: Sequence[Cost]) -> None:

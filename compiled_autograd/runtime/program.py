@@ -22,7 +22,7 @@ from shadow_cache.safe_text import harmless
 from .. import ir
 from ..diagnostics.progress import Wait
 from ..diagnostics.reporting import failure_of
-from ..errors import UntraceableError
+from ..errors import OverBudgetError, UntraceableError
 from ..guards.shapes import Spec
 from ..ir import nan_checks, partition
 from ..lowering.region_compiler import COMPILING, RegionCompiler
@@ -244,6 +244,8 @@ class Program:
                     found, compiled = region_compiler.find(step, slots)
                 if not found and context.may_compile:
                     found, compiled = True, self._compile(step, slots, context)
+        except OverBudgetError:
+            found, context.may_compile, context.report.over_budget = False, False, True
         finally:
             try:
                 if acquired and acquired[0]:
@@ -261,9 +263,10 @@ class Program:
         def what() -> tuple[str, str]:
             regions = list(self.region_compiler.regions())
             number = regions.index(step) + 1 if step in regions else len(regions)
-            return f"region {number} of {len(regions)}", harmless(self.region_compiler.title())
+            doing = "tracing" if context.report.stage == "lower" else "compiling"
+            return f"{doing} region {number} of {len(regions)}", harmless(self.region_compiler.title())
 
-        with context.wait.compiling(what):
+        with context.wait.shown(what):
             return self.region_compiler.compile_region(step, slots, context)
 
     def leave_opaque(self, step: RegionStep, error: UntraceableError, failures: list[Failure]) -> None:

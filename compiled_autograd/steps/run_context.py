@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
@@ -33,6 +34,10 @@ class RunReport:
     """Regions found in the store on disk."""
     uncompiled: int = 0
     """Regions that ran call by call, since they are not compiled for what they were given and must not be."""
+    over_budget: bool = False
+    """What is not compiled may not be, since compiling has cost too much."""
+    stage: str = ""
+    """The stage that began last."""
     zeros: int = 0
     """Regions that gave zeros alone where they were to be compared with the real calls."""
     compared: bool = False
@@ -64,7 +69,7 @@ class RunReport:
     @contextlib.contextmanager
     def timed(self, stage: str) -> Iterator[None]:
         """What is done inside is a stage."""
-        started = time.perf_counter()
+        self.stage, started = stage, time.perf_counter()
         try:
             yield
         finally:
@@ -78,6 +83,8 @@ class RunContext:
     report: RunReport = field(default_factory=RunReport)
     may_compile: bool = True
     """Else a region that is not compiled for what it is given runs call by call."""
+    left: Callable[[], float] = lambda: math.inf
+    """Gives the seconds that tracing may take yet."""
     prove: bool = True
     """What was not yet compared with the real calls is."""
     compare_all: bool = False

@@ -44,9 +44,7 @@ class Wait:
             return
         done = threading.Event()
         show = contextvars.copy_context().run  # a notebook knows by it which cell an output belongs to
-        thread = threading.Thread(
-            target=show, args=(self._show, what, verb, done), name="compiled_autograd", daemon=True
-        )
+        thread = threading.Thread(target=show, args=(self._show, what, done), name="compiled_autograd", daemon=True)
         try:
             thread.start()
             yield
@@ -54,7 +52,7 @@ class Wait:
             done.set()
             self._on_display(lambda display: display.erase(), done, wanted=True)
 
-    def _show(self, what: Callable[[], tuple[str, str]], verb: str, done: threading.Event) -> None:
+    def _show(self, what: Callable[[], tuple[str, str]], done: threading.Event) -> None:
         wait = max(PATIENCE - self._seconds(), 0.0)
         for turn in itertools.cycle(_TURNS):
             if done.wait(wait):

@@ -6,6 +6,7 @@ import faulthandler
 import gc
 import math
 import os
+import sys
 from collections.abc import Iterator
 
 if "PYTEST_XDIST_WORKER" in os.environ:  # one process for each core: with more threads, each would wait for the others
@@ -31,6 +32,8 @@ os.environ["COMPILED_AUTOGRAD_TUNE"] = "false"  # else counts would depend on th
 os.environ["COMPILED_AUTOGRAD_COMPILE_BUDGET"] = "inf"  # for the same reason
 parameter_names._SLOW_SEARCH_SECONDS = math.inf  # else names of parameters would depend on it too
 os.environ["COMPILED_AUTOGRAD_CACHE_DIR"] = "false"  # tests of the store name a folder of their own
+if not hasattr(sys.modules["__main__"], "__file__"):  # in a worker of pytest-xdist: first misses name the program
+    sys.modules["__main__"].__file__ = pytest.__file__
 os.environ["COMPILED_AUTOGRAD_NATIVE"] = "false" if both_walks.MODE == "off" else "true"
 
 

@@ -20,11 +20,8 @@ Loss = Callable[[], torch.Tensor]
 
 
 @pytest.fixture(params=["memory", "store"])
-def session(
-    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> Iterator[Callable[[], ca.Session]]:
+def session(request: pytest.FixtureRequest, tmp_path: Path) -> Iterator[Callable[[], ca.Session]]:
     """A session that knows what the one before it met: in the same process, or by the store."""
-    monkeypatch.setattr(sys.modules["__main__"], "__file__", str(tmp_path / "main.py"), raising=False)  # xdist has none
 
     def begin() -> ca.Session:
         if request.param == "store":

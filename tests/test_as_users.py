@@ -9,7 +9,9 @@ counts are exact. Here no count is asserted, since the clock may decide: the pro
 
 from __future__ import annotations
 
+import os
 import shutil
+import time
 from pathlib import Path
 
 import pytest
@@ -21,8 +23,11 @@ from .users_programs import PROGRAMS
 
 pytestmark = pytest.mark.as_users
 _OPTIONS = {"train_llama": [*as_a_user.SMALL_LLAMA, "--steps", "40"]}
-_HEAVY = ("background_and_warm_start", "foreach", "forces", "hessian", "pinn")
-"""Examples that compile one large region, which takes most of a minute."""
+_HEAVY = (
+    *("background_and_warm_start", "foreach", "forces", "hessian", "pinn"),
+    *("compressed_gradients", "gradient_norms", "with_torch_compile", "settings"),
+)
+"""Examples and pages that compile much, which takes most of a minute."""
 _ALWAYS = ("README", "quickstart", "first_miss", "troubleshooting")
 
 
@@ -35,11 +40,16 @@ def shared_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 @pytest.fixture(scope="session")
 def extension(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """The extension, compiled once: in each home anew it would take most of the tests' time."""
-    home = tmp_path_factory.mktemp("extension")
+    temporary = tmp_path_factory.getbasetemp()
+    home = (temporary.parent if "PYTEST_XDIST_WORKER" in os.environ else temporary) / "extension"
     program = (
         "from pathlib import Path; from compiled_autograd.native.library import build_here; build_here(Path({!r}))"
     )
     as_a_user.run(["-c", program.format(str(home / "native"))], home)
+    deadline = time.monotonic() + as_a_user.SECONDS
+    while not any((home / "native").glob("*.so")):  # another worker builds it
+        assert time.monotonic() < deadline, [*(home / "native").iterdir()]
+        time.sleep(0.5)
     return home / "native"
 
 
@@ -50,17 +60,17 @@ def home(tmp_path: Path, extension: Path) -> Path:
     return tmp_path
 
 
-def _example(file: Path) -> object:
+def _program(file: Path) -> object:
     return pytest.param(file, id=file.stem, marks=pytest.mark.slow if file.stem in _HEAVY else ())
 
 
-@pytest.mark.parametrize("file", map(_example, sorted((ROOT / "examples").glob("[!_]*.py"))))
+@pytest.mark.parametrize("file", map(_program, sorted((ROOT / "examples").glob("[!_]*.py"))))
 def test_an_example_runs(file: Path, home: Path) -> None:
     """Nothing is compiled before; the example asserts its own claims."""
     assert as_a_user.run([str(file), *_OPTIONS.get(file.stem, ())], home).strip()
 
 
-@pytest.mark.parametrize("page", [page for page in PAGES if blocks(page.read_text())], ids=lambda page: page.stem)
+@pytest.mark.parametrize("page", [_program(page) for page in PAGES if blocks(page.read_text())])
 def test_a_page_runs(page: Path, home: Path) -> None:
     """Nothing is compiled before; all blocks of the page run in one process."""
     as_a_user.run(["-m", "tests.pages", str(page)], home)

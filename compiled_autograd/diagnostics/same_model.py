@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable, Sequence
 from typing import Protocol
 
@@ -25,11 +26,11 @@ class HasTape(Protocol):
 def may_be_of_model_of(tape: ir.TapeGraph) -> Callable[[HasTape], bool]:
     """Return what tells whether another tape of this process reaches parameters of an outermost module that ``tape``
     reaches too. Where no names are known of one of the two, the answer is yes."""
-    models = _models(tape)
+    models = functools.cache(lambda: _models(tape))  # names are not looked for where nothing else is known
 
     def may_be(other: HasTape) -> bool:
-        others = _models(other.tape) if models else None
-        return not others or not models.isdisjoint(others)
+        others = _models(other.tape) if models() else None
+        return not others or not models().isdisjoint(others)
 
     return may_be
 

@@ -71,6 +71,7 @@ def _files(folder: Path) -> list[Path]:
 # The whole command
 
 
+@pytest.mark.slow  # minutes on a busy machine: it compiles the extension
 def test_the_whole_command(tmp_path: Path) -> None:
     before = resource.getrusage(resource.RUSAGE_CHILDREN)
     ended = _command(tmp_path, "selftest", "--json")
@@ -158,6 +159,7 @@ def test_the_last_line_of_a_part() -> None:
     )
 
 
+@pytest.mark.slow  # it compiles the extension beside it
 @pytest.mark.skipif(not Path("/proc").is_dir(), reason="processes are looked for in /proc")
 def test_ctrl_c_ends_it_at_once(tmp_path: Path) -> None:
     command = [sys.executable, "-m", "compiled_autograd", "selftest"]

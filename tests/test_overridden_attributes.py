@@ -47,7 +47,17 @@ FIELDS = (
 METHODS = (
     *("stride", "dim", "size", "numel", "is_contiguous", "is_conj", "is_neg", "_is_zerotensor", "_is_view", "data_ptr"),
     *("untyped_storage", "storage_offset", "view_as", "clone", "detach", "add_", "register_hook", "__eq__", "__bool__"),
-    *("__len__", "__iter__", "__repr__", "as_strided", "tolist", "element_size", "is_complex", "is_floating_point"),
+    *(
+        "__len__",
+        "__iter__",
+        "__repr__",
+        "as_strided",
+        "tolist",
+        "element_size",
+        "is_complex",
+        "is_floating_point",
+        "is_inference",
+    ),
 )
 ASKED_OF_A_LOSS = ("requires_grad", "shape", "dtype", "is_nested", "numel")
 """``Tensor.backward`` itself asks these (``_make_grads`` in ``torch/autograd/__init__.py``, 2.11 to 2.15)."""
@@ -123,6 +133,82 @@ def test_nothing_is_asked_of_a_class_of_parameters() -> None:
 def test_nothing_is_asked_of_the_class_of_a_loss() -> None:
     names = [name for name in (*FIELDS, *METHODS) if name not in ASKED_OF_A_LOSS]
     assert _both(loss_class=_class(torch.Tensor, *names)) == 3
+
+
+class _Product(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, one: torch.Tensor, other: torch.Tensor) -> torch.Tensor:
+        ctx.save_for_backward(one, other)
+        ctx.name = "an attribute of the user's"
+        return torch.mul(one, other)
+
+    @staticmethod
+    def backward(ctx: Any, grad: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:  # type: ignore[override]
+        one, other = ctx.saved_tensors
+        return torch.mul(grad, other), torch.mul(grad, one)
+
+
+def _forward(leaf_class: type, inside_class: type) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Return a leaf, a tensor inside the tape, and the loss."""
+    torch.manual_seed(0)
+    leaf: Any = leaf_class(torch.randn(4, 3))
+    with torch._C.DisableTorchFunctionSubclass():
+        inside = RAW.as_subclass(torch.tanh(torch.mm(torch.ones(2, 3), torch.t(leaf))), inside_class)
+        return leaf, inside, torch.sum(torch.mul(inside, inside))
+
+
+def _by_function(leaf_class: type, inside_class: type) -> Any:
+    leaf, inside, _ = _forward(leaf_class, inside_class)
+    product = _Product.apply(inside, torch.mm(torch.ones(2, 3), torch.t(leaf)))
+    with torch._C.DisableTorchFunctionSubclass():
+        torch.autograd.backward(torch.sum(torch.add(product, torch.sum(_Product.apply(leaf, leaf)))))
+    return [RAW.grad.__get__(leaf)]
+
+
+def _hooked(leaf_class: type, inside_class: type) -> Any:
+    """A hook gives back a gradient of the class."""
+    leaf, inside, loss = _forward(leaf_class, inside_class)
+
+    def hook(grad: torch.Tensor) -> torch.Tensor:
+        return RAW.as_subclass(torch.mul(grad, 2), inside_class)
+
+    RAW.grad_fn.__get__(inside).register_prehook(lambda grads: (hook(grads[0]),))
+    torch.autograd.backward(loss)
+    return [RAW.grad.__get__(leaf)]
+
+
+def _packed(leaf_class: type, inside_class: type) -> Any:
+    """Saved-tensor hooks give back tensors of the class."""
+    with torch.autograd.graph.saved_tensors_hooks(lambda x: x, lambda x: RAW.as_subclass(RAW.detach(x), inside_class)):
+        leaf, _, loss = _forward(leaf_class, inside_class)
+    torch.autograd.backward(loss)
+    return [RAW.grad.__get__(leaf)]
+
+
+def _asked(*which: int) -> Callable[[type, type], Any]:
+    def asked(leaf_class: type, inside_class: type) -> Any:
+        *ends, loss = _forward(leaf_class, inside_class)
+        return torch.autograd.grad(loss, [ends[each] for each in which])
+
+    return asked
+
+
+@pytest.mark.parametrize(
+    ("program", "is_hit"),
+    [
+        *[(_by_function, True), (_hooked, True), (_packed, True)],
+        *[(_asked(0), True), (_asked(1), False), (_asked(0, 1), True)],
+    ],
+    ids=["function", "hook", "packed", "leaf", "inside", "both"],
+)
+def test_nothing_is_asked_where_more_is_done(program: Callable[[type, type], Any], is_hit: bool) -> None:
+    classes = _class(nn.Parameter, *FIELDS, *METHODS), _class(torch.Tensor, *FIELDS, *METHODS)
+    wanted = program(*classes)
+    with ca.enable(backend="eager") as session:
+        for _ in range(3):
+            for one, other in zip(program(*classes), wanted, strict=True):
+                assert_same([RAW.as_subclass(one, torch.Tensor)], [RAW.as_subclass(other, torch.Tensor)])
+    assert bool(session.stats().hits) is is_hit
 
 
 @pytest.mark.parametrize("answer", [_raises, lambda leaf: None, torch.zeros_like], ids=["raises", "none", "zeros"])

@@ -268,4 +268,4 @@ def _leaf(asked: Any) -> Any:
     if isinstance(asked, GradientEdge):
         is_leaf = type(asked.node).name(asked.node).endswith(tape_reading.LEAF)  # else it is an attribute of the user's
         return asked.node.variable if is_leaf else None  # type: ignore[attr-defined]
-    return asked if asked.is_leaf else None
+    return asked if attributes.is_leaf(asked) else None

@@ -100,7 +100,7 @@ def sketch(outputs: Ends, inputs: Ends, thread: KnowsLastRoot) -> Hashable:
     if not outputs:
         return None
     output = outputs[0]
-    node = output.node if isinstance(output, GradientEdge) else attributes.grad_fn(output)
+    node = attributes.entered(output)
     if node is None:
         return None
     kind = type(node)
@@ -160,7 +160,7 @@ def freed_at_the_end(inputs: Ends) -> bool:
     """Whether a walk for the gradients of ``inputs`` ends at a node inside the tape, below which nothing is asked for,
     and which would lose something if it were released. More than :data:`MAX_NODES_READ` nodes there count."""
     with torch._C.DisableTorchFunctionSubclass():
-        inside = [each.node if isinstance(each, GradientEdge) else each.grad_fn for each in inputs]
+        inside = [*map(attributes.entered, inputs)]
     asked = {node for node in inside if node is not None and not type(node).name(node).endswith(LEAF)}
     if not any(map(_loses, asked)):
         return False
@@ -213,7 +213,7 @@ def _leading_to(inputs: Ends, roots: Sequence[Any]) -> set[Any]:
 def _belongs_to(inputs: Ends) -> Callable[[Any], bool]:
     """Whether a node is that of one of ``inputs``."""
     with torch._C.DisableTorchFunctionSubclass():  # for leaves the tensors: to ask for a leaf's node runs an operator
-        targets = {id(each.node if isinstance(each, GradientEdge) else each.grad_fn or each) for each in inputs}
+        targets = {id(attributes.entered(each) or each) for each in inputs}
     return lambda node: id(node) in targets or (type(node).name(node).endswith(LEAF) and id(node.variable) in targets)
 
 

@@ -16,6 +16,7 @@ import torch
 from torch import fx
 
 from .. import ir
+from ..torch_api import attributes
 from ..torch_api.hook_handles import ON_LEAF, ON_NODE, REMOVED, HookChange, hooks_of_node
 from ..user_code.hooks import post_accumulate_hook, post_hook, pre_hook, tensor_hook
 from .hook_places import HOOKS, UNDEFINED, HookPlaces, at, chain, entering, put
@@ -166,10 +167,11 @@ class LateHooks:
 
     def _of_tensor(self, tensor: torch.Tensor) -> tuple[int | None, int]:
         """The node of the tape that a tensor's hooks run before, and for which of the gradients that enter it."""
-        if tensor.grad_fn is None:
+        node = attributes.grad_fn(tensor)
+        if node is None:
             return next((call for call in self._places.leaves if self._leaf(call) is tensor), None), 0
-        call = self._ends.numbers.get(tensor.grad_fn)
-        return (call if call in self._places.calls else None), tensor.output_nr
+        call = self._ends.numbers.get(node)
+        return (call if call in self._places.calls else None), attributes.output_nr(tensor)
 
     def _of_node(self, hooks: Any) -> tuple[int | None, Any]:
         """The node of the tape that a dict of hooks belongs to, and which hooks these are. Leaves' nodes are not asked:

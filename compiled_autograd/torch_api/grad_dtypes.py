@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from . import attributes
+
 _VALUE_IN_OBJECT = object.__basicsize__
 """The byte of a Python object of pybind11 at which the pointer to the object of C++ lies."""
 _SIZE = 96
@@ -53,8 +55,8 @@ def grad_dtypes_after(node: Any) -> tuple[Any, ...]:
                 continue
             if type(following).__name__ != _LEAF:
                 found.append((index, grad_dtypes(following)[number]))
-            elif following.variable.grad_dtype is not following.variable.dtype:
-                found.append((index, following.variable.grad_dtype))
+            elif (wanted := attributes.grad_dtype(following.variable)) is not attributes.dtype(following.variable):
+                found.append((index, wanted))
     return tuple(found)
 
 

@@ -14,6 +14,8 @@ import torch
 from backends.torch_versions import DIFFERENCES, LAST, runs_own_loop
 from backends.versions import has
 
+from . import attributes
+
 _Method = TypeVar("_Method", bound=Callable[..., Any])
 
 
@@ -39,7 +41,7 @@ def reports_leaf(method: _Method) -> _Method:
     @functools.wraps(method)
     def before(self: Any, variable: torch.Tensor, grad: torch.Tensor | None, has_post_hooks: bool) -> None:
         with torch._C.DisableTorchFunction():  # a mode of the user's is not to see a stand-in
-            variable_grad = variable.grad
+            variable_grad = attributes.grad(variable)
         method(self, variable, variable_grad, grad, has_post_hooks)
 
     return before  # type: ignore[return-value]

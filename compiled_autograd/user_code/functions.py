@@ -18,6 +18,7 @@ import torch
 from torch.autograd.function import BackwardCFunction
 
 from ..process_state import PROCESS, free_in_child
+from ..torch_api import attributes
 from ..torch_api.grad_dtypes import grad_dtypes, grad_dtypes_after
 from ..torch_api.input_buffers import BUFFERS, NAMES, no_buffers
 from ..torch_api.references import COUNT_OF_UNSHARED, references
@@ -290,7 +291,11 @@ def _required_grad(ctx: Any, values: Sequence[Grad]) -> list[bool]:
 
 
 def _looks_like(value: Grad, metadata: Any) -> bool:
-    return value is not None and value.dtype == metadata.dtype and tuple(value.shape) == tuple(metadata.shape)
+    return (
+        value is not None
+        and attributes.dtype(value) == metadata.dtype
+        and tuple(attributes.shape(value)) == tuple(metadata.shape)
+    )
 
 
 def _buffers(ctx: Any) -> tuple[torch.Tensor | None, ...]:

@@ -66,11 +66,12 @@ def unpack_hook(hook: Callable[[Any], Any], packed: Any) -> torch.Tensor:
 
 def with_requires_grad(value: torch.Tensor, required: bool) -> torch.Tensor:
     """``value``, or a tensor in its memory that requires grad, or does not."""
-    required = required and not value.is_inference() and (value.is_floating_point() or value.is_complex())
-    if value.requires_grad == required:
+    required = required and not attributes.is_inference(value)
+    required = required and (attributes.is_floating_point(value) or attributes.is_complex(value))
+    if attributes.requires_grad(value) == required:
         return value
     with torch._C.DisableTorchFunctionSubclass():
-        return value.detach().requires_grad_(required)
+        return attributes.detach(value).requires_grad_(required)
 
 
 def unpacked(hook: Callable[[Any], Any], packed: Any) -> torch.Tensor:

@@ -13,6 +13,8 @@ from typing import Any, TypeVar
 
 import torch
 
+from ..torch_api import attributes
+
 _Place = TypeVar("_Place", bound=Hashable)
 
 
@@ -20,31 +22,33 @@ def versions_of(places: Collection[_Place], values: Any) -> dict[_Place, int]:
     """How often what lies at some places was changed in place, as far as that is counted: not of inference tensors."""
     with torch._C.DisableTorchFunctionSubclass():
         try:
-            return {place: values[place]._version for place in places}
-        except (AttributeError, RuntimeError):  # there is one without
+            return {place: attributes.version(values[place]) for place in places}
+        except (TypeError, RuntimeError):  # there is one without
             return dict(_counted(places, values))
 
 
 def _counted(places: Iterable[_Place], values: Any) -> Iterator[tuple[_Place, int]]:
     for place in places:
-        if isinstance(values[place], torch.Tensor) and not values[place].is_inference():
-            yield place, values[place]._version
+        if isinstance(values[place], torch.Tensor) and not attributes.is_inference(values[place]):
+            yield place, attributes.version(values[place])
 
 
 def all_versions(tensors: Iterable[torch.Tensor]) -> list[int]:
     """The same of all of some tensors; 0 for inference tensors."""
     with torch._C.DisableTorchFunctionSubclass():
         try:
-            return [tensor._version for tensor in tensors]
+            return [*map(attributes.version, tensors)]
         except RuntimeError:
-            return [0 if tensor.is_inference() else tensor._version for tensor in tensors]
+            return [0 if attributes.is_inference(each) else attributes.version(each) for each in tensors]
 
 
 def changed(places: Iterable[_Place], values: Any, versions: Mapping[_Place, int]) -> bool:
     """Whether a tensor at one of some places was changed since."""
     with torch._C.DisableTorchFunctionSubclass():
         return any(
-            values[place]._version != version for place in places if (version := versions.get(place)) is not None
+            attributes.version(values[place]) != version
+            for place in places
+            if (version := versions.get(place)) is not None
         )
 
 
@@ -58,12 +62,13 @@ def check(tensor: torch.Tensor, version: int, node: str = "") -> None:
         RuntimeError: it was changed in place, in the engine's words.
     """
     with torch._C.DisableTorchFunctionSubclass():
-        now = tensor._version
+        now = attributes.version(tensor)
         if now == version:
             return
-        kind = f"[{tensor.type()} {list(tensor.shape)}]"
-        origin = None if tensor.grad_fn is None else tensor.grad_fn.name()
-        number = tensor.output_nr if origin == node else 0
+        kind = f"[{tensor.type()} {list(attributes.shape(tensor))}]"
+        made_by = attributes.grad_fn(tensor)
+        origin = None if made_by is None else type(made_by).name(made_by)
+        number = attributes.output_nr(tensor) if origin == node else 0
     raise RuntimeError(_in_the_engines_words(kind, origin, number, now, version))
 
 

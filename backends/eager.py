@@ -44,7 +44,7 @@ class EagerBackend(ArtifactBackend):
         graph_module.recompile()
         _LazyGraphModule.force_recompile(graph_module)
         for node in graph_module.graph.nodes:
-            node.meta.clear()  # fake tensors, and much else that nobody needs any more
+            node.meta = {}  # fake tensors, and much else that nobody needs any more
         return graph_module.forward
 
     def stored(self, compiled: Any) -> Stored:

@@ -7,15 +7,15 @@ import sys
 
 import rich_click as click
 
-from compiled_autograd.errors import CompiledAutogradError
+from compiled_autograd.errors import CompiledAutogradError, import_failed
 from compiled_autograd.settings import resolve
 from shadow_cache.safe_text import harmless
 
 try:
     from backends import UnknownBackendError
     from compiled_autograd.selftest import NAMES, as_json, as_they_come, heading, is_fine, line, sentence
-except (ImportError, AttributeError) as error:  # something private of PyTorch's has moved
-    sys.exit(harmless(f"This PyTorch does not work with this package: {type(error).__name__}: {error}"))
+except (ImportError, AttributeError) as error:
+    sys.exit(harmless(import_failed(error)))
 
 _INTERRUPTED = 130
 """The status of a program that Ctrl-C ended, as shells have it."""

@@ -11,6 +11,11 @@ class CompiledAutogradError(Exception):
     """Base class of this package's own errors."""
 
 
+def import_failed(error: Exception) -> str:
+    """Say that an import of this package failed, since something private of PyTorch's has moved."""
+    return f"This PyTorch does not work with this package: {type(error).__name__}: {error}"
+
+
 def nearest(word: str, known: Iterable[str]) -> str:
     """`` Did you mean 'x'?`` for the nearest known word, or the list of known words."""
     words = sorted(known)

@@ -14,14 +14,14 @@ from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 
-from compiled_autograd.errors import CompiledAutogradError
+from compiled_autograd.errors import CompiledAutogradError, import_failed
 from shadow_cache.safe_text import harmless
 
 try:
     from backends import UnknownBackendError
     from compiled_autograd.replay import Comparison, Reproduction, Times
-except (ImportError, AttributeError) as error:  # something private of PyTorch's has moved
-    click.echo(harmless(f"This PyTorch does not work with this package: {type(error).__name__}: {error}"), err=True)
+except (ImportError, AttributeError) as error:
+    click.echo(harmless(import_failed(error)), err=True)
     sys.exit(2)
 
 if __name__ != "__main__":  # the module would hide the function in the package

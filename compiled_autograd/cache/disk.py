@@ -152,11 +152,8 @@ class Disk:
             if path and alike:
                 known.insert(path, None)
         if not len(known):
-            return (
-                miss
-                if not paths or any(path for path, _ in paths)
-                else msgspec.structs.replace(miss, hint=_OTHER_RECORDS)
-            )
+            is_of_other_version = bool(paths) and not any(path for path, _ in paths)
+            return msgspec.structs.replace(miss, hint=_OTHER_RECORDS) if is_of_other_version else miss
         keys = graph.tape.structure()
         depth, nearest = known.nearest(keys)
         if depth == len(keys):

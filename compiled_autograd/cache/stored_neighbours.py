@@ -21,7 +21,7 @@ _LEAF = "AccumulateGrad of "
 
 def neighbours(store: Store, tape: ir.TapeGraph, shapes: Sequence[Sequence[int]]) -> Iterator[tuple[Structure, bool]]:
     """Yield structures of the store, and whether this program stored each of this model: these first, last used first.
-    A program without a file has none there: it cannot be told from another.
+    A program without a file, as in a notebook, has no name to compare, and so no structure of its own there.
 
     Args:
         shapes: those of the lifted tensors.

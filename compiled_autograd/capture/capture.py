@@ -72,7 +72,7 @@ class Capture(HookReports):
         self._mode: RecordZeros | None = None
 
     def so_far(self) -> tuple[str, str]:
-        """What is being done, and with which tape, for people."""
+        """Return the words for the node that the capture is at, and for its tape."""
         nodes = self.calls[1:]
         return f"capturing node {len(nodes)}", nodes[0].name if nodes else "a tape"
 

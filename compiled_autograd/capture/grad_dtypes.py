@@ -9,7 +9,7 @@ Leaves, and other tensors whose gradients are asked for, are asked when the tape
 that runs is asked for the engine's key (``functions.with_dtypes``).
 
 A leaf whose ``data`` was given another dtype since its tape was made wants that one in the next tape alone: nodes keep
-what they were made for, and its node is looked for in the tape.
+their dtype. So :class:`GradDtypes` looks for the node of such a leaf in the tape.
 
 Another node of C++ has a dtype too, if it was set on a tensor before an operation in place made that no leaf. Such a
 node is not asked, and its tape is not captured.

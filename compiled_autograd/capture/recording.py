@@ -32,7 +32,7 @@ class Sum:
     take a time that grows with the square of their number.
 
     Attributes:
-        terms: what was added so far.
+        terms: the gradients added so far.
         call: the index of the node of the tape that brought the last term.
     """
 

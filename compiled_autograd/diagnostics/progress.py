@@ -1,5 +1,4 @@
-"""One line that moves while a step waits for a capture, a trace or a compile that takes long: what is done, and for how
-long by now.
+"""One line that moves while a step waits for a long capture, trace or compile: the stage, and the seconds so far.
 
 A step that waits for nothing has none: what is compiled in the background shows nothing.
 """
@@ -24,7 +23,7 @@ _TURNS = "|/-\\"
 
 
 class Wait:
-    """What one backward waits for, from its first compile on, or while it is captured.
+    """The wait of one backward, from its first compile on, or while it is captured.
 
     Args:
         setting: False shows nothing; True also where nobody is known to look: in a pipe, and on every rank.

@@ -120,7 +120,7 @@ class Session:
 
     @property
     def native(self) -> str:
-        """Whether hits run with the extension in C++: ``"on"``, or ``"off: "`` and why."""
+        """``"on"`` if hits run with the extension in C++; else ``"off: "`` and the reason."""
         if self.settings.native is False:
             return "off: native=False"
         library = Library.LATEST

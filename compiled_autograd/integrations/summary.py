@@ -132,6 +132,6 @@ class Trainings:
         return now - before
 
     def summary(self) -> Summary | None:
-        """What the calling thread's training was worth; None where none had a backward that was counted."""
+        """Return the summary of the calling thread's training; None if no backward was counted."""
         session = self._here.session
         return Summary.of(session) if session is not None and session.stats().backwards else None

@@ -234,7 +234,7 @@ class _Lowering:
             arguments = fx.map_arg(node.args, known.__getitem__)
             if traced is None:
                 result = run(*arguments)
-            elif node.target is sum_gradients:  # term by term: what is alike are additions, not whole sums
+            elif node.target is sum_gradients:  # term by term: additions repeat, whole sums do not
                 result = functools.reduce(lambda total, term: traced.call(sum_gradients, (total, term), run), arguments)
             else:
                 result = traced.call(node.target, arguments, run)

@@ -27,8 +27,8 @@ UNRETURNED = 4
 RETURNS = 3
 """A variant that served so often has come back."""
 FIRST = 2
-"""So many variants are compiled whatever that takes, and one more for each of as many that came back: as long as no
-capture or trace was ended for the budget."""
+"""The number of variants that are compiled at any cost, and the maximum number of further ones: one for each that came
+back. Neither holds once a capture or a trace was ended for the budget."""
 GRACE = 1.0
 """The seconds that each of these may take to be captured and traced under a smaller budget."""
 SAVED, AS_OFTEN_AGAIN = 0.2, 5
@@ -93,7 +93,7 @@ class Balance:
 
     @property
     def is_compiled_anyway(self) -> bool:
-        """Whether one more is compiled whatever that takes."""
+        """True if one more variant is compiled at any cost."""
         return not self.ended and self.made < FIRST + min(self.returned, FIRST)
 
     def is_over(self, budget: float | None) -> bool:

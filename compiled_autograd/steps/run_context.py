@@ -35,7 +35,7 @@ class RunReport:
     uncompiled: int = 0
     """Regions that ran call by call, since they are not compiled for what they were given and must not be."""
     over_budget: bool = False
-    """What is not compiled may not be, since compiling has cost too much."""
+    """True once the compile budget is spent: regions that are not compiled stay so."""
     stage: str = ""
     """The stage that began last."""
     zeros: int = 0

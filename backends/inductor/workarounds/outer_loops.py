@@ -16,20 +16,15 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import threading
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch import fx
 
 from ...versions import fuses_outer_loops_of_several_rows
+from .inside import Inside
 
-
-class _Thread(threading.local):
-    entered = 0
-
-
-_thread = _Thread()
+_inside = Inside()
 
 
 @contextlib.contextmanager
@@ -44,11 +39,8 @@ def sound_outer_loops(graph_module: fx.GraphModule) -> Iterator[None]:
         return
     _install()
     graph_module.sound_outer_loops = True  # type: ignore[assignment]
-    _thread.entered += 1
-    try:
+    with _inside.entered():
         yield
-    finally:
-        _thread.entered -= 1
 
 
 @functools.cache
@@ -63,7 +55,7 @@ def _install() -> None:
 
     @functools.wraps(asked)
     def check(self: Any, proxies: Sequence[Any], depth: int) -> bool:
-        if _thread.entered and _has_local_buffers() and any(_takes_several_rows(proxy, depth) for proxy in proxies):
+        if _inside and _has_local_buffers() and any(_takes_several_rows(proxy, depth) for proxy in proxies):
             return False
         answer: Callable[..., bool] = asked
         return answer(self, proxies, depth)

@@ -10,18 +10,13 @@ from __future__ import annotations
 
 import contextlib
 import functools
-import threading
 from collections.abc import Iterator
 from typing import Any
 
 from ...versions import reads_sizes_where_it_asserts_them
+from .inside import Inside
 
-
-class _Thread(threading.local):
-    entered = 0
-
-
-_thread = _Thread()
+_inside = Inside()
 
 
 @contextlib.contextmanager
@@ -31,11 +26,8 @@ def sizes_read_from_tensors() -> Iterator[None]:
         yield
         return
     _install()
-    _thread.entered += 1
-    try:
+    with _inside.entered():
         yield
-    finally:
-        _thread.entered -= 1
 
 
 @functools.cache
@@ -48,7 +40,7 @@ def _install() -> None:
 
     @functools.wraps(before)
     def codegen_inputs(self: Any) -> None:
-        with config.patch(size_asserts=True) if _thread.entered else contextlib.nullcontext():
+        with config.patch(size_asserts=True) if _inside else contextlib.nullcontext():
             before(self)
 
     PythonWrapperCodegen.codegen_inputs = codegen_inputs  # type: ignore[method-assign]

@@ -264,3 +264,66 @@ def _forward(graph_module: Any, example_inputs: Any) -> Any:
 
 def _wrong_where_not_zero(graph_module: Any, example_inputs: Any) -> Any:
     return lambda *arguments: [each * 1.1 for each in graph_module.forward(*arguments)]
+
+
+def _late_hook(around: Any, late: bool, seen: list[float]) -> list[torch.Tensor]:
+    """A backward in whose midst a hook registers another one further down, if ``late``."""
+    x = torch.linspace(-1, 1, 4).requires_grad_()
+    early = x.sin()
+    middle = early.exp()
+
+    def outer(grad: torch.Tensor) -> None:
+        if late:
+            early.register_hook(lambda grad: seen.append(grad.sum().item()))
+
+    middle.register_hook(outer)
+    with around:
+        middle.square().sum().backward()
+    assert x.grad is not None
+    return [x.grad]
+
+
+def _late_hooks(session: ca.Session, late: list[bool]) -> list[str]:
+    kinds = []
+    for each in late:
+        wanted: list[float] = []
+        seen: list[float] = []
+        assert_same(_late_hook(session, each, seen), _late_hook(ca.disable(), each, wanted))
+        assert seen == wanted
+        last = session.last
+        assert last is not None
+        kinds.append(last.reasons[0].kind if last.reasons else last.outcome)
+    return kinds
+
+
+def test_hooks_that_come_late_each_time_leave_their_tape_to_eager() -> None:
+    session, spacing = ca.enable(backend="eager", cache_dir=False, tune=True), refusals.FIRST_SPACING
+    kinds = _late_hooks(session, (3 + spacing) * [True])
+    assert kinds[:2] == ["first_seen", "late_hook"]
+    assert kinds[2:] == spacing * ["call_by_call"] + ["late_hook"]
+    assert _late_hooks(session, (2 * spacing + 1) * [True]) == 2 * spacing * ["call_by_call"] + ["late_hook"]
+    assert session.stats().failures == 4
+
+
+def test_hooks_that_come_late_now_and_then_leave_nothing_to_eager() -> None:
+    session = ca.enable(backend="eager", cache_dir=False, tune=True)
+    kinds = _late_hooks(session, 4 * [True, False, False])
+    assert kinds[:3] == ["first_seen", "shape_miss", "hit"] and kinds[3::3] == 3 * ["late_hook"]
+    assert {*kinds[4::3], *kinds[5::3]} <= {"hit", "tuning", "not_worth_it"}
+    assert not refusals.REFUSALS.active
+
+
+def test_a_tape_without_late_hooks_is_served_once_it_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(refusals, "FIRST_SPACING", 4)
+    session = ca.enable(backend="eager", cache_dir=False, tune=True)
+    _late_hooks(session, 2 * [True])
+    assert _late_hooks(session, 4 * [False]) == 4 * ["call_by_call"]
+    assert _late_hooks(session, 2 * [False]) == ["shape_miss", "hit"]
+    assert not refusals.REFUSALS.active
+
+
+@pytest.mark.parametrize("settings", [{"tune": False}, {"check": True}, {"on_unsupported": "raise"}])
+def test_who_wants_it_otherwise_has_late_hooks_called_in_compiled_backwards(settings: dict[str, Any]) -> None:
+    session = ca.enable(**{"backend": "eager", "cache_dir": False, "tune": True} | settings)
+    assert _late_hooks(session, 6 * [True])[1:] == 5 * ["late_hook"]
+    assert not refusals.REFUSALS.active

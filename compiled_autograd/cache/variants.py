@@ -194,6 +194,8 @@ class Variant(WeaklyReferred):
 
     ``sample`` is what it was made with, without what lay in the tensors: a reproduction is made of it.
 
+    ``cut_short`` is what ``hits`` was when users' code last changed the rest of a run, whose calls ran one by one then.
+
     ``served`` counts the runs under settings that compare every Nth of them. ``rounding`` has, of gradients whose
     regions were all found to be right and that were yet not plainly eager's, how far from those they were.
 
@@ -210,6 +212,7 @@ class Variant(WeaklyReferred):
     sample: Sample
     used: int = 0
     hits: int = 0
+    cut_short: int = -1
     ran: float = 0.0
     next_trial: int = HITS_BEFORE_TIMING
     timed_beside: frozenset[bool] = frozenset()

@@ -64,6 +64,11 @@ ZERO_GRADIENTS = Bypass(
     hint="the last time all its gradients were zero, which shows nothing of compiled code; this is tried again from "
     "time to time, and tune=False does without",
 )
+CALL_BY_CALL = Bypass(
+    "call_by_call",
+    hint="the last times users' code changed what was still to run (late_hook, saved_grad), and the rest ran call by "
+    "call, slower than eager; this is tried again from time to time, and tune=False does without",
+)
 UNTESTED_TORCH = Bypass(
     "untested_torch",
     hint="this PyTorch was not tested, and could give a wrong gradient if it was compiled for: "

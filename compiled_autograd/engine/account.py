@@ -26,6 +26,7 @@ from ..policies.autotune import AUTOTUNE
 from ..policies.own_loop import OWN_LOOPS
 from ..policies.refusals import REFUSALS
 from ..policies.spending import SPENDING
+from ..runtime.interpret import ONE_BY_ONE
 from ..settings import Settings
 from ..steps.run_context import RunReport
 from ..threads.forks import why_not_compile
@@ -160,6 +161,10 @@ class RunAccount:
                 self.call.timed = AUTOTUNE.hit(variant, seconds, self.call.fingerprint, settings, self.call.trial)
         if report.zeros and not report.compared and self._gave_zeros_alone(variant):
             REFUSALS.gave_zeros(self.call.fingerprint, settings)
+        if variant is not None and any(each.instead is ONE_BY_ONE for each in report.failures):
+            if variant.cut_short == variant.hits and not report.compared:
+                REFUSALS.ran_call_by_call(self.call.fingerprint, settings)
+            variant.cut_short = variant.hits
         if OVER_BUDGET in reasons or (report.uncompiled and report.over_budget):
             ADMISSION.missed(self.call.known, self.call.taken_from)
         if not reasons and not report.compiles:

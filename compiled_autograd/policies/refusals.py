@@ -1,9 +1,10 @@
 """Tapes that are tried in vain: they are left to the eager engine before it is asked to report them, and are tried
 again from time to time.
 
-Those that cannot be captured: each try has the engine walk the tape until it finds what it cannot report, which takes
-as long as a small backward. And those whose gradients are all zero, as of a loss with a margin that is reached, while
-what was compiled for them is still to be compared with the real calls: these run, and nothing is learnt.
+Three kinds of tapes are tried in vain. Some cannot be captured: each try has the engine walk the tape until it finds
+a node that it cannot report, which takes as long as a small backward. Some have gradients that are all zero, as of a
+loss with a margin that is reached, while the code compiled for them is still to be compared with the real calls: these
+run, and nothing is learnt. And some run call by call, since hooks that are called in the backward register others.
 
 What a tape is, is told by its fingerprint, as for the other policies; one that was ever captured is always tried, but
 for zeros.
@@ -16,7 +17,7 @@ from dataclasses import dataclass
 
 from shadow_cache import Bypass
 
-from ..diagnostics.bypass import ZERO_GRADIENTS
+from ..diagnostics.bypass import CALL_BY_CALL, ZERO_GRADIENTS
 from ..native.interface import Question
 from ..process_state import PROCESS
 from ..settings import Settings
@@ -114,6 +115,15 @@ class Refusals:
         """
         if settings.tune and settings.on_unsupported == "eager":
             self._leave(tape(), settings, ZERO_GRADIENTS, FIRST_SPACING_OF_ZEROS, 1)
+
+    def ran_call_by_call(self, tape: Callable[[], int], settings: Settings) -> None:
+        """Leave a tape to eager of which the calls ran one by one, more than once: users' code changed it as it ran.
+
+        Args:
+            tape: gives the tape's fingerprint, and takes as long as a small backward.
+        """
+        if settings.tune and settings.on_unsupported == "eager":
+            self._leave(tape(), settings, CALL_BY_CALL, FIRST_SPACING, 1)
 
     def clear(self) -> None:
         """Forget all."""

@@ -9,13 +9,13 @@ order of the seam's report, and can be joined to it.
 from __future__ import annotations
 
 import re
-import weakref
 from collections import Counter
-from collections.abc import Callable, Hashable, Iterable, Iterator, MutableMapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
 import torch
+from torch.autograd.function import BackwardCFunction
 from torch.autograd.graph import GradientEdge
 
 from .. import ir
@@ -181,6 +181,20 @@ def _ends_among(asked: set[Any], inputs: Ends) -> set[Any] | None:
     return None if len(below) > MAX_NODES_READ else asked - _above(filter(_belongs_to(inputs), below), asked)
 
 
+def all_freed_at_the_end(inputs: Ends) -> bool:
+    """Whether each of ``inputs`` is inside the tape and its node would lose something: then a walk ends at one of them,
+    whatever the tape is. Some microseconds, most of them where the answer is yes."""
+    for each in inputs:
+        if type(each) is torch.Tensor:
+            node = attributes.grad_fn(each)
+        else:
+            with torch._C.DisableTorchFunctionSubclass():
+                node = attributes.entered(each)
+        if not _loses(node):
+            return False
+    return True
+
+
 def _above(targets: Iterable[Any], roots: Iterable[Any]) -> set[Any]:
     """Of ``roots`` and the nodes below them, those from which an edge or more lead to one of ``targets``."""
     came_from: dict[Any, list[Any]] = {}
@@ -196,10 +210,14 @@ def _above(targets: Iterable[Any], roots: Iterable[Any]) -> set[Any]:
 
 
 def _loses(node: Any) -> bool:
-    """Whether a node that is released loses something: tensors, or what is not known of here."""
-    names = vars(type(node))
-    is_known = any(name.startswith("_saved_") for name in names)
-    return not is_known or any(name.startswith("_raw_saved_") for name in names)
+    """Whether a node inside the tape that is released loses something: tensors, or what is not known of here."""
+    if node is None:
+        return False
+    names = _saved_names.get(type(node)) or saved_names(type(node))
+    for _, is_tensor in names:  # a generator takes longer
+        if is_tensor:
+            return True
+    return not names and not type(node).name(node).endswith(LEAF)
 
 
 def _leading_to(inputs: Ends, roots: Sequence[Any]) -> set[Any]:
@@ -256,7 +274,7 @@ def join_names(calls: Sequence[ir.TapeCall], visited: Sequence[Visited]) -> None
         call.saved = saved_by(each.node)
 
 
-_saved_names: MutableMapping[type, tuple[tuple[str, bool], ...]] = PROCESS.register(weakref.WeakKeyDictionary())
+_saved_names: dict[type, tuple[tuple[str, bool], ...]] = PROCESS.register({})
 
 
 def saved_by(node: Any) -> tuple[ir.SavedValue, ...]:
@@ -276,10 +294,13 @@ def saved_by(node: Any) -> tuple[ir.SavedValue, ...]:
 
 def saved_names(cls: type) -> tuple[tuple[str, bool], ...]:
     """The attributes of a class of built-in nodes for what its nodes saved, and whether each is of tensors."""
-    if cls not in _saved_names:
+    found = _saved_names.get(cls)
+    if found is None:
         names = [name for name in vars(cls) if name.startswith("_saved_")]
-        _saved_names[cls] = tuple((name, f"_raw{name}" in vars(cls)) for name in names)
-    return _saved_names[cls]
+        found = tuple((name, f"_raw{name}" in vars(cls)) for name in names)
+        if not issubclass(cls, BackwardCFunction):  # those of the user's functions come and go
+            _saved_names[cls] = found
+    return found
 
 
 def _signed(value: Any) -> Any:

@@ -6,7 +6,6 @@ import functools
 from collections.abc import Sequence
 
 import torch
-from torch._guards import TracingContext
 from torch.autograd import forward_ad
 
 from shadow_cache import Bypass, Miss, unsupported
@@ -116,6 +115,14 @@ def on_other_streams(what: str) -> Bypass:
     )
 
 
+_tracing_context = functools.partial(getattr, torch._guards._TLS, "tracing_context", None)
+"""As ``TracingContext.try_get``, in one call (``torch/_guards.py``, 2.13)."""
+
+
+is_batched = torch._C._functorch.is_legacy_batchedtensor
+"""Whether a gradient that a backward starts from is batched, as ``is_grads_batched`` has it."""
+
+
 def before_capture(create_graph: bool, grads: Sequence[torch.Tensor | None], depth: int) -> Bypass | None:
     """The reason to leave a backward to the eager engine; None where there is none yet.
 
@@ -128,11 +135,11 @@ def before_capture(create_graph: bool, grads: Sequence[torch.Tensor | None], dep
         return CREATE_GRAPH
     if depth > MAX_NESTED:
         return DEEP
-    if any(grad is not None and torch._C._functorch.is_legacy_batchedtensor(grad) for grad in grads):
+    if any(grad is not None and is_batched(grad) for grad in grads):
         return BATCHED_GRADS
     if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
         return TRACING
-    if TracingContext.try_get() is not None:  # AOTAutograd differentiates a forward that it compiles
+    if _tracing_context() is not None:  # AOTAutograd differentiates a forward that it compiles
         return TRACING
     if torch._C._functorch.peek_interpreter_stack() is not None:
         return BATCHED_GRADS
@@ -141,9 +148,6 @@ def before_capture(create_graph: bool, grads: Sequence[torch.Tensor | None], dep
     if torch.is_inference_mode_enabled():
         return INFERENCE_MODE
     return DISPATCH_MODE if torch._C._len_torch_dispatch_stack() else None
-
-
-_tracing_context = functools.partial(getattr, torch._guards._TLS, "tracing_context", None)
 
 
 def questions() -> list[Question]:

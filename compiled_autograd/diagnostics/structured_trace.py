@@ -36,6 +36,8 @@ def is_on() -> bool:
     PyTorch's own handler is there in any case, and goes when nothing was asked. One that the root logger has too takes
     what every logger says, as pytest's does in each test, and does not ask for this.
     """
+    if not trace_log.handlers:
+        return False
     everywhere = logging.getLogger().handlers
     return any(
         getattr(handler, "root_dir", "another handler") is not None and handler not in everywhere

@@ -29,7 +29,7 @@ from .fast_path.arming import FAST_PATH
 from .native_hits import NATIVE_HITS
 from .own_loop.running import runner
 from .seam import hand_over
-from .session import BYPASS, Outcome, Session, thread
+from .session import Session, thread
 from .whole.beside import may_run_twice
 from .whole.checks import CHECKS
 
@@ -120,7 +120,7 @@ def _left_to_eager(session: Session, call: Call, found: Trial | Tape | Refusal, 
         return eager(call)
     finally:
         seconds = time.perf_counter() - started
-        session.record(Outcome(BYPASS, reasons=(verdict,), seconds={"run": seconds}))
+        session.left_to_eager(verdict, seconds)
         if call.looked_at and isinstance(found, Tape):
             found.ran_on_eager(seconds)
 

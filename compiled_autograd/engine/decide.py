@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
 
 from shadow_cache import Bypass
 
 from ..cache.selection import find_variant
 from ..cache.stores import disk_for
-from ..capture.tape import freed_at_the_end
+from ..capture.tape import all_freed_at_the_end, freed_at_the_end
 from ..diagnostics.bypass import (
+    BATCHED_GRADS,
     COMPILING,
     FORKED,
     INPUT_INSIDE,
@@ -21,6 +25,7 @@ from ..diagnostics.bypass import (
     TRACING,
     UNTESTED_TORCH,
     before_capture,
+    is_batched,
 )
 from ..diagnostics.structure_misses import with_title
 from ..errors import CacheMissError
@@ -82,6 +87,20 @@ def _taken_for(call: Call, found: Found | None) -> Trial | Tape | Refusal | None
     elif isinstance(found, Tape):
         call.known = found
     return found if isinstance(found, Trial | Tape | Refusal) else None
+
+
+def by_arguments(
+    grads: Sequence[torch.Tensor | None], keep_graph: bool, inputs: Sequence[Any], accumulate_grad: bool
+) -> Bypass | None:
+    """Decide by some arguments of a backward alone, before anything is made of them: each call in here counts.
+
+    Returns:
+        The reason to leave the backward to eager; None if :func:`decide` has to be asked.
+    """
+    for grad in grads:
+        if grad is not None and is_batched(grad):
+            return BATCHED_GRADS
+    return INPUT_INSIDE if not keep_graph and not accumulate_grad and all_freed_at_the_end(inputs) else None
 
 
 def decide(call: Call, settings: Settings) -> Bypass | None:

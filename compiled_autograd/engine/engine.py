@@ -20,7 +20,8 @@ from shadow_cache import Bypass, default_dir
 
 from ..cache.graphs import USES
 from ..capture.tape import sketch
-from ..diagnostics.bypass import DEEP, MAX_NESTED
+from ..diagnostics.bypass import CREATE_GRAPH, DEEP, MAX_NESTED
+from ..diagnostics.structured_trace import is_on
 from ..native.interface import FastPath, Module
 from ..policies.own_loop import OWN_LOOPS
 from ..policies.sketches import SKETCHES, UNKNOWN
@@ -35,11 +36,16 @@ from ..user_code.reducers import REDUCERS
 from . import backward
 from .call import Call
 from .cuda.streams import STREAMS
-from .execution import depth, on_eager, running
+from .decide import by_arguments
+from .execution import on_eager, running
 from .fast_path.arming import FAST_PATH
 from .own_loop.running import ANSWERS, answering, buffers, find, in_own_loop
 from .seam import walking
 from .session import BYPASS, Here, Outcome, Session, thread
+from .traced import trace
+
+_TOLD = 64
+"""One in so many backwards that are left to eager for what their arguments say asks whether the log wants to know."""
 
 
 class Engine(_ImperativeEngine):
@@ -56,6 +62,7 @@ class Engine(_ImperativeEngine):
         accumulate_grad: bool = False,
     ) -> Any:
         """One backward, for the session that the calling thread is in."""
+        arguments = (tensors, grad_tensors, keep_graph, create_graph, inputs, allow_unreachable, accumulate_grad)
         here = thread.here
         session = here.stack[-1] if here.stack else None
         if (
@@ -68,43 +75,42 @@ class Engine(_ImperativeEngine):
             here.unseen -= 1
             verdict: Any = here.verdict
             try:
-                return on_eager(
-                    here, tensors, grad_tensors, keep_graph, False, inputs, allow_unreachable, accumulate_grad
-                )
+                return on_eager(here, *arguments)
             finally:
                 left = session.left  # these lines stand twice: with a call between, Ctrl-C could lose the count
                 if left is not None and left.verdict is verdict:
                     left.count += 1
                 else:
                     session.left_to_eager(verdict)
+        if create_graph and backward.STREAMS.in_use and (session is None or session.leaves_at_once):
+            backward.STREAMS.differentiable(tensors)
         if session is None:
             here.length = 0
-            if create_graph:
-                call = Call(tensors, grad_tensors, keep_graph, True, inputs, allow_unreachable, accumulate_grad)
-                return backward.eager(call)
-            return on_eager(here, tensors, grad_tensors, keep_graph, False, inputs, allow_unreachable, accumulate_grad)
-        verdict = sketched = None
-        if not create_graph and (here.unseen or SKETCHES.known):
-            verdict, sketched = _by_its_root(here, session, tensors, inputs)
+            return on_eager(here, *arguments)
+        verdict, sketched, started = None, None, 0.0
+        if (create_graph or inputs) and session.leaves_at_once and not GATE.line and here.depth <= MAX_NESTED:
+            verdict = CREATE_GRAPH if create_graph else by_arguments(grad_tensors, keep_graph, inputs, accumulate_grad)
         if verdict is not None:
-            run = _runner(here, session) if accumulate_grad else on_eager
+            started, here.length = perf_counter(), 0
+        elif not create_graph and (here.unseen or SKETCHES.known):
+            verdict, sketched = _by_its_root(here, session, tensors, inputs)
+        deep = here.depth > MAX_NESTED and not create_graph
+        if verdict is None and deep and session.settings.on_unsupported != "raise":  # not much of the stack is left
+            verdict, started = DEEP, perf_counter()
+        if verdict is not None:
+            run = _runner(here, session) if accumulate_grad and not started else on_eager
             try:
-                return run(here, tensors, grad_tensors, keep_graph, False, inputs, allow_unreachable, accumulate_grad)
+                return run(here, *arguments)
             finally:
                 left = session.left
-                if left is not None and left.verdict is verdict:
+                if left is not None and left.verdict is verdict and (left.count % _TOLD or not started):
                     left.count += 1
+                    if started:
+                        seconds = perf_counter() - started
+                        left.timed, left.last, left.seconds = left.count, seconds, left.seconds + seconds
                 else:
-                    session.left_to_eager(verdict)
-        call = Call(tensors, grad_tensors, keep_graph, create_graph, inputs, allow_unreachable, accumulate_grad)
-        call.sketched = sketched
-        if depth() <= MAX_NESTED or create_graph or session.settings.on_unsupported == "raise":
-            return backward.run(session, call)
-        started = perf_counter()
-        try:  # here, and not in functions of its own: there is not much left of Python's stack
-            return on_eager(here, tensors, grad_tensors, keep_graph, False, inputs, allow_unreachable, accumulate_grad)
-        finally:
-            session.record(Outcome(BYPASS, reasons=(DEEP,), seconds={"run": perf_counter() - started}))
+                    _left(session, verdict, perf_counter() - started if started else None)
+        return backward.run(session, Call(*arguments, sketched=sketched))
 
     def queue_callback(self, callback: Callable[[], None]) -> None:
         """Run ``callback`` when the backward that is running is done."""
@@ -153,6 +159,17 @@ def _by_its_root(
         here.were_not_alike()
         return verdict, None
     return here.took_for(known, number, session.looks_away), sketched
+
+
+def _left(session: Session, verdict: Bypass, seconds: float | None) -> None:
+    """Count a backward that was left to eager, the first one in a row for that reason; with ``seconds``, one that was
+    left for what its arguments say."""
+    if seconds is not None and (FAST_PATH.is_armed or is_on()):
+        outcome = Outcome(BYPASS, reasons=(verdict,), seconds={"run": seconds})
+        session.record(outcome)  # C++ serves no hit of a session with some that are not counted
+        trace(outcome)
+    else:
+        session.left_to_eager(verdict, seconds)
 
 
 def _runner(here: Here, session: Session) -> Callable[..., Any]:

@@ -30,10 +30,18 @@ _RECORDING = free_in_child(threading.RLock())  # microseconds
 
 @dataclass(slots=True)
 class _Left:
-    """Backwards one after the other that were left to eager for one reason, and are not among the counts yet."""
+    """Consecutive backwards that were left to eager for one reason, and are not among the counts yet.
+
+    Attributes:
+        timed: the value of ``count`` at the last backward that was timed; 0 where none was.
+        last, seconds: seconds of that backward, and of all that were timed.
+    """
 
     verdict: Bypass
     count: int = 1
+    timed: int = 0
+    last: float = 0.0
+    seconds: float = 0.0
 
 
 class Session:
@@ -47,6 +55,7 @@ class Session:
         "_missed",
         "_stats",
         "_steps",
+        "leaves_at_once",
         "left",
         "looks_away",
         "may_loop",
@@ -59,6 +68,7 @@ class Session:
         self.number = SKETCHES.number(settings)
         self.may_loop = not why_off(settings)
         self.looks_away = settings.looks_away
+        self.leaves_at_once = settings.may_compile and settings.on_unsupported != "raise"
         self._last: Outcome | tuple[CompiledGraph, float, float] | None = None
         self.left: _Left | None = None
         self._stats = Stats()
@@ -176,14 +186,26 @@ class Session:
             graphs.append(last)
         return page.write(session_report(stats, events, left_out, graphs, self.settings), path)
 
-    def left_to_eager(self, verdict: Bypass) -> None:
-        """Count a backward that was left to eager and not timed, as :meth:`record` does. Those that follow are counted
-        in ``left.count``, as long as the log does not want to know of them, and nothing else comes between: the next
-        one that is looked at does."""
+    def left_to_eager(self, verdict: Bypass, seconds: float | None = None) -> None:
+        """Count a backward that was left to eager, as :meth:`record` does. Those that follow are counted in
+        ``left.count``, as long as the log does not want to know of them, and nothing else comes between: the next
+        one that is looked at does.
+
+        Args:
+            seconds: what the eager engine took; None if it was not timed.
+        """
         if is_told_at(INFO):
-            self.record(Outcome(BYPASS, reasons=(verdict,)))
+            self.record(Outcome(BYPASS, reasons=(verdict,), seconds={} if seconds is None else {"run": seconds}))
+            return
+        left = self.left
+        if left is not None and left.verdict is verdict:  # no call before it is counted: see record
+            left.count += 1
+            if seconds is not None:
+                left.timed, left.last, left.seconds = left.count, seconds, left.seconds + seconds
             return
         first = _Left(verdict)
+        if seconds is not None:
+            first.timed, first.last, first.seconds = 1, seconds, seconds
         with unless_inside(_RECORDING):
             while True:  # no condition ends a loop in here: Ctrl-C would find a way past the lock on 3.12 and 3.13
                 if self.left is None:  # no call after that: what ``gc`` runs may leave some too
@@ -203,7 +225,9 @@ class Session:
         with unless_inside(_RECORDING):
             if (left := self.left) is None:
                 return
-            stats, label, outcome = self._stats, left.verdict.label, Outcome(BYPASS, reasons=(left.verdict,))
+            last = {"run": left.last} if left.timed == left.count else {}
+            outcome = Outcome(BYPASS, reasons=(left.verdict,), seconds=last)
+            stats, label, seconds = self._stats, left.verdict.label, {"run": left.seconds} if left.timed else {}
             stats.bypasses.setdefault(label, 0)
             if self.left is not left:  # what ``gc`` runs has counted it
                 return
@@ -211,7 +235,7 @@ class Session:
             stats.bypasses[label] += left.count
             stats.backwards += left.count
             self._last = outcome
-            self._steps.add(stats.backwards, BYPASS, None, (left.verdict,), {}, 0, 0, count=left.count)
+            self._steps.add(stats.backwards, BYPASS, None, (left.verdict,), seconds, 0, 0, count=left.count)
 
     def record(self, outcome: Outcome, captured: bool = False, compiles: int = 0, loads: int = 0) -> None:
         """Count one backward."""

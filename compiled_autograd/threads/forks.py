@@ -49,14 +49,18 @@ def why_not_capture() -> Bypass | None:
 
 
 def _compiles() -> bool:
-    return any(lock._is_owned() for lock in _forked.locks)
+    for lock in _forked.locks:  # noqa: SIM110  a generator takes longer, and each bypass asks
+        if lock._is_owned():
+            return True
+    return False
 
 
 def unless_inside(lock: Any) -> Any:
     """A lock that guards a few lines; nothing in its place in the midst of a walk, of compiling or of writing leaves.
     Who has the lock may be waiting for the end of these, in what Python runs there, and must not be waited for: two
     threads in those lines are the lesser evil."""
-    return _NOTHING if GATE.stands_in_line() or CLAIMS.made_here() or _compiles() else lock
+    inside = (GATE.line and GATE.stands_in_line()) or (CLAIMS.made and CLAIMS.made_here()) or _compiles()
+    return _NOTHING if inside else lock
 
 
 def compiles_under(lock: Any) -> Any:

@@ -79,6 +79,11 @@ class FastPaths:
         """How many backwards it has served."""
         return 0 if self._path is None else self._path.served
 
+    @property
+    def is_armed(self) -> bool:
+        """Whether it may serve some."""
+        return bool(self._handed)
+
     def _come_first(self, module: Module) -> None:
         """Have this extension called as ``run_backward`` from now on."""
         if self.make is None or self.put is None:

@@ -23,6 +23,7 @@ import compiled_autograd as ca
 from backends import get_backend
 from backends.torch_versions import release
 from compiled_autograd.cache.disk import made_in_memory
+from compiled_autograd.capture import tape
 from compiled_autograd.engine import execution
 from compiled_autograd.engine.session import Session
 from compiled_autograd.guards.ambient import ambient
@@ -30,7 +31,7 @@ from compiled_autograd.lowering import region_compiler
 from compiled_autograd.lowering.region_compiler import COMPILING
 from compiled_autograd.policies import background, worker_process
 
-from .helpers import Squares, assert_grads, assert_same, expect, in_subprocess, mlp
+from .helpers import Squares, assert_grads, assert_same, expect, in_subprocess, in_threads, mlp
 
 
 def _step(session: Session, model: nn.Module, reference: nn.Module, x: torch.Tensor, bitwise: bool = True) -> None:
@@ -111,6 +112,63 @@ def test_meanwhile_backwards_stay_with_the_eager_engine() -> None:
     assert session.wait(60)
     _step(session, model, reference, x)
     assert session.last is not None and session.last.outcome == "hit"
+
+
+def test_tapes_are_told_apart_seldom_while_one_is_compiled(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Neither the tape that is compiled nor the hits of another are read at each backward, in any thread."""
+    backend, model, x = _Slow(), mlp(), torch.randn(4, 8)
+    session, asked = ca.enable(backend=backend, on_miss="background", cache_dir=False), []
+    (wanted,) = torch.autograd.grad(x.requires_grad_().sin().sum(), x)
+    backend.let.set()
+    for _ in range(2):
+        with session:
+            torch.autograd.grad(x.sin().sum(), x)
+        assert session.wait(60)
+    backend.let.clear()
+    fingerprint = tape.fingerprint
+    monkeypatch.setattr(tape, "fingerprint", lambda *ends: asked.append(ends) or fingerprint(*ends))
+
+    def known(steps: int) -> None:
+        for _ in range(steps):
+            with session:
+                assert_same(torch.autograd.grad(x.sin().sum(), x), (wanted,))
+
+    def compiled(steps: int) -> None:
+        for _ in range(steps):
+            model.zero_grad()
+            with session:
+                model(x.detach()).square().mean().backward()
+
+    compiled(1)
+    asked.clear()
+    compiled(100)
+    assert session.stats().bypasses == {"compiling": 100} and len(asked) < 6
+    asked.clear()
+    hits = session.stats().hits
+    in_threads(lambda: known(100))
+    assert session.stats().hits == hits + 100 and len(asked) < 6
+    backend.let.set()
+    assert session.wait(60)
+    hits = session.stats().hits
+    compiled(1)
+    known(1)
+    assert session.stats().hits == hits + 2
+
+
+def test_a_session_that_compiles_itself_does_not_wait_for_the_background() -> None:
+    """The sessions' settings compile the same, and their tapes have one root."""
+    backend, model, x = _Slow(), mlp(), torch.randn(4, 8)
+    beside, other = (
+        ca.enable(backend=backend, on_miss=on_miss, cache_dir=False) for on_miss in ("background", "raise")
+    )
+    for _ in range(4):
+        with beside:
+            model(x).square().mean().backward()
+    with other, pytest.raises(ca.CacheMissError):
+        model(x).square().mean().backward()
+    backend.let.set()
+    assert beside.wait(60)
+    expect(beside.stats(), structure_misses=1, captures=1, bypasses={"compiling": 3}, compiles=0)
 
 
 def test_what_is_compiled_in_another_state_than_it_is_for_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:

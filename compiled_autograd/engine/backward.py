@@ -15,15 +15,16 @@ from ..diagnostics.bypass import OVER_BUDGET, reason_of_end
 from ..errors import UnsupportedBackwardError
 from ..native.interface import Taken
 from ..policies.admission import ADMISSION, Tape
-from ..policies.autotune import AUTOTUNE, Trial
+from ..policies.autotune import AUTOTUNE
 from ..policies.medians import now
-from ..policies.refusals import REFUSALS, Refusal
+from ..policies.refusals import REFUSALS
+from ..policies.sketches import Found
 from ..settings import Settings
 from ..torch_api.version_differences import words_for_unused
 from .account import Account
 from .call import Call, HandedOver, RanInside, Refused, Results, Whole
 from .cuda.streams import STREAMS
-from .decide import decide, is_policy, look
+from .decide import decide, is_policy, look, looks
 from .execution import execute
 from .fast_path.arming import FAST_PATH
 from .native_hits import NATIVE_HITS
@@ -40,10 +41,10 @@ _TRIES = 4
 def run(session: Session, call: Call) -> Any:
     """Run a backward compiled where that can be done, else on the eager engine; gives what the engine would give."""
     settings = session.settings
-    looks = AUTOTUNE.active or ADMISSION.closed or REFUSALS.active
+    is_looked_at = looks(settings)
     if call.create_graph:
         thread.here.length = 0
-    elif looks:
+    elif is_looked_at:
         found = look(call, session)
         if found is not None and found.verdict is not None:
             return _left_to_eager(session, call, found, found.verdict)
@@ -51,7 +52,7 @@ def run(session: Session, call: Call) -> Any:
     began, reason = 0.0 if call.trial is None else now(), None
     try:
         reason = decide(call, settings)
-        if looks and (reason is None or call.trial is not None):
+        if is_looked_at and (reason is None or call.trial is not None):
             thread.here.goes_on()
         if reason is not None:
             return _refused(call, account, Refused(reason))
@@ -113,7 +114,7 @@ def interrupted(session: Session, started: float, error: BaseException, account:
         account.bypass(*reason_of_end(error))
 
 
-def _left_to_eager(session: Session, call: Call, found: Trial | Tape | Refusal, verdict: Bypass) -> Any:
+def _left_to_eager(session: Session, call: Call, found: Found, verdict: Bypass) -> Any:
     """Nothing else is asked: it was decided when the tape was timed or looked at, and may be a small one."""
     started = time.perf_counter()
     try:

@@ -31,8 +31,8 @@ from ..diagnostics.structure_misses import with_title
 from ..errors import CacheMissError
 from ..policies.admission import ADMISSION, Tape
 from ..policies.autotune import AUTOTUNE, Trial
-from ..policies.background import BACKGROUND
-from ..policies.refusals import REFUSALS, Refusal
+from ..policies.background import BACKGROUND, BEING_COMPILED
+from ..policies.refusals import REFUSALS
 from ..policies.sketches import SKETCHES, Found
 from ..settings import Settings
 from ..threads.gate import GATE
@@ -47,7 +47,7 @@ from .session import Session, thread
 _NOT_UNSUPPORTED = (TRACING, ON_MISS, UNTESTED_TORCH, COMPILING, OVER_BUDGET, FORKED, INSIDE_COMPILE)
 
 
-def look(call: Call, session: Session) -> Trial | Tape | Refusal | None:
+def look(call: Call, session: Session) -> Found | None:
     """What is known of a tape that may be better left to the eager engine, before anybody has walked it: most are not
     even looked at."""
     settings, sketch = session.settings, call.sketch(thread.here)
@@ -58,6 +58,7 @@ def look(call: Call, session: Session) -> Trial | Tape | Refusal | None:
         call.taken_from = key
         return _taken_for(call, before.found)
     trial = tape = refusal = None
+    found: Found | None
     if AUTOTUNE.active:
         trial = call.trial = AUTOTUNE.find(call.fingerprint(), settings, before)
         if trial is not None and trial.verdict is None:
@@ -74,19 +75,34 @@ def look(call: Call, session: Session) -> Trial | Tape | Refusal | None:
     if REFUSALS.active and trial is None and tape is None:
         refusal = REFUSALS.find(call.fingerprint(), settings, before)
     found = trial or tape or refusal
+    goes_on = found is None or found.verdict is None
+    compiling = goes_on and _compiles_beside(settings) and BACKGROUND.busy_with(call.fingerprint())
+    if compiling:
+        found = BEING_COMPILED
     if key is not None:
         SKETCHES.keep(key, found)
+    if compiling and not BACKGROUND.busy_with(call.fingerprint()):  # it ended meanwhile, and what it forgot is kept
+        SKETCHES.forget()
     return found
 
 
-def _taken_for(call: Call, found: Found | None) -> Trial | Tape | Refusal | None:
+def looks(settings: Settings) -> bool:
+    """Whether tapes have to be told apart before the engine is asked."""
+    return AUTOTUNE.active or ADMISSION.closed or REFUSALS.active or _compiles_beside(settings)
+
+
+def _compiles_beside(settings: Settings) -> bool:
+    return settings.on_miss == "background" and BACKGROUND.busy
+
+
+def _taken_for(call: Call, found: Found | None) -> Found | None:
     """What a sketch has led to."""
     if isinstance(found, Trial):
         call.trial = found
         found.idle += 1
     elif isinstance(found, Tape):
         call.known = found
-    return found if isinstance(found, Trial | Tape | Refusal) else None
+    return found
 
 
 def by_arguments(
@@ -162,7 +178,8 @@ def _must_be_a_hit(call: Call, settings: Settings) -> Bypass | None:
 
 
 def _is_being_compiled(call: Call, settings: Settings) -> Bypass | None:
-    return COMPILING if BACKGROUND.busy and BACKGROUND.busy_with(call.fingerprint()) else None
+    on_trial = call.trial is not None  # of the others :func:`look` has found it
+    return COMPILING if on_trial and BACKGROUND.busy and BACKGROUND.busy_with(call.fingerprint()) else None
 
 
 def _is_on_trial(call: Call, settings: Settings) -> Bypass | None:

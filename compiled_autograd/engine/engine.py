@@ -158,6 +158,8 @@ def _by_its_root(
         here.known.left -= 1  # the next one's tells
         here.were_not_alike()
         return verdict, None
+    if here.number != number:  # tapes that were left under other settings say nothing of these
+        here.streak = 0
     return here.took_for(known, number, session.looks_away), sketched
 
 

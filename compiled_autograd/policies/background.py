@@ -21,8 +21,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from backends import Backend
 from backends.inductor.randomness import compiles_beside
+from shadow_cache import Bypass
 
 from .. import ir
+from ..diagnostics import bypass
 from ..diagnostics.reporting import failure_of, warn_of
 from ..diagnostics.users_line import users_line, work_is_for
 from ..errors import UntraceableError
@@ -36,6 +38,7 @@ from ..steps.run_context import RunContext
 from ..steps.steps import RegionStep, Slots
 from ..threads.forks import compiles_under
 from ..torch_api.version_differences import prepare_fake_tensors
+from .sketches import BELIEVED, SKETCHES
 from .worker_process import WORKER, ProcessEndsError, compile_elsewhere
 
 if TYPE_CHECKING:
@@ -57,6 +60,16 @@ class Job:
     charge: Callable[[float], None]
 
 
+@dataclass(slots=True, eq=False)
+class BeingCompiled:
+    """Found of each tape of which something is being compiled: see :class:`~.sketches.Found`."""
+
+    verdict: Bypass | None = bypass.COMPILING
+    left: int = BELIEVED
+    takes: float = 0.0
+
+
+BEING_COMPILED = PROCESS.register(BeingCompiled())
 _IMPORTING = compiles_under(threading.RLock())
 """A child that is forked meanwhile compiles nothing: it would wait for the rest of some module for ever."""
 _LAST_SECONDS = 2.0
@@ -127,6 +140,7 @@ class Background:
             self._submitted.add((id(step), kind))
             self._tapes[tape] += 1
             self._jobs.put(job)  # last: what was not handed on is not waited for
+        SKETCHES.forget()  # tapes that went on until now
 
     def wait(self, timeout: float | None = None) -> bool:
         """Until nothing is being compiled; False where that took more than ``timeout`` seconds."""
@@ -146,6 +160,7 @@ class Background:
         """In a forked child the thread does not live on; what it had to do is met again."""
         tapes = self._tapes  # the fast path asks this very one
         tapes.clear()
+        SKETCHES.forget()
         self.__init__()  # type: ignore[misc]
         self._tapes = tapes
 
@@ -165,6 +180,7 @@ class Background:
                     self._tapes[job.tape] -= 1
                     if not self._tapes[job.tape]:
                         del self._tapes[job.tape]
+                        SKETCHES.forget()
                     self._changed.notify_all()
             del job
 

@@ -261,8 +261,8 @@ class Sketches:
     def number(self, settings: Settings) -> int:
         """That of settings under which the same is found: they are long to compare."""
         loop = (settings.own_loop, settings.native is False)
-        may = (settings.tune, settings.check, settings.on_unsupported, settings.on_miss == "raise")
-        key = (settings.key, *may, settings.compile_budget, settings.compiles, *loop)
+        may = (settings.tune, settings.check, settings.on_unsupported, settings.on_miss)
+        key = (settings.key, *may, settings.compile_budget, *loop)
         number = self._numbers.get(key)
         if number is None:
             if len(self._numbers) >= _MAX_NUMBERS:

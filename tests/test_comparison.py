@@ -260,5 +260,5 @@ def test_how_far_rounding_moves_a_value_is_the_mean_of_some_moves() -> None:
         moved[1] += 0.0 if number > 0 else 1.0  # jumps
         return moved
 
-    found = _moved_by(exact, moved_inputs)
+    found = next(_moved_by(exact, moved_inputs))
     torch.testing.assert_close(found, torch.tensor([0.2, 0.0, 0.0], dtype=torch.float64))

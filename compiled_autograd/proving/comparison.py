@@ -7,7 +7,7 @@ an ill-conditioned result is as far from these as the real calls' own, a wrong o
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -31,8 +31,9 @@ _ERROR_FACTOR = 4.0
 """A result may be this many times further from the float64 values than the real calls' own result, or than rounding of
 the inputs alone moves them."""
 
-_PERTURBATIONS = 4
-"""How often a region is computed from moved inputs: by chance one move leaves a value where it was."""
+_PERTURBATIONS = 4, 16
+"""How often a region is computed from moved inputs: by chance a few moves leave a value where it was. What differs is
+asked about more often before it counts as wrong."""
 
 _JUMP = 0.5
 """A value of which inputs that hardly move make such a part of its move jumps there. What is smooth moves far less."""
@@ -133,17 +134,19 @@ def value_difference(
     want, found = _exact(want), _exact(found)
     double = in_double(0)
     if double is None:
-        scale = root_mean_square(want) + _CANCELLED_SHARE * beside
-        return None if _is_close(want, found, max(relative, coarse()), scale) else _measured(want, found)
+        relative, scale = max(relative, coarse()), root_mean_square(want) + _CANCELLED_SHARE * beside
+        return None if _is_close(want, found, relative, _floored(scale, want, relative)) else _measured(want, found)
     exact = plain(double).to(torch.float64)
     own_error = largest(want.to(torch.float64) - exact)
     if _as_near(want, found, exact, own_error, relative):
         return None
-    moves = _moved_by(exact, in_double)
-    rounding = own_error + moves
-    if coarse():  # what many values add up to that were moved the same way may be less by chance than what one was
-        rounding += root_mean_square(moves)
-    return None if _as_near(want, found, exact, rounding, relative) else _measured(want, found)
+    for moves in _moved_by(exact, in_double):
+        rounding = own_error + moves
+        if coarse():  # what many values add up to that were moved the same way may be less by chance than what one was
+            rounding += root_mean_square(moves)
+        if _as_near(want, found, exact, rounding, relative):
+            return None
+    return _measured(want, found)
 
 
 def plainly_alike(want: torch.Tensor, found: torch.Tensor, relative: float, beside: float = 0.0) -> bool:
@@ -159,7 +162,12 @@ def plainly_alike(want: torch.Tensor, found: torch.Tensor, relative: float, besi
     scale = root_mean_square(want)
     if relative <= _TOLERANCES[torch.float64]:  # nothing is wider, to show what has cancelled
         scale += _CANCELLED_SHARE * beside
-    return _is_close(want, found, relative, scale)
+    return _is_close(want, found, relative, _floored(scale, want, relative))
+
+
+def _floored(scale: float, want: torch.Tensor, relative: float) -> float:
+    """Differences among subnormal numbers, which code may flush to zero, are rounding."""
+    return max(scale, torch.finfo(want.dtype).tiny / relative)
 
 
 def _is_close(want: torch.Tensor, found: torch.Tensor, relative: float, scale: float) -> bool:
@@ -170,22 +178,23 @@ def _is_close(want: torch.Tensor, found: torch.Tensor, relative: float, scale: f
     return math.isfinite(beyond) and beyond <= relative * scale
 
 
-def _moved_by(exact: torch.Tensor, in_double: Callable[[int], Optional]) -> torch.Tensor:
-    """How far rounding of the inputs moves each value, in the mean; the real calls may be nearer, where what cancels is
-    exact.
+def _moved_by(exact: torch.Tensor, in_double: Callable[[int], Optional]) -> Iterator[torch.Tensor]:
+    """How far rounding of the inputs moves each value, in the mean of more and more moves; the real calls may be
+    nearer, where what cancels is exact.
 
     A value that jumps as soon as its inputs move at all is not moved by rounding: they lie where a case ends (at the
     bound of a clamp, in a tie), and which case that belongs to is no question of digits.
     """
     moves, counted = torch.zeros_like(exact), torch.zeros_like(exact)
-    for number in range(1, _PERTURBATIONS + 1):
+    for number in range(1, _PERTURBATIONS[-1] + 1):
         moved, hardly = in_double(number), in_double(-number)
         if moved is not None and hardly is not None:
             error, jump = ((plain(each).to(torch.float64) - exact).abs() for each in (moved, hardly))
             counts = error.isfinite() & (jump <= _JUMP * error)
             moves += torch.where(counts, error, 0.0)
             counted += counts
-    return moves / counted.clamp(min=1)
+        if number in _PERTURBATIONS:
+            yield moves / counted.clamp(min=1)
 
 
 def plain(tensor: torch.Tensor) -> torch.Tensor:

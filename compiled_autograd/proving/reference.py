@@ -15,7 +15,7 @@ from backends.signal_handlers import raise_what_a_handler_raised
 
 from .. import ir
 from ..steps.memory import memory_of
-from .perturbing import HARDLY, perturbed
+from .perturbing import HARDLY, Move, RoundedOperators, perturbed
 from .tf32 import RoundedOperands, rounding_operators
 from .wide_kernels import WideKernels
 
@@ -32,6 +32,8 @@ _ROUNDING = 2
 """Inputs are moved by at most this many units of rounding of the dtype that they have, to see how far results move."""
 _ROUNDING_IN_DOUBLE = 1024
 """The same for inputs that are float64: enough to tell the move from one that is a hundred times less."""
+_FLUSHED = 4
+"""Values are moved by up to this many times what code may flush to zero, since it flushes in one direction."""
 
 
 class RealCalls:
@@ -86,10 +88,11 @@ def in_double(
 ) -> torch.Tensor | None:
     """What the calls of a region give for ``wanted`` where every value is computed in float64.
 
-    With a number above 0 the inputs are moved first, by the rounding of the dtypes that they had, and what each call
-    gives, by that of the coarsest of these (what cancels whatever the inputs are does not show else): each number moves
-    them in another way. One below 0 moves them as its opposite does, but hardly at all. What the settings of CUDA have
-    rounded further is moved by that, too. None where a call cannot be computed so.
+    With a number above 0 the inputs are moved first, by the rounding of the dtypes that they had. The results of each
+    call and of each operator within it are moved too, since terms may cancel whatever the inputs are: see
+    :class:`RoundedOperators`. Each number moves them in another way. A number below 0 moves them as its opposite does,
+    but hardly at all. What the settings of CUDA have rounded further is moved by that, too. None where a call cannot be
+    computed so.
     """
     return dict(each_in_double(nodes, given, [wanted], moved))[wanted]
 
@@ -111,8 +114,10 @@ def each_in_double(
         place = places.setdefault(node if (memory := memory_of(value)) is None else memory, len(places))
         wide[node] = widened(value, moved, place)
     calls = RealCalls(nodes, (), wide, again=True, wide=True)
-    by = _coarsest(given.values()) if moved > 0 else HARDLY
+    coarse, fine = _moves(given.values(), moved)
     modes = _modes(given.values(), moved)
+    if moved:
+        modes.insert(0, RoundedOperators(fine, coarse.by))
     used = {source for node in nodes for source in node.all_input_nodes}
     for node in {*wanted}.intersection(given):
         yield node, wide[node]
@@ -122,8 +127,9 @@ def each_in_double(
                 for mode in modes:
                     entered.enter_context(mode)
                 calls.run(node)
-                if moved and node.target is not operator.getitem and not ir.is_validation(node):
-                    calls.known[node] = _rounded(calls.known[node], by, moved, len(places) + number)
+            makes = node.target is not operator.getitem and not ir.is_validation(node)
+            if moved and coarse != fine and makes:
+                calls.known[node] = _rounded(calls.known[node], coarse, len(places) + number)
         except Exception as error:  # noqa: BLE001  no kernel for float64, no memory, or not what it needs
             raise_what_a_handler_raised(error)
             calls.known.pop(node, None)
@@ -199,7 +205,23 @@ def widened(value: Any, moved: int = 0, place: int = 0) -> Any:
     wide = value.to(_WIDER[value.dtype])
     if moved == 0:
         return wide
-    return perturbed(wide, _rounding(value.dtype) if moved > 0 else HARDLY, moved, place)
+    return perturbed(wide, _move(value.dtype, moved), place)
+
+
+def _moves(given: Iterable[Any], moved: int) -> tuple[Move, Move]:
+    """How results of calls are moved, by the coarsest dtype, and those of the operators that these are made of: kernels
+    add up in float32 at least."""
+    dtypes = {value.dtype for value in given if isinstance(value, torch.Tensor)} & {*_WIDER}
+    coarsest = max({torch.float64, *dtypes}, key=_rounding)
+    return _move(coarsest, moved), _move(min(coarsest, torch.float32, key=_rounding), moved)
+
+
+def _move(dtype: torch.dtype, moved: int) -> Move:
+    """How values are moved, to see how far rounding of a dtype moves results."""
+    by, least = _rounding(dtype), torch.finfo(dtype).tiny
+    if dtype is not torch.float16:  # of which kernels make float32 before they could flush it
+        least *= _FLUSHED / by
+    return Move(by if moved > 0 else HARDLY, moved, least)
 
 
 def _rounding(dtype: torch.dtype) -> float:
@@ -207,15 +229,9 @@ def _rounding(dtype: torch.dtype) -> float:
     return (_ROUNDING_IN_DOUBLE if _WIDER[dtype] is dtype else _ROUNDING) * torch.finfo(dtype).eps
 
 
-def _coarsest(values: Iterable[Any]) -> float:
-    """The same for the coarsest of the dtypes of some tensors."""
-    dtypes = {value.dtype for value in values if isinstance(value, torch.Tensor) and value.dtype in _WIDER}
-    return max(map(_rounding, {torch.float64, *dtypes}))
-
-
-def _rounded(result: Any, by: float, moved: int, place: int) -> Any:
+def _rounded(result: Any, by: Move, place: int) -> Any:
     """What a call gave, moved."""
     if isinstance(result, (list, tuple)):
-        return [_rounded(each, by, moved, place) for each in result]
+        return [_rounded(each, by, place) for each in result]
     floating = isinstance(result, torch.Tensor) and (result.is_floating_point() or result.is_complex())
-    return perturbed(result, by, moved, place) if floating and result.layout is torch.strided else result
+    return perturbed(result, by, place) if floating and result.layout is torch.strided else result

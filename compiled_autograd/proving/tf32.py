@@ -16,7 +16,7 @@ import torch
 from torch import _C
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from .perturbing import ELSEWHERE, HARDLY, perturbed
+from .perturbing import ELSEWHERE, HARDLY, Move, perturbed
 
 _DEVICE = "cuda"
 _UNIT = 2.0**-11
@@ -90,7 +90,7 @@ class RoundedOperands(TorchDispatchMode):
         if self._number in (1, 2) and value.dtype is torch.float64:
             return _to_ten_bits(value, nearest=self._number == 2)
         place = ELSEWHERE + (self._calls << 4) + position
-        return perturbed(value, _UNIT if self._number > 0 else HARDLY, self._number, place)
+        return perturbed(value, Move(_UNIT if self._number > 0 else HARDLY, self._number), place)
 
 
 def _to_ten_bits(value: torch.Tensor, nearest: bool) -> torch.Tensor:

@@ -59,6 +59,12 @@ def test_rounding_raises_no_alarm_in_many_tapes(first: int) -> None:
     assert {seed: found for seed in range(first, first + _AT_ONCE) if (found := _of_a_tape(seed))} == {}
 
 
+@pytest.mark.parametrize("seed", [0, 13, 45, 61, 170])
+def test_nor_where_every_backward_is_compared(seed: int) -> None:
+    """The third backward is the first that is compared as a whole."""
+    assert not _of_a_tape(seed, check=True, steps=4)
+
+
 # ---- what is wrong beside it -----------------------------------------------------------------------------------------
 
 

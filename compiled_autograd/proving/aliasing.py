@@ -20,10 +20,12 @@ _HELD_BYTES = 1 << 20
 class Result:
     """One result of a region: what it is, where the real calls leave it, and what the compiled code gave for it.
 
-    ``leaf`` is the leaf that may keep it, where the compiled code made it for that: then it must be nobody else's.
+    ``slot`` is that of the result, or of the leaf that the compiled code made it for. ``leaf`` is the leaf that may
+    keep it, where the compiled code made it for that: then it must be nobody else's.
     """
 
     node: fx.Node
+    slot: int
     want: torch.Tensor | None
     found: torch.Tensor | None
     leaf: torch.Tensor | None = None

@@ -33,6 +33,7 @@ from .comparison import (
 from .fingerprints import is_seeded, twins
 from .reference import each_in_double, in_double, once_more
 from .tf32 import rounding_operators, tolerance_of
+from .whole import distance
 
 if TYPE_CHECKING:
     from ..lowering.region_compiler import RegionCompiler
@@ -44,7 +45,7 @@ if TYPE_CHECKING:
 class Judge:
     """Compares one run of a compiled region: ``inputs`` are the slots as they were before, ``arguments`` what the
     compiled code was given, ``given`` the memory of what either way was given, and ``module`` the extension, if it is
-    there: it settles most results at once."""
+    there: it settles most results at once. ``rounding`` gets by how much each result differs, by its slot."""
 
     region_compiler: RegionCompiler
     step: RegionStep
@@ -53,6 +54,7 @@ class Judge:
     arguments: Sequence[Any]
     given: set[int | None]
     module: Module | None = None
+    rounding: dict[int, float] | None = None
 
     def compare(self, wanted: Slots, found: Slots) -> tuple[Result | None, str | None, bool]:
         """What differs, how, and whether the run could have shown much.
@@ -98,6 +100,8 @@ class Judge:
             if wiring is None:
                 return (*other_strides[0], telling)
             self.step.put_in_place(self.compiled, self.step.rebind(self.compiled, wiring))
+        if self.rounding is not None:
+            self.rounding.update({each.slot: distance(each.want, each.found) for each in results})
         shared = self._shared(results)
         return (*shared, telling) if shared is not None else (None, None, telling)
 
@@ -112,13 +116,13 @@ class Judge:
             assert isinstance(node, fx.Node)
             want = wanted[leaf.shared] if wanted[leaf.owned] is None else wanted[leaf.owned]
             if found[leaf.owned] is None:
-                results.append(Result(node, want, found[leaf.shared]))
+                results.append(Result(node, leaf.leaf, want, found[leaf.shared]))
             else:
-                results.append(Result(node, want, found[leaf.owned], self.inputs[leaf.leaf]))
+                results.append(Result(node, leaf.leaf, want, found[leaf.owned], self.inputs[leaf.leaf]))
         made_for_leaves = {leaf.shared for leaf in self.step.fresh}
         for node, slot in self.step.outputs:
             if slot not in made_for_leaves or found[slot] is not None:
-                results.append(Result(node, wanted[slot], found[slot]))
+                results.append(Result(node, slot, wanted[slot], found[slot]))
         return results
 
     def _layout(self, result: Result) -> str | None:

@@ -252,7 +252,8 @@ class _Run:
         apart = self.apart or Apart(inputs, self.inputs, self.slots)
         given = {memory_of(each[slot]) for each in (inputs, apart.written) for slot in self.step.inputs} - {None}
         run = self.region_compiler, self.step, self.compiled
-        judge = Judge(*run, apart.given, self.arguments, given, self.context.module)
+        rounding = self.context.rounding if self.context.compare_all else None
+        judge = Judge(*run, apart.given, self.arguments, given, self.context.module, rounding)
         wrong, difference, telling = judge.compare(apart.wanted, found)
         if difference is not None:
             self._refute(wrong, difference)

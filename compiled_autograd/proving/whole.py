@@ -83,11 +83,11 @@ def distance(want: Optional, got: Optional) -> float:
     return float(errors.max()) if want.numel() else 0.0
 
 
-def most_of_rounding(wanted: list[Optional], index: int, relative: float) -> float:
+def most_of_rounding(wanted: list[Optional], index: int, relative: float, known: float = 0.0) -> float:
     """How far a gradient may be from the real one where nothing but rounding is to explain it: by its own largest
-    value, and by that of all, whose terms it may have lost where they cancelled."""
+    value, by that of all, whose terms it may have lost where they cancelled, and by how far it is known to be."""
     sizes = [largest(each) if each is not None and ir.is_plain(each) else 0.0 for each in wanted]
-    return max(_MOST, 10 * relative) * sizes[index] + relative * max(sizes)
+    return max(_MOST, 10 * relative) * sizes[index] + relative * max(sizes) + _AGAIN * known
 
 
 def _unclear(wants: list[torch.Tensor], gots: list[torch.Tensor], relative: float) -> list[int]:

@@ -89,6 +89,8 @@ class RunContext:
     """What was not yet compared with the real calls is."""
     compare_all: bool = False
     """Every region is compared with its real calls, whatever was compared before."""
+    rounding: dict[int, float] = field(default_factory=dict)
+    """Where all are compared and found to be right, how far from the real calls' each result is, by its slot."""
     kept: dict[int, Any] | None = None
     """Where leaves are not to be written, what is told of the gradient that each would be given, by the leaf's slot."""
     outer: RunContext | None = None

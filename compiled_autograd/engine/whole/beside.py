@@ -215,15 +215,26 @@ class Beside:
             return
         for index in self._apart(real, found):
             rounding = distance(real[index], again[index])
-            if rounding <= most_of_rounding(real, index, self._tolerance()):
+            if rounding <= self._most_of_rounding(real, index):
                 known[index] = max(known.get(index, 0.0), rounding)
         for index in self._apart(real, found):
             if not is_like(real[index], found[index]):
                 continue
             rounding, error = (distance(real[index], each[index]) for each in (again, found))
-            if error > min(rounding, most_of_rounding(real, index, self._tolerance())):
+            if error > min(rounding, self._most_of_rounding(real, index)):
                 what = f"gradient {index} was {error:.3g} from eager's, and {rounding:.3g} when compiled code ran again"
                 self._tell("unproved", what, "eager's gradients were used")
+
+    def _most_of_rounding(self, real: Gradients, index: int) -> float:
+        """The largest rounding of a gradient. A sum that cancelled has no size of its own: its region's comparison has
+        shown how large rounding makes it."""
+        program = self.variant.program
+        slots = [{each} for each in program.schedule.outputs]
+        if self.call.accumulate_grad:
+            steps = [step for step in program.schedule.steps if isinstance(step, AccumulateStep)]
+            slots = [{*each} for step in steps for each in zip(step.leaves, step.owned, step.shared, strict=True)]
+        known = max((self.context.rounding.get(slot, 0.0) for slot in slots[index] if slot is not None), default=0.0)
+        return most_of_rounding(real, index, self._tolerance(), known)
 
     def _doubt_the_tape(self, wanted: Gradients, real: Gradients) -> None:
         """What the real calls give is eager's, unless they were given something else: then it is no compiled code that

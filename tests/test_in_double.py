@@ -89,7 +89,7 @@ def test_who_looks_at_a_value_is_in_no_mode(monkeypatch: pytest.MonkeyPatch) -> 
     x, nodes = _chain(mm, torch.sin, mm)
     for _ in each_in_double(nodes, {x: torch.rand(4, 4)}, nodes, 1):
         assert not _get_current_dispatch_mode_stack()
-    assert seen == [1, 1]
+    assert seen == [2, 2], "operands and results are rounded"
 
 
 def _beside_eager(session: ca.Session, model: nn.Module, x: Tensor, loss: Callable[[Tensor], Tensor]) -> None:
@@ -170,7 +170,7 @@ def _same(want: Any, found: Any) -> bool:
 
 @pytest.mark.filterwarnings("ignore")
 def test_where_all_results_are_wrong_one_is_looked_into(ran: Counter[fx.Node]) -> None:
-    """From moved inputs the calls run eight times for a result: for all of them that took a minute."""
+    """From moved inputs the calls run 32 times for a result: eight times for all of them took a minute."""
 
     def backend(graph_module: fx.GraphModule, example_inputs: Sequence[Any]) -> Callable[..., Any]:
         return lambda *arguments: [each * 1.01 for each in graph_module.forward(*arguments)]
@@ -178,7 +178,7 @@ def test_where_all_results_are_wrong_one_is_looked_into(ran: Counter[fx.Node]) -
     session, model = ca.enable(backend=backend, cache_dir=False, tune=False), _deep()
     _beside_eager(session, model, torch.randn(16, 24), torch.sum)
     expect(session.stats(), structure_misses=1, captures=1, compiles=1, failures=1)
-    once = 1 + 1 + 2 * comparison._PERTURBATIONS
+    once = 1 + 1 + 2 * comparison._PERTURBATIONS[-1]
     assert max(ran.values()) == once and sum(ran.values()) <= once * len(ran)
 
 

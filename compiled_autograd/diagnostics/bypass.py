@@ -115,7 +115,7 @@ def on_other_streams(what: str) -> Bypass:
     )
 
 
-_tracing_context = functools.partial(getattr, torch._guards._TLS, "tracing_context", None)
+tracing_context = functools.partial(getattr, torch._guards._TLS, "tracing_context", None)
 """As ``TracingContext.try_get``, in one call (``torch/_guards.py``, 2.13)."""
 
 
@@ -139,7 +139,7 @@ def before_capture(create_graph: bool, grads: Sequence[torch.Tensor | None], dep
         return BATCHED_GRADS
     if torch.compiler.is_compiling() or torch._C._get_tracing_state() is not None:
         return TRACING
-    if _tracing_context() is not None:  # AOTAutograd differentiates a forward that it compiles
+    if tracing_context() is not None:  # AOTAutograd differentiates a forward that it compiles
         return TRACING
     if torch._C._functorch.peek_interpreter_stack() is not None:
         return BATCHED_GRADS
@@ -158,7 +158,7 @@ def questions() -> list[Question]:
         threads_own.tracing_context = None  # as `tracing` leaves it: to find that it is not there takes long
     return [
         (torch.compiler, "_is_compiling_flag", False),
-        (_tracing_context, None, None),
+        (tracing_context, None, None),
         (forward_ad, "_current_level", -1),
         (torch.is_inference_mode_enabled, None, False),
         (torch._C._len_torch_dispatch_stack, None, 0),

@@ -26,6 +26,7 @@ from ..diagnostics.bypass import (
     UNTESTED_TORCH,
     before_capture,
     is_batched,
+    tracing_context,
 )
 from ..diagnostics.structure_misses import with_title
 from ..errors import CacheMissError
@@ -116,7 +117,8 @@ def by_arguments(
     for grad in grads:
         if grad is not None and is_batched(grad):
             return BATCHED_GRADS
-    return INPUT_INSIDE if not keep_graph and not accumulate_grad and all_freed_at_the_end(inputs) else None
+    freed = not keep_graph and not accumulate_grad and all_freed_at_the_end(inputs)
+    return INPUT_INSIDE if freed and tracing_context() is None else None
 
 
 def decide(call: Call, settings: Settings) -> Bypass | None:

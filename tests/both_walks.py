@@ -27,7 +27,6 @@ from compiled_autograd.diagnostics.bypass import OTHER_THREAD
 from compiled_autograd.engine import backward, native_hits, seam
 from compiled_autograd.engine.call import Call, HandedOver, Refused
 from compiled_autograd.engine.native_hits import NativeHits
-from compiled_autograd.native import library as native_library
 from compiled_autograd.native.library import BEING_BUILT, Library
 from compiled_autograd.settings import Settings
 from compiled_autograd.threads.claims import CLAIMS, Claim
@@ -39,7 +38,12 @@ _SECONDS_TO_BUILD = 600.0
 
 def library_of(config: pytest.Config) -> Library:
     """Built once for all runs of the tests; skips where there can be none, unless the whole run is to be with it."""
-    return library_in(Path(config.cache.mkdir("native")) / "builds")  # type: ignore[union-attr]
+    return library_in(folder_of_builds(config))
+
+
+def folder_of_builds(config: pytest.Config) -> Path:
+    """Where the extension is kept from one run of the tests to the next."""
+    return Path(config.cache.mkdir("native")) / "builds"  # type: ignore[union-attr]
 
 
 def own_plans(config: pytest.Config, monkeypatch: pytest.MonkeyPatch) -> NativeHits:
@@ -66,8 +70,6 @@ def walked(**settings: Any) -> ca.Session:
 @functools.cache
 def library_in(folder: Path) -> Library:
     """The one in a folder, as soon as it is built, and loaded once; skips where there can be none."""
-    if "-Werror" not in native_library._FLAGS:  # type: ignore[attr-defined]
-        native_library._FLAGS += ("-Werror",)
     library = Library(folder)
     deadline = time.monotonic() + _SECONDS_TO_BUILD
     while library.module() is None and library.reason == BEING_BUILT and time.monotonic() < deadline:

@@ -9,7 +9,6 @@ counts are exact. Here no count is asserted, since the clock may decide: the pro
 
 from __future__ import annotations
 
-import os
 import shutil
 import time
 from pathlib import Path
@@ -17,6 +16,7 @@ from pathlib import Path
 import pytest
 
 from . import as_a_user
+from .both_walks import folder_of_builds
 from .helpers import ROOT
 from .pages import PAGES, blocks
 from .users_programs import PROGRAMS
@@ -28,6 +28,7 @@ _HEAVY = (
     *("compressed_gradients", "gradient_norms", "with_torch_compile", "settings"),
 )
 """Examples and pages that compile much, which takes most of a minute."""
+_HEAVY_TRAININGS = ("checkpoints", "frozen", "two_models", "autocast")
 _ALWAYS = ("README", "quickstart", "first_miss", "troubleshooting")
 
 
@@ -38,19 +39,18 @@ def shared_home(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def extension(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """The extension, compiled once: in each home anew it would take most of the tests' time."""
-    temporary = tmp_path_factory.getbasetemp()
-    home = (temporary.parent if "PYTEST_XDIST_WORKER" in os.environ else temporary) / "extension"
+def extension(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The extension, compiled once for all tests: in each home anew it would take most of their time."""
+    folder = folder_of_builds(pytestconfig)
     program = (
         "from pathlib import Path; from compiled_autograd.native.library import build_here; build_here(Path({!r}))"
     )
-    as_a_user.run(["-c", program.format(str(home / "native"))], home)
+    as_a_user.run(["-c", program.format(str(folder))], tmp_path_factory.mktemp("builds"))
     deadline = time.monotonic() + as_a_user.SECONDS
-    while not any((home / "native").glob("*.so")):  # another worker builds it
-        assert time.monotonic() < deadline, [*(home / "native").iterdir()]
+    while not any(folder.glob("*.so")):  # another worker builds it
+        assert time.monotonic() < deadline, [*folder.iterdir()]
         time.sleep(0.5)
-    return home / "native"
+    return folder
 
 
 @pytest.fixture
@@ -76,7 +76,9 @@ def test_a_page_runs(page: Path, home: Path) -> None:
     as_a_user.run(["-m", "tests.pages", str(page)], home)
 
 
-@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize(
+    "name", [pytest.param(each, marks=pytest.mark.slow if each in _HEAVY_TRAININGS else ()) for each in PROGRAMS]
+)
 def test_a_training_is_as_on_eager(name: str, shared_home: Path) -> None:
     as_a_user.run(["-m", "tests.users_programs", name], shared_home)
 

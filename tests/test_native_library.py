@@ -193,3 +193,10 @@ def test_no_name_is_used_that_python_keeps_to_itself() -> None:
     sources += (ROOT / "compiled_autograd").rglob("*.h")
     found = {name for each in sources for name in re.findall(r"\b_Py[A-Z]\w*", each.read_text())}
     assert len(sources) > 20 and found == set()
+
+
+@pytest.mark.slow
+def test_it_compiles_without_a_warning(tmp_path: Path) -> None:
+    command = [*library._command("any"), "-Werror", "-c", "-o", str(tmp_path / "all.o")]
+    done = subprocess.run(command, capture_output=True, text=True, check=False)
+    assert done.returncode == 0, done.stderr

@@ -110,7 +110,7 @@ def test_an_extension_that_is_refused(tmp_path: Path) -> None:
     environment = _environment(tmp_path)
     folder = tmp_path / "cache" / "compiled_autograd" / "native"
     folder.mkdir(mode=0o700, parents=True)
-    asks = "from compiled_autograd.native.library import name_of_build; print(name_of_build())"  # other flags in tests
+    asks = "from compiled_autograd.native.library import name_of_build; print(name_of_build())"
     name = subprocess.run([sys.executable, "-c", asks], env=environment, capture_output=True, text=True, check=True)
     folder.joinpath(f"{name.stdout.strip()}.so").write_text("no library")
     ended = _command(tmp_path, "selftest", "--only", apart.EXTENSION, **environment)

@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 
+import shadow_cache
 from compiled_autograd.native import build, library
 from compiled_autograd.native.library import BEING_BUILT, Library, name_of_build, why_unsupported
 
@@ -73,6 +74,32 @@ def test_nobody_waits(compiler: Callable[[str], Path], tmp_path: Path) -> None:
     assert found.module() is None
     assert time.monotonic() - began < 2
     assert found.reason == BEING_BUILT
+
+
+def test_who_needs_it_waits_for_whoever_builds_it(compiler: Callable[[str], Path], tmp_path: Path) -> None:
+    calls = compiler("sleep 1; echo no such header >&2; exit 1")
+    folder = tmp_path / "builds"
+    Library(folder).module()
+    while not calls.exists():
+        time.sleep(0.01)
+    found = Library(folder)
+    assert found.built() is None
+    assert found.reason.startswith("the compiler failed")
+    assert len(calls.read_text().splitlines()) == 1
+
+
+def test_it_is_built_for_who_needs_it(compiler: Callable[[str], Path], tmp_path: Path) -> None:
+    compiler("exit 1")
+    found = Library(tmp_path / "builds")
+    assert found.built() is None
+    assert found.reason.startswith("the compiler failed")
+
+
+def test_its_folder_can_be_a_store_s(compiler: Callable[[str], Path], tmp_path: Path) -> None:
+    """The store refuses a folder that others can read, which the one around the builds was made to be."""
+    compiler("exit 1")
+    Library(tmp_path / "cache" / "native").module()
+    shadow_cache.open(tmp_path / "cache", create=True).close()
 
 
 def test_the_compiler_is_no_child_of_this_process(compiler: Callable[[str], Path], tmp_path: Path) -> None:

@@ -77,7 +77,7 @@ ON_MISS = Bypass("on_miss", hint='not in the cache, and on_miss="eager" or "rais
 DDP_CPP_REDUCER = Bypass(
     "ddp_cpp_reducer",
     hint="DDP's reducer communicates from C++ hooks. They are called from compiled code where the parameters are on "
-    "the CPU, the extension in C++ is built (native=True has it built), and .backward() was given no inputs; else by "
+    "the CPU, the extension in C++ is built (the first one builds it), and .backward() was given no inputs; else by "
     "the eager engine alone, also inside no_sync(). What compiles everywhere: fully_shard (a mesh of shape (ranks, 1) "
     "replicates), Python hooks that communicate, and DDP made under torch._dynamo.config.optimize_ddp = "
     "'python_reducer' where every rank uses the same parameters and no buffers",

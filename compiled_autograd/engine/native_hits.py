@@ -21,6 +21,7 @@ from shadow_cache import default_dir
 
 from ..cache.graphs import CompiledGraph
 from ..cache.variants import Handover
+from ..diagnostics.progress import Wait
 from ..lowering.tracing import modes_on
 from ..native.interface import Found, Module, Plan, Taken
 from ..native.library import Library
@@ -187,11 +188,21 @@ class NativeHits:
         Args:
             build: begin to build it where it is not there, unless ``cache_dir`` is False and ``native`` is None.
         """
+        return self._found(settings).module(build=bool(settings.native or (build and settings.cache_dir is not False)))
+
+    def built(self, settings: Settings) -> Module | None:
+        """Return the extension as :meth:`module` does, but wait until it is built where it would begin to build it."""
+        if settings.on_miss != "compile" or not (settings.native or settings.cache_dir is not False):
+            return self.module(settings)
+        with Wait(settings.progress).shown(lambda: ("building the extension in C++", "once for this PyTorch")):
+            return self._found(settings).built()
+
+    def _found(self, settings: Settings) -> Library:
         where = settings.cache_dir
         if self.library is None:
             folder = default_dir() if where is None or isinstance(where, bool) else Path(where).expanduser()
             self.library = Library.LATEST = Library(folder / "native")
-        return self.library.module(build=bool(settings.native or (build and where is not False)))
+        return self.library
 
 
 def _with_reducer(graph: CompiledGraph, taken: Taken) -> Handover:
@@ -245,8 +256,13 @@ def may_move_aside(call: Call, settings: Settings) -> bool:
 
 
 def learns_of_reducers(call: Call, settings: Settings) -> bool:
-    """Whether the next walk can move aside what the engine refused now, for the first time."""
-    if REDUCERS.module is not None or not may_move_aside(call, settings):
+    """Whether the next walk can move aside what the engine refused now, for the first time.
+
+    The extension is waited for like a compiler, since these tapes are not compiled without it: beside ranks that keep
+    all cores busy, a build of low priority takes thousands of backwards.
+    """
+    on_cpu = all(each.device.type == "cpu" for each in call.outputs if isinstance(each, torch.Tensor))
+    if REDUCERS.module is not None or not may_move_aside(call, settings) or not on_cpu:
         return False
-    REDUCERS.module = NATIVE_HITS.module(settings)
+    REDUCERS.module = NATIVE_HITS.built(settings)
     return REDUCERS.module is not None

@@ -172,6 +172,13 @@ def hand_over(call: Call, settings: Settings, run_inside: RunInside | None) -> H
         BrokenCaptureError: the engine failed while it reported a node.
         RuntimeError: the tape was freed before.
     """
+    given = _asked(call, settings, run_inside)
+    if isinstance(given, Refused) and given.reason is DDP_CPP_REDUCER and learns_of_reducers(call, settings):
+        return _asked(call, settings, run_inside)
+    return given
+
+
+def _asked(call: Call, settings: Settings, run_inside: RunInside | None) -> HandedOver | RanInside | Refused:
     if others_are_on():  # before it is asked: the cache that PyTorch's fills at each step would be dropped at each
         return Refused(TORCH_COMPILED_AUTOGRAD)
     outer = _thread.walk
@@ -194,8 +201,7 @@ def hand_over(call: Call, settings: Settings, run_inside: RunInside | None) -> H
             raise
         if walk.capture is None or not walk.capture.reporting:
             reason = refused_by_engine(error, of_inputs=bool(call.inputs))
-            again = reason is DDP_CPP_REDUCER and learns_of_reducers(walk.call, walk.settings)
-            return Refused(reason, walk.told(), mistake=not is_refusal(error), changed=again)
+            return Refused(reason, walk.told(), mistake=not is_refusal(error))
         if says_that_it_was_freed(error):  # the words are eager's, which could not say them: the engine has put symbols
             raise  # in place of some sizes
         node = walk.capture.calls[-1].name

@@ -1,9 +1,9 @@
 """Compiles the extension, in a process of its own that outlives the one that asked: ``build.py TARGET COMMAND...``.
 
 The command writes its result where ``-o`` says, which is added here. The result takes its place only when all of it is
-there. Of several processes with one target, one compiles; the others end at once. Where the compiler fails, a file
-beside the target says why. Where something ended it, another time may do better, but not for ever: where memory is what
-lacks, it lacks again.
+there. Of several processes with one target, one compiles. The others end at once, or wait. Where the compiler fails, a
+file beside the target says why. Where something ended it, another time may do better, but not for ever: where memory is
+what lacks, it lacks again.
 
 It is run by itself, and imports nothing but Python's own modules.
 """
@@ -26,11 +26,11 @@ _LEAST_PRIORITY = 19
 _LONGEST = 2000
 
 
-def build(target: Path, command: list[str]) -> None:
-    """Compile, unless that was done or another process does it."""
+def build(target: Path, command: list[str], waits: bool = False) -> None:
+    """Compile, unless that was done or another process does it; with ``waits``, return when that one has ended."""
     with target.with_suffix(".lock").open("w") as lock:
         try:
-            fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            fcntl.flock(lock, fcntl.LOCK_EX | (0 if waits else fcntl.LOCK_NB))
         except BlockingIOError:
             return
         if target.exists() or target.with_suffix(FAILED).exists():

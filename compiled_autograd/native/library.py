@@ -1,8 +1,8 @@
 """Finds the extension of this room, has it built where it is not there yet, loads it and checks it.
 
 It is built once for each build of torch, Python, compiler and text of the sources, whose hash is in its name, in a
-process of low priority (:mod:`build`): nobody waits for it. Private, tried on 2.11 to 2.15: the headers in
-``torch/include``. The layouts of the classes there are compiled into the extension.
+process of low priority (:mod:`build`), for which only :meth:`Library.built` waits. Private, tried on 2.11 to 2.15: the
+headers in ``torch/include``. The layouts of the classes there are compiled into the extension.
 """
 
 from __future__ import annotations
@@ -74,6 +74,17 @@ class Library:
                 self.reason = str(error)
         return self._module
 
+    def built(self) -> Module | None:
+        """The extension, built first where it is not there, here or by a process that builds it already."""
+        if self.module(build=False) is None and self.reason == BEING_BUILT:
+            try:
+                build_here(self._folder)
+            except OSError as error:
+                raise_what_a_handler_raised(error)
+                self.reason = str(error)
+            self._looked = -math.inf
+        return self.module(build=False)
+
     def _look(self, now: float, begins: bool) -> str:
         """Load it where it is built, else begin to build it. Gives the reason why it is not there."""
         if not self._name:
@@ -134,7 +145,8 @@ def _compiler() -> str | None:
 
 def _make_private(folder: Path) -> None:
     """What is in there is run as code: nobody else may be able to write it. Raises OSError."""
-    folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+    for each in (folder.parent, folder):  # the first is the store's, which refuses a folder that others can read
+        each.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = folder.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
         raise PermissionError(f"{folder} is no folder that is this user's alone: chmod 700, or remove it")
@@ -144,7 +156,7 @@ def build_here(folder: Path) -> None:
     """Build the extension in a folder and wait for it: the compiler is a child of this process. Raises OSError."""
     _make_private(folder)
     name = name_of_build()
-    building.build(folder / f"{name}.so", _command(name))
+    building.build(folder / f"{name}.so", _command(name), waits=True)
 
 
 def _command(name: str) -> list[str]:

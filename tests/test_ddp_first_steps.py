@@ -11,8 +11,10 @@ import pytest
 import torch
 
 import compiled_autograd as ca
+from compiled_autograd.engine import backward
 from compiled_autograd.engine.native_hits import NATIVE_HITS
 from compiled_autograd.native import library
+from compiled_autograd.policies import refusals
 from compiled_autograd.user_code.reducers import REDUCERS
 
 from . import both_walks
@@ -84,3 +86,23 @@ def test_it_waits_for_no_build_that_is_beside_or_not_wanted(
     for (wanted, _), (grads, outcomes) in zip(eager, found, strict=True):
         _same(grads, wanted)
         assert outcomes[0] == "bypass"
+
+
+def _without(rank: int) -> tuple[int, int, list[Tensors], list[Tensors]]:
+    asked: list[object] = []
+    steps, hand_over = refusals.TRIES + refusals.FIRST_SPACING_OF_ZEROS, backward.hand_over
+    eager, _ = _train(rank, steps, None)
+    ca.reset()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(backward, "hand_over", lambda *given: (asked.append(given), hand_over(*given))[1])
+        session = ca.enable(backend="eager", native=False)
+        grads, _ = _train(rank, steps, session)
+    assert session.stats().bypasses == {"ddp_cpp_reducer": steps}
+    return len(asked), refusals.TRIES, grads, eager
+
+
+def test_without_the_extension_the_engine_is_asked_a_few_times_alone(pair: Pair) -> None:
+    """Each time, it walks the tape until it comes to a hook: that took as long as a small backward."""
+    for walks, wanted, grads, eager in pair.run(_without):
+        assert walks == wanted
+        _same(grads, eager)

@@ -17,7 +17,7 @@ from dataclasses import dataclass
 
 from shadow_cache import Bypass
 
-from ..diagnostics.bypass import CALL_BY_CALL, ZERO_GRADIENTS
+from ..diagnostics.bypass import CALL_BY_CALL, DDP_CPP_REDUCER, ZERO_GRADIENTS
 from ..native.interface import Question
 from ..process_state import PROCESS
 from ..settings import Settings
@@ -29,7 +29,8 @@ TRIES = 2
 FIRST_SPACING, LAST_SPACING = 256, 4096
 """For so many backwards it is, at first and at last; the number doubles with each try that was in vain."""
 FIRST_SPACING_OF_ZEROS = 32
-"""At first, after gradients that were all zero: the next ones may be others, and eager may be slower then."""
+"""At first, after gradients that were all zero: the next ones may be others, and eager may be slower then. And where
+DDP's reducer has hooks: the extension that can call them may have been built meanwhile."""
 _MAX_REFUSALS = 4096
 _UNSUPPORTED = "unsupported"
 
@@ -104,8 +105,9 @@ class Refusals:
         Args:
             tape: gives the tape's fingerprint, and takes as long as a small backward.
         """
-        if reason.kind == _UNSUPPORTED and not ADMISSION.has_captured(fingerprint := tape()):
-            self._leave(fingerprint, settings, reason, FIRST_SPACING, TRIES)
+        if reason.kind in (_UNSUPPORTED, DDP_CPP_REDUCER.kind) and not ADMISSION.has_captured(fingerprint := tape()):
+            spacing = FIRST_SPACING if reason.kind == _UNSUPPORTED else FIRST_SPACING_OF_ZEROS
+            self._leave(fingerprint, settings, reason, spacing, TRIES)
 
     def gave_zeros(self, tape: Callable[[], int], settings: Settings) -> None:
         """All that a tape has given was zeros, of which nothing could be learnt.

@@ -18,6 +18,7 @@ from .diagnostics.bypass import UNTESTED_TORCH
 from .diagnostics.progress import Wait
 from .diagnostics.reporting import warn_once
 from .engine.session import current
+from .native.library import why_no_compiler
 from .outcomes import BYPASS, Outcome
 from .process_state import PROCESS
 from .settings import Settings
@@ -48,11 +49,29 @@ def ready_for(settings: Settings) -> Settings:
         from .engine.engine import install
 
         install()
+        _tell_of_no_compiler(settings)
         return settings
     if type(Variable._execution_engine) is _ImperativeEngine:  # else the compiling engine is there already
         Variable._execution_engine = EagerEngine()
     warn_once(_warning(wrong), key=f"untested torch: {wrong}")
     return dataclasses.replace(settings, untested_torch="eager")
+
+
+def _tell_of_no_compiler(settings: Settings) -> None:
+    """Warn where no backward of a session can be faster than without it, since there is no C++ compiler."""
+    if torch.backends.cuda.is_built() or not (missing := why_no_compiler()):
+        return
+    if settings.backend == "inductor":
+        follows = 'backend "inductor" cannot compile for the CPU, and runs the calls of a backward one by one'
+    elif settings.backend == "eager" and settings.native is not False:
+        follows = 'hits of backend "eager" run without the extension'
+    else:
+        return
+    leaves = "leaves" if settings.tune else "would leave"
+    warn_once(
+        f"{missing}. Until then {follows}, which takes longer than no session. tune=True {leaves} backwards that come "
+        "often to eager where that is faster."
+    )
 
 
 def _warning(wrong: str | None) -> str:

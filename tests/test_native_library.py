@@ -7,11 +7,15 @@ import re
 import subprocess
 import sys
 import time
+import warnings
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
 
+import compiled_autograd as ca
 import shadow_cache
 from compiled_autograd.native import build, library
 from compiled_autograd.native.library import BEING_BUILT, Library, name_of_build, why_unsupported
@@ -201,6 +205,37 @@ def test_there_is_a_reason_where_there_can_be_none(tmp_path: Path, monkeypatch: 
     monkeypatch.delenv("CXX", raising=False)
     assert "no C++ compiler" in _reason(Library(tmp_path / "builds"))
     assert not (tmp_path / "builds").exists()
+
+
+@pytest.mark.skipif(torch.backends.cuda.is_built(), reason="on CUDA a session needs none")
+@pytest.mark.parametrize(
+    ("settings", "says"),
+    [
+        (
+            {"backend": "eager", "tune": True},
+            "without the extension, which takes longer than no session. tune=True leaves",
+        ),
+        ({"backend": "inductor", "native": False, "tune": False}, "calls of a backward one by one, .* would leave"),
+        ({"backend": "eager", "native": False}, ""),
+        ({"backend": lambda graph, inputs: graph}, ""),
+    ],
+)
+def test_enable_says_what_follows_from_no_compiler(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any], says: str
+) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))
+    monkeypatch.setenv("CXX", "/nonexistent")
+    monkeypatch.setattr(Library, "LATEST", None)
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        for _ in range(2):  # it is said once
+            session = ca.enable(**{"native": None, **settings})
+    texts = [str(each.message) for each in caught]
+    assert len(texts) == bool(says)
+    for warning, text in zip(caught, texts, strict=True):
+        assert re.search(says, text) and "no C++ compiler" in text
+        assert warning.filename == __file__
+    assert session.native == "off: native=False" or "no C++ compiler" in session.native
 
 
 def test_the_name_says_what_it_was_built_for(compiler: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:

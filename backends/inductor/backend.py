@@ -57,10 +57,7 @@ class MissingCompilerError(RuntimeError):
     """There is no C++ compiler, which Inductor needs for kernels on the CPU."""
 
     def __init__(self, tried: Sequence[str]) -> None:
-        super().__init__(
-            f"no C++ compiler found (tried {', '.join(tried)}): install g++ or clang++, or set CXX to one; "
-            'until then use backend="eager"'
-        )
+        super().__init__(f"no C++ compiler found (tried {', '.join(tried)}): install g++ or clang++, or set CXX to one")
 
 
 class InductorBackend(ArtifactBackend):

@@ -14,7 +14,7 @@ from shadow_cache import Bypass, Failure
 
 from ..cache.graphs import CompiledGraph
 from ..diagnostics.reporting import count_repeats, is_told_at, tell, warn_of
-from ..native.library import Library
+from ..native.library import Library, why_unsupported
 from ..outcomes import BYPASS, HIT, SHAPE_MISS, STRUCTURE_MISS, Outcome, Stats
 from ..policies.background import BACKGROUND
 from ..policies.own_loop import OWN_LOOPS, why_off
@@ -134,7 +134,7 @@ class Session:
         if self.settings.native is False:
             return "off: native=False"
         library = Library.LATEST
-        reason = "it was not looked for yet" if library is None else library.reason
+        reason = why_unsupported() or "it was not looked for yet" if library is None else library.reason
         return f"off: {reason}" if reason else "on"
 
     def wait(self, timeout: float | None = None) -> bool:

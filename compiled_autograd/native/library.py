@@ -120,6 +120,11 @@ def why_unsupported() -> str:
     """Why there can be no extension here; empty where there can."""
     if sys.platform != "linux":
         return f"it was not tried on {sys.platform}"
+    return why_no_compiler()
+
+
+def why_no_compiler() -> str:
+    """Why nothing in C++ can be built here; empty where it can."""
     return "" if _compiler() else "there is no C++ compiler: set CXX, or install g++"
 
 

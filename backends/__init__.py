@@ -2,8 +2,12 @@
 
 from __future__ import annotations
 
+import importlib
 import pkgutil
 from typing import TYPE_CHECKING, Any
+
+if __name__ == "backends":  # the name until 0.2: this import gives the package with the other one
+    importlib.import_module("compiled_autograd.old_names").take_over(__name__)
 
 if TYPE_CHECKING:
     from .artifacts import ArtifactError

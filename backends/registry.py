@@ -21,8 +21,8 @@ from .protocol import Backend, Compiled
 
 ENTRY_POINT_GROUP = "compiled_autograd.backends"
 _OURS: dict[str, tuple[str, tuple[str, ...]]] = {
-    "eager": ("backends.eager:EagerBackend", ()),
-    **{name_in(mode): ("backends.inductor.backend:InductorBackend", (mode,)) for mode in MODES},
+    "eager": (f"{__package__}.eager:EagerBackend", ()),
+    **{name_in(mode): (f"{__package__}.inductor.backend:InductorBackend", (mode,)) for mode in MODES},
 }
 """By name: a class, and what it is made with."""
 _loaded: dict[str, Backend] = {}
@@ -86,11 +86,14 @@ def _is_boxed(function: Callable[..., Any]) -> bool:
 
 
 def list_backends() -> list[str]:
-    """Every name that :func:`get_backend` takes, sorted. Imports Dynamo to ask it for its own."""
+    """The names of backends, sorted. Imports Dynamo to ask it for its own.
+
+    Those of PyTorch's that are for debugging and for its tests are left out; :func:`get_backend` takes them too.
+    """
     from torch._dynamo import list_backends as list_dynamo_backends
 
     installed = (point.name for point in entry_points(group=ENTRY_POINT_GROUP))
-    return sorted({*_OURS, *installed, *list_dynamo_backends(exclude_tags=())})  # its debugging backends among them
+    return sorted({*_OURS, *installed, *list_dynamo_backends()})
 
 
 def get_backend(backend: str | Callable[..., Any]) -> Backend:
@@ -113,10 +116,11 @@ def _load(name: str) -> Backend:
     for point in entry_points(group=ENTRY_POINT_GROUP, name=name):
         loaded = point.load()
         return _made(loaded) if isinstance(loaded, type) else FunctionBackend(loaded, name)
-    known = list_backends()
-    if name not in known:
-        raise UnknownBackendError(name, known)
+    from torch._dynamo import list_backends as list_dynamo_backends
     from torch._dynamo.backends.registry import lookup_backend
+
+    if name not in list_dynamo_backends(exclude_tags=()):
+        raise UnknownBackendError(name, list_backends())
 
     return FunctionBackend(lookup_backend(name), name)
 

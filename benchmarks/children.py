@@ -17,8 +17,8 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
-import shadow_cache
 from benchmarks.targets import Result
+from compiled_autograd import shadow_cache
 
 CACHE_FOLDERS = ("TORCHINDUCTOR_CACHE_DIR", "TRITON_CACHE_DIR")
 _TURNS = "BENCHMARK_TURNS"  # the folder by which children of one batch know of each other

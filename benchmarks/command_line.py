@@ -14,8 +14,8 @@ import tempfile
 import time
 from pathlib import Path
 
-import shadow_cache
-from shadow_cache import Call, Entry, Input, Miss, Region, Structure
+from compiled_autograd import shadow_cache
+from compiled_autograd.shadow_cache import Call, Entry, Input, Miss, Region, Structure
 
 NODES, INPUTS, STRUCTURES = 400, 300, 50
 
@@ -74,7 +74,7 @@ def main() -> None:
     parser.add_argument("--entries", type=int, default=1000)
     parser.add_argument("--runs", type=int, default=10)
     options = parser.parse_args()
-    verb = [sys.executable, "-m", "shadow_cache"]
+    verb = [sys.executable, "-m", "compiled_autograd.shadow_cache"]
     with tempfile.TemporaryDirectory() as folder:
         path = Path(folder) / "cache"
         fill(path, options.entries)
@@ -82,7 +82,10 @@ def main() -> None:
         print(f"{options.entries} entries, median (least, most) of {options.runs} runs, seconds")
         for name, command in (
             ("python -c pass", [sys.executable, "-c", "pass"]),
-            ("import shadow_cache.cli", [sys.executable, "-c", "import shadow_cache.cli"]),
+            (
+                "import compiled_autograd.shadow_cache.cli",
+                [sys.executable, "-c", "import compiled_autograd.shadow_cache.cli"],
+            ),
             ("shadow-cache ls", [*verb, "ls"]),
             ("shadow-cache ls --format json", [*verb, "ls", "--format", "json"]),
             ("shadow-cache stats", [*verb, "stats"]),

@@ -24,7 +24,7 @@ from compiled_autograd.engine.call import Call
 from compiled_autograd.engine.seam import hand_over
 from compiled_autograd.native.interface import Module
 from compiled_autograd.native.library import BEING_BUILT, Library
-from shadow_cache import default_dir
+from compiled_autograd.shadow_cache import default_dir
 
 
 def loaded(folder: Path | None = None) -> Module:

@@ -16,8 +16,8 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from backends.inductor.backend import LEAST_WORK
-from backends.inductor.on_cpu import gelu_backward
+from compiled_autograd.backends.inductor.backend import LEAST_WORK
+from compiled_autograd.backends.inductor.on_cpu import gelu_backward
 
 Way = Callable[..., list[Tensor]]
 TIMES = 10

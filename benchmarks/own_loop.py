@@ -27,7 +27,7 @@ from benchmarks.native_walk import loaded
 from compiled_autograd.engine.native_hits import NATIVE_HITS
 from compiled_autograd.engine.own_loop.running import LEAST_NODES
 from compiled_autograd.native.library import Library
-from shadow_cache import default_dir
+from compiled_autograd.shadow_cache import default_dir
 
 Make = Callable[[int], tuple[Tensor, list[nn.Parameter]]]
 SIDES = ("eager", "left", "own loop")

@@ -130,8 +130,8 @@ def empty_program_backend(graph_module: GraphModule, example_inputs: Sequence[An
     """The same as a straight-line program, which is what the inductor backend calls for a region on the CPU."""
     if any(isinstance(each, Tensor) and each.is_cuda for each in example_inputs):
         return empty_backend(graph_module, example_inputs)
-    from backends.inductor.straight_line import program_library
-    from backends.inductor.straight_line.straight_line import StraightLine
+    from compiled_autograd.backends.inductor.straight_line import program_library
+    from compiled_autograd.backends.inductor.straight_line.straight_line import StraightLine
 
     library = program_library.begin().result()
     if library is None:

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 from torch._inductor import config
 
-from backends.inductor.straight_line.products import limit_threads
+from compiled_autograd.backends.inductor.straight_line.products import limit_threads
 
 _PRODUCTS = [(32, 32, 32), (32, 64, 64), (64, 64, 64), (32, 256, 64), (64, 256, 64), (128, 128, 128), (256, 256, 256)]
 _ROWS = [16, 64, 128, 256, 512, 1024]

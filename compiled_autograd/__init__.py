@@ -10,25 +10,10 @@ captures the tape that eager autograd recorded, compiles it, and runs that inste
 from __future__ import annotations
 
 import os
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
-from .versions import VERSION
-
-import torch  # isort: skip
-
-try:
-    from backends import Backend as _Backend  # noqa: F401
-    from backends.torch_versions import TESTED_TORCH, is_tested
-except ImportError as error:
-    import backends as _other
-
-    if hasattr(_other, "ENTRY_POINT_GROUP"):
-        raise
-    raise ImportError(
-        f"compiled_autograd needs its own package 'backends', but {_other.__file__} is found before it: "
-        "rename that one, or put it behind site-packages on sys.path"
-    ) from error
-
+from . import old_names
+from .backends.torch_versions import TESTED_TORCH, is_tested
 from .errors import (
     BrokenCaptureError,
     CacheMissError,
@@ -39,23 +24,16 @@ from .errors import (
     UnknownSettingError,
     UnsupportedBackwardError,
 )
+from .versions import VERSION
 
-try:
+if TYPE_CHECKING:
     from .api import compile_step, disable, enable, reset
     from .capture.forward_lines import trace_sources
     from .engine.session import Session
     from .inspection.view import TapeView, inspect
     from .outcomes import Outcome, Stats
-    from .user_code.traceable import traceable
-except (ImportError, AttributeError) as error:  # something private of PyTorch's has moved
-    if is_tested(torch.__version__):
-        raise
-    from . import without_engine
-
-    globals().update(without_engine.names(error))
-
-if TYPE_CHECKING:
     from .replay import Reproduction
+    from .user_code.traceable import traceable
 
 __version__ = VERSION
 
@@ -95,3 +73,42 @@ def load(path: str | os.PathLike[str]) -> Reproduction:
     from .replay import Reproduction
 
     return Reproduction(path)
+
+
+def _load() -> None:
+    """Import what the public names are. The command line, which is below this package, does without torch."""
+    import torch
+
+    names = globals()
+    try:
+        from . import api, outcomes
+        from .capture.forward_lines import trace_sources
+        from .engine.session import Session
+        from .inspection import view
+        from .user_code.traceable import traceable
+    except (ImportError, AttributeError) as error:  # something private of PyTorch's has moved
+        if is_tested(torch.__version__):
+            raise
+        from . import without_engine
+
+        names.update(without_engine.names(error))
+        return
+    for module in (api, outcomes, view):
+        names.update({name: value for name, value in vars(module).items() if name in __all__})
+    names.update(Session=Session, trace_sources=trace_sources, traceable=traceable)
+
+
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> Any:
+        if name not in __all__:
+            raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+        _load()
+        return globals()[name]
+
+
+def __dir__() -> list[str]:
+    return sorted(__all__)
+
+
+old_names.install()

@@ -9,10 +9,10 @@ import rich_click as click
 
 from compiled_autograd.errors import CompiledAutogradError, import_failed
 from compiled_autograd.settings import resolve
-from shadow_cache.safe_text import harmless
+from compiled_autograd.shadow_cache.safe_text import harmless
 
 try:
-    from backends import UnknownBackendError
+    from compiled_autograd.backends import UnknownBackendError
     from compiled_autograd.selftest import NAMES, as_json, as_they_come, heading, is_fine, line, sentence
 except (ImportError, AttributeError) as error:
     sys.exit(harmless(import_failed(error)))

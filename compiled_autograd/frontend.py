@@ -32,8 +32,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from shadow_cache import Bypass, Miss, unsupported
-
 from . import ir
 from .cache.graphs import GRAPHS, CompiledGraph
 from .cache.variants import Handover
@@ -50,6 +48,7 @@ from .errors import CacheMissError, CaptureRefusedError, UnsupportedBackwardErro
 from .process_state import PROCESS
 from .runtime.interpret import interpret
 from .settings import Settings
+from .shadow_cache import Bypass, Miss, unsupported
 from .torch_api.dynamo import keep_from_dynamo, not_compiled
 
 _ROOT = "FrontEnd"

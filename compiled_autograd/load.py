@@ -15,10 +15,10 @@ from rich.markup import escape
 from rich.table import Table
 
 from compiled_autograd.errors import CompiledAutogradError, import_failed
-from shadow_cache.safe_text import harmless
+from compiled_autograd.shadow_cache.safe_text import harmless
 
 try:
-    from backends import UnknownBackendError
+    from compiled_autograd.backends import UnknownBackendError
     from compiled_autograd.replay import Comparison, Reproduction, Times
 except (ImportError, AttributeError) as error:
     click.echo(harmless(import_failed(error)), err=True)

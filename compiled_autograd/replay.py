@@ -12,11 +12,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from backends.signal_handlers import raise_what_a_handler_raised
-from shadow_cache import Miss
-
 from . import ir
 from .api import enable
+from .backends.signal_handlers import raise_what_a_handler_raised
 from .cache.graphs import CompiledGraph
 from .cache.variants import Handover
 from .diagnostics.node_names import leaf_name
@@ -29,6 +27,7 @@ from .reproduction.reading import given_to, tape_of
 from .reproduction.recording import STAND_IN
 from .reproduction.records import About
 from .runtime.interpret import interpret
+from .shadow_cache import Miss
 
 _RUNS = 4
 """Runs that are compared: code that Inductor generated may run as something else from the second one on."""

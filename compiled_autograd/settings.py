@@ -13,9 +13,8 @@ from typing import Annotated, Any, Literal
 import msgspec
 import torch
 
-from backends.modes import DEFAULT, MODES, WITH_MODES, name_in
-from backends.torch_versions import is_tested
-
+from .backends.modes import DEFAULT, MODES, WITH_MODES, name_in
+from .backends.torch_versions import is_tested
 from .errors import InvalidSettingError, UnknownSettingError
 from .process_state import PROCESS
 
@@ -78,7 +77,7 @@ class Settings:
             UnknownBackendError: no backend has its name.
         """
         if isinstance(self.backend_in_mode, str):
-            from backends import get_backend  # a torch that was not tested may lack what this needs
+            from .backends import get_backend  # a torch that was not tested may lack what this needs
 
             get_backend(self.backend_in_mode)
 

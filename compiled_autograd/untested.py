@@ -11,9 +11,8 @@ import torch
 from torch._C import _ImperativeEngine
 from torch.autograd import Variable
 
-from backends.signal_handlers import raise_what_a_handler_raised
-from backends.torch_versions import TESTED_TORCH, is_tested
-
+from .backends.signal_handlers import raise_what_a_handler_raised
+from .backends.torch_versions import TESTED_TORCH, is_tested
 from .diagnostics.bypass import UNTESTED_TORCH
 from .diagnostics.progress import Wait
 from .diagnostics.reporting import warn_once

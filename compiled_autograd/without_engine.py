@@ -13,13 +13,12 @@ from typing import Any
 
 import torch
 
-from backends.torch_versions import TESTED_TORCH
-from shadow_cache import Bypass
-from shadow_cache.amounts import date
-
+from .backends.torch_versions import TESTED_TORCH
 from .diagnostics.users_line import users_line
 from .outcomes import BYPASS, Outcome, Stats
 from .settings import Settings, resolve
+from .shadow_cache import Bypass
+from .shadow_cache.amounts import date
 from .versions import VERSION
 
 
@@ -59,7 +58,7 @@ class Session:
         Raises:
             OSError: it cannot be written.
         """
-        from shadow_cache.report import data, page
+        from .shadow_cache.report import data, page
 
         facts = ("torch", str(torch.__version__)), ("compiled_autograd", VERSION), ("why", str(self.last.reasons[0]))
         timeline = data.Timeline((), 0, hits_between=False)

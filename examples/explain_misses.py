@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 import compiled_autograd as ca
-import shadow_cache
+from compiled_autograd import shadow_cache
 
 
 class Model(nn.Module):

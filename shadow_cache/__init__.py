@@ -10,6 +10,9 @@ from os import PathLike
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+if __name__ == "shadow_cache":  # the name until 0.2: this import gives the package with the other one
+    importlib.import_module("compiled_autograd.old_names").take_over(__name__)
+
 from .compile_counter import TooManyCompilesError, assert_max_compiles
 from .entries import Call, Entry, Input, MissEntry, Problem, Region, StoreStats, Structure, Summary, Timing
 from .errors import (

@@ -1,4 +1,4 @@
-"""``python -m shadow_cache``: the command line."""
+"""``python -m compiled_autograd.shadow_cache``: the command line."""
 
 from .cli import main
 

@@ -32,7 +32,15 @@ def _loss(model: nn.Module) -> torch.Tensor:
 def test_our_names_and_those_of_torch_compile_are_listed() -> None:
     names = backends.list_backends()
     assert names == sorted(names)
-    assert {"eager", "inductor", "aot_eager"} <= set(names)
+    assert {"eager", "inductor", "cudagraphs"} <= set(names)
+
+
+def test_those_for_debugging_and_for_pytorchs_tests_work_and_are_not_listed() -> None:
+    for name in ("aot_eager", "relu_compile_error_TESTING_ONLY"):
+        assert name not in backends.list_backends() and backends.get_backend(name).name == name
+    with pytest.raises(backends.UnknownBackendError) as caught:
+        backends.get_backend("zzzz")
+    assert "TESTING_ONLY" not in str(caught.value)
 
 
 @pytest.mark.parametrize(("wrong", "right"), [("inducter", "inductor"), ("eagr", "eager")])

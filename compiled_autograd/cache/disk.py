@@ -14,12 +14,9 @@ from typing import TYPE_CHECKING
 
 import msgspec
 
-from backends import Storing, get_backend
-from backends.signal_handlers import raise_what_a_handler_raised
-from shadow_cache import Entry, Key, Miss, MissEntry, Region, ShadowGraph, StoreError
-from shadow_cache.entries import name_of
-
 from .. import ir
+from ..backends import Storing, get_backend
+from ..backends.signal_handlers import raise_what_a_handler_raised
 from ..diagnostics.node_names import module_of, title
 from ..diagnostics.reporting import warn_once
 from ..diagnostics.structure_misses import structure_miss
@@ -28,6 +25,8 @@ from ..guards.ambient import TRACED, Ambient
 from ..lowering.region_compiler import MAX_GUARDED
 from ..lowering.stored_regions import InMemoryGraph, Made, StoredRegion, StoredRegions
 from ..settings import Settings
+from ..shadow_cache import Entry, Key, Miss, MissEntry, Region, ShadowGraph, StoreError
+from ..shadow_cache.entries import name_of
 from ..steps.steps import CompiledRegion, RegionRecord, RegionStep, region_record
 from .environment_key import differences, is_repeatable, state_of, why_not_stored
 from .metadata import loss_of, structure_of
@@ -37,8 +36,7 @@ from .value_misses import corrupt_entry, stored_miss
 from .variants import Handover, Variant
 
 if TYPE_CHECKING:
-    from shadow_cache.store import Store
-
+    from ..shadow_cache.store import Store
     from .graphs import CompiledGraph
 
 _LATEST = 1000

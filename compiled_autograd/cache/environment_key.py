@@ -6,7 +6,6 @@ import functools
 import hashlib
 import os
 import platform
-import sys
 import sysconfig
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -14,13 +13,12 @@ from typing import Any
 
 import torch
 
-from backends import Storing, get_backend
-from shadow_cache import Entry, Miss
-
 from .. import ir
+from ..backends import Storing, get_backend
 from ..diagnostics.variant_misses import state_hint, text_of_part
 from ..guards.ambient import INDUCTOR_SETTINGS, Ambient
 from ..settings import Settings
+from ..shadow_cache import Entry, Miss
 from ..versions import VERSION
 
 State = tuple[dict[str, str], dict[str, str], dict[str, str]]
@@ -79,9 +77,8 @@ def is_repeatable(kind: Any) -> bool:
 @functools.cache
 def versions() -> Mapping[str, str]:
     """Of this package, to the last byte of its source; of torch and Python."""
-    roots = [Path(str(sys.modules[name].__file__)).parent for name in ("compiled_autograd", "backends", "shadow_cache")]
     return {
-        "package": f"{VERSION} {digest_of_source(roots)[:12]}",
+        "package": f"{VERSION} {digest_of_source([Path(__file__).parents[1]])[:12]}",
         "torch": f"{torch.__version__} {torch.version.git_version}",
         "python": f"{platform.python_implementation()} {platform.python_version()} {sysconfig.get_config_var('SOABI')}",
     }
@@ -108,7 +105,7 @@ def _source_files(folder: str, above: str = "") -> Iterator[tuple[str, str]]:
     with found:
         entries = [*found]
     for entry in entries:
-        if entry.is_dir(follow_symlinks=False):
+        if entry.is_dir():
             yield from _source_files(entry.path, f"{above}{entry.name}/")
         elif os.path.splitext(entry.name)[1] in _SOURCE and entry.is_file():  # noqa: PTH122  likewise
             yield f"{above}{entry.name}", entry.path

@@ -8,14 +8,13 @@ from typing import Any
 
 import torch
 
-from shadow_cache import Failure
-
 from .. import ir
 from ..diagnostics.node_names import node_name
 from ..guards.ambient import CHECKPOINTED, REDUCED, TRACED, Ambient, ambient
 from ..ir import checkpoints, marked_hooks, nan_checks, reduced
 from ..process_state import free_in_child
 from ..runtime.program import CALLED
+from ..shadow_cache import Failure
 from ..threads.forks import unless_inside
 from ..torch_api.checkpointing import frame_of
 from ..user_code.reducers import Groups, grouped

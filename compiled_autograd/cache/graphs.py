@@ -15,12 +15,10 @@ import networkx as nx
 import torch
 from torch import fx
 
-from backends import get_backend
-from backends.garbage_collection import RARELY
-from backends.signal_handlers import raise_what_a_handler_raised
-from shadow_cache import Key, Miss, ShadowGraph, Terminal, VariantKey
-
 from .. import ir
+from ..backends import get_backend
+from ..backends.garbage_collection import RARELY
+from ..backends.signal_handlers import raise_what_a_handler_raised
 from ..capture.unnamed import name_again
 from ..diagnostics.node_names import leaf_name, node_name, title
 from ..diagnostics.reporting import warn_once
@@ -37,6 +35,7 @@ from ..reproduction.writing import write_sample
 from ..runtime.interpret import interpret
 from ..runtime.program import Program
 from ..settings import Settings
+from ..shadow_cache import Key, Miss, ShadowGraph, Terminal, VariantKey
 from ..steps.run_context import RunContext
 from ..steps.steps import RegionStep
 from ..threads.forks import unless_inside

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from typing import Any
 
-from shadow_cache import Call, Input, Structure
-
 from .. import ir
 from ..diagnostics.node_names import call_name, uses
 from ..guards.shapes import size_in
+from ..shadow_cache import Call, Input, Structure
 from .variants import Variant
 
 

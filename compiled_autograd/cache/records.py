@@ -15,12 +15,11 @@ from typing import Any
 
 import msgspec
 
-from shadow_cache import Entry, Miss, Region
-
 from .. import ir
 from ..diagnostics.node_names import module_of
 from ..diagnostics.users_line import program, users_line
 from ..guards.shapes import Spec
+from ..shadow_cache import Entry, Miss, Region
 from ..steps.steps import RegionRecord
 from .metadata import guards_of, inputs_of, loss_of
 from .variants import Handover, Shapes, TensorRecord, Variant, fits

@@ -7,12 +7,11 @@ from dataclasses import dataclass, field
 
 import torch
 
-from backends.signal_handlers import raise_what_a_handler_raised
-from shadow_cache import Bypass, Failure, Miss
-
+from ..backends.signal_handlers import raise_what_a_handler_raised
 from ..diagnostics.bypass import ON_MISS
 from ..guards.ambient import Ambient
 from ..settings import Settings
+from ..shadow_cache import Bypass, Failure, Miss
 from .graphs import CompiledGraph
 from .stores import disk_for
 from .variants import Handover, Variant

@@ -9,14 +9,13 @@ from typing import Any
 import torch
 from torch import fx
 
-from backends.protocol import source_of
-from shadow_cache import VariantKey
-
 from .. import ir
+from ..backends.protocol import source_of
 from ..diagnostics.node_names import call_name, layer_of, leaf_name, node_name, title
 from ..lowering.stored_regions import InMemoryGraph
 from ..reproduction.recording import Kinds
 from ..reproduction.records import About, TensorRecord
+from ..shadow_cache import VariantKey
 from ..steps.steps import AccumulateStep, CompiledRegion, Executor, OpaqueStep, RegionStep
 from .variants import Variant
 

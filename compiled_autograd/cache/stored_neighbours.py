@@ -5,14 +5,13 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from shadow_cache import Entry, Structure
-
 from .. import ir
 from ..diagnostics.node_names import call_name, module_of
 from ..diagnostics.users_line import program
+from ..shadow_cache import Entry, Structure
 
 if TYPE_CHECKING:
-    from shadow_cache.store import Store
+    from ..shadow_cache.store import Store
 
 _MOST = 16
 """The maximum number of structures that are compared with a new one."""

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from pathlib import Path
 
-import shadow_cache
-from shadow_cache import StoreError
-
+from .. import shadow_cache
 from ..process_state import PROCESS
 from ..settings import Settings
+from ..shadow_cache import StoreError
 from .disk import Disk, warn_of_memory_alone
 
 _opened: dict[str, Disk | None] = {}

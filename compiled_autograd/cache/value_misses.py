@@ -7,14 +7,13 @@ from typing import Any
 
 import msgspec
 
-from backends.signal_handlers import raise_what_a_handler_raised
-from shadow_cache import Miss
-
 from .. import ir
+from ..backends.signal_handlers import raise_what_a_handler_raised
 from ..capture.unnamed import name_again
 from ..diagnostics.call_misses import NUMBER_HINT
 from ..diagnostics.node_names import title
 from ..diagnostics.variant_misses import TensorKind, shape_miss, tensor_miss, value_miss
+from ..shadow_cache import Miss
 from .records import VariantRecord
 from .variants import Handover, Shapes
 

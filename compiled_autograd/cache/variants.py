@@ -11,8 +11,6 @@ import msgspec
 import torch
 from torch import fx
 
-from shadow_cache import Timing, VariantKey
-
 from .. import ir
 from ..diagnostics.variant_misses import TensorKind, tensor_kind
 from ..guards.ambient import Ambient
@@ -22,6 +20,7 @@ from ..process_state import WeaklyReferred
 from ..reproduction.recording import Sample
 from ..runtime.native_run import NativeRuns
 from ..runtime.program import Program
+from ..shadow_cache import Timing, VariantKey
 from ..steps.steps import RegionStep
 from ..torch_api import attributes
 from ..user_code.reducers import Groups

@@ -20,12 +20,11 @@ import torch
 from torch import fx
 from torch.utils._python_dispatch import _pop_mode, _push_mode
 
-from shadow_cache import unsupported
-
 from .. import ir
 from ..diagnostics.bypass import OVER_BUDGET
 from ..errors import CaptureRefusedError
 from ..process_state import PROCESS
+from ..shadow_cache import unsupported
 from ..torch_api import attributes
 from ..torch_api.op_registry import find_op, share_op
 from ..torch_api.version_differences import reports_leaf

@@ -30,11 +30,10 @@ import torch
 from torch import fx
 from torch.autograd.graph import GradientEdge
 
-from shadow_cache import unsupported
-
 from .. import ir
 from ..errors import CaptureRefusedError
 from ..ir.legality import ARITHMETIC
+from ..shadow_cache import unsupported
 from ..torch_api import attributes
 from ..torch_api.grad_dtypes import grad_dtypes
 from . import tape as tape_reading

@@ -15,9 +15,8 @@ import torch
 from torch.jit._script import OrderedDictWrapper, OrderedModuleDict
 from torch.multiprocessing.reductions import StorageWeakRef
 
-from backends.signal_handlers import raise_what_a_handler_raised
-
 from .. import ir
+from ..backends.signal_handlers import raise_what_a_handler_raised
 from ..process_state import PROCESS
 
 _KINDS: dict[str, type[Any]] = {"_modules": torch.nn.Module, "_parameters": torch.Tensor, "_buffers": torch.Tensor}

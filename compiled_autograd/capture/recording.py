@@ -14,11 +14,10 @@ import torch
 from torch import fx
 from torch.utils._python_dispatch import _disable_current_modes
 
-from backends.signal_handlers import raise_what_a_handler_raised
-from shadow_cache import unsupported
-
 from .. import ir
+from ..backends.signal_handlers import raise_what_a_handler_raised
 from ..errors import CaptureRefusedError
+from ..shadow_cache import unsupported
 from ..torch_api.fx_graph import Graph
 from . import symbols
 

@@ -8,10 +8,9 @@ from collections.abc import Sequence
 import torch
 from torch.autograd import forward_ad
 
-from shadow_cache import Bypass, Miss, unsupported
-
 from ..errors import BrokenCaptureError, CacheMissError, UnsupportedBackwardError
 from ..native.interface import Question
+from ..shadow_cache import Bypass, Miss, unsupported
 
 CREATE_GRAPH = Bypass("create_graph", hint="a backward that is differentiated again is left to the eager engine")
 BATCHED_GRADS = Bypass("batched_grads", hint="is_grads_batched, vmap and grad transforms are left to the eager engine")

@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from itertools import pairwise, zip_longest
 
-from shadow_cache import Miss
-
 from .. import ir
 from ..ir.structure_keys import Argument, CallPart, Constant, Lifted, Listed, Value, leaves, values_of
+from ..shadow_cache import Miss
 from .node_names import argument_name, call_name, leaf_name, uses, value_name
 from .same_model import WAY_HINT
 

@@ -14,10 +14,9 @@ from typing import Any
 import torch
 from torch import fx
 
-from shadow_cache.safe_text import harmless
-
 from .. import ir
 from ..ir.legality import ARITHMETIC
+from ..shadow_cache.safe_text import harmless
 from ..torch_api.dtype_names import short_name
 from ..user_code.functions import call_backward
 from .call_misses import SCALAR_TYPES

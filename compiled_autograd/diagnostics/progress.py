@@ -12,8 +12,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from backends.signal_handlers import raise_what_a_handler_raised
-
+from ..backends.signal_handlers import raise_what_a_handler_raised
 from .displays import Display, display_for
 from .reporting import warn_once
 

@@ -18,11 +18,10 @@ from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import torch
 
-from shadow_cache import Bypass, Failure, Miss, Timing, compile_counter
-
 from ..ir.partition import Region
 from ..native.interface import Question
 from ..process_state import PROCESS
+from ..shadow_cache import Bypass, Failure, Miss, Timing, compile_counter
 from .users_line import users_line
 
 REPEATS_BEFORE_WARNING = 8

@@ -12,8 +12,6 @@ from typing import TypeVar
 
 import msgspec
 
-from shadow_cache import Miss
-
 from .. import ir
 from ..ir.structure_keys import (
     Accumulates,
@@ -27,6 +25,7 @@ from ..ir.structure_keys import (
     Value,
     values_of,
 )
+from ..shadow_cache import Miss
 from .call_misses import call_miss, dtype_miss, one_each
 from .node_names import call_name, leaf_name, title, value_name
 from .same_model import WAY_HINT, Known, hint_at

@@ -13,8 +13,7 @@ from typing import Any, Protocol
 from torch._guards import CompileContext, CompileId, compile_context
 from torch._logging._internal import trace_log, trace_structured_artifact
 
-from backends.signal_handlers import raise_what_a_handler_raised
-
+from ..backends.signal_handlers import raise_what_a_handler_raised
 from ..process_state import PROCESS
 from .reporting import warn_once
 

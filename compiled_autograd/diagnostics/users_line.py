@@ -8,7 +8,7 @@ from contextvars import ContextVar
 from types import CodeType
 from typing import Any, NamedTuple
 
-_NOT_USERS = {"compiled_autograd", "backends", "shadow_cache", "torch", "contextlib", "functools", "threading"}
+_NOT_USERS = {"compiled_autograd", "torch", "contextlib", "functools", "threading"}
 """Top-level modules whose frames are passed over. Code without a module (``torch.fx`` makes some) is too."""
 
 

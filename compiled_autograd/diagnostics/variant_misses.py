@@ -9,11 +9,10 @@ from typing import Any
 import msgspec
 import torch
 
-from shadow_cache import Miss, VariantKey
-
 from .. import ir
 from ..guards.ambient import CHECKPOINTED, TRACED
 from ..guards.shapes import SPECIAL, Guard, Origin, Spec, size_in
+from ..shadow_cache import Miss, VariantKey
 from ..torch_api import attributes
 from .node_names import uses, value_name
 

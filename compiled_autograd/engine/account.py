@@ -9,9 +9,7 @@ from dataclasses import dataclass, field
 
 import msgspec
 
-from backends.signal_handlers import raise_what_a_handler_raised
-from shadow_cache import Bypass, Failure, Miss
-
+from ..backends.signal_handlers import raise_what_a_handler_raised
 from ..cache.disk import Disk, made_in_memory
 from ..cache.selection import Selection
 from ..cache.stores import disk_for
@@ -28,6 +26,7 @@ from ..policies.refusals import REFUSALS
 from ..policies.spending import SPENDING
 from ..runtime.interpret import ONE_BY_ONE
 from ..settings import Settings
+from ..shadow_cache import Bypass, Failure, Miss
 from ..steps.run_context import RunReport
 from ..threads.forks import why_not_compile
 from .call import Call, HandedOver

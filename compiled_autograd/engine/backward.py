@@ -8,8 +8,6 @@ import time
 from collections.abc import Callable
 from typing import Any
 
-from shadow_cache import Bypass
-
 from ..capture.unnamed import let_go_of_the_unnamed
 from ..diagnostics.bypass import OVER_BUDGET, reason_of_end
 from ..errors import UnsupportedBackwardError
@@ -20,6 +18,7 @@ from ..policies.medians import now
 from ..policies.refusals import REFUSALS
 from ..policies.sketches import Found
 from ..settings import Settings
+from ..shadow_cache import Bypass
 from ..torch_api.version_differences import words_for_unused
 from .account import Account
 from .call import Call, HandedOver, RanInside, Refused, Results, Whole

@@ -11,14 +11,13 @@ import torch
 from torch._C import _ImperativeEngine
 from torch.autograd import Variable
 
-from shadow_cache import Bypass, Miss
-
 from ..cache.graphs import CompiledGraph
 from ..cache.variants import Handover, Variant
 from ..capture import tape
 from ..native.interface import Module, Plan, Taken
 from ..policies.admission import Tape
 from ..policies.autotune import Trial
+from ..shadow_cache import Bypass, Miss
 
 _MAX_VARIANTS = 4
 Results = Sequence[torch.Tensor | None]

@@ -8,8 +8,6 @@ from typing import Any
 
 import torch
 
-from shadow_cache import Bypass
-
 from ..cache.selection import find_variant
 from ..cache.stores import disk_for
 from ..capture.tape import all_freed_at_the_end, freed_at_the_end
@@ -36,6 +34,7 @@ from ..policies.background import BACKGROUND, BEING_COMPILED
 from ..policies.refusals import REFUSALS
 from ..policies.sketches import SKETCHES, Found
 from ..settings import Settings
+from ..shadow_cache import Bypass
 from ..threads.gate import GATE
 from .call import Call, HandedOver, Refused
 from .cuda.devices import lie_apart

@@ -16,8 +16,6 @@ from torch._C import _ImperativeEngine
 from torch.autograd import Variable
 from torch.autograd.function import BackwardCFunction
 
-from shadow_cache import Bypass, default_dir
-
 from ..cache.graphs import USES
 from ..capture.tape import sketch
 from ..diagnostics.bypass import CREATE_GRAPH, DEEP, MAX_NESTED
@@ -26,6 +24,7 @@ from ..native.interface import FastPath, Module
 from ..policies.own_loop import OWN_LOOPS
 from ..policies.sketches import SKETCHES, UNKNOWN
 from ..runtime.running_backward import Running
+from ..shadow_cache import Bypass, default_dir
 from ..threads.gate import GATE, threads_running
 from ..threads.others import have_them_wait
 from ..torch_api.dynamo import keep_from_dynamo
@@ -187,7 +186,7 @@ def install() -> None:
     if isinstance(Variable._execution_engine, Engine):
         return
     default_dir()  # imports what it needs: else a backward might, and one in its midst find half of it
-    importlib.import_module("shadow_cache.store")
+    importlib.import_module("compiled_autograd.shadow_cache.store")
     code = torch.autograd.graph._engine_run_backward.__code__
     engine = Variable._execution_engine = Engine()
     FAST_PATH.make = functools.partial(_fast_path, engine.run_backward)

@@ -12,11 +12,9 @@ import torch
 from torch._C import _ImperativeEngine
 from torch.autograd import Variable
 
-from backends.garbage_collection import RARELY
-from backends.meanwhile import meanwhile
-from backends.signal_handlers import raise_what_a_handler_raised
-from shadow_cache import Failure, VariantKey
-
+from ..backends.garbage_collection import RARELY
+from ..backends.meanwhile import meanwhile
+from ..backends.signal_handlers import raise_what_a_handler_raised
 from ..cache.environment_key import versions
 from ..cache.selection import Selection, select
 from ..cache.variants import Handover, Variant
@@ -34,6 +32,7 @@ from ..policies.worker_process import WORKER
 from ..runtime.program import Program
 from ..runtime.running_backward import Ends, Running
 from ..settings import Settings
+from ..shadow_cache import Failure, VariantKey
 from ..steps.run_context import RunContext
 from ..steps.steps import RegionStep, Slots
 from ..threads.claims import CLAIMS

@@ -7,10 +7,8 @@ from typing import Any
 
 import torch
 
-from backends import get_backend
-from shadow_cache import Key, Miss
-
 from .. import ir
+from ..backends import get_backend
 from ..cache.graphs import GRAPHS, MAX_NODES, MAX_STRUCTURES, CompiledGraph
 from ..cache.stores import disk_for
 from ..cache.variants import Handover
@@ -20,6 +18,7 @@ from ..diagnostics.reporting import warn_once
 from ..ir.order import order_shows, reordered
 from ..process_state import PROCESS
 from ..settings import Settings
+from ..shadow_cache import Key, Miss
 from .call import Call
 
 _MAX_OTHERS = 64

@@ -16,9 +16,7 @@ from pathlib import Path
 
 import torch
 
-from backends import get_backend
-from shadow_cache import default_dir
-
+from ..backends import get_backend
 from ..cache.graphs import CompiledGraph
 from ..cache.variants import Handover
 from ..diagnostics.progress import Wait
@@ -27,6 +25,7 @@ from ..native.interface import Found, Module, Plan, Taken
 from ..native.library import Library
 from ..process_state import PROCESS, WeaklyReferred
 from ..settings import Settings
+from ..shadow_cache import default_dir
 from ..steps.memory import memory_of
 from ..threads.gate import GATE
 from ..torch_api.op_registry import captures_of_others, others_are_on

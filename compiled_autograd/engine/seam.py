@@ -17,11 +17,9 @@ from typing import Any
 
 import torch
 
-from backends.garbage_collection import RARELY
-from backends.signal_handlers import raise_what_a_handler_raised
-from shadow_cache import Miss
-
 from .. import ir
+from ..backends.garbage_collection import RARELY
+from ..backends.signal_handlers import raise_what_a_handler_raised
 from ..cache.graphs import GRAPHS, MAX_STRUCTURES
 from ..cache.stores import disk_for
 from ..cache.variants import Handover
@@ -46,6 +44,7 @@ from ..ir.order import in_engine_order
 from ..policies.admission import ADMISSION
 from ..process_state import PROCESS
 from ..settings import Settings
+from ..shadow_cache import Miss
 from ..threads.forks import why_not_capture
 from ..threads.gate import GATE, Token, Turn, take
 from ..threads.others import clear_cache, set_autograd_compiler

@@ -10,8 +10,6 @@ from dataclasses import asdict, dataclass
 from logging import INFO
 from pathlib import Path
 
-from shadow_cache import Bypass, Failure
-
 from ..cache.graphs import CompiledGraph
 from ..diagnostics.reporting import count_repeats, is_told_at, tell, warn_of
 from ..native.library import Library, why_unsupported
@@ -23,6 +21,7 @@ from ..process_state import PROCESS, OfThread, free_in_child
 from ..report.step_log import StepLog
 from ..runtime.running_backward import Running
 from ..settings import Settings
+from ..shadow_cache import Bypass, Failure
 from ..threads.forks import unless_inside
 
 _RECORDING = free_in_child(threading.RLock())  # microseconds
@@ -172,9 +171,8 @@ class Session:
         Raises:
             OSError: it cannot be written.
         """
-        from shadow_cache.report import page
-
         from ..report.session_report import session_report
+        from ..shadow_cache.report import page
 
         self.count_left()
         with unless_inside(_RECORDING):

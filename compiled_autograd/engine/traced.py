@@ -8,8 +8,7 @@ from typing import Any
 
 import msgspec
 
-from backends.protocol import source_of
-
+from ..backends.protocol import source_of
 from ..cache.variants import Variant
 from ..diagnostics.node_names import title
 from ..diagnostics.structured_trace import JSON, TEXT, Artifact, add, is_on

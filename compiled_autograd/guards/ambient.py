@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import _C
 
-from backends.inductor.environment import chosen_settings, questions_about_settings
-
+from ..backends.inductor.environment import chosen_settings, questions_about_settings
 from ..ir import nan_checks
 from ..native.interface import Question
 

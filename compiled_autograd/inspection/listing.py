@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
-from shadow_cache.safe_text import harmless
-
 from ..capture import tape
+from ..shadow_cache.safe_text import harmless
 from .folding import Layers, Module, parts_of, shown, tree_of
 from .memory import TapeMemory
 from .nodes import COUNTED, SavedTensor, TapeNode, counted, size

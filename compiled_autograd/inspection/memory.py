@@ -11,8 +11,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from shadow_cache.safe_text import harmless
-
+from ..shadow_cache.safe_text import harmless
 from .folding import folded_names
 from .nodes import COUNTED, TapeNode, size
 

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections.abc import Iterator
 from html import escape
 
-from shadow_cache.safe_text import harmless
-
 from ..capture import tape
+from ..shadow_cache.safe_text import harmless
 from .folding import Layers, Module, parts_of, shown, tree_of
 from .listing import Listing, edges_of, saved_as
 from .nodes import counted

@@ -7,9 +7,8 @@ from dataclasses import dataclass, field
 
 import networkx as nx
 
-from shadow_cache.safe_text import harmless
-
 from ..capture import tape
+from ..shadow_cache.safe_text import harmless
 from .folding import folded_names
 from .nodes import TapeNode, counted
 

@@ -12,8 +12,7 @@ from typing import Any
 import torch
 from torch.autograd.graph import GradientEdge
 
-from backends.garbage_collection import RARELY
-
+from ..backends.garbage_collection import RARELY
 from ..capture import tape
 from ..capture.grad_dtypes import dtype_of_number
 from ..capture.parameter_names import ParameterName, modules_inside, parameter_names_of, parts

@@ -9,8 +9,7 @@ import networkx as nx
 import torch
 from torch.autograd.graph import GradientEdge
 
-from shadow_cache.safe_text import harmless
-
+from ..shadow_cache.safe_text import harmless
 from ..torch_api.dynamo import not_compiled
 from . import page, pictures
 from .listing import Listing, edges_of

@@ -8,9 +8,8 @@ import threading
 from dataclasses import dataclass
 from typing import Any
 
-from shadow_cache.amounts import plural
-
 from .. import Session, Stats, enable
+from ..shadow_cache.amounts import plural
 
 MISSES = "backward_misses"
 """The name in a trainer's log: how many backwards were no hits since it last logged."""

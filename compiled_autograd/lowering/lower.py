@@ -16,9 +16,8 @@ import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import disable_proxy_modes_tracing, get_proxy_mode
 
-from backends import Backend
-from backends.signal_handlers import raise_what_a_handler_raised
-
+from ..backends import Backend
+from ..backends.signal_handlers import raise_what_a_handler_raised
 from ..errors import IllegalGraphError, OverBudgetError, UntraceableError
 from ..guards.shapes import Spec, is_static
 from ..ir import check_nan, is_plain, sum_gradients

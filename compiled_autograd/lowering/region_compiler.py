@@ -11,19 +11,18 @@ from typing import Any
 import torch
 from torch import fx
 
-from backends import ArtifactError, Backend, Compiled
-from backends.garbage_collection import RARELY
-from backends.protocol import drop
-from backends.signal_handlers import raise_what_a_handler_raised
-from shadow_cache import DamagedEntryError, Failure, Miss, StoreError
-
 from .. import ir
+from ..backends import ArtifactError, Backend, Compiled
+from ..backends.garbage_collection import RARELY
+from ..backends.protocol import drop
+from ..backends.signal_handlers import raise_what_a_handler_raised
 from ..diagnostics.reporting import failure_of
 from ..diagnostics.structured_trace import part_of
 from ..diagnostics.variant_misses import changed_meanwhile_miss, guard_miss, handed_on_miss
 from ..errors import OverBudgetError, UntraceableError
 from ..guards.shapes import Spec, spec_of, widened
 from ..guards.value_kinds import kind_of_value
+from ..shadow_cache import DamagedEntryError, Failure, Miss, StoreError
 from ..steps.compiled_calls import arguments_of, put_results, run_compiled
 from ..steps.marked_calls import meanwhile, to_be_traced, was_traced, with_depended_on
 from ..steps.memory import is_out_of_memory

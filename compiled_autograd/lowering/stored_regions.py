@@ -17,8 +17,7 @@ from torch import fx
 from torch.fx._lazy_graph_module import _LazyGraphModule
 from torch.fx.node import _get_qualified_name
 
-from backends.protocol import Backend, Compiled, another
-
+from ..backends.protocol import Backend, Compiled, another
 from ..process_state import PROCESS, WeaklyReferred, free_in_child
 from ..steps.steps import RegionRecord
 from ..threads.forks import unless_inside

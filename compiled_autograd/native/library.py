@@ -22,9 +22,8 @@ from typing import Any, ClassVar
 
 import torch
 
-from backends.inductor import straight_line
-from backends.signal_handlers import raise_what_a_handler_raised
-
+from ..backends.inductor import straight_line
+from ..backends.signal_handlers import raise_what_a_handler_raised
 from . import build as building
 from .interface import Module
 from .self_check import why_wrong

@@ -11,12 +11,11 @@ import math
 from collections.abc import Hashable
 from dataclasses import dataclass
 
-from shadow_cache import Bypass, Miss
-
 from ..diagnostics.bypass import OVER_BUDGET
 from ..diagnostics.reporting import warn_once
 from ..process_state import PROCESS
 from ..settings import Settings
+from ..shadow_cache import Bypass, Miss
 from .sketches import BELIEVED, FIRST_SPACING, SKETCHES, Known
 from .spending import RETURNS, SPENDING, Balance, by_clock
 

@@ -19,14 +19,13 @@ from typing import Any
 
 import torch
 
-from shadow_cache import Bypass, Timing
-
 from ..cache.variants import Variant
 from ..diagnostics.node_names import title
 from ..diagnostics.reporting import tell_decision
 from ..native.interface import Question
 from ..process_state import PROCESS
 from ..settings import Settings
+from ..shadow_cache import Bypass, Timing
 from .medians import LEAST, is_wide, middle, out_of_a_trial, time_ratio
 from .own_loop import OWN_LOOPS
 from .sketches import SKETCHES, Known, Round, still_holds

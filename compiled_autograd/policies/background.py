@@ -19,11 +19,9 @@ import torch
 from torch import fx
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from backends import Backend
-from backends.inductor.randomness import compiles_beside
-from shadow_cache import Bypass
-
 from .. import ir
+from ..backends import Backend
+from ..backends.inductor.randomness import compiles_beside
 from ..diagnostics import bypass
 from ..diagnostics.reporting import failure_of, warn_of
 from ..diagnostics.users_line import users_line, work_is_for
@@ -33,6 +31,7 @@ from ..lowering.region_compiler import COMPILING
 from ..lowering.stored_regions import Made
 from ..native.interface import Question
 from ..process_state import PROCESS
+from ..shadow_cache import Bypass
 from ..steps.memory import has_bit
 from ..steps.run_context import RunContext
 from ..steps.steps import RegionStep, Slots

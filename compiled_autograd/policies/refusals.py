@@ -15,12 +15,11 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
-from shadow_cache import Bypass
-
 from ..diagnostics.bypass import CALL_BY_CALL, DDP_CPP_REDUCER, ZERO_GRADIENTS
 from ..native.interface import Question
 from ..process_state import PROCESS
 from ..settings import Settings
+from ..shadow_cache import Bypass
 from .admission import ADMISSION
 from .sketches import SKETCHES, Known, Round, still_holds
 

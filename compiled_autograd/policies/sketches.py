@@ -8,10 +8,9 @@ from collections.abc import Hashable
 from time import perf_counter
 from typing import Protocol
 
-from shadow_cache import Bypass
-
 from ..process_state import PROCESS
 from ..settings import Settings
+from ..shadow_cache import Bypass
 from .own_loop import Tries
 from .spending import by_clock
 

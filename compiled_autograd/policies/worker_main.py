@@ -18,8 +18,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.fx.passes.fake_tensor_prop import FakeTensorProp
 
-from backends import Storing, get_backend
-
+from ..backends import Storing, get_backend
 from ..guards.ambient import ambient
 from ..lowering.stored_regions import graph_of
 from .worker_process import READY, Reply, Request, dtype_of, receive, send, told

@@ -21,9 +21,8 @@ import msgspec
 import torch
 from torch import fx
 
-from backends import ArtifactError, Backend, Storing
-from backends.signal_handlers import raise_what_a_handler_raised
-
+from ..backends import ArtifactError, Backend, Storing
+from ..backends.signal_handlers import raise_what_a_handler_raised
 from ..diagnostics.reporting import warn_once
 from ..guards.ambient import Ambient, compile_state
 from ..lowering.graph_hash import InputKind, kinds_of_inputs
@@ -215,7 +214,7 @@ def command(code: str) -> list[str]:
 def _paths() -> list[str]:
     """Where modules are found: what is absolute in ``sys.path``; first, what is found elsewhere by now."""
     paths = [path for path in sys.path if Path(path).is_absolute()]
-    for name in ("msgspec", "torch", "shadow_cache", "backends", "compiled_autograd"):
+    for name in ("msgspec", "torch", "compiled_autograd"):
         file = str(sys.modules[name].__file__)
         spec = PathFinder.find_spec(name, paths)
         if spec is None or spec.origin != file:

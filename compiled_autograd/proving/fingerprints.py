@@ -9,9 +9,8 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from backends.signal_handlers import raise_what_a_handler_raised
-
 from .. import ir
+from ..backends.signal_handlers import raise_what_a_handler_raised
 from ..steps.memory import is_out_of_memory
 
 if TYPE_CHECKING:

@@ -10,9 +10,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
-from backends.signal_handlers import raise_what_a_handler_raised
-
 from .. import ir
+from ..backends.signal_handlers import raise_what_a_handler_raised
 from ..lowering.wiring import restrided
 from ..steps.accumulate import is_dense, obeys_layout
 from ..steps.memory import first_along, repeated

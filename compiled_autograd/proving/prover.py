@@ -13,12 +13,11 @@ from typing import TYPE_CHECKING, Any
 
 import msgspec
 
-from backends.garbage_collection import RARELY
-from backends.inductor.poison import run_poisoned
-from backends.protocol import Compiled, form_for, form_that_ran, proving_runs
-from backends.signal_handlers import raise_what_a_handler_raised
-
 from .. import ir
+from ..backends.garbage_collection import RARELY
+from ..backends.inductor.poison import run_poisoned
+from ..backends.protocol import Compiled, form_for, form_that_ran, proving_runs
+from ..backends.signal_handlers import raise_what_a_handler_raised
 from ..diagnostics.reporting import failure_of
 from ..errors import GradientMismatchError
 from ..steps.compiled_calls import arguments_of, put_results, run_compiled, sizes_of

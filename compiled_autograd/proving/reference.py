@@ -11,9 +11,8 @@ from typing import Any
 import torch
 from torch import fx
 
-from backends.signal_handlers import raise_what_a_handler_raised
-
 from .. import ir
+from ..backends.signal_handlers import raise_what_a_handler_raised
 from ..steps.memory import memory_of
 from .perturbing import HARDLY, Move, RoundedOperators, perturbed
 from .tf32 import RoundedOperands, rounding_operators

@@ -5,13 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from backends.modes import DEFAULT
-from backends.registry import FunctionBackend
-from shadow_cache import Mismatch
-
+from ..backends.modes import DEFAULT
+from ..backends.registry import FunctionBackend
 from ..diagnostics.node_names import module_near
 from ..reproduction.records import About
 from ..reproduction.writing import Kept, keep, region_tape
+from ..shadow_cache import Mismatch
 from ..steps.passes import leaves_of
 from .aliasing import Result
 from .comparison import worst

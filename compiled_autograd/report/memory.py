@@ -7,10 +7,9 @@ from typing import Any
 
 from torch import fx
 
-from shadow_cache.report import data
-
 from .. import ir
 from ..cache.variants import Variant
+from ..shadow_cache.report import data
 from ..steps.steps import AccumulateStep, RegionStep
 from .sizes import RegionSizes, given_tensors, run_region, size_in_bytes
 from .stages import newest

@@ -8,13 +8,6 @@ from typing import Any
 
 import torch
 
-from shadow_cache import Bypass, Failure, Miss
-from shadow_cache.amounts import date, plural, seconds
-from shadow_cache.miss_kinds import NO_MISSES
-from shadow_cache.report import data
-from shadow_cache.report.from_store import nodes_of, reason_of, trie_of
-from shadow_cache.report.texts import defined
-
 from ..cache.graphs import CompiledGraph
 from ..cache.metadata import structure_of
 from ..cache.variants import Variant
@@ -22,6 +15,12 @@ from ..diagnostics.node_names import title
 from ..diagnostics.reporting import what_follows
 from ..guards.shapes import size_in
 from ..settings import Settings
+from ..shadow_cache import Bypass, Failure, Miss
+from ..shadow_cache.amounts import date, plural, seconds
+from ..shadow_cache.miss_kinds import NO_MISSES
+from ..shadow_cache.report import data
+from ..shadow_cache.report.from_store import nodes_of, reason_of, trie_of
+from ..shadow_cache.report.texts import defined
 from ..versions import VERSION
 from .memory import memory_of, run_without_memory
 from .stages import stages_of, step_of_calls, steps_of, tape_stage_of

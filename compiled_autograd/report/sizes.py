@@ -13,8 +13,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from backends.signal_handlers import raise_what_a_handler_raised
-
+from ..backends.signal_handlers import raise_what_a_handler_raised
 from ..cache.variants import Variant
 from ..guards.shapes import size_in
 from ..steps.steps import CompiledRegion, RegionStep

@@ -7,14 +7,13 @@ from dataclasses import dataclass, field
 
 from torch import fx
 
-from backends.protocol import source_of
-from shadow_cache.report import data
-from shadow_cache.report.texts import aten_texts, code_lines, defined
-
 from .. import ir
+from ..backends.protocol import source_of
 from ..cache.stages import calls_of, some_of
 from ..cache.variants import Variant
 from ..diagnostics.node_names import call_name
+from ..shadow_cache.report import data
+from ..shadow_cache.report.texts import aten_texts, code_lines, defined
 from ..steps.steps import AccumulateStep, CompiledRegion, Executor, OpaqueStep, RegionStep
 from .sizes import RegionSizes
 

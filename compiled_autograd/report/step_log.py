@@ -10,9 +10,8 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
-from shadow_cache import Bypass, Failure, Miss
-
 from ..cache.graphs import CompiledGraph
+from ..shadow_cache import Bypass, Failure, Miss
 
 MAX_FIRST, MAX_LAST = 200, 1800
 """So many events are kept: the first ones, where nearly all is compiled, and the last ones."""

@@ -15,8 +15,7 @@ import torch
 from torch import fx
 from torch.fx.experimental.proxy_tensor import get_proxy_mode
 
-from backends.signal_handlers import raise_what_a_handler_raised
-
+from ..backends.signal_handlers import raise_what_a_handler_raised
 from ..errors import ReproductionError
 from ..lowering.trace_cache import last_of, nodes_after
 from ..lowering.tracing import trace

@@ -12,9 +12,8 @@ import msgspec
 import torch
 from torch import fx
 
-from backends.signal_handlers import raise_what_a_handler_raised
-
 from .. import ir
+from ..backends.signal_handlers import raise_what_a_handler_raised
 from ..errors import IllegalGraphError, ReproductionError
 from ..steps.memory import in_own_memory
 from .functions import arguments_of, flattened, function_of

@@ -11,9 +11,8 @@ from typing import Any
 import torch
 from torch._subclasses.fake_tensor import FakeTensorMode
 
-from backends.signal_handlers import raise_what_a_handler_raised
-
 from .. import ir
+from ..backends.signal_handlers import raise_what_a_handler_raised
 from ..errors import ReproductionError
 from ..lowering.fake_tensors import made_fake
 from ..steps.memory import extent

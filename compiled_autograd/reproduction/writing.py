@@ -14,9 +14,8 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import fx
 
-from backends.signal_handlers import raise_what_a_handler_raised
-
 from .. import ir
+from ..backends.signal_handlers import raise_what_a_handler_raised
 from ..process_state import PROCESS
 from .files import write_file
 from .recording import Kinds, Sample, record_of

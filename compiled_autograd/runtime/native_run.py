@@ -11,9 +11,8 @@ from dataclasses import dataclass
 
 import torch
 
-from backends.inductor.straight_line.straight_line import StraightLine
-from backends.protocol import Compiled
-
+from ..backends.inductor.straight_line.straight_line import StraightLine
+from ..backends.protocol import Compiled
 from ..native.interface import HostedProgram, Module, Question, Taken
 from ..steps.accumulate import write
 from ..steps.compiled_calls import run_compiled

@@ -14,12 +14,9 @@ from typing import NoReturn
 import torch
 from torch import fx
 
-from backends import Backend
-from backends.signal_handlers import raise_what_a_handler_raised
-from shadow_cache import Failure
-from shadow_cache.safe_text import harmless
-
 from .. import ir
+from ..backends import Backend
+from ..backends.signal_handlers import raise_what_a_handler_raised
 from ..diagnostics.progress import Wait
 from ..diagnostics.reporting import failure_of
 from ..errors import OverBudgetError, UntraceableError
@@ -29,6 +26,8 @@ from ..lowering.region_compiler import COMPILING, RegionCompiler
 from ..lowering.tracing import leave_modes, modes_on
 from ..lowering.wiring import all_copied
 from ..proving.prover import prove
+from ..shadow_cache import Failure
+from ..shadow_cache.safe_text import harmless
 from ..steps.accumulate import keep, write
 from ..steps.compiled_calls import (
     arguments_of,

@@ -106,7 +106,7 @@ def _inductor(folder: Path) -> Verdict:
 
 def _why_no_compiler() -> str:
     """Why Inductor cannot compile for the CPU; empty where it can."""
-    from backends.inductor.backend import MissingCompilerError, require_cpp_compiler
+    from ..backends.inductor.backend import MissingCompilerError, require_cpp_compiler
 
     try:
         require_cpp_compiler()

@@ -10,12 +10,11 @@ import msgspec
 import torch
 from torch import Tensor
 
-from backends.signal_handlers import raise_what_a_handler_raised
-from shadow_cache import Failure, Mismatch
-
+from ..backends.signal_handlers import raise_what_a_handler_raised
 from ..engine.engine import install
 from ..engine.session import HIT, Session
 from ..settings import resolve
+from ..shadow_cache import Failure, Mismatch
 from .tapes import STEPS, TapeCase, TapeStep
 
 OK, WRONG, OFF, NOT_HERE = "ok", "wrong", "off", "not here"

@@ -21,13 +21,12 @@ from pathlib import Path
 
 import torch
 
-from shadow_cache import default_dir
-
 from ..cache.graphs import GRAPHS
 from ..diagnostics.bypass import OTHER_THREAD
 from ..diagnostics.reporting import not_warning
 from ..process_state import PROCESS
 from ..settings import resolve
+from ..shadow_cache import default_dir
 from .apart import APART, TOGETHER, results, start
 from .checks import PartResult, check_tape, measured
 from .tapes import HERE

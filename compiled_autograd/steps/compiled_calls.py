@@ -7,8 +7,7 @@ from typing import Any, TypeVar
 
 import torch
 
-from backends.protocol import form_for, is_last, proving_runs
-
+from ..backends.protocol import form_for, is_last, proving_runs
 from ..ir import NaNFoundError
 from .memory import in_own_memory, laid_out, made_plain
 from .proof import Sizes

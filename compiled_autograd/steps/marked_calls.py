@@ -5,10 +5,9 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
-from shadow_cache import Failure
-
 from .. import ir
 from ..errors import UntraceableError
+from ..shadow_cache import Failure
 from .run_context import RunReport
 from .steps import RegionStep, Slots
 

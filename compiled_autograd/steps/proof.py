@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import torch
 
-from backends.protocol import PROVING_RUNS
+from ..backends.protocol import PROVING_RUNS
 
 PROVING_SIZES = 3
 """Where sizes are symbols: the number of sets of them, beside the first, that are compared too."""

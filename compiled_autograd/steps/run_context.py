@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any
 
-from shadow_cache import Failure, Miss
+from ..shadow_cache import Failure, Miss
 
 if TYPE_CHECKING:
     from torch._guards import CompileId

@@ -16,8 +16,7 @@ import msgspec
 import torch
 from torch import fx
 
-from backends.protocol import keeps_inputs
-
+from ..backends.protocol import keeps_inputs
 from ..guards.shapes import Condition, Guard, Origin
 from ..guards.value_kinds import check_of
 from ..ir.partition import Region

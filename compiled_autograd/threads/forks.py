@@ -17,10 +17,9 @@ import functools
 from dataclasses import dataclass, field
 from typing import Any
 
-from shadow_cache import Bypass
-
 from ..diagnostics.bypass import FORKED, INSIDE_COMPILE
 from ..process_state import PROCESS, free
+from ..shadow_cache import Bypass
 from .claims import CLAIMS
 from .gate import GATE
 

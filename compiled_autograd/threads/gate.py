@@ -27,10 +27,9 @@ from collections.abc import Callable
 from threading import local
 from typing import Any
 
-from shadow_cache import Bypass
-
 from ..diagnostics.bypass import FORKED, INSIDE_ENGINE_CALL, OTHER_THREAD
 from ..process_state import PROCESS
+from ..shadow_cache import Bypass
 
 Token = LockType
 

@@ -11,9 +11,8 @@ from typing import Any, TypeVar
 
 import torch
 
-from backends.torch_versions import DIFFERENCES, LAST, runs_own_loop
-from backends.versions import has
-
+from ..backends.torch_versions import DIFFERENCES, LAST, runs_own_loop
+from ..backends.versions import has
 from . import attributes
 
 _Method = TypeVar("_Method", bound=Callable[..., Any])

@@ -16,8 +16,7 @@ import msgspec
 import rich_click
 from click.shell_completion import CompletionItem
 
-import shadow_cache
-
+from ... import shadow_cache
 from ..entries import Entry, Structure, Summary
 from ..safe_text import harmless_json
 from . import render

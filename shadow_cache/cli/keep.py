@@ -8,8 +8,7 @@ from typing import TypeVar
 
 import rich_click as click
 
-import shadow_cache
-
+from ... import shadow_cache
 from ..entries import Problem, Summary
 from . import render
 from .base import Fault, Verb, View, ids, with_format

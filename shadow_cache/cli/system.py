@@ -13,8 +13,7 @@ from pathlib import Path
 import rich_click as click
 from click.shell_completion import get_completion_class
 
-from backends import torch_versions
-
+from ...backends import torch_versions
 from . import render
 from .base import Verb, View, with_format
 

@@ -31,11 +31,10 @@ from typing import Any
 
 import torch
 
-from shadow_cache import Bypass
-
 from ...capture.tape import LEAF_NUMBER, MAX_NODES_READ, first_nodes
 from ...diagnostics.bypass import STREAM_CAPTURE, on_other_streams
 from ...process_state import PROCESS
+from ...shadow_cache import Bypass
 
 Streams = tuple[tuple[int, int], ...] | None
 """Of each device whose current stream is not its default one: its index, and the stream's number. None: not known."""

@@ -10,8 +10,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from backends.signal_handlers import raise_what_a_handler_raised
-
+from ...backends.signal_handlers import raise_what_a_handler_raised
 from ...native.interface import Module
 from ..execution import on_eager
 from ..session import thread

@@ -14,10 +14,8 @@ from typing import Any
 
 import torch
 
-from backends.signal_handlers import raise_what_a_handler_raised
-from shadow_cache import Failure, Mismatch
-
 from ... import ir
+from ...backends.signal_handlers import raise_what_a_handler_raised
 from ...cache.graphs import CompiledGraph
 from ...cache.variants import Variant
 from ...diagnostics.reporting import text_of
@@ -27,6 +25,7 @@ from ...proving.comparison import tolerance
 from ...proving.fingerprints import Draws, may_draw, names_random
 from ...proving.whole import apart, distance, is_like, most_of_rounding
 from ...runtime.program import Program
+from ...shadow_cache import Failure, Mismatch
 from ...steps.accumulate import give
 from ...steps.memory import is_out_of_memory
 from ...steps.run_context import RunContext

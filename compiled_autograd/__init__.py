@@ -23,6 +23,7 @@ from .errors import (
     ReproductionError,
     UnknownSettingError,
     UnsupportedBackwardError,
+    WrongUseError,
 )
 from .versions import VERSION
 
@@ -51,6 +52,7 @@ __all__ = [
     "TapeView",
     "UnknownSettingError",
     "UnsupportedBackwardError",
+    "WrongUseError",
     "compile_step",
     "disable",
     "enable",

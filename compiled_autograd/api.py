@@ -3,18 +3,62 @@
 from __future__ import annotations
 
 import functools
-from collections.abc import Callable
-from typing import Any, TypeVar, overload
+import inspect
+import os
+from collections.abc import Callable, Sequence
+from typing import Any, Literal, ParamSpec, TypeVar, overload
+
+import torch
 
 from .engine.session import Disabled, Session
+from .errors import WrongUseError
 from .process_state import PROCESS
 from .settings import resolve
 from .untested import ready_for
 
 _F = TypeVar("_F", bound=Callable[..., Any])
+_P = ParamSpec("_P")
 
 
-def enable(**settings: Any) -> Session:
+def _with_given(face: Callable[_P, Session]) -> Callable[_P, Session]:
+    """Make a session of the settings that are given: others may be in the environment. ``face`` is the signature that
+    ``help`` and completion show, and never runs."""
+
+    @functools.wraps(face)
+    def enable(*positional: Any, **given: Any) -> Session:
+        if positional:
+            raise WrongUseError(_without_its_name(positional[0]))
+        resolved = resolve(given)
+        resolved.require_backend()
+        return Session(ready_for(resolved))
+
+    return enable
+
+
+def _without_its_name(value: Any) -> str:
+    if callable(value):
+        return "enable() takes settings by name. To run a function's backwards compiled, write compile_step(function)."
+    return f"enable() takes settings by name: write enable(backend={value!r})."
+
+
+@_with_given
+def enable(
+    *,
+    backend: str | Callable[..., Any] = "inductor",
+    mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = "default",
+    dynamic: bool | None = None,
+    on_miss: Literal["compile", "background", "eager", "raise"] = "compile",
+    on_unsupported: Literal["eager", "raise"] = "eager",
+    check: Literal["new"] | bool | int = "new",
+    tune: bool = True,
+    compile_budget: float | None = None,
+    cache_dir: str | os.PathLike[str] | Literal[False] | None = None,
+    native: bool | None = None,
+    own_loop: bool | None = None,
+    progress: bool | None = None,
+    untested_torch: Literal["eager", "try"] = "eager",
+    passes: Sequence[Callable[..., Any]] = (),
+) -> Session:
     """Run every ``backward`` inside as a compiled graph.
 
     Args:
@@ -66,11 +110,10 @@ def enable(**settings: Any) -> Session:
         A session, to be used as a context manager, once or again and again.
 
     Raises:
+        WrongUseError: something was given without the name of its setting.
         UnknownSettingError, InvalidSettingError, UnknownBackendError: see there.
     """
-    resolved = resolve(settings)
-    resolved.require_backend()
-    return Session(ready_for(resolved))
+    raise NotImplementedError
 
 
 def disable() -> Disabled:
@@ -81,15 +124,40 @@ def disable() -> Disabled:
 @overload
 def compile_step(function: _F) -> _F: ...
 @overload
-def compile_step(**settings: Any) -> Callable[[_F], _F]: ...
+def compile_step(
+    function: None = None,
+    *,
+    backend: str | Callable[..., Any] = "inductor",
+    mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = "default",
+    dynamic: bool | None = None,
+    on_miss: Literal["compile", "background", "eager", "raise"] = "compile",
+    on_unsupported: Literal["eager", "raise"] = "eager",
+    check: Literal["new"] | bool | int = "new",
+    tune: bool = True,
+    compile_budget: float | None = None,
+    cache_dir: str | os.PathLike[str] | Literal[False] | None = None,
+    native: bool | None = None,
+    own_loop: bool | None = None,
+    progress: bool | None = None,
+    untested_torch: Literal["eager", "try"] = "eager",
+    passes: Sequence[Callable[..., Any]] = (),
+) -> Callable[[_F], _F]: ...
 def compile_step(function: Any = None, **settings: Any) -> Any:
     """Decorate a training step: every ``backward`` inside it runs as a compiled graph.
 
     Takes the settings of :func:`enable`. The decorated function has its session in the attribute ``session``.
+
+    Raises:
+        WrongUseError: what is decorated is a module, a class, or nothing that can be called.
+        UnknownSettingError, InvalidSettingError, UnknownBackendError: as ``enable`` does.
     """
     if function is None:
+        resolve(settings)  # what is wrong is an error in this line
         return functools.partial(compile_step, **settings)
+    if wrong := _is_no_step(function):
+        raise WrongUseError(f"compile_step decorates a function that calls backward(), and this is {wrong}.")
     session = enable(**settings)
+    session.may_be_idle = True
 
     @functools.wraps(function)
     def step(*args: Any, **kwargs: Any) -> Any:
@@ -98,6 +166,31 @@ def compile_step(function: Any = None, **settings: Any) -> Any:
 
     step.session = session  # type: ignore[attr-defined]
     return step
+
+
+_FUNCTION = inspect.Parameter("function", inspect.Parameter.POSITIONAL_OR_KEYWORD, default=None)
+compile_step.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
+    [_FUNCTION, *inspect.signature(enable).parameters.values()]
+)
+
+
+def _is_no_step(function: Any) -> str:
+    """Say why something is no training step, and what to write instead; empty where it may be one."""
+    if isinstance(function, torch.nn.Module):
+        return "a module, whose forward has none. Put it before the function of your loop that does:\n\n" + _EXAMPLE
+    if isinstance(function, type):
+        return "a class. Put it before the method of the class that does"
+    if isinstance(function, str):
+        return f"a text. Settings have names: write compile_step(backend={function!r})"
+    return "" if callable(function) else f"a {type(function).__name__}"
+
+
+_EXAMPLE = """    @compiled_autograd.compile_step
+    def step(x, y):
+        loss = loss_of(model(x), y)
+        loss.backward()
+
+or write `with compiled_autograd.enable():` around loss.backward()"""
 
 
 def reset() -> None:

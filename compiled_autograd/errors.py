@@ -37,6 +37,10 @@ class InvalidSettingError(CompiledAutogradError, ValueError):
         super().__init__(f"{where}: {name}={value!r} is not possible; {name} is {allowed}.")
 
 
+class WrongUseError(CompiledAutogradError, TypeError):
+    """A call of ``enable`` or ``compile_step`` with an argument of another kind; the text says what to write."""
+
+
 class UnsupportedBackwardError(CompiledAutogradError, RuntimeError):
     """A backward had to bypass, and ``on_unsupported="raise"`` was asked for. No gradient was written."""
 

@@ -142,10 +142,10 @@ class Reproduction:
         """A session with the settings of the file, and another backend where one is named. It keeps nothing on disk,
         and compares nothing: what differs is to show."""
         about = self.about
-        settings = {"dynamic": about.dynamic, "check": False, "tune": False, "cache_dir": False, "native": False}
-        if backend is None:
-            return enable(backend=about.backend, mode=about.mode, **settings)
-        return enable(backend=backend, **settings)
+        chosen: dict[str, Any] = (
+            {"backend": about.backend, "mode": about.mode} if backend is None else {"backend": backend}
+        )
+        return enable(**chosen, dynamic=about.dynamic, check=False, tune=False, cache_dir=False, native=False)
 
     def compare(self, backend: Any = None) -> Comparison:
         """What compiled code gives beside the operators one by one."""

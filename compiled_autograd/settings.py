@@ -6,9 +6,9 @@ import contextlib
 import functools
 import inspect
 import os
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, Literal, get_type_hints
 
 import msgspec
 import torch
@@ -26,7 +26,8 @@ _WORDS: dict[str, Any] = {"none": None, "true": True, "1": True, "false": False,
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What a session was asked to do. Two sessions with equal settings share their compiled graphs.
+    """What a session was asked to do. Two sessions with equal settings share their compiled graphs. The fields that are
+    arguments are those of ``enable``, with its defaults and types.
 
     Attributes:
         backend_in_mode: the backend as the registry knows it: Inductor has a name for each mode.
@@ -37,18 +38,18 @@ class Settings:
 
     backend: str | Callable[..., Any] = "inductor"
     dynamic: bool | None = None
-    on_miss: str = "compile"
-    on_unsupported: str = "eager"
-    check: bool | int | str = "new"
-    cache_dir: str | os.PathLike[str] | bool | None = None
-    passes: tuple[Callable[..., Any], ...] = ()
+    on_miss: Literal["compile", "background", "eager", "raise"] = "compile"
+    on_unsupported: Literal["eager", "raise"] = "eager"
+    check: Literal["new"] | bool | int = "new"
+    cache_dir: str | os.PathLike[str] | Literal[False] | None = None
+    passes: Sequence[Callable[..., Any]] = ()
     tune: bool = True
-    mode: str = DEFAULT
+    mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = "default"
     native: bool | None = None
     progress: bool | None = None
     compile_budget: float | None = None
     own_loop: bool | None = None
-    untested_torch: str = "eager"
+    untested_torch: Literal["eager", "try"] = "eager"
     backend_in_mode: str | Callable[..., Any] = field(init=False, repr=False, compare=False)
     check_every: int = field(init=False, repr=False, compare=False)
     key: tuple[Any, ...] = field(init=False, repr=False, compare=False)
@@ -139,7 +140,7 @@ def _of_text(name: str, text: str) -> Any:
 
 
 def _check(name: str, value: Any, where: str) -> Any:
-    kind, allowed = _ALLOWED[name]
+    kind, allowed = _KINDS.get(name, _HINTS[name]), _ALLOWED[name]
     try:
         return kind(value) if inspect.isfunction(kind) else msgspec.convert(value, kind)
     except (TypeError, msgspec.ValidationError):
@@ -181,26 +182,30 @@ def _passes(value: Any) -> Any:
     raise TypeError
 
 
-_ALLOWED: dict[str, tuple[Any, str]] = {
-    "backend": (_backend, "a name or a function (GraphModule, example_inputs)"),
-    "dynamic": (bool | None, "None, True or False"),
-    "on_miss": (
-        Literal["compile", "background", "eager", "raise"],
-        "one of 'compile', 'background', 'eager', 'raise'",
-    ),
-    "on_unsupported": (Literal["eager", "raise"], "'eager' or 'raise'"),
-    "check": (
-        Literal["new"] | bool | Annotated[int, msgspec.Meta(gt=0)],
-        f"{NEW!r} (the first runs of what was compiled), True (every run), a number N > 0 (every Nth too) or False",
-    ),
-    "cache_dir": (_cache_dir, "a path, None or False"),
-    "passes": (_passes, "a list of functions over a GraphModule"),
-    "tune": (bool, "True or False"),
-    "mode": (Literal[MODES], "one of " + ", ".join(map(repr, MODES))),
-    "native": (bool | None, "None, True or False"),
-    "progress": (bool | None, "None, True or False"),
-    "own_loop": (bool | None, "None, True or False"),
-    "untested_torch": (Literal["eager", "try"], "'eager' or 'try'"),
-    "compile_budget": (_seconds, "None or a number of seconds, 0 or more, float('inf') for no limit"),
+_HINTS = get_type_hints(Settings)
+_KINDS: dict[str, Any] = {
+    "backend": _backend,
+    "check": Literal["new"] | bool | Annotated[int, msgspec.Meta(gt=0)],
+    "cache_dir": _cache_dir,
+    "passes": _passes,
+    "compile_budget": _seconds,
 }
-"""Of each setting, its type or a function that raises ``TypeError`` for what it cannot be; and the same in words."""
+"""Of settings whose type does not say all: a narrower one, or a function that raises ``TypeError`` for wrong values."""
+_BOOL, _BOOL_OR_NONE = "True or False", "None, True or False"
+_ALLOWED = {
+    "backend": "a name or a function (GraphModule, example_inputs)",
+    "dynamic": _BOOL_OR_NONE,
+    "on_miss": "one of 'compile', 'background', 'eager', 'raise'",
+    "on_unsupported": "'eager' or 'raise'",
+    "check": f"{NEW!r} (first runs of what was compiled), True (every run), a number N > 0 (every Nth too) or False",
+    "cache_dir": "a path, None or False",
+    "passes": "a list of functions over a GraphModule",
+    "tune": _BOOL,
+    "mode": "one of " + ", ".join(map(repr, MODES)),
+    "native": _BOOL_OR_NONE,
+    "progress": _BOOL_OR_NONE,
+    "own_loop": _BOOL_OR_NONE,
+    "untested_torch": "'eager' or 'try'",
+    "compile_budget": "None or a number of seconds, 0 or more, float('inf') for no limit",
+}
+"""The values that a setting can take, in words."""

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import inspect as python_inspect
+import warnings
+from collections.abc import Callable
 from typing import Any
 
 import networkx as nx
@@ -11,6 +14,7 @@ import torch
 
 import compiled_autograd as ca
 from compiled_autograd.cache.graphs import GRAPHS
+from compiled_autograd.diagnostics import reporting
 
 from .helpers import expect, in_subprocess
 
@@ -358,3 +362,61 @@ def test_others_may_put_something_on_a_session(monkeypatch: pytest.MonkeyPatch) 
     session.name = "mine"
     monkeypatch.setattr(session, "stats", lambda: "planted")
     assert (session.name, session.stats()) == ("mine", "planted")
+
+
+# ---- sessions without a backward -------------------------------------------------------------------------------------
+
+
+def _warnings_of(use: Callable[[], object]) -> list[str]:
+    with pytest.MonkeyPatch.context() as monkeypatch, warnings.catch_warnings(record=True) as caught:
+        monkeypatch.setattr(reporting, "_warned", {})
+        warnings.simplefilter("always")
+        use()
+    return [str(each.message) for each in caught if "saw no backward" in str(each.message)]
+
+
+def _forward_alone() -> None:
+    session = ca.enable(backend="eager")
+    for _ in range(3):
+        with session:
+            torch.ones(3, requires_grad=True).sum()
+
+
+def _error() -> None:
+    with contextlib.suppress(KeyError), ca.enable(backend="eager"):
+        raise KeyError
+
+
+def _nested() -> None:
+    with ca.enable(backend="eager"), ca.enable(backend="eager"):
+        torch.ones(3, requires_grad=True).sum().backward()
+
+
+def _entered_again() -> None:
+    session = ca.enable(backend="eager")
+    for _ in range(2):
+        with session:
+            torch.ones(3, requires_grad=True).sum().backward()
+    with session:
+        pass
+
+
+def _left_to_eager() -> None:
+    with ca.enable(backend="eager"):
+        x = torch.ones(3, requires_grad=True)
+        torch.autograd.grad(x.sum(), x, create_graph=True)
+
+
+@pytest.mark.parametrize(
+    ("use", "expected"),
+    [
+        (_forward_alone, 1),
+        (_error, 0),
+        (_nested, 0),
+        (_entered_again, 0),
+        (_left_to_eager, 0),
+        (ca.compile_step(backend="eager")(lambda: None), 0),
+    ],
+)
+def test_a_session_that_saw_no_backward_warns_once(use: Callable[[], object], expected: int) -> None:
+    assert len(_warnings_of(use)) == expected

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import copy
 import dataclasses
+import inspect
 import pickle
+import sys
+import typing
 from typing import Any
 
 import pytest
+import torch
 
 import compiled_autograd as ca
 from backends import UnknownBackendError
@@ -36,8 +40,50 @@ def test_a_setting_like_no_other_lists_the_known() -> None:
 
 
 def test_settings_are_keyword_only() -> None:
-    with pytest.raises(TypeError):
+    with pytest.raises(ca.WrongUseError, match=r"write enable\(backend='eager'\)") as raised:
         ca.enable("eager")  # type: ignore[call-arg]
+    assert isinstance(raised.value, TypeError)
+    with pytest.raises(ca.WrongUseError, match=r"write compile_step\(function\)"):
+        ca.enable(lambda: None)  # type: ignore[call-arg]
+
+
+def _by_name(function: Any) -> dict[str, tuple[Any, Any]]:
+    parameters = inspect.signature(function).parameters.values()
+    return {each.name: (each.default, each.annotation) for each in parameters if each.kind is each.KEYWORD_ONLY}
+
+
+def test_signatures_have_the_settings_with_their_defaults_and_types() -> None:
+    fields = {each.name: (each.default, each.type) for each in dataclasses.fields(Settings) if each.init}
+    assert _by_name(ca.enable) == _by_name(ca.compile_step) == fields
+    assert set(inspect.signature(ca.enable).parameters) == set(fields)
+    if sys.version_info >= (3, 11):
+        assert _by_name(typing.get_overloads(ca.compile_step)[1]) == fields
+    documented = inspect.getdoc(ca.enable)
+    assert documented is not None and all(f"\n    {name}: " in documented for name in fields)
+
+
+class _Module(torch.nn.Module):
+    pass
+
+
+@pytest.mark.parametrize(
+    ("wrong", "text"),
+    [
+        (_Module(), "this is a module.*    def step"),
+        (_Module, "this is a class. Put it before the method"),
+        ("inductor", r"write compile_step\(backend='inductor'\)"),
+        (3, "this is a int"),
+    ],
+)
+def test_what_is_no_step_is_an_error_that_says_what_to_write(wrong: Any, text: str) -> None:
+    for decorate in (ca.compile_step, ca.compile_step(backend="eager")):
+        with pytest.raises(ca.WrongUseError, match=f"(?s){text}"):
+            decorate(wrong)
+
+
+def test_a_wrong_setting_of_a_decorator_is_an_error_in_its_line() -> None:
+    with pytest.raises(ca.UnknownSettingError, match="Did you mean 'backend'"):
+        ca.compile_step(backnd="eager")
 
 
 @pytest.mark.parametrize(

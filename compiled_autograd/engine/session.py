@@ -11,7 +11,7 @@ from logging import INFO
 from pathlib import Path
 
 from ..cache.graphs import CompiledGraph
-from ..diagnostics.reporting import count_repeats, is_told_at, tell, warn_of
+from ..diagnostics.reporting import count_repeats, is_told_at, tell, warn_of, warn_once
 from ..native.library import Library, why_unsupported
 from ..outcomes import BYPASS, HIT, SHAPE_MISS, STRUCTURE_MISS, Outcome, Stats
 from ..policies.background import BACKGROUND
@@ -44,7 +44,11 @@ class _Left:
 
 
 class Session:
-    """A context manager around ``backward``. It nests, can be entered again, and holds only in the thread it is in."""
+    """A context manager around ``backward``. It nests, can be entered again, and holds only in the thread it is in.
+
+    Attributes:
+        may_be_idle: whether it may end without a backward; else it warns then, once.
+    """
 
     __slots__ = (
         "__dict__",  # of what others put there
@@ -57,6 +61,7 @@ class Session:
         "leaves_at_once",
         "left",
         "looks_away",
+        "may_be_idle",
         "may_loop",
         "number",
         "settings",
@@ -70,17 +75,24 @@ class Session:
         self.leaves_at_once = settings.may_compile and settings.on_unsupported != "raise"
         self._last: Outcome | tuple[CompiledGraph, float, float] | None = None
         self.left: _Left | None = None
+        self.may_be_idle = False
         self._stats = Stats()
         self._graphs: weakref.WeakValueDictionary[int, CompiledGraph] = weakref.WeakValueDictionary()
         self._missed: Counter[tuple[str, str]] = Counter()
         self._steps = StepLog()
 
     def __enter__(self) -> Session:
-        thread.here.stack.append(self)
+        stack = thread.here.stack
+        if stack and (outer := stack[-1]) is not None:
+            outer.may_be_idle = True  # backwards in here count for this one
+        stack.append(self)
         return self
 
     def __exit__(self, *exception: object) -> None:
         _leave(self)
+        if self._last is self.left is None and not self.may_be_idle and exception[:1] == (None,):
+            self.may_be_idle = True
+            warn_once(_IDLE)
 
     @property
     def last(self) -> Outcome | None:
@@ -274,6 +286,12 @@ class Session:
             count_repeats(self._missed, outcome.reasons)
         for failure in failures:
             warn_of(failure)
+
+
+_IDLE = (
+    "a session ended that saw no backward. Call backward() or torch.autograd.grad() inside `with enable():`, in the "
+    "thread that entered it; a forward alone needs no session."
+)
 
 
 class Disabled:

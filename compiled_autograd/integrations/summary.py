@@ -102,6 +102,7 @@ class Trainings:
         its own on."""
         self.leave_all()
         self.session = self._here.session = enable(**self._settings)
+        self.session.may_be_idle = True
         self._here.logged = 0
 
     def enter(self) -> None:

@@ -107,4 +107,4 @@ def _why_not() -> str:
         return f"It failed: {type(error).__name__}: {error}"
 
 
-PROCESS.register(_why_not, reset=lambda: None, restart=_why_not.cache_clear)
+PROCESS.register(_why_not, restart=_why_not.cache_clear)

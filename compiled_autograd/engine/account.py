@@ -172,10 +172,14 @@ class RunAccount:
         if reasons and isinstance(reasons[0], Miss):
             walk = report.seconds.get("capture", 0.0) if self.handed.captured else 0.0
             reasons[0] = msgspec.structs.replace(reasons[0], seconds=cost + walk)
-        if variant is not None and (report.compiles or report.mismatches):
+        if variant is not None and (report.compiles or report.mismatches or self._shares_all_code(variant)):
             self._store(variant, cost)
         outcome.reasons = tuple(reasons)
         return outcome
+
+    def _shares_all_code(self, variant: Variant) -> bool:
+        """Return True if a variant that is not stored yet runs code that was compiled for other variants."""
+        return variant.entry is None and bool(variant.regions) and not self.report.uncompiled
 
     def _gave_zeros_alone(self, variant: Variant | None) -> bool:
         """Whether each region of what has run has, beside its real calls: nothing was learnt."""

@@ -245,6 +245,21 @@ def test_boxes_do_not_overlap(browser: Any, large_page: Path) -> None:
     assert browser.execute_script(overlaps) == []
 
 
+def test_milliseconds_are_drawn_beside_eagers(browser: Any, tmp_path: Path) -> None:
+    took = [data.Took(1, 1, 900.0, "structure_miss"), *(data.Took(at, 1, 0.8, "hit") for at in range(2, 20))]
+    took += [data.Took(24, 5, 1.1, "bypass"), data.Took(500, 1, 0.8, "hit")]
+    timeline = data.Timeline((), 500, hits_between=True, took=tuple(took), eager=1.0)
+    report = data.Report("session", "a session", "now", (), timeline, (), (), verdict=data.Verdict("Yes.", "nothing."))
+    _open(browser, page.write(report, tmp_path / "report.html"))
+    assert _count(browser, "#times line.eager") == _count(browser, "#times path.structure_miss") == 1
+    height = "return Number(document.querySelector(arguments[0]).getAttribute('height'))"
+    hit, bypass = (browser.execute_script(height, f"#times rect.{name}") for name in ("hit", "bypass"))
+    assert bypass / hit == pytest.approx(1.1 / 0.8)
+    text = browser.find_element("id", "times").text
+    assert "+475" in text and "eager, median 1.00 ms" in text and "hit, median 800 µs" in text
+    assert browser.find_element("css selector", ".verdict").text == "Yes. \nNext: nothing.".replace(" \n", "\n")
+
+
 @pytest.mark.parametrize("width", [1400, 700, 380])
 def test_nothing_is_wider_than_the_window(browser: Any, session_page: Path, width: int) -> None:
     metrics = {"width": width, "height": 900, "deviceScaleFactor": 1, "mobile": False}

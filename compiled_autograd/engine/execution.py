@@ -318,9 +318,12 @@ def _select(run: RunAccount, ambient_state: Ambient) -> Selection:
 def _submit(run: RunAccount, ambient_state: Ambient, program: Program, step: RegionStep, slots: Slots) -> None:
     """Have a region compiled in the background. The step goes on without that, and so it does if that fails."""
     variant, settings = run.selection.variant, run.account.settings
+    session, graph = run.account.session, run.handed.graph
     assert variant is not None
 
     def charge(seconds: float) -> None:
+        if seconds:
+            session.compiled_beside(graph, seconds)
         SPENDING.charge(variant, seconds)
         ADMISSION.review(settings)
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import threading
+import time
 import weakref
 from collections import Counter
 from dataclasses import asdict, dataclass
@@ -18,7 +19,7 @@ from ..policies.background import BACKGROUND
 from ..policies.own_loop import OWN_LOOPS, why_off
 from ..policies.sketches import SKETCHES, UNKNOWN, Looks
 from ..process_state import PROCESS, OfThread, free_in_child
-from ..report.step_log import StepLog
+from ..report.step_log import Compile, StepLog, hits_in, keep_hit
 from ..runtime.running_backward import Running
 from ..settings import Settings
 from ..shadow_cache import Bypass, Failure
@@ -34,6 +35,7 @@ class _Left:
     Attributes:
         timed: the value of ``count`` at the last backward that was timed; 0 where none was.
         last, seconds: seconds of that backward, and of all that were timed.
+        times: how many were timed.
     """
 
     verdict: Bypass
@@ -41,6 +43,7 @@ class _Left:
     timed: int = 0
     last: float = 0.0
     seconds: float = 0.0
+    times: int = 0
 
 
 class Session:
@@ -58,6 +61,7 @@ class Session:
         "_missed",
         "_stats",
         "_steps",
+        "hit_times",
         "leaves_at_once",
         "left",
         "looks_away",
@@ -80,6 +84,7 @@ class Session:
         self._graphs: weakref.WeakValueDictionary[int, CompiledGraph] = weakref.WeakValueDictionary()
         self._missed: Counter[tuple[str, str]] = Counter()
         self._steps = StepLog()
+        self.hit_times: bytearray | None = None  # C++ writes into it too
 
     def __enter__(self) -> Session:
         stack = thread.here.stack
@@ -186,15 +191,53 @@ class Session:
         from ..report.session_report import session_report
         from ..shadow_cache.report import page
 
-        self.count_left()
+        graphs = self._all_graphs()
         with unless_inside(_RECORDING):
             stats, events, left_out = asdict(self._counts()), self._steps.events(), self._steps.left_out
+            hits = hits_in(self.hit_times)
+        return page.write(session_report(stats, events, left_out, hits, graphs, self.settings), path)
+
+    def trace(self, path: str | os.PathLike[str]) -> Path:
+        """Write the session's times so far as a trace that https://ui.perfetto.dev and ``chrome://tracing`` open.
+
+        Each backward is a slice with its outcome and reasons; the seconds of its stages are slices inside it: the
+        walk of the tape (``capture``), tracing, compiling, loading, comparing, and the whole ``run``. What was compiled
+        in the background has a track of its own. Of hits there are the last 2048; of a session's first backward that
+        is a hit there is none.
+
+        Args:
+            path: of the file; one that is there is replaced.
+
+        Returns:
+            The file.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        from shadow_cache.report import page
+
+        from ..report.trace import trace_of
+
+        graphs = self._all_graphs()
+        with unless_inside(_RECORDING):
+            events, beside = self._steps.events(), list(self._steps.beside)
+            hits = hits_in(self.hit_times)
+        return page.write_file(trace_of(events, hits, beside, graphs), path)
+
+    def _all_graphs(self) -> list[CompiledGraph]:
+        """The structures of this session, and the one that ran last."""
+        self.count_left()
+        with unless_inside(_RECORDING):
             latest = self._latest()
             last = None if latest is None else latest.graph
         graphs = self.graphs()
         if last is not None and last not in graphs:  # another session captured it
             graphs.append(last)
-        return page.write(session_report(stats, events, left_out, graphs, self.settings), path)
+        return graphs
+
+    def compiled_beside(self, graph: CompiledGraph, seconds: float) -> None:
+        """Something was compiled in the background."""
+        self._steps.beside.append(Compile(graph.number, seconds, time.time()))
 
     def left_to_eager(self, verdict: Bypass, seconds: float | None = None) -> None:
         """Count a backward that was left to eager, as :meth:`record` does. Those that follow are counted in
@@ -212,10 +255,11 @@ class Session:
             left.count += 1
             if seconds is not None:
                 left.timed, left.last, left.seconds = left.count, seconds, left.seconds + seconds
+                left.times += 1
             return
         first = _Left(verdict)
         if seconds is not None:
-            first.timed, first.last, first.seconds = 1, seconds, seconds
+            first.timed, first.last, first.seconds, first.times = 1, seconds, seconds, 1
         with unless_inside(_RECORDING):
             while True:  # no condition ends a loop in here: Ctrl-C would find a way past the lock on 3.12 and 3.13
                 if self.left is None:  # no call after that: what ``gc`` runs may leave some too
@@ -245,7 +289,8 @@ class Session:
             stats.bypasses[label] += left.count
             stats.backwards += left.count
             self._last = outcome
-            self._steps.add(stats.backwards, BYPASS, None, (left.verdict,), seconds, 0, 0, count=left.count)
+            number, why = stats.backwards, (left.verdict,)
+            self._steps.add(number, BYPASS, None, why, seconds, 0, 0, count=left.count, timed=left.times)
 
     def record(self, outcome: Outcome, captured: bool = False, compiles: int = 0, loads: int = 0) -> None:
         """Count one backward."""
@@ -279,6 +324,7 @@ class Session:
                 self._graphs.setdefault(id(outcome.graph), outcome.graph)
         tell(outcome.outcome, outcome.reasons, outcome.seconds, compiles)
         if not compiles and not outcome.reasons:
+            self.hit_times = keep_hit(self.hit_times, stats.backwards, outcome.seconds)
             return
         with unless_inside(_RECORDING):
             self._steps.add(stats.backwards, kind, outcome.graph, outcome.reasons, outcome.seconds, compiles, loads)

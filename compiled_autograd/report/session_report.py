@@ -14,6 +14,7 @@ from ..cache.variants import Variant
 from ..diagnostics.node_names import title
 from ..diagnostics.reporting import what_follows
 from ..guards.shapes import size_in
+from ..outcomes import HIT
 from ..settings import Settings
 from ..shadow_cache import Bypass, Failure, Miss
 from ..shadow_cache.amounts import date, plural, seconds
@@ -24,7 +25,8 @@ from ..shadow_cache.report.texts import defined
 from ..versions import VERSION
 from .memory import memory_of, run_without_memory
 from .stages import stages_of, step_of_calls, steps_of, tape_stage_of
-from .step_log import StepEvent
+from .step_log import Hit, StepEvent
+from .verdict import verdict
 
 _NOTHING = "Nothing is compiled of it: its stages end here."
 
@@ -33,6 +35,7 @@ def session_report(
     stats: Mapping[str, Any],
     events: Sequence[StepEvent],
     left_out: int,
+    hits: Sequence[Hit],
     graphs: Sequence[CompiledGraph],
     settings: Settings,
 ) -> data.Report:
@@ -41,8 +44,10 @@ def session_report(
     Args:
         stats: its counts, as :class:`engine.session.Stats` names them.
         events: its steps that were more than a hit, oldest first; ``left_out`` more were not kept.
+        hits: those whose times are kept, oldest first.
         graphs: its structures.
     """
+    variants = [variant for graph in graphs for variant in graph.variants]
     titles = {graph.number: title(graph.tape) for graph in graphs}
     structures = [structure_of(graph.tape, _id(graph.number)) for graph in graphs]
     outermost = next((call.module for graph in graphs for call in graph.tape.calls if call.module), None)
@@ -52,7 +57,12 @@ def session_report(
         made=date(time.time()),
         totals=_totals(stats, graphs),
         timeline=data.Timeline(
-            tuple(_event(each, titles) for each in events), stats["backwards"], hits_between=True, left_out=left_out
+            tuple(_event(each, titles) for each in events),
+            stats["backwards"],
+            hits_between=True,
+            left_out=left_out,
+            took=_took(events, hits),
+            eager=_eager(variants),
         ),
         trie=trie_of(structures, {_id(number): name for number, name in titles.items()}),
         graphs=tuple(_graph(graph, each.calls) for graph, each in zip(graphs, structures, strict=True)),
@@ -61,7 +71,23 @@ def session_report(
             ("compiled_autograd", VERSION),
             *((name, _shown(value)) for name, value in settings.key),
         ),
+        verdict=verdict(stats, variants, events, left_out, hits, settings),
     )
+
+
+def _took(events: Sequence[StepEvent], hits: Sequence[Hit]) -> tuple[data.Took, ...]:
+    took = [data.Took(each.number, 1, 1e3 * (each.capture + each.run), HIT) for each in hits]
+    for each in events:
+        spent = each.seconds.get("capture", 0.0) + each.seconds.get("run", 0.0)
+        if each.timed and spent:
+            took.append(data.Took(each.number, each.count, 1e3 * spent / each.timed, each.outcome))
+    return tuple(sorted(took, key=lambda each: each.number))
+
+
+def _eager(variants: Iterable[Variant]) -> float | None:
+    timed = [each for each in variants if each.timing is not None]
+    most = max(timed, key=lambda each: each.hits, default=None)
+    return None if most is None or most.timing is None else most.timing.eager
 
 
 def _id(number: int) -> str:
@@ -76,7 +102,7 @@ def _totals(stats: Mapping[str, Any], graphs: Sequence[CompiledGraph]) -> tuple[
     backwards, bypassed = stats["backwards"], sum(stats["bypasses"].values())
     part = f"{stats['hits'] / backwards:.1%} of all" if backwards else ""
     misses = stats["shape_misses"] + stats["structure_misses"]
-    of = f"{stats['structure_misses']:,} of structure, {stats['shape_misses']:,} of shape"
+    of = f"{stats['structure_misses']:,} of structure, {stats['shape_misses']:,} of shape" if misses else ""
     labels = ", ".join(f"{label} {count:,}" for label, count in sorted(stats["bypasses"].items(), key=_most_first))
     return (
         data.Figure("backwards", f"{backwards:,}", plural(len(graphs), "structure")),
@@ -84,9 +110,13 @@ def _totals(stats: Mapping[str, Any], graphs: Sequence[CompiledGraph]) -> tuple[
         data.Figure("misses", f"{misses:,}", of),
         data.Figure("bypasses", f"{bypassed:,}", labels),
         data.Figure("compiling", seconds(stats["compile_seconds"]), plural(stats["compiles"], "region")),
-        data.Figure("from disk", f"{stats['loads']:,}", "regions loaded"),
-        data.Figure("failures", f"{stats['failures']:,}", "a slower way was taken", bad=stats["failures"] > 0),
+        data.Figure("from disk", f"{stats['loads']:,}", "regions loaded" if stats["loads"] else ""),
+        data.Figure("failures", f"{stats['failures']:,}", _instead(stats["failures"]), bad=stats["failures"] > 0),
     )
+
+
+def _instead(failures: int) -> str:
+    return "a slower way was taken" if failures else ""
 
 
 def _most_first(item: tuple[str, int]) -> tuple[int, str]:

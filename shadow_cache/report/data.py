@@ -57,18 +57,39 @@ class Event(msgspec.Struct, frozen=True):
     reasons: tuple[Reason, ...]
 
 
+class Took(msgspec.Struct, frozen=True, array_like=True, gc=False):
+    """Milliseconds of a backward, or the mean of ``count`` that ended with the one of this ``number``."""
+
+    number: int
+    count: int
+    ms: float
+    outcome: str
+
+
 class Timeline(msgspec.Struct, frozen=True):
     """All events, oldest first. Between two of them lie hits, as many as their numbers say, where ``hits_between``.
 
     Attributes:
         total: the number of backwards so far; 0 where that is not known.
         left_out: events that are not kept.
+        took: the backwards whose time is known, oldest first.
+        eager: milliseconds, the median of the eager engine's backwards of the structure that was hit most; None where
+            it was not timed.
     """
 
     events: tuple[Event, ...]
     total: int
     hits_between: bool
     left_out: int = 0
+    took: tuple[Took, ...] = ()
+    eager: float | None = None
+
+
+class Verdict(msgspec.Struct, frozen=True):
+    """The answer at the top: what it came to, and what to do ``next``, if anything."""
+
+    text: str
+    next: str = ""
 
 
 class Branch(msgspec.Struct, frozen=True):
@@ -190,7 +211,7 @@ class Graph(msgspec.Struct, frozen=True):
 
 
 class Report(msgspec.Struct, frozen=True):
-    """A whole page. ``of`` is ``"session"`` or ``"store"``; ``facts`` stand at its end."""
+    """A whole page. ``of`` is ``"session"`` or ``"store"``."""
 
     of: str
     title: str
@@ -200,3 +221,4 @@ class Report(msgspec.Struct, frozen=True):
     trie: tuple[Branch, ...]
     graphs: tuple[Graph, ...]
     facts: tuple[tuple[str, str], ...] = ()
+    verdict: Verdict | None = None

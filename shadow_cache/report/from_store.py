@@ -42,7 +42,16 @@ def store_report(store: Store) -> data.Report:
         timeline=_timeline(store.misses(), found),
         trie=trie_of(structures, names),
         graphs=tuple(_graph(store, each, by_structure[each.id]) for each in structures),
+        verdict=_verdict(store.stats()),
     )
+
+
+def _verdict(stats: StoreStats) -> data.Verdict:
+    saved = f"{plural(stats.loads, 'load')} saved {seconds(stats.seconds_saved)} of compiling"
+    if not stats.loads:
+        saved = "none was loaded yet: the next process that meets such a tape compiles nothing"
+    entries = plural(stats.entries, "entry", "entries")
+    return data.Verdict(f"{entries} of {plural(stats.structures, 'structure')}, {size(stats.size)}; {saved}.")
 
 
 def _totals(stats: StoreStats) -> tuple[data.Figure, ...]:

@@ -27,22 +27,36 @@ from .data import Graph, Report
 
 MAX_BYTES = 4_500_000
 """Of all graphs together, so that the file stays below 5 MB. What is beyond goes, the longest texts first."""
-_SCRIPTS = ("base.js", "lists.js", "timeline.js", "layout.js", "drawing.js", "stages.js", "figures.js", "main.js")
+_SCRIPTS = (
+    "base.js",
+    "lists.js",
+    "times.js",
+    "timeline.js",
+    "layout.js",
+    "drawing.js",
+    "stages.js",
+    "figures.js",
+    "main.js",
+)
 _ESCAPES = {"<": "\\u003c", ">": "\\u003e", "&": "\\u0026", "\u2028": "\\u2028", "\u2029": "\\u2029"}
 _LEFT_OUT = "These lines were left out so that the file stays small."
 
 
 def write(report: Report, path: str | os.PathLike[str]) -> Path:
-    """Write the page. A file that is there, or that a link leads to, is replaced in one step, and left as it is where
+    """Write the page, as :func:`write_file` does."""
+    return write_file(page(report), path)
+
+
+def write_file(text: str, path: str | os.PathLike[str]) -> Path:
+    """Write a file. One that is there, or that a link leads to, is replaced in one step, and left as it is where
     something fails; what is no file, as a pipe or ``/dev/stdout``, is written to.
 
     Raises:
         OSError: ``path`` cannot be written.
     """
     asked = Path(os.path.expanduser(path))  # noqa: PTH111  an unknown user's folder is one that is not there
-    text = page(report)
     if asked.is_dir():
-        raise IsADirectoryError(21, "a report is one file, and this is a folder; name a file in it", str(asked))
+        raise IsADirectoryError(21, "it is written as one file, and this is a folder; name a file in it", str(asked))
     if asked.exists() and not asked.is_file():
         asked.write_text(text, encoding="utf-8")
         return asked.absolute()

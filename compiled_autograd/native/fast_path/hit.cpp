@@ -71,7 +71,7 @@ const Names& names() {
   static const Names all = {made("depth"),   made("evicted"),    made("here"),     made("hits"),      made("left"),
                             made("met"),     made("next_trial"), made("ran"),      made("saving"),    made("settings"),
                             made("stack"),   made("used"),       made("variants"), made("backwards"), made("_last"),
-                            made("started"), made("_stats"),     made("told")};
+                            made("started"), made("_stats"),     made("told"),     made("hit_times")};
   return all;
 }
 

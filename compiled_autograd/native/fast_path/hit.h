@@ -70,7 +70,7 @@ void add_to(PyObject* object, PyObject* name, PyObject* number);
 // Names of attributes, made once.
 struct Names {
   PyObject *depth, *evicted, *here, *hits, *left, *met, *next_trial, *ran, *saving, *settings, *stack, *used, *variants;
-  PyObject *backwards, *last, *started, *stats, *told;
+  PyObject *backwards, *last, *started, *stats, *told, *hit_times;
 };
 const Names& names();
 

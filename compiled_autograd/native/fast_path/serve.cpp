@@ -3,12 +3,15 @@
 #include <ATen/core/grad_mode.h>
 
 #include <algorithm>
+#include <cstring>
 
 namespace native {
 
 namespace {
 
 constexpr size_t kMaxTried = 16;  // plans that a tape is compared with: most differ at its first node
+constexpr long kMaxHits = 2048;   // whose times a session keeps, as `report/step_log.py` does and reads
+constexpr Py_ssize_t kHitSize = 4 * sizeof(double), kTimesSize = kMaxHits * kHitSize;
 
 // The session that the calling thread is in; null where there is none, or something is under way in it.
 Owned session_of(const FastPathState& path) {
@@ -53,7 +56,7 @@ class Run {
       add_to(variant_, names().hits, Owned(checked(PyLong_FromLong(1))).get());
       add_to(variant_, names().ran, Owned(checked(PyFloat_FromDouble(ended - asked.started))).get());
     }
-    count(begun - asked.started, ended - begun);
+    count(asked.started, begun - asked.started, ended - begun);
     if (asked.account && PyObject_SetAttr(asked.account, names().told, Py_True) < 0) throw PythonError();
     is_counted = true;
     if (!result) throw PythonError();
@@ -76,13 +79,29 @@ class Run {
   }
 
   // As `Session.record` does. Nothing of Python's runs from the first line on that counts.
-  void count(double walk, double run) {
+  void count(double started, double walk, double run) {
     const Owned last(checked(Py_BuildValue("(Odd)", structure_, walk, run)));
     const Owned stats = attribute(session_, names().stats), one(checked(PyLong_FromLong(1)));
+    const long number = PyLong_AsLong(attribute(stats.get(), names().backwards).get()) + 1;
+    const Owned times = hit_times(number);
     add_to(stats.get(), names().hits, one.get());
     add_to(stats.get(), names().backwards, one.get());
     if (PyObject_SetAttr(session_, names().last, last.get()) < 0) throw PythonError();
+    if (PyByteArray_CheckExact(times.get()) && PyByteArray_GET_SIZE(times.get()) == kTimesSize) {
+      const double hit[] = {static_cast<double>(number), started, walk, run};
+      std::memcpy(PyByteArray_AS_STRING(times.get()) + (number % kMaxHits) * kHitSize, hit, kHitSize);
+    }
     ++path_.served;
+  }
+
+  // Where the session keeps times of hits; None at its first backward.
+  Owned hit_times(long number) {
+    Owned times = attribute(session_, names().hit_times);
+    if (times.get() != Py_None || number == 1) return times;
+    times.reset(checked(PyByteArray_FromStringAndSize(nullptr, kTimesSize)));
+    std::memset(PyByteArray_AS_STRING(times.get()), 0, kTimesSize);
+    if (PyObject_SetAttr(session_, names().hit_times, times.get()) < 0) throw PythonError();
+    return times;
   }
 
   FastPathState& path_;

@@ -1,6 +1,7 @@
 // The page: which graph is open, search, keys, light and dark.
 
 let drawing = null, stages = null, opened = null;
+byId('times').append(...timesOf(report.timeline));
 const timeline = timelineOf(report.timeline);
 
 function openGraph(id, scroll = false) {
@@ -42,7 +43,7 @@ function search(text) {
     if (found.length < MOST_FOUND) found.push({ kind, words, open });
   };
   report.timeline.events.forEach((event, index) => see('timeline', [event.title, ...event.reasons.map((reason) => reason.text)].join('; '), () => {
-    byId('timeline').scrollIntoView();
+    byId('misses').scrollIntoView();
     timeline.choose(index);
   }));
   for (const id of [opened, ...graphIds.filter((each) => each !== opened)].filter(Boolean)) {
@@ -138,7 +139,7 @@ byId('keys-close').addEventListener('click', () => dialog.close());
 document.addEventListener('keydown', (event) => {
   if (event.altKey || event.ctrlKey || event.metaKey || dialog.open) return;
   if (event.target.closest('input, select, textarea')) return;
-  const section = ['overview', 'timeline', 'structures', 'graph'][Number(event.key) - 1];
+  const section = ['overview', 'timeline', 'graph', 'misses', 'structures'][Number(event.key) - 1];
   const at = graphIds.indexOf(opened);
   if (event.key === '/') { field.focus(); field.select(); }
   else if (event.key === '?') dialog.showModal();

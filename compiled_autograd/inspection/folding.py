@@ -1,12 +1,14 @@
 """The nodes of a tape as a tree of modules, in which equal layers and equal stretches are told once.
 
 Two layers are equal if they have the same numbered place in the same module, one behind the other, and nodes that agree
-in number and in everything but their edges, lines and sequence numbers.
+in number and in everything but their edges, lines and sequence numbers. The layers at the ends may have a few nodes of
+their own more or less: what lies between two layers belongs to one of them, and the last has none behind it.
 """
 
 from __future__ import annotations
 
 import bisect
+from collections import Counter
 from collections.abc import Hashable, Sequence
 from dataclasses import dataclass, field
 
@@ -15,6 +17,8 @@ from .nodes import TapeNode
 _LONGEST_PERIOD = 64
 _NOT_WORTH_IT = 8
 """To leave out so many nodes, or fewer, is not worth a line."""
+_FEW = 4
+"""The number of own nodes by which layers of one run may differ."""
 
 
 @dataclass(slots=True)
@@ -82,15 +86,14 @@ def _module_at(root: Module, path: tuple[str, ...]) -> Module:
 def runs_of_layers(module: Module, nodes: Sequence[TapeNode]) -> list[Layers]:
     """The inner modules, equal layers together."""
     runs: list[list[Module]] = []
-    last: tuple[Hashable, int] | None = None
+    last: tuple[Module, int] | None = None
     for name, inner in module.inner.items():
         number = number_of(name)
-        alike = None if number is None else _looks(inner, nodes)
-        if last is not None and number is not None and alike == last[0] and abs(number - last[1]) == 1:
+        if last is not None and number is not None and abs(number - last[1]) == 1 and _are_alike(inner, last[0], nodes):
             runs[-1].append(inner)
         else:
             runs.append([inner])
-        last = None if number is None else (alike, number)
+        last = None if number is None else (inner, number)
     return [Layers(tuple(sorted(run, key=lambda each: (len(each.path[-1]), each.path[-1])))) for run in runs]
 
 
@@ -99,11 +102,34 @@ def number_of(name: str) -> int | None:
     return int(name) if name.isascii() and name.isdigit() and len(name) < 10 else None
 
 
-def _looks(module: Module, nodes: Sequence[TapeNode]) -> Hashable:
-    """What has to be the same of two layers."""
-    own = sorted(str(looks_of(nodes[index])) for index in module.own)
-    inner = sorted((name, _looks(each, nodes)) for name, each in module.inner.items())
-    return (tuple(own), tuple(inner))
+def _are_alike(one: Module, other: Module, nodes: Sequence[TapeNode]) -> bool:
+    """Whether two layers are told as one."""
+    more, less = _own(one, nodes), _own(other, nodes)
+    differ = (more - less).total() + (less - more).total()
+    return differ <= (_FEW if one.inner else 0) and _inner(one, nodes) == _inner(other, nodes)
+
+
+def _own(module: Module, nodes: Sequence[TapeNode]) -> Counter[str]:
+    return Counter(str(looks_of(nodes[index])) for index in module.own)
+
+
+def _inner(module: Module, nodes: Sequence[TapeNode]) -> Hashable:
+    looks = ((name, *sorted(_own(each, nodes).items()), _inner(each, nodes)) for name, each in module.inner.items())
+    return tuple(sorted(looks, key=str))
+
+
+def differences(layers: Layers, nodes: Sequence[TapeNode]) -> list[str]:
+    """What layers have more or less than the one that is shown, a line for those with the same."""
+    first = shown(layers)
+    names = Counter(nodes[index].name for index in first.own)
+    alike: dict[str, list[Module]] = {}
+    for each in layers.modules:
+        own = Counter(nodes[index].name for index in each.own)
+        texts = [f"{count} {name} more" for name, count in (own - names).items()]
+        texts += [f"{count} {name} less" for name, count in (names - own).items()]
+        if texts:
+            alike.setdefault(", ".join(texts), []).append(each)
+    return [f"{Layers(tuple(modules)).name}: {text}" for text, modules in alike.items()]
 
 
 def looks_of(node: TapeNode) -> Hashable:

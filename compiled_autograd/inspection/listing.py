@@ -1,26 +1,59 @@
-"""A tape as text: by module, with equal layers and equal stretches told once."""
+"""A tape as text: by module, with equal layers and equal stretches told once.
+
+A parameter stands in the line of the node that takes it, and a chain of nodes that save nothing is one line.
+"""
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 from ..capture import tape
 from ..shadow_cache.safe_text import harmless
-from .folding import Layers, Module, parts_of, shown, tree_of
+from .folding import Layers, Module, differences, parts_of, shown, tree_of
 from .memory import TapeMemory
 from .nodes import COUNTED, SavedTensor, TapeNode, counted, size
 
 _MOST_LINES = 2_000
+_WIDTH = 150
+"""A chain of nodes goes on in another line where it would be longer."""
+
+_MOST_ON_THE_WAY = 4
+"""The most nodes from the one that takes a parameter to its leaf, the leaf included, that stand in one line."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Listing:
     """What the parts of a listing are written from."""
 
     nodes: Sequence[TapeNode]
     models: Sequence[str]
     memory: TapeMemory
+    _in_lines: dict[int, tuple[int, ...]] = field(init=False)
+    """Nodes that stand in the line of the one that leads to them: of each, the way to a parameter's leaf."""
+
+    def __post_init__(self) -> None:
+        nodes = self.nodes
+        reached = Counter(edge[0] for node in nodes for edge in node.edges if edge is not None)
+        found: dict[int, tuple[int, ...]] = {}
+        for index in range(len(nodes) - 1, -1, -1):  # edges lead on
+            node = nodes[index]
+            if reached[index] != 1 or node.saved or node.hooks:
+                continue
+            if node.name == tape.LEAF:
+                if node.parameter:
+                    found[index] = (index,)
+            elif len(node.edges) == 1 and node.edges[0] is not None:
+                on = found.get(node.edges[0][0])
+                if on is not None and len(on) < _MOST_ON_THE_WAY and nodes[on[-1]].module == node.module:
+                    found[index] = (index, *on)
+        takers = {edge[0]: node for node in nodes for edge in node.edges if edge is not None}
+        self._in_lines = {
+            index: way
+            for index, way in found.items()
+            if takers[index].module == nodes[index].module and nodes[index].source in (None, takers[index].source)
+        }
 
     @property
     def title(self) -> str:
@@ -44,37 +77,71 @@ class Listing:
         for part in parts_of(module, self.nodes):
             if isinstance(part, Layers):
                 yield f"{indent}{self.of_layers(part)}"
+                yield from (f"{indent}  ({line})" for line in differences(part, self.nodes))
                 yield from self._module(shown(part), f"{indent}  ")
                 continue
             inner = indent
             if part.times > 1:
                 yield f"{indent}{part.times:,} times {counted(len(part.indices))}:"
                 inner += "  "
-            for index in part.indices:
-                yield from (f"{inner}{line}" for line in self.of_node(index, module.path))
+            for chain in self._chains(part.indices, len(inner)):
+                yield from (f"{inner}{line}" for line in self._of_chain(chain, module.path))
+
+    def _chains(self, indices: Sequence[int], indent: int) -> Iterator[list[int]]:
+        """Nodes that make a line each: one, or some that each lead to the next alone and have nothing else to show."""
+        chain: list[int] = []
+        for index in indices:
+            if index in self._in_lines:
+                continue
+            node = self.nodes[index]
+            if chain:
+                before = self.nodes[chain[-1]]
+                goes_on = before.edges == ((index, 0),) and before.source == node.source
+                plain = not (before.saved or before.hooks or node.saved or node.hooks or node.name == tape.LEAF)
+                length = indent + sum(len(self._head(each, ())) + 4 for each in (*chain, index))
+                if goes_on and plain and length < _WIDTH:
+                    chain.append(index)
+                    continue
+                yield chain
+            chain = [index]
+        if chain:
+            yield chain
 
     def of_layers(self, layers: Layers) -> str:
         """The heading of some equal layers, or of one module."""
-        count = shown(layers).count()
+        counts = sorted({each.count() for each in layers.modules})
+        nodes = counted(counts[0]) if len(counts) == 1 else f"{counts[0]:,} to {counted(counts[-1])}"
         kept = [sum(self.memory.by_node.get(index, 0) for index in each.indices()) for each in layers.modules]
         times = len(layers.modules)
         if times == 1:
-            text = f"{layers.name}: {counted(count)}"
+            text = f"{layers.name}: {nodes}"
             return f"{text}, {size(kept[0])}" if kept[0] else text
-        text = f"{layers.name}: {times} times {counted(count)}"
+        text = f"{layers.name}: {times} times {nodes}"
         return f"{text}, {size(sum(kept))} in all" if any(kept) else text
 
-    def of_node(self, index: int, path: tuple[str, ...]) -> list[str]:
-        """The node itself, and below it what it saved, its hooks and where it was made."""
+    def _head(self, index: int, path: tuple[str, ...]) -> str:
         node = self.nodes[index]
         text = f"#{index} {node.name}"
         if node.name == tape.LEAF:
-            text = f"#{index} {node.name} {_in_module(node.parameter, path) or '(no parameter)'}"
-        if node.gradients:
-            text += " " + " ".join(map(str, node.gradients))
-        if node.edges:
-            text += " -> " + edges_of(node)
-        lines = [text]
+            text += f" {_in_module(node.parameter, path) or '(no parameter)'}"
+        return f"{text} {_gradients(node)}" if node.gradients else text
+
+    def _edges(self, node: TapeNode, path: tuple[str, ...]) -> str:
+        """As :func:`edges_of`, with parameters: ``weight f32[3,2] #4 (TBackward0)``."""
+        texts = edges_of(node).split(", ")
+        for place, edge in enumerate(node.edges):
+            way = () if edge is None else self._in_lines.get(edge[0], ())
+            if way:
+                leaf, between = self.nodes[way[-1]], ", ".join(self.nodes[each].name for each in way[:-1])
+                texts[place] = f"{_in_module(leaf.parameter, path)} {_gradients(leaf)} #{way[-1]}"
+                texts[place] += f" ({between})" if between else ""
+        return ", ".join(texts)
+
+    def _of_chain(self, chain: Sequence[int], path: tuple[str, ...]) -> list[str]:
+        """The nodes, and below them what the last one saved, its hooks and where it was made."""
+        node = self.nodes[chain[-1]]
+        text = " -> ".join(self._head(index, path) for index in chain)
+        lines = [f"{text} -> {self._edges(node, path)}" if node.edges else text]
         if node.saved:
             lines.append(f"    saved {', '.join(map(saved_as, node.saved))}")
         if node.hooks:
@@ -87,6 +154,10 @@ class Listing:
 def edges_of(node: TapeNode) -> str:
     """As in ``#3[0], -``: the next node and its input; ``-`` leads nowhere."""
     return ", ".join("-" if edge is None else f"#{edge[0]}[{edge[1]}]" for edge in node.edges)
+
+
+def _gradients(node: TapeNode) -> str:
+    return " ".join(map(str, node.gradients))
 
 
 def saved_as(saved: SavedTensor) -> str:

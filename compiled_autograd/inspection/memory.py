@@ -7,7 +7,7 @@ input of the program takes is there without the tape, and is named but not count
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
@@ -44,12 +44,21 @@ class TapeMemory:
         lines = [f"the forward keeps {size(self.bytes)} alive" + (f", besides {anyway}" if anyway else "")]
         if self.unknown:
             lines.append(f"{self.unknown:,} saved tensors have a size that cannot be known")
-        of_modules = [f"{size(count):>10}  {name or '(the model itself)'}" for name, count in self.folded.items()]
+        of_modules = _with_bars({name or "(the model itself)": count for name, count in self.folded.items()})
         lines += ["", "by module", *_most(of_modules, "by_module"), "", "by node", *_most(self.lines, "by_node")]
         return "\n".join(map(harmless, lines)) + "\n"
 
 
 _MOST = 20
+_BAR = 12
+"""Characters of the longest bar."""
+
+
+def _with_bars(counts: Mapping[str, int]) -> list[str]:
+    """A line for each text, with its bytes and a bar, the largest first."""
+    most = max(counts.values(), default=0)
+    bars = {text: "█" * round(_BAR * count / most) or "▏" for text, count in counts.items()}
+    return [f"{size(counts[text]):>10}  {bars[text]:<{_BAR}}  {text}" for text in _largest(Counter(counts))]
 
 
 def _most(lines: Sequence[str], where: str) -> list[str]:
@@ -108,10 +117,7 @@ def _lines(nodes: Sequence[TapeNode], by_node: dict[int, int], names: dict[str, 
         of = f" of {names[node.module]}" if node.module else ""
         alike.setdefault(f"{node.name}{of}: {held}", []).append(index)
     kept = {text: sum(by_node[index] for index in indices) for text, indices in alike.items()}
-    return tuple(
-        f"{size(kept[text]):>10}  {_numbered(alike[text])} {text}"
-        for text in sorted(alike, key=lambda text: kept[text], reverse=True)
-    )
+    return tuple(_with_bars({f"{_numbered(alike[text])} {text}": count for text, count in kept.items()}))
 
 
 def _numbered(indices: Sequence[int]) -> str:

@@ -1,8 +1,12 @@
-"""A tape as a picture, in the languages of others: Graphviz, Mermaid, networkx. By node, or by module."""
+"""A tape as a picture, in the languages of others: Graphviz, Mermaid, networkx. By module, or by node.
+
+Boxes have the bytes that the forward keeps alive for them, and colours by what they compute.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import networkx as nx
@@ -10,7 +14,28 @@ import networkx as nx
 from ..capture import tape
 from ..shadow_cache.safe_text import harmless
 from .folding import folded_names
-from .nodes import TapeNode, counted
+from .nodes import TapeNode, counted, size
+
+LEAF, OTHER = "leaf", "other"
+_KINDS = {
+    "attention": "Attention",
+    "convolution": "Convolution",
+    "product": r"^(Linear|Addmm|Mm|Baddbmm|Bmm|Addmv|Mv|Dot)Backward",
+    "norm": "Norm(?!Interface)",
+    "embedding": "Embedding",
+}
+"""Kinds of nodes, by their names. A module is of the first of these kinds that one of its own nodes has."""
+_COLOURS = {
+    "attention": ("#e9defa", "#7d5bb0"),
+    "convolution": ("#fbe3d6", "#c8552b"),
+    "product": ("#dbe8f7", "#2f6fb3"),
+    "norm": ("#fdf0c9", "#b98900"),
+    "embedding": ("#d9f0ee", "#2a8c82"),
+    LEAF: ("#e0f2e6", "#3f8a5c"),
+    OTHER: ("#f1f3f6", "#8a93a1"),
+}
+"""For each kind, how its boxes are filled, and their edge."""
+_TEXT = "#1d2430"
 
 
 @dataclass(slots=True)
@@ -18,40 +43,45 @@ class Picture:
     """What is drawn.
 
     Attributes:
-        labels: a text for each thing, by its number.
-        leaves: numbers of those that are leaves.
+        labels: the lines of text of each thing, by its number.
+        kinds: what each thing is, a key of :data:`_COLOURS`.
         groups: which numbers lie in which module; empty where modules are what is drawn.
         edges: from a thing to what its gradients go to.
     """
 
-    labels: dict[int, str] = field(default_factory=dict)
-    leaves: set[int] = field(default_factory=set)
+    labels: dict[int, list[str]] = field(default_factory=dict)
+    kinds: dict[int, str] = field(default_factory=dict)
     groups: dict[str, list[int]] = field(default_factory=dict)
     edges: list[tuple[int, int]] = field(default_factory=list)
 
 
-def of_nodes(nodes: Sequence[TapeNode]) -> Picture:
-    """One thing for each node, in its module."""
+def of_nodes(nodes: Sequence[TapeNode], kept: Mapping[int, int]) -> Picture:
+    """One thing for each node, in its module. ``kept`` has the bytes that nodes keep alive."""
     picture = Picture()
     for index, node in enumerate(nodes):
-        picture.labels[index] = node.parameter if node.name == tape.LEAF and node.parameter else node.name
-        if node.name == tape.LEAF:
-            picture.leaves.add(index)
+        name = node.parameter if node.name == tape.LEAF and node.parameter else node.name
+        picture.labels[index] = [name, *([size(kept[index])] if kept.get(index) else [])]
+        picture.kinds[index] = _kind([node])
         if node.module:
             picture.groups.setdefault(node.module, []).append(index)
         picture.edges += [(index, edge[0]) for edge in node.edges if edge is not None]
     return picture
 
 
-def of_modules(nodes: Sequence[TapeNode], model: str) -> Picture:
+def of_modules(nodes: Sequence[TapeNode], model: str, kept: Mapping[int, int]) -> Picture:
     """One thing for each module that has nodes of its own, and for all equal layers together."""
     names = folded_names(nodes)
     shown = [names[node.module] or model for node in nodes]
-    numbers = {name: number for number, name in enumerate(dict.fromkeys(shown))}
-    count = dict.fromkeys(numbers, 0)
-    for name in shown:
-        count[name] += 1
-    picture = Picture({number: f"{name}: {counted(count[name])}" for name, number in numbers.items()})
+    members: dict[str, list[int]] = {}
+    for index, name in enumerate(shown):
+        members.setdefault(name, []).append(index)
+    numbers = {name: number for number, name in enumerate(members)}
+    picture = Picture()
+    for name, number in numbers.items():
+        bytes_kept = sum(kept.get(index, 0) for index in members[name])
+        what = f"{counted(len(members[name]))}, {size(bytes_kept)}" if bytes_kept else counted(len(members[name]))
+        picture.labels[number] = [name, what]
+        picture.kinds[number] = _kind([nodes[index] for index in members[name]])
     edges = (
         (numbers[shown[index]], numbers[shown[edge[0]]])
         for index, node in enumerate(nodes)
@@ -62,11 +92,21 @@ def of_modules(nodes: Sequence[TapeNode], model: str) -> Picture:
     return picture
 
 
+def _kind(nodes: Sequence[TapeNode]) -> str:
+    names = {node.name for node in nodes}
+    if names == {tape.LEAF}:
+        return LEAF
+    return next((kind for kind, like in _KINDS.items() if any(re.search(like, name) for name in names)), OTHER)
+
+
 def dot(picture: Picture) -> str:
     """For Graphviz."""
-    lines = ["digraph tape {", "  node [shape=box, fontname=Helvetica, fontsize=10];"]
+    lines = [
+        "digraph tape {",
+        f'  node [shape=box, style=filled, fontname=Helvetica, fontsize=10, fontcolor="{_TEXT}"];',
+    ]
     for number, (name, members) in enumerate(picture.groups.items()):
-        lines.append(f"  subgraph cluster_{number} {{ label={_quoted(name)}; fontname=Helvetica; fontsize=10;")
+        lines.append(f"  subgraph cluster_{number} {{ label={_quoted([name])}; fontname=Helvetica; fontsize=10;")
         lines += [f"    {_dot_node(picture, member)}" for member in members]
         lines.append("  }")
     lines += [f"  {_dot_node(picture, number)}" for number in _ungrouped(picture)]
@@ -75,14 +115,16 @@ def dot(picture: Picture) -> str:
 
 
 def _dot_node(picture: Picture, number: int) -> str:
-    style = ", style=rounded" if number in picture.leaves else ""
-    return f"n{number} [label={_quoted(picture.labels[number])}{style}];"
+    kind = picture.kinds[number]
+    fill, edge = _COLOURS[kind]
+    style = ', style="filled,rounded"' if kind == LEAF else ""
+    return f'n{number} [label={_quoted(picture.labels[number])}{style}, fillcolor="{fill}", color="{edge}"];'
 
 
-def _quoted(text: str) -> str:
+def _quoted(lines: Sequence[str]) -> str:
     """A string of DOT: a backslash would begin an escape of a label, and a quote end it."""
-    escaped = _one_line(text).replace("\\", "\\\\").replace('"', '\\"')
-    return f'"{escaped}"'
+    escaped = [_one_line(text).replace("\\", "\\\\").replace('"', '\\"') for text in lines]
+    return '"' + "\\n".join(escaped) + '"'
 
 
 def _one_line(text: str) -> str:
@@ -98,12 +140,17 @@ def mermaid(picture: Picture) -> str:
         lines.append("  end")
     lines += [f"  {_mermaid_node(picture, number)}" for number in _ungrouped(picture)]
     lines += [f"  n{one} --> n{other}" for one, other in picture.edges]
+    for kind, (fill, edge) in _COLOURS.items():
+        of_kind = [f"n{number}" for number, own in picture.kinds.items() if own == kind]
+        if of_kind:
+            lines.append(f"  classDef {kind} fill:{fill},stroke:{edge},color:{_TEXT}")
+            lines.append(f"  class {','.join(of_kind)} {kind}")
     return "\n".join(lines) + "\n"
 
 
 def _mermaid_node(picture: Picture, number: int) -> str:
-    text = _escaped(picture.labels[number])
-    return f'n{number}(["{text}"])' if number in picture.leaves else f'n{number}["{text}"]'
+    text = "<br/>".join(map(_escaped, picture.labels[number]))
+    return f'n{number}(["{text}"])' if picture.kinds[number] == LEAF else f'n{number}["{text}"]'
 
 
 def _escaped(text: str) -> str:

@@ -17,8 +17,6 @@ from .memory import TapeMemory, memory_of
 from .nodes import TapeNode
 from .reading import read
 
-_MOST_DRAWN = 300
-
 By = Literal["node", "module"]
 
 
@@ -48,25 +46,29 @@ class TapeView:
         """Nodes are indices into ``nodes``, with what is known of each as attributes; edges go where gradients go."""
         return pictures.network(self.nodes)
 
-    def to_dot(self, by: By | None = None) -> str:
-        """A picture for Graphviz, in which edges go where gradients go.
+    def to_dot(self, by: By = "module") -> str:
+        """A picture for Graphviz, in which edges go where gradients go. Colours say what a box computes: attention,
+        convolutions, products of matrices, norms, embeddings, leaves, others. Bytes are those of :meth:`memory`.
 
         Args:
-            by: whether nodes are drawn, each in its module, or modules alone, equal layers as one. If not given: nodes,
-                where there are no more than 300.
+            by: ``"module"`` draws modules, equal layers as one; ``"node"`` draws each node, in its module.
+
+        Raises:
+            ValueError: ``by`` is something else.
         """
         return pictures.dot(self._picture(by))
 
-    def to_mermaid(self, by: By | None = None) -> str:
+    def to_mermaid(self, by: By = "module") -> str:
         """A picture for Mermaid, which GitHub draws in Markdown; otherwise as :meth:`to_dot`."""
         return pictures.mermaid(self._picture(by))
 
-    def _picture(self, by: By | None) -> pictures.Picture:
-        if by not in (None, "node", "module"):
+    def _picture(self, by: By) -> pictures.Picture:
+        if by not in ("node", "module"):
             raise ValueError(f"by={by!r}: a picture is drawn by 'node' or by 'module'")
-        if (by or ("node" if len(self.nodes) <= _MOST_DRAWN else "module")) == "node":
-            return pictures.of_nodes(self.nodes)
-        return pictures.of_modules(self.nodes, ", ".join(self.models) or "tape")
+        kept = self.memory().by_node
+        if by == "node":
+            return pictures.of_nodes(self.nodes, kept)
+        return pictures.of_modules(self.nodes, ", ".join(self.models) or "tape", kept)
 
     def _listing(self) -> Listing:
         return Listing(self.nodes, self.models, self.memory())

@@ -1,16 +1,17 @@
-"""What the site has beside the pages of docs/: README, CONTRIBUTING, the changes, the license, and the examples.
+"""What the site has beside the pages of docs/: README, CONTRIBUTING, the changes, the license, and the tutorials.
 
-Links are written as they hold in the repository, where GitHub follows them. Here they are made links between pages.
+Links are written as they hold in the repository, where GitHub follows them. Here they are made links between pages; to
+files that are no pages, links to the repository, where ``REPOSITORY_URL`` says where that is.
 """
 
 from __future__ import annotations
 
-import ast
 import posixpath
 import re
 from pathlib import Path
 from typing import Any
 
+import tutorial_pages
 from mkdocs.structure.files import File
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -23,10 +24,22 @@ PAGES = {
     "examples/README.md": _TUTORIALS,
 }
 """Files outside of docs/, and the page that each is."""
-EXAMPLES = sorted(path.name for path in (ROOT / "examples").glob("[!_]*.py"))
 _LINK = re.compile(r"(!?\[[^\]]*\])\(([^)\s#]+)(#[^)\s]*)?\)")
 _ROLE = re.compile(r":(?:class|meth|func|attr|data|mod|exc):(?=<code>|`)")
 _LIST_HERE = "<!-- the site puts the list of the examples here -->"
+_BUTTONS = "<!-- the site makes these links buttons -->"
+_repository = ""
+
+
+def on_config(config: Any) -> Any:
+    """Has the tutorials in the navigation."""
+    global _repository
+    _repository = config.repo_url or ""
+    pages = [{tutorial_pages.title(name): f"examples/{name}.md"} for name in tutorial_pages.NAMES]
+    config.nav = [
+        {"Tutorials": [_TUTORIALS, *pages]} if entry == {"Tutorials": _TUTORIALS} else entry for entry in config.nav
+    ]
+    return config
 
 
 def on_files(files: Any, config: Any) -> Any:
@@ -37,9 +50,8 @@ def on_files(files: Any, config: Any) -> Any:
             text = _fenced(text, "text", "License")
         if page != _TUTORIALS:
             files.append(File.generated(config, page, content=text))
-    for name in EXAMPLES:
-        text = (ROOT / "examples" / name).read_text()
-        files.append(File.generated(config, f"examples/{name[:-3]}.md", content=_fenced(text, "python", name)))
+    for name in tutorial_pages.NAMES:
+        files.append(File.generated(config, f"examples/{name}.md", content=tutorial_pages.page(name)))
     return files
 
 
@@ -49,7 +61,18 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
     source = next((source for source, made in PAGES.items() if made == uri), f"docs/{uri}")
     if uri == _TUTORIALS:
         source, markdown = f"docs/{uri}", markdown.replace(_LIST_HERE, _list_of_examples())
-    return _linked(markdown, source, uri)
+    return _with_buttons(_linked(markdown, source, uri))
+
+
+def _with_buttons(markdown: str) -> str:
+    before, found, after = markdown.partition(f"{_BUTTONS}\n")
+    line, end, rest = after.partition("\n")
+    buttons = re.sub(r"(\[[^\]]*\]\([^)]*\))(?: · )?", r"\1{ .md-button } ", line)
+    return (
+        f"{before}{buttons.replace('.md-button ', '.md-button .md-button--primary ', 1)}{end}{rest}"
+        if found
+        else markdown
+    )
 
 
 def on_page_content(html: str, **_: Any) -> str:
@@ -64,7 +87,10 @@ def _linked(markdown: str, source: str, uri: str) -> str:
         text, target, anchor = found[1], found[2], found[3] or ""
         if re.match(r"[a-z]+:", target):
             return found[0]
-        page = _page_of(posixpath.normpath(posixpath.join(posixpath.dirname(source), target)))
+        path = posixpath.normpath(posixpath.join(posixpath.dirname(source), target))
+        page = _page_of(path)
+        if page is None and (ROOT / path).exists():
+            return f"{text}({_repository.rstrip('/')}/blob/HEAD/{path}{anchor})" if _repository else text[1:-1]
         if page is None:
             return found[0]
         return f"{text}({posixpath.relpath(page, posixpath.dirname(uri) or '.')}{anchor})"
@@ -77,22 +103,20 @@ def _page_of(path: str) -> str | None:
     folder, _, name = path.partition("/")
     if path in PAGES:
         return PAGES[path]
-    if folder == "examples" and name in EXAMPLES:
+    if folder == "examples" and name.removesuffix(".py") in tutorial_pages.NAMES:
         return f"examples/{name[:-3]}.md"
     return name if folder == "docs" else None
 
 
 def _list_of_examples() -> str:
-    """``examples/README.md`` without its title; a list of the files where there is none."""
-    listed = ROOT / "examples" / "README.md"
-    if listed.exists():
-        return _linked(listed.read_text().partition("\n")[2], "examples/README.md", _TUTORIALS)
-    rows = []
-    for name in EXAMPLES:
-        said = ast.get_docstring(ast.parse((ROOT / "examples" / name).read_text())) or ""
-        first = " ".join(said.partition("\n\n")[0].split())
-        rows.append(f"- [{name}](examples/{name[:-3]}.md): {first}")
+    """A line for each example, in the order of ``examples/README.md``."""
+    listed = re.findall(r"^## \[`(\w+)\.py`\]", (ROOT / "examples" / "README.md").read_text(), re.MULTILINE)
+    rows = [f"- [{tutorial_pages.title(name)}](examples/{name}.md): {_in_a_line(name)}" for name in listed]
     return "\n".join(rows)
+
+
+def _in_a_line(name: str) -> str:
+    return " ".join(tutorial_pages.kept(name)[0].split())
 
 
 def _fenced(text: str, language: str, title: str) -> str:

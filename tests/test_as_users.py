@@ -15,6 +15,8 @@ from pathlib import Path
 
 import pytest
 
+from docs import tutorial_pages
+
 from . import as_a_user
 from .both_walks import folder_of_builds
 from .helpers import ROOT
@@ -66,8 +68,9 @@ def _program(file: Path) -> object:
 
 @pytest.mark.parametrize("file", map(_program, sorted((ROOT / "examples").glob("[!_]*.py"))))
 def test_an_example_runs(file: Path, home: Path) -> None:
-    """Nothing is compiled before; the example asserts its own claims."""
-    assert as_a_user.run([str(file), *_OPTIONS.get(file.stem, ())], home).strip()
+    """Nothing is compiled before; the example asserts its own claims, and prints what its tutorial says."""
+    printed = as_a_user.run([str(file), *_OPTIONS.get(file.stem, ())], home)
+    assert printed.strip() and tutorial_pages.is_as_kept(file.stem, printed), printed
 
 
 @pytest.mark.parametrize("page", [_program(page) for page in PAGES if blocks(page.read_text())])

@@ -1,0 +1,146 @@
+"""Pages of the tutorials, made of the programs in ``examples/`` and of what ``examples/README.md`` keeps of them.
+
+The docstring of a program, those of its functions and classes, and its comments are prose; the rest is code between.
+What it printed is kept in ``examples/README.md``, and ``tests/test_as_users.py`` compares that with what it prints.
+
+    python docs/tutorial_pages.py hooks who_runs     run examples, and keep what they print now
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
+NAMES = sorted(path.stem for path in EXAMPLES.glob("[!_]*.py"))
+_KEPT = EXAMPLES / "README.md"
+_TITLES = {
+    "pinn": "A PINN",
+    "train_llama": "Train a Llama both ways",
+    "who_runs": "Who runs now?",
+    "with_torch_compile": "With torch.compile",
+}
+_HEADING = re.compile(r"^# -{2,} (.+?) -{2,}$")
+_ANY_NUMBER = re.compile(r"\d[\d.,]*")
+_NOTE = "Times and ratios are those of one run on two CPU cores with other work beside it."
+
+
+def title(name: str) -> str:
+    """The title of an example's page."""
+    return _TITLES.get(name) or name.replace("_", " ").capitalize()
+
+
+def kept(name: str) -> tuple[str, str]:
+    """What ``examples/README.md`` says of an example, and what it printed there; empty where nothing is kept."""
+    text = _KEPT.read_text()
+    found = re.search(rf"^## \[`{name}\.py`\].*?\n(.*?)(?=^## |\Z)", text, re.MULTILINE | re.DOTALL)
+    said, _, printed = (found[1] if found else "").partition("\n```\n")
+    return said.strip(), printed.partition("\n```")[0]
+
+
+def is_as_kept(name: str, printed: str) -> bool:
+    """Whether an example printed what is kept, but for its numbers: each line, up to the first one. Nothing kept agrees
+    with anything. Lines that begin in the same way may be more or fewer."""
+    return not kept(name)[1] or _beginnings(kept(name)[1]) == _beginnings(printed)
+
+
+def _beginnings(printed: str) -> list[str]:
+    named = printed.replace("UnsafeViewBackward", "ViewBackward")  # since 2.15, for some of them
+    found = [_ANY_NUMBER.split(line)[0].rstrip() for line in named.splitlines() if line.strip()]
+    return [each for at, each in enumerate(found) if at == 0 or each != found[at - 1]]
+
+
+def page(name: str) -> str:
+    """The page of an example, in Markdown."""
+    text = (EXAMPLES / f"{name}.py").read_text()
+    module = ast.parse(text)
+    prose, command = _without_command(ast.get_docstring(module) or "")
+    parts = [f"# {title(name)}", prose, f"```sh\n{command or f'python examples/{name}.py'}\n```", *_parts(module, text)]
+    printed = kept(name)[1]
+    if printed:
+        parts += ["## What it prints", _NOTE, f"````text\n{printed}\n````"]
+    return "\n\n".join(filter(None, parts)) + "\n"
+
+
+def _without_command(said: str) -> tuple[str, str]:
+    """A docstring in two: its prose, and the lines of the command that runs the program."""
+    command = [line.strip() for line in said.splitlines() if line.startswith("    python ")]
+    rest = "\n".join(line for line in said.splitlines() if not line.startswith("    python "))
+    return rest.strip(), "\n".join(command)
+
+
+def _parts(module: ast.Module, text: str) -> Iterator[str]:
+    """Prose and code in turn."""
+    lines = text.splitlines()
+    at = module.body[0].end_lineno or 0 if ast.get_docstring(module) is not None else 0
+    code: list[str] = []
+    for statement in module.body[1 if at else 0 :]:
+        decorators = getattr(statement, "decorator_list", [])
+        begins = min([statement.lineno, *(each.lineno for each in decorators)]) - 1
+        ends = statement.end_lineno or begins + 1
+        prose = [*_comments(lines[at:begins]), *_docstring(statement)]
+        if prose:
+            yield _code(code)
+            yield from prose
+            code = []
+        else:
+            code += lines[at:begins]
+        code += _without_docstring(statement, lines, begins, ends)
+        at = ends
+    yield _code([*code, *lines[at:]])
+
+
+def _comments(lines: list[str]) -> Iterator[str]:
+    """Comments before a statement: headings and paragraphs."""
+    paragraph: list[str] = []
+    for line in [*lines, ""]:
+        heading = _HEADING.match(line)
+        if line.startswith("# ") and not heading:
+            paragraph.append(line[2:])
+            continue
+        if paragraph:
+            yield "\n".join(paragraph)
+            paragraph = []
+        if heading:
+            yield f"## {heading[1]}"
+
+
+def _docstring(statement: ast.stmt) -> list[str]:
+    if not isinstance(statement, ast.FunctionDef | ast.ClassDef):
+        return []
+    said = ast.get_docstring(statement)
+    return [f"**`{statement.name}`**: {said}"] if said and "\n    " not in said else []
+
+
+def _without_docstring(statement: ast.stmt, lines: list[str], begins: int, ends: int) -> list[str]:
+    if not _docstring(statement):
+        return lines[begins:ends]
+    assert isinstance(statement, ast.FunctionDef | ast.ClassDef)
+    first = statement.body[0]
+    rest = lines[first.end_lineno : ends]
+    while rest and not rest[0].strip():
+        rest = rest[1:]
+    return [*lines[begins : first.lineno - 1], *(rest or lines[first.lineno - 1 : ends])]
+
+
+def _code(lines: list[str]) -> str:
+    text = "\n".join(lines).strip("\n")
+    return f"````python\n{text}\n````" if text.strip() else ""
+
+
+def _keep(name: str) -> None:
+    """Run an example, and have what it prints in ``examples/README.md``."""
+    ran = subprocess.run([sys.executable, str(EXAMPLES / f"{name}.py")], stdout=subprocess.PIPE, text=True, check=True)
+    before = kept(name)[1]
+    text = _KEPT.read_text()
+    assert before and text.count(before) == 1, f"{_KEPT} has no block of what {name} prints"
+    _KEPT.write_text(text.replace(before, ran.stdout.rstrip("\n")))
+
+
+if __name__ == "__main__":
+    for each in sys.argv[1:]:
+        _keep(each)

@@ -117,7 +117,8 @@ def test_this_package_declares_its_own_entry_points() -> None:
     from importlib.metadata import entry_points
 
     found = {point.name: point.value for point in entry_points(group=backends.ENTRY_POINT_GROUP)}
-    assert found == {"eager": "backends.eager:EagerBackend", "inductor": "backends.inductor.backend:InductorBackend"}
+    ours = "compiled_autograd.backends"
+    assert found == {"eager": f"{ours}.eager:EagerBackend", "inductor": f"{ours}.inductor.backend:InductorBackend"}
 
 
 # ---- lazy loading ------------------------------------------------------------------------------------------------

@@ -570,7 +570,7 @@ def test_what_backwards_need_is_imported_before_the_first() -> None:
     code = """
 import sys, compiled_autograd as ca
 ca.enable(backend="eager", cache_dir=False)
-print("platformdirs" in sys.modules, "shadow_cache.store" in sys.modules)
+print("platformdirs" in sys.modules, "compiled_autograd.shadow_cache.store" in sys.modules)
 """
     result = in_subprocess(code)
     assert result.stdout.strip() == "True True", result.stderr[-2000:]

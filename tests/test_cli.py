@@ -903,13 +903,13 @@ def test_no_verb_imports_torch(filled: Path, tmp_path: Path) -> None:
     ran = in_subprocess(
         f"""
 import sys
-from shadow_cache.cli import main
+from compiled_autograd.shadow_cache.cli import main
 for call in {calls!r}:
     try:
         main(call)
     except SystemExit as ended:
         assert ended.code == 0, (call, ended.code)
-    heavy = {{"torch", "numpy", "networkx", "compiled_autograd", "rich.table"}} & set(sys.modules)
+    heavy = {{"torch", "numpy", "networkx", "compiled_autograd.api", "rich.table"}} & set(sys.modules)
     assert not heavy, (call, heavy)
 """,
         COMPILED_AUTOGRAD_CACHE_DIR=str(filled),

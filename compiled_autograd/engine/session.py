@@ -214,9 +214,8 @@ class Session:
         Raises:
             OSError: it cannot be written.
         """
-        from shadow_cache.report import page
-
         from ..report.trace import trace_of
+        from ..shadow_cache.report import page
 
         graphs = self._all_graphs()
         with unless_inside(_RECORDING):

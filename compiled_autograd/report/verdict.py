@@ -7,13 +7,12 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from shadow_cache import Bypass, Miss
-from shadow_cache.amounts import plural, seconds
-from shadow_cache.miss_kinds import NO_MISSES, explain
-from shadow_cache.report import data
-
 from ..cache.variants import Variant
 from ..settings import Settings
+from ..shadow_cache import Bypass, Miss
+from ..shadow_cache.amounts import plural, seconds
+from ..shadow_cache.miss_kinds import NO_MISSES, explain
+from ..shadow_cache.report import data
 from .step_log import Hit, StepEvent
 
 _TRIAL = "tuning"

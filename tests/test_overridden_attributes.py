@@ -15,6 +15,7 @@ import torch
 from torch import nn
 
 import compiled_autograd as ca
+from backends.inductor import backend as inductor
 from compiled_autograd.torch_api import attributes
 
 from .helpers import assert_same
@@ -214,6 +215,19 @@ def test_nothing_is_asked_where_more_is_done(program: Callable[[type, type], Any
 @pytest.mark.parametrize("answer", [_raises, lambda leaf: None, torch.zeros_like], ids=["raises", "none", "zeros"])
 def test_nothing_is_asked_of_every_tensor(answer: Callable[..., Any]) -> None:
     assert _both(everywhere=_overrides(*NOT_TRACED, getter=answer)) == 3
+
+
+@pytest.mark.parametrize(
+    "answer", [_raises, lambda leaf: leaf.register_hook(lambda grad: grad)], ids=["raises", "hook"]
+)
+def test_no_property_for_grad_is_asked_while_inductor_compiles(answer: Callable[..., Any]) -> None:
+    """nnsight's registers a hook, which Inductor's own tensors cannot have."""
+    described = torch._subclasses.FakeTensorMode().from_tensor  # by Inductor: constants of its patterns
+    with _on_every_tensor(_overrides("grad", getter=answer)):
+        with inductor.grad_read_past_python():
+            described(torch.ones(3))
+        with pytest.raises((AssertionError, RuntimeError)):
+            described(torch.zeros(3))  # as for anybody else
 
 
 @pytest.mark.filterwarnings("ignore:compiled_autograd")

@@ -29,6 +29,7 @@ from compiled_autograd.torch_api import version_differences
 
 from .both_walks import library_of
 from .own_loops import extension, looking_on, raised, session  # noqa: F401
+from .test_overridden_attributes import _on_every_tensor, _overrides
 
 pytestmark = pytest.mark.usefixtures("extension")
 
@@ -195,6 +196,11 @@ def _state_of_thread() -> list[Any]:
         torch._C._autograd._top_saved_tensors_default_hooks(True),
         torch._C._functorch.peek_interpreter_stack() is None,
     ]
+
+
+def test_it_asks_no_property_that_a_library_puts_in_the_place_of_grad() -> None:
+    with _on_every_tensor(_overrides("grad")):
+        assert why_wrong(_module()) == ""
 
 
 def test_anomaly_mode_puts_it_off() -> None:

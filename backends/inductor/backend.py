@@ -36,6 +36,7 @@ from .rounding import SETTING, noting_where_to_round, rounds
 from .straight_line.program_library import begin
 from .straight_line.straight_line import StraightLine
 from .workarounds.complex_scatters import keep_complex_scatters
+from .workarounds.grad_of_tensors import grad_read_past_python
 from .workarounds.narrowing_casts import all_casts_kept
 from .workarounds.outer_loops import sound_outer_loops
 from .workarounds.sizes_of_tensors import sizes_read_from_tensors
@@ -116,7 +117,7 @@ class InductorBackend(ArtifactBackend):
         has_symbols = any(type(number) is not int for value in example_inputs for number in _numbers(value))
         symbols = _with_symbols() if has_symbols else contextlib.nullcontext()
         more: contextlib.AbstractContextManager[Any] = contextlib.nullcontext()
-        with torch.no_grad(), generators_kept(device), settings, together(), sound, symbols:
+        with torch.no_grad(), generators_kept(device), settings, together(), sound, symbols, grad_read_past_python():
             casts = all_casts_kept() if getattr(config, SETTING) else contextlib.nullcontext()
             with detect_fake_mode(example_inputs) or contextlib.nullcontext(), casts:
                 joint_graph_passes(graph_module)  # as AOTAutograd does: one makes a tensor whose size is a symbol

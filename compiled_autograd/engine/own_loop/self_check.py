@@ -12,6 +12,7 @@ from torch import Tensor
 
 from ...backends.signal_handlers import raise_what_a_handler_raised
 from ...native.interface import Module
+from ...torch_api.attributes import grad, set_grad
 from ..execution import on_eager
 from ..session import thread
 
@@ -71,7 +72,7 @@ def _run(make: Callable[[_Log], _Tape], module: Module | None) -> list[Any] | st
                 return made
             roots, grads = (made[0],), (made[1],)
         on_eager(thread.here, roots, grads, keep, False, (), True, True)
-        log += [None if each.grad is None else each.grad.clone() for each in leaves]
+        log += [None if (given := grad(each)) is None else given.clone() for each in leaves]
     try:
         on_eager(thread.here, *wanted, False, False, (), True, True)
     except RuntimeError as error:
@@ -96,7 +97,7 @@ def _leaf(*values: float) -> Tensor:
 def _shared(log: _Log) -> _Tape:
     """Leaves and values that are used several times, one of them an output; a gradient that is there."""
     x, y = _leaf(0.1, 0.7, -0.3), _leaf(1.5, -0.2, 0.9)
-    y.grad = torch.ones_like(y)
+    set_grad(y, torch.ones_like(y))
     z = (x * y).sin() + x
     w = z * z.exp() - y + z.flip(0)
     return [w.cumsum(0), z, x], [x, y]
@@ -141,7 +142,7 @@ def _hooked(log: _Log) -> _Tape:
     for name, each in {"x": x, "y": y, "z": z, "w": w}.items():
         each.register_hook(functools.partial(halved, name))
     for leaf in (x, y):
-        leaf.register_post_accumulate_grad_hook(lambda leaf: told("leaf", leaf.grad))
+        leaf.register_post_accumulate_grad_hook(lambda leaf: told("leaf", grad(leaf)))
     z.retain_grad()
     node: Any = w.grad_fn
     node.register_prehook(raised)

@@ -46,6 +46,7 @@ _FILES = {
     "probability": ("gpytorch", "botorch", "pyro-ppl", "nflows", "normflows", "zuko"),
     "spiking": ("norse", "snntorch", "spikingjelly"),
     "optimization": ("geoopt", "higher", "torchopt", "pytorch_optimizer"),
+    "attribution": ("captum", "backpack-for-pytorch", "transformer-lens", "nnsight"),
     "sequences": ("pytorch-forecasting", "pytorch-tcn", "stable-baselines3", "torchrl"),
 }
 PROGRAMS: dict[str, Program] = {

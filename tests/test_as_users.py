@@ -58,7 +58,9 @@ def extension(pytestconfig: pytest.Config, tmp_path_factory: pytest.TempPathFact
 @pytest.fixture
 def home(tmp_path: Path, extension: Path) -> Path:
     """A home whose caches have nothing but the extension."""
-    shutil.copytree(extension, tmp_path / ".cache" / "compiled_autograd" / "native")
+    caches = tmp_path / ".cache" / "compiled_autograd"
+    caches.mkdir(mode=0o700, parents=True)
+    shutil.copytree(extension, caches / "native")
     return tmp_path
 
 

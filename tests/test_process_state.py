@@ -69,6 +69,7 @@ EXCEPTIONS = {
     },
     "backends/inductor/memory.py": {"keep_freed_memory": _ONCE},
     "backends/inductor/workarounds/complex_scatters.py": {"_LIBRARY": _ONCE},
+    "backends/inductor/workarounds/grad_of_tensors.py": {"_inside": _COMPILES, "_install": _ONCE},
     "backends/inductor/workarounds/outer_loops.py": {"_inside": _COMPILES, "_install": _ONCE},
     "backends/inductor/workarounds/sizes_of_tensors.py": {"_inside": _COMPILES, "_install": _ONCE},
     "compiled_autograd/diagnostics/users_line.py": {"_asked_at": "a context variable, set in threads of our own"},

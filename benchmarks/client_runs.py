@@ -78,7 +78,17 @@ def _warnings_noted() -> Iterator[set[str]]:
 
 def _counts(session: ca.Session) -> dict[str, Any]:
     stats = session.stats()
-    names = ("backwards", "hits", "captures", "compiles", "shape_misses", "structure_misses", "failures", "bypasses")
+    names = (
+        "backwards",
+        "hits",
+        "captures",
+        "compiles",
+        "shape_misses",
+        "structure_misses",
+        "failures",
+        "tuning",
+        "bypasses",
+    )
     return {name: getattr(stats, name) for name in names}
 
 
@@ -146,6 +156,7 @@ def run_default(program: Program, steps: int, rounds: int) -> tuple[dict[str, An
     rounds = max(rounds, int(LEAST_SECONDS * WARM_PAIRS / (time.perf_counter() - started)))
     eager_ms, our_ms, ratio = compare(*alternate([eager, ours], rounds))
     later = Counter(session.stats().bypasses)
+    later["tuning"] = session.stats().tuning - counts["tuning"]
     later.subtract(counts["bypasses"])
     result = {
         "counts": counts,

@@ -124,7 +124,8 @@ def row(result: Result) -> list[str]:
     default = result.get("default", {})
     counts = default.get("counts", {})
     same = {True: "yes", False: f"no: {result.get('one_by_one_apart', 0.0):.0e}", None: "-"}
-    bypasses = ", ".join(f"{label} {count}" for label, count in counts.get("bypasses", {}).items())
+    left = {name: counts[name] for name in ("tuning",) if counts.get(name)} | counts.get("bypasses", {})
+    bypasses = ", ".join(f"{label} {count}" for label, count in left.items())
     return [
         " ".join(filter(None, (result["library"], result["version"]))),
         same[result.get("same_one_by_one")],

@@ -56,6 +56,7 @@ def enable(
     native: bool | None = None,
     own_loop: bool | None = None,
     progress: bool | None = None,
+    summary: bool = False,
     untested_torch: Literal["eager", "try"] = "eager",
     passes: Sequence[Callable[..., Any]] = (),
 ) -> Session:
@@ -83,8 +84,8 @@ def enable(
             and a number N every Nth of each variant, and a difference raises :class:`GradientMismatchError` once the
             right gradients are written; False never.
         tune: whether variants that have served for a while are timed against the eager engine, and the faster one
-            goes on (not with deterministic algorithms, and on the CPU alone). Timed and slower backwards count as
-            bypasses, ``tuning`` and ``not_worth_it``.
+            goes on (not with deterministic algorithms, and on the CPU alone). Slower backwards count as the
+            bypass ``not_worth_it``, timed ones as ``tuning``.
         compile_budget: seconds that the process may lose on compiling what does not come back; beyond these, what is
             new is left to eager (the bypass ``over_budget``) unless it has run there for as long as it is likely to
             take to compile it. None, the default, is 30 seconds, less the more did not come back, or 5 % of the time
@@ -98,6 +99,7 @@ def enable(
             it is there, on a PyTorch that this was checked on; True on any, and have it built; False never.
         progress: whether a line says what is being compiled once a backward has waited for 2 seconds: None on a
             terminal and in a notebook, on the first rank; True also writes lines to pipes and files; False never.
+        summary: whether :meth:`Session.summary` is printed to stderr when the process ends, if a backward ran.
         untested_torch: on a PyTorch that this version was not tested on, ``"eager"`` leaves every backward to the eager
             engine (the bypass ``untested_torch``); ``"try"`` compiles, if the selftest passes first, which runs once in
             a process. Elsewhere both mean nothing.
@@ -139,6 +141,7 @@ def compile_step(
     native: bool | None = None,
     own_loop: bool | None = None,
     progress: bool | None = None,
+    summary: bool = False,
     untested_torch: Literal["eager", "try"] = "eager",
     passes: Sequence[Callable[..., Any]] = (),
 ) -> Callable[[_F], _F]: ...

@@ -50,6 +50,7 @@ class Settings:
     compile_budget: float | None = None
     own_loop: bool | None = None
     untested_torch: Literal["eager", "try"] = "eager"
+    summary: bool = False
     backend_in_mode: str | Callable[..., Any] = field(init=False, repr=False, compare=False)
     check_every: int = field(init=False, repr=False, compare=False)
     key: tuple[Any, ...] = field(init=False, repr=False, compare=False)
@@ -207,5 +208,6 @@ _ALLOWED = {
     "own_loop": _BOOL_OR_NONE,
     "untested_torch": "'eager' or 'try'",
     "compile_budget": "None or a number of seconds, 0 or more, float('inf') for no limit",
+    "summary": _BOOL,
 }
 """The values that a setting can take, in words."""

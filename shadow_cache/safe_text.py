@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import html
 import json
 
 
@@ -19,6 +20,11 @@ def harmless(text: str, lines: bool = False) -> str:
     kept = "\n\t" if lines else ""
     escaped = (each if each.isprintable() or each in kept else each.encode("unicode_escape").decode() for each in text)
     return "".join(escaped)
+
+
+def preformatted(text: str) -> str:
+    """HTML that shows text as it is, for a notebook."""
+    return f"<pre>{html.escape(text)}</pre>"
 
 
 def harmless_json(text: str) -> str:

@@ -140,11 +140,12 @@ def expect(
     failures: int = 0,
     captures: int | None = None,
     compiles: int | None = None,
+    tuning: int = 0,
 ) -> None:
     """The counts are exactly these, and they add up."""
     found = (stats.hits, stats.shape_misses, stats.structure_misses, stats.bypasses, stats.failures)
-    assert found == (hits, shape_misses, structure_misses, bypasses or {}, failures)
-    assert stats.backwards == hits + shape_misses + structure_misses + sum((bypasses or {}).values())
+    assert (*found, stats.tuning) == (hits, shape_misses, structure_misses, bypasses or {}, failures, tuning)
+    assert stats.backwards == hits + shape_misses + structure_misses + tuning + sum((bypasses or {}).values())
     if captures is not None:
         assert stats.captures == captures
     if compiles is not None:

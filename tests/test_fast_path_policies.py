@@ -154,11 +154,11 @@ def test_a_trial_times_what_will_serve(
     session, served = _session(tune=True), FAST_PATH.served
     for step in range(60):
         assert_same(_step(session, make, leaves, step), _eager(make, leaves, step), bitwise=False)
-        if AUTOTUNE.active and not session.stats().bypasses.get("tuning"):
+        if AUTOTUNE.active and not session.stats().tuning:
             before = FAST_PATH.served - served
     stats = session.stats()
     rows = autotune.SAMPLES_PER_SIDE // (autotune.IN_A_ROW - autotune.COLD)
-    assert stats.bypasses["tuning"] == rows * autotune.IN_A_ROW
+    assert stats.tuning == rows * autotune.IN_A_ROW
     assert stats.hits + sum(stats.bypasses.values()) + stats.structure_misses == stats.backwards == 60
     (graph,) = session.graphs()
     (variant,) = graph.variants

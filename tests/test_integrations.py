@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import csv
 import pickle
 import threading
 from collections.abc import Callable
@@ -16,57 +17,9 @@ from torch import nn
 
 import compiled_autograd as ca
 from compiled_autograd.engine.session import current
-from compiled_autograd.integrations.summary import Summary, Trainings, misses
+from compiled_autograd.integrations.summary import Trainings, misses
 
 from .helpers import assert_same, expect, in_threads, mlp
-
-
-def test_the_summary_of_a_session() -> None:
-    model, session = mlp(), ca.enable(backend="eager", cache_dir=False, tune=False)
-    x = torch.randn(3, 8)
-    for step in range(4):
-        model.zero_grad()
-        loss = model(x).sum() if step < 3 else model(x).sum().square()
-        with session:
-            loss.backward()
-        torch.autograd.grad(model(x).sum(), [*model.parameters()])
-    with session:
-        torch.autograd.grad(model(x).sum(), [*model.parameters()], create_graph=True)
-    summary = Summary.of(session)
-    assert misses(summary.stats) == 3 and (summary.timed, summary.variants) == (0, 2)
-    words = str(summary)
-    assert words.startswith(
-        "compiled_autograd: 5 backwards: 2 hits, 2 misses, 1 left to eager (create_graph); 2 regions"
-    )
-    assert words.endswith("; not timed against eager yet")
-
-
-def test_the_summary_counts_in_words() -> None:
-    session = ca.enable(backend="eager", cache_dir=False)
-    for _ in range(2):
-        with session:
-            mlp()(torch.randn(3, 8)).sum().backward()
-    words = str(Summary.of(session))
-    assert words.startswith("compiled_autograd: 2 backwards: 1 hit, 1 miss; 1 region compiled in ")
-
-
-def test_the_summary_of_timed_hits() -> None:
-    model, session = mlp(), ca.enable(backend="eager", cache_dir=False, tune=True)
-    x = torch.randn(3, 8)
-    for _ in range(2000):  # on a busy machine the trials begin anew
-        model.zero_grad()
-        with session:
-            model(x).sum().backward()
-        variants = [variant for graph in session.graphs() for variant in graph.variants]
-        if variants and variants[0].timing is not None:
-            break
-    (variant,) = variants
-    assert variant.timing is not None
-    summary = Summary.of(session)
-    saved = variant.hits * (variant.timing.eager - variant.timing.compiled) / 1e3
-    assert summary.timed == 1 and summary.seconds_saved == (0 if variant.timing.on_eager else saved)
-    assert " s of backward " in str(summary)
-
 
 _SETTINGS: dict[str, Any] = {"backend": "eager", "cache_dir": False, "tune": False}
 
@@ -149,18 +102,30 @@ def _by_transformers(folder: Path, callbacks: list[Any]) -> tuple[nn.Module, lis
 def test_the_trainer_of_transformers(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     pytest.importorskip("transformers")
     pytest.importorskip("accelerate")
+    import transformers
+
     from compiled_autograd.integrations.transformers import MISSES, CompiledAutogradCallback
 
+    class Reports(transformers.TrainerCallback):
+        """Stands where those of ``report_to`` do."""
+
+        def on_log(self, *args: Any, logs: dict[str, Any], **more: Any) -> None:
+            reported.append(dict(logs))
+
+    reported: list[dict[str, Any]] = []
     wanted, _ = _by_transformers(tmp_path / "eager", [])
     callback = CompiledAutogradCallback(backend="eager", cache_dir=False, tune=False)
     for _ in range(2):  # a trainer may be used twice, and a callback by two
-        found, history = _by_transformers(tmp_path / "compiled", [callback])
+        found, history = _by_transformers(tmp_path / "compiled", [Reports(), callback])
         assert_same([*found.parameters()], [*wanted.parameters()])
         assert callback.session is not None and current() is None
         assert callback.session.stats().backwards == 12 and not callback.session.stats().bypasses
         logged = [each[MISSES] for each in history if "loss" in each]
         assert sum(logged) == misses(callback.session.stats()) and logged[-1] == 0
-        assert str(Summary.of(callback.session)) in capsys.readouterr().out
+        steps = [each for each in reported if "loss" in each][-3:]
+        assert [each[MISSES] for each in steps] == logged and all("compiled_autograd/hits" in each for each in history)
+        assert [each["compiled_autograd/backwards"] for each in steps] == [4, 8, 12]
+        assert callback.session.summary().line in capsys.readouterr().out
     assert callback.session is not None and callback.session.stats().hits == 12
     ca.reset()
     _, history = _by_transformers(tmp_path / "twice", [callback, callback])
@@ -193,7 +158,7 @@ def test_the_trainer_of_lightning(tmp_path: Path) -> None:
         def configure_optimizers(self) -> torch.optim.Optimizer:
             return torch.optim.SGD(self.parameters(), lr=0.1)
 
-    def train(model: nn.Module, callbacks: list[Any], **module: bool) -> Any:
+    def train(model: nn.Module, callbacks: list[Any], logger: Any = False, **module: bool) -> Any:
         torch.manual_seed(1)
         batches = [torch.randn(3, 8) for _ in range(8)]
         trainer = lightning.Trainer(
@@ -201,7 +166,8 @@ def test_the_trainer_of_lightning(tmp_path: Path) -> None:
             accelerator="cpu",
             callbacks=callbacks,
             default_root_dir=tmp_path,
-            logger=False,
+            logger=logger,
+            log_every_n_steps=4,
             enable_checkpointing=False,
             enable_progress_bar=False,
             enable_model_summary=False,
@@ -223,3 +189,13 @@ def test_the_trainer_of_lightning(tmp_path: Path) -> None:
     assert current() is None
     train(model, [callback], raises=True, catches=True)
     assert current() is None and callback.session.stats().backwards == 16
+    from lightning.pytorch.loggers import CSVLogger
+
+    train(model, [callback], CSVLogger(tmp_path, version="csv"))
+    rows = list(csv.DictReader((tmp_path / "lightning_logs" / "csv" / "metrics.csv").open()))
+    assert [row["compiled_autograd/backwards"] for row in rows if row["compiled_autograd/backwards"]] == [
+        "4.0",
+        "8.0",
+        "12.0",
+        "16.0",
+    ]

@@ -181,7 +181,7 @@ def test_eager_stands_beside_compiled_where_it_was_timed(tmp_path: Path, monkeyp
     trials_of_two_rows(monkeypatch)
     model = nn.Linear(4, 1)
     session = trained(model, 60, tune=True)
-    assert session.stats().bypasses["tuning"] == 10
+    assert session.stats().tuning == 10
     (graph,) = Page.read(session.report(tmp_path / "timed.html")).graphs
     (variant,) = graph["variants"]
     timing = session.graphs()[0].variants[0].timing

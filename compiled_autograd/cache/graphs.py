@@ -36,6 +36,7 @@ from ..runtime.interpret import interpret
 from ..runtime.program import Program
 from ..settings import Settings
 from ..shadow_cache import Key, Miss, ShadowGraph, Terminal, VariantKey
+from ..shadow_cache.safe_text import harmless, preformatted
 from ..steps.run_context import RunContext
 from ..steps.steps import RegionStep
 from ..threads.forks import unless_inside
@@ -57,7 +58,7 @@ USES = PROCESS.register(itertools.count(1))
 _ADDING = free_in_child(threading.RLock())  # planning is Python alone: threads would not do it side by side anyway
 
 
-@dataclass(slots=True, eq=False)
+@dataclass(slots=True, eq=False, repr=False)
 class CompiledGraph(WeaklyReferred):
     """A structure, as :meth:`Session.graphs` gives it.
 
@@ -93,6 +94,11 @@ class CompiledGraph(WeaklyReferred):
 
     def __post_init__(self) -> None:
         self.forms = Forms(self.tape)
+
+    @property
+    def title(self) -> str:
+        """What the backward begins at, the model and the number of nodes."""
+        return title(self.tape)
 
     def __call__(self, handover: Handover, context: RunContext | None = None) -> list[torch.Tensor | None]:
         """Run the tape graph's calls one by one, without a backend."""
@@ -278,6 +284,9 @@ class CompiledGraph(WeaklyReferred):
 
     def __repr__(self) -> str:
         return f"<CompiledGraph {self.number}: {len(self.tape.calls)} nodes, {len(self.variants)} variants>"
+
+    def _repr_html_(self) -> str:
+        return preformatted(f"{self!r} {harmless(self.title)}")
 
 
 class Graphs:

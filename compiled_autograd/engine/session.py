@@ -7,43 +7,27 @@ import threading
 import time
 import weakref
 from collections import Counter
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from logging import INFO
 from pathlib import Path
 
 from ..cache.graphs import CompiledGraph
 from ..diagnostics.reporting import count_repeats, is_told_at, tell, warn_of, warn_once
 from ..native.library import Library, why_unsupported
-from ..outcomes import BYPASS, HIT, SHAPE_MISS, STRUCTURE_MISS, Outcome, Stats
+from ..outcomes import BYPASS, HIT, SHAPE_MISS, STRUCTURE_MISS, TUNING, Outcome, Stats
 from ..policies.background import BACKGROUND
 from ..policies.own_loop import OWN_LOOPS, why_off
 from ..policies.sketches import SKETCHES, UNKNOWN, Looks
 from ..process_state import PROCESS, OfThread, free_in_child
-from ..report.step_log import Compile, StepLog, hits_in, keep_hit
+from ..report.step_log import Compile, Hit, LeftToEager, StepEvent, StepLog, hits_in, keep_hit
+from ..report.summary import AT_EXIT, Summary
 from ..runtime.running_backward import Running
 from ..settings import Settings
 from ..shadow_cache import Bypass, Failure
+from ..shadow_cache.safe_text import preformatted
 from ..threads.forks import unless_inside
 
 _RECORDING = free_in_child(threading.RLock())  # microseconds
-
-
-@dataclass(slots=True)
-class _Left:
-    """Consecutive backwards that were left to eager for one reason, and are not among the counts yet.
-
-    Attributes:
-        timed: the value of ``count`` at the last backward that was timed; 0 where none was.
-        last, seconds: seconds of that backward, and of all that were timed.
-        times: how many were timed.
-    """
-
-    verdict: Bypass
-    count: int = 1
-    timed: int = 0
-    last: float = 0.0
-    seconds: float = 0.0
-    times: int = 0
 
 
 class Session:
@@ -78,13 +62,15 @@ class Session:
         self.looks_away = settings.looks_away
         self.leaves_at_once = settings.may_compile and settings.on_unsupported != "raise"
         self._last: Outcome | tuple[CompiledGraph, float, float] | None = None
-        self.left: _Left | None = None
+        self.left: LeftToEager | None = None
         self.may_be_idle = False
         self._stats = Stats()
         self._graphs: weakref.WeakValueDictionary[int, CompiledGraph] = weakref.WeakValueDictionary()
         self._missed: Counter[tuple[str, str]] = Counter()
         self._steps = StepLog()
         self.hit_times: bytearray | None = None  # C++ writes into it too
+        if settings.summary:
+            AT_EXIT.add(self.summary)
 
     def __enter__(self) -> Session:
         stack = thread.here.stack
@@ -137,6 +123,7 @@ class Session:
             now.loads,
             now.failures,
             now.own_loop,
+            now.tuning,
         )
 
     @property
@@ -191,11 +178,9 @@ class Session:
         from ..report.session_report import session_report
         from ..shadow_cache.report import page
 
-        graphs = self._all_graphs()
-        with unless_inside(_RECORDING):
-            stats, events, left_out = asdict(self._counts()), self._steps.events(), self._steps.left_out
-            hits = hits_in(self.hit_times)
-        return page.write(session_report(stats, events, left_out, hits, graphs, self.settings), path)
+        stats, events, hits, graphs = self._all()
+        given = (asdict(stats), events, self._steps.left_out, hits, graphs, self.settings)
+        return page.write(session_report(*given), path)
 
     def trace(self, path: str | os.PathLike[str]) -> Path:
         """Write the session's times so far as a trace that https://ui.perfetto.dev and ``chrome://tracing`` open.
@@ -217,22 +202,38 @@ class Session:
         from ..report.trace import trace_of
         from ..shadow_cache.report import page
 
-        graphs = self._all_graphs()
-        with unless_inside(_RECORDING):
-            events, beside = self._steps.events(), list(self._steps.beside)
-            hits = hits_in(self.hit_times)
-        return page.write_file(trace_of(events, hits, beside, graphs), path)
+        _, events, hits, graphs = self._all()
+        return page.write_file(trace_of(events, hits, list(self._steps.beside), graphs), path)
 
-    def _all_graphs(self) -> list[CompiledGraph]:
-        """The structures of this session, and the one that ran last."""
+    def summary(self) -> Summary:
+        """Return what became of the backwards so far: counts, seconds saved and lost, what was left to eager and why,
+        what to do next. ``print`` shows it in a few lines. Nothing is run for it."""
+        stats, events, _, graphs = self._all()
+        return Summary.of(stats, events, graphs, self.settings)
+
+    def metrics(self) -> dict[str, float]:
+        """Return the numbers of :meth:`summary` as a flat dict for a training's log, with names such as
+        ``compiled_autograd/hits``. ``seconds_saved`` is there once it is known."""
+        return self.summary().metrics()
+
+    def _all(self) -> tuple[Stats, list[StepEvent], list[Hit], list[CompiledGraph]]:
         self.count_left()
         with unless_inside(_RECORDING):
-            latest = self._latest()
-            last = None if latest is None else latest.graph
-        graphs = self.graphs()
+            stats, events, latest = self._counts(), self._steps.events(), self._latest()
+            hits = hits_in(self.hit_times)
+        graphs, last = self.graphs(), None if latest is None else latest.graph
         if last is not None and last not in graphs:  # another session captured it
             graphs.append(last)
-        return graphs
+        return stats, events, hits, graphs
+
+    def __str__(self) -> str:
+        return str(self.summary())
+
+    def __repr__(self) -> str:
+        return f"<session with {self.settings.backend_in_mode!r}: {', '.join(self.stats().parts())}>"
+
+    def _repr_html_(self) -> str:
+        return preformatted(str(self))
 
     def compiled_beside(self, graph: CompiledGraph, seconds: float) -> None:
         """Something was compiled in the background."""
@@ -256,9 +257,10 @@ class Session:
                 left.timed, left.last, left.seconds = left.count, seconds, left.seconds + seconds
                 left.times += 1
             return
-        first = _Left(verdict)
+        first = LeftToEager(verdict)
         if seconds is not None:
-            first.timed, first.last, first.seconds, first.times = 1, seconds, seconds, 1
+            first.timed = first.times = 1
+            first.last = first.seconds = seconds
         with unless_inside(_RECORDING):
             while True:  # no condition ends a loop in here: Ctrl-C would find a way past the lock on 3.12 and 3.13
                 if self.left is None:  # no call after that: what ``gc`` runs may leave some too
@@ -281,15 +283,18 @@ class Session:
             last = {"run": left.last} if left.timed == left.count else {}
             outcome = Outcome(BYPASS, reasons=(left.verdict,), seconds=last)
             stats, label, seconds = self._stats, left.verdict.label, {"run": left.seconds} if left.timed else {}
-            stats.bypasses.setdefault(label, 0)
+            if label != TUNING:
+                stats.bypasses.setdefault(label, 0)
             if self.left is not left:  # what ``gc`` runs has counted it
                 return
             self.left = None  # no call until all is counted: see record
-            stats.bypasses[label] += left.count
+            if label == TUNING:
+                stats.tuning += left.count
+            else:
+                stats.bypasses[label] += left.count
             stats.backwards += left.count
             self._last = outcome
-            number, why = stats.backwards, (left.verdict,)
-            self._steps.add(number, BYPASS, None, why, seconds, 0, 0, count=left.count, timed=left.times)
+            self._steps.add(stats.backwards, BYPASS, None, (left.verdict,), seconds, 0, 0, left.count, left.times)
 
     def record(self, outcome: Outcome, captured: bool = False, compiles: int = 0, loads: int = 0) -> None:
         """Count one backward."""
@@ -301,7 +306,7 @@ class Session:
         label = outcome.reasons[0].label if kind == BYPASS and isinstance(outcome.reasons[0], Bypass) else ""
         with unless_inside(_RECORDING):
             stats = self._stats
-            if label:
+            if label and label != TUNING:
                 stats.bypasses.setdefault(label, 0)
             # No call from here on: Ctrl-C finds all of a backward counted, or nothing of it.
             if kind == HIT:
@@ -310,6 +315,8 @@ class Session:
                 stats.shape_misses += 1
             elif kind == STRUCTURE_MISS:
                 stats.structure_misses += 1
+            elif label == TUNING:
+                stats.tuning += 1
             else:
                 stats.bypasses[label] += 1
             stats.backwards += 1

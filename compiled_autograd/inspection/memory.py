@@ -11,12 +11,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TypeVar
 
-from ..shadow_cache.safe_text import harmless
+from ..shadow_cache.safe_text import harmless, preformatted
 from .folding import folded_names
 from .nodes import COUNTED, TapeNode, size
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class TapeMemory:
     """What a tape keeps alive.
 
@@ -47,6 +47,11 @@ class TapeMemory:
         of_modules = _with_bars({name or "(the model itself)": count for name, count in self.folded.items()})
         lines += ["", "by module", *_most(of_modules, "by_module"), "", "by node", *_most(self.lines, "by_node")]
         return "\n".join(map(harmless, lines)) + "\n"
+
+    __repr__ = __str__
+
+    def _repr_html_(self) -> str:
+        return preformatted(str(self))
 
 
 _MOST = 20

@@ -20,7 +20,7 @@ from .reading import read
 By = Literal["node", "module"]
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class TapeView:
     """A tape as it was when it was read: plain values, which keep nothing of it alive.
 
@@ -75,6 +75,9 @@ class TapeView:
 
     def __str__(self) -> str:
         return str(self._listing())
+
+    def __repr__(self) -> str:
+        return harmless(f"<{self._listing().title}>") + "\nprint() shows it by module, .readable() each node"
 
     def _repr_html_(self) -> str:
         return page.html_of(self._listing())

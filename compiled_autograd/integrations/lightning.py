@@ -18,9 +18,9 @@ from .summary import MISSES, Trainings
 class CompiledAutogradCallback(Callback):
     """Runs each backward of ``fit`` compiled, as ``with compiled_autograd.enable(**settings):`` does.
 
-    ``Trainer(..., callbacks=[CompiledAutogradCallback()])``. The trainer's log has :data:`MISSES` then, for batches
-    that had any, and a summary is logged when the training ends. With manual optimization, ``self.manual_backward``
-    is compiled too.
+    ``Trainer(..., callbacks=[CompiledAutogradCallback()])``. The trainer's log has :meth:`Session.metrics` then, as
+    often as it is written, and :data:`MISSES` for batches that had any. A summary is logged when the training ends.
+    With manual optimization, ``self.manual_backward`` is compiled too.
 
     Args:
         settings: those of :func:`compiled_autograd.enable`.
@@ -53,7 +53,11 @@ class CompiledAutogradCallback(Callback):
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Log the misses of the batch, if there were any."""
+        """Log the misses of the batch, if there were any; and the metrics, if the log is written after this batch."""
+        session = self._trainings.session
+        every = trainer.log_every_n_steps
+        if session is not None and every and trainer.global_step % every == 0:
+            pl_module.log_dict(session.metrics(), on_step=True, on_epoch=False)
         missed = self._trainings.new_misses()
         if missed:
             pl_module.log(MISSES, float(missed), on_step=True, on_epoch=False)
@@ -63,7 +67,7 @@ class CompiledAutogradCallback(Callback):
         self._trainings.leave_all()
         summary = self._trainings.summary()
         if summary is not None:
-            rank_zero_info(str(summary))
+            rank_zero_info(summary.line)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """A backward that raised leaves nothing turned on."""

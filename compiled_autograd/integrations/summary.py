@@ -5,60 +5,19 @@ in a line for people.
 from __future__ import annotations
 
 import threading
-from dataclasses import dataclass
 from typing import Any
 
 from .. import Session, Stats, enable
-from ..shadow_cache.amounts import plural
+from ..report.summary import Summary
 
 MISSES = "backward_misses"
 """The name in a trainer's log: how many backwards were no hits since it last logged."""
 
 
 def misses(stats: Stats) -> int:
-    """The number of backwards that were no hits: what was captured or compiled, and what was left to eager."""
-    return stats.backwards - stats.hits
-
-
-@dataclass(frozen=True, slots=True)
-class Summary:
-    """What became of the backwards of a training.
-
-    Attributes:
-        stats: the counts of the session.
-        seconds_saved: what the hits took less than eager would have, where ``tune`` has timed both; negative where they
-            took longer. What was spent compiling is not in it: that is ``stats.compile_seconds``.
-        timed: the number of compiled variants that were timed, and so are in ``seconds_saved``; ``variants``, of all.
-    """
-
-    stats: Stats
-    seconds_saved: float
-    timed: int
-    variants: int
-
-    @classmethod
-    def of(cls, session: Session) -> Summary:
-        """That of a session so far; microseconds a structure."""
-        variants = [variant for graph in session.graphs() for variant in graph.variants]
-        timed = [(each.hits, each.timing) for each in variants if each.timing is not None]
-        saved = sum(hits * (timing.eager - timing.compiled) for hits, timing in timed if not timing.on_eager) / 1e3
-        return cls(session.stats(), saved, len(timed), len(variants))
-
-    def __str__(self) -> str:
-        stats = self.stats
-        missed = stats.shape_misses + stats.structure_misses
-        counts = [plural(stats.hits, "hit"), plural(missed, "miss", "misses")]
-        counts += [f"{count} left to eager ({reason})" for reason, count in sorted(stats.bypasses.items())]
-        spent = f"{plural(stats.compiles, 'region')} compiled in {stats.compile_seconds:.1f} s"
-        if stats.loads:
-            spent += f", {stats.loads} loaded"
-        worth = "not timed against eager yet"
-        if self.timed:
-            word = "saved" if self.seconds_saved >= 0 else "lost"
-            worth = f"{abs(self.seconds_saved):.1f} s of backward {word} by hits"
-            if self.timed < self.variants:
-                worth += f" ({self.timed} of {self.variants} variants were timed)"
-        return f"compiled_autograd: {plural(stats.backwards, 'backward')}: {', '.join(counts)}; {spent}; {worth}"
+    """The number of backwards that were no hits: what was captured or compiled, and what was left to eager. What is
+    timed on eager for ``tune`` is none of them."""
+    return stats.backwards - stats.hits - stats.tuning
 
 
 class _Training(threading.local):
@@ -134,4 +93,4 @@ class Trainings:
     def summary(self) -> Summary | None:
         """Return the summary of the calling thread's training; None if no backward was counted."""
         session = self._here.session
-        return Summary.of(session) if session is not None and session.stats().backwards else None
+        return session.summary() if session is not None and session.stats().backwards else None

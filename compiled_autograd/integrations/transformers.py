@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import sys
 from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
+from transformers.trainer_callback import CallbackHandler
 
 from .. import Session
 from .summary import MISSES, Trainings
@@ -13,9 +15,9 @@ from .summary import MISSES, Trainings
 class CompiledAutogradCallback(TrainerCallback):
     """Runs each backward of a training compiled, as ``with compiled_autograd.enable(**settings):`` does.
 
-    ``Trainer(..., callbacks=[CompiledAutogradCallback()])``. What the trainer logs has :data:`MISSES` then, and a
-    summary is printed when the training ends. A training that raises leaves the session on in its thread until the
-    next one begins there.
+    ``Trainer(..., callbacks=[CompiledAutogradCallback()])``. What the trainer logs, and what ``report_to`` names gets,
+    has :data:`MISSES` and :meth:`Session.metrics` then. A summary is printed when the training ends. A training that
+    raises leaves the session on in its thread until the next one begins there.
 
     Args:
         settings: those of :func:`compiled_autograd.enable`.
@@ -36,6 +38,7 @@ class CompiledAutogradCallback(TrainerCallback):
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **more: Any
     ) -> None:
         """Turn it on."""
+        self._come_first()
         self._trainings.begin()
         self._trainings.enter()
 
@@ -47,16 +50,32 @@ class CompiledAutogradCallback(TrainerCallback):
         logs: dict[str, Any] | None = None,
         **more: Any,
     ) -> None:
-        """Add the misses to what is logged, and to the trainer's history, which has it already."""
-        if not self._trainings.is_on or logs is None:
+        """Add misses and metrics to what is logged, and to the trainer's history, which has it already."""
+        session = self.session
+        if not self._trainings.is_on or logs is None or session is None:
             return
-        logs[MISSES] = logs.get(MISSES, 0) + self._trainings.new_misses()  # a trainer may have the callback twice
+        more = session.metrics()
+        more[MISSES] = logs.get(MISSES, 0) + self._trainings.new_misses()  # a trainer may have the callback twice
+        logs.update(more)
         if state.log_history:
-            state.log_history[-1][MISSES] = logs[MISSES]
+            state.log_history[-1].update(more)
+
+    def _come_first(self) -> None:
+        """Go before the other callbacks of the trainer that calls this one: those of ``report_to`` come before a
+        user's, and would get a log without the metrics. A callback is given no trainer: the handler of callbacks is the
+        ``self`` of a frame above (``CallbackHandler.call_event`` in ``trainer_callback.py``, transformers 5.24).
+        """
+        frame = sys._getframe(1)
+        while frame.f_back is not None and not isinstance(frame.f_locals.get("self"), CallbackHandler):
+            frame = frame.f_back
+        handler = frame.f_locals.get("self")
+        if isinstance(handler, CallbackHandler) and self in handler.callbacks:
+            handler.callbacks.remove(self)
+            handler.callbacks.insert(0, self)
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **more: Any) -> None:
         """Turn it off, and say what it was worth."""
         self._trainings.leave_all()
         summary = self._trainings.summary()
         if summary is not None and state.is_world_process_zero:
-            print(summary)  # noqa: T201  as the trainer prints what it logs
+            print(summary.line)  # noqa: T201  as the trainer prints what it logs

@@ -23,6 +23,7 @@ from ..cache.variants import Variant
 from ..diagnostics.node_names import title
 from ..diagnostics.reporting import tell_decision
 from ..native.interface import Question
+from ..outcomes import TUNING
 from ..process_state import PROCESS
 from ..settings import Settings
 from ..shadow_cache import Bypass, Timing
@@ -51,7 +52,7 @@ BACKWARDS_BEFORE_RETRIAL, LAST_BEFORE_RETRIAL = 2000, 32_000
 that says the same, which costs a small model as much as a hundred backwards. One for the compiled graph is tried again
 after ten times the first."""
 _TIMED_ON = frozenset({"cpu", "cuda"})
-TIMED = Bypass("tuning", hint="timed on eager against the compiled graph; tune=False does without")
+TIMED = Bypass(TUNING, hint="timed on eager against the compiled graph; tune=False does without")
 _NOT_WORTH_IT = "not_worth_it"
 
 _MAX_TRIALS = 4096

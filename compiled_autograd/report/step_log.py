@@ -54,6 +54,23 @@ class StepEvent:
     timed: int = 1
 
 
+@dataclass(slots=True)
+class LeftToEager:
+    """Consecutive backwards that were left to eager for one reason, and are not among the counts yet.
+
+    Attributes:
+        timed: the value of ``count`` at the last backward that was timed; 0 where none was. ``times`` were.
+        last, seconds: seconds of that backward, and of all that were timed.
+    """
+
+    verdict: Bypass
+    count: int = 1
+    timed: int = 0
+    times: int = 0
+    last: float = 0.0
+    seconds: float = 0.0
+
+
 class Compile(NamedTuple):
     """Something that was compiled beside the backwards, for the structure with this number; it ended at ``when``."""
 
@@ -118,34 +135,25 @@ class StepLog:
         compiles: int,
         loads: int,
         count: int = 1,
-        timed: int = 1,
+        timed: int | None = None,
     ) -> None:
-        """One more backward: the one of that number in the session; or several, of which it is the last."""
+        """One more backward: the one of that number in the session; or several, of which it is the last. ``timed`` of
+        them were; all, if it is None and there are seconds."""
         now = time.time()
+        timed = (count if seconds else 0) if timed is None else timed
         before = self._last[-1] if self._last else self._first[-1] if self._first else None
         structure = None if graph is None else graph.number
         goes_on = before is not None and (before.number, before.graph) == (number - count, structure)
         if before is not None and goes_on and _same_bypass(before, reasons):
             before.number, before.count, before.when = number, before.count + count, now
-            before.timed += timed if seconds else 0
+            before.timed += timed
             before.reasons = tuple(reasons)
             for stage, spent in seconds.items():
                 before.seconds[stage] = before.seconds.get(stage, 0.0) + spent
             return
         began = now - seconds.get("capture", 0.0) - seconds.get("run", 0.0)
-        event = StepEvent(
-            number,
-            count,
-            outcome,
-            structure,
-            tuple(reasons),
-            dict(seconds),
-            compiles,
-            loads,
-            now,
-            began,
-            timed if seconds else 0,
-        )
+        what = (outcome, structure, tuple(reasons), dict(seconds), compiles, loads)
+        event = StepEvent(number, count, *what, when=now, began=began, timed=timed)
         if len(self._first) < MAX_FIRST:
             self._first.append(event)
             return

@@ -251,14 +251,14 @@ def test_what_is_left_in_the_midst_of_counting_is_counted(looks: list[int], monk
     session, weight = ca.enable(backend=slow, tune=True), nn.Parameter(torch.randn(8))
     assert run_small(session, weight, 10)[-1] == "not_worth_it"
     leave(session, weight, 20)
-    before, real = session.stats().backwards, sessions._Left
+    before, real = session.stats().backwards, sessions.LeftToEager
 
     def left(verdict: Bypass) -> Any:
-        monkeypatch.setattr(sessions, "_Left", real)
+        monkeypatch.setattr(sessions, "LeftToEager", real)
         leave(session, weight, 5)  # as ``gc`` or a signal may
         return real(verdict)
 
-    monkeypatch.setattr(sessions, "_Left", left)
+    monkeypatch.setattr(sessions, "LeftToEager", left)
     leave(session, weight, 1)
     assert session.stats().backwards == before + 6
 

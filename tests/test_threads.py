@@ -271,7 +271,7 @@ def test_a_thread_that_enters_the_eager_engine_waits_for_one_that_captures() -> 
 
 def test_threads_that_leave_backwards_of_one_session_to_eager_lose_no_count(monkeypatch: pytest.MonkeyPatch) -> None:
     session, verdict = ca.enable(backend="eager"), Bypass("over_budget")
-    original = sessions._Left
+    original = sessions.LeftToEager
     other = threading.Thread(target=session.left_to_eager, args=(verdict,), daemon=True)
 
     def made(verdict: Bypass) -> Any:
@@ -280,7 +280,7 @@ def test_threads_that_leave_backwards_of_one_session_to_eager_lose_no_count(monk
             other.join(0.2)
         return original(verdict)
 
-    monkeypatch.setattr(sessions, "_Left", made)
+    monkeypatch.setattr(sessions, "LeftToEager", made)
     session.left_to_eager(verdict)
     other.join(WAIT)
     expect(session.stats(), bypasses={"over_budget": 2})

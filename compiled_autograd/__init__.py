@@ -77,8 +77,9 @@ def load(path: str | os.PathLike[str]) -> Reproduction:
     return Reproduction(path)
 
 
-def _load() -> None:
-    """Import what the public names are. The command line, which is below this package, does without torch."""
+def _load() -> bool:
+    """Import what the public names are, and return whether that was possible. The command line, which is below this
+    package, does without torch."""
     import torch
 
     names = globals()
@@ -94,10 +95,19 @@ def _load() -> None:
         from . import without_engine
 
         names.update(without_engine.names(error))
-        return
+        return False
     for module in (api, outcomes, view):
         names.update({name: value for name, value in vars(module).items() if name in __all__})
     names.update(Session=Session, trace_sources=trace_sources, traceable=traceable)
+    return True
+
+
+def _start_if_asked() -> None:
+    """Have every backward of the process run in one session where ``COMPILED_AUTOGRAD=1`` is set."""
+    if _load():
+        from .runner.start import start_if_asked
+
+        start_if_asked()
 
 
 if not TYPE_CHECKING:
@@ -114,3 +124,6 @@ def __dir__() -> list[str]:
 
 
 old_names.install()
+
+if os.environ.get("COMPILED_AUTOGRAD"):
+    _start_if_asked()

@@ -1,9 +1,10 @@
-"""``python -m compiled_autograd COMMAND``."""
+"""``python -m compiled_autograd SCRIPT.py`` and ``python -m compiled_autograd COMMAND``."""
 
 from __future__ import annotations
 
 import contextlib
 import sys
+from typing import Any
 
 import rich_click as click
 
@@ -13,6 +14,7 @@ from compiled_autograd.shadow_cache.safe_text import harmless
 
 try:
     from compiled_autograd.backends import UnknownBackendError
+    from compiled_autograd.runner.command import Programs, with_settings
     from compiled_autograd.selftest import NAMES, as_json, as_they_come, heading, is_fine, line, sentence
 except (ImportError, AttributeError) as error:
     sys.exit(harmless(import_failed(error)))
@@ -21,9 +23,13 @@ _INTERRUPTED = 130
 """The status of a program that Ctrl-C ended, as shells have it."""
 
 
-@click.group()
-def main() -> None:
-    """Check an installation of compiled_autograd."""
+@with_settings
+@click.group(cls=Programs, options_metavar="[OPTIONS]", subcommand_metavar="SCRIPT.py|COMMAND [ARGS]...")
+def main(**options: Any) -> None:
+    """Run a program as python does, with each backward in a session: SCRIPT.py ARGS, or -m MODULE ARGS.
+
+    Or run one of the commands.
+    """
 
 
 @main.command()

@@ -19,6 +19,8 @@ from .errors import InvalidSettingError, UnknownSettingError
 from .process_state import PROCESS
 
 PREFIX = "COMPILED_AUTOGRAD_"
+SWITCH = "COMPILED_AUTOGRAD"
+"""The variable that turns every session of a process off, or has every backward run in one."""
 NEW = "new"
 """Of ``check``: each compiled form is compared with the real calls in its first runs."""
 _WORDS: dict[str, Any] = {"none": None, "true": True, "1": True, "false": False, "0": False}
@@ -32,7 +34,8 @@ class Settings:
     Attributes:
         backend_in_mode: the backend as the registry knows it: Inductor has a name for each mode.
         check_every: one run in this many is compared with the real calls, beside the first ones; 0 for none.
-        may_compile: False on an untested PyTorch, unless ``untested_torch="try"``.
+        turned_off: True with ``COMPILED_AUTOGRAD=0``.
+        may_compile: False with ``COMPILED_AUTOGRAD=0``, and on an untested PyTorch unless ``untested_torch="try"``.
         key: what a compiled variant depends on; the policies (``on_*``) decide only when one is made.
     """
 
@@ -51,6 +54,7 @@ class Settings:
     own_loop: bool | None = None
     untested_torch: Literal["eager", "try"] = "eager"
     summary: bool = False
+    turned_off: bool = field(default=False, repr=False)
     backend_in_mode: str | Callable[..., Any] = field(init=False, repr=False, compare=False)
     check_every: int = field(init=False, repr=False, compare=False)
     key: tuple[Any, ...] = field(init=False, repr=False, compare=False)
@@ -61,7 +65,7 @@ class Settings:
         derived = {
             "backend_in_mode": backend,
             "check_every": 0 if self.check == NEW else int(self.check),
-            "may_compile": is_tested(torch.__version__) or self.untested_torch == "try",
+            "may_compile": not self.turned_off and (is_tested(torch.__version__) or self.untested_torch == "try"),
             "key": (("backend", backend), ("passes", self.passes), ("dynamic", self.dynamic)),
         }
         for name, value in derived.items():  # once: hits ask for them
@@ -97,8 +101,9 @@ def _the_one(settings: Settings) -> Settings:
 
 PROCESS.register(_the_one, reset=_the_one.cache_clear)
 
-_NAMES = tuple(each.name for each in fields(Settings) if each.init)
-_FROM_ENVIRONMENT = tuple(name for name in _NAMES if name != "passes")
+_NAMES = tuple(each.name for each in fields(Settings) if each.init and each.name != "turned_off")
+FROM_ENVIRONMENT = tuple(name for name in _NAMES if name != "passes")
+"""The settings that text can name."""
 
 
 def resolve(given: Mapping[str, Any], environ: Mapping[str, str] | None = None) -> Settings:
@@ -117,18 +122,46 @@ def resolve(given: Mapping[str, Any], environ: Mapping[str, str] | None = None) 
         if not variable.startswith(PREFIX):
             continue
         name = variable[len(PREFIX) :].lower()
-        if name not in _FROM_ENVIRONMENT:
-            raise UnknownSettingError(variable, (PREFIX + known.upper() for known in _FROM_ENVIRONMENT))
+        if name not in FROM_ENVIRONMENT:
+            raise UnknownSettingError(variable, (PREFIX + known.upper() for known in FROM_ENVIRONMENT))
         if name not in given and text:
-            values[name] = _check(name, _of_text(name, text), variable)
+            values[name] = parse(name, text, variable)
     for name, value in given.items():
         values[name] = _check(name, value, "enable()")
-    settings = _the_one(Settings(**values))
+    settings = _the_one(Settings(**values, turned_off=switch(environ) is False))
     if settings.mode != DEFAULT and settings.backend != WITH_MODES:
         do = f"leave it out, or set backend={WITH_MODES!r}, which alone has modes"
         allowed = f"{DEFAULT!r} with backend={settings.backend!r}: {do}"
         raise InvalidSettingError("mode", settings.mode, allowed, "enable()" if "mode" in given else PREFIX + "MODE")
     return settings
+
+
+def switch(environ: Mapping[str, str]) -> bool | None:
+    """Return True with ``COMPILED_AUTOGRAD=1``, False with ``COMPILED_AUTOGRAD=0``, None where it is not set or empty.
+
+    Raises:
+        InvalidSettingError: it has another value.
+    """
+    text = environ.get(SWITCH, "")
+    value = _WORDS.get(text.lower(), text) if text else None
+    if value is None or isinstance(value, bool):
+        return value
+    allowed = "1 (every backward runs in a session) or 0 (no session compiles)"
+    raise InvalidSettingError(SWITCH, text, allowed, "the environment")
+
+
+def parse(name: str, text: str, where: str) -> Any:
+    """Return the value of a setting that ``text`` stands for, as environment variables and the command line have it.
+
+    Raises:
+        InvalidSettingError: the setting cannot take it; the message begins with ``where``.
+    """
+    return _check(name, _of_text(name, text), where)
+
+
+def allowed(name: str) -> str:
+    """Return the values that a setting can take, in words."""
+    return _ALLOWED[name][1]
 
 
 def _of_text(name: str, text: str) -> Any:

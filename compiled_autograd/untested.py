@@ -13,7 +13,7 @@ from torch.autograd import Variable
 
 from .backends.signal_handlers import raise_what_a_handler_raised
 from .backends.torch_versions import TESTED_TORCH, is_tested
-from .diagnostics.bypass import UNTESTED_TORCH
+from .diagnostics.bypass import TURNED_OFF, UNTESTED_TORCH
 from .diagnostics.progress import Wait
 from .diagnostics.reporting import warn_once
 from .engine.session import current
@@ -21,10 +21,15 @@ from .native.library import why_no_compiler
 from .outcomes import BYPASS, Outcome
 from .process_state import PROCESS
 from .settings import Settings
+from .shadow_cache import Bypass
 
 
 class EagerEngine(_ImperativeEngine):
     """PyTorch's engine, with a count of its backwards. Nothing else of PyTorch is replaced."""
+
+    def __init__(self, reason: Bypass) -> None:
+        super().__init__()
+        self._reason = reason
 
     def run_backward(self, *args: Any, **kwargs: Any) -> Any:
         """Run one backward, whatever arguments this version passes."""
@@ -34,14 +39,19 @@ class EagerEngine(_ImperativeEngine):
             return super().run_backward(*args, **kwargs)
         finally:
             if session is not None:
-                session.record(Outcome(BYPASS, reasons=(UNTESTED_TORCH,), seconds={"run": perf_counter() - started}))
+                session.record(Outcome(BYPASS, reasons=(self._reason,), seconds={"run": perf_counter() - started}))
 
 
 def ready_for(settings: Settings) -> Settings:
     """Install what ``settings`` need, and return the settings that hold.
 
     On a tested PyTorch these are the ones given. Elsewhere, ``untested_torch="try"`` holds if the selftest passes.
+    With ``COMPILED_AUTOGRAD=0`` the eager engine is installed on any.
     """
+    if settings.turned_off:
+        _install_eager(TURNED_OFF)
+        warn_once("COMPILED_AUTOGRAD=0 is set: every session leaves all backwards to PyTorch's own engine.")
+        return settings
     tested = is_tested(torch.__version__)
     wrong = _tried(settings) if settings.untested_torch == "try" and not tested else None
     if tested or wrong == "":
@@ -50,8 +60,7 @@ def ready_for(settings: Settings) -> Settings:
         install()
         _tell_of_no_compiler(settings)
         return settings
-    if type(Variable._execution_engine) is _ImperativeEngine:  # else the compiling engine is there already
-        Variable._execution_engine = EagerEngine()
+    _install_eager(UNTESTED_TORCH)
     warn_once(_warning(wrong), key=f"untested torch: {wrong}")
     return dataclasses.replace(settings, untested_torch="eager")
 
@@ -71,6 +80,11 @@ def _tell_of_no_compiler(settings: Settings) -> None:
         f"{missing}. Until then {follows}, which takes longer than no session. tune=True {leaves} backwards that come "
         "often to eager where that is faster."
     )
+
+
+def _install_eager(reason: Bypass) -> None:
+    if type(Variable._execution_engine) is _ImperativeEngine:  # else the compiling engine is there already
+        Variable._execution_engine = EagerEngine(reason)
 
 
 def _warning(wrong: str | None) -> str:

@@ -40,6 +40,8 @@ class Session:
 
     def __exit__(self, *exception: object) -> None: ...
 
+    def serve_everywhere(self) -> None: ...
+
     def stats(self) -> Stats:
         """Return counts of zero: backwards inside are PyTorch's own, and are not seen here."""
         return Stats()

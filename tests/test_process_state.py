@@ -47,6 +47,7 @@ EXCEPTIONS = {
     "compiled_autograd/lowering/aten.py": {"_facts": _UNCHANGING},
     "compiled_autograd/lowering/tracing.py": {"_FAKE_LOG": "a logger of torch's, silent for the length of a trace"},
     "compiled_autograd/proving/perturbing.py": {"_decompositions": _UNCHANGING},
+    "compiled_autograd/runner/children/sitecustomize.py": {"sys": "runs once, before the program does"},
     "compiled_autograd/steps/profiling.py": {"_event_named": _UNCHANGING},
     "compiled_autograd/torch_api/grad_dtypes.py": {"_place": _UNCHANGING},
     "compiled_autograd/torch_api/version_differences.py": {"prepare_fake_tensors": _ONCE},

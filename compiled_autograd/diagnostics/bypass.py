@@ -72,6 +72,7 @@ UNTESTED_TORCH = Bypass(
     hint="this PyTorch was not tested, and could give a wrong gradient if it was compiled for: "
     'untested_torch="try" has the selftest run at the first enable(), and compiles if it passes',
 )
+TURNED_OFF = Bypass("turned_off", hint="COMPILED_AUTOGRAD=0 in the environment turns every session off")
 ON_MISS = Bypass("on_miss", hint='not in the cache, and on_miss="eager" or "raise" compiles nothing')
 DDP_CPP_REDUCER = Bypass(
     "ddp_cpp_reducer",

@@ -21,6 +21,7 @@ from ..diagnostics.bypass import (
     OVER_BUDGET,
     ROOTS_APART,
     TRACING,
+    TURNED_OFF,
     UNTESTED_TORCH,
     before_capture,
     is_batched,
@@ -44,7 +45,7 @@ from .handles import KEPT
 from .seam import hand_over
 from .session import Session, thread
 
-_NOT_UNSUPPORTED = (TRACING, ON_MISS, UNTESTED_TORCH, COMPILING, OVER_BUDGET, FORKED, INSIDE_COMPILE)
+_NOT_UNSUPPORTED = (TRACING, ON_MISS, TURNED_OFF, UNTESTED_TORCH, COMPILING, OVER_BUDGET, FORKED, INSIDE_COMPILE)
 
 
 def look(call: Call, session: Session) -> Found | None:
@@ -140,7 +141,7 @@ def is_policy(reason: Bypass) -> bool:
 
 def _cannot_be_captured(call: Call, settings: Settings) -> Bypass | None:
     if not settings.may_compile:
-        return UNTESTED_TORCH
+        return TURNED_OFF if settings.turned_off else UNTESTED_TORCH
     if GATE.stands_in_line():  # Python runs it in the midst of a walk, or of waiting for one: see why_not_compile
         return INSIDE_COMPILE
     return before_capture(call.create_graph, call.grads, depth())

@@ -27,6 +27,8 @@ from ..shadow_cache import Bypass, Failure
 from ..shadow_cache.safe_text import preformatted
 from ..threads.forks import unless_inside
 
+_EVERYWHERE: list[Session] = PROCESS.register([])
+"""The sessions that each new thread starts in."""
 _RECORDING = free_in_child(threading.RLock())  # microseconds
 
 
@@ -84,6 +86,11 @@ class Session:
         if self._last is self.left is None and not self.may_be_idle and exception[:1] == (None,):
             self.may_be_idle = True
             warn_once(_IDLE)
+
+    def serve_everywhere(self) -> None:
+        """Enter the session in the calling thread, and in each thread that asks for its first backward after this."""
+        _EVERYWHERE.append(self)
+        self.__enter__()
 
     @property
     def last(self) -> Outcome | None:
@@ -371,7 +378,7 @@ class Here(Looks):
 
     def __init__(self) -> None:
         super().__init__()
-        self.stack: list[Session | None] = []
+        self.stack: list[Session | None] = list(_EVERYWHERE)
         self.running: Running | None = None
         self.depth = 0
         self.ident = threading.get_ident()

@@ -111,7 +111,7 @@ def why_off(settings: Settings) -> str:
     if settings.own_loop is False:
         return "own_loop=False"
     if not settings.may_compile:
-        return "this PyTorch was not tested"
+        return "COMPILED_AUTOGRAD=0" if settings.turned_off else "this PyTorch was not tested"
     if settings.native is False:
         return "it needs the extension, and native=False does without"
     return why_own_loop_is_unchecked() if settings.own_loop is None else ""

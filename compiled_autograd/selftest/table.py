@@ -71,7 +71,8 @@ def sentence(found: Sequence[PartResult]) -> str:
         missing = [EXTENSION]
     texts = ["This machine is fine" if len(found) == len(NAMES) else "What was run is fine"]
     texts += [_MISSING[name] for name in missing if name in _MISSING]
-    if not resolve({}).may_compile:
+    settings = resolve({})
+    if not settings.may_compile and not settings.turned_off:
         texts.append(f"torch {torch.__version__} was not tested: set untested_torch='try' to compile on it")
     return " ".join(f"{text}." for text in texts)
 

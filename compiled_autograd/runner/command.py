@@ -1,0 +1,91 @@
+"""The command line of ``python -m compiled_autograd``: programs to run, and verbs."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+
+import rich_click as click
+
+from ..backends import UnknownBackendError
+from ..errors import CompiledAutogradError, nearest
+from ..settings import FROM_ENVIRONMENT, allowed, switch
+from ..shadow_cache.safe_text import harmless
+from .launch import Run, environment, launch
+
+_SECONDS = 240.0
+"""The default limit of a comparison, in seconds from the first step."""
+_PROGRAM = "program"
+_USAGE = 2
+"""The exit status of a wrong option, as click and Python have it."""
+
+
+class Programs(click.RichGroup):
+    """A group of verbs. A first argument that is no verb, but a path or behind ``-m``, is a program to run."""
+
+    def resolve_command(
+        self, ctx: click.Context, args: list[str]
+    ) -> tuple[str | None, click.Command | None, list[str]]:
+        """Return the verb or the program, with its arguments."""
+        name, given = args[0], _given(ctx)
+        if not ctx.params["module"] and name in self.commands:
+            if given:
+                ctx.fail(f"{given[0]} is an option for programs, and {name!r} is a command of this one.")
+            return super().resolve_command(ctx, args)
+        if not (ctx.params["module"] or name.endswith(".py") or Path(name).exists()):
+            verbs = sorted(self.commands)
+            ctx.fail(f"{name!r} is neither a file nor a command.{nearest(name, verbs)} A module is run by -m {name}.")
+        program = click.Command(
+            _PROGRAM,
+            callback=_run,
+            params=[click.Argument(["args"], nargs=-1, type=click.UNPROCESSED)],
+            context_settings={"ignore_unknown_options": True, "allow_interspersed_args": False},
+            add_help_option=False,
+        )
+        return _PROGRAM, program, args
+
+
+def with_settings(group: click.RichGroup) -> click.RichGroup:
+    """Add the options of the runner, one for each setting among them."""
+    options = [
+        click.option("-m", "module", is_flag=True, help="Run a module: -m MODULE ARGS, as python does."),
+        click.option("--compare", is_flag=True, help="Take turns with eager, and say whether this pays."),
+        click.option("--seconds", type=click.FloatRange(min=0), help=f"Limit of --compare (default {_SECONDS:.0f})."),
+        click.option("--go-on", is_flag=True, help="With --compare, do not stop the program at the answer."),
+        click.option("--report", metavar="FILE", help="Write the session's report at the end, not a line."),
+    ]
+    options += [
+        click.option(f"--{name.replace('_', '-')}", name, metavar="VALUE", help=f"Setting: {allowed(name)}.")
+        for name in FROM_ENVIRONMENT
+    ]
+    for option in options:  # of a command that is there already, which has its options in this order
+        group = option(group)
+    return group
+
+
+def _given(ctx: click.Context) -> list[str]:
+    """The runner's own options that were given."""
+    return ["--" + name.replace("_", "-") for name, value in ctx.params.items() if value not in (None, False)]
+
+
+@click.pass_context
+def _run(ctx: click.Context, args: tuple[str, ...]) -> None:
+    assert ctx.parent is not None
+    asked = ctx.parent.params
+    compare, seconds, report = asked["compare"], asked["seconds"], asked["report"]
+    if not compare and (seconds is not None or asked["go_on"]):
+        ctx.parent.fail("--seconds and --go-on are options of --compare.")
+    texts = {name: asked[name] for name in FROM_ENVIRONMENT if asked[name] is not None}
+    if compare and "COMPILED_AUTOGRAD_ON_MISS" not in os.environ:
+        texts.setdefault("on_miss", "background")
+    report = str(Path(report).absolute()) if report else ""
+    run = Run(report, compare, _SECONDS if seconds is None else seconds, asked["go_on"])
+    try:
+        if switch(os.environ) is False:
+            off = "COMPILED_AUTOGRAD=0 is set: all backwards run on PyTorch's own engine"
+            click.echo(f"compiled_autograd: {off}", err=True)
+        launch((["-m"] if asked["module"] else []) + list(args), environment(texts), run)
+    except (CompiledAutogradError, UnknownBackendError) as error:
+        click.echo(harmless(str(error)), err=True)
+        sys.exit(_USAGE)

@@ -1,0 +1,68 @@
+"""``COMPILED_AUTOGRAD=1``: a session for all threads of the process, and a line about it at the end."""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import multiprocessing
+import os
+import sys
+
+from ..api import enable
+from ..engine.session import Session
+from ..settings import switch
+from ..shadow_cache.amounts import plural
+from .launch import Run, asked_of_this_process
+
+
+def start_if_asked() -> None:
+    """With ``COMPILED_AUTOGRAD=1``, have every backward of the process run in one session.
+
+    Raises:
+        UnknownSettingError, InvalidSettingError, UnknownBackendError: as :func:`~compiled_autograd.enable`.
+    """
+    if not switch(os.environ):
+        return
+    session = enable()
+    session.serve_everywhere()
+    atexit.register(_at_the_end, session, asked_of_this_process(), os.getpid())
+
+
+def _at_the_end(session: Session, run: Run | None, process: int) -> None:
+    """Say what happened: in the process that the runner became, and in others that ran backwards, but in no child of
+    ``multiprocessing`` or ``torchrun``."""
+    if os.getpid() != process:
+        return
+    is_child = multiprocessing.parent_process() is not None or os.environ.get("RANK", "0") != "0"
+    if is_child or not (run or session.stats().backwards):
+        return
+    if run is not None and run.report:
+        try:
+            session.report(run.report)
+        except OSError as error:
+            say(f"the report cannot be written: {error}")
+        return
+    say(line(session))
+
+
+def line(session: Session) -> str:
+    """Say what happened in a session, in one line."""
+    stats = session.stats()
+    if not stats.backwards:
+        return "compiled_autograd: no backward ran in this process"
+    missed = stats.shape_misses + stats.structure_misses
+    parts = [plural(stats.hits, "hit"), plural(missed, "miss", "misses")]
+    if stats.bypasses:
+        reason = max(stats.bypasses, key=lambda label: stats.bypasses[label])
+        most = f"mostly {reason}" if len(stats.bypasses) > 1 else reason
+        parts.append(f"{sum(stats.bypasses.values())} left to eager ({most})")
+    spent = f"{plural(stats.compiles, 'region')} compiled in {stats.compile_seconds:.1f} s"
+    loaded = f", {stats.loads} loaded from the cache" if stats.loads else ""
+    return f"compiled_autograd: {plural(stats.backwards, 'backward')}: {', '.join(parts)}; {spent}{loaded}"
+
+
+def say(text: str) -> None:
+    """Write a line to standard error, where there is one."""
+    with contextlib.suppress(AttributeError, OSError, ValueError):  # None, a closed pipe, a closed file
+        sys.stderr.write(text + "\n")
+        sys.stderr.flush()

@@ -30,6 +30,8 @@ from .versions import VERSION
 if TYPE_CHECKING:
     from .api import compile_step, disable, enable, reset
     from .capture.forward_lines import trace_sources
+    from .comparing.result import Comparison
+    from .comparing.step import compare
     from .engine.session import Session
     from .inspection.view import TapeView, inspect
     from .outcomes import Outcome, Stats
@@ -42,6 +44,7 @@ __all__ = [
     "TESTED_TORCH",
     "BrokenCaptureError",
     "CacheMissError",
+    "Comparison",
     "CompiledAutogradError",
     "GradientMismatchError",
     "InvalidSettingError",
@@ -53,6 +56,7 @@ __all__ = [
     "UnknownSettingError",
     "UnsupportedBackwardError",
     "WrongUseError",
+    "compare",
     "compile_step",
     "disable",
     "enable",
@@ -86,6 +90,8 @@ def _load() -> bool:
     try:
         from . import api, outcomes
         from .capture.forward_lines import trace_sources
+        from .comparing.result import Comparison
+        from .comparing.step import compare
         from .engine.session import Session
         from .inspection import view
         from .user_code.traceable import traceable
@@ -98,7 +104,9 @@ def _load() -> bool:
         return False
     for module in (api, outcomes, view):
         names.update({name: value for name, value in vars(module).items() if name in __all__})
-    names.update(Session=Session, trace_sources=trace_sources, traceable=traceable)
+    names.update(
+        Comparison=Comparison, compare=compare, Session=Session, trace_sources=trace_sources, traceable=traceable
+    )
     return True
 
 

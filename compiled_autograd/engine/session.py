@@ -89,8 +89,12 @@ class Session:
 
     def serve_everywhere(self) -> None:
         """Enter the session in the calling thread, and in each thread that asks for its first backward after this."""
+        self.__enter__()  # first: a stack that is made by that must not have it twice
         _EVERYWHERE.append(self)
-        self.__enter__()
+
+    def serve_here(self, on: bool) -> None:
+        """Have the calling thread start in the session or on eager, after :meth:`serve_everywhere`."""
+        thread.here.stack[0] = self if on else None
 
     @property
     def last(self) -> Outcome | None:

@@ -76,6 +76,8 @@ def _run(ctx: click.Context, args: tuple[str, ...]) -> None:
     compare, seconds, report = asked["compare"], asked["seconds"], asked["report"]
     if not compare and (seconds is not None or asked["go_on"]):
         ctx.parent.fail("--seconds and --go-on are options of --compare.")
+    if compare and os.environ.get("WORLD_SIZE", "1") != "1":
+        ctx.parent.fail("--compare takes one process: ranks would not take their turns at the same steps.")
     texts = {name: asked[name] for name in FROM_ENVIRONMENT if asked[name] is not None}
     if compare and "COMPILED_AUTOGRAD_ON_MISS" not in os.environ:
         texts.setdefault("on_miss", "background")

@@ -9,7 +9,10 @@ import os
 import sys
 
 from ..api import enable
+from ..comparing.program import ProgramComparison
+from ..comparing.result import Comparison
 from ..engine.session import Session
+from ..process_state import PROCESS
 from ..settings import switch
 from ..shadow_cache.amounts import plural
 from .launch import Run, asked_of_this_process
@@ -25,7 +28,28 @@ def start_if_asked() -> None:
         return
     session = enable()
     session.serve_everywhere()
-    atexit.register(_at_the_end, session, asked_of_this_process(), os.getpid())
+    run = asked_of_this_process()
+    if run is not None and run.compare:
+        COMPARISONS.append(ProgramComparison(session, run.seconds, run.go_on, _say_answer))
+    atexit.register(_at_the_end, session, run, os.getpid())
+
+
+COMPARISONS: list[ProgramComparison] = PROCESS.register([])
+"""The comparison of this process with eager, where it was asked for."""
+
+
+def status() -> int | None:
+    """Return the exit status that the comparison asks for; None for Python's own."""
+    return COMPARISONS[0].status() if COMPARISONS else None
+
+
+def _say_answer(found: Comparison) -> None:
+    if not _is_child():
+        say("\n".join((f"compiled_autograd: {found}", *(f"compiled_autograd: also: {hint}." for hint in found.hints))))
+
+
+def _is_child() -> bool:
+    return multiprocessing.parent_process() is not None or os.environ.get("RANK", "0") != "0"
 
 
 def _at_the_end(session: Session, run: Run | None, process: int) -> None:
@@ -33,8 +57,9 @@ def _at_the_end(session: Session, run: Run | None, process: int) -> None:
     ``multiprocessing`` or ``torchrun``."""
     if os.getpid() != process:
         return
-    is_child = multiprocessing.parent_process() is not None or os.environ.get("RANK", "0") != "0"
-    if is_child or not (run or session.stats().backwards):
+    if COMPARISONS:
+        COMPARISONS[0].conclude()
+    if _is_child() or not (run or session.stats().backwards):
         return
     if run is not None and run.report:
         try:
@@ -42,7 +67,8 @@ def _at_the_end(session: Session, run: Run | None, process: int) -> None:
         except OSError as error:
             say(f"the report cannot be written: {error}")
         return
-    say(line(session))
+    if not COMPARISONS:
+        say(line(session))
 
 
 def line(session: Session) -> str:

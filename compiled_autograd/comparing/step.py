@@ -1,0 +1,60 @@
+"""``ca.compare``: a step of the user's, in turns with eager."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable
+from time import perf_counter
+from typing import Any
+
+import torch
+
+from ..api import disable, enable
+from ..policies.medians import wait_for_devices
+from ..settings import PREFIX
+from .answer import PROFILED_STEPS, Watch, answer, depends_on_products
+from .backward_times import BackwardTimes
+from .result import Comparison
+from .turns import Turns
+
+
+def compare(step: Callable[..., Any], *args: Any, seconds: float = 120.0, **settings: Any) -> Comparison:
+    """Run a training step again and again, in turns with eager, and say whether compiled backwards pay.
+
+    The step trains as it does anywhere: parameters, optimizer and random numbers move on with each call. Call it in no
+    session.
+
+    Args:
+        step: a function that runs a whole training step: forward, backward and optimizer.
+        args: passed to each call.
+        seconds: limit of the comparison; it ends earlier once the answer is sure.
+        settings: those of :func:`enable`. ``on_miss`` is ``"background"`` unless it is given: steps run on eager while
+            a process beside them compiles.
+
+    Returns:
+        The answer, of which ``str`` is a sentence.
+
+    Raises:
+        TypeError: ``step`` cannot be called.
+        UnknownSettingError, InvalidSettingError, UnknownBackendError: as :func:`enable`.
+    """
+    if not callable(step):
+        raise TypeError(f"compare() takes a function that runs one step, not {type(step).__name__}")
+    given = {} if os.environ.get(f"{PREFIX}ON_MISS") else {"on_miss": "background"}
+    session = enable(**given | settings)
+    watch = Watch(session)
+    turns = Turns(watch.is_calm, seconds)
+    with BackwardTimes() as times:
+        while not turns.is_over:
+            wait_for_devices()
+            started = perf_counter()
+            with session if turns.ours else disable():
+                step(*args)
+            wait_for_devices()
+            times.is_timed = not torch.cuda.is_initialized()
+            turns.add(perf_counter() - started, times.take())
+        times.profiles = times.is_timed and depends_on_products(turns, watch)
+        with disable():
+            for _ in range(PROFILED_STEPS if times.profiles else 0):
+                step(*args)
+    return answer(session, turns, times, watch)

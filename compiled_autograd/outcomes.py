@@ -44,6 +44,24 @@ class Stats:
     own_loop: int = 0
     tuning: int = 0
 
+    def copy(self) -> Stats:
+        """Return a copy. The fast path of another thread, which waits for nobody, comes in between at calls alone."""
+        bypasses = dict(self.bypasses)
+        return Stats(
+            self.backwards,
+            self.captures,
+            self.hits,
+            self.shape_misses,
+            self.structure_misses,
+            bypasses,
+            self.compiles,
+            self.compile_seconds,
+            self.loads,
+            self.failures,
+            self.own_loop,
+            self.tuning,
+        )
+
     def parts(self) -> list[str]:
         """The counts in words; those that are 0 are left out."""
         missed, left = self.shape_misses + self.structure_misses, sum(self.bypasses.values())

@@ -117,25 +117,7 @@ class Session:
         """A copy of the counts so far."""
         self.count_left()
         with unless_inside(_RECORDING):
-            return self._counts()
-
-    def _counts(self) -> Stats:
-        """A copy. The fast path of another thread, which waits for nobody, comes in between at calls alone."""
-        now, bypasses = self._stats, dict(self._stats.bypasses)
-        return Stats(
-            now.backwards,
-            now.captures,
-            now.hits,
-            now.shape_misses,
-            now.structure_misses,
-            bypasses,
-            now.compiles,
-            now.compile_seconds,
-            now.loads,
-            now.failures,
-            now.own_loop,
-            now.tuning,
-        )
+            return self._stats.copy()
 
     @property
     def own_loop(self) -> str:
@@ -230,7 +212,7 @@ class Session:
     def _all(self) -> tuple[Stats, list[StepEvent], list[Hit], list[CompiledGraph]]:
         self.count_left()
         with unless_inside(_RECORDING):
-            stats, events, latest = self._counts(), self._steps.events(), self._latest()
+            stats, events, latest = self._stats.copy(), self._steps.events(), self._latest()
             hits = hits_in(self.hit_times)
         graphs, last = self.graphs(), None if latest is None else latest.graph
         if last is not None and last not in graphs:  # another session captured it

@@ -90,7 +90,7 @@ def measure(rank: int, ranks: int, folder: str, options: argparse.Namespace, nam
         "seconds": seconds,
         "difference": difference,
         "hits": stats.hits,
-        "bypasses": sum(stats.bypasses.values()),
+        "bypasses": stats.tuning + sum(stats.bypasses.values()),
         "eager_issued": issued(eager, make_loss, None),
         "issued": issued(ours, make_loss, session),
     }

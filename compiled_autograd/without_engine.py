@@ -46,6 +46,14 @@ class Session:
         """Return counts of zero: backwards inside are PyTorch's own, and are not seen here."""
         return Stats()
 
+    def summary(self) -> str:
+        """Return why nothing is compiled."""
+        return f"compiled_autograd: {self.last.reasons[0]}"
+
+    def metrics(self) -> dict[str, float]:
+        """Return an empty dict: nothing is counted."""
+        return {}
+
     def graphs(self) -> list[Any]:
         """Return an empty list: nothing is compiled."""
         return []

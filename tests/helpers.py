@@ -130,6 +130,12 @@ def trials_of_two_rows(monkeypatch: pytest.MonkeyPatch) -> None:
         monkeypatch.setattr(autotune, name, value)
 
 
+def total(stats: ca.Stats) -> int:
+    """The sum of all counts of which each backward has one."""
+    misses = stats.shape_misses + stats.structure_misses
+    return stats.hits + stats.tuning + misses + sum(stats.bypasses.values())
+
+
 def expect(
     stats: ca.Stats,
     *,

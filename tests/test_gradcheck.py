@@ -14,7 +14,7 @@ from torch.autograd.gradcheck import GradcheckError
 
 import compiled_autograd as ca
 
-from .helpers import mlp
+from .helpers import mlp, total
 
 
 def _input(*shape: int, dtype: torch.dtype = torch.float64) -> torch.Tensor:
@@ -85,7 +85,7 @@ def _expect_captured(session: ca.Session, left_to_eager: set[str]) -> None:
     """Everything but what is left to the eager engine on purpose was captured, and most of it only once."""
     stats = session.stats()
     assert set(stats.bypasses) <= left_to_eager
-    assert stats.backwards == stats.hits + stats.structure_misses + stats.shape_misses + sum(stats.bypasses.values())
+    assert stats.backwards == total(stats)
     assert stats.hits > 0 and stats.captures == stats.structure_misses and not stats.failures
 
 

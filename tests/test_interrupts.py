@@ -37,7 +37,7 @@ from compiled_autograd.threads.gate import GATE
 from compiled_autograd.torch_api.hook_handles import HANDLES
 from shadow_cache.store.folder import Folder
 
-from .helpers import ROOT, SineAndCosine, in_threads, same_bits
+from .helpers import ROOT, SineAndCosine, in_threads, same_bits, total
 
 OURS = (str(Path(ca.__file__).parent), str(ROOT / "backends"), str(ROOT / "shadow_cache"))
 
@@ -133,8 +133,7 @@ def _step(retained: bool) -> torch.Tensor | None:
 
 def _told(session: Any) -> int:
     """What became of how many backwards is known."""
-    stats = session.stats()
-    return int(stats.hits + stats.shape_misses + stats.structure_misses + sum(stats.bypasses.values()))
+    return total(session.stats())
 
 
 @pytest.mark.parametrize(

@@ -23,7 +23,7 @@ from compiled_autograd.policies import autotune, sketches
 from compiled_autograd.policies.autotune import AUTOTUNE, Trial
 from shadow_cache import Bypass
 
-from .helpers import assert_same, in_threads, switching_every
+from .helpers import assert_same, in_threads, switching_every, total
 from .tuned import count_looks, leave, run_small, slow, soon  # noqa: F401
 
 
@@ -77,7 +77,7 @@ def test_threads_that_share_a_session_lose_no_count(looks: list[int]) -> None:
         in_threads(*[lambda: leave(session, weight, 400)] * 4)
     stats = session.stats()
     assert stats.backwards == before + 1600
-    assert stats.hits + stats.structure_misses + sum(stats.bypasses.values()) == stats.backwards
+    assert stats.hits + stats.tuning + stats.structure_misses + sum(stats.bypasses.values()) == stats.backwards
     assert stats.bypasses["not_worth_it"] > 1500
 
 
@@ -453,7 +453,7 @@ def test_tapes_in_any_order_lose_nothing(seed: int, looks: list[int], monkeypatc
             run(repeated)
     stats = session.stats()
     assert stats.backwards - counted == wanted
-    assert stats.hits + stats.shape_misses + stats.structure_misses + sum(stats.bypasses.values()) == stats.backwards
+    assert total(stats) == stats.backwards
     assert stats.bypasses["not_worth_it"] > 100
 
 

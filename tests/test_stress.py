@@ -16,7 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import compiled_autograd as ca
 from compiled_autograd.threads.gate import GATE
 
-from .helpers import assert_same, mlp, switching_every
+from .helpers import assert_same, mlp, switching_every, total
 
 WAIT = 60.0
 """Seconds for all threads together, after which they count as hung."""
@@ -158,7 +158,7 @@ def impatient() -> Any:
 
 def _check_counts(session: ca.Session) -> None:
     stats = session.stats()
-    assert stats.backwards == stats.hits + stats.shape_misses + stats.structure_misses + sum(stats.bypasses.values())
+    assert stats.backwards == total(stats)
     assert stats.backwards >= STEPS and stats.failures == 0
     assert set(stats.bypasses) <= {"other_thread_in_backward", "inside_eager_backward"}
 

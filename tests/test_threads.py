@@ -17,7 +17,7 @@ from compiled_autograd.engine import session as sessions
 from compiled_autograd.threads.gate import GATE, Turn, threads_running
 from shadow_cache import Bypass
 
-from .helpers import WAIT, Squares, Waits, assert_grads, assert_same, expect, in_subprocess, in_threads, mlp
+from .helpers import WAIT, Squares, Waits, assert_grads, assert_same, expect, in_subprocess, in_threads, mlp, total
 
 
 def _square(x: torch.Tensor) -> torch.Tensor:
@@ -55,7 +55,7 @@ def test_one_session_entered_by_several_threads_counts_for_all() -> None:
         assert not difference.any()
     stats = session.stats()
     assert stats.backwards == 41
-    assert stats.hits + stats.structure_misses + sum(stats.bypasses.values()) == 41
+    assert stats.hits + stats.tuning + stats.structure_misses + sum(stats.bypasses.values()) == 41
     assert stats.structure_misses == 1 and set(stats.bypasses) <= {"other_thread_in_backward"}
 
 
@@ -191,8 +191,7 @@ def test_stress_of_eight_threads() -> None:
 
     for rounds, stats in in_threads(*[lambda n=n: work(n) for n in range(8)]):
         if stats is not None:
-            counted = stats.hits + stats.shape_misses + stats.structure_misses + sum(stats.bypasses.values())
-            assert stats.backwards == rounds == counted
+            assert stats.backwards == rounds == total(stats)
             assert stats.failures == 0
             assert set(stats.bypasses) <= {"other_thread_in_backward"}
     assert GATE.idle()

@@ -303,9 +303,9 @@ callback.on_fit_start(None, module)
 callback.on_before_backward(None, module, None)
 x.exp().sum().backward()
 callback.on_after_backward(None, module)
-callback.on_train_batch_end(None, module, None, None, 0)
+callback.on_train_batch_end(MagicMock(log_every_n_steps=1, global_step=1), module, None, None, 0)
 callback.on_fit_end(None, module)
-assert not module.log.called and not lightning.rank_zero_info.called
+assert not module.log.called and not module.log_dict.called and not lightning.rank_zero_info.called
 callback, state, logs = transformers.CompiledAutogradCallback(), MagicMock(log_history=[]), {}
 callback.on_train_begin(None, state, None)
 x.exp().sum().backward()

@@ -56,8 +56,8 @@ class CompiledAutogradCallback(Callback):
         """Log the misses of the batch, if there were any; and the metrics, if the log is written after this batch."""
         session = self._trainings.session
         every = trainer.log_every_n_steps
-        if session is not None and every and trainer.global_step % every == 0:
-            pl_module.log_dict(session.metrics(), on_step=True, on_epoch=False)
+        if session is not None and every and trainer.global_step % every == 0 and (metrics := session.metrics()):
+            pl_module.log_dict(metrics, on_step=True, on_epoch=False)
         missed = self._trainings.new_misses()
         if missed:
             pl_module.log(MISSES, float(missed), on_step=True, on_epoch=False)

@@ -6,7 +6,6 @@ import sys
 from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
-from transformers.trainer_callback import CallbackHandler
 
 from .. import Session
 from .summary import MISSES, Trainings
@@ -65,13 +64,14 @@ class CompiledAutogradCallback(TrainerCallback):
         user's, and would get a log without the metrics. A callback is given no trainer: the handler of callbacks is the
         ``self`` of a frame above (``CallbackHandler.call_event`` in ``trainer_callback.py``, transformers 5.24).
         """
-        frame = sys._getframe(1)
-        while frame.f_back is not None and not isinstance(frame.f_locals.get("self"), CallbackHandler):
+        frame = sys._getframe(1).f_back
+        while frame is not None:
+            callbacks = getattr(frame.f_locals.get("self"), "callbacks", None)
+            if isinstance(callbacks, list) and self in callbacks:
+                callbacks.remove(self)
+                callbacks.insert(0, self)
+                return
             frame = frame.f_back
-        handler = frame.f_locals.get("self")
-        if isinstance(handler, CallbackHandler) and self in handler.callbacks:
-            handler.callbacks.remove(self)
-            handler.callbacks.insert(0, self)
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **more: Any) -> None:
         """Turn it off, and say what it was worth."""

@@ -109,6 +109,7 @@ def _totals(stats: Mapping[str, Any], graphs: Sequence[CompiledGraph]) -> tuple[
         data.Figure("hits", f"{stats['hits']:,}", part),
         data.Figure("misses", f"{misses:,}", of),
         data.Figure("bypasses", f"{bypassed:,}", labels),
+        *([data.Figure("timed", f"{stats['tuning']:,}", "on eager, for tune")] if stats["tuning"] else ()),
         data.Figure("compiling", seconds(stats["compile_seconds"]), plural(stats["compiles"], "region")),
         data.Figure("from disk", f"{stats['loads']:,}", "regions loaded" if stats["loads"] else ""),
         data.Figure("failures", f"{stats['failures']:,}", _instead(stats["failures"]), bad=stats["failures"] > 0),

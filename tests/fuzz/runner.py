@@ -16,6 +16,7 @@ from typing import Any
 
 import compiled_autograd as ca
 
+from ..helpers import total
 from .compare import Finding, differences, judged, rounding_of
 from .execute import Seen, State, run_step
 from .program import Program
@@ -124,7 +125,7 @@ def _compiled(program: Program, settings: Settings, folder: Any, wanted: list[Se
     for session in sessions:
         stats = session.stats()
         verdict.loads += stats.loads
-        counted = stats.hits + stats.shape_misses + stats.structure_misses + sum(stats.bypasses.values())
+        counted = total(stats)
         if counted != stats.backwards:
             verdict.findings.append(Finding("account", str(stats), -1))
 

@@ -5,10 +5,12 @@ in a line for people.
 from __future__ import annotations
 
 import threading
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from .. import Session, Stats, enable
-from ..report.summary import Summary
+
+if TYPE_CHECKING:
+    from ..report.summary import Summary
 
 MISSES = "backward_misses"
 """The name in a trainer's log: how many backwards were no hits since it last logged."""

@@ -185,7 +185,9 @@ def _is_no_step(function: Any) -> str:
         return "a class. Put it before the method of the class that does"
     if isinstance(function, str):
         return f"a text. Settings have names: write compile_step(backend={function!r})"
-    return "" if callable(function) else f"a {type(function).__name__}"
+    if inspect.isgeneratorfunction(function) or inspect.iscoroutinefunction(function):
+        return "a generator or a coroutine, which runs after the call. Put `with enable():` around its backward()"
+    return "" if callable(function) else f"of type {type(function).__name__}"
 
 
 _EXAMPLE = """    @compiled_autograd.compile_step

@@ -6,7 +6,7 @@ import sys
 from collections.abc import Sequence
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
-from importlib.machinery import ModuleSpec, PathFinder
+from importlib.machinery import ModuleSpec
 from importlib.util import spec_from_loader
 from pathlib import Path
 from types import ModuleType
@@ -26,7 +26,8 @@ class _OldNames(MetaPathFinder, Loader):
         if below:
             ours = sys.modules.get(top) is sys.modules.get(f"{__package__}.{top}")
         else:
-            found = PathFinder.find_spec(name)
+            others = (each for each in sys.meta_path if each is not self and hasattr(each, "find_spec"))
+            found = next(filter(None, (each.find_spec(name, path, target) for each in others)), None)
             ours = found is None or (found.origin is not None and Path(found.origin).resolve() == _file(top))
         return spec_from_loader(name, self) if ours else None
 

@@ -103,14 +103,19 @@ def names(error: Exception) -> dict[str, Any]:
         step.session = Session(resolve(settings), why)  # type: ignore[attr-defined]
         return step
 
+    def compare(*args: Any, **kwargs: Any) -> Any:
+        raise NotImplementedError(f"ca.compare needs a tested torch ({TESTED_TORCH}): {error}") from error
+
     def inspect(*args: Any, **kwargs: Any) -> Any:
         raise NotImplementedError(f"ca.inspect needs a tested torch ({TESTED_TORCH}): {error}") from error
 
     return {
+        "Comparison": type("Comparison", (), {}),
         "Outcome": Outcome,
         "Session": Session,
         "Stats": Stats,
         "TapeView": type("TapeView", (), {}),
+        "compare": compare,
         "compile_step": compile_step,
         "disable": contextlib.nullcontext,
         "enable": enable,

@@ -18,7 +18,6 @@ from click.testing import CliRunner
 
 from compiled_autograd.__main__ import main
 from compiled_autograd.errors import InvalidSettingError
-from compiled_autograd.runner import launch as launching
 from compiled_autograd.settings import FROM_ENVIRONMENT, resolve
 
 from .helpers import ROOT
@@ -100,9 +99,8 @@ def launched(monkeypatch: pytest.MonkeyPatch) -> Callable[..., Launched]:
         if name.startswith("COMPILED_AUTOGRAD"):
             monkeypatch.delenv(name)
     seen: list[Launched] = []
-    monkeypatch.setattr(os, "execv", lambda path, arguments: seen.append((list(arguments), dict(os.environ))))
-    for name in ("COMPILED_AUTOGRAD", "PYTHONPATH", launching.RUN):
-        monkeypatch.setenv(name, "" if name != "PYTHONPATH" else str(ROOT))  # to be put back
+    monkeypatch.setattr(os, "execve", lambda path, arguments, environ: seen.append((list(arguments), environ)))
+    monkeypatch.setenv("PYTHONPATH", str(ROOT))
 
     def launch(*arguments: str, before: Sequence[str] = (), name: Sequence[str] = _NAME) -> Launched:
         monkeypatch.setattr(sys, "argv", ["__main__.py", *arguments])

@@ -73,7 +73,7 @@ class _Module(torch.nn.Module):
         (_Module(), "this is a module.*    def step"),
         (_Module, "this is a class. Put it before the method"),
         ("inductor", r"write compile_step\(backend='inductor'\)"),
-        (3, "this is a int"),
+        (3, "this is of type int"),
     ],
 )
 def test_what_is_no_step_is_an_error_that_says_what_to_write(wrong: Any, text: str) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections import Counter, deque
 from collections.abc import Callable
@@ -53,18 +52,10 @@ class ProgramComparison:
         self._thread = 0
         self._since = 0.0
         self._to_profile = 0
-        self._stopped = False
-        self._status: object = None
         self._hooks = [
             register_optimizer_step_pre_hook(self._optimizing.begin),
             register_optimizer_step_post_hook(self._stepped),
         ]
-        self._exit = sys.exit
-        sys.exit = self._exiting
-
-    def _exiting(self, status: Any = None, /) -> Any:
-        self._status = status
-        self._exit(status)
 
     def _stepped(self, optimizer: Optimizer, args: Any, kwargs: Any) -> None:
         here = threading.get_ident()
@@ -123,16 +114,8 @@ class ProgramComparison:
         self._say(self.result)
         if optimizer is None or self._go_on or threading.current_thread() is not threading.main_thread():
             return
-        self._stopped = True
-        raise AnsweredExit(0 if self.result.worth_it else 1)
+        raise AnsweredExit
 
     def conclude(self) -> None:
         """Answer with what there is: the program has ended."""
         self._finish(None)
-
-    def status(self) -> int | None:
-        """Return the exit status to end with; None for that of Python, which has it right."""
-        failed = getattr(sys, "last_value", None) is not None or (isinstance(self._status, int) and self._status)
-        if self._stopped or failed or (self.result is not None and self.result.worth_it):
-            return None
-        return 1

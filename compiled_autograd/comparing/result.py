@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
 
 from ..shadow_cache.amounts import plural
@@ -42,7 +43,8 @@ class Comparison:
         if self.step_ratio is None or self.step_interval is None:
             return f"worth it: no: {self.reason}."
         low, high = self.step_interval
-        figures = f"Steps {self.step_ratio:.2f} of eager's ({low:.2f} to {high:.2f})"
+        sure = f"{low:.2f} to {high:.2f}" if high < math.inf else "too few steps for an interval"
+        figures = f"Steps {self.step_ratio:.2f} of eager's ({sure})"
         if self.backward_ratio is not None:
             figures += f", backward {self.backward_ratio:.2f}"
         if not self.worth_it:

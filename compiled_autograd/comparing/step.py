@@ -36,10 +36,13 @@ def compare(step: Callable[..., Any], *args: Any, seconds: float = 120.0, **sett
 
     Raises:
         TypeError: ``step`` cannot be called.
+        ValueError: ``seconds`` is no number above 0.
         UnknownSettingError, InvalidSettingError, UnknownBackendError: as :func:`enable`.
     """
     if not callable(step):
         raise TypeError(f"compare() takes a function that runs one step, not {type(step).__name__}")
+    if not isinstance(seconds, int | float) or not seconds > 0:
+        raise ValueError(f"seconds is the limit of the comparison, a number above 0, and not {seconds!r}")
     given = {} if os.environ.get(f"{PREFIX}ON_MISS") else {"on_miss": "background"}
     session = enable(**given | settings)
     watch = Watch(session)

@@ -6,11 +6,15 @@ The interpreter starts anew, so that ``__main__``, ``sys.argv``, tracebacks, exi
 
 from __future__ import annotations
 
+import dataclasses
 import os
+import signal
 import sys
+import tempfile
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from typing import NoReturn
 
 import msgspec
 
@@ -31,12 +35,14 @@ class Run:
         compare: whether to take turns with eager.
         seconds: limit of the comparison, in seconds.
         go_on: whether the program goes on once the answer is sure.
+        answer: path of the file for ``"yes"`` or ``"no"``; empty without ``compare``.
     """
 
     report: str = ""
     compare: bool = False
     seconds: float = 0.0
     go_on: bool = False
+    answer: str = ""
 
 
 def asked_of_this_process() -> Run | None:
@@ -64,17 +70,41 @@ def environment(texts: Mapping[str, str]) -> dict[str, str]:
 def launch(program: Sequence[str], variables: Mapping[str, str], run: Run) -> None:
     """Run ``python PROGRAM`` in this process's place. Does not return.
 
+    To compare, it runs in a child: this process waits, and ends as the child did, or with 1 where the answer is "no".
+
     Raises:
         InvalidSettingError: Python's flags or the environment turn off what the runner needs.
     """
     if sys.flags.ignore_environment or sys.flags.no_site:
         raise InvalidSettingError("flags", " ".join(flags()), "without -E, -I and -S, which hide PYTHONPATH", "python")
-    paths = [str(_CHILDREN), *filter(None, os.environ.get("PYTHONPATH", "").split(os.pathsep))]
-    os.environ.update({"PYTHONPATH": os.pathsep.join(dict.fromkeys(paths)), **variables})
-    os.environ[RUN] = f"{os.getpid()} {msgspec.json.encode(run).decode()}"
+    paths = os.environ.get("PYTHONPATH", "")  # an empty entry of it is the current folder
+    if str(_CHILDREN) not in paths.split(os.pathsep):
+        paths = os.pathsep.join([str(_CHILDREN), *([paths] if paths else [])])
     for stream in (sys.stdout, sys.stderr):
         stream.flush()
-    os.execv(sys.executable, [sys.executable, *flags(), *program])
+    if run.compare:
+        opened, path = tempfile.mkstemp(prefix="compiled_autograd_")
+        os.close(opened)
+        run = dataclasses.replace(run, answer=path)
+        if child := os.fork():
+            _end_as(child, Path(path))
+    asked = f"{os.getpid()} {msgspec.json.encode(run).decode()}"
+    environ = {**os.environ, "PYTHONPATH": paths, **variables, RUN: asked}
+    os.execve(sys.executable, [sys.executable, *flags(), *program], environ)
+
+
+def _end_as(child: int, answer: Path) -> NoReturn:
+    """Wait for the program, and end as it did; with 1 where it ended well and the answer is not "yes"."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # a terminal sends it to both
+    for each in (signal.SIGTERM, signal.SIGHUP):
+        signal.signal(each, lambda number, _: os.kill(child, number))
+    status = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    is_worth_it = answer.read_text() == "yes"
+    answer.unlink()
+    if status < 0:
+        signal.signal(-status, signal.SIG_DFL)
+        os.kill(os.getpid(), -status)
+    sys.exit(status or (0 if is_worth_it else 1))
 
 
 def flags() -> list[str]:

@@ -7,6 +7,7 @@ import contextlib
 import multiprocessing
 import os
 import sys
+from pathlib import Path
 
 from ..api import enable
 from ..comparing.program import ProgramComparison
@@ -38,12 +39,9 @@ COMPARISONS: list[ProgramComparison] = PROCESS.register([])
 """The comparison of this process with eager, where it was asked for."""
 
 
-def status() -> int | None:
-    """Return the exit status that the comparison asks for; None for Python's own."""
-    return COMPARISONS[0].status() if COMPARISONS else None
-
-
 def _say_answer(found: Comparison) -> None:
+    if (run := asked_of_this_process()) is not None and run.answer:
+        Path(run.answer).write_text("yes" if found.worth_it else "no")
     if not _is_child():
         say("\n".join((f"compiled_autograd: {found}", *(f"compiled_autograd: also: {hint}." for hint in found.hints))))
 

@@ -34,23 +34,18 @@ class _AfterTorch:
             loader.exec_module(module)
             if find_spec("compiled_autograd") is None:
                 sys.path.append(_PARENT)  # last: it hides nothing of the program's
-            importlib.import_module("compiled_autograd")
+            try:
+                importlib.import_module("compiled_autograd")
+            except ImportError as error:  # an environment that has torch, and not what this package needs
+                print(f"compiled_autograd: {sys.executable} runs without it: {error}", file=sys.stderr)  # noqa: T201
 
         vars(loader)["exec_module"] = exec_module
         return spec
 
 
 def _at_the_end():
-    """Say that the program did without torch, or end with the answer of ``--compare``: the program's own handlers,
-    which were registered later, have run."""
-    if "torch" not in sys.modules:
+    if "torch" not in sys.modules and os.environ[_RUN].startswith(f"{os.getpid()} "):  # no forked child's
         print("compiled_autograd: the program did not import torch", file=sys.stderr)  # noqa: T201
-    start = sys.modules.get("compiled_autograd.runner.start")
-    status = start.status() if start is not None else int('"compare":true' in os.environ.get(_RUN, ""))
-    if status:
-        sys.stdout.flush()
-        sys.stderr.flush()
-        os._exit(status)
 
 
 def _run_the_next_one():
@@ -62,7 +57,8 @@ def _run_the_next_one():
 
 
 sys.path[:] = [path for path in sys.path if path != _HERE]
-if not any(_OF_OTHERS in argument for argument in sys.orig_argv[1:2]):  # Inductor's workers run no backward
+_ARGUMENTS = getattr(sys, "orig_argv", ())  # since Python 3.10; a program may start another one
+if not any(_OF_OTHERS in argument for argument in _ARGUMENTS[1:2]):  # Inductor's workers run no backward
     if os.environ.get("COMPILED_AUTOGRAD"):
         sys.meta_path.insert(0, _AfterTorch())
     if os.environ.get(_RUN, "").startswith(f"{os.getpid()} "):

@@ -52,7 +52,7 @@ class Comparison:
         return f"worth it: yes. {figures}; {self._cost()}{'; a second run starts compiled' if self.stored else ''}."
 
     def _cost(self) -> str:
-        if self.compile_seconds < 0.05:
+        if not self.compile_seconds:
             return "nothing had to be compiled"
         amount = f"{self.compile_seconds:.{0 if self.compile_seconds >= 10 else 1}f}"
         where = "on another core" if self.beside else "while steps waited"

@@ -15,10 +15,10 @@ from torch import nn
 
 import compiled_autograd as ca
 from compiled_autograd.comparing import backward_times
-from compiled_autograd.comparing import program as program_module
 from compiled_autograd.comparing import step as step_module
-from compiled_autograd.comparing.program import AnsweredExit, ProgramComparison
+from compiled_autograd.comparing import whole_program as program_module
 from compiled_autograd.comparing.turns import Turns, interval
+from compiled_autograd.comparing.whole_program import AnsweredExit, ProgramComparison
 from compiled_autograd.engine.session import current
 
 from .helpers import mlp

@@ -10,8 +10,8 @@ import sys
 from pathlib import Path
 
 from ..api import enable
-from ..comparing.program import ProgramComparison
 from ..comparing.result import Comparison
+from ..comparing.whole_program import ProgramComparison
 from ..engine.session import Session
 from ..process_state import PROCESS
 from ..settings import switch

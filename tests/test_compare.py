@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import random
-import sys
+import signal
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -17,9 +17,12 @@ import compiled_autograd as ca
 from compiled_autograd.comparing import backward_times
 from compiled_autograd.comparing import step as step_module
 from compiled_autograd.comparing import whole_program as program_module
+from compiled_autograd.comparing.answer import Watch
 from compiled_autograd.comparing.turns import Turns, interval
 from compiled_autograd.comparing.whole_program import AnsweredExit, ProgramComparison
 from compiled_autograd.engine.session import current
+from compiled_autograd.outcomes import BYPASS, Outcome
+from compiled_autograd.policies.autotune import TIMED
 
 from .helpers import mlp
 from .test_runner import _python
@@ -115,6 +118,14 @@ def test_turns_end_where_there_is_nothing_to_gain() -> None:
     assert not _simulated(1.0, calm=False)[0].pairs
 
 
+def test_steps_that_tune_times_on_eager_are_not_like_the_ones_to_come() -> None:
+    session = ca.enable(**_SETTINGS)
+    watch = Watch(session)
+    assert watch.is_calm()
+    session.record(Outcome(BYPASS, reasons=(TIMED,)))
+    assert not watch.is_calm() and watch.is_calm()
+
+
 def test_it_is_worth_it() -> None:
     training = Training(slow="eager")
     found = ca.compare(training.step, seconds=100, **_SETTINGS)
@@ -158,10 +169,8 @@ def test_it_takes_a_function() -> None:
 
 
 @pytest.fixture
-def program(monkeypatch: pytest.MonkeyPatch) -> Iterator[Callable[..., tuple[ProgramComparison, list[str]]]]:
+def program() -> Iterator[Callable[..., tuple[ProgramComparison, list[str]]]]:
     """Begins a comparison of the process, as the runner does."""
-    monkeypatch.setattr(sys, "exit", sys.exit)
-    monkeypatch.delattr(sys, "last_value", raising=False)
     with ca.enable(**_SETTINGS) as session:
         begun: list[ProgramComparison] = []
 
@@ -251,6 +260,8 @@ def test_hints_are_measured_on_copies(program: Begin) -> None:
 _SCRIPT = """
 import atexit, sys, time, torch
 from compiled_autograd.engine.session import current
+from compiled_autograd.outcomes import BYPASS, Outcome
+from compiled_autograd.policies.autotune import TIMED
 torch.manual_seed(0)
 model = torch.nn.Linear(4, 2)
 optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
@@ -279,3 +290,10 @@ def test_the_exit_status_is_the_answer(arguments: list[str], status: int, out: s
     ended = _python("-m", "compiled_autograd", "--compare", "s.py", *arguments, cwd=tmp_path)
     assert (ended.returncode, ended.stdout) == (status, out), ended.stderr
     assert ended.stderr.startswith(f"compiled_autograd: {words}")
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_program_that_is_killed_ends_as_that(number: int, tmp_path: Path) -> None:
+    (tmp_path / "s.py").write_text(f"import os\nos.kill(os.getpid(), {int(number)})\n")
+    ended = _python("-m", "compiled_autograd", "--compare", "s.py", cwd=tmp_path)
+    assert ended.returncode == -number and "Traceback" not in ended.stderr, ended.stderr

@@ -1,1 +1,1 @@
-"""The question whether compiled backwards pay for one program: ``docs/internals/compare.md``."""
+"""The question whether compiled backwards pay for one program: ``docs/internals/comparing.md``."""

@@ -21,7 +21,6 @@ PROFILED_STEPS = 2
 """Steps on eager that say what a backward consists of."""
 _MISSED = 0.1
 """With more misses than this part of the backwards, nothing is worth it."""
-_UNSTEADY = ("compiling", "tuning")
 
 
 class Watch:
@@ -35,7 +34,7 @@ class Watch:
     @staticmethod
     def _of(stats: Stats) -> tuple[int, ...]:
         missed = stats.shape_misses + stats.structure_misses
-        return missed, stats.compiles, stats.loads, *(stats.bypasses.get(label, 0) for label in _UNSTEADY)
+        return missed, stats.compiles, stats.loads, stats.tuning, stats.bypasses.get("compiling", 0)
 
     def is_calm(self) -> bool:
         """Whether nothing was captured, compiled, loaded or timed since this was last asked, or is now."""

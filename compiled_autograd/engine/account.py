@@ -178,8 +178,9 @@ class RunAccount:
         return outcome
 
     def _shares_all_code(self, variant: Variant) -> bool:
-        """Return True if a variant that is not stored yet runs code that was compiled for other variants."""
-        return variant.entry is None and bool(variant.regions) and not self.report.uncompiled
+        """Return True if a variant that was not tried to be stored runs code that was compiled for other variants."""
+        is_new = variant.entry is None and not variant.not_stored
+        return is_new and bool(variant.regions) and not self.report.uncompiled
 
     def _gave_zeros_alone(self, variant: Variant | None) -> bool:
         """Whether each region of what has run has, beside its real calls: nothing was learnt."""

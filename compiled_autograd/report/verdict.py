@@ -15,8 +15,6 @@ from ..shadow_cache.miss_kinds import NO_MISSES, explain
 from ..shadow_cache.report import data
 from .step_log import Hit, StepEvent
 
-_TRIAL = "tuning"
-"""The bypasses of a trial, which end by themselves."""
 _EXPECTED = ("first_seen", "evicted")
 """Kinds of misses that nobody can do anything about."""
 _REPEATED = 3
@@ -70,8 +68,7 @@ def verdict(
     parts.append(f"{plural(misses, 'miss', 'misses')}, {where if misses == 1 or left_out else 'all ' + where}")
     if not misses:
         parts[-1] = "no misses"
-    bypassed = {label: count for label, count in stats["bypasses"].items() if label != _TRIAL}
-    if bypassed:
+    if bypassed := stats["bypasses"]:
         first = max(bypassed, key=lambda label: bypassed[label])
         parts.append(f"{sum(bypassed.values()):,} left to eager ({first}{' and others' if len(bypassed) > 1 else ''})")
     text = "; ".join(parts)
@@ -96,8 +93,7 @@ def _next(
     """The one thing to do, the gravest first."""
     if stats["failures"]:
         return "see what failed below, and report it: gradients are right, but a slower way was taken."
-    bypasses: Counter[str] = Counter({label: count for label, count in stats["bypasses"].items() if label != _TRIAL})
-    ((label, count),) = bypasses.most_common(1) or [("", 0)]
+    ((label, count),) = Counter[str](stats["bypasses"]).most_common(1) or [("", 0)]
     if 2 * count > stats["backwards"]:
         return _about_bypass(label, events)
     kinds = Counter(each.kind for event in events for each in event.reasons if isinstance(each, Miss))

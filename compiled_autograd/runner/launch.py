@@ -102,7 +102,8 @@ def _end_as(child: int, answer: Path) -> NoReturn:
     is_worth_it = answer.read_text() == "yes"
     answer.unlink()
     if status < 0:
-        signal.signal(-status, signal.SIG_DFL)
+        if -status not in (signal.SIGKILL, signal.SIGSTOP):  # nobody can catch these
+            signal.signal(-status, signal.SIG_DFL)
         os.kill(os.getpid(), -status)
     sys.exit(status or (0 if is_worth_it else 1))
 

@@ -97,7 +97,7 @@ class CompiledGraph(WeaklyReferred):
 
     @property
     def title(self) -> str:
-        """What the backward begins at, the model and the number of nodes."""
+        """The node that the backward begins at, the model and the number of nodes."""
         return title(self.tape)
 
     def __call__(self, handover: Handover, context: RunContext | None = None) -> list[torch.Tensor | None]:

@@ -182,8 +182,8 @@ def _ends_among(asked: set[Any], inputs: Ends) -> set[Any] | None:
 
 
 def all_freed_at_the_end(inputs: Ends) -> bool:
-    """Whether each of ``inputs`` is inside the tape and its node would lose something: then a walk ends at one of them,
-    whatever the tape is. Some microseconds, most of them where the answer is yes."""
+    """Return whether each of ``inputs`` is inside the tape, at a node that would lose something. A walk ends at one of
+    them then, whatever the tape is. It takes some microseconds, most of them where the answer is yes."""
     for each in inputs:
         if type(each) is torch.Tensor:
             node = attributes.grad_fn(each)
@@ -210,7 +210,7 @@ def _above(targets: Iterable[Any], roots: Iterable[Any]) -> set[Any]:
 
 
 def _loses(node: Any) -> bool:
-    """Whether a node inside the tape that is released loses something: tensors, or what is not known of here."""
+    """Return whether a node inside the tape that is released loses something: tensors, or what is not known of here."""
     if node is None:
         return False
     names = _saved_names.get(type(node)) or saved_names(type(node))

@@ -37,7 +37,7 @@ class Watch:
         return missed, stats.compiles, stats.loads, stats.tuning, stats.bypasses.get("compiling", 0)
 
     def is_calm(self) -> bool:
-        """Whether nothing was captured, compiled, loaded or timed since this was last asked, or is now."""
+        """Return whether nothing was captured, compiled, loaded or timed since this was last asked, or is now."""
         stats = self._session.stats()
         now, before = self._of(stats), self._before
         self._before, self._at_start = now, stats
@@ -90,13 +90,13 @@ def _unmeasured(turns: Turns, times: BackwardTimes) -> str:
 
 
 def depends_on_products(turns: Turns, watch: Watch) -> bool:
-    """Whether the backwards ran compiled and were not faster: what they consist of is the reason then."""
+    """Return whether the backwards ran compiled and were not faster: what they consist of is the reason then."""
     hits, missed, bypasses = watch.since_settled()
     return bool(turns.pairs) and turns.step_interval()[1] >= 1 and hits > missed + bypasses.total()
 
 
 def _keeps_missing(watch: Watch) -> bool:
-    """Whether more misses come than the lower quartile of the steps would show."""
+    """Return whether more misses come than the lower quartile of the steps would show."""
     hits, missed, bypasses = watch.since_settled()
     return missed > _MISSED * (hits + missed + bypasses.total())
 

@@ -79,7 +79,7 @@ class Turns:
 
     @property
     def is_settling(self) -> bool:
-        """Whether the turns have not begun yet."""
+        """True if the turns have not begun yet."""
         return not self._open
 
     def add(self, step: float, backward: float) -> None:
@@ -113,7 +113,7 @@ class Turns:
 
     @property
     def is_over(self) -> bool:
-        """Whether the answer is sure, or the time is up."""
+        """True if the answer is sure, or the time is up."""
         if self.spent >= self._limit:
             return True
         low, high = interval(self.step_ratios(), _SURE)

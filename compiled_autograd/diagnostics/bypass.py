@@ -120,7 +120,7 @@ tracing_context = functools.partial(getattr, torch._guards._TLS, "tracing_contex
 
 
 is_batched = torch._C._functorch.is_legacy_batchedtensor
-"""Whether a gradient that a backward starts from is batched, as ``is_grads_batched`` has it."""
+"""Return whether a gradient that a backward starts from is batched, as ``is_grads_batched`` has it."""
 
 
 def before_capture(create_graph: bool, grads: Sequence[torch.Tensor | None], depth: int) -> Bypass | None:

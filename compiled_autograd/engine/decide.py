@@ -88,7 +88,7 @@ def look(call: Call, session: Session) -> Found | None:
 
 
 def looks(settings: Settings) -> bool:
-    """Whether tapes have to be told apart before the engine is asked."""
+    """Return whether tapes have to be told apart before the engine is asked."""
     return AUTOTUNE.active or ADMISSION.closed or REFUSALS.active or _compiles_beside(settings)
 
 

@@ -255,7 +255,7 @@ def may_move_aside(call: Call, settings: Settings) -> bool:
 
 
 def learns_of_reducers(call: Call, settings: Settings) -> bool:
-    """Whether the next walk can move aside what the engine refused now, for the first time.
+    """Return whether the next walk can move aside what the engine refused now, for the first time.
 
     The extension is waited for like a compiler, since these tapes are not compiled without it: beside ranks that keep
     all cores busy, a build of low priority takes thousands of backwards.

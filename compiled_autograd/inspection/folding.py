@@ -103,7 +103,7 @@ def number_of(name: str) -> int | None:
 
 
 def _are_alike(one: Module, other: Module, nodes: Sequence[TapeNode]) -> bool:
-    """Whether two layers are told as one."""
+    """Return whether two layers are told as one."""
     more, less = _own(one, nodes), _own(other, nodes)
     differ = (more - less).total() + (less - more).total()
     return differ <= (_FEW if one.inner else 0) and _inner(one, nodes) == _inner(other, nodes)

@@ -152,7 +152,7 @@ def _label(event: StepEvent) -> str:
 
 
 def _is_steady(event: StepEvent) -> bool:
-    """Whether nothing was missing: something failed beside a hit, or it is timed."""
+    """Return whether nothing was missing: something failed beside a hit, or it is timed."""
     return event.outcome == "hit" or _label(event) == TUNING
 
 

@@ -102,7 +102,7 @@ def _end_as(child: int, answer: Path) -> NoReturn:
     is_worth_it = answer.read_text() == "yes"
     answer.unlink()
     if status < 0:
-        if -status not in (signal.SIGKILL, signal.SIGSTOP):  # nobody can catch these
+        if -status not in (signal.SIGKILL, signal.SIGSTOP):  # which cannot be caught
             signal.signal(-status, signal.SIG_DFL)
         os.kill(os.getpid(), -status)
     sys.exit(status or (0 if is_worth_it else 1))

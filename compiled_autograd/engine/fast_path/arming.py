@@ -81,7 +81,7 @@ class FastPaths:
 
     @property
     def is_armed(self) -> bool:
-        """Whether it may serve some."""
+        """True if it may serve some."""
         return bool(self._handed)
 
     def _come_first(self, module: Module) -> None:

@@ -27,10 +27,10 @@ pytestmark = pytest.mark.as_users
 _OPTIONS = {"train_llama": [*as_a_user.SMALL_LLAMA, "--steps", "40"]}
 _HEAVY = (
     *("background_and_warm_start", "foreach", "forces", "hessian", "pinn"),
-    *("compressed_gradients", "gradient_norms", "with_torch_compile", "settings"),
+    *("compressed_gradients", "gradient_norms", "with_torch_compile", "settings", "cache"),
 )
 """Examples and pages that compile much, which takes most of a minute."""
-_HEAVY_TRAININGS = ("checkpoints", "frozen", "two_models", "autocast")
+_HEAVY_TRAININGS = ("accumulation", "custom_function", "checkpoints", "frozen", "two_models", "autocast")
 _ALWAYS = ("README", "quickstart", "first_miss", "troubleshooting")
 
 

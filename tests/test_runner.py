@@ -129,8 +129,8 @@ _ENDS = {
     "error": "def f():\n    raise ValueError('no')\ntry:\n    f()\nexcept ValueError as e:\n    raise KeyError from e",
     "text": "import sys; sys.exit('a text')",
     "status": "raise SystemExit(3)",
-    "interrupt": "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(9)",
-    "signal": "import os, signal, time\nos.kill(os.getpid(), signal.SIGTERM)\ntime.sleep(9)",
+    "interrupt": "import os, signal, time\nos.kill(os.getpid(), signal.SIGINT)\ntime.sleep(1)",
+    "signal": "import os, signal, time\nos.kill(os.getpid(), signal.SIGTERM)\ntime.sleep(1)",
     "syntax": "x = (",
     "hook": "import sys\nsys.excepthook = lambda *a: print(a[0], a[2].tb_next)\n1 / 0",
 }

@@ -101,8 +101,16 @@ assert torch.allclose(x.grad, 2 * x) and session.stats().hits == 1 and session.s
 """
 
 
-@pytest.mark.parametrize("script", [_IMPORTS + _COMPILES, _COMPILES + _IMPORTS], ids=["imported before", "and after"])
-@pytest.mark.parametrize("way", ["wheel", "editable", "checkout"])
+@pytest.mark.parametrize(
+    ("way", "script"),
+    [
+        pytest.param(way, script, id=f"{way}-{order}", marks=pytest.mark.slow if way == "checkout" or late else ())
+        for way in ("wheel", "editable", "checkout")
+        for late, (order, script) in enumerate(
+            {"imported before": _IMPORTS + _COMPILES, "and after": _COMPILES + _IMPORTS}.items()
+        )
+    ],
+)
 def test_a_program_may_have_modules_of_the_same_names(way: str, script: str, wheel: Path, tmp_path: Path) -> None:
     path = _python_path(way, wheel, tmp_path)
     program = tmp_path / "program"

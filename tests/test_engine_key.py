@@ -233,6 +233,25 @@ def test_a_dtype_set_on_what_is_no_leaf_any_more_is_left_to_eager() -> None:
     expect(_run(program, program), bypasses={"unsupported": 2})
 
 
+@pytest.mark.parametrize("other", [torch.bfloat16, None])
+def test_a_hook_that_changes_the_grad_dtype_of_a_sum(other: torch.dtype | None) -> None:
+    """``fully_shard`` does so from torch 2.15 on. In 16 bits the sum of these terms is another one."""
+
+    def program() -> Sequence[torch.Tensor | None]:
+        leaf = torch.tensor([1.0]).bfloat16().requires_grad_()
+        leaf.grad_dtype = torch.float32
+        terms = (leaf * 256).float() + (leaf * 1).float() + (leaf * 1).float()
+
+        def hook(grad: torch.Tensor) -> None:
+            leaf.grad_dtype = other
+
+        terms.register_hook(hook)
+        return _grads(terms.sum(), leaf)
+
+    assert program()[0].item() in (256, 258)  # type: ignore[union-attr]
+    expect(_run(program, program), bypasses={"unsupported": 2})
+
+
 def test_a_hook_on_a_node_with_an_edge_to_nowhere_is_no_reason_to_refuse() -> None:
     """What such a node gives there is handed to the hook, and nobody has said what it should be."""
     x, constant = torch.randn(2, 3, requires_grad=True), torch.randn(2, 3)

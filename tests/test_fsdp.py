@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 from torch import distributed
+from torch.distributed.fsdp._fully_shard._fsdp_param_group import FSDPParamGroup
 
 import compiled_autograd as ca
 from compiled_autograd.engine.native_hits import NATIVE_HITS
@@ -113,9 +114,8 @@ QUICK = ("plain",)
 )
 def test_every_form_is_bit_for_bit_eagers_and_in_its_order(pair: Pair, name: str) -> None:
     case = FORMS[name]
-    misses = (
-        1 if case.batches == 1 or "mixed" in name else 2
-    )  # with .grad and without; FSDP keeps those of 16 bits itself
+    beside = "mixed" in name and not hasattr(FSDPParamGroup, "_set_unsharded_grad_dtypes")  # of sums, up to 2.14
+    misses = 1 if case.batches == 1 or beside else 2  # with .grad and without
     for each in compare(pair, case):
         expect(each.stats, structure_misses=misses, hits=STEPS * case.batches - misses, captures=misses)
         assert each.stats.compiles > 0

@@ -27,6 +27,8 @@ from .test_distributed import pair as pair
 from .test_fsdp import _written_down
 
 STEPS = 6
+_SUM = "unsupported(a sum of gradients for a grad_dtype that a hook may change)"
+"""Mixed precision and a layer that is used twice, from torch 2.15 on."""
 SETTINGS: list[dict[str, Any]] = [
     {},
     {"check": True},
@@ -172,5 +174,6 @@ def test_a_random_training_is_bit_for_bit_eagers(pair: Pair, builds: Path, seed:
     for (wanted, in_order, _), (seen, events, stats) in zip(eager, found, strict=True):
         _same(seen, wanted)
         assert events == in_order
-        assert stats.hits + stats.shape_misses + stats.structure_misses > 0 and not stats.failures
-        assert set(stats.bypasses) <= {"compiling"}, stats
+        served = stats.hits + stats.shape_misses + stats.structure_misses
+        assert (served or _SUM in stats.bypasses) and not stats.failures
+        assert set(stats.bypasses) <= {"compiling", _SUM}, stats

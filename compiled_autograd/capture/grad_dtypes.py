@@ -46,6 +46,7 @@ _NUMBERS: dict[Any, Any] = {dtype: number for number, dtype in _DTYPES.items()}
 _DTYPE_IN_OPTIONS = 3
 _CASTS = "ToCopyBackward0"
 _NOT_STRIDED = "a grad_dtype behind a compiled forward with tensors that are not strided"
+_HOOKS = (ir.tensor_hook, ir.pre_hook, ir.post_hook)
 _Edge = tuple[fx.Node, int]
 
 
@@ -115,6 +116,7 @@ def refuse_others(tape: ir.TapeGraph) -> None:
     taken += [value for _, value in _gradients(tape)]
     for value in taken:
         _refuse_unlike_terms(tape, value)
+    _refuse_changes_by_hooks(tape)
     known = {edge for value in taken for edge in edges(value) if metadata_of(edge)[-1] in _DTYPES}
     for call in tape.graph.find_nodes(op="call_function", target=operator.getitem):
         edge = (call.args[0], call.args[1])
@@ -122,6 +124,21 @@ def refuse_others(tape: ir.TapeGraph) -> None:
             options, *_, number = metadata_of(edge)
             if number not in _DTYPES or number != options[_DTYPE_IN_OPTIONS]:
                 raise CaptureRefusedError(unsupported("a grad_dtype of a tensor that is no leaf, or is no usual one"))
+
+
+def _refuse_changes_by_hooks(tape: ir.TapeGraph) -> None:
+    """Refuse a cast of each term of a leaf's sum if a hook may take the cast back before all terms are there.
+
+    A hook of ``fully_shard`` does (``_set_unsharded_grad_dtypes``,
+    ``torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py``, 2.15): without the cast, eager adds in 16 bits. One
+    term has the same value either way. A hook of a leaf runs after its sum.
+    """
+    gradients = [value for _, value in _gradients(tape)]
+    if any(ir.hook_kind(call.target) in _HOOKS and call not in gradients for call in tape.graph.nodes):
+        for value in gradients:
+            told = [metadata_of(edge) for edge in edges(value)]
+            if len(told) > 1 and told[0][-1] not in (None, told[0][0][_DTYPE_IN_OPTIONS]):
+                raise CaptureRefusedError(unsupported("a sum of gradients for a grad_dtype that a hook may change"))
 
 
 def _is_function(call: fx.Node) -> bool:

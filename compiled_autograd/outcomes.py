@@ -64,6 +64,8 @@ class Stats:
 
     def parts(self) -> list[str]:
         """The counts in words; those that are 0 are left out."""
+        if not self.backwards:
+            return ["no backward ran in this session"]
         missed, left = self.shape_misses + self.structure_misses, sum(self.bypasses.values())
         found = [f"{plural(self.backwards, 'backward')}: {plural(self.hits, 'hit')}"]
         found += [plural(missed, "miss", "misses")] if missed else []
@@ -71,10 +73,13 @@ class Stats:
         return [*found, f"{left:,} left to eager"] if left else found
 
     def __repr__(self) -> str:
-        reasons = ", ".join(f"{count:,} {label}" for label, count in self.bypasses.items())
-        text = ", ".join(self.parts()) + (f" ({reasons})" if reasons else "")
-        text += f"; {plural(self.compiles, 'region')} compiled in {seconds(self.compile_seconds)}"
-        text += f", {self.loads:,} loaded" if self.loads else ""
+        text = ", ".join(self.parts())
+        if self.bypasses:
+            each = [f"{count:,} {label}" for label, count in self.bypasses.items()]
+            text += f" ({', '.join(each if len(each) > 1 else self.bypasses)})"
+        if self.compiles or self.loads:
+            text += f"; {plural(self.compiles, 'region')} compiled in {seconds(self.compile_seconds)}"
+            text += f", {self.loads:,} loaded" if self.loads else ""
         return harmless(text + (f"; {plural(self.failures, 'failure')}" if self.failures else ""))
 
     def _repr_html_(self) -> str:

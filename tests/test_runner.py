@@ -204,7 +204,7 @@ def test_sessions_of_the_programs_own_win(tmp_path: Path, launched: Callable[...
     (tmp_path / "s.py").write_text(_HIT_COUNT + code)
     ours = _python("-m", "compiled_autograd", "s.py", cwd=tmp_path, PYTHONPATH=f"{ROOT}{os.pathsep}{tmp_path}")
     assert ours.stdout.split() == ["3", "0", "True"], ours.stderr
-    assert ours.stderr == "compiled_autograd: no backward ran in this process\n"
+    assert ours.stderr == "compiled_autograd: no backward ran in this session\n"
 
 
 def test_the_switch(tmp_path: Path) -> None:

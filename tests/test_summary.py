@@ -11,8 +11,10 @@ import torch
 
 import compiled_autograd as ca
 from compiled_autograd.cache.variants import Variant
-from compiled_autograd.report import summary as summaries
+from compiled_autograd.report.step_log import StepLog
+from compiled_autograd.report.verdict import Worth, what_next
 from compiled_autograd.settings import Settings
+from compiled_autograd.shadow_cache import Miss
 
 from .helpers import in_subprocess, mlp
 
@@ -54,11 +56,14 @@ def test_the_summary_of_a_session() -> None:
     first, compiled, time, on_eager, what_next = str(found).splitlines()
     assert first == "compiled_autograd: 6 backwards: 3 hits, 2 misses, 1 left to eager"
     assert compiled == "  compiled  2 regions; all hits since backward 6"
-    assert time.startswith("  time      seconds saved unknown") and "spent compiling" in time
+    assert time.startswith("  time      eager's time is not known (tune=False does not time it); steps waited ")
     assert on_eager.startswith("  on eager  1 create_graph: ") and what_next == (
         "  next      look up 'create_graph' in docs/bypasses.md"
     )
-    assert found.line.startswith("compiled_autograd: 6 backwards: 3 hits, 2 misses, 1 left to eager, 1 left to eager (")
+    assert found.line.startswith(
+        "compiled_autograd: 6 backwards: 3 hits, 2 misses, 1 left to eager (create_graph); 2 reg"
+    )
+    assert found.line.endswith(found.worth) and found.worth in time
 
 
 def test_nothing_is_steady_while_the_last_backward_missed() -> None:
@@ -76,7 +81,7 @@ def test_seconds_saved_are_those_that_were_timed() -> None:
     found = session.summary()
     saved = variant.hits * (variant.timing.eager - variant.timing.compiled) / 1e3
     assert found.timed == 1 and found.seconds_saved == pytest.approx(saved)
-    assert f" s of backward {'saved' if saved >= 0 else 'lost'} by hits" in str(found)
+    assert f"s {'saved' if saved >= 0 else 'lost'}" in found.worth
     assert session.metrics()["compiled_autograd/seconds_saved"] == found.seconds_saved
 
 
@@ -138,23 +143,34 @@ def test_metrics_are_numbers_by_name() -> None:
     assert (short["backwards"], short["hits"], short["misses"], short["left_to_eager"]) == (4, 3, 1, 0)
 
 
+def test_what_is_compiled_beside_the_steps_is_not_waited_for() -> None:
+    session, model = _session(on_miss="background"), mlp()
+    for _ in range(3):
+        _run(session, 1, model)
+        assert session.wait(60)
+    found = session.summary()
+    assert found.stats.compiles and 0 < found.seconds_spent < found.stats.compile_seconds
+
+
 def test_each_next_step_has_its_cause() -> None:
-    on_eager = summaries.Summary(ca.Stats(10, hits=10), -1.0, 2.0, 1, 1, 1, {}, {}, "")
-    cases = [
-        (ca.Stats(), None, "call backward()"),
-        (ca.Stats(10, hits=10, failures=1), None, "report the failure"),
-        (ca.Stats(10, hits=1, bypasses={"not_worth_it": 9}), 1.0, "leave these backwards to eager"),
-        (ca.Stats(10, hits=10), -1.0, "leave this model to eager"),
-        (ca.Stats(10, hits=3, shape_misses=7), 1.0, "dynamic=True"),
-        (ca.Stats(10, hits=3, structure_misses=7), 1.0, "tapes differ"),
-        (ca.Stats(10, hits=10), None, "run on"),
-        (ca.Stats(10, hits=10), 1.0, "a second run"),
-        (ca.Stats(10, hits=10), 3.0, "nothing"),
+    unknown, lost, saved, much = (Worth(eager, 2.0, int(eager > 0), 0, 1) for eager in (0.0, 1.0, 3.0, 5.0))
+    shape, new = (tuple([Miss(kind)] * 7) for kind in ("shape", "new_node"))
+    cases: list[tuple[ca.Stats, Worth, tuple[Miss, ...], str]] = [
+        (ca.Stats(), unknown, (), "call backward()"),
+        (ca.Stats(10, hits=10, failures=1), unknown, (), "report what failed"),
+        (ca.Stats(10, hits=1, bypasses={"not_worth_it": 9}), saved, (), "timed again from time to time"),
+        (ca.Stats(10, hits=1, bypasses={"create_graph": 9}), saved, (), "look up 'create_graph'"),
+        (ca.Stats(10, hits=3, shape_misses=7), saved, shape, "7 misses are of the kind shape. Pad to few"),
+        (ca.Stats(10, hits=3, structure_misses=7), saved, new, "7 misses are of the kind new_node."),
+        (ca.Stats(10, hits=10), lost, (), "leave this model to eager"),
+        (ca.Stats(10, hits=10), unknown, (), "run on"),
+        (ca.Stats(10, hits=10), saved, (), "a second run"),
+        (ca.Stats(10, hits=10), much, (), "nothing"),
     ]
-    for stats, saved, text in cases:
-        found = summaries.Summary(stats, saved, 2.0, 1, 1, 1, stats.bypasses, {}, "")
-        assert text in summaries._next(found, Settings()), text
-    assert summaries._next(on_eager, Settings(untested_torch="try"))
+    for stats, worth, reasons, text in cases:
+        events = StepLog()
+        events.add(10, "shape_miss", None, reasons, {}, 0, 0)
+        assert text in what_next(stats, worth, 2.0, events.events(), Settings()), text
 
 
 # ---- at a prompt and in a notebook -----------------------------------------------------------------------------------

@@ -7,7 +7,6 @@ import threading
 import time
 import weakref
 from collections import Counter
-from dataclasses import asdict
 from logging import INFO
 from pathlib import Path
 
@@ -172,8 +171,8 @@ class Session:
         from ..shadow_cache.report import page
 
         stats, events, hits, graphs = self._all()
-        given = (asdict(stats), events, self._steps.left_out, hits, graphs, self.settings)
-        return page.write(session_report(*given), path)
+        summary = Summary.of(stats, events, graphs, self.settings)
+        return page.write(session_report(summary, events, self._steps.left_out, hits, graphs, self.settings), path)
 
     def trace(self, path: str | os.PathLike[str]) -> Path:
         """Write the session's times so far as a trace that https://ui.perfetto.dev and ``chrome://tracing`` open.
@@ -183,14 +182,7 @@ class Session:
         in the background has a track of its own. Of hits there are the last 2048; of a session's first backward that
         is a hit there is none.
 
-        Args:
-            path: of the file; one that is there is replaced.
-
-        Returns:
-            The file.
-
-        Raises:
-            OSError: it cannot be written.
+        Takes, returns and raises what :meth:`report` does.
         """
         from ..report.trace import trace_of
         from ..shadow_cache.report import page

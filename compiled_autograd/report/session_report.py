@@ -14,7 +14,7 @@ from ..cache.variants import Variant
 from ..diagnostics.node_names import title
 from ..diagnostics.reporting import what_follows
 from ..guards.shapes import size_in
-from ..outcomes import HIT
+from ..outcomes import HIT, Stats
 from ..settings import Settings
 from ..shadow_cache import Bypass, Failure, Miss
 from ..shadow_cache.amounts import date, plural, seconds
@@ -26,13 +26,13 @@ from ..versions import VERSION
 from .memory import memory_of, run_without_memory
 from .stages import stages_of, step_of_calls, steps_of, tape_stage_of
 from .step_log import Hit, StepEvent
-from .verdict import verdict
+from .summary import Summary
 
 _NOTHING = "Nothing is compiled of it: its stages end here."
 
 
 def session_report(
-    stats: Mapping[str, Any],
+    summary: Summary,
     events: Sequence[StepEvent],
     left_out: int,
     hits: Sequence[Hit],
@@ -42,7 +42,7 @@ def session_report(
     """All that is known of a session.
 
     Args:
-        stats: its counts, as :class:`engine.session.Stats` names them.
+        summary: its counts and answers.
         events: its steps that were more than a hit, oldest first; ``left_out`` more were not kept.
         hits: those whose times are kept, oldest first.
         graphs: its structures.
@@ -50,15 +50,16 @@ def session_report(
     variants = [variant for graph in graphs for variant in graph.variants]
     titles = {graph.number: title(graph.tape) for graph in graphs}
     structures = [structure_of(graph.tape, _id(graph.number)) for graph in graphs]
+    answer = f"{summary.worth}; {summary.stats!r}" if summary.stats.backwards else repr(summary.stats)
     outermost = next((call.module for graph in graphs for call in graph.tape.calls if call.module), None)
     return data.Report(
         of="session",
         title=outermost or "a session",
         made=date(time.time()),
-        totals=_totals(stats, graphs),
+        totals=_totals(summary.stats, graphs),
         timeline=data.Timeline(
             tuple(_event(each, titles) for each in events),
-            stats["backwards"],
+            summary.stats.backwards,
             hits_between=True,
             left_out=left_out,
             took=_took(events, hits),
@@ -71,7 +72,7 @@ def session_report(
             ("compiled_autograd", VERSION),
             *((name, _shown(value)) for name, value in settings.key),
         ),
-        verdict=verdict(stats, variants, events, left_out, hits, settings),
+        verdict=data.Verdict(f"{answer[:1].upper()}{answer[1:]}.", f"{summary.next}."),
     )
 
 
@@ -98,21 +99,21 @@ def _shown(value: object) -> str:
     return value if isinstance(value, str) else repr(value)
 
 
-def _totals(stats: Mapping[str, Any], graphs: Sequence[CompiledGraph]) -> tuple[data.Figure, ...]:
-    backwards, bypassed = stats["backwards"], sum(stats["bypasses"].values())
-    part = f"{stats['hits'] / backwards:.1%} of all" if backwards else ""
-    misses = stats["shape_misses"] + stats["structure_misses"]
-    of = f"{stats['structure_misses']:,} of structure, {stats['shape_misses']:,} of shape" if misses else ""
-    labels = ", ".join(f"{label} {count:,}" for label, count in sorted(stats["bypasses"].items(), key=_most_first))
+def _totals(stats: Stats, graphs: Sequence[CompiledGraph]) -> tuple[data.Figure, ...]:
+    backwards, bypassed = stats.backwards, sum(stats.bypasses.values())
+    part = f"{stats.hits / backwards:.1%} of all" if backwards else ""
+    misses = stats.shape_misses + stats.structure_misses
+    of = f"{stats.structure_misses:,} of structure, {stats.shape_misses:,} of shape" if misses else ""
+    labels = ", ".join(f"{label} {count:,}" for label, count in sorted(stats.bypasses.items(), key=_most_first))
     return (
         data.Figure("backwards", f"{backwards:,}", plural(len(graphs), "structure")),
-        data.Figure("hits", f"{stats['hits']:,}", part),
+        data.Figure("hits", f"{stats.hits:,}", part),
         data.Figure("misses", f"{misses:,}", of),
         data.Figure("bypasses", f"{bypassed:,}", labels),
-        *([data.Figure("timed", f"{stats['tuning']:,}", "on eager, for tune")] if stats["tuning"] else ()),
-        data.Figure("compiling", seconds(stats["compile_seconds"]), plural(stats["compiles"], "region")),
-        data.Figure("from disk", f"{stats['loads']:,}", "regions loaded" if stats["loads"] else ""),
-        data.Figure("failures", f"{stats['failures']:,}", _instead(stats["failures"]), bad=stats["failures"] > 0),
+        *([data.Figure("timed", f"{stats.tuning:,}", "on eager, for tune")] if stats.tuning else ()),
+        data.Figure("compiling", seconds(stats.compile_seconds), plural(stats.compiles, "region")),
+        data.Figure("from disk", f"{stats.loads:,}", "regions loaded" if stats.loads else ""),
+        data.Figure("failures", f"{stats.failures:,}", _instead(stats.failures), bad=stats.failures > 0),
     )
 
 

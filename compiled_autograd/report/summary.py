@@ -9,19 +9,14 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 from ..cache.graphs import CompiledGraph
-from ..cache.variants import Variant
-from ..outcomes import BYPASS, TUNING, Stats
+from ..outcomes import TUNING, Stats
 from ..process_state import PROCESS
 from ..settings import Settings
 from ..shadow_cache import Bypass
 from ..shadow_cache.amounts import plural, seconds
 from ..shadow_cache.safe_text import harmless, preformatted
 from .step_log import StepEvent
-
-_SAME_TAPE = frozenset({TUNING, "compiling"})
-"""Bypasses of a tape that hits as well."""
-_OFTEN = 0.1
-"""From this part of all backwards on, backwards that were left to eager are what to look into."""
+from .verdict import label_of, what_next, worth_of
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,6 +34,7 @@ class Summary:
             the last one was neither.
         left_to_eager: for each reason how many backwards, the most first; and for each label what can be done about it,
             as far as that is known, in ``hints``.
+        worth: whether compiling pays, in words.
         next: what to do next.
     """
 
@@ -50,6 +46,7 @@ class Summary:
     compiled_since: int | None
     left_to_eager: dict[str, int]
     hints: dict[str, str]
+    worth: str
     next: str
 
     @staticmethod
@@ -60,41 +57,28 @@ class Summary:
             events: its steps that were more than a hit, oldest first.
         """
         variants = [variant for graph in graphs for variant in graph.variants]
-        saved = [each for each in (_saved(variant, events, variants) for variant in variants) if each is not None]
-        hits = sum(variant.hits for variant in variants)  # of all sessions
-        part = min(1.0, stats.hits / hits) if hits else 1.0
+        worth = worth_of(variants, events, stats.hits)
         waited = sum(event.seconds.get(stage, 0.0) for event in events for stage in ("load", "prove"))
+        spent = waited + (stats.compile_seconds if settings.on_miss != "background" else 0.0)
         last = max((event.number for event in events if not _is_steady(event)), default=0)
         reasons = [reason for event in events for reason in event.reasons if isinstance(reason, Bypass)]
-        found = Summary(
+        return Summary(
             stats,
-            part * sum(saved) if saved else None,
-            stats.compile_seconds + waited,
-            len(saved),
-            len(variants),
+            worth.saved,
+            spent,
+            worth.timed,
+            worth.variants,
             last + 1 if last < stats.backwards else None,
             dict(sorted(stats.bypasses.items(), key=lambda item: (-item[1], item[0]))),
             {reason.label: reason.hint for reason in reasons},
-            "",
+            worth.text(settings),
+            what_next(stats, worth, spent, events, settings),
         )
-        object.__setattr__(found, "next", _next(found, settings))
-        return found
 
     @property
     def line(self) -> str:
         """All of it in one line."""
-        stats, spent = self.stats, f"{plural(self.stats.compiles, 'region')} compiled in "
-        left = [f"{count:,} left to eager ({reason})" for reason, count in self.left_to_eager.items()]
-        spent += f"{stats.compile_seconds:.1f} s" + (f", {stats.loads:,} loaded" if stats.loads else "")
-        return "; ".join([f"compiled_autograd: {', '.join([*stats.parts(), *left])}", spent, self._worth()])
-
-    def _worth(self) -> str:
-        saved = self.seconds_saved
-        if saved is None:
-            return "seconds saved unknown: not timed against eager yet"
-        text = f"{abs(saved):.1f} s of backward {'saved' if saved >= 0 else 'lost'} by hits"
-        some = f" ({self.timed} of {self.variants} variants were timed)" if self.timed < self.variants else ""
-        return text + some
+        return f"compiled_autograd: {self.stats!r}" + (f"; {self.worth}" if self.stats.backwards else "")
 
     def __str__(self) -> str:
         stats = self.stats
@@ -102,7 +86,7 @@ class Summary:
         loaded = f", {stats.loads:,} loaded" if stats.loads else ""
         lines = [f"compiled_autograd: {', '.join(stats.parts())}"]
         lines += [f"  compiled  {plural(stats.compiles, 'region')}{loaded}{since if stats.hits else ''}"]
-        lines += [f"  time      {self._worth()}; {seconds(self.seconds_spent)} spent compiling and comparing"]
+        lines += [f"  time      {self.worth}; steps waited {seconds(self.seconds_spent)} for compiling"]
         for label, count in self.left_to_eager.items():
             hint = self.hints.get(label, "")
             lines.append(f"  on eager  {count:,} {label}" + (f": {hint}" if hint else ""))
@@ -135,53 +119,9 @@ class Summary:
         return {f"compiled_autograd/{name}": value for name, value in found.items()}
 
 
-def _saved(variant: Variant, events: Sequence[StepEvent], variants: Sequence[Variant]) -> float | None:
-    """Return the seconds that the hits of a variant have saved; None where eager's time is not known."""
-    if variant.timing is not None:
-        return variant.hits * (variant.timing.eager - variant.timing.compiled) / 1e3
-    on_eager = [event for event in events if event.timed and event.outcome == BYPASS and _label(event) in _SAME_TAPE]
-    timed = sum(event.timed for event in on_eager)
-    if not timed or len(variants) > 1:  # such a backward may be of another tape
-        return None
-    return variant.hits * sum(event.seconds["run"] for event in on_eager) / timed - variant.ran
-
-
-def _label(event: StepEvent) -> str:
-    reason = event.reasons[0] if event.reasons else None
-    return reason.label if isinstance(reason, Bypass) else ""
-
-
 def _is_steady(event: StepEvent) -> bool:
     """Return whether nothing was missing: something failed beside a hit, or it is timed."""
-    return event.outcome == "hit" or _label(event) == TUNING
-
-
-def _next(found: Summary, settings: Settings) -> str:
-    """Say what to do next, for the largest thing that is wrong."""
-    stats = found.stats
-    left = sum(stats.bypasses.values())
-    if not stats.backwards:
-        return "call backward() inside the session"
-    if not settings.may_compile:
-        return "install a tested torch, or set untested_torch='try'"
-    if stats.failures:
-        return "report the failure: shadow-cache env says what a report needs"
-    if left > _OFTEN * stats.backwards:
-        most = next(iter(found.left_to_eager))
-        if most == "not_worth_it":
-            return "leave these backwards to eager: it is the faster one here"
-        return f"look up {most!r} in docs/bypasses.md"
-    if found.seconds_saved is not None and found.seconds_saved < 0:
-        return "leave this model to eager, or try backend='inductor'; session.report(path) shows where the time goes"
-    misses = stats.shape_misses + stats.structure_misses
-    if misses > max(2, _OFTEN * stats.backwards):
-        what = "shapes change: dynamic=True" if stats.shape_misses > stats.structure_misses else "tapes differ"
-        return f"{what}; session.report(path) and shadow-cache why show how"
-    if found.seconds_saved is None:
-        return "run on: hits are timed against eager" if settings.tune else "set tune=True to have hits timed"
-    if found.seconds_saved < found.seconds_spent and settings.cache_dir is not False:
-        return "run on, or again: what was compiled is on disk, and a second run starts with it"
-    return "nothing"
+    return event.outcome == "hit" or label_of(event) == TUNING
 
 
 class AtExit:

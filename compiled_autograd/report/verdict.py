@@ -1,117 +1,110 @@
-"""The first lines of a report: whether compiling pays, what it cost, and what to do next."""
+"""The answers of a session: whether compiling pays, and what to do next."""
 
 from __future__ import annotations
 
-import statistics
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 from ..cache.variants import Variant
+from ..outcomes import BYPASS, TUNING, Stats
 from ..settings import Settings
 from ..shadow_cache import Bypass, Miss
-from ..shadow_cache.amounts import plural, seconds
+from ..shadow_cache.amounts import seconds
 from ..shadow_cache.miss_kinds import NO_MISSES, explain
-from ..shadow_cache.report import data
-from .step_log import Hit, StepEvent
+from .step_log import StepEvent
 
-_EXPECTED = ("first_seen", "evicted")
-"""Kinds of misses that nobody can do anything about."""
-_REPEATED = 3
-"""The number of misses of one kind from which on it is what to look into."""
+_SAME_TAPE = frozenset({TUNING, "compiling"})
+"""Bypasses of a tape that hits as well."""
+_OFTEN = 0.1
+"""The part of all backwards from which on misses of a kind, or backwards on eager, are what to look into."""
 
 
 class Worth(NamedTuple):
-    """The hits of timed variants: the seconds that eager would have taken and those that they took, by the medians of
-    the trials. ``slower`` variants go on eager."""
+    """What the hits of a session were worth.
+
+    Attributes:
+        eager, compiled: seconds that eager would have taken for these hits, and seconds that they took.
+        timed, slower: the number of variants in these seconds, and of those that go on on eager.
+        variants: the number of all variants.
+    """
 
     eager: float
     compiled: float
     timed: int
     slower: int
+    variants: int
+
+    @property
+    def saved(self) -> float | None:
+        """Seconds saved; negative where hits took longer, None where eager's time is not known."""
+        return self.eager - self.compiled if self.timed else None
+
+    def text(self, settings: Settings) -> str:
+        """Say it, as a part of a sentence."""
+        if self.saved is None or not self.eager:
+            return f"eager's time is not known ({'not timed yet' if settings.tune else 'tune=False does not time it'})"
+        if self.timed == self.slower == self.variants:
+            ratio = "eager is faster here, and goes on"
+        else:
+            ratio = f"backward {self.compiled / self.eager:.2f} of eager's"
+        some = f" ({self.timed} of {self.variants} variants were timed)" if self.timed < self.variants else ""
+        return f"{ratio}, {seconds(abs(self.saved))} {'saved' if self.saved >= 0 else 'lost'}{some}"
 
 
-def worth_of(variants: Iterable[Variant]) -> Worth:
-    """What hits were worth, as far as ``tune`` has timed them."""
-    timed = [(each.hits, each.timing) for each in variants if each.timing is not None]
-    served = [(hits, timing) for hits, timing in timed if not timing.on_eager]
-    return Worth(
-        sum(hits * timing.eager for hits, timing in served) / 1e3,
-        sum(hits * timing.compiled for hits, timing in served) / 1e3,
-        len(timed),
-        len(timed) - len(served),
-    )
+def worth_of(variants: Sequence[Variant], events: Sequence[StepEvent], hits: int) -> Worth:
+    """Return what the hits of a session were worth: by the medians of trials, or by what eager was timed for.
+
+    Args:
+        hits: those of the session; the variants have those of all sessions.
+    """
+    on_eager = [each for each in events if each.timed and each.outcome == BYPASS and label_of(each) in _SAME_TAPE]
+    times = sum(each.timed for each in on_eager)
+    all_hits = sum(each.hits for each in variants)
+    part = min(1.0, hits / all_hits) if all_hits else 1.0
+    eager = compiled = 0.0
+    timed = slower = 0
+    for each in variants:
+        if each.timing is not None:
+            eager, compiled = (
+                eager + each.hits * each.timing.eager / 1e3,
+                compiled + each.hits * each.timing.compiled / 1e3,
+            )
+            slower += each.timing.on_eager
+        elif times and len(variants) == 1:  # else such a backward may be of another tape
+            eager, compiled = each.hits * sum(event.seconds["run"] for event in on_eager) / times, each.ran
+        else:
+            continue
+        timed += 1
+    return Worth(part * eager, part * compiled, timed, slower, len(variants))
 
 
-def verdict(
-    stats: Mapping[str, Any],
-    variants: Sequence[Variant],
-    events: Sequence[StepEvent],
-    left_out: int,
-    hits: Sequence[Hit],
-    settings: Settings,
-) -> data.Verdict:
-    """What a session came to. The arguments are those of :func:`session_report.session_report`."""
-    if not stats["backwards"]:
-        return data.Verdict(
-            "No backward has run in this session.",
-            "call backward inside the session's `with` block, in the same thread.",
-        )
-    spent = stats["compile_seconds"]
-    beside = " beside the training" if settings.on_miss == "background" else ""
-    cost = f"{seconds(spent)} compiling{beside}" if stats["compiles"] else "nothing compiled"
-    if stats["loads"]:
-        cost += f", {plural(stats['loads'], 'region')} loaded from disk"
-    parts = [f"{_gain(worth_of(variants), stats, hits, settings)}, {cost}"]
-    misses = stats["shape_misses"] + stats["structure_misses"]
-    where = "explained below" if not left_out else "the last ones below"
-    parts.append(f"{plural(misses, 'miss', 'misses')}, {where if misses == 1 or left_out else 'all ' + where}")
-    if not misses:
-        parts[-1] = "no misses"
-    if bypassed := stats["bypasses"]:
-        first = max(bypassed, key=lambda label: bypassed[label])
-        parts.append(f"{sum(bypassed.values()):,} left to eager ({first}{' and others' if len(bypassed) > 1 else ''})")
-    text = "; ".join(parts)
-    return data.Verdict(f"{text[:1].upper()}{text[1:]}.", _next(stats, variants, events, settings))
+def label_of(event: StepEvent) -> str:
+    """Return the label of a bypass; empty for what is none."""
+    reason = event.reasons[0] if event.reasons else None
+    return reason.label if isinstance(reason, Bypass) else ""
 
 
-def _gain(worth: Worth, stats: Mapping[str, Any], hits: Sequence[Hit], settings: Settings) -> str:
-    if worth.eager:
-        saved = worth.eager - worth.compiled
-        ratio = worth.compiled / worth.eager
-        return f"backward {ratio:.2f} of eager's, {seconds(abs(saved))} {'saved' if saved >= 0 else 'lost'}"
-    if worth.slower:
-        return "eager is faster here, and goes on: nothing saved"
-    took = f"a hit takes {seconds(statistics.median(each.capture + each.run for each in hits))}, " if hits else ""
-    why = "it was not timed yet" if settings.tune else "tune=False does not time it"
-    return f"{took}eager's time is not known ({why})" if stats["hits"] else f"eager's time is not known ({why})"
-
-
-def _next(
-    stats: Mapping[str, Any], variants: Sequence[Variant], events: Sequence[StepEvent], settings: Settings
-) -> str:
-    """The one thing to do, the gravest first."""
-    if stats["failures"]:
-        return "see what failed below, and report it: gradients are right, but a slower way was taken."
-    ((label, count),) = Counter[str](stats["bypasses"]).most_common(1) or [("", 0)]
-    if 2 * count > stats["backwards"]:
-        return _about_bypass(label, events)
+def what_next(stats: Stats, worth: Worth, spent: float, events: Sequence[StepEvent], settings: Settings) -> str:
+    """Return the one thing to do next, for the gravest that is wrong; ``spent`` is in seconds."""
+    if not stats.backwards:
+        return "call backward() inside the session's `with` block, in the thread that entered it"
+    if not settings.may_compile:
+        return "install a tested torch, or set untested_torch='try'"
+    if stats.failures:
+        return "report what failed: gradients are right, but a slower way was taken; see `shadow-cache env`"
+    ((label, _),) = Counter(stats.bypasses).most_common(1) or [("", 0)]
+    if sum(stats.bypasses.values()) > _OFTEN * stats.backwards:
+        kind = NO_MISSES.get(label)
+        return f"look up {label!r} in docs/bypasses.md" if kind is None else f"{kind.do[:1].lower()}{kind.do[1:-1]}"
     kinds = Counter(each.kind for event in events for each in event.reasons if isinstance(each, Miss))
-    repeated = [(kind, times) for kind, times in kinds.most_common() if kind not in _EXPECTED and times >= _REPEATED]
-    if repeated:
-        kind, times = repeated[0]
-        return f"{times:,} misses are of the kind {kind}. {explain(kind).do}"
-    if not settings.tune:
-        return "leave `tune` on to know what hits save."
-    if not any(each.timing for each in variants):
-        return "train on: after some hits they are timed against eager."
-    return "nothing: train on."
-
-
-def _about_bypass(label: str, events: Sequence[StepEvent]) -> str:
-    for event in reversed(events):
-        reason = event.reasons[0] if event.reasons else None
-        if isinstance(reason, Bypass) and reason.label == label:
-            kind = NO_MISSES.get(reason.kind)
-            return f"see why most go to eager: {reason}." if kind is None else f"{kind.do[:1].lower()}{kind.do[1:]}"
-    return f"see why most go to eager: {label}."
+    ((miss, count),) = kinds.most_common(1) or [("", 0)]
+    if count > max(2, _OFTEN * stats.backwards):
+        return f"{count:,} misses are of the kind {miss}. {explain(miss).do[:-1]}"
+    if worth.saved is None:
+        return "run on: hits are timed against eager" if settings.tune else "set tune=True to have hits timed"
+    if worth.saved < 0:
+        return "leave this model to eager, or try backend='inductor'; session.report(path) shows where the time goes"
+    if worth.saved < spent and settings.cache_dir is not False:
+        return "run on, or again: what was compiled is on disk, and a second run starts with it"
+    return "nothing"

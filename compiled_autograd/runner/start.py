@@ -15,7 +15,6 @@ from ..comparing.whole_program import ProgramComparison
 from ..engine.session import Session
 from ..process_state import PROCESS
 from ..settings import switch
-from ..shadow_cache.amounts import plural
 from .launch import Run, asked_of_this_process
 
 
@@ -66,23 +65,7 @@ def _at_the_end(session: Session, run: Run | None, process: int) -> None:
             say(f"the report cannot be written: {error}")
         return
     if not COMPARISONS:
-        say(line(session))
-
-
-def line(session: Session) -> str:
-    """Say what happened in a session, in one line."""
-    stats = session.stats()
-    if not stats.backwards:
-        return "compiled_autograd: no backward ran in this process"
-    missed = stats.shape_misses + stats.structure_misses
-    parts = [plural(stats.hits, "hit"), plural(missed, "miss", "misses")]
-    if stats.bypasses:
-        reason = max(stats.bypasses, key=lambda label: stats.bypasses[label])
-        most = f"mostly {reason}" if len(stats.bypasses) > 1 else reason
-        parts.append(f"{sum(stats.bypasses.values())} left to eager ({most})")
-    spent = f"{plural(stats.compiles, 'region')} compiled in {stats.compile_seconds:.1f} s"
-    loaded = f", {stats.loads} loaded from the cache" if stats.loads else ""
-    return f"compiled_autograd: {plural(stats.backwards, 'backward')}: {', '.join(parts)}; {spent}{loaded}"
+        say(session.summary().line)
 
 
 def say(text: str) -> None:

@@ -65,16 +65,8 @@ def test_what_is_right_is_still_fused() -> None:
 def test_nothing_is_different_outside_and_in_other_threads() -> None:
     inside: list[int] = []
     with outer_loops.sound_outer_loops(torch.fx.symbolic_trace(torch.nn.Identity())):
-        thread = threading.Thread(target=lambda: inside.append(outer_loops._inside.depth))
+        thread = threading.Thread(target=lambda: inside.append(outer_loops._INSTEAD.depth))
         thread.start()
         thread.join()
-        inside.append(outer_loops._inside.depth)
-    assert [*inside, outer_loops._inside.depth] == [0, int(fuses_outer_loops_of_several_rows()), 0]
-
-
-def test_a_version_that_asks_otherwise_is_left_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
-    from torch._inductor.codegen import cpp
-
-    monkeypatch.delattr(cpp, "OuterLoopFusedSchedulerNode")
-    outer_loops._install.__wrapped__()
-    assert not hasattr(cpp, "OuterLoopFusedSchedulerNode")
+        inside.append(outer_loops._INSTEAD.depth)
+    assert [*inside, outer_loops._INSTEAD.depth] == [0, int(fuses_outer_loops_of_several_rows()), 0]

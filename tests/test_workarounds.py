@@ -7,7 +7,6 @@ function that says which ones need it (``backends/versions.py``, ``torch_api/ver
 from __future__ import annotations
 
 import contextlib
-import functools
 from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
@@ -21,6 +20,7 @@ import compiled_autograd as ca
 from backends import versions
 from backends.inductor import backend as inductor
 from backends.inductor.workarounds import sizes_of_tensors
+from backends.inductor.workarounds.instead import Instead
 from compiled_autograd.lowering import lower
 from compiled_autograd.torch_api import version_differences
 
@@ -119,7 +119,8 @@ def test_graphs_that_are_compiled_at_once_leave_other_code_alone(monkeypatch: Pa
     seen: list[bool] = []
     monkeypatch.setattr(wrapper.PythonWrapperCodegen, "codegen_inputs", lambda self: seen.append(config.size_asserts))
     monkeypatch.setattr(sizes_of_tensors, "reads_sizes_where_it_asserts_them", lambda: True)
-    monkeypatch.setattr(sizes_of_tensors, "_install", functools.cache(sizes_of_tensors._install.__wrapped__))
+    again = Instead(sizes_of_tensors._INSTEAD.owner, "codegen_inputs", sizes_of_tensors._INSTEAD.ours)
+    monkeypatch.setattr(sizes_of_tensors, "_INSTEAD", again)
     first, second = (contextlib.ExitStack() for _ in range(2))
     with config.patch(size_asserts=False):
         for each in (first, second):

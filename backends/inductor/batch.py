@@ -8,7 +8,6 @@ this process has compiled before is not compiled again.
 from __future__ import annotations
 
 import contextlib
-import functools
 import logging
 import threading
 from collections.abc import Callable, Iterator, Sequence
@@ -19,6 +18,7 @@ from typing import Any
 from ..meanwhile import do_other_work
 from .environment import inductor_settings
 from .kernels import ENTRY, Kernel, kernel_in
+from .workarounds.instead import Instead
 
 _log = logging.getLogger(__name__)
 _INCLUDED = ("Python.h", "sstream", "cstdlib", "cerrno")
@@ -96,30 +96,26 @@ class _Thread(threading.local):
 _thread = _Thread()
 
 
+def _cpp_pybinding(alone: Callable[..., Any], compiler: Any, argtypes: list[str], source_code: str) -> Any:
+    from torch._inductor.async_compile import get_compile_threads
+
+    if _thread.batch is None or get_compile_threads() <= 1:  # with one thread, Inductor waits for nothing
+        return alone(compiler, argtypes, source_code)
+    return _thread.batch.add(argtypes, source_code)
+
+
+_INSTEAD = Instead("torch._inductor.async_compile:AsyncCompile", "cpp_pybinding", _cpp_pybinding)
+
+
 @contextlib.contextmanager
 def together() -> Iterator[None]:
     """Inside, in this thread, Inductor's kernels for the CPU are compiled together."""
-    _install()
     outer, _thread.batch = _thread.batch, _Batch()
     try:
-        yield
+        with _INSTEAD.inside():
+            yield
     finally:
         _thread.batch = outer
-
-
-@functools.cache
-def _install() -> None:
-    from torch._inductor.async_compile import AsyncCompile, get_compile_threads
-
-    alone = AsyncCompile.cpp_pybinding
-
-    @functools.wraps(alone)
-    def cpp_pybinding(self: Any, argtypes: list[str], source_code: str) -> Any:
-        if _thread.batch is None or get_compile_threads() <= 1:  # with one thread, Inductor waits for nothing
-            return alone(self, argtypes, source_code)
-        return _thread.batch.add(argtypes, source_code)
-
-    AsyncCompile.cpp_pybinding = cpp_pybinding  # type: ignore[method-assign]
 
 
 def _compile(sources: Sequence[_Source]) -> dict[_Source, Kernel]:

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from .workarounds.instead import Instead
+
 FALLBACK = "fallback_random"
 """The setting of Inductor's that has it call eager's operators, in the graph's order."""
 
@@ -45,11 +47,11 @@ def _bernoulli(self: torch.Tensor, *, generator: torch.Generator | None = None) 
 
 
 class _Thread(threading.local):
-    compiles = False
     is_beside = False
 
 
 _thread = _Thread()
+_INSTEAD = Instead("torch._dynamo.utils", "preserve_rng_state", lambda before: contextlib.nullcontext())
 
 
 def compiles_beside() -> None:
@@ -69,28 +71,12 @@ def generators_kept(device: int | None) -> Iterator[None]:
     Args:
         device: the index of the CUDA device that is compiled for; None for none.
     """
-    _install()
     keeps = torch.cuda.is_initialized() and not _thread.is_beside
     state = torch.cuda.get_rng_state(device) if device is not None and keeps else None
-    before, _thread.compiles = _thread.compiles, True
     try:
-        yield
+        with _INSTEAD.inside():
+            yield
     finally:
-        _thread.compiles = before
         if state is not None:
             assert device is not None
             torch.cuda.set_rng_state(state, device)
-
-
-@functools.cache
-def _install() -> None:
-    """Put the question in front of Inductor's way to keep the generators; it is another one inside of ours alone."""
-    from torch._dynamo import utils
-
-    keeping: Callable[[], contextlib.AbstractContextManager[None]] = utils.preserve_rng_state
-
-    @functools.wraps(keeping)
-    def preserve_rng_state() -> contextlib.AbstractContextManager[None]:
-        return contextlib.nullcontext() if _thread.compiles else keeping()
-
-    utils.preserve_rng_state = preserve_rng_state  # type: ignore[assignment]

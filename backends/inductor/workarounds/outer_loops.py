@@ -15,52 +15,36 @@ local buffers and an outer loop takes more than one row; Inductor has a way with
 from __future__ import annotations
 
 import contextlib
-import functools
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from torch import fx
 
 from ...versions import fuses_outer_loops_of_several_rows
-from .inside import Inside
-
-_inside = Inside()
+from .instead import Instead
 
 
-@contextlib.contextmanager
-def sound_outer_loops(graph_module: fx.GraphModule) -> Iterator[None]:
+def _check(before: Callable[..., bool], node: Any, proxies: Sequence[Any], depth: int) -> bool:
+    if _has_local_buffers() and any(_takes_several_rows(proxy, depth) for proxy in proxies):
+        return False
+    return before(node, proxies, depth)
+
+
+_INSTEAD = Instead(
+    "torch._inductor.codegen.cpp:OuterLoopFusedSchedulerNode", "check_outer_fusion_loop_level_attr", _check
+)
+
+
+def sound_outer_loops(graph_module: fx.GraphModule) -> contextlib.AbstractContextManager[None]:
     """Inside, in this thread, Inductor fuses the outer loops of a graph only where that is right.
 
     The graph gets a mark, which Inductor makes part of the key of its cache on disk (``FxGraphCachePickler`` takes all
     that a graph module has): what ``torch.compile`` has put there for the same graph may be wrong.
     """
     if not fuses_outer_loops_of_several_rows():
-        yield
-        return
-    _install()
+        return contextlib.nullcontext()
     graph_module.sound_outer_loops = True  # type: ignore[assignment]
-    with _inside.entered():
-        yield
-
-
-@functools.cache
-def _install() -> None:
-    """Put the question in front of Inductor's; it is asked in threads that are inside alone."""
-    from torch._inductor.codegen import cpp
-
-    node = getattr(cpp, "OuterLoopFusedSchedulerNode", None)
-    asked = getattr(node, "check_outer_fusion_loop_level_attr", None)
-    if asked is None:
-        return
-
-    @functools.wraps(asked)
-    def check(self: Any, proxies: Sequence[Any], depth: int) -> bool:
-        if _inside and _has_local_buffers() and any(_takes_several_rows(proxy, depth) for proxy in proxies):
-            return False
-        answer: Callable[..., bool] = asked
-        return answer(self, proxies, depth)
-
-    node.check_outer_fusion_loop_level_attr = check  # type: ignore[union-attr]
+    return _INSTEAD.inside()
 
 
 def _has_local_buffers() -> bool:

@@ -9,38 +9,23 @@ assertions, which take time at each call and which artifacts do not have (``asse
 from __future__ import annotations
 
 import contextlib
-import functools
-from collections.abc import Iterator
+from collections.abc import Callable
 from typing import Any
 
 from ...versions import reads_sizes_where_it_asserts_them
-from .inside import Inside
-
-_inside = Inside()
+from .instead import Instead
 
 
-@contextlib.contextmanager
-def sizes_read_from_tensors() -> Iterator[None]:
-    """Inside, in this thread, generated code reads sizes from its tensors."""
-    if not reads_sizes_where_it_asserts_them():
-        yield
-        return
-    _install()
-    with _inside.entered():
-        yield
-
-
-@functools.cache
-def _install() -> None:
-    """Put ours in front of Inductor's; it changes something in threads that are inside alone."""
+def _as_if_asserted(before: Callable[[Any], None], wrapper: Any) -> None:
     from torch._inductor import config
-    from torch._inductor.codegen.wrapper import PythonWrapperCodegen
 
-    before = PythonWrapperCodegen.codegen_inputs
+    with config.patch(size_asserts=True):
+        before(wrapper)
 
-    @functools.wraps(before)
-    def codegen_inputs(self: Any) -> None:
-        with config.patch(size_asserts=True) if _inside else contextlib.nullcontext():
-            before(self)
 
-    PythonWrapperCodegen.codegen_inputs = codegen_inputs  # type: ignore[method-assign]
+_INSTEAD = Instead("torch._inductor.codegen.wrapper:PythonWrapperCodegen", "codegen_inputs", _as_if_asserted)
+
+
+def sizes_read_from_tensors() -> contextlib.AbstractContextManager[None]:
+    """Inside, in this thread, generated code reads sizes from its tensors."""
+    return _INSTEAD.inside() if reads_sizes_where_it_asserts_them() else contextlib.nullcontext()

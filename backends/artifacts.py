@@ -228,7 +228,7 @@ def tensors_to_bytes(tensors: Mapping[str, Any]) -> bytes:
     """
     for name, value in tensors.items():
         if type(value) not in (torch.Tensor, torch.nn.Parameter):
-            raise CannotStoreError(f"its constant {name} is a {type(value).__name__}, not a plain tensor")
+            raise CannotStoreError(f"its constant {name} is of type {type(value).__name__}, not a plain tensor")
     if not tensors:
         return b""
     buffer = io.BytesIO()

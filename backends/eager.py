@@ -51,7 +51,7 @@ class EagerBackend(ArtifactBackend):
         """The generated code and the graph's constants."""
         graph_module = getattr(compiled, "__self__", None)
         if not isinstance(graph_module, fx.GraphModule):
-            raise CannotStoreError(f"it is a {type(compiled).__name__} of no graph (or was loaded itself)")
+            raise CannotStoreError(f"it is of type {type(compiled).__name__}, without a graph (or was loaded itself)")
         graph = graph_module.graph
         for node in graph.find_nodes(op="call_module"):
             raise CannotStoreError(f"its graph calls a module, {node.target}")

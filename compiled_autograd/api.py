@@ -36,9 +36,12 @@ def _with_given(face: Callable[_P, Session]) -> Callable[_P, Session]:
 
 
 def _without_its_name(value: Any) -> str:
+    if isinstance(value, torch.nn.Module):
+        return "enable() takes settings by name, and no model. Write `with enable():` around loss.backward()."
     if callable(value):
         return "enable() takes settings by name. To run a function's backwards compiled, write compile_step(function)."
-    return f"enable() takes settings by name: write enable(backend={value!r})."
+    name = f"backend={value!r}" if isinstance(value, str) else "name=value"
+    return f"enable() takes settings by name: write enable({name})."
 
 
 @_with_given

@@ -38,7 +38,7 @@ class InvalidSettingError(CompiledAutogradError, ValueError):
 
 
 class WrongUseError(CompiledAutogradError, TypeError):
-    """A call of ``enable`` or ``compile_step`` with an argument of another kind; the text says what to write."""
+    """A function of this package given something of another kind, or a session pickled. The text says what to write."""
 
 
 class UnsupportedBackwardError(CompiledAutogradError, RuntimeError):

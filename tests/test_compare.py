@@ -163,6 +163,8 @@ def test_it_takes_a_function() -> None:
         ca.compare(3)  # type: ignore[arg-type]
     with pytest.raises(ca.UnknownSettingError, match="on_miss"):
         ca.compare(lambda: None, on_mis="raise")
+    with pytest.raises(ca.UnknownSettingError, match=r"compare\(lambda: step\(name=value\)\)"):
+        ca.compare(lambda lr: None, lr=3)
 
 
 # ---- whole programs ----------------------------------------------------------------------------------------------

@@ -155,11 +155,13 @@ def test_a_program_ends_as_it_would(end: str, tmp_path: Path, launched: Callable
 
 
 def test_modules_settings_and_flags_of_python(launched: Callable[..., Launched]) -> None:
-    arguments, environ = launched(
-        "--on-miss", "background", "--check", "10", "-m", "json.tool", "--help", before=["-u"]
-    )
-    assert arguments[1:] == ["-u", "-m", "json.tool", "--help"]
-    assert environ["COMPILED_AUTOGRAD_ON_MISS"] == "background" and environ["COMPILED_AUTOGRAD_CHECK"] == "10"
+    for module in (["-m", "json.tool"], ["-mjson.tool"]):
+        arguments, environ = launched(
+            *("--on-miss", "background", "--check=10", *module, "--help", "-mx"), before=["-u"]
+        )
+        assert arguments[1:] == ["-u", "-m", "json.tool", "--help", "-mx"]
+        assert environ["COMPILED_AUTOGRAD_ON_MISS"] == "background" and environ["COMPILED_AUTOGRAD_CHECK"] == "10"
+    assert launched("--check", "10", "-", "-mx")[0][1:] == ["-", "-mx"]
     assert environ["COMPILED_AUTOGRAD"] == "1" and environ["PYTHONPATH"].endswith(os.pathsep + str(ROOT))
     for name in (
         ["-um", "compiled_autograd"],
@@ -230,6 +232,20 @@ def test_a_program_without_torch_says_so(tmp_path: Path, launched: Callable[...,
     (tmp_path / "s.py").write_text("import json, sys\nprint('torch' in sys.modules)")
     ours = _python("-m", "compiled_autograd", "s.py", cwd=tmp_path)
     assert ours.stdout == "False\n" and ours.stderr == "compiled_autograd: the program did not import torch\n"
+
+
+@pytest.mark.parametrize("program", [["nosuch.py"], ["--compare", "nosuch.py"], ["-m", "nosuch"]])
+def test_a_program_that_is_not_there_ends_as_it_would(program: list[str], tmp_path: Path) -> None:
+    plain = _python(*[each for each in program if each != "--compare"], cwd=tmp_path)
+    ours = _python("-m", "compiled_autograd", *program, cwd=tmp_path)
+    assert (ours.stdout, ours.stderr, ours.returncode) == ("", plain.stderr, plain.returncode)
+
+
+def test_a_program_from_standard_input(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "compiled_autograd", "-", "a"]
+    text, environ = "import sys; print(sys.argv)", {**os.environ, "PYTHONPATH": str(ROOT)}
+    ended = subprocess.run(command, input=text, capture_output=True, text=True, cwd=tmp_path, env=environ, check=False)
+    assert (ended.stdout, ended.stderr) == ("['-', 'a']\n", "compiled_autograd: the program did not import torch\n")
 
 
 @pytest.mark.slow

@@ -45,6 +45,11 @@ def test_settings_are_keyword_only() -> None:
     assert isinstance(raised.value, TypeError)
     with pytest.raises(ca.WrongUseError, match=r"write compile_step\(function\)"):
         ca.enable(lambda: None)  # type: ignore[call-arg]
+    for model in (_Module(), torch.nn.Linear(2, 2)):
+        with pytest.raises(ca.WrongUseError, match=r"no model. Write `with enable\(\):` around loss"):
+            ca.enable(model)  # type: ignore[call-arg]
+    with pytest.raises(ca.WrongUseError, match=r"write enable\(name=value\)"):
+        ca.enable(3)  # type: ignore[call-arg]
 
 
 def _by_name(function: Any) -> dict[str, tuple[Any, Any]]:

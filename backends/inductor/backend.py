@@ -163,7 +163,9 @@ class InductorBackend(ArtifactBackend):
         if isinstance(getattr(compiled, "__self__", None), fx.GraphModule):
             return EagerBackend().stored(compiled)
         if not isinstance(compiled, CompiledFxGraph):
-            raise CannotStoreError(f"it is a {type(compiled).__name__}, not what Inductor made (or was loaded itself)")
+            raise CannotStoreError(
+                f"it is of type {type(compiled).__name__}, not what Inductor made (or was loaded itself)"
+            )
         return self._stored_with(compiled)[0]
 
     def _stored_with(self, compiled: Any) -> tuple[Stored, Mapping[str, Any]]:

@@ -51,7 +51,9 @@ def library_of(name: str, kernel: Any) -> tuple[bytes, str]:
     path = getattr(module, "__file__", None)
     entry = getattr(kernel, "__name__", "")
     if not isinstance(kernel, types.BuiltinFunctionType) or not _ENTRY_FORM.fullmatch(entry) or path is None:
-        raise CannotStoreError(f"its kernel {name} is a {type(kernel).__name__}, not a compiled function for the CPU")
+        raise CannotStoreError(
+            f"its kernel {name} is of type {type(kernel).__name__}, not a compiled function for the CPU"
+        )
     try:
         return Path(path).read_bytes(), entry
     except OSError as error:

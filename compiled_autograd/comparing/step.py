@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ..api import disable, enable
+from ..errors import UnknownSettingError
 from ..policies.medians import wait_for_devices
 from ..settings import PREFIX
 from .answer import PROFILED_STEPS, Watch, answer, depends_on_products
@@ -44,7 +45,11 @@ def compare(step: Callable[..., Any], *args: Any, seconds: float = 120.0, **sett
     if not isinstance(seconds, int | float) or not seconds > 0:
         raise ValueError(f"seconds is the limit of the comparison, a number above 0, and not {seconds!r}")
     given = {} if os.environ.get(f"{PREFIX}ON_MISS") else {"on_miss": "background"}
-    session = enable(**given | settings)
+    try:
+        session = enable(**given | settings)
+    except UnknownSettingError as error:
+        error.args = (f"{error} An argument of the step is given so: compare(lambda: step(name=value)).",)
+        raise
     watch = Watch(session)
     turns = Turns(watch.is_calm, seconds)
     with BackwardTimes() as times:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from pathlib import Path
 
@@ -22,7 +23,17 @@ _USAGE = 2
 
 
 class Programs(click.RichGroup):
-    """A group of verbs. A first argument that is no verb, but a path or behind ``-m``, is a program to run."""
+    """A group of verbs. A first argument that is no verb, but a path, ``-`` or behind ``-m``, is a program to run."""
+
+    def parse_args(self, ctx: click.Context, args: list[str]) -> list[str]:
+        """Take ``-mMODULE`` too, as python does."""
+        values = {name for param in self.params if not getattr(param, "is_flag", True) for name in param.opts}
+        at = 0
+        while at < len(args) and re.match("-[^m-]|--.", args[at]):
+            at += 1 + (args[at] in values)
+        if at < len(args) and (module := args[at].removeprefix("-m")) and module != args[at]:
+            args[at : at + 1] = ["-m", module]
+        return super().parse_args(ctx, args)
 
     def resolve_command(
         self, ctx: click.Context, args: list[str]
@@ -33,7 +44,7 @@ class Programs(click.RichGroup):
             if given:
                 ctx.fail(f"{given[0]} is an option for programs, and {name!r} is a command of this one.")
             return super().resolve_command(ctx, args)
-        if not (ctx.params["module"] or name.endswith(".py") or Path(name).exists()):
+        if not (ctx.params["module"] or name == "-" or name.endswith(".py") or Path(name).exists()):
             verbs = sorted(self.commands)
             ctx.fail(f"{name!r} is neither a file nor a command.{nearest(name, verbs)} A module is run by -m {name}.")
         program = click.Command(

@@ -129,7 +129,9 @@ def _launcher(name: str, kernel: Any) -> Any:
     """The one launcher that a kernel is left with once it has run."""
     launchers = getattr(kernel, "launchers", None)
     if not isinstance(launchers, list) or not isinstance(getattr(kernel, "inductor_meta", None), dict):
-        raise CannotStoreError(f"its kernel {name} is a {type(kernel).__name__}, not a kernel that Triton compiled")
+        raise CannotStoreError(
+            f"its kernel {name} is of type {type(kernel).__name__}, not a kernel that Triton compiled"
+        )
     if len(launchers) != 1:
         raise CannotStoreError(f"its kernel {name} has not run yet: which of its {len(launchers)} forms is the fastest")
     found, config = launchers[0], getattr(launchers[0], "config", None)

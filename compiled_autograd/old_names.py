@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+import warnings
 from collections.abc import Sequence
 from importlib import import_module
 from importlib.abc import Loader, MetaPathFinder
@@ -42,7 +43,10 @@ def _file(top: str) -> Path:
 
 
 def take_over(name: str) -> None:
-    """Have the import of ``name`` that is under way give our module of that name."""
+    """Have the import of ``name`` that is under way give our module of that name, and warn of a top-level one."""
+    if name in _OLD:
+        text = f"{name!r} is {__package__ + '.' + name!r} since 0.3.0; the old name goes with the release after that."
+        warnings.warn(text, DeprecationWarning, stacklevel=3)
     sys.modules[name] = import_module(f"{__package__}.{name}")
 
 

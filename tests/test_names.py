@@ -45,6 +45,17 @@ def test_old_names_are_the_same_modules(first: str) -> None:
     )
 
 
+@pytest.mark.parametrize("first", ["compiled_autograd.backends.modes", "sys"])
+def test_an_old_name_warns_where_it_is_imported(first: str) -> None:
+    """The folders of this repository are found without the finder."""
+    code = f"import {first}, warnings\nwith warnings.catch_warnings(record=True) as found:\n"
+    code += " warnings.simplefilter('always')\n import backends.modes, shadow_cache\n from backends import registry\n"
+    assert _run(f"{code}for each in found: print(each.filename, each.lineno, each.message)").splitlines() == [
+        f"<string> 4 '{name}' is 'compiled_autograd.{name}' since 0.3.0; the old name goes with the release after that."
+        for name in ("backends", "shadow_cache")
+    ]
+
+
 def test_the_old_command_runs() -> None:
     command = [sys.executable, "-m", "shadow_cache", "--help"]
     assert b"Usage" in subprocess.run(command, capture_output=True, check=True, timeout=300).stdout

@@ -11,31 +11,16 @@ except ImportError:
     from pytorch_lightning import Callback, LightningModule, Trainer
     from pytorch_lightning.utilities import rank_zero_info
 
-from .. import Session
-from .summary import MISSES, Trainings
+from .summary import MISSES, InSession
 
 
-class CompiledAutogradCallback(Callback):
+class CompiledAutogradCallback(InSession, Callback):
     """Runs each backward of ``fit`` compiled, as ``with compiled_autograd.enable(**settings):`` does.
 
     ``Trainer(..., callbacks=[CompiledAutogradCallback()])``. The trainer's log has :meth:`Session.metrics` then, as
     often as it is written, and :data:`MISSES` for batches that had any. A summary is logged when the training ends.
     With manual optimization, ``self.manual_backward`` is compiled too.
-
-    Args:
-        settings: those of :func:`compiled_autograd.enable`.
-
-    Raises:
-        UnknownSettingError, InvalidSettingError: as ``enable`` does.
     """
-
-    def __init__(self, **settings: Any) -> None:
-        self._trainings = Trainings(settings)
-
-    @property
-    def session(self) -> Session | None:
-        """That of the last training; None before the first."""
-        return self._trainings.session
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         """A session for this training."""

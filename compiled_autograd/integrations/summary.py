@@ -96,3 +96,22 @@ class Trainings:
         """Return the summary of the calling thread's training; None if no backward was counted."""
         session = self._here.session
         return session.summary() if session is not None and session.stats().backwards else None
+
+
+class InSession:
+    """A callback of which each training has a session.
+
+    Args:
+        settings: those of :func:`compiled_autograd.enable`.
+
+    Raises:
+        UnknownSettingError, InvalidSettingError: as ``enable`` does.
+    """
+
+    def __init__(self, **settings: Any) -> None:
+        self._trainings = Trainings(settings)
+
+    @property
+    def session(self) -> Session | None:
+        """That of the last training; None before the first."""
+        return self._trainings.session

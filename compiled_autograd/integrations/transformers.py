@@ -7,31 +7,16 @@ from typing import Any
 
 from transformers import TrainerCallback, TrainerControl, TrainerState, TrainingArguments
 
-from .. import Session
-from .summary import MISSES, Trainings
+from .summary import MISSES, InSession
 
 
-class CompiledAutogradCallback(TrainerCallback):
+class CompiledAutogradCallback(InSession, TrainerCallback):
     """Runs each backward of a training compiled, as ``with compiled_autograd.enable(**settings):`` does.
 
     ``Trainer(..., callbacks=[CompiledAutogradCallback()])``. What the trainer logs, and what ``report_to`` names gets,
     has :data:`MISSES` and :meth:`Session.metrics` then. A summary is printed when the training ends. A training that
     raises leaves the session on in its thread until the next one begins there.
-
-    Args:
-        settings: those of :func:`compiled_autograd.enable`.
-
-    Raises:
-        UnknownSettingError, InvalidSettingError: as ``enable`` does.
     """
-
-    def __init__(self, **settings: Any) -> None:
-        self._trainings = Trainings(settings)
-
-    @property
-    def session(self) -> Session | None:
-        """That of the last training; None before the first."""
-        return self._trainings.session
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **more: Any

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import inspect as python_inspect
+import pickle
 import warnings
 from collections.abc import Callable
 from typing import Any
@@ -419,3 +421,23 @@ def _left_to_eager() -> None:
 )
 def test_a_session_that_saw_no_backward_warns_once(use: Callable[[], object], expected: int) -> None:
     assert len(_warnings_of(use)) == expected
+
+
+# ---- copies ----------------------------------------------------------------------------------------------------------
+
+
+def test_a_session_is_not_copied_with_what_has_it() -> None:
+    model = torch.nn.Linear(3, 1)
+    model.session = session = ca.enable(backend="eager", cache_dir=False)  # type: ignore[assignment]
+    average = torch.optim.swa_utils.AveragedModel(model)
+    assert average.module.session is session and average.module.weight is not model.weight
+    assert copy.copy(session) is copy.deepcopy([session])[0] is session
+    with session:
+        average(torch.ones(2, 3)).sum().backward()
+    assert session.stats().backwards == 1
+
+
+@pytest.mark.parametrize("protocol", range(pickle.HIGHEST_PROTOCOL + 1))
+def test_a_session_is_not_pickled(protocol: int) -> None:
+    with pytest.raises(ca.WrongUseError, match=r"leave it out of what is saved .* call enable\(\) there"):
+        pickle.dumps({"session": ca.enable(backend="eager", cache_dir=False)}, protocol)

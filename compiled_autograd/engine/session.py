@@ -9,9 +9,11 @@ import weakref
 from collections import Counter
 from logging import INFO
 from pathlib import Path
+from typing import NoReturn
 
 from ..cache.graphs import CompiledGraph
 from ..diagnostics.reporting import count_repeats, is_told_at, tell, warn_of, warn_once
+from ..errors import WrongUseError
 from ..native.library import Library, why_unsupported
 from ..outcomes import BYPASS, HIT, SHAPE_MISS, STRUCTURE_MISS, TUNING, Outcome, Stats
 from ..policies.background import BACKGROUND
@@ -33,6 +35,8 @@ _RECORDING = free_in_child(threading.RLock())  # microseconds
 
 class Session:
     """A context manager around ``backward``. It nests, can be entered again, and holds only in the thread it is in.
+
+    As a lock or a file, it is not copied: ``copy`` and ``deepcopy`` of what has a session give the same session.
 
     Attributes:
         may_be_idle: whether it may end without a backward; else it warns then, once.
@@ -85,6 +89,17 @@ class Session:
         if self._last is self.left is None and not self.may_be_idle and exception[:1] == (None,):
             self.may_be_idle = True
             warn_once(_IDLE)
+
+    def __copy__(self, memo: object = None) -> Session:
+        return self
+
+    __deepcopy__ = __copy__
+
+    def __reduce_ex__(self, protocol: object) -> NoReturn:
+        raise WrongUseError(
+            "a session holds what its process has compiled, and cannot be pickled: leave it out of what is saved or "
+            "sent to another process, and call enable() there."
+        )
 
     def serve_everywhere(self) -> None:
         """Enter the session in the calling thread, and in each thread that asks for its first backward after this."""

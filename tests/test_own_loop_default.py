@@ -28,6 +28,7 @@ from compiled_autograd.policies.own_loop import FIRST_REST, OWN_LOOPS, Tries
 from compiled_autograd.torch_api import version_differences
 
 from .both_walks import library_of
+from .helpers import trials_of_two_rows
 from .own_loops import extension, looking_on, raised, session  # noqa: F401
 from .test_overridden_attributes import _on_every_tensor, _overrides
 
@@ -285,6 +286,7 @@ def test_new_tapes_that_are_refused_are_asked_about_ever_more_seldom(monkeypatch
 
 def test_it_runs_what_is_not_looked_at_too(monkeypatch: pytest.MonkeyPatch) -> None:
     """What `tune` leaves to eager goes there without a look: in the own loop, unless that has refused it for long."""
+    trials_of_two_rows(monkeypatch)
     monkeypatch.setattr(autotune, "MAX_TIME_RATIO", 0.0)
     used = ca.enable(backend="eager", cache_dir=False, tune=True, native=True, own_loop=True)
     _backward(used, 60)

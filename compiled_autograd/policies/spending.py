@@ -11,7 +11,6 @@ import time
 import weakref
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
-from typing import Any
 
 import torch
 from torch import fx
@@ -43,7 +42,7 @@ class Cost:
     """Of one variant, which may be gone by now.
 
     Attributes:
-        structure: the graph of the tape that it was made of, which other variants have too.
+        structure: the graph of the tape that it was made of, which other variants have too; None where nothing was.
         seconds: what it took to capture, lower, compile and prove it, or to load it.
         stored: it was loaded.
         hits: how often it served.
@@ -53,8 +52,8 @@ class Cost:
         ended: nothing came of it, since its capture or trace was ended for the budget.
     """
 
-    variant: weakref.ref[Any]
-    structure: weakref.ref[fx.Graph]
+    variant: weakref.ref[Variant] | None = None
+    structure: weakref.ref[fx.Graph] | None = None
     seconds: float = 0.0
     by_clock: bool = True
     stored: bool = False
@@ -66,8 +65,8 @@ class Cost:
 
     def update(self) -> None:
         """Look at what became of it since."""
-        variant = self.variant()
-        if isinstance(variant, Variant):
+        variant = self.variant() if self.variant is not None else None
+        if variant is not None:
             self.hits = variant.hits
             self.worth = worth(variant) if self.by_clock else variant.hits / RETURNS
 
@@ -137,10 +136,7 @@ class Spending:
 
     def end(self, seconds: float) -> None:
         """A capture or a trace was ended after so long."""
-        graph = fx.Graph()  # stands for a structure, and is gone at once
-        nothing = weakref.ref(graph)
-        hash(nothing)
-        self._add(Cost(nothing, nothing, seconds, ended=True))
+        self._add(Cost(seconds=seconds, ended=True))
 
     def _add(self, cost: Cost) -> None:
         self._costs.append(cost)
@@ -175,10 +171,10 @@ def _settle(costs: Sequence[Cost]) -> None:
     these too: the last batch of an epoch, which is smaller, has a variant of its own, and comes once where the others
     come a hundred times.
     """
-    of_structures: dict[weakref.ref[fx.Graph], list[Cost]] = {}
+    of_structures: dict[object, list[Cost]] = {}
     for each in costs:
         each.update()
-        of_structures.setdefault(each.structure, []).append(each)
+        of_structures.setdefault(each.structure or each, []).append(each)
     for alike in of_structures.values():
         left_over = sum(max(0.0, each.worth - each.seconds) for each in alike)
         have_returned = sum(each.hits for each in alike) >= RETURNS * len(alike)

@@ -149,8 +149,12 @@ def test_it_is_not_worth_it() -> None:
     [
         (lambda: CLOCK.pass_by(0.1), "no backward ran"),
         (Training(create_graph=True).step, "1.00 of the backwards were left to eager (create_graph)"),
+        (
+            ca.compile_step(backend="eager", cache_dir=False)(Training().step),
+            "in an enable() or disable() of the program's own",
+        ),
     ],
-    ids=["no backward", "left to eager"],
+    ids=["no backward", "left to eager", "own session"],
 )
 @pytest.mark.filterwarnings("ignore:Using backward")
 def test_why_not(step: Callable[[], None], reason: str) -> None:

@@ -248,6 +248,42 @@ def test_a_program_from_standard_input(tmp_path: Path) -> None:
     assert (ended.stdout, ended.stderr) == ("['-', 'a']\n", "compiled_autograd: the program did not import torch\n")
 
 
+_ADVERSARIES = """
+import contextlib, hashlib, sys, torch
+torch.manual_seed(0)
+def net(before, after):
+    layers = torch.nn.Linear(before, 16), torch.nn.BatchNorm1d(16), torch.nn.Dropout(0.1), torch.nn.Linear(16, after)
+    return torch.nn.Sequential(*layers)
+made, judge = net(4, 8), net(8, 1)
+optimizers = [torch.optim.Adam(each.parameters(), 1e-3) for each in (made, judge)]
+own = contextlib.nullcontext()
+if "own" in sys.argv:
+    import compiled_autograd
+    own = compiled_autograd.enable()
+for step in range(200):
+    optimizers[1].zero_grad()
+    with own:
+        (judge(made(torch.randn(8, 4)).detach()) - judge(torch.randn(8, 8))).mean().backward()
+    optimizers[1].step()
+    if step % 3 == 0:
+        optimizers[0].zero_grad()
+        with own:
+            judge(made(torch.randn(8, 4))).mean().backward()
+        optimizers[0].step()
+state = [*made.state_dict().values(), *judge.state_dict().values(), torch.get_rng_state()]
+print(hashlib.sha256(b"".join(each.numpy().tobytes() for each in state)).hexdigest())
+"""
+
+
+@pytest.mark.parametrize("own", [(), ("own",)])
+def test_comparing_changes_no_training(own: tuple[str, ...], tmp_path: Path) -> None:
+    """Bit for bit: parameters, buffers, and random numbers, with two optimizers."""
+    (tmp_path / "s.py").write_text(_ADVERSARIES)
+    plain = _python("s.py", cwd=tmp_path)
+    ours = _python("-m", "compiled_autograd", "--compare", "--go-on", "s.py", *own, cwd=tmp_path)
+    assert plain.stdout == ours.stdout and len(plain.stdout) == 65 and "worth it: " in ours.stderr, ours.stderr
+
+
 @pytest.mark.slow
 def test_torchrun(tmp_path: Path) -> None:
     code = (

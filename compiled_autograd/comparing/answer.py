@@ -105,9 +105,7 @@ def _why_not(turns: Turns, times: BackwardTimes, watch: Watch) -> str:
     hits, missed, bypasses = watch.since_settled()
     total = hits + missed + bypasses.total()
     if not total:
-        return (
-            "backwards ran in an enable() or disable() of the program's own" if times.count else "no backward ran"
-        )
+        return "backwards ran in an enable() or disable() of the program's own" if times.count else "no backward ran"
     if bypasses.total() > total / 2:
         label, _ = bypasses.most_common(1)[0]
         if label == "not_worth_it":

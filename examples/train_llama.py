@@ -2,7 +2,9 @@
 
 The model is plain eager PyTorch: RMSNorm, rotary positions and SwiGLU, each written out. The text is the source code of
 Python's own standard library, so nothing is downloaded. All trainings start from the same weights and see the same
-batches, step by step in turn; what differs is the context around `loss.backward()`.
+batches, step by step in turn; what differs is the context around `loss.backward()`. `_side_by_side.py`, beside this
+file, prints the results. The exit status is 0 where compiled code served and the loss curves agree, 130 after Ctrl-C
+(which prints the results so far), else 1.
 
     python examples/train_llama.py
     python examples/train_llama.py --also torch.compile
@@ -13,8 +15,8 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import ctypes
-import statistics
+import os
+import signal
 import sys
 import sysconfig
 import time
@@ -22,18 +24,20 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, NamedTuple
 
+# Outside of the training Ctrl-C ends the program at once, without a traceback: also while PyTorch is imported.
+if __name__ == "__main__" and signal.getsignal(signal.SIGINT) is signal.default_int_handler:
+    signal.signal(signal.SIGINT, signal.SIG_DFL)
+
 import torch
 import torch.nn.functional as F
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from rich.table import Table
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from torch import Tensor, nn
 
 if TYPE_CHECKING:
     import compiled_autograd as ca
 
 CORPUS_CHARACTERS = 2_000_000
-CURVE_ROWS = 6
 
 
 class RMSNorm(nn.Module):
@@ -123,36 +127,39 @@ class Corpus(NamedTuple):
         return cls(torch.tensor([index[character] for character in text]), alphabet)
 
     def batches(self, args: argparse.Namespace) -> Iterator[tuple[Tensor, Tensor]]:
-        """`args.steps` pairs of (input, target), each [batch, block] int64; the same ones for the same seed."""
+        """Pairs of (input, target) without end, each [batch, block] int64; the same ones for the same seed."""
         generator = torch.Generator().manual_seed(args.seed)
         window = torch.arange(args.block_size + 1)
-        for _ in range(args.steps):
+        while True:
             starts = torch.randint(len(self.codes) - args.block_size, (args.batch_size, 1), generator=generator)
             piece = self.codes[starts + window].to(args.device)
             yield piece[:, :-1], piece[:, 1:]
 
 
-class Run:
-    """One training, and what its steps left behind: losses, and seconds of whole steps and of their backwards."""
+class Step(NamedTuple):
+    """A step's loss, the seconds of its backward and those of the whole step."""
 
-    def __init__(
-        self, name: str, args: argparse.Namespace, symbols: int, around: contextlib.AbstractContextManager
-    ) -> None:
+    loss: float
+    backward: float
+    whole: float
+
+
+class Run:
+    """One training, its steps so far, and for each step what became of its backward: empty where no session is."""
+
+    def __init__(self, name: str, args: argparse.Namespace, symbols: int, session: ca.Session | None = None) -> None:
         torch.manual_seed(args.seed)
         model = Llama(symbols, args.layers, args.width, args.heads).to(args.device)
         self.name = name
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
         self.model = torch.compile(model) if name == "torch.compile" else model
-        self.around = around
-        self.losses: list[float] = []
-        self.steps: list[float] = []
-        self.backwards: list[float] = []
+        self.session = session
+        self.around = session or contextlib.nullcontext()
+        self.steps: list[Step] = []
+        self.outcomes: list[str] = []
 
-    def step(self, tokens: Tensor, targets: Tensor) -> tuple[float, float, float]:
-        """Train on one batch: `tokens` and `targets` are [batch, time] int64.
-
-        Gives the loss, the seconds of the backward and those of the whole step.
-        """
+    def step(self, tokens: Tensor, targets: Tensor) -> Step:
+        """Train on one batch: `tokens` and `targets` are [batch, time] int64."""
         started = now(tokens.device)
         loss = F.cross_entropy(self.model(tokens).flatten(0, 1), targets.flatten())
         before = now(tokens.device)
@@ -161,13 +168,14 @@ class Run:
         backward = now(tokens.device) - before
         self.optimizer.step()
         self.optimizer.zero_grad()
-        return loss.item(), backward, now(tokens.device) - started
+        return Step(loss.item(), backward, now(tokens.device) - started)
 
-    def record(self, loss: float, backward: float, whole: float) -> None:
-        """Keep what a step of the training gave."""
-        self.losses.append(loss)
-        self.backwards.append(backward)
-        self.steps.append(whole)
+    def record(self, step: Step) -> None:
+        """Keep a step of the training. A backward on eager is named by its reason, such as "compiling"."""
+        last = None if self.session is None else self.session.last
+        if last is not None:
+            self.outcomes.append(last.reasons[0].label if last.outcome == "bypass" else last.outcome)
+        self.steps.append(step)
 
 
 def now(device: torch.device) -> float:
@@ -177,164 +185,84 @@ def now(device: torch.device) -> float:
     return time.perf_counter()
 
 
-def train(runs: Sequence[Run], args: argparse.Namespace, corpus: Corpus, console: Console) -> None:
-    """Train all on the same batches, step by step in turn, so that whatever else the computer does slows each."""
-    columns = [TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn()]
+def choose_threads(args: argparse.Namespace) -> str:
+    """Leave a core each to the compiler in the background and to other programs, and say so.
+
+    PyTorch's threads wait for one another at each operator. Where one of them has to wait for a core, all do, and a
+    step takes many times as long as on one thread.
+    """
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    load = os.getloadavg()[0] if hasattr(os, "getloadavg") else 0.0
+    free = cores - (args.on_miss == "background") - round(load)
+    threads = max(1, min(torch.get_num_threads(), free))
+    torch.set_num_threads(threads)
+    beside = "one is for the compiler, and " if args.on_miss == "background" else ""
+    return f"All trainings use {threads} of {cores} cores: {beside}other programs keep {load:.1f} busy (load average)."
+
+
+def train(runs: Sequence[Run], args: argparse.Namespace, corpus: Corpus, console: Console) -> bool:
+    """Train all on the same batches, step by step in turn, so that whatever else the computer does slows each.
+
+    Returns whether Ctrl-C ended it. A step that some have not ended by then is none's.
+    """
+    before = signal.getsignal(signal.SIGINT)
+    try:
+        if before is signal.SIG_DFL:  # else it is the user's choice, such as to ignore it
+            signal.signal(signal.SIGINT, signal.default_int_handler)
+        take_turns(runs, args, corpus, console)
+    except KeyboardInterrupt:
+        return True
+    finally:
+        signal.signal(signal.SIGINT, before)
+    return False
+
+
+def take_turns(runs: Sequence[Run], args: argparse.Namespace, corpus: Corpus, console: Console) -> None:
+    """Train for `args.steps` steps each; where there is no such number, until the time for all of them is up."""
+    columns = [TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()]
     # A bar that redraws itself is noise in a log file; there, a line now and then says as much.
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
-        task = progress.add_task("first step", total=args.steps)
-        for step, (tokens, targets) in enumerate(corpus.batches(args)):
+        task, said = progress.add_task("step 0", total=1.0), 0.0
+        began = time.perf_counter()
+        for step, batch in enumerate(corpus.batches(args)):
             turn = step % len(runs)  # who comes second finds warmer caches, so they take turns at that too
-            for run in (*runs[turn:], *runs[:turn]):
-                run.record(*run.step(tokens, targets))
-            said = "loss " + ", ".join(f"{run.losses[-1]:.4f} {run.name}" for run in runs)
-            progress.update(task, advance=1, description=said)
-            if not console.is_terminal and step % max(1, args.steps // 10) == 0:
-                console.print(f"step {step} of {args.steps}: {said}")
+            ended = {run: run.step(*batch) for run in (*runs[turn:], *runs[:turn])}
+            for run, measured in ended.items():
+                run.record(measured)
+            spent = time.perf_counter() - began
+            part = (step + 1) / args.steps if args.steps else spent / (args.seconds * len(runs))
+            losses = f"step {step}: loss " + ", ".join(f"{run.steps[-1].loss:.4f} {run.name}" for run in runs)
+            progress.update(task, completed=part, description=losses)
+            if news := news_of_compiling(runs[1], args):
+                console.print(f"step {step}, after {spent:.0f} s: {news}", soft_wrap=True)
+            if not console.is_terminal and part >= said:
+                console.print(losses, soft_wrap=True)
+                said = part + 0.1
+            if part >= 1:
+                return
 
 
-def earned_back(eager: Run, other: Run) -> int | None:
-    """The first step from which on the training so far took less time than eager's; None where there is none."""
-    ahead = 0.0
-    since: int | None = None
-    for step, (a, b) in enumerate(zip(eager.steps, other.steps, strict=True)):
-        ahead += a - b
-        since = (step if since is None else since) if ahead > 0 else None
-    return since
-
-
-def memory_of_a_step(run: Run, batch: tuple[Tensor, Tensor]) -> float | None:
-    """MB by which memory grows at its highest during one more step: allocated on CUDA, resident elsewhere.
-
-    None where the system does not tell (only Linux does).
-    """
-    if batch[0].is_cuda:
-        before = torch.cuda.memory_allocated()
-        torch.cuda.reset_peak_memory_stats()
-        run.step(*batch)
-        return (torch.cuda.max_memory_allocated() - before) / 1e6
-    status, reset = Path("/proc/self/status"), Path("/proc/self/clear_refs")
-    try:
-        ctypes.CDLL(None).malloc_trim(0)  # memory that is free, but not given back yet, would hide the growth
-        reset.write_text("5")  # the highest is what there is now
-    except (OSError, AttributeError):
-        return None
-
-    def resident(key: str) -> float:
-        return next(int(line.split()[1]) * 1024 / 1e6 for line in status.read_text().splitlines() if key in line)
-
-    before = resident("VmRSS")
-    run.step(*batch)
-    return resident("VmHWM") - before
-
-
-def print_summary(
-    runs: Sequence[Run], memory: Sequence[float | None], args: argparse.Namespace, console: Console
-) -> None:
-    """Speeds by the median step: the steps that compiled show in the times of the whole training only."""
-    eager = runs[0]
-    table = Table("", *(run.name for run in runs), *(f"{run.name} / eager" for run in runs[1:]), title="Speed")
-    table.caption = "In rows with (median), the last column is the median over the steps of each step's ratio."
-
-    def row(name: str, values: Sequence[float | None], form: str, ratios: Sequence[float | None] = ()) -> None:
-        cells = ["-" if value is None else format(value, form) for value in values]
-        found = ratios or [None if None in (value, values[0]) else value / values[0] for value in values[1:]]
-        table.add_row(name, *cells, *("-" if ratio is None else f"{ratio:.2f}" for ratio in found))
-
-    def by_eager(name: str) -> list[float]:
-        """Ratios of steps that stand beside each other, which met the same conditions."""
-        mine = getattr(eager, name)
-        return [statistics.median(b / a for a, b in zip(mine, getattr(run, name), strict=True)) for run in runs[1:]]
-
-    for name, what in (("step ms", "steps"), ("backward ms", "backwards")):
-        row(f"{name} (median)", [1e3 * statistics.median(getattr(run, what)) for run in runs], ".1f", by_eager(what))
-    tokens = args.batch_size * args.block_size
-    row("tokens a second", [tokens / statistics.median(run.steps) for run in runs], ",.0f")
-    row("whole training s", [sum(run.steps) for run in runs], ".1f")
-    row("memory of a step MB", memory, ".0f")
-    console.print(table)
-
-
-def draw(runs: Sequence[Run], file: Path) -> str:
-    """Draw the loss and the time of each step of all runs to `file`; says where, or what that needs."""
-    try:
-        import matplotlib
-    except ImportError:
-        return "No picture of the curves: matplotlib draws it, which `pip install -e '.[examples]'` installs."
-    matplotlib.use("Agg")
-    from matplotlib import pyplot
-
-    figure, (curves, times) = pyplot.subplots(2, sharex=True, figsize=(8, 7), layout="constrained")
-    for run, style in zip(runs, ("-", "--", ":"), strict=False):
-        curves.plot(run.losses, style, label=run.name)
-        times.plot([1e3 * seconds for seconds in run.steps], style, label=run.name, linewidth=0.8)
-    curves.set(ylabel="loss", title="Loss, and milliseconds of each step")
-    times.set(ylabel="step ms", xlabel="step", yscale="log")
-    curves.legend()
-    figure.savefig(file)
-    pyplot.close(figure)
-    return f"Losses and step times are drawn in {file}."
-
-
-def sentences(runs: Sequence[Run], session: ca.Session) -> Iterator[str]:
-    """What the table does not say: compiling, the way of each backward, and whether it was worth it."""
-    eager, compiled = runs[:2]
-    stats = session.stats()
-    if stats.loads:
-        yield f"Found in the cache on disk, where an earlier run had left it: {plural(stats.loads, 'region')}."
-    step = earned_back(eager, compiled)
-    spent = f"Compiling {plural(stats.compiles, 'region')} took {stats.compile_seconds:.1f} s"
-    if step is not None:
-        yield f"{spent}; from step {step} on the training so far had taken less time than eager's."
-    else:
-        yield f"{spent}, which {len(eager.steps)} steps did not earn back. {why_not(stats)}"
-    ways = {"hits": stats.hits, "misses": stats.structure_misses + stats.shape_misses, **stats.bypasses}
-    yield f"Of {stats.backwards} backwards: {', '.join(f'{count} {way}' for way, count in ways.items())}."
-
-
-def plural(count: int, what: str) -> str:
-    return f"{count} {what}{'' if count == 1 else 's'}"
-
-
-def why_not(stats: ca.Stats) -> str:
-    """Why compiling did not pay, as far as the counts tell."""
-    if stats.bypasses.get("not_worth_it"):
-        return "Timed against eager, the compiled backward was slower here and was left (setting `tune`)."
-    return "The table says how much a step gained since: a longer training earns back what a faster step saves."
-
-
-def largest_difference(runs: Sequence[Run]) -> float:
-    """The largest absolute difference of the two first loss curves; infinite when either holds a NaN."""
-    eager, compiled = (torch.tensor(run.losses, dtype=torch.float64) for run in runs[:2])
-    return (eager - compiled).abs().nan_to_num(nan=float("inf")).max().item()
-
-
-def verdict(runs: Sequence[Run], stats: ca.Stats, args: argparse.Namespace, console: Console) -> int:
-    """0 where compiled code served and the loss curves agree, else 1."""
-    difference = largest_difference(runs)
-    console.print(f"Largest difference of the two loss curves: {difference:.1e}.")
-    if stats.backwards == sum(stats.bypasses.values()):
-        console.print(f"FAILED: no backward was compiled, all {stats.backwards} ran on eager.")
-        return 1
-    if difference > args.tolerance:
-        console.print(f"FAILED: the loss curves differ by more than --tolerance {args.tolerance:g}.")
-        return 1
-    return 0
-
-
-def print_curves(runs: Sequence[Run], console: Console) -> None:
-    """At most CURVE_ROWS rows of the loss curves, the first and the last step among them."""
-    table = Table("step", *(run.name for run in runs), "difference of the first two", title="Loss")
-    last = len(runs[0].losses) - 1
-    for step in sorted({round(row * last / (CURVE_ROWS - 1)) for row in range(CURVE_ROWS)}):
-        losses = [run.losses[step] for run in runs]
-        table.add_row(str(step), *(f"{loss:.5f}" for loss in losses), f"{abs(losses[0] - losses[1]):.1e}")
-    console.print(table)
+def news_of_compiling(run: Run, args: argparse.Namespace) -> str:
+    """What to say when the step that ran last began to compile, or was the first one with compiled code."""
+    assert run.session is not None
+    if run.outcomes[-1] == "hit" and run.outcomes.count("hit") == 1:
+        stats = run.session.stats()
+        how = f"compiled in {stats.compile_seconds:.1f} s" if stats.compiles else "loaded from disk"
+        return f"compiled code takes over, {how}"
+    if len(run.outcomes) > 1 or args.on_miss == "compile" or run.outcomes[-1] != "structure_miss":
+        return ""
+    elsewhere = args.device == "cpu" and args.backend == "inductor"
+    where = "a worker process of lower priority" if elsewhere else "a thread of this process"
+    return f"compiling begins in {where}; until it ends, backwards run on eager"
 
 
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--steps", type=int, default=800, help="training steps of each run")
+    length = parser.add_mutually_exclusive_group()
+    length.add_argument(
+        "--seconds", type=float, default=60.0, help="time of each training, by the clock; they take turns"
+    )
+    length.add_argument("--steps", type=int, help="number of steps of each training, whatever time they take")
     parser.add_argument("--batch-size", type=int, default=8)
     parser.add_argument("--block-size", type=int, default=128, help="characters a sequence")
     parser.add_argument("--layers", type=int, default=4)
@@ -349,33 +277,43 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--picture", type=Path, default=Path("train_llama.svg"), help="where the curves are drawn")
     parser.add_argument("--tolerance", type=float, default=1e-2, help="how far the loss curves may lie apart")
     args = parser.parse_args()
-    if args.steps < 1:
+    if args.steps is not None and args.steps < 1:
         parser.error(f"--steps {args.steps}: at least one step is needed")
+    if not args.seconds > 0:
+        parser.error(f"--seconds {args.seconds:g}: some time is needed")
     return args
 
 
 def main() -> int:
     # Here, not at the top: the benchmarks borrow the model, and must be able to run it without compiled_autograd.
+    from _side_by_side import conclusion, draw, memory_of_a_step, print_curves, print_speeds
+
     import compiled_autograd as ca
 
     args = parse_arguments()
     console = Console()
+    console.print(choose_threads(args), soft_wrap=True)
     corpus = Corpus.standard_library()
     console.print(f"{len(corpus.codes):,} characters of Python, {len(corpus.alphabet)} different ones")
 
     session = ca.enable(backend=args.backend, on_miss=args.on_miss)
-    around = {"eager": contextlib.nullcontext(), "compiled": session}
+    symbols = len(corpus.alphabet)
+    runs = [Run("eager", args, symbols), Run("compiled", args, symbols, session)]
     if args.also:
-        around[args.also] = contextlib.nullcontext()
-    runs = [Run(name, args, len(corpus.alphabet), context) for name, context in around.items()]
-    train(runs, args, corpus, console)
+        runs.append(Run(args.also, args, symbols))
+    if args.on_miss == "compile":
+        console.print("step 0 compiles in this process and waits for it, unless the code is on disk")
+    stopped = train(runs, args, corpus, console)
 
-    print_curves(runs, console)
-    memory = [memory_of_a_step(run, next(corpus.batches(args))) for run in runs]
-    print_summary(runs, memory, args, console)
-    for sentence in (*sentences(runs, session), draw(runs, args.picture)):
-        console.print(sentence, markup=False)
-    return verdict(runs, session.stats(), args, console)
+    if runs[0].steps:
+        print_curves(runs, console)
+        batch = next(corpus.batches(args))
+        print_speeds(runs, [None if stopped else memory_of_a_step(run, batch) for run in runs], args, console)
+        for text in (str(session.summary()), draw(runs, args.picture)):
+            console.print(text, markup=False, soft_wrap=True)
+    sentence, good = conclusion(runs, session, args, stopped)
+    console.print(sentence, markup=False, soft_wrap=True)
+    return 130 if stopped else 0 if good else 1
 
 
 if __name__ == "__main__":

@@ -24,7 +24,8 @@ from .pages import PAGES, blocks
 from .users_programs import PROGRAMS
 
 pytestmark = pytest.mark.as_users
-_OPTIONS = {"train_llama": [*as_a_user.SMALL_LLAMA, "--steps", "40"]}
+_OPTIONS = {"train_llama": [*as_a_user.SMALL_LLAMA, "--steps", "40", "--on-miss", "compile"]}
+"""In the background compiling would outlast so few and small steps, and the exit status says so."""
 _HEAVY = (
     *("background_and_warm_start", "foreach", "forces", "hessian", "pinn"),
     *("compressed_gradients", "gradient_norms", "with_torch_compile", "settings", "cache"),

@@ -2,14 +2,24 @@
 
 from __future__ import annotations
 
+import argparse
 import ast
 import importlib.util
 import re
+import signal
+import subprocess
+import sys
 from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
+import torch
+from rich.console import Console
 
+from compiled_autograd.outcomes import Stats
 from docs import tutorial_pages
+from examples import _side_by_side, train_llama
 
 from . import as_a_user
 from .helpers import ROOT
@@ -52,20 +62,141 @@ def test_what_is_kept_agrees_but_for_numbers() -> None:
     assert not tutorial_pages.is_as_kept("hooks", printed.partition("\n")[0])
 
 
+def _main_job(*options: str) -> list[str]:
+    small = [*as_a_user.SMALL_LLAMA, "--backend", "eager", "--on-miss", "compile", "--picture", "a.svg"]
+    return [str(_EXAMPLES / "train_llama.py"), *small, *options]
+
+
 def test_the_main_job_trains_both_ways(tmp_path: Path) -> None:
-    options = [
-        *as_a_user.SMALL_LLAMA,
-        "--steps",
-        "12",
-        "--backend",
-        "eager",
-        "--on-miss",
-        "compile",
-        "--picture",
-        "a.svg",
-    ]
-    program = [str(_EXAMPLES / "train_llama.py"), *options]
+    program = _main_job("--steps", "12")
     printed = as_a_user.run(program, tmp_path, OMP_NUM_THREADS="1", COMPILED_AUTOGRAD_TUNE="false")  # exact counts
-    assert "Of 13 backwards: 12 hits, 1 misses" in printed.replace("\n", " ")
+    assert printed.startswith("All trainings use 1 of ")
+    assert "13 backwards: 12 hits, 1 miss" in printed
+    assert "step 1, after " in printed and ": compiled code takes over, compiled in " in printed
+    assert re.search(r"steps +│ 12 +│ 1 +│ 11 ", printed), printed
+    assert re.search(r"┃ +┃ eager +┃ before compiled +┃ compiled +┃", printed), printed
+    last = printed.splitlines()[-1]
+    assert re.match(r"Compiled steps took \d+\.\d\d of eager's \(backward \d+\.\d\d\); compiling took \d", last), last
     drawn = (tmp_path / "work" / "a.svg").exists()
     assert drawn == (importlib.util.find_spec("matplotlib") is not None)
+
+
+def test_the_main_job_ends_when_its_time_is_up(tmp_path: Path) -> None:
+    """Nothing is compiled in that time, and the last line and the exit status say so."""
+    program = _main_job("--on-miss", "background", "--backend", "inductor", "--seconds", "0.01")
+    ended = _started(program, tmp_path).communicate(timeout=as_a_user.SECONDS)
+    assert ": compiling begins in a worker process of lower priority; " in ended[0]
+    says = "FAILED: no step ran compiled, since compiling had not ended when the training did (1 step, "
+    assert ended[0].splitlines()[-1].startswith(says), ended
+
+
+def _started(program: list[str], folder: Path, **variables: str) -> subprocess.Popen[str]:
+    pipes = {"stdin": subprocess.DEVNULL, "stdout": subprocess.PIPE, "stderr": subprocess.PIPE}
+    environment = as_a_user.environment(folder) | {"OMP_NUM_THREADS": "1"} | variables
+    return subprocess.Popen([sys.executable, *program], cwd=folder, env=environment, text=True, **pipes)
+
+
+def test_ctrl_c_ends_the_main_job_with_its_results(tmp_path: Path) -> None:
+    process = _started(_main_job("--seconds", "900"), tmp_path, PYTHONUNBUFFERED="1")
+    assert process.stdout is not None
+    before = []
+    for line in process.stdout:
+        before.append(line)
+        if "compiled code takes over" in line:
+            process.send_signal(signal.SIGINT)
+            break
+    printed, errors = process.communicate(timeout=as_a_user.SECONDS)
+    last = printed.splitlines()[-1]
+    assert re.match(r"Stopped by Ctrl-C after \d+ steps: compiled steps took ", last), (before, printed, errors)
+    assert process.returncode == 130 and "before compiled" in printed and "Traceback" not in errors
+
+
+def test_ctrl_c_while_pytorch_is_imported_prints_no_traceback(tmp_path: Path) -> None:
+    (tmp_path / "torch.py").write_text("import os, signal; os.kill(os.getpid(), signal.SIGINT)")
+    process = _started(_main_job(), tmp_path, PYTHONPATH=str(tmp_path))
+    assert process.communicate(timeout=as_a_user.SECONDS) == ("", "")
+    assert process.returncode == -signal.SIGINT
+
+
+def _arguments(monkeypatch: pytest.MonkeyPatch, *options: str) -> argparse.Namespace:
+    monkeypatch.setattr(sys, "argv", ["train_llama.py", *options])
+    return train_llama.parse_arguments()
+
+
+def _runs(outcomes: list[str], whole: list[float]) -> list[Any]:
+    """Trainings of which eager's steps took 2 s each, 1 s of it the backward; and the other's ``whole`` seconds."""
+    eager = [train_llama.Step(1.0, 1.0, 2.0)] * len(whole)
+    steps = [train_llama.Step(1.0, each / 2, each) for each in whole]
+    return [
+        SimpleNamespace(name="eager", steps=eager, outcomes=[]),
+        SimpleNamespace(name="compiled", steps=steps, outcomes=outcomes),
+    ]
+
+
+def _session(compiles: int = 1, loads: int = 0) -> Any:
+    stats = Stats(backwards=9, compiles=compiles, compile_seconds=41.2 * compiles, loads=loads)
+    return SimpleNamespace(stats=lambda: stats, settings=SimpleNamespace(on_miss="background"))
+
+
+def test_options_of_length_exclude_each_other(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert _arguments(monkeypatch).seconds == 60 and _arguments(monkeypatch, "--steps", "3").steps == 3
+    for options in (["--steps", "3", "--seconds", "3"], ["--steps", "0"], ["--seconds", "0"], ["--seconds", "nan"]):
+        with pytest.raises(SystemExit, match="2"):
+            _arguments(monkeypatch, *options)
+
+
+_WAY = ["structure_miss", "compiling", "hit", "tuning", "hit"]
+
+
+@pytest.mark.parametrize(
+    ("outcomes", "whole", "session", "says"),
+    [
+        (_WAY, [4, 2, 1, 2, 0.5], _session(), "compiling took 41 s beside the training; paid back after step 4; "),
+        (_WAY, [4, 2, 1, 2, 1], _session(), "not paid back, 0.0 s behind eager after 5 steps: some 1 more"),
+        (_WAY, [4, 2, 3, 2, 3], _session(), "4.0 s behind eager after 5 steps: compiled steps were no faster; "),
+        ([*_WAY, "not_worth_it"], [4, 2, 3, 2, 3, 2], _session(), "the compiled backward was slower and was left"),
+        (["hit"] * 2, [1, 1], _session(0, 1), "the code was on disk, where an earlier run had left it; paid back"),
+        (["structure_miss"], [9], _session(), "No step was left to be timed with compiled code; compiling took 41 s"),
+        (["structure_miss", "compiling"], [9, 2], _session(0), "had not ended when the training did (2 steps, 11 s;"),
+        (["capture"], [2], _session(0), "FAILED: no step ran compiled, 9 backwards: 0 hits; "),
+    ],
+)
+def test_the_last_sentence_of_the_main_job(
+    outcomes: list[str], whole: list[float], session: Any, says: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    sentence, good = _side_by_side.conclusion(_runs(outcomes, whole), session, _arguments(monkeypatch))
+    assert says in sentence and sentence.endswith(".")
+    assert good == (session.stats().compiles + session.stats().loads > 0) == (not sentence.startswith("FAILED: "))
+
+
+def test_the_last_sentence_says_that_curves_differ(monkeypatch: pytest.MonkeyPatch) -> None:
+    for loss, far in ((1.5, "5.0e-01"), (float("nan"), "inf")):
+        runs = _runs(["hit"], [1])
+        runs[1].steps[0] = runs[1].steps[0]._replace(loss=loss)
+        sentence, good = _side_by_side.conclusion(runs, _session(), _arguments(monkeypatch))
+        assert sentence == f"FAILED: the loss curves differ by {far}, more than --tolerance 0.01." and not good
+
+
+def test_ctrl_c_in_the_first_step_leaves_nothing_to_compare(monkeypatch: pytest.MonkeyPatch) -> None:
+    """One training has ended its step, the other has not: neither keeps it."""
+
+    def interrupted(*batch: object) -> None:
+        raise KeyboardInterrupt
+
+    args = _arguments(monkeypatch, *as_a_user.SMALL_LLAMA, "--steps", "3")
+    runs = [train_llama.Run(name, args, symbols=5) for name in ("eager", "compiled")]
+    monkeypatch.setattr(runs[1], "step", interrupted)
+    corpus = train_llama.Corpus(torch.zeros(100, dtype=torch.int64), list("abcde"))
+    assert train_llama.train(runs, args, corpus, Console(quiet=True))
+    assert [run.steps for run in runs] == [[], []]
+    sentence, good = _side_by_side.conclusion(runs, _session(0), args, stopped=True)
+    assert sentence.startswith("Stopped by Ctrl-C after 0 steps: the first step had not ended") and not good
+
+
+def test_ratios_of_speeds_are_of_the_same_turns() -> None:
+    eager, compiled = _runs(_WAY, [4, 2, 1, 2, 0.5])
+    columns = {
+        name: (steps, _side_by_side.ratio(eager, run, steps, "whole"))
+        for name, run, steps in _side_by_side.parts([eager, compiled])
+    }
+    assert columns == {"eager": ([0, 1, 2, 3, 4], 1.0), "before compiled": ([0, 1], 1.5), "compiled": ([2, 4], 0.375)}

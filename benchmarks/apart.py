@@ -8,47 +8,76 @@ what a user gains would not be seen.
     python -m benchmarks.apart eager mlp 0 cpu     # a line in, a backward's seconds out, until the input ends
 """
 
+import contextlib
 import subprocess
 import sys
-from types import TracebackType
+from collections.abc import Mapping, Sequence
+from typing import IO
 
 _REST = "rest"
 
 
-class Apart:
+class Answering:
+    """A process that answers each line with a line, as a context manager: begun on entry, ended on exit."""
+
+    def __init__(
+        self,
+        command: Sequence[str],
+        environment: Mapping[str, str] | None = None,
+        errors: IO[str] | None = None,
+    ) -> None:
+        self._command, self._environment, self._errors = command, environment, errors
+
+    def __enter__(self) -> "Answering":
+        self._process = subprocess.Popen(
+            self._command,
+            env=self._environment,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=self._errors,
+            text=True,
+        )
+        return self
+
+    def ask(self, line: str) -> str:
+        """The answer. Raises RuntimeError if the process has ended."""
+        assert self._process.stdin is not None
+        with contextlib.suppress(BrokenPipeError):  # then there is no answer either
+            print(line, file=self._process.stdin, flush=True)
+        return self.answer()
+
+    def answer(self) -> str:
+        """The next line that it says. Raises RuntimeError if the process has ended."""
+        assert self._process.stdout is not None
+        if line := self._process.stdout.readline():
+            return line
+        raise RuntimeError(f"{' '.join(self._command)} ended with status {self._process.wait()}: see its error above")
+
+    def __exit__(self, *error: object) -> None:
+        # Not communicate(), which waits until its children have closed the pipe too. What it has not read is lost.
+        with contextlib.suppress(BrokenPipeError), self._process:
+            pass
+
+
+class Apart(Answering):
     """The other process, as a context manager: warmed by one step when it is entered, ended when it is left."""
 
     def __init__(self, runner: str, model: str, seed: int, device: str) -> None:
-        self._command = [sys.executable, "-m", "benchmarks.apart", runner, model, str(seed), device]
+        super().__init__([sys.executable, "-m", "benchmarks.apart", runner, model, str(seed), device])
 
     def __enter__(self) -> "Apart":
-        self._process = subprocess.Popen(self._command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
+        super().__enter__()
         self.step()
         self.rest()
         return self
 
     def step(self) -> float:
         """Seconds of the backward of one step there. Raises RuntimeError if the process has ended."""
-        return self._ask("")
+        return float(self.ask(""))
 
     def rest(self) -> None:
         """There is no next step for a while, or none: others may have what memory it kept of the device."""
-        self._ask(_REST)
-
-    def _ask(self, line: str) -> float:
-        assert self._process.stdin is not None and self._process.stdout is not None
-        print(line, file=self._process.stdin, flush=True)
-        line = self._process.stdout.readline()
-        if not line:
-            raise RuntimeError(
-                f"{' '.join(self._command)} ended with status {self._process.wait()}: see its error above"
-            )
-        return float(line)
-
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
-        self._process.communicate()
+        self.ask(_REST)
 
 
 def main() -> None:

@@ -26,6 +26,19 @@ _LOOKS_EVERY = 0.1  # seconds
 _SECONDS_TO_END = 60.0
 
 
+def caches_in(folder: Path) -> dict[str, str]:
+    """The environment of a process whose compilers keep everything in a folder."""
+    found = {variable: str(folder / variable.lower()) for variable in CACHE_FOLDERS}
+    return found | {"TMPDIR": str(folder)}  # where Inductor keeps headers that it has compiled
+
+
+def store_in(folder: Path) -> dict[str, str]:
+    """The environment of a process where this project's store is in a folder too; the store is made if it is new."""
+    store = folder / "store"
+    store.mkdir(mode=0o700, exist_ok=True)  # of others' folders it makes no use
+    return {"COMPILED_AUTOGRAD_CACHE_DIR": str(store)}
+
+
 class Child:
     """A command that prints a JSON object as its last line, started with empty caches.
 
@@ -36,11 +49,9 @@ class Child:
     def __init__(self, command: Sequence[str], cold_store: bool = False, more: Mapping[str, str] | None = None) -> None:
         self._scratch = tempfile.TemporaryDirectory(prefix="benchmark-", ignore_cleanup_errors=True)
         folder = self._folder = Path(self._scratch.name)
-        environment = os.environ | {variable: str(folder / variable.lower()) for variable in CACHE_FOLDERS}
-        environment["TMPDIR"] = str(folder)  # where Inductor keeps headers that it has compiled
+        environment = dict(os.environ) | caches_in(folder)
         if cold_store:
-            environment["COMPILED_AUTOGRAD_CACHE_DIR"] = str(folder / "store")
-            (folder / "store").mkdir(mode=0o700)  # of others' folders it makes no use
+            environment |= store_in(folder)
             if (built := shadow_cache.default_dir() / "native").is_dir():
                 shutil.copytree(built, folder / "store" / "native")
         self._started = time.monotonic()

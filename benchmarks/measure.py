@@ -7,7 +7,7 @@ changes too, so that whatever else the machine does falls on all.
 
 import statistics
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -70,16 +70,20 @@ def count_nodes(loss: Tensor) -> int:
 
 def gradient_difference(eager: nn.Module, other: nn.Module) -> float:
     """Largest relative difference of two modules' gradients, by the largest absolute element of each parameter."""
-    expected = {name: parameter.grad for name, parameter in eager.named_parameters()}
+    return largest_difference(*({name: each.grad for name, each in m.named_parameters()} for m in (eager, other)))
+
+
+def largest_difference(expected: Mapping[str, Tensor | None], found: Mapping[str, Tensor | None]) -> float:
+    """The same of gradients by the names of their parameters."""
     scales = {name: grad.abs().max().item() for name, grad in expected.items() if grad is not None}
     smallest = SMALLEST_SCALE * max(scales.values())
     worst = 0.0
-    for name, parameter in other.named_parameters():
+    for name, other in found.items():
         grad = expected[name]
-        if grad is None or parameter.grad is None:
-            worst = worst if grad is parameter.grad else float("inf")
+        if grad is None or other is None:
+            worst = worst if grad is other else float("inf")
             continue
-        difference = (parameter.grad - grad).abs().max().item()
+        difference = (other - grad).abs().max().item()
         worst = max(worst, difference / max(scales[name], smallest))
     return worst
 

@@ -6,34 +6,45 @@ Written against torch 2.13, whose own compiled autograd is the private module `t
 import contextlib
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
 from torch.fx import GraphModule
 
-from benchmarks.models import MakeLoss
+if TYPE_CHECKING:
+    from compiled_autograd import Session
 
 
 class NotApplicable(Exception):
     """This measurement means nothing for this runner and model; the message says why."""
 
 
-def plain_loss(make_loss: MakeLoss) -> MakeLoss:
-    return make_loss
+Compute = Callable[..., Tensor]
+"""A loss, or a module."""
+
+
+def as_it_is(compute: Compute) -> Compute:
+    return compute
 
 
 def no_counts() -> dict[str, Any]:
     return {}
 
 
+def no_wait() -> None:
+    """Nothing is built beside the training."""
+
+
 @dataclass(frozen=True)
 class Runner:
-    """How to make the loss, what to enter around each backward, and what it counted."""
+    """How to compute the loss, what to enter around each backward, what it counted, and how to wait for what it builds
+    beside the training."""
 
     around: Callable[[], contextlib.AbstractContextManager]
-    prepare: Callable[[MakeLoss], MakeLoss] = plain_loss
+    prepare: Callable[[Compute], Compute] = as_it_is
     counts: Callable[[], dict[str, Any]] = no_counts
+    wait: Callable[[], None] = no_wait
 
 
 def eager() -> Runner:
@@ -42,12 +53,12 @@ def eager() -> Runner:
 
 def aot(mode: str | None = None) -> Runner:
     """torch.compile of the model and its loss, so that the whole tape is AOTAutograd's."""
-    return Runner(contextlib.nullcontext, prepare=lambda make_loss: torch.compile(make_loss, mode=mode))
+    return Runner(contextlib.nullcontext, prepare=lambda compute: torch.compile(compute, mode=mode))
 
 
-def aot_ours() -> Runner:
+def aot_with(ours: Runner) -> Runner:
     """The same, and its backward under this project: one node, whose graph is taken apart and compiled once more."""
-    return replace(ours("inductor"), prepare=aot().prepare)
+    return replace(ours, prepare=aot().prepare)
 
 
 def torch_own(dynamic: bool, compiler: Callable[[GraphModule], Callable[..., Any]] | None = None) -> Runner:
@@ -77,14 +88,41 @@ def ours(backend: str | Callable[..., Any], native: bool = True, **settings: Any
     import compiled_autograd as ca
 
     # Nothing kept on disk, so that the first backward is as cold as that of the others; and no step left to eager.
-    session = ca.enable(backend=backend, cache_dir=False, tune=False, native=native, **settings)
-    names = ("hits", "captures", "shape_misses", "structure_misses", "compiles", "bypasses", "failures")
+    return of_session(ca.enable(backend=backend, cache_dir=False, tune=False, native=native, **settings))
+
+
+def default() -> Runner:
+    """compiled_autograd as it is where nothing is set."""
+    import compiled_autograd as ca
+
+    return of_session(ca.enable())
+
+
+def of_session(session: "Session") -> Runner:
+    """All backwards in a session of this project."""
+    names = (
+        "hits",
+        "captures",
+        "shape_misses",
+        "structure_misses",
+        "compiles",
+        "loads",
+        "tuning",
+        "bypasses",
+        "failures",
+    )
 
     def counts() -> dict[str, Any]:
         stats = session.stats()
         return {name: value for name in names if (value := getattr(stats, name))}
 
-    return Runner(lambda: session, counts=counts)
+    def wait() -> None:
+        from compiled_autograd.native.library import Library
+
+        if Library.LATEST is not None:
+            Library.LATEST.built()
+
+    return Runner(lambda: session, counts=counts, wait=wait)
 
 
 def empty_torch_function(graph_module: GraphModule) -> Callable[..., list[Tensor]]:
@@ -114,6 +152,7 @@ def empty_backend(graph_module: GraphModule, example_inputs: Sequence[Any]) -> C
 
 RUNNERS: dict[str, Callable[[], Runner]] = {
     "eager": eager,
+    "default": default,
     "ours-eager": lambda: ours("eager"),
     "ours-inductor": lambda: ours("inductor"),
     "ours-seam": lambda: ours("inductor", native=False),
@@ -121,7 +160,8 @@ RUNNERS: dict[str, Callable[[], Runner]] = {
     "torch-ca-dynamic": lambda: torch_own(dynamic=True),
     "torch-ca-static": lambda: torch_own(dynamic=False),
     "aot": aot,
-    "aot-ours": aot_ours,
+    "aot-ours": lambda: aot_with(ours("inductor")),
+    "aot-default": lambda: aot_with(default()),
     "aot-cuda-graphs": lambda: aot("reduce-overhead"),
 }
 

@@ -1,0 +1,1 @@
+"""Whole training steps of ordinary models: `python -m benchmarks.ordinary`."""

@@ -14,7 +14,8 @@ from ..shadow_cache.amounts import seconds
 from ..shadow_cache.miss_kinds import NO_MISSES, explain
 from .step_log import StepEvent
 
-_SAME_TAPE = frozenset({TUNING, "compiling"})
+_COMPILING = "compiling"
+_SAME_TAPE = frozenset({TUNING, _COMPILING})
 """Bypasses of a tape that hits as well."""
 _OFTEN = 0.1
 """The part of all backwards from which on misses of a kind, or backwards on eager, are what to look into."""
@@ -93,8 +94,11 @@ def what_next(stats: Stats, worth: Worth, spent: float, events: Sequence[StepEve
         return "install a tested torch, or set untested_torch='try'"
     if stats.failures:
         return "report what failed: gradients are right, but a slower way was taken; see `shadow-cache env`"
-    ((label, _),) = Counter(stats.bypasses).most_common(1) or [("", 0)]
-    if sum(stats.bypasses.values()) > _OFTEN * stats.backwards:
+    if stats.bypasses.get(_COMPILING) and not stats.hits:
+        return "run on: compiling has not ended yet"
+    left = Counter({label: count for label, count in stats.bypasses.items() if label != _COMPILING})
+    if left.total() > _OFTEN * stats.backwards:
+        ((label, _),) = left.most_common(1)
         kind = NO_MISSES.get(label)
         return f"look up {label!r} in docs/bypasses.md" if kind is None else f"{kind.do[:1].lower()}{kind.do[1:-1]}"
     kinds = Counter(each.kind for event in events for each in event.reasons if isinstance(each, Miss))

@@ -1,6 +1,6 @@
-"""The shadow graph of captured tapes: what was seen, what was made for it, and why something was made again.
+"""The shadow graph of captured tapes: the structures that were seen, the code compiled for them, the reasons of misses.
 
-Nothing here imports torch: what a leaf holds is given by its user. The store on disk is imported when it is asked for.
+Nothing here imports torch. The payload of a structure is the caller's. The store on disk is imported on first use.
 """
 
 from __future__ import annotations
@@ -68,15 +68,15 @@ __all__ = [
 
 
 def open(path: str | PathLike[str] | None = None, *, max_size: int = 2 << 30, create: bool = True) -> Store:
-    """Open the store in the folder ``path`` (None: :func:`default_dir`), and make it if ``create``.
+    """Open the store in the folder ``path`` (None: :func:`default_dir`); create the folder if ``create``.
 
-    Its files have ``max_size`` bytes at most; the least recently used entries go first.
+    The store's files take at most ``max_size`` bytes; the least recently used entries are evicted first.
 
     Raises:
-        StoreRefusedError: the folder is someone else's, or others can read or write it.
-        StoreNewerError: a newer version of this package made it.
-        StoreMissingError: it is not there, and ``create`` is False.
-        StoreUnavailableError: it cannot be made or read.
+        StoreRefusedError: another user owns the folder, or other users can read or write it.
+        StoreNewerError: a newer version of this package made the store.
+        StoreMissingError: there is no store, and ``create`` is False.
+        StoreUnavailableError: the folder cannot be created or read.
     """
     from .store import Store
 
@@ -84,7 +84,7 @@ def open(path: str | PathLike[str] | None = None, *, max_size: int = 2 << 30, cr
 
 
 def default_dir() -> Path:
-    """Where the store is unless another place is named: the user's cache folder, by the convention of the system."""
+    """Return the default folder of the store: the user's cache folder, by the convention of the operating system."""
     import platformdirs
 
     return platformdirs.user_cache_path("compiled_autograd", appauthor=False)

@@ -1,4 +1,4 @@
-"""Sizes, lengths and points of time, and counts, in words for people."""
+"""Format sizes, durations, dates and counts for people."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _UNITS = (("year", 365 * 86400), ("month", 30 * 86400), ("day", 86400), ("hour",
 
 
 def size(count: float) -> str:
-    """Bytes, with decimal units: ``3.2 MB``."""
+    """Format bytes with decimal units: ``3.2 MB``."""
     for unit in ("B", "kB", "MB", "GB"):
         if count < 999.95 or (unit == "B" and count < 1000):
             return f"{count:.0f} B" if unit == "B" else f"{count:.1f} {unit}"
@@ -17,7 +17,7 @@ def size(count: float) -> str:
 
 
 def seconds(value: float) -> str:
-    """A duration: ``231 ms``, ``17.3 s``, ``2 min 5 s``, ``1 h 4 min``."""
+    """Format a duration in seconds: ``231 ms``, ``17.3 s``, ``2 min 5 s``, ``1 h 4 min``."""
     if value < 0.9995:
         return f"{value * 1000:.0f} ms"
     if value < 99.95:
@@ -29,7 +29,7 @@ def seconds(value: float) -> str:
 
 
 def ago(when: float, now: float) -> str:
-    """How long before ``now``: ``2 hours ago``; both are seconds since the epoch."""
+    """Format the time between ``when`` and ``now``: ``2 hours ago``. Both are seconds since the epoch."""
     past = now - when
     for unit, length in _UNITS:
         if past >= length:
@@ -38,10 +38,10 @@ def ago(when: float, now: float) -> str:
 
 
 def date(when: float) -> str:
-    """A point in time, UTC: ``2024-05-01 12:30 UTC``."""
+    """Format seconds since the epoch in UTC: ``2024-05-01 12:30 UTC``."""
     return f"{datetime.datetime.fromtimestamp(when, datetime.timezone.utc):%Y-%m-%d %H:%M} UTC"
 
 
 def plural(count: int, noun: str, nouns: str = "") -> str:
-    """``1 entry``, ``2 entries``; ``nouns`` where an ``s`` does not make the plural."""
+    """Format a count: ``1 entry``, ``2 entries``. ``nouns`` is the plural where it is not ``noun`` with an ``s``."""
     return f"{count:,} {noun if count == 1 else nouns or noun + 's'}"

@@ -1,4 +1,4 @@
-"""Counts compiles while a piece of code runs: for people's own tests."""
+"""Count compiles while a piece of code runs, for users' own tests."""
 
 from __future__ import annotations
 
@@ -12,23 +12,23 @@ from dataclasses import dataclass, field
 
 
 class TooManyCompilesError(AssertionError):
-    """More was compiled than :func:`assert_max_compiles` allowed.
+    """More regions were compiled than :func:`assert_max_compiles` allowed.
 
     Attributes:
-        compiles: how many regions were compiled.
-        reasons: why, a line for each record.
+        compiles: the number of compiled regions.
+        reasons: the reasons of the misses, one line each.
     """
 
     def __init__(self, allowed: int, compiles: int, reasons: Sequence[str]) -> None:
         lines = "".join(f"\n  {reason}" for reason in reasons)
-        super().__init__(f"{compiles} regions were compiled where at most {allowed} were allowed; why:{lines}")
+        super().__init__(f"{compiles} regions were compiled, and at most {allowed} were allowed. The reasons:{lines}")
         self.compiles = compiles
         self.reasons = tuple(reasons)
 
 
 @dataclass
 class Compiles:
-    """What was compiled so far."""
+    """The number of regions compiled so far, and the reasons."""
 
     count: int = 0
     reasons: list[str] = field(default_factory=list)
@@ -41,7 +41,7 @@ if hasattr(os, "register_at_fork"):  # held for microseconds
 
 
 def note(compiles: int, reasons: Sequence[str]) -> None:
-    """Tell everybody who counts how many regions a backward compiled, and why."""
+    """Add a backward's compiled regions, and the reasons, to all running counters."""
     if not compiles or not _watching:
         return
     with _lock:
@@ -52,12 +52,12 @@ def note(compiles: int, reasons: Sequence[str]) -> None:
 
 @contextlib.contextmanager
 def assert_max_compiles(allowed: int) -> Iterator[Compiles]:
-    """Inside, at most ``allowed`` regions may be compiled, by all threads together.
+    """Fail if more than ``allowed`` regions are compiled inside, by all threads together.
 
-    Gives the account so far. Where the code inside raises, nothing is asserted.
+    Yields the :class:`Compiles` so far. If the code inside raises, nothing is asserted.
 
     Raises:
-        TooManyCompilesError: at the end, with the reason of each miss.
+        TooManyCompilesError: raised at the end, with the reason of each miss.
     """
     account = Compiles()
     with _lock:

@@ -1,6 +1,6 @@
-"""What the cache on disk holds, as frozen records: structures, the entries made for them, and misses.
+"""Frozen records of the cache on disk: structures, the entries compiled for them, and misses.
 
-The Python interface, the command line and the store itself all speak in these. Times are seconds since the epoch.
+The Python interface, the command line and the store itself all use these records. Times are seconds since the epoch.
 """
 
 from __future__ import annotations
@@ -10,13 +10,13 @@ import msgspec
 from .records import Miss
 from .safe_text import harmless
 
-# Of calls and inputs there are hundreds in an entry, and no cycle can begin at one (gc=False): to list a thousand
-# entries takes the garbage collector longer than everything else otherwise.
+# gc=False: an entry has hundreds of calls and inputs, and none of them can be part of a cycle. With the garbage
+# collector, tracking them takes longer than the rest of listing a thousand entries.
 
 
 class Call(msgspec.Struct, frozen=True, gc=False):
-    """One node of a tape. ``key`` is its edge in the trie as text, the node's name first; ``edges`` are indices of the
-    nodes its gradients go to."""
+    """One node of a tape. ``key`` is the node's edge in the trie as text, the node's name first. ``edges`` are the
+    indices of the nodes that receive the node's gradients."""
 
     name: str
     key: tuple[str, ...]
@@ -26,14 +26,14 @@ class Call(msgspec.Struct, frozen=True, gc=False):
 
 
 class Structure(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A tape as it was captured.
+    """A captured tape.
 
     Attributes:
-        id: of hexadecimal digits.
-        calls: its nodes.
-        end: the last key of its path in the trie, as text.
+        id: hexadecimal digits.
+        calls: the nodes.
+        end: the last key of the path in the trie, as text.
         text: the whole tape graph.
-        record: its path in the trie; only who wrote it reads it. Empty in stores of before.
+        record: the path in the trie, in the writer's own format. Empty in stores of earlier versions.
     """
 
     id: str
@@ -44,12 +44,12 @@ class Structure(msgspec.Struct, frozen=True, omit_defaults=True):
 
     @property
     def keys(self) -> tuple[tuple[str, ...], ...]:
-        """Its path in the trie, as text."""
+        """The path in the trie, as text."""
         return (*(call.key for call in self.calls), self.end)
 
 
 class Input(msgspec.Struct, frozen=True, gc=False):
-    """A saved tensor: where the tape uses it, its dtype and device, and its dimensions: numbers or symbols (``s0``)."""
+    """A saved tensor: the place of its use on the tape, dtype, device, dimensions as numbers or symbols (``s0``)."""
 
     where: str
     dtype: str
@@ -61,10 +61,10 @@ class Region(msgspec.Struct, frozen=True):
     """A compiled part of an entry.
 
     Attributes:
-        calls: how many calls of the tape it holds.
-        artifact: the compiled code: SHA-256 of a file of the store, in hexadecimal.
-        lowered: the ATen graph as text: likewise.
-        record: how it is fed and what it serves; only who wrote it reads it. It is stored under an earlier name.
+        calls: the number of calls of the tape in the region.
+        artifact: the file of the compiled code, named by the SHA-256 of its bytes in hexadecimal.
+        lowered: the file of the ATen graph as text, named likewise.
+        record: the region's inputs and guards, in the writer's own format; stored under the field's earlier name.
     """
 
     calls: int
@@ -74,14 +74,14 @@ class Region(msgspec.Struct, frozen=True):
 
 
 class Timing(msgspec.Struct, frozen=True, gc=False):
-    """What ``tune`` found when it ran an entry and the eager engine in turn.
+    """The result of a tuning trial: an entry and the eager engine, run alternately and timed.
 
     Attributes:
         eager: the median of the eager engine's backwards, in milliseconds.
-        compiled: that of the entry's.
-        samples: the number of backwards of each, at least.
-        when: it was decided.
-        goes_on: ``"eager"`` or ``"compiled"``: what such backwards ran on from then on, in the process that timed them.
+        compiled: the median of the compiled backwards, in milliseconds.
+        samples: the minimum number of backwards of each.
+        when: the time of the decision.
+        goes_on: ``"eager"`` or ``"compiled"``: the faster one. It ran later backwards in the process of the trial.
     """
 
     eager: float
@@ -92,12 +92,12 @@ class Timing(msgspec.Struct, frozen=True, gc=False):
 
     @property
     def on_eager(self) -> bool:
-        """The eager engine goes on."""
+        """True if the eager engine was faster and runs such backwards."""
         return self.goes_on == "eager"
 
     @property
     def winner(self) -> str:
-        """What goes on, in words."""
+        """The faster one, in words."""
         return "eager" if self.on_eager else "the compiled graph"
 
     def __str__(self) -> str:
@@ -106,25 +106,25 @@ class Timing(msgspec.Struct, frozen=True, gc=False):
 
 
 class Summary(msgspec.Struct, frozen=True, kw_only=True):
-    """An :class:`Entry` without what is long in it: thirty times as fast to read where tapes have hundreds of nodes.
+    """An :class:`Entry` without its long fields; thirty times faster to read for tapes of hundreds of nodes.
 
     Attributes:
-        id: short, of hexadecimal digits.
-        structure: the id of its :class:`Structure`.
-        loss: the node that the backward begins at.
-        module: the class of the outermost module whose parameters it reaches, where that is known.
+        id: a few hexadecimal digits.
+        structure: the id of the entry's :class:`Structure`.
+        loss: the node at which the backward begins.
+        module: the class of the outermost module with parameters on the tape, if known.
         source: ``file:line in function`` of the backward's caller.
-        nodes: how many nodes the tape has.
-        settings: backend and what else the compiled code depends on, by name.
-        dynamic: some dimensions of the saved tensors are symbols.
-        miss: why it was made.
-        seconds: what making it cost.
-        created: when.
-        last_used: when it was stored or loaded last.
-        loads: how often a process found it here.
-        size: of its files, in bytes.
-        timing: how it did against the eager engine, when it was last timed; None where it never was.
-        program: the file of the program that made it; None where it was no file, or an earlier version stored it.
+        nodes: the number of nodes of the tape.
+        settings: the backend and the other settings of the compiled code, by name.
+        dynamic: True if some dimensions of the saved tensors are symbols.
+        miss: the miss for which the entry was compiled.
+        seconds: the time to compile the entry.
+        created: the time of creation.
+        last_used: the time of the last store or load.
+        loads: the number of loads by processes.
+        size: bytes of the entry's files.
+        timing: the last tuning trial; None if there was none.
+        program: the file of the program that made the entry; None if there was no file, or in earlier versions.
     """
 
     id: str
@@ -146,12 +146,12 @@ class Summary(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def name(self) -> str:
-        """What people know it by: loss, module and source line, as far as they are known."""
+        """The entry's name for people: loss, module and source line, as far as they are known."""
         return name_of(self.loss, self.module, self.source)
 
     @property
     def left_to_eager(self) -> Timing | None:
-        """How it was timed, where the eager engine is faster and goes on; else None."""
+        """The tuning trial, if the eager engine was faster; else None."""
         return self.timing if self.timing is not None and self.timing.on_eager else None
 
 
@@ -159,12 +159,12 @@ class Entry(Summary, frozen=True, kw_only=True):
     """A structure compiled for one set of shapes, ambient state and settings, on one kind of machine.
 
     Attributes:
-        ambient: state of the process that it depends on, by name.
+        ambient: state of the process on which the compiled code depends, by name.
         environment: versions, compiler and processor, by name.
         inputs: the saved tensors.
-        guards: what must hold of the symbols, as text.
-        record: what it serves; only who wrote it reads it. It is stored under an earlier name.
-        regions: its compiled parts.
+        guards: conditions on the symbols, as text.
+        record: the sizes and tensors that it serves, in the writer's own format; stored under the field's earlier name.
+        regions: the compiled parts.
     """
 
     ambient: dict[str, str]
@@ -176,19 +176,19 @@ class Entry(Summary, frozen=True, kw_only=True):
 
     @property
     def sections(self) -> dict[str, dict[str, str]]:
-        """What it was made under, under titles."""
+        """Settings, process state and environment of the entry, by title."""
         return {"settings": self.settings, "ambient": self.ambient, "environment": self.environment}
 
 
 def name_of(loss: str, module: str | None, source: str | None) -> str:
-    """What people know an entry by: loss, module and source line, as far as they are known."""
+    """Return an entry's name for people: loss, module and source line, as far as they are known."""
     of = f" of {module}" if module else ""
     at = f", {source}" if source else ""
     return harmless(f"{loss}{of}{at}")
 
 
 class MissEntry(msgspec.Struct, frozen=True):
-    """A backward that was no hit: when, what was made for it (None where nothing was), and why."""
+    """A backward that was no hit: the time, the structure, the entry compiled for it (None: none), and the reason."""
 
     when: float
     structure: str
@@ -198,10 +198,10 @@ class MissEntry(msgspec.Struct, frozen=True):
 
 
 class StoreStats(msgspec.Struct, frozen=True):
-    """The store in figures.
+    """Totals of the store.
 
-    ``misses`` and ``bypasses`` count records by reason. ``seconds_saved`` is what its loads would have cost to compile
-    anew. ``left_to_eager`` is the number of the ``timed`` entries that are slower than eager, which goes on for them.
+    ``misses`` and ``bypasses`` count records by reason. ``seconds_saved`` is the time that compiling the loaded entries
+    again would have taken. ``left_to_eager`` is the number of the ``timed`` entries that are slower than eager.
     """
 
     entries: int
@@ -218,7 +218,7 @@ class StoreStats(msgspec.Struct, frozen=True):
 
 
 class Problem(msgspec.Struct, frozen=True):
-    """Something wrong with the store: ``where`` is an entry's id or a file, ``what`` is wrong, and what to ``do``."""
+    """A problem of the store: ``where`` is an entry's id or a file, ``what`` the problem, ``do`` the remedy."""
 
     where: str
     what: str

@@ -1,8 +1,8 @@
 """The shadow graph: a trie in which each captured tape is a path, and tapes share the path as far as they agree.
 
-An edge is the key of one node of the tape: a tuple of its name and of parts, kept whole, so that two keys can be
-compared and the difference shown. A terminal is a structure. Below it stand its variants, one for each set of shapes,
-ambient state and settings that was met. What a variant holds is the caller's: this package knows nothing of autograd.
+An edge is the key of one node of the tape: a tuple of the node's name and parts. Keys are not hashed together, so that
+two keys can be compared and their difference shown. A terminal is a structure. Its payload is the caller's: the
+variants, one for each set of shapes, ambient state and settings. This package knows nothing of autograd.
 """
 
 from __future__ import annotations
@@ -14,13 +14,13 @@ from dataclasses import dataclass, field
 from typing import Any, Generic, TypeVar
 
 Key = tuple[Any, ...]
-"""The name of a node, and parts: whatever can be hashed."""
+"""The name of a node, and hashable parts."""
 P = TypeVar("P")
 
 
 @dataclass(frozen=True, slots=True)
 class VariantKey:
-    """What one variant of a structure was made under, as named parts that are compared by value."""
+    """Settings and process state of one variant of a structure, as named parts that are compared by value."""
 
     settings: tuple[tuple[str, Any], ...]
     ambient: tuple[tuple[str, Any], ...]
@@ -28,7 +28,7 @@ class VariantKey:
 
 @dataclass(slots=True)
 class Terminal(Generic[P]):
-    """A structure: its number, which no other structure of the process ever has, and what the caller keeps for it."""
+    """A structure: its number, unique for the life of the process, and the caller's payload."""
 
     number: int
     payload: P
@@ -49,9 +49,9 @@ class _All(Generic[P]):
 class ShadowGraph(Generic[P]):
     """All structures of a process.
 
-    Safe to use from several threads, and without a lock: whoever had one might wait, in what ``gc`` or a signal's
-    handler runs in its midst, for another thread that wants it. Each change is one call of C. What is added while
-    something is removed may not be found afterwards, and is then added again.
+    Safe to use from several threads without a lock. With a lock, code that ``gc`` or a signal handler runs while the
+    lock is held could wait for a thread that waits for the lock. Each change is one C call. A structure that is added
+    during a removal may be lost; the next lookup then adds it again.
     """
 
     def __init__(self) -> None:
@@ -59,20 +59,23 @@ class ShadowGraph(Generic[P]):
         self._numbers = itertools.count()
 
     def find(self, keys: Sequence[Key]) -> Terminal[P] | None:
-        """The terminal for ``keys``, if there is one; :meth:`nearest` says how near they come to another's."""
+        """Return the terminal for ``keys``, or None. :meth:`nearest` compares them with other structures."""
         depth, path = self._follow(keys)
         return path[-1].terminal if depth == len(keys) else None
 
     def nearest(self, keys: Sequence[Key]) -> tuple[int, Key | None]:
-        """How many of ``keys`` are a known path, and of what follows on that path the key nearest to the next one."""
+        """Return the number of leading ``keys`` that form a known path, and the key on that path that is most like the
+        next one (None: the path has no more keys, or all of ``keys`` are known)."""
         depth, path = self._follow(keys)
         known = _nearest_first([*path[-1].children], keys[depth]) if depth < len(keys) else []
         return depth, known[0] if known else None
 
     def nearest_among(self, keys: Sequence[Key], counts: Callable[[P], bool]) -> tuple[int, Key | None, list[P]]:
-        """The same among the structures whose payloads count, and what is kept for those that part there.
+        """Compare like :meth:`nearest`, but only with structures whose payloads satisfy ``counts``.
 
-        The number is 0 and the key None where no structure counts. ``keys`` are those of a new structure.
+        Returns:
+            The number of shared keys, the nearest other key, and the payloads below this key; 0, None and an empty
+            list if no payload satisfies ``counts``. ``keys`` must be those of a new structure.
         """
         _, path = self._follow(keys)
         while path:
@@ -95,21 +98,21 @@ class ShadowGraph(Generic[P]):
         return len(keys), path
 
     def insert(self, keys: Sequence[Key], payload: P) -> Terminal[P]:
-        """Add a path; where it is there already, its terminal is given and ``payload`` is not used."""
-        all_ = self._all  # what is forgotten meanwhile is forgotten with this
+        """Add a path and return its terminal. If the path exists already, ``payload`` is not used."""
+        all_ = self._all  # a concurrent clear() drops this insertion too
         node = all_.root
         for key in keys:
             node = node.children.setdefault(key, _TrieNode())
         known = node.terminal
         if known is None:
             new = Terminal(next(self._numbers), payload)
-            known = node.terminal  # no call: nothing comes between this and the assignment
+            known = node.terminal  # no call between this line and the assignment: no other thread can intervene
             if known is None:
                 known = node.terminal = all_.terminals[new.number] = new
         return known
 
     def remove(self, numbers: Container[int]) -> None:
-        """Forget structures, and the parts of their paths that no other has."""
+        """Remove structures, and the parts of their paths that no other structure has."""
         all_ = self._all
         for number in [*all_.terminals]:
             if number in numbers:
@@ -125,7 +128,6 @@ class ShadowGraph(Generic[P]):
                     node.children.pop(key, None)
 
     def clear(self) -> None:
-        """Forget everything."""
         self._all = _All()
 
     def __iter__(self) -> Iterator[Terminal[P]]:

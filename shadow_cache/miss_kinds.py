@@ -1,4 +1,4 @@
-"""What each kind of miss means, and what one can do about it: one table, which every display reads."""
+"""The meaning and the remedy of each kind of miss: one table for all displays."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ from typing import NamedTuple
 
 
 class Kind(NamedTuple):
-    """``means`` and ``do`` are one sentence each, for someone who has not read the source."""
+    """``means`` and ``do`` are one sentence each, for readers who do not know the source."""
 
     means: str
     do: str
@@ -14,97 +14,97 @@ class Kind(NamedTuple):
 
 KINDS: dict[str, Kind] = {
     "first_seen": Kind(
-        "No tape like this one had been met before.",
-        "Nothing: every structure is compiled once, and the next backward like it is a hit.",
+        "This structure was seen for the first time.",
+        "Nothing: every structure is compiled once, and the next backward of this structure is a hit.",
     ),
     "new_node": Kind(
-        "The tape runs along a known one and then has another operation, or ends earlier or later.",
-        "Nothing, for another loss on the same model; else look for an `if` or a loop that took another way here.",
+        "The tape begins like a known one, then has another operation, or ends earlier or later.",
+        "Nothing if this is another loss on the same model; else look for an `if` or a loop that ran differently.",
     ),
     "node_attribute": Kind(
-        "The operations are known, but one of them has a different constant.",
-        "Keep that value the same at every step, or hold it in a tensor: numbers that operations save are structure.",
+        "The operations are known, but one of them has another constant.",
+        "Use the same value in every step, or keep the value in a tensor: saved numbers are part of the structure.",
     ),
     "grad_state": Kind(
-        "A leaf had a `.grad` where it had none before, or the other way round.",
-        "Nothing, if gradients are accumulated: both are then kept; else call `zero_grad()` in the same way each step.",
+        "A leaf had a `.grad` where the known tape had None, or None where the known tape had a `.grad`.",
+        "Nothing if gradients are accumulated: both forms are cached; else call `zero_grad()` alike in each step.",
     ),
     "hooks_changed": Kind(
-        "Hooks were added, removed, or are of another kind at a place on the tape.",
-        "Register hooks once, before the first backward; a new function at the same place is a hit.",
+        "Hooks were added, removed or replaced by hooks of another kind at a node of the tape.",
+        "Register hooks once, before the first backward; a hook with another function at the same node is a hit.",
     ),
     "undefined_gradients": Kind(
-        "Another set of gradients was undefined: an output was not used, or a function returned None.",
-        "Use the same outputs at every step, or return zeros where None is returned only sometimes.",
+        "Other gradients than before were undefined: an output was not used, or a function returned None.",
+        "Use the same outputs in every step; in a function that returns None only sometimes, return zeros instead.",
     ),
     "shape": Kind(
-        "The structure is known, but a tensor on the tape had a size that no variant serves.",
-        "Pad to few sizes or drop the last partial batch; with `dynamic=None` a size that changes becomes a symbol.",
+        "The structure is known, but a tensor on the tape had a size for which no variant was compiled.",
+        "Pad to a few sizes or drop the last partial batch; with `dynamic=None` a size that changes becomes a symbol.",
     ),
     "dtype": Kind(
         "A tensor on the tape had another dtype.",
-        "Keep one dtype for parameters and inputs; autocast that is on for some steps only also shows here.",
+        "Use one dtype for parameters and inputs; autocast in only some of the steps also has this effect.",
     ),
     "device": Kind(
         "A tensor on the tape was on another device.",
         "Move the model and its inputs to one device before the first backward.",
     ),
     "layout": Kind(
-        "A tensor on the tape had other strides, or was another kind of tensor.",
-        "Call `.contiguous()` on what is sometimes a transposed or sliced view, or use one memory format throughout.",
+        "A tensor on the tape had other strides or another layout, or was another kind of tensor.",
+        "Call `.contiguous()` on tensors that are sometimes transposed or sliced views, or use one memory format.",
     ),
     "guard": Kind(
-        "A dynamic variant was there, but the sizes broke a condition that its code relies on.",
-        "Read the condition: sizes 0 and 1 and sizes that are equal by chance are the usual causes.",
+        "The sizes violated a guard of the dynamic variant's code.",
+        "Read the guard: the usual causes are sizes 0 and 1, and sizes that are equal by chance.",
     ),
     "variant_limit": Kind(
-        "The structure had as many variants as it may have.",
-        "Set `dynamic=True`, or pad inputs so that fewer sizes occur.",
+        "The structure had reached the maximum number of variants.",
+        "Set `dynamic=True`, or pad inputs to fewer sizes.",
     ),
     "ambient_state": Kind(
-        "State of the process that the code depends on was different: autocast, determinism, threads and the like.",
-        "Set it once, before training; each value of it that occurs is compiled by itself.",
+        "Process state on which the code depends had changed: autocast, determinism, threads and the like.",
+        "Set this state once, before training; every state that occurs is compiled separately.",
     ),
     "backend_or_settings": Kind(
-        "The backward was run under another backend, or with other settings or passes.",
-        "Use the same settings in every `enable()`; what was compiled under the others stays and serves them.",
+        "The backward ran with another backend, other settings or other passes.",
+        "Use the same settings in every `enable()`; code for the earlier settings stays cached.",
     ),
     "environment": Kind(
-        "What is stored was compiled with other versions, or for another processor or compiler.",
-        "Nothing: it was compiled again for what runs now; `shadow-cache prune --older 30d` removes what is not used.",
+        "The stored code was compiled with other versions, or for another processor or compiler.",
+        "Nothing: it was compiled again for this environment; `shadow-cache prune --older 30d` removes unused entries.",
     ),
     "evicted": Kind(
-        "It had been compiled, but was removed since to keep the cache below its largest size, or by `prune`.",
-        "Let the cache grow larger if this happens often; `shadow-cache stats` shows its size and the limit.",
+        "The entry was evicted to keep the cache below its maximum size, or removed by `prune`.",
+        "If this happens often, let the cache grow; `shadow-cache stats` shows its size and the limit.",
     ),
     "corrupt": Kind(
-        "What is stored is damaged: a file is missing, or is not what its checksum says.",
+        "The stored entry is damaged: a file is missing, or does not match its checksum.",
         "Run `shadow-cache verify`; if it happens again, check the disk that the cache is on.",
     ),
     "mismatch": Kind(
-        "Compiled code gave something else than the calls that it was made of, which were run beside it.",
-        "Nothing for this training: the right gradients were used; please report it, with the file that it names.",
+        "Compiled code gave other results than the real calls, run for comparison.",
+        "Nothing for this training: the right gradients were used; please report the bug, with the file it names.",
     ),
 }
 
 
 MISMATCH = "mismatch"
-"""Of what compiled code has computed wrongly."""
+"""The kind of a wrong result of compiled code."""
 NOT_WORTH_IT = Kind(
-    "It was timed against the eager engine, and that is faster: such backwards go there, and count as bypasses.",
-    "Nothing: it is timed again from time to time, and in each process; `tune=False` runs it compiled all the same.",
+    "The eager engine was faster when both were timed: it runs such backwards, which count as bypasses.",
+    "Nothing: both are timed again from time to time, and in each process; `tune=False` always runs compiled code.",
 )
-"""What stands beside an entry that is left to eager."""
+"""Explanation of an entry that is slower than eager."""
 OVER_BUDGET = Kind(
-    "Compiling had cost more than hits had made up for: what is new was left to the eager engine from then on.",
-    "Pad lengths to few, mark them (`torch._dynamo.mark_dynamic`), put `ca.disable()` around what never repeats, or "
-    "set `compile_budget`.",
+    "Compiling had cost more time than hits had saved: the eager engine ran new structures and shapes from then on.",
+    "Pad to a few lengths, mark them (`torch._dynamo.mark_dynamic`), put `ca.disable()` around backwards that never "
+    "repeat, or set `compile_budget`.",
 )
 NO_MISSES = {"not_worth_it": NOT_WORTH_IT, "over_budget": OVER_BUDGET}
-"""Why something runs on eager that could be compiled. These are no kinds of misses: nothing is compiled for them."""
+"""Reasons to run a backward on eager that could be compiled: bypasses, for which nothing is compiled."""
 
 
 def explain(kind: str) -> Kind:
-    """What is known of ``kind``; a kind that a newer version wrote is said to be one."""
-    unknown = Kind(f"This version has no explanation of {kind!r}.", "Use the version that wrote this store.")
+    """Return the explanation of ``kind``, also of a kind that only a newer version knows."""
+    unknown = Kind(f"This version has no explanation of {kind!r}.", "Use the version that wrote this cache.")
     return KINDS.get(kind) or NO_MISSES.get(kind) or unknown

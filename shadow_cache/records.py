@@ -1,4 +1,4 @@
-"""Why a backward was not a hit: one record, made where it is found, and shown alike wherever it is shown."""
+"""The reasons why a backward was no hit, as records. All displays show a record in the same words."""
 
 from __future__ import annotations
 
@@ -6,7 +6,7 @@ import msgspec
 
 
 class Bypass(msgspec.Struct, frozen=True):
-    """The eager engine ran this backward. ``kind`` is one of the known reasons, ``what`` says which case of it."""
+    """The eager engine ran this backward. ``kind`` is the reason, ``what`` the case of it."""
 
     kind: str
     what: str = ""
@@ -14,7 +14,7 @@ class Bypass(msgspec.Struct, frozen=True):
 
     @property
     def label(self) -> str:
-        """What bypasses are counted under: the kind, and the case where the kind has several."""
+        """The name under which bypasses are counted: the kind, and the case if the kind has several."""
         return f"{self.kind}({self.what})" if self.what else self.kind
 
     def __str__(self) -> str:
@@ -22,7 +22,7 @@ class Bypass(msgspec.Struct, frozen=True):
 
 
 class Miss(msgspec.Struct, frozen=True):
-    """Something was captured or compiled. ``old`` is what the nearest entry has, ``new`` what this backward has."""
+    """A structure was captured or a variant compiled. ``old`` is the nearest known value, ``new`` this backward's."""
 
     kind: str
     where: str = ""
@@ -30,9 +30,9 @@ class Miss(msgspec.Struct, frozen=True):
     new: str = ""
     hint: str = ""
     seconds: float = 0.0
-    """What it cost: capturing, lowering and compiling; 0 where that is not known yet."""
+    """Seconds of capturing, lowering and compiling; 0 if not known yet."""
     node: int | None = None
-    """The node of this backward's tape that ``where`` names, as its structure counts them; None where it names none."""
+    """The index, in the structure, of the node that ``where`` names; None if ``where`` names no node."""
 
     def __str__(self) -> str:
         text = f"{self.kind} at {self.where}" if self.where else self.kind
@@ -44,7 +44,7 @@ class Miss(msgspec.Struct, frozen=True):
 
 
 class Failure(msgspec.Struct, frozen=True):
-    """Something of ours failed; the backward was run all the same, the slower way that ``instead`` names."""
+    """A part of this package failed. The backward gave the right result in a slower way, which ``instead`` names."""
 
     kind: str
     where: str
@@ -56,16 +56,16 @@ class Failure(msgspec.Struct, frozen=True):
 
 
 class Mismatch(Failure, frozen=True, kw_only=True):
-    """Compiled code gave something else than the calls that it was made of, whose results were used.
+    """Compiled code gave other results than the real calls. The results of the real calls were used.
 
     Attributes:
-        value: which of its results, as people know it; for one that becomes the gradient of a parameter, that is
-            ``parameter``, and ``module`` is where it is from, as far as that is known.
-        region: the number of the region among those of its tape, from 1 on; 0 where it is none of these any more.
-        form: what of the compiled code ran.
-        largest: the largest difference, at ``index``, where the calls gave ``eager`` and the compiled code ``found``;
-            None where no two values can be compared.
-        reproduction: the file that shows it again; None where none could be written.
+        value: the name of the wrong result for people.
+        parameter: the parameter whose gradient the result becomes, if known; ``module`` is its module.
+        region: the number of the region on its tape, counted from 1; 0 if the region is no longer part of the tape.
+        form: the form of the compiled code that ran.
+        largest: the largest difference, at ``index``. The real calls gave ``eager`` there, the compiled code ``found``.
+            None if no two values can be compared.
+        reproduction: the file that reproduces the difference; None if none could be written.
     """
 
     value: str = ""
@@ -81,5 +81,5 @@ class Mismatch(Failure, frozen=True, kw_only=True):
 
 
 def unsupported(what: str, hint: str = "the eager engine runs it") -> Bypass:
-    """A backward with something in it that cannot be captured."""
+    """Return the bypass of a backward that cannot be captured."""
     return Bypass("unsupported", what, hint)

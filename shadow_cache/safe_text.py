@@ -1,4 +1,4 @@
-"""Text of others, made harmless where it is shown: a terminal obeys what it is sent, and a name may say anything."""
+"""Escape untrusted text before it is shown: a name may contain control sequences, and a terminal obeys them."""
 
 from __future__ import annotations
 
@@ -7,13 +7,13 @@ import json
 
 
 def harmless(text: str, lines: bool = False) -> str:
-    """The same with every character that is none to be seen as an escape sequence: ``\\x1b``.
+    """Return ``text`` with each non-printable character as an escape sequence: ``\\x1b``.
 
-    Control characters are such, and those that turn the direction of what follows.
+    This covers control characters and the characters that change the direction of text.
 
     Args:
-        text: any.
-        lines: it may have several lines, and tabs.
+        text: any text.
+        lines: keep newlines and tabs.
     """
     if text.isprintable():
         return text
@@ -23,10 +23,10 @@ def harmless(text: str, lines: bool = False) -> str:
 
 
 def preformatted(text: str) -> str:
-    """HTML that shows text as it is, for a notebook."""
+    """Return HTML that shows ``text`` unchanged, for a notebook."""
     return f"<pre>{html.escape(text)}</pre>"
 
 
 def harmless_json(text: str) -> str:
-    """JSON that says the same, in several lines, without such characters."""
+    """Return equivalent JSON with each non-printable character but newlines escaped."""
     return "".join(each if each.isprintable() or each == "\n" else json.dumps(each)[1:-1] for each in text)

@@ -1,4 +1,4 @@
-"""Structures, folded: what they share is told once, and where they part it is said what differs."""
+"""Fold structures into a trie for display: shared nodes stand once, and each fork shows the differing part."""
 
 from __future__ import annotations
 
@@ -16,12 +16,13 @@ class Branch(msgspec.Struct, frozen=True):
     """A run of nodes without a fork.
 
     Attributes:
-        parent: index of the branch it goes on from; None for the first ones.
-        start: index of its first node on the tape.
-        nodes: the names of its nodes.
-        differs: at a fork, the part of its first node's key that tells it from the others; empty where the name does.
-        shared: how many structures run along it.
-        structure: the id of the structure that ends here; None where it forks.
+        parent: index of the branch before this one; None for the first branches.
+        start: index of the branch's first node on the tape.
+        nodes: the names of the branch's nodes.
+        differs: at a fork, the part of the first node's key that differs from the other branches; empty if the names
+            differ.
+        shared: the number of structures that share this branch.
+        structure: the id of the structure that ends here; None if the branch forks.
     """
 
     parent: int | None
@@ -33,7 +34,8 @@ class Branch(msgspec.Struct, frozen=True):
 
 
 def fold(structures: Iterable[Structure]) -> tuple[Branch, ...]:
-    """All of them as branches, each after its parent. Flat, because a tape of many lengths makes a deep trie."""
+    """Return the branches of all structures, each after its parent. The list is flat: tapes of many lengths make a deep
+    trie."""
     branches: list[Branch] = []
     paths = [(structure, structure.keys) for structure in structures]
     waiting: list[tuple[int | None, int, str, list[_Path]]] = [
@@ -58,7 +60,7 @@ def fold(structures: Iterable[Structure]) -> tuple[Branch, ...]:
 
 
 def guides(branches: Sequence[Branch]) -> Iterator[tuple[Branch, str, str]]:
-    """Each branch, with what stands before its first line and before the lines below it."""
+    """Yield each branch, the guide before its first line, and the guide before the lines below."""
     last = {branch.parent: index for index, branch in enumerate(branches)}
     below: list[str] = []
     for index, branch in enumerate(branches):
@@ -73,7 +75,8 @@ def guides(branches: Sequence[Branch]) -> Iterator[tuple[Branch, str, str]]:
 
 
 def _groups(paths: list[_Path], depth: int) -> list[list[_Path]]:
-    """By their next keys; those that have ended, as tapes do that differ only in the order of their calls, alone."""
+    """Group paths by their next keys. A path that has ended is a group of its own: tapes that differ only in the order
+    of their calls have equal keys."""
     by_key: dict[Key | str, list[_Path]] = {}
     for path in paths:
         by_key.setdefault(path[1][depth] if depth < len(path[1]) else path[0].id, []).append(path)
@@ -89,7 +92,7 @@ def _shared(paths: Sequence[tuple[Key, ...]], start: int) -> int:
 
 
 def differing_parts(keys: Sequence[Key]) -> list[str]:
-    """Of each key the first part in which they are not all alike, or how many parts it has."""
+    """Return the first part of each key in which the keys differ, or else the number of parts of each."""
     for parts in zip(*keys, strict=False):
         if len(set(parts)) > 1:
             return list(parts)

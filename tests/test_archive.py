@@ -106,7 +106,7 @@ def test_lengths_are_checked_before_anything_is_read(tmp_path: Path, length: int
     count, error = _imported(tmp_path, file)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert count == 0 and f"{name} is said to have {length} bytes" in error
+    assert count == 0 and f"{name} should have {length} bytes" in error
     assert peak < 50_000_000
 
 

@@ -156,7 +156,7 @@ def test_show(run: Run) -> None:
   why        shape at node 2 AddmmBackward0, mat1, dim 0: 32 -> 48, 19.8 s (dim 0 is dynamic from now on)
   cost       19.8 s
   used       5 minutes ago, loaded 3 times, saved 59.5 s
-  timed      50 minutes ago: eager takes 0.62 ms, the compiled graph 0.41 ms (medians of 7 each); the compiled graph goes on
+  timed      50 minutes ago: eager takes 0.62 ms, the compiled graph 0.41 ms (medians of 7 each); the compiled graph is used
   size       3.1 MB in 1 region
   shapes     dynamic
   structure  5e1fab90c2d4, 11 nodes
@@ -212,12 +212,12 @@ def test_why(run: Run) -> None:
 MeanBackward0 of Sequential, train.py:41 in step, 3 minutes ago
 
   kind   shape
-  means  The structure is known, but a tensor on the tape had a size that no variant serves.
+  means  The structure is known, but a tensor on the tape had a size for which no variant was compiled.
   where  node 2 AddmmBackward0, mat1, dim 0
   old    32
   new    50
   hint   dim 0 is dynamic from now on
-  do     Pad to few sizes or drop the last partial batch; with `dynamic=None` a size that changes becomes a symbol.
+  do     Pad to a few sizes or drop the last partial batch; with `dynamic=None` a size that changes becomes a symbol.
   made   entry 3fb07e (inductor, dynamic, 3.1 MB) of structure 5e1fab90c2d4
 """,
     )
@@ -231,13 +231,13 @@ def test_why_of_an_entry(run: Run) -> None:
 
   made   1 hour ago
   kind   shape
-  means  The structure is known, but a tensor on the tape had a size that no variant serves.
+  means  The structure is known, but a tensor on the tape had a size for which no variant was compiled.
   where  node 2 AddmmBackward0, mat1, dim 0
   old    32
   new    48
   cost   19.8 s
   hint   dim 0 is dynamic from now on
-  do     Pad to few sizes or drop the last partial batch; with `dynamic=None` a size that changes becomes a symbol.
+  do     Pad to a few sizes or drop the last partial batch; with `dynamic=None` a size that changes becomes a symbol.
 
 2 misses recorded for it
   WHEN           KIND   WHERE                               CHANGE      COST
@@ -257,18 +257,16 @@ def test_what_is_left_to_eager(run: Run, cache: Path) -> None:
 
   runs   on eager
   kind   not_worth_it
-  means  It was timed against the eager engine, and that is faster: such backwards go there, and count as bypasses.
-  timed  1 month ago: eager takes 0.18 ms, the compiled graph 0.31 ms (medians of 7 each); eager goes on
-  do     Nothing: it is timed again from time to time, and in each process; `tune=False` runs it compiled all the same.""",
+  means  The eager engine was faster when both were timed: it runs such backwards, which count as bypasses.
+  timed  1 month ago: eager takes 0.18 ms, the compiled graph 0.31 ms (medians of 7 each); eager is used
+  do     Nothing: both are timed again from time to time, and in each process; `tune=False` always runs compiled code.""",
     )
     with shadow_cache.open(cache) as store:
         store.timed("3fb07e", Timing(0.5, 0.625, 7, stored.NOW, "eager"))
     *_, made, but = run("why", cache=cache).out.splitlines()
     assert made.startswith("  made   entry 3fb07e")
-    assert but.startswith(
-        "  but    it is left to eager, timed just now: eager takes 0.50 ms, the compiled graph 0.62 ms"
-    )
-    assert "of which 2 slower" in run("stats", cache=cache).out
+    assert but.startswith("  but    eager runs it, timed just now: eager takes 0.50 ms, the compiled graph 0.62 ms")
+    assert "faster on eager: 2" in run("stats", cache=cache).out
 
 
 def test_what_was_never_timed_says_nothing_of_it(run: Run, cache: Path) -> None:
@@ -301,14 +299,14 @@ e2a944  MseLossBackward0 of Sequential, evaluate.py:9 in main
 
   made   3 days ago
   kind   new_node
-  means  The tape runs along a known one and then has another operation, or ends earlier or later.
+  means  The tape begins like a known one, then has another operation, or ends earlier or later.
   where  node 1
          #1 MseLossBackward0
          train.py:40 in step
   old    MeanBackward0
   new    MseLossBackward0
   cost   2 min 1 s
-  do     Nothing, for another loss on the same model; else look for an `if` or a loop that took another way here.
+  do     Nothing if this is another loss on the same model; else look for an `if` or a loop that ran differently.
 
 no other miss is recorded for it
 """,
@@ -529,7 +527,7 @@ exported 2 entries, 3.2 MB
 added 2 entries, 3.2 MB
 """,
     )
-    assert run("import", file, cache=other).out.endswith("replaced 2 entries of the same ids\n")
+    assert run("import", file, cache=other).out.endswith("replaced 2 entries with the same ids\n")
     assert sorted(run("ls", "--format", "quiet", cache=other).out.split()) == ["3fa91c", "81c0d2"]
     assert run("export", file, cache=other).code == 0
     file.write_bytes(b"no archive")
@@ -555,14 +553,14 @@ def test_dir_and_env(run: Run, filled: Path, tmp_path: Path, monkeypatch: pytest
     assert {f"torch: {name}" for name in torch_versions.DIFFERENCES} <= set(found)
 
 
-_NOT_BUILT = "not built; the first compile has it built, and so do a thousand backwards left to eager"
+_NOT_BUILT = "not built; built in the background at the first compile, or after a thousand eager backwards"
 
 
 @pytest.mark.parametrize(
     ("file", "said"),
     [
         ("torch-{torch}-0.so", "built for torch {torch}"),
-        ("torch-{torch}-0.failed", "not built, as {folder}/torch-{torch}-0.failed says"),
+        ("torch-{torch}-0.failed", "not built: the build failed, see {folder}/torch-{torch}-0.failed"),
         ("torch-1.0-0.so", _NOT_BUILT),
     ],
 )
@@ -578,11 +576,15 @@ def test_env_says_whether_the_extension_is_built(run: Run, tmp_path: Path, file:
 @pytest.mark.parametrize(
     ("variables", "checked", "said"),
     [
-        ({}, True, "on, once it has run small tapes as the engine does: session.own_loop says so"),
+        ({}, True, "on, once small tapes gave the same results as the engine; session.own_loop has the state"),
         ({"OWN_LOOP": "false"}, True, "off: COMPILED_AUTOGRAD_OWN_LOOP=false"),
         ({"OWN_LOOP": "true", "NATIVE": "0"}, True, "off: COMPILED_AUTOGRAD_NATIVE=0"),
-        ({}, False, "off: its tests did not run on torch {torch}"),
-        ({"OWN_LOOP": "1"}, False, "on, once it has run small tapes as the engine does: session.own_loop says so"),
+        ({}, False, "off: it was not tested on torch {torch}"),
+        (
+            {"OWN_LOOP": "1"},
+            False,
+            "on, once small tapes gave the same results as the engine; session.own_loop has the state",
+        ),
     ],
 )
 def test_env_says_whether_the_own_loop_is_on(
@@ -604,7 +606,7 @@ def test_env_says_whether_the_own_loop_is_on(
     ("asked", "said", "native", "own_loop"),
     [
         ("", "every backward runs on eager (bypass untested_torch)", *["off: this torch was not tested"] * 2),
-        ("try", "it compiles if python -m compiled_auto", _NOT_BUILT, "off: its tests did not run on torch"),
+        ("try", "backwards are compiled if python -m compiled_auto", _NOT_BUILT, "off: it was not tested on torch"),
     ],
 )
 def test_env_says_that_torch_was_not_tested(
@@ -615,7 +617,7 @@ def test_env_says_that_torch_was_not_tested(
     monkeypatch.setenv("COMPILED_AUTOGRAD_UNTESTED_TORCH", asked)
     monkeypatch.setattr(torch_versions, "LAST", (2, 10))
     found = msgspec.json.decode(run("--cache-dir", tmp_path, "env", "--format", "json").out, type=dict[str, str])
-    assert "and not on this one" in found["torch support"] and said in found["torch support"]
+    assert "not on this one" in found["torch support"] and said in found["torch support"]
     assert found["native"] == native and found["own loop"].startswith(own_loop)
 
 
@@ -738,7 +740,7 @@ def test_an_id_may_be_cut_short(run: Run) -> None:
     assert_expected_inline(
         run("show", "3f").err,
         """\
-Error: '3f' is the beginning of 2 ids; write more of it:
+Error: 2 ids begin with '3f'; give more characters:
   3fb07e  MeanBackward0 of Sequential, train.py:41 in step
   3fa91c  MeanBackward0 of Sequential, train.py:41 in step
 """,
@@ -746,7 +748,7 @@ Error: '3f' is the beginning of 2 ids; write more of it:
     assert_expected_inline(
         run("rm", "zz").err,
         """\
-Error: there is no entry whose id begins with 'zz'; there are:
+Error: there is no entry whose id begins with 'zz'; the cache has:
   3fb07e  MeanBackward0 of Sequential, train.py:41 in step
   3fa91c  MeanBackward0 of Sequential, train.py:41 in step
   e2a944  MseLossBackward0 of Sequential, evaluate.py:9 in main
@@ -771,7 +773,7 @@ def test_a_folder_without_a_cache_is_left_as_it_is(run: Run, tmp_path: Path) -> 
 
 
 def test_finding_nothing_is_told_by_the_exit_code(run: Run) -> None:
-    assert run("ls", "--backend", "none") == Ran("", "none of 4 entries is so; leave out a filter.\n", 1)
+    assert run("ls", "--backend", "none") == Ran("", "none of 4 entries matches; remove a filter.\n", 1)
     assert run("ls", "--backend", "none", "--format", "quiet") == Ran("", "", 1)
     assert run("ls", "--backend", "none", "--format", "json") == Ran("[]\n", "", 1)
 
@@ -781,9 +783,9 @@ def test_finding_nothing_is_told_by_the_exit_code(run: Run) -> None:
     [
         (("lss",), "Did you mean 'ls'?"),
         (("ls", "--sort", "colour"), "'colour' is not one of"),
-        (("prune", "--older", "30 moons"), "write a number and s, m, h, d or w, as 30d."),
-        (("prune", "--max-size", "many"), "as 2GB."),
-        (("why", "3fa", "--last"), "not both"),
+        (("prune", "--older", "30 moons"), "write a number with s, m, h, d or w, like 30d."),
+        (("prune", "--max-size", "many"), "like 2GB."),
+        (("why", "3fa", "--last"), "give only one of"),
         (("completion", "tcsh"), "'tcsh' is not one of"),
         (("diff", "3fa"), "Missing argument"),
     ],
@@ -817,7 +819,7 @@ def test_damaged_entries_are_said_by_the_first_that_finds_them(run: Run, cache: 
     with contextlib.closing(sqlite3.connect(cache / "index" / "index.db")) as connection, connection:
         connection.execute("UPDATE entries SET checksum = 'none' WHERE id = '3fa91c'")
     first, second = run("ls", cache=cache), run("ls", cache=cache)
-    assert re.fullmatch(r"damaged: row \d of entries: other bytes; it was dropped\n", first.err)
+    assert re.fullmatch(r"damaged: row \d of entries: other bytes; the row was dropped\n", first.err)
     assert first.code == 0 and second == Ran(first.out, "", 0)
 
 

@@ -56,10 +56,10 @@ def test_sizes_and_ages_are_read() -> None:
     ages = {"30d": 30 * DAY, "12h": 12 * HOUR, "2w": 14 * DAY, "90s": 90.0, "5 m": 300.0, "0.5d": DAY / 2}
     assert {text: render.parse_age(text) for text in ages} == ages
     for text in ("", "GB", "-1GB", "2 GBs", "1e9"):
-        with pytest.raises(ValueError, match="is not a size; write a number and B, kB"):
+        with pytest.raises(ValueError, match="is not a size; write a number with B, kB"):
             render.parse_size(text)
     for text in ("", "30", "d", "-2d", "3 fortnights"):
-        with pytest.raises(ValueError, match="is not a length of time; write a number and s, m, h, d or w"):
+        with pytest.raises(ValueError, match="is not a duration; write a number with s, m, h, d or w"):
             render.parse_age(text)
 
 

@@ -769,7 +769,7 @@ def _not_writable(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     [
         (_open_to_others, "run: chmod 700 {}\n"),
         (_a_file, "it is no folder"),
-        (_newer, "a newer version made it"),
+        (_newer, "reads schemas up to"),
         (_full, "no space left"),
         (_not_writable, "the cache in {} cannot be used: this process may not write there"),
     ],

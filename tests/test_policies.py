@@ -137,7 +137,7 @@ def test_more_compiles_than_allowed() -> None:
         _backward(session, torch.sin)
     assert caught.value.compiles == 2
     first, *lines = str(caught.value).splitlines()
-    assert first == "2 regions were compiled where at most 1 were allowed; why:"
+    assert first == "2 regions were compiled, and at most 1 were allowed. The reasons:"
     assert lines[0].startswith("  first_seen at SumBackward0, 4 nodes, ")
     assert lines[1].startswith("  new_node at #2 SinBackward0: ExpBackward0 -> SinBackward0, ")
 
@@ -150,7 +150,7 @@ def test_counting_nests() -> None:
             _backward(session, torch.sin)
     assert (outer.count, inner.count) == (2, 1)
     none, one = shadow_cache.assert_max_compiles(0), shadow_cache.assert_max_compiles(1)
-    with pytest.raises(shadow_cache.TooManyCompilesError, match="1 regions were compiled where at most 0"), none, one:
+    with pytest.raises(shadow_cache.TooManyCompilesError, match="1 regions were compiled, and at most 0"), none, one:
         _backward(session, torch.cos)
 
 

@@ -71,7 +71,7 @@ def test_a_reason_that_comes_again_is_what_to_look_into(tmp_path: Path) -> None:
         for rows in (2, 3, 4, 5):
             model(torch.randn(rows, 4)).sum().backward()
             model.zero_grad()
-        assert _verdict(session, tmp_path).next.startswith("3 misses are of the kind shape. Pad to few sizes")
+        assert _verdict(session, tmp_path).next.startswith("3 misses are of the kind shape. Pad to a few sizes")
         for _ in range(9):
             model(torch.randn(2, 4)).sum().backward(create_graph=True)
     verdict = _verdict(session, tmp_path)

@@ -296,7 +296,7 @@ def test_what_failed_and_what_is_chosen_are_marked(browser: Any, tmp_path: Path)
     _open(browser, page.write(report, tmp_path / "report.html"))
     assert _count(browser, "circle.failed") == _count(browser, ".events .c-failed") == 1
     legend = browser.find_element("css selector", "#strip .legend").text
-    assert "something failed" in legend and "so many hits" not in legend
+    assert "failure: a slower way" in legend and "number of hits" not in legend
     for bar in (0, 1):
         browser.execute_script(f"document.querySelectorAll('.event-bar')[{bar}].dispatchEvent(new Event('click'))")
         widths = browser.execute_script(

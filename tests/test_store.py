@@ -204,7 +204,7 @@ def test_an_entry_and_files_that_do_not_belong_together(store: Store, change, me
     change(files, entry.regions[0].artifact)
     with pytest.raises(InvalidEntryError, match=message):
         store.add(structure, entry, files)
-    with pytest.raises(InvalidEntryError, match="is of structure 's1', and 's2'"):
+    with pytest.raises(InvalidEntryError, match="has structure 's1', and 's2'"):
         store.add(made(2)[0], entry, made(1)[2])
     assert store.entries() == () and not files_of(store)
 
@@ -316,7 +316,7 @@ def test_what_belongs_to_someone_else_is_refused(store: Store) -> None:
 
 
 def test_no_store_where_none_is_to_be_made(tmp_path: Path) -> None:
-    with pytest.raises(StoreMissingError, match="there is none"):
+    with pytest.raises(StoreMissingError, match="the folder has no cache"):
         shadow_cache.open(tmp_path / "nowhere", create=False)
     assert not (tmp_path / "nowhere").exists()
     (tmp_path / "empty").mkdir(mode=0o700)
@@ -453,7 +453,7 @@ def test_a_thread_that_has_the_store_is_not_waited_for_for_ever(store: Store, mo
         thread.start()
         thread.join(20)
         assert not thread.is_alive()
-    assert "another thread has it" in str(errors[0])
+    assert "another thread is using it" in str(errors[0])
     assert store.find("a") == ()
 
 
@@ -534,7 +534,7 @@ def test_a_damaged_member_is_refused_by_name(store: Store, tmp_path: Path) -> No
             other.import_(tmp_path / "file")
         assert len(error.value.refused) == 1 and error.value.imported == 2 == len(other.entries())
         (tmp_path / "file").write_bytes(b"something else")
-        with pytest.raises(DamagedArchiveError, match="does not begin as"):
+        with pytest.raises(DamagedArchiveError, match="it is no exported cache"):
             other.import_(tmp_path / "file")
     with pytest.raises(FileNotFoundError):
         store.import_(tmp_path / "nothing")

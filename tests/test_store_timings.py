@@ -97,7 +97,7 @@ def test_a_damaged_timing_costs_nothing_else(store: Store) -> None:
     store._index.write(lambda index: index.execute("UPDATE timings SET record = x'00' WHERE entry = '000001'"))
     assert _timings(store) == {1: None, 2: timed(2)} and store.damage == () and store.stats().timed == 1
     (problem,) = store.verify()
-    assert problem.where == "000001" and "timed anew" in problem.do
+    assert problem.where == "000001" and "next tuning trial" in problem.do
     store.timed("000001", timed(3))
     assert _timings(store) == {1: timed(3), 2: timed(2)} and not store.verify()
 

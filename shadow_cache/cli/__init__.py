@@ -1,4 +1,4 @@
-"""The command line ``shadow-cache``: what is compiled, what was hit, why something was compiled again, what it cost.
+"""The command line ``shadow-cache``: lists compiled entries, their hits and costs, and the reasons of misses.
 
 Nothing here imports torch.
 """
@@ -36,15 +36,15 @@ VERBS = (
 def cli(view: View) -> None:
     """Look into the cache of compiled backwards.
 
-    What is compiled, what was hit, why something was compiled again, what it cost. An id may be cut short, as long as
-    no other begins so. Exit codes: 0 all is well, 1 nothing was found or a problem was, 2 wrong usage.
+    Lists compiled entries, their hits and their cost, and explains misses. An id may be shortened as long as it is
+    unique. Exit codes: 0 success, 1 nothing found or a problem found, 2 wrong usage.
 
     \b
     Examples:
-      shadow-cache ls                    what is compiled
-      shadow-cache why                   why the last backward that was no hit was none
+      shadow-cache ls                    compiled entries
+      shadow-cache why                   the reason of the last miss
       shadow-cache tree                  how the tapes differ
-      shadow-cache report -o cache.html  all of it in a browser
+      shadow-cache report -o cache.html  everything in a browser
       shadow-cache ls --format json      for scripts
     """
 
@@ -54,7 +54,7 @@ for _verb in VERBS:
 
 
 def main(args: Sequence[str] | None = None) -> None:
-    """Run the command line and exit; ``args`` are those of the process unless they are given."""
+    """Run the command line and exit; ``args`` are by default the arguments of the process."""
     try:
         code = cli.main(args, prog_name="shadow-cache", standalone_mode=False)
     except click.Abort:

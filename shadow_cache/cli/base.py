@@ -1,4 +1,4 @@
-"""What all verbs share: the store they look into, the three formats, abbreviated ids, plain help in pipes."""
+"""Shared parts of all verbs: the store, the three output formats, abbreviated ids, plain help in pipes."""
 
 from __future__ import annotations
 
@@ -25,20 +25,20 @@ if TYPE_CHECKING:
     from ..store import Store
 
 CACHE_DIR_VARIABLE = "COMPILED_AUTOGRAD_CACHE_DIR"
-_NO_PATHS = ("", "none", "false", "0")  # what the setting takes beside a path: no place is named by these
+_NO_PATHS = ("", "none", "false", "0")  # values of the setting that are no path
 _CANDIDATES = 8
 _Function = Callable[..., Any]
 
 
 class Fault(click.ClickException):
-    """Something was not found, or is wrong with the store: exit code 1."""
+    """An entry was not found, or the store has a problem: exit code 1."""
 
     def show(self, file: Any = None) -> None:
         _say(f"{render.old('Error:')} {self.message}", file or sys.stderr)
 
 
 class View:
-    """What one call of the command line was asked to look into, and how to show it."""
+    """The store and the output format of one call of the command line."""
 
     def __init__(self) -> None:
         self.format = "human"
@@ -49,9 +49,9 @@ class View:
 
     @property
     def store(self) -> Store:
-        """The store, opened; :class:`Fault` where there is none, and none is made."""
+        """The open store. Raises :class:`Fault` if there is none; never creates one."""
         if self._store is None:
-            if not self.is_store:  # to open a folder is to make what it lacks of a store
+            if not self.is_store:  # opening a folder creates the missing parts of a store
                 raise Fault(self.nothing)
             try:
                 self._store = shadow_cache.open(self.path, create=False)
@@ -61,7 +61,7 @@ class View:
 
     @property
     def entries(self) -> dict[str, Summary]:
-        """All entries by id, last used first; none where there is no store."""
+        """All entries by id, last used first; empty without a store."""
         if self._entries is None:
             try:
                 self._entries = {entry.id: entry for entry in self.store.summaries()}
@@ -71,7 +71,7 @@ class View:
 
     @property
     def path(self) -> Path:
-        """Where the store is, or would be."""
+        """The folder of the store, also if there is no store yet."""
         text = os.environ.get(CACHE_DIR_VARIABLE, "")
         if self.cache_dir is None and text.lower() not in _NO_PATHS:
             return Path(text).expanduser()
@@ -79,46 +79,46 @@ class View:
 
     @property
     def is_store(self) -> bool:
-        """Whether there is one."""
+        """True if the folder has a store."""
         return (self.path / "index").is_dir()
 
     @property
     def nothing(self) -> str:
-        """What to say where nothing is."""
+        """The message for an empty or missing store."""
         return f"nothing is stored in {self.path}"
 
     @property
     def width(self) -> int | None:
-        """Of the terminal; None where the output goes elsewhere, and its lines may be of any length."""
+        """The width of the terminal in characters; None if the output goes to no terminal."""
         return shutil.get_terminal_size().columns if sys.stdout.isatty() else None
 
     def entry(self, prefix: str) -> Entry:
-        """The one entry whose id begins so."""
+        """Return the entry whose id begins with ``prefix``; :class:`Fault` if none or several do."""
         return self.whole(self.complete(prefix, {id: entry.name for id, entry in self.entries.items()}, "entry"))
 
     def whole(self, id: str) -> Entry:
-        """One of the entries with what is long in it."""
+        """Return one entry with its long fields."""
         for entry in self.store.find(self.entries[id].structure):
             if entry.id == id:
                 return entry
-        raise Fault(f"entry {id} has just been removed.")
+        raise Fault(f"entry {id} was removed a moment ago.")
 
     def entry_or_structure(self, prefix: str) -> Entry | Structure:
-        """The one entry or structure whose id begins so."""
+        """Return the entry or structure whose id begins with ``prefix``; :class:`Fault` if none or several do."""
         names = {entry.structure: f"structure of {entry.name}" for entry in self.entries.values()}
         names |= {id: entry.name for id, entry in self.entries.items()}
         found = self.complete(prefix, names, "entry or structure")
         return self.whole(found) if found in self.entries else self.structure(found)
 
     def structure(self, id: str) -> Structure:
-        """The structure of that whole id."""
+        """Return the structure with this full id."""
         found = self.store.structure(id)
         if found is None:
-            raise Fault(f"structure {id} cannot be read; `shadow-cache verify` says what is damaged.")
+            raise Fault(f"structure {id} cannot be read; `shadow-cache verify` shows the damage.")
         return found
 
     def complete(self, prefix: str, names: dict[str, str], noun: str) -> str:
-        """The whole id; :class:`Fault` with candidates, id and name, where ``prefix`` is that of none or several."""
+        """Return the full id; :class:`Fault` with the ids and names of candidates if none or several match."""
         if prefix in names:
             return prefix
         if not names:
@@ -127,9 +127,9 @@ class View:
         if len(found) == 1:
             return found[0]
         if found:
-            what = f"{prefix!r} is the beginning of {len(found)} ids; write more of it:"
+            what = f"{len(found)} ids begin with {prefix!r}; give more characters:"
         else:
-            what = f"there is no {noun} whose id begins with {prefix!r}; there are:"
+            what = f"there is no {noun} whose id begins with {prefix!r}; the cache has:"
         candidates = found or list(names)
         lines = [f"  {id}  {names[id]}" for id in candidates[:_CANDIDATES]]
         if len(candidates) > _CANDIDATES:
@@ -137,49 +137,49 @@ class View:
         raise Fault("\n".join([what, *lines]))
 
     def out(self, record: Any, quiet: Iterable[str], human: Callable[[], Iterable[str]]) -> None:
-        """Show ``record`` as JSON, the ids or values in ``quiet`` one a line, or the lines that ``human`` makes."""
+        """Print ``record`` as JSON, the ids or values in ``quiet`` one a line, or the lines that ``human`` yields."""
         if self.format == "json":
             self.print_json(record)
         else:
             lines = quiet if self.format == "quiet" else human()
-            self.print("\n".join(line.replace("\n", "\\n") for line in lines))  # a name makes no lines of its own
+            self.print("\n".join(line.replace("\n", "\\n") for line in lines))  # names may contain newlines
 
     def print_json(self, record: Any) -> None:
-        """A record to standard output, in several lines."""
+        """Print a record to standard output as JSON of several lines."""
         self.print(harmless_json(msgspec.json.format(msgspec.json.encode(record), indent=2).decode()))
 
     def print(self, text: str) -> None:
-        """To standard output, without colours where it is no terminal; nothing at all where there is no text."""
+        """Print to standard output, in colour only on a terminal. Empty text prints nothing, not even a newline."""
         if text:
             _say(text, sys.stdout)
 
     def say_damage(self) -> None:
-        """Say what this call has found damaged, and left out."""
+        """Print the damage that this call found and skipped to stderr."""
         for each in () if self._store is None else self._store.damage:
             what, instead = f"{each.miss.where} {each.name and f'({each.name})'}".rstrip(), each.miss.hint
-            _say(f"{render.old('damaged:')} {what}: {each.miss.new}; {instead or 'it is left out'}", sys.stderr)
+            _say(f"{render.old('damaged:')} {what}: {each.miss.new}; {instead or 'it was skipped'}", sys.stderr)
 
     def fail(self, note: str = "") -> NoReturn:
-        """End with exit code 1, after a note for people; what else there is to say has been said."""
+        """End with exit code 1, after a note for people; the other output has been printed already."""
         if note and self.format == "human":
             _say(note, sys.stderr)
         raise click.exceptions.Exit(1)
 
 
 def _say(text: str, stream: Any) -> None:
-    """In colours where ``stream`` is a terminal, without ``NO_COLOR``; or with ``FORCE_COLOR``."""
+    """Print in colour if ``stream`` is a terminal or ``FORCE_COLOR`` is set, unless ``NO_COLOR`` is set."""
     colours = not os.environ.get("NO_COLOR") and (bool(os.environ.get("FORCE_COLOR")) or stream.isatty())
     click.echo(render.for_encoding(render.shown(text), stream.encoding), file=stream, color=colours)
 
 
 class _Context(rich_click.RichContext):
     def make_formatter(self, error_mode: bool = False) -> Any:
-        """rich-click's panels are as wide as the terminal; where there is none, help is plain and 100 wide."""
+        """Return rich-click's formatter on a terminal, else a plain one, 100 characters wide."""
         return super().make_formatter(error_mode) if sys.stdout.isatty() else click.HelpFormatter(width=100)
 
 
 class Verb(rich_click.RichCommand):
-    """A command whose help is plain text where it does not go to a terminal."""
+    """A command whose help is plain text if it does not go to a terminal."""
 
     context_class = _Context
 
@@ -209,7 +209,7 @@ def _set(attribute: str) -> Callable[[click.Context, click.Parameter, Any], None
 
 
 def with_view(function: _Function) -> _Function:
-    """A verb, or the program, that is given its :class:`View`, and has ``--cache-dir``."""
+    """Decorate a verb, or the program: pass the :class:`View`, and add the option ``--cache-dir``."""
 
     @functools.wraps(function)
     def run(view: View, *arguments: Any, **named: Any) -> Any:
@@ -223,22 +223,22 @@ def with_view(function: _Function) -> _Function:
         type=click.Path(file_okay=False, path_type=Path),
         expose_value=False,
         callback=_set("cache_dir"),
-        help=f"The cache to look into.  [default: ${CACHE_DIR_VARIABLE}, or that of this user]",
+        help=f"The folder of the cache.  [default: ${CACHE_DIR_VARIABLE}, or this user's cache]",
     )(click.make_pass_decorator(View, ensure=True)(run))
 
 
 def with_format(function: _Function) -> _Function:
-    """The same, with ``--format``."""
+    """Decorate like :func:`with_view`, and add the option ``--format``."""
     return rich_click.option(
         "--format",
         type=click.Choice(("human", "json", "quiet")),
         expose_value=False,
         callback=_set("format"),
-        help="human: for reading. json: records. quiet: one id or value a line.  [default: human]",
+        help="human: for reading. json: records. quiet: one id or value per line.  [default: human]",
     )(with_view(function))
 
 
 def ids(ctx: click.Context, parameter: click.Parameter, incomplete: str) -> list[CompletionItem[Any]]:
-    """For the shell: ids that begin so, with names."""
+    """Complete an id in the shell: the ids that begin with ``incomplete``, with names."""
     view = ctx.find_root().ensure_object(View)
     return [CompletionItem(id, help=entry.name) for id, entry in view.entries.items() if id.startswith(incomplete)]

@@ -1,4 +1,4 @@
-"""What two entries differ in, as records."""
+"""The difference of two entries, as records."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from . import render
 
 
 class Change(msgspec.Struct, frozen=True):
-    """One named part that differs; an empty text where one of the two does not have it."""
+    """One named part that differs; the empty string stands for a part that one of the two entries lacks."""
 
     section: str
     name: str
@@ -24,11 +24,11 @@ class Parting(msgspec.Struct, frozen=True):
     """The first node at which two tapes differ.
 
     Attributes:
-        index: of the node, on either tape; as many nodes are the same.
-        old: the node of the first tape; None where that tape has ended.
-        new: that of the second.
-        old_part: the first part of its key that differs.
-        new_part: likewise.
+        index: the index of the node on both tapes; also the number of equal nodes before it.
+        old: the node of the first tape; None if the first tape has ended.
+        new: the node of the second tape; None if the second tape has ended.
+        old_part: the first differing part of the old node's key.
+        new_part: the first differing part of the new node's key.
     """
 
     index: int
@@ -39,7 +39,7 @@ class Parting(msgspec.Struct, frozen=True):
 
 
 class Difference(msgspec.Struct, frozen=True):
-    """Two entries by id, what differs in them, and where their tapes part (None: they have the same)."""
+    """Two entries by id, their differing parts, and the place where their tapes part (None: the tapes are equal)."""
 
     old: str
     new: str
@@ -48,7 +48,7 @@ class Difference(msgspec.Struct, frozen=True):
 
 
 def difference(old: Entry, new: Entry, old_structure: Structure, new_structure: Structure) -> Difference:
-    """All that tells ``new`` from ``old``."""
+    """Compare two entries and their structures."""
     same = old.structure == new.structure
     changes = [
         *(change for title, values in old.sections.items() for change in _changes(title, values, new.sections[title])),
@@ -59,7 +59,7 @@ def difference(old: Entry, new: Entry, old_structure: Structure, new_structure: 
 
 
 def varying(entries: Sequence[Entry]) -> dict[str, list[Change]]:
-    """For each entry, by id, what tells it from the others of the same structure, as changes without ``old``."""
+    """Return, by entry id, the parts that differ among entries of one structure, as changes without ``old``."""
     parts: list[dict[tuple[str, str], str]] = []
     for entry in entries:
         flat = {(section, name): value for section, values in entry.sections.items() for name, value in values.items()}
@@ -76,27 +76,27 @@ def varying(entries: Sequence[Entry]) -> dict[str, list[Change]]:
 
 
 def variant(entry: Summary) -> str:
-    """``static`` or ``dynamic``."""
+    """Return ``static`` or ``dynamic``."""
     return "dynamic" if entry.dynamic else "static"
 
 
 def timed(timing: Timing, now: float) -> str:
-    """When, what was found, and which goes on."""
-    return f"{render.ago(timing.when, now)}: {timing}; {timing.winner} goes on"
+    """Format a tuning trial: its time, its medians and the faster one."""
+    return f"{render.ago(timing.when, now)}: {timing}; {timing.winner} is used"
 
 
 def inputs(entry: Entry) -> dict[str, str]:
-    """The saved tensors by where they are used."""
+    """Return the saved tensors by the place of their use."""
     return {name: describe(each) for name, each in _named(entry).items()}
 
 
 def describe(each: Input) -> str:
-    """``float32[32, 64] cpu``."""
+    """Format a saved tensor: ``float32[32, 64] cpu``."""
     return f"{each.dtype}[{', '.join(each.shape)}] {each.device}"
 
 
 def parting(old: Structure, new: Structure) -> Parting | None:
-    """Where two tapes part; None where they do not."""
+    """Return the first node at which two tapes differ; None if the tapes are equal."""
     for index, (one, other) in enumerate(zip(old.keys, new.keys, strict=False)):
         if one != other:
             return Parting(index, _call(old, index), _call(new, index), *differing_parts((one, other)))
@@ -104,7 +104,7 @@ def parting(old: Structure, new: Structure) -> Parting | None:
 
 
 def _named(entry: Entry) -> dict[str, Input]:
-    """Numbers tell those apart that are used at the same place."""
+    """Name the inputs by the place of their use; number those of the same place."""
     named: dict[str, Input] = {}
     for each in entry.inputs:
         name, number = each.where, 2

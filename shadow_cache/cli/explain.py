@@ -1,4 +1,4 @@
-"""``why``, ``diff``, ``graph``: why something was compiled, what tells two apart, and what a tape is."""
+"""``why``, ``diff``, ``graph``: the reasons of misses, the difference of two entries, and the graph of a tape."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from .difference import Difference, difference, timed, variant
 
 
 class Why(msgspec.Struct, frozen=True):
-    """An entry, and all misses that were recorded for it, newest first; no entry where it has been removed."""
+    """An entry (None: removed since), and all misses recorded for it, newest first."""
 
     entry: Entry | None
     misses: tuple[MissEntry, ...]
@@ -27,25 +27,25 @@ class Why(msgspec.Struct, frozen=True):
 
 @click.command(cls=Verb)
 @click.argument("id", required=False, shell_complete=ids)
-@click.option("--last", is_flag=True, help="The newest miss; also what is meant without an ID.")
-@click.option("--mismatches", is_flag=True, help="Instead: what was found wrong of compiled code.")
+@click.option("--last", is_flag=True, help="Explain the newest miss; the default without an ID.")
+@click.option("--mismatches", is_flag=True, help="List the wrong results of compiled code instead.")
 @with_format
 def why(view: View, id: str | None, last: bool, mismatches: bool) -> None:
-    """Say why something was compiled, or why it does not run compiled.
+    """Explain why a backward was compiled, or why it does not run compiled.
 
-    Prints what was new and what that means, where (node, parameter, source line), what the nearest entry has and what
-    came instead, what it cost, what one can do, and what was made for it; and whether that is left to eager, because it
-    is slower. With an ID: the same of that entry, why it was made, and all misses recorded for it.
+    Prints the kind of the miss and its meaning, the place (node, parameter, source line), the old and the new value,
+    the cost, what to do, and the entry that was compiled; also whether this entry runs on eager because eager is
+    faster. With an ID: the miss for which the entry was compiled, and all misses recorded for it.
 
     \b
     Examples:
       shadow-cache why                  the newest miss
       shadow-cache why --last --format json
       shadow-cache why 3fa9             one entry
-      shadow-cache why --mismatches     what compiled code computed wrongly
+      shadow-cache why --mismatches     wrong results of compiled code
     """
     if (id is not None) + last + mismatches > 1:
-        raise click.UsageError("give an ID, --last or --mismatches, not both.")
+        raise click.UsageError("give only one of ID, --last and --mismatches.")
     if mismatches:
         wrong = [miss for miss in view.store.misses() if miss.miss.kind == MISMATCH]
         view.out(wrong, [miss.miss.where for miss in wrong], lambda: _mismatches(view, wrong))
@@ -78,12 +78,12 @@ def _last(view: View, newest: MissEntry) -> Iterator[str]:
     elif newest.miss.kind in NO_MISSES:
         words = "nothing: such backwards run on the eager engine"
     else:
-        words = "nothing that is kept on disk"
-    gone = made is None and newest.miss.kind in ("evicted", "corrupt")  # then it says what was lost, not what was made
+        words = "nothing that is stored on disk"
+    gone = made is None and newest.miss.kind in ("evicted", "corrupt")  # the miss names the lost entry, not a new one
     structure = view.store.structure(newest.structure)
     rows = [*_explained(newest.miss, structure), ("lost" if gone else "made", words)]
     if made is not None and made.left_to_eager is not None:
-        rows.append(("but", f"it is left to eager, timed {timed(made.left_to_eager, view.now)}"))
+        rows.append(("but", f"eager runs it, timed {timed(made.left_to_eager, view.now)}"))
     yield from render.pairs(rows)
 
 
@@ -148,7 +148,7 @@ def _explained(miss: Miss, structure: Structure | None) -> list[tuple[str, str]]
 
 
 def _node(miss: Miss, structure: Structure | None) -> list[str]:
-    """Name, parameter and source line of the node of a miss, as far as ``where`` does not say them itself."""
+    """Return name, parameter and source line of the node of a miss, except those that ``where`` contains."""
     if miss.node is None or structure is None or not 0 <= miss.node < len(structure.calls):
         return []
     call = structure.calls[miss.node]
@@ -161,10 +161,10 @@ def _node(miss: Miss, structure: Structure | None) -> list[str]:
 @click.argument("b", shell_complete=ids)
 @with_format
 def diff(view: View, a: str, b: str) -> None:
-    """Show what tells entry B from entry A.
+    """Compare entry B with entry A.
 
-    Prints the named parts that differ, old and new: settings, state of the process, versions, saved tensors, guards;
-    and, where the tapes are not the same, the first node at which they part. With --format quiet, the parts' names.
+    Prints the parts that differ, old and new: settings, process state, versions, saved tensors, guards. If the tapes
+    differ, also prints the first node at which they part. With --format quiet, prints only the names of the parts.
 
     \b
     Examples:
@@ -213,10 +213,10 @@ def _difference(old: Entry, new: Entry, found: Difference) -> Iterator[str]:
     type=click.Choice(("text", "dot", "mermaid", "json")),
     help="text: the whole tape graph. dot, mermaid: a drawing. json: records.  [default: text]",
 )
-@click.option("--lowered", is_flag=True, help="The ATen graph of each region instead, as it was compiled.")
+@click.option("--lowered", is_flag=True, help="Print the ATen graph of each region instead, as compiled.")
 @with_view
 def graph(view: View, id: str, form: str | None, lowered: bool) -> None:
-    """Print the tape of an entry or a structure, or what it was lowered to.
+    """Print the tape of an entry or a structure, or its ATen graphs.
 
     Prints the tape graph as text, or its nodes and edges for Graphviz, Mermaid or a program. With --lowered, the ATen
     graph of each region of an entry.
@@ -233,7 +233,7 @@ def graph(view: View, id: str, form: str | None, lowered: bool) -> None:
         if isinstance(found, Structure):
             raise Fault(f"{found.id} is a structure; only entries are lowered. `shadow-cache tree` shows its entries.")
         if form in ("dot", "mermaid"):
-            raise click.UsageError(f"ATen graphs are stored as text: --lowered goes with text or json, not {form}.")
+            raise click.UsageError(f"ATen graphs are stored as text: use --lowered with text or json, not with {form}.")
         texts = [view.store.read(region.lowered).decode(errors="backslashreplace") for region in found.regions]
         if form == "json":
             view.print_json(texts)

@@ -1,4 +1,4 @@
-"""A structure as a drawing: the nodes of its tape, with edges to the nodes that their gradients go to."""
+"""Draw a structure: the nodes of its tape, with edges to the nodes that receive their gradients."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ from ..safe_text import harmless
 
 
 def dot(structure: Structure) -> str:
-    """Graphviz: leaves are boxes. ``dot -Tsvg`` draws it."""
+    """Return a Graphviz graph, for ``dot -Tsvg``. Leaves are boxes."""
     lines = ["digraph tape {", "  node [shape=ellipse, fontname=Helvetica];"]
     for index, call in enumerate(structure.calls):
         label = "\\n".join(_escape(line) for line in _label(call))
@@ -18,7 +18,7 @@ def dot(structure: Structure) -> str:
 
 
 def mermaid(structure: Structure) -> str:
-    """A Mermaid flowchart: leaves are boxes, other nodes are rounded."""
+    """Return a Mermaid flowchart. Leaves are boxes, other nodes are rounded."""
     lines = ["flowchart TD"]
     for index, call in enumerate(structure.calls):
         label = "<br>".join(line.replace('"', "#quot;").replace("<", "#lt;") for line in _label(call))

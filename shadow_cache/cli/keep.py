@@ -1,4 +1,4 @@
-"""``rm``, ``prune``, ``verify``, ``export``, ``import``: keeping the cache in order, and handing parts of it on."""
+"""``rm``, ``prune``, ``verify``, ``export``, ``import``: maintenance of the cache, and transfer to other machines."""
 
 from __future__ import annotations
 
@@ -38,7 +38,8 @@ def _told(verb: str, entries: Sequence[Summary]) -> Iterator[str]:
 def rm(view: View, id: tuple[str, ...]) -> None:
     """Remove entries.
 
-    Prints what was removed. If one of the IDs is unknown, nothing is. What is needed again is compiled again.
+    Prints the removed entries. If one of the IDs is unknown, nothing is removed. A later backward that needs a removed
+    entry compiles it again.
 
     \b
     Examples:
@@ -51,14 +52,15 @@ def rm(view: View, id: tuple[str, ...]) -> None:
 
 
 @click.command(cls=Verb)
-@click.option("--older", callback=_parsed(render.parse_age), help="Those not used for this long: 30d, 12h, 2w.")
-@click.option("--max-size", callback=_parsed(render.parse_size), help="Those used least lately, until it fits: 2GB.")
-@click.option("--dry-run", is_flag=True, help="Remove nothing, only say what would be.")
+@click.option("--older", callback=_parsed(render.parse_age), help="Remove entries unused for this long: 30d, 12h, 2w.")
+@click.option("--max-size", callback=_parsed(render.parse_size), help="Shrink the cache to this size: 2GB.")
+@click.option("--dry-run", is_flag=True, help="Remove nothing; print the entries that would be removed.")
 @with_format
 def prune(view: View, older: float | None, max_size: int | None, dry_run: bool) -> None:
-    """Remove what has not been used for long, or what is too much.
+    """Remove entries that were not used for long, then the least recently used ones above the size limit.
 
-    Prints what was removed, or with --dry-run what would be. Without --max-size, the cache's own limit holds.
+    Prints the removed entries, or with --dry-run the entries that would be removed. Without --max-size, the cache's own
+    limit applies.
 
     \b
     Examples:
@@ -73,10 +75,10 @@ def prune(view: View, older: float | None, max_size: int | None, dry_run: bool) 
 @click.command(cls=Verb)
 @with_format
 def verify(view: View) -> None:
-    """Check every file against its checksum, and that nothing is missing.
+    """Check every file against its checksum, and look for missing files.
 
-    Prints a line for each problem, and what can be done about it; exit code 1 if there is one. Nothing is changed: what
-    is damaged is never used.
+    Prints a line for each problem, with the remedy; the exit code is 1 if there is a problem. Nothing is changed:
+    damaged entries are never used.
 
     \b
     Examples:
@@ -104,9 +106,9 @@ def _verified(problems: Sequence[Problem], count: int) -> Iterator[str]:
 @click.argument("id", nargs=-1, shell_complete=ids)
 @with_format
 def export(view: View, file: Path, id: tuple[str, ...]) -> None:
-    """Write entries to FILE, for another machine of the same kind; all of them, or those of the IDs.
+    """Write entries to FILE, for another machine of the same kind: all entries, or those with the IDs.
 
-    Prints what was written.
+    Prints the written entries.
 
     \b
     Examples:
@@ -124,10 +126,10 @@ def export(view: View, file: Path, id: tuple[str, ...]) -> None:
 @click.argument("file", type=click.Path(exists=True, dir_okay=False, path_type=Path))
 @with_format
 def import_(view: View, file: Path) -> None:
-    """Add the entries of FILE, which export has written.
+    """Add the entries of FILE, a file written by export.
 
-    Prints what is new. Each is used only where versions, processor and settings agree with those it was made for.
-    Import only what you trust: compiled code is run.
+    Prints the new entries. An entry is used only with the versions, processor and settings for which it was compiled.
+    Import only files that you trust: they contain code, and this code will run.
 
     \b
     Examples:
@@ -144,4 +146,4 @@ def import_(view: View, file: Path) -> None:
 def _imported(count: int, entries: Sequence[Summary]) -> Iterator[str]:
     yield from _told("added", entries)
     if count > len(entries):
-        yield render.dim(f"replaced {render.plural(count - len(entries), 'entry', 'entries')} of the same ids")
+        yield render.dim(f"replaced {render.plural(count - len(entries), 'entry', 'entries')} with the same ids")

@@ -1,4 +1,4 @@
-"""``ls``, ``show``, ``tree``, ``stats``: what is in the cache."""
+"""``ls``, ``show``, ``tree``, ``stats``: the content of the cache."""
 
 from __future__ import annotations
 
@@ -30,13 +30,13 @@ _KEYS: dict[str, Callable[[Summary], Any]] = {
 @click.option(
     "--sort", type=click.Choice(tuple(_KEYS)), default="used", show_default=True, help="Largest or newest first."
 )
-@click.option("--reverse", is_flag=True, help="Turn the order round.")
-@click.option("--limit", type=click.IntRange(min=0), help="At most this many.")
-@click.option("--backend", help="Only those of this backend, in its mode: inductor, inductor:max-autotune.")
-@click.option("--loss", help="Only those whose loss has this text in its name.")
-@click.option("--name", help="Only those with this text in their loss, module or source line.")
-@click.option("--dynamic/--static", default=None, help="Only those with symbols for sizes, or without.")
-@click.option("--slower", is_flag=True, help="Only those that were slower than eager, which goes on for them.")
+@click.option("--reverse", is_flag=True, help="Reverse the order.")
+@click.option("--limit", type=click.IntRange(min=0), help="List at most this many entries.")
+@click.option("--backend", help="Only entries of this backend and mode: inductor, inductor:max-autotune.")
+@click.option("--loss", help="Only entries with this text in the name of the loss.")
+@click.option("--name", help="Only entries with this text in loss, module or source line.")
+@click.option("--dynamic/--static", default=None, help="Only entries with symbolic sizes, or without.")
+@click.option("--slower", is_flag=True, help="Only entries that are slower than eager, which runs them.")
 @with_format
 def ls(
     view: View,
@@ -49,18 +49,18 @@ def ls(
     dynamic: bool | None,
     slower: bool,
 ) -> None:
-    """List what is compiled.
+    """List the compiled entries.
 
-    Prints a line for each entry: its id, what people know it by (loss, module, source line), whether its sizes are
-    symbols, nodes of its tape, backend, what compiling it cost, its size, how often a process loaded it, and when last;
-    where entries were timed against eager, which of the two goes on.
+    Prints a line for each entry: id, name (loss, module, source line), static or dynamic sizes, nodes of the tape,
+    backend, compile time, size, number of loads, and time of the last use. If entries were timed against eager, also
+    prints the faster of the two.
 
     \b
     Examples:
       shadow-cache ls
       shadow-cache ls --sort cost --limit 10
       shadow-cache ls --name train.py --static
-      shadow-cache ls --slower                    what does not run compiled, because eager is faster
+      shadow-cache ls --slower                    entries that run on eager, because eager is faster
       shadow-cache rm $(shadow-cache ls --backend eager --format quiet)
     """
     stored = view.entries
@@ -78,7 +78,7 @@ def ls(
     if not stored:
         view.fail(view.nothing)
     if not found:
-        view.fail(f"none of {render.plural(len(stored), 'entry', 'entries')} is so; leave out a filter.")
+        view.fail(f"none of {render.plural(len(stored), 'entry', 'entries')} matches; remove a filter.")
 
 
 def _listed(view: View, entries: list[Summary], stored: int) -> Iterator[str]:
@@ -93,7 +93,7 @@ def _listed(view: View, entries: list[Summary], stored: int) -> Iterator[str]:
         ]
         for entry in entries
     ]
-    if any(entry.timing for entry in entries):  # else the column would be empty: tune=False, or all is new
+    if any(entry.timing for entry in entries):  # else the column would be empty: tune=False, or no trial yet
         header.append("RUNS")
         for row, entry in zip(rows, entries, strict=True):
             row.append("on eager" if entry.left_to_eager else "compiled" if entry.timing else "")
@@ -109,11 +109,11 @@ def _listed(view: View, entries: list[Summary], stored: int) -> Iterator[str]:
 @click.argument("id", shell_complete=ids)
 @with_format
 def show(view: View, id: str) -> None:
-    """Show everything about one entry, or about a structure.
+    """Show all fields of one entry or structure.
 
-    Prints what it is known by, why it was made, what it cost and was good for, how it did against eager when it was
-    timed last, and all it depends on: settings, state of the process, versions, saved tensors, conditions on sizes;
-    then its regions.
+    Prints the name, the miss for which the entry was compiled, the compile time and the time saved, the last tuning
+    trial against eager, and the dependencies: settings, process state, versions, saved tensors, guards on sizes. Then
+    prints the regions.
 
     \b
     Examples:
@@ -181,9 +181,8 @@ def _structure(view: View, structure: Structure) -> Iterator[str]:
 def tree(view: View) -> None:
     """Show how the tapes differ.
 
-    Prints the trie of structures. What tapes share is told once, as a number of nodes; where they part stands the first
-    node that differs, and what differs in it. Leaves are structures, with the entries that were compiled of each and
-    what tells these apart.
+    Prints the trie of structures. Shared nodes are printed once, as a number. At each fork, the first differing node
+    and its difference are printed. Leaves are structures, with their entries and the differences between these.
 
     \b
     Examples:
@@ -248,11 +247,10 @@ def _variants(entries: Sequence[Entry], before: str) -> Iterator[str]:
 @click.command(cls=Verb)
 @with_format
 def stats(view: View) -> None:
-    """Show the cache in figures.
+    """Show totals of the cache.
 
-    Prints how much is stored and how much may be, how often processes found what they needed and what that saved, how
-    many entries are slower than eager, and how often something was compiled anew, by the reason for it. With --format
-    quiet, the size in bytes.
+    Prints the size and its limit, the number of loads and the compile time that they saved, the number of entries that
+    are slower than eager, and the number of misses by reason. With --format quiet, prints the size in bytes.
 
     \b
     Examples:
@@ -266,13 +264,13 @@ def stats(view: View) -> None:
 def _stats(view: View, figures: StoreStats) -> Iterable[str]:
     full = f" of {render.size(figures.max_size)} ({figures.size / figures.max_size:.1%})" if figures.max_size else ""
     structures = render.plural(figures.structures, "structure")
-    slower = f"against eager, of which {figures.left_to_eager:,} slower and left to it"
+    slower = f"against eager; faster on eager: {figures.left_to_eager:,}"
     yield from render.pairs(
         [
             ("cache", str(view.path)),
             ("entries", f"{figures.entries:,} of {structures}"),
             ("size", f"{render.size(figures.size)}{full}"),
-            ("compiling", f"{render.seconds(figures.compile_seconds)} to make what is stored"),
+            ("compiling", f"{render.seconds(figures.compile_seconds)} for the stored entries"),
             ("loads", f"{figures.loads:,}, which saved {render.seconds(figures.seconds_saved)} of compiling"),
             *([("timed", f"{render.plural(figures.timed, 'entry', 'entries')} {slower}")] if figures.timed else []),
         ],

@@ -1,4 +1,4 @@
-"""Sizes, times, tables and colours for people. Nothing here knows the store; only ``table`` may be told a width."""
+"""Format sizes, times, tables and colours for people, without access to the store. Only ``table`` takes a width."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _SIZES |= {"KIB": 2**10, "MIB": 2**20, "GIB": 2**30, "TIB": 2**40}
 _AGES = {"s": 1, "m": 60, "min": 60, "h": 3600, "d": 86400, "w": 7 * 86400}
 _NAME_WIDTH = 40
 
-# Styles are marks in the text until it is shown. Whoever writes these characters into a name can colour it, no more.
+# Styles are marks in the text until the text is shown. A name that contains these marks is coloured, no more.
 _STYLES = {
     "bold": {"bold": True},
     "dim": {"dim": True},
@@ -39,12 +39,12 @@ _ASCII = str.maketrans({"├": "|", "└": "`", "│": "|", "─": "-", "…": "
 
 
 def clip(text: str, width: int) -> str:
-    """``text``, cut to ``width`` characters."""
+    """Cut ``text`` to ``width`` characters."""
     return text if len(text) <= width else f"{text[: max(width - 1, 1)]}…"
 
 
 def clip_middle(text: str, width: int) -> str:
-    """``text``, with so much left out of its middle that it has ``width`` characters: both ends of a name tell."""
+    """Cut the middle out of ``text`` so that ``width`` characters remain: both ends of a name matter."""
     if len(text) <= width:
         return text
     end = (width - 1) // 2
@@ -52,18 +52,18 @@ def clip_middle(text: str, width: int) -> str:
 
 
 def parse_size(text: str) -> int:
-    """Bytes of ``2GB``, ``500 MB`` or ``1.5GiB``; ValueError with what is allowed for anything else."""
+    """Parse ``2GB``, ``500 MB`` or ``1.5GiB`` to bytes; raise ValueError with the allowed forms for other text."""
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([A-Za-z]*)\s*", text)
     if found is None or found[2].upper() not in _SIZES:
-        raise ValueError(f"{text!r} is not a size; write a number and B, kB, MB, GB, TB, KiB, MiB or GiB, as 2GB.")
+        raise ValueError(f"{text!r} is not a size; write a number with B, kB, MB, GB, TB, KiB, MiB or GiB, like 2GB.")
     return int(float(found[1]) * _SIZES[found[2].upper()])
 
 
 def parse_age(text: str) -> float:
-    """Seconds of ``30d``, ``12h`` or ``2w``; ValueError with what is allowed for anything else."""
+    """Parse ``30d``, ``12h`` or ``2w`` to seconds; raise ValueError with the allowed forms for other text."""
     found = re.fullmatch(r"\s*(\d+(?:\.\d+)?)\s*([a-z]+)\s*", text)
     if found is None or found[2] not in _AGES:
-        raise ValueError(f"{text!r} is not a length of time; write a number and s, m, h, d or w, as 30d.")
+        raise ValueError(f"{text!r} is not a duration; write a number with s, m, h, d or w, like 30d.")
     return float(found[1]) * _AGES[found[2]]
 
 
@@ -72,7 +72,7 @@ def _styled(text: str, style: str) -> str:
 
 
 def shown(text: str) -> str:
-    """Text as it goes to a terminal: marks become styles, and characters that are none to be seen are escaped."""
+    """Return text for a terminal: marks become styles, and non-printable characters are escaped."""
     return "".join(_ANSI.get(part) or harmless(part, lines=True) for part in _MARK.split(text))
 
 
@@ -84,7 +84,7 @@ new = partial(_styled, style="new")
 
 
 def pairs(rows: Iterable[tuple[str, str]], indent: str = "  ") -> list[str]:
-    """Names and values in two columns; a value of several lines goes on below itself."""
+    """Format names and values in two columns; a value may have several lines."""
     rows = [(harmless(name), value) for name, value in rows]
     width = max((len(name) for name, _ in rows), default=0)
     lines = []
@@ -104,16 +104,16 @@ def table(
     width: int | None = None,
     indent: str = "",
 ) -> list[str]:
-    """Columns as wide as what stands in them.
+    """Format a table with columns as wide as their cells.
 
     Args:
         header: the names of the columns.
-        rows: the cells, unstyled; the first column is shown as ids are.
-        right: which columns are numbers, and end at the right.
-        flexible: the column that is cut where the lines would be longer than ``width``.
-        spare: columns that are left out, in this order, before that one is cut to less than 40 characters.
-        width: of the terminal; None where lines may be as long as they are.
-        indent: before each line.
+        rows: the cells, unstyled; the first column is shown in the style of ids.
+        right: the columns that are aligned to the right.
+        flexible: the column that is cut if lines would be longer than ``width``.
+        spare: columns to drop, in this order, before ``flexible`` is cut to less than 40 characters.
+        width: the width of the terminal; None for no limit.
+        indent: text before each line.
     """
     rows = [[harmless(cell) for cell in row] for row in rows]
     columns = list(range(len(header)))
@@ -139,7 +139,7 @@ def table(
 
 
 def for_encoding(text: str, encoding: str | None) -> str:
-    """``text`` as a stream of that encoding can take it: without lines and dots that are not ASCII, where need be."""
+    """Return ``text`` for a stream of this encoding: in ASCII if the encoding lacks one of its characters."""
     try:
         text.encode(encoding or "utf-8")
     except UnicodeEncodeError:

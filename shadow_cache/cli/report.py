@@ -15,15 +15,15 @@ from .base import Verb, View, with_format
     "--output",
     type=click.Path(dir_okay=False, path_type=Path),
     required=True,
-    help="The file to write; one that is there is replaced.",
+    help="The file to write; an existing file is replaced.",
 )
 @with_format
 def report(view: View, output: Path) -> None:
-    """Write the cache as one HTML file, to be opened in a browser.
+    """Write the cache as one HTML file, for a browser.
 
-    Has what ls, show, tree, why and graph tell: totals, misses in their order with what each cost, how the tapes
-    differ, and of each tape a drawing, its tape graph and its ATen graphs. The file needs no network. Prints where it
-    is.
+    The page has the content of ls, show, tree, why and graph: totals, misses in order with their costs, the differences
+    of the tapes, and for each tape a drawing, its tape graph and its ATen graphs. The file needs no network. Prints the
+    path of the file.
 
     \b
     Examples:

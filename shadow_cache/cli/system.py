@@ -1,4 +1,4 @@
-"""``dir``, ``env``, ``completion``: where the cache is, what it runs on, and help for the shell."""
+"""``dir``, ``env``, ``completion``: the folder of the cache, the environment, and completion for the shell."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ _NOT_TESTED = "off: this torch was not tested"
 def dir_(view: View) -> None:
     """Print the folder of the cache.
 
-    Prints one path, whether or not anything is there yet.
+    Prints one path, also if the folder does not exist yet.
 
     \b
     Examples:
@@ -41,11 +41,11 @@ def dir_(view: View) -> None:
 @click.command(cls=Verb)
 @with_format
 def env(view: View) -> None:
-    """Print what a report of a bug should say.
+    """Print the environment, for bug reports.
 
-    Prints versions of Python, torch and this package, whether this package was tested on that torch, platform, C++
-    compiler, whether the extension for native=True is built and runs what is left to eager, the folder of the cache and
-    its size, how releases of torch differ for this package, and settings from the environment.
+    Prints the versions of Python, torch and this package, whether this package was tested on this torch, platform and
+    C++ compiler, whether the extension for native=True is built and used for eager backwards, the folder and size of
+    the cache, the differences between torch releases that concern this package, and settings from the environment.
 
     \b
     Examples:
@@ -80,14 +80,14 @@ def _environment(view: View) -> Iterator[tuple[str, str]]:
 
 
 def _support(torch: str) -> str:
-    """Say whether this package compiles on the installed torch."""
+    """Say in words whether this package compiles on the installed torch."""
     tested = f"tested on torch{torch_versions.TESTED_TORCH}"
     if torch_versions.is_tested(torch):
         return tested
     if _may_compile(torch):
-        return f"{tested}, and not on this one: it compiles if python -m compiled_autograd selftest passes"
+        return f"{tested}, not on this one: backwards are compiled if python -m compiled_autograd selftest passes"
     return (
-        f"{tested}, and not on this one: every backward runs on eager (bypass untested_torch). Install a tested torch "
+        f"{tested}, not on this one: every backward runs on eager (bypass untested_torch). Install a tested torch "
         "or a newer compiled-autograd, or set untested_torch='try'"
     )
 
@@ -97,21 +97,21 @@ def _may_compile(torch: str) -> bool:
 
 
 def _native(folder: Path, torch: str) -> str:
-    """Whether the extension is there; a file's name begins with the version of torch that it is for."""
+    """Say in words whether the extension is built. Its file's name begins with the version of torch."""
     if not _may_compile(torch):
         return _NOT_TESTED
     if any(folder.glob(f"torch-{torch}-*.so")):
         return f"built for torch {torch}"
     failed = next(folder.glob(f"torch-{torch}-*.failed"), None)
     return (
-        f"{_NOT_BUILT}; the first compile has it built, and so do a thousand backwards left to eager"
+        f"{_NOT_BUILT}; built in the background at the first compile, or after a thousand eager backwards"
         if failed is None
-        else f"not built, as {failed} says"
+        else f"{_NOT_BUILT}: the build failed, see {failed}"
     )
 
 
 def _own_loop(native: str, torch: str) -> str:
-    """Whether the extension runs what is left to eager, where a session does not say otherwise."""
+    """Say in words whether the extension runs eager backwards, without settings of a session."""
     if native == _NOT_TESTED:
         return native
     environment = {name: os.environ.get(f"COMPILED_AUTOGRAD_{name}", "").lower() for name in ("OWN_LOOP", "NATIVE")}
@@ -119,29 +119,29 @@ def _own_loop(native: str, torch: str) -> str:
         if value in ("false", "0"):
             return f"off: COMPILED_AUTOGRAD_{name}={value}"
     if environment["OWN_LOOP"] not in ("true", "1") and not torch_versions.runs_own_loop(torch):
-        return f"off: its tests did not run on torch {torch}"
+        return f"off: it was not tested on torch {torch}"
     if native.startswith(_NOT_BUILT):
         return "off: the extension is not built"
-    return "on, once it has run small tapes as the engine does: session.own_loop says so"
+    return "on, once small tapes gave the same results as the engine; session.own_loop has the state"
 
 
 def _compiler() -> str:
-    """The first line of what the C++ compiler that Inductor would take says of itself."""
+    """Return the first line of ``--version`` of the C++ compiler that Inductor would use."""
     for name in filter(None, (os.environ.get("CXX"), "g++", "clang++")):
         path = shutil.which(name)
         if path is not None:
             said = subprocess.run([path, "--version"], capture_output=True, text=True, check=False).stdout
             return said.splitlines()[0] if said else path
-    return "none found; backend inductor needs g++ or clang++, or one that CXX names"
+    return "none found; backend inductor needs g++ or clang++, or the compiler that CXX names"
 
 
 @click.command(cls=Verb)
 @click.argument("shell", type=click.Choice(("bash", "zsh", "fish")))
 @click.pass_context
 def completion(ctx: click.Context, shell: str) -> None:
-    """Print the script that completes verbs, options and ids.
+    """Print the shell script that completes verbs, options and ids.
 
-    Prints code for the shell; have it read at each start.
+    Prints shell code. Run this code at each start of the shell.
 
     \b
     Examples:

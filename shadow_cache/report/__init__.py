@@ -1,5 +1,5 @@
-"""The report: one HTML file that opens from disk, of a session or of the store.
+"""The report of a session or of the store: one HTML file that opens from disk.
 
-``data.py`` is what a page shows, ``page.py`` makes the page, ``from_store.py`` takes it from the store's records. What
-a session adds comes from ``compiled_autograd/report/``. Nothing here imports torch.
+``data.py`` has the records of a page, ``page.py`` writes the page, ``from_store.py`` fills the records from the store.
+``compiled_autograd/report/`` fills them from a session. Nothing here imports torch.
 """

@@ -1,6 +1,6 @@
-"""What a report shows, as records: the page knows nothing else.
+"""The records of a report, the page's only input.
 
-Records of which there are many are arrays in JSON. Seconds are of the wall clock, sizes are bytes.
+Frequent records are arrays in JSON. Seconds are wall-clock time, sizes are bytes.
 """
 
 from __future__ import annotations
@@ -9,7 +9,7 @@ import msgspec
 
 
 class Figure(msgspec.Struct, frozen=True):
-    """One of the totals: ``note`` says what more there is to know of it, ``bad`` that it is to be looked into."""
+    """One of the totals. ``note`` adds details; ``bad`` marks a total that needs attention."""
 
     label: str
     value: str
@@ -18,8 +18,8 @@ class Figure(msgspec.Struct, frozen=True):
 
 
 class Reason(msgspec.Struct, frozen=True):
-    """Why a backward was no hit: ``text`` is the record's own, ``means`` and ``do`` explain its kind; ``failed`` says
-    that something did, and a slower way was taken."""
+    """Why a backward was no hit: ``text`` is the record's text, ``means`` and ``do`` explain its kind. ``failed`` marks
+    a failure of this package, after which the backward took a slower way."""
 
     kind: str
     text: str
@@ -29,18 +29,18 @@ class Reason(msgspec.Struct, frozen=True):
 
 
 class Event(msgspec.Struct, frozen=True):
-    """Something on the timeline.
+    """One or several backwards on the timeline.
 
     Attributes:
-        number: of the (last) backward.
-        count: how many backwards one after the other this stands for.
-        outcome: ``"hit"`` (something failed, or was compiled beside it), ``"shape_miss"``, ``"structure_miss"``,
-            ``"miss"`` (the store does not know which of the two) or ``"bypass"``.
-        title: what it was, for people.
+        number: the number of the (last) backward.
+        count: the number of successive backwards that this event stands for.
+        outcome: ``"hit"`` (with a failure, or with code compiled in the background), ``"shape_miss"``,
+            ``"structure_miss"``, ``"miss"`` (the store does not record which of the two) or ``"bypass"``.
+        title: the name for people.
         graph: the id of a :class:`Graph` of the report, or None.
-        cost: seconds that a hit would not have taken; of a bypass, those of the eager engine.
-        seconds: by stage.
-        compiles, loads: regions that were compiled, and found on disk.
+        cost: seconds beyond those of a hit; for a bypass, the seconds of the eager engine.
+        seconds: seconds by stage.
+        compiles, loads: the number of regions that were compiled, and that were loaded from disk.
         when: seconds since the epoch.
     """
 
@@ -58,7 +58,7 @@ class Event(msgspec.Struct, frozen=True):
 
 
 class Took(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """Milliseconds of a backward, or the mean of ``count`` that ended with the one of this ``number``."""
+    """Milliseconds of backward ``number``, or the mean of the ``count`` backwards that end with it."""
 
     number: int
     count: int
@@ -67,14 +67,14 @@ class Took(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Timeline(msgspec.Struct, frozen=True):
-    """All events, oldest first. Between two of them lie hits, as many as their numbers say, where ``hits_between``.
+    """All events, oldest first.
 
     Attributes:
-        total: the number of backwards so far; 0 where that is not known.
-        left_out: events that are not kept.
+        total: the number of backwards so far; 0 if not known.
+        hits_between: True if the numbers missing between two events are hits.
+        left_out: the number of events that were not kept.
         took: the backwards whose time is known, oldest first.
-        eager: milliseconds, the median of the eager engine's backwards of the structure that was hit most; None where
-            it was not timed.
+        eager: the median time on the eager engine, in milliseconds, of the structure with most hits; None if not timed.
     """
 
     events: tuple[Event, ...]
@@ -86,15 +86,15 @@ class Timeline(msgspec.Struct, frozen=True):
 
 
 class Verdict(msgspec.Struct, frozen=True):
-    """The answer at the top: what it came to, and what to do ``next``, if anything."""
+    """The answer at the top of the page: the result, and what to do ``next``, if anything."""
 
     text: str
     next: str = ""
 
 
 class Branch(msgspec.Struct, frozen=True):
-    """A line of the trie: ``depth`` 0 is the first, ``guide`` is what stands before it, ``graph`` where it ends in
-    one."""
+    """A line of the trie: ``depth`` 0 is the root, ``guide`` is the text before the line, ``graph`` the id of the graph
+    that ends here."""
 
     depth: int
     guide: str
@@ -106,8 +106,8 @@ class Branch(msgspec.Struct, frozen=True):
 
 
 class Node(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A node of the tape: its name, the parameter it writes to, its line of the forward, the module it belongs to, the
-    nodes that its gradients go to, and the step that runs it (None: not known)."""
+    """A node of the tape: its name, its parameter (if it is a leaf), the source line of its forward, its module, the
+    nodes that receive its gradients, and the step that runs it (None: not known)."""
 
     name: str
     parameter: str | None
@@ -118,14 +118,15 @@ class Node(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Step(msgspec.Struct, frozen=True):
-    """What runs a part of a tape: ``"region"`` (compiled), ``"users"`` (a hook or a Python function), ``"leaves"``.
+    """A step that runs a part of a tape.
 
     Attributes:
-        calls: how many calls of the tape graph it has.
-        nodes: how many nodes of the tape.
-        seconds: the mean of the runs that a profiler saw; None where it saw none.
-        least: the shortest of them.
-        runs: how many.
+        kind: ``"region"`` (compiled), ``"users"`` (a hook or a Python function) or ``"leaves"``.
+        calls: the number of calls of the tape graph.
+        nodes: the number of nodes of the tape.
+        seconds: the mean seconds of the runs that a profiler saw; None if it saw none.
+        least: the seconds of the shortest of these runs.
+        runs: the number of these runs.
     """
 
     kind: str
@@ -139,8 +140,8 @@ class Step(msgspec.Struct, frozen=True):
 
 
 class Line(msgspec.Struct, frozen=True, array_like=True, gc=False):
-    """A line of a stage: its text, and the lines of the stage before that it comes from; or the number of a line of its
-    own stage that has the same links."""
+    """A line of a stage: its text, and ``links``, the lines of the previous stage from which it was made. ``links`` may
+    also be the number of a line of the same stage with equal links."""
 
     text: str
     links: tuple[int, ...] | int = ()
@@ -148,7 +149,7 @@ class Line(msgspec.Struct, frozen=True, array_like=True, gc=False):
 
 
 class Block(msgspec.Struct, frozen=True, array_like=True):
-    """Lines of a stage that one step has: which step, the first line, and how many."""
+    """The lines of a stage that belong to one step: the step, the first line, and the number of lines."""
 
     step: int
     first: int
@@ -156,7 +157,7 @@ class Block(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Stage(msgspec.Struct, frozen=True):
-    """What a graph is at one point of its way: ``note`` says what is to be known of it, or why it has no lines."""
+    """A graph in one stage of compilation. ``note`` has details, or says why there are no lines."""
 
     key: str
     title: str
@@ -166,13 +167,13 @@ class Stage(msgspec.Struct, frozen=True):
 
 
 class Memory(msgspec.Struct, frozen=True):
-    """Bytes that are held while a backward runs.
+    """The memory of a backward, in bytes.
 
     Attributes:
-        points: after each operator: the bytes that the forward saved and nobody has let go of, those that the backward
-            made and still holds, and the line of the ATen stage (-1: none).
+        points: after each operator: live bytes saved by the forward, live bytes made by the backward, and the line of
+            the ATen stage (-1: none).
         steps: for each step, the first of its points.
-        note: how this was found, or why there is nothing.
+        note: how this was determined, or why there are no points.
     """
 
     points: tuple[tuple[int, int, int], ...]
@@ -181,12 +182,12 @@ class Memory(msgspec.Struct, frozen=True):
 
 
 class Variant(msgspec.Struct, frozen=True):
-    """What was compiled of a structure for one set of shapes, state and settings.
+    """The code of a structure for one set of shapes, process state and settings.
 
     Attributes:
-        title: what tells it from the others.
-        facts: what more is known of it.
-        eager, compiled: medians in milliseconds, where it was timed; ``samples`` of each.
+        title: the differences from the other variants.
+        facts: names and values for people.
+        eager, compiled: medians in milliseconds of ``samples`` backwards each; None if not timed.
     """
 
     title: str
@@ -197,7 +198,7 @@ class Variant(msgspec.Struct, frozen=True):
 
 
 class Graph(msgspec.Struct, frozen=True):
-    """A structure with what was made of it. A graph without stages has ``note`` to say why."""
+    """A structure with its stages and variants. In a graph without stages, ``note`` says why."""
 
     id: str
     title: str

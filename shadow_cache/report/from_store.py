@@ -1,4 +1,4 @@
-"""The report of a store: its records, and nothing that is not in them."""
+"""The report of a store, made of the store's records alone."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ if TYPE_CHECKING:
     from ..store import Store
 
 _VALUE = re.compile(r"%(\d+)\.\d+")
-_NOT_IN_STORE = "The store has it as compiled code alone, which the report of a session shows: session.report(path)."
-_NO_LINKS = "The store does not say which node each line came from; session.report(path) does."
+_NOT_IN_STORE = "The cache has this code only in compiled form. The report of a session shows it: session.report(path)."
+_NO_LINKS = "The cache does not record the node of each line. The report of a session shows it: session.report(path)."
 
 
 def store_report(store: Store) -> data.Report:
-    """All that a store has of structures, entries and misses."""
+    """Return the report of all structures, entries and misses of a store."""
     entries = store.entries()
     by_structure: dict[str, list[Entry]] = {}
     for entry in entries:
@@ -49,7 +49,7 @@ def store_report(store: Store) -> data.Report:
 def _verdict(stats: StoreStats) -> data.Verdict:
     saved = f"{plural(stats.loads, 'load')} saved {seconds(stats.seconds_saved)} of compiling"
     if not stats.loads:
-        saved = "none was loaded yet: the next process that meets such a tape compiles nothing"
+        saved = "none was loaded yet; a process with one of these tapes will load instead of compile"
     entries = plural(stats.entries, "entry", "entries")
     return data.Verdict(f"{entries} of {plural(stats.structures, 'structure')}, {size(stats.size)}; {saved}.")
 
@@ -58,12 +58,12 @@ def _totals(stats: StoreStats) -> tuple[data.Figure, ...]:
     figures = [
         data.Figure("entries", f"{stats.entries:,}", f"of {plural(stats.structures, 'structure')}"),
         data.Figure("size", size(stats.size), f"of {size(stats.max_size)}"),
-        data.Figure("compiling", seconds(stats.compile_seconds), "to make what is stored"),
+        data.Figure("compiling", seconds(stats.compile_seconds), "for the stored entries"),
         data.Figure("loads", f"{stats.loads:,}", f"saved {seconds(stats.seconds_saved)} of compiling"),
         data.Figure("misses", f"{sum(stats.misses.values()):,}", "recorded here"),
     ]
     if stats.timed:
-        figures.append(data.Figure("timed", f"{stats.timed:,}", f"{stats.left_to_eager:,} slower, left to eager"))
+        figures.append(data.Figure("timed", f"{stats.timed:,}", f"{stats.left_to_eager:,} slower, run on eager"))
     return tuple(figures)
 
 
@@ -88,13 +88,13 @@ def _timeline(misses: Sequence[MissEntry], structures: Mapping[str, Structure | 
 
 
 def reason_of(miss: Miss) -> data.Reason:
-    """A miss with what its kind means."""
+    """Return a miss with the explanation of its kind."""
     kind = explain(miss.kind)
     return data.Reason(miss.kind, str(miss), kind.means, kind.do)
 
 
 def trie_of(structures: Sequence[Structure], names: Mapping[str, str]) -> tuple[data.Branch, ...]:
-    """The structures, folded: what they share is told once."""
+    """Fold the structures into the lines of a trie; shared nodes stand once."""
     lines: list[data.Branch] = []
     branches = fold(structures)
     depths: list[int] = []
@@ -113,14 +113,14 @@ def trie_of(structures: Sequence[Structure], names: Mapping[str, str]) -> tuple[
 
 
 def nodes_of(calls: Sequence[Call], steps: Mapping[int, int] | None = None) -> tuple[data.Node, ...]:
-    """The nodes of a tape, with the module of each.
+    """Return the nodes of a tape, with the module of each.
 
     Args:
-        steps: which step runs a node, by index.
+        steps: the step that runs each node, by the node's index.
     """
     names = [call.name for call in calls]
     edges = [call.edges for call in calls]
-    if not any(edges):  # what could not be read of the tape, its keys tell
+    if not any(edges):  # edges that could not be read from the tape follow from the keys
         edges = _edges_of_keys(calls)
     edges = [tuple(each for each in targets if 0 <= each < len(calls)) for targets in edges]
     modules = modules_of(names, [call.parameter for call in calls], edges)
@@ -153,7 +153,7 @@ def _graph(store: Store, structure: Structure, entries: Sequence[Entry]) -> data
         try:
             texts = aten_texts(store.read(region.lowered).decode())
         except (StoreError, UnicodeDecodeError) as error:
-            texts, note = [f"(this file cannot be read: {error})"], f"{_NO_LINKS} Some of it cannot be read."
+            texts, note = [f"(this file cannot be read: {error})"], f"{_NO_LINKS} Some files cannot be read."
         blocks.append(data.Block(number, len(lines), len(texts)))
         lines += [data.Line(text) for text in texts]
     stages = (
@@ -167,7 +167,7 @@ def _graph(store: Store, structure: Structure, entries: Sequence[Entry]) -> data
         facts=(
             ("structure", structure.id),
             ("nodes", f"{len(structure.calls):,}"),
-            ("entries", f"{len(entries):,}; the stages are those of {entry.id}, the one used last"),
+            ("entries", f"{len(entries):,}; the stages below are of {entry.id}, the last one used"),
         ),
         nodes=nodes_of(structure.calls),
         steps=tuple(steps),

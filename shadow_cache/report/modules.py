@@ -1,8 +1,8 @@
-"""The module that each node of a tape belongs to, as far as the parameters on the tape tell.
+"""Infer the module of each node of a tape from the parameters on the tape.
 
-A leaf belongs to the module of its parameter, and so does the node that takes it. Any other node lies between such
-nodes: after one in the forward, before another. It belongs to what both are in, or, in a list of layers, to the layer
-that it comes after.
+A leaf belongs to the module of its parameter, and so does the node that takes the parameter. Any other node lies
+between two such nodes of the forward. That node belongs to the innermost module that contains both, or, in a list of
+layers, to the layer of the earlier one.
 """
 
 from __future__ import annotations
@@ -14,20 +14,20 @@ _Path = tuple[str, ...]
 _PASSES_ON = re.compile(
     r"(T|Transpose|View|UnsafeView|Reshape|Expand|Permute|ToCopy|Unsqueeze|Squeeze|Clone|Alias)Back"
 )
-"""What may lie between a parameter and the node that takes it."""
+"""Nodes that may lie between a parameter and the node that takes it."""
 
 
 def modules_of(names: Sequence[str], parameters: Sequence[str | None], edges: Sequence[Sequence[int]]) -> list[str]:
-    """A dotted name for each node; empty for those of the outermost module, and where nothing is known.
+    """Return a dotted module name for each node; empty for the outermost module, and for unknown modules.
 
     Args:
-        names: of the nodes.
-        parameters: of each node, the parameter that it writes to, if it is a leaf that has one.
-        edges: of each node, those that its gradients go to.
+        names: the names of the nodes.
+        parameters: for each node, the name of its parameter if it is the leaf of one, else None.
+        edges: for each node, the indices of the nodes that receive its gradients.
     """
     order = _topological(edges)
     own: list[_Path | None] = [None if name is None else tuple(name.split(".")[:-1]) for name in parameters]
-    carries = [path is not None for path in own]  # a parameter, as it is or seen another way
+    carries = [path is not None for path in own]  # a parameter or a view of one
     for node in reversed(order):
         taken = [own[edge] for edge in edges[node] if carries[edge]]
         if not carries[node] and taken:
@@ -49,7 +49,7 @@ def modules_of(names: Sequence[str], parameters: Sequence[str | None], edges: Se
 
 
 def _shared(paths: Sequence[_Path | None]) -> _Path:
-    """What all begin with."""
+    """Return the common prefix of all paths."""
     shared: list[str] = []
     for parts in zip(*(path or () for path in paths), strict=False):
         if len(set(parts)) > 1:
@@ -59,20 +59,21 @@ def _shared(paths: Sequence[_Path | None]) -> _Path:
 
 
 def _between(own: Sequence[_Path | None], before: int | None, after: int | None) -> _Path:
-    """What a node belongs to that comes after one node and before another; before the first and after the last comes
-    what the outermost module does, and the loss."""
+    """Return the module of a node that lies after one node and before another. Nodes before the first and after the
+    last one belong to the outermost module and the loss."""
     if before is None or after is None:
         return ()
     path = own[before] or ()
     shared = len(_shared((path, own[after])))
-    for layer in (shared, shared + 1):  # that of a list, or of a list that is left here
+    for layer in (shared, shared + 1):  # a layer of a list, or the last layer of a list that ends here
         if path[layer : layer + 1] and path[layer].isdigit() and (layer == shared or path[layer + 1 :]):
             return path[: layer + 1]
     return path[:shared]
 
 
 def _topological(edges: Sequence[Sequence[int]]) -> list[int]:
-    """Each node before those that its gradients go to; nodes of circles, which no tape has, are left out."""
+    """Return the nodes in topological order, each before the nodes that receive its gradients. Nodes of cycles, which
+    no tape has, are left out."""
     waits = [0] * len(edges)
     for targets in edges:
         for target in targets:

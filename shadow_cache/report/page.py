@@ -1,7 +1,7 @@
-"""A report as one HTML file: no network, nothing beside it, and nothing in it that came from a user runs.
+"""Write a report as one HTML file, without network access, other files, or code of the user.
 
-Whatever comes from user code is data. The template escapes what it shows, and the rest lies in the page as JSON, which
-the page's own script puts into text nodes. A policy in the page allows that script and its style, and nothing else.
+Text from user code is data only. The template escapes its values. All other values are JSON in the page, and the page's
+own script puts them into text nodes. A content security policy in the page allows only this script and its style.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from ..safe_text import harmless
 from .data import Graph, Report
 
 MAX_BYTES = 4_500_000
-"""Of all graphs together, so that the file stays below 5 MB. What is beyond goes, the longest texts first."""
+"""Maximum bytes of all graphs together, so that the file stays below 5 MB. The longest texts are left out first."""
 _SCRIPTS = (
     "base.js",
     "lists.js",
@@ -48,15 +48,17 @@ def write(report: Report, path: str | os.PathLike[str]) -> Path:
 
 
 def write_file(text: str, path: str | os.PathLike[str]) -> Path:
-    """Write a file. One that is there, or that a link leads to, is replaced in one step, and left as it is where
-    something fails; what is no file, as a pipe or ``/dev/stdout``, is written to.
+    """Write a file and return its absolute path.
+
+    An existing file, or the target of a link, is replaced atomically, and stays unchanged if writing fails. A path that
+    is no regular file, such as a pipe or ``/dev/stdout``, is written directly.
 
     Raises:
         OSError: ``path`` cannot be written.
     """
-    asked = Path(os.path.expanduser(path))  # noqa: PTH111  an unknown user's folder is one that is not there
+    asked = Path(os.path.expanduser(path))  # noqa: PTH111  Path.expanduser raises for an unknown user
     if asked.is_dir():
-        raise IsADirectoryError(21, "it is written as one file, and this is a folder; name a file in it", str(asked))
+        raise IsADirectoryError(21, "the report is one file, and this path is a folder; name a file in it", str(asked))
     if asked.exists() and not asked.is_file():
         asked.write_text(text, encoding="utf-8")
         return asked.absolute()
@@ -68,14 +70,14 @@ def write_file(text: str, path: str | os.PathLike[str]) -> Path:
         temporary.replace(target)
     except BaseException as error:
         if isinstance(error, OSError) and error.filename2 is None:
-            error.filename = str(asked)  # the other name says nothing to anybody
+            error.filename = str(asked)  # not the name of the temporary file
         temporary.unlink(missing_ok=True)
         raise
     return asked.absolute()
 
 
 def page(report: Report) -> str:
-    """The whole page as text."""
+    """Return the whole page as HTML."""
     style, script = _text("page.css"), "\n".join(["'use strict';", *map(_text, _SCRIPTS)])
     graphs = _fitting(report.graphs)
     rest = msgspec.structs.replace(report, graphs=())
@@ -84,7 +86,7 @@ def page(report: Report) -> str:
         graphs=report.graphs,
         numbers=collections.defaultdict(str, {each.id: f"{at}. " for at, each in enumerate(report.graphs, 1)}),
         harmless=harmless,
-        # Both are this package's own files, and hashed below.
+        # Both are files of this package, and hashed below.
         style=markupsafe.Markup(style),
         script=markupsafe.Markup(script),
         style_hash=_hash(style),
@@ -108,12 +110,12 @@ def _text(name: str) -> str:
 
 
 def _hash(text: str) -> str:
-    """As a content security policy names an inline script or style."""
+    """Return the hash of an inline script or style in the form of a content security policy."""
     return f"sha256-{base64.b64encode(hashlib.sha256(text.encode()).digest()).decode()}"
 
 
 def _encoded(record: Any) -> bytes:
-    """As JSON. A name may hold half of a pair of surrogates, as those of files do that are no UTF-8: it is escaped."""
+    """Encode as JSON. Lone surrogates are escaped: names of files that are not UTF-8 contain them."""
     try:
         return msgspec.json.encode(record)
     except UnicodeEncodeError:
@@ -125,7 +127,7 @@ def _json(record: Any) -> markupsafe.Markup:
 
 
 def _safe(data: bytes) -> markupsafe.Markup:
-    """JSON that says the same, and in which no tag, comment or entity can begin."""
+    """Return equivalent JSON in which no tag, comment or entity can begin."""
     text = data.decode()
     for character, escape in _ESCAPES.items():
         text = text.replace(character, escape)
@@ -133,7 +135,7 @@ def _safe(data: bytes) -> markupsafe.Markup:
 
 
 def _fitting(graphs: Sequence[Graph]) -> list[bytes]:
-    """The graphs as JSON, without the longest stages where all of them would be too much."""
+    """Return the graphs as JSON, without the longest stages if the total exceeds :data:`MAX_BYTES`."""
     encoded = [_encoded(graph) for graph in graphs]
     total = sum(map(_escaped_size, encoded))
     while total > MAX_BYTES:
@@ -161,7 +163,7 @@ def _fitting(graphs: Sequence[Graph]) -> list[bytes]:
 
 
 def _linked(stages: Sequence[Any]) -> list[Any]:
-    """Stages without links into one that has no lines."""
+    """Return the stages without links into a stage that has no lines."""
     linked = []
     for place, stage in enumerate(stages):
         if place and not stages[place - 1].lines and stage.lines:
@@ -172,7 +174,7 @@ def _linked(stages: Sequence[Any]) -> list[Any]:
 
 
 def _bare(graphs: Sequence[Graph], encoded: Sequence[bytes]) -> list[bytes]:
-    """Of so many nodes that their stages are not all: the last graphs keep their names alone."""
+    """Strip the last graphs to their names, if graphs without stages still exceed :data:`MAX_BYTES`."""
     kept, total = [], 0
     for graph, data in zip(graphs, encoded, strict=True):
         total += _escaped_size(data)

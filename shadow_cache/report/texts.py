@@ -1,4 +1,4 @@
-"""Texts of a graph's stages as lines, linked as far as the texts themselves tell."""
+"""Split the texts of a graph's stages into lines, and link the lines by the names in the texts."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ _DEFINES = re.compile(r"\s+(\w+) = ")
 _FREES = re.compile(r"(;?  (\w+ = )+None)+;?\s*$")
 _OPERATOR = re.compile(r"\baten\.(\w+)")
 _PRODUCT = re.compile(r"mm|addmm|bmm|baddbmm|mv|dot|convolution\w*|\w*attention\w*")
-"""Operators that are calls of their own in generated code."""
+"""Operators for which generated code has separate calls."""
 _CALLED = re.compile(r"\b(?:extern_kernels|aten)\.(\w+)")
 _WORD = re.compile(r"\w+")
 _KERNEL = re.compile(r"(\w+) = \w+\.\w+\(.*r?'''$")
 _MANY_INPUTS = 12
-"""A line that names more inputs than this only takes them in."""
+"""Maximum inputs of a line that is linked; a line with more only unpacks arguments."""
 
 
 def tape_lines(text: str) -> list[Line]:
-    """Of a tape graph's text: each line knows the node of the tape that it belongs to."""
+    """Split the text of a tape graph into lines, each with its node of the tape. The inputs come last."""
     lines: list[Line] = []
     inputs: list[Line] = []
     node: int | None = None
@@ -29,39 +29,40 @@ def tape_lines(text: str) -> list[Line]:
         found = _NODE.match(line)
         node = int(found[1]) if found else None if line.startswith("  return") else node
         (inputs if line.startswith("  input_") else lines).append(Line(line, (), node))
-    return [*lines, *inputs]  # of which there may be hundreds
+    return [*lines, *inputs]  # last: there may be hundreds of inputs
 
 
 def defined(line: str) -> str | None:
-    """The name that a line of an ATen graph gives its value."""
+    """Return the name that a line of an ATen graph assigns, or None."""
     found = _DEFINES.match(line)
     return found[1] if found else None
 
 
 def aten_texts(text: str) -> list[str]:
-    """The lines of an ATen graph, shortened: without where operators are found, and without what only lets go of
-    values at the end of a line."""
+    """Return the lines of an ATen graph without ``torch.ops.`` prefixes, and without the assignments of None at the end
+    of a line that free values."""
     lines = (_FREES.sub("", line) for line in text.strip("\n").splitlines() if line.strip())
     return [line.replace("torch.ops.aten.", "aten.") for line in lines]
 
 
 def code_lines(text: str, aten: Iterable[tuple[int, str]], first: int = 0) -> list[Line]:
-    """A backend's own code, linked with the lines of the ATen graph that it was made of.
+    """Split a backend's code into lines, and link them with the lines of its ATen graph.
 
-    A line is linked with the operator whose name it has. Where the backend names things in its own way, as Inductor
-    does, nothing says which operators a kernel holds: a call that names inputs of the graph is linked with the
-    operators that depend on these, as far as no product lies between, and a call of one operator with those of that
-    name. The lines of a kernel are linked as its calls are.
+    A line that assigns a name of the ATen graph is linked with that line of the graph. Inductor uses names of its own,
+    so that the code does not say which operators a kernel contains. A kernel call that names inputs of the graph is
+    therefore linked with the operators that depend on these inputs without a matrix product in between. A call of one
+    operator is linked with those of them that have the operator's name. The lines of a kernel have the links of its
+    calls.
 
     Args:
         aten: the graph's lines, each with its number in its stage.
-        first: the number that the first line of the code gets in its own stage.
+        first: the number of the first line of the code in the stage of the code.
     """
     return _Linked(aten).lines([_FREES.sub("", line) for line in text.strip("\n").splitlines()], first)
 
 
 class _Linked:
-    """What is known of an ATen graph: where each name is defined, and on which of its inputs each line depends."""
+    """An ATen graph's names with the lines of their definitions, and the inputs on which each line depends."""
 
     def __init__(self, aten: Iterable[tuple[int, str]]) -> None:
         self.names: dict[str, int] = {}
@@ -93,9 +94,9 @@ class _Linked:
             reach[own] = set() if _PRODUCT.fullmatch(self.operators[number]) else found
 
     def lines(self, texts: list[str], start: int) -> list[Line]:
-        """The code, linked."""
+        """Return the lines of the code with their links."""
         links: dict[int, tuple[int, ...]] = {}
-        kernels: dict[str, list[int]] = {}  # the lines of each
+        kernels: dict[str, list[int]] = {}  # by name: the lines of the kernel
         body: list[int] | None = None
         for number, text in enumerate(texts):
             begins = _KERNEL.match(text)

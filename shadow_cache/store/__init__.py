@@ -1,4 +1,4 @@
-"""The store on disk: a folder of files, an index over them, and what keeps both small and whole."""
+"""The store on disk: a folder of files, an index of them, eviction and recovery from damage."""
 
 from .store import Store
 

@@ -1,8 +1,8 @@
-"""Entries in one file, to take them to other machines; and from there into their stores.
+"""Export entries to one file, and import them into a store on another machine. The format of the file:
 
     magic, 16 bytes | length of the table, 8 bytes | SHA-256 of the table, 32 bytes | table | members, one by one
 
-The table is msgpack: name, size in bytes and SHA-256 of each member. Members are structures, entries and files.
+The table is msgpack, with the name, size in bytes and SHA-256 of each member. Members are structures, entries, files.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ _MAGIC = b"shadow cache 1\n\0"
 R = TypeVar("R", Entry, Structure)
 _Table = list[tuple[str, int, str]]
 _NO_RECORD = (msgspec.DecodeError, UnicodeDecodeError, RecursionError)
-"""What reading msgpack raises: it is another record, no text, or lists in lists without end."""
+"""Errors of decoding msgpack: another record, invalid UTF-8, or too deeply nested lists."""
 
 
 class Keeper(Protocol):
-    """What entries are taken from and added to: a store."""
+    """The store from which entries are exported, or to which they are imported."""
 
     @property
     def path(self) -> Path: ...
@@ -46,22 +46,23 @@ class Keeper(Protocol):
 
 
 def export(store: Keeper, file: Path, ids: Iterable[str] | None) -> int:
-    """Write entries with their structures and files; gives how many. Damaged ones are dropped, and not counted."""
+    """Write entries with their structures and files, and return their number. Damaged entries are dropped, and not
+    counted."""
     entries = {entry.id: entry for entry in store.entries()}
     if ids is not None:
         wanted = tuple(dict.fromkeys(ids))
         missing = [id_ for id_ in wanted if id_ not in entries]
         if missing:
-            raise InvalidEntryError(f"{store.path} has no entry {', '.join(missing)}; entries() says what it has")
+            raise InvalidEntryError(f"{store.path} has no entry {', '.join(missing)}; entries() lists its entries")
         entries = {id_: entries[id_] for id_ in wanted}
-    members: dict[str, tuple[int, str, bytes | None]] = {}  # None: a file of the store, read again when it is written
+    members: dict[str, tuple[int, str, bytes | None]] = {}  # None: a file of the store, read again when written
     count = 0
     for entry in entries.values():
         structure = store.structure(entry.structure)
         try:
             sizes = {digest: len(store.read(digest)) for digest in digests(entry)}
         except DamagedEntryError:
-            continue  # the store has dropped the entry, and has kept why
+            continue  # the store has dropped the entry, and recorded the reason
         if structure is None:
             continue
         count += 1
@@ -78,7 +79,7 @@ def export(store: Keeper, file: Path, ids: Iterable[str] | None) -> int:
 
 
 def import_(store: Keeper, file: Path) -> int:
-    """Add the entries of ``file``, the least recently used first; gives how many."""
+    """Add the entries of ``file``, the least recently used first, and return their number."""
     with file.open("rb") as opened:
         archive = _Archive(file, opened)
         count = 0
@@ -99,16 +100,16 @@ def import_(store: Keeper, file: Path) -> int:
 
 
 class _RefusedError(Exception):
-    """A member that is not as it was written."""
+    """A missing or damaged member of an exported file."""
 
 
 class _Archive:
-    """The members of an exported file, each checked when it is read."""
+    """The members of an exported file; each read checks the checksum."""
 
     def __init__(self, path: Path, file: BinaryIO) -> None:
         self._file = file
         if file.read(len(_MAGIC)) != _MAGIC:
-            raise DamagedArchiveError(path, ["the whole file: it does not begin as an exported cache does"])
+            raise DamagedArchiveError(path, ["the whole file: it is no exported cache (wrong first bytes)"])
         size = int.from_bytes(file.read(8), "big")
         checksum = file.read(32)
         all_bytes = os.fstat(file.fileno()).st_size
@@ -123,7 +124,7 @@ class _Archive:
             raise DamagedArchiveError(path, [f"the whole file: another version wrote it ({error})"]) from error
         for name, length, digest in table:
             if not 0 <= length <= all_bytes - offset:
-                found = f"{harmless(name)} is said to have {length} bytes, and {all_bytes - offset} are left"
+                found = f"{harmless(name)} should have {length} bytes, and only {all_bytes - offset} are left"
                 raise DamagedArchiveError(path, [f"the whole file: {found}"])
             self.members[name] = (offset, length, digest)
             offset += length
@@ -135,7 +136,7 @@ class _Archive:
         self._file.seek(offset)
         data = self._file.read(length)
         if len(data) != length:
-            raise _RefusedError(f"{harmless(name)} is cut: {len(data)} of {length} bytes are there")
+            raise _RefusedError(f"{harmless(name)} is truncated: it has {len(data)} of {length} bytes")
         if hashlib.sha256(data).hexdigest() != digest:
             raise _RefusedError(f"{harmless(name)} does not match its checksum")
         return data

@@ -1,12 +1,12 @@
-"""The folder of the store: whose it is, and its files, each named by the SHA-256 of what it holds.
+"""The folder of the store: its owner and permissions, and its files, each named by the SHA-256 of its bytes.
 
-    files/ab/ab12...    what entries name
+    files/ab/ab12...    files of entries
     temporary/          files that are being written
     index/index.db      the index, with sqlite's own files (index.py)
-    lock                held shared by whoever opens or writes the index, alone by whoever replaces it
+    lock                held shared to open or write the index, exclusively to replace it
 
-What is in here is run as code, so only its owner may be able to write it; on Windows, which has no modes, that is left
-to the rights of the user's own folder. No symbolic link inside is followed.
+The process runs code from this folder, so only the owner may have write access. Windows has no modes: there the rights
+of the user's own folder have to suffice. No symbolic link inside the folder is followed.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from ..errors import DamagedEntryError, StoreError, StoreMissingError, StoreRefu
 
 try:
     import fcntl
-except ImportError:  # Windows: there a folder in use cannot be renamed, which is what the lock is for
+except ImportError:  # Windows: no lock is needed, a folder in use cannot be renamed there
     fcntl = None  # type: ignore[assignment]
 
 _DIGEST = re.compile(r"[0-9a-f]{64}\Z")
@@ -38,17 +38,17 @@ _FLAGS = getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_CLOEXEC", 0) | getattr(os
 
 
 def is_digest(name: str) -> bool:
-    """Whether ``name`` can be the name of a file of the store."""
+    """Return whether ``name`` can be the name of a file of the store."""
     return _DIGEST.match(name) is not None
 
 
 def is_ours(status: os.stat_result) -> bool:
-    """Whether a file belongs to who runs this process. On Windows nothing can be said, and it is taken for so."""
+    """Return whether a file belongs to the user of this process; always True on Windows, which has no user ids."""
     return not hasattr(os, "geteuid") or status.st_uid == os.geteuid()
 
 
 class Folder:
-    """The store's place on disk. ``read_only`` where this process may not write there. Raises as ``open`` says."""
+    """The store's folder on disk. ``read_only`` if this process may not write there. Raises the errors of ``open``."""
 
     def __init__(self, path: Path, *, create: bool) -> None:
         self._given = path.expanduser().absolute()
@@ -61,7 +61,7 @@ class Folder:
         self.prepare()
 
     def prepare(self) -> None:
-        """Look at the folder and make what it lacks. Asked again before the index is opened anew."""
+        """Check the folder and create its missing parts. Repeated before the index is reopened."""
         with self.worded():
             self._refuse_others(self._made())
             parts = (self.files, self.temporary, self.index)
@@ -72,7 +72,7 @@ class Folder:
 
     def _prepare_part(self, part: Path) -> None:
         if not self.read_only and not os.path.lexists(part):
-            with suppress(FileExistsError):  # something that is no folder: refused below
+            with suppress(FileExistsError):  # a file of this name is refused below
                 part.mkdir(mode=0o700, exist_ok=True)
                 _sync_folder(self.path)
         if os.path.lexists(part):
@@ -80,10 +80,10 @@ class Folder:
 
     def _made(self) -> os.stat_result:
         if self._given.is_symlink() and not is_ours(self._given.lstat()):
-            raise StoreRefusedError(self._given, "it is a symbolic link of someone else's", f"Use {self.path} itself")
+            raise StoreRefusedError(self._given, "it is another user's symbolic link", f"Use {self.path} itself")
         try:
             if self.create:
-                with suppress(FileExistsError):  # something that is no folder: refused by whoever asked
+                with suppress(FileExistsError):  # the caller refuses a file of this name
                     self.path.mkdir(mode=0o700, parents=True, exist_ok=True)
             return self.path.lstat()
         except FileNotFoundError as error:
@@ -91,23 +91,24 @@ class Folder:
 
     def _refuse_others(self, status: os.stat_result) -> None:
         if not stat.S_ISDIR(status.st_mode):
-            raise StoreRefusedError(self.path, "it is no folder", "Name another place")
+            raise StoreRefusedError(self.path, "it is no folder", "Name another folder")
         if not is_ours(status):
             found = f"it belongs to user {status.st_uid}, and this process runs as user {os.geteuid()}"
             raise StoreRefusedError(self.path, found, "Name a folder of your own")
         mode = stat.S_IMODE(status.st_mode)
         if hasattr(os, "geteuid") and mode & 0o077:
-            found = f"its mode is {mode:04o}, so that others can read or write it"
-            raise StoreRefusedError(self.path, found, f"If nobody did, run: chmod 700 {shlex.quote(str(self.path))}")
+            found = f"its mode {mode:04o} lets other users read or write it"
+            do = f"If no other user changed it, run: chmod 700 {shlex.quote(str(self.path))}"
+            raise StoreRefusedError(self.path, found, do)
 
     def missing(self, error: Exception | None = None) -> StoreUnavailableError:
-        """No store is there: it was not to be made, or could not be."""
+        """Return the error for a missing store that must not, or could not, be created."""
         if not self.create:
             return StoreMissingError(self.path)
         return self.unavailable(error or PermissionError(errno.EACCES, "this process may not write there"))
 
     def unavailable(self, error: Exception) -> StoreUnavailableError:
-        """``error`` in the words of the store."""
+        """Return a :class:`StoreUnavailableError` that says what ``error`` says."""
         found = (error.strerror if isinstance(error, OSError) else None) or str(error) or type(error).__name__
         locked = isinstance(error, BlockingIOError) or "locked" in found
         do = "End the process that holds it" if locked else "Free space, make it writable"
@@ -115,7 +116,7 @@ class Folder:
 
     @contextmanager
     def worded(self) -> Iterator[None]:
-        """What the system raises inside is raised in the words of the store."""
+        """Convert OSErrors raised inside to errors of the store."""
         try:
             yield
         except StoreError:
@@ -125,7 +126,7 @@ class Folder:
 
     @contextmanager
     def locked(self, *, alone: bool = False) -> Iterator[None]:
-        """Hold the lock, shared or alone. It is let go with the process, however that ends."""
+        """Hold the lock, shared or exclusively (``alone``). The system releases the lock when the process ends."""
         if fcntl is None or self.read_only:
             yield
             return
@@ -133,7 +134,7 @@ class Folder:
         opened: list[int] = []
         try:
             self._open_lock(opened)
-            # Not for ever: a child that was forked while the lock was held keeps it as long as it lives.
+            # With a timeout: a child that was forked while the lock was held keeps the lock until it ends.
             with self.worded():
                 until_free(lambda: fcntl.flock(opened[0], how), BlockingIOError)
             yield
@@ -142,23 +143,23 @@ class Folder:
                 os.close(handle)
 
     def _open_lock(self, opened: list[int]) -> None:
-        """Open the lock's file, into the list in the same call of C: Ctrl-C comes before that or after it."""
+        """Open the lock's file and store its handle in one C call, so that Ctrl-C cannot come in between."""
         how = (str(self.path / "lock"),), (os.O_RDWR | os.O_CREAT | _FLAGS,), (0o600,)
         with self.worded():
             try:
                 opened.extend(map(os.open, *how))
             except FileNotFoundError:
-                self.prepare()  # the whole folder was removed: that is a way to begin anew
+                self.prepare()  # the user removed the whole folder: start with an empty store
                 opened.extend(map(os.open, *how))
 
     # ---- files -------------------------------------------------------------------------------------------------------
 
     def file(self, digest: str) -> Path:
-        """Where the file of that name is."""
+        """Return the path of the file named ``digest``."""
         return self.files / digest[:2] / digest
 
     def write(self, digest: str, data: bytes) -> None:
-        """Store ``data`` durably: its bytes, then its name. Raises StoreUnavailableError."""
+        """Store ``data`` durably: first the bytes, then the name. Raises StoreUnavailableError."""
         target = self.file(digest)
         with self.worded():
             if not target.parent.is_dir() or target.parent.is_symlink():
@@ -173,7 +174,7 @@ class Folder:
         try:
             return target.lstat().st_size == len(data) and _read(target) == data
         except (OSError, StoreRefusedError):
-            return False  # not there, or not to be read: it is written anew
+            return False  # missing or unreadable: written again
 
     def _replace(self, target: Path, data: bytes) -> None:
         temporary = self.temporary / f"{os.getpid()}-{secrets.token_hex(8)}"
@@ -181,7 +182,7 @@ class Folder:
             file.write(data)
 
     def size(self, digest: str) -> int | None:
-        """The size of the file of that name in bytes, or None if there is none; what it holds is not read."""
+        """Return the size in bytes of the file named ``digest``; None if it does not exist. Does not read the file."""
         if not is_digest(digest):
             return None
         try:
@@ -191,27 +192,27 @@ class Folder:
         return status.st_size if stat.S_ISREG(status.st_mode) else None
 
     def read(self, digest: str) -> bytes:
-        """What was stored under that name. Raises DamagedEntryError for anything else."""
+        """Return the bytes stored as ``digest``. Raises DamagedEntryError if they are missing or damaged."""
         if not is_digest(digest):
-            raise DamagedEntryError(repr(digest), "this is no name of a file: it should be 64 hexadecimal digits")
+            raise DamagedEntryError(repr(digest), "this is no file name of the cache: these have 64 hexadecimal digits")
         target = self.file(digest)
         name = str(target.relative_to(self.path))
         try:
             refuse_unless_plain(target.parent, folder=True)
             data = _read(target)
         except FileNotFoundError:
-            raise DamagedEntryError(name, "it is not there") from None
+            raise DamagedEntryError(name, "the file is missing") from None
         except StoreRefusedError as error:
             raise DamagedEntryError(name, str(error)) from error
         except OSError as error:
-            raise DamagedEntryError(name, f"it cannot be read: {error.strerror}") from error
+            raise DamagedEntryError(name, f"the file cannot be read: {error.strerror}") from error
         found = hashlib.sha256(data).hexdigest()
         if found != digest:
-            raise DamagedEntryError(name, f"its {len(data)} bytes have the SHA-256 {found[:12]}..., not its name")
+            raise DamagedEntryError(name, f"the SHA-256 of its {len(data)} bytes is {found[:12]}..., not its name")
         return data
 
     def damage(self, digest: str) -> str | None:
-        """What is wrong with the file of that name; None where nothing is."""
+        """Return the damage of the file named ``digest`` in words; None if it is intact."""
         try:
             self.read(digest)
         except DamagedEntryError as error:
@@ -219,20 +220,20 @@ class Folder:
         return None
 
     def remove(self, digest: str) -> None:
-        """Remove a file, where it is there. Raises StoreUnavailableError."""
-        if is_digest(digest):  # a damaged name leads anywhere
+        """Remove a file if it exists. Raises StoreUnavailableError."""
+        if is_digest(digest):  # a damaged name could be any path
             with self.worded():
                 self.file(digest).unlink(missing_ok=True)
 
     def all_files(self) -> Iterator[tuple[Path, os.stat_result]]:
-        """Everything below ``files/`` that is no sub folder, whatever its name."""
+        """Yield everything below ``files/`` except the subfolders, whatever its name."""
         for sub in _listed(self.files):
             for path in _listed(sub) if not sub.is_symlink() and sub.is_dir() else [sub]:
-                with suppress(FileNotFoundError):  # another process removed it meanwhile
+                with suppress(FileNotFoundError):  # removed by another process in between
                     yield path, path.lstat()
 
     def left_over(self) -> list[Path]:
-        """Temporary files so old that whoever wrote them is gone."""
+        """Return the temporary files that are so old that their writers must have ended."""
         old = []
         for path in _listed(self.temporary):
             with suppress(FileNotFoundError):
@@ -241,12 +242,12 @@ class Folder:
         return old
 
     def set_aside(self) -> list[Path]:
-        """Damaged indexes that were moved aside, and new ones that did not come to take their place."""
+        """Return damaged indexes that were moved aside, and unfinished replacements."""
         return [path for path in _listed(self.path) if path.name.startswith(("index.corrupt-", "index.new-"))]
 
 
 def until_free(take: Callable[[], object], busy: type[Exception]) -> None:
-    """Call ``take`` until it no longer raises ``busy``, which is raised after half a minute."""
+    """Call ``take`` until it no longer raises ``busy``; re-raise ``busy`` after :data:`BUSY_SECONDS`."""
     deadline = time.monotonic() + BUSY_SECONDS
     while True:
         try:
@@ -260,7 +261,7 @@ def until_free(take: Callable[[], object], busy: type[Exception]) -> None:
 
 @contextmanager
 def written_whole(target: Path, temporary: Path, mode: int) -> Iterator[BinaryIO]:
-    """Gives a new file, ``temporary``, which takes the place of ``target`` once all of it is on disk, or goes."""
+    """Yield the new file ``temporary``. It replaces ``target`` once it is on disk, and is removed after an error."""
     try:
         handle = os.open(temporary, os.O_WRONLY | os.O_CREAT | os.O_EXCL | _FLAGS, mode)
         with os.fdopen(handle, "wb") as file:
@@ -275,12 +276,12 @@ def written_whole(target: Path, temporary: Path, mode: int) -> Iterator[BinaryIO
 
 
 def is_old(status: os.stat_result) -> bool:
-    """Whether a file is so old that no process can be about to use it."""
+    """Return whether a file is so old that no process can still be about to use it."""
     return abs(time.time() - status.st_mtime) > _OLD_SECONDS
 
 
 def refuse_unless_plain(path: Path, *, folder: bool, status: os.stat_result | None = None) -> None:
-    """Raise StoreRefusedError unless ``path`` is a folder or file, no link, and of this user."""
+    """Raise StoreRefusedError unless ``path`` is a folder or file of this user, and no link."""
     status = status or path.lstat()
     kind = "folder" if folder else "file"
     if not (stat.S_ISDIR if folder else stat.S_ISREG)(status.st_mode):
@@ -304,7 +305,7 @@ def _listed(path: Path) -> list[Path]:
 
 
 def _sync_folder(path: Path) -> None:
-    """Make names in a folder durable. Windows cannot, and need not."""
+    """Make the names in a folder durable. Windows cannot, and need not."""
     if os.name != "posix":
         return
     handle = os.open(path, os.O_RDONLY | _FLAGS)

@@ -1,7 +1,7 @@
-"""The index: a sqlite database in WAL mode, one connection for a process, and what is done when it is damaged.
+"""The index: a sqlite database in WAL mode, with one connection per process, and its recovery from damage.
 
-Rows are read and written by functions of a connection, given to :meth:`Index.read` and :meth:`Index.write`; they may be
-called twice. Errors of sqlite become those of the store here, and nowhere else.
+:meth:`Index.read` and :meth:`Index.write` take functions of a connection, and may call them twice. Only this module
+converts errors of sqlite to errors of the store.
 """
 
 from __future__ import annotations
@@ -25,19 +25,20 @@ from .rows import TABLES, put_miss
 from .salvage import SQLITE_ERRORS, in_transaction, open_index, salvage
 
 SCHEMA = 2
-"""2 has the table of timings. An older store gets what it lacks when it is opened (:func:`_make`); its rows stay."""
+"""Schema 2 added the table of timings. Opening an older store adds missing tables (:func:`_make`), and keeps all rows.
+"""
 T = TypeVar("T")
 
-# sqlite's primary result codes for what lies outside the database: PERM, BUSY, LOCKED, NOMEM, READONLY, INTERRUPT,
-# IOERR, FULL, CANTOPEN, PROTOCOL, NOLFS, AUTH. All our statements are fixed, so that anything else ("no such table",
-# a constraint that does not hold) says as much of the database as CORRUPT and NOTADB do.
+# sqlite's primary result codes for causes outside the database: PERM, BUSY, LOCKED, NOMEM, READONLY, INTERRUPT, IOERR,
+# FULL, CANTOPEN, PROTOCOL, NOLFS, AUTH. All our statements are fixed. Any other error ("no such table", a violated
+# constraint) therefore means damage, as CORRUPT and NOTADB do.
 _OUTSIDE = {3, 5, 6, 7, 8, 9, 10, 13, 14, 15, 22, 23}
 _SHORT_READ = 522  # an IOERR: the file ends before its last page
 _OUTSIDE_WORDS = ("locked", "readonly", "read-only", "full", "unable to open", "disk I/O error", "interrupted")
 
 
 class _Process:
-    """What belongs to one process: its connection, the file that it is to, and a lock for the threads."""
+    """State of one process: its connection, the identity of the connected file, and a lock for the threads."""
 
     def __init__(self) -> None:
         self.lock = threading.RLock()
@@ -46,7 +47,7 @@ class _Process:
 
 
 class Index:
-    """The database of a :class:`Folder`. ``reasons`` are what was found damaged by this object, oldest first."""
+    """The database of a :class:`Folder`. ``reasons`` records the damage that this object found, oldest first."""
 
     def __init__(self, folder: Folder) -> None:
         self._folder = folder
@@ -57,20 +58,20 @@ class Index:
         self.read(lambda connection: None)
 
     def read(self, work: Callable[[sqlite3.Connection], T]) -> T:
-        """What ``work`` gives. It should fetch all that it asks for."""
+        """Return the result of ``work``; the function has to fetch all rows of its queries."""
         process = self._process()
         for last in (False, True):
             seen = None
             try:
                 with self._alone(process), self._folder.locked():
                     if self._closed:
-                        raise StoreUnavailableError(self._folder.path, "it was closed", "Open it anew")
+                        raise StoreUnavailableError(self._folder.path, "it was closed", "Open it again")
                     try:
                         return work(self._connected(process))
                     finally:
                         seen = process.opened
             except (sqlite3.ProgrammingError, sqlite3.InterfaceError):
-                raise  # a mistake of the caller's, a value of the wrong type: it says nothing of the database
+                raise  # the caller's mistake, such as a value of a wrong type: no damage of the database
             except SQLITE_ERRORS as error:
                 if not _is_damage(error) or self._folder.read_only or last:
                     raise self._folder.unavailable(error) from error
@@ -78,7 +79,7 @@ class Index:
         raise AssertionError("the second time returns or raises")
 
     def write(self, work: Callable[[sqlite3.Connection], T], *, durable: bool = False) -> T:
-        """What ``work`` gives, in one transaction; ``durable`` if it must outlast a loss of power too."""
+        """Return the result of ``work``, run in one transaction; ``durable`` if it has to survive a loss of power."""
 
         def whole(connection: sqlite3.Connection) -> T:
             connection.execute(f"PRAGMA synchronous = {'FULL' if durable else 'NORMAL'}")
@@ -88,13 +89,13 @@ class Index:
 
     @contextmanager
     def _alone(self, process: _Process) -> Iterator[None]:
-        """No other thread is in the midst of it. Not waited for for ever: such a one may be waiting for this thread, in
-        what ``gc`` or a signal's handler runs there."""
+        """Hold the lock of the threads, with a timeout: the thread that holds it may wait for this thread, in code that
+        ``gc`` or a signal handler runs there."""
         acquired: list[bool] = []
         try:
-            acquired += map(process.lock.acquire, (True,), (folders.BUSY_SECONDS,))  # in one go, as Ctrl-C may come
+            acquired += map(process.lock.acquire, (True,), (folders.BUSY_SECONDS,))  # one C call, for Ctrl-C
             if not acquired[0]:
-                raise StoreUnavailableError(self._folder.path, "another thread has it", "Wait for that")
+                raise StoreUnavailableError(self._folder.path, "another thread is using it", "Wait for that thread")
             yield
         finally:
             if acquired and acquired[0]:
@@ -119,7 +120,7 @@ class Index:
         return process
 
     def _connected(self, process: _Process) -> sqlite3.Connection:
-        """The connection, made anew where the file is no longer the one that it is to."""
+        """Return the connection; reconnect if the file was replaced."""
         with self._folder.worded():
             if process.connection is not None:
                 if self._folder.read_only or process.opened == _identity(self._file):
@@ -148,8 +149,8 @@ class Index:
             self._refuse_newer(_version_in_header(self._file))
             process.opened = _identity(self._file)
             return self._open("mode=rw")
-        # In a folder where sqlite can make no files of its own, it reads only what is declared never to change. If it
-        # does change, checksums tell.
+        # In a folder where sqlite cannot create its own files, it only reads a database that is declared immutable. If
+        # the database does change, checksums reveal it.
         try:
             return self._open("mode=ro")
         except SQLITE_ERRORS:
@@ -174,7 +175,7 @@ class Index:
     # ---- damage ------------------------------------------------------------------------------------------------------
 
     def _replace(self, process: _Process, error: Exception, seen: tuple[int, int] | None) -> None:
-        """Put a new index, with what can still be read, in place of the damaged one, which is moved aside."""
+        """Move the damaged index aside, and replace it by a new one with the rows that can still be read."""
         with process.lock, self._folder.locked(alone=True):
             if seen != _identity(self._file):
                 return  # another process or thread was first
@@ -182,7 +183,7 @@ class Index:
             token = f"{time.strftime('%Y%m%dT%H%M%S', time.gmtime())}-{os.urandom(3).hex()}"
             fresh, aside = (self._folder.path / f"index.{word}-{token}" for word in ("new", "corrupt"))
             try:
-                # Whole before it takes the place: a process that ends in here loses nothing.
+                # Complete before it replaces the old one: a process that ends in here loses nothing.
                 fresh.mkdir(mode=0o700)
                 file = fresh / self._file.name
                 _create_file(file)
@@ -205,9 +206,9 @@ class Index:
 
 
 def _never_close(connection: sqlite3.Connection | None) -> None:
-    """Keep a connection that a fork left in this process: sqlite allows it neither to be used nor to be closed here.
+    """Keep a connection that this process inherited by a fork: sqlite forbids to use or close it here.
 
-    One more reference than there is keeps it through the end of the interpreter too.
+    An extra reference keeps the connection alive, also at the end of the interpreter.
     """
     if connection is not None:
         import ctypes
@@ -220,7 +221,7 @@ def _create_file(file: Path) -> None:
 
 
 def _make(connection: sqlite3.Connection) -> None:
-    # sqlite does not wait by itself when the journal's mode is changed.
+    # sqlite's own timeout does not apply to a change of the journal's mode.
     until_free(lambda: connection.execute("PRAGMA journal_mode = WAL"), sqlite3.OperationalError)
 
     def make() -> None:
@@ -240,7 +241,7 @@ def _identity(file: Path) -> tuple[int, int] | None:
 
 
 def _version_in_header(file: Path) -> int:
-    """The schema as the file's header has it (bytes 60 to 64 of the format), read before sqlite touches the file."""
+    """Return the schema in the file's header (bytes 60 to 64 of the format), read before sqlite touches the file."""
     with file.open("rb") as opened:
         header = opened.read(64)
     return int.from_bytes(header[60:64], "big") if header[:16] == b"SQLite format 3\0" else 0

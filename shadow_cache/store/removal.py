@@ -1,7 +1,7 @@
-"""What leaves the index: damaged rows, entries that were removed, entries over the size limit; and what goes with them.
+"""Remove damaged rows, removed entries and entries over the size limit from the index, and then their files.
 
-Rows go inside a transaction of the caller, and files afterwards, in another one, where no entry names them any more: a
-process that ends in between leaves files without entries, never entries without files.
+Rows are deleted in a transaction of the caller. Files that no entry names any more are deleted afterwards, in another
+transaction. A process that ends in between leaves files without entries, never entries without files.
 """
 
 from __future__ import annotations
@@ -23,20 +23,21 @@ TOTAL_SIZE = "SELECT total(size) FROM (SELECT max(size) AS size FROM names GROUP
 
 
 def damaged(table: str, row: tuple) -> MissEntry:
-    """Why the row was dropped."""
+    """Return the miss that records a dropped row."""
     id_, structure = {"entries": (row[1], row[2]), "structures": (None, row[1]), "misses": (None, "")}[table]
-    miss = Miss("corrupt", f"row {row[0]} of {table}", old="what was stored", new="other bytes", hint="it was dropped")
+    where = f"row {row[0]} of {table}"
+    miss = Miss("corrupt", where, old="the stored bytes", new="other bytes", hint="the row was dropped")
     return MissEntry(time.time(), str(structure), None if id_ is None else str(id_), "", miss)
 
 
 def went(row: tuple, miss: Miss) -> MissEntry:
-    """Why an entry is no longer there: to be found when it is made anew."""
+    """Return the miss that records the removal of an entry; it explains why the entry is compiled again."""
     entry = entry_of(row)
     return MissEntry(time.time(), str(row[2]), str(row[1]), entry.name if entry else "", miss)
 
 
 def delete_entry(connection: sqlite3.Connection, number: Any) -> list[str]:
-    """Delete an entry, and its structure where it was the last of it; gives the files that it named."""
+    """Delete an entry, and its structure if no other entry has it; return the files that the entry named."""
     connection.execute(
         "DELETE FROM structures WHERE id = (SELECT structure FROM entries WHERE number = ?) AND NOT EXISTS"
         " (SELECT 1 FROM entries WHERE structure = structures.id AND number IS NOT ?)",
@@ -50,9 +51,10 @@ def delete_entry(connection: sqlite3.Connection, number: Any) -> list[str]:
 def over(
     connection: sqlite3.Connection, folder: Folder, limit: int, gone: set[str], keep: int | None = None
 ) -> dict[str, int]:
-    """Which entries go, id -> number, least recently used first, until the files of the rest are within ``limit``.
+    """Return the entries to evict, id -> number, so that the files of the rest take at most ``limit`` bytes.
 
-    Sizes are those of the files: one damaged number in the index must not cost every entry.
+    The least recently used entries are evicted first. Sizes are read from the files, not from the index: one damaged
+    number in the index must not evict every entry.
     """
     named = connection.execute(
         "SELECT id, number, digest FROM entries JOIN names ON entry = number ORDER BY last_used, number"
@@ -79,20 +81,20 @@ def over(
 
 
 def evict(connection: sqlite3.Connection, folder: Folder, limit: int, keep: int) -> list[str]:
-    """Delete what is over the limit, but never row ``keep``; gives the files that may have no name left."""
+    """Delete entries over the limit, but never row ``keep``; return the files that no entry may name any more."""
     (total,) = connection.execute(TOTAL_SIZE).fetchone()
     gone: list[str] = []
     if total > limit:
         for number in over(connection, folder, limit, set(), keep).values():
             row = connection.execute(f"{SELECT_ENTRY} WHERE number = ?", (number,)).fetchone()
-            miss = Miss("evicted", hint=f"the files had more than max_size={limit} bytes")
+            miss = Miss("evicted", hint=f"the cache had more than max_size={limit} bytes")
             put_miss(connection, went(row, miss))
             gone += delete_entry(connection, number)
     return gone
 
 
 def remove_files(folder: Folder, index: Index, candidates: Iterable[str]) -> None:
-    """Remove those that no entry names. The index is held meanwhile, so that none can begin to."""
+    """Remove the candidates that no entry names, in a write transaction: no entry can begin to name one meanwhile."""
     unique = sorted(set(candidates))
 
     def work(connection: sqlite3.Connection) -> None:
@@ -105,9 +107,9 @@ def remove_files(folder: Folder, index: Index, candidates: Iterable[str]) -> Non
 
 
 def remove_unnamed(folder: Folder, index: Index) -> None:
-    """Remove what a process that ended in the middle left behind, once it is old."""
+    """Remove old files that processes left behind when they ended unexpectedly."""
     for path in folder.left_over():
-        with suppress(OSError):  # as old as it is, it can wait
+        with suppress(OSError):  # not urgent: the next call tries again
             path.unlink()
     index.write(lambda connection: connection.execute(_TIMINGS_OF_NONE))
     files = [(path, status) for path, status in folder.all_files() if path == folder.file(path.name)]

@@ -1,4 +1,4 @@
-"""Records as rows of the index: msgpack with a checksum beside it: a flipped byte is found before it is used."""
+"""Convert records to rows of the index and back: msgpack with a checksum, so that damage is found before use."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from ..entries import Entry, MissEntry, Structure, Summary, Timing
 from ..errors import InvalidEntryError
 from ..safe_text import harmless
 
-# A table that a later schema added stands last: salvage.py counts on the earlier ones to begin at the same pages.
+# Tables of later schemas stand last: salvage.py relies on the earlier tables beginning at the same pages.
 TABLES = """
 CREATE TABLE IF NOT EXISTS structures (
     number INTEGER PRIMARY KEY, id TEXT NOT NULL UNIQUE, record BLOB NOT NULL, checksum BLOB NOT NULL);
@@ -35,13 +35,13 @@ CREATE TABLE IF NOT EXISTS timings (
     number INTEGER PRIMARY KEY, entry TEXT NOT NULL UNIQUE, record BLOB NOT NULL, checksum BLOB NOT NULL);
 """
 HAS_TIMINGS = 2
-"""The first schema with that table. An older store that may only be read stays without it."""
+"""The first schema with the table of timings. A read-only store of an older schema stays without this table."""
 
 KEPT_MISSES = 10_000
 _NO_TIME = float(1 << 35)  # seconds: more than a thousand years from now
-_NO_COUNT = 1 << 53  # more would not be told from its neighbours once it is a float
+_NO_COUNT = 1 << 53  # floats cannot represent every larger integer
 _ID = re.compile(r"[0-9A-Za-z_.-]{1,128}")
-_MAX_BYTES = 1 << 28  # of a record; sqlite takes no more than four times that
+_MAX_BYTES = 1 << 28  # of a record; sqlite's own limit is about four times that
 SELECT_ENTRY = "SELECT number, id, structure, record, checksum, size, loads, last_used FROM entries"
 SELECT_STRUCTURE = "SELECT number, id, record, checksum FROM structures"
 SELECT_MISS = "SELECT number, record, checksum FROM misses"
@@ -55,22 +55,20 @@ _decoders: dict[type, msgspec.msgpack.Decoder[Any]] = {
 
 
 def encode(record: Any, name: str) -> tuple[bytes, bytes]:
-    """``record`` and its checksum, which covers ``name`` too: what makes the row the one that it is."""
+    """Encode ``record``; return the bytes and their checksum, which covers ``name``, the identity of the row, too."""
     data = msgspec.msgpack.encode(record)
     if len(data) > _MAX_BYTES:
-        raise InvalidEntryError(
-            f"{harmless(name)} takes {len(data)} bytes, and no record may take more than {_MAX_BYTES}"
-        )
+        raise InvalidEntryError(f"{harmless(name)} has {len(data)} bytes, and a record may have at most {_MAX_BYTES}")
     return data, _checksum(name, data)
 
 
 def decode(kind: type[R], name: str, data: Any, checksum: Any) -> R | None:
-    """The record, or None if anything of it is not as it was stored."""
+    """Decode a record; return None if it is damaged or of another version."""
     if not isinstance(data, bytes) or checksum != _checksum(name, data):
         return None
     try:
         return _decoders[kind].decode(data)
-    except (msgspec.DecodeError, RecursionError):  # whole, but of a version that wrote other fields
+    except (msgspec.DecodeError, RecursionError):  # intact, but written by a version with other fields
         return None
 
 
@@ -79,7 +77,7 @@ def _checksum(name: str, data: bytes) -> bytes:
 
 
 def _entry_of(kind: type[E], row: tuple[Any, ...]) -> E | None:
-    """The entry of a row of SELECT_ENTRY, with what is counted beside it; None if it is damaged."""
+    """Return the entry of a row of SELECT_ENTRY, with the row's size and counts; None if it is damaged."""
     _, id_, structure, data, checksum, size, loads, last_used = row
     if not (isinstance(id_, str) and isinstance(size, int) and isinstance(loads, int) and isinstance(last_used, float)):
         return None
@@ -96,43 +94,43 @@ summary_of = functools.partial(_entry_of, Summary)
 
 
 def what_is_wrong(entry: Summary) -> str:
-    """What no entry can have, and would make the index, or whoever shows it, stumble; empty where there is nothing."""
+    """Return in words an invalid value of an entry, which the index or a display could not handle; empty if valid."""
     for name, text in (("id", entry.id), ("structure", entry.structure)):
         if not _ID.fullmatch(text):
-            return f"its {name} is {text[:80]!r}, and should be some letters and digits"
+            return f"its {name} is {text[:80]!r}, and should be at most 128 letters, digits, '_', '.' and '-'"
     for name, number in (("seconds", entry.seconds), ("created", entry.created), ("last_used", entry.last_used)):
         if not 0 <= number < _NO_TIME:
-            return f"its {name} is {number}, which is no length of time"
+            return f"its {name} is {number}, which is no possible time in seconds"
     for name, count in (("nodes", entry.nodes), ("loads", entry.loads), ("size", entry.size)):
         if not 0 <= count < _NO_COUNT:
-            return f"its {name} is {count}, which is no number of anything"
+            return f"its {name} is {count}, which is no possible count"
     return ""
 
 
 def whole(total: float) -> int:
-    """A sum over a column as an int; 0 where a damaged number made it none."""
+    """Convert the sum of a column to an int; 0 if a damaged number made the sum infinite or NaN."""
     return int(total) if math.isfinite(total) else 0
 
 
 def structure_of(row: tuple[Any, ...]) -> Structure | None:
-    """The structure of a row of SELECT_STRUCTURE; None if it is damaged."""
+    """Return the structure of a row of SELECT_STRUCTURE; None if it is damaged."""
     _, id_, data, checksum = row
     return decode(Structure, f"structure {id_}", data, checksum)
 
 
 def miss_of(row: tuple[Any, ...]) -> MissEntry | None:
-    """The miss of a row of SELECT_MISS; None if it is damaged."""
+    """Return the miss of a row of SELECT_MISS; None if it is damaged."""
     return decode(MissEntry, "miss", row[1], row[2])
 
 
 def timing_of(row: tuple[Any, ...]) -> Timing | None:
-    """The timing of a row of SELECT_TIMING; None if it is damaged."""
+    """Return the timing of a row of SELECT_TIMING; None if it is damaged."""
     _, entry, data, checksum = row
     return decode(Timing, f"timing of {entry}", data, checksum)
 
 
 def timings(connection: Connection, where: str = "", *arguments: Any) -> dict[str, Timing]:
-    """Timings by the ids of their entries. What is damaged is left out: it is only as long as nobody times anew."""
+    """Return timings by the ids of their entries. Damaged ones are left out; the next tuning trial replaces them."""
     if connection.execute("PRAGMA user_version").fetchone()[0] < HAS_TIMINGS:
         return {}
     rows = connection.execute(f"{SELECT_TIMING} {where}", arguments).fetchall()
@@ -140,7 +138,7 @@ def timings(connection: Connection, where: str = "", *arguments: Any) -> dict[st
 
 
 def digests(entry: Entry) -> set[str]:
-    """The files that an entry names. An empty name is no file."""
+    """Return the files that an entry names. An empty name is no file."""
     return {name for region in entry.regions for name in (region.artifact, region.lowered) if name}
 
 
@@ -150,7 +148,7 @@ def refuse_mismatch(structure: Structure, entry: Entry, files: Mapping[str, byte
     if wrong:
         raise InvalidEntryError(f"entry {entry.id[:80]!r}: {wrong}")
     if entry.structure != structure.id:
-        raise InvalidEntryError(f"entry {entry.id} is of structure {entry.structure!r}, and {structure.id!r} was given")
+        raise InvalidEntryError(f"entry {entry.id} has structure {entry.structure!r}, and {structure.id!r} was given")
     named = digests(entry)
     if named != set(files):
         missing, unnamed = sorted(named - set(files)), sorted(set(files) - named)
@@ -162,7 +160,7 @@ def refuse_mismatch(structure: Structure, entry: Entry, files: Mapping[str, byte
 
 
 def put_structure(connection: Connection, structure: Structure) -> None:
-    """Insert a structure, or put it right."""
+    """Insert a structure, or replace a row that differs."""
     data, checksum = encode(structure, f"structure {structure.id}")
     connection.execute(
         "INSERT INTO structures (id, record, checksum) VALUES (?, ?, ?) ON CONFLICT (id) DO UPDATE"
@@ -175,9 +173,10 @@ def put_structure(connection: Connection, structure: Structure) -> None:
 def put_entry(
     connection: Connection, entry: Entry, sizes: dict[str, int], last_used: float, loads: int = 0
 ) -> tuple[int, list[str]]:
-    """Insert an entry, or put it in place of the one with its id, whose loads it keeps.
+    """Insert an entry, or replace the entry with its id and keep that entry's loads.
 
-    Gives the row's number, and the files that it named before.
+    Returns:
+        The number of the row, and the files that the replaced entry named.
     """
     data, checksum = encode(entry, f"entry {entry.id}")
     connection.execute(
@@ -194,14 +193,14 @@ def put_entry(
 
 
 def forget_names(connection: Connection, number: Any) -> list[str]:
-    """Forget which files a row of entries names; gives them."""
+    """Delete the names of the files of an entry's row, and return them."""
     names = [name for (name,) in connection.execute("SELECT digest FROM names WHERE entry = ?", (number,)).fetchall()]
     connection.execute("DELETE FROM names WHERE entry = ?", (number,))
     return names
 
 
 def put_timing(connection: Connection, entry: str, timing: Timing) -> None:
-    """Keep how an entry was timed, in place of the time before; nothing where the entry is gone."""
+    """Store a tuning trial of an entry in place of the earlier one; no-op if the entry was removed."""
     data, checksum = encode(timing, f"timing of {entry}")
     connection.execute(
         "INSERT INTO timings (entry, record, checksum) SELECT id, ?, ? FROM entries WHERE id = ?"
@@ -211,7 +210,7 @@ def put_timing(connection: Connection, entry: str, timing: Timing) -> None:
 
 
 def put_miss(connection: Connection, miss: MissEntry) -> None:
-    """Append a miss; the oldest go."""
+    """Append a miss; delete all but the last :data:`KEPT_MISSES`."""
     data, checksum = encode(miss, "miss")
     connection.execute("INSERT INTO misses (kind, record, checksum) VALUES (?, ?, ?)", (miss.miss.kind, data, checksum))
     connection.execute("DELETE FROM misses WHERE number <= (SELECT max(number) FROM misses) - ?", (KEPT_MISSES,))

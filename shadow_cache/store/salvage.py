@@ -1,4 +1,4 @@
-"""What can still be read of a damaged index, copied to a new one. Checksums say which rows are as they were stored."""
+"""Copy the readable rows of a damaged index to a new index. Checksums show which rows are intact."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from .rows import (
 )
 
 T = TypeVar("T")
-# A damaged name in an error's message is no text, and Python then says that instead of the error.
+# An error message with a damaged name is invalid UTF-8; Python then raises UnicodeDecodeError instead of the error.
 SQLITE_ERRORS = (sqlite3.Error, UnicodeDecodeError)
 
 
 def open_index(file: Path, how: str) -> sqlite3.Connection:
-    """A connection to an index, damaged or not."""
+    """Connect to an index, damaged or not."""
     connection = sqlite3.connect(
         f"file:{quote(os.fsencode(file))}?{how}",  # the folder's name need not be UTF-8
         uri=True,
@@ -42,15 +42,15 @@ def open_index(file: Path, how: str) -> sqlite3.Connection:
         isolation_level=None,
         check_same_thread=False,
     )
-    # Damaged text must not raise: what it says is then not what was stored, and the row's checksum tells.
+    # Damaged text must not raise here: the row's checksum reveals the damage.
     connection.text_factory = lambda data: data.decode(errors="replace")
     return connection
 
 
 def in_transaction(connection: sqlite3.Connection, work: Callable[[], T]) -> T:
-    """What ``work`` gives; all that it does is done, or nothing of it.
+    """Return the result of ``work``, run in one transaction. An exception rolls the transaction back.
 
-    Beginning is part of what is undone: it waits for other processes, and Ctrl-C may come as it returns.
+    BEGIN stands inside the ``try``: it waits for other processes, and Ctrl-C may come just as it returns.
     """
     try:
         connection.execute("BEGIN IMMEDIATE")
@@ -58,17 +58,17 @@ def in_transaction(connection: sqlite3.Connection, work: Callable[[], T]) -> T:
         connection.execute("COMMIT")
     except BaseException:
         if connection.in_transaction:
-            with suppress(*SQLITE_ERRORS):  # the first error says more
+            with suppress(*SQLITE_ERRORS):  # the first error is the one to raise
                 connection.execute("ROLLBACK")
         raise
     return result
 
 
 def salvage(folder: Folder, damaged: Path, new: sqlite3.Connection, new_file: Path) -> int:
-    """Copy what can be read of ``damaged`` into the index ``new``, which is empty; gives the count of entries.
+    """Copy the readable rows of ``damaged`` into the empty index ``new``; return the number of entries.
 
-    Where nothing can be read of a table, it may be for the first page, which holds the header and the schema: it is
-    tried once more with that of the new index, whose tables begin at the same pages.
+    If a table cannot be read at all, the first page may be damaged, which holds the header and the schema. A second
+    attempt uses the first page of the new index, whose tables begin at the same pages.
     """
     tables = _tables(damaged)
     if not all(tables):
@@ -87,7 +87,7 @@ def _repair(damaged: Path, new: sqlite3.Connection, new_file: Path, repaired: Pa
     new.execute("PRAGMA wal_checkpoint(TRUNCATE)")
     (size,) = new.execute("PRAGMA page_size").fetchone()
     first = bytearray(new_file.read_bytes()[:size])
-    first[92:96] = bytes(4)  # the header's count of pages does not hold: sqlite then asks for the file's size
+    first[92:96] = bytes(4)  # marks the header's page count as invalid: sqlite then uses the size of the file
     repaired.write_bytes(first + damaged.read_bytes()[size:])
     log = damaged.with_name(f"{damaged.name}-wal")
     if log.exists():
@@ -95,15 +95,15 @@ def _repair(damaged: Path, new: sqlite3.Connection, new_file: Path, repaired: Pa
 
 
 def _tables(source: Path) -> list[list[tuple]]:
-    """The rows that can be read of each table."""
+    """Return the readable rows of each table."""
     with closing(open_index(source, "mode=rw")) as old:
-        with suppress(*SQLITE_ERRORS):  # read what there is of a schema in which something is damaged
+        with suppress(*SQLITE_ERRORS):  # lets sqlite read a partly damaged schema
             old.execute("PRAGMA writable_schema = ON")
         return [_rows(old, select) for select in (SELECT_STRUCTURE, SELECT_ENTRY, SELECT_MISS, SELECT_TIMING)]
 
 
 def _copy_rows(folder: Folder, tables: list[list[tuple]], new: sqlite3.Connection) -> int:
-    """Copy structures, entries whose files are there, misses, and timings of those entries; gives how many entries."""
+    """Copy structures, entries whose files exist, misses, and timings; return the number of entries."""
     structures, entries, misses, timings = tables
     count = 0
     for structure in filter(None, map(structure_of, structures)):
@@ -124,10 +124,10 @@ def _copy_rows(folder: Folder, tables: list[list[tuple]], new: sqlite3.Connectio
 
 
 def _rows(connection: sqlite3.Connection, select: str) -> list[tuple]:
-    """All rows of a table that can be read: pages that cannot are come up to from both ends."""
+    """Return the readable rows of a table, read from both ends up to a damaged page."""
     rows: dict[object, tuple] = {}
     for order in ("ASC", "DESC"):
-        with suppress(*SQLITE_ERRORS):  # the end of what can be read from this side
+        with suppress(*SQLITE_ERRORS):  # a damaged page ends the reading from this side
             for row in connection.execute(f"{select} ORDER BY number {order}"):
                 rows[row[0]] = row
     return list(rows.values())

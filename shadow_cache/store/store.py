@@ -1,7 +1,7 @@
 """The store: entries on disk that outlive the process, an index of them, and the files that they name.
 
-Whatever is given back is what was stored, or it is not given back: every row has a checksum, every file is named by
-its own. Several processes and threads may use one folder. A store raises :class:`StoreError` and nothing else.
+The store returns only intact data: every row has a checksum, and every file is named by its own. Several processes and
+threads may use one folder. A store raises only :class:`StoreError`.
 """
 
 from __future__ import annotations
@@ -52,9 +52,9 @@ class Store:
     """An open store. Use :func:`shadow_cache.open`.
 
     Attributes:
-        path: its folder.
-        max_size: how many bytes its files may have together; the index comes on top.
-        read_only: this process may not write there; ``loaded``, ``timed`` and ``record`` then do nothing.
+        path: the folder.
+        max_size: maximum total bytes of the files, without the index.
+        read_only: True if this process may not write to the folder; ``loaded``, ``timed`` and ``record`` are no-ops.
     """
 
     def __init__(self, path: Path, *, max_size: int, create: bool) -> None:
@@ -70,11 +70,11 @@ class Store:
 
     @property
     def damage(self) -> tuple[MissEntry, ...]:
-        """What this object found damaged and left out, oldest first. It is among the misses too."""
+        """The damage that this object found and skipped, oldest first; also recorded among the misses."""
         return tuple(self._index.reasons)
 
     def close(self) -> None:
-        """Close it; what is called afterwards raises StoreUnavailableError."""
+        """Close the store; later calls raise StoreUnavailableError."""
         self._index.close()
 
     def __enter__(self) -> Store:
@@ -86,30 +86,30 @@ class Store:
     # ---- reading -----------------------------------------------------------------------------------------------------
 
     def entries(self) -> tuple[Entry, ...]:
-        """All entries, last used first."""
+        """Return all entries, last used first."""
         return self._timed(self._good("entries", entry_of, f"{SELECT_ENTRY} {_LAST_USED_FIRST}"))
 
     def summaries(self) -> tuple[Summary, ...]:
-        """All entries without what is long in them, last used first: what a list needs."""
+        """Return all entries without their long fields, last used first, for lists."""
         return self._timed(self._good("entries", summary_of, f"{SELECT_ENTRY} {_LAST_USED_FIRST}"))
 
     def find(self, structure: str) -> tuple[Entry, ...]:
-        """The entries of one structure, last used first."""
+        """Return the entries of one structure, last used first."""
         found = self._good("entries", entry_of, f"{SELECT_ENTRY} WHERE structure = ? {_LAST_USED_FIRST}", structure)
         return self._timed(found, "WHERE entry IN (SELECT id FROM entries WHERE structure = ?)", structure)
 
     def structure(self, id: str) -> Structure | None:
-        """The structure of that id, or None."""
+        """Return the structure with this id, or None."""
         found = self._good("structures", structure_of, f"{SELECT_STRUCTURE} WHERE id = ?", id)
         return found[0] if found else None
 
     def misses(self, limit: int | None = None) -> tuple[MissEntry, ...]:
-        """The last misses, newest first. The store keeps 10,000."""
+        """Return the last misses, newest first. The store keeps 10,000."""
         count = -1 if limit is None else limit
         return tuple(self._good("misses", miss_of, f"{SELECT_MISS} ORDER BY number DESC LIMIT ?", count))
 
     def stats(self) -> StoreStats:
-        """The store in figures."""
+        """Return the totals of the store."""
 
         def work(connection: sqlite3.Connection) -> StoreStats:
             entries, loads, seconds, saved = connection.execute(
@@ -131,25 +131,25 @@ class Store:
         return self._index.read(work)
 
     def read(self, digest: str) -> bytes:
-        """The bytes of a file. Raises DamagedEntryError if they are not what was stored; the entries that name the
-        file are then dropped."""
+        """Return the bytes of a file. Raises DamagedEntryError if the file is missing or damaged, and drops the entries
+        that name it."""
         try:
             return self._folder.read(digest)
         except DamagedEntryError as error:
             if is_digest(digest) and not self.read_only:
-                with suppress(StoreUnavailableError):  # the next reader finds the damage again
+                with suppress(StoreUnavailableError):  # the next reader will find the damage again
                     self._drop_file(digest)
             raise error
 
     def _timed(self, entries: list[_E], where: str = "", *arguments: Any) -> tuple[_E, ...]:
-        """The same with their timings."""
+        """Return the entries with their timings."""
         found = self._index.read(lambda connection: timings(connection, where, *arguments)) if entries else {}
         if not found:
             return tuple(entries)
         return tuple(msgspec.structs.replace(each, timing=found.get(each.id)) for each in entries)
 
     def _good(self, table: str, decode: Callable[[tuple], Any], select: str, *arguments: Any) -> list[Any]:
-        """The records of the rows that are as they were stored. The others are dropped, with a reason."""
+        """Return the records of the intact rows; drop the damaged rows, with a reason."""
         rows = self._index.read(lambda connection: connection.execute(select, arguments).fetchall())
         records = [decode(row) for row in rows]
         bad = [row for row, record in zip(rows, records, strict=True) if record is None]
@@ -170,7 +170,7 @@ class Store:
         def work(connection: sqlite3.Connection) -> list[str]:
             gone: list[str] = []
             for row, reason in zip(rows, reasons, strict=True):
-                # Only if it still is that row: another process may have stored it anew.
+                # Delete only this very row: another process may have replaced it.
                 found = connection.execute(
                     f"DELETE FROM {table} WHERE number IS ? AND checksum IS ?", (row[0], row[checksum])
                 )
@@ -180,20 +180,21 @@ class Store:
                         gone += forget_names(connection, row[0])
             return gone
 
-        with suppress(StoreUnavailableError):  # they are left out all the same, and the next reader drops them
+        with suppress(StoreUnavailableError):  # the rows are skipped anyway, and the next reader drops them
             remove_files(self._folder, self._index, self._index.write(work))
 
     def _drop_file(self, digest: str) -> None:
         def work(connection: sqlite3.Connection) -> list[str]:
             found = self._folder.damage(digest)
             if found is None:
-                return []  # another process has put it right
+                return []  # another process has written the file again
             rows = connection.execute(
                 f"{SELECT_ENTRY} WHERE number IN (SELECT entry FROM names WHERE digest = ?)", (digest,)
             ).fetchall()
             gone: list[str] = []
             for row in rows:
-                miss = Miss("corrupt", f"file {digest[:12]}", old="what was stored", new=found, hint="it is made anew")
+                where = f"file {digest[:12]}"
+                miss = Miss("corrupt", where, old="the stored bytes", new=found, hint="it will be compiled again")
                 reason = went(row, miss)
                 self._index.reasons.append(reason)
                 put_miss(connection, reason)
@@ -205,14 +206,14 @@ class Store:
     # ---- writing -----------------------------------------------------------------------------------------------------
 
     def add(self, structure: Structure, entry: Entry, files: Mapping[str, bytes]) -> None:
-        """Store an entry and the files that its regions name, in place of the one with its id, if there is one.
+        """Store an entry and the files that its regions name. An entry with the same id is replaced.
 
-        Whatever ends the process, or the machine, after this has returned: the entry is complete. Then the least
-        recently used entries go until the files are no more than ``max_size``; never this one.
+        After the return, the entry survives a crash of the process or the machine. Least recently used entries are
+        evicted until the files take at most ``max_size`` bytes; the new entry is never evicted.
 
         Raises:
-            InvalidEntryError: ``files`` are not those that the entry names, or do not match their names.
-            StoreUnavailableError: the disk is full, the folder is read-only, and the like; nothing was stored.
+            InvalidEntryError: ``files`` are not the files that the entry names, or do not match their names.
+            StoreUnavailableError: nothing was stored: the disk is full, the folder is read-only, and the like.
         """
         refuse_mismatch(structure, entry, files)
         if self.read_only:
@@ -224,8 +225,8 @@ class Store:
 
         def work(connection: sqlite3.Connection) -> list[str]:
             for digest, data in files.items():
-                # A file that was there already may have been removed meanwhile, with the last entry that named it.
-                # Files are removed in transactions only (remove_files), so what is here now stays.
+                # Another process may have removed a file that existed before, with the last entry that named it.
+                # Files are removed only in transactions (remove_files): a file that exists now stays.
                 if self._folder.size(digest) != len(data):
                     self._folder.write(digest, data)
             put_structure(connection, structure)
@@ -233,29 +234,30 @@ class Store:
             return [*before, *evict(connection, self._folder, self.max_size, keep=number)]
 
         gone = self._index.write(work, durable=True)
-        with suppress(StoreUnavailableError):  # the entry is stored; files that stay are found again by _tidy
+        with suppress(StoreUnavailableError):  # the entry is stored, and _tidy finds leftover files again
             remove_files(self._folder, self._index, gone)
 
     def loaded(self, entry_id: str) -> None:
-        """Count one more load of an entry, which is then the one used last."""
+        """Count a load of an entry, and mark the entry as the last one used."""
         if not self.read_only:
             statement = "UPDATE entries SET loads = loads + 1, last_used = ? WHERE id = ?"
             self._index.write(lambda connection: connection.execute(statement, (time.time(), entry_id)))
 
     def timed(self, entry_id: str, timing: Timing) -> None:
-        """Keep how an entry did against the eager engine, in place of what is known; nothing where it is gone."""
+        """Store the tuning trial of an entry in place of the earlier one; no-op if the entry was removed."""
         if not self.read_only:
             self._index.write(lambda connection: put_timing(connection, entry_id, timing))
 
     def record(self, miss: MissEntry) -> None:
-        """Keep a miss."""
+        """Store a miss."""
         if not self.read_only:
             self._index.write(lambda connection: put_miss(connection, miss))
 
     def remove(self, ids: Iterable[str], reason: str = "removed") -> int:
-        """Remove entries; gives how many there were. Files go when no entry names them.
+        """Remove entries and the files that no other entry names; return the number of removed entries.
 
-        A ``reason`` other than the default is kept as a miss of that kind, so that what is made anew can be explained.
+        A ``reason`` other than the default is recorded as a miss of that kind, to explain why an entry is compiled
+        again.
         """
         wanted = tuple(ids)
 
@@ -277,10 +279,11 @@ class Store:
     def prune(
         self, older_than: float | None = None, max_size: int | None = None, dry_run: bool = False
     ) -> tuple[Entry, ...]:
-        """Remove entries that were not used for ``older_than`` seconds, then the least recently used ones until the
-        files have no more than ``max_size`` bytes (None: the store's own limit); and files that no entry names.
+        """Remove entries that were not used for ``older_than`` seconds, then the least recently used entries until the
+        files take at most ``max_size`` bytes (None: the store's own limit), and files that no entry names.
 
-        Gives the entries that go, in the order in which they go; with ``dry_run`` none does.
+        Returns:
+            The removed entries in order of removal; with ``dry_run``, the entries that would be removed.
         """
         limit = self.max_size if max_size is None else max_size
         entries = self.entries()[::-1]
@@ -295,37 +298,40 @@ class Store:
             remove_unnamed(self._folder, self._index)
         return chosen
 
-    # ---- the whole of it ---------------------------------------------------------------------------------------------
+    # ---- the whole store ---------------------------------------------------------------------------------------------
 
     def verify(self) -> tuple[Problem, ...]:
-        """Read every row and every file, and say what is wrong. Nothing is changed."""
+        """Check every row and every file; return the problems. Nothing is changed."""
         return verify(self._folder, self._index)
 
     def export(self, file: str | PathLike[str], ids: Iterable[str] | None = None) -> int:
-        """Write entries (all, or those of ``ids``) with their files into one file; gives how many.
+        """Write entries (all, or those of ``ids``) with their files into one file; return the number of entries.
 
-        Raises InvalidEntryError for an id that is not there, and OSError if ``file`` cannot be written.
+        Raises:
+            InvalidEntryError: the store has no entry with one of the ids.
+            OSError: ``file`` cannot be written.
         """
         return export(self, Path(file), ids)
 
     def import_(self, file: str | PathLike[str]) -> int:
-        """Add the entries of an exported file; gives how many. It holds code that will be run: take it from no one
-        whom you would not let run code.
+        """Add the entries of an exported file; return the number of entries. The file contains code that will run:
+        import only files that you trust.
 
         Raises:
-            DamagedArchiveError: it is no such file, or parts of it were refused, which it names. Others were added.
-            StoreUnavailableError: as for :meth:`add`.
+            DamagedArchiveError: ``file`` is no exported file, or entries were refused. The error names the refused
+                entries; the others were added.
+            StoreUnavailableError: see :meth:`add`.
             OSError: ``file`` cannot be read.
         """
         return import_(self, Path(file))
 
     def _tidy(self) -> None:
-        """Once in a process, and once a day at most."""
+        """Remove leftover files, at most once per process and once per day."""
         if self._tidied:
             return
         self._tidied = True
         mark = self._folder.temporary / ".tidied"
-        with suppress(OSError):  # nothing that an entry needs
+        with suppress(OSError):  # no entry depends on this
             if mark.exists() and abs(time.time() - mark.stat().st_mtime) < _TIDY_SECONDS:
                 return
             mark.touch(mode=0o600)

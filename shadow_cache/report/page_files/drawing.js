@@ -197,7 +197,7 @@ class Drawing {
   tell(box) {
     const { graph } = this;
     if (!box || box.outside) {
-      byId('details').replaceChildren(el('p', { class: 'note' }, box ? 'Nodes outside of what is open.' : 'Choose a box.'));
+      byId('details').replaceChildren(el('p', { class: 'note' }, box ? 'Nodes outside the open module.' : 'Choose a box.'));
       return;
     }
     if (box.group) {

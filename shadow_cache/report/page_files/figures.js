@@ -1,6 +1,6 @@
 // Of one graph: its steps with their time, its memory, its variants.
 
-const KINDS = { region: 'region', users: 'as it is', leaves: 'leaves' };
+const KINDS = { region: 'region', users: 'uncompiled', leaves: 'leaves' };
 
 function stepsOf(graph, choose) {
   const { steps } = graph;
@@ -27,7 +27,7 @@ function stepsOf(graph, choose) {
 
 function memoryOf(graph, choose) {
   const memory = graph.memory;
-  if (!memory || !memory.points.length) return [el('p', { class: 'note' }, memory ? memory.note : 'Not known: nothing is compiled, or the report is of the store.')];
+  if (!memory || !memory.points.length) return [el('p', { class: 'note' }, memory ? memory.note : 'Not known: nothing is compiled, or this is the report of a cache on disk.')];
   const WIDE = 1000, HIGH = 150, TOP = 14, { points } = memory;
   const total = points.map(([saved, made]) => saved + made), peak = Math.max(...total, 1), at = total.indexOf(Math.max(...total));
   const x = (index) => (points.length > 1 ? (WIDE * index) / (points.length - 1) : 0), y = (value) => TOP + HIGH * (1 - value / peak);
@@ -87,6 +87,6 @@ function variantsOf(graph) {
       timing.append(el('span', {}, ''), el('span', { class: 'note' }, `medians of ${variant.samples}; eager takes ${(variant.eager / variant.compiled).toFixed(2)} times the compiled time`));
     } else timing.append(el('span', { class: 'note' }, 'eager'), el('span', { class: 'note' }, 'not timed'));
     return el('div', { class: 'variant' }, el('h4', {}, shown(variant.title)), timing,
-      el('details', { class: 'more' }, el('summary', {}, 'What it depends on'), el('div', { class: 'panel' }, definitions(variant.facts))));
+      el('details', { class: 'more' }, el('summary', {}, 'Dependencies'), el('div', { class: 'panel' }, definitions(variant.facts))));
   });
 }

@@ -88,7 +88,7 @@ function showSearch() {
   selected = -1;
   const rows = found.map((each, index) => el('div', { role: 'option', id: `found-${index}`, 'aria-selected': 'false',
     onmousedown: (event) => { event.preventDefault(); take(index); } }, el('span', {}, each.kind), el('span', {}, shown(clip(each.words.trim(), 300)))));
-  const told = total > found.length ? `${count(total)} found; the first ${found.length} are shown` : total ? `${count(total)} found` : `Nothing has “${shown(clip(text, 60))}” in it.`;
+  const told = total > found.length ? `${count(total)} found; the first ${found.length} are shown` : total ? `${count(total)} found` : `Nothing contains “${shown(clip(text, 60))}”.`;
   results.replaceChildren(el('p', { role: 'status' }, told), ...rows);
   results.hidden = false;
   field.setAttribute('aria-expanded', 'true');

@@ -27,7 +27,7 @@ class Stages {
     const told = stage.found = el('span', { 'aria-live': 'polite' }, stage.lines.length ? plural(stage.lines.length, 'line') : '');
     const head = el('div', { class: 'stage-head' }, el('b', {}, stage.title), told);
     if (!stage.lines.length) {
-      return el('div', { class: 'stage' }, head, el('div', { class: 'empty' }, el('span', {}, stage.note || 'There is nothing at this stage.')));
+      return el('div', { class: 'stage' }, head, el('div', { class: 'empty' }, el('span', {}, stage.note || 'This stage is empty.')));
     }
     const width = stage.lines.reduce((most, line) => Math.max(most, line.text.length), 0);
     stage.list = new List({ count: stage.rows.length, label: `${stage.title}, lines`, width: Math.min(width, 600) + 4,

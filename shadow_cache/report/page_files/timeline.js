@@ -88,9 +88,9 @@ function timelineOf(timeline) {
   host.append(el('div', { class: 'scroll' }, picture));
   const present = [...new Set(events.map((event) => event.outcome))];
   const legend = el('div', { class: 'legend' }, ...present.map((name) => el('span', {}, el('i', { class: `c-${name}` }),
-    name === 'hit' ? 'hit on which something was compiled or failed' : OUTCOMES[name] || name)));
-  if (events.some(failed)) legend.append(el('span', {}, el('i', { class: 'c-failed' }), 'something failed, and a slower way was taken'));
-  if (runs.length) legend.append(el('span', {}, el('i', { class: 'c-hit' }), 'line with a number: so many hits'));
+    name === 'hit' ? 'hit with a compile or a failure' : OUTCOMES[name] || name)));
+  if (events.some(failed)) legend.append(el('span', {}, el('i', { class: 'c-failed' }), 'failure: a slower way was taken'));
+  if (runs.length) legend.append(el('span', {}, el('i', { class: 'c-hit' }), 'line with a number: number of hits'));
   if (timeline.left_out) legend.append(el('span', {}, `${plural(timeline.left_out, 'event')} in the middle are not kept`));
   host.append(legend);
   list.host.classList.add('events');
@@ -105,7 +105,7 @@ function told(event, timeline) {
   const stages = Object.entries(event.seconds).filter(([, spent]) => spent > 0);
   const facts = [['when', date(event.when)]];
   if (timeline.hits_between) facts.push(['backward', `${count(event.number)} of ${count(timeline.total)}`]);
-  if (event.count > 1) facts.push(['one after the other', count(event.count)]);
+  if (event.count > 1) facts.push(['in a row', count(event.count)]);
   if (event.compiles) facts.push(['compiled', plural(event.compiles, 'region')]);
   if (event.loads) facts.push(['from disk', plural(event.loads, 'region')]);
   if (stages.length) facts.push(['seconds', stages.map(([name, spent]) => `${name} ${seconds(spent)}`).join(', ')]);

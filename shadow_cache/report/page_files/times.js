@@ -3,7 +3,7 @@
 function timesOf(timeline) {
   const took = timeline.took.map(([number, count, ms, outcome]) => ({ number, count, ms, outcome }));
   const { eager } = timeline;
-  if (!took.length) return [el('p', { class: 'note' }, report.of === 'store' ? 'A store keeps no times of backwards: the report of a session has them.' : 'No times are kept yet.')];
+  if (!took.length) return [el('p', { class: 'note' }, report.of === 'store' ? 'The cache on disk keeps no times of backwards: the report of a session has them.' : 'No times are recorded yet.')];
   const milliseconds = (ms) => seconds(ms / 1e3);
   const middle = (values) => [...values].sort((one, other) => one - other)[Math.floor(values.length / 2)];
   const hits = took.filter((each) => each.outcome === 'hit').map((each) => each.ms);

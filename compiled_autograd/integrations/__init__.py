@@ -1,1 +1,1 @@
-"""Callbacks for trainers of others; each file needs the library that it is named after."""
+"""Callbacks for the trainers of other libraries. Each module needs the library that it is named after."""

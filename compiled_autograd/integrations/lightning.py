@@ -17,28 +17,34 @@ from .summary import MISSES, InSession
 class CompiledAutogradCallback(InSession, Callback):
     """Runs each backward of ``fit`` compiled, as ``with compiled_autograd.enable(**settings):`` does.
 
-    ``Trainer(..., callbacks=[CompiledAutogradCallback()])``. The trainer's log has :meth:`Session.metrics` then, as
-    often as it is written, and :data:`MISSES` for batches that had any. A summary is logged when the training ends.
-    With manual optimization, ``self.manual_backward`` is compiled too.
+    Use it as ``Trainer(..., callbacks=[CompiledAutogradCallback()])``. Each time the trainer logs, it also logs
+    :meth:`Session.metrics`; after a batch with misses it logs :data:`MISSES`. A summary is logged when the training
+    ends. With manual optimization, ``self.manual_backward`` is compiled too.
+
+    Args:
+        settings: the settings of :func:`compiled_autograd.enable`.
+
+    Raises:
+        UnknownSettingError, InvalidSettingError: see :func:`compiled_autograd.enable`.
     """
 
     def on_fit_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """A session for this training."""
+        """Create a session for this training."""
         self._trainings.begin()
 
     def on_before_backward(self, trainer: Trainer, pl_module: LightningModule, loss: Any) -> None:
-        """Turn it on, once: the last one may have raised."""
+        """Enter the session once. The previous backward may have raised and left it entered."""
         self._trainings.leave_all()
         self._trainings.enter()
 
     def on_after_backward(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Turn it off."""
+        """Leave the session."""
         self._trainings.leave()
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
-        """Log the misses of the batch, if there were any; and the metrics, if the log is written after this batch."""
+        """Log the misses of the batch, if any, and the metrics, if the trainer logs after this batch."""
         session = self._trainings.session
         every = trainer.log_every_n_steps
         if session is not None and every and trainer.global_step % every == 0 and (metrics := session.metrics()):
@@ -48,12 +54,12 @@ class CompiledAutogradCallback(InSession, Callback):
             pl_module.log(MISSES, float(missed), on_step=True, on_epoch=False)
 
     def on_fit_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        """Say what it was worth. A backward that raised, and whose error was caught, leaves nothing turned on."""
+        """Leave the session, also after a backward whose error was caught, and log the summary."""
         self._trainings.leave_all()
         summary = self._trainings.summary()
         if summary is not None:
             rank_zero_info(summary.line)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
-        """A backward that raised leaves nothing turned on."""
+        """Leave the session after an error."""
         self._trainings.leave_all()

@@ -1,6 +1,4 @@
-"""What trainers' callbacks share: one training after the other, each with a session of its own, and what it was worth,
-in a line for people.
-"""
+"""Shared parts of the callbacks: a session for each training, its misses and its summary."""
 
 from __future__ import annotations
 
@@ -13,17 +11,17 @@ if TYPE_CHECKING:
     from ..report.summary import Summary
 
 MISSES = "backward_misses"
-"""The name in a trainer's log: how many backwards were no hits since it last logged."""
+"""The name, in a trainer's log, of the number of misses since the last log."""
 
 
 def misses(stats: Stats) -> int:
-    """The number of backwards that were no hits: what was captured or compiled, and what was left to eager. What is
-    timed on eager for ``tune`` is none of them."""
+    """Return the number of backwards that were no hits: misses and bypasses, without the backwards that ``tune`` timed
+    on eager."""
     return stats.backwards - stats.hits - stats.tuning
 
 
 class _Training(threading.local):
-    """The one that a thread is in: its session, how often that was turned on, and how many misses were logged."""
+    """The training of the current thread: its session, how often that was entered, and the number of logged misses."""
 
     def __init__(self) -> None:
         self.session: Session | None = None
@@ -31,17 +29,17 @@ class _Training(threading.local):
 
 
 class Trainings:
-    """The trainings of one callback: one after the other, or several at once in threads of their own. A copy, and what
-    is pickled, has the settings alone.
+    """The trainings of one callback: in sequence, or several at once, each in its own thread. Copies and pickles have
+    only the settings.
 
     Args:
-        settings: those of :func:`compiled_autograd.enable`.
+        settings: the settings of :func:`compiled_autograd.enable`.
 
     Attributes:
-        session: that of the training that began last, in any thread; None before the first.
+        session: the session of the training that began last, in any thread; None before the first.
 
     Raises:
-        UnknownSettingError, InvalidSettingError: as ``enable`` does, at once.
+        UnknownSettingError, InvalidSettingError: see :func:`compiled_autograd.enable`; raised at once.
     """
 
     def __init__(self, settings: dict[str, Any]) -> None:
@@ -55,38 +53,38 @@ class Trainings:
 
     @property
     def is_on(self) -> bool:
-        """Whether the session is, in the calling thread."""
+        """True if the session is entered in the calling thread."""
         return self._here.entered > 0
 
     def begin(self) -> None:
-        """A new one of the calling thread, with a new session, which is not on yet. One that raised there may have left
-        its own on."""
+        """Begin a training of the calling thread, with a new session, not yet entered. Leave the session of an earlier
+        training that raised in this thread."""
         self.leave_all()
         self.session = self._here.session = enable(**self._settings)
         self.session.may_be_idle = True
         self._here.logged = 0
 
     def enter(self) -> None:
-        """Turn the session on."""
+        """Enter the session."""
         here = self._here
         if here.session is not None:
             here.session.__enter__()
             here.entered += 1
 
     def leave(self) -> None:
-        """Turn it off, if it is on."""
+        """Leave the session once, if it is entered."""
         here = self._here
         if here.entered and here.session is not None:
             here.entered -= 1
             here.session.__exit__(None, None, None)
 
     def leave_all(self) -> None:
-        """Turn it off, however often it was turned on."""
+        """Leave the session as often as it was entered."""
         while self._here.entered:
             self.leave()
 
     def new_misses(self) -> int:
-        """How many backwards were no hits since this was last asked."""
+        """Return the number of misses since the last call."""
         here = self._here
         now = 0 if here.session is None else misses(here.session.stats())
         before, here.logged = here.logged, now

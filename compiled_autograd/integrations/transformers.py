@@ -13,15 +13,21 @@ from .summary import MISSES, InSession
 class CompiledAutogradCallback(InSession, TrainerCallback):
     """Runs each backward of a training compiled, as ``with compiled_autograd.enable(**settings):`` does.
 
-    ``Trainer(..., callbacks=[CompiledAutogradCallback()])``. What the trainer logs, and what ``report_to`` names gets,
-    has :data:`MISSES` and :meth:`Session.metrics` then. A summary is printed when the training ends. A training that
-    raises leaves the session on in its thread until the next one begins there.
+    Use it as ``Trainer(..., callbacks=[CompiledAutogradCallback()])``. The trainer's log, and the services in
+    ``report_to``, then also get :data:`MISSES` and :meth:`Session.metrics`. A summary is printed when the training
+    ends. A training that raises leaves the session entered in its thread until the next training begins there.
+
+    Args:
+        settings: the settings of :func:`compiled_autograd.enable`.
+
+    Raises:
+        UnknownSettingError, InvalidSettingError: see :func:`compiled_autograd.enable`.
     """
 
     def on_train_begin(
         self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **more: Any
     ) -> None:
-        """Turn it on."""
+        """Create and enter a session for this training."""
         self._come_first()
         self._trainings.begin()
         self._trainings.enter()
@@ -34,7 +40,7 @@ class CompiledAutogradCallback(InSession, TrainerCallback):
         logs: dict[str, Any] | None = None,
         **more: Any,
     ) -> None:
-        """Add misses and metrics to what is logged, and to the trainer's history, which has it already."""
+        """Add misses and metrics to the log entry, and to its copy in the trainer's history."""
         session = self.session
         if not self._trainings.is_on or logs is None or session is None:
             return
@@ -45,9 +51,9 @@ class CompiledAutogradCallback(InSession, TrainerCallback):
             state.log_history[-1].update(more)
 
     def _come_first(self) -> None:
-        """Go before the other callbacks of the trainer that calls this one: those of ``report_to`` come before a
-        user's, and would get a log without the metrics. A callback is given no trainer: the handler of callbacks is the
-        ``self`` of a frame above (``CallbackHandler.call_event`` in ``trainer_callback.py``, transformers 5.24).
+        """Move this callback to the front of its trainer's callbacks. Those of ``report_to`` come before a user's, and
+        would get the log without the metrics. A callback has no access to its trainer: the list of callbacks belongs to
+        ``self`` in a frame above (``CallbackHandler.call_event`` in ``trainer_callback.py``, transformers 5.24).
         """
         frame = sys._getframe(1).f_back
         while frame is not None:
@@ -59,8 +65,8 @@ class CompiledAutogradCallback(InSession, TrainerCallback):
             frame = frame.f_back
 
     def on_train_end(self, args: TrainingArguments, state: TrainerState, control: TrainerControl, **more: Any) -> None:
-        """Turn it off, and say what it was worth."""
+        """Leave the session, and print the summary."""
         self._trainings.leave_all()
         summary = self._trainings.summary()
         if summary is not None and state.is_world_process_zero:
-            print(summary.line)  # noqa: T201  as the trainer prints what it logs
+            print(summary.line)  # noqa: T201  the trainer prints its log too

@@ -279,7 +279,7 @@ def test_saved_tensors_that_a_hook_packed_are_not_unpacked() -> None:
     assert _saved(view, "SinBackward0", "self").bytes is None
     memory = view.memory()
     assert (memory.bytes, memory.unknown) == (8, 1)
-    assert "result packed by a hook 8 B" in str(view) and "1 saved tensors have a size" in str(memory)
+    assert "result packed by a hook 8 B" in str(view) and "1 saved tensors are of unknown size" in str(memory)
 
 
 class _Keeps(torch.autograd.Function):

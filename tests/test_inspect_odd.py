@@ -313,7 +313,7 @@ def test_what_is_no_tensor_is_named(given: Any) -> None:
 
 
 def test_nothing_is_no_tape() -> None:
-    with pytest.raises(ValueError, match="nothing is given"):
+    with pytest.raises(ValueError, match="inspect was called without outputs"):
         ca.inspect()
 
 

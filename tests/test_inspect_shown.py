@@ -173,7 +173,7 @@ def test_what_is_too_long_is_left_out() -> None:
             x = x.exp()
     view = ca.inspect(x.sum())
     lines = str(view).splitlines()
-    assert len(lines) < 2_100 and re.fullmatch(r"\.\.\. [\d,]+ more lines: readable\(\) has each node", lines[-1])
+    assert len(lines) < 2_100 and re.fullmatch(r"\.\.\. [\d,]+ more lines: readable\(\) lists all nodes", lines[-1])
     assert len(view.readable().splitlines()) == len(view.nodes)
     assert "more nodes are not shown" in view._repr_html_()
 
@@ -251,7 +251,7 @@ def test_boxes_have_bytes_and_the_colour_of_their_kind() -> None:
 
 
 def test_a_wrong_way_to_draw_says_which_there_are() -> None:
-    with pytest.raises(ValueError, match="by='layer': a picture is drawn by 'node' or by 'module'"):
+    with pytest.raises(ValueError, match="by='layer' is not possible; by is 'node' or 'module'"):
         _view(1).to_dot("layer")  # type: ignore[arg-type]
 
 

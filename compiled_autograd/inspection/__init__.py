@@ -1,1 +1,1 @@
-"""The tape for people: read once without running it, then listed, drawn and added up. Nothing live is kept."""
+"""Inspection: read a tape without running it, then list it, draw it and sum its memory. Keeps nothing of the tape."""

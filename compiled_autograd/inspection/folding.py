@@ -1,8 +1,8 @@
-"""The nodes of a tape as a tree of modules, in which equal layers and equal stretches are told once.
+"""Fold the nodes of a tape into a tree of modules. Equal layers and repeated stretches of nodes appear once.
 
-Two layers are equal if they have the same numbered place in the same module, one behind the other, and nodes that agree
-in number and in everything but their edges, lines and sequence numbers. The layers at the ends may have a few nodes of
-their own more or less: what lies between two layers belongs to one of them, and the last has none behind it.
+Two layers are equal if they are successive numbered children of one module, and their nodes agree in number and in
+everything but edges, source lines and sequence numbers. Layers may differ by a few own nodes: nodes between two layers
+belong to one of the two, and the last layer has no such nodes after it.
 """
 
 from __future__ import annotations
@@ -16,9 +16,9 @@ from .nodes import TapeNode
 
 _LONGEST_PERIOD = 64
 _NOT_WORTH_IT = 8
-"""To leave out so many nodes, or fewer, is not worth a line."""
+"""A repetition is folded only if it hides more nodes than this."""
 _FEW = 4
-"""The number of own nodes by which layers of one run may differ."""
+"""Maximum difference of own nodes between equal layers."""
 
 
 @dataclass(slots=True)
@@ -26,9 +26,9 @@ class Module:
     """A module of the tree.
 
     Attributes:
-        path: as ``named_modules`` has it.
-        own: indices of its own nodes, in the engine's order.
-        inner: the modules inside it, in the order in which the engine comes to them.
+        path: the names of ``named_modules``, from the outermost module on.
+        own: indices of the module's own nodes, in the engine's order.
+        inner: the child modules by name, in the order in which the engine reaches them.
     """
 
     path: tuple[str, ...]
@@ -36,37 +36,37 @@ class Module:
     inner: dict[str, Module] = field(default_factory=dict)
 
     def count(self) -> int:
-        """Nodes, those of inner modules included."""
+        """Return the number of nodes, including those of inner modules."""
         return len(self.own) + sum(each.count() for each in self.inner.values())
 
     def indices(self) -> list[int]:
-        """Of its nodes, those of inner modules included."""
+        """Return the indices of the nodes, including those of inner modules."""
         return [*self.own, *(index for each in self.inner.values() for index in each.indices())]
 
 
 @dataclass(frozen=True, slots=True)
 class Layers:
-    """Equal modules, lowest number first; one alone is a run too."""
+    """A run of one or more equal modules, lowest number first."""
 
     modules: tuple[Module, ...]
 
     @property
     def name(self) -> str:
-        """As in ``blocks.0 to blocks.11``."""
+        """The name of the run: ``blocks.0 to blocks.11``."""
         first, last = (".".join(each.path) for each in (self.modules[0], self.modules[-1]))
         return first if first == last else f"{first} to {last}"
 
 
 @dataclass(frozen=True, slots=True)
 class Stretch:
-    """Nodes of a module that come one behind the other, ``times`` times alike; ``indices`` are those of the first."""
+    """Successive nodes of a module that repeat ``times`` times; ``indices`` are those of the first repetition."""
 
     indices: tuple[int, ...]
     times: int
 
 
 def tree_of(nodes: Sequence[TapeNode]) -> Module:
-    """The model, with the nodes that belong to no inner module as its own."""
+    """Return the tree of modules. The root is the model; its own nodes belong to no inner module."""
     root = Module(())
     modules = {"": root}
     for index, node in enumerate(nodes):
@@ -84,7 +84,7 @@ def _module_at(root: Module, path: tuple[str, ...]) -> Module:
 
 
 def runs_of_layers(module: Module, nodes: Sequence[TapeNode]) -> list[Layers]:
-    """The inner modules, equal layers together."""
+    """Return the inner modules as runs of equal layers."""
     runs: list[list[Module]] = []
     last: tuple[Module, int] | None = None
     for name, inner in module.inner.items():
@@ -98,12 +98,12 @@ def runs_of_layers(module: Module, nodes: Sequence[TapeNode]) -> list[Layers]:
 
 
 def number_of(name: str) -> int | None:
-    """The number that a module of a list has for a name; None of another name."""
+    """Return the number in the name of a list's module; None for other names."""
     return int(name) if name.isascii() and name.isdigit() and len(name) < 10 else None
 
 
 def _are_alike(one: Module, other: Module, nodes: Sequence[TapeNode]) -> bool:
-    """Return whether two layers are told as one."""
+    """Return whether two layers are shown as one."""
     more, less = _own(one, nodes), _own(other, nodes)
     differ = (more - less).total() + (less - more).total()
     return differ <= (_FEW if one.inner else 0) and _inner(one, nodes) == _inner(other, nodes)
@@ -119,7 +119,7 @@ def _inner(module: Module, nodes: Sequence[TapeNode]) -> Hashable:
 
 
 def differences(layers: Layers, nodes: Sequence[TapeNode]) -> list[str]:
-    """What layers have more or less than the one that is shown, a line for those with the same."""
+    """Return the differences of layers from the one that is shown, a line for each set of layers that differ alike."""
     first = shown(layers)
     names = Counter(nodes[index].name for index in first.own)
     alike: dict[str, list[Module]] = {}
@@ -133,7 +133,7 @@ def differences(layers: Layers, nodes: Sequence[TapeNode]) -> list[str]:
 
 
 def looks_of(node: TapeNode) -> Hashable:
-    """What has to be the same of two nodes."""
+    """Return the properties in which equal nodes agree."""
     saved = tuple((each.name, each.shape, each.dtype, each.device, each.bytes, each.kind) for each in node.saved)
     parameter = node.parameter and node.parameter.rpartition(".")[2]
     return (node.name, parameter, len(node.edges), node.gradients, saved, node.hooks)
@@ -143,7 +143,7 @@ Part = Stretch | Layers
 
 
 def parts_of(module: Module, nodes: Sequence[TapeNode]) -> list[Part]:
-    """What a module consists of, in the order in which the engine comes to it."""
+    """Return the parts of a module, in the order in which the engine reaches them."""
     parts: list[Part] = []
     at = 0
     for layers in runs_of_layers(module, nodes):
@@ -156,12 +156,12 @@ def parts_of(module: Module, nodes: Sequence[TapeNode]) -> list[Part]:
 
 
 def shown(layers: Layers) -> Module:
-    """The one of some equal layers that stands for all: the first that the engine comes to."""
+    """Return the layer that represents a run of equal layers: the first that the engine reaches."""
     return min(layers.modules, key=lambda module: min(module.indices(), default=0))
 
 
 def folded_names(nodes: Sequence[TapeNode]) -> dict[str, str]:
-    """What each module is called where equal layers are one: ``blocks.{0 to 11}.mlp``; the model has no name."""
+    """Return the name of each module with equal layers folded: ``blocks.{0 to 11}.mlp``; empty for the model."""
     names: dict[str, str] = {}
     _name(tree_of(nodes), "", nodes, names)
     return names
@@ -177,7 +177,7 @@ def _name(module: Module, name: str, nodes: Sequence[TapeNode], names: dict[str,
 
 
 def stretches(indices: Sequence[int], nodes: Sequence[TapeNode]) -> list[Stretch]:
-    """Nodes of a module, in which repetitions are told once: of a cell in a loop, of a chain."""
+    """Fold repetitions in the nodes of a module, such as those of a cell in a loop, or of a chain."""
     numbers: dict[Hashable, int] = {}
     looks = [numbers.setdefault(looks_of(nodes[index]), len(numbers)) for index in indices]
     found: list[Stretch] = []
@@ -196,7 +196,7 @@ def stretches(indices: Sequence[int], nodes: Sequence[TapeNode]) -> list[Stretch
 
 
 def _repetition(looks: Sequence[int], at: int) -> tuple[int, int]:
-    """The period that repeats from here and saves most, and how often; (1, 1) where none saves enough."""
+    """Return the period that hides most nodes from here on, and its repetitions; (1, 1) if none hides enough."""
     best, saved = (1, 1), _NOT_WORTH_IT
     for period in range(1, min(_LONGEST_PERIOD, (len(looks) - at) // 2) + 1):
         if looks[at] != looks[at + period]:

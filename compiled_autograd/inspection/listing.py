@@ -1,6 +1,6 @@
-"""A tape as text: by module, with equal layers and equal stretches told once.
+"""List a tape as text, by module. Equal layers and repeated stretches appear once.
 
-A parameter stands in the line of the node that takes it, and a chain of nodes that save nothing is one line.
+A parameter stands in the line of the node that takes it. A chain of nodes that save nothing is one line.
 """
 
 from __future__ import annotations
@@ -17,27 +17,28 @@ from .nodes import COUNTED, SavedTensor, TapeNode, counted, size
 
 _MOST_LINES = 2_000
 _WIDTH = 150
-"""A chain of nodes goes on in another line where it would be longer."""
+"""Maximum characters of a line with a chain of nodes."""
 
 _MOST_ON_THE_WAY = 4
-"""The most nodes from the one that takes a parameter to its leaf, the leaf included, that stand in one line."""
+"""Maximum number of nodes from a parameter's leaf to the node that takes the parameter that stand in that node's line;
+the leaf counts."""
 
 
 @dataclass(slots=True)
 class Listing:
-    """What the parts of a listing are written from."""
+    """The nodes, models and memory of a tape, formatted as text."""
 
     nodes: Sequence[TapeNode]
     models: Sequence[str]
     memory: TapeMemory
     _in_lines: dict[int, tuple[int, ...]] = field(init=False)
-    """Nodes that stand in the line of the one that leads to them: of each, the way to a parameter's leaf."""
+    """Nodes shown in the line of the node that leads to them; for each, the nodes on the way to a parameter's leaf."""
 
     def __post_init__(self) -> None:
         nodes = self.nodes
         reached = Counter(edge[0] for node in nodes for edge in node.edges if edge is not None)
         found: dict[int, tuple[int, ...]] = {}
-        for index in range(len(nodes) - 1, -1, -1):  # edges lead on
+        for index in range(len(nodes) - 1, -1, -1):  # backwards: edges lead to later nodes
             node = nodes[index]
             if reached[index] != 1 or node.saved or node.hooks:
                 continue
@@ -57,7 +58,7 @@ class Listing:
 
     @property
     def title(self) -> str:
-        """What the tape is of, and how large."""
+        """The heading: the models, the number of nodes, and the memory."""
         leaves = sum(node.name == tape.LEAF for node in self.nodes)
         of = f"tape of {', '.join(self.models)}" if self.models else "tape"
         counts = f"{len(self.nodes):,} nodes, {leaves:,} of them leaves"
@@ -68,7 +69,7 @@ class Listing:
         every = self._module(tree_of(self.nodes), "")
         for line in every:
             if len(lines) > _MOST_LINES:
-                lines.append(f"... {1 + sum(1 for _ in every):,} more lines: readable() has each node")
+                lines.append(f"... {1 + sum(1 for _ in every):,} more lines: readable() lists all nodes")
                 break
             lines.append(line)
         return "\n".join(map(harmless, lines)) + "\n"
@@ -88,7 +89,8 @@ class Listing:
                 yield from (f"{inner}{line}" for line in self._of_chain(chain, module.path))
 
     def _chains(self, indices: Sequence[int], indent: int) -> Iterator[list[int]]:
-        """Nodes that make a line each: one, or some that each lead to the next alone and have nothing else to show."""
+        """Yield the nodes of each line: one node, or a chain of nodes that each lead only to the next one and have
+        nothing else to show."""
         chain: list[int] = []
         for index in indices:
             if index in self._in_lines:
@@ -108,7 +110,7 @@ class Listing:
             yield chain
 
     def of_layers(self, layers: Layers) -> str:
-        """The heading of some equal layers, or of one module."""
+        """Return the heading of a run of equal layers, or of one module."""
         counts = sorted({each.count() for each in layers.modules})
         nodes = counted(counts[0]) if len(counts) == 1 else f"{counts[0]:,} to {counted(counts[-1])}"
         kept = [sum(self.memory.by_node.get(index, 0) for index in each.indices()) for each in layers.modules]
@@ -127,7 +129,7 @@ class Listing:
         return f"{text} {_gradients(node)}" if node.gradients else text
 
     def _edges(self, node: TapeNode, path: tuple[str, ...]) -> str:
-        """As :func:`edges_of`, with parameters: ``weight f32[3,2] #4 (TBackward0)``."""
+        """Format the edges like :func:`edges_of`, with parameters: ``weight f32[3,2] #4 (TBackward0)``."""
         texts = edges_of(node).split(", ")
         for place, edge in enumerate(node.edges):
             way = () if edge is None else self._in_lines.get(edge[0], ())
@@ -138,7 +140,7 @@ class Listing:
         return ", ".join(texts)
 
     def _of_chain(self, chain: Sequence[int], path: tuple[str, ...]) -> list[str]:
-        """The nodes, and below them what the last one saved, its hooks and where it was made."""
+        """Return the line of the nodes, and below it the last node's saved tensors, hooks and source line."""
         node = self.nodes[chain[-1]]
         text = " -> ".join(self._head(index, path) for index in chain)
         lines = [f"{text} -> {self._edges(node, path)}" if node.edges else text]
@@ -152,7 +154,7 @@ class Listing:
 
 
 def edges_of(node: TapeNode) -> str:
-    """As in ``#3[0], -``: the next node and its input; ``-`` leads nowhere."""
+    """Format edges as ``#3[0], -``: the next node and its input; ``-`` is an edge to nowhere."""
     return ", ".join("-" if edge is None else f"#{edge[0]}[{edge[1]}]" for edge in node.edges)
 
 
@@ -161,14 +163,14 @@ def _gradients(node: TapeNode) -> str:
 
 
 def saved_as(saved: SavedTensor) -> str:
-    """A saved tensor with the bytes that it keeps alive, or with what it is."""
+    """Format a saved tensor with the bytes that it keeps alive, or with its kind."""
     if saved.kind not in COUNTED:
         return f"{saved} ({saved.kind})"
     return str(saved) if saved.bytes is None else f"{saved} {size(saved.bytes)}"
 
 
 def _in_module(parameter: str | None, path: tuple[str, ...]) -> str | None:
-    """The name of a parameter inside its module."""
+    """Return the name of a parameter inside its module."""
     if parameter is None:
         return None
     return parameter.removeprefix("".join(f"{name}." for name in path))

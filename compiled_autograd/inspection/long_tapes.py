@@ -1,13 +1,13 @@
-"""Has a tape that Python has seen be freed without recursion.
+"""Free long tapes that Python has read without deep recursion.
 
-A node that was once seen from Python keeps its Python object, and in PyTorch 2.13 the object lets go of the
-node by which the next one is freed: each inside the other's destructor, which overflows a stack of 8 MiB in a chain of
-some 50,000. The autograd engine's own loop for this (``torch/csrc/autograd/function.cpp``, 2.13) takes only nodes
-that nobody else refers to, and the objects do.
+A node that Python has read keeps its Python object. In PyTorch 2.13 that object releases its node, which releases the
+next node, and so on, each inside the previous destructor. A chain of some 50,000 nodes overflows a stack of 8 MiB. The
+autograd engine frees nodes in a loop instead (``torch/csrc/autograd/function.cpp``, 2.13), but only nodes without other
+references, and the Python objects are such references.
 
-So the nodes are numbered by thousands. Where an edge leads from one thousand to another, the node that it leaves also
-holds the next one in its ``metadata``, by an object that lets go of such nodes one after the other, and never inside
-another. A node and its ``metadata`` live equally long, as do its edges: nothing lives longer than it would.
+Therefore the nodes are numbered, and each thousand is one group. If an edge leads to another group, its first node also
+holds the next node in its ``metadata``, through an object that releases such nodes in a loop, never recursively. A
+node, its edges and its ``metadata`` have the same lifetime: no node lives longer than otherwise.
 """
 
 from __future__ import annotations
@@ -23,7 +23,7 @@ _KEY = "compiled_autograd: next nodes"
 
 
 class _Waiting(threading.local):
-    """Nodes that this thread is about to let go of."""
+    """Nodes that this thread is about to release."""
 
     def __init__(self) -> None:
         self.nodes: list[Any] = []
@@ -34,7 +34,7 @@ _waiting = PROCESS.register(_Waiting())
 
 
 class _Next:
-    """Nodes that follow one, until that one is freed."""
+    """References to the nodes after a node, released with that node."""
 
     __slots__ = ("_nodes",)
 
@@ -44,11 +44,11 @@ class _Next:
     def __del__(self, waiting: _Waiting = _waiting) -> None:
         waiting.nodes += self._nodes
         self._nodes.clear()
-        if waiting.is_emptied:  # inside a destructor that was called below: that loop goes on with them
+        if waiting.is_emptied:  # called inside the loop below, in an outer call: that loop will release the nodes
             return
         waiting.is_emptied = True
         try:
-            while True:  # not a condition: see Ctrl-C in docs/internals/threads.md
+            while True:  # no loop condition: see Ctrl-C in docs/internals/threads.md
                 if not waiting.nodes:
                     break
                 waiting.nodes.pop()
@@ -57,8 +57,8 @@ class _Next:
 
 
 def have_it_freed_in_parts(outputs: tape.Ends) -> None:
-    """Before all nodes of a tape are read: from now on it can be freed, whatever is kept of it. A tape of up to
-    :data:`tape.MAX_NODES_READ` nodes is left alone."""
+    """Prepare a tape, before all its nodes are read, so that it can be freed without recursion. A tape of up to
+    :data:`tape.MAX_NODES_READ` nodes is not changed."""
     if len(tape.first_nodes(outputs)) <= tape.MAX_NODES_READ:
         return
     worklist = list(dict.fromkeys(tape.root_nodes(outputs)))

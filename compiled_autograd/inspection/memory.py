@@ -1,7 +1,7 @@
-"""What the forward keeps alive for a backward: the nodes of a tape to bytes, by module and by node.
+"""Sum the memory that the forward keeps alive for a backward, by module and by node.
 
-Each piece of memory counts once, at the node that ran first of those that hold it. What a parameter, a buffer or an
-input of the program takes is there without the tape, and is named but not counted.
+Each storage counts once, for the node that ran first in the forward among those that hold it. Parameters, buffers and
+inputs of the program exist without the tape: their bytes are reported but not counted.
 """
 
 from __future__ import annotations
@@ -18,17 +18,17 @@ from .nodes import COUNTED, TapeNode, size
 
 @dataclass(frozen=True, slots=True, repr=False)
 class TapeMemory:
-    """What a tape keeps alive.
+    """The memory that a tape keeps alive.
 
     Attributes:
-        bytes: in all.
-        by_module: bytes of the nodes of each module, the largest first; nodes of modules inside it are not its own.
-        by_node: bytes of each node that keeps something, by its index, the largest first.
-        there_anyway: bytes that are saved and not counted: of ``parameter``, ``buffer`` and ``input``.
-        unknown: how many saved tensors have a size that cannot be known: a hook packed them into something else than
-            tensors, or they have no storage.
-        folded: as :attr:`by_module`, equal layers together: bytes by their name.
-        lines: a line for each node of :attr:`by_node`, those of equal layers that keep the same together.
+        bytes: the total.
+        by_module: bytes by module path, without inner modules, the largest first.
+        by_node: bytes by index of the node, the largest first; nodes without bytes are left out.
+        there_anyway: bytes saved but not counted, by kind: ``parameter``, ``buffer`` and ``input``.
+        unknown: the number of saved tensors of unknown size: a hook packed them into something other than tensors, or
+            they have no storage.
+        folded: like :attr:`by_module`, but with equal layers summed: bytes by folded name.
+        lines: a line for each node of :attr:`by_node`; equal nodes of equal layers share a line.
     """
 
     bytes: int
@@ -43,7 +43,7 @@ class TapeMemory:
         anyway = ", ".join(f"{size(count)} of {kind}s" for kind, count in self.there_anyway.items() if count)
         lines = [f"the forward keeps {size(self.bytes)} alive" + (f", besides {anyway}" if anyway else "")]
         if self.unknown:
-            lines.append(f"{self.unknown:,} saved tensors have a size that cannot be known")
+            lines.append(f"{self.unknown:,} saved tensors are of unknown size")
         of_modules = _with_bars({name or "(the model itself)": count for name, count in self.folded.items()})
         lines += ["", "by module", *_most(of_modules, "by_module"), "", "by node", *_most(self.lines, "by_node")]
         return "\n".join(map(harmless, lines)) + "\n"
@@ -56,11 +56,11 @@ class TapeMemory:
 
 _MOST = 20
 _BAR = 12
-"""Characters of the longest bar."""
+"""Length of the longest bar, in characters."""
 
 
 def _with_bars(counts: Mapping[str, int]) -> list[str]:
-    """A line for each text, with its bytes and a bar, the largest first."""
+    """Return a line for each text, with its bytes and a bar, the largest first."""
     most = max(counts.values(), default=0)
     bars = {text: "█" * round(_BAR * count / most) or "▏" for text, count in counts.items()}
     return [f"{size(counts[text]):>10}  {bars[text]:<{_BAR}}  {text}" for text in _largest(Counter(counts))]
@@ -68,11 +68,11 @@ def _with_bars(counts: Mapping[str, int]) -> list[str]:
 
 def _most(lines: Sequence[str], where: str) -> list[str]:
     left_out = len(lines) - _MOST
-    return [*lines[:_MOST], *([f"{'':>10}  and {left_out:,} lines more: {where} has all"] if left_out > 0 else [])]
+    return [*lines[:_MOST], *([f"{'':>10}  and {left_out:,} more lines: see {where}"] if left_out > 0 else [])]
 
 
 def memory_of(nodes: Sequence[TapeNode]) -> TapeMemory:
-    """Add up what the nodes of a tape saved."""
+    """Sum the saved tensors of a tape's nodes."""
     by_node: Counter[int] = Counter()
     there_anyway: Counter[str] = Counter({"parameter": 0, "buffer": 0, "input": 0})
     unknown = 0
@@ -130,5 +130,5 @@ def _numbered(indices: Sequence[int]) -> str:
 
 
 def _in_the_order_of_the_forward(nodes: Sequence[TapeNode]) -> list[int]:
-    """Indices of nodes as the forward made them; leaves, which it did not make, come last."""
+    """Return the indices of the nodes in the order of the forward, the leaves last."""
     return sorted(range(len(nodes)), key=lambda index: (nodes[index].sequence, -index))

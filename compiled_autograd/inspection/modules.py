@@ -1,14 +1,14 @@
-"""The module of each node, told by the parameters. Nothing of the model is changed, and no forward is watched.
+"""Infer the module of each node from the parameters, without changing the model or watching its forward.
 
-1. A leaf belongs to the module that has its parameter. So does what is made of a parameter alone: a chain of nodes that
-   each take one gradient, of as many elements as the parameter has, and give one (a transpose, a cast).
-2. A node that such a leaf or chain leads into belongs to that module, and so does one that saved a parameter to which
-   no gradient goes, since it is frozen; with several, to the innermost that has them all.
-3. Any other node lies between two modules: the one below, of what it was computed from (of several, what ran last),
-   and the one above, of what was computed from it (of several, what ran first), each passed on by nodes of this rule.
-   It belongs to the innermost module that has both. Where they lie in different layers of a list, it belongs to the
-   layer below: what a layer computes last is its own.
-4. What has nothing above or nothing below, such as a loss, belongs to the model.
+1. A leaf belongs to the module that has its parameter. So does a chain of nodes computed from this parameter alone:
+   each takes one gradient with the parameter's number of elements, and returns one (a transpose, a cast).
+2. A node that takes such a leaf or chain belongs to the same module. So does a node that saved a frozen parameter, to
+   which no gradient goes. With several parameters, the node belongs to the innermost module that contains all of them.
+3. Any other node lies between two modules. The module below is that of the node's forward inputs (of several, the one
+   that ran last). The module above is that of the operations on its result (of several, the one that ran first). Nodes
+   of this rule pass both on. The node belongs to the innermost module that contains both. If the two are in different
+   layers of a list, the node belongs to the layer below: the last operations of a layer are its own.
+4. A node with nothing above or nothing below, such as a loss, belongs to the model.
 """
 
 from __future__ import annotations
@@ -24,12 +24,12 @@ _Path = tuple[str, ...]
 
 @dataclass(frozen=True, slots=True)
 class Bare:
-    """What is asked of a node.
+    """The properties of a node that decide its module.
 
     Attributes:
-        elements: of the gradient that it takes; None where it takes none or several.
-        owner: for a leaf, the path of the module that has its parameter; None where no module has it.
-        frozen: paths of the modules that have the parameters which the node saved, and to which no gradient goes.
+        elements: the number of elements of the node's incoming gradient; None if it takes none or several.
+        owner: for a leaf, the path of the module that has its parameter; None if no module has it.
+        frozen: the paths of the modules that have the frozen parameters saved by the node.
     """
 
     sequence: int
@@ -40,7 +40,7 @@ class Bare:
 
 
 def modules_of(nodes: Sequence[Bare]) -> list[_Path]:
-    """The path of the module of each node; nodes come as the engine walks them, so that edges lead on."""
+    """Return the path of the module of each node. The nodes are in the engine's order: edges lead to later nodes."""
     made_of = _made_of_one_parameter(nodes)
     known = [
         parameter.owner if parameter else _reached(node, made_of)
@@ -51,7 +51,7 @@ def modules_of(nodes: Sequence[Bare]) -> list[_Path]:
 
 
 def _made_of_one_parameter(nodes: Sequence[Bare]) -> list[Bare | None]:
-    """The leaf of which each node's value was made, and of nothing else."""
+    """Return, for each node, the leaf from which alone the node's value was computed; None if there is no such leaf."""
     made_of: list[Bare | None] = [None] * len(nodes)
     for index in range(len(nodes) - 1, -1, -1):
         node = nodes[index]
@@ -65,7 +65,7 @@ def _made_of_one_parameter(nodes: Sequence[Bare]) -> list[Bare | None]:
 
 
 def _reached(node: Bare, made_of: Sequence[Bare | None]) -> _Path | None:
-    """The module of the parameters that lead into a node, or that it saved."""
+    """Return the innermost module of the parameters that a node takes or saved; None without parameters."""
     leading = [made_of[edge[0]] for edge in node.edges if edge is not None]
     owners = [each.owner for each in leading if each is not None and each.owner is not None]
     return functools.reduce(_shared, [*owners, *node.frozen]) if owners or node.frozen else None
@@ -106,7 +106,7 @@ def _between(below: _Path | None, above: _Path | None) -> _Path:
 
 
 def _shared(one: _Path, other: _Path) -> _Path:
-    """The innermost module that has both."""
+    """Return the innermost module that contains both."""
     length = 0
     for a, b in zip(one, other, strict=False):
         if a != b:

@@ -1,4 +1,4 @@
-"""What is known of one node of a tape, as plain values: nothing of the tape is referred to."""
+"""One node of a tape as plain values, without references to the tape."""
 
 from __future__ import annotations
 
@@ -10,24 +10,25 @@ import torch
 from ..torch_api.dtype_names import short_name
 
 Kind = Literal["kept", "parameter", "buffer", "input", "packed"]
-"""Why a saved tensor takes memory: the forward made it, and the tape keeps it; or it is there anyway, as a parameter, a
-buffer or an input; or a hook packed it, and what the hook made is kept."""
+"""Why a saved tensor takes memory. ``kept``: the forward made the tensor, and the tape keeps it alive. ``parameter``,
+``buffer``, ``input``: the program keeps it alive anyway. ``packed``: a hook packed it, and the tape keeps the hook's
+result alive."""
 
 COUNTED: tuple[Kind, ...] = ("kept", "packed")
 """The kinds whose memory the forward keeps alive."""
 
 
 Shape = tuple[int | str, ...]
-"""Sizes; of one that is a symbol its name."""
+"""Sizes; a symbolic size is the symbol's name."""
 
 
 @dataclass(frozen=True, slots=True)
 class Gradient:
-    """The gradient that comes into one input of a node.
+    """The incoming gradient of one input of a node.
 
     Attributes:
-        shape: empty for a scalar; None for a nested tensor, which has none.
-        dtype: the dtype that the node wants the gradient to have; where it takes any, that of the forward's tensor.
+        shape: empty for a scalar; None for a nested tensor.
+        dtype: the dtype that the node requires; the dtype of the forward's tensor if the node takes any.
     """
 
     shape: Shape | None
@@ -42,15 +43,15 @@ class SavedTensor:
     """A tensor that a node holds for its backward.
 
     Attributes:
-        name: the node's for it: ``result``, ``tensors[0]`` of a list, ``ctx.mask`` of a Python function's attribute.
-        shape: None for one that was packed, and for a nested tensor.
-        dtype: None for one that was packed.
-        device: such as ``cpu`` or ``cuda:0``; None for one that was packed.
-        bytes: the size of the memory in which it lies, all of it, also where the tensor is a part of it; None where
-            that cannot be known.
-        memory: the pieces of that memory that the tensor's kind is said of, each with its bytes; in one tape, the same
-            number is the same piece.
-        kind: whether it is there because of the tape.
+        name: the node's name for it: ``result``, ``tensors[0]`` in a list, ``ctx.mask`` for a Python function's
+            attribute.
+        shape: None for a packed tensor and for a nested tensor.
+        dtype: None for a packed tensor.
+        device: such as ``cpu`` or ``cuda:0``; None for a packed tensor.
+        bytes: the size of the tensor's whole storage, also if the tensor is only a part of it; None if unknown.
+        memory: the storages to which ``kind`` applies, as pairs of number and bytes. In one tape, equal numbers mean
+            the same storage.
+        kind: why the tensor takes memory, see :data:`Kind`.
     """
 
     name: str
@@ -72,16 +73,17 @@ class TapeNode:
     """One node of the tape.
 
     Attributes:
-        name: the engine's, such as ``MulBackward0``.
-        sequence: of the nodes whose gradients are there, the engine runs the one with the highest first.
-        parameter: for a leaf, the name of the parameter that it writes to, where a living module has it.
-        source: ``file:line in function`` of the forward, where :class:`trace_sources` or anomaly mode recorded it.
-        edges: for each of its outputs the index of the next node and that node's input; None where there is none.
-        module: the path of the module that it belongs to, as ``named_modules`` has it; empty for what belongs to none.
-        gradients: what comes into each of its inputs.
-        saved: the tensors that it holds.
-        hooks: a line for each hook that can be seen from Python: those on leaves, on the outputs, on tensors that were
-            saved as they are. Hooks on nodes, and those of C++, cannot.
+        name: the engine's name, such as ``MulBackward0``.
+        sequence: the sequence number. Among ready nodes, the engine runs the one with the highest number first.
+        parameter: for a leaf, the name of its parameter, if a living module has the parameter.
+        source: ``file:line in function`` of the forward, if :class:`trace_sources` or anomaly mode recorded it.
+        edges: for each output of the node, the index of the next node and the index of that node's input; None for an
+            edge to nowhere.
+        module: the path of the node's module, as in ``named_modules``; empty for nodes of no module.
+        gradients: the incoming gradient of each input.
+        saved: the saved tensors.
+        hooks: a line for each hook that Python can see: hooks on leaves, on the outputs, and on tensors that were saved
+            unpacked. Hooks on nodes and C++ hooks are not visible.
     """
 
     name: str
@@ -100,7 +102,7 @@ def _shaped(dtype: torch.dtype, shape: Shape | None) -> str:
 
 
 def shape_of(shaped: Any) -> Shape | None:
-    """The shape of a tensor, or of what an edge takes; None where it has none, being nested."""
+    """Return the shape of a tensor, or of an edge's gradient; None for a nested tensor."""
     try:
         return tuple([each if type(each) is int else str(each) for each in shaped.shape])
     except RuntimeError:
@@ -108,7 +110,7 @@ def shape_of(shaped: Any) -> Shape | None:
 
 
 def size(count: int) -> str:
-    """Bytes for people: ``412 B``, ``8.0 KiB``, ``1.5 GiB``."""
+    """Format bytes: ``412 B``, ``8.0 KiB``, ``1.5 GiB``."""
     if count < 1024:
         return f"{count} B"
     exponent = min((count.bit_length() - 1) // 10, 3)
@@ -116,5 +118,5 @@ def size(count: int) -> str:
 
 
 def counted(nodes: int) -> str:
-    """``1 node``, ``23 nodes``."""
+    """Format a number of nodes: ``1 node``, ``23 nodes``."""
     return "1 node" if nodes == 1 else f"{nodes:,} nodes"

@@ -1,4 +1,4 @@
-"""A tape in a notebook: its listing as HTML that folds, with nothing from outside. All text is escaped."""
+"""Format the listing of a tape as foldable HTML for a notebook, without external resources. All text is escaped."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _STYLE = """
 
 
 def html_of(listing: Listing) -> str:
-    """The listing, modules folded but for the model; up to a thousand nodes."""
+    """Return the listing as HTML with all modules folded except the model; at most 1,000 rows."""
     page = _Page(listing)
     body = "".join(page.module(tree_of(listing.nodes)))
     if page.left_out:
-        body += f"<p>{page.left_out:,} more nodes are not shown: <code>readable()</code> has each.</p>"
+        body += f"<p>{page.left_out:,} more nodes are not shown: <code>readable()</code> lists all.</p>"
     return f'{_STYLE}<div class="ca-tape"><strong>{_text(listing.title)}</strong>{body}</div>'
 
 

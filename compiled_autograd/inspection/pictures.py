@@ -1,6 +1,6 @@
-"""A tape as a picture, in the languages of others: Graphviz, Mermaid, networkx. By module, or by node.
+"""Draw a tape by module or by node, as Graphviz, Mermaid or networkx.
 
-Boxes have the bytes that the forward keeps alive for them, and colours by what they compute.
+Boxes show the bytes that the forward keeps alive for them. Their colours show the kind of operation.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ _KINDS = {
     "norm": "Norm(?!Interface)",
     "embedding": "Embedding",
 }
-"""Kinds of nodes, by their names. A module is of the first of these kinds that one of its own nodes has."""
+"""Kinds of nodes, by patterns of names. A module has the first of these kinds that occurs among its own nodes."""
 _COLOURS = {
     "attention": ("#e9defa", "#7d5bb0"),
     "convolution": ("#fbe3d6", "#c8552b"),
@@ -34,19 +34,19 @@ _COLOURS = {
     LEAF: ("#e0f2e6", "#3f8a5c"),
     OTHER: ("#f1f3f6", "#8a93a1"),
 }
-"""For each kind, how its boxes are filled, and their edge."""
+"""For each kind, the colours of a box's fill and border."""
 _TEXT = "#1d2430"
 
 
 @dataclass(slots=True)
 class Picture:
-    """What is drawn.
+    """The boxes and edges of a drawing.
 
     Attributes:
-        labels: the lines of text of each thing, by its number.
-        kinds: what each thing is, a key of :data:`_COLOURS`.
-        groups: which numbers lie in which module; empty where modules are what is drawn.
-        edges: from a thing to what its gradients go to.
+        labels: the lines of text of each box, by the box's number.
+        kinds: the kind of each box, a key of :data:`_COLOURS`.
+        groups: the numbers of the boxes in each module; empty if the boxes are modules.
+        edges: from each box to the boxes that receive its gradients.
     """
 
     labels: dict[int, list[str]] = field(default_factory=dict)
@@ -56,7 +56,7 @@ class Picture:
 
 
 def of_nodes(nodes: Sequence[TapeNode], kept: Mapping[int, int]) -> Picture:
-    """One thing for each node, in its module. ``kept`` has the bytes that nodes keep alive."""
+    """Return a drawing with a box for each node, grouped by module. ``kept`` has the bytes that nodes keep alive."""
     picture = Picture()
     for index, node in enumerate(nodes):
         name = node.parameter if node.name == tape.LEAF and node.parameter else node.name
@@ -69,7 +69,7 @@ def of_nodes(nodes: Sequence[TapeNode], kept: Mapping[int, int]) -> Picture:
 
 
 def of_modules(nodes: Sequence[TapeNode], model: str, kept: Mapping[int, int]) -> Picture:
-    """One thing for each module that has nodes of its own, and for all equal layers together."""
+    """Return a drawing with a box for each module that has own nodes; equal layers share a box."""
     names = folded_names(nodes)
     shown = [names[node.module] or model for node in nodes]
     members: dict[str, list[int]] = {}
@@ -100,7 +100,7 @@ def _kind(nodes: Sequence[TapeNode]) -> str:
 
 
 def dot(picture: Picture) -> str:
-    """For Graphviz."""
+    """Return a drawing as DOT, for Graphviz."""
     lines = [
         "digraph tape {",
         f'  node [shape=box, style=filled, fontname=Helvetica, fontsize=10, fontcolor="{_TEXT}"];',
@@ -122,7 +122,7 @@ def _dot_node(picture: Picture, number: int) -> str:
 
 
 def _quoted(lines: Sequence[str]) -> str:
-    """A string of DOT: a backslash would begin an escape of a label, and a quote end it."""
+    """Quote a DOT string: backslashes would begin an escape of a label, and quotes would end it."""
     escaped = [_one_line(text).replace("\\", "\\\\").replace('"', '\\"') for text in lines]
     return '"' + "\\n".join(escaped) + '"'
 
@@ -132,7 +132,7 @@ def _one_line(text: str) -> str:
 
 
 def mermaid(picture: Picture) -> str:
-    """For Mermaid, as GitHub and notebooks draw it."""
+    """Return a drawing as a Mermaid flowchart, which GitHub and notebooks draw."""
     lines = ["flowchart TD"]
     for number, (name, members) in enumerate(picture.groups.items()):
         lines.append(f'  subgraph g{number}["{_escaped(name)}"]')
@@ -154,7 +154,7 @@ def _mermaid_node(picture: Picture, number: int) -> str:
 
 
 def _escaped(text: str) -> str:
-    """For a quoted label of Mermaid, which writes characters as ``#60;`` and has Markdown in backquotes."""
+    """Escape a quoted Mermaid label. Mermaid's escapes are ``#60;``; it reads Markdown in backquotes."""
     return "".join(each if each.isalnum() or each in " .,:_()-" else f"#{ord(each)};" for each in _one_line(text))
 
 
@@ -164,7 +164,7 @@ def _ungrouped(picture: Picture) -> Iterable[int]:
 
 
 def network(nodes: Sequence[TapeNode]) -> nx.DiGraph:
-    """Nodes are indices, with what is known of each as attributes; edges go where gradients go."""
+    """Return a graph of the nodes' indices with the fields of each node as attributes; edges follow the gradients."""
     graph = nx.DiGraph()
     for index, node in enumerate(nodes):
         graph.add_node(

@@ -1,4 +1,4 @@
-"""A live tape to plain values: what each node is, holds and belongs to. Nothing is run, and nothing of it is kept."""
+"""Read a live tape into plain values: each node with its saved tensors and module. Runs and keeps nothing of it."""
 
 from __future__ import annotations
 
@@ -25,11 +25,11 @@ from .saved import Handles, SavedTensors, handles, owner
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """What was read of a tape.
+    """The content of a tape.
 
     Attributes:
-        nodes: in the order in which the engine would walk them.
-        models: what the outermost modules are called whose parameters the tape leads to.
+        nodes: the nodes, in the order in which the engine would walk them.
+        models: the names of the outermost modules with parameters on the tape.
     """
 
     nodes: tuple[TapeNode, ...]
@@ -37,9 +37,9 @@ class Reading:
 
 
 def read(outputs: tape.Ends) -> Reading:
-    """Read the tape below some outputs that have one. What is asked of tensors runs no ``__torch_function__`` and no
-    ``__torch_dispatch__``, and is no part of a tape."""
-    # No generator: one that Ctrl-C left behind would keep the thread without torch functions until it is freed.
+    """Read the tape of some outputs; each must have one. Reading runs no ``__torch_function__`` and no
+    ``__torch_dispatch__``, and records no tape."""
+    # No generator-based context manager: one interrupted by Ctrl-C would leave torch functions off until it is freed.
     with (
         RARELY,
         torch._C.DisableTorchFunction(),
@@ -106,7 +106,7 @@ def _read(outputs: tape.Ends) -> Reading:
 
 
 def _models(parameters: dict[int, ParameterName]) -> tuple[list[torch.nn.Module], dict[int, str]]:
-    """The outermost modules, and what each is called, by its ``id``: its class, with a number where there are more."""
+    """Return the outermost modules, and their names by ``id``: the class, with a number if several have that class."""
     models: list[torch.nn.Module] = []
     labels: dict[int, str] = {}
     for found in parameters.values():
@@ -120,14 +120,14 @@ def _models(parameters: dict[int, ParameterName]) -> tuple[list[torch.nn.Module]
 
 
 def _owner(found: ParameterName | None, labels: dict[int, str]) -> tuple[str, ...] | None:
-    """The path of the module that has a parameter; among several models it begins with what its own is called."""
+    """Return the path of the module that has a parameter. With several models, it begins with the name of the model."""
     if found is None:
         return None
     return _path(found.path[:-1], labels.get(id(found.model()), found.outermost), labels)
 
 
 def _path(path: tuple[str, ...], label: str, labels: dict[int, str]) -> tuple[str, ...]:
-    if "parametrizations" in path:  # of torch.nn.utils.parametrize: inside the module that is parametrized
+    if "parametrizations" in path:  # torch.nn.utils.parametrize adds this submodule to the parametrized module
         path = path[: path.index("parametrizations")]
     return (label, *path) if len(labels) > 1 else path
 
@@ -135,7 +135,7 @@ def _path(path: tuple[str, ...], label: str, labels: dict[int, str]) -> tuple[st
 def _frozen(
     models: Sequence[torch.nn.Module], labels: dict[int, str], leaves: Iterable[torch.Tensor]
 ) -> dict[int, tuple[str, ...]]:
-    """``id`` of each parameter of some models to which no gradient goes -> the path of the module that has it."""
+    """Return the frozen parameters of some models: ``id`` of the parameter -> path of its module."""
     trained = {id(leaf) for leaf in leaves}
     found: dict[int, tuple[str, ...]] = {}
     for model in models:
@@ -147,7 +147,7 @@ def _frozen(
 
 
 def _saved_of(held: Handles, frozen: dict[int, tuple[str, ...]]) -> list[tuple[str, ...]]:
-    """The paths of the frozen parameters among what a node saved, as they are or as views."""
+    """Return the paths of the frozen parameters that a node saved, directly or as views."""
     saved = (owner(handle.data) for _, handle in held if handle.unpack_hook is None)
     return [frozen[id(each)] for each in saved if id(each) in frozen]
 
@@ -172,7 +172,7 @@ def _elements(gradients: Sequence[Gradient], leaf: torch.Tensor | None) -> int |
 def _hooks(
     outputs: tape.Ends, held: Sequence[Handles], index_of: dict[Any, int], leaves: dict[int, torch.Tensor]
 ) -> dict[int, list[str]]:
-    """The hooks that can be seen, by node: those of tensors that can be reached without unpacking anything."""
+    """Return the visible hooks by node: those of tensors that can be reached without unpacking."""
     found: dict[int, list[str]] = defaultdict(list)
     for index, leaf in leaves.items():
         found[index] += _of_tensor(leaf)
@@ -188,7 +188,7 @@ def _hooks(
 
 
 def _node_of(tensor: torch.Tensor) -> Any:
-    """Of a view, the node is made anew where its base was written since; None where PyTorch says that it cannot be."""
+    """Return the node of a tensor; None if PyTorch cannot rebuild the node of a view whose base was written since."""
     try:
         return tensor.grad_fn
     except RuntimeError:
@@ -213,7 +213,7 @@ def _values(hooks: Any) -> list[Any]:
 
 
 def _named(hook: Any) -> str:
-    """What a hook is called. Objects of a user's class are not asked, since they may answer by running code."""
+    """Return the name of a hook. Attributes of other objects are not read, as this could run users' code."""
     if isinstance(hook, functools.partial):
         return _named(hook.func)
     if type(hook) is MethodType:

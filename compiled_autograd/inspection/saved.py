@@ -1,7 +1,7 @@
-"""The tensors that a node saved, as plain values. No hook of the user runs, and nothing is unpacked.
+"""Read the tensors that a node saved, as plain values. No hook of the user runs, and nothing is unpacked.
 
-What is read is the ``SavedTensor`` of PyTorch (``torch/csrc/autograd/saved_variable.h``, 2.13), whose ``data`` is the
-tensor or what a hook made of it; ``_saved_result`` and ``ctx.saved_tensors`` would call the hook that unpacks it.
+This module reads PyTorch's ``SavedTensor`` (``torch/csrc/autograd/saved_variable.h``, 2.13). Its ``data`` is the tensor
+or the result of the pack hook. ``_saved_result`` and ``ctx.saved_tensors`` would call the unpack hook.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ _PARTS = {
     torch.sparse_csc: _COMPRESSED_COLUMNS,
     torch.sparse_bsc: _COMPRESSED_COLUMNS,
 }
-"""The methods that give the tensors of which one of another layout consists."""
+"""The methods that return the component tensors of a tensor with this layout."""
 _PLAIN = (torch.Tensor, torch.nn.Parameter)
 _DEEPEST = 3
-"""How deep in the lists of a ``ctx``'s attribute tensors are looked for."""
+"""Maximum depth of nested lists in an attribute of a ``ctx`` that are searched for tensors."""
 
 
 class SavedTensors:
-    """Reads what nodes of one tape saved, and tells memory apart that is there anyway."""
+    """Reads the saved tensors of one tape's nodes, and recognizes memory that the program keeps alive anyway."""
 
     def __init__(
         self,
@@ -57,11 +57,11 @@ class SavedTensors:
         self._references = _References(held)
 
     def of(self, handles: Handles) -> tuple[SavedTensor, ...]:
-        """What a node saved, in its order. What a backward has freed is not there any more."""
+        """Return the saved tensors of a node, in order, without those that a backward has freed."""
         return tuple([self._record(name, handle) for name, handle in handles])
 
     def _record(self, name: str, handle: Any) -> SavedTensor:
-        is_held = self._references.has_more(handle)  # asked first: `data` below is one more reference
+        is_held = self._references.has_more(handle)  # first: `data` below adds a reference
         data = handle.data
         if handle.unpack_hook is not None:
             return self._packed(name, data)
@@ -77,7 +77,7 @@ class SavedTensors:
         return SavedTensor(name, shape_of(data), data.dtype, str(data.device), count, memory, kind)
 
     def _packed(self, name: str, data: Any) -> SavedTensor:
-        """A hook may have made anything. What is known are tensors, of which one that is there anyway costs nothing."""
+        """Return the record of a packed tensor. Of the hook's result, only tensors count that the tape keeps alive."""
         parts = [part for tensor in _tensors(data) for part in _memory(tensor)]
         memory = self._numbered([part for part in parts if part[0] not in self._there_anyway])
         count = sum(bytes for _, bytes in memory) if parts else None
@@ -89,7 +89,7 @@ class SavedTensors:
 
 @dataclass(frozen=True, slots=True)
 class _Kept:
-    """A tensor that a Python function keeps in an attribute of its ``ctx``, in the form of a ``SavedTensor``."""
+    """A tensor in an attribute of a Python function's ``ctx``, with the interface of a ``SavedTensor``."""
 
     holder: Any
     key: Any
@@ -101,15 +101,15 @@ class _Kept:
 
 
 Handles = list[tuple[str, Any]]
-"""The names of what a node saved, each with an object whose ``data`` is the tensor, or what a hook packed if it has an
-``unpack_hook``."""
+"""Pairs of a saved tensor's name and an object whose ``data`` is the tensor, or the result of the pack hook if the
+object has an ``unpack_hook``."""
 
 
 def handles(node: Any) -> Handles:
-    """What a node saved, unread."""
+    """Return the handles of a node's saved tensors."""
     found: Handles = []
     if isinstance(node, torch._C._FunctionBase):
-        with contextlib.suppress(RuntimeError):  # freed by a backward: nothing is saved any more
+        with contextlib.suppress(RuntimeError):  # freed by a backward
             found += _of_list("saved_tensors", node._raw_saved_tensors)
         return [*found, *_kept_in("ctx", vars(node), _DEEPEST)]
     for attribute, is_tensor in tape.saved_names(type(node)):
@@ -118,7 +118,7 @@ def handles(node: Any) -> Handles:
         name = attribute.removeprefix("_saved_")
         try:
             saved = getattr(node, f"_raw{attribute}")
-        except RuntimeError:  # of a list that a backward has freed
+        except RuntimeError:  # a list freed by a backward
             continue
         if isinstance(saved, tuple):
             found += _of_list(name, saved)
@@ -132,12 +132,12 @@ def _of_list(name: str, saved: Any) -> Handles:
 
 
 def _is_there(saved: Any) -> bool:
-    """Not so for an argument that was not given, and after a backward."""
+    """Return whether a saved tensor exists: not for an omitted argument, and not after a backward."""
     return saved is not None and (saved.unpack_hook is not None or saved.data is not None)
 
 
 def _kept_in(name: str, holder: Any, deep: int) -> Handles:
-    """Tensors in the attributes of a ``ctx``, also in lists, tuples and dictionaries there."""
+    """Return the tensors in the attributes of a ``ctx``, also in nested lists, tuples and dictionaries."""
     found: Handles = []
     for key, value in list(holder.items() if type(holder) is dict else enumerate(holder)):
         if not _is_tensor(value) and not (deep and type(value) in (list, tuple, dict)):
@@ -148,7 +148,7 @@ def _kept_in(name: str, holder: Any, deep: int) -> Handles:
 
 
 def _is_tensor(value: Any) -> bool:
-    """The type is asked, not ``isinstance``, which asks objects for ``__class__``: some answer by running code."""
+    """Return whether an object is a tensor, by its type: ``isinstance`` reads ``__class__``, a possible property."""
     return issubclass(type(value), torch.Tensor)
 
 
@@ -159,7 +159,7 @@ def _tensors(data: Any) -> list[torch.Tensor]:
 
 
 def _memory(tensor: torch.Tensor) -> list[tuple[int, int]]:
-    """The pieces of memory of a tensor: what tells each apart, and its bytes. None where it has no storage."""
+    """Return the storages of a tensor as pairs of identity and bytes; empty if it has none."""
     try:
         if type(tensor) not in _PLAIN and any("__tensor_flatten__" in vars(cls) for cls in type(tensor).__mro__):
             return [part for each in _wrapped(tensor) for part in _memory(each)]
@@ -167,24 +167,24 @@ def _memory(tensor: torch.Tensor) -> list[tuple[int, int]]:
             return [part for name in _PARTS[tensor.layout] for part in _memory(getattr(tensor, name)())]
         storage = tensor.untyped_storage()
         count = storage.nbytes()
-        return [(storage._cdata, count)] if type(count) is int else []  # else it is a symbol
-    except (RuntimeError, NotImplementedError):  # a subclass or a layout that has none
+        return [(storage._cdata, count)] if type(count) is int else []  # else the size is a symbol
+    except (RuntimeError, NotImplementedError):  # a subclass or a layout without storage
         return []
 
 
 def _wrapped(tensor: torch.Tensor) -> list[torch.Tensor]:
-    """The tensors that a subclass holds, which has no memory of its own: in its attributes, without asking it."""
+    """Return the tensors in the attributes of a wrapper subclass, without running its code."""
     slots = [each for cls in type(tensor).__mro__ for each in vars(cls).values() if type(each) is MemberDescriptorType]
     values = list(vars(tensor).values())
     for slot in slots:
-        with contextlib.suppress(AttributeError):  # it is empty
+        with contextlib.suppress(AttributeError):  # an empty slot
             values.append(slot.__get__(tensor))
     return [each for each in values if _is_tensor(each) and each is not tensor]
 
 
 class _References:
-    """Tells tensors without gradient to which the program refers as well, or to what they are a view of: a batch, a
-    mask. Others have no more references than the tape has."""
+    """Recognizes tensors without gradient to which the program also has references, directly or to the base of a view:
+    a batch, a mask. Other tensors have only the tape's references."""
 
     def __init__(self, held: Iterable[Handles]) -> None:
         every = [handle for each in held for _, handle in each if handle.unpack_hook is None]
@@ -194,11 +194,11 @@ class _References:
         view = torch.ones(2, device="cpu")[0]
         self._one = sys.getrefcount(view._base)
         of_python = view._base
-        self._second = sys.getrefcount(view._base) - self._one  # whether C++'s counts beside one of Python: by version
+        self._second = sys.getrefcount(view._base) - self._one  # 0 or 1: does C++'s reference count too? By version
         del of_python
 
     def has_more(self, handle: Any) -> bool:
-        """Whether there are references that are not the tape's."""
+        """Return whether a tensor has references other than the tape's."""
         if handle.unpack_hook is not None or handle.data.requires_grad:
             return False
         key = id(owner(handle.data))
@@ -211,5 +211,5 @@ class _References:
 
 
 def owner(tensor: torch.Tensor) -> torch.Tensor:
-    """What a tensor is a view of, or itself."""
+    """Return the base of a view, or the tensor itself."""
     return tensor if tensor._base is None else tensor._base

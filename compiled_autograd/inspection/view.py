@@ -1,4 +1,4 @@
-"""``ca.inspect``: the tape as a graph, without running it."""
+"""``ca.inspect``: show the tape as a graph, without running it."""
 
 from __future__ import annotations
 
@@ -22,49 +22,50 @@ By = Literal["node", "module"]
 
 @dataclass(frozen=True, slots=True, repr=False)
 class TapeView:
-    """A tape as it was when it was read: plain values, which keep nothing of it alive.
+    """A snapshot of a tape as plain values, which keep nothing of the tape alive.
 
-    ``print`` shows it by module, equal layers told once; in a notebook it unfolds.
+    ``print`` shows the tape by module, with equal layers shown once. In a notebook the modules unfold.
 
     Attributes:
-        nodes: in the order in which the engine would walk them.
-        models: the classes of the outermost modules whose parameters the tape leads to.
+        nodes: the nodes, in the order in which the engine would walk them.
+        models: the classes of the outermost modules with parameters on the tape.
     """
 
     nodes: tuple[TapeNode, ...]
     models: tuple[str, ...] = ()
 
     def readable(self) -> str:
-        """One line for each node."""
+        """Return the tape as text, with one line for each node."""
         return "\n".join(harmless(f"#{index} {_line(node)}") for index, node in enumerate(self.nodes)) + "\n"
 
     def memory(self) -> TapeMemory:
-        """What the forward keeps alive, by module and by node."""
+        """Return the memory that the forward keeps alive, by module and by node."""
         return memory_of(self.nodes)
 
     def to_networkx(self) -> nx.DiGraph:
-        """Nodes are indices into ``nodes``, with what is known of each as attributes; edges go where gradients go."""
+        """Return a networkx graph of the indices into ``nodes``, with the fields of each node as attributes. Edges
+        follow the gradients."""
         return pictures.network(self.nodes)
 
     def to_dot(self, by: By = "module") -> str:
-        """A picture for Graphviz, in which edges go where gradients go. Colours say what a box computes: attention,
-        convolutions, products of matrices, norms, embeddings, leaves, others. Bytes are those of :meth:`memory`.
+        """Return a drawing in DOT, for Graphviz. Edges follow the gradients. Colours show the kind of a box: attention,
+        convolution, matrix product, norm, embedding, leaf, other. Bytes are those of :meth:`memory`.
 
         Args:
-            by: ``"module"`` draws modules, equal layers as one; ``"node"`` draws each node, in its module.
+            by: ``"module"`` draws modules, with equal layers as one box; ``"node"`` draws each node, in its module.
 
         Raises:
-            ValueError: ``by`` is something else.
+            ValueError: ``by`` has another value.
         """
         return pictures.dot(self._picture(by))
 
     def to_mermaid(self, by: By = "module") -> str:
-        """A picture for Mermaid, which GitHub draws in Markdown; otherwise as :meth:`to_dot`."""
+        """Return a drawing for Mermaid, which GitHub draws in Markdown; otherwise like :meth:`to_dot`."""
         return pictures.mermaid(self._picture(by))
 
     def _picture(self, by: By) -> pictures.Picture:
         if by not in ("node", "module"):
-            raise ValueError(f"by={by!r}: a picture is drawn by 'node' or by 'module'")
+            raise ValueError(f"by={by!r} is not possible; by is 'node' or 'module'")
         kept = self.memory().by_node
         if by == "node":
             return pictures.of_nodes(self.nodes, kept)
@@ -77,7 +78,7 @@ class TapeView:
         return str(self._listing())
 
     def __repr__(self) -> str:
-        return harmless(f"<{self._listing().title}>") + "\nprint() shows it by module, .readable() each node"
+        return harmless(f"<{self._listing().title}>") + "\nprint() shows it by module, .readable() lists all nodes"
 
     def _repr_html_(self) -> str:
         return page.html_of(self._listing())
@@ -92,26 +93,26 @@ def _line(node: TapeNode) -> str:
 
 @not_compiled
 def inspect(*outputs: torch.Tensor | GradientEdge) -> TapeView:
-    """The tape below ``outputs``: what ``backward`` on them would run. Nothing is run, and nothing is kept of it.
+    """Return the tape that ``backward`` on ``outputs`` would run. Nothing is run, and nothing of the tape is kept.
 
     Raises:
         TypeError: an output is neither a tensor nor a ``GradientEdge``.
-        ValueError: an output without a tape (it does not require grad), or none at all.
+        ValueError: an output has no tape (it does not require grad), or no output was given.
     """
     if not outputs:
-        raise ValueError("nothing is given; inspect takes what backward would be called on, such as the loss")
+        raise ValueError("inspect was called without outputs; pass the tensors to call backward on, such as the loss")
     for index, output in enumerate(outputs):
         if isinstance(output, GradientEdge):
             continue
         if not isinstance(output, torch.Tensor):
             raise TypeError(
-                f"output {index} is of type {type(output).__name__}; inspect takes tensors and GradientEdges, "
-                "such as the loss, one by one"
+                f"output {index} is of type {type(output).__name__}; inspect takes tensors and GradientEdges as "
+                "separate arguments, such as the loss"
             )
         with torch._C.DisableTorchFunction():
             if not output.requires_grad:
                 raise ValueError(
-                    f"output {index} does not require grad, so no tape leads to it; was it made under no_grad?"
+                    f"output {index} does not require grad, so it has no tape; was it computed under no_grad?"
                 )
     found = read(outputs)
     return TapeView(found.nodes, found.models)

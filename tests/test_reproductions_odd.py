@@ -233,27 +233,27 @@ def _leaves(change: Callable[[Any], Any]) -> Callable[[Any], None]:
 
 
 _HOSTILE: dict[str, tuple[Callable[[Any], Any], str]] = {
-    "more memory than there is": (_tensor(shape=[1 << 47], stride=[1]), r"its tensors take [\d,]+ bytes"),
-    "more than numbers can say": (_tensor(shape=[1 << 47] * 2, stride=[1 << 47, 1]), r"its tensors take [\d,]+ bytes"),
-    "an offset far away": (_tensor(offset=1 << 45), r"its tensors take [\d,]+ bytes"),
+    "more memory than there is": (_tensor(shape=[1 << 47], stride=[1]), r"its tensors need [\d,]+ bytes"),
+    "more than numbers can say": (_tensor(shape=[1 << 47] * 2, stride=[1 << 47, 1]), r"its tensors need [\d,]+ bytes"),
+    "an offset far away": (_tensor(offset=1 << 45), r"its tensors need [\d,]+ bytes"),
     "a size of nothing": (_tensor(shape=[1 << 40], stride=[0]), "its operators cannot be run"),
     "a hundred dimensions": (_tensor(shape=[1] * 100, stride=[1] * 100), "cannot be"),
     "a conjugate real number": (_tensor(conj=True), "float32 with a conjugate bit"),
     "a dtype without kernels": (_tensor(dtype="torch.quint8"), "its tensors cannot be made here"),
     "a device that is not there": (_tensor(device="hpu:7"), "its tensors cannot be made here"),
-    "whole numbers that no dtype has": (_tensor(dtype="torch.int64", low=10**400, high=10**401), "no dtype has"),
-    "values that no dtype has": (_tensor(dtype="torch.int64", values=[10**30]), "no dtype has"),
+    "whole numbers that no dtype has": (_tensor(dtype="torch.int64", low=10**400, high=10**401), "too large for any"),
+    "values that no dtype has": (_tensor(dtype="torch.int64", values=[10**30]), "too large for any"),
     "an operator on text": (_first_operator(args=["abc"]), "its operators cannot be run"),
     "an argument that it has not": (_first_operator(kwargs={"nope": 1}), "its operators cannot be run"),
     "a number of any size": (
         _first_operator(args=[{"of": "scalar", "value": 1, "dtype": "torch.float32", "shape": [1 << 40]}]),
-        "one number with shape",
+        "one number with the shape",
     ),
     "a gradient of no leaf": (_leaves(lambda each: each.update(args=each["args"][::-1])), "is no leaf"),
-    "nodes that run twice": (lambda record: record.update(order=[0] * len(record["order"])), "do not run once each"),
-    "a node that does not run": (lambda record: record["order"].pop(), "do not run once each"),
+    "nodes that run twice": (lambda record: record.update(order=[0] * len(record["order"])), "each node exactly once"),
+    "a node that does not run": (lambda record: record["order"].pop(), "each node exactly once"),
     "a number as a gradient": (lambda record: record.update(returned=[3]), "no gradient"),
-    "an older format": (lambda record: record.update(format=0), "of format 0, and this version reads format 1"),
+    "an older format": (lambda record: record.update(format=0), "has format 0, and this version reads format 1"),
 }
 
 

@@ -1,1 +1,1 @@
-"""One backward, or one region of one, written down as data: what it computes and of which values."""
+"""Reproductions: one backward, or one of its regions, stored as data: its operators and its values."""

@@ -1,8 +1,8 @@
-"""A record as a file, and back: a zip archive with one JSON text and, where real values are kept, raw bytes of tensors.
+"""Write a record to a file, and read it: a zip archive with one JSON text and, with real values, raw bytes of tensors.
 
-Reading runs nothing of what is in the file: JSON is decoded into records, tensors are bytes, and what is named
-(operators, dtypes, devices) is looked up in tables of PyTorch's. The file may be anybody's, so its sizes are checked
-before anything is read.
+Reading runs no code of the file: JSON is decoded into records, tensors are bytes, and names (of operators, dtypes,
+devices) are looked up in tables of PyTorch. The file may come from an untrusted source: its sizes are checked before
+anything is read.
 """
 
 from __future__ import annotations
@@ -27,18 +27,18 @@ _RECORD = "reproduction.json"
 _README = "README.txt"
 _TENSORS = "tensors/"
 _MAX_RECORD = 1 << 28
-"""The largest JSON text in bytes, unpacked."""
+"""Maximum bytes of the JSON text, unpacked."""
 _MAX_RATIO = 1000
-"""It may be this many times as large unpacked as packed."""
+"""Maximum ratio of the JSON text's unpacked to its packed size."""
 _DAMAGED = (zipfile.BadZipFile, zlib.error, lzma.LZMAError, struct.error, EOFError, OSError, RuntimeError, ValueError)
-"""What :mod:`zipfile` raises of an archive that is damaged, or is none; the bytes of it are in memory then."""
+"""Errors of :mod:`zipfile` for a damaged archive, or for no archive; OSError too: the bytes are in memory already."""
 _LONG_AGO = (1980, 1, 1, 0, 0, 0)
 _TEXT = """\
 A reproduction of one backward, written by compiled_autograd {version} with torch {torch}:
 {where}
 
-It is data: no code, no pickle. The values of its tensors are {values}.
-To run it on the operators one by one and compiled, and to compare and time the two:
+The file is data: no code, no pickle. The values of its tensors are {values}.
+To run its operators one by one and compiled, and to compare and time the two:
 
     pip install compiled-autograd=={version} torch=={torch}
     python -m compiled_autograd.load FILE [--backend inductor]
@@ -47,13 +47,13 @@ To run it on the operators one by one and compiled, and to compare and time the 
 
 
 def write_file(path: str | os.PathLike[str], record: Record, stored: Mapping[int, bytes]) -> None:
-    """Write a record, and what lies in the memory of each storage, where that is kept.
+    """Write a record, and the bytes of each storage if values are kept.
 
     Raises:
-        OSError: it cannot be written; what was there before is then as it was.
+        OSError: the file cannot be written; an existing file is unchanged.
     """
     place = Path(os.fsdecode(path))
-    part = place.parent / f".{uuid.uuid4()}.part"  # threads may write one file at a time
+    part = place.parent / f".{uuid.uuid4()}.part"  # several threads may write the same file
     about = record.about
     values = "those of the backward" if record.real else "made up"
     text = _TEXT.format(version=about.version, torch=about.torch.partition("+")[0], where=about.where, values=values)
@@ -65,7 +65,7 @@ def write_file(path: str | os.PathLike[str], record: Record, stored: Mapping[int
                 _put(archive, f"{_TENSORS}{storage}", data, zipfile.ZIP_STORED)
         part.replace(place)
     except BaseException:
-        with contextlib.suppress(OSError):  # it is the first error that is told
+        with contextlib.suppress(OSError):  # the first error is the one to raise
             part.unlink()
         raise
 
@@ -75,21 +75,21 @@ def _put(archive: zipfile.ZipFile, name: str, data: bytes, compression: int) -> 
 
 
 def read_file(path: str | os.PathLike[str]) -> tuple[Record, dict[int, bytes]]:
-    """Undo :func:`write_file`.
+    """Read a file of :func:`write_file`; return its record and the bytes of each storage.
 
     Raises:
-        ReproductionError: it is no such file, or it is damaged, or of another version.
-        OSError: it cannot be read.
+        ReproductionError: the file is no reproduction, damaged, or of another version.
+        OSError: the file cannot be read.
     """
     place = Path(os.fsdecode(path))
     data = place.read_bytes()
     try:
         with zipfile.ZipFile(io.BytesIO(data)) as archive:
             return _read(archive, len(data))
-    except ReproductionError:  # it is a ValueError
+    except ReproductionError:  # a ValueError too, and so in _DAMAGED
         raise
     except (msgspec.MsgspecError, RecursionError) as error:
-        raise ReproductionError(f"{_RECORD} in it has no record that is known: {error}") from error
+        raise ReproductionError(f"its {_RECORD} has no valid record: {error}") from error
     except _DAMAGED as error:
         raise ReproductionError(f"{place} is no reproduction, or it is damaged ({error})") from error
 
@@ -102,13 +102,15 @@ def _read(archive: zipfile.ZipFile, size: int) -> tuple[Record, dict[int, bytes]
     entries = {info.filename: info for info in archive.infolist()}
     info = entries.get(_RECORD)
     if info is None:
-        raise ReproductionError(f"there is no {_RECORD} in it")
+        raise ReproductionError(f"it has no {_RECORD}")
     if info.file_size > min(_MAX_RECORD, _MAX_RATIO * max(info.compress_size, 1)):
-        raise ReproductionError(f"{_RECORD} in it has {info.file_size} bytes, packed into {info.compress_size}")
+        raise ReproductionError(
+            f"its {_RECORD} is too large: {info.file_size} bytes, packed into {info.compress_size} bytes"
+        )
     text = archive.read(info)
     found = msgspec.json.decode(text, type=_Format).format
     if found != FORMAT:
-        raise ReproductionError(f"it is of format {found}, and this version reads format {FORMAT}")
+        raise ReproductionError(f"it has format {found}, and this version reads format {FORMAT}")
     record = msgspec.json.decode(text, type=Record)
     stored: dict[int, bytes] = {}
     for storage in {each.storage for each in record.tensors} if record.real else ():
@@ -116,9 +118,9 @@ def _read(archive: zipfile.ZipFile, size: int) -> tuple[Record, dict[int, bytes]
         if each is None:
             continue
         if each.compress_type != zipfile.ZIP_STORED or each.file_size != each.compress_size:
-            raise ReproductionError(f"{each.filename} in it is packed")
+            raise ReproductionError(f"its {each.filename} is compressed, and should not be")
         size -= each.file_size
         if size < 0:
-            raise ReproductionError(f"its parts lie in one another: there is no room for {each.filename}")
+            raise ReproductionError(f"its parts overlap: the file is too small for {each.filename}")
         stored[storage] = archive.read(each)
     return record, stored

@@ -1,7 +1,7 @@
-"""What each of the engine's functions does, as ATen operators: recorded when a reproduction is written, since another
-process has these functions only once it has captured a tape with them; and run, operator by operator, where it is read.
+"""Record the engine's functions as ATen operators when a reproduction is written, and run these when it is read.
 
-What is recorded is what the function calls, without a backend's decompositions: the same kernels, in the same order.
+Another process has the engine's functions only after it has captured a tape with them. The record has the operators
+that a function calls, without a backend's decompositions: the same kernels, in the same order.
 """
 
 from __future__ import annotations
@@ -44,11 +44,11 @@ _MAX_TEXT = 100
 
 
 class NotRecordedError(Exception):
-    """Why a function cannot be recorded, in words."""
+    """A function cannot be recorded; the message says why."""
 
 
 def flattened(value: Any) -> list[Any]:
-    """What arguments consist of, lists opened."""
+    """Flatten nested lists into one list."""
     if isinstance(value, Listed):
         value = value.items
     if isinstance(value, (list, tuple)):
@@ -57,20 +57,20 @@ def flattened(value: Any) -> list[Any]:
 
 
 def mapped(results: Any, function: Callable[[Any], Any]) -> Any:
-    """The same lists with something in the place of each tensor, or of what stands for one."""
+    """Apply ``function`` to each tensor, or record of one, in nested lists; keep None and numbers."""
     if isinstance(results, list):
         return [mapped(each, function) for each in results]
     return results if results is None or isinstance(results, (bool, int, float)) else function(results)
 
 
 def recorded(function: Callable[..., Any], arguments: Sequence[Any]) -> tuple[Function, Any]:
-    """Run a function under fake tensors; gives its operators, and its results.
+    """Run a function under fake tensors; return its operators and its results.
 
     Args:
-        arguments: fake tensors of one mode, which is on, and whatever else it takes.
+        arguments: the function's arguments, with fake tensors of one active mode.
 
     Raises:
-        NotRecordedError: it cannot be run so, or calls what cannot be stored.
+        NotRecordedError: the function fails on fake tensors, or calls an operator that cannot be stored.
     """
     given = flattened(list(arguments))
     tensors: dict[int, tuple[int, torch.Tensor]] = {}
@@ -126,7 +126,7 @@ def _function(graph_module: fx.GraphModule, nodes: Sequence[fx.Node], known: Any
 
 def _scalar(tensor: torch.Tensor) -> Scalar:
     if not isinstance(tensor, torch.Tensor) or tensor.numel() != 1 or tensor.device.type != "cpu":
-        raise TypeError("it brings a tensor of its own")
+        raise TypeError("it uses a constant tensor")
     number: Any = encoded(tensor.item(), lambda _: None)
     return Scalar(number, str(tensor.dtype), list(tensor.shape))
 
@@ -135,10 +135,10 @@ def _scalar(tensor: torch.Tensor) -> Scalar:
 
 
 def operator_of(name: str) -> Any:
-    """The operator of PyTorch with this name.
+    """Return the operator of PyTorch with this name.
 
     Raises:
-        ReproductionError: there is none, or it is not one that a reproduction may have: it reads or writes files, say.
+        ReproductionError: there is no such operator, or it is not allowed: it reads or writes files, for example.
     """
     if name == _ITEM:
         return operator.getitem
@@ -149,18 +149,20 @@ def operator_of(name: str) -> Any:
     if not isinstance(found, torch._ops.OpOverload):
         raise ReproductionError(f"{name[:100]!r} is no operator of PyTorch {torch.__version__}")
     if any(_OF_FILES.search(each) for each in (name, *(argument.name for argument in found._schema.arguments))):
-        raise ReproductionError(f"{name!r} is an operator on files, which a reproduction may not have")
+        raise ReproductionError(f"{name!r} is an operator on files; such operators are not allowed in a reproduction")
     return found
 
 
 def function_of(record: Function) -> Callable[..., Any]:
-    """A function that runs the operators of a record one by one; takes what the engine's own takes.
+    """Return a function that runs the operators of a record one by one, with the arguments of the engine's function.
 
     Raises:
-        ReproductionError: it calls what is no operator of PyTorch, or takes what is not there.
+        ReproductionError: an operator is unknown or not allowed, or takes a missing value.
     """
     if len(record.operators) > _MAX_OPERATORS:
-        raise ReproductionError(f"it has a function of {len(record.operators)} operators")
+        raise ReproductionError(
+            f"a function in it has {len(record.operators)} operators, over the limit of {_MAX_OPERATORS}"
+        )
     steps = []
     for number, each in enumerate(record.operators):
         _check([*each.args, *each.kwargs.values()], number)
@@ -186,7 +188,7 @@ def function_of(record: Function) -> Callable[..., Any]:
 
 
 def arguments_of(record: Function) -> int:
-    """How many values it must be given, lists opened."""
+    """Return the number of arguments that a function needs, with lists flattened."""
     used = flattened([[*each.args, *each.kwargs.values()] for each in record.operators] + [record.results])
     return 1 + max((each.index for each in used if isinstance(each, Argument)), default=-1)
 
@@ -197,10 +199,10 @@ def _check(values: Sequence[Value], number: int) -> None:
         wrong = wrong or (isinstance(value, Result) and not 0 <= value.number < number)
         wrong = wrong or isinstance(value, (Ref, Given)) or (isinstance(value, str) and len(value) > _MAX_TEXT)
         if wrong:
-            raise ReproductionError(f"an operator takes {str(value)[:100]}, which is not there")
+            raise ReproductionError(f"an operator takes {str(value)[:100]}, which does not exist")
         if isinstance(value, Constant):
             constant(value)
         if isinstance(value, Scalar):
             dtype_of(value.dtype)
             if any(size != 1 for size in value.shape):
-                raise ReproductionError(f"it has a tensor of one number with shape {value.shape[:8]}")
+                raise ReproductionError(f"it has a tensor of one number with the shape {value.shape[:8]}")

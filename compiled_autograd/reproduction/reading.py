@@ -1,4 +1,4 @@
-"""A record -> a tape graph that runs in any process, and what it is to be given. All that is in it is checked."""
+"""Make a tape graph that runs in any process, and its inputs, from a record. The whole record is checked."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ _SEED_OF_STAND_INS = 1 << 20
 
 
 def tape_of(record: Record) -> ir.TapeGraph:
-    """The tape graph of a record. Its functions run ATen operators, and those that stand in for users' code hand on
-    values that are made up here.
+    """Return the tape graph of a record. Its functions run ATen operators. Stand-ins for users' code return made-up
+    values.
 
     Raises:
-        ReproductionError: something of it is not possible.
+        ReproductionError: the record is invalid.
     """
     _check(record)
     digest = hashlib.sha256(msgspec.json.encode([record.functions, record.calls])).hexdigest()[:8]
@@ -47,14 +47,14 @@ def tape_of(record: Record) -> ir.TapeGraph:
         else:
             found = made[value.number] if isinstance(value, Ref) and 0 <= value.number < len(made) else None
         if found is None:
-            raise ReproductionError(f"a call takes {value}, which is not there")
+            raise ReproductionError(f"a call takes {value}, which does not exist")
         return found
 
     for number, call in enumerate(record.calls):
         args = [decoded(each, known) for each in call.args]
         if call.target == FUNCTION:
             if not 0 <= call.function < len(functions) or needed[call.function] > len(flattened(args)):
-                raise ReproductionError(f"call {number} is of a function that is not there, or takes more than that")
+                raise ReproductionError(f"call {number} has a function that does not exist, or too few arguments")
             key = _plain(call.name), call.function
             if key not in ops:
                 ops[key] = ir.OpaqueOp(f"{key[0]}_{digest}_{call.function}", functions[call.function])
@@ -67,7 +67,7 @@ def tape_of(record: Record) -> ir.TapeGraph:
         else:
             raise ReproductionError(f"{call.target[:40]!r} is no call of a tape graph")
         if target is ir.accumulate_grad and not _is_of_a_leaf(call.args):
-            raise ReproductionError(f"call {number} writes the gradient of what is no leaf")
+            raise ReproductionError(f"call {number} writes the gradient of a value that is no leaf")
         node = graph.create_node("call_function", target, tuple(args), name=f"call_{number}")
         node.meta["call"] = call.call
         made.append(node)
@@ -88,7 +88,7 @@ def tape_of(record: Record) -> ir.TapeGraph:
 
 
 def _is_of_a_leaf(args: Sequence[Any]) -> bool:
-    """Whether the first two arguments of :func:`ir.accumulate_grad` are a leaf and what is its gradient before."""
+    """Return whether the first two arguments of :func:`ir.accumulate_grad` are a leaf and its previous gradient."""
     given = [isinstance(each, Given) and each.kind == "input" for each in args[:2]]
     return len(args) == 3 and given[0] and (given[1] or args[1] is None)
 
@@ -96,29 +96,31 @@ def _is_of_a_leaf(args: Sequence[Any]) -> bool:
 def _check(record: Record) -> None:
     count = len(record.nodes)
     if not 0 < count <= _MAX_NODES or len(record.calls) > 4 * _MAX_NODES:
-        raise ReproductionError(f"it has {count} nodes and {len(record.calls)} calls")
+        raise ReproductionError(
+            f"it has {count} nodes and {len(record.calls)} calls; the limits are {_MAX_NODES} and {4 * _MAX_NODES}"
+        )
     indices = [*record.order, *(each.call for each in record.calls)]
     indices += [edge for node in record.nodes for edge in node.edges or ()]
     if any(not 0 <= index < count for index in indices):
-        raise ReproductionError("it names a node of the tape that is not there")
+        raise ReproductionError("it names a node of the tape that does not exist")
     if sorted(record.order) != list(range(count)):
-        raise ReproductionError("its nodes do not run once each")
+        raise ReproductionError("its order does not have each node exactly once")
     for each in itertools.chain(record.tensors, *(call.results for call in record.calls)):
         if each is not None:
             check(each)
     if any(not isinstance(each, (Ref, Given, type(None))) for each in record.returned):
-        raise ReproductionError("what it gives is no gradient")
+        raise ReproductionError("one of its results is no gradient")
     for number in record.scalars:
         if isinstance(decoded(number, _none), (list, str, type(None))):
             raise ReproductionError("a scalar is no number")
 
 
 def _none(value: Any) -> Any:
-    raise ReproductionError(f"{value} stands where a number should")
+    raise ReproductionError(f"{value} stands in place of a number")
 
 
 def _plain(name: str) -> str:
-    """A name as part of one of Python's: whatever else the file has in its place goes."""
+    """Return a name with only characters of a Python name: an untrusted file may have any others."""
     return "".join(each if each.isascii() and (each.isalnum() or each == "_") else "_" for each in name[:60])
 
 
@@ -146,17 +148,17 @@ def _standing_in(call: CallRecord, number: int) -> Callable[..., list[torch.Tens
 
 
 def given_to(record: Record, stored: dict[int, bytes], seed: int = 0) -> tuple[list[torch.Tensor], Sequence[Any]]:
-    """Tensors for a tape graph, made anew, and its scalars.
+    """Return new tensors for a tape graph, and its scalars.
 
     Raises:
-        ReproductionError: they cannot be made here.
+        ReproductionError: the tensors cannot be made on this machine.
     """
     needed, there = sum(bytes_of(record.tensors).values()), _memory_of_this_machine()
     if needed > there:
-        raise ReproductionError(f"its tensors take {needed:,} bytes, and this machine has {there:,}")
+        raise ReproductionError(f"its tensors need {needed:,} bytes, and this machine has {there:,}")
     try:
         made = tensors(record.tensors, seed, stored if record.real else None)
-    except Exception as error:  # whatever PyTorch says: of a dtype without kernels, of a device that is not there
+    except Exception as error:  # any error of PyTorch: a dtype without kernels, a missing device
         raise_what_a_handler_raised(error)
         raise ReproductionError(f"its tensors cannot be made here ({type(error).__name__}: {error})") from error
     return made, [decoded(each, _none) for each in record.scalars]

@@ -1,5 +1,5 @@
-"""A tape graph -> a record of it: each of the engine's functions as its operators, and in place of users' code steps
-that hand on values of the same kinds.
+"""Record a tape graph: the engine's functions as their operators, and users' code as stand-ins that return made-up
+values of the same kinds.
 """
 
 from __future__ import annotations
@@ -27,23 +27,23 @@ from .records import About, CallRecord, Function, Given, Listed, NodeRecord, Rec
 from .tensors import Unusual, fakes, records_of
 
 Kinds = Callable[[fx.Node], TensorRecord | str | None]
-"""What users' code gave for a value of the tape graph: a record, or None where it was undefined; ``""`` where nothing
-is known."""
+"""A function that returns the kind of a result of users' code: a record, None if it was undefined, ``""`` if unknown.
+"""
 VOCABULARY: dict[str, Any] = {
     **{each.__name__: each for each in (ir.sum_gradients, ir.accumulate_grad, operator.getitem)},
     **{each.__name__: each for each in (ir.copy_slices_prologue, ir.copy_slices_epilogue)},
     **{each.__name__: each for each in (operator.add, operator.sub, operator.mul, operator.floordiv, operator.mod)},
 }
-"""Calls that are the same in every process, by name."""
+"""Calls that exist in every process, by name."""
 STAND_IN = "stand-in"
 FUNCTION = "function"
 _GIVES_ONE = (ir.tensor_hook, ir.cpp_hook, ir.unpack_hook)
-"""Users' code that gives a tensor, and not a list."""
+"""Kinds of users' code that return a tensor, not a list."""
 
 
 @dataclass
 class Sample:
-    """What one backward was given, without what lies in its tensors."""
+    """The inputs of one backward, without the values of its tensors."""
 
     tensors: Sequence[TensorRecord | Unusual]
     sizes: Sequence[int]
@@ -51,24 +51,24 @@ class Sample:
 
     @staticmethod
     def of(given: Mapping[str, Sequence[Any]]) -> Sample:
-        """That of real values, by kind of placeholder."""
+        """Return the sample of real inputs, given by kind of placeholder."""
         tensors = records_of(given.get("input", ()))
         return Sample(tensors, list(given.get("size", ())), list(given.get("scalar", ())))
 
 
 def record_of(tape: ir.TapeGraph, sample: Sample, kinds: Kinds, about: About) -> Record:
-    """The record of a tape graph.
+    """Return the record of a tape graph.
 
     Args:
-        kinds: what users' code gave, as far as that is known.
+        kinds: the kinds of the results of users' code, as far as known.
 
     Raises:
-        ReproductionError: it takes a tensor that cannot be made up, or what users' code gave is not known.
+        ReproductionError: an input is a tensor that cannot be made up, or a result of users' code is unknown.
     """
     prepare_fake_tensors()
     for index, each in enumerate(sample.tensors):
         if isinstance(each, Unusual):
-            raise ReproductionError(f"input_{index} of the tape graph is {each}; of such no other can be made")
+            raise ReproductionError(f"input_{index} of the tape graph is {each}; such a tensor cannot be made up")
     mode = TracingMode(allow_non_fake_inputs=True)
     with torch.no_grad(), plain_tracing(), mode:
         recording = _Recording(tape, sample, kinds, fakes(mode, sample.tensors), mode)  # type: ignore[arg-type]
@@ -107,20 +107,20 @@ class _Recording:
     functions: list[Function] = field(default_factory=list)
     refs: dict[fx.Node, Value] = field(default_factory=dict)
     known: dict[fx.Node, Any] = field(default_factory=dict)  # fake tensors, and real sizes
-    _numbers: dict[bytes, int] = field(default_factory=dict)  # of functions, by what they are encoded as
-    _like: dict[Any, tuple[Function, Any]] = field(default_factory=dict)  # by a call's kind, its function and results
+    _numbers: dict[bytes, int] = field(default_factory=dict)  # encoded function -> its number
+    _like: dict[Any, tuple[Function, Any]] = field(default_factory=dict)  # kind of a call -> its function and results
 
     def __post_init__(self) -> None:
         records = [each for each in self.sample.tensors if isinstance(each, TensorRecord)]
         self._storages = itertools.count(1 + max((each.storage for each in records), default=-1))
 
     def run(self) -> None:
-        """Record all calls, in the order in which they run."""
+        """Record all calls, in order."""
         given = {"input": self.tensors, "size": self.sample.sizes, "scalar": self.sample.scalars}
         for node in self.tape.graph.nodes:
             if node.op == "placeholder":
                 lifted = node.meta["lifted"]
-                is_kept = lifted.kind in given  # objects are not, and no operator takes one
+                is_kept = lifted.kind in given  # objects are not kept: no operator takes one
                 self.refs[node] = Given(lifted.kind, lifted.index) if is_kept else None
                 self.known[node] = given[lifted.kind][lifted.index] if is_kept else None
             elif node.op == "call_function" and node.target not in (ir.Packed, ir.check_nan):
@@ -141,11 +141,11 @@ class _Recording:
         return fx.map_arg(args, self.known.get)
 
     def _function(self, node: fx.Node) -> None:
-        """A function of the engine: its operators, or a stand-in where these cannot be had."""
+        """Record a function of the engine: its operators, or a stand-in if it cannot be recorded."""
         target: Any = node.target
         try:
             if isinstance(target, ir.OpaqueOp) and not target.traceable:
-                raise NotRecordedError("not to be traced")
+                raise NotRecordedError("it is not traceable")
             function, self.known[node] = self._recorded(target, self._arguments(node.args))
         except NotRecordedError as error:
             self._stand_in(node, f"{target.__name__}, {error}")
@@ -154,12 +154,12 @@ class _Recording:
         if number == len(self.functions):
             self.functions.append(function)
         is_inlined = isinstance(target, ir.InlinedBackward)
-        takes = [flattened(list(node.args))] if is_inlined else node.args  # as the others: a list
+        takes = [flattened(list(node.args))] if is_inlined else node.args  # gradients as a list, as other functions
         args = [_or_as_text(each, self.refs) for each in takes]
         self._add(node, FUNCTION, args, target.__name__, number)
 
     def _recorded(self, target: Any, arguments: Sequence[Any]) -> tuple[Function, Any]:
-        """A function and its results; of calls that are alike, as those of repeated layers, but one is traced."""
+        """Return a function and its results. Of calls of the same kind, as in repeated layers, only one is traced."""
         given = flattened(arguments)
         places = {id(each): place for place, each in reversed(list(enumerate(given)))}
         kind = target, repr([_kind_of(each, places) for each in given]), repr([type(each) for each in arguments])
@@ -184,8 +184,8 @@ class _Recording:
     # ---- users' code -------------------------------------------------------------------------------------------------
 
     def _stand_in(self, node: fx.Node, name: str) -> None:
-        """A call that hands on made-up values in place of one that cannot be carried; it takes the tensors that that
-        takes, so that it stands between the same calls."""
+        """Record a stand-in that returns made-up values in place of a call that cannot be recorded. It takes the same
+        tensors, so that the order of the calls stays the same."""
         target: Any = ir.hook_kind(node.target)
         is_single = target in _GIVES_ONE
         if target is ir.post_accumulate_hook:
@@ -210,10 +210,10 @@ class _Recording:
             self.known[node] = made[0]
 
     def _kind(self, value: fx.Node, like: torch.Tensor | None) -> TensorRecord | None:
-        """What users' code gave for a value.
+        """Return the kind of a result of users' code.
 
         Raises:
-            ReproductionError: it is not known.
+            ReproductionError: the kind is unknown.
         """
         found = self.kinds(value)
         if not isinstance(found, str):
@@ -224,10 +224,12 @@ class _Recording:
         if validated is not None or not value.users:
             return validated
         name = self.tape.calls[value.meta["call"]].name
-        raise ReproductionError(f"what users' code in {name} gave is known only once a backward of it was compiled")
+        raise ReproductionError(
+            f"the results of users' code in {name} are unknown; run a compiled backward of this structure first"
+        )
 
     def _validated(self, value: fx.Node) -> TensorRecord | None:
-        """What a value must be to pass on, as the engine says of the edge that it passes."""
+        """Return the kind that a value must have according to the engine's metadata of its edge; None if unknown."""
         for user in value.users:
             if ir.is_validation(user):
                 outputs: Any = user.args[0]
@@ -249,7 +251,8 @@ class _Recording:
 
 
 def _or_as_text(value: Any, refs: Mapping[fx.Node, Value]) -> Value:
-    """An argument of a function, whose operators have all that it does of it but tensors."""
+    """Encode an argument of a function. Arguments that cannot be stored become text: only tensors matter, the recorded
+    operators contain the rest."""
     try:
         return encoded(value, refs.__getitem__)
     except TypeError:

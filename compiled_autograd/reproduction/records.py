@@ -1,4 +1,4 @@
-"""The records of a stored reproduction. They are data alone: names of operators, numbers, and where each value goes."""
+"""The records of a stored reproduction: only data, that is, names of operators, numbers, and references to values."""
 
 from __future__ import annotations
 
@@ -21,32 +21,32 @@ _DEVICE = re.compile(r"[a-z]{2,16}(:\d{1,3})?")
 
 
 class Ref(msgspec.Struct, frozen=True, tag="call", tag_field="of"):
-    """What a call of the tape graph gave: its place among all calls."""
+    """A reference to the result of a call of the tape graph, by the call's index."""
 
     number: int
 
 
 class Given(msgspec.Struct, frozen=True, tag="given", tag_field="of"):
-    """A tensor, size or scalar that is given: ``kind`` is one of :data:`ir.PLACEHOLDERS`."""
+    """A reference to an input: a tensor, size or scalar. ``kind`` is one of :data:`ir.PLACEHOLDERS`."""
 
     kind: str
     index: int
 
 
 class Argument(msgspec.Struct, frozen=True, tag="argument", tag_field="of"):
-    """In a function, one of what it is given, lists opened."""
+    """In a function, a reference to one of its arguments, with lists flattened."""
 
     index: int
 
 
 class Result(msgspec.Struct, frozen=True, tag="operator", tag_field="of"):
-    """In a function, what one of its operators gave."""
+    """In a function, a reference to the result of one of its operators."""
 
     number: int
 
 
 class Constant(msgspec.Struct, frozen=True, tag="constant", tag_field="of"):
-    """What JSON has no word for: a dtype, a device, a layout, a memory format, or a number such as ``inf``."""
+    """A constant that JSON cannot express: dtype, device, layout, memory format, or a number such as ``inf``."""
 
     kind: str
     text: str
@@ -61,8 +61,6 @@ class Scalar(msgspec.Struct, frozen=True, tag="scalar", tag_field="of"):
 
 
 class Listed(msgspec.Struct, frozen=True, tag="list", tag_field="of"):
-    """A list."""
-
     items: list[Value]
 
 
@@ -70,7 +68,7 @@ Value = Ref | Given | Argument | Result | Constant | Scalar | Listed | bool | in
 
 
 class Operator(msgspec.Struct, frozen=True):
-    """One call of an ATen operator, ``aten.mm.default``; or ``getitem``, which takes one of what another gave."""
+    """One call of an ATen operator, such as ``aten.mm.default``; or ``getitem``, for one of several results."""
 
     name: str
     args: list[Value] = []
@@ -78,24 +76,25 @@ class Operator(msgspec.Struct, frozen=True):
 
 
 class Function(msgspec.Struct, frozen=True):
-    """What one of the engine's functions does, as operators; ``results`` is a list, or one value."""
+    """One of the engine's functions, as operators; ``results`` is a list, or one value."""
 
     operators: list[Operator]
     results: Value
 
 
 class TensorRecord(msgspec.Struct, frozen=True, omit_defaults=True):
-    """A tensor, without what is in it.
+    """A tensor without its values.
 
     Attributes:
-        dtype, device: as torch writes them.
+        dtype, device: as text, in torch's form.
         shape, stride, offset: in elements.
-        storage: tensors with the same number lie in the same memory.
-        parameter: ``"itself"`` or ``"view"``: it is a parameter, or a view of one.
-        low, high: the smallest and the largest value, where they are known; those that are made up lie between.
-        mean, deviation: of values of floating point, where they are known and finite.
-        ones: of a mask, how many between its first and its last element are set.
-        values: all that lies between its first and its last element, of a small tensor of whole numbers or a mask.
+        storage: tensors with the same number share a storage.
+        parameter: ``"itself"`` for a parameter, ``"view"`` for a view of one, else empty.
+        low, high: the smallest and the largest value, if known; made-up values lie between them.
+        mean, deviation: of floating-point values, if known and finite.
+        ones: for a mask, the number of set elements between the first and the last element in memory.
+        values: for a small tensor of integers or a small mask, all values between the first and the last element in
+            memory.
     """
 
     dtype: str
@@ -120,11 +119,11 @@ class CallRecord(msgspec.Struct, frozen=True):
     """One call of the tape graph.
 
     Attributes:
-        call: the node of the tape that it belongs to.
+        call: the index of the call's node of the tape.
         target: ``function``, ``stand-in``, or a name of the vocabulary, such as ``accumulate_grad``.
-        name: of the engine's function; of a stand-in, what it stands for.
-        function: which of the functions it is.
-        results: of a stand-in, what it hands on.
+        name: the name of the engine's function, or of the call that a stand-in replaces.
+        function: the index of the function.
+        results: the results of a stand-in.
     """
 
     call: int
@@ -147,15 +146,15 @@ class NodeRecord(msgspec.Struct, frozen=True, omit_defaults=True):
 
 
 class About(msgspec.Struct, kw_only=True):
-    """Where a reproduction comes from.
+    """The origin of a reproduction.
 
     Attributes:
-        backend: the name of what compiled it.
+        backend: the name of the backend.
         dynamic, mode: settings, see :func:`compiled_autograd.enable`.
-        where: which backward it is, or which region of one, in words.
-        difference: what was found to be wrong; empty where nothing was.
-        state: of the process, by name, as text (:func:`guards.ambient.ambient`).
-        torch, version: of PyTorch, and of this project.
+        where: the backward, or the region of one, in words.
+        difference: the wrong result that was found; empty if none was.
+        state: the state of the process by name, as text (:func:`guards.ambient.ambient`).
+        torch, version: the versions of PyTorch and of this package.
     """
 
     backend: str = "inductor"
@@ -173,9 +172,9 @@ class Record(msgspec.Struct, kw_only=True):
 
     Attributes:
         order: see :class:`ir.TapeGraph`.
-        calls: of the tape graph, in the order in which they run; ``returned`` is what it gives.
-        tensors: those that are given; ``sizes`` and ``scalars`` likewise.
-        real: what lies in their memory is in the file; else it is made up.
+        calls: the calls of the tape graph, in order; ``returned`` has the results.
+        tensors: the input tensors; ``sizes`` and ``scalars`` are the other inputs.
+        real: True if the file has the values of the tensors; else values are made up.
     """
 
     format: int = FORMAT
@@ -196,13 +195,13 @@ class Record(msgspec.Struct, kw_only=True):
 
 
 def encoded(value: Any, known: Callable[[Any], Value]) -> Value:
-    """A value of a graph as a record.
+    """Encode a value of a graph.
 
     Args:
-        known: says what a node of the graph is.
+        known: returns the encoded value of a node of the graph.
 
     Raises:
-        TypeError: it is of a kind that is not stored.
+        TypeError: values of this type cannot be stored.
     """
     if isinstance(value, torch.fx.Node):
         return known(value)
@@ -223,14 +222,14 @@ def encoded(value: Any, known: Callable[[Any], Value]) -> Value:
 
 
 def decoded(value: Value, known: Callable[[Any], Any]) -> Any:
-    """Undo :func:`encoded`.
+    """Decode a value of :func:`encoded`.
 
     Args:
-        known: gives what stands for a :class:`Ref`, :class:`Given`, :class:`Argument`, :class:`Result` or
+        known: returns the value of a :class:`Ref`, :class:`Given`, :class:`Argument`, :class:`Result` or
             :class:`Scalar`.
 
     Raises:
-        ReproductionError: there is no such value.
+        ReproductionError: the value does not exist.
     """
     if isinstance(value, Listed):
         return [decoded(each, known) for each in value.items]
@@ -240,10 +239,10 @@ def decoded(value: Value, known: Callable[[Any], Any]) -> Any:
 
 
 def constant(value: Constant) -> Any:
-    """What a constant stands for.
+    """Decode a constant.
 
     Raises:
-        ReproductionError: there is none with this text.
+        ReproductionError: the constant is unknown to this PyTorch.
     """
     try:
         if value.kind in ("float", "complex"):
@@ -252,23 +251,23 @@ def constant(value: Constant) -> Any:
             return device_of(value.text)
         return _TABLES[value.kind][value.text]
     except (KeyError, ValueError):
-        raise ReproductionError(f"it has no {value.kind[:40]} {value.text[:40]!r} that is known here") from None
+        raise ReproductionError(f"the {value.kind[:40]} {value.text[:40]!r} in it is unknown here") from None
 
 
 def dtype_of(text: str) -> torch.dtype:
-    """A dtype by its name.
+    """Return the dtype with this name.
 
     Raises:
-        ReproductionError: there is none of this name.
+        ReproductionError: there is no such dtype.
     """
     return constant(Constant("dtype", text))
 
 
 def device_of(text: str) -> torch.device:
-    """A device by its name.
+    """Return the device with this name.
 
     Raises:
-        ReproductionError: it is none.
+        ReproductionError: the name is no device.
     """
     if _DEVICE.fullmatch(text):
         try:

@@ -1,5 +1,5 @@
-"""Tensors as records, and tensors made of records: in the same memory as one another where they were, of the same kind,
-filled with numbers that are made up, or with those that were stored.
+"""Record tensors, and make tensors from records: of the same kinds, with shared storages where the originals shared
+them, and with made-up or stored values.
 """
 
 from __future__ import annotations
@@ -20,24 +20,24 @@ from ..torch_api import attributes
 from .records import TensorRecord, device_of, dtype_of
 
 SMALL = 32
-"""Of a tensor of whole numbers with at most so many all are kept: they may be offsets, or a generator's state."""
+"""Maximum elements of an integer tensor whose values are all kept: it may be offsets, or a generator's state."""
 _LOOKED_AT = 1 << 16
-"""Of values of floating point the first so many say how large they are; of whole numbers all: they are indices."""
-_ALIGNED = 64  # a tensor lies as it did within so many bytes
+"""Number of first floating-point values that the statistics use. For integers all are used: they may be indices."""
+_ALIGNED = 64  # bytes: a tensor keeps its offset modulo this alignment
 _WHOLE = (torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64)
 _FLOATING = (torch.float32, torch.float64, torch.float16, torch.bfloat16)
 
 
 class Unusual(str):
-    """What stands in the place of a record for a tensor that has none, and why, in words."""
+    """A tensor that cannot be recorded, described in words."""
 
 
 def records_of(tensors: Sequence[torch.Tensor]) -> list[TensorRecord | Unusual]:
-    """A record for each tensor.
+    """Return a record for each tensor.
 
-    A device is waited for: that is for backwards that are compiled, or written.
+    Synchronizes with the device: call this only for backwards that are being compiled or written.
     """
-    storages: dict[int, tuple[int, int]] = {}  # by its address, its number and its first byte that is used
+    storages: dict[int, tuple[int, int]] = {}  # address -> number, and first byte in use
     with torch._C.DisableTorchFunctionSubclass(), torch.no_grad():
         for tensor in filter(_has_memory, tensors):
             place, start = tensor.untyped_storage()._cdata, _start(tensor)
@@ -57,7 +57,7 @@ def _record(tensor: torch.Tensor, storages: Mapping[int, tuple[int, int]], own: 
         offset = int(tensor.storage_offset()) - start // _ALIGNED * _ALIGNED // tensor.itemsize
     try:
         known = _known(tensor)
-    except Exception as error:  # noqa: BLE001  no kernel for the dtype, or no memory: nothing is known of what lies there
+    except Exception as error:  # noqa: BLE001  no kernel for the dtype, or out of memory: the values stay unknown
         raise_what_a_handler_raised(error)
         known = {}
     is_view = isinstance(tensor._base, torch.nn.Parameter)
@@ -72,19 +72,19 @@ def _has_memory(tensor: torch.Tensor) -> bool:
 
 
 def _start(tensor: torch.Tensor) -> int:
-    """The byte of its storage at which it begins."""
+    """Return the byte offset of a tensor in its storage."""
     return int(tensor.storage_offset()) * tensor.itemsize
 
 
 def _flat(tensor: torch.Tensor) -> torch.Tensor:
-    """All between its first and its last element, as it lies in memory."""
+    """Return all elements between the first and the last one in memory."""
     return tensor.detach().as_strided((extent(tensor),), (1,))
 
 
 def _known(tensor: torch.Tensor) -> dict[str, Any]:
-    """What a record has of what lies in a tensor's memory."""
+    """Return the statistics of a tensor's values for its record."""
     if tensor.is_neg():
-        tensor = tensor._neg_view()  # which is there without the minus
+        tensor = tensor._neg_view()  # the values in memory, without the negative bit
     if not _has_memory(tensor):
         return {"low": 0, "high": 0} if tensor.numel() else {}
     dtype, known = tensor.dtype, dict[str, Any]()
@@ -98,33 +98,33 @@ def _known(tensor: torch.Tensor) -> dict[str, Any]:
         values = _flat(tensor)[:_LOOKED_AT]
         values = values if dtype in (torch.float32, torch.float64) else values.to(torch.float32)
         deviation, mean = torch.std_mean(values, correction=0)
-        numbers = torch.stack([*values.aminmax(), mean, deviation]).tolist()  # a device is asked once
+        numbers = torch.stack([*values.aminmax(), mean, deviation]).tolist()  # one synchronization with the device
         if all(map(math.isfinite, numbers)):
             known["low"], known["high"] = numbers[:2]
             known["mean"], known["deviation"] = (float(f"{number:.4g}") for number in numbers[2:])
     return known
 
 
-# ---- made of records -------------------------------------------------------------------------------------------------
+# ---- from records ----------------------------------------------------------------------------------------------------
 
 
 def check(record: TensorRecord) -> None:
-    """Whether a tensor can be made of a record.
+    """Check that a tensor can be made from a record.
 
     Raises:
-        ReproductionError: a size or a stride is negative, there are not as many of both, or a bit is not one of its
-            dtype.
+        ReproductionError: a size or a stride is negative, their numbers differ, a conjugate bit does not fit the dtype,
+            or an integer is too large.
     """
     numbers = (*record.shape, *record.stride, record.offset, record.storage)
     if len(record.shape) != len(record.stride) or any(number < 0 or number >= 1 << 48 for number in numbers):
-        raise ReproductionError(f"it has a tensor of shape {record.shape[:8]} and strides {record.stride[:8]}")
+        raise ReproductionError(f"it has a tensor of invalid shape {record.shape[:8]} or strides {record.stride[:8]}")
     dtype = dtype_of(record.dtype)
     device_of(record.device)
     if record.conj and not dtype.is_complex:
         raise ReproductionError(f"it has a tensor of {record.dtype} with a conjugate bit")
     whole = [each for each in (record.low, record.high, record.ones, *(record.values or ())) if isinstance(each, int)]
     if any(abs(each) > 1 << 63 for each in whole):
-        raise ReproductionError("it has a tensor of whole numbers that no dtype has")
+        raise ReproductionError("it has a tensor of integers that are too large for any dtype")
 
 
 def _extent(record: TensorRecord) -> int:
@@ -134,7 +134,7 @@ def _extent(record: TensorRecord) -> int:
 
 
 def bytes_of(records: Sequence[TensorRecord]) -> dict[int, int]:
-    """How large the memory of each storage is."""
+    """Return the bytes of each storage."""
     sizes: dict[int, int] = {}
     for record in records:
         end = (record.offset + _extent(record)) * dtype_of(record.dtype).itemsize
@@ -143,7 +143,7 @@ def bytes_of(records: Sequence[TensorRecord]) -> dict[int, int]:
 
 
 def fakes(mode: FakeTensorMode, records: Sequence[TensorRecord]) -> list[torch.Tensor]:
-    """Fake tensors of the same kinds, each in memory of its own (:func:`lowering.fake_tensors.fake_of`)."""
+    """Return fake tensors of the same kinds, each with its own storage (:func:`lowering.fake_tensors.fake_of`)."""
     made = []
     for record in records:
         dtype = dtype_of(record.dtype)
@@ -158,18 +158,18 @@ def fakes(mode: FakeTensorMode, records: Sequence[TensorRecord]) -> list[torch.T
 def tensors(
     records: Sequence[TensorRecord], seed: int = 0, stored: Mapping[int, bytes] | None = None
 ) -> list[torch.Tensor]:
-    """Tensors, with made-up values: the same for one seed.
+    """Return tensors with made-up values, determined by the seed, or with stored values.
 
-    Numbers have the mean, the deviation and the bounds of the record; where it has none, they lie from 0 to 1, so that
-    they can be probabilities, and have a logarithm.
+    Made-up numbers have the mean, the deviation and the bounds of the record. Without these, they lie between 0 and 1,
+    so that they can be probabilities and have a logarithm.
 
     Args:
-        stored: what lies in the memory of each storage.
+        stored: the bytes of each storage; None for made-up values.
     """
     memory: dict[int, torch.Tensor] = {}
     devices = {record.storage: device_of(record.device) for record in records}
     for storage, size in bytes_of(records).items():
-        room = -(-size // 16) * 16  # whole elements of any dtype
+        room = -(-size // 16) * 16  # a multiple of every dtype's size
         if stored is None:
             memory[storage] = torch.zeros(room, dtype=torch.uint8)
         else:
@@ -212,7 +212,7 @@ def _drawn(count: int, record: TensorRecord, generator: torch.Generator) -> torc
 def _placed(memory: torch.Tensor, record: TensorRecord) -> torch.Tensor:
     dtype, storage = dtype_of(record.dtype), memory.untyped_storage()
     if (record.offset + _extent(record)) * dtype.itemsize > storage.nbytes():
-        raise ReproductionError(f"a tensor of shape {record.shape[:8]} does not fit into its memory")
+        raise ReproductionError(f"a tensor of shape {record.shape[:8]} does not fit into its storage")
     tensor = torch.empty(0, dtype=dtype, device=memory.device).set_(
         storage, record.offset, tuple(record.shape), tuple(record.stride)
     )
@@ -236,7 +236,7 @@ def _with_bits(tensor: torch.Tensor, record: TensorRecord) -> torch.Tensor:
 
 
 def stored_bytes(tensors: Sequence[torch.Tensor], records: Sequence[TensorRecord]) -> dict[int, bytes]:
-    """What lies in the memory of each storage, as far as the tensors of these records reach."""
+    """Return the bytes of each storage, as far as the tensors of these records reach."""
     sizes, found = bytes_of(records), dict[int, bytes]()
     for tensor, record in zip(tensors, records, strict=True):
         if record.storage in found or not _has_memory(tensor):

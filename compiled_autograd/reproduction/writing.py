@@ -1,4 +1,4 @@
-"""Writes a reproduction of a backward, or of one region of one: the one place that knows how."""
+"""Write a reproduction of a backward, or of one of its regions."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from ..steps.steps import RegionStep
 
 _MAX_KEPT = 20
-"""The largest number of reproductions that a process writes of its own accord."""
+"""Maximum number of reproductions that a process writes on its own."""
 _numbers = PROCESS.register(itertools.count())
 _log = logging.getLogger(__name__)
 
@@ -43,15 +43,15 @@ def write(
     """Write one backward to a file.
 
     Args:
-        given: what the tape graph is given, by kind of placeholder: ``input`` (tensors), ``size``, ``scalar``. Of
-            objects nothing is kept.
-        values: keep what lies in the tensors; else what is kept of it is how large the values of each are, and all of
-            small tensors of whole numbers.
-        known: what users' code gave, by node of the tape graph, as far as it is at hand.
+        given: the inputs of the tape graph by kind of placeholder: ``input`` (tensors), ``size``, ``scalar``. Objects
+            are not kept.
+        values: keep the values of the tensors; else only the statistics of each, and the values of small integer
+            tensors.
+        known: the results of users' code by node of the tape graph, as far as available.
 
     Raises:
-        ReproductionError: it has a tensor that cannot be made anew, as a sparse one.
-        OSError: it cannot be written.
+        ReproductionError: an input is a tensor that cannot be made up, such as a sparse one.
+        OSError: the file cannot be written.
     """
     gave = known or {}
 
@@ -73,11 +73,11 @@ def write_sample(
     about: About,
     tensors: Sequence[torch.Tensor] | None = None,
 ) -> None:
-    """The same from what is known of a backward that is over.
+    """Write a backward that is over to a file, from a sample of its inputs.
 
     Args:
-        kinds: what users' code gave.
-        tensors: those of the sample, where what lies in them is to be kept.
+        kinds: the kinds of the results of users' code.
+        tensors: the tensors of the sample, to keep their values; None to keep none.
 
     Raises:
         ReproductionError, OSError: see :func:`write`.
@@ -89,7 +89,7 @@ def write_sample(
 
 @dataclass(frozen=True)
 class Kept:
-    """A reproduction that was written without being asked for: where it is, None where there is none; and in words."""
+    """The result of :func:`keep`: the path of the reproduction, None if none was written; and the result in words."""
 
     path: str | None
     text: str
@@ -105,11 +105,11 @@ def keep(
 ) -> Kept:
     """Write a reproduction into a new folder that only this user can enter; see :func:`write`. Raises nothing."""
     if next(_numbers) >= _MAX_KEPT:
-        return Kept(None, f"{_MAX_KEPT} reproductions were written before, and no more are")
+        return Kept(None, f"no reproduction was written: this process has written {_MAX_KEPT}, the maximum")
     try:
         path = Path(tempfile.mkdtemp(prefix="compiled-autograd-")) / "reproduction.zip"
         write(path, tape, given, about=about, values=values, known=known)
-    except Exception as error:  # noqa: BLE001  what it is to show has been found, and is told without it
+    except Exception as error:  # noqa: BLE001  the mismatch is reported without a reproduction
         raise_what_a_handler_raised(error)
         _log.debug("no reproduction", exc_info=True)
         return Kept(None, f"a reproduction could not be written ({error})")
@@ -119,11 +119,11 @@ def keep(
 def region_tape(
     tape: ir.TapeGraph, step: RegionStep, slots: Sequence[Any]
 ) -> tuple[ir.TapeGraph, dict[str, list[Any]]]:
-    """A region as a tape graph of its own, with the leaves that its gradients go to, and what it is given.
+    """Return a region, with the leaves that receive its gradients, as a tape graph of its own, and its inputs.
 
     Args:
-        tape: of which it is a region.
-        slots: the values that it takes, and its leaves.
+        tape: the tape graph of the region.
+        slots: the slots of the run, with the region's inputs and leaves.
     """
     graph = fx.Graph()
     copies: dict[fx.Node, fx.Node | None] = {}

@@ -157,7 +157,9 @@ MISSES = {
     "environment": Miss("environment", "torch", "2.13.0", "2.13.1", "", 17.7),
     "evicted": Miss("evicted", "entry 77aa01", "", "", "raise the limit of 1.0 GB", 17.5),
     "corrupt": Miss("corrupt", "files/ab/ab12", "3200000 bytes", "0 bytes", "", 17.4),
-    "mismatch": Miss("mismatch", "0.weight", "what the real calls give", "1e-2 off", "the calls run one by one", 0.1),
+    "mismatch": Miss(
+        "mismatch", "0.weight", "the results of the real calls", "1e-2 off", "the calls run one by one", 0.1
+    ),
 }
 
 

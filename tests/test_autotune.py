@@ -733,7 +733,7 @@ def test_the_log_has_a_line_for_each_decision(clock: dict[str, float], monkeypat
     monkeypatch.setattr(reporting, "_write", lambda level, line: lines.append(line))
     run_small(ca.enable(backend="eager", tune=True), nn.Parameter(torch.randn(8)), 12)
     (line,) = [line for line in lines if line.startswith("timed ")]
-    assert line.startswith("timed SumBackward0, ") and line.endswith("; eager goes on")
+    assert line.startswith("timed SumBackward0, ") and line.endswith("; eager is used")
     assert "eager takes 2.00 ms, the compiled graph 3.00 ms (medians of 3 each)" in line
 
 

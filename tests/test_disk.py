@@ -457,7 +457,7 @@ def test_a_structure_that_an_older_version_stored_is_left_alone(folder: Path, mo
     miss = _reason(_again(lambda around: _sines(around), folder))
     assert (miss.kind, miss.hint) == (
         "first_seen",
-        "what the cache has is of another version, and is left alone: it is not compared",
+        "the cache has only structures of another version, which are not compared",
     )
     with shadow_cache.open(folder) as store:
         assert len(store.entries()) == 2

@@ -267,7 +267,7 @@ def test_a_hook_that_could_be_any_of_several_is_an_error() -> None:
     last.register_hook(lambda _: handle.remove())
     loss = last.sum()
     del inner, outer, last
-    with _session(), pytest.raises(RuntimeError, match="stands on several tensors"):
+    with _session(), pytest.raises(RuntimeError, match="is registered on several tensors"):
         loss.backward()
     assert leaf.grad is None
 

@@ -519,8 +519,8 @@ def test_what_is_asked_for() -> None:
         assert session.last is not None
         texts.append(str(msgspec.structs.replace(session.last.reasons[0], seconds=0.0, hint="")))  # type: ignore[type-var]
     assert texts[1:] == [
-        "node_attribute at what was called, for SumBackward0, 5 nodes: backward() -> autograd.grad()",
-        "node_attribute at what autograd.grad() was asked for, of SumBackward0, 5 nodes: "
+        "node_attribute at the call of autograd, for SumBackward0, 5 nodes: backward() -> autograd.grad()",
+        "node_attribute at the inputs of autograd.grad(), of SumBackward0, 5 nodes: "
         "gradient 0 from #2 MulBackward0, gradient 1 from #2 MulBackward0 -> "
         "gradient 1 from #2 MulBackward0, gradient 0 from #2 MulBackward0",
         "node_attribute at #2 MulBackward0: which inputs get a gradient: yes, yes -> no, yes",

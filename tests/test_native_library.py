@@ -213,7 +213,7 @@ def test_there_is_a_reason_where_there_can_be_none(tmp_path: Path, monkeypatch: 
     [
         (
             {"backend": "eager", "tune": True},
-            "without the extension, which takes longer than no session. tune=True leaves",
+            "without the extension, which is slower than no session. tune=True runs",
         ),
         ({"backend": "inductor", "native": False, "tune": False}, "calls of a backward one by one, .* would leave"),
         ({"backend": "eager", "native": False}, ""),

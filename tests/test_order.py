@@ -245,7 +245,7 @@ def test_another_order_says_so() -> None:
         x.grad = None
     assert session.last is not None
     assert [str(reason).partition(", ")[0] for reason in session.last.reasons] == [
-        "node_attribute at the order in which nodes run"
+        "node_attribute at the order of the nodes"
     ]
 
 
@@ -314,7 +314,7 @@ def test_another_order_under_each_policy(policy: str) -> None:
         wanted = torch.autograd.grad(_two_ways(x, 1, []), x)
         with session:
             if policy == "raise":
-                with pytest.raises(ca.CacheMissError, match="the order in which"):
+                with pytest.raises(ca.CacheMissError, match="the order of the nodes"):
                     torch.autograd.grad(_two_ways(x, 1, noted), x)
                 assert noted == []
                 continue
@@ -324,4 +324,4 @@ def test_another_order_under_each_policy(policy: str) -> None:
     assert session.stats().captures == 0
     if policy == "eager":
         expect(session.stats(), bypasses={"on_miss": 2})
-        assert session.last is not None and "the order in which nodes run" in str(session.last.reasons[1])
+        assert session.last is not None and "the order of the nodes" in str(session.last.reasons[1])

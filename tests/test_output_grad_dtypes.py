@@ -462,7 +462,7 @@ def test_another_declaration_is_explained_in_words() -> None:
             (miss,) = session.last.reasons
             texts = {SINGLE: "float32", None: "any dtype"}
             assert isinstance(miss, Miss) and (miss.kind, miss.old, miss.new) == ("dtype", "bfloat16", texts[declared])
-            assert miss.where.endswith("the dtype that is wanted of it")
+            assert miss.where.endswith("the required dtype")
 
 
 def test_a_tape_that_is_inspected_shows_it() -> None:

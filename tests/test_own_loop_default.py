@@ -84,7 +84,7 @@ def test_it_warns_once_where_it_was_asked_for_and_cannot_be(monkeypatch: pytest.
         assert _backward(session(), 3) == 0
         assert _backward(session(own_loop=None), 3) == 0
     assert [str(each.message) for each in told] == [
-        "compiled_autograd: own_loop=True does nothing: there is no extension: there is no C++ compiler."
+        "compiled_autograd: own_loop=True has no effect without the extension: there is no C++ compiler."
     ]
     assert session(own_loop=None).own_loop == "off: there is no C++ compiler"
 

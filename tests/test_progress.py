@@ -465,7 +465,7 @@ def test_a_display_that_fails_costs_a_warning_and_no_step(monkeypatch: pytest.Mo
     _notebook(monkeypatch)
     monkeypatch.setattr(sys.modules["IPython.display"], "display", broken, raising=False)
     monkeypatch.setattr(progress, "PATIENCE", 0.1)
-    with pytest.warns(UserWarning, match="progress could not be shown .ValueError: the kernel is gone"):
+    with pytest.warns(UserWarning, match="the progress line could not be shown .ValueError: the kernel is gone"):
         session = backward(1.2)
     assert session.stats().compiles == 1
 

@@ -128,7 +128,7 @@ def test_hits_of_the_fast_path_are_kept_too(native: NativeHits) -> None:
 def _slices(path: Path) -> list[dict[str, Any]]:
     events = json.loads(path.read_text())["traceEvents"]
     names = {each["tid"]: each["args"]["name"] for each in events if each["name"] == "thread_name"}
-    assert names == {1: "backward", 2: "compiling beside"}
+    assert names == {1: "backward", 2: "compiling in the background"}
     return [each for each in events if each["ph"] == "X"]
 
 

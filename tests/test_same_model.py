@@ -91,7 +91,7 @@ def test_another_way_through_the_model(session: Callable[[], ca.Session]) -> Non
         return model[2](hidden.tanh() if way == 0 else hidden if way == 1 else hidden.sin()).mean()
 
     hints = [_miss(session(), forward(way)).hint for way in range(3)]
-    assert hints[0] == "" and all("the forward took another way" in hint for hint in hints[1:])
+    assert hints[0] == "" and all("the forward took another branch" in hint for hint in hints[1:])
 
 
 def test_another_way_is_no_other_loss_though_it_is_called_elsewhere() -> None:
@@ -104,7 +104,7 @@ def test_another_way_is_no_other_loss_though_it_is_called_elsewhere() -> None:
         model.eval()(x).mean().backward()
     assert session.last is not None
     (miss,) = session.last.reasons
-    assert isinstance(miss, Miss) and miss.kind == "new_node" and "the forward took another way" in miss.hint
+    assert isinstance(miss, Miss) and miss.kind == "new_node" and "the forward took another branch" in miss.hint
 
 
 def _standard(real: torch.Tensor, fake: torch.Tensor) -> tuple[Loss, Loss]:
@@ -146,7 +146,7 @@ def test_the_two_losses_of_a_gan(gan: str, frozen: bool, together: bool) -> None
         loss().backward()
     assert session.last is not None and session.last.outcome == "structure_miss"
     (miss,) = session.last.reasons
-    assert isinstance(miss, Miss) and "took another way" not in str(miss)
+    assert isinstance(miss, Miss) and "took another branch" not in str(miss)
     if miss.kind == "new_node":
         assert "another loss on the same model" in miss.hint
     assert miss.kind in ("new_node", "first_seen" if frozen and not together else "node_attribute")
@@ -160,7 +160,7 @@ def test_another_loss_on_the_same_line(second: Any, session: Callable[[], ca.Ses
         model.zero_grad()
         miss = _miss(session(), loss(model(x)))
         assert miss.kind == ("new_node" if hint else "first_seen") and hint in miss.hint
-        assert "took another way" not in miss.hint
+        assert "took another branch" not in miss.hint
 
 
 def test_without_names_the_nearest_of_all_is_told(monkeypatch: pytest.MonkeyPatch) -> None:

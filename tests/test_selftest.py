@@ -289,7 +289,7 @@ def test_a_tape_that_met_another_thread_is_tried_again(monkeypatch: pytest.Monke
 
 
 def test_names_that_are_unknown() -> None:
-    with pytest.raises(ValueError, match="there is no part 'nothing'; there are: tensor hooks"):
+    with pytest.raises(ValueError, match="the part 'nothing' does not exist; the parts are tensor hooks"):
         selftest.run(["nothing"])
 
 

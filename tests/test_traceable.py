@@ -425,7 +425,7 @@ def test_one_that_is_no_python_function_is_called() -> None:
 
 
 def test_what_is_no_function_is_refused() -> None:
-    with pytest.raises(TypeError, match=r"traceable marks a subclass of torch\.autograd\.Function"):
+    with pytest.raises(TypeError, match=r"traceable takes a subclass of torch\.autograd\.Function"):
         ca.traceable(nn.Linear)  # type: ignore[type-var]
 
 

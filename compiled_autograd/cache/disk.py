@@ -41,7 +41,7 @@ if TYPE_CHECKING:
 
 _LATEST = 1000
 """At most this many of the store's latest misses are searched for what it lost."""
-_OTHER_RECORDS = "what the cache has is of another version, and is left alone: it is not compared"
+_OTHER_RECORDS = "the cache has only structures of another version, which are not compared"
 
 
 @dataclass(eq=False)
@@ -155,7 +155,7 @@ class Disk:
         keys = graph.tape.structure()
         depth, nearest = known.nearest(keys)
         if depth == len(keys):
-            hint = "its branches were made in another order in the forward; rounding and hooks depend on it"
+            hint = "the forward computed its branches in another order; rounding and hooks depend on the order"
             return Miss("node_attribute", "the order of execution", "that of another process", "another", hint)
         return structure_miss(graph.tape, keys, depth, nearest, shapes)
 
@@ -170,7 +170,7 @@ class Disk:
             return None
         if said is None or said.miss.kind not in ("evicted", "corrupt"):
             return None
-        where, hint = said.miss.where or title(graph.tape), said.miss.hint or "it was in the cache, and was removed"
+        where, hint = said.miss.where or title(graph.tape), said.miss.hint or "the entry was removed from the cache"
         return msgspec.structs.replace(said.miss, where=where, hint=hint, seconds=0.0)
 
     # ---- storing ---------------------------------------------------------------------------------------------------
@@ -246,7 +246,7 @@ class Disk:
             _NotStoredError: it cannot be stored.
         """
         if not is_repeatable(compiled.kind):
-            raise _NotStoredError("a function or hook handed on a value that its text does not tell")
+            raise _NotStoredError("a function or hook returned a value whose kind cannot be stored as text")
         stored = compiled.aten
         if isinstance(stored, StoredRegion):
             if compiled.proof.dropped == stored.record.dropped:
@@ -274,7 +274,7 @@ class Disk:
             if made.call is compiled.call and made.digest:
                 return self.store.read(made.digest)
         except StoreError as error:
-            raise _NotStoredError(f"what another process compiled was stored, and is gone: {error}") from error
+            raise _NotStoredError(f"code stored by another process has disappeared: {error}") from error
         artifact = backend.save(compiled.call)
         if artifact is None:
             raise _NotStoredError(backend.why_not_saved(compiled.call) or "its backend does not say why")
@@ -320,7 +320,7 @@ class Disk:
 
     def _write_no_more(self, error: StoreError) -> None:
         self.writable = False
-        warn_once(f"the cache on disk cannot be written, and what is compiled from now on is kept in memory: {error}")
+        warn_once(f"the cache on disk cannot be written, and new graphs are kept only in memory: {error}")
 
 
 class _NotStoredError(Exception):
@@ -342,4 +342,4 @@ def _id(graph: CompiledGraph) -> str:
 
 def warn_of_memory_alone(error: Exception) -> None:
     """Warn once that a store cannot be used."""
-    warn_once(f"the cache on disk cannot be used, and graphs are kept in memory alone: {error}")
+    warn_once(f"the cache on disk cannot be used, and graphs are kept only in memory: {error}")

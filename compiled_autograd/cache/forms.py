@@ -115,7 +115,7 @@ class Forms:
         calls: set[ir.Marked] = set()
         for call, part in self.described_in(state).items():
             if len({each[call] for each in passed if each.get(call, part) != part}) >= _MAX_PASSING:
-                call.called = f"traceable: what it depends on was new in more than {_MAX_PASSING} backwards"
+                call.called = f"traceable: its dependencies were new in more than {_MAX_PASSING} backwards"
                 calls.add(call)
         of = {node: self._hooks.get(node, node.target) for node in self._tape.graph.nodes}
         told = [

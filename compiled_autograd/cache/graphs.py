@@ -53,7 +53,7 @@ MAX_NODES = 100_000
 """The largest numbers of structures, and of nodes of all their tapes together, some 20 KiB each. Where there are more,
 the half that was used last stays."""
 _MAX_GONE = 100_000
-_EVICTED = "it was compiled before, and went because others were used since"
+_EVICTED = "it was compiled before, and evicted as the least recently used"
 USES = PROCESS.register(itertools.count(1))
 _ADDING = free_in_child(threading.RLock())  # planning is Python alone: threads would not do it side by side anyway
 
@@ -184,8 +184,8 @@ class CompiledGraph(WeaklyReferred):
             return []
         oldest = min(self.variants, key=lambda each: each.used)
         self.variants = [each for each in self.variants if each is not oldest]
-        hint = "dynamic=None makes one variant serve many sizes; what was evicted is compiled again when it comes back"
-        new = f"{MAX_VARIANTS + 1}, of which the least recently used went"
+        hint = "with dynamic=None, one variant serves many sizes; an evicted variant is compiled again when needed"
+        new = f"{MAX_VARIANTS + 1}, and the least recently used was evicted"
         return [Miss("variant_limit", title(self.tape), f"{MAX_VARIANTS} variants", new, hint)]
 
     def evict(self) -> None:
@@ -259,7 +259,7 @@ class CompiledGraph(WeaklyReferred):
             self.saving = path
             return
         if not self.variants:
-            raise ReproductionError("nothing was compiled of this structure, so no shapes of it are known")
+            raise ReproductionError("this structure was not compiled, so its shapes are unknown")
         variant = self.variants[-1]
         write_sample(path, self.tape, variant.sample, handed_on(variant), about(self.tape, variant.key))
 

@@ -110,5 +110,5 @@ def _nearest_stored(
     except Exception as error:  # noqa: BLE001  the tape is released by now, and only the reason is not known
         raise_what_a_handler_raised(error)
         what = f"{type(error).__name__}: {error}"
-        failures.append(Failure("explain", repr(graph), what, "the reason is that of this process alone"))
+        failures.append(Failure("explain", repr(graph), what, "the reason ignores the cache on disk"))
         return miss

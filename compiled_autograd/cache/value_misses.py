@@ -17,9 +17,9 @@ from ..shadow_cache import Miss
 from .records import VariantRecord
 from .variants import Handover, Shapes
 
-_STRIDES_HINT = "contiguous() where it is made would keep one layout"
+_STRIDES_HINT = "call contiguous() where the tensor is made to keep one layout"
 _DYNAMIC_STRIDES_HINT = "the stride is now dynamic; others are hits"
-_OTHER_SIZES = "what is stored serves other sizes; one more variant"
+_OTHER_SIZES = "the stored code serves other sizes; one more variant"
 
 
 def values_miss(
@@ -67,4 +67,4 @@ def stored_miss(tape: ir.TapeGraph, entry: str, record: VariantRecord, handover:
 
 def corrupt_entry(entry: str, error: Exception) -> Miss:
     """What the store has of a structure cannot be read."""
-    return Miss("corrupt", f"entry {entry}", "stored", f"{type(error).__name__}: {error}", "it is made anew")
+    return Miss("corrupt", f"entry {entry}", "stored", f"{type(error).__name__}: {error}", "it is compiled again")

@@ -43,7 +43,7 @@ def compare(step: Callable[..., Any], *args: Any, seconds: float = 120.0, **sett
     if not callable(step):
         raise TypeError(f"compare() takes a function that runs one step, not {type(step).__name__}")
     if not isinstance(seconds, int | float) or not seconds > 0:
-        raise ValueError(f"seconds is the limit of the comparison, a number above 0, and not {seconds!r}")
+        raise ValueError(f"seconds={seconds!r} is not possible; seconds is the time limit, a number above 0")
     given = {} if os.environ.get(f"{PREFIX}ON_MISS") else {"on_miss": "background"}
     try:
         session = enable(**given | settings)

@@ -1,1 +1,1 @@
-"""Why a backward was no hit, in the user's terms; and how it is told."""
+"""Diagnostics: why a backward was no hit, in the user's terms, and the logs and warnings that say it."""

@@ -1,4 +1,4 @@
-"""What is known, before the engine is asked, to be the eager engine's: one question for each reason."""
+"""Bypasses: the reasons to run a backward on the eager engine, and the checks before the engine is asked."""
 
 from __future__ import annotations
 
@@ -12,124 +12,127 @@ from ..errors import BrokenCaptureError, CacheMissError, UnsupportedBackwardErro
 from ..native.interface import Question
 from ..shadow_cache import Bypass, Miss, unsupported
 
-CREATE_GRAPH = Bypass("create_graph", hint="a backward that is differentiated again is left to the eager engine")
-BATCHED_GRADS = Bypass("batched_grads", hint="is_grads_batched, vmap and grad transforms are left to the eager engine")
+CREATE_GRAPH = Bypass("create_graph", hint="only the eager engine runs a backward that is differentiated again")
+BATCHED_GRADS = Bypass("batched_grads", hint="only the eager engine runs is_grads_batched, vmap and grad transforms")
 FORWARD_AD = Bypass(
-    "forward_ad", hint="a dual level is on, and gradients may have tangents, which compiled code would drop"
+    "forward_ad", hint="a forward AD level is on; compiled code would drop the tangents of the gradients"
 )
 INFERENCE_MODE = Bypass(
-    "inference_mode", hint="the stand-ins of a capture would be inference tensors; call backward outside of it"
+    "inference_mode", hint="a capture cannot run in inference mode; call backward outside of the mode"
 )
-DISPATCH_MODE = Bypass("dispatch_mode", hint="a TorchDispatchMode is on; leave it, or call backward outside of it")
+DISPATCH_MODE = Bypass("dispatch_mode", hint="a TorchDispatchMode is on; call backward outside of the mode")
 TRACING = Bypass("tracing", hint="torch.compile, export or jit.trace is tracing this backward itself")
 TORCH_COMPILED_AUTOGRAD = Bypass(
     "torch_compiled_autograd", hint="PyTorch's own compiled autograd is on; turn it off to use this one"
 )
 OTHER_THREAD = Bypass(
-    "other_thread_in_backward", hint="the engine's seam belongs to the process; the next backward is captured again"
+    "other_thread_in_backward",
+    hint="another thread holds the engine's capture hook, which exists once in a process; the next backward is "
+    "captured again",
 )
 INPUT_INSIDE = Bypass(
     "input_inside_tape",
-    hint="the gradient of a tensor inside the tape is asked for, and of none below it: the engine would free what the "
-    "node that made it saved, although that does not run. With retain_graph=True it compiles",
+    hint="only gradients of tensors inside the tape are asked for, and the engine would free tensors saved by nodes "
+    "that do not run. With retain_graph=True it compiles",
 )
 MAX_NESTED = 8
-"""Compiled backwards inside one another. Each takes more of Python's stack than one of the engine's."""
-DEEP = Bypass("deep_reentrant", hint=f"more than {MAX_NESTED} backwards inside one another; eager has threads for that")
+"""Maximum depth of nested compiled backwards. Each takes more of Python's stack than a backward of the engine."""
+DEEP = Bypass("deep_reentrant", hint=f"more than {MAX_NESTED} nested backwards; the eager engine has threads for these")
 INSIDE_ENGINE_CALL = Bypass(
-    "inside_engine_call", hint="called inside a backward whose tape has a hook made by C++, as retain_grad makes one"
+    "inside_engine_call", hint="called inside a backward whose tape has a C++ hook, such as the one of retain_grad"
 )
 FORKED = Bypass(
     "forked",
-    hint="this process was forked while another thread compiled, whose locks nobody lets go of here: what its "
-    "parent had compiled runs, the rest is left to the eager engine. The start method spawn or forkserver does without",
+    hint="this process was forked while another thread was compiling, and locks of that thread stay held: code that "
+    "the parent had compiled runs, and eager runs the rest. To avoid this, use the start method spawn or forkserver",
 )
 INSIDE_COMPILE = Bypass(
     "inside_compile",
-    hint="called in the midst of a walk or of compiling, by what Python ran there (gc, a signal's handler, a backend): "
-    "what is compiled already runs, the rest is left to the eager engine",
+    hint="called during a walk or a compile, by code that Python ran there (gc, a signal handler, a backend): code "
+    "that is compiled already runs, and eager runs the rest",
 )
-INTERRUPTED = Bypass("interrupted", hint="an exception, such as that of Ctrl-C, ended it before anything ran")
-BROKEN_CAPTURE = Bypass("broken_capture", hint="the engine failed while it reported a node, and nothing was run")
-COMPILING = Bypass("compiling", hint="it is being compiled in the background; a later step switches over")
+INTERRUPTED = Bypass("interrupted", hint="an exception, such as that of Ctrl-C, ended the backward before it ran")
+BROKEN_CAPTURE = Bypass("broken_capture", hint="the engine failed while it reported a node; the backward did not run")
+COMPILING = Bypass("compiling", hint="it is being compiled in the background; a later step will run the compiled code")
 OVER_BUDGET = Bypass(
     "over_budget",
-    hint="it is new, and compiling has cost more than hits have made up for; compile_budget=SECONDS sets how much may "
-    "be lost",
+    hint="it is new, and compiling has cost more time than hits have saved; compile_budget=SECONDS sets the limit of "
+    "this loss",
 )
 ZERO_GRADIENTS = Bypass(
     "zero_gradients",
-    hint="the last time all its gradients were zero, which shows nothing of compiled code; this is tried again from "
-    "time to time, and tune=False does without",
+    hint="all its gradients were zero the last time, so that compiled code could not be checked; it is tried again "
+    "from time to time, and tune=False always compiles",
 )
 CALL_BY_CALL = Bypass(
     "call_by_call",
-    hint="the last times users' code changed what was still to run (late_hook, saved_grad), and the rest ran call by "
-    "call, slower than eager; this is tried again from time to time, and tune=False does without",
+    hint="the last times, users' code changed the rest of the backward (late_hook, saved_grad), and this rest ran call "
+    "by call, slower than eager; it is tried again from time to time, and tune=False always compiles",
 )
 UNTESTED_TORCH = Bypass(
     "untested_torch",
-    hint="this PyTorch was not tested, and could give a wrong gradient if it was compiled for: "
-    'untested_torch="try" has the selftest run at the first enable(), and compiles if it passes',
+    hint="this package was not tested on this PyTorch, and compiled code could give wrong gradients: "
+    'untested_torch="try" runs the selftest at the first enable(), and compiles if it passes',
 )
-TURNED_OFF = Bypass("turned_off", hint="COMPILED_AUTOGRAD=0 in the environment turns every session off")
-ON_MISS = Bypass("on_miss", hint='not in the cache, and on_miss="eager" or "raise" compiles nothing')
+TURNED_OFF = Bypass("turned_off", hint="COMPILED_AUTOGRAD=0 in the environment turns all sessions off")
+ON_MISS = Bypass("on_miss", hint='it is not in the cache, and on_miss="eager" or "raise" compiles nothing')
 DDP_CPP_REDUCER = Bypass(
     "ddp_cpp_reducer",
-    hint="DDP's reducer communicates from C++ hooks. They are called from compiled code where the parameters are on "
-    "the CPU, the extension in C++ is built (the first one builds it), and .backward() was given no inputs; else by "
-    "the eager engine alone, also inside no_sync(). What compiles everywhere: fully_shard (a mesh of shape (ranks, 1) "
+    hint="DDP's reducer communicates from C++ hooks. Compiled code can call these hooks if the parameters are on the "
+    "CPU, the C++ extension is built (the first such backward builds it), and .backward() got no inputs; otherwise "
+    "only the eager engine can, also inside no_sync(). These always compile: fully_shard (a mesh of shape (ranks, 1) "
     "replicates), Python hooks that communicate, and DDP made under torch._dynamo.config.optimize_ddp = "
-    "'python_reducer' where every rank uses the same parameters and no buffers",
+    "'python_reducer' if every rank uses the same parameters and no buffers",
 )
 DDP_OF_INPUTS = Bypass(
     DDP_CPP_REDUCER.kind,
-    hint="the gradients of some inputs were asked for, by .backward(inputs=...) or autograd.grad, and leaves have "
-    "hooks of DDP's reducer: compiled code calls these only where every leaf gets its gradient. A .backward() without "
-    "inputs compiles, on the CPU and with the extension in C++",
+    hint="the gradients of only some inputs were asked for, by .backward(inputs=...) or autograd.grad, and leaves have "
+    "hooks of DDP's reducer: compiled code calls these hooks only if every leaf gets its gradient. A .backward() "
+    "without inputs compiles, on the CPU and with the C++ extension",
 )
 VIEW_WRITE = Bypass(
     "view_write",
-    hint="another function has written in place into a part of a tensor than in a tape that was captured, and the "
-    "engine does not tell the two apart; or it cannot be told which function it was",
+    hint="a function wrote in place into a part of a tensor, and the engine cannot tell this tape from a captured one "
+    "with another function there; or the function is unknown",
 )
 STREAM_CAPTURE = Bypass(
-    "stream_capture", hint="a CUDA graph is being captured on this stream, which compiling or copying would spoil"
+    "stream_capture", hint="a CUDA graph is being captured on this stream; compiling or copying would break the capture"
 )
 CUDA_DEVICES = Bypass(
-    "cuda_devices", hint="the tape lies on several CUDA devices; the eager engine has a thread for each of them"
+    "cuda_devices", hint="the tape uses several CUDA devices; the eager engine has a thread for each of them"
 )
 ROOTS_APART = Bypass(
     "cuda_devices",
-    hint="what backward is called on lies on the CPU and on CUDA; the eager engine computes these parts at the same "
-    "time, and of errors the first one counts",
+    hint="backward is called on tensors on the CPU and on CUDA; the eager engine computes both parts at the same time, "
+    "and raises the first error of the two",
 )
 
 
 def on_other_streams(what: str) -> Bypass:
-    """Part of the tape was recorded on another CUDA stream than the current one, or may have been: ``what`` was."""
+    """Return the bypass of a tape of which a part, ``what``, was or may have been recorded on another CUDA stream than
+    the current one."""
     return Bypass(
         "cuda_streams",
-        hint=f"{what} may not have been recorded on the CUDA stream that backward is called on, and only the eager "
-        "engine makes streams wait for one another; forward and backward under one torch.cuda.stream compile",
+        hint=f"{what} may have been recorded on another CUDA stream than the one on which backward is called, and only "
+        "the eager engine synchronizes streams. To compile, run forward and backward under one torch.cuda.stream",
     )
 
 
 tracing_context = functools.partial(getattr, torch._guards._TLS, "tracing_context", None)
-"""As ``TracingContext.try_get``, in one call (``torch/_guards.py``, 2.13)."""
+"""``TracingContext.try_get`` in one call (``torch/_guards.py``, 2.13)."""
 
 
 is_batched = torch._C._functorch.is_legacy_batchedtensor
-"""Return whether a gradient that a backward starts from is batched, as ``is_grads_batched`` has it."""
+"""Return whether an initial gradient is batched, as with ``is_grads_batched``."""
 
 
 def before_capture(create_graph: bool, grads: Sequence[torch.Tensor | None], depth: int) -> Bypass | None:
-    """The reason to leave a backward to the eager engine; None where there is none yet.
+    """Return the reason to run a backward on the eager engine; None if no reason is known before the capture.
 
     Args:
-        create_graph: the backward is to be differentiated again.
-        grads: the gradients that it starts from.
-        depth: in how many compiled backwards of this thread it is called.
+        create_graph: the backward will be differentiated again.
+        grads: the initial gradients.
+        depth: the number of this thread's compiled backwards that enclose this one.
     """
     if create_graph:
         return CREATE_GRAPH
@@ -151,11 +154,11 @@ def before_capture(create_graph: bool, grads: Sequence[torch.Tensor | None], dep
 
 
 def questions() -> list[Question]:
-    """What tells without Python that :func:`before_capture` has no reason, beside the keys of dispatch that are set for
-    the thread: transforms of functions, ``jit.trace``, modes and inference mode each set some."""
+    """Return the questions by which C++ checks that :func:`before_capture` has no reason. C++ also checks the thread's
+    dispatch keys: function transforms, ``jit.trace``, modes and inference mode set some."""
     threads_own = torch._guards._TLS
     if not hasattr(threads_own, "tracing_context"):
-        threads_own.tracing_context = None  # as `tracing` leaves it: to find that it is not there takes long
+        threads_own.tracing_context = None  # as `tracing` leaves it: a missing attribute takes longer to look up
     return [
         (torch.compiler, "_is_compiling_flag", False),
         (tracing_context, None, None),
@@ -166,20 +169,20 @@ def questions() -> list[Question]:
 
 
 _DDP = "C++ DDP Reducer"
-"""What the engine says of the hooks of DDP's reducer (``torch/csrc/distributed/c10d/reducer.cpp``). It refuses them
-while it collects the tape, at every walk and whether or not it knows the structure, so no structure leaves them out."""
+"""The name of the hooks of DDP's reducer in the engine's error (``torch/csrc/distributed/c10d/reducer.cpp``). The
+engine refuses them in every walk, also for known structures, so that no captured structure lacks them."""
 
 
 def is_refusal(error: Exception) -> bool:
-    """Whether the engine cannot report this tape; else the error is for a mistake of the user's, which eager words."""
+    """Return whether the engine cannot report this tape. Any other error is a mistake of the user; eager raises it."""
     return isinstance(error, NotImplementedError) or "compiled autograd" in str(error).lower()
 
 
 def refused_by_engine(error: BaseException, of_inputs: bool = False) -> Bypass:
-    """The reason where the engine has raised while it walked.
+    """Return the bypass for an error that the engine raised during its walk.
 
     Args:
-        of_inputs: it was asked for the gradients of some inputs alone.
+        of_inputs: only the gradients of some inputs were asked for.
     """
     if _DDP in str(error):
         return DDP_OF_INPUTS if of_inputs else DDP_CPP_REDUCER
@@ -188,12 +191,12 @@ def refused_by_engine(error: BaseException, of_inputs: bool = False) -> Bypass:
 
 
 def says_that_it_was_freed(error: BaseException) -> bool:
-    """Whether the engine was asked for a tape that has run before, and did not keep it."""
+    """Return whether the error says that the tape was freed by an earlier backward."""
     return str(error).startswith("Trying to backward through the graph a second time")
 
 
 def reason_of_end(error: BaseException) -> tuple[Bypass, Sequence[Miss]]:
-    """Why a backward that has raised ``error`` ran nowhere, and how it was no hit if that is why."""
+    """Return the bypass of a backward that raised ``error`` and did not run, and the misses of a CacheMissError."""
     if isinstance(error, BrokenCaptureError):
         return BROKEN_CAPTURE, ()
     if isinstance(error, CacheMissError):

@@ -1,4 +1,4 @@
-"""What differs between a call that belongs to a node of a known structure and the one at hand, in the user's terms."""
+"""Compare a call of a node with the same call in a known structure, and explain the difference in the user's terms."""
 
 from __future__ import annotations
 
@@ -15,16 +15,16 @@ SCALAR_TYPES = (
     *("uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64"),
     *("complex32", "complex64", "complex128", "bool", "qint8", "quint8", "qint32", "bfloat16"),
 )
-"""By number (``c10/core/ScalarType.h``): ``validate_outputs`` is given the dtype that it casts to as a number."""
+"""Dtypes by number (``c10/core/ScalarType.h``): ``validate_outputs`` gets the dtype of its casts as a number."""
 _WITH_ARGUMENTS = ("ops.", "call_backward", "AOTBackward", "traced_backward", "copy_slices", "accumulate_grad", "zeros")
-NUMBER_HINT = "a number that the forward passes as a number is part of the structure; as a tensor it would not be"
-_CTC_HINT = "ctc_loss saves lengths as numbers, each set of which is compiled; docs/troubleshooting.md has a way round"
+NUMBER_HINT = "a number saved by the forward is part of the structure; a tensor's value is not: use a tensor instead"
+_CTC_HINT = "ctc_loss saves lengths as numbers, and each set is compiled; see docs/troubleshooting.md for a workaround"
 _UNDEFINED_HINT = "each set of outputs that a loss uses is compiled once"
 _NOTHING, _ANY, _TRUE = Constant("", "nothing"), Constant("", ""), Constant("bool", "True")
 
 
 def call_miss(tape: ir.TapeGraph, depth: int, old: CallPart, new: CallPart) -> Miss | None:
-    """Which gradients are undefined, or which argument differs; None where the two differ in wiring alone."""
+    """Return a miss for different undefined gradients or arguments; None if only the wiring of the calls differs."""
     return _undefined(tape, depth, old, new) or _of_call(tape, depth, old, new)
 
 
@@ -37,16 +37,16 @@ def _undefined(tape: ir.TapeGraph, depth: int, old: CallPart, new: CallPart) -> 
         return None
     if len(patterns[0]) != len(patterns[1]):
         verb = "gives" if "validate_outputs" in new.function else "takes"
-        what = f"{call_name(tape, depth)}: how many gradients it {verb}"
+        what = f"{call_name(tape, depth)}: number of gradients that it {verb}"
         if depth == 0:
-            what = "how many tensors the backward starts from"
+            what = "number of tensors that the backward starts from"
         return Miss("node_attribute", what, str(len(patterns[0])), str(len(patterns[1])))
     texts = [" ".join("undefined" if undefined else "defined" for undefined in pattern) for pattern in patterns]
     return Miss("undefined_gradients", call_name(tape, depth), old=texts[0], new=texts[1], hint=_UNDEFINED_HINT)
 
 
 def _of_call(tape: ir.TapeGraph, depth: int, old: CallPart, new: CallPart) -> Miss | None:
-    """The first argument that differs, of two calls of one function."""
+    """Return a miss for the first argument that differs between two calls of one function."""
     function, where = new.function, call_name(tape, depth)
     if old.function != function or not function.startswith(_WITH_ARGUMENTS):
         return None
@@ -58,25 +58,25 @@ def _of_call(tape: ir.TapeGraph, depth: int, old: CallPart, new: CallPart) -> Mi
         if function == "call_backward" and index != 2:
             return _of_function(where, index, one, other)
         if isinstance(one, Listed) and all(_is_bool(leaf) for leaf in leaves((one, other))):
-            hint = "requires_grad of what goes in decides which gradients are computed"
+            hint = "requires_grad of the inputs decides which gradients are computed"
             return Miss("node_attribute", f"{where}: which inputs get a gradient", _yes(one), _yes(other), hint)
         name = argument_name(tape, depth, function, index)
         if name is None and _is_count(one) and _is_count(other):
-            continue  # a dtype or a count, which what follows tells better; else see dtype_miss
-        what = f"{where}: {name}" if name else f"{where}: what it saved"
+            continue  # a dtype or a count: a later argument explains the difference better, or else dtype_miss
+        what = f"{where}: {name}" if name else f"{where}: a saved value"
         return _of_options(what, one, other) or _of_argument(what, one, other)
     return _same_tensor(tape, depth, old, new)
 
 
 def dtype_miss(tape: ir.TapeGraph, depth: int, old: CallPart, new: CallPart) -> Miss | None:
-    """Numbers that a built-in node has beside what it saved: dtypes of what went in."""
+    """Return a miss for different dtypes of a built-in node's inputs, which the node has as numbers."""
     if not all(part.function.startswith("ops.") for part in (old, new)):
         return None
     for one, other in zip(old.arguments, new.arguments, strict=False):
         if one != other and _is_count(one) and _is_count(other):
             differing = ((a, b) for a, b in zip(leaves([one]), leaves([other]), strict=False) if a != b)
             for numbers in differing:
-                what = f"{call_name(tape, depth)}: what went in"
+                what = f"{call_name(tape, depth)}: dtype of an input"
                 return Miss("dtype", what, _dtype(numbers[0]), _dtype(numbers[1]), one_each("dtype"))
     return None
 
@@ -102,7 +102,7 @@ def _of_argument(what: str, old: Argument, new: Argument) -> Miss:
 
 
 def _described(argument: Argument, noun: str = "") -> str:
-    """Without the names that values have in a key."""
+    """Describe an argument without the names of values in a key."""
     values = values_of([argument])
     if not values:
         return f"0 {noun}s" if noun and argument == Listed(()) else str(argument)
@@ -114,10 +114,10 @@ def _described(argument: Argument, noun: str = "") -> str:
 
 
 def _of_function(where: str, index: int, old: Argument, new: Argument) -> Miss:
-    """An argument of :func:`functions.call_backward` that is not ``expected``."""
+    """Return a miss for a differing argument of :func:`functions.call_backward`."""
     if index == 1:
         counts = [str(len(list(leaves([each])))) for each in (old, new)]
-        return Miss("node_attribute", f"{where}: how many tensors it saved", counts[0], counts[1])
+        return Miss("node_attribute", f"{where}: number of saved tensors", counts[0], counts[1])
     if index == 3:
         words = {"True": "defined", "False": "undefined"}
         texts = [" ".join(words.get(text, text) for text in map(str, _items(each))) for each in (old, new)]
@@ -127,7 +127,7 @@ def _of_function(where: str, index: int, old: Argument, new: Argument) -> Miss:
 
 
 def _of_output(tape: ir.TapeGraph, depth: int, old: Argument, new: Argument) -> Miss:
-    """What the gradients that a node gives are made to be, for the nodes after it."""
+    """Return a miss for different metadata of the gradients that a node returns (``validate_outputs``)."""
     what = "the loss" if depth == 0 else f"the gradient from {call_name(tape, depth)}"
     found = _of_options(what, old, new)
     if found is not None:
@@ -140,13 +140,13 @@ def _of_output(tape: ir.TapeGraph, depth: int, old: Argument, new: Argument) -> 
     for one, other in zip(*wanted, strict=False):
         if one != other:
             texts = ["any dtype" if each is None else _dtype(each) for each in (one, other)]
-            return Miss("dtype", f"{what}: the dtype that is wanted of it", texts[0], texts[1], one_each("dtype"))
+            return Miss("dtype", f"{what}: the required dtype", texts[0], texts[1], one_each("dtype"))
     kinds = ["subclass" if _TRUE in leaves([each]) else "plain" for each in (old, new)]
     return Miss("node_attribute", f"{what}: the kind of tensor", kinds[0], kinds[1])
 
 
 def _of_options(what: str, old: Argument, new: Argument) -> Miss | None:
-    """Dtype and device, where an argument carries them."""
+    """Return a miss for different dtypes or devices in an argument."""
     for (old_device, old_dtype), (device, dtype) in zip(_options(old), _options(new), strict=False):
         if old_dtype != dtype:
             return Miss("dtype", what, _dtype(old_dtype), _dtype(dtype), one_each("dtype"))
@@ -156,7 +156,7 @@ def _of_options(what: str, old: Argument, new: Argument) -> Miss | None:
 
 
 def _options(argument: Argument) -> Iterator[tuple[Constant, int]]:
-    """The device and the dtype of each list in which one stands right after the other."""
+    """Yield the device and the dtype of each list in which a dtype follows a device."""
     items = _items(argument)
     for one, other in pairwise(items):
         if isinstance(one, Constant) and one.kind == "device" and type(other) is int:
@@ -170,7 +170,8 @@ def _dtype(number: Argument) -> str:
 
 
 def _same_tensor(tape: ir.TapeGraph, depth: int, old: CallPart, new: CallPart) -> Miss | None:
-    """One of the two takes a tensor that it, or a node before it, has taken already; the other takes one of its own."""
+    """Return a miss for calls of which one takes a tensor that an earlier argument or node has, and the other its
+    own."""
     known = uses(tape)
     for index, (one, other) in enumerate(zip(old.arguments, new.arguments, strict=False)):
         for before, after in zip(values_of([one]), values_of([other]), strict=False):
@@ -179,19 +180,19 @@ def _same_tensor(tape: ir.TapeGraph, depth: int, old: CallPart, new: CallPart) -
             texts = []
             for lifted, arguments in ((before, old.arguments), (after, new.arguments)):
                 if lifted in values_of(arguments[:index]):
-                    texts.append("a tensor that the same node has already")
+                    texts.append("a tensor that the same node already has")
                 elif known.get(lifted, depth) < depth:
                     texts.append(value_name(tape, lifted))
                 else:
                     texts.append("a tensor of its own")
             name = argument_name(tape, depth, new.function, index)
-            what = name or ("what it saved" if new.function != "accumulate_grad" else leaf_name(tape, depth))
-            hint = "whether two nodes hold one tensor or two is part of the structure"
+            what = name or ("a saved value" if new.function != "accumulate_grad" else leaf_name(tape, depth))
+            hint = "two nodes with the same tensor, and two nodes with two tensors, are different structures"
             return Miss("node_attribute", f"{call_name(tape, depth)}: {what}", texts[0], texts[1], hint)
     return None
 
 
-# ---- what an argument is ---------------------------------------------------------------------------------------------
+# ---- kinds of arguments ----------------------------------------------------------------------------------------------
 
 
 def _items(argument: Argument) -> tuple[Argument, ...]:
@@ -199,7 +200,7 @@ def _items(argument: Argument) -> tuple[Argument, ...]:
 
 
 def _unnamed(argument: Argument) -> Argument:
-    """An argument in which each value is alike."""
+    """Replace all values in an argument by one placeholder, to compare arguments without their values' names."""
     if isinstance(argument, Listed):
         return Listed(tuple(map(_unnamed, argument.items)))
     return _ANY if isinstance(argument, (Lifted, Value)) else argument
@@ -214,7 +215,7 @@ def _yes(argument: Argument) -> str:
 
 
 def _is_count(argument: Argument) -> bool:
-    """Whether it is a number that stands for a dtype or counts something, or a list of such."""
+    """Return whether an argument is a number that may be a dtype or a count, or a list of such numbers."""
     numbers = argument.items if isinstance(argument, Listed) else (argument,)
     return all(isinstance(number, int) and number >= 0 for number in numbers)
 

@@ -1,7 +1,7 @@
-"""Where the line can be shown that says what is being compiled: a terminal, a notebook, or lines of a file.
+"""Displays of the progress line: a terminal, a notebook, or lines of a file.
 
-A display has ``draw(text)``, ``erase()`` and ``pause(seconds)``: how long until it wants to be drawn again, that many
-seconds after the first compile began.
+A display has ``draw(text)``, ``erase()`` and ``pause(seconds)``, which returns the seconds until the next drawing,
+given the seconds since the first compile began.
 """
 
 from __future__ import annotations
@@ -20,30 +20,31 @@ import torch
 from ..process_state import PROCESS
 
 _COLUMNS = 80
-"""Of a terminal that does not say how many it has."""
+"""Assumed width of a terminal whose size is unknown."""
 _FEW, _SECONDS = 4, 0.05
-"""After no more texts than these in so many seconds, as bars of rich are, the line comes back at once; a flood of them
-has it wait until it is drawn again."""
-# The line stands below the one that the user writes on, of which nothing is lost: a prompt, or a bar of tqdm's.
+"""If the program wrote at most ``_FEW`` texts in the last ``_SECONDS`` seconds, as rich's progress bars do, the line is
+redrawn at once; after more, at the next regular drawing."""
+# The line stands below the cursor's line, so that a prompt or a tqdm bar there stays intact.
 _ROOM_BELOW = "\x1bD\x1bM"
-"""One line down, which scrolls at the end of the screen, and up again."""
+"""Move one line down, which scrolls at the end of the screen, and up again."""
 _BELOW = "\x1b7\x1b[B\r\x1b[2K{}\x1b8"
-"""Remember the place, go to the line below, empty and fill it, and go back."""
+"""Save the cursor, go to the line below, clear and fill it, and restore the cursor."""
 
 
 class Display(Protocol):
     def draw(self, text: str) -> None:
-        """Show a text in place of the one before."""
+        """Show a text in place of the previous one."""
 
     def erase(self) -> None:
-        """Have it vanish."""
+        """Remove the text."""
 
     def pause(self, seconds: float) -> float:
-        """Seconds until it is drawn again."""
+        """Return the seconds until the next drawing."""
 
 
 def display_for(setting: bool | None) -> Display | None:
-    """Where to show it: None where nobody looks, and on all ranks but the first, unless the setting is True."""
+    """Return the display for the setting ``progress``. None without a terminal or notebook, and on all ranks but the
+    first, unless the setting is True."""
     first = _rank() == 0
     if setting is False or (setting is None and not first):
         return None
@@ -68,26 +69,26 @@ def _in_notebook() -> bool:
 
 
 def _behind(stream: Any) -> Any:
-    """The stream itself, where a display of rich's has put something before it that writes whole lines alone."""
+    """Return the real stream behind the proxy of a rich display, which writes only whole lines."""
     return getattr(stream, "rich_proxied_file", stream)
 
 
 def _is_terminal(stream: Any) -> bool:
-    """Whether it leads to one that moves its cursor as it is told. What somebody else has put in a stream's place may
-    write to a file too, or change what it is given."""
+    """Return whether a stream is a terminal that can move its cursor. A stream replaced by other code does not count:
+    it may write to a file too, or change the text."""
     if os.name != "posix" or os.environ.get("TERM", "dumb") == "dumb" or not isinstance(stream, io.TextIOWrapper):
         return False
     try:
         return stream.isatty()
-    except ValueError:  # it is closed, or was taken apart
+    except ValueError:  # the stream is closed or detached
         return False
 
 
 class Terminal:
-    """A line that moves, and makes room for whatever is written meanwhile, by whichever thread.
+    """A moving line that makes room for other output of any thread.
 
-    While it is there, ``write`` of the two standard streams is ours, where they lead to a terminal: the line goes
-    before their text comes, and comes back after it.
+    While the line is shown, ``write`` of the two standard streams is wrapped, if they are terminals: the line is
+    cleared before other text, and drawn again after it.
     """
 
     def __init__(self) -> None:
@@ -98,7 +99,7 @@ class Terminal:
         self._watched: dict[Any, Any] = {}
 
     def draw(self, text: str) -> None:
-        """Show a text, as much of it as fits."""
+        """Show a text, cut to the width of the terminal."""
         with self._lock:
             if not self._watched:
                 self._watch()
@@ -107,12 +108,12 @@ class Terminal:
             except OSError:
                 columns = rows = 0
             if rows == 1:
-                return  # there is nothing below
+                return  # no line below the cursor
             self._drawn = _fitting(text, (columns or _COLUMNS) - 1)
             self._send(_ROOM_BELOW + _BELOW.format(self._drawn))
 
     def erase(self) -> None:
-        """Empty the line, and leave the streams alone."""
+        """Clear the line, and unwrap the streams."""
         with self._lock:
             self._clear()
             self.unwatch()
@@ -122,7 +123,7 @@ class Terminal:
         return 0.1
 
     def unwatch(self) -> None:
-        """Give the streams their ``write`` back, unless somebody has put another one over ours."""
+        """Restore the streams' ``write``, unless other code has wrapped it again since."""
         while self._watched:
             stream, (ours, before) = self._watched.popitem()
             if vars(stream).get("write") is ours:
@@ -165,23 +166,23 @@ class Terminal:
 
 
 def _fitting(text: str, columns: int) -> str:
-    """As much of a text as fits."""
+    """Cut a text to the width of the terminal."""
     if text.isascii():
         return text[:columns]
-    from rich.cells import set_cell_size  # which knows what is two columns wide
+    from rich.cells import set_cell_size  # knows characters of two columns
 
     return set_cell_size(text, columns).rstrip()
 
 
 class Notebook:
-    """An output of its own, which is changed; needs no widgets."""
+    """One output of a notebook cell, updated in place; needs no widgets."""
 
     def __init__(self) -> None:
         self._id: str | None = None
 
     def draw(self, text: str) -> None:
         """Show a text."""
-        from IPython.display import display, update_display  # who asked has found it imported
+        from IPython.display import display, update_display  # imported already, see _in_notebook
 
         if self._id is None:
             self._id = uuid.uuid4().hex
@@ -190,7 +191,7 @@ class Notebook:
             update_display({"text/plain": text}, raw=True, display_id=self._id)
 
     def erase(self) -> None:
-        """Leave nothing in it."""
+        """Empty the output."""
         if self._id is not None:
             self.draw("")
 
@@ -200,7 +201,7 @@ class Notebook:
 
 
 class Lines:
-    """Whole lines, one now and then, for a file or a pipe."""
+    """Whole lines at growing intervals, for a file or a pipe."""
 
     def draw(self, text: str) -> None:
         """Write a line."""
@@ -208,19 +209,19 @@ class Lines:
         sys.stderr.flush()
 
     def erase(self) -> None:
-        """They stay."""
+        """Do nothing: written lines stay."""
 
     def pause(self, seconds: float) -> float:
-        """Rarer and rarer, but once a minute."""
+        """Return a growing interval of 2 to 60 seconds."""
         return min(max(seconds, 2.0), 60.0)
 
 
 def _forget_in_child() -> None:
-    """The thread that draws is not in a forked child, and may have held the lock."""
+    """Unwrap the streams in a forked child: it lacks the drawing thread, perhaps the holder of the lock at the fork."""
     for terminal in list(SHOWN):
         terminal.unwatch()
 
 
 SHOWN: list[Terminal] = []
 PROCESS.register(SHOWN, after_fork=_forget_in_child)
-"""Those whose line is there."""
+"""The terminals whose line is shown."""

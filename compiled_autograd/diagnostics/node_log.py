@@ -1,8 +1,8 @@
-"""A line in the log for each node of a tape as it runs, with its incoming gradients (``f32[10,3]``), as
-``TORCH_LOGS="+autograd"`` has them for an eager backward; a region is a block.
+"""Log a line for each node of a tape as it runs, with its incoming gradients (``f32[10,3]``), like
+``TORCH_LOGS="+autograd"`` for an eager backward. A region is a block of lines.
 
-What runs as it is, is shown with the gradients in hand. Between the nodes of a region there are none: there the engine
-has reported which shape and dtype each node is to hand on, and of an undefined gradient (None) nothing comes but such.
+Uncompiled calls are logged with their real gradients. Between the nodes of a region there are no gradients: their
+shapes and dtypes are those that the engine reported, and a node with only undefined gradients (None) returns None.
 """
 
 from __future__ import annotations
@@ -24,7 +24,7 @@ from .node_names import call_name, title
 from .reporting import tell_of_nodes
 
 _FIRST_GRADIENT = 4
-"""Of what runs a Python function: object, saved tensors and two lists of flags come before the gradients."""
+"""Index of the first gradient in the call of a Python function, after object, saved tensors and two lists of flags."""
 _DTYPE_IN_OPTIONS = 3
 _UNKNOWN = "?"
 Lookup = Callable[[fx.Node], Any]
@@ -34,8 +34,8 @@ class NodeLog:
     """The log of one backward.
 
     Attributes:
-        regions: how many have run so far.
-        value: what a placeholder, or what some step made, is now; ``KeyError`` where that lies nowhere.
+        regions: the number of regions that have run so far.
+        value: returns the current value of a placeholder or of a result of a step; ``KeyError`` if there is none.
     """
 
     def __init__(self) -> None:
@@ -46,7 +46,7 @@ class NodeLog:
         self._does: dict[int, fx.Node] = {}
 
     def begin(self, tape: ir.TapeGraph, value: Lookup) -> None:
-        """A tape graph is about to run."""
+        """Log the begin of a tape graph's run."""
         self._tape, self.value = tape, value
         placeholders = tape.graph.find_nodes(op="placeholder")
         self._sizes = {node: self._slot(node) for node in placeholders if node.meta["lifted"].kind == "size"}
@@ -54,14 +54,15 @@ class NodeLog:
         tell_of_nodes(f"backward of {harmless(title(tape))}")
 
     def region(self, nodes: Sequence[fx.Node], how: str) -> None:
-        """Calls are about to run together, ``how`` in words."""
+        """Log calls that are about to run as a region; ``how`` says how in words."""
         self.regions += 1
         lines = [f"  {line}" for line in _Block(self, nodes).lines()]
         head = f"region {self.regions}, {how}: {len(lines)} node{'' if len(lines) == 1 else 's'}, {len(nodes)} calls"
         tell_of_nodes("\n".join([head, *lines]))
 
     def call(self, node: fx.Node) -> None:
-        """A call is about to run as it is: the function of a node of the tape, a hook, or what the engine adds."""
+        """Log an uncompiled call: the function of a node of the tape, or a hook. Calls that the engine adds are not
+        logged."""
         index = node.meta["call"]
         if self._does.get(index) is node:
             self._tell_node(node, [self.text(each) for each in entering(node)])
@@ -69,26 +70,25 @@ class NodeLog:
             tell_of_nodes(f"Executing: {ir.target_name(node)} of {self.name(index)}")
 
     def leaves(self, calls: Sequence[int]) -> None:
-        """Leaves are about to be written."""
+        """Log the leaves that are about to be written."""
         for index in calls:
             node = self._does[index]
-            kept = self._slot(node)  # in memory that the leaf can keep; else it copies what it is given
+            kept = self._slot(node)  # a gradient in memory that the leaf can keep; else the leaf copies its gradient
             self._tell_node(node, [self.text(node.args[2]) if kept is None else of_tensor(kept)])
 
     def _tell_node(self, node: fx.Node, gradients: Sequence[str]) -> None:
         tell_of_nodes(f"Executing: {self.line(node, gradients)}")
 
     def line(self, node: fx.Node, gradients: Sequence[str]) -> str:
-        """A node of the tape, by its function, and what comes in."""
+        """Return the line of a node of the tape, given its function and incoming gradients."""
         return f"{self.name(node.meta['call'])} with grad_outputs: [{', '.join(gradients)}]"
 
     def name(self, index: int) -> str:
-        """What people call a node of the tape."""
         assert self._tape is not None
         return harmless(call_name(self._tape, index))
 
     def text(self, value: Any) -> str:
-        """A gradient that is there; zeros that the engine makes for one that is not, stand for None."""
+        """Format a gradient. Zeros that the engine makes for an undefined gradient count as None."""
         if isinstance(value, fx.Node) and value.target is ir.zeros:
             return "None"
         return of_tensor(self._slot(value) if isinstance(value, fx.Node) else value)
@@ -100,11 +100,11 @@ class NodeLog:
             return None
 
     def does(self, node: fx.Node) -> bool:
-        """Whether it is the function of its node of the tape."""
+        """Return whether a call runs the function of its node of the tape."""
         return self._does.get(node.meta["call"]) is node
 
     def size(self, value: Any) -> Any:
-        """A size of the tape graph as a number."""
+        """Return a size of the tape graph as a number; ``"?"`` if unknown."""
         if not isinstance(value, fx.Node):
             return value
         if value in self._sizes:
@@ -113,9 +113,9 @@ class NodeLog:
 
 
 class _Block:
-    """What enters each node of a region.
+    """The incoming gradients of each node of a region.
 
-    ``known`` has a text for each of its values, and a list of texts for what gives several.
+    ``known`` has a text for each value of the region, and a list of texts for a node with several results.
     """
 
     def __init__(self, log: NodeLog, nodes: Sequence[fx.Node]) -> None:
@@ -147,7 +147,7 @@ class _Block:
         return _UNKNOWN
 
     def _handed_on(self, value: Any, metadata: Any) -> str:
-        """What becomes of a gradient that leads to a node for which the engine has reported this."""
+        """Return the text of a gradient after its validation with the metadata that the engine reported."""
         if metadata is None or self._text(value) == "None":
             return "None"
         options, sizes, *_, wanted = metadata
@@ -173,14 +173,14 @@ def _nowhere(node: fx.Node) -> Any:
 
 
 def _is_function(node: fx.Node) -> bool:
-    """Whether a call does what a node of the tape is there for."""
+    """Return whether a call runs the function of a node of the tape."""
     if isinstance(node.target, (ir.OpaqueOp, ir.InlinedBackward)):
         return not ir.is_validation(node)
     return node.target in (call_backward, ir.copy_slices_prologue, ir.accumulate_grad)
 
 
 def entering(node: fx.Node) -> Sequence[Any]:
-    """The gradients that the function of a node takes."""
+    """Return the gradients that the function of a node takes."""
     arguments: Any = node.args
     if node.target is ir.accumulate_grad:
         return [arguments[2]]
@@ -190,7 +190,7 @@ def entering(node: fx.Node) -> Sequence[Any]:
 
 
 def of_tensor(value: Any) -> str:
-    """``f32[10,3]``, or ``None`` for what is undefined."""
+    """Format a gradient: ``f32[10,3]``, or ``None`` for an undefined one."""
     if value is None:
         return "None"
     if not isinstance(value, torch.Tensor):

@@ -1,4 +1,4 @@
-"""What people call a node of a tape, and each value that it takes: parameters, layers, source lines, saved tensors."""
+"""Names for people of a tape's nodes and values, by parameters, layers, source lines and saved tensors."""
 
 from __future__ import annotations
 
@@ -11,17 +11,17 @@ from torch import fx
 from .. import ir
 
 _NEAR = 4
-"""How many edges away a layer may be to name a node after it."""
+"""Maximum number of edges from a node to the layer after which it is named."""
 _SIZES = re.compile(r"(?P<name>\w+?)_sym_(?P<kind>sizes|strides)(_opt)?")
 _OF_VIEWS = (
     *("the gradients", "sizes of the base", "strides of the base", "offset of the base"),
     *("sizes of the view", "strides of the view", "offset of the view"),
 )
-"""What :func:`ir.copy_slices_prologue` takes."""
+"""The arguments of :func:`ir.copy_slices_prologue`."""
 
 
 def call_name(tape: ir.TapeGraph, index: int) -> str:
-    """A node of the tape as people know it: its number, its name, the parameter or layer it belongs to, its line."""
+    """Return a node's name for people: its number, its name, its parameter or layer, and its source line."""
     call = tape.calls[index]
     if index == 0:
         return "where the backward starts"
@@ -31,25 +31,26 @@ def call_name(tape: ir.TapeGraph, index: int) -> str:
 
 
 def title(tape: ir.TapeGraph) -> str:
-    """A tape as people know it: what the backward begins at, the model, and how long it is."""
+    """Return a tape's name for people: the first nodes of the backward, the model, and the number of nodes."""
     roots = [tape.calls[index].name for index in tape.calls[0].edges or ()] or [call.name for call in tape.calls[1:2]]
     text = ", ".join(dict.fromkeys(roots)) or "an empty tape"
-    module, count = module_of(tape), len(tape.calls)  # the root is one of them, as in the tape graph's text
+    module, count = module_of(tape), len(tape.calls)  # with the root, as in the tape graph's text
     return f"{text}{f' of {module}' if module else ''}, {count} node{'' if count == 1 else 's'}"
 
 
 def module_of(tape: ir.TapeGraph) -> str | None:
-    """The class of the outermost module whose parameters it reaches, where that is known."""
+    """Return the class of the outermost module with parameters on the tape; None if unknown."""
     return next((call.module for call in tape.calls if call.module is not None), None)
 
 
 def leaf_name(tape: ir.TapeGraph, index: int) -> str:
-    """The parameter that a node accumulates into, or its number where no living module has it."""
+    """Return the name of the parameter of a leaf, or the leaf's number if no living module has the parameter."""
     return tape.calls[index].parameter or f"the leaf of #{index}"
 
 
 def layer_of(tape: ir.TapeGraph, index: int) -> str | None:
-    """``of 0.weight`` for a node that takes a parameter, ``after 0`` for one that takes what such a node gave."""
+    """Return ``of 0.weight`` for a node that takes a parameter, ``after 0`` for a node that takes the result of such a
+    node, None for others."""
     calls = tape.calls
     if calls[index].parameter is not None:
         return f"of {calls[index].parameter}"
@@ -67,7 +68,7 @@ def layer_of(tape: ir.TapeGraph, index: int) -> str | None:
 
 
 def module_near(tape: ir.TapeGraph, index: int) -> str | None:
-    """The module that a node belongs to, as far as parameters near it tell; the model's own name is empty."""
+    """Return the module of a node, inferred from parameters near it: empty for the model itself, None if unknown."""
     layer = layer_of(tape, index) if index else None
     if layer is None:
         return None
@@ -76,7 +77,7 @@ def module_near(tape: ir.TapeGraph, index: int) -> str | None:
 
 
 def parameters_at(tape: ir.TapeGraph, index: int) -> list[str]:
-    """The parameters that a node takes, as they are or through one node such as a transpose; weights first."""
+    """Return the parameters that a node takes, directly or through one node such as a transpose; weights first."""
     found = []
     for edge in tape.calls[index].edges or ():
         call = tape.calls[edge]
@@ -91,14 +92,14 @@ def parameters_at(tape: ir.TapeGraph, index: int) -> list[str]:
 
 
 def uses(tape: ir.TapeGraph) -> dict[ir.Lifted, int]:
-    """For each lifted value the first node of the tape that uses it; nothing for one that is only given back."""
+    """Return, for each lifted value that a node uses, the first such node of the tape."""
     users = [(node, next(iter(node.users), None)) for node in tape.graph.find_nodes(op="placeholder")]
     return {node.meta["lifted"]: user.meta["call"] for node, user in users if user is not None and "call" in user.meta}
 
 
 def value_name(tape: ir.TapeGraph, lifted: ir.Lifted) -> str:
-    """What a lifted value is: ``saved self of MulBackward0``, ``0.weight``, ``.grad of 0.weight``, a size of
-    something."""
+    """Return a lifted value's name for people: ``saved self of MulBackward0``, ``0.weight``, ``.grad of 0.weight``, or
+    a size of one of these."""
     placeholders = tape.graph.find_nodes(op="placeholder")
     node = next((node for node in placeholders if node.meta["lifted"] == lifted), None)
     user = next(iter(node.users), None) if node is not None else None
@@ -108,23 +109,23 @@ def value_name(tape: ir.TapeGraph, lifted: ir.Lifted) -> str:
             position = next((index for index, argument in enumerate(user.args) if node in _flat(argument)), 0)
             text = argument_of(tape, user, position)
             return text if dim is None else f"{text}, dimension {dim}"
-        node, user = user, next(iter(user.users), None)  # a size computed of sizes, or what a hook unpacks
-    return "a value that nothing uses" if user is None else "a value that is given back as it is"
+        node, user = user, next(iter(user.users), None)  # a size computed from sizes, or the result of an unpack hook
+    return "an unused value" if user is None else "a value that is returned unchanged"
 
 
 def node_name(tape: ir.TapeGraph, node: fx.Node) -> str:
-    """What any value of the tape graph is: a placeholder's name for people, or what a node of the tape gave."""
+    """Return the name for people of any value of the tape graph: a lifted value, or a result of a node."""
     if node.op == "placeholder":
         return value_name(tape, node.meta["lifted"])
     if node.target is operator.getitem:
         source, index = node.args
         assert isinstance(source, fx.Node)
         return f"gradient {index} from {call_name(tape, source.meta['call'])}"
-    return f"what {call_name(tape, node.meta['call'])} gave"
+    return f"the result of {call_name(tape, node.meta['call'])}"
 
 
 def _dimension(argument: Any, node: Any) -> int | None:
-    """The place of a size in the innermost list that has it; None where it stands alone."""
+    """Return the index of a size in the innermost list that contains it; None if it is in no list."""
     for each in argument:
         if isinstance(each, (list, tuple)):
             if node in each:
@@ -142,7 +143,7 @@ def _flat(argument: Any) -> list[Any]:
 
 
 def argument_of(tape: ir.TapeGraph, call: fx.Node, position: int) -> str:
-    """One argument of a call: ``saved self of MulBackward0 after 0``."""
+    """Return the name for people of an argument of a call: ``saved self of MulBackward0 after 0``."""
     where = call_name(tape, call.meta["call"])
     if call.target is ir.accumulate_grad:
         leaf = leaf_name(tape, call.meta["call"])
@@ -157,22 +158,23 @@ def argument_of(tape: ir.TapeGraph, call: fx.Node, position: int) -> str:
     if name is not None:
         return f"{readable(name)} of {where}"
     if isinstance(call.target, ir.OpaqueOp):
-        return f"what {where} saved"
+        return f"a saved value of {where}"
     kinds = {"call_backward": "saved tensors", "Packed": "saved tensors", "unpack_hook": "saved tensors"}
     return f"{kinds.get(ir.target_name(call), 'an input')} of {where}"
 
 
 def readable(name: str) -> str:
-    """``saved self`` for what PyTorch's node calls ``_saved_self``, ``sizes of self`` for ``_saved_self_sym_sizes``."""
+    """Return ``saved self`` for the attribute ``_saved_self`` of PyTorch's node, ``sizes of self`` for
+    ``_saved_self_sym_sizes``."""
     match = _SIZES.fullmatch(name)
     return f"{match['kind']} of {match['name']}" if match else f"saved {name}"
 
 
 def _names(tape: ir.TapeGraph, call: fx.Node) -> dict[int, str]:
-    """For a built-in node, the name of each saved value, by its position among the call's arguments.
+    """Return the names of a built-in node's saved values, by their positions among the call's arguments.
 
-    Both come in one order, but the engine hands over more than has a name (layouts, dtypes); so each name goes to the
-    first argument that can be its.
+    Names and arguments are in the same order, but some arguments have no name (layouts, dtypes). Each name therefore
+    goes to the first argument that can have it.
     """
     names = list(tape.calls[call.meta["call"]].saved)
     found: dict[int, str] = {}
@@ -183,7 +185,7 @@ def _names(tape: ir.TapeGraph, call: fx.Node) -> dict[int, str]:
 
 
 def _can_be(argument: Any, saved: ir.SavedValue) -> bool:
-    """Whether an argument can be a saved value."""
+    """Return whether an argument can be this saved value."""
     kinds = {ir.value_kind(each) for each in _flat(argument)}
     if saved.is_tensor:
         return kinds <= {"tensor", "none", "packed"}
@@ -193,7 +195,7 @@ def _can_be(argument: Any, saved: ir.SavedValue) -> bool:
 
 
 def argument_name(tape: ir.TapeGraph, index: int, function: str, position: int) -> str | None:
-    """The name of one saved value of a node's built-in function, such as ``saved exponent``; None where it has none."""
+    """Return the name of a saved value of a built-in node, such as ``saved exponent``; None if it has no name."""
     for call in tape.by_call().get(index, ()):
         if ir.target_name(call) == function:
             if call.target is ir.copy_slices_prologue:

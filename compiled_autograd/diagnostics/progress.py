@@ -1,6 +1,6 @@
-"""One line that moves while a step waits for a long capture, trace or compile: the stage, and the seconds so far.
+"""The progress line: shows the stage and the seconds so far while a step waits for a long capture, trace or compile.
 
-A step that waits for nothing has none: what is compiled in the background shows nothing.
+Compiles in the background show nothing.
 """
 
 from __future__ import annotations
@@ -17,31 +17,31 @@ from .displays import Display, display_for
 from .reporting import warn_once
 
 PATIENCE = 2.0
-"""Seconds of capturing, or of tracing and compiling, in one backward, after which there is a line."""
+"""Seconds of capturing, or of tracing and compiling, in one backward, before the line appears."""
 _TURNS = "|/-\\"
 
 
 class Wait:
-    """The wait of one backward, from its first compile on, or while it is captured.
+    """The wait of one backward, from its first compile on, or during its capture.
 
     Args:
-        setting: False shows nothing; True also where nobody is known to look: in a pipe, and on every rank.
+        setting: the setting ``progress``. False shows nothing; True also writes to pipes and files, and on every rank.
     """
 
     def __init__(self, setting: bool | None) -> None:
         self._display: Display | None = display_for(setting)
         self._started = time.monotonic()
-        self._lock = threading.RLock()  # what is compiled in its midst, of ``gc`` or a signal, is shown too
+        self._lock = threading.RLock()  # reentrant: ``gc`` or a signal handler may compile inside, and shows that too
 
     @contextmanager
     def shown(self, what: Callable[[], tuple[str, str]]) -> Iterator[None]:
-        """Around one compile or capture; ``what`` says what is done, and with which tape. The line is gone at the end,
-        however that comes."""
+        """Show the line during one compile or capture, and remove it at the end, also after an exception. ``what``
+        returns the stage and the name of the tape."""
         if self._display is None:
             yield
             return
         done = threading.Event()
-        show = contextvars.copy_context().run  # a notebook knows by it which cell an output belongs to
+        show = contextvars.copy_context().run  # by the context, a notebook finds the cell of an output
         thread = threading.Thread(target=show, args=(self._show, what, done), name="compiled_autograd", daemon=True)
         try:
             thread.start()
@@ -67,18 +67,18 @@ class Wait:
         return time.monotonic() - self._started
 
     def _on_display(self, act: Callable[[Display], None], done: threading.Event, wanted: bool) -> None:
-        """Do something with the display, if the compile is done or not, as ``wanted``.
+        """Call ``act`` with the display if the compile is done (``wanted`` True) or not yet done (False).
 
-        What fails there must cost no step: it is warned of, and there is no line any more.
+        A failure must not fail the step: it gives a warning, and the line is not shown any more.
         """
         with self._lock:
             if self._display is None or done.is_set() is not wanted:
                 return
             try:
                 act(self._display)
-            except Exception as error:  # noqa: BLE001  it is warned of, below
+            except Exception as error:  # noqa: BLE001  gives a warning, below
                 raise_what_a_handler_raised(error)
                 self._display, failed = None, error
             else:
                 return
-        warn_once(f"progress could not be shown ({type(failed).__name__}: {failed}).")
+        warn_once(f"the progress line could not be shown ({type(failed).__name__}: {failed}).")

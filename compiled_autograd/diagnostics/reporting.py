@@ -1,7 +1,7 @@
-"""Tells people what became of a backward: a line in the log, a warning when one reason comes again and again.
+"""Logs and warnings: a log line for each backward that was no hit, and a warning if one reason repeats.
 
-The log is that of ``TORCH_LOGS``: INFO has a line for each backward that was no hit, and for each decision; DEBUG has
-each node as it runs too (:mod:`node_log`).
+The log is the one of ``TORCH_LOGS``. INFO has a line for each backward that was no hit, and for each tuning decision.
+DEBUG also has a line for each node as it runs (:mod:`node_log`).
 """
 
 from __future__ import annotations
@@ -25,27 +25,27 @@ from ..shadow_cache import Bypass, Failure, Miss, Timing, compile_counter
 from .users_line import users_line
 
 REPEATS_BEFORE_WARNING = 8
-"""Misses of one kind at one node before a warning."""
+"""Number of misses of one kind at one node that triggers a warning."""
 _MAX_WARNED = 1000
-"""The largest number of texts kept of what was warned of; then the oldest goes, and may be warned of once more."""
+"""Maximum number of remembered warnings. Beyond it the oldest is forgotten, and may be issued again."""
 _ADDRESS = re.compile(r"\b0x[0-9a-fA-F]+")
 _warned: dict[str, None] = {}
 PROCESS.register(_warned, restart=_warned.clear)
 _NOT_REPEATING = ("first_seen", "evicted")
 
 _NAME = "compiled_autograd"
-"""PyTorch has registered it for its own compiled autograd; ``TORCH_LOGS="+compiled_autograd"`` turns both on."""
+"""The log's name. PyTorch's own compiled autograd has it too: ``TORCH_LOGS="+compiled_autograd"`` turns both on."""
 _LEVELS = {"+": logging.DEBUG, "": logging.INFO, "-": logging.ERROR}
 _LOG_SETTING = re.compile(rf"(?:^|[,\s\"'])([+-]?){_NAME}(?=$|[,\s\"'])")
 _log = torch._logging.getArtifactLogger(__name__, _NAME)
 is_told_at = _log.isEnabledFor
-"""Whether the log takes lines of a level."""
+"""Returns whether the log takes lines of a level."""
 
 
 def level_in(setting: str) -> int | None:
-    """The level that a value of ``TORCH_LOGS`` asks of this log; None where it does not name it.
+    """Return the level of this log in a value of ``TORCH_LOGS``; None if the value does not name this log.
 
-    To PyTorch the name is that of an artifact, which has no levels: with "+", without it and with "-", it is at DEBUG
+    For PyTorch the name is an artifact without levels: DEBUG with "+", without a sign and with "-"
     (``torch/_logging/_internal.py``, 2.13).
     """
     signs = _LOG_SETTING.findall(setting)
@@ -61,7 +61,7 @@ Reasons = Iterable[Bypass | Miss | Failure]
 
 
 def tell(outcome: str, reasons: Reasons, seconds: Mapping[str, float], compiles: int) -> None:
-    """One line for a backward that was no hit, or on which something failed; and who counts compiles is told."""
+    """Log a backward that was no hit or had a failure, and add its compiles to the counters."""
     is_logged = bool(reasons) and _log.isEnabledFor(logging.INFO)
     if not is_logged and not compiles:
         return
@@ -74,12 +74,12 @@ def tell(outcome: str, reasons: Reasons, seconds: Mapping[str, float], compiles:
 
 
 logs_nodes = functools.partial(_log.isEnabledFor, logging.DEBUG)
-"""Whether each node is to be shown as it runs; asked at each hit."""
+"""Returns whether to log each node as it runs; called at each hit."""
 
 
 def questions_about_log() -> list[Question]:
-    """What tells without Python that :func:`logs_nodes` still says no: a logger keeps its answers until some level is
-    set (``Logger.isEnabledFor`` in ``logging/__init__.py``, 3.10 to 3.14)."""
+    """Return the question by which C++ checks that :func:`logs_nodes` is still False. A logger caches its answers until
+    a level is set (``Logger.isEnabledFor`` in ``logging/__init__.py``, 3.10 to 3.14)."""
     kept = getattr(_log, "_cache", None)
     if logs_nodes() or not isinstance(kept, dict):
         return [(logs_nodes, None, False)]
@@ -87,13 +87,13 @@ def questions_about_log() -> list[Question]:
 
 
 def tell_decision(what: Callable[[], str], timing: Timing) -> None:
-    """One line for a tape that was timed against eager; ``what`` says which, and looks for names."""
+    """Log the tuning decision of a tape. ``what`` returns the tape's name, and is called only if the log is on."""
     if _log.isEnabledFor(logging.INFO):
-        _write(logging.INFO, f"timed {what()}: {timing}; {timing.winner} goes on")
+        _write(logging.INFO, f"timed {what()}: {timing}; {timing.winner} is used")
 
 
 def tell_of_nodes(text: str) -> None:
-    """What is about to run, in one line or several."""
+    """Log nodes that are about to run, in one or several lines."""
     _write(logging.DEBUG, text)
 
 
@@ -109,11 +109,11 @@ def _write(level: int, text: str) -> None:
 
 
 def count_repeats(counts: Counter[tuple[str, str]], reasons: Reasons) -> None:
-    """Warn once of a reason that comes back at the same place.
+    """Warn once if misses of one kind repeat at the same place.
 
     Args:
-        counts: how often each kind of miss was met so far, by kind and place; is brought up to date.
-        reasons: of one more backward.
+        counts: the number of misses so far, by kind and place; updated in place.
+        reasons: the reasons of one more backward.
     """
     for miss in reasons:
         if not isinstance(miss, Miss) or miss.kind in _NOT_REPEATING:
@@ -122,31 +122,31 @@ def count_repeats(counts: Counter[tuple[str, str]], reasons: Reasons) -> None:
         if counts[miss.kind, miss.where] == REPEATS_BEFORE_WARNING:
             warn_once(
                 f"{REPEATS_BEFORE_WARNING} backwards missed for the same reason, the last one: {miss}. "
-                "Each such miss is compiled anew."
+                "Each such miss compiles again."
             )
 
 
 def warn_of(failure: Failure) -> None:
-    """Once in a process for each."""
+    """Warn of a failure, once per process."""
     warn_once(f"{failure}. {what_follows(failure)}")
 
 
 def what_follows(failure: Failure) -> str:
-    """Say what a failure means for gradients."""
+    """Return in words the effect of a failure on gradients."""
     if failure.kind == "mismatch":
-        return "Gradients are right: those of the real calls were used. Compiled code was wrong; please report it."
+        return "Gradients are right: those of the real calls were used. Compiled code was wrong; please report the bug."
     if failure.kind == "unproved":
         return "Gradients are right: those of the real calls were used."
-    return "Gradients are right; this is only slower."
+    return "Gradients are right; the backward is only slower."
 
 
 def warn_once(text: str, key: str = "") -> None:
-    """Warn of something once in a process, at the user's line. Two texts that differ in addresses of objects alone are
-    one, and so are two with one ``key``. The text ends in a full stop, or in a path to paste.
+    """Issue a warning at the user's line, once per process. Texts that differ only in addresses of objects count as
+    one, and so do texts with the same ``key``. The text ends with a full stop, or with a path to paste.
 
-    Where the user has made errors of warnings, a line of the log takes its place. All that is warned of in here is what
-    makes a step slower, and it comes in the middle of one, when the tape is released: raised there, it would take along
-    gradients that are right and cannot be had again. The session has it among its reasons too.
+    If the user has turned warnings into errors, the warning goes to the log instead. These warnings say only that a
+    step is slower, and come in the middle of a step, after the tape was freed. Raised there, a warning would lose
+    gradients that are right and cannot be computed again. The session has the reason too.
     """
     key = key or _ADDRESS.sub("0x...", text)
     if key in _warned:
@@ -162,7 +162,7 @@ def warn_once(text: str, key: str = "") -> None:
 
 @contextlib.contextmanager
 def not_warning() -> Iterator[None]:
-    """Inside, no warning is printed in this process; what :func:`warn_once` would have said may be said again."""
+    """Suppress warnings of this process inside. Warnings suppressed in :func:`warn_once` may be issued again later."""
     before = dict(_warned)
     try:
         with warnings.catch_warnings():
@@ -174,21 +174,21 @@ def not_warning() -> Iterator[None]:
 
 
 def tell_of_own_error(own: BaseException, users: BaseException) -> None:
-    """Something of ours failed in the account of a backward that ended with an error of its own, which goes first."""
+    """Log an error of this package in the account of a backward that raised an error itself; that error is raised."""
     _write(logging.ERROR, f"{type(own).__name__}: {own}, after {type(users).__name__}. Please report it as a bug.")
 
 
 def failure_of(stage: str, backend: str, region: Region, error: BaseException) -> Failure:
-    """A step of the way from a region to compiled code has raised."""
+    """Return the failure of a stage, from a region to its compiled code, that raised an error."""
     where = f"backend {backend!r}, a region of {len(region.nodes)} calls"
     what = text_of(error).partition("\n")[0]
     return Failure(stage, where, what[:300], "the region's calls run one by one")
 
 
 def text_of(error: BaseException) -> str:
-    """Its class, and what it says."""
+    """Return an error's class and message."""
     name = type(error).__name__
     try:
         return f"{name}: {error}"
-    except Exception as own:  # noqa: BLE001  the step goes on whatever the class of a backend's error does
-        return f"{name}: (its text cannot be had: {type(own).__name__})"
+    except Exception as own:  # noqa: BLE001  the step goes on also if ``str`` of a backend's error raises
+        return f"{name}: (its message raised {type(own).__name__})"

@@ -1,4 +1,4 @@
-"""Tapes of one model: told by names of parameters, and how one of them differs from the others."""
+"""Tapes of one model, recognized by their parameters, and hints on how one of them differs from the others."""
 
 from __future__ import annotations
 
@@ -12,9 +12,9 @@ from .users_line import users_line
 
 LOSS_HINT = "another loss on the same model; each loss is compiled once"
 _END_HINT = "another loss on the same model, or another end of the model itself; each is compiled once"
-WAY_HINT = "the forward took another way here; each way that it takes is compiled once"
+WAY_HINT = "the forward took another branch here; each branch is compiled once"
 Known = tuple[ir.TapeGraph, str]
-"""A tape that was captured before, and the user's line that called its backward."""
+"""A tape captured earlier, and the user's line that called its backward."""
 
 
 class HasTape(Protocol):
@@ -24,9 +24,9 @@ class HasTape(Protocol):
 
 
 def may_be_of_model_of(tape: ir.TapeGraph) -> Callable[[HasTape], bool]:
-    """Return what tells whether another tape of this process reaches parameters of an outermost module that ``tape``
-    reaches too. Where no names are known of one of the two, the answer is yes."""
-    models = functools.cache(lambda: _models(tape))  # names are not looked for where nothing else is known
+    """Return a function that says whether another tape of this process has parameters of the same outermost module as
+    ``tape``. The answer is True if the names of one of the two tapes are unknown."""
+    models = functools.cache(lambda: _models(tape))  # lazily: without other tapes, names are not looked up
 
     def may_be(other: HasTape) -> bool:
         others = _models(other.tape) if models() else None
@@ -36,10 +36,10 @@ def may_be_of_model_of(tape: ir.TapeGraph) -> Callable[[HasTape], bool]:
 
 
 def hint_at(tape: ir.TapeGraph, depth: int, others: Sequence[Known] = ()) -> str:
-    """Say how a known model was used otherwise, where its tape parts from others at the node ``depth``.
+    """Return a hint on how a known model was used differently, given the first node ``depth`` that differs.
 
     Args:
-        others: tapes of this process from which it parts there.
+        others: tapes of this process that agree up to this node.
     """
     if not _models(tape):
         return WAY_HINT

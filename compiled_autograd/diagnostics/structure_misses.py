@@ -1,7 +1,7 @@
-"""Why a structure is new, in the user's terms: which node, whose parameter, what it was and what it is.
+"""Explain why a structure is new, in the user's terms: the node, its parameter, the old and the new value.
 
-Two structures are compared where their keys part (:meth:`ir.TapeGraph.structure`). Before that place the tapes are one,
-so that what a line of either key says of earlier nodes can be looked up in the tape at hand.
+Two structures are compared at the first key that differs (:meth:`ir.TapeGraph.structure`). The tapes are equal before
+that key, so that references of either key to earlier nodes can be looked up in the current tape.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from .same_model import WAY_HINT, Known, hint_at
 
 _HOOKS = {
     "tensor_hook": "tensor hook",
-    "cpp_hook": "hook of C++ (retain_grad makes one)",
+    "cpp_hook": "C++ hook (retain_grad makes one)",
     "pre_hook": "prehook of the node",
     "post_hook": "hook of the node",
     "post_accumulate_hook": "post-accumulate-grad hook",
@@ -49,21 +49,22 @@ _CALLS = {
     "copy_slices_epilogue": "the end of a write into a view",
 }
 _GRAD_HINT = (
-    "either zero_grad(set_to_none=True) before each backward, or gradients kept at each: that is one structure; both "
-    "are two, with the same compiled code where their sizes are numbers"
+    "call zero_grad(set_to_none=True) before each backward, or before none: a .grad of None and an existing one are "
+    "two structures, with shared compiled code if their sizes are numbers"
 )
 _HOOKS_HINT = "register hooks once, before the first backward; with and without are two structures, each compiled once"
-_TAKEN_HINT = "another thread took away, or gave, the .grad of a leaf while the tape was read"
+_TAKEN_HINT = "another thread set or removed the .grad of a leaf while the tape was read"
 _ORDER_HINT = "the forward computed its branches in another order; each order is compiled once"
 
 
 def first_seen(tape: ir.TapeGraph) -> Miss:
-    """Nothing like it was there before. Where names are still to be looked for, :func:`with_title` says of what."""
+    """Return the miss of a structure that resembles no known one. For a tape whose names were not looked up yet,
+    :func:`with_title` adds the tape's name."""
     return Miss("first_seen", "" if tape.is_unnamed() else title(tape))
 
 
 def with_title(miss: Miss, tape: ir.TapeGraph) -> Miss:
-    """A miss that is to be shown: one of :func:`first_seen` says of what."""
+    """Return a miss for display: add the tape's name to a miss of :func:`first_seen` without one."""
     return msgspec.structs.replace(miss, where=title(tape)) if miss.kind == "first_seen" and not miss.where else miss
 
 
@@ -75,15 +76,15 @@ def structure_miss(
     shapes: Sequence[Sequence[int]] = (),
     others: Sequence[Known] = (),
 ) -> Miss:
-    """Why a structure is new.
+    """Return a miss that explains why a structure is new.
 
     Args:
         tape: the capture.
-        keys: its structure.
-        depth: how many of the keys are those of a structure known before.
-        nearest: of that structure, the key where the two part; None where nothing is known beyond.
-        shapes: of the lifted tensors, where they are known.
-        others: the structures of this process from which it parts there.
+        keys: the capture's structure.
+        depth: the number of leading keys that a known structure shares.
+        nearest: the known structure's next key, at which the two differ; None if the known structure ends there.
+        shapes: the shapes of the lifted tensors, if known.
+        others: the structures of this process that share the leading keys.
     """
     if depth == 0 and nearest is None:
         return first_seen(tape)
@@ -110,22 +111,22 @@ def _where_they_part(
     if depth == 0:
         calls = [_called(each) for each in (nearest or (), key)]
         if calls[0] != calls[1]:
-            return Miss("node_attribute", f"what was called, for {title(tape)}", calls[0], calls[1])
+            return Miss("node_attribute", f"the call of autograd, for {title(tape)}", calls[0], calls[1])
     found = _of_node(tape, depth, None if old_ends else nearest, key, shapes)
-    return msgspec.structs.replace(found, node=depth or None)  # the root is no node that people know
+    return msgspec.structs.replace(found, node=depth or None)  # the root is no node of PyTorch's tape
 
 
 def _of_node(
     tape: ir.TapeGraph, depth: int, nearest: StructureKey | None, key: StructureKey, shapes: Sequence[Sequence[int]]
 ) -> Miss:
-    """How a node differs from the one that the nearest structure has there; None where that has ended."""
+    """Return a miss for a node that differs from the nearest structure's; ``nearest`` None: that structure ends."""
     where = call_name(tape, depth)
     if nearest is None or nearest[0] != key[0]:
         before = _END if nearest is None else str(nearest[0])
         return Miss("new_node", where, old=before, new=str(key[0]), hint=WAY_HINT)
     found = _hooks_changed(where, nearest, key)
     pairs = [(old, new) for old, new in zip_longest(nearest, key) if old != new]
-    for old, new in pairs:  # the first that differs tells: the parts after it may have moved
+    for old, new in pairs:  # the first difference is the explanation: later parts may only have moved
         if isinstance(old, LiftedTensor) and isinstance(new, LiftedTensor):
             found = found or _of_tensor(tape, depth, old, new)
         elif isinstance(old, CallPart) and isinstance(new, CallPart):
@@ -168,14 +169,14 @@ def _grad_state(
     grads = [part.arguments[1] for part in (old, new)]
     if (grads[0] is None) == (grads[1] is None):
         return None
-    gradient = _tensor(tape, new.arguments[0], shapes)  # a gradient has its leaf's dtype and shape
+    gradient = _tensor(tape, new.arguments[0], shapes)  # the gradient has the leaf's dtype and shape
     states = ["None" if grad is None else gradient for grad in grads]
     where = f".grad of {leaf_name(tape, depth)}"
     return Miss("grad_state", where, old=states[0], new=states[1], hint=_GRAD_HINT)
 
 
 def _tensor(tape: ir.TapeGraph, value: Argument, shapes: Sequence[Sequence[int]]) -> str:
-    """``f32[256,128]``, for a lifted tensor."""
+    """Format a lifted tensor: ``f32[256,128]``."""
     if not isinstance(value, Lifted) or value.kind != "input":
         return "a Tensor"
     short = tape.inputs[value.index].dtype.replace("float", "f").replace("complex", "c")
@@ -193,19 +194,19 @@ def _of_tensor(tape: ir.TapeGraph, depth: int, old: LiftedTensor, new: LiftedTen
     return Miss("node_attribute", name, old=texts[0], new=texts[1])
 
 
-# ---- where values come from ------------------------------------------------------------------------------------------
+# ---- sources of values -----------------------------------------------------------------------------------------------
 
 
 def _wiring(tape: ir.TapeGraph, depth: int, nearest: StructureKey, key: StructureKey) -> Miss:
-    """What a node's calls take comes from elsewhere, or the calls that belong to it are others."""
+    """Return a miss for a node whose inputs have other sources, or which has other calls."""
     where = call_name(tape, depth)
     old, new = (_sources(tape, depth, each) for each in (nearest, key))
     if old != new:
         differing = [part for before, part in zip(nearest, key, strict=False) if before != part]
         kind, hint = ("hooks_changed", _HOOKS_HINT) if _hooks(tuple(differing)) else ("new_node", WAY_HINT)
-        return Miss(kind, f"{where}: what it takes", _listed(old), _listed(new), hint)
+        return Miss(kind, f"{where}: its inputs", _listed(old), _listed(new), hint)
     texts = [_listed([_call_text(part.function) for part in _parts(each, CallPart)]) for each in (nearest, key)]
-    return Miss("node_attribute", f"{where}: what belongs to it", texts[0], texts[1])
+    return Miss("node_attribute", f"{where}: its calls", texts[0], texts[1])
 
 
 def _call_text(function: str) -> str:
@@ -217,7 +218,7 @@ def _listed(texts: Sequence[str]) -> str:
 
 
 def _sources(tape: ir.TapeGraph, depth: int, key: StructureKey) -> list[str]:
-    """Whose gradients a node's calls take, and which of them where a node gives several."""
+    """Return the sources of the gradients that a node's calls take."""
     values = [value for part in _parts(key, CallPart) for value in values_of(part.arguments)]
     return [_source(tape, value) for value in values if isinstance(value, Value) and (value.call or 0) < depth]
 
@@ -230,7 +231,7 @@ def _source(tape: ir.TapeGraph, value: Value) -> str:
 
 
 def _of_end(tape: ir.TapeGraph, nearest: StructureKey, key: StructureKey) -> Miss:
-    """All nodes are the same, and what is asked for is not, or the order in which they run."""
+    """Return a miss for tapes with equal nodes that differ in the requested gradients, or in the order of the nodes."""
     asked = [_parts(each, Returned) for each in (nearest, key)]
     if asked[0] == asked[1]:
         unused = [len(_parts(each, LiftedTensor)) for each in (nearest, key)]
@@ -243,12 +244,12 @@ def _of_end(tape: ir.TapeGraph, nearest: StructureKey, key: StructureKey) -> Mis
     for returned in asked:
         values = [value for part in returned for value in part.values] or [None]
         texts.append(", ".join(_source(tape, each) if isinstance(each, Value) else "none" for each in values))
-    return Miss("node_attribute", f"what autograd.grad() was asked for, of {title(tape)}", texts[0], texts[1])
+    return Miss("node_attribute", f"the inputs of autograd.grad(), of {title(tape)}", texts[0], texts[1])
 
 
 def order_miss(tape: ir.TapeGraph) -> Miss:
-    """The structure is known, but its nodes run in another order."""
-    what = f"the order in which nodes run, of {title(tape)}"
+    """Return the miss of a known structure whose nodes run in another order."""
+    what = f"the order of the nodes, of {title(tape)}"
     return Miss("node_attribute", what, "another order", "this order", _ORDER_HINT)
 
 

@@ -1,5 +1,5 @@
-"""PyTorch's structured trace (``TORCH_TRACE``), which tlparse shows: what was captured and compiled here stands there
-beside what ``torch.compile`` did, under a number that tells it apart as a compiled backward (``[!10000]``).
+"""Add captures and compiles to PyTorch's structured trace (``TORCH_TRACE``), which tlparse shows. They appear beside
+those of ``torch.compile``, under ids of compiled backwards (``[!10000]``).
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from .reporting import warn_once
 
 TEXT, JSON = "string", "json"
 Artifact = tuple[str, str, Callable[[], Any]]
-"""Its name, its encoding, and what gives it: text, or what becomes JSON."""
+"""Name, encoding, and a function that returns the text, or the object to encode as JSON."""
 _numbers = PROCESS.register(itertools.count(10_000))
 
 
 class Traced(Protocol):
-    """A run, with what the trace has it under; None as long as there is nothing of it."""
+    """A run with its id in the trace; None as long as the trace has nothing of the run."""
 
     compile_id: CompileId | None
 
 
 def is_on() -> bool:
-    """Whether anything reads the trace.
+    """Return whether the trace is being recorded.
 
-    PyTorch's own handler is there in any case, and goes when nothing was asked. One that the root logger has too takes
-    what every logger says, as pytest's does in each test, and does not ask for this.
+    PyTorch always installs its own handler, which removes itself if no trace was requested. A handler that the root
+    logger has too, such as pytest's in each test, takes the records of all loggers and does not count.
     """
     if not trace_log.handlers:
         return False
@@ -46,7 +46,7 @@ def is_on() -> bool:
 
 @contextmanager
 def part_of(run: Traced) -> Iterator[None]:
-    """What is traced inside, by a backend's compiler too, belongs to one run's compiled backward."""
+    """Assign everything traced inside, also by a backend's compiler, to one run's compiled backward."""
     if not is_on():
         yield
         return
@@ -55,26 +55,26 @@ def part_of(run: Traced) -> Iterator[None]:
 
 
 def add(run: Traced, artifacts: Iterable[Artifact]) -> None:
-    """Add artifacts to the trace of a run's compiled backward. What fails there, while they are looked for too, costs a
-    warning, and no step."""
+    """Add artifacts to the trace of a run's compiled backward. A failure, also of making an artifact, gives a warning
+    and does not fail the step."""
     try:
         with compile_context(CompileContext(_id_of(run))):
             for name, encoding, give in artifacts:
                 trace_structured_artifact(
                     f"compiled_autograd_{name}", encoding, give if encoding == JSON else _utf8(give)
                 )
-    except Exception as error:  # noqa: BLE001  it is warned of: gradients must not depend on a file that can be written
+    except Exception as error:  # noqa: BLE001  a warning: gradients must not depend on a writable file
         raise_what_a_handler_raised(error)
         warn_once(f"the structured trace could not be written ({type(error).__name__}: {error}).")
 
 
 def _utf8(give: Callable[[], Any]) -> Callable[[], str]:
-    """A name of users' may have halves of pairs of surrogates, which no file can."""
+    """Escape lone surrogates: users' names may contain them, and a UTF-8 file cannot."""
     return lambda: give().encode(errors="backslashreplace").decode()
 
 
 def _id_of(run: Traced) -> CompileId:
-    """Told apart by its number from what PyTorch's own compiled autograd traces, which counts from 0."""
+    """Return the id of a run in the trace. PyTorch's own compiled autograd counts from 0, this package from 10,000."""
     if run.compile_id is None:
         number = next(_numbers)
         run.compile_id = CompileId(frame_id=None, frame_compile_id=None, compiled_autograd_id=number)

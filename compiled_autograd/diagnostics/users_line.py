@@ -1,4 +1,4 @@
-"""The user's line: the innermost frame that is neither this package's nor PyTorch's. Warnings point there."""
+"""The user's line: the line of the innermost frame outside of this package and PyTorch. Warnings point there."""
 
 from __future__ import annotations
 
@@ -9,11 +9,11 @@ from types import CodeType
 from typing import Any, NamedTuple
 
 _NOT_USERS = {"compiled_autograd", "torch", "contextlib", "functools", "threading"}
-"""Top-level modules whose frames are passed over. Code without a module (``torch.fx`` makes some) is too."""
+"""Top-level modules whose frames are skipped. Code without a module, such as that of ``torch.fx``, is skipped too."""
 
 
 class Line(NamedTuple):
-    """A line of the user's, with the module that has it."""
+    """A line of the user's code, with its module."""
 
     code: CodeType
     number: int
@@ -26,7 +26,7 @@ class Line(NamedTuple):
         """Issue a warning for this line, as ``warnings.warn`` does with the right ``stacklevel``.
 
         Raises:
-            UserWarning: the user has made errors of warnings.
+            UserWarning: the user has turned warnings into errors.
         """
         registry = self.module.setdefault("__warningregistry__", {})
         name = self.module.get("__name__")
@@ -37,8 +37,8 @@ _asked_at: ContextVar[Line | None] = ContextVar("asked_at", default=None)
 
 
 def users_line() -> Line:
-    """The user's line that is under way; in a thread of this package, the one that asked for the work. Where no frame
-    is the user's, the outermost one."""
+    """Return the user's line that is running; in a thread of this package, the line that requested the work. If no
+    frame is the user's, return the line of the outermost frame."""
     if (line := _asked_at.get()) is not None:
         return line
     frame = sys._getframe()
@@ -48,11 +48,11 @@ def users_line() -> Line:
 
 
 def program() -> str | None:
-    """Return the file that this process runs as its program; None where it is none, as in a notebook."""
+    """Return the file that this process runs as its program; None if there is none, as in a notebook."""
     file = getattr(sys.modules.get("__main__"), "__file__", None)
     return file if isinstance(file, str) else None
 
 
 def work_is_for(line: Line) -> None:
-    """Have :func:`users_line` give ``line`` in the calling context, that of work for another thread."""
+    """Make :func:`users_line` return ``line`` in the calling context, which works for another thread."""
     _asked_at.set(line)

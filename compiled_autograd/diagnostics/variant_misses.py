@@ -1,4 +1,4 @@
-"""Why none of a structure's variants serves, in the user's terms: sizes, strides, state, settings, conditions."""
+"""Explain why no variant of a structure serves, in the user's terms: sizes, strides, state, settings, guards."""
 
 from __future__ import annotations
 
@@ -20,29 +20,31 @@ _PARTS = (
     *((1, "shape"), (3, "dtype"), (4, "device"), (2, "strides"), (0, "kind of tensor"), (5, "layout")),
     *((6, "conjugation"), (7, "negation"), (8, "zeros without memory")),
 )
-"""What ``guards.value_kinds.kind_of_value`` gives of a tensor, and at which place; strides follow from a shape."""
+"""The parts of a tensor's kind by their index in ``guards.value_kinds.kind_of_value``. Strides come after the shape, as
+they usually change with it."""
 STATE_HINTS = {
-    "ambient_state": "set it once, before training; each value of it that occurs is compiled once",
-    "backend_or_settings": "what was compiled under the others stays, and serves them",
-    "environment": "it is compiled again for what runs now",
+    "ambient_state": "set it once, before training; each value that occurs is compiled once",
+    "backend_or_settings": "code for the earlier settings stays cached",
+    "environment": "it is compiled again for this environment",
 }
-"""What to do where another state, other settings or another environment is the reason."""
+"""Hints for misses due to another state, other settings or another environment."""
 _HINTS = {
     CHECKPOINTED: "layers were checkpointed in other groups; each grouping that occurs is compiled once",
-    TRACED: "plain values that a traceable backward reads are compiled for once each: make one that changes a tensor",
+    TRACED: "each set of plain values that a traceable backward reads is compiled once: make a value that changes a "
+    "tensor",
 }
 
 
 def shape_miss(
     tape: ir.TapeGraph, before: tuple[Sequence[Spec], Spec], after: tuple[Sequence[Spec], Spec], dynamic: bool
 ) -> Miss | None:
-    """Which dimension of which saved tensor was found to change; None where none was.
+    """Return a miss for the first dimension of a saved tensor that changed; None if no dimension changed.
 
     Args:
         tape: the tape graph.
-        before: what the nearest variant was made for: a spec for each lifted tensor, and one for all sizes.
-        after: what was handed over now.
-        dynamic: whether what changed is a symbol from now on.
+        before: the sizes of the nearest variant: a spec for each lifted tensor, and one for all sizes.
+        after: the current sizes.
+        dynamic: whether the changed sizes are symbols from now on.
     """
     pairs: list[tuple[ir.Lifted, int | None, Any, Any]] = []
     for index, (old, new) in enumerate(zip(before[0], after[0], strict=True)):
@@ -55,32 +57,32 @@ def shape_miss(
     if not changes:
         return None
     lifted, dim, one, other = changes[0]
-    hint = _now_dynamic(changes) if dynamic else "one more variant; with dynamic=None one serves many sizes"
+    hint = _now_dynamic(changes) if dynamic else "one more variant; with dynamic=None, one variant serves many sizes"
     return _at_value("shape", tape, lifted, "" if dim is None else f", dimension {dim}", one, other, hint)
 
 
 def _at_value(kind: str, tape: ir.TapeGraph, lifted: ir.Lifted, part: str, old: Any, new: Any, hint: str = "") -> Miss:
-    """A lifted value, or a part of it, is another."""
+    """Return a miss for a lifted value, or a part of one, that differs."""
     where = f"{value_name(tape, lifted)}{part}"
     return Miss(kind, where, str(old), str(new), hint, node=uses(tape).get(lifted) or None)
 
 
 def _now_dynamic(changes: Sequence[tuple[ir.Lifted, int | None, int, int]]) -> str:
-    """Which sizes are symbols from now on. Those that were 0 or 1 once are all the same compiled by themselves."""
+    """Return a hint with the sizes that are symbols from now on. Sizes 0 and 1 are still compiled separately."""
     histories = list(dict.fromkeys((one, other) for _, _, one, other in changes))
     tensors = len({lifted for lifted, dim, _, _ in changes if dim is not None})
     said = ", ".join(f"{one} -> {other}" for one, other in histories[:4])
     more = f" and {len(histories) - 4} more" if len(histories) > 4 else ""
     of = f", in {tensors} tensor{'' if tensors == 1 else 's'}" if tensors else ""
     special = [other for _, other in histories if other in SPECIAL]
-    then = "sizes 0 and 1 are each compiled by themselves" if special else "other such sizes are hits"
+    then = "sizes 0 and 1 are each compiled separately" if special else "other such sizes are hits"
     return f"now dynamic: {said}{more}{of}; {then}"
 
 
 def value_miss(
     kind: str, tape: ir.TapeGraph, of: str, before: Sequence[Any], after: Sequence[Any], part: str = "", hint: str = ""
 ) -> Miss | None:
-    """Which lifted value of the kind ``of``, or which ``part`` of one, is another; None where none is."""
+    """Return a miss for the first lifted value of the kind ``of``, or its ``part``, that differs; None if none does."""
     for index, (old, new) in enumerate(zip(before, after, strict=True)):
         if old != new:
             return _at_value(kind, tape, ir.Lifted(of, index), part, old, new, hint)
@@ -88,7 +90,7 @@ def value_miss(
 
 
 class TensorKind(msgspec.Struct, frozen=True):
-    """Number of dimensions and kind of a tensor, for people: ``2 dimensions``, ``1 dimension, conjugated``."""
+    """The number of dimensions and the kind of a tensor, for people: ``2 dimensions``, ``1 dimension, conjugated``."""
 
     dims: int
     properties: tuple[str, ...] = ()
@@ -98,7 +100,7 @@ class TensorKind(msgspec.Struct, frozen=True):
 
 
 def tensor_miss(tape: ir.TapeGraph, before: Sequence[TensorKind], after: Sequence[TensorKind]) -> Miss | None:
-    """Which saved tensor has another number of dimensions, or is of another kind."""
+    """Return a miss for the first saved tensor with another number of dimensions or of another kind; None if none."""
     for index, (old, new) in enumerate(zip(before, after, strict=True)):
         if old != new:
             kind = "shape" if old.properties == new.properties else "layout"
@@ -107,7 +109,8 @@ def tensor_miss(tape: ir.TapeGraph, before: Sequence[TensorKind], after: Sequenc
 
 
 def tensor_kind(tensor: torch.Tensor) -> TensorKind:
-    """The kind of a tensor: properties are ``conjugated``, ``negated``, its layout, its class, if they are others."""
+    """Return the kind of a tensor. Its properties: ``conjugated``, ``negated``, ``zeros without memory``, the layout if
+    not strided, the class if not ``torch.Tensor``."""
     with torch._C.DisableTorchFunctionSubclass():
         bits = (attributes.is_conj(tensor), attributes.is_neg(tensor), attributes.is_zerotensor(tensor))
         properties = [*itertools.compress(("conjugated", "negated", "zeros without memory"), bits)]
@@ -119,7 +122,7 @@ def tensor_kind(tensor: torch.Tensor) -> TensorKind:
 
 
 def state_miss(key: VariantKey, known: Sequence[VariantKey]) -> Miss:
-    """What the nearest of ``known`` was made under and ``key`` is not; each of them is another."""
+    """Return a miss for the first setting or state that differs from the nearest of ``known``; all of them differ."""
     nearest = max(known, key=lambda other: (other.settings == key.settings, other.ambient == key.ambient))
     kind, before, after = "ambient_state", nearest.ambient, key.ambient
     if nearest.settings != key.settings:
@@ -132,21 +135,21 @@ def state_miss(key: VariantKey, known: Sequence[VariantKey]) -> Miss:
 
 
 def state_hint(kind: str, name: str) -> str:
-    """What to do where a part of a state is another."""
+    """Return the hint for a differing part of the state."""
     return _HINTS.get(name, STATE_HINTS[kind])
 
 
 def guard_miss(guard: Guard, arguments: Sequence[Any], names: Sequence[str]) -> Miss:
-    """What was found to hold of sizes when a region was compiled does not hold now.
+    """Return a miss for a violated guard of a region.
 
     Args:
-        guard: that of the region; some condition of it does not hold.
-        arguments: what the region takes now.
-        names: what people call them.
+        guard: the region's guard; one of its conditions is violated.
+        arguments: the current arguments of the region.
+        names: the arguments' names for people.
     """
     broken = guard.broken(arguments)
     assert broken is not None
-    hint = "sizes for which other code is needed are compiled by themselves; each such set once"
+    hint = "sizes that need other code are compiled separately; each set of such sizes once"
     origin, found = broken.origin, [each for each in guard.origins if each[0] in broken.symbols]
     if origin is not None and not found:
         was, now = broken.expression, str(origin.among(arguments))
@@ -168,14 +171,15 @@ def _argument(origin: Origin, names: Sequence[str]) -> str:
 
 
 def handed_on_miss(name: str, old: Any, new: Any) -> Miss:
-    """What a step that is not compiled handed on differs from what the region after it was compiled for.
+    """Return a miss for a result of an uncompiled step that differs from the kind for which the next region was
+    compiled.
 
     Args:
-        name: what people call it.
-        old: the kind of what it was (``guards.value_kinds.kind_of_value``).
-        new: of what it is.
+        name: the result's name for people.
+        old: the compiled kind (``guards.value_kinds.kind_of_value``).
+        new: the current kind.
     """
-    hint = "a function or hook that gives the same kind each time is compiled for once"
+    hint = "return the same kind of value from the function or hook each time: each kind is compiled once"
     if not isinstance(old, tuple) or not isinstance(new, tuple) or not old or not new:
         texts = [
             "undefined" if each is None else "a tensor" if isinstance(each, tuple) else str(each) for each in (old, new)
@@ -188,19 +192,19 @@ def handed_on_miss(name: str, old: Any, new: Any) -> Miss:
 
 
 def changed_meanwhile_miss(old: Sequence[Any] | None, new: Sequence[Any] | None) -> Miss:
-    """What marked functions and hooks depend on was changed by calls that ran before them in the same backward.
+    """Return a miss for dependencies of marked functions and hooks that an earlier call of the same backward changed.
 
     Args:
-        old: for each of them, what it depended on; None where it was what it was when the backward began.
-        new: what it depends on now.
+        old: the dependencies of each at compilation; None if they were the same as at the start of the backward.
+        new: the current dependencies of each; None likewise.
     """
     before, after = [None if some is None else text_of_part(TRACED, tuple(some)) for some in (old, new)]
-    before, after = before or "as when the backward began", after or "as when the backward began"
+    before, after = before or "as at the start of the backward", after or "as at the start of the backward"
     return Miss("ambient_state", f"{TRACED}, changed in the same backward", before, after, _HINTS[TRACED])
 
 
 def text_of_part(name: str, value: Any) -> str:
-    """A setting, or a part of the ambient state, as people would write it."""
+    """Format a setting or a part of the ambient state for people."""
     if name == "autocast":
         return "off" if value is None else ", ".join(f"{device} {_text(dtype)}" for device, dtype in value)
     if name == "cudnn":
@@ -209,13 +213,13 @@ def text_of_part(name: str, value: Any) -> str:
             for part, on in zip(("cudnn", "benchmark", "deterministic"), value, strict=True)
         )
     if name == TRACED:
-        return "none is traced" if value is None else "; ".join(_of_traced(*each) for each in value if each is not None)
+        return "nothing traced" if value is None else "; ".join(_of_traced(*each) for each in value if each is not None)
     return _text(value)
 
 
 def _of_traced(code: Any, asked: Any, attributes: Sequence[tuple[str, Any]]) -> str:
-    """Of what a function that is marked as traceable depends on, that which is most likely another: plain values of its
-    ``ctx``, of its closure, and of its module."""
+    """Format the dependencies of a traceable function that are most likely to change: plain values of its ``ctx``, its
+    closure and its module."""
     if not isinstance(code, tuple):
         return f"{code}: no plain attributes"
     own, _, inside, named, _ = code

@@ -33,7 +33,7 @@ from .call import Call, HandedOver
 from .session import BYPASS, HIT, SHAPE_MISS, STRUCTURE_MISS, Outcome, Session
 from .traced import trace
 
-_REAL_CALLS = "what the real calls give"
+_REAL_CALLS = "the results of the real calls"
 
 
 @dataclass(slots=True)
@@ -226,4 +226,4 @@ class RunAccount:
         except Exception as error:  # noqa: BLE001  the step is done: what cannot be stored is compiled again elsewhere
             raise_what_a_handler_raised(error)
             variant.not_stored = f"{type(error).__name__}: {error}"
-            reasons.append(Failure("store", repr(graph), variant.not_stored, "it is kept in memory alone"))
+            reasons.append(Failure("store", repr(graph), variant.not_stored, "it is kept only in memory"))

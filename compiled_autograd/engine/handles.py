@@ -112,8 +112,8 @@ class Kept:
             self.must_forget = True
             warn_once(
                 f"more than {MAX_STRUCTURES} structures were captured, or more than {MAX_NODES} nodes in all, and "
-                "the half used least recently was let go. Where a tape is another at every step, ca.disable() around "
-                "its backward saves capturing it."
+                "the least recently used half was evicted. If a tape differs in every step, put ca.disable() around "
+                "its backward to avoid the captures."
             )
         return graph
 

@@ -122,7 +122,7 @@ class RegionCompiler:
             except (StoreError, ArtifactError) as error:
                 where = f"the stored code of {len(step.region.nodes)} calls"
                 found = error.found if isinstance(error, DamagedEntryError) else str(error)
-                context.report.misses.append(Miss("corrupt", where, "what was stored", found, "it is compiled again"))
+                context.report.misses.append(Miss("corrupt", where, "the stored bytes", found, "it is compiled again"))
                 continue
             for form in stored.record.dropped:  # another process has found it to be wrong
                 instead = self.drop(step, compiled, form)
@@ -152,8 +152,8 @@ class RegionCompiler:
         elif step.compiled:
             context.report.misses.append(self._other_kind(step, before, next(reversed(step.compiled))))
         elif self.stored is not None and step.span in self.stored.regions and not context.report.misses:
-            where = f"what earlier steps hand to {len(step.region.nodes)} calls"
-            context.report.misses.append(Miss("layout", where, "as it is stored", "other sizes or strides"))
+            where = f"the results of earlier steps for {len(step.region.nodes)} calls"
+            context.report.misses.append(Miss("layout", where, "as stored", "other sizes or strides"))
         for node, slot in step.made():
             spec = widened(self.specs.get(node), slots[slot]) if self.dynamic else spec_of(slots[slot])
             if spec is not None:

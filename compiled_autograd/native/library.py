@@ -118,7 +118,7 @@ class Library:
 def why_unsupported() -> str:
     """Why there can be no extension here; empty where there can."""
     if sys.platform != "linux":
-        return f"it was not tried on {sys.platform}"
+        return f"it was not tested on {sys.platform}"
     return why_no_compiler()
 
 
@@ -153,7 +153,7 @@ def _make_private(folder: Path) -> None:
         each.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = folder.lstat()
     if not stat.S_ISDIR(status.st_mode) or status.st_uid != os.geteuid() or status.st_mode & 0o077:
-        raise PermissionError(f"{folder} is no folder that is this user's alone: chmod 700, or remove it")
+        raise PermissionError(f"{folder} is no folder that only this user can access; run chmod 700, or remove it")
 
 
 def build_here(folder: Path) -> None:

@@ -118,8 +118,8 @@ class Admission:
             return None
         self.closed, self.budget = True, settings.compile_budget
         allowed = balance.allowed if self.budget is None else self.budget
-        new = f"{balance.lost:.1f} s are, and {balance.likely:.1f} s more if it never comes back"
-        return Miss("over_budget", "whatever is compiled next", f"{allowed:.1f} s may be lost", new, counted(balance))
+        new = f"{balance.lost:.1f} s are lost, and {balance.likely:.1f} s more if the last one does not repeat"
+        return Miss("over_budget", "the next new structure", f"{allowed:.1f} s may be lost", new, counted(balance))
 
     def refuses(self, settings: Settings) -> bool:
         """Whether something that would have to be compiled now shall not be."""
@@ -230,17 +230,17 @@ class Admission:
 def counted(balance: Balance) -> str:
     """What was lost on how much, in words."""
     return (
-        f"{balance.lost:.1f} s went into compiling {balance.made} backwards, of which {balance.returned} came back "
-        f"{RETURNS} times, and hits have not made up for it"
+        f"compiling took {balance.lost:.1f} s for {balance.made} structures or shapes, only {balance.returned} of "
+        f"which repeated {RETURNS} times, and hits have not saved as much"
     )
 
 
 def _warn(balance: Balance) -> None:
     warn_once(
-        f"{counted(balance)}. What is new is left to the eager engine from now on, "
-        "unless it comes back for long (bypass 'over_budget'). If lengths differ, pad them to few lengths or mark them "
-        "(torch._dynamo.mark_dynamic); put ca.disable() around what never repeats; compile_budget=SECONDS sets how "
-        "much may be lost, and float('inf') has everything compiled.",
+        f"{counted(balance)}. From now on, new structures and shapes run on the eager engine unless they repeat for "
+        "long (bypass 'over_budget'). If lengths differ, pad to a few lengths or mark them "
+        "(torch._dynamo.mark_dynamic). Put ca.disable() around backwards that never repeat. compile_budget=SECONDS "
+        "sets how much time may be lost; float('inf') compiles everything.",
         "over_budget",
     )
 

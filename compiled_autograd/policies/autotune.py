@@ -52,7 +52,7 @@ BACKWARDS_BEFORE_RETRIAL, LAST_BEFORE_RETRIAL = 2000, 32_000
 that says the same, which costs a small model as much as a hundred backwards. One for the compiled graph is tried again
 after ten times the first."""
 _TIMED_ON = frozenset({"cpu", "cuda"})
-TIMED = Bypass(TUNING, hint="timed on eager against the compiled graph; tune=False does without")
+TIMED = Bypass(TUNING, hint="run on eager to time it against the compiled graph; tune=False turns this off")
 _NOT_WORTH_IT = "not_worth_it"
 
 _MAX_TRIALS = 4096

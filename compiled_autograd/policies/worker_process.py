@@ -76,7 +76,7 @@ def compile_elsewhere(
             if WORKER.ended:
                 raise ProcessEndsError from None
             warn_once(
-                f"the process that compiles in the background failed, and compiling goes on in this one: {error}."
+                f"the process that compiles in the background failed, and this process compiles instead: {error}."
             )
     return Made(backend.compile(graph_module, examples))
 

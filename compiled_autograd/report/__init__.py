@@ -1,1 +1,1 @@
-"""What a session adds to a report: its steps, and of each graph the stages, regions, memory and timings."""
+"""The report of a session: its backwards, and the stages, regions, memory and timings of each graph."""

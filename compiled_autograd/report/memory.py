@@ -1,4 +1,4 @@
-"""Bytes that are held while a variant's backward runs, computed from the sizes in its graphs."""
+"""Compute the memory of a variant's backward, in bytes, from the sizes in its graphs."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ from .stages import newest
 
 _MAX_POINTS = 800
 _HOW = (
-    "Computed from the sizes in the graphs, as if their operators ran one by one; a backend that fuses them needs "
-    "less. Weights are not counted."
+    "Computed from the sizes in the graphs, as if the operators ran one by one; a backend that fuses operators needs "
+    "less memory. Weights are not counted."
 )
 
 
 def run_without_memory(variant: Variant) -> dict[int, RegionSizes]:
-    """What each region does with memory, by step."""
+    """Return the memory use of each region, by the number of its step."""
     known: dict[fx.Node, Any] = given_tensors(variant)
     found: dict[int, RegionSizes] = {}
     for number, step in enumerate(variant.program.schedule.steps):
@@ -35,11 +35,11 @@ def run_without_memory(variant: Variant) -> dict[int, RegionSizes]:
 
 
 def memory_of(variant: Variant, sizes: Mapping[int, RegionSizes], lines: Mapping[tuple[int, str], int]) -> data.Memory:
-    """The bytes after each operator.
+    """Return the bytes after each operator.
 
     Args:
-        sizes: what :func:`run_without_memory` gave.
-        lines: for a step and a name, the line of the ATen stage that defines it.
+        sizes: the result of :func:`run_without_memory`.
+        lines: for a step and a name, the line of the ATen stage that defines the name.
     """
     wrong = next((each.error for each in sizes.values() if each.error), "")
     if wrong or not sizes:
@@ -73,12 +73,12 @@ def _saved(variant: Variant, sizes: Mapping[int, RegionSizes]) -> int:
 
 
 def _outlives(node: fx.Node) -> bool:
-    """Whether a placeholder is a leaf, or its ``.grad``, and nothing else."""
+    """Return whether a placeholder is only a leaf or the ``.grad`` of one."""
     return all(user.target is ir.accumulate_grad for user in node.users)
 
 
 def _thinned(points: list[tuple[int, int, int]], steps: list[int]) -> data.Memory:
-    """No more points than can be seen: of those that are too near one another, the highest."""
+    """Reduce the points to at most :data:`_MAX_POINTS`: of neighbouring points, keep the highest."""
     stride = -(-len(points) // _MAX_POINTS)
     kept = [
         max(points[first : first + stride], key=lambda point: point[0] + point[1])

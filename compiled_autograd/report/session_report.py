@@ -1,4 +1,4 @@
-"""The report of a session: its totals and steps, and all that is known of each of its graphs."""
+"""The report of a session: its totals and backwards, and the content of each graph."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ from .stages import stages_of, step_of_calls, steps_of, tape_stage_of
 from .step_log import Hit, StepEvent
 from .summary import Summary
 
-_NOTHING = "Nothing is compiled of it: its stages end here."
+_NOTHING = "This structure is not compiled: it has no later stages."
 
 
 def session_report(
@@ -39,13 +39,13 @@ def session_report(
     graphs: Sequence[CompiledGraph],
     settings: Settings,
 ) -> data.Report:
-    """All that is known of a session.
+    """Return the report of a session.
 
     Args:
-        summary: its counts and answers.
-        events: its steps that were more than a hit, oldest first; ``left_out`` more were not kept.
-        hits: those whose times are kept, oldest first.
-        graphs: its structures.
+        summary: the session's counts and answers.
+        events: the backwards that were no plain hits, oldest first; ``left_out`` more were not kept.
+        hits: the hits whose times are kept, oldest first.
+        graphs: the session's structures.
     """
     variants = [variant for graph in graphs for variant in graph.variants]
     titles = {graph.number: title(graph.tape) for graph in graphs}
@@ -160,8 +160,8 @@ def _graph(graph: CompiledGraph, calls: Sequence[Any]) -> data.Graph:
     variants = list(graph.variants)
     facts: list[tuple[str, str]] = [
         ("nodes", f"{len(graph.tape.calls):,}"),
-        ("tensors handed over", f"{len(graph.tape.inputs):,}"),
-        ("met again", plural(graph.met, "time")),
+        ("input tensors", f"{len(graph.tape.inputs):,}"),
+        ("seen again", plural(graph.met, "time")),
     ]
     if not variants:
         return data.Graph(
@@ -176,7 +176,7 @@ def _graph(graph: CompiledGraph, calls: Sequence[Any]) -> data.Graph:
     sizes = run_without_memory(variant)
     stages = stages_of(variant, sizes)
     if len(variants) > 1:
-        facts.append(("stages shown", "those of the newest variant"))
+        facts.append(("stages shown", "of the newest variant"))
     return data.Graph(
         id=_id(graph.number),
         title=title(graph.tape),

@@ -1,6 +1,7 @@
-"""Sizes of all that a variant computes, found without computing: its ATen graphs run on tensors without memory.
+"""Compute the sizes of all values of a variant, by running its ATen graphs on tensors without memory.
 
-The device ``meta`` has shapes, strides and dtypes alone. What cannot be run so has no sizes, and the report says it.
+Tensors on the device ``meta`` have only shapes, strides and dtypes. If a graph cannot run on this device, its sizes are
+unknown, and the report says so.
 """
 
 from __future__ import annotations
@@ -25,8 +26,8 @@ _SAVED, _GIVEN, _MADE, _KEPT = "saved", "given", "made", "kept"
 
 @dataclass(slots=True)
 class Use:
-    """After one operator of a region: its name, what it gave in words, and the bytes then held of what the forward
-    saved, and of what steps of the backward made. What is held beyond the region does not count."""
+    """The state after one operator of a region: the operator's name, its result in words, the live bytes that the
+    forward saved, and the live bytes that the backward made. Memory that outlives the region does not count."""
 
     name: str
     gave: str
@@ -36,13 +37,12 @@ class Use:
 
 @dataclass(slots=True)
 class RegionSizes:
-    """What one region does with memory; ``error`` says why that is not known.
+    """The memory use of one region; ``error`` says why it is unknown.
 
     Attributes:
-        saved, made: bytes of what it is given and then nobody keeps: of what the forward saved, and of what earlier
-            steps made.
-        weights: placeholders of the tape graph that are weights: they are there before and after.
-        results: what it gives.
+        saved, made: bytes of the inputs that end with the region: saved by the forward, and made by earlier steps.
+        weights: placeholders of the tape graph that are weights: they live before and after.
+        results: the results of the region.
     """
 
     saved: int = 0
@@ -54,7 +54,7 @@ class RegionSizes:
 
 
 def in_words(value: Any) -> str:
-    """``f32[5, 3]`` of a tensor; of several, all of them."""
+    """Format the tensors of a value: ``f32[5, 3]``."""
     if isinstance(value, torch.Tensor):
         return f"{short_name(value.dtype)}[{', '.join(map(str, value.shape))}]"
     if isinstance(value, (list, tuple)):
@@ -63,12 +63,12 @@ def in_words(value: Any) -> str:
 
 
 def size_in_bytes(value: Any) -> int:
-    """Of a tensor's memory."""
+    """Return the bytes of a tensor's storage; 0 for other values."""
     return value.untyped_storage().nbytes() if isinstance(value, torch.Tensor) else 0
 
 
 def given_tensors(variant: Variant) -> dict[fx.Node, Any]:
-    """For each placeholder of the tape graph what the variant was made for: a tensor on ``meta``, a size, a scalar."""
+    """Return the value of each placeholder for which the variant was compiled: a ``meta`` tensor, a size, a scalar."""
     tape, shapes = variant.program.tape, variant.shapes
     given: dict[fx.Node, Any] = {}
     for node in tape.graph.find_nodes(op="placeholder"):
@@ -86,7 +86,7 @@ def given_tensors(variant: Variant) -> dict[fx.Node, Any]:
 
 
 def _last(part: Any) -> int:
-    """A size, or the one that was seen last of a size that changes."""
+    """Return a size; of a size that changes, the last one seen."""
     size = size_in(part)
     return size if isinstance(size, int) else size[1]
 
@@ -99,8 +99,8 @@ def run_region(step: RegionStep, compiled: CompiledRegion, known: Mapping[fx.Nod
     """Run a region on tensors without memory.
 
     Args:
-        known: for values of the tape graph, what they are; those that are missing are taken from what the region was
-            compiled for.
+        known: values of the nodes of the tape graph. A missing value is taken from the kinds for which the region was
+            compiled.
     """
     sizes = RegionSizes()
     try:
@@ -110,14 +110,14 @@ def run_region(step: RegionStep, compiled: CompiledRegion, known: Mapping[fx.Nod
         drops = set(step.drops)
         dropped = {node for node, slot in zip(step.region.inputs, step.inputs, strict=True) if slot in drops}
         _run(compiled.aten.graph_module().graph, inputs, values, dropped, sizes)
-    except Exception as error:  # noqa: BLE001  there are no sizes then, and the report says why
+    except Exception as error:  # noqa: BLE001  the sizes are then unknown, and the report says why
         raise_what_a_handler_raised(error)
         sizes.error = f"{type(error).__name__}: {str(error).partition(chr(10))[0][:200]}"
     return sizes
 
 
 def _kinds(step: RegionStep, compiled: CompiledRegion) -> Iterator[tuple[fx.Node, torch.Tensor]]:
-    """What earlier steps handed on when the region was compiled."""
+    """Yield the results of earlier steps for which the region was compiled, as ``meta`` tensors or numbers."""
     nodes = [node for node, _ in step.asked()]
     for node, kind in zip(nodes, compiled.kind, strict=False):
         if isinstance(kind, tuple) and len(kind) > 4 and isinstance(kind[0], type) and kind[2] is not None:
@@ -145,7 +145,7 @@ def _run(
         if node.op == "placeholder":
             source = next(places)
             value = environment[node] = values[source]
-            if node.name.startswith("arg"):  # as lowering names weights
+            if node.name.startswith("arg"):  # the lowering's name for weights
                 sizes.weights.add(source)
             if source in dropped and source not in sizes.weights:
                 held.take(node, value, _SAVED if source.op == "placeholder" else _GIVEN)
@@ -177,17 +177,17 @@ def _result(graph: fx.Graph, node: fx.Node, environment: dict[fx.Node, Any]) -> 
 
 
 class _Held:
-    """Bytes of memory that is held, by where it comes from. What is kept beyond the region is not counted."""
+    """Live bytes by their origin. Memory that outlives the region is not counted."""
 
     def __init__(self) -> None:
         self.bytes = dict.fromkeys((_SAVED, _GIVEN, _MADE, _KEPT), 0)
         self._users: dict[int, int] = {}
         self._of: dict[fx.Node, list[int]] = {}
         self._from: dict[int, tuple[str, int]] = {}
-        self._alive: list[Any] = []  # else an address would be used again
+        self._alive: list[Any] = []  # keeps tensors alive, so that no address is reused
 
     def take(self, node: fx.Node, value: Any, where_from: str) -> None:
-        """A node of the graph has a value; memory that is known already is not counted again."""
+        """Count the memory of a node's value, unless it is counted already."""
         if not isinstance(value, torch.Tensor):
             return
         self._alive.append(value)
@@ -199,7 +199,7 @@ class _Held:
         self._of.setdefault(node, []).append(memory)
 
     def release(self, node: fx.Node) -> None:
-        """Nobody uses what the node has any more."""
+        """Release the memory of a node's value after its last use."""
         for memory in self._of.pop(node, ()):
             self._users[memory] -= 1
             if not self._users[memory]:

@@ -1,4 +1,4 @@
-"""One graph's stages as lines that know where they come from: the tape graph, ATen, the backend's own code."""
+"""The stages of one graph as linked lines: the tape graph, the ATen graphs, the backend's code."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from ..shadow_cache.report.texts import aten_texts, code_lines, defined
 from ..steps.steps import AccumulateStep, CompiledRegion, Executor, OpaqueStep, RegionStep
 from .sizes import RegionSizes
 
-_NO_CODE = "The backend keeps no code that can be shown."
-_FROM_STORE = "What another process compiled does not say which node each line came from."
+_NO_CODE = "The backend keeps no code to show."
+_FROM_STORE = "Another process compiled this: the nodes of the lines are not recorded."
 
 
 @dataclass(slots=True)
@@ -35,13 +35,13 @@ class _Lines:
 
 
 def newest(step: RegionStep) -> CompiledRegion | None:
-    """What was compiled last for a region."""
+    """Return the newest compiled code of a region; None if there is none."""
     found = step.compiled_regions()
     return found[-1] if found else None
 
 
 def steps_of(variant: Variant) -> list[data.Step]:
-    """What runs, in order."""
+    """Return the steps of a variant, in order."""
     tape = variant.program.tape
     return [_step(tape, step, number) for number, step in enumerate(variant.program.schedule.steps)]
 
@@ -53,7 +53,7 @@ def _step(tape: ir.TapeGraph, step: Executor, number: int) -> data.Step:
     if isinstance(step, OpaqueStep):
         title = f"{ir.target_name(step.node)} of {call_name(tape, step.node.meta['call'])}"
         is_users = ir.runs_users_code(step.node.target)
-        why = "a hook or a Python function: runs as it is" if is_users else "cannot be traced: runs as it is"
+        why = "a hook or a Python function: runs uncompiled" if is_users else "cannot be traced: runs uncompiled"
         runs = step.spent.runs
         return data.Step("users", title, why, 1, 1, step.spent.seconds / runs if runs else None, step.spent.least, runs)
     calls = calls_of(step)
@@ -62,7 +62,7 @@ def _step(tape: ir.TapeGraph, step: Executor, number: int) -> data.Step:
     detail = some_of(kinds)
     if compiled is None:
         detail += "; not compiled: its calls run one by one"
-    else:  # what went wrong comes first: a row shows one line
+    else:  # failures first: a row shows one line
         if compiled.proof.refuted:
             detail = f"its calls run one by one; {detail}"
         if dropped := ", ".join(compiled.proof.dropped):
@@ -77,7 +77,7 @@ def _step(tape: ir.TapeGraph, step: Executor, number: int) -> data.Step:
 
 
 def step_of_calls(variant: Variant) -> dict[int, int]:
-    """For each node of the tape, the step that runs it first."""
+    """Return, for each node of the tape, the first step that runs it."""
     steps: dict[int, int] = {}
     for number, step in enumerate(variant.program.schedule.steps):
         for call in calls_of(step):
@@ -86,10 +86,10 @@ def step_of_calls(variant: Variant) -> dict[int, int]:
 
 
 def stages_of(variant: Variant, sizes: Mapping[int, RegionSizes]) -> tuple[data.Stage, ...]:
-    """All stages of a variant.
+    """Return all stages of a variant.
 
     Args:
-        sizes: by step, what was found of the sizes in it.
+        sizes: the memory use of each region, by the number of its step.
     """
     tape_stage, headers = tape_stage_of(variant.program.tape, _step_of_nodes(variant))
     aten, code = _Lines(), _Lines()
@@ -130,7 +130,7 @@ def _step_of_nodes(variant: Variant) -> dict[fx.Node, int]:
 
 
 def tape_stage_of(tape: ir.TapeGraph, steps: Mapping[fx.Node, int]) -> tuple[data.Stage, dict[int, int]]:
-    """The tape graph's text, with the line that each node of the tape begins at."""
+    """Return the stage of the tape graph, and the first line of each node of the tape."""
     lines: list[data.Line] = []
     blocks: list[data.Block] = []
     headers: dict[int, int] = {}
@@ -138,7 +138,7 @@ def tape_stage_of(tape: ir.TapeGraph, steps: Mapping[fx.Node, int]) -> tuple[dat
     inputs: list[data.Line] = []
     for text, about in tape.lines():
         number = len(lines)
-        if text.startswith("  input_"):  # hundreds, of which nobody wants to see the first thing
+        if text.startswith("  input_"):  # last: there may be hundreds of inputs
             inputs.append(data.Line(text))
             continue
         if isinstance(about, ir.TapeCall):
@@ -166,7 +166,7 @@ def _as_it_is(tape: ir.TapeGraph, step: Executor, headers: Mapping[int, int]) ->
         ]
     nodes = step.region.nodes if isinstance(step, RegionStep) else [step.node]
     return [
-        data.Line(f"    {ir.target_name(node)}(...)  # as it is", _link(node.meta["call"], headers)) for node in nodes
+        data.Line(f"    {ir.target_name(node)}(...)  # uncompiled", _link(node.meta["call"], headers)) for node in nodes
     ]
 
 

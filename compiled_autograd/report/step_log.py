@@ -1,8 +1,7 @@
-"""The backwards of a session, in order: what a report shows as its timeline, and a trace as slices.
+"""The log of a session's backwards, in order, for the timeline of a report and the slices of a trace.
 
-Of those that were more than a hit there is a :class:`StepEvent`. Of the last hits there are four numbers each, which
-C++ writes too (``native/fast_path/serve.cpp``). How many hits there were between two events is the difference of their
-numbers.
+A backward that is no plain hit has a :class:`StepEvent`. The last hits have four numbers each, which C++ also writes
+(``native/fast_path/serve.cpp``). The numbers of two successive events tell the number of hits between them.
 """
 
 from __future__ import annotations
@@ -18,27 +17,27 @@ from ..cache.graphs import CompiledGraph
 from ..shadow_cache import Bypass, Failure, Miss
 
 MAX_FIRST, MAX_LAST = 200, 1800
-"""So many events are kept: the first ones, where nearly all is compiled, and the last ones."""
+"""Maximum number of kept events: the first ones, which compile most, and the last ones."""
 MAX_HITS = 2048
-"""The number of hits whose times are kept, the last ones; ``kMaxHits`` in C++."""
+"""Number of last hits whose times are kept; ``kMaxHits`` in C++."""
 _HIT = struct.Struct("4d")
 
 
 @dataclass(slots=True)
 class StepEvent:
-    """A backward, or several one after the other that were bypassed for one reason.
+    """One backward, or successive backwards that were bypassed for the same reason.
 
     Attributes:
-        number: of the last of them, counted from 1 in the session.
-        count: how many they are.
-        outcome: as :class:`session.Outcome` has it.
-        graph: the number of the structure; None where a bypass had none.
-        reasons: those of the last of them.
-        seconds: by stage, of all of them together.
-        compiles, loads: regions that were compiled, and found on disk.
-        when: the last of them was over, in seconds since the epoch.
-        began: the first of them began, as far as its seconds are known.
-        timed: how many of them ``seconds`` is of.
+        number: the number of the last backward, counted from 1 in the session.
+        count: the number of backwards.
+        outcome: as in :class:`outcomes.Outcome`.
+        graph: the number of the structure; None for a bypass without a structure.
+        reasons: the reasons of the last backward.
+        seconds: total seconds by stage.
+        compiles, loads: the number of regions that were compiled, and that were loaded from disk.
+        when: the end of the last backward, in seconds since the epoch.
+        began: the start of the first backward, in seconds since the epoch, as far as its duration is known.
+        timed: the number of backwards in ``seconds``.
     """
 
     number: int
@@ -56,11 +55,12 @@ class StepEvent:
 
 @dataclass(slots=True)
 class LeftToEager:
-    """Consecutive backwards that were left to eager for one reason, and are not among the counts yet.
+    """Successive backwards that eager ran for the same reason, and that are not yet in the session's counts.
 
     Attributes:
-        timed: the value of ``count`` at the last backward that was timed; 0 where none was. ``times`` were.
-        last, seconds: seconds of that backward, and of all that were timed.
+        timed: the value of ``count`` at the last timed backward; 0 if none was timed.
+        times: the number of timed backwards.
+        last, seconds: seconds of the last timed backward, and of all timed backwards.
     """
 
     verdict: Bypass
@@ -72,7 +72,8 @@ class LeftToEager:
 
 
 class Compile(NamedTuple):
-    """Something that was compiled beside the backwards, for the structure with this number; it ended at ``when``."""
+    """A compile in the background, for the structure with the number ``graph``. It ended at ``when``, in seconds since
+    the epoch."""
 
     graph: int
     seconds: float
@@ -80,7 +81,7 @@ class Compile(NamedTuple):
 
 
 class Hit(NamedTuple):
-    """The times of one hit: ``began`` is of ``time.perf_counter``, the others are seconds."""
+    """The times of one hit: ``began`` is a value of ``time.perf_counter``, the others are durations in seconds."""
 
     number: int
     began: float
@@ -89,12 +90,12 @@ class Hit(NamedTuple):
 
 
 def keep_hit(kept: bytearray | None, number: int, seconds: Mapping[str, float]) -> bytearray | None:
-    """Keep the times of a hit that is over; the oldest ones go. A session's first backward is not kept: who makes a
-    session for each backward would pay for the memory each time.
+    """Keep the times of a finished hit in place of the oldest ones. The first backward of a session is not kept: with a
+    session for each backward, every backward would allocate the memory.
 
     Args:
-        kept: what this gave for the hit before.
-        number: of the backward in its session, counted from 1.
+        kept: the result of the previous call.
+        number: the number of the backward in its session, counted from 1.
     """
     if kept is None:
         if number == 1:
@@ -107,16 +108,17 @@ def keep_hit(kept: bytearray | None, number: int, seconds: Mapping[str, float]) 
 
 
 def hits_in(kept: bytearray | None) -> list[Hit]:
-    """The hits whose times are kept, oldest first."""
+    """Return the hits whose times are kept, oldest first."""
     found = [] if kept is None else [Hit(int(number), *times) for number, *times in _HIT.iter_unpack(kept) if number]
     return sorted(found)
 
 
 class StepLog:
-    """The events of a session; ``left_out`` says how many of them are kept no more.
+    """The events of a session.
 
     Attributes:
-        beside: what was compiled in the background.
+        left_out: the number of events that were dropped.
+        beside: the compiles in the background.
     """
 
     def __init__(self) -> None:
@@ -137,8 +139,8 @@ class StepLog:
         count: int = 1,
         timed: int | None = None,
     ) -> None:
-        """One more backward: the one of that number in the session; or several, of which it is the last. ``timed`` of
-        them were; all, if it is None and there are seconds."""
+        """Add backward ``number`` of the session, or the ``count`` backwards that end with it. ``timed`` is the number
+        of backwards in ``seconds``; None means all if there are seconds, else none."""
         now = time.time()
         timed = (count if seconds else 0) if timed is None else timed
         before = self._last[-1] if self._last else self._first[-1] if self._first else None
@@ -161,12 +163,12 @@ class StepLog:
         self._last.append(event)
 
     def events(self) -> list[StepEvent]:
-        """What is kept, oldest first."""
+        """Return the kept events, oldest first."""
         return sorted([*self._first, *self._last], key=lambda event: event.number)
 
 
 def _same_bypass(before: StepEvent, reasons: Sequence[Bypass | Miss | Failure]) -> bool:
-    """Whether a backward was bypassed for the reason of the one before."""
+    """Return whether a backward was bypassed for the same reason as the previous one."""
     one, other = before.reasons[:1], reasons[:1]
     both = one and other and isinstance(one[0], Bypass) and isinstance(other[0], Bypass)
     return bool(both) and one[0].label == other[0].label  # type: ignore[union-attr]

@@ -1,4 +1,4 @@
-"""The backwards of a session as a trace that Perfetto opens: Chrome's trace-event format, as JSON."""
+"""Export the backwards of a session as a trace for Perfetto: Chrome's trace-event format, as JSON."""
 
 from __future__ import annotations
 
@@ -15,21 +15,21 @@ from ..versions import VERSION
 from .step_log import Compile, Hit, StepEvent
 
 _BACKWARDS, _COMPILING = 1, 2
-_TRACKS = {_BACKWARDS: "backward", _COMPILING: "compiling beside"}
+_TRACKS = {_BACKWARDS: "backward", _COMPILING: "compiling in the background"}
 _INSIDE = ("lower", "compile", "load", "prove")
-"""Stages of a run. Only their lengths are known: they are drawn one after the other, from the run's beginning."""
+"""Stages of a run. Only their durations are known: they are drawn in sequence, from the start of the run."""
 _TRACE = {"lower": "trace"}
 
 
 def trace_of(
     events: Sequence[StepEvent], hits: Sequence[Hit], beside: Sequence[Compile], graphs: Sequence[CompiledGraph]
 ) -> str:
-    """All that is known of times.
+    """Return the trace as JSON.
 
     Args:
-        events: the backwards that were more than a hit.
-        hits: the others, as far as they are kept.
-        beside: what was compiled in the background.
+        events: the backwards that were no plain hits.
+        hits: the hits whose times are kept.
+        beside: the compiles in the background.
         graphs: the structures, for their names.
     """
     titles = {graph.number: title(graph.tape) for graph in graphs}
@@ -67,7 +67,7 @@ def _event(event: StepEvent, titles: Mapping[int, str], compiled_beside: bool) -
     if compiled_beside:  # their seconds were spent on the other track
         for stage in ("lower", "compile"):
             if stage in seconds:
-                facts[f"{stage} beside"] = seconds.pop(stage)
+                facts[f"{stage} in background"] = seconds.pop(stage)
     return _backward(_words(event), event.began, seconds, facts)
 
 
@@ -79,7 +79,7 @@ def _words(event: StepEvent) -> str:
 
 
 def _backward(name: str, began: float, seconds: Mapping[str, float], facts: Mapping[str, Any]) -> list[dict[str, Any]]:
-    """The slice of one backward, and inside it those of its stages."""
+    """Return the slice of one backward, and the slices of its stages inside it."""
     capture, run = seconds.get("capture", 0.0), seconds.get("run", 0.0)
     found = [_slice(_BACKWARDS, name, began, capture + run, facts)]
     if capture:

@@ -103,9 +103,9 @@ class LateHooks:
         found = [node for node in same if self._may_be_in(node, change.hooks, tensors)]
         if len({self._places.group(node) for node in found}) > 1:
             raise RuntimeError(
-                f"the hook {change.hook!r} stands on several tensors of a backward that is under way, and was removed "
-                "from one of them that is no more: from which cannot be told. Keep the tensor, register a function of "
-                "its own on each, or run this backward inside compiled_autograd.disable()"
+                f"the hook {change.hook!r} is registered on several tensors of a running backward, and was removed "
+                "from one of them that no longer exists, so that it is unknown which one. Keep a reference to the "
+                "tensor, register a separate function on each, or run this backward inside compiled_autograd.disable()"
             )
         self._removed.update(found[:1])
         return bool(found)

@@ -50,7 +50,7 @@ from ..user_code.in_place import changed, check, versions_of
 from .interpret import ONE_BY_ONE, finish, heed
 from .opaque_calls import drop, run_calls, run_opaque
 
-CALLED = "it is called at each step, as one that is not marked"
+CALLED = "it is called at each step, like an unmarked one"
 """What a :class:`~shadow_cache.Failure` says that is done instead of tracing what is marked as traceable."""
 
 
@@ -175,13 +175,13 @@ class Program:
         name = self.tape.calls[context.call].name
         slot_of = self.schedule.slot_of
         if context.changes and heed(self.tape, step.node, context, lambda node: slots[slot_of[node]]):
-            return Failure("late_hook", name, "hooks of what was still to run came or went while it ran", ONE_BY_ONE)
+            return Failure("late_hook", name, "it added or removed hooks of the rest of this backward", ONE_BY_ONE)
         if step.added_to and step.result is not None:
             if context.added_to is None:
                 context.added_to = frozenset(memory_of(slots[slot]) for slot in step.added_to) - {None}
             if memory_of(slots[step.result]) in context.added_to:
                 where = f"a tensor that {name} saved in a checkpointed call"
-                return Failure("saved_grad", where, "it lies in the memory of a .grad that is added to", ONE_BY_ONE)
+                return Failure("saved_grad", where, "it shares memory with a .grad that is accumulated", ONE_BY_ONE)
         return None
 
     def _nan(self, found: ir.NaNFoundError, context: RunContext) -> RuntimeError:

@@ -66,7 +66,7 @@ def as_they_come(only: Iterable[str] | None = None) -> Generator[PartResult, Non
     wanted = list(NAMES if only is None else only)
     unknown = [name for name in wanted if name not in NAMES]
     if unknown:
-        raise ValueError(f"there is no part {unknown[0]!r}; there are: {', '.join(NAMES)}")
+        raise ValueError(f"the part {unknown[0]!r} does not exist; the parts are {', '.join(NAMES)}")
     work = _Work(wanted)
     thread = threading.Thread(target=work.run, name="compiled_autograd selftest", daemon=True)
     try:

@@ -245,7 +245,7 @@ def refuse_more_than_computing(marked: Any) -> None:
     depends_on = Code(strictly=False)
     depends_on.of(marked, 0)
     if not depends_on.whole:
-        raise NotPlainError(f"traceable: it calls functions that call others, to a depth of more than {_DEEPEST}")
+        raise NotPlainError(f"traceable: its calls of functions are nested more than {_DEEPEST} deep")
 
 
 def _refuse_what_was_put_there(name: str, value: Any) -> None:
@@ -327,4 +327,4 @@ def _is_exception(name: str, found: Any = None) -> bool:
 
 
 def _refused(what: str) -> NotPlainError:
-    return NotPlainError(f"traceable: it {what}, and may do more than compute")
+    return NotPlainError(f"traceable: it {what}, and may have side effects")

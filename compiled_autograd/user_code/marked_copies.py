@@ -87,7 +87,7 @@ class Copies:
         for copy, before in self._before:
             after = _items(copy)
             if len(after) != len(before) or any(map(_differ, after, before)):
-                raise NotPlainError("traceable: it changes what it depends on: it counts, or keeps something")
+                raise NotPlainError("traceable: it changes its own dependencies, for example a counter")
 
 
 def _items(container: Any) -> list[Any]:
@@ -109,5 +109,5 @@ class RefuseSideEffects(TorchDispatchMode):
     ) -> Any:
         schema = getattr(func, "_schema", None)
         if schema is not None and not schema.returns and not schema.is_mutable:
-            raise NotPlainError(f"traceable: it calls {func}, which gives nothing")
+            raise NotPlainError(f"traceable: it calls {func}, which returns nothing")
         return func(*args, **(kwargs or {}))

@@ -60,8 +60,8 @@ def traceable(function: F) -> F:
     elif isinstance(function, type) and issubclass(function, torch.autograd.Function):
         setattr(function, TRACEABLE, True)
     else:
-        which = "a subclass of torch.autograd.Function, or a function that is a hook"
-        raise TypeError(f"traceable marks {which}, and {function!r} is none")
+        which = "a subclass of torch.autograd.Function, or a hook function"
+        raise TypeError(f"traceable takes {which}, not {function!r}")
     return function
 
 
@@ -90,7 +90,7 @@ class TracedBackward(InlinedBackward, Marked):
     ) -> list[Grad]:
         own_class = type(ctx)
         if any(grad is None and wanted for grad, wanted in zip(grads, defined, strict=True)):
-            raise NotPlainError("traceable: a gradient that the tape leads to it is undefined in this backward")
+            raise NotPlainError("traceable: one of its incoming gradients is undefined in this backward")
         backward = _backward_of(own_class._forward_cls)
         given = [each for each in (*saved, *grads) if each is not None]
         versions = [each._version for each in given]
@@ -100,7 +100,7 @@ class TracedBackward(InlinedBackward, Marked):
             results = copies.of_function(backward)(_Context(ctx, saved, len(expected), copies), *grads)
         copies.refuse_changes()
         if versions != [each._version for each in given]:
-            raise NotPlainError("traceable: the backward writes into what it is given")
+            raise NotPlainError("traceable: the backward writes into its arguments")
         return checked(own_class.__name__, results, expected)
 
 
@@ -122,11 +122,11 @@ class _Context:
         if name in plain:
             return plain[name]
         if name in others:
-            raise NotPlainError(f"traceable: the backward reads ctx.{name}, a {others[name]}: no plain value")
+            raise NotPlainError(f"traceable: the backward reads ctx.{name}, a {others[name]}, which is no plain value")
         if name in NAMES:
             return self._compiled_autograd_buffers()
         if name == "__dict__":
-            raise NotPlainError("traceable: the backward looks through all that ctx has")
+            raise NotPlainError("traceable: the backward reads all attributes of ctx")
         if hasattr(real_class, name):
             raise NotPlainError(f"traceable: the backward uses ctx.{name}")
         raise AttributeError(f"ctx.{name} is not there")

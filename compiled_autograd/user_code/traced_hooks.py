@@ -54,5 +54,5 @@ class TracedHook(Marked):
             result = self.kind(copies.of_function(hook), *args)
         copies.refuse_changes()
         if versions != [grad._version for grad in given]:
-            raise NotPlainError("traceable: the hook writes into what it is given")
+            raise NotPlainError("traceable: the hook writes into its argument")
         return result

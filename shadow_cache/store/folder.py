@@ -43,7 +43,7 @@ def is_digest(name: str) -> bool:
 
 
 def is_ours(status: os.stat_result) -> bool:
-    """Return whether a file belongs to the user of this process; always True on Windows, which has no user ids."""
+    """Return whether a file belongs to the user of this process; always True on Windows, without user ids."""
     return not hasattr(os, "geteuid") or status.st_uid == os.geteuid()
 
 
@@ -208,7 +208,9 @@ class Folder:
             raise DamagedEntryError(name, f"the file cannot be read: {error.strerror}") from error
         found = hashlib.sha256(data).hexdigest()
         if found != digest:
-            raise DamagedEntryError(name, f"the SHA-256 of its {len(data)} bytes is {found[:12]}..., not its name")
+            raise DamagedEntryError(
+                name, f"its {len(data)} bytes have the SHA-256 {found[:12]}..., not that of its name"
+            )
         return data
 
     def damage(self, digest: str) -> str | None:

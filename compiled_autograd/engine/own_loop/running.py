@@ -99,7 +99,7 @@ def _find(settings: Settings, left: bool) -> Module | None:
     reason = why_off(settings)
     if reason:
         if settings.own_loop:
-            warn_once(f"own_loop=True does nothing: {reason}.")
+            warn_once(f"own_loop=True has no effect: {reason}.")
         return None
     OWN_LOOPS.left += left
     if left and OWN_LOOPS.left <= LEFT_WORTH_LOADING and OWN_LOOPS.module is None and not settings.own_loop:
@@ -116,7 +116,7 @@ def _first(settings: Settings, module: Module | None) -> Module | None:
     if module is None:
         OWN_LOOPS.reason = "" if library is None else library.reason
         if settings.own_loop and OWN_LOOPS.reason != BEING_BUILT:
-            warn_once(f"own_loop=True does nothing: there is no extension: {OWN_LOOPS.reason}.")
+            warn_once(f"own_loop=True has no effect without the extension: {OWN_LOOPS.reason}.")
         return None
     if module is OWN_LOOPS.wrong or others_are_on():
         return None
@@ -125,7 +125,7 @@ def _first(settings: Settings, module: Module | None) -> Module | None:
         return None
     if wrong:
         OWN_LOOPS.wrong = module
-        warn_once(f"the own loop is not used, which is only slower: {wrong}. Please report it.")
+        warn_once(f"the own loop is not used, and eager backwards are slower: {wrong}. Please report this bug.")
         return None
     OWN_LOOPS.module = module
     if AUTOTUNE.active:

@@ -258,10 +258,10 @@ class Beside:
         if not nodes:
             return
         name = program.region_compiler.name_of(nodes[0])
-        what = f"something has written into {name} while compiled code ran, which was given it"
+        what = f"{name}, an input of compiled code, was overwritten while the code ran"
         where = program.region_compiler.title()
         report.mismatched(Mismatch("mismatch", where, what, "eager's gradients were used", value=name))
-        raise GradientMismatchError(report.mismatches, f"{name} was overwritten, and has to be made anew")
+        raise GradientMismatchError(report.mismatches, f"{name} was overwritten, and has to be computed again")
 
     def _tell(self, kind: str, error: str, instead: str) -> None:
         where = self.variant.program.region_compiler.title()

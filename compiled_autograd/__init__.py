@@ -1,10 +1,11 @@
-"""PyTorch training, faster, without touching how people write it.
+"""Faster PyTorch training without changes to the model or the training loop.
 
 >>> import compiled_autograd as ca
 >>> with ca.enable() as session:
 ...     loss.backward()
 
-captures the tape that eager autograd recorded, compiles it, and runs that instead of the autograd engine.
+This captures the tape that eager autograd recorded, compiles the tape, and runs the compiled code instead of the
+autograd engine.
 """
 
 from __future__ import annotations
@@ -69,12 +70,13 @@ __all__ = [
 
 
 def load(path: str | os.PathLike[str]) -> Reproduction:
-    """Read a reproduction that :meth:`CompiledGraph.save` wrote. Nothing of the file is run.
+    """Read a reproduction that :meth:`CompiledGraph.save` wrote. Reading runs no code of the file.
 
     Raises:
-        ReproductionError: it is no reproduction, it is damaged or of another version, or it names what is not here.
-        OSError: it cannot be read.
-        ImportError: PyTorch was not tested, and something of it that this package needs has moved.
+        ReproductionError: the file is no reproduction, damaged, of another version, or names operators, dtypes or
+            devices that do not exist here.
+        OSError: the file cannot be read.
+        ImportError: this package was not tested on this PyTorch, and needs a private name that has moved.
     """
     from .replay import Reproduction
 
@@ -82,8 +84,8 @@ def load(path: str | os.PathLike[str]) -> Reproduction:
 
 
 def _load() -> bool:
-    """Import what the public names are, and return whether that was possible. The command line, which is below this
-    package, does without torch."""
+    """Import the public names, and return whether that succeeded. Imported lazily: the command line ``shadow-cache``
+    also imports this package, and works without torch."""
     import torch
 
     names = globals()
@@ -95,7 +97,7 @@ def _load() -> bool:
         from .engine.session import Session
         from .inspection import view
         from .user_code.traceable import traceable
-    except (ImportError, AttributeError) as error:  # something private of PyTorch's has moved
+    except (ImportError, AttributeError) as error:  # a private name of PyTorch has moved
         if is_tested(torch.__version__):
             raise
         from . import without_engine
@@ -111,7 +113,7 @@ def _load() -> bool:
 
 
 def _start_if_asked() -> None:
-    """Have every backward of the process run in one session where ``COMPILED_AUTOGRAD=1`` is set."""
+    """Run all backwards of the process in one session if ``COMPILED_AUTOGRAD=1`` is set."""
     if _load():
         from .runner.start import start_if_asked
 

@@ -20,15 +20,15 @@ except (ImportError, AttributeError) as error:
     sys.exit(harmless(import_failed(error)))
 
 _INTERRUPTED = 130
-"""The status of a program that Ctrl-C ended, as shells have it."""
+"""The exit status of a program ended by Ctrl-C, by the convention of shells."""
 
 
 @with_settings
 @click.group(cls=Programs, options_metavar="[OPTIONS]", subcommand_metavar="SCRIPT.py|COMMAND [ARGS]...")
 def main(**options: Any) -> None:
-    """Run a program as python does, with each backward in a session: SCRIPT.py ARGS, or -m MODULE ARGS.
+    """Run a program like python does, with every backward in a session: SCRIPT.py ARGS, or -m MODULE ARGS.
 
-    Or run one of the commands.
+    Or run one of the commands below.
     """
 
 
@@ -36,10 +36,10 @@ def main(**options: Any) -> None:
 @click.option("--json", "in_json", is_flag=True, help="Print one JSON object.")
 @click.option("--only", multiple=True, metavar="PART", type=click.Choice(NAMES), help="Run this part; may be repeated.")
 def selftest(in_json: bool, only: tuple[str, ...]) -> None:
-    """Run some twenty small backwards compiled and on eager, and compare.
+    """Run some twenty small backwards compiled and on eager, and compare the gradients.
 
-    Ends with status 0 where all is right (optional parts may be missing), 1 where something is wrong, 2 where an
-    environment variable or an argument is wrong.
+    Exit codes: 0 all parts passed (optional parts may be missing), 1 a part failed, 2 an environment variable or an
+    argument is wrong.
     """
     found = []
     try:

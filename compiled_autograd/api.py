@@ -1,4 +1,4 @@
-"""What a program calls: the session around its backwards, and its opposite."""
+"""The public functions: ``enable``, ``disable``, ``compile_step`` and ``reset``."""
 
 from __future__ import annotations
 
@@ -21,8 +21,8 @@ _P = ParamSpec("_P")
 
 
 def _with_given(face: Callable[_P, Session]) -> Callable[_P, Session]:
-    """Make a session of the settings that are given: others may be in the environment. ``face`` is the signature that
-    ``help`` and completion show, and never runs."""
+    """Return a function that makes a session from the given settings and those in the environment. ``face`` is the
+    signature for ``help`` and completion; its body never runs."""
 
     @functools.wraps(face)
     def enable(*positional: Any, **given: Any) -> Session:
@@ -39,7 +39,7 @@ def _without_its_name(value: Any) -> str:
     if isinstance(value, torch.nn.Module):
         return "enable() takes settings by name, and no model. Write `with enable():` around loss.backward()."
     if callable(value):
-        return "enable() takes settings by name. To run a function's backwards compiled, write compile_step(function)."
+        return "enable() takes settings by name. To compile the backwards of a function, write compile_step(function)."
     name = f"backend={value!r}" if isinstance(value, str) else "name=value"
     return f"enable() takes settings by name: write enable({name})."
 
@@ -69,60 +69,61 @@ def enable(
         backend: ``"inductor"`` (default), ``"eager"``, a name that ``torch._dynamo.list_backends()`` knows, the name of
             an entry point of the group ``compiled_autograd.backends``, or a function
             ``(GraphModule, example_inputs) -> callable``.
-        mode: of ``"inductor"``, as ``torch.compile`` has it: ``"default"``; ``"reduce-overhead"``, with CUDA graphs;
-            ``"max-autotune"``, which times several kernels for an operator and takes the fastest, with CUDA graphs;
-            ``"max-autotune-no-cudagraphs"``. What each sets is ``torch._inductor.list_mode_options(mode)``. Results of
-            CUDA graphs are copied, so that gradients are nobody else's memory.
-        dynamic: None compiles for the shapes that it meets, and makes symbols of those dimensions that are seen to
-            change, or that ``torch._dynamo.mark_dynamic`` marked; True of all of saved tensors but those of parameters,
-            at once (a size that no saved tensor has is a number until it changes); False of none.
-        on_miss: ``"compile"``; ``"background"`` compiles beside the training, and leaves what is not ready to eager
-            (:meth:`Session.wait` waits for it); ``"eager"`` compiles nothing, and leaves to eager what is not in the
-            cache; ``"raise"`` raises :class:`CacheMissError` then.
-        on_unsupported: ``"eager"`` runs what cannot be captured on the eager engine, ``"raise"`` raises
-            :class:`UnsupportedBackwardError`.
-        check: whether what was compiled is compared with the real calls, run one by one on the same values:
-            ``"new"`` in the first two runs of each form of it, with the right gradients and a warning where there is a
-            difference, and without that form from then on; True then compares every backward with the eager engine's,
-            and a number N every Nth of each variant, and a difference raises :class:`GradientMismatchError` once the
-            right gradients are written; False never.
-        tune: whether variants that have served for a while are timed against the eager engine, and the faster one
-            goes on (not with deterministic algorithms, and on the CPU alone). Slower backwards count as the
-            bypass ``not_worth_it``, timed ones as ``tuning``.
-        compile_budget: seconds that the process may lose on compiling what does not come back; beyond these, what is
-            new is left to eager (the bypass ``over_budget``) unless it has run there for as long as it is likely to
-            take to compile it. None, the default, is 30 seconds, less the more did not come back, or 5 % of the time
-            that the process has run, whichever is more; ``float("inf")`` has everything compiled.
-        cache_dir: the folder in which compiled graphs outlive the process; None is the user's cache folder, False keeps
-            them in memory.
-        native: whether tapes that came several times are walked by an extension in C++, and not by the engine. Where
-            there is a compiler, on Linux, it is compiled once, in the background, while the first tape is compiled:
-            with None, the default, unless ``cache_dir`` is False; with True always; with False it is not used.
-        own_loop: whether the extension runs what is left to eager, without the engine's queue. None, the default, where
-            it is there, on a PyTorch that this was checked on; True on any, and have it built; False never.
-        progress: whether a line says what is being compiled once a backward has waited for 2 seconds: None on a
-            terminal and in a notebook, on the first rank; True also writes lines to pipes and files; False never.
-        summary: whether :meth:`Session.summary` is printed to stderr when the process ends, if a backward ran.
-        untested_torch: on a PyTorch that this version was not tested on, ``"eager"`` leaves every backward to the eager
-            engine (the bypass ``untested_torch``); ``"try"`` compiles, if the selftest passes first, which runs once in
-            a process. Elsewhere both mean nothing.
-        passes: functions over the ATen graph of each region, in order; each gives a ``GraphModule``, or None where it
-            changed the one it got.
+        mode: the mode of ``"inductor"``, as in ``torch.compile``: ``"default"``; ``"reduce-overhead"``, with CUDA
+            graphs; ``"max-autotune"``, which times several kernels per operator and uses the fastest, with CUDA graphs;
+            ``"max-autotune-no-cudagraphs"``. ``torch._inductor.list_mode_options(mode)`` lists the options of a mode.
+            Results of CUDA graphs are not copied: a graph does not run again while anything refers to its results.
+        dynamic: which sizes are symbols. None: dimensions that have changed, or that ``torch._dynamo.mark_dynamic``
+            marked. True: all dimensions of saved tensors except parameters, from the start (a size that no saved tensor
+            has is a number until it changes). False: none.
+        on_miss: ``"compile"`` compiles at once. ``"background"`` compiles in the background, and runs backwards on
+            eager until the code is ready (:meth:`Session.wait` waits for it). ``"eager"`` compiles nothing, and runs
+            backwards that are not in the cache on eager. ``"raise"`` raises :class:`CacheMissError` for these.
+        on_unsupported: for backwards that cannot be captured. ``"eager"`` runs them on the eager engine, ``"raise"``
+            raises :class:`UnsupportedBackwardError`.
+        check: when to compare compiled code with the real calls, run one by one on the same values. ``"new"``: in the
+            first two runs of each compiled form. A difference gives a warning and the right gradients, and the form is
+            dropped. True: additionally compares every backward with the eager engine's; a number N: every Nth backward
+            of each variant. A difference then raises :class:`GradientMismatchError`, after the right gradients were
+            written. False: never.
+        tune: whether to time variants against the eager engine after some hits, and use the faster of the two, on the CPU
+            and on CUDA, except with deterministic algorithms. Backwards that are faster on eager count as the bypass
+            ``not_worth_it``, timed ones as ``tuning``.
+        compile_budget: maximum seconds that the process may lose on compiling tapes that do not repeat. When the budget
+            is spent, new tapes run on eager (the bypass ``over_budget``), until they have run there for as long as
+            compiling is estimated to take. None, the default: the larger of 5 % of the process's run time and 30
+            seconds, where the 30 seconds shrink as more tapes do not repeat. ``float("inf")``: no limit.
+        cache_dir: the folder of compiled graphs that outlive the process. None: the user's cache folder. False: memory
+            only.
+        native: whether a C++ extension walks repeated tapes instead of the engine. On Linux with a C++ compiler, the
+            extension is built once, in the background, while the first tape is compiled. None, the default: built and
+            used unless ``cache_dir`` is False. True: always. False: never.
+        own_loop: whether the extension runs eager backwards without the engine's ready queue. None, the default: if the
+            extension is built, on a PyTorch on which this was tested. True: on any PyTorch, and builds the extension.
+            False: never.
+        progress: whether a line shows what is being compiled, once a backward has waited for 2 seconds. None: on a
+            terminal and in a notebook, on the first rank. True: also as lines in pipes and files. False: never.
+        summary: whether to print :meth:`Session.summary` to stderr when the process ends, if a backward ran.
+        untested_torch: for a PyTorch on which this version was not tested; else without effect. ``"eager"`` runs every
+            backward on the eager engine (the bypass ``untested_torch``). ``"try"`` compiles if the selftest passes; the
+            selftest runs once per process.
+        passes: functions over the ATen graph of each region, in order. Each returns a ``GraphModule``, or None if it
+            changed its argument in place.
 
-    Each has an environment variable, ``COMPILED_AUTOGRAD_<NAME>``, but for ``passes``.
+    Each setting except ``passes`` has an environment variable, ``COMPILED_AUTOGRAD_<NAME>``.
 
     Returns:
-        A session, to be used as a context manager, once or again and again.
+        A session, a context manager that can be entered repeatedly.
 
     Raises:
-        WrongUseError: something was given without the name of its setting.
-        UnknownSettingError, InvalidSettingError, UnknownBackendError: see there.
+        WrongUseError: a value was given without the name of its setting.
+        UnknownSettingError, InvalidSettingError, UnknownBackendError: see these classes.
     """
     raise NotImplementedError
 
 
 def disable() -> Disabled:
-    """Inside, every ``backward`` runs on the eager engine, uncounted."""
+    """Return a context manager inside which every ``backward`` runs on the eager engine, uncounted."""
     return Disabled()
 
 
@@ -151,17 +152,17 @@ def compile_step(
 def compile_step(function: Any = None, **settings: Any) -> Any:
     """Decorate a training step: every ``backward`` inside it runs as a compiled graph.
 
-    Takes the settings of :func:`enable`. The decorated function has its session in the attribute ``session``.
+    Takes the settings of :func:`enable`. The attribute ``session`` of the decorated function is its session.
 
     Raises:
-        WrongUseError: what is decorated is a module, a class, or nothing that can be called.
-        UnknownSettingError, InvalidSettingError, UnknownBackendError: as ``enable`` does.
+        WrongUseError: the decorated object is a module, a class, or not callable.
+        UnknownSettingError, InvalidSettingError, UnknownBackendError: see :func:`enable`.
     """
     if function is None:
-        resolve(settings)  # what is wrong is an error in this line
+        resolve(settings)  # a wrong setting raises in the decorator's own line
         return functools.partial(compile_step, **settings)
     if wrong := _is_no_step(function):
-        raise WrongUseError(f"compile_step decorates a function that calls backward(), and this is {wrong}.")
+        raise WrongUseError(f"compile_step decorates a function that calls backward(); this is {wrong}.")
     session = enable(**settings)
     session.may_be_idle = True
 
@@ -181,13 +182,13 @@ compile_step.__signature__ = inspect.Signature(  # type: ignore[attr-defined]
 
 
 def _is_no_step(function: Any) -> str:
-    """Say why something is no training step, and what to write instead; empty where it may be one."""
+    """Return in words why an object is no training step, and what to write instead; empty if it may be one."""
     if isinstance(function, torch.nn.Module):
-        return "a module, whose forward has none. Put it before the function of your loop that does:\n\n" + _EXAMPLE
+        return "a module, whose forward has no backward(). Decorate the function of your loop:\n\n" + _EXAMPLE
     if isinstance(function, type):
-        return "a class. Put it before the method of the class that does"
+        return "a class. Decorate the method that calls backward()"
     if isinstance(function, str):
-        return f"a text. Settings have names: write compile_step(backend={function!r})"
+        return f"a string. Settings have names: write compile_step(backend={function!r})"
     if inspect.isgeneratorfunction(function) or inspect.iscoroutinefunction(function):
         return "a generator or a coroutine, which runs after the call. Put `with enable():` around its backward()"
     return "" if callable(function) else f"of type {type(function).__name__}"
@@ -202,5 +203,5 @@ or write `with compiled_autograd.enable():` around loss.backward()"""
 
 
 def reset() -> None:
-    """Forget every graph in memory, compiled or captured. Sessions keep their counts, the store on disk its entries."""
+    """Drop all captured and compiled graphs in memory. Sessions keep their counts; the store on disk is unchanged."""
     PROCESS.reset()

@@ -1,4 +1,4 @@
-"""One class for each thing that can go wrong in here. A message says what was found, where, and what to do."""
+"""The errors of this package. A message says what was found, where, and what to do."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ class CompiledAutogradError(Exception):
 
 
 def import_failed(error: Exception) -> str:
-    """Say that an import of this package failed, since something private of PyTorch's has moved."""
-    return f"This PyTorch does not work with this package: {type(error).__name__}: {error}"
+    """Return the message for an import of this package that failed, as a private name of PyTorch has moved."""
+    return f"compiled_autograd does not work with this PyTorch: {type(error).__name__}: {error}"
 
 
 def nearest(word: str, known: Iterable[str]) -> str:
-    """`` Did you mean 'x'?`` for the nearest known word, or the list of known words."""
+    """Return `` Did you mean 'x'?`` for the nearest known word, or the list of known words."""
     words = sorted(known)
     close = get_close_matches(word, words, n=1)
     return f" Did you mean {close[0]!r}?" if close else f" Known: {', '.join(words)}."
@@ -27,11 +27,11 @@ class UnknownSettingError(CompiledAutogradError, TypeError):
     """A setting that does not exist."""
 
     def __init__(self, name: str, known: Iterable[str]) -> None:
-        super().__init__(f"there is no setting {name!r}.{nearest(name, known)}")
+        super().__init__(f"the setting {name!r} does not exist.{nearest(name, known)}")
 
 
 class InvalidSettingError(CompiledAutogradError, ValueError):
-    """A setting with a value that it cannot take."""
+    """A setting with an invalid value."""
 
     def __init__(self, name: str, value: object, allowed: str, where: str) -> None:
         super().__init__(f"{where}: {name}={value!r} is not possible; {name} is {allowed}.")
@@ -42,38 +42,38 @@ class WrongUseError(CompiledAutogradError, TypeError):
 
 
 class UnsupportedBackwardError(CompiledAutogradError, RuntimeError):
-    """A backward had to bypass, and ``on_unsupported="raise"`` was asked for. No gradient was written."""
+    """A backward cannot be captured, and ``on_unsupported="raise"`` was set. No gradient was written."""
 
     def __init__(self, reason: Any) -> None:
         super().__init__(
             f"this backward cannot be captured: {reason}. "
-            'With on_unsupported="eager" (the default) the eager engine would have run it.'
+            'Set on_unsupported="eager" (the default) to run such backwards on the eager engine.'
         )
         self.reason = reason
 
 
 class CacheMissError(CompiledAutogradError, RuntimeError):
-    """A backward was no hit, and ``on_miss="raise"`` was asked for.
+    """A backward was no hit, and ``on_miss="raise"`` was set.
 
     Attributes:
-        reasons: the records that say why.
+        reasons: the misses.
     """
 
     def __init__(self, reasons: Sequence[Any], ran: bool = False) -> None:
         what = "; ".join(map(str, reasons))
         untouched = "No gradient was written, and the tape is whole."
         written = "Its gradients were computed, call by call." if ran else untouched
-        super().__init__(f"a backward was not in the cache: {what}. {written} on_miss='compile' would compile it.")
+        super().__init__(f"a backward was not in the cache: {what}. {written} Set on_miss='compile' to compile it.")
         self.reasons = tuple(reasons)
 
 
 class GradientMismatchError(CompiledAutogradError, RuntimeError):
-    """Compiled code gave something else than the calls that it was made of. The gradients are those of the calls.
+    """Compiled code gave other results than the real calls. The written gradients are those of the real calls.
 
-    Raised where ``check`` is True or a number; and always where compiled code has overwritten what was given to it.
+    Raised if ``check`` is True or a number, and always if compiled code has overwritten its inputs.
 
     Attributes:
-        mismatches: a :class:`shadow_cache.Mismatch` for each region in which it did.
+        mismatches: a :class:`shadow_cache.Mismatch` for each region with a difference.
     """
 
     def __init__(self, mismatches: Sequence[Any], written: str = "The right gradients were written.") -> None:
@@ -82,34 +82,36 @@ class GradientMismatchError(CompiledAutogradError, RuntimeError):
 
 
 class ReproductionError(CompiledAutogradError, ValueError):
-    """A file that is no reproduction, or one that cannot be used here; or a backward of which none can be written."""
+    """A file is no reproduction, or cannot be used here; or a backward cannot be stored as a reproduction."""
 
     def __init__(self, what: str) -> None:
         super().__init__(f"a reproduction cannot be used: {what}")
 
 
 class IllegalGraphError(CompiledAutogradError, AssertionError):
-    """A tape graph that breaks a rule of :mod:`compiled_autograd.ir`: always a bug of the pass that made it."""
+    """A tape graph violates a rule of :mod:`compiled_autograd.ir`: always a bug of the pass that made the graph."""
 
 
 class BrokenCaptureError(CompiledAutogradError, RuntimeError):
-    """The engine failed in the middle of reporting a node, whose saved tensors may be lost with that.
+    """The engine failed while it reported a node, and the saved tensors of the node may be lost.
 
-    Running the backward on the eager engine could then give wrong gradients, so it is not run at all.
+    The eager engine could then compute wrong gradients, so the backward is not run at all.
     """
 
     def __init__(self, node: str) -> None:
         super().__init__(
-            f"the engine failed while it reported {node}, and what that node saved may be lost: "
-            "no gradient was written. Run the forward again, and this backward inside compiled_autograd.disable(); "
-            "please report it as a bug."
+            f"the engine failed while it reported {node}, and the saved tensors of this node may be lost: "
+            "no gradient was written. Run the forward again, and its backward inside compiled_autograd.disable(); "
+            "please report this as a bug."
         )
 
 
 class CaptureRefusedError(CompiledAutogradError):
-    """Raised into the engine's seam to give up a capture while the tape is still whole. Never reaches the user.
+    """Raised inside the engine's walk to abandon a capture while the tape is intact. Never reaches the user.
 
-    ``mistake`` says that it is one of the user's, if it is anything: the eager engine has the word then.
+    Attributes:
+        reason: the bypass.
+        mistake: probably the user's mistake; the eager engine runs the backward and raises the error.
     """
 
     def __init__(self, reason: Any, mistake: bool = False) -> None:
@@ -119,16 +121,16 @@ class CaptureRefusedError(CompiledAutogradError):
 
 
 class OverBudgetError(CompiledAutogradError):
-    """The compile budget was spent while a region was traced: its calls run one by one. Never reaches the user."""
+    """The compile budget ran out while a region was traced: its calls run one by one. Never reaches the user."""
 
 
 class UntraceableError(CompiledAutogradError):
-    """Calls of the tape graph that cannot be run under fake tensors; they stay opaque. Never reaches the user.
+    """Calls of the tape graph cannot run under fake tensors; they stay opaque. Never reaches the user.
 
     Attributes:
         nodes: the calls.
-        cause: why.
-        always: whether that holds for whatever the calls are given, and not only for what they were given now.
+        cause: the error.
+        always: True if the calls fail with any arguments, False if only with the current ones.
     """
 
     def __init__(self, nodes: Sequence[Any], cause: BaseException, always: bool = True) -> None:

@@ -1,8 +1,8 @@
-"""Tapes that are not PyTorch's, through the same stages: tape graph, shadow graph, lowering, backend.
+"""Compile tapes of other autograd systems through the same stages: tape graph, shadow graph, lowering, backend.
 
-A front end writes down one backward as calls of its own operations. What stands behind that is what a captured tape of
-PyTorch goes through: the calls are an FX graph (:mod:`compiled_autograd.ir`), its structure is looked up in the shadow
-graph of the process, a variant is selected or made, and its regions are lowered, compiled, proved and run.
+A front end records one backward as calls of its own operations. The record then takes the way of a captured tape of
+PyTorch: the calls are an FX graph (:mod:`compiled_autograd.ir`), its structure is looked up in the shadow graph of the
+process, a variant is selected or made, and its regions are lowered, compiled, proved and run.
 
 >>> @frontend.operation
 ... def multiply_backward(gradients, a, b):
@@ -13,9 +13,9 @@ graph of the process, a variant is selected or made, and its regions are lowered
 >>> session = ca.enable(backend="eager")
 >>> frontend.run(tape, [of_a, of_b], session)  # [y, x]; session.last.outcome is "structure_miss", later "hit"
 
-Two tapes have one structure where the same operations take values from the same places, with ``None`` and constants at
-the same places. A gradient that is known to be zero is ``None``, so each pattern of zeros has a graph of its own.
-``examples/simple_grad.py`` is a whole front end.
+Two tapes have the same structure if the same operations take the same values, with ``None`` and equal constants at the
+same positions. A gradient that is known to be zero is ``None``, so each pattern of zeros has its own graph.
+``examples/simple_grad.py`` is a complete front end.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from .shadow_cache import Bypass, Miss, unsupported
 from .torch_api.dynamo import keep_from_dynamo, not_compiled
 
 _ROOT = "FrontEnd"
-"""The name of the first node, so that no tape of PyTorch's has the structure of a front end's."""
+"""The name of the first node. It keeps the structures of front ends apart from those of PyTorch's tapes."""
 _SUM = "Sum"
 _CONSTANTS = (bool, int, float, str, torch.dtype, torch.device)
 _declared: dict[str, Iterator[int]] = PROCESS.register({})
@@ -61,16 +61,16 @@ Function = Callable[..., Sequence["torch.Tensor | None"]]
 
 
 def operation(function: Function) -> ir.OpaqueOp:
-    """Declare a function that calls on tapes run. Its qualified name is part of every structure in which it stands.
+    """Declare a function as an operation for tapes. Its qualified name is part of every structure that contains it.
 
     Args:
-        function: ``function(gradients, *saved)`` takes a list of gradients, None at the places at which the tape has
-            None, and then what else its call was given. It gives a list of gradients, None for one that is known to be
-            zero. It reads nothing else, writes into nothing that it was given, and does not ask a tensor for its
-            values: it is also run on tensors that have none.
+        function: ``function(gradients, *saved)`` takes a list of gradients (None where the tape has None), then the
+            other arguments of its call. It returns a list of gradients, None for a gradient that is known to be zero.
+            It must not read other state, write into its arguments, or read values of tensors: it also runs on fake
+            tensors.
 
-    One that is declared again is another operation, and finds nothing of what was compiled with the one before it: so
-    declare operations once, at the top level of a module.
+    Declaring a function again makes a new operation, for which nothing is compiled yet. Declare operations once, at the
+    top level of a module.
     """
     name = f"{function.__module__}.{function.__qualname__}"
     number = next(_declared.setdefault(name, itertools.count(1)))
@@ -81,7 +81,7 @@ def operation(function: Function) -> ir.OpaqueOp:
     def checked(*arguments: Any) -> Sequence[torch.Tensor | None]:
         found = function(*arguments)
         if not isinstance(found, (list, tuple)):
-            raise TypeError(f"operation {name} gave a {type(found).__name__}: it is to give a list of gradients")
+            raise TypeError(f"operation {name} returned a {type(found).__name__}; it must return a list of gradients")
         return found
 
     return ir.OpaqueOp(name, checked, custom=True)
@@ -89,13 +89,13 @@ def operation(function: Function) -> ir.OpaqueOp:
 
 @dataclass(frozen=True, eq=False, slots=True)
 class Value:
-    """What stands for a tensor on a :class:`Tape`, or for None that is known only when the tape runs."""
+    """A tensor on a :class:`Tape`, or a None that is known only when the tape runs."""
 
     node: fx.Node
 
 
 class Tape:
-    """One backward: tensors that are given, and calls in the order in which they run."""
+    """One backward: its input tensors, and its calls in order."""
 
     def __init__(self) -> None:
         self._graph = fx.Graph()
@@ -106,21 +106,21 @@ class Tape:
 
     @not_compiled
     def tensor(self, tensor: torch.Tensor) -> Value:
-        """A tensor that is given: a gradient to begin with, or a value of the forward. One tensor is one value.
+        """Add an input: an initial gradient, or a value of the forward. Repeated calls with a tensor return one value.
 
         Raises:
-            TypeError: it is no tensor.
+            TypeError: ``tensor`` is no tensor, or a nested one.
         """
         if not isinstance(tensor, torch.Tensor):
-            raise TypeError(f"a tensor is needed, not {type(tensor).__name__}: a constant is given to a call as it is")
+            raise TypeError(f"Tape.tensor takes a tensor, not {type(tensor).__name__}; pass constants directly to call")
         if tensor.is_nested:
-            raise TypeError("a nested tensor cannot stand on a tape: give its parts")
+            raise TypeError("a nested tensor cannot be on a tape; pass its parts")
         value = self._values.get(id(tensor))
         if value is None:
             lifted = ir.Lifted("input", len(self._tensors))
             with self._graph.inserting_before() if self._last is None else self._graph.inserting_after(self._last):
                 self._last = self._graph.placeholder(str(lifted))
-            self._last.meta["lifted"] = lifted  # counted anew among those that are used
+            self._last.meta["lifted"] = lifted  # renumbered in `captured`, without unused inputs
             self._tensors.append(tensor)
             value = self._values[id(tensor)] = Value(self._last)
         return value
@@ -129,30 +129,34 @@ class Tape:
     def call(
         self, function: ir.OpaqueOp, gradients: Sequence[Value | None], *saved: Any, results: int
     ) -> tuple[Value, ...]:
-        """Write down a call of an operation.
+        """Record a call of an operation.
 
         Args:
-            function: what :func:`operation` gave.
-            gradients: None for one that is known to be zero.
-            saved: what else the operation takes: values, None, constants (bool, int, float, str, dtype, device), and
-                lists of them. Constants are part of the structure.
-            results: how many gradients it gives.
+            function: the result of :func:`operation`.
+            gradients: the gradients; None for a gradient that is known to be zero.
+            saved: the other arguments: values, None, constants (bool, int, float, str, dtype, device), and lists of
+                these. Constants are part of the structure.
+            results: the number of gradients that the operation returns.
+
+        Returns:
+            The values of the returned gradients.
 
         Raises:
-            TypeError, ValueError: something of it cannot stand on this tape.
+            TypeError: an argument cannot be on a tape.
+            ValueError: an argument is a value of another tape.
         """
         if not isinstance(function, ir.OpaqueOp):
-            raise TypeError(f"{function!r} is no operation: declare it with compiled_autograd.frontend.operation")
+            raise TypeError(f"{function!r} is no operation; declare it with compiled_autograd.frontend.operation")
         arguments = [self._node(each) for each in (list(gradients), *saved)]
         node = self._add(function.__name__.rpartition(".")[2], function, arguments)
         return tuple([self._item(node, index) for index in range(results)])
 
     @not_compiled
     def add(self, *gradients: Value | None) -> Value | None:
-        """The sum of gradients that meet, added in this order; None, which is zero, does not count.
+        """Return the sum of gradients, added in this order. None counts as zero; the sum of only None is None.
 
         Raises:
-            TypeError, ValueError: something of it cannot stand on this tape.
+            TypeError, ValueError: see :meth:`call`.
         """
         terms = [each for each in gradients if each is not None]
         if len(terms) < 2:
@@ -161,14 +165,14 @@ class Tape:
 
     @not_compiled
     def captured(self, results: Sequence[Value | None]) -> tuple[ir.TapeGraph, list[torch.Tensor]]:
-        """The tape graph of what was written down so far, which gives ``results``, and the tensors that it takes: those
-        that something uses. The tape can go on.
+        """Return the tape graph of the calls so far, with these ``results``, and the input tensors that it uses. More
+        calls may be added afterwards.
 
         Raises:
             TypeError, ValueError: a result is no value of this tape.
         """
         if wrong := [each for each in results if not isinstance(each, Value | None)]:
-            raise TypeError(f"a result is a value of the tape or None, not {type(wrong[0]).__name__}")
+            raise TypeError(f"a result must be a value of the tape or None, not {type(wrong[0]).__name__}")
         graph = fx.Graph()
         copies: dict[fx.Node, fx.Node] = {}
         graph.graph_copy(self._graph, copies)
@@ -198,46 +202,46 @@ class Tape:
         return Value(item)
 
     def _node(self, value: Any) -> Any:
-        """What the graph has for an argument."""
+        """Return the argument in the form of the FX graph."""
         if isinstance(value, Value):
             if value.node.graph is not self._graph:
-                raise ValueError("a value of another tape: each tape has values of its own, which Tape.tensor gives")
+                raise ValueError("this value belongs to another tape; make a value of this tape with Tape.tensor")
             return value.node
         if isinstance(value, (list, tuple)):
             return [self._node(each) for each in value]
         if value is None or type(value) in _CONSTANTS:
             return value
-        hint = "lift it with Tape.tensor" if isinstance(value, torch.Tensor) else "make it part of the operation"
-        raise TypeError(f"a {type(value).__name__} cannot stand on a tape: {hint}")
+        hint = "add it with Tape.tensor" if isinstance(value, torch.Tensor) else "make it part of the operation"
+        raise TypeError(f"a {type(value).__name__} cannot be an argument on a tape; {hint}")
 
 
 def run(tape: Tape, results: Sequence[Value | None], session: Session) -> list[torch.Tensor | None]:
-    """Run a tape compiled, from what an earlier tape of its structure left behind where there was one.
+    """Run a tape compiled, with the cached code of its structure if there is any.
 
-    What cannot be compiled runs call by call, and is a bypass: inside of a functional transform, a dual level, a
-    dispatch mode or what is being traced, and with tensor subclasses. There is nothing to time it against, whatever
-    ``tune`` says.
+    A tape that cannot be compiled runs call by call, and is a bypass: inside a functional transform, a forward AD
+    level, a dispatch mode or a trace, and with tensor subclasses. ``tune`` has no effect: there is no eager engine to
+    time against.
 
     Args:
-        results: what is asked for, of what the tape has computed or was given.
-        session: of :func:`compiled_autograd.enable`. It need not be entered; the tape counts as one backward of it.
+        results: the requested values of the tape.
+        session: a session of :func:`compiled_autograd.enable`. It need not be entered; the tape counts as one of its
+            backwards.
 
     Returns:
-        A tensor for each of the results, which no gradient of PyTorch's flows through; None where the tape has None, or
-        an operation gave None.
+        A tensor without a PyTorch tape for each result; None if the tape has None, or if an operation returned None.
 
     Raises:
         TypeError, ValueError: a result is no value of this tape.
-        CacheMissError: ``on_miss="raise"``, and it is no hit.
-        UnsupportedBackwardError: ``on_unsupported="raise"``, and it cannot be compiled.
-        GradientMismatchError: as for a backward of PyTorch's, see :func:`compiled_autograd.enable`.
+        CacheMissError: ``on_miss="raise"``, and the tape is no hit.
+        UnsupportedBackwardError: ``on_unsupported="raise"``, and the tape cannot be compiled.
+        GradientMismatchError: see ``check`` of :func:`compiled_autograd.enable`.
     """
     captured, tensors = tape.captured(results)
     return run_captured(captured, Handover(tensors, [], [], (), ()), session)
 
 
 def run_captured(captured: ir.TapeGraph, handover: Handover, session: Session) -> list[torch.Tensor | None]:
-    """The same for a tape graph; gives what it returns, and writes to its leaves where it has any."""
+    """Run a tape graph like :func:`run`: return its results, and write to its leaves if it has any."""
     account = Account(session, replace(session.settings, tune=False))
     try:
         reason = before_capture(False, handover.tensors, depth()) or _cannot_be_compiled(captured, handover.tensors)
@@ -268,7 +272,7 @@ def _cannot_be_compiled(captured: ir.TapeGraph, tensors: Sequence[torch.Tensor])
 def _one_by_one(
     captured: ir.TapeGraph, handover: Handover, account: Account, reason: Bypass
 ) -> list[torch.Tensor | None]:
-    """Run its calls as Python would; functional transforms see them."""
+    """Run the calls in Python one by one, visible to functional transforms."""
     if account.settings.on_unsupported == "raise" and not is_policy(reason):
         raise UnsupportedBackwardError(reason)
     started = time.perf_counter()

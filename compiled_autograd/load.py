@@ -1,6 +1,6 @@
-"""``python -m compiled_autograd.load FILE``: run a stored reproduction on its operators one by one and compiled.
+"""``python -m compiled_autograd.load FILE``: run a stored reproduction's operators one by one and compiled.
 
-A program, and nothing to import: :func:`compiled_autograd.load` is the function of that name.
+This module is a program and must not be imported: :func:`compiled_autograd.load` is a function.
 """
 
 from __future__ import annotations
@@ -32,20 +32,20 @@ if __name__ != "__main__":  # the module would hide the function in the package
 
 @click.command()
 @click.argument("file", type=click.Path(path_type=Path, exists=True, dir_okay=False))
-@click.option("--backend", help="In place of the one that the file names: eager, inductor, ...")
+@click.option("--backend", help="Use this backend instead of the file's: eager, inductor, ...")
 @click.option(
-    "--rounds", default=20, show_default=True, type=click.IntRange(0), help="Runs that are timed; 0 for none."
+    "--rounds", default=20, show_default=True, type=click.IntRange(0), help="Number of timed runs; 0 for none."
 )
 @click.option(
     "--stage",
     type=click.Choice(["tape", "aten", "regions", "code"]),
-    help="Show this stage of it, and do nothing else.",
+    help="Only print this stage of the reproduction.",
 )
 @click.option("--json", "as_json", is_flag=True, help="Print one JSON object.")
 def main(file: Path, backend: str | None, rounds: int, stage: str | None, as_json: bool) -> None:
-    """Run a reproduction of a backward: its operators one by one, and compiled; compare the two and time them.
+    """Run a reproduction of a backward: its operators one by one, and compiled. Compare and time the two.
 
-    Ends with status 1 where they differ by more than rounding, and with 2 where the file cannot be used.
+    Exit codes: 0 equal up to rounding, 1 a larger difference, 2 the file cannot be used.
     """
     try:
         reproduction = Reproduction(file)
@@ -71,7 +71,7 @@ def _show(reproduction: Reproduction, comparison: Comparison, times: Times | Non
     written = f"written with torch {about.torch}, compiled_autograd {about.version}, backend {about.backend}"
     console.print(f"[bold]{_plain(about.where)}[/bold], {_plain(written)}")
     if about.difference:
-        console.print(f"found there: {_plain(about.difference)}")
+        console.print(f"difference found: {_plain(about.difference)}")
     console.print(f"values: {'those of the backward' if reproduction.real else 'made up'}")
     for what in reproduction.stand_ins:
         console.print(f"made-up values stand in for {_plain(what)}")
@@ -90,12 +90,12 @@ def _show(reproduction: Reproduction, comparison: Comparison, times: Times | Non
     if times is not None:
         console.print(
             f"one by one {times.eager * 1e3:.3g} ms, compiled {times.compiled * 1e3:.3g} ms, "
-            f"ratio {times.ratio:.2f} (median of {times.rounds}, in turns)"
+            f"ratio {times.ratio:.2f} (median of {times.rounds} each, run alternately)"
         )
 
 
 def _plain(text: str) -> str:
-    """Text of the file as text, whatever a terminal or its markup would make of it."""
+    """Escape untrusted text of the file for the terminal and for rich's markup."""
     return escape(harmless(text))
 
 

@@ -10,25 +10,25 @@ from .shadow_cache.amounts import plural, seconds
 from .shadow_cache.safe_text import harmless, preformatted
 
 TUNING = "tuning"
-"""The reason of a backward that eager ran to be timed against compiled code."""
+"""The reason of a backward that ran on eager to be timed against compiled code."""
 HIT, SHAPE_MISS, STRUCTURE_MISS, BYPASS = "hit", "shape_miss", "structure_miss", "bypass"
 
 
 @dataclass(slots=True, repr=False)
 class Stats:
     """Counts of one session. Every backward is one of hit, shape miss, structure miss and bypass; bypasses of ``tune``
-    are counted apart.
+    are counted separately.
 
     Attributes:
-        backwards: how often a backward was asked for.
-        captures: how often the engine reported a tape because it had not met its structure.
-        bypasses: for each reason, how many backwards the eager engine ran, but for ``tuning``.
-        compiles: how many regions were compiled.
-        compile_seconds: seconds spent lowering and compiling, the first run of each region included.
-        loads: how many regions were found in the store on disk, where another process had compiled them.
-        failures: how often something of ours failed and a slower way was taken, with the right result.
-        own_loop: how many of the backwards on eager ran without the engine's queue.
-        tuning: how many backwards ran on eager to be timed against compiled code.
+        backwards: the number of backwards.
+        captures: the number of tapes that the engine reported because their structure was new to it.
+        bypasses: the number of backwards on the eager engine by reason, without ``tuning``.
+        compiles: the number of compiled regions.
+        compile_seconds: seconds of lowering and compiling, including the first run of each region.
+        loads: the number of regions loaded from the store on disk, compiled by another process.
+        failures: the number of failures of this package after which a slower way gave the right result.
+        own_loop: the number of eager backwards that ran without the engine's ready queue.
+        tuning: the number of backwards that ran on eager to be timed against compiled code.
     """
 
     backwards: int = 0
@@ -45,7 +45,8 @@ class Stats:
     tuning: int = 0
 
     def copy(self) -> Stats:
-        """Return a copy. The fast path of another thread, which waits for nobody, comes in between at calls alone."""
+        """Return a copy. Another thread's fast path takes no lock, and can intervene only at calls: there are none
+        between the reads of the fields."""
         bypasses = dict(self.bypasses)
         return Stats(
             self.backwards,
@@ -63,7 +64,7 @@ class Stats:
         )
 
     def parts(self) -> list[str]:
-        """The counts in words; those that are 0 are left out."""
+        """Return the counts in words, without those that are 0."""
         if not self.backwards:
             return ["no backward ran in this session"]
         missed, left = self.shape_misses + self.structure_misses, sum(self.bypasses.values())
@@ -88,16 +89,16 @@ class Stats:
 
 @dataclass(slots=True, repr=False)
 class Outcome:
-    """What became of one backward.
+    """The outcome of one backward.
 
     Attributes:
         outcome: ``"hit"``, ``"shape_miss"``, ``"structure_miss"`` or ``"bypass"``.
         graph: the structure that ran, a ``CompiledGraph``; None for a bypass.
-        reasons: why it was no hit, and what failed on the way.
-        seconds: by stage: ``capture`` (the engine's walk, and its report where it missed), ``lower``, ``compile``,
+        reasons: why the backward was no hit, and the failures on the way.
+        seconds: seconds by stage: ``capture`` (the engine's walk, and its report after a miss), ``lower``, ``compile``,
             ``load`` (from the store on disk), ``prove`` (comparing with the real calls), ``run`` (everything after the
-            capture, all of these included). A backward that was left to eager for its own good, and was known from its
-            root alone, is not timed.
+            capture, including the other stages). A backward is not timed if its root alone decided that eager runs it,
+            because eager is faster or the budget is spent.
     """
 
     outcome: str

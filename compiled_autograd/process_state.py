@@ -1,6 +1,6 @@
-"""What the process keeps from one backward to the next: all of it is registered here by the module that keeps it.
+"""State of the process that outlives a backward. Each module registers its own state here.
 
-Nothing else at module level changes (``tests/test_process_state.py``).
+No other object at module level changes (``tests/test_process_state.py``).
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from typing import Any, Generic, TypeVar
 
 
 class WeaklyReferred:
-    """What has slots, and that others refer to weakly. From Python 3.11 on ``dataclass`` has a word for it."""
+    """Base of classes with slots that need weak references. Python 3.11 has ``dataclass(weakref_slot=True)``."""
 
     __slots__ = ("__weakref__",)
 
@@ -22,13 +22,13 @@ _Do = Callable[[], object]
 
 
 class ProcessState:
-    """The registered objects, in the order of their registration: modules register when they are imported, so what is
-    used by others comes before them.
+    """The registered objects, in order of registration. Modules register at import, so that a module comes after the
+    modules that it uses.
 
-    **Forks.** Each hook is handed to ``os.register_at_fork`` by itself, and is not called by a loop of ours: Python
-    reports what a hook raises, Ctrl-C too, and goes on to the next one, whereas an interrupted loop would leave locks
-    taken. Hooks before a fork run in reverse order, those after it in order: a child puts right what is used by others
-    before the others.
+    **Forks.** Each hook is registered separately with ``os.register_at_fork``, and not called by a loop of this class.
+    Python reports an exception of a hook, also Ctrl-C, and calls the next hook; an interrupted loop would leave locks
+    held. Hooks before a fork run in reverse order, hooks after it in order: a child repairs a module after the modules
+    that it uses.
     """
 
     def __init__(self) -> None:
@@ -50,10 +50,10 @@ class ProcessState:
 
         Args:
             kept: the object.
-            reset: forgets what was captured or compiled.
-            restart: forgets the rest too, so that tests find the object as in a new process.
-            before_fork, after_fork_in_parent: called by the thread that forks.
-            after_fork: called in the child, where this thread alone lives on.
+            reset: drops captured and compiled graphs.
+            restart: drops the rest too, so that tests find the object as in a new process.
+            before_fork, after_fork_in_parent: called by the forking thread.
+            after_fork: called in the child, where only the forking thread exists.
 
         Returns:
             ``kept``.
@@ -71,12 +71,12 @@ class ProcessState:
         return iter(self._kept)
 
     def reset(self) -> None:
-        """Forget what was captured and compiled, from the top down: the engine first, which hands it to the others."""
+        """Drop what was captured and compiled, from the top down: the engine first, as it uses the others."""
         for forget in reversed(self._reset):
             forget()
 
     def restart(self) -> None:
-        """:meth:`reset`, and forget what a process does or says only once. For tests."""
+        """:meth:`reset`, and forget actions and warnings that happen once per process. For tests."""
         self.reset()
         for forget in reversed(self._restart):
             forget()
@@ -86,17 +86,17 @@ PROCESS = ProcessState()
 
 
 def free_in_child(lock: Any) -> Any:
-    """Register an ``RLock`` that is free in a forked child, unless it is the forking thread's. Gives the lock.
+    """Register an ``RLock`` that is free in a forked child unless the forking thread holds it. Returns the lock.
 
-    For one that guards a few lines; :mod:`compiled_autograd.threads.forks` says why.
+    Only for a lock that guards a few lines; :mod:`compiled_autograd.threads.forks` says why.
     """
     return PROCESS.register(lock, after_fork=functools.partial(free, lock))
 
 
 def free(lock: Any) -> bool:
-    """In a forked child, have an ``RLock`` be free, unless it is the calling thread's; whether another thread held it.
+    """In a forked child, free an ``RLock`` unless the calling thread holds it. Return whether another thread held it.
 
-    ``_at_fork_reinit`` and ``_is_owned`` are what Python's own modules use for theirs (3.10 to 3.14).
+    Python's own modules use ``_at_fork_reinit`` and ``_is_owned`` for their locks (3.10 to 3.14).
     """
     if lock._is_owned():
         return False
@@ -108,8 +108,8 @@ def free(lock: Any) -> bool:
 
 
 class OfThread(Generic[_T]):
-    """An attribute of a ``threading.local`` that each thread has made for it when it first asks. In the midst of an
-    ``__init__`` of the ``local``'s, what ``gc`` or a signal runs there would ask for what is not there yet."""
+    """An attribute of a ``threading.local``, created in each thread on first access. With an ``__init__`` of the
+    ``local``, code that ``gc`` or a signal handler runs during the ``__init__`` would find the attribute missing."""
 
     def __init__(self, make: Callable[[], _T]) -> None:
         self._make = make

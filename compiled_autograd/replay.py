@@ -1,4 +1,4 @@
-"""A stored reproduction, run again: its operators one by one, and compiled; compared and timed."""
+"""Run a stored reproduction, with its operators one by one and compiled; compare and time the two."""
 
 from __future__ import annotations
 
@@ -30,21 +30,22 @@ from .runtime.interpret import interpret
 from .shadow_cache import Miss
 
 _RUNS = 4
-"""Runs that are compared: code that Inductor generated may run as something else from the second one on."""
+"""Number of compared runs: from the second run on, Inductor's code may run in another form."""
 Gradients = dict[str, torch.Tensor | None]
 
 
 @dataclass(frozen=True)
 class Difference:
-    """What compiled code gave for one leaf, or for one gradient that was asked for, beside the operators one by one.
+    """The difference between compiled code and the operators one by one, for one leaf or one requested gradient.
 
     Attributes:
-        name: of the parameter, or the number of the leaf's node.
-        error: the largest difference, not a number where the two cannot be subtracted; ``where`` is its index.
-        eager, compiled: the two values there.
-        run: the run, counted from 0, in which it was the largest.
-        is_rounding: every value is as near as rounding brings it (``docs/correctness.md``), float64 not asked.
-        text: what else differs: dtype, shape, or that one is undefined.
+        name: the name of the parameter, or the number of the leaf's node.
+        error: the largest difference; NaN if the two cannot be subtracted.
+        where: the index of the largest difference.
+        eager, compiled: the two values at this index.
+        run: the run with the largest difference, counted from 0.
+        is_rounding: True if all differences are within rounding (``docs/correctness.md``), without a check in float64.
+        text: another difference in words: in dtype, shape or layout, or one of the two is undefined.
     """
 
     name: str
@@ -59,13 +60,13 @@ class Difference:
 
 @dataclass(frozen=True)
 class Comparison:
-    """What became of the compiled runs of a reproduction.
+    """The result of the compiled runs of a reproduction.
 
     Attributes:
-        differences: for each leaf, and each gradient that was asked for, the largest difference of several runs.
-        reasons: what was said of the first of them beside that it was new: what a backend could not compile runs one by
-            one there too, and shows no difference.
-        compiles: how many regions were compiled.
+        differences: the largest difference of several runs, for each leaf and each requested gradient.
+        reasons: the bypasses and failures of the first run. Calls that the backend could not compile also run one by
+            one, and then show no difference.
+        compiles: the number of compiled regions.
     """
 
     differences: list[Difference]
@@ -74,13 +75,13 @@ class Comparison:
 
     @property
     def is_rounding(self) -> bool:
-        """Whether nothing differs by more than rounding."""
+        """True if no difference is larger than rounding."""
         return all(each.is_rounding for each in self.differences)
 
 
 @dataclass(frozen=True)
 class Times:
-    """Seconds of one backward, the median of several that took turns."""
+    """Median seconds of one backward of each kind; the two were run alternately, ``rounds`` times each."""
 
     eager: float
     compiled: float
@@ -88,20 +89,20 @@ class Times:
 
     @property
     def ratio(self) -> float:
-        """Of the time of the operators one by one, what compiled code takes."""
+        """The time of compiled code divided by the time of the operators one by one."""
         return self.compiled / self.eager
 
 
 class Reproduction:
-    """One backward out of a file, to be run in a process that never saw its model.
+    """One backward from a file, to be run in a process without its model.
 
-    In place of hooks and functions of the user's stand steps that hand on made-up values.
+    Stand-ins that return made-up values replace hooks and functions of the user.
 
     Attributes:
-        about: where it comes from.
-        tape: its tape graph. The calls run ATen operators.
-        real: its tensors have the values that they had; else they are made up.
-        stand_ins: what could not be carried, in words.
+        about: the origin of the reproduction.
+        tape: the tape graph. The calls run ATen operators.
+        real: True if the tensors have their original values; else the values are made up.
+        stand_ins: the calls that stand-ins replace, in words.
     """
 
     def __init__(self, path: str | os.PathLike[str]) -> None:
@@ -110,7 +111,7 @@ class Reproduction:
         try:
             self.tape: ir.TapeGraph = tape_of(self._record)
         except RecursionError as error:
-            raise ReproductionError("it has lists in lists, deeper than can be read") from error
+            raise ReproductionError("its lists are nested too deeply") from error
         self.real = self._record.real
         nodes, calls = self._record.nodes, self._record.calls
         self.stand_ins = [
@@ -119,28 +120,29 @@ class Reproduction:
         self._leaves = [node for node in self.tape.graph.nodes if node.target is ir.accumulate_grad]
 
     def eager(self) -> Gradients:
-        """Run its operators one by one.
+        """Run the operators one by one.
 
         Returns:
-            The gradient of each leaf by its name, and ``result 0`` and so on for those that were asked for.
+            The gradient of each leaf by name, and the requested gradients as ``result 0`` and so on.
 
         Raises:
-            ReproductionError: its tensors cannot be made here, or an operator cannot be run with them.
+            ReproductionError: the tensors cannot be made on this machine, or an operator fails on them.
         """
         given = self._given()
         try:
             return self._run(given, self._one_by_one)
-        except Exception as error:  # whatever an operator says of what it is called with
+        except Exception as error:  # any error of an operator
             raise_what_a_handler_raised(error)
             raise ReproductionError(f"its operators cannot be run ({type(error).__name__}: {error})") from error
 
     def compiled(self, session: Session) -> Gradients:
-        """Run it as a backward of a session; ``session.last`` says what became of it."""
+        """Run the reproduction as a backward of a session; ``session.last`` is the outcome. Returns the gradients like
+        :meth:`eager`."""
         return self._run(self._given(), lambda handover: run_captured(self.tape, handover, session))
 
     def session(self, backend: Any = None) -> Session:
-        """A session with the settings of the file, and another backend where one is named. It keeps nothing on disk,
-        and compares nothing: what differs is to show."""
+        """Return a session with the settings of the file, or with another backend. The session stores nothing on disk,
+        and does not check compiled code, so that differences show."""
         about = self.about
         chosen: dict[str, Any] = (
             {"backend": about.backend, "mode": about.mode} if backend is None else {"backend": backend}
@@ -148,7 +150,7 @@ class Reproduction:
         return enable(**chosen, dynamic=about.dynamic, check=False, tune=False, cache_dir=False, native=False)
 
     def compare(self, backend: Any = None) -> Comparison:
-        """What compiled code gives beside the operators one by one."""
+        """Compare compiled code with the operators one by one, in several runs."""
         session, reasons, found = self.session(backend), list[str](), dict[str, Difference]()
         for number in range(_RUNS):
             want, got = self.eager(), self.compiled(session)
@@ -162,7 +164,7 @@ class Reproduction:
         return Comparison(list(found.values()), reasons, session.stats().compiles)
 
     def time(self, backend: Any = None, rounds: int = 20) -> Times:
-        """Time both, turn by turn, after a few runs of each."""
+        """Time compiled code and the operators one by one, alternately, ``rounds`` times each after a warm-up."""
         session, given = self.session(backend), self._given()
         ways: tuple[Callable[[Handover], Any], ...] = (
             self._one_by_one,
@@ -180,11 +182,15 @@ class Reproduction:
         return Times(statistics.median(seconds[0]), statistics.median(seconds[1]), rounds)
 
     def graph(self, backend: Any = None) -> CompiledGraph:
-        """What is compiled of it, in all its stages: see :meth:`CompiledGraph.readable`."""
+        """Compile the reproduction, and return the graph with all its stages: see :meth:`CompiledGraph.readable`.
+
+        Raises:
+            ReproductionError: nothing was compiled.
+        """
         session = self.session(backend)
         self.compiled(session)
         if session.last is None or session.last.graph is None:
-            raise ReproductionError("nothing was compiled of it")
+            raise ReproductionError("nothing in it was compiled")
         return session.last.graph
 
     # ---- a run -------------------------------------------------------------------------------------------------------
@@ -218,10 +224,10 @@ def _lifted(node: Any) -> int:
 
 def _difference(name: str, want: torch.Tensor | None, found: torch.Tensor | None, run: int) -> Difference:
     if want is None or found is None:
-        text = "" if want is found else f"it is {'un' if found is None else ''}defined in compiled code alone"
+        text = "" if want is found else f"{'un' if found is None else ''}defined only in compiled code"
         return Difference(name, run=run, is_rounding=want is found, text=text)
     if (want.dtype, want.shape) != (found.dtype, found.shape):
-        text = f"{found.dtype} {list(found.shape)} in place of {want.dtype} {list(want.shape)}"
+        text = f"{found.dtype} {list(found.shape)} instead of {want.dtype} {list(want.shape)}"
         return Difference(name, float("nan"), run=run, is_rounding=False, text=text)
     if want.layout is not found.layout:
         return Difference(name, float("nan"), run=run, is_rounding=False, text=f"{found.layout}, not {want.layout}")

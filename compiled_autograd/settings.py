@@ -1,4 +1,4 @@
-"""The settings of a session: their values, their environment variables, and the errors for the wrong ones."""
+"""The settings of a session: their values, their environment variables, and the errors for wrong values."""
 
 from __future__ import annotations
 
@@ -20,23 +20,23 @@ from .process_state import PROCESS
 
 PREFIX = "COMPILED_AUTOGRAD_"
 SWITCH = "COMPILED_AUTOGRAD"
-"""The variable that turns every session of a process off, or has every backward run in one."""
+"""The variable that turns all sessions of a process off (0), or runs every backward in a session (1)."""
 NEW = "new"
-"""Of ``check``: each compiled form is compared with the real calls in its first runs."""
+"""The value of ``check`` that compares each compiled form with the real calls in its first runs."""
 _WORDS: dict[str, Any] = {"none": None, "true": True, "1": True, "false": False, "0": False}
 
 
 @dataclass(frozen=True, slots=True)
 class Settings:
-    """What a session was asked to do. Two sessions with equal settings share their compiled graphs. The fields that are
-    arguments are those of ``enable``, with its defaults and types.
+    """The settings of a session. Sessions with equal settings share their compiled graphs. The fields that are
+    arguments of ``enable`` have its defaults and types.
 
     Attributes:
-        backend_in_mode: the backend as the registry knows it: Inductor has a name for each mode.
-        check_every: one run in this many is compared with the real calls, beside the first ones; 0 for none.
+        backend_in_mode: the backend's name in the registry, with a name for each mode of Inductor.
+        check_every: interval, in runs, of comparisons with the real calls after the first runs; 0 for none.
         turned_off: True with ``COMPILED_AUTOGRAD=0``.
         may_compile: False with ``COMPILED_AUTOGRAD=0``, and on an untested PyTorch unless ``untested_torch="try"``.
-        key: what a compiled variant depends on; the policies (``on_*``) decide only when one is made.
+        key: the settings on which a compiled variant depends; policies (``on_*``) only decide when one is compiled.
     """
 
     backend: str | Callable[..., Any] = "inductor"
@@ -68,12 +68,12 @@ class Settings:
             "may_compile": not self.turned_off and (is_tested(torch.__version__) or self.untested_torch == "try"),
             "key": (("backend", backend), ("passes", self.passes), ("dynamic", self.dynamic)),
         }
-        for name, value in derived.items():  # once: hits ask for them
+        for name, value in derived.items():  # computed once: hits read them
             object.__setattr__(self, name, value)
 
     @property
     def compiles(self) -> bool:
-        """Whether what is not in the cache is compiled, now or in the background."""
+        """True if a backward that is not in the cache is compiled, at once or in the background."""
         return self.on_miss in ("compile", "background")
 
     def require_backend(self) -> None:
@@ -83,19 +83,20 @@ class Settings:
             UnknownBackendError: no backend has its name.
         """
         if isinstance(self.backend_in_mode, str):
-            from .backends import get_backend  # a torch that was not tested may lack what this needs
+            from .backends import get_backend  # lazily: this import may fail on an untested torch
 
             get_backend(self.backend_in_mode)
 
     @property
     def looks_away(self) -> bool:
-        """Whether a few tapes may be taken for others without a look: not where each that is not served is to raise."""
+        """True if some tapes may run on eager without a look (``policies/sketches.py``); False if a bypass or a miss
+        has to raise."""
         return self.on_miss != "raise" and self.on_unsupported != "raise"
 
 
 @functools.lru_cache(1024)
 def _the_one(settings: Settings) -> Settings:
-    """Of equal settings the first one: hits ask whether they are the same."""
+    """Return the first of equal settings: hits compare settings by identity."""
     return settings
 
 
@@ -103,15 +104,16 @@ PROCESS.register(_the_one, reset=_the_one.cache_clear)
 
 _NAMES = tuple(each.name for each in fields(Settings) if each.init and each.name != "turned_off")
 FROM_ENVIRONMENT = tuple(name for name in _NAMES if name != "passes")
-"""The settings that text can name."""
+"""The settings that an environment variable can set."""
 
 
 def resolve(given: Mapping[str, Any], environ: Mapping[str, str] | None = None) -> Settings:
-    """Settings from keyword arguments, else from ``COMPILED_AUTOGRAD_<NAME>`` (where not empty), else the defaults.
+    """Return the settings: from keyword arguments, else from ``COMPILED_AUTOGRAD_<NAME>`` (if not empty), else the
+    defaults.
 
     Raises:
-        UnknownSettingError: a keyword, or a variable with our prefix, that names no setting.
-        InvalidSettingError: a value that the setting cannot take, by itself or beside the others.
+        UnknownSettingError: a keyword, or a variable with this prefix, names no setting.
+        InvalidSettingError: a value is invalid, by itself or in combination with another setting.
     """
     environ = os.environ if environ is None else environ
     for name in given:
@@ -130,17 +132,18 @@ def resolve(given: Mapping[str, Any], environ: Mapping[str, str] | None = None) 
         values[name] = _check(name, value, "enable()")
     settings = _the_one(Settings(**values, turned_off=switch(environ) is False))
     if settings.mode != DEFAULT and settings.backend != WITH_MODES:
-        do = f"leave it out, or set backend={WITH_MODES!r}, which alone has modes"
+        do = f"remove it, or set backend={WITH_MODES!r}, the only backend with modes"
         allowed = f"{DEFAULT!r} with backend={settings.backend!r}: {do}"
         raise InvalidSettingError("mode", settings.mode, allowed, "enable()" if "mode" in given else PREFIX + "MODE")
     return settings
 
 
 def switch(environ: Mapping[str, str]) -> bool | None:
-    """Return True with ``COMPILED_AUTOGRAD=1``, False with ``COMPILED_AUTOGRAD=0``, None where it is not set or empty.
+    """Return True with ``COMPILED_AUTOGRAD=1``, False with ``COMPILED_AUTOGRAD=0``, None if the variable is not set or
+    empty.
 
     Raises:
-        InvalidSettingError: it has another value.
+        InvalidSettingError: the variable has another value.
     """
     text = environ.get(SWITCH, "")
     value = _WORDS.get(text.lower(), text) if text else None
@@ -151,21 +154,21 @@ def switch(environ: Mapping[str, str]) -> bool | None:
 
 
 def parse(name: str, text: str, where: str) -> Any:
-    """Return the value of a setting that ``text`` stands for, as environment variables and the command line have it.
+    """Parse the value of a setting from an environment variable or the command line.
 
     Raises:
-        InvalidSettingError: the setting cannot take it; the message begins with ``where``.
+        InvalidSettingError: the value is invalid; the message begins with ``where``.
     """
     return _check(name, _of_text(name, text), where)
 
 
 def allowed(name: str) -> str:
-    """Return the values that a setting can take, in words."""
+    """Return the valid values of a setting, in words."""
     return _ALLOWED[name][1]
 
 
 def _of_text(name: str, text: str) -> Any:
-    """What the text of an environment variable stands for: a number, a word, or itself."""
+    """Convert the text of an environment variable: to a number, None, a bool, or the text itself."""
     if name == "compile_budget":
         with contextlib.suppress(ValueError):
             return float(text)
@@ -224,14 +227,14 @@ _KINDS: dict[str, Any] = {
     "passes": _passes,
     "compile_budget": _seconds,
 }
-"""Of settings whose type does not say all: a narrower one, or a function that raises ``TypeError`` for wrong values."""
+"""Stricter checks than the type hint, by setting: a type, or a function that raises ``TypeError`` for wrong values."""
 _BOOL, _BOOL_OR_NONE = "True or False", "None, True or False"
 _ALLOWED = {
     "backend": "a name or a function (GraphModule, example_inputs)",
     "dynamic": _BOOL_OR_NONE,
     "on_miss": "one of 'compile', 'background', 'eager', 'raise'",
     "on_unsupported": "'eager' or 'raise'",
-    "check": f"{NEW!r} (first runs of what was compiled), True (every run), a number N > 0 (every Nth too) or False",
+    "check": f"{NEW!r} (first runs of compiled code), True (every run), a number N > 0 (also every Nth run) or False",
     "cache_dir": "a path, None or False",
     "passes": "a list of functions over a GraphModule",
     "tune": _BOOL,
@@ -243,4 +246,4 @@ _ALLOWED = {
     "compile_budget": "None or a number of seconds, 0 or more, float('inf') for no limit",
     "summary": _BOOL,
 }
-"""The values that a setting can take, in words."""
+"""The valid values of each setting, in words."""

@@ -1,4 +1,4 @@
-"""Install the engine that a session needs; on a PyTorch that was never tested, the eager one unless asked to try."""
+"""Install the engine of a session: on an untested PyTorch the eager engine, unless ``untested_torch="try"`` works."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from .shadow_cache import Bypass
 
 
 class EagerEngine(_ImperativeEngine):
-    """PyTorch's engine, with a count of its backwards. Nothing else of PyTorch is replaced."""
+    """PyTorch's engine, which also counts its backwards in the session. Nothing else of PyTorch is replaced."""
 
     def __init__(self, reason: Bypass) -> None:
         super().__init__()
         self._reason = reason
 
     def run_backward(self, *args: Any, **kwargs: Any) -> Any:
-        """Run one backward, whatever arguments this version passes."""
+        """Run one backward, with the arguments of this PyTorch version."""
         session = current()
         started = perf_counter()
         try:
@@ -43,14 +43,14 @@ class EagerEngine(_ImperativeEngine):
 
 
 def ready_for(settings: Settings) -> Settings:
-    """Install what ``settings`` need, and return the settings that hold.
+    """Install the engine for ``settings``, and return the settings in effect.
 
-    On a tested PyTorch these are the ones given. Elsewhere, ``untested_torch="try"`` holds if the selftest passes.
-    With ``COMPILED_AUTOGRAD=0`` the eager engine is installed on any.
+    On a tested PyTorch, all settings are in effect. On another one, ``untested_torch="try"`` is in effect only if the
+    selftest passes. With ``COMPILED_AUTOGRAD=0``, the eager engine is installed on any PyTorch.
     """
     if settings.turned_off:
         _install_eager(TURNED_OFF)
-        warn_once("COMPILED_AUTOGRAD=0 is set: every session leaves all backwards to PyTorch's own engine.")
+        warn_once("COMPILED_AUTOGRAD=0 is set: in all sessions, all backwards run on PyTorch's own engine.")
         return settings
     tested = is_tested(torch.__version__)
     wrong = _tried(settings) if settings.untested_torch == "try" and not tested else None
@@ -66,24 +66,24 @@ def ready_for(settings: Settings) -> Settings:
 
 
 def _tell_of_no_compiler(settings: Settings) -> None:
-    """Warn where no backward of a session can be faster than without it, since there is no C++ compiler."""
+    """Warn if backwards of a session will be slower than without it, as there is no C++ compiler."""
     if torch.backends.cuda.is_built() or not (missing := why_no_compiler()):
         return
     if settings.backend == "inductor":
-        follows = 'backend "inductor" cannot compile for the CPU, and runs the calls of a backward one by one'
+        follows = 'backend "inductor" cannot compile for the CPU, and runs backwards call by call'
     elif settings.backend == "eager" and settings.native is not False:
         follows = 'hits of backend "eager" run without the extension'
     else:
         return
-    leaves = "leaves" if settings.tune else "would leave"
+    runs = "runs" if settings.tune else "would run"
     warn_once(
-        f"{missing}. Until then {follows}, which takes longer than no session. tune=True {leaves} backwards that come "
-        "often to eager where that is faster."
+        f"{missing}. Until then {follows}, which is slower than no session. tune=True {runs} frequent backwards on "
+        "eager if that is faster."
     )
 
 
 def _install_eager(reason: Bypass) -> None:
-    if type(Variable._execution_engine) is _ImperativeEngine:  # else the compiling engine is there already
+    if type(Variable._execution_engine) is _ImperativeEngine:  # else the compiling engine is installed already
         Variable._execution_engine = EagerEngine(reason)
 
 
@@ -96,13 +96,13 @@ def _warning(wrong: str | None) -> str:
             "the selftest passes."
         )
     return (
-        f"{text}, and the selftest did not pass on it. Every backward runs on PyTorch's own engine, in spite of "
+        f"{text}, and the selftest failed on it. Every backward runs on PyTorch's own engine, despite "
         f"untested_torch='try'. {wrong}"
     )
 
 
 def _tried(settings: Settings) -> str:
-    """Return what :func:`_why_not` does, with a line for whoever waits for the first answer."""
+    """Return the result of :func:`_why_not`, and show the progress line during its first run."""
     progress = False if _why_not.cache_info().currsize else settings.progress
     with Wait(progress).shown(lambda: ("running the selftest", f"torch {torch.__version__} was not tested")):
         return _why_not()
@@ -110,15 +110,15 @@ def _tried(settings: Settings) -> str:
 
 @functools.cache
 def _why_not() -> str:
-    """Return why nothing is to be compiled on this PyTorch; empty if the selftest passes. Runs it once in a process."""
+    """Return in words why the selftest failed on this PyTorch; empty if it passed. Runs it once per process."""
     try:
         from .selftest import is_fine, run, sentence
 
         results = run()
         return "" if is_fine(results) else sentence(results)
-    except Exception as error:  # noqa: BLE001  anything may have moved in a PyTorch that was never tested
+    except Exception as error:  # noqa: BLE001  anything may have moved in an untested PyTorch
         raise_what_a_handler_raised(error)
-        return f"It failed: {type(error).__name__}: {error}"
+        return f"The selftest raised {type(error).__name__}: {error}"
 
 
 PROCESS.register(_why_not, restart=_why_not.cache_clear)

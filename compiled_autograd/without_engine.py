@@ -1,4 +1,4 @@
-"""The public face on an untested PyTorch where an import of this package fails: everything runs on eager."""
+"""The public names on an untested PyTorch if an import of this package fails: all backwards run on eager."""
 
 from __future__ import annotations
 
@@ -23,10 +23,10 @@ from .versions import VERSION
 
 
 class Session:
-    """A context manager that changes nothing, and counts nothing.
+    """A context manager without effect and without counts.
 
     Attributes:
-        last: the bypass that each backward is.
+        last: the outcome of each backward, a bypass.
     """
 
     native = own_loop = "off: this PyTorch was not tested"
@@ -43,7 +43,7 @@ class Session:
     def serve_everywhere(self) -> None: ...
 
     def stats(self) -> Stats:
-        """Return counts of zero: backwards inside are PyTorch's own, and are not seen here."""
+        """Return counts of zero: backwards run on PyTorch's own engine, and are not counted."""
         return Stats()
 
     def summary(self) -> str:
@@ -66,7 +66,7 @@ class Session:
         """Write a page that says why nothing is compiled.
 
         Raises:
-            OSError: it cannot be written.
+            OSError: the page cannot be written.
         """
         from .shadow_cache.report import data, page
 
@@ -76,19 +76,19 @@ class Session:
 
 
 def names(error: Exception) -> dict[str, Any]:
-    """Return the names of the public face, of which none needs the module whose import failed with ``error``."""
+    """Return the public names. None of them needs the module whose import failed with ``error``."""
 
     warned: list[bool] = []
-    why = f"this PyTorch was not tested, and an import failed: {type(error).__name__}: {error}"
+    why = f"this package was not tested on this PyTorch, and an import failed: {type(error).__name__}: {error}"
 
     def warn() -> None:
         if warned:
             return
         warned.append(True)
         users_line().warn(
-            f"compiled_autograd: torch {torch.__version__} was not tested ({TESTED_TORCH} was), and an import failed: "
-            f"{type(error).__name__}: {error}. All backwards run on PyTorch's own engine. To compile, install a "
-            "tested torch, or a newer compiled_autograd."
+            f"compiled_autograd was not tested on torch {torch.__version__} (tested: {TESTED_TORCH}), and an import "
+            f"failed: {type(error).__name__}: {error}. All backwards run on PyTorch's own engine. To compile, install "
+            "a tested torch or a newer compiled_autograd."
         )
 
     def enable(**settings: Any) -> Session:

@@ -360,24 +360,24 @@ def test_bad_input():
     tape, other = frontend.Tape(), frontend.Tape()
     x = tape.tensor(torch.ones(3))
     assert tape.tensor(x_again := torch.ones(3)) is tape.tensor(x_again)
-    with pytest.raises(TypeError, match="a tensor is needed, not int"):
+    with pytest.raises(TypeError, match="takes a tensor, not int"):
         tape.tensor(3)
-    with pytest.raises(TypeError, match="is no operation: declare it with"):
+    with pytest.raises(TypeError, match="is no operation; declare it with"):
         tape.call(torch.sin, [x], results=1)
-    with pytest.raises(TypeError, match="a Tensor cannot stand on a tape: lift it"):
+    with pytest.raises(TypeError, match="a Tensor cannot be an argument on a tape; add it"):
         tape.call(same, [torch.ones(3)], results=1)
-    with pytest.raises(TypeError, match="a dict cannot stand on a tape"):
+    with pytest.raises(TypeError, match="a dict cannot be an argument on a tape"):
         tape.call(same, [x], {}, results=1)
-    with pytest.raises(ValueError, match="a value of another tape"):
+    with pytest.raises(ValueError, match="belongs to another tape"):
         other.call(same, [x], results=1)
-    with pytest.raises(TypeError, match="a nested tensor cannot stand on a tape"):
+    with pytest.raises(TypeError, match="a nested tensor cannot be on a tape"):
         tape.tensor(torch.nested.nested_tensor([torch.ones(2), torch.ones(3)]))
     for wrong in (["a"], [3], "ab", [[x]], [torch.ones(3)]):
-        with pytest.raises(TypeError, match="a result is a value of the tape or None, not"):
+        with pytest.raises(TypeError, match="a result must be a value of the tape or None, not"):
             frontend.run(tape, wrong, ca.enable(backend="eager", cache_dir=False))
-    with pytest.raises(TypeError, match="no_list gave a Tensor: it is to give a list of gradients"):
+    with pytest.raises(TypeError, match="no_list returned a Tensor; it must return a list of gradients"):
         frontend.run(tape, tape.call(no_list, [x], results=1), ca.enable(backend="eager", cache_dir=False))
-    with pytest.raises(ValueError, match="a value of another tape"):
+    with pytest.raises(ValueError, match="belongs to another tape"):
         frontend.run(other, [x], ca.enable(backend="eager", cache_dir=False))
 
 

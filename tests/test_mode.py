@@ -71,7 +71,7 @@ def test_only_inductor_has_modes(backend: Any) -> None:
         ca.enable(backend=backend, mode="max-autotune")
     text = str(raised.value)
     assert "enable(): mode='max-autotune' is not possible" in text and f"backend={backend!r}" in text
-    assert "leave it out, or set backend='inductor'" in text
+    assert "remove it, or set backend='inductor'" in text
     with pytest.raises(ca.InvalidSettingError, match="COMPILED_AUTOGRAD_MODE: mode='reduce-overhead'"):
         resolve({"backend": backend}, {"COMPILED_AUTOGRAD_MODE": "reduce-overhead"})
 

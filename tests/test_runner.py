@@ -180,7 +180,7 @@ def test_modules_settings_and_flags_of_python(launched: Callable[..., Launched])
         (["--backnd", "eager", "s.py"], "Did you mean '--backend'?"),
         (["--backend", "egr", "s.py"], "there is no backend 'egr'. Did you mean 'eager'?"),
         (["--check", "-3", "s.py"], "--check: check='-3' is not possible"),
-        (["--mode", "max-autotune", "--backend", "eager", "s.py"], "which alone has modes"),
+        (["--mode", "max-autotune", "--backend", "eager", "s.py"], "the only backend with modes"),
         (["slftest"], "is neither a file nor a command. Did you mean 'selftest'?"),
         (["--backend", "eager", "selftest"], "--backend is an option for programs"),
         (["--seconds", "3", "s.py"], "options of --compare"),

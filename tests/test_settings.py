@@ -76,7 +76,7 @@ class _Module(torch.nn.Module):
     ("wrong", "text"),
     [
         (_Module(), "this is a module.*    def step"),
-        (_Module, "this is a class. Put it before the method"),
+        (_Module, "this is a class. Decorate the method"),
         ("inductor", r"write compile_step\(backend='inductor'\)"),
         (3, "this is of type int"),
     ],
@@ -209,7 +209,7 @@ def test_how_often_compiled_code_is_compared(text: str, value: Any, every: int) 
 
 @pytest.mark.parametrize("value", [0, -1, 1.5, "all", None])
 def test_a_number_of_runs_is_above_zero(value: Any) -> None:
-    with pytest.raises(ca.InvalidSettingError, match="every Nth too"):
+    with pytest.raises(ca.InvalidSettingError, match="also every Nth run"):
         ca.enable(backend="eager", check=value)
 
 

@@ -60,11 +60,11 @@ class Programs(click.RichGroup):
 def with_settings(group: click.RichGroup) -> click.RichGroup:
     """Add the options of the runner, one for each setting among them."""
     options = [
-        click.option("-m", "module", is_flag=True, help="Run a module: -m MODULE ARGS, as python does."),
-        click.option("--compare", is_flag=True, help="Take turns with eager, and say whether this pays."),
+        click.option("-m", "module", is_flag=True, help="Run a module, like python: -m MODULE ARGS."),
+        click.option("--compare", is_flag=True, help="Alternate with eager, and say whether compiling pays."),
         click.option("--seconds", type=click.FloatRange(min=0), help=f"Limit of --compare (default {_SECONDS:.0f})."),
-        click.option("--go-on", is_flag=True, help="With --compare, do not stop the program at the answer."),
-        click.option("--report", metavar="FILE", help="Write the session's report at the end, not a line."),
+        click.option("--go-on", is_flag=True, help="With --compare, continue the program after the answer."),
+        click.option("--report", metavar="FILE", help="Write the session's report at the end, no summary line."),
     ]
     options += [
         click.option(f"--{name.replace('_', '-')}", name, metavar="VALUE", help=f"Setting: {allowed(name)}.")

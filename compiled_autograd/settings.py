@@ -164,7 +164,7 @@ def parse(name: str, text: str, where: str) -> Any:
 
 def allowed(name: str) -> str:
     """Return the valid values of a setting, in words."""
-    return _ALLOWED[name][1]
+    return _ALLOWED[name]
 
 
 def _of_text(name: str, text: str) -> Any:

@@ -15,7 +15,7 @@ import torch
 
 import compiled_autograd as ca
 from backends import UnknownBackendError
-from compiled_autograd.settings import Settings, resolve
+from compiled_autograd.settings import FROM_ENVIRONMENT, Settings, allowed, resolve
 
 from .helpers import in_subprocess
 
@@ -32,6 +32,13 @@ def test_a_misspelt_setting_suggests_the_nearest(wrong: str, right: str) -> None
     with pytest.raises(ca.UnknownSettingError, match=f"'{wrong}'.*Did you mean '{right}'") as raised:
         ca.enable(**{wrong: None})
     assert isinstance(raised.value, TypeError) and isinstance(raised.value, ca.CompiledAutogradError)
+
+
+def test_the_help_of_a_setting_says_what_its_error_says() -> None:
+    for name in FROM_ENVIRONMENT:
+        with pytest.raises(ca.InvalidSettingError) as raised:
+            resolve({name: object()}, {})
+        assert str(raised.value).endswith(f"{name} is {allowed(name)}.")
 
 
 def test_a_setting_like_no_other_lists_the_known() -> None:

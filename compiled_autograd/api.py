@@ -86,9 +86,9 @@ def enable(
             dropped. True: additionally compares every backward with the eager engine's; a number N: every Nth backward
             of each variant. A difference then raises :class:`GradientMismatchError`, after the right gradients were
             written. False: never.
-        tune: whether to time variants against the eager engine after some hits, and use the faster of the two, on the CPU
-            and on CUDA, except with deterministic algorithms. Backwards that are faster on eager count as the bypass
-            ``not_worth_it``, timed ones as ``tuning``.
+        tune: whether to time variants against the eager engine after some hits, and use the faster of the two. On the
+            CPU and on CUDA, and not with deterministic algorithms. Backwards that are faster on eager count as the
+            bypass ``not_worth_it``, timed ones as ``tuning``.
         compile_budget: maximum seconds that the process may lose on compiling tapes that do not repeat. When the budget
             is spent, new tapes run on eager (the bypass ``over_budget``), until they have run there for as long as
             compiling is estimated to take. None, the default: the larger of 5 % of the process's run time and 30

@@ -90,7 +90,7 @@ def _in_terminal(*arguments: str, **environment: str) -> str:
 
     main_end, its_end = pty.openpty()
     environ = {**os.environ, "TERM": "xterm-256color", "COLUMNS": "60", **environment}
-    code = f"from shadow_cache.cli import main; main({list(arguments)})"
+    code = f"from compiled_autograd.shadow_cache.cli import main; main({list(arguments)})"
     with subprocess.Popen([sys.executable, "-c", code], stdout=its_end, stderr=its_end, cwd=ROOT, env=environ) as child:
         os.close(its_end)
         parts = []
@@ -877,13 +877,13 @@ def test_colours_are_for_terminals(filled: Path) -> None:
 
 
 def test_a_stream_that_knows_only_ascii_gets_ascii(filled: Path) -> None:
-    code = f"from shadow_cache.cli import main; main(['--cache-dir', {str(filled)!r}, 'tree'])"
+    code = f"from compiled_autograd.shadow_cache.cli import main; main(['--cache-dir', {str(filled)!r}, 'tree'])"
     ran = in_subprocess(code, PYTHONIOENCODING="ascii", PYTHONUTF8="0")
     assert ran.returncode == 0 and "`- 3fa91c" in ran.stdout, ran.stderr
 
 
 def test_a_pipe_that_is_closed_is_no_traceback(filled: Path) -> None:
-    code = f"from shadow_cache.cli import main; main(['--cache-dir', {str(filled)!r}, 'show', '3fb'])"
+    code = f"from compiled_autograd.shadow_cache.cli import main; main(['--cache-dir', {str(filled)!r}, 'show', '3fb'])"
     with subprocess.Popen(
         [sys.executable, "-c", code], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=ROOT
     ) as child:

@@ -162,7 +162,7 @@ def test_each_next_step_has_its_cause() -> None:
         (ca.Stats(10, hits=1, bypasses={"create_graph": 9}), saved, (), "look up 'create_graph'"),
         (ca.Stats(10, structure_misses=1, bypasses={"compiling": 9}), unknown, (), "compiling has not ended"),
         (ca.Stats(10, hits=4, structure_misses=1, bypasses={"compiling": 5}), much, (), "nothing"),
-        (ca.Stats(10, hits=3, shape_misses=7), saved, shape, "7 misses are of the kind shape. Pad to few"),
+        (ca.Stats(10, hits=3, shape_misses=7), saved, shape, "7 misses are of the kind shape. Pad to a few"),
         (ca.Stats(10, hits=3, structure_misses=7), saved, new, "7 misses are of the kind new_node."),
         (ca.Stats(10, hits=10), lost, (), "leave this model to eager"),
         (ca.Stats(10, hits=10), unknown, (), "run on"),

@@ -44,7 +44,7 @@ class _AfterTorch:
 
 
 def _at_the_end():
-    began = hasattr(sys.modules["__main__"], "__file__") or sys.argv[0] == "-"  # else python found no program
+    began = sys.argv[0] == "-" or os.path.exists(sys.argv[0])  # noqa: PTH110 # else python found no program
     if began and "torch" not in sys.modules and os.environ[_RUN].startswith(f"{os.getpid()} "):  # no forked child's
         print("compiled_autograd: the program did not import torch", file=sys.stderr)  # noqa: T201
 

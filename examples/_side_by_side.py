@@ -179,6 +179,8 @@ def speed_and_cost(eager: Run, compiled: Run, session: ca.Session) -> str:
     hits = next(steps for name, _, steps in parts([eager, compiled]) if name == compiled.name)
     where = "beside the training" if session.settings.on_miss == "background" else "in the first step"
     cost = f"compiling took {stats.compile_seconds:.0f} s {where}"
+    if compiled.waited:
+        cost += f", and at last {compiled.waited:.0f} s with all steps waiting"
     if not stats.compiles:
         cost = "the code was on disk, where an earlier run had left it"
     whole, backward = (ratio(eager, compiled, hits, what) for what in ("whole", "backward"))
@@ -191,7 +193,7 @@ def speed_and_cost(eager: Run, compiled: Run, session: ca.Session) -> str:
 
 def paid_back_after(eager: Run, compiled: Run) -> int | None:
     """The first step from which on the training so far took less time than eager's; None where there is none."""
-    ahead = 0.0
+    ahead = -compiled.waited
     since: int | None = None
     for step, (a, b) in enumerate(zip(eager.steps, compiled.steps, strict=True)):
         ahead += a.whole - b.whole
@@ -201,7 +203,7 @@ def paid_back_after(eager: Run, compiled: Run) -> int | None:
 
 def why_not(eager: Run, compiled: Run, hits: Sequence[int]) -> str:
     """Why the training as a whole was not faster than eager's."""
-    behind = sum(b.whole - a.whole for a, b in zip(eager.steps, compiled.steps, strict=True))
+    behind = compiled.waited + sum(b.whole - a.whole for a, b in zip(eager.steps, compiled.steps, strict=True))
     text = f"not paid back, {behind:.1f} s behind eager after {plural(eager)}: "
     if compiled.outcomes[-1] == "not_worth_it":
         return f"{text}timed against eager's, the compiled backward was slower and was left"

@@ -157,6 +157,7 @@ class Run:
         self.around = session or contextlib.nullcontext()
         self.steps: list[Step] = []
         self.outcomes: list[str] = []
+        self.waited = 0.0  # seconds in which all trainings waited for this one's compiler
 
     def step(self, tokens: Tensor, targets: Tensor) -> Step:
         """Train on one batch: `tokens` and `targets` are [batch, time] int64."""
@@ -218,7 +219,10 @@ def train(runs: Sequence[Run], args: argparse.Namespace, corpus: Corpus, console
 
 
 def take_turns(runs: Sequence[Run], args: argparse.Namespace, corpus: Corpus, console: Console) -> None:
-    """Train for `args.steps` steps each; where there is no such number, until the time for all of them is up."""
+    """Train for `args.steps` steps each; where there is no such number, until the time for all of them is up.
+
+    If nothing is compiled by then, all wait for the compiler, which has the cores to itself, and then train on.
+    """
     columns = [TextColumn("{task.description}"), BarColumn(), TimeElapsedColumn()]
     # A bar that redraws itself is noise in a log file; there, a line now and then says as much.
     with Progress(*columns, console=console, disable=not console.is_terminal) as progress:
@@ -239,7 +243,24 @@ def take_turns(runs: Sequence[Run], args: argparse.Namespace, corpus: Corpus, co
                 console.print(losses, soft_wrap=True)
                 said = part + 0.1
             if part >= 1:
-                return
+                if args.steps or runs[1].waited or not is_compiling(runs[1]):
+                    return
+                console.print(f"step {step}: all wait for the compiler, {args.seconds:.0f} s at most", soft_wrap=True)
+                runs[1].waited = wait_for_compiler(runs[1], args.seconds)
+                began += runs[1].waited + args.seconds / 2
+
+
+def is_compiling(run: Run) -> bool:
+    """Whether the training has been compiled in the background since its first step."""
+    return "compiling" in run.outcomes and set(run.outcomes) <= {"structure_miss", "compiling"}
+
+
+def wait_for_compiler(run: Run, most: float) -> float:
+    """Wait for `most` seconds or less; returns how many it took."""
+    began = time.perf_counter()
+    assert run.session is not None
+    run.session.wait(most)
+    return time.perf_counter() - began
 
 
 def news_of_compiling(run: Run, args: argparse.Namespace) -> str:

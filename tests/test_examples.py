@@ -11,7 +11,7 @@ import subprocess
 import sys
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, cast
 
 import pytest
 import torch
@@ -128,8 +128,8 @@ def _runs(outcomes: list[str], whole: list[float]) -> list[Any]:
     eager = [train_llama.Step(1.0, 1.0, 2.0)] * len(whole)
     steps = [train_llama.Step(1.0, each / 2, each) for each in whole]
     return [
-        SimpleNamespace(name="eager", steps=eager, outcomes=[]),
-        SimpleNamespace(name="compiled", steps=steps, outcomes=outcomes),
+        SimpleNamespace(name="eager", steps=eager, outcomes=[], waited=0.0),
+        SimpleNamespace(name="compiled", steps=steps, outcomes=outcomes, waited=0.0),
     ]
 
 
@@ -158,7 +158,7 @@ _WAY = ["structure_miss", "compiling", "hit", "tuning", "hit"]
         (["hit"] * 2, [1, 1], _session(0, 1), "the code was on disk, where an earlier run had left it; paid back"),
         (["structure_miss"], [9], _session(), "No step was left to be timed with compiled code; compiling took 41 s"),
         (["structure_miss", "compiling"], [9, 2], _session(0), "had not ended when the training did (2 steps, 11 s;"),
-        (["capture"], [2], _session(0), "FAILED: no step ran compiled, 9 backwards: 0 hits; "),
+        (["capture"], [2], _session(0), "FAILED: no step ran compiled, 9 backwards: 0 hits: `next`"),
     ],
 )
 def test_the_last_sentence_of_the_main_job(
@@ -167,6 +167,32 @@ def test_the_last_sentence_of_the_main_job(
     sentence, good = _side_by_side.conclusion(_runs(outcomes, whole), session, _arguments(monkeypatch))
     assert says in sentence and sentence.endswith(".")
     assert good == (session.stats().compiles + session.stats().loads > 0) == (not sentence.startswith("FAILED: "))
+
+
+def test_a_wait_for_the_compiler_is_a_cost(monkeypatch: pytest.MonkeyPatch) -> None:
+    runs = _runs(_WAY, [4, 2, 1, 2, 0.5])
+    runs[1].waited = 7.0
+    sentence, good = _side_by_side.conclusion(runs, _session(), _arguments(monkeypatch))
+    assert "and at last 7 s with all steps waiting; not paid back, 6.5 s behind eager" in sentence and good
+
+
+@pytest.mark.parametrize("ends", [True, False])
+def test_trainings_wait_once_for_a_compiler_that_has_not_ended(ends: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    args = _arguments(monkeypatch, *as_a_user.SMALL_LLAMA, "--seconds", "0.2")
+    eager, compiled = (train_llama.Run(name, args, symbols=5) for name in ("eager", "compiled"))
+    waits: list[float] = []
+    last = SimpleNamespace(outcome="bypass", reasons=[SimpleNamespace(label="compiling")])
+
+    def wait(most: float) -> bool:
+        waits.append(most)
+        last.outcome = "hit" if ends else "bypass"
+        return ends
+
+    compiled.session = cast("Any", SimpleNamespace(last=last, wait=wait, stats=Stats))
+    corpus = train_llama.Corpus(torch.zeros(100, dtype=torch.int64), list("abcde"))
+    train_llama.take_turns([eager, compiled], args, corpus, Console(quiet=True))
+    assert waits == [0.2] and compiled.waited > 0
+    assert compiled.outcomes[0] == "compiling" and compiled.outcomes[-1] == ("hit" if ends else "compiling")
 
 
 def test_the_last_sentence_says_that_curves_differ(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -113,7 +113,7 @@ class Pair:
             rank = waited_for[pipe]
             try:
                 returned, answer = pickle.loads(pipe.recv_bytes())
-            except EOFError:
+            except (EOFError, ConnectionResetError):  # reset: it died before it read what it was sent
                 process, _ = self._workers[rank]
                 process.join(_END_SECONDS)
                 failures[rank] = f"died with exit code {process.exitcode}\n{self._stacks(rank)}"
@@ -155,7 +155,7 @@ def _work(rank: int, ranks: int, rendezvous: str, timeout: float, stacks: Path, 
         while True:
             try:
                 task = pipe.recv_bytes()
-            except EOFError:
+            except (EOFError, ConnectionResetError):  # reset: it died before it read what it was sent
                 break
             function, args, seconds = pickle.loads(task)
             faulthandler.dump_traceback_later(0.8 * seconds, file=file)

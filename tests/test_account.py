@@ -48,7 +48,7 @@ def test_a_store_that_cannot_be_used_costs_no_gradient_either(tmp_path: Path, ca
             _loss(x).backward()
     assert x.grad is not None
     expect(session.stats(), structure_misses=1)
-    assert "graphs are kept in memory alone" in caplog.text
+    assert "graphs are kept only in memory" in caplog.text
 
 
 def test_an_error_before_anything_runs_is_raised_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:

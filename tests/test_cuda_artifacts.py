@@ -270,8 +270,8 @@ def _other_code(kernel: Any) -> Any:
 @pytest.mark.parametrize(
     ("spoil", "why"),
     [
-        (lambda kernel: None, "a NoneType, not a kernel that Triton compiled"),
-        (lambda kernel: kernel.launchers[0], "a function, not a kernel that Triton compiled"),
+        (lambda kernel: None, "of type NoneType, not a kernel that Triton compiled"),
+        (lambda kernel: kernel.launchers[0], "of type function, not a kernel that Triton compiled"),
         (_spoilt(launchers=[]), "has not run yet: which of its 0 forms"),
         (_spoilt(launchers=[1, 2]), "has not run yet: which of its 2 forms"),
         (_spoilt(launchers=[1]), "has not run yet|launched by a int"),

@@ -941,7 +941,7 @@ def test_a_folder_that_cannot_be_is_no_reason_to_lose_a_backward(tmp_path: Path,
     """It is looked for when the tape has been released."""
     leaf = torch.ones(3, requires_grad=True)
     session = ca.enable(backend="eager", tune=False, cache_dir=name)
-    with pytest.warns(UserWarning, match="graphs are kept in memory alone"), session:
+    with pytest.warns(UserWarning, match="graphs are kept only in memory"), session:
         (leaf * 2).sum().backward()
     assert leaf.grad is not None and leaf.grad.tolist() == [2.0] * 3
     expect(session.stats(), structure_misses=1, captures=1)

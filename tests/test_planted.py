@@ -337,7 +337,7 @@ _MISTAKES = {
         _bits_are_ignored, _negative_factor, GENERATED_CODE, "gradient 1 from #3 MulBackward0", found_at=0
     ),
     "outer loops of several rows": Mistake(
-        without_the_mending, _transposed_softmaxes, GENERATED_CODE, "what #5 SoftmaxBackward0 gave", found_at=0
+        without_the_mending, _transposed_softmaxes, GENERATED_CODE, "the result of #5 SoftmaxBackward0", found_at=0
     ),
     "the code of another region": Mistake(
         _another_regions_code,

@@ -95,7 +95,7 @@ def test_a_warning_points_at_the_users_line(case: Callable[[], None]) -> None:
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         case()
-    ours = [each for each in caught if str(each.message).startswith("compiled_autograd: ")]
+    ours = [each for each in caught if str(each.message).startswith("compiled_autograd")]
     lines = inspect.getsource(inspect.getmodule(_backward)).splitlines()  # type: ignore[arg-type]
     assert ours and {each.filename for each in ours} == {__file__}
     assert all(lines[each.lineno - 1].endswith("# here") for each in ours)

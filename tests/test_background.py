@@ -721,6 +721,7 @@ def test_a_child_that_is_forked_during_the_first_import_knows_of_it(monkeypatch:
     expect(session.stats(), structure_misses=1, hits=1, captures=1, compiles=1)
 
 
+@pytest.mark.slow
 def test_the_process_that_compiles_says_nothing_where_nobody_reads_its_answer(
     monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:

@@ -275,7 +275,7 @@ print(hashlib.sha256(b"".join(each.numpy().tobytes() for each in state)).hexdige
 """
 
 
-@pytest.mark.parametrize("own", [(), ("own",)])
+@pytest.mark.parametrize("own", [(), pytest.param(("own",), marks=pytest.mark.slow)])
 def test_comparing_changes_no_training(own: tuple[str, ...], tmp_path: Path) -> None:
     """Bit for bit: parameters, buffers, and random numbers, with two optimizers."""
     (tmp_path / "s.py").write_text(_ADVERSARIES)

@@ -120,6 +120,7 @@ def test_an_extension_that_is_refused(tmp_path: Path) -> None:
     assert "backwards are walked by PyTorch's engine, with the same gradients" in sentence
 
 
+@pytest.mark.slow
 def test_what_it_does_not_know(tmp_path: Path) -> None:
     ended = _command(tmp_path, "nothing")
     assert ended.returncode == 2

@@ -104,7 +104,7 @@ assert torch.allclose(x.grad, 2 * x) and session.stats().hits == 1 and session.s
 @pytest.mark.parametrize(
     ("way", "script"),
     [
-        pytest.param(way, script, id=f"{way}-{order}", marks=pytest.mark.slow if way == "checkout" or late else ())
+        pytest.param(way, script, id=f"{way}-{order}", marks=pytest.mark.slow if way != "wheel" or late else ())
         for way in ("wheel", "editable", "checkout")
         for late, (order, script) in enumerate(
             {"imported before": _IMPORTS + _COMPILES, "and after": _COMPILES + _IMPORTS}.items()

@@ -152,6 +152,11 @@ def test_what_is_compiled_beside_the_steps_is_not_waited_for() -> None:
     assert found.stats.compiles and 0 < found.seconds_spent < found.stats.compile_seconds
 
 
+def test_variants_that_another_session_left_to_eager_were_timed() -> None:
+    assert Worth(0.0, 0.0, 2, 2, 2).text(Settings()) == "eager is faster here, and goes on"
+    assert Worth(0.0, 0.0, 0, 0, 0).text(Settings()).startswith("eager's time is not known")
+
+
 def test_each_next_step_has_its_cause() -> None:
     unknown, lost, saved, much = (Worth(eager, 2.0, int(eager > 0), 0, 1) for eager in (0.0, 1.0, 3.0, 5.0))
     shape, new = (tuple([Miss(kind)] * 7) for kind in ("shape", "new_node"))
@@ -161,6 +166,7 @@ def test_each_next_step_has_its_cause() -> None:
         (ca.Stats(10, hits=1, bypasses={"not_worth_it": 9}), saved, (), "timed again from time to time"),
         (ca.Stats(10, hits=1, bypasses={"create_graph": 9}), saved, (), "look up 'create_graph'"),
         (ca.Stats(10, structure_misses=1, bypasses={"compiling": 9}), unknown, (), "compiling has not ended"),
+        (ca.Stats(10, bypasses={"create_graph": 9, "compiling": 1}), unknown, (), "look up 'create_graph'"),
         (ca.Stats(10, hits=4, structure_misses=1, bypasses={"compiling": 5}), much, (), "nothing"),
         (ca.Stats(10, hits=3, shape_misses=7), saved, shape, "7 misses are of the kind shape. Pad to a few"),
         (ca.Stats(10, hits=3, structure_misses=7), saved, new, "7 misses are of the kind new_node."),

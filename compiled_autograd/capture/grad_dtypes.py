@@ -131,7 +131,8 @@ def _refuse_changes_by_hooks(tape: ir.TapeGraph) -> None:
 
     A hook of ``fully_shard`` does (``_set_unsharded_grad_dtypes``,
     ``torch/distributed/fsdp/_fully_shard/_fsdp_param_group.py``, 2.15): without the cast, eager adds in 16 bits. One
-    term has the same value either way. A hook of a leaf runs after its sum.
+    term has the same value either way. The hook of a leaf runs after the leaf's sum. Other changes are limits: those by
+    other code of users, and those in tapes whose structure is known with another dtype.
     """
     gradients = [value for _, value in _gradients(tape)]
     if any(ir.hook_kind(call.target) in _HOOKS and call not in gradients for call in tape.graph.nodes):

@@ -43,6 +43,8 @@ class Worth(NamedTuple):
 
     def text(self, settings: Settings) -> str:
         """Say it, as a part of a sentence."""
+        if self.variants and self.timed == self.slower == self.variants and not self.eager:
+            return "eager is faster here, and goes on"
         if self.saved is None or not self.eager:
             return f"eager's time is not known ({'not timed yet' if settings.tune else 'tune=False does not time it'})"
         if self.timed == self.slower == self.variants:
@@ -94,7 +96,8 @@ def what_next(stats: Stats, worth: Worth, spent: float, events: Sequence[StepEve
         return "install a tested torch, or set untested_torch='try'"
     if stats.failures:
         return "report what failed: gradients are right, but a slower way was taken; see `shadow-cache env`"
-    if stats.bypasses.get(_COMPILING) and not stats.hits:
+    ((most, _),) = Counter(stats.bypasses).most_common(1) or [("", 0)]
+    if most == _COMPILING and not stats.hits:
         return "run on: compiling has not ended yet"
     left = Counter({label: count for label, count in stats.bypasses.items() if label != _COMPILING})
     if left.total() > _OFTEN * stats.backwards:

@@ -44,7 +44,8 @@ class _AfterTorch:
 
 
 def _at_the_end():
-    began = sys.argv[0] == "-" or os.path.exists(sys.argv[0])  # noqa: PTH110 # else python found no program
+    name = next(iter(sys.argv), None)  # a program may have changed these
+    began = name == "-" or (isinstance(name, str) and os.path.exists(name))  # noqa: PTH110 # else python found none
     if began and "torch" not in sys.modules and os.environ[_RUN].startswith(f"{os.getpid()} "):  # no forked child's
         print("compiled_autograd: the program did not import torch", file=sys.stderr)  # noqa: T201
 

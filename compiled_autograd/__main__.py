@@ -44,13 +44,12 @@ def selftest(in_json: bool, only: tuple[str, ...]) -> None:
     found = []
     try:
         resolve({}).require_backend()
-        if not in_json:
-            click.echo(heading())
+        say = (lambda text: None) if in_json else click.echo
+        say(heading())
         with contextlib.closing(as_they_come(only or None)) as results:
             for result in results:
                 found.append(result)
-                if not in_json:
-                    click.echo(harmless(line(result)))
+                say(harmless(line(result)))
     except (CompiledAutogradError, UnknownBackendError) as error:
         click.echo(harmless(str(error)), err=True)
         sys.exit(2)

@@ -5,7 +5,6 @@ Private, tried on 2.11 to 2.15: ``torch.autograd`` calls ``_engine_run_backward`
 
 from __future__ import annotations
 
-import contextlib
 import threading
 from collections.abc import Callable
 from time import perf_counter
@@ -79,11 +78,18 @@ class BackwardTimes:
             return self._original(*args, **kwargs)
         finally:
             profile.__exit__(None, None, None)
-            with contextlib.suppress(AttributeError, RuntimeError):
-                for event in profile.key_averages():
-                    self._all += event.self_cpu_time_total
-                    if _is_product(event.key):
-                        self._products += event.self_cpu_time_total
+            self._add(profile)
+
+    def _add(self, profile: Any) -> None:
+        """Add the times of a profile, if it has some."""
+        try:
+            times = [(event.key, event.self_cpu_time_total) for event in profile.key_averages()]
+        except (AttributeError, RuntimeError):
+            return
+        for name, time in times:
+            self._all += time
+            if _is_product(name):
+                self._products += time
 
 
 def _is_product(name: str) -> bool:

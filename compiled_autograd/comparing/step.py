@@ -53,7 +53,7 @@ def compare(step: Callable[..., Any], *args: Any, seconds: float = 120.0, **sett
     watch = Watch(session)
     turns = Turns(watch.is_calm, seconds)
     with BackwardTimes() as times:
-        while not turns.is_over:
+        for _ in iter(lambda: turns.is_over, True):
             wait_for_devices()
             started = perf_counter()
             with session if turns.ours else disable():

@@ -71,7 +71,8 @@ def as_they_come(only: Iterable[str] | None = None) -> Generator[PartResult, Non
     thread = threading.Thread(target=work.run, name="compiled_autograd selftest", daemon=True)
     try:
         thread.start()
-        while (found := work.next()) is not None:
+        found: PartResult | BaseException
+        for found in iter(work.next, None):  # type: ignore[assignment]
             if isinstance(found, BaseException):
                 raise found
             yield found

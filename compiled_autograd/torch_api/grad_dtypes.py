@@ -48,15 +48,19 @@ def grad_dtypes_after(node: Any) -> tuple[Any, ...]:
     Raises:
         RuntimeError: as :func:`grad_dtypes`.
     """
-    found: list[Any] = []
     with torch._C.DisableTorchFunctionSubclass():
-        for index, (following, number) in enumerate(node.next_functions):
-            if following is None:
-                continue
-            if type(following).__name__ != _LEAF:
-                found.append((index, grad_dtypes(following)[number]))
-            elif (wanted := attributes.grad_dtype(following.variable)) is not attributes.dtype(following.variable):
-                found.append((index, wanted))
+        return _after(node)
+
+
+def _after(node: Any) -> tuple[Any, ...]:
+    found: list[Any] = []
+    for index, (following, number) in enumerate(node.next_functions):
+        if following is None:
+            continue
+        if type(following).__name__ != _LEAF:
+            found.append((index, grad_dtypes(following)[number]))
+        elif (wanted := attributes.grad_dtype(following.variable)) is not attributes.dtype(following.variable):
+            found.append((index, wanted))
     return tuple(found)
 
 

@@ -238,7 +238,7 @@ def load_launches(libraries: Mapping[str, bytes], launches: Mapping[str, Launch]
         torch.cuda.init()
         _check_devices(launches.values())
         with LOADING:
-            missing = [each for each in launches.values() if _key(each) not in _functions]
+            missing = _missing(launches.values())
             if missing:
                 _load(libraries, missing, launcher)
     except (AssertionError, RuntimeError, OSError) as error:  # the first is what a build without CUDA raises
@@ -249,6 +249,10 @@ def load_launches(libraries: Mapping[str, bytes], launches: Mapping[str, Launch]
         name: launched(launch.source, _functions[_key(launch)], launcher._launch_kernel)
         for name, launch in launches.items()
     }
+
+
+def _missing(launches: Iterable[Launch]) -> list[Launch]:
+    return [each for each in launches if _key(each) not in _functions]
 
 
 def launched_here(launches: Mapping[str, Launch], kernels: Mapping[str, Any]) -> dict[str, Launched]:

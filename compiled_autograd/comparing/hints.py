@@ -1,4 +1,4 @@
-"""What else would help: measured on copies, never applied to the program's own objects."""
+"""Other ways to make steps faster: measured on copies, never applied to the program's own objects."""
 
 from __future__ import annotations
 

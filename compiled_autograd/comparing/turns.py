@@ -52,7 +52,7 @@ class Block:
 
     @property
     def backward(self) -> float:
-        """The same of the seconds of backward in a step."""
+        """The lower quartile of the seconds of backward in a step."""
         return float(np.percentile(self.backwards[1:], 25))
 
 

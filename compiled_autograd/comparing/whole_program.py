@@ -28,7 +28,7 @@ class AnsweredExit(SystemExit):
 
 
 class ProgramComparison:
-    """Takes turns with eager in the steps of the program that runs.
+    """Alternates with eager in the steps of the program that runs.
 
     Args:
         session: the session that serves the whole process.

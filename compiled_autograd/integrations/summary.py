@@ -111,5 +111,5 @@ class InSession:
 
     @property
     def session(self) -> Session | None:
-        """That of the last training; None before the first."""
+        """The session of the last training; None before the first."""
         return self._trainings.session

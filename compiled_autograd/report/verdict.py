@@ -22,7 +22,7 @@ _OFTEN = 0.1
 
 
 class Worth(NamedTuple):
-    """What the hits of a session were worth.
+    """The worth of a session's hits.
 
     Attributes:
         eager, compiled: seconds that eager would have taken for these hits, and seconds that they took.
@@ -43,14 +43,13 @@ class Worth(NamedTuple):
 
     def text(self, settings: Settings) -> str:
         """Say it, as a part of a sentence."""
-        if self.variants and self.timed == self.slower == self.variants and not self.eager:
-            return "eager is faster here, and goes on"
-        if self.saved is None or not self.eager:
-            return f"eager's time is not known ({'not timed yet' if settings.tune else 'tune=False does not time it'})"
-        if self.timed == self.slower == self.variants:
+        ratio = ""
+        if self.variants and self.timed == self.slower == self.variants:
             ratio = "eager is faster here, and goes on"
-        else:
-            ratio = f"backward {self.compiled / self.eager:.2f} of eager's"
+        if self.saved is None or not self.eager:
+            why = "not timed yet" if settings.tune else "tune=False does not time it"
+            return ratio or f"eager's time is not known ({why})"
+        ratio = ratio or f"backward {self.compiled / self.eager:.2f} of eager's"
         some = f" ({self.timed} of {self.variants} variants were timed)" if self.timed < self.variants else ""
         return f"{ratio}, {seconds(abs(self.saved))} {'saved' if self.saved >= 0 else 'lost'}{some}"
 

@@ -28,11 +28,11 @@ _CHILDREN = Path(__file__).parent / "children"
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """What the runner was asked.
+    """The options of one call of the runner.
 
     Attributes:
         report: path of the page to write at the end; empty for a line on standard error.
-        compare: whether to take turns with eager.
+        compare: whether to alternate with eager.
         seconds: limit of the comparison, in seconds.
         go_on: whether the program goes on once the answer is sure.
         answer: path of the file for ``"yes"`` or ``"no"``; empty without ``compare``.

@@ -125,8 +125,12 @@ def draw(runs: Sequence[Run], file: Path) -> str:
     curves.set(ylabel="loss", title="Loss, and milliseconds of each step")
     times.set(ylabel="step ms", xlabel="step", yscale="log")
     curves.legend()
-    figure.savefig(file)
-    pyplot.close(figure)
+    try:
+        figure.savefig(file)
+    except (OSError, ValueError) as error:  # an unknown ending is a ValueError
+        return f"No picture of the curves at {file}: {error}"
+    finally:
+        pyplot.close(figure)
     return f"Losses and step times are drawn in {file}."
 
 

@@ -147,14 +147,21 @@ class Step(NamedTuple):
 class Run:
     """One training, its steps so far, and for each step what became of its backward: empty where no session is."""
 
-    def __init__(self, name: str, args: argparse.Namespace, symbols: int, session: ca.Session | None = None) -> None:
+    def __init__(
+        self,
+        name: str,
+        args: argparse.Namespace,
+        symbols: int,
+        around: contextlib.AbstractContextManager[object],
+        session: ca.Session | None = None,
+    ) -> None:
         torch.manual_seed(args.seed)
         model = Llama(symbols, args.layers, args.width, args.heads).to(args.device)
         self.name = name
         self.optimizer = torch.optim.AdamW(model.parameters(), lr=args.lr)
         self.model = torch.compile(model) if name == "torch.compile" else model
+        self.around = around
         self.session = session
-        self.around = session or contextlib.nullcontext()
         self.steps: list[Step] = []
         self.outcomes: list[str] = []
         self.waited = 0.0  # seconds in which all trainings waited for this one's compiler
@@ -212,6 +219,9 @@ def train(runs: Sequence[Run], args: argparse.Namespace, corpus: Corpus, console
             signal.signal(signal.SIGINT, signal.default_int_handler)
         take_turns(runs, args, corpus, console)
     except KeyboardInterrupt:
+        whole = min(len(run.steps) for run in runs)  # it may come while a turn is recorded
+        for run in runs:
+            del run.steps[whole:], run.outcomes[whole:]
         return True
     finally:
         signal.signal(signal.SIGINT, before)
@@ -277,18 +287,25 @@ def news_of_compiling(run: Run, args: argparse.Namespace) -> str:
     return f"compiling begins in {where}; until it ends, backwards run on eager"
 
 
+def positive(text: str) -> int:
+    """A number of 1 or more from the command line."""
+    if (number := int(text)) < 1:
+        raise argparse.ArgumentTypeError(f"{number} is too small: at least 1 is needed")
+    return number
+
+
 def parse_arguments() -> argparse.Namespace:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     length = parser.add_mutually_exclusive_group()
     length.add_argument(
         "--seconds", type=float, default=60.0, help="time of each training, by the clock; they take turns"
     )
-    length.add_argument("--steps", type=int, help="number of steps of each training, whatever time they take")
-    parser.add_argument("--batch-size", type=int, default=8)
-    parser.add_argument("--block-size", type=int, default=128, help="characters a sequence")
-    parser.add_argument("--layers", type=int, default=4)
-    parser.add_argument("--width", type=int, default=64)
-    parser.add_argument("--heads", type=int, default=4)
+    length.add_argument("--steps", type=positive, help="number of steps of each training, whatever time they take")
+    parser.add_argument("--batch-size", type=positive, default=8)
+    parser.add_argument("--block-size", type=positive, default=128, help="characters a sequence")
+    parser.add_argument("--layers", type=positive, default=4)
+    parser.add_argument("--width", type=positive, default=64)
+    parser.add_argument("--heads", type=positive, default=4)
     parser.add_argument("--backend", default="inductor", help="what compiles the backward")
     parser.add_argument("--on-miss", choices=("background", "compile"), default="background")
     parser.add_argument("--also", choices=("torch.compile",), help="a third training, to compare with")
@@ -298,10 +315,14 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--picture", type=Path, default=Path("train_llama.svg"), help="where the curves are drawn")
     parser.add_argument("--tolerance", type=float, default=1e-2, help="how far the loss curves may lie apart")
     args = parser.parse_args()
-    if args.steps is not None and args.steps < 1:
-        parser.error(f"--steps {args.steps}: at least one step is needed")
     if not args.seconds > 0:
         parser.error(f"--seconds {args.seconds:g}: some time is needed")
+    if not args.tolerance >= 0:
+        parser.error(f"--tolerance {args.tolerance:g}: a number of 0 or more is needed")
+    if args.width % (2 * args.heads):
+        parser.error(f"--width {args.width} is not a multiple of twice --heads {args.heads}: choose one that is")
+    if args.device == "cuda" and not torch.cuda.is_available():
+        parser.error("--device cuda: PyTorch finds no CUDA device here")
     return args
 
 
@@ -319,9 +340,10 @@ def main() -> int:
 
     session = ca.enable(backend=args.backend, on_miss=args.on_miss)
     symbols = len(corpus.alphabet)
-    runs = [Run("eager", args, symbols), Run("compiled", args, symbols, session)]
+    # Eager stays eager where the environment (COMPILED_AUTOGRAD=1) turned a session on around the whole program.
+    runs = [Run("eager", args, symbols, ca.disable()), Run("compiled", args, symbols, session, session)]
     if args.also:
-        runs.append(Run(args.also, args, symbols))
+        runs.append(Run(args.also, args, symbols, ca.disable()))
     if args.on_miss == "compile":
         console.print("step 0 compiles in this process and waits for it, unless the code is on disk")
     stopped = train(runs, args, corpus, console)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import random
 import signal
+import threading
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -144,6 +145,12 @@ def test_it_is_not_worth_it() -> None:
     assert training.is_that_of_eager()
 
 
+def _in_another_thread() -> None:
+    thread = threading.Thread(target=Training().step)
+    thread.start()
+    thread.join()
+
+
 @pytest.mark.parametrize(
     ("step", "reason"),
     [
@@ -153,8 +160,9 @@ def test_it_is_not_worth_it() -> None:
             ca.compile_step(backend="eager", cache_dir=False)(Training().step),
             "in an enable() or disable() of the program's own",
         ),
+        (_in_another_thread, "backwards run in other threads than the steps"),
     ],
-    ids=["no backward", "left to eager", "own session"],
+    ids=["no backward", "left to eager", "own session", "another thread"],
 )
 @pytest.mark.filterwarnings("ignore:Using backward")
 def test_why_not(step: Callable[[], None], reason: str) -> None:
@@ -162,13 +170,16 @@ def test_why_not(step: Callable[[], None], reason: str) -> None:
     assert not found.worth_it and (reason in str(found)), str(found)
 
 
-def test_it_takes_a_function() -> None:
+def test_it_takes_a_function(monkeypatch: pytest.MonkeyPatch) -> None:
     with pytest.raises(TypeError, match="one step, not int"):
         ca.compare(3)  # type: ignore[arg-type]
     with pytest.raises(ca.UnknownSettingError, match="on_miss"):
         ca.compare(lambda: None, on_mis="raise")
     with pytest.raises(ca.UnknownSettingError, match=r"compare\(lambda: step\(name=value\)\)"):
         ca.compare(lambda lr: None, lr=3)
+    monkeypatch.setenv("COMPILED_AUTOGRAD_TUEN", "1")
+    with pytest.raises(ca.UnknownSettingError, match=r"Did you mean 'COMPILED_AUTOGRAD_TUNE'\?$"):
+        ca.compare(lambda: None, tune=False)
 
 
 # ---- whole programs ----------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import ast
+import contextlib
 import importlib.util
 import re
 import signal
@@ -179,7 +180,7 @@ def test_a_wait_for_the_compiler_is_a_cost(monkeypatch: pytest.MonkeyPatch) -> N
 @pytest.mark.parametrize("ends", [True, False])
 def test_trainings_wait_once_for_a_compiler_that_has_not_ended(ends: bool, monkeypatch: pytest.MonkeyPatch) -> None:
     args = _arguments(monkeypatch, *as_a_user.SMALL_LLAMA, "--seconds", "0.2")
-    eager, compiled = (train_llama.Run(name, args, symbols=5) for name in ("eager", "compiled"))
+    eager, compiled = (train_llama.Run(name, args, 5, contextlib.nullcontext()) for name in ("eager", "compiled"))
     waits: list[float] = []
     last = SimpleNamespace(outcome="bypass", reasons=[SimpleNamespace(label="compiling")])
 
@@ -210,13 +211,64 @@ def test_ctrl_c_in_the_first_step_leaves_nothing_to_compare(monkeypatch: pytest.
         raise KeyboardInterrupt
 
     args = _arguments(monkeypatch, *as_a_user.SMALL_LLAMA, "--steps", "3")
-    runs = [train_llama.Run(name, args, symbols=5) for name in ("eager", "compiled")]
+    runs = [train_llama.Run(name, args, 5, contextlib.nullcontext()) for name in ("eager", "compiled")]
     monkeypatch.setattr(runs[1], "step", interrupted)
     corpus = train_llama.Corpus(torch.zeros(100, dtype=torch.int64), list("abcde"))
     assert train_llama.train(runs, args, corpus, Console(quiet=True))
     assert [run.steps for run in runs] == [[], []]
     sentence, good = _side_by_side.conclusion(runs, _session(0), args, stopped=True)
     assert sentence.startswith("Stopped by Ctrl-C after 0 steps: the first step had not ended") and not good
+
+
+def test_ctrl_c_while_a_turn_is_recorded_leaves_whole_turns(monkeypatch: pytest.MonkeyPatch) -> None:
+    args = _arguments(monkeypatch, *as_a_user.SMALL_LLAMA, "--steps", "3")
+    runs = [train_llama.Run(name, args, 5, contextlib.nullcontext()) for name in ("eager", "compiled")]
+    record = runs[1].record
+
+    def interrupted(step: train_llama.Step) -> None:
+        if len(runs[1].steps) == 1:
+            runs[1].outcomes.append("hit")
+            raise KeyboardInterrupt
+        runs[1].outcomes.append("structure_miss")
+        record(step)
+
+    monkeypatch.setattr(runs[1], "record", interrupted)
+    monkeypatch.setattr(train_llama, "news_of_compiling", lambda *_: "")
+    corpus = train_llama.Corpus(torch.zeros(100, dtype=torch.int64), list("abcde"))
+    assert train_llama.train(runs, args, corpus, Console(quiet=True))
+    assert [len(run.steps) for run in runs] == [1, 1] and runs[1].outcomes == ["structure_miss"]
+
+
+@pytest.mark.parametrize(
+    ("options", "says"),
+    [
+        (("--heads", "0"), "--heads: 0 is too small"),
+        (("--batch-size", "-1"), "--batch-size: -1 is too small"),
+        (("--steps", "0"), "--steps: 0 is too small"),
+        (("--seconds", "nan"), "--seconds nan: some time is needed"),
+        (("--tolerance", "nan"), "--tolerance nan: a number of 0 or more"),
+        (("--width", "20", "--heads", "4"), "--width 20 is not a multiple of twice --heads 4"),
+    ],
+)
+def test_the_main_job_refuses_options_in_a_sentence(
+    options: tuple[str, ...], says: str, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    with pytest.raises(SystemExit):
+        _arguments(monkeypatch, *options)
+    assert says in capsys.readouterr().err
+
+
+@pytest.mark.skipif(not importlib.util.find_spec("matplotlib"), reason="nothing draws without matplotlib")
+def test_a_picture_that_cannot_be_written_ends_nothing(tmp_path: Path) -> None:
+    runs = _runs(["hit"], [1])
+    for file in (tmp_path / "missing" / "a.svg", tmp_path / "a.unknown"):
+        assert _side_by_side.draw(runs, file).startswith(f"No picture of the curves at {file}: ")
+
+
+def test_the_main_jobs_eager_side_is_eager_in_a_session_around_it(tmp_path: Path) -> None:
+    """Else both sides were compiled, and the ratio near 1."""
+    ended = as_a_user.run(_main_job("--steps", "3"), tmp_path, OMP_NUM_THREADS="1", COMPILED_AUTOGRAD="1")
+    assert "4 backwards: " in ended  # three steps and the one whose memory is measured, of one side
 
 
 def test_ratios_of_speeds_are_of_the_same_turns() -> None:

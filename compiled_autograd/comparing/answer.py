@@ -83,7 +83,7 @@ def _unmeasured(turns: Turns, times: BackwardTimes) -> str:
             f"{plural(times.count, 'backward')} ran, but the steps were not found: no optimizer of torch.optim stepped"
         )
     if times.stepping not in (None, *times.threads):
-        return "backwards run in other threads than the optimizer, and the sides are switched in its thread alone"
+        return "backwards run in other threads than the steps, in which the sides are switched"
     if turns.is_settling:
         return f"after {plural(turns.count, 'step')} there was still something new to compile"
     return f"it ended after {plural(turns.count, 'step')}, before both sides had their turns"

@@ -23,7 +23,7 @@ class BackwardTimes:
         count: the number of backwards so far.
         is_timed: False on devices that compute while Python goes on: the seconds are 0 then.
         threads: the threads that called them.
-        stepping: the thread that steps the optimizer; None if it is the caller's.
+        stepping: the thread that runs the steps; None before the first one.
         profiles: True: the next backwards run under PyTorch's profiler.
     """
 

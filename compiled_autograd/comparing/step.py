@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import threading
 from collections.abc import Callable
 from time import perf_counter
 from typing import Any
@@ -48,11 +49,13 @@ def compare(step: Callable[..., Any], *args: Any, seconds: float = 120.0, **sett
     try:
         session = enable(**given | settings)
     except UnknownSettingError as error:
-        error.args = (f"{error} An argument of the step is given so: compare(lambda: step(name=value)).",)
+        if any(repr(name) in str(error) for name in settings):  # else a variable of the environment is meant
+            error.args = (f"{error} An argument of the step is given so: compare(lambda: step(name=value)).",)
         raise
     watch = Watch(session)
     turns = Turns(watch.is_calm, seconds)
     with BackwardTimes() as times:
+        times.stepping = threading.get_ident()
         for _ in iter(lambda: turns.is_over, True):
             wait_for_devices()
             started = perf_counter()

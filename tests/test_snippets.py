@@ -49,9 +49,7 @@ def test_every_block_is_found() -> None:
 def test_few_blocks_do_not_run() -> None:
     assert sorted(block.reason for page in PAGES for block in blocks(page.read_text()) if block.reason) == [
         "not run: it needs Lightning and a model",
-        "not run: it needs Ray",
         "not run: it needs accelerate and a model",
-        "not run: it needs several processes",
         "not run: it needs transformers and a model",
         "not run: the lines are those of a file",
         "not run: the log is turned on before Python starts",

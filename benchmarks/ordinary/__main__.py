@@ -22,7 +22,7 @@ from benchmarks.ordinary.turns import RUNNERS, measure
 from benchmarks.targets import Result
 
 MODELS = ("vit", "bert", "gpt2", "unet", "gan", "actor-critic")
-OPTIONS = ("steps", "seconds", "seed", "tiny")
+OPTIONS = ("steps", "seconds", "starts", "seed", "tiny")
 
 
 def parse_arguments() -> argparse.Namespace:
@@ -32,7 +32,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--models", nargs="+", choices=MODELS, default=list(MODELS))
     parser.add_argument("--runners", nargs="+", choices=RUNNERS, default=list(RUNNERS))
     parser.add_argument("--steps", type=int, default=100, help="first steps, in which everything counts")
-    parser.add_argument("--seconds", type=float, default=8.0, help="of turns for the steady step of each runner")
+    parser.add_argument("--seconds", type=float, default=5.0, help="of turns for the steady step, at each start")
+    parser.add_argument("--starts", type=int, default=3, help="new processes for the steady step: they differ")
     parser.add_argument("--tiny", action="store_true", help="models of a few parameters, to try the benchmark itself")
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--json", type=Path, help="write all results to this file")
@@ -41,6 +42,8 @@ def parse_arguments() -> argparse.Namespace:
     args = parser.parse_args()
     if args.steps < 1:
         parser.error(f"--steps {args.steps}: at least one is needed")
+    if args.starts < 1:
+        parser.error(f"--starts {args.starts}: at least one is needed")
     args.runners = [each for each in RUNNERS if each in args.runners]
     if "ours-warm" in args.runners and "ours" not in args.runners:
         parser.error("--runners ours-warm: it reads what ours has left on disk, so name ours too")

@@ -126,45 +126,57 @@ def measure(model: str, runner: str, folder: Path, args: Namespace) -> Result:
     """
     result: Result = {"model": model, "runner": runner}
     name, caches = RUNNERS[runner]
+    rounds: list[list[Times]] = []
     try:
-        with (
-            Stepping("eager", model, folder / "beside", args) as eager,
-            Stepping(name, model, folder / caches, args) as other,
-        ):
-            result |= {each: other.ready[each] for each in ("setup_seconds", "torch", "threads")}
-            return result | _measure([eager, other], model, runner, folder, args)
+        for start in range(args.starts):
+            with (
+                Stepping("eager", model, folder / "beside", args) as eager,
+                Stepping(name, model, folder / caches, args) as other,
+            ):
+                sides = [eager, other]
+                if not start:
+                    result |= {each: other.ready[each] for each in ("setup_seconds", "torch", "threads")}
+                    result |= _first_steps(sides, model, runner, folder, args)
+                    if "failed" in result:
+                        return result
+                result["later"], counted = _settled(sides, args)
+                rounds += counted
     except RuntimeError as error:
         return result | {"failed": str(error)}
+    result |= steady(rounds)
+    return result | {"pays_after": pays_after(result, args.steps)}
 
 
-def _measure(sides: list[Stepping], model: str, runner: str, folder: Path, args: Namespace) -> Result:
-    eager, other = sides
+def _first_steps(sides: list[Stepping], model: str, runner: str, folder: Path, args: Namespace) -> Result:
     first = [each.ready["setup_seconds"] for each in sides]
     for number, begin in enumerate(range(0, args.steps, FIRST_BLOCK)):
         blocks = in_turn(sides, number, min(FIRST_BLOCK, args.steps - begin))
         first = [before + sum(step for step, _ in block) for before, block in zip(first, blocks, strict=True)]
-    eager.do("save", folder / "first.pt")
-    differences = other.do("compare", folder / "first.pt")
+    # Both sides do all of it: what a process has allocated and freed decides how much memory its C library keeps.
+    files = [folder / f"first{number}.pt" for number in range(2)]
+    for side, file in zip(sides, files, strict=True):
+        side.do("save", file)
+    _, differences = (side.do("compare", file) for side, file in zip(sides, files[::-1], strict=True))
     compared = {"differences": differences, "other_draws": runner in DRAWS_INSIDE.get(model, ())}
     if wrong := wrong_work(differences, compared["other_draws"]):
         return compared | {"failed": wrong}
-    counts = other.do("counts")
-    other.do("wait")
-    other.do("steps", -(-args.steps // 2))
-    settled, rounds = other.do("counts"), list[list[Times]]()
+    counts = sides[1].do("counts")
+    times = {"first_seconds": first[1], "eager_first_seconds": first[0], "first_ratio": first[1] / first[0]}
+    return times | compared | {"counts": counts}
+
+
+def _settled(sides: list[Stepping], args: Namespace) -> tuple[Result, list[list[Times]]]:
+    """What was counted besides hits, and the rounds: once nothing is built any more, and half the first steps again."""
+    other = sides[1]
+    for _ in range(2):
+        other.do("wait")
+        in_turn(sides, 0, -(-args.steps // 4))
+    before, rounds = other.do("counts"), list[list[Times]]()
     ends = time.monotonic() + args.seconds
     while not rounds or time.monotonic() < ends:
         blocks = in_turn(sides, len(rounds), SETTLING_STEPS + COUNTED_STEPS)
         rounds.append([block[SETTLING_STEPS:] for block in blocks])
-    times = {"first_seconds": first[1], "eager_first_seconds": first[0], "first_ratio": first[1] / first[0]}
-    times |= steady(rounds)
-    return {
-        **times,
-        "pays_after": pays_after(times, args.steps),
-        **compared,
-        "counts": counts,
-        "later": _later(settled, other.do("counts")),
-    }
+    return _later(before, other.do("counts")), rounds
 
 
 def wrong_work(differences: dict[str, float], other_draws: bool) -> str:

@@ -75,7 +75,7 @@ KINDS: dict[str, Kind] = {
     ),
     "evicted": Kind(
         "The entry was evicted to keep the cache below its maximum size, or removed by `prune`.",
-        "If this happens often, let the cache grow; `shadow-cache stats` shows its size and the limit.",
+        "If this happens often, give programs folders of their own (cache_dir); `shadow-cache stats` shows the limit.",
     ),
     "corrupt": Kind(
         "The stored entry is damaged: a file is missing, or does not match its checksum.",

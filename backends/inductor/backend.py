@@ -27,6 +27,7 @@ from .cuda.graphs import Replayed
 from .cuda.kernels import Aligned, alignment_of, launched_here, load_launches
 from .cuda.recurrent_cells import CELLS
 from .cuda.shared_products import sum_shared_products
+from .digits import DIGITS
 from .environment import environment, is_chosen
 from .kernels import ENTRY, load_kernels
 from .memory import keep_freed_memory
@@ -217,7 +218,7 @@ class InductorBackend(ArtifactBackend):
 
 @functools.cache
 def _decompositions() -> Mapping[Any, Callable[..., Any]]:
-    return {**decompositions(), **CELLS, **DECOMPOSITIONS}
+    return {**decompositions(), **CELLS, **DECOMPOSITIONS, **DIGITS}
 
 
 def _aligned(namespace: Mapping[str, Any], stored: Stored) -> Compiled:

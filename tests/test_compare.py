@@ -15,7 +15,7 @@ import torch
 from torch import nn
 
 import compiled_autograd as ca
-from compiled_autograd.comparing import backward_times
+from compiled_autograd.comparing import backward_times, hints
 from compiled_autograd.comparing import step as step_module
 from compiled_autograd.comparing import whole_program as program_module
 from compiled_autograd.comparing.answer import Watch
@@ -269,9 +269,17 @@ def test_hints_are_measured_on_copies(program: Begin) -> None:
         model(torch.randn(2, 3, 8, 8)).square().mean().backward()
         CLOCK.pass_by(0.1 if current() is None else 0.08)
         optimizer.step()
-    hints = " ".join(comparison.result.hints)
-    assert "channels_last" in hints and optimizer.param_groups[0]["fused"] is None
+    assert "channels_last" in " ".join(comparison.result.hints) and optimizer.param_groups[0]["fused"] is None
     assert model[0].weight.is_contiguous()
+
+
+@pytest.mark.parametrize("kind", hints._FUSED)
+def test_each_fused_optimizer_is_tried(kind: Callable[..., torch.optim.Optimizer]) -> None:
+    model = mlp()
+    model(torch.randn(4, 8)).sum().backward()
+    parameters = list(model.parameters())
+    assert hints._fused_ratio(kind(parameters, lr=0.1), parameters) is not None
+    assert hints._fused_ratio(kind(parameters, lr=0.1, fused=True), parameters) is None
 
 
 _SCRIPT = """

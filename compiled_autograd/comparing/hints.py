@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 import statistics
 from time import perf_counter
 from typing import Any
@@ -66,10 +67,11 @@ def _fused_ratio(optimizer: Optimizer, parameters: list[torch.Tensor]) -> float 
     plain = all(each.is_floating_point() and type(each.grad) is torch.Tensor for each in parameters)
     if not plain or sum(each.nbytes for each in parameters) > _MAX_BYTES:
         return None
-    options = {**optimizer.defaults, "foreach": None, "fused": None}
+    taken = inspect.signature(type(optimizer)).parameters  # the defaults of AdamW have one more, which is Adam's
+    own = {name: value for name, value in optimizer.defaults.items() if name in taken}
     try:
         with torch.no_grad():
-            sides = [_copy(optimizer, parameters, {**options, "fused": fused}) for fused in (None, True)]
+            sides = [_copy(optimizer, parameters, own | other) for other in ({}, {"foreach": None, "fused": True})]
         times: tuple[list[float], list[float]] = ([], [])
         for _ in range(_TRIALS):
             for side, seconds in zip(sides, times, strict=True):

@@ -5,6 +5,9 @@ from __future__ import annotations
 import html
 import json
 
+_PRE = '<pre style="font-family: ui-monospace, monospace; word-break: normal">'
+"""Notebooks style ``pre`` themselves: JupyterLab 4 breaks words anywhere, and nbconvert 7 has no fixed width."""
+
 
 def harmless(text: str, lines: bool = False) -> str:
     """Return ``text`` with each non-printable character as an escape sequence: ``\\x1b``.
@@ -24,7 +27,7 @@ def harmless(text: str, lines: bool = False) -> str:
 
 def preformatted(text: str) -> str:
     """Return HTML that shows ``text`` unchanged, for a notebook."""
-    return f"<pre>{html.escape(text)}</pre>"
+    return f"{_PRE}{html.escape(text)}</pre>"
 
 
 def harmless_json(text: str) -> str:

@@ -303,3 +303,20 @@ def test_what_failed_and_what_is_chosen_are_marked(browser: Any, tmp_path: Path)
             "return ['.chosen-mark', '.is-chosen .cost'].map((each) => document.querySelector(each).getBBox().width)"
         )
         assert widths[0] == widths[1] + 4
+
+
+def test_a_notebook_shows_columns_and_words(browser: Any, tmp_path: Path) -> None:
+    """Under the rules of JupyterLab 4 for cells, and of nbconvert 7 for ``pre``."""
+    rules = """
+        :not(.jp-RenderedMarkdown).jp-RenderedHTMLCommon td { text-align: right; }
+        .jp-OutputArea-output pre { word-break: break-all; font-family: inherit; }
+    """
+    view = ca.inspect(nn.Linear(4, 3)(torch.ones(2, 4)).sum())
+    shown = view._repr_html_() + view.memory()._repr_html_()
+    output = f'<div class="jp-RenderedHTMLCommon jp-OutputArea-output">{shown}</div>'
+    (tmp_path / "cell.html").write_text(f"<!doctype html><meta charset=utf-8><style>{rules}</style><body>{output}")
+    browser.get((tmp_path / "cell.html").as_uri())
+    style = "const found = getComputedStyle(document.querySelector(arguments[0])); return found[arguments[1]]"
+    assert browser.execute_script(style, "td", "textAlign") == "left"
+    assert browser.execute_script(style, "pre", "wordBreak") == "normal"
+    assert "monospace" in browser.execute_script(style, "pre", "fontFamily")

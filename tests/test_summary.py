@@ -194,7 +194,7 @@ def test_everything_shows_itself_in_a_few_lines() -> None:
         text = repr(each)
         assert len(text) < 4000 and text.count("\n") < 50, type(each)
         if each is not tape:
-            assert each._repr_html_().startswith("<pre>") and "<Session" not in each._repr_html_()  # type: ignore[union-attr]
+            assert each._repr_html_().startswith("<pre ") and "<Session" not in each._repr_html_()  # type: ignore[union-attr]
     assert str(session) == str(session.summary())
     assert repr(session) == "<session with 'eager': 2 backwards: 1 hit, 1 miss>"
     assert repr(session.stats()).startswith("2 backwards: 1 hit, 1 miss; 1 region compiled in ")

@@ -13,13 +13,16 @@ from .nodes import counted
 
 _MOST_ROWS = 1_000
 
+# JupyterLab aligns cells to the right, by a selector that a class alone does not override.
 _STYLE = """
 <style>
-.ca-tape { font: 13px/1.45 system-ui, sans-serif; }
+.ca-tape { font: 13px/1.45 system-ui, sans-serif; overflow-x: auto; }
 .ca-tape details { margin-left: 1em; border-left: 1px solid #8884; padding-left: .6em; }
 .ca-tape summary { cursor: pointer; }
 .ca-tape table { border-collapse: collapse; font: 12px/1.4 ui-monospace, monospace; margin: .2em 0 .4em 1em; }
-.ca-tape td, .ca-tape th { border: 0; padding: .1em .8em .1em 0; text-align: left; vertical-align: top; }
+.ca-tape td, .ca-tape th { border: 0; padding: .1em .8em .1em 0; text-align: left !important; vertical-align: top; }
+.ca-tape td:nth-child(-n+3) { white-space: nowrap; }
+.ca-tape td:nth-child(5) { min-width: 18em; }
 .ca-tape .ca-less { opacity: .7; }
 </style>
 """

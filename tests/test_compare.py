@@ -7,6 +7,7 @@ import random
 import signal
 import threading
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -19,6 +20,7 @@ from compiled_autograd.comparing import backward_times, hints
 from compiled_autograd.comparing import step as step_module
 from compiled_autograd.comparing import whole_program as program_module
 from compiled_autograd.comparing.answer import Watch
+from compiled_autograd.comparing.result import Comparison
 from compiled_autograd.comparing.turns import Turns, interval
 from compiled_autograd.comparing.whole_program import AnsweredExit, ProgramComparison
 from compiled_autograd.engine.session import current
@@ -168,6 +170,12 @@ def _in_another_thread() -> None:
 def test_why_not(step: Callable[[], None], reason: str) -> None:
     found = ca.compare(step, seconds=20, **_SETTINGS)
     assert not found.worth_it and (reason in str(found)), str(found)
+
+
+def test_a_yes_has_no_interval_up_to_eager() -> None:
+    found = Comparison(True, step_ratio=0.95, step_interval=(0.88, 0.997))
+    assert str(found).startswith("worth it: yes. Steps 0.95 of eager's (0.88 to just below 1);")
+    assert "(0.88 to 1.00)" in str(replace(found, worth_it=False, reason="noise"))
 
 
 def test_it_takes_a_function(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -43,7 +43,8 @@ class Comparison:
         if self.step_ratio is None or self.step_interval is None:
             return f"worth it: no: {self.reason}."
         low, high = self.step_interval
-        sure = f"{low:.2f} to {high:.2f}" if high < math.inf else "too few steps for an interval"
+        end = "just below 1" if self.worth_it and f"{high:.2f}" == "1.00" else f"{high:.2f}"
+        sure = f"{low:.2f} to {end}" if high < math.inf else "too few steps for an interval"
         figures = f"Steps {self.step_ratio:.2f} of eager's ({sure})"
         if self.backward_ratio is not None:
             figures += f", backward {self.backward_ratio:.2f}"

@@ -121,6 +121,28 @@ def test_turns_end_where_there_is_nothing_to_gain() -> None:
     assert not _simulated(1.0, calm=False)[0].pairs
 
 
+def test_turns_wait_for_what_is_compiled_later() -> None:
+    """The last batch of an epoch is smaller: while its code is compiled in the background, eager runs both sides."""
+    chance, compiling = random.Random(0), False
+    turns = Turns(lambda: not compiling, 100.0, lambda: compiling)
+    while not turns.is_over:
+        compiling = 20 <= turns.count < 200
+        ratio = 0.5 if turns.ours and not compiling else 1
+        backward = chance.lognormvariate(-2, 0.05) * ratio
+        turns.add(0.1 + backward, backward)
+        assert turns.is_settling or not compiling
+    assert turns.count > 200 and turns.spent < 100
+    assert turns.backward_ratio() == pytest.approx(0.5, abs=0.05)
+
+
+def test_turns_without_an_end_of_compiling_have_their_limit() -> None:
+    """What was measured before stands."""
+    turns = Turns(lambda: turns.count < 40, 30.0, lambda: turns.count >= 40)
+    while not turns.is_over:
+        turns.add(0.1, 0.05)
+    assert turns.is_settling and turns.pairs and turns.spent == pytest.approx(30.0, abs=0.2)
+
+
 def test_steps_that_tune_times_on_eager_are_not_like_the_ones_to_come() -> None:
     session = ca.enable(**_SETTINGS)
     watch = Watch(session)

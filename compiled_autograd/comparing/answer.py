@@ -43,6 +43,11 @@ class Watch:
         self._before, self._at_start = now, stats
         return now == before and not BACKGROUND.busy
 
+    @staticmethod
+    def is_compiling() -> bool:
+        """Return whether something is being compiled in the background."""
+        return BACKGROUND.busy
+
     def since_settled(self) -> tuple[int, int, Counter[str]]:
         """Return the numbers of hits, of misses, and of each bypass since the turns began."""
         now, then = self._session.stats(), self._at_start or Stats()

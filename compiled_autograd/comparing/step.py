@@ -53,7 +53,7 @@ def compare(step: Callable[..., Any], *args: Any, seconds: float = 120.0, **sett
             error.args = (f"{error} An argument of the step is given so: compare(lambda: step(name=value)).",)
         raise
     watch = Watch(session)
-    turns = Turns(watch.is_calm, seconds)
+    turns = Turns(watch.is_calm, seconds, watch.is_compiling)
     with BackwardTimes() as times:
         times.stepping = threading.get_ident()
         for _ in iter(lambda: turns.is_over, True):

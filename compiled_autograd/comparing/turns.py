@@ -60,8 +60,10 @@ class Turns:
     """Decides which side runs a step: ours until nothing is compiled any more, then blocks of eager, ours, ours, eager.
 
     Args:
-        is_calm: asked after each step of ours; False while something is compiled.
+        is_calm: asked after each step of ours before the blocks; False while something is compiled.
         limit: seconds after which the comparison is over in any case.
+        is_compiling: asked after each step of a block. If something new is compiled beside the program, both sides run
+            on eager, and the blocks begin again once that is over.
 
     Attributes:
         ours: whether the next step is to run in the session.
@@ -69,11 +71,13 @@ class Turns:
         pairs: neighbouring blocks, (eager, ours).
     """
 
-    def __init__(self, is_calm: Callable[[], bool], limit: float) -> None:
+    def __init__(
+        self, is_calm: Callable[[], bool], limit: float, is_compiling: Callable[[], bool] = lambda: False
+    ) -> None:
         self.ours = True
         self.spent, self.count = 0.0, 0
         self.pairs: list[tuple[Block, Block]] = []
-        self._is_calm, self._limit = is_calm, limit
+        self._is_calm, self._limit, self._is_compiling = is_calm, limit, is_compiling
         self._calm: list[float] = []
         self._open: list[Block] = []
 
@@ -86,6 +90,8 @@ class Turns:
         """Take the seconds of the step that ran, and of its backwards."""
         self.spent += step
         self.count += 1
+        if not self.is_settling and self._is_compiling():
+            self.ours, self._open, self._calm = True, [], []
         if self.is_settling:
             self._calm = [*self._calm, step] if self._is_calm() else []
             is_calm = len(self._calm) >= _CALM_STEPS and sum(self._calm) >= _CALM_SECONDS

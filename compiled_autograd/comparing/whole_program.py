@@ -44,7 +44,7 @@ class ProgramComparison:
         self.result: Comparison | None = None
         self._session, self._go_on, self._say = session, go_on, say
         self._watch = Watch(session)
-        self._turns = Turns(self._watch.is_calm, seconds)
+        self._turns = Turns(self._watch.is_calm, seconds, self._watch.is_compiling)
         self._times = BackwardTimes().__enter__()
         self._optimizing = OptimizerTimes()
         self._recent: deque[int] = deque(maxlen=_RECENT)

@@ -310,6 +310,7 @@ def test_each_fused_optimizer_is_tried(kind: Callable[..., torch.optim.Optimizer
     parameters = list(model.parameters())
     assert hints._fused_ratio(kind(parameters, lr=0.1), parameters) is not None
     assert hints._fused_ratio(kind(parameters, lr=0.1, fused=True), parameters) is None
+    assert hints._fused_ratio(kind(parameters, lr=0.1), []) is None  # no parameter has a gradient
 
 
 _SCRIPT = """

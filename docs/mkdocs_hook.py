@@ -65,13 +65,13 @@ def on_page_markdown(markdown: str, page: Any, **_: Any) -> str:
 
 
 def _with_buttons(markdown: str) -> str:
+    """Make buttons of the links in the line after the mark, the first one primary. A link that has no page is left out
+    (the sources, without ``REPOSITORY_URL``)."""
     before, found, after = markdown.partition(f"{_BUTTONS}\n")
     line, end, rest = after.partition("\n")
-    buttons = re.sub(r"(\[[^\]]*\]\([^)]*\))(?: · )?", r"\1{ .md-button } ", line)
+    buttons = " ".join(f"{link[0]}{{ .md-button }}" for link in _LINK.finditer(line))
     return (
-        f"{before}{buttons.replace('.md-button ', '.md-button .md-button--primary ', 1)}{end}{rest}"
-        if found
-        else markdown
+        f"{before}{buttons.replace('.md-button', '.md-button .md-button--primary', 1)}{end}{rest}" if found else before
     )
 
 

@@ -4,6 +4,7 @@ The docstring of a program, those of its functions and classes, and its comments
 What it printed is kept in ``examples/README.md``, and ``tests/test_as_users.py`` compares that with what it prints.
 
     python docs/tutorial_pages.py hooks who_runs     run examples, and keep what they print now
+    python docs/tutorial_pages.py --picture hooks    run an example, and keep its picture in docs/tutorials/
 """
 
 from __future__ import annotations
@@ -13,10 +14,12 @@ import re
 import subprocess
 import sys
 from collections.abc import Iterator
+from html import unescape
 from pathlib import Path
 
 EXAMPLES = Path(__file__).resolve().parent.parent / "examples"
 NAMES = sorted(path.stem for path in EXAMPLES.glob("[!_]*.py"))
+PICTURES = Path(__file__).resolve().parent / "tutorials"
 _KEPT = EXAMPLES / "README.md"
 _TITLES = {
     "pinn": "A PINN",
@@ -26,6 +29,9 @@ _TITLES = {
 }
 _HEADING = re.compile(r"^# -{2,} (.+?) -{2,}$")
 _ANY_NUMBER = re.compile(r"\d[\d.,]*")
+_TAPES = ("custom_functions", "who_runs")
+"""Examples whose picture is the tape of their first backward. The others show the times of their backwards."""
+_DRAWN = "The picture shows one run on two busy CPU cores, another one than the text below."
 _NOTE = "Times and ratios are those of one run on two CPU cores with other work beside it."
 
 
@@ -59,11 +65,28 @@ def page(name: str) -> str:
     text = (EXAMPLES / f"{name}.py").read_text()
     module = ast.parse(text)
     prose, command = _without_command(ast.get_docstring(module) or "")
-    parts = [f"# {title(name)}", prose, f"```sh\n{command or f'python examples/{name}.py'}\n```", *_parts(module, text)]
+    parts = [
+        f"# {title(name)}",
+        prose,
+        f"```sh\n{command or f'python examples/{name}.py'}\n```",
+        _picture(name),
+        *_parts(module, text),
+    ]
     printed = kept(name)[1]
     if printed:
         parts += ["## What it prints", _NOTE, f"````text\n{printed}\n````"]
     return "\n\n".join(filter(None, parts)) + "\n"
+
+
+def _picture(name: str) -> str:
+    """The kept picture of an example, in Markdown; empty where there is none."""
+    drawing, tape = PICTURES / f"{name}.svg", PICTURES / f"{name}.mmd"
+    if tape.exists():
+        return f"The tape of the first backward:\n\n```mermaid\n{tape.read_text()}```"
+    if not drawing.exists():
+        return ""
+    says = re.search("<title>(.*?)</title>", drawing.read_text(), re.DOTALL)
+    return f"![{unescape(says[1]) if says else title(name)}](../tutorials/{drawing.name})\n\n{_DRAWN}"
 
 
 def _without_command(said: str) -> tuple[str, str]:
@@ -141,6 +164,22 @@ def _keep(name: str) -> None:
     _KEPT.write_text(text.replace(before, ran.stdout.rstrip("\n")))
 
 
+def _keep_picture(name: str) -> None:
+    """Run an example, and have its picture in ``docs/tutorials/``."""
+    import tutorial_pictures
+
+    example = EXAMPLES / f"{name}.py"
+    if name in _TAPES:
+        (PICTURES / f"{name}.mmd").write_text(tutorial_pictures.tape(example))
+        return
+    if name == "train_llama":
+        drawn = tutorial_pictures.own_picture(example, "Loss, and milliseconds of each step, on eager and compiled.")
+    else:
+        drawn = tutorial_pictures.timeline(example, f"{title(name)}: the time of each backward")
+    (PICTURES / f"{name}.svg").write_text(drawn)
+
+
 if __name__ == "__main__":
-    for each in sys.argv[1:]:
-        _keep(each)
+    keep = _keep_picture if sys.argv[1:2] == ["--picture"] else _keep
+    for each in sys.argv[1 + (keep is _keep_picture) :]:
+        keep(each)

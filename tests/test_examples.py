@@ -13,13 +13,14 @@ import sys
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
+from xml.etree import ElementTree
 
 import pytest
 import torch
 from rich.console import Console
 
 from compiled_autograd.outcomes import Stats
-from docs import tutorial_pages
+from docs import tutorial_pages, tutorial_pictures
 from examples import _side_by_side, train_llama
 
 from . import as_a_user
@@ -53,6 +54,52 @@ def test_a_tutorial_has_all_code_and_prose_of_its_example(name: str) -> None:
     first = (ast.get_docstring(ast.parse(text)) or "").partition("\n")[0]
     assert first and first in said and f"python examples/{name}.py" in page
     assert name == "train_llama" or "## What it prints" in page
+
+
+def test_each_picture_is_on_the_page_of_its_example() -> None:
+    kept = sorted(tutorial_pages.PICTURES.iterdir())
+    assert len(kept) >= 6 and {file.stem for file in kept} <= set(tutorial_pages.NAMES)
+    for file in kept:
+        page, text = tutorial_pages.page(file.stem), file.read_text()
+        if file.suffix == ".mmd":
+            assert text.startswith("flowchart") and f"```mermaid\n{text}```" in page
+            continue
+        title = ElementTree.fromstring(text).findtext("{http://www.w3.org/2000/svg}title")
+        assert title and f"![{title}](../tutorials/{file.stem}.svg)" in page
+        assert file.stat().st_size < 60_000
+
+
+def test_a_timeline_says_what_became_of_each_backward(tmp_path: Path) -> None:
+    """The session with most backwards, of two. A session keeps no time of a hit that is its first backward."""
+    pytest.importorskip("matplotlib")
+    program = """
+import torch
+import compiled_autograd as ca
+
+x = torch.ones(3, requires_grad=True)
+for create_graph, steps in ((False, 2), (True, 3)):
+    with ca.enable(backend="eager", cache_dir=False, tune=False) as session:
+        for _ in range(steps):
+            torch.autograd.grad(x.exp().sum(), x)
+        for _ in range(steps if create_graph else 0):
+            torch.autograd.grad(x.exp().sum(), x, create_graph=True)
+"""
+    (example := tmp_path / "two_sessions.py").write_text(program)
+    drawn = tutorial_pictures.timeline(example, "Two sessions")
+    title = ElementTree.fromstring(drawn).findtext("{http://www.w3.org/2000/svg}title") or ""
+    assert (
+        re.sub(r"[\d.]+ ms", "_", title) == "Milliseconds of each backward. Hits: 2, median _; on eager: 3, median _."
+    )
+    assert ">Two sessions</text>" in drawn and ">milliseconds</text>" in drawn
+
+
+def test_a_tape_is_that_of_the_first_backward(tmp_path: Path) -> None:
+    before = torch.autograd.backward, torch.autograd.grad
+    (example := tmp_path / "one.py").write_text(
+        "import torch\ntorch.nn.Linear(2, 2)(torch.ones(1, 2)).sum().backward()"
+    )
+    assert tutorial_pictures.tape(example).startswith('flowchart TD\n  n0["SumBackward0"]')
+    assert before == (torch.autograd.backward, torch.autograd.grad)
 
 
 def test_what_is_kept_agrees_but_for_numbers() -> None:

@@ -243,6 +243,8 @@ def take_turns(runs: Sequence[Run], args: argparse.Namespace, corpus: Corpus, co
             ended = {run: run.step(*batch) for run in (*runs[turn:], *runs[:turn])}
             for run, measured in ended.items():
                 run.record(measured)
+            if step == 0:  # torch.compile compiles in it, which is no training
+                began += sum(run.steps[0].whole for run in runs[2:])
             spent = time.perf_counter() - began
             part = (step + 1) / args.steps if args.steps else spent / (args.seconds * len(runs))
             losses = f"step {step}: loss " + ", ".join(f"{run.steps[-1].loss:.4f} {run.name}" for run in runs)

@@ -10,6 +10,7 @@ import re
 import signal
 import subprocess
 import sys
+import time
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
@@ -241,6 +242,22 @@ def test_trainings_wait_once_for_a_compiler_that_has_not_ended(ends: bool, monke
     train_llama.take_turns([eager, compiled], args, corpus, Console(quiet=True))
     assert waits == [0.2] and compiled.waited > 0
     assert compiled.outcomes[0] == "compiling" and compiled.outcomes[-1] == ("hit" if ends else "compiling")
+
+
+def test_the_first_step_of_torch_compile_is_no_training_time(monkeypatch: pytest.MonkeyPatch) -> None:
+    args = _arguments(monkeypatch, *as_a_user.SMALL_LLAMA, "--seconds", "0.2")
+    runs = [train_llama.Run(name, args, symbols=5) for name in ("eager", "compiled", "a third")]
+    runs[1].session = cast("Any", SimpleNamespace(last=SimpleNamespace(outcome="hit", reasons=[]), stats=Stats))
+    times = iter([5.0])
+
+    def step(*batch: object) -> train_llama.Step:
+        time.sleep(whole := next(times, 0.0))
+        return train_llama.Step(1.0, whole, whole)
+
+    monkeypatch.setattr(runs[2], "step", step)
+    corpus = train_llama.Corpus(torch.zeros(100, dtype=torch.int64), list("abcde"))
+    train_llama.take_turns(runs, args, corpus, Console(quiet=True))
+    assert len(runs[0].steps) > 1
 
 
 def test_the_last_sentence_says_that_curves_differ(monkeypatch: pytest.MonkeyPatch) -> None:

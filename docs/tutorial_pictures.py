@@ -7,6 +7,7 @@ A timeline has the backwards of the example's longest session, read from ``sessi
 from __future__ import annotations
 
 import json
+import re
 import runpy
 import statistics
 import sys
@@ -22,6 +23,8 @@ _STYLE = {"svg.fonttype": "none", "svg.hashsalt": "tutorials", "font.size": 10, 
 _TRACK = 1  # of the backwards, in a trace
 _KINDS = {"hit": ("hits", "#2e8b57", "o"), "miss": ("misses", "#c8552b", "D"), "bypass": ("on eager", "#7d6bb0", "s")}
 """Label, colour and marker by outcome; the colours are those of the report."""
+_DRAWS = ("<path", "<use", "C ", "L ", "M ", "Q ")
+_MORE_DECIMALS = re.compile(r"(?<=\d\.\d)\d+")
 _DARK = """
 @media (prefers-color-scheme: dark) {
 text { fill: #dfe4ec !important; }
@@ -198,8 +201,10 @@ def _draw(backwards: list[Backwards], title: str, file: Path) -> None:
 
 
 def _small(svg: str, says: str) -> str:
-    """An SVG without indentation, in dark colours for a dark page, and with a title for those who do not see it."""
-    head, opened, rest = "\n".join(line.strip() for line in svg.splitlines()).partition("<svg ")
+    """An SVG with one decimal, in dark colours for a dark page, and with a title for those who do not see it."""
+    lines = (line.strip() for line in svg.splitlines())
+    rounded = (_MORE_DECIMALS.sub("", line) if line.startswith(_DRAWS) else line for line in lines)
+    head, opened, rest = "\n".join(rounded).partition("<svg ")
     tag, _, body = rest.partition(">")
     title = f"<title>{escape(says, quote=False)}</title>"
     return f"{head}{opened}{tag}>\n{title}\n<style>{_DARK}</style>{body}\n"

@@ -83,11 +83,11 @@ RUNS: dict[str, tuple[Run, str]] = {
     "create_graph": (_create, "create_graph"),
     "batched": (_batched, "batched_grads"),
     "batched and inside": (_batched_and_inside, "batched_grads"),
-    "inside": (_inside, "input_inside_tape"),
-    "two inside": (_two_inside, "input_inside_tape"),
-    "an edge": (_edge, "input_inside_tape"),
-    "of a function": (lambda: _inside(Cube.apply), "input_inside_tape"),
-    "of a subclass": (lambda: _inside(lambda x: x.sin().as_subclass(Labelled)), "input_inside_tape"),
+    "inside": (_inside, "intermediate_input"),
+    "two inside": (_two_inside, "intermediate_input"),
+    "an edge": (_edge, "intermediate_input"),
+    "of a function": (lambda: _inside(Cube.apply), "intermediate_input"),
+    "of a subclass": (lambda: _inside(lambda x: x.sin().as_subclass(Labelled)), "intermediate_input"),
 }
 each_run = pytest.mark.parametrize(("run", "kind"), RUNS.values(), ids=RUNS)
 
@@ -218,7 +218,7 @@ def test_others_come_between() -> None:
         with session:
             _leaf().exp().sum().backward()
     stats = session.stats()
-    assert stats.bypasses == {"create_graph": 4, "batched_grads": 8, "input_inside_tape": 20}
+    assert stats.bypasses == {"create_graph": 4, "batched_grads": 8, "intermediate_input": 20}
     assert (stats.hits, stats.structure_misses, stats.backwards) == (3, 1, 36)
     numbers = [(each.number, each.count) for each in session._steps.events()]
     assert sum(count for _, count in numbers) == 33 and numbers == sorted(numbers)
@@ -232,4 +232,4 @@ def test_it_is_counted_at_once_where_hits_are_served_without_python(monkeypatch:
         with session:
             run()
         assert session.left is None
-    expect(session.stats(), bypasses={"create_graph": 1, "batched_grads": 2, "input_inside_tape": 5})
+    expect(session.stats(), bypasses={"create_graph": 1, "batched_grads": 2, "intermediate_input": 5})

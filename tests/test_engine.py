@@ -864,7 +864,7 @@ def test_a_backward_goes_on_from_a_tensor_whose_gradient_was_asked_for() -> None
                 (found,) = torch.autograd.grad(hidden, [x], gradient)
             assert torch.equal(found, x.cos() * x.sin().exp())
     stats = session.stats()
-    assert stats.bypasses == {"input_inside_tape": 3} and stats.hits == 7
+    assert stats.bypasses == {"intermediate_input": 3} and stats.hits == 7
 
 
 def test_a_function_that_was_freed_and_does_not_run() -> None:

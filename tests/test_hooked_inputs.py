@@ -93,7 +93,7 @@ def _compare(hooked: Hooked, output: str, asked: str, by: str = "grad", on: str 
         stats = session.stats()
         assert not stats.failures
         if stops and not keeps:
-            assert stats.bypasses == {"input_inside_tape": 3}
+            assert stats.bypasses == {"intermediate_input": 3}
         else:
             reached = asked != "w" or output == "z"
             assert (stats.hits >= 2 and not stats.bypasses) or (not reached and stats.bypasses)

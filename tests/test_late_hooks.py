@@ -405,7 +405,7 @@ def test_hooks_that_change_others_at_random(seed: int) -> None:
         assert all((one is None) is (other is None) for one, other in zip(found, wanted, strict=True))
         assert all(same_bits(one, other) for one, other in zip(found, wanted, strict=True) if one is not None)
     stats = session.stats()
-    assert stats.backwards == 3 and stats.bypasses.keys() <= {"input_inside_tape"}
+    assert stats.backwards == 3 and stats.bypasses.keys() <= {"intermediate_input"}
 
 
 @pytest.mark.parametrize("had", [False, True])

@@ -203,9 +203,9 @@ class _Training:
 def test_a_tape_whose_gradients_are_all_zero_is_left_to_eager_for_a_while() -> None:
     training, spacing = _Training(), refusals.FIRST_SPACING_OF_ZEROS
     assert training.step(0.0) == "structure_miss"
-    assert [training.step(0.0) for _ in range(spacing)] == spacing * ["zero_gradients"]
+    assert [training.step(0.0) for _ in range(spacing)] == spacing * ["all_zero_gradients"]
     assert training.step(0.0) == "hit"
-    assert [training.step(0.0) for _ in range(2 * spacing)] == 2 * spacing * ["zero_gradients"]
+    assert [training.step(0.0) for _ in range(2 * spacing)] == 2 * spacing * ["all_zero_gradients"]
     assert [training.step(1.0) for _ in range(4)] == 4 * ["hit"]
     assert not refusals.REFUSALS.active, "something was learnt"
     assert training.step(0.0) == "hit"
@@ -227,9 +227,9 @@ def test_who_wants_it_otherwise_has_zeros_compared_or_served(settings: dict[str,
 def test_who_wants_it_otherwise_is_asked_what_others_have_left_to_eager() -> None:
     """Sessions with settings under which the same is compiled."""
     training, checked = _Training(), _Training(check=True)
-    assert [training.step(0.0) for _ in range(3)] == ["structure_miss", "zero_gradients", "zero_gradients"]
+    assert [training.step(0.0) for _ in range(3)] == ["structure_miss", "all_zero_gradients", "all_zero_gradients"]
     assert [checked.step(factor) for factor in (0.0, 0.0, 1.0)] == 3 * ["hit"]
-    assert training.step(1.0) == "zero_gradients"
+    assert training.step(1.0) == "all_zero_gradients"
 
 
 def test_zeros_of_one_region_of_two_leave_nothing_to_eager() -> None:

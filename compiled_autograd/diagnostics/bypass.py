@@ -30,8 +30,8 @@ OTHER_THREAD = Bypass(
     hint="another thread holds the engine's capture hook, which exists once in a process; the next backward is "
     "captured again",
 )
-INPUT_INSIDE = Bypass(
-    "input_inside_tape",
+INTERMEDIATE_INPUT = Bypass(
+    "intermediate_input",
     hint="only gradients of tensors inside the tape are asked for, and the engine would free tensors saved by nodes "
     "that do not run. With retain_graph=True it compiles",
 )
@@ -59,8 +59,8 @@ OVER_BUDGET = Bypass(
     hint="it is new, and compiling has cost more time than hits have saved; compile_budget=SECONDS sets the limit of "
     "this loss",
 )
-ZERO_GRADIENTS = Bypass(
-    "zero_gradients",
+ALL_ZERO_GRADIENTS = Bypass(
+    "all_zero_gradients",
     hint="all its gradients were zero the last time, so that compiled code could not be checked; it is tried again "
     "from time to time, and tune=False always compiles",
 )

@@ -15,8 +15,8 @@ from ..diagnostics.bypass import (
     BATCHED_GRADS,
     COMPILING,
     FORKED,
-    INPUT_INSIDE,
     INSIDE_COMPILE,
+    INTERMEDIATE_INPUT,
     ON_MISS,
     OVER_BUDGET,
     ROOTS_APART,
@@ -118,7 +118,7 @@ def by_arguments(
         if grad is not None and is_batched(grad):
             return BATCHED_GRADS
     freed = not keep_graph and not accumulate_grad and all_freed_at_the_end(inputs)
-    return INPUT_INSIDE if freed and tracing_context() is None else None
+    return INTERMEDIATE_INPUT if freed and tracing_context() is None else None
 
 
 def decide(call: Call, settings: Settings) -> Bypass | None:
@@ -152,7 +152,7 @@ def _frees_what_does_not_run(call: Call, settings: Settings) -> Bypass | None:
     was asked for (``python_compiled_autograd.cpp``, 2.13). The eager engine leaves that one as it is."""
     if call.accumulate_grad or call.keep_graph:
         return None
-    return INPUT_INSIDE if freed_at_the_end(call.inputs) else None
+    return INTERMEDIATE_INPUT if freed_at_the_end(call.inputs) else None
 
 
 def _on_other_streams(call: Call, settings: Settings) -> Bypass | None:

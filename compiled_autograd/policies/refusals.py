@@ -15,7 +15,7 @@ from __future__ import annotations
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
 
-from ..diagnostics.bypass import CALL_BY_CALL, DDP_CPP_REDUCER, ZERO_GRADIENTS
+from ..diagnostics.bypass import ALL_ZERO_GRADIENTS, CALL_BY_CALL, DDP_CPP_REDUCER
 from ..native.interface import Question
 from ..process_state import PROCESS
 from ..settings import Settings
@@ -115,7 +115,7 @@ class Refusals:
             tape: gives the tape's fingerprint, and takes as long as a small backward.
         """
         if settings.tune and settings.on_unsupported == "eager":
-            self._leave(tape(), settings, ZERO_GRADIENTS, FIRST_SPACING_OF_ZEROS, 1)
+            self._leave(tape(), settings, ALL_ZERO_GRADIENTS, FIRST_SPACING_OF_ZEROS, 1)
 
     def ran_call_by_call(self, tape: Callable[[], int], settings: Settings) -> None:
         """Leave a tape to eager of which the calls ran one by one, more than once: users' code changed it as it ran.

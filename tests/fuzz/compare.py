@@ -137,7 +137,7 @@ _EXPECTED_BYPASSES = (
     "view_fn not supported",
     "view_fn",
     "nothing to compile",
-    "input_inside_tape",
+    "intermediate_input",
     "a hook of C++, such as retain_grad's, on one of several outputs",  # the engine's key does not say of which
 )
 

@@ -26,19 +26,22 @@ _INTERRUPTED = 130
 @with_settings
 @click.group(cls=Programs, options_metavar="[OPTIONS]", subcommand_metavar="SCRIPT.py|COMMAND [ARGS]...")
 def main(**options: Any) -> None:
-    """Run a program like python does, with every backward in a session: SCRIPT.py ARGS, or -m MODULE ARGS.
+    """Run a program as python does, with every backward in a session.
 
-    Or run one of the commands below.
+    The program is SCRIPT.py ARGS, or -m MODULE ARGS. A name from the list of commands runs that command instead.
+    The options marked "Setting" are the settings of compiled_autograd.enable: its help says what they do.
     """
 
 
 @main.command()
 @click.option("--json", "in_json", is_flag=True, help="Print one JSON object.")
-@click.option("--only", multiple=True, metavar="PART", type=click.Choice(NAMES), help="Run this part; may be repeated.")
+@click.option(
+    "--only", multiple=True, metavar="PART", type=click.Choice(NAMES), help="Run only this part; may be repeated."
+)
 def selftest(in_json: bool, only: tuple[str, ...]) -> None:
-    """Run some twenty small backwards compiled and on eager, and compare the gradients.
+    """Run some twenty small backwards, compiled and on eager, and compare the gradients.
 
-    Exit codes: 0 all parts passed (optional parts may be missing), 1 a part failed, 2 an environment variable or an
+    Exit codes: 0 no part failed (optional parts may be missing), 1 a part failed, 2 an environment variable or an
     argument is wrong.
     """
     found = []

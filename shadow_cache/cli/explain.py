@@ -33,9 +33,10 @@ class Why(msgspec.Struct, frozen=True):
 def why(view: View, id: str | None, last: bool, mismatches: bool) -> None:
     """Explain why a backward was compiled, or why it does not run compiled.
 
-    Prints the kind of the miss and its meaning, the place (node, parameter, source line), the old and the new value,
-    the cost, what to do, and the entry that was compiled; also whether this entry runs on eager because eager is
-    faster. With an ID: the miss for which the entry was compiled, and all misses recorded for it.
+    Without an ID, explains the newest miss. With an ID, explains the miss for which that entry was compiled, and lists
+    all misses recorded for it. Prints the kind of the miss and its meaning, the place (node, parameter, source line),
+    the old and the new value, the cost, and what to do. If the entry runs on eager because eager is faster, prints this
+    too.
 
     \b
     Examples:
@@ -161,10 +162,10 @@ def _node(miss: Miss, structure: Structure | None) -> list[str]:
 @click.argument("b", shell_complete=ids)
 @with_format
 def diff(view: View, a: str, b: str) -> None:
-    """Compare entry B with entry A.
+    """Compare two entries, A and B.
 
-    Prints the parts that differ, old and new: settings, process state, versions, saved tensors, guards. If the tapes
-    differ, also prints the first node at which they part. With --format quiet, prints only the names of the parts.
+    Prints each part that differs, as it is in A and in B: settings, process state, versions, saved tensors, guards. If
+    the tapes differ, also prints the first node that differs. With --format quiet, prints only the names of the parts.
 
     \b
     Examples:
@@ -213,13 +214,13 @@ def _difference(old: Entry, new: Entry, found: Difference) -> Iterator[str]:
     type=click.Choice(("text", "dot", "mermaid", "json")),
     help="text: the whole tape graph. dot, mermaid: a drawing. json: records.  [default: text]",
 )
-@click.option("--lowered", is_flag=True, help="Print the ATen graph of each region instead, as compiled.")
+@click.option("--lowered", is_flag=True, help="Print the ATen graph of each region instead.")
 @with_view
 def graph(view: View, id: str, form: str | None, lowered: bool) -> None:
     """Print the tape of an entry or a structure, or its ATen graphs.
 
-    Prints the tape graph as text, or its nodes and edges for Graphviz, Mermaid or a program. With --lowered, the ATen
-    graph of each region of an entry.
+    Prints the tape graph as text, or its nodes and edges for Graphviz, Mermaid or a program. With --lowered, prints the
+    ATen graph of each region of an entry instead.
 
     \b
     Examples:

@@ -57,10 +57,10 @@ def rm(view: View, id: tuple[str, ...]) -> None:
 @click.option("--dry-run", is_flag=True, help="Remove nothing; print the entries that would be removed.")
 @with_format
 def prune(view: View, older: float | None, max_size: int | None, dry_run: bool) -> None:
-    """Remove entries that were not used for long, then the least recently used ones above the size limit.
+    """Remove old entries, then the least recently used ones until the cache is within its size limit.
 
-    Prints the removed entries, or with --dry-run the entries that would be removed. Without --max-size, the cache's own
-    limit applies.
+    Prints the removed entries, or with --dry-run the entries that would be removed. Without --older, no entry is too
+    old. Without --max-size, the cache's own limit applies.
 
     \b
     Examples:
@@ -75,10 +75,10 @@ def prune(view: View, older: float | None, max_size: int | None, dry_run: bool) 
 @click.command(cls=Verb)
 @with_format
 def verify(view: View) -> None:
-    """Check every file against its checksum, and look for missing files.
+    """Compare every file with its checksum, and look for missing files.
 
-    Prints a line for each problem, with the remedy; the exit code is 1 if there is a problem. Nothing is changed:
-    damaged entries are never used.
+    Prints a line for each problem, with the remedy. The exit code is 1 if there is a problem. Changes nothing: damaged
+    entries are never used.
 
     \b
     Examples:
@@ -106,9 +106,9 @@ def _verified(problems: Sequence[Problem], count: int) -> Iterator[str]:
 @click.argument("id", nargs=-1, shell_complete=ids)
 @with_format
 def export(view: View, file: Path, id: tuple[str, ...]) -> None:
-    """Write entries to FILE, for another machine of the same kind: all entries, or those with the IDs.
+    """Write entries to FILE, for another machine of the same kind.
 
-    Prints the written entries.
+    Writes all entries, or those with the given IDs. Prints the written entries.
 
     \b
     Examples:

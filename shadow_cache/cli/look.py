@@ -28,15 +28,19 @@ _KEYS: dict[str, Callable[[Summary], Any]] = {
 
 @click.command(cls=Verb)
 @click.option(
-    "--sort", type=click.Choice(tuple(_KEYS)), default="used", show_default=True, help="Largest or newest first."
+    "--sort",
+    type=click.Choice(tuple(_KEYS)),
+    default="used",
+    show_default=True,
+    help="Largest or newest first; names from A to Z.",
 )
 @click.option("--reverse", is_flag=True, help="Reverse the order.")
 @click.option("--limit", type=click.IntRange(min=0), help="List at most this many entries.")
-@click.option("--backend", help="Only entries of this backend and mode: inductor, inductor:max-autotune.")
+@click.option("--backend", help="Only entries of this backend, such as inductor or inductor:max-autotune.")
 @click.option("--loss", help="Only entries with this text in the name of the loss.")
 @click.option("--name", help="Only entries with this text in loss, module or source line.")
-@click.option("--dynamic/--static", default=None, help="Only entries with symbolic sizes, or without.")
-@click.option("--slower", is_flag=True, help="Only entries that are slower than eager, which runs them.")
+@click.option("--dynamic/--static", default=None, help="Only entries with symbolic sizes, or only those without.")
+@click.option("--slower", is_flag=True, help="Only entries that run on eager, because eager is faster.")
 @with_format
 def ls(
     view: View,
@@ -52,8 +56,8 @@ def ls(
     """List the compiled entries.
 
     Prints a line for each entry: id, name (loss, module, source line), static or dynamic sizes, nodes of the tape,
-    backend, compile time, size, number of loads, and time of the last use. If entries were timed against eager, also
-    prints the faster of the two.
+    backend, compile time, size, number of loads, and time of the last use. If an entry was timed against eager, also
+    prints whether entries run compiled or on eager.
 
     \b
     Examples:
@@ -111,9 +115,9 @@ def _listed(view: View, entries: list[Summary], stored: int) -> Iterator[str]:
 def show(view: View, id: str) -> None:
     """Show all fields of one entry or structure.
 
-    Prints the name, the miss for which the entry was compiled, the compile time and the time saved, the last tuning
-    trial against eager, and the dependencies: settings, process state, versions, saved tensors, guards on sizes. Then
-    prints the regions.
+    Prints the name, the miss for which the entry was compiled, the compile time and the time saved, and the last tuning
+    trial against eager. Then prints the dependencies (settings, process state, versions, saved tensors, guards on
+    sizes) and the regions.
 
     \b
     Examples:
@@ -181,8 +185,9 @@ def _structure(view: View, structure: Structure) -> Iterator[str]:
 def tree(view: View) -> None:
     """Show how the tapes differ.
 
-    Prints the trie of structures. Shared nodes are printed once, as a number. At each fork, the first differing node
-    and its difference are printed. Leaves are structures, with their entries and the differences between these.
+    Prints all tapes as one tree. Nodes that several tapes begin with are printed once, as a count. Each branch begins
+    with the first node that differs, and says how it differs. It ends with a structure and its entries. Each entry says
+    in what it differs from the others of its structure.
 
     \b
     Examples:
@@ -250,7 +255,8 @@ def stats(view: View) -> None:
     """Show totals of the cache.
 
     Prints the size and its limit, the number of loads and the compile time that they saved, the number of entries that
-    are slower than eager, and the number of misses by reason. With --format quiet, prints the size in bytes.
+    are slower than eager, and the number of misses and bypasses by reason. With --format quiet, prints the size in
+    bytes.
 
     \b
     Examples:

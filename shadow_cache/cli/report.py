@@ -21,8 +21,8 @@ from .base import Verb, View, with_format
 def report(view: View, output: Path) -> None:
     """Write the cache as one HTML file, for a browser.
 
-    The page has the content of ls, show, tree, why and graph: totals, misses in order with their costs, the differences
-    of the tapes, and for each tape a drawing, its tape graph and its ATen graphs. The file needs no network. Prints the
+    The page has the content of ls, show, tree, why and graph: totals, misses with their costs, and the differences of
+    the tapes. For each tape it has a drawing, the tape graph and the ATen graphs. The file needs no network. Prints the
     path of the file.
 
     \b

@@ -161,10 +161,10 @@ def build_extension(console: Console) -> None:
     from benchmarks.native_walk import loaded
 
     try:
-        with console.status("the extension of native=True is being built"):
+        with console.status("the C++ extension is being built"):
             loaded()
     except SystemExit as error:
-        console.print(f"without the extension of native=True: {error}", style="dim")
+        console.print(f"without the C++ extension: {error}", style="dim")
 
 
 def main() -> int:

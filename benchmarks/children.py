@@ -43,7 +43,7 @@ class Child:
     """A command that prints a JSON object as its last line, started with empty caches.
 
     With `cold_store`, the folder where this project keeps what it compiled is a new one too, with the extension that
-    was built for `native` in it.
+    was built in it.
     """
 
     def __init__(self, command: Sequence[str], cold_store: bool = False, more: Mapping[str, str] | None = None) -> None:

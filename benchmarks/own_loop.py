@@ -2,7 +2,7 @@
 
     python -m benchmarks.own_loop [--rounds 300] [--tapes small packed solver mlp lstm gpt] [--folder FOLDER]
 
-Sides: no session (eager), a session that has spent its budget with `own_loop=False` (left), the same with `True`. In
+Sides: no session (eager), a session that has spent its budget with `extension="hits"` (left), the same with `"all"`. In
 each round each side runs one backward of a tape that was just made, with the same random numbers, and in each round
 another side goes first. Times are of the thread's own CPU time, with one thread; a ratio is of a side's time by eager's
 of that round.
@@ -57,8 +57,8 @@ def measure(make: Make, rounds: int) -> tuple[int, dict[str, list[float]]]:
     """How many nodes the last tape has, and of each side the seconds of each round."""
     over_budget(lambda number: make(number))
     left, looped = (
-        ca.enable(backend="eager", cache_dir=False, tune=False, compile_budget=0, native=True, own_loop=own_loop)
-        for own_loop in (False, True)
+        ca.enable(backend="eager", cache_dir=False, tune=False, compile_budget=0, extension=extension)
+        for extension in ("hits", "all")
     )
     around = {"eager": ca.disable(), "left": left, "own loop": looped}
     seconds: dict[str, list[float]] = {side: [] for side in SIDES}

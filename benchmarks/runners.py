@@ -80,15 +80,16 @@ def torch_own(dynamic: bool, compiler: Callable[[GraphModule], Callable[..., Any
     )
 
 
-def ours(backend: str | Callable[..., Any], native: bool = True, **settings: Any) -> Runner:
+def ours(backend: str | Callable[..., Any], extension: str = "all", **settings: Any) -> Runner:
     """compiled_autograd over `backend`; the counts leave out what stayed zero.
 
-    With `native` the extension is there already (`backward.build_extension`): else it would set in at some step.
+    Unless `extension="off"`, the extension was built before (`backward.build_extension`): else it would set in at
+    some step.
     """
     import compiled_autograd as ca
 
     # Nothing kept on disk, so that the first backward is as cold as that of the others; and no step left to eager.
-    return of_session(ca.enable(backend=backend, cache_dir=False, tune=False, native=native, **settings))
+    return of_session(ca.enable(backend=backend, cache_dir=False, tune=False, extension=extension, **settings))
 
 
 def default() -> Runner:
@@ -155,7 +156,7 @@ RUNNERS: dict[str, Callable[[], Runner]] = {
     "default": default,
     "ours-eager": lambda: ours("eager"),
     "ours-inductor": lambda: ours("inductor"),
-    "ours-seam": lambda: ours("inductor", native=False),
+    "ours-seam": lambda: ours("inductor", extension="off"),
     "ours-cuda-graphs": lambda: ours("inductor:reduce-overhead"),
     "torch-ca-dynamic": lambda: torch_own(dynamic=True),
     "torch-ca-static": lambda: torch_own(dynamic=False),
@@ -190,7 +191,7 @@ def empty_program_backend(graph_module: GraphModule, example_inputs: Sequence[An
 EMPTY_RUNNERS: dict[str, Callable[[], Runner]] = {
     "ours-eager": lambda: ours(empty_backend, check=False),
     "ours-inductor": lambda: ours(empty_program_backend, check=False),
-    "ours-seam": lambda: ours(empty_program_backend, native=False, check=False),
+    "ours-seam": lambda: ours(empty_program_backend, extension="off", check=False),
     "ours-cuda-graphs": lambda: ours(empty_backend, check=False),
     "torch-ca-dynamic": lambda: torch_own(dynamic=True, compiler=empty_torch_function),
     "torch-ca-static": lambda: torch_own(dynamic=False, compiler=empty_torch_function),

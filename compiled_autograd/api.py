@@ -56,8 +56,7 @@ def enable(
     tune: bool = True,
     compile_budget: float | None = None,
     cache_dir: str | os.PathLike[str] | Literal[False] | None = None,
-    native: bool | None = None,
-    own_loop: bool | None = None,
+    extension: Literal["auto", "hits", "all", "off"] = "auto",
     progress: bool | None = None,
     summary: bool = False,
     untested_torch: Literal["eager", "try"] = "eager",
@@ -95,12 +94,12 @@ def enable(
             seconds, where the 30 seconds shrink as more tapes do not repeat. ``float("inf")``: no limit.
         cache_dir: the folder of compiled graphs that outlive the process. None: the user's cache folder. False: memory
             only.
-        native: whether a C++ extension walks repeated tapes instead of the engine. On Linux with a C++ compiler, the
-            extension is built once, in the background, while the first tape is compiled. None, the default: built and
-            used unless ``cache_dir`` is False. True: always. False: never.
-        own_loop: whether the extension runs eager backwards without the engine's ready queue. None, the default: if the
-            extension is built, on a PyTorch on which this was tested. True: on any PyTorch, and builds the extension.
-            False: never.
+        extension: what the C++ extension does in place of the engine. ``"hits"``: walks the tapes of hits. ``"all"``:
+            also runs eager backwards without the engine's ready queue (the own loop), on any PyTorch; builds the
+            extension also if ``cache_dir`` is False, and warns if that is not possible. ``"auto"``, the default: as
+            ``"all"``, but the own loop only on a PyTorch on which it was tested, and nothing is built if ``cache_dir``
+            is False. ``"off"``: nothing. The extension needs Linux and a C++ compiler. It is built once, in the
+            background, while the first tape is compiled.
         progress: whether a line shows what is being compiled, once a backward has waited for 2 seconds. None: on a
             terminal and in a notebook, on the first rank. True: also as lines in pipes and files. False: never.
         summary: whether to print :meth:`Session.summary` to stderr when the process ends, if a backward ran.
@@ -142,8 +141,7 @@ def compile_step(
     tune: bool = True,
     compile_budget: float | None = None,
     cache_dir: str | os.PathLike[str] | Literal[False] | None = None,
-    native: bool | None = None,
-    own_loop: bool | None = None,
+    extension: Literal["auto", "hits", "all", "off"] = "auto",
     progress: bool | None = None,
     summary: bool = False,
     untested_torch: Literal["eager", "try"] = "eager",

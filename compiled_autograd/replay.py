@@ -147,7 +147,7 @@ class Reproduction:
         chosen: dict[str, Any] = (
             {"backend": about.backend, "mode": about.mode} if backend is None else {"backend": backend}
         )
-        return enable(**chosen, dynamic=about.dynamic, check=False, tune=False, cache_dir=False, native=False)
+        return enable(**chosen, dynamic=about.dynamic, check=False, tune=False, cache_dir=False, extension="off")
 
     def compare(self, backend: Any = None) -> Comparison:
         """Compare compiled code with the operators one by one, in several runs."""

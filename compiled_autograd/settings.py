@@ -6,6 +6,7 @@ import contextlib
 import functools
 import inspect
 import os
+import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
 from typing import Annotated, Any, Literal, get_type_hints
@@ -23,6 +24,15 @@ SWITCH = "COMPILED_AUTOGRAD"
 """The variable that turns all sessions of a process off (0), or runs every backward in a session (1)."""
 NEW = "new"
 """The value of ``check`` that compares each compiled form with the real calls in its first runs."""
+_EXTENSION: dict[str, tuple[bool | None, bool | None]] = {
+    "auto": (None, None),
+    "hits": (None, False),
+    "all": (True, True),
+    "off": (False, False),
+}
+"""For each value of ``extension``, the fields ``native`` and ``own_loop``."""
+FORMER = ("native", "own_loop")
+"""The settings until 0.3 that are now ``extension``. Remove them, and ``Settings.former``, in 0.4."""
 _WORDS: dict[str, Any] = {"none": None, "true": True, "1": True, "false": False, "0": False}
 
 
@@ -35,6 +45,9 @@ class Settings:
         backend_in_mode: the backend's name in the registry, with a name for each mode of Inductor.
         check_every: interval, in runs, of comparisons with the real calls after the first runs; 0 for none.
         turned_off: True with ``COMPILED_AUTOGRAD=0``.
+        former: ``native`` and ``own_loop`` as given by these former names; None if given by ``extension``.
+        native: False if hits do without the extension. True builds it even with ``cache_dir=False``.
+        own_loop: False if the engine runs all bypasses. True builds the extension for them, on any PyTorch.
         may_compile: False with ``COMPILED_AUTOGRAD=0``, and on an untested PyTorch unless ``untested_torch="try"``.
         key: the settings on which a compiled variant depends; policies (``on_*``) only decide when one is compiled.
     """
@@ -48,13 +61,15 @@ class Settings:
     passes: Sequence[Callable[..., Any]] = ()
     tune: bool = True
     mode: Literal["default", "reduce-overhead", "max-autotune", "max-autotune-no-cudagraphs"] = "default"
-    native: bool | None = None
+    extension: Literal["auto", "hits", "all", "off"] = "auto"
     progress: bool | None = None
     compile_budget: float | None = None
-    own_loop: bool | None = None
     untested_torch: Literal["eager", "try"] = "eager"
     summary: bool = False
     turned_off: bool = field(default=False, repr=False)
+    former: tuple[bool | None, bool | None] | None = field(default=None, repr=False)
+    native: bool | None = field(init=False, repr=False, compare=False)
+    own_loop: bool | None = field(init=False, repr=False, compare=False)
     backend_in_mode: str | Callable[..., Any] = field(init=False, repr=False, compare=False)
     check_every: int = field(init=False, repr=False, compare=False)
     key: tuple[Any, ...] = field(init=False, repr=False, compare=False)
@@ -62,7 +77,10 @@ class Settings:
 
     def __post_init__(self) -> None:
         backend = self.backend if self.mode == DEFAULT else name_in(self.mode)
+        native, own_loop = self.former or _EXTENSION[self.extension]
         derived = {
+            "native": native,
+            "own_loop": own_loop,
             "backend_in_mode": backend,
             "check_every": 0 if self.check == NEW else int(self.check),
             "may_compile": not self.turned_off and (is_tested(torch.__version__) or self.untested_torch == "try"),
@@ -102,7 +120,7 @@ def _the_one(settings: Settings) -> Settings:
 
 PROCESS.register(_the_one, reset=_the_one.cache_clear)
 
-_NAMES = tuple(each.name for each in fields(Settings) if each.init and each.name != "turned_off")
+_NAMES = tuple(each.name for each in fields(Settings) if each.init and each.name not in ("turned_off", "former"))
 FROM_ENVIRONMENT = tuple(name for name in _NAMES if name != "passes")
 """The settings that an environment variable can set."""
 
@@ -117,25 +135,44 @@ def resolve(given: Mapping[str, Any], environ: Mapping[str, str] | None = None) 
     """
     environ = os.environ if environ is None else environ
     for name in given:
-        if name not in _NAMES:
+        if name not in (*_NAMES, *FORMER):
             raise UnknownSettingError(name, _NAMES)
+    overridden = {*given, *(FORMER if "extension" in given else ()), *("extension" for each in FORMER if each in given)}
     values: dict[str, Any] = {}
     for variable, text in environ.items():
         if not variable.startswith(PREFIX):
             continue
         name = variable[len(PREFIX) :].lower()
-        if name not in FROM_ENVIRONMENT:
+        if name not in (*FROM_ENVIRONMENT, *FORMER):
             raise UnknownSettingError(variable, (PREFIX + known.upper() for known in FROM_ENVIRONMENT))
-        if name not in given and text:
+        if name not in overridden and text:
             values[name] = parse(name, text, variable)
     for name, value in given.items():
         values[name] = _check(name, value, "enable()")
+    if former := {name: values.pop(name) for name in FORMER if name in values}:
+        values.update(_of_former(former, "extension" in values, given))
     settings = _the_one(Settings(**values, turned_off=switch(environ) is False))
     if settings.mode != DEFAULT and settings.backend != WITH_MODES:
         do = f"remove it, or set backend={WITH_MODES!r}, the only backend with modes"
         allowed = f"{DEFAULT!r} with backend={settings.backend!r}: {do}"
         raise InvalidSettingError("mode", settings.mode, allowed, "enable()" if "mode" in given else PREFIX + "MODE")
     return settings
+
+
+def _of_former(former: Mapping[str, Any], is_given: bool, given: Mapping[str, Any]) -> dict[str, Any]:
+    """Return ``extension`` for settings given by their former names, and warn at the line that called ``enable``."""
+    sources = {name: "enable()" if name in given else PREFIX + name.upper() for name in former}
+    if is_given:
+        name = next(iter(former))
+        allowed = "a former name of extension, and extension is set too: remove one of them"
+        raise InvalidSettingError(name, former[name], allowed, sources[name])
+    native, own_loop = pair = former.get("native"), former.get("own_loop")
+    word = "off" if native is False else "hits" if own_loop is False else "all" if native or own_loop else "auto"
+    old = ", ".join(f"{name if name in given else sources[name]}={value}" for name, value in former.items())
+    new = f"extension={word!r} (COMPILED_AUTOGRAD_EXTENSION={word}, --extension {word})"
+    text = f"compiled_autograd: {old} is now {new}. The old name goes with the release after 0.3.0."
+    warnings.warn(text, DeprecationWarning, stacklevel=4)
+    return {"extension": word, "former": None if word == "off" or pair == _EXTENSION[word] else pair}
 
 
 def switch(environ: Mapping[str, str]) -> bool | None:
@@ -239,9 +276,9 @@ _ALLOWED = {
     "passes": "a list of functions over a GraphModule",
     "tune": _BOOL,
     "mode": "one of " + ", ".join(map(repr, MODES)),
-    "native": _BOOL_OR_NONE,
+    "extension": "one of " + ", ".join(map(repr, _EXTENSION)),
     "progress": _BOOL_OR_NONE,
-    "own_loop": _BOOL_OR_NONE,
+    **dict.fromkeys(FORMER, _BOOL_OR_NONE),
     "untested_torch": "'eager' or 'try'",
     "compile_budget": "None or a number of seconds, 0 or more, float('inf') for no limit",
     "summary": _BOOL,

@@ -17,7 +17,7 @@ from .diagnostics.bypass import TURNED_OFF, UNTESTED_TORCH
 from .diagnostics.progress import Wait
 from .diagnostics.reporting import warn_once
 from .engine.session import current
-from .native.library import why_no_compiler
+from .native.library import why_no_compiler, why_unsupported
 from .outcomes import BYPASS, Outcome
 from .process_state import PROCESS
 from .settings import Settings
@@ -66,7 +66,10 @@ def ready_for(settings: Settings) -> Settings:
 
 
 def _tell_of_no_compiler(settings: Settings) -> None:
-    """Warn if backwards of a session will be slower than without it, as there is no C++ compiler."""
+    """Warn if the extension that was asked for cannot be built, and if a session will be slower than none since there
+    is no C++ compiler."""
+    if settings.extension == "all" and (wrong := why_unsupported()):
+        warn_once(f"extension='all' has no effect: {wrong}.")
     if torch.backends.cuda.is_built() or not (missing := why_no_compiler()):
         return
     if settings.backend == "inductor":

@@ -64,7 +64,7 @@ def native_plans(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch
 
 def walked(**settings: Any) -> ca.Session:
     """A session whose tapes are walked in C++ where they are known."""
-    return ca.enable(**{"backend": "eager", "cache_dir": False, "tune": False, "native": True, **settings})
+    return ca.enable(**{"backend": "eager", "cache_dir": False, "tune": False, "extension": "auto", **settings})
 
 
 @functools.cache

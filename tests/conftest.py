@@ -34,7 +34,7 @@ parameter_names._SLOW_SEARCH_SECONDS = math.inf  # else names of parameters woul
 os.environ["COMPILED_AUTOGRAD_CACHE_DIR"] = "false"  # tests of the store name a folder of their own
 if not hasattr(sys.modules["__main__"], "__file__"):  # in a worker of pytest-xdist: first misses name the program
     sys.modules["__main__"].__file__ = pytest.__file__
-os.environ["COMPILED_AUTOGRAD_NATIVE"] = "false" if both_walks.MODE == "off" else "true"
+os.environ["COMPILED_AUTOGRAD_EXTENSION"] = "off" if both_walks.MODE == "off" else "auto"
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -307,7 +307,7 @@ def in_subprocess(code: str, timeout: float = 120, **environment: str) -> subpro
     for name in list(environ):
         if name.startswith("COMPILED_AUTOGRAD_"):
             del environ[name]
-    environ |= {"COMPILED_AUTOGRAD_CACHE_DIR": "false", "COMPILED_AUTOGRAD_NATIVE": "false", **environment}
+    environ |= {"COMPILED_AUTOGRAD_CACHE_DIR": "false", "COMPILED_AUTOGRAD_EXTENSION": "off", **environment}
     return subprocess.run(
         [sys.executable, "-c", code], capture_output=True, text=True, env=environ, timeout=timeout, check=False
     )

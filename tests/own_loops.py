@@ -32,7 +32,7 @@ def extension(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -
 
 def session(**settings: Any) -> ca.Session:
     """One that leaves all to eager."""
-    given = {"backend": "eager", "on_miss": "eager", "cache_dir": False, "native": True, "own_loop": True}
+    given = {"backend": "eager", "on_miss": "eager", "cache_dir": False, "extension": "all"}
     return ca.enable(**{**given, **settings})
 
 

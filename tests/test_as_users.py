@@ -109,6 +109,6 @@ def test_a_user_has_no_variable_of_this_project(tmp_path: Path, monkeypatch: pyt
 import os, compiled_autograd as ca
 print(sorted(name for name in os.environ if name.startswith(("COMPILED_AUTOGRAD", "OMP_", "TORCH", "XDG_"))))
 settings = ca.enable().settings
-print(settings.tune, settings.cache_dir, settings.native, settings.compile_budget, settings.backend)
+print(settings.tune, settings.cache_dir, settings.extension, settings.compile_budget, settings.backend)
 """
-    assert as_a_user.run(["-c", program], tmp_path) == "[]\nTrue None None None inductor\n"
+    assert as_a_user.run(["-c", program], tmp_path) == "[]\nTrue None auto None inductor\n"

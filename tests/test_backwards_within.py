@@ -106,7 +106,7 @@ def test_a_backward_after_every_call(known: bool, every: int, shared: bool) -> N
         twice = right + right
 
     def work() -> int:
-        with ca.enable(backend="eager", cache_dir=False, native=False) as session:  # else hardly any of it is Python
+        with ca.enable(backend="eager", cache_dir=False, extension="off") as session:  # else hardly any of it is Python
             _step()
             for count in itertools.count(0, every):
                 if not known:
@@ -153,7 +153,7 @@ def test_a_backward_of_second_order_within(leaves: int) -> None:
         backward(right)
 
     def work() -> int:
-        with ca.enable(backend="eager", cache_dir=False, tune=False, native=False):
+        with ca.enable(backend="eager", cache_dir=False, tune=False, extension="off"):
             backward(fresh())
             for count in itertools.count():
                 xs = fresh()

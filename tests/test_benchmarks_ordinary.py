@@ -49,7 +49,9 @@ class Here:
 def here(monkeypatch: pytest.MonkeyPatch) -> None:
     """All in this process, on the backend that compiles nothing."""
     monkeypatch.setattr(turns, "Stepping", Here)
-    monkeypatch.setitem(RUNNERS, "default", lambda: of_session(enable(backend="eager", cache_dir=False, native=False)))
+    monkeypatch.setitem(
+        RUNNERS, "default", lambda: of_session(enable(backend="eager", cache_dir=False, extension="off"))
+    )
 
 
 # ---- the trainings ---------------------------------------------------------------------------------------------------
@@ -155,7 +157,7 @@ def test_a_process_that_fails_is_a_row(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_in_processes_of_their_own(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The second process finds what the first has kept."""
-    monkeypatch.setenv("COMPILED_AUTOGRAD_NATIVE", "0")  # its build takes longer than all the rest
+    monkeypatch.setenv("COMPILED_AUTOGRAD_EXTENSION", "off")  # its build takes longer than all the rest
     cold, warm = (turns.measure("vit", runner, tmp_path, ARGUMENTS) for runner in ("ours", "ours-warm"))
     assert cold["counts"]["compiles"] > 0 and "loads" not in cold["counts"]
     assert warm["counts"]["loads"] > 0 and "compiles" not in warm["counts"]

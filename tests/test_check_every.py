@@ -821,7 +821,7 @@ def test_hits_in_between_run_without_python(request: pytest.FixtureRequest, monk
     ran: list[int] = []
     run = NativeRun.run
     monkeypatch.setattr(NativeRun, "run", lambda *given: ran.append(1) or run(*given))
-    pair = Pair(backend="inductor", check=4, native=True)
+    pair = Pair(backend="inductor", check=4, extension="auto")
     pair.step = functools.partial(_close_step, pair)  # type: ignore[method-assign]
     proved = ["prove" in pair.step().seconds for _ in range(20)]
     assert [number for number, each in enumerate(proved, 1) if each and number > 4] == [8, 12, 16, 20]

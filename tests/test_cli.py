@@ -546,9 +546,9 @@ def test_dir_and_env(run: Run, filled: Path, tmp_path: Path, monkeypatch: pytest
     assert found["torch"].startswith("2.") and found["cache"] == str(filled) and found["cache size"] == "8.2 MB"
     assert {"python", "compiled-autograd", "platform", "compiler"} <= set(found)
     assert f"cache={filled}\n" in run("env", "--format", "quiet").out
-    assert found["native"] == _NOT_BUILT
+    assert found["extension"] == _NOT_BUILT
     unchecked = not torch_versions.runs_own_loop(found["torch"])
-    assert found["own loop"].startswith("off: its tests did not" if unchecked else "off: the extension is not built")
+    assert found["own loop"].startswith("off: it was not tested" if unchecked else "off: the extension is not built")
     assert found["torch support"] == f"tested on torch{torch_versions.TESTED_TORCH}"
     assert {f"torch: {name}" for name in torch_versions.DIFFERENCES} <= set(found)
 
@@ -570,7 +570,7 @@ def test_env_says_whether_the_extension_is_built(run: Run, tmp_path: Path, file:
     folder.mkdir(parents=True)
     (folder / file.format(**names)).touch()
     found = msgspec.json.decode(run("--cache-dir", tmp_path, "env", "--format", "json").out, type=dict[str, str])
-    assert found["native"] == said.format(**names)
+    assert found["extension"] == said.format(**names)
 
 
 @pytest.mark.parametrize(
@@ -579,18 +579,19 @@ def test_env_says_whether_the_extension_is_built(run: Run, tmp_path: Path, file:
         ({}, True, "on, once small tapes gave the same results as the engine; session.own_loop has the state"),
         ({"OWN_LOOP": "false"}, True, "off: COMPILED_AUTOGRAD_OWN_LOOP=false"),
         ({"OWN_LOOP": "true", "NATIVE": "0"}, True, "off: COMPILED_AUTOGRAD_NATIVE=0"),
+        ({"EXTENSION": "hits"}, True, "off: COMPILED_AUTOGRAD_EXTENSION=hits"),
+        ({"EXTENSION": "off"}, True, "off: COMPILED_AUTOGRAD_EXTENSION=off"),
         ({}, False, "off: it was not tested on torch {torch}"),
-        (
-            {"OWN_LOOP": "1"},
-            False,
-            "on, once small tapes gave the same results as the engine; session.own_loop has the state",
+        *(
+            (given, False, "on, once small tapes gave the same results as the engine; session.own_loop has the state")
+            for given in ({"EXTENSION": "all"}, {"OWN_LOOP": "1"})
         ),
     ],
 )
 def test_env_says_whether_the_own_loop_is_on(
     run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, variables: dict[str, str], checked: bool, said: str
 ) -> None:
-    for name in ("OWN_LOOP", "NATIVE"):
+    for name in ("EXTENSION", "OWN_LOOP", "NATIVE"):
         monkeypatch.delenv(f"COMPILED_AUTOGRAD_{name}", raising=False)
     for name, value in variables.items():
         monkeypatch.setenv(f"COMPILED_AUTOGRAD_{name}", value)
@@ -603,22 +604,22 @@ def test_env_says_whether_the_own_loop_is_on(
 
 
 @pytest.mark.parametrize(
-    ("asked", "said", "native", "own_loop"),
+    ("asked", "said", "extension", "own_loop"),
     [
         ("", "every backward runs on eager (bypass untested_torch)", *["off: this torch was not tested"] * 2),
         ("try", "backwards are compiled if python -m compiled_auto", _NOT_BUILT, "off: it was not tested on torch"),
     ],
 )
 def test_env_says_that_torch_was_not_tested(
-    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: str, said: str, native: str, own_loop: str
+    run: Run, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, asked: str, said: str, extension: str, own_loop: str
 ) -> None:
-    for name in ("NATIVE", "OWN_LOOP"):
+    for name in ("EXTENSION", "OWN_LOOP", "NATIVE"):
         monkeypatch.delenv(f"COMPILED_AUTOGRAD_{name}", raising=False)
     monkeypatch.setenv("COMPILED_AUTOGRAD_UNTESTED_TORCH", asked)
     monkeypatch.setattr(torch_versions, "LAST", (2, 10))
     found = msgspec.json.decode(run("--cache-dir", tmp_path, "env", "--format", "json").out, type=dict[str, str])
     assert "not on this one" in found["torch support"] and said in found["torch support"]
-    assert found["native"] == native and found["own loop"].startswith(own_loop)
+    assert found["extension"] == extension and found["own loop"].startswith(own_loop)
 
 
 # ---- every kind of miss ----------------------------------------------------------------------------------------------

@@ -63,7 +63,7 @@ def pair(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Pair]:
 def extension(builds: Path) -> Iterator[None]:
     """With the extension, in a process whose settings have none."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("COMPILED_AUTOGRAD_NATIVE", "true")
+        patch.setenv("COMPILED_AUTOGRAD_EXTENSION", "auto")
         patch.setattr(NATIVE_HITS, "library", both_walks.library_in(builds))
         yield
 

@@ -64,9 +64,9 @@ def _first_steps(rank: int, builds: Path, folder: Path, settings: dict[str, Any]
         return _train(rank, 4, ca.enable(backend="eager", tune=False, **settings))
 
 
-@pytest.mark.parametrize("of_whom", ["native", "cache_dir"])
-def test_the_first_backward_waits_for_the_extension(pair: Pair, builds: Path, tmp_path: Path, of_whom: str) -> None:
-    settings = {"native": True} if of_whom == "native" else {"native": None, "cache_dir": tmp_path / "store"}
+@pytest.mark.parametrize("extension", ["all", "auto"])
+def test_the_first_backward_waits_for_the_extension(pair: Pair, builds: Path, tmp_path: Path, extension: str) -> None:
+    settings = {"extension": extension} | ({"cache_dir": str(tmp_path / "store")} if extension == "auto" else {})
     eager, found = (pair.run(_first_steps, builds, tmp_path, given) for given in (None, settings))
     for (wanted, _), (grads, outcomes) in zip(eager, found, strict=True):
         _same(grads, wanted)
@@ -76,7 +76,7 @@ def test_the_first_backward_waits_for_the_extension(pair: Pair, builds: Path, tm
 
 @pytest.mark.parametrize(
     "settings",
-    [{"native": True, "on_miss": "background"}, {"native": None, "cache_dir": False}],
+    [{"extension": "all", "on_miss": "background"}, {"extension": "auto", "cache_dir": False}],
     ids=["beside", "none"],
 )
 def test_it_waits_for_no_build_that_is_beside_or_not_wanted(
@@ -95,7 +95,7 @@ def _without(rank: int) -> tuple[int, int, list[Tensors], list[Tensors]]:
     ca.reset()
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(backward, "hand_over", lambda *given: (asked.append(given), hand_over(*given))[1])
-        session = ca.enable(backend="eager", native=False)
+        session = ca.enable(backend="eager", extension="off")
         grads, _ = _train(rank, steps, session)
     assert session.stats().bypasses == {"ddp_cpp_reducer": steps}
     return len(asked), refusals.TRIES, grads, eager

@@ -111,7 +111,7 @@ class Record:
 def without_extension(rank: int, case: Case) -> Record:
     """As :func:`record`, where nothing calls the hooks of the reducer from compiled code."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setenv("COMPILED_AUTOGRAD_NATIVE", "false")
+        patch.setenv("COMPILED_AUTOGRAD_EXTENSION", "off")
         return record(rank, case)
 
 
@@ -341,7 +341,7 @@ def test_a_branch_that_no_rank_uses_gets_no_gradient(pair: Pair) -> None:
 
 def _outcomes_around_ddp(rank: int) -> list[str]:
     """A model's structure is known before DDP wraps it, and DDP goes away again."""
-    session = ca.enable(backend="eager", native=False)
+    session = ca.enable(backend="eager", extension="off")
     outcomes = []
 
     def backward(model: nn.Module) -> None:
@@ -382,7 +382,7 @@ def _refuse_then_train(rank: int) -> tuple[Tensors, Tensors]:
             loss = model(*own_batch(step, rank)).square().mean()
             if refuse:
                 with (
-                    ca.enable(backend="eager", on_unsupported="raise", native=False),
+                    ca.enable(backend="eager", on_unsupported="raise", extension="off"),
                     pytest.raises(ca.UnsupportedBackwardError, match="ddp_cpp_reducer"),
                 ):
                     loss.backward()

@@ -51,7 +51,7 @@ def net() -> tuple[Make, list[torch.Tensor]]:
 
 
 def _session(**settings: Any) -> ca.Session:
-    return ca.enable(**{"backend": "inductor", "cache_dir": False, "tune": False, "native": True, **settings})
+    return ca.enable(**{"backend": "inductor", "cache_dir": False, "tune": False, "extension": "auto", **settings})
 
 
 def _step(around: Any, make: Make, leaves: list[torch.Tensor], step: int, **how: Any) -> list[torch.Tensor | None]:
@@ -253,7 +253,7 @@ def test_another_state_goes_through_python(hits: NativeHits, net: tuple[Make, li
 
 
 @pytest.mark.parametrize(
-    "settings", [{"check": True}, {"native": False}, {"on_miss": "raise"}, {"on_miss": "eager"}], ids=str
+    "settings", [{"check": True}, {"extension": "off"}, {"on_miss": "raise"}, {"on_miss": "eager"}], ids=str
 )
 def test_other_settings_are_not_served(
     hits: NativeHits, net: tuple[Make, list[torch.Tensor]], settings: dict[str, Any]
@@ -547,7 +547,7 @@ store, builds = os.environ["STORE"], os.environ["BUILDS"]
 backward.NATIVE_HITS.library = library_in(Path(builds))
 torch.manual_seed(0)
 net = torch.nn.Sequential(torch.nn.Linear(5, 5), torch.nn.Tanh(), torch.nn.Linear(5, 1))
-session = ca.enable(cache_dir=store, tune=False, native=True)
+session = ca.enable(cache_dir=store, tune=False, extension="auto")
 
 def train(steps):
     for step in range(steps):

@@ -541,7 +541,7 @@ def test_a_handler_that_raises_while_a_backend_is_at_work(where: str, raises_tim
 
     weight = torch.randn(8, requires_grad=True)
     (right,) = torch.autograd.grad(weight.sin().exp().sum(), weight)
-    with ca.enable(backend=backend, cache_dir=False, tune=False, own_loop=False) as session:
+    with ca.enable(backend=backend, cache_dir=False, tune=False) as session:
         came = 0
         for _ in range(4):
             try:
@@ -616,7 +616,7 @@ def test_what_stands_in_the_place_of_arguments_is_not_looked_at(what: Any) -> No
         return fails(graph_module)
 
     weight = torch.randn(8, requires_grad=True)
-    with ca.enable(backend=backend, cache_dir=False, tune=False, own_loop=False) as session:
+    with ca.enable(backend=backend, cache_dir=False, tune=False) as session:
         torch.autograd.grad(weight.sin().sum(), weight)
     assert session.stats().failures == 1
 

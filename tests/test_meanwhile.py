@@ -232,9 +232,9 @@ def extension(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 @pytest.mark.parametrize(
     ("settings", "meanwhile"),
     [
-        ({"native": None, "tune": True}, ["extension"]),
-        ({"native": None, "tune": False}, ["extension"]),
-        ({"native": False, "tune": False}, []),
+        ({"extension": "auto", "tune": True}, ["extension"]),
+        ({"extension": "auto", "tune": False}, ["extension"]),
+        ({"extension": "off", "tune": False}, []),
     ],
 )
 def test_the_extension_is_loaded_while_the_compiler_works(
@@ -257,7 +257,7 @@ def test_it_is_not_checked_under_a_mode_that_would_change_what_it_is_checked_wit
         return graph_module.forward
 
     x = torch.ones(3, requires_grad=True)
-    with ca.enable(backend=backend, cache_dir=False, native=None):
+    with ca.enable(backend=backend, cache_dir=False, extension="auto"):
         x.exp().sum().backward()
     assert extension == []
 
@@ -273,7 +273,7 @@ def test_it_is_ready_once_something_was_compiled(
     OWN_LOOPS.clear()
     x, y = torch.linspace(-1, 1, 8).requires_grad_(), torch.linspace(-1, 1, 8).requires_grad_()
     (y.exp() * y.sin()).sum().backward()
-    with ca.enable(backend=_waits([]), cache_dir=False, native=None, tune=True) as session:
+    with ca.enable(backend=_waits([]), cache_dir=False, extension="auto", tune=True) as session:
         (x.exp() * x.sin()).sum().backward()
     assert plans.library is not None and plans.library.reason == ""
     assert OWN_LOOPS.module is not None and not OWN_LOOPS.reason

@@ -431,7 +431,7 @@ def test_what_cannot_be_learnt_is_not_tried_for_ever(native: NativeHits) -> None
 
 
 def test_false_is_none_of_it(native: NativeHits) -> None:
-    x, session = torch.randn(4, requires_grad=True), walked(native=False)
+    x, session = torch.randn(4, requires_grad=True), walked(extension="off")
     _steps(session, lambda step: (x * step).sum(), [x], range(6))
     assert native.hits == 0 and session.stats().hits == 5
 
@@ -449,9 +449,9 @@ class _NotBuilt:
 @pytest.mark.parametrize(
     ("settings", "builds"),
     [
-        ({"native": True}, True),
-        ({"native": None, "cache_dir": "a folder"}, True),
-        ({"native": None, "cache_dir": False}, False),
+        ({"extension": "all"}, True),
+        ({"extension": "auto", "cache_dir": "a folder"}, True),
+        ({"extension": "auto", "cache_dir": False}, False),
     ],
     ids=["asked for", "by default", "without a folder"],
 )
@@ -472,15 +472,15 @@ def test_when_it_is_built(
 
 def test_by_default_it_serves_where_it_is_built(native: NativeHits) -> None:
     x = torch.randn(4, requires_grad=True)
-    _steps(walked(native=None), lambda step: (x * step).sum(), [x], range(8))
+    _steps(walked(extension="auto"), lambda step: (x * step).sum(), [x], range(8))
     assert native.hits == 8 - LEARNT_AFTER
 
 
 def test_it_lies_in_the_folder_of_the_cache(native: NativeHits, tmp_path: Path) -> None:
     native.library = None
-    assert native.module(resolve({"cache_dir": tmp_path, "native": None}), build=False) is None
+    assert native.module(resolve({"cache_dir": tmp_path, "extension": "auto"}), build=False) is None
     assert not (tmp_path / "native").exists(), "nothing is built yet"
-    assert native.module(resolve({"cache_dir": tmp_path / "other", "native": True})) is None
+    assert native.module(resolve({"cache_dir": tmp_path / "other", "extension": "all"})) is None
     assert native.library is not None and native.library._folder == tmp_path / "native", "the first that asked"
 
 

@@ -216,11 +216,12 @@ def test_there_is_a_reason_where_there_can_be_none(tmp_path: Path, monkeypatch: 
             "without the extension, which is slower than no session. tune=True runs",
         ),
         (
-            {"backend": "inductor", "native": False, "tune": False},
+            {"backend": "inductor", "extension": "off", "tune": False},
             "runs backwards call by call, .* tune=True would run",
         ),
-        ({"backend": "eager", "native": False}, ""),
+        ({"backend": "eager", "extension": "off"}, ""),
         ({"backend": lambda graph, inputs: graph}, ""),
+        ({"backend": lambda graph, inputs: graph, "extension": "all"}, "extension='all' has no effect: "),
     ],
 )
 def test_enable_says_what_follows_from_no_compiler(
@@ -232,13 +233,13 @@ def test_enable_says_what_follows_from_no_compiler(
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):  # it is said once
-            session = ca.enable(**{"native": None, **settings})
+            session = ca.enable(**{"extension": "auto", **settings})
     texts = [str(each.message) for each in caught]
     assert len(texts) == bool(says)
     for warning, text in zip(caught, texts, strict=True):
         assert re.search(says, text) and "no C++ compiler" in text
         assert warning.filename == __file__
-    assert session.native == "off: native=False" or "no C++ compiler" in session.native
+    assert session.native == "off: extension='off'" or "no C++ compiler" in session.native
 
 
 def test_the_name_says_what_it_was_built_for(compiler: Callable[[str], Path], monkeypatch: pytest.MonkeyPatch) -> None:

@@ -75,8 +75,8 @@ def counted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     ca.reset()
 
 
-def _session(native: bool = True, **settings: Any) -> ca.Session:
-    return ca.enable(**{"backend": "inductor", "cache_dir": False, "tune": False, "native": native, **settings})
+def _session(**settings: Any) -> ca.Session:
+    return ca.enable(**{"backend": "inductor", "cache_dir": False, "tune": False, "extension": "auto", **settings})
 
 
 def _step(session: Any, make: Make, leaves: list[torch.Tensor], step: int, **how: Any) -> list[torch.Tensor | None]:
@@ -98,7 +98,7 @@ def _compare(
 
     ``between`` is what is done to the gradients before each step, in the place of having none.
     """
-    ways: list[Any] = [ca.disable(), _session(False), _session()]
+    ways: list[Any] = [ca.disable(), _session(extension="off"), _session()]
     before: list[torch.Tensor | None] = [None] * len(leaves)
     for step in range(steps):
         found, runs = [], counted.runs
@@ -288,7 +288,7 @@ def test_what_is_no_straight_line_program_is_called_in_python(
         run._boxed_call = True  # type: ignore[attr-defined]
         return run if boxed else graph
 
-    sessions = [ca.disable(), _session(False, backend=backend), _session(backend=backend)]
+    sessions = [ca.disable(), _session(extension="off", backend=backend), _session(backend=backend)]
     for step in range(10):
         found = []
         for session in sessions:
@@ -448,7 +448,7 @@ def test_other_shapes_have_programs_of_their_own(counted: Counted) -> None:
     assert counted.runs > 8
 
 
-@pytest.mark.parametrize("settings", [{"check": True}, {"native": False}], ids=str)
+@pytest.mark.parametrize("settings", [{"check": True}, {"extension": "off"}], ids=str)
 def test_settings_under_which_none_runs(
     counted: Counted, net: tuple[Make, list[torch.Tensor]], settings: dict[str, Any]
 ) -> None:

@@ -56,8 +56,8 @@ _PROGRAMS: dict[str, Callable[[torch.Tensor], torch.Tensor]] = {
     "within a backward": lambda x: _Differentiates.apply(x.sin()).sum(),
 }
 _SESSIONS: dict[str, Callable[[], ca.Session]] = {
-    "captures and hits": lambda: ca.enable(backend="eager", cache_dir=False, tune=False, native=False),
-    "hits in C++": lambda: ca.enable(backend="eager", cache_dir=False, tune=False, native=True),
+    "captures and hits": lambda: ca.enable(backend="eager", cache_dir=False, tune=False, extension="off"),
+    "hits in C++": lambda: ca.enable(backend="eager", cache_dir=False, tune=False, extension="auto"),
     "own loop": session,
 }
 

@@ -391,15 +391,15 @@ def test_built_in_terms_of_one_kind_are_captured() -> None:
 @pytest.mark.parametrize("program", [once, twice, made_anew, asked, root(DOUBLE), root(None)])
 def test_walked_in_cpp(program: Program, native: NativeHits) -> None:
     for declared in TURNS[:4]:
-        run(program, *[declared] * 6, native=True)
-    run(program, *TURNS, *TURNS, native=True)
+        run(program, *[declared] * 6, extension="auto")
+    run(program, *TURNS, *TURNS, extension="auto")
     assert native.hits > 0 or program not in (once, twice, asked)
 
 
 @pytest.mark.parametrize("program", [once, twice, hooked, written_in_place])
 @pytest.mark.usefixtures("extension")
 def test_in_the_own_loop(program: Program) -> None:
-    stats = run(program, *TURNS, on_miss="eager", native=True, own_loop=True).stats()
+    stats = run(program, *TURNS, on_miss="eager", extension="all").stats()
     assert stats.own_loop == len(TURNS)
 
 

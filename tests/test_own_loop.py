@@ -734,9 +734,9 @@ def test_refused_calls() -> None:
             x.exp().sum().backward()
     assert any("ExpBackward0" in event.name for event in profile.events())
     assert session.stats().own_loop == 0 and session.stats().backwards == 7
-    with _session(own_loop=False) as session:
+    with _session(extension="hits") as session:
         x.exp().sum().backward()
-    with _session(native=False) as other:
+    with _session(extension="off") as other:
         x.exp().sum().backward()
     assert session.stats().own_loop == other.stats().own_loop == 0
     with _session() as session:
@@ -754,7 +754,7 @@ def test_no_sequence_number_is_taken() -> None:
         return x.sin().grad_fn._sequence_nr() - loss.grad_fn._sequence_nr()  # type: ignore[union-attr]
 
     taken(_session())  # at its first tape a thread looks for the number of the next node
-    assert taken(_session()) == taken(_session(own_loop=False))
+    assert taken(_session()) == taken(_session(extension="hits"))
 
 
 def test_small_tapes(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -53,24 +53,20 @@ def _backward(used: ca.Session, steps: int = 1) -> int:
 
 
 def test_it_is_on_where_there_is_an_extension() -> None:
-    by_default = ca.enable(backend="eager", on_miss="eager", cache_dir=False, native=True)
-    assert by_default.settings.own_loop is None
+    by_default = ca.enable(backend="eager", on_miss="eager", cache_dir=False, extension="auto")
     assert _backward(by_default) == 1 and by_default.own_loop == "on"
 
 
-@pytest.mark.parametrize(
-    ("settings", "why"),
-    [({"own_loop": False}, "own_loop=False"), ({"native": False, "own_loop": None}, "native=False does without")],
-)
-def test_settings_that_turn_it_off(settings: dict[str, Any], why: str) -> None:
-    used = session(**settings)
-    assert _backward(used) == 0 and used.own_loop.startswith("off: ") and why in used.own_loop
+@pytest.mark.parametrize("value", ["hits", "off"])
+def test_settings_that_turn_it_off(value: str) -> None:
+    used = session(extension=value)
+    assert _backward(used) == 0 and used.own_loop == f"off: extension={value!r}"
 
 
 def test_a_torch_that_it_was_not_checked_on(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(policy, "why_own_loop_is_unchecked", version_differences.why_own_loop_is_unchecked)
     monkeypatch.setattr(torch, "__version__", "2.11.0")
-    used, asked = session(own_loop=None), session(own_loop=True)
+    used, asked = session(extension="auto"), session(extension="all")
     assert _backward(used) == 0 and "its tests ran on torch 2.12 to 2.15, not on 2.11.0" in used.own_loop
     assert _backward(asked) == 1 and asked.own_loop == "on"
 
@@ -82,11 +78,11 @@ def test_it_warns_once_where_it_was_asked_for_and_cannot_be(monkeypatch: pytest.
     with warnings.catch_warnings(record=True) as told:
         warnings.simplefilter("always")
         assert _backward(session(), 3) == 0
-        assert _backward(session(own_loop=None), 3) == 0
+        assert _backward(session(extension="auto"), 3) == 0
     assert [str(each.message) for each in told] == [
-        "compiled_autograd: own_loop=True has no effect without the extension: there is no C++ compiler."
+        "compiled_autograd: extension='all' has no effect: there is no C++ compiler."
     ]
-    assert session(own_loop=None).own_loop == "off: there is no C++ compiler"
+    assert session(extension="auto").own_loop == "off: there is no C++ compiler"
 
 
 def test_it_has_the_extension_built_once_much_was_left_to_eager(
@@ -102,7 +98,7 @@ def test_it_has_the_extension_built_once_much_was_left_to_eager(
     monkeypatch.setattr(running, "LEFT_WORTH_LOADING", 2)
     monkeypatch.setattr(running, "LEFT_WORTH_BUILDING", 5)
     monkeypatch.setattr(running.NATIVE_HITS, "library", Watched(Path("nowhere")))
-    used = session(own_loop=None, native=None, cache_dir=tmp_path)
+    used = session(extension="auto", cache_dir=tmp_path)
     for _ in range(6):
         running.OWN_LOOPS._tries.clear()  # looked for each time
         _backward(used)
@@ -288,7 +284,7 @@ def test_it_runs_what_is_not_looked_at_too(monkeypatch: pytest.MonkeyPatch) -> N
     """What `tune` leaves to eager goes there without a look: in the own loop, unless that has refused it for long."""
     trials_of_two_rows(monkeypatch)
     monkeypatch.setattr(autotune, "MAX_TIME_RATIO", 0.0)
-    used = ca.enable(backend="eager", cache_dir=False, tune=True, native=True, own_loop=True)
+    used = ca.enable(backend="eager", cache_dir=False, tune=True, extension="all")
     _backward(used, 60)
     assert "not_worth_it" in used.stats().bypasses
     assert _backward(used, 600) == 600
@@ -328,8 +324,8 @@ def test_a_trial_decides_for_what_it_timed_alone() -> None:
                 model(x).sum().backward()
             model.zero_grad()
 
-    with_it = ca.enable(backend="eager", cache_dir=False, tune=True, native=True, own_loop=True)
-    without = ca.enable(backend="eager", cache_dir=False, tune=True, native=True, own_loop=False)
+    with_it = ca.enable(backend="eager", cache_dir=False, tune=True, extension="all")
+    without = ca.enable(backend="eager", cache_dir=False, tune=True, extension="hits")
     assert with_it.number != without.number
     keys = set()
     for used in (without, with_it):
@@ -342,6 +338,6 @@ def test_a_trial_decides_for_what_it_timed_alone() -> None:
             if (used is with_it) in timed | set(graph.variants[0].timed_beside):
                 break
         else:
-            raise AssertionError(f"own_loop={used is with_it} was not decided in 820 backwards")
+            raise AssertionError(f"{used.settings.extension} was not decided in 820 backwards")
     assert keys == {False, True} and OWN_LOOPS.module is not None
     assert raised(lambda: run(with_it, 3)) is None

@@ -88,7 +88,7 @@ def test_what_was_captured_once_is_always_tried(walks: list[object]) -> None:
     def refused(x: torch.Tensor) -> torch.Tensor:
         return pieces(x.view(2, 2), True)
 
-    session = ca.enable(backend="eager", tune=False, native=False)
+    session = ca.enable(backend="eager", tune=False, extension="off")
     _run(session, 1, captured)
     _run(session, 10, refused)
     _run(session, 3, captured)
@@ -101,7 +101,7 @@ def test_what_was_captured_once_is_always_tried(walks: list[object]) -> None:
 def test_it_is_captured_once_it_can_be(monkeypatch: pytest.MonkeyPatch, walks: list[object]) -> None:
     """The same names, refused at first: after a while it is asked for again."""
     monkeypatch.setattr(refusals, "FIRST_SPACING", 4)
-    session = ca.enable(backend="eager", tune=False, native=False)
+    session = ca.enable(backend="eager", tune=False, extension="off")
     with monkeypatch.context() as planted:
         planted.setattr(backward, "hand_over", lambda *_: Refused(unsupported("planted")))
         _run(session, refusals.TRIES, _captured)

@@ -76,7 +76,7 @@ if __name__ == "__main__":
     print("hits", hits(), in_child, in_other.stdout.strip(), file=sys.stderr)
 """
 )
-_FEW = {f"COMPILED_AUTOGRAD_{name}": text for name, text in (("CACHE_DIR", "false"), ("NATIVE", "false"))}
+_FEW = {f"COMPILED_AUTOGRAD_{name}": text for name, text in (("CACHE_DIR", "false"), ("EXTENSION", "off"))}
 _FEW["COMPILED_AUTOGRAD_BACKEND"] = "eager"
 
 

@@ -153,7 +153,7 @@ print(selftest.sentence([selftest.PartResult(name, "ok", 0.0) for name in selfte
 def test_the_last_line_of_a_part() -> None:
     status, output = _run_command(_HERE)
     assert status == 0 and output.splitlines()[-1] == "What was run is fine."
-    left_out = selftest.PartResult(apart.EXTENSION, "not here", 0.0, "native=False is set")
+    left_out = selftest.PartResult(apart.EXTENSION, "not here", 0.0, "extension='off' is set")
     assert selftest.sentence([left_out]) == (
         "What was run is fine. The extension is off: backwards are walked by PyTorch's engine, with the same gradients."
     )

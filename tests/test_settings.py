@@ -65,7 +65,7 @@ def _by_name(function: Any) -> dict[str, tuple[Any, Any]]:
 
 
 def test_signatures_have_the_settings_with_their_defaults_and_types() -> None:
-    given = [each for each in dataclasses.fields(Settings) if each.init and each.name != "turned_off"]
+    given = [each for each in dataclasses.fields(Settings) if each.init and each.name not in ("turned_off", "former")]
     fields = {each.name: (each.default, each.type) for each in given}
     assert _by_name(ca.enable) == _by_name(ca.compile_step) == fields
     assert set(inspect.signature(ca.enable).parameters) == set(fields)
@@ -113,7 +113,7 @@ def test_a_wrong_setting_of_a_decorator_is_an_error_in_its_line() -> None:
         ("cache_dir", 3),
         ("cache_dir", True),
         ("cache_dir", b"folder"),
-        ("own_loop", "yes"),
+        ("extension", "yes"),
         ("compile_budget", -1),
         ("compile_budget", "much"),
         ("compile_budget", "3"),
@@ -145,9 +145,8 @@ def test_impossible_values_say_what_is_possible(name: str, value: Any) -> None:
         {"check": 7},
         {"cache_dir": None},
         {"cache_dir": False},
-        {"native": None},
-        {"native": True},
-        {"own_loop": True},
+        {"extension": "auto"},
+        {"extension": "off"},
         {"compile_budget": None},
         {"compile_budget": 12.5},
         {"compile_budget": float("inf")},

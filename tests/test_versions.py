@@ -142,8 +142,7 @@ def test_no_setting_makes_an_error_of_it() -> None:
         "assert session.own_loop == 'off: this PyTorch was not tested'",
         on_unsupported="raise",
         on_miss="raise",
-        native=True,
-        own_loop=True,
+        extension="all",
     )
 
 

@@ -87,7 +87,7 @@ def main(store: Path, steps: int) -> None:
         killed_at(int(at))
     torch.set_num_threads(1)
     backend, native = os.environ["TESTS_BACKEND"], bool(os.environ.get("TESTS_NATIVE_TOO"))
-    session = ca.enable(backend=backend, cache_dir=store, tune=False, native=native)
+    session = ca.enable(backend=backend, cache_dir=store, tune=False, extension="auto" if native else "off")
     torch.manual_seed(0)
     model, reference = mlp(), mlp()
     reference.load_state_dict(model.state_dict())

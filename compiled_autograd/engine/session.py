@@ -142,7 +142,7 @@ class Session:
     def native(self) -> str:
         """``"on"`` if hits run with the extension in C++; else ``"off: "`` and the reason."""
         if self.settings.native is False:
-            return "off: native=False"
+            return "off: extension='off'"
         library = Library.LATEST
         reason = why_unsupported() or "it was not looked for yet" if library is None else library.reason
         return f"off: {reason}" if reason else "on"

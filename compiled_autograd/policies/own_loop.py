@@ -108,10 +108,8 @@ PROCESS.register(OWN_LOOPS, restart=OWN_LOOPS.clear)
 
 def why_off(settings: Settings) -> str:
     """Why a session with these settings does without, whatever is there; empty where it does not."""
-    if settings.own_loop is False:
-        return "own_loop=False"
     if not settings.may_compile:
         return "COMPILED_AUTOGRAD=0" if settings.turned_off else "this PyTorch was not tested"
-    if settings.native is False:
-        return "it needs the extension, and native=False does without"
+    if settings.own_loop is False:
+        return f"extension={settings.extension!r}"
     return why_own_loop_is_unchecked() if settings.own_loop is None else ""

@@ -5,13 +5,14 @@ from __future__ import annotations
 import os
 import re
 import sys
+import warnings
 from pathlib import Path
 
 import rich_click as click
 
 from ..backends import UnknownBackendError
 from ..errors import CompiledAutogradError, nearest
-from ..settings import FROM_ENVIRONMENT, allowed, switch
+from ..settings import FORMER, FROM_ENVIRONMENT, allowed, switch
 from ..shadow_cache.safe_text import harmless
 from .launch import Run, environment, launch
 
@@ -61,15 +62,18 @@ def with_settings(group: click.RichGroup) -> click.RichGroup:
     """Add the options of the runner, one for each setting among them."""
     options = [
         click.option("-m", "module", is_flag=True, help="Run a module, like python: -m MODULE ARGS."),
-        click.option("--compare", is_flag=True, help="Alternate with eager, and say whether compiling pays."),
-        click.option("--seconds", type=click.FloatRange(min=0), help=f"Limit of --compare (default {_SECONDS:.0f})."),
-        click.option("--go-on", is_flag=True, help="With --compare, continue the program after the answer."),
-        click.option("--report", metavar="FILE", help="Write the session's report at the end, no summary line."),
+        click.option("--compare", is_flag=True, help="Run some steps on eager, and say whether compiling saves time."),
+        click.option(
+            "--seconds", type=click.FloatRange(min=0), help=f"Time limit of --compare (default {_SECONDS:.0f})."
+        ),
+        click.option("--go-on", is_flag=True, help="With --compare, run the program to its end."),
+        click.option("--report", metavar="FILE", help="At the end, write a report to FILE instead of a summary line."),
     ]
     options += [
         click.option(f"--{name.replace('_', '-')}", name, metavar="VALUE", help=f"Setting: {allowed(name)}.")
         for name in FROM_ENVIRONMENT
     ]
+    options += [click.option(f"--{name.replace('_', '-')}", name, hidden=True) for name in FORMER]
     for option in options:  # of a command that is there already, which has its options in this order
         group = option(group)
     return group
@@ -89,7 +93,9 @@ def _run(ctx: click.Context, args: tuple[str, ...]) -> None:
         ctx.parent.fail("--seconds and --go-on are options of --compare.")
     if compare and os.environ.get("WORLD_SIZE", "1") != "1":
         ctx.parent.fail("--compare takes one process: ranks would not take their turns at the same steps.")
-    texts = {name: asked[name] for name in FROM_ENVIRONMENT if asked[name] is not None}
+    texts = {name: asked[name] for name in (*FROM_ENVIRONMENT, *FORMER) if asked[name] is not None}
+    # Python's default shows such a warning only for a line of __main__.
+    warnings.filterwarnings("default", "compiled_autograd: ", DeprecationWarning)
     if compare and "COMPILED_AUTOGRAD_ON_MISS" not in os.environ:
         texts.setdefault("on_miss", "background")
     report = str(Path(report).absolute()) if report else ""

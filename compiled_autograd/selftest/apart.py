@@ -183,7 +183,7 @@ def _extension(folder: Path, native: Path | None) -> Verdict:
     if missing is not None:
         return missing
     for name in _WALKED:
-        session = session_with(native=True)
+        session = session_with(extension="hits")
         before = NATIVE_HITS.hits + FAST_PATH.served
         for number in range(_STEPS_TO_LEARN):
             result, reason = check_step(HERE[name], number, session)
@@ -198,11 +198,11 @@ def _own_loop(folder: Path, native: Path | None) -> Verdict:
     missing = _why_no_extension(folder, native)
     if missing is not None:
         return NOT_HERE, "it needs the extension"
-    session = session_with(native=True, own_loop=None, on_miss="eager")
+    session = session_with(extension="auto", on_miss="eager")
     off = why_off(session.settings)
     if off:
         return NOT_HERE, off
-    session = session_with(native=True, own_loop=True, on_miss="eager")
+    session = session_with(extension="all", on_miss="eager")
     for number in range(STEPS):
         verdict = check_step(LEFT_TO_EAGER, number, session)
         if verdict[0] != OK:
@@ -215,7 +215,7 @@ def _own_loop(folder: Path, native: Path | None) -> Verdict:
 
 def _why_no_extension(folder: Path, native: Path | None) -> Verdict | None:
     """Load the user's extension, or build one in the temporary folder. None where it is there."""
-    missing = "native=False is set" if native is None else why_unsupported()
+    missing = "extension='off' is set" if native is None else why_unsupported()
     if native is None or missing:
         return NOT_HERE, missing
     if NATIVE_HITS.library is None:

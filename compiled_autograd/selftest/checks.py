@@ -29,8 +29,7 @@ _SETTINGS: dict[str, Any] = {
     "passes": (),
     "tune": False,
     "compile_budget": float("inf"),
-    "native": False,
-    "own_loop": False,
+    "extension": "off",
     "progress": False,
     "untested_torch": "try",
 }

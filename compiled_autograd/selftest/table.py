@@ -34,8 +34,8 @@ _WRONG = {
     INDUCTOR: 'use backend="eager"',
     CUDA: "leave backwards on CUDA to eager",
     STORE: "set cache_dir=False",
-    EXTENSION: "set native=False",
-    OWN_LOOP: "set own_loop=False",
+    EXTENSION: "set extension='off'",
+    OWN_LOOP: "set extension='hits'",
 }
 
 

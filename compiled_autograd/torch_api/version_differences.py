@@ -23,7 +23,7 @@ def why_own_loop_is_unchecked() -> str:
     if runs_own_loop(torch.__version__):
         return ""
     tested = f"torch {'.'.join(map(str, DIFFERENCES['own_loop'].since))} to {'.'.join(map(str, LAST))}"
-    return f"its tests ran on {tested}, not on {torch.__version__}; own_loop=True turns it on"
+    return f"its tests ran on {tested}, not on {torch.__version__}; extension='all' turns it on"
 
 
 def reports_leaf(method: _Method) -> _Method:

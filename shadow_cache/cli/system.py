@@ -27,7 +27,7 @@ _NOT_TESTED = "off: this torch was not tested"
 def dir_(view: View) -> None:
     """Print the folder of the cache.
 
-    Prints one path, also if the folder does not exist yet.
+    Prints one path, even if the folder does not exist yet.
 
     \b
     Examples:
@@ -43,9 +43,10 @@ def dir_(view: View) -> None:
 def env(view: View) -> None:
     """Print the environment, for bug reports.
 
-    Prints the versions of Python, torch and this package, whether this package was tested on this torch, platform and
-    C++ compiler, whether the extension for native=True is built and used for eager backwards, the folder and size of
-    the cache, the differences between torch releases that concern this package, and settings from the environment.
+    Prints the versions of Python, torch and this package, and whether this package was tested on this torch. Then
+    prints the platform, the C++ compiler, and whether the C++ extension is built and runs eager backwards. Then prints
+    the folder and size of the cache, the differences between torch releases that concern this package, and the settings
+    in environment variables.
 
     \b
     Examples:
@@ -70,9 +71,9 @@ def _environment(view: View) -> Iterator[tuple[str, str]]:
     yield "compiler", _compiler()
     version = metadata.version("torch")
     yield "torch support", _support(version)
-    native = _native(view.path / "native", version)
-    yield "native", native
-    yield "own loop", _own_loop(native, version)
+    extension = _extension(view.path / "native", version)
+    yield "extension", extension
+    yield "own loop", _own_loop(extension, version)
     yield "cache", str(view.path)
     yield "cache size", render.size(view.store.stats().size) if view.is_store else "nothing is stored"
     yield from ((f"torch: {name}", text) for name, text in torch_versions.described(version))
@@ -96,7 +97,7 @@ def _may_compile(torch: str) -> bool:
     return torch_versions.is_tested(torch) or os.environ.get("COMPILED_AUTOGRAD_UNTESTED_TORCH") == "try"
 
 
-def _native(folder: Path, torch: str) -> str:
+def _extension(folder: Path, torch: str) -> str:
     """Say in words whether the extension is built. Its file's name begins with the version of torch."""
     if not _may_compile(torch):
         return _NOT_TESTED
@@ -110,17 +111,19 @@ def _native(folder: Path, torch: str) -> str:
     )
 
 
-def _own_loop(native: str, torch: str) -> str:
+def _own_loop(extension: str, torch: str) -> str:
     """Say in words whether the extension runs eager backwards, without settings of a session."""
-    if native == _NOT_TESTED:
-        return native
-    environment = {name: os.environ.get(f"COMPILED_AUTOGRAD_{name}", "").lower() for name in ("OWN_LOOP", "NATIVE")}
-    for name, value in environment.items():
-        if value in ("false", "0"):
+    if extension == _NOT_TESTED:
+        return extension
+    names = ("EXTENSION", "OWN_LOOP", "NATIVE")  # the last two: former names, until 0.4
+    given = {name: os.environ.get(f"COMPILED_AUTOGRAD_{name}", "").lower() for name in names}
+    for name, value in given.items():
+        if value in ("hits", "off", "false", "0"):
             return f"off: COMPILED_AUTOGRAD_{name}={value}"
-    if environment["OWN_LOOP"] not in ("true", "1") and not torch_versions.runs_own_loop(torch):
+    is_asked_for = given["EXTENSION"] == "all" or given["OWN_LOOP"] in ("true", "1")
+    if not is_asked_for and not torch_versions.runs_own_loop(torch):
         return f"off: it was not tested on torch {torch}"
-    if native.startswith(_NOT_BUILT):
+    if extension.startswith(_NOT_BUILT):
         return "off: the extension is not built"
     return "on, once small tapes gave the same results as the engine; session.own_loop has the state"
 
@@ -139,7 +142,7 @@ def _compiler() -> str:
 @click.argument("shell", type=click.Choice(("bash", "zsh", "fish")))
 @click.pass_context
 def completion(ctx: click.Context, shell: str) -> None:
-    """Print the shell script that completes verbs, options and ids.
+    """Print a script with which the shell completes commands, options and ids.
 
     Prints shell code. Run this code at each start of the shell.
 

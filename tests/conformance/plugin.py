@@ -48,7 +48,10 @@ def _ours(backend: str, *settings: str) -> Iterator[Any]:
     import compiled_autograd as ca
 
     tune, native = "tune" in settings, "native" in settings
-    more = {"own_loop": True, "on_miss": "eager", "native": True} if "own_loop" in settings else {"native": native}
+    if "own_loop" in settings:
+        more = {"extension": "all", "on_miss": "eager"}
+    else:
+        more = {"extension": "auto" if native else "off"}
     with ca.enable(backend=backend, cache_dir=False, tune=tune, **more) as session:
         yield session
 

@@ -96,10 +96,7 @@ def find(settings: Settings) -> Module | None:
 
 
 def _find(settings: Settings, left: bool) -> Module | None:
-    reason = why_off(settings)
-    if reason:
-        if settings.own_loop:
-            warn_once(f"own_loop=True has no effect: {reason}.")
+    if why_off(settings):
         return None
     OWN_LOOPS.left += left
     if left and OWN_LOOPS.left <= LEFT_WORTH_LOADING and OWN_LOOPS.module is None and not settings.own_loop:
@@ -116,7 +113,7 @@ def _first(settings: Settings, module: Module | None) -> Module | None:
     if module is None:
         OWN_LOOPS.reason = "" if library is None else library.reason
         if settings.own_loop and OWN_LOOPS.reason != BEING_BUILT:
-            warn_once(f"own_loop=True has no effect without the extension: {OWN_LOOPS.reason}.")
+            warn_once(f"extension='all' has no effect: {OWN_LOOPS.reason}.")
         return None
     if module is OWN_LOOPS.wrong or others_are_on():
         return None

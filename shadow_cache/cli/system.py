@@ -77,7 +77,11 @@ def _environment(view: View) -> Iterator[tuple[str, str]]:
     yield "cache", str(view.path)
     yield "cache size", render.size(view.store.stats().size) if view.is_store else "nothing is stored"
     yield from ((f"torch: {name}", text) for name, text in torch_versions.described(version))
-    yield from ((name, value) for name, value in sorted(os.environ.items()) if name.startswith("COMPILED_AUTOGRAD_"))
+    yield from (
+        (name, value)
+        for name, value in sorted(os.environ.items())
+        if name == "COMPILED_AUTOGRAD" or name.startswith("COMPILED_AUTOGRAD_")
+    )
 
 
 def _support(torch: str) -> str:

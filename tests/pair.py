@@ -7,6 +7,7 @@ import multiprocessing
 import pickle
 import time
 import traceback
+import uuid
 from collections.abc import Callable
 from datetime import timedelta
 from multiprocessing.connection import Connection, wait
@@ -92,7 +93,8 @@ class Pair:
     def _start(self) -> None:
         context = multiprocessing.get_context("spawn")
         self.starts += 1
-        rendezvous = (self.folder / f"rendezvous{self.starts}").as_uri()
+        # A name of its own: PyTorch 2.15 may leave the file of an earlier group, with addresses that no one listens to.
+        rendezvous = (self.folder / f"rendezvous{uuid.uuid4().hex}").as_uri()
         for rank in range(self.ranks):
             pipe, theirs = context.Pipe()
             arguments = (rank, self.ranks, rendezvous, self.timeout, self._stacks_file(rank), theirs)

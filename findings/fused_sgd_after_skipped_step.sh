@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
 # torch 2.13.0: SGD(fused=True) takes unwritten memory for its momentum if GradScaler skips the first step.
 #
-# Expected: a step that GradScaler skips, because a gradient is infinite, leaves no trace in the optimizer. The first
-# steps are skipped in most float16 trainings, until the scale has become small enough.
+# Expected: a step that GradScaler skips, because a gradient is infinite, leaves no trace in the optimizer. GradScaler
+# begins with a scale of 65,536, at which gradients of float16 may be infinite.
 # Seen: the fused optimizer allocates its momentum with torch.empty_like, and the kernel returns without a write. At the
-# next step the momentum is no longer new, so the unwritten memory enters the parameters. They are often huge or NaN, or
-# right if the memory happens to hold small numbers. Here PyTorch fills new memory with NaN, to give the same result each
+# next step the momentum is no longer new, so the unwritten memory enters the parameters. They may become huge or
+# NaN. Here PyTorch fills new memory with NaN, to give the same result each
 # time. The other implementations of SGD and the fused Adam are right. Torch 2.14.1 and 2.15.0 do the same.
 # Known for CUDA: https://github.com/LibreYOLO/libreyolo/pull/771
 set -euo pipefail

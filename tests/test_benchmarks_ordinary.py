@@ -21,7 +21,7 @@ from benchmarks.ordinary.trainings import DRAWS_INSIDE, TINY, TRAININGS
 from benchmarks.runners import RUNNERS, Runner, of_session
 from compiled_autograd import enable
 
-ARGUMENTS = Namespace(steps=3, seconds=0.0, seed=0, tiny=True, json=None)
+ARGUMENTS = Namespace(steps=3, seconds=0.0, starts=1, seed=0, tiny=True, json=None)
 
 
 class Here:

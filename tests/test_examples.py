@@ -246,15 +246,19 @@ def test_trainings_wait_once_for_a_compiler_that_has_not_ended(ends: bool, monke
 
 def test_the_first_step_of_torch_compile_is_no_training_time(monkeypatch: pytest.MonkeyPatch) -> None:
     args = _arguments(monkeypatch, *as_a_user.SMALL_LLAMA, "--seconds", "0.2")
-    runs = [train_llama.Run(name, args, symbols=5) for name in ("eager", "compiled", "a third")]
+    runs = [train_llama.Run(name, args, 5, contextlib.nullcontext()) for name in ("eager", "compiled", "a third")]
     runs[1].session = cast("Any", SimpleNamespace(last=SimpleNamespace(outcome="hit", reasons=[]), stats=Stats))
-    times = iter([5.0])
+    times = iter([1.0])
 
     def step(*batch: object) -> train_llama.Step:
+        return train_llama.Step(1.0, 1e-3, 1e-3)
+
+    def compiled_step(*batch: object) -> train_llama.Step:
         time.sleep(whole := next(times, 0.0))
         return train_llama.Step(1.0, whole, whole)
 
-    monkeypatch.setattr(runs[2], "step", step)
+    for run in runs:
+        monkeypatch.setattr(run, "step", compiled_step if run is runs[2] else step)
     corpus = train_llama.Corpus(torch.zeros(100, dtype=torch.int64), list("abcde"))
     train_llama.take_turns(runs, args, corpus, Console(quiet=True))
     assert len(runs[0].steps) > 1

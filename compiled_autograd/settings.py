@@ -6,9 +6,11 @@ import contextlib
 import functools
 import inspect
 import os
+import sys
 import warnings
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field, fields
+from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
 
 import msgspec
@@ -159,6 +161,14 @@ def resolve(given: Mapping[str, Any], environ: Mapping[str, str] | None = None) 
     return settings
 
 
+def _level_of_user() -> int:
+    """Return the ``stacklevel`` at which the caller warns of the first line outside of this package."""
+    frame, level, package = sys._getframe(1), 1, str(Path(__file__).parent) + os.sep
+    while frame.f_code.co_filename.startswith(package) and frame.f_back is not None:
+        frame, level = frame.f_back, level + 1
+    return level
+
+
 def _of_former(former: Mapping[str, Any], is_given: bool, given: Mapping[str, Any]) -> dict[str, Any]:
     """Return ``extension`` for settings given by their former names, and warn at the line that called ``enable``."""
     sources = {name: "enable()" if name in given else PREFIX + name.upper() for name in former}
@@ -171,7 +181,7 @@ def _of_former(former: Mapping[str, Any], is_given: bool, given: Mapping[str, An
     old = ", ".join(f"{name if name in given else sources[name]}={value}" for name, value in former.items())
     new = f"extension={word!r} (COMPILED_AUTOGRAD_EXTENSION={word}, --extension {word})"
     text = f"compiled_autograd: {old} is now {new}. The old name goes with the release after 0.3.0."
-    warnings.warn(text, DeprecationWarning, stacklevel=4)
+    warnings.warn(text, DeprecationWarning, stacklevel=_level_of_user())
     return {"extension": word, "former": None if word == "off" or pair == _EXTENSION[word] else pair}
 
 

@@ -28,7 +28,7 @@ from benchmarks.targets import MODELS, geometric_means, rows  # noqa: E402
 
 MEASURED = ROOT / "docs" / "figures"
 PAGES = ("README.md", "docs/*.md", "docs/decisions/*.md", "docs/internals/*.md")
-_MARK = re.compile(r"<!-- =(?P<name>[^>]+?) -->(?P<text>.*?)<!-- / -->", re.DOTALL)
+_MARK = re.compile(r"<!-- =(?P<name>[^>]+?) -->(?P<text>(?:(?!<!-- =).)*?)<!-- / -->", re.DOTALL)
 _COLUMNS = (
     ("first backward s", "first_backward_seconds", ".1f", 1),
     ("eager ms", "beside_ms", ".1f", 1),
@@ -55,15 +55,17 @@ def figure(name: str) -> str:
     """The text of a mark: a figure, a table between line breaks, or what a measurement was made with.
 
     Raises:
-        KeyError, ValueError: no measurement has it.
+        FileNotFoundError, KeyError, ValueError: no measurement has it.
     """
     file, *rest = name.split("/")
     content = measured(file)
     if len(rest) == 1:
         return f"\n\n{_TABLES[rest[0]](content)}\n"
     model, runner, column = rest
-    matching = (each for each in content["results"] if (each["model"], each["runner"]) == (model, runner))
-    return number(next(matching), column, ".2f")
+    matching = [each for each in content["results"] if (each["model"], each["runner"]) == (model, runner)]
+    if not matching or column not in matching[0]:
+        raise ValueError(f"docs/figures/{file}.json has no figure {name!r}: measure it, or change the mark")
+    return number(matching[0], column, ".2f")
 
 
 def _backward(content: dict[str, Any]) -> str:

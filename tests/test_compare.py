@@ -6,6 +6,7 @@ import itertools
 import random
 import signal
 import threading
+from collections import Counter
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
@@ -23,6 +24,7 @@ from compiled_autograd.comparing.answer import Watch
 from compiled_autograd.comparing.result import Comparison
 from compiled_autograd.comparing.turns import Turns, interval
 from compiled_autograd.comparing.whole_program import AnsweredExit, ProgramComparison
+from compiled_autograd.diagnostics.bypass import COMPILING
 from compiled_autograd.engine.session import current
 from compiled_autograd.outcomes import BYPASS, Outcome
 from compiled_autograd.policies.autotune import TIMED
@@ -149,6 +151,16 @@ def test_steps_that_tune_times_on_eager_are_not_like_the_ones_to_come() -> None:
     assert watch.is_calm()
     session.record(Outcome(BYPASS, reasons=(TIMED,)))
     assert not watch.is_calm() and watch.is_calm()
+
+
+def test_what_was_counted_goes_back_to_the_first_turn() -> None:
+    """Also where the turns begin again, since something was compiled later."""
+    with ca.enable(**_SETTINGS) as session:
+        watch = Watch(session)
+        assert watch.is_calm() and not watch.is_compiling()
+        session.record(Outcome(BYPASS, reasons=(COMPILING,)))
+        assert not watch.is_calm()
+    assert watch.since_settled() == (0, 0, Counter({COMPILING.label: 1}))
 
 
 def test_it_is_worth_it() -> None:

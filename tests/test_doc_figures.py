@@ -32,5 +32,16 @@ def test_a_new_measurement_changes_the_pages(tmp_path: Path, monkeypatch: pytest
 
 
 def test_a_figure_that_nobody_measured_is_an_error() -> None:
-    with pytest.raises((KeyError, StopIteration, FileNotFoundError)):
+    with pytest.raises(FileNotFoundError):
         figures.written("<!-- =nothing/mlp/ours/ratio --><!-- / -->")
+    for name in ("backward/mlp/ours/ratio", "backward/mlp/aot/width"):
+        with pytest.raises(ValueError, match="no figure"):
+            figures.written(f"<!-- ={name} -->0.1<!-- / -->")
+
+
+def test_an_unclosed_mark_takes_nothing_with_it() -> None:
+    mark = "<!-- =backward/mlp/aot/ratio -->"
+    assert (
+        figures.written(f"A {mark}0.1 many words {mark}0.2<!-- / --> C")
+        == f"A {mark}0.1 many words {mark}0.35<!-- / --> C"
+    )

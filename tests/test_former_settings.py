@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import warnings
 from typing import Any
@@ -12,6 +13,7 @@ from click.testing import CliRunner
 import compiled_autograd as ca
 from compiled_autograd.__main__ import main
 from compiled_autograd.runner import command
+from compiled_autograd.runner.launch import environment
 from compiled_autograd.settings import PREFIX, Settings, resolve
 
 _WORDS = [
@@ -80,9 +82,30 @@ def test_the_warning_is_at_the_line_that_calls() -> None:
         warnings.simplefilter("always")
         session = ca.enable(backend="eager", native=False)  # type: ignore[call-arg]
         ca.compile_step(backend="eager", own_loop=False)  # type: ignore[call-overload]
+        ca.compile_step(print, backend="eager", own_loop=False)  # type: ignore[call-overload]
+        ca.compare(lambda: None, seconds=1e-9, own_loop=False)
     assert session.native == "off: extension='off'"
     here = sys._getframe().f_lineno
-    assert [(each.filename, each.lineno) for each in told] == [(__file__, here - 3), (__file__, here - 2)]
+    lines = {(each.filename, each.lineno) for each in told}
+    assert lines == {(__file__, here - number) for number in (2, 3, 4, 5)}
+
+
+@pytest.mark.parametrize(
+    ("variables", "option", "value", "word"),
+    [
+        ({"NATIVE": "1"}, "extension", "off", "off"),
+        ({"OWN_LOOP": "false"}, "extension", "all", "all"),
+        ({"EXTENSION": "off"}, "native", "true", "all"),
+    ],
+)
+@pytest.mark.filterwarnings("ignore::DeprecationWarning")
+def test_an_option_of_the_runner_comes_before_variables(
+    variables: dict[str, str], option: str, value: str, word: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.delenv("COMPILED_AUTOGRAD_EXTENSION", raising=False)
+    for name, text in variables.items():
+        monkeypatch.setenv(PREFIX + name, text)
+    assert resolve({}, {**os.environ, **environment({option: value})}).extension == word
 
 
 def test_the_runner_shows_the_warning(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -22,7 +22,7 @@ def soft_margin_loss_backward(grad: Tensor, self: Tensor, target: Tensor, reduct
     dtype = grad.dtype
     if dtype in (torch.float16, torch.bfloat16):  # kernels compute these in float32
         grad, self, target = grad.float(), self.float(), target.float()
-    result = -target * grad * torch.sigmoid(-target * self)
+    result = -(target * grad) * torch.sigmoid(-(target * self))
     return (result / self.numel() if reduction == _MEAN else result).to(dtype)
 
 

@@ -30,6 +30,7 @@ class Watch:
         self._session = session
         self._before = self._of(session.stats())
         self._at_start: Stats | None = None
+        self._has_begun = False
 
     @staticmethod
     def _of(stats: Stats) -> tuple[int, ...]:
@@ -40,12 +41,14 @@ class Watch:
         """Return whether nothing was captured, compiled, loaded or timed since this was last asked, or is now."""
         stats = self._session.stats()
         now, before = self._of(stats), self._before
-        self._before, self._at_start = now, stats
+        self._before = now
+        if not self._has_begun:
+            self._at_start = stats
         return now == before and not BACKGROUND.busy
 
-    @staticmethod
-    def is_compiling() -> bool:
-        """Return whether something is being compiled in the background."""
+    def is_compiling(self) -> bool:
+        """Return whether something is being compiled in the background; asked once the turns have begun."""
+        self._has_begun = True
         return BACKGROUND.busy
 
     def since_settled(self) -> tuple[int, int, Counter[str]]:

@@ -91,6 +91,8 @@ def what_next(stats: Stats, worth: Worth, spent: float, events: Sequence[StepEve
     """Return the one thing to do next, for the gravest that is wrong; ``spent`` is in seconds."""
     if not stats.backwards:
         return "call backward() inside the session's `with` block, in the thread that entered it"
+    if settings.turned_off:
+        return "remove COMPILED_AUTOGRAD=0 from the environment"
     if not settings.may_compile:
         return "install a tested torch, or set untested_torch='try'"
     if stats.failures:

@@ -105,6 +105,8 @@ def _extension(folder: Path, torch: str) -> str:
     """Say in words whether the extension is built. Its file's name begins with the version of torch."""
     if not _may_compile(torch):
         return _NOT_TESTED
+    if os.environ.get("COMPILED_AUTOGRAD_EXTENSION", "").lower() == "off":
+        return "off: COMPILED_AUTOGRAD_EXTENSION=off"
     if any(folder.glob(f"torch-{torch}-*.so")):
         return f"built for torch {torch}"
     failed = next(folder.glob(f"torch-{torch}-*.failed"), None)

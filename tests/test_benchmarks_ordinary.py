@@ -63,8 +63,11 @@ def test_the_models_are_named_alike() -> None:
     assert {runner for runner, _ in turns.RUNNERS.values()} <= set(RUNNERS)
 
 
+_LIKE_OTHERS = [pytest.param(each, marks=pytest.mark.slow) for each in ("bert", "gpt2", "unet")]
+
+
 @pytest.mark.usefixtures("here")
-@pytest.mark.parametrize("model", TRAININGS)
+@pytest.mark.parametrize("model", ["vit", "gan", "actor-critic", *_LIKE_OTHERS])
 def test_a_row_of_each_model(model: str, tmp_path: Path) -> None:
     """With eager's own gradients, a hit from the second step on."""
     result = turns.measure(model, "ours", tmp_path, ARGUMENTS)

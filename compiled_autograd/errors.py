@@ -1,7 +1,9 @@
-"""The errors of this package. A message says what was found, where, and what to do."""
+"""The errors of this package, and warnings at the user's line. A message says what was found, where, and what to do."""
 
 from __future__ import annotations
 
+import sys
+import warnings
 from collections.abc import Iterable, Sequence
 from difflib import get_close_matches
 from typing import Any
@@ -138,3 +140,11 @@ class UntraceableError(CompiledAutogradError):
         self.nodes = nodes
         self.cause = cause
         self.always = always
+
+
+def warn_user(message: str, category: type[Warning] = UserWarning) -> None:
+    """Issue a warning for the line outside of this package that called it."""
+    frame, level = sys._getframe(), 1
+    while frame.f_back is not None and str(frame.f_globals.get("__package__")).partition(".")[0] == __package__:
+        frame, level = frame.f_back, level + 1
+    warnings.warn(message, category, stacklevel=level)

@@ -6,11 +6,8 @@ import contextlib
 import functools
 import inspect
 import os
-import sys
-import warnings
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from dataclasses import dataclass, field, fields
-from pathlib import Path
 from typing import Annotated, Any, Literal, get_type_hints
 
 import msgspec
@@ -18,7 +15,7 @@ import torch
 
 from .backends.modes import DEFAULT, MODES, WITH_MODES, name_in
 from .backends.torch_versions import is_tested
-from .errors import InvalidSettingError, UnknownSettingError
+from .errors import InvalidSettingError, UnknownSettingError, warn_user
 from .process_state import PROCESS
 
 PREFIX = "COMPILED_AUTOGRAD_"
@@ -139,7 +136,7 @@ def resolve(given: Mapping[str, Any], environ: Mapping[str, str] | None = None) 
     for name in given:
         if name not in (*_NAMES, *FORMER):
             raise UnknownSettingError(name, _NAMES)
-    overridden = {*given, *(FORMER if "extension" in given else ()), *("extension" for each in FORMER if each in given)}
+    overridden = overridden_by(given)
     values: dict[str, Any] = {}
     for variable, text in environ.items():
         if not variable.startswith(PREFIX):
@@ -161,12 +158,10 @@ def resolve(given: Mapping[str, Any], environ: Mapping[str, str] | None = None) 
     return settings
 
 
-def _level_of_user() -> int:
-    """Return the ``stacklevel`` at which the caller warns of the first line outside of this package."""
-    frame, level, package = sys._getframe(1), 1, str(Path(__file__).parent) + os.sep
-    while frame.f_code.co_filename.startswith(package) and frame.f_back is not None:
-        frame, level = frame.f_back, level + 1
-    return level
+def overridden_by(names: Collection[str]) -> set[str]:
+    """Return the settings whose variables do not count where ``names`` are given: these, and other names for them."""
+    former = FORMER if "extension" in names else ()
+    return {*names, *former, *("extension" for each in FORMER if each in names)}
 
 
 def _of_former(former: Mapping[str, Any], is_given: bool, given: Mapping[str, Any]) -> dict[str, Any]:
@@ -181,7 +176,7 @@ def _of_former(former: Mapping[str, Any], is_given: bool, given: Mapping[str, An
     old = ", ".join(f"{name if name in given else sources[name]}={value}" for name, value in former.items())
     new = f"extension={word!r} (COMPILED_AUTOGRAD_EXTENSION={word}, --extension {word})"
     text = f"compiled_autograd: {old} is now {new}. The old name goes with the release after 0.3.0."
-    warnings.warn(text, DeprecationWarning, stacklevel=_level_of_user())
+    warn_user(text, DeprecationWarning)
     return {"extension": word, "former": None if word == "off" or pair == _EXTENSION[word] else pair}
 
 

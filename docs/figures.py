@@ -14,7 +14,7 @@ import argparse
 import json
 import re
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -28,7 +28,7 @@ from benchmarks.targets import MODELS, geometric_means, rows  # noqa: E402
 
 MEASURED = ROOT / "docs" / "figures"
 PAGES = ("README.md", "docs/*.md", "docs/decisions/*.md", "docs/internals/*.md")
-_MARK = re.compile(r"<!-- =(?P<name>[^>]+?) -->(?P<text>(?:(?!<!-- =).)*?)<!-- / -->", re.DOTALL)
+_MARK = re.compile(r"<!-- =(?P<name>[^>]+?) -->(?:(?!<!-- =).)*?<!-- / -->", re.DOTALL)
 _COLUMNS = (
     ("first backward s", "first_backward_seconds", ".1f", 1),
     ("eager ms", "beside_ms", ".1f", 1),
@@ -72,7 +72,7 @@ def _backward(content: dict[str, Any]) -> str:
     found = [result | row for result, row in zip(content["results"], rows(content["results"]), strict=True)]
     found.sort(key=lambda each: MODELS.index(each["model"]) if each["model"] in MODELS else len(MODELS))
     body = [[each["model"], each["runner"], *(number(each, *column[1:]) for column in _COLUMNS)] for each in found]
-    return _markdown(["model", "runner", *(column[0] for column in _COLUMNS)], body)
+    return ordinary.as_markdown(["model", "runner", *(column[0] for column in _COLUMNS)], body)
 
 
 def _means(content: dict[str, Any]) -> str:
@@ -85,26 +85,20 @@ def _means(content: dict[str, Any]) -> str:
         "empty hit by PyTorch's own": "hit_to_reference",
     }
     body = [[said, *(number(mean, name, ".2f") for mean in means)] for said, name in names.items()]
-    return _markdown(["geometric mean of the five models", *(f"`{runner}`" for runner in runners)], body)
+    return ordinary.as_markdown(["geometric mean of the five models", *(f"`{runner}`" for runner in runners)], body)
 
 
 def _said(content: dict[str, Any]) -> str:
     on, by = content["environment"], content["measured"]
     torch = next(result["torch"] for result in content["results"] if "torch" in result)
-    text = f"Commit {by['commit']}, {by['machine']}, Python {on['python']}, torch {torch}:\n\n    {by['command']}\n"
-    return text
-
-
-def _markdown(headings: Sequence[str], body: Sequence[Sequence[str]]) -> str:
-    return "".join(f"| {' | '.join(line)} |\n" for line in (headings, ["---"] * len(headings), *body))
+    return f"Commit {by['commit']}, {by['machine']}, Python {on['python']}, torch {torch}:\n\n    {by['command']}\n"
 
 
 _TABLES: dict[str, Callable[[dict[str, Any]], str]] = {
     "said": _said,
     "table": _backward,
     "means": _means,
-    "helps": lambda content: ordinary.markdown(content["results"], content["options"]["steps"]).split("\n\n")[0] + "\n",
-    "steps": lambda content: ordinary.markdown(content["results"], content["options"]["steps"]).split("\n\n")[1],
+    "helps": lambda content: ordinary.as_markdown(*ordinary.helps(content["results"], content["options"]["steps"])),
 }
 
 

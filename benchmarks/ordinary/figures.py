@@ -71,7 +71,7 @@ def table(results: Sequence[Result], steps: int) -> Table:
 
 def markdown(results: Sequence[Result], steps: int) -> str:
     """Two tables: when it helps, a row for each model, and all that was measured."""
-    return "\n".join([_markdown(*helps(results, steps)), _markdown(columns(steps), map(cells, results))])
+    return "\n".join([as_markdown(*helps(results, steps)), as_markdown(columns(steps), map(cells, results))])
 
 
 def helps(results: Sequence[Result], steps: int) -> tuple[list[str], list[list[str]]]:
@@ -86,5 +86,6 @@ def helps(results: Sequence[Result], steps: int) -> tuple[list[str], list[list[s
     return ["model", "eager's step, ms", "its backward, ms", *headings], rows
 
 
-def _markdown(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+def as_markdown(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+    """A table."""
     return "".join(f"| {' | '.join(line)} |\n" for line in (headings, ["---"] * len(headings), *rows))

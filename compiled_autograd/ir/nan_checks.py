@@ -7,15 +7,13 @@ a node gives after its post-hooks, and of ``PyAnomalyMetadata::print_stack``
 
 from __future__ import annotations
 
-import sys
-import warnings
 from typing import Any
 
 import torch
 
 from .. import ir
+from ..errors import warn_user
 
-_OURS = "compiled_autograd"
 _WHOLE_NAMES = {"CopySlices": "torch::autograd::CopySlices"}
 
 
@@ -54,22 +52,14 @@ def tell_of_forward(node: Any) -> None:
     while node is not None:
         name, stack = type(node).name(node), node.metadata.get("traceback_")
         if stack is None:
-            _warn(
+            warn_user(
                 f"Error detected in {name}. No forward pass information available. Enable detect anomaly during "
                 "forward pass for more information."
             )
         else:
-            _warn(words.format(name, "".join(stack)))
+            warn_user(words.format(name, "".join(stack)))
         words = (
             "\n\nPrevious calculation was induced by {}. Traceback of forward call that induced the previous "
             "calculation:\n{}"
         )
         node = node.metadata.get("parent_")
-
-
-def _warn(message: str) -> None:
-    """Issue a warning for the line that asked the engine, as the engine's own are."""
-    frame, level = sys._getframe(), 1
-    while frame.f_back is not None and str(frame.f_globals.get("__package__")).partition(".")[0] == _OURS:
-        frame, level = frame.f_back, level + 1
-    warnings.warn(message, UserWarning, stacklevel=level)

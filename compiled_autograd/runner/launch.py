@@ -19,7 +19,7 @@ from typing import NoReturn
 import msgspec
 
 from ..errors import InvalidSettingError
-from ..settings import FORMER, PREFIX, SWITCH, parse, resolve, switch
+from ..settings import PREFIX, SWITCH, overridden_by, parse, resolve, switch
 
 RUN = "_COMPILED_AUTOGRAD_RUN"
 """The variable with what the runner was asked, for the process with the number that it begins with."""
@@ -61,9 +61,8 @@ def environment(texts: Mapping[str, str]) -> dict[str, str]:
     """
     for name, text in texts.items():
         parse(name, text, f"--{name.replace('_', '-')}")
-    overridden = FORMER if "extension" in texts else ("extension",) if any(name in texts for name in FORMER) else ()
-    variables = {PREFIX + name.upper(): "" for name in overridden}  # an empty one is as if not set
-    variables |= {PREFIX + name.upper(): text for name, text in texts.items()}
+    # An empty variable is as if not set.
+    variables = {PREFIX + name.upper(): texts.get(name, "") for name in overridden_by(texts)}
     variables[SWITCH] = "0" if switch(os.environ) is False else "1"
     resolve({}, {**os.environ, **variables}).require_backend()
     return variables

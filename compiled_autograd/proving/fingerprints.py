@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Hashable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
@@ -29,16 +29,24 @@ def fingerprints(values: Sequence[Any]) -> list[Fingerprint]:
 
 
 def _looked_at(values: Sequence[Any]) -> Iterator[tuple[Fingerprint, bool]]:
-    """The same, but those of small tensors are no copies: they are these tensors themselves, as whole numbers."""
+    """The same, but those of small tensors are no copies: they are these tensors themselves, as whole numbers. Views of
+    the same bytes have one: a loop saves its weights in each of its steps."""
     copied = 0
+    known: dict[Hashable, torch.Tensor] = {}
     for value in values:
         if not isinstance(value, torch.Tensor) or not _has_bytes(value):
             yield None, False
             continue
         size = value.numel() * value.element_size()
-        is_whole = size <= _SMALL and copied + size <= _MOST_COPIED
-        copied += size if is_whole else 0
-        yield _fingerprint(value, is_whole), is_whole
+        if size <= _SMALL and copied + size <= _MOST_COPIED:
+            copied += size
+            yield _fingerprint(value, is_whole=True), True
+            continue
+        bits = value.is_conj(), value.is_neg()
+        view = value.data_ptr(), value.device, value.dtype, value.shape, value.stride(), bits
+        if view not in known:
+            known[view] = _fingerprint(value, is_whole=False)
+        yield known[view], False
 
 
 def _has_bytes(tensor: torch.Tensor) -> bool:

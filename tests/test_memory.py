@@ -167,6 +167,26 @@ def test_without_checkpointing(backend: str) -> None:
     assert _ratio(_Stack(_Block, 256, 8), torch.randn(512, 256), backend) <= 1.1
 
 
+class _Loop(nn.Module):
+    """A layer that is used again and again: what its weights receive is larger than all else."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(128, 128)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """[steps, 1, 128] -> a loss."""
+        hidden = torch.zeros(1, 128)
+        for step in x:
+            hidden = self.linear(hidden + step).tanh()
+        return hidden.square().sum()
+
+
+@pytest.mark.parametrize("backend", ["eager", "inductor"])
+def test_a_loop_keeps_one_gradient_of_its_weights(backend: str) -> None:
+    assert _ratio(_Loop(), torch.randn(60, 1, 128), backend) <= 1.1
+
+
 # ---- tensors that the user packed ------------------------------------------------------------------------------------
 
 

@@ -128,7 +128,7 @@ def test_gradients_are_bit_for_bit_eagers(model: Callable[[torch.Tensor], torch.
     assert session.stats().hits == 1 and session.stats().structure_misses == 1
 
 
-@pytest.mark.parametrize("ways", [2, 3, 4, 7])
+@pytest.mark.parametrize("ways", [2, 3, 4, 7, 9, 30])
 def test_sums_of_many_gradients_are_rounded_as_eager_rounds_them(ways: int) -> None:
     """Numbers of very different sizes: every other order of the terms gives other bits."""
 
@@ -282,16 +282,17 @@ def test_a_sequence_number_that_was_set_is_respected_at_each_step() -> None:
     assert session.stats().captures == 1
 
 
-def test_sums_are_rounded_in_eagers_order_at_each_step() -> None:
+@pytest.mark.parametrize("fours", [1, 3, 7])
+def test_sums_are_rounded_in_eagers_order_at_each_step(fours: int) -> None:
     x = torch.randn(50, requires_grad=True)
     session = ca.enable(backend="eager")
 
     def loss(order: tuple[int, ...]) -> torch.Tensor:
         h = x * 1
-        parts = [h] * 4
-        for index in order:
+        parts = [h] * 4 * fours
+        for index in [index + 4 * four for four in range(fours) for index in order]:
             parts[index] = h.sin()
-        return sum((part * 10.0 ** (3 * index)).sum() for index, part in enumerate(parts))  # type: ignore[return-value]
+        return sum((part * 10.0 ** (3 * index % 13)).sum() for index, part in enumerate(parts))  # type: ignore[return-value]
 
     different = set()
     for order_made in ((0, 1, 2, 3), (2, 0, 3, 1), (3, 2, 1, 0), (0, 1, 2, 3), (2, 0, 3, 1)):

@@ -15,6 +15,11 @@ from torch import fx
 
 from .. import ir
 
+MAX_TERMS = 8
+"""The largest number of gradients that are added when all are there. In longer sums each is added as it comes."""
+_FIRST_TERMS = "first_terms"
+"""In the ``meta`` of a part of a long sum."""
+
 
 class ReadyQueue:
     """A binary heap in which equal elements come out as they do from ``std::priority_queue`` of libstdc++.
@@ -93,8 +98,13 @@ def engine_order(calls: Sequence[ir.TapeCall]) -> list[int]:
 
 
 def in_engine_order(tape: ir.TapeGraph) -> ir.TapeGraph:
-    """The tape graph with its calls, and the terms of its sums, in the engine's order. Its nodes are moved there."""
+    """The tape graph with its calls, and the terms of its sums, in the engine's order. Its nodes are moved there.
+
+    Long sums are then made as the engine makes them, while their terms come: the weights of a loop get a gradient in
+    each of its steps, and all of them together may take a thousand times the memory of their sum.
+    """
     order = engine_order(tape.calls)
+    _made_at_once(tape.graph)
     position = {index: place for place, index in enumerate(order)}
     groups = tape.by_call()
     call_of = {node: node.meta.get("call", 0) for node in tape.graph.nodes}
@@ -125,7 +135,40 @@ def in_engine_order(tape: ir.TapeGraph) -> ir.TapeGraph:
     for node in output.all_input_nodes:
         if node not in done:
             emit(node, node.meta["call"])
+    _made_as_they_come(tape.graph)
     return replace(tape, order=order)
+
+
+def _made_at_once(graph: fx.Graph) -> None:
+    """Undo :func:`_made_as_they_come`."""
+    for node in graph.find_nodes(op="call_function", target=ir.sum_gradients):
+        if _FIRST_TERMS in node.meta:
+            continue  # the sum that it is a part of is still to come
+        terms, parts = node.args, []
+        while terms and isinstance(terms[0], fx.Node) and _FIRST_TERMS in terms[0].meta:
+            parts.append(terms[0])
+            terms = (*terms[0].args, *terms[1:])
+        node.args = terms
+        for part in parts:
+            graph.erase_node(part)
+
+
+def _made_as_they_come(graph: fx.Graph) -> None:
+    """Make a long sum of sums of two, each in the place where its second term is made. It is rounded as before."""
+    sums = graph.find_nodes(op="call_function", target=ir.sum_gradients)
+    sums = [node for node in sums if len(node.args) > MAX_TERMS and len({*node.args}) == len(node.all_input_nodes)]
+    place = {node: number for number, node in enumerate(graph.nodes)} if sums else {}
+    for node in sums:
+        before = graph.find_nodes(op="placeholder")[-1]
+        first, *terms = node.all_input_nodes
+        for term in terms[:-1]:
+            last = max(before, first, term, key=place.__getitem__)
+            with graph.inserting_after(last):
+                made = graph.call_function(ir.sum_gradients, (first, term))
+            made.meta |= {"call": last.meta.get("call", 0), _FIRST_TERMS: True}
+            place[made] = place[last]
+            first = made
+        node.args = (first, terms[-1])
 
 
 def order_shows(tape: ir.TapeGraph, bitwise: bool) -> bool:
@@ -137,7 +180,11 @@ def order_shows(tape: ir.TapeGraph, bitwise: bool) -> bool:
     if any(call.edges is None for call in tape.calls):
         return False  # then it is that of the walk, always
     return tape.runs_users_code or (
-        bitwise and any(node.target is ir.sum_gradients and len(node.args) > 2 for node in tape.graph.nodes)
+        bitwise
+        and any(
+            node.target is ir.sum_gradients and (len(node.args) > 2 or _FIRST_TERMS in node.meta)
+            for node in tape.graph.nodes
+        )
     )
 
 

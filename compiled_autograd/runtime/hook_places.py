@@ -91,8 +91,9 @@ def _calls_of(value: Any) -> set[int]:
     """The nodes of the tape that give a value, or add to it."""
     for hook in chain(value):
         value = hook.args[1]
-    parts = value.args if isinstance(value, fx.Node) and value.target is ir.sum_gradients else (value,)
-    return {part.meta["call"] for part in parts if isinstance(part, fx.Node) and "call" in part.meta}
+    if isinstance(value, fx.Node) and value.target is ir.sum_gradients:
+        return set().union(*map(_calls_of, value.args))
+    return {value.meta["call"]} if isinstance(value, fx.Node) and "call" in value.meta else set()
 
 
 def chain(value: Any) -> Iterator[fx.Node]:

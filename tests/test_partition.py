@@ -80,7 +80,7 @@ def test_a_tape_that_repeats_itself_is_cut_at_the_same_place_of_each_repetition(
     session, lengths = _compiled(_Recurrent, lambda model: model(torch.randn(40, 2, 3)))
     stats = session.stats()
     assert len(lengths) > 6 and max(lengths) <= 50
-    assert len(set(lengths[1:-2])) == 1  # what is between the ends is alike
+    assert len(set(lengths[2:-2])) == 1  # what is between the ends is alike; the second has the first sums
     assert stats.compiles <= 5 < len(lengths)
     assert (stats.captures, stats.structure_misses, stats.hits, stats.failures) == (1, 1, 2, 0)
 
@@ -142,3 +142,14 @@ def test_accumulated_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
     for parameter, grad in zip(model.parameters(), once, strict=True):
         torch.testing.assert_close(grad, parameter.grad)
     assert session.stats().hits == 1
+
+
+def test_the_regions_of_a_loop_are_compiled_once_by_default() -> None:
+    session, lengths = _compiled(_Recurrent, lambda model: model(torch.randn(400, 2, 3)))
+    assert len(lengths) >= 8 and max(lengths) <= partition.MAX_CALLS_OF_REPEATED_REGION + 2
+    assert session.stats().compiles <= 5 and session.stats().failures == 0
+
+
+def test_a_short_loop_is_one_region() -> None:
+    _, lengths = _compiled(_Recurrent, lambda model: model(torch.randn(100, 2, 3)))
+    assert len(lengths) == 1

@@ -50,6 +50,8 @@ Step = Region | Opaque | Accumulate
 
 MAX_CALLS_OF_SLOW_REGION = 6_000
 """The largest number of calls of a region where compiling is slow: for these Inductor takes a quarter of a minute."""
+MAX_CALLS_OF_REPEATED_REGION = 1_000
+"""The same for a tape of equal steps or layers, if it has at least eight such regions. Equal ones are compiled once."""
 
 
 BRANCHES_ON_FAKE_TENSORS = frozenset({"ProdBackward0", "ProdBackward1", "MaskedFillBackward1"})
@@ -99,8 +101,7 @@ def cut(
     steps: list[Step] = []
     region: list[fx.Node] = []
     leaves: list[fx.Node] = []
-    counted = [node for node in nodes if node.target is not ir.check_nan]
-    cuts = frozenset[fx.Node]() if max_calls is None or len(counted) <= max_calls else _cuts(counted, max_calls)
+    cuts = frozenset[fx.Node]() if max_calls is None else _cuts(nodes, max_calls)
 
     def flush() -> None:
         if region:
@@ -129,7 +130,10 @@ def cut(
 
 def _cuts(nodes: Sequence[fx.Node], max_calls: int) -> frozenset[fx.Node]:
     """The calls before which a region ends. A list of gradients stays in the region that takes them from it."""
+    nodes = [node for node in nodes if node.target is not ir.check_nan]
     stretch = _stretch(nodes, max_calls)
+    if len(nodes) <= stretch:
+        return frozenset()
     positions = {node: position for position, node in enumerate(nodes)}
     cuts, due, taken = [], False, -1
     for position, node in enumerate(nodes):
@@ -145,6 +149,9 @@ def _cuts(nodes: Sequence[fx.Node], max_calls: int) -> frozenset[fx.Node]:
 def _stretch(nodes: Sequence[fx.Node], max_calls: int) -> int:
     """After how many calls a region ends: as many repetitions of what the middle of the tape repeats as there is room
     for, or ``max_calls`` where it repeats nothing."""
+    repeated = min(max_calls, MAX_CALLS_OF_REPEATED_REGION)
+    if len(nodes) < 8 * repeated:
+        return max_calls
     quarter = len(nodes) // 4
     middle = [node.target for node in nodes[quarter : len(nodes) - quarter]]
     border = [0] * len(middle)  # of each beginning, how long a piece it begins and ends with (Knuth, Morris, Pratt)
@@ -155,7 +162,7 @@ def _stretch(nodes: Sequence[fx.Node], max_calls: int) -> int:
         length += middle[position] == middle[length]
         border[position] = length
     period = len(middle) - border[-1]
-    return max_calls // period * period if period <= max_calls else max_calls
+    return repeated // period * period if period <= repeated else max_calls
 
 
 def _region(nodes: list[fx.Node]) -> Region:

@@ -1,9 +1,8 @@
-"""The legality table for lowered graphs: what a node of an ATen graph may be, and what it may do with memory.
+"""The legality table for lowered graphs: the nodes that an ATen graph may have, and what they may do with memory.
 
-Of operators nothing is listed but those few that ask for metadata or overwrite what they are given; what else is to be
-known stands in their schemas. One walk over a graph checks it. What breaks a rule of memory can be seen before in-place
-operators are replaced, and names the call that it came from (:mod:`lower`); what is left to a backend
-must keep all of them.
+Only the few operators that ask for metadata or overwrite their arguments are listed. The schemas have everything else.
+One walk over a graph checks it. A breach of a memory rule is visible before in-place operators are replaced, and names
+the call that it came from (:mod:`lower`). The graph that a backend gets must keep all rules.
 """
 
 from __future__ import annotations
@@ -77,14 +76,14 @@ class Breach:
 
 @dataclass(frozen=True, slots=True)
 class _Facts:
-    """What an operator does with memory, from its schema.
+    """The effects of an operator on memory, from its schema.
 
     Attributes:
         name: without namespace and overload; empty for anything but an operator of torch.ops.
-        aliases: what it gives lies in the memory of its first argument.
+        aliases: its result lies in the memory of its first argument.
         writes: it writes into an argument.
         outs: names of the arguments that it writes its results to.
-        places: it takes a place in the memory of its first argument, or gives one.
+        places: it takes or gives a place in the memory of its first argument.
         tensors: positions of arguments that are tensors, and not optional ones.
     """
 
@@ -114,15 +113,15 @@ def _facts(target: Any) -> _Facts:
 
 
 def breaches(graph: fx.Graph) -> Iterator[Breach]:
-    """Where a graph, its in-place operators replaced or not, breaks a rule of memory.
+    """Yield each place where a graph breaks a rule of memory. Its in-place operators may be replaced or not.
 
-    - No memory is read that was allocated and is not wholly written before. Some of PyTorch's functions fill what they
-      allocated through a data pointer, as ``at::tensor`` does, and of that a trace sees the allocation alone.
+    - No memory is read that was allocated and not wholly written before. Some of PyTorch's functions fill memory that
+      they allocated through a data pointer, as ``at::tensor`` does. A trace sees only the allocation.
     - No operator counts from the beginning of an input's memory (``as_strided``). Inputs are traced as if they began
-      there; a tensor that the graph is run with may be a part of another one.
-    - No zeros are made without memory (``_efficientzerotensor``): what Inductor generates takes their address, 0.
-    - No operator is given an undefined tensor that it cannot do without. Kernels may then give undefined ones in turn
-      (``_scaled_dot_product_flash_attention_for_cpu_backward``), and the functions that make fake tensors do not.
+      there, but a tensor at run time may be a part of another one.
+    - No zeros are made without memory (``_efficientzerotensor``): code that Inductor generates takes their address, 0.
+    - No operator is given an undefined tensor that it needs. Kernels may then return undefined tensors too
+      (``_scaled_dot_product_flash_attention_for_cpu_backward``), but the functions that make fake tensors do not.
     """
     base: dict[fx.Node, fx.Node] = {}  # of a tensor, the input or the allocation whose memory it lies in
     parts: set[fx.Node] = set()  # those that need not be all of it
@@ -175,14 +174,13 @@ def _has_no_elements(node: fx.Node) -> bool:
 
 
 def verify(graph_module: fx.GraphModule) -> None:
-    """Check a lowered graph, as a backend is to get it.
+    """Check a lowered graph before a backend gets it.
 
-    What may be in it:
+    The graph may have:
 
     - placeholders, and one output, which is a list of nodes;
-    - operators of torch.ops that write into none of their arguments; nothing is left that does, as no later step of
-      the run expects it;
-    - functions on sizes, as in :data:`ON_SIZES`, and items of what several results came in;
+    - operators of torch.ops that write into none of their arguments; no later step of the run expects a write;
+    - functions on sizes, as in :data:`ON_SIZES`, and items of lists of results;
     - attributes: tensors with values, and graphs that operators of higher order take.
 
     Raises:

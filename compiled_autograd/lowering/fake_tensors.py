@@ -1,5 +1,5 @@
-"""Fake tensors: of given metadata, made without running an operator, in a tenth of the time of ``FakeTensorMode``; and
-what is asked of them during a trace."""
+"""Fake tensors: made from metadata without running an operator, in a tenth of the time of ``FakeTensorMode``; and
+queries about them during a trace."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ def made_fake(
     conj: bool,
     neg: bool,
 ) -> FakeTensor:
-    """A fake tensor that lies in ``storage``, which is one of the meta device. To be called with no mode on."""
+    """Return a fake tensor that lies in ``storage``, a storage on the meta device. Call this with no mode on."""
     tensor = torch.empty(0, dtype=dtype, device="meta").set_(storage, offset, size, stride)
     if conj:
         torch._C._set_conj(tensor, True)
@@ -58,21 +58,20 @@ def made_fake(
 
 
 def metadata_of(fake: FakeTensor) -> tuple[Any, ...]:
-    """What :func:`made_fake` has to be told beside the memory, to make one like it."""
+    """Return the arguments, beside the memory, with which :func:`made_fake` makes an equal fake tensor."""
     placed = (fake.shape, fake.stride(), fake.storage_offset())
     return (*placed, fake.dtype, fake.fake_device, fake.is_conj(), fake.is_neg())
 
 
 def fake_of(mode: FakeTensorMode, tensor: torch.Tensor, plain: bool = False) -> torch.Tensor:
-    """A fake tensor for a real one, without history and ``.grad``; but some of the engine's functions ask what requires
-    grad.
+    """Return a fake tensor for a real one, without history and ``.grad``. It requires grad as the real one does, since
+    some of the engine's functions ask.
 
-    It lies at the beginning of memory of its own, just as large as its elements need. What is traced with it must hold
-    for any tensor of that kind, wherever that lies, and whatever else lies there
-    (:data:`compiled_autograd.lowering.aten.ABSOLUTE`).
+    The fake tensor lies at the beginning of its own memory, just as large as its elements need. A trace with it must
+    hold for any tensor of that kind, at any place in any memory (:data:`compiled_autograd.lowering.aten.ABSOLUTE`).
 
     Args:
-        plain: without conjugate and negative bit, and with memory where it is zeros without.
+        plain: without conjugate and negative bit, and with memory for zeros that have none.
     """
     if tensor.is_quantized or (tensor._is_zerotensor() and not plain):  # more is to be known of it than its metadata
         return mode.from_tensor(tensor.detach().requires_grad_(tensor.requires_grad), static_shapes=True)
@@ -84,7 +83,7 @@ def fake_of(mode: FakeTensorMode, tensor: torch.Tensor, plain: bool = False) -> 
 
 
 def storage_of(tensor: torch.Tensor) -> int:
-    """Which memory a (fake) tensor lies in."""
+    """Return the id of the memory of a (fake) tensor."""
     if tensor.layout is not torch.strided:
         return id(tensor)
     return tensor.untyped_storage()._cdata

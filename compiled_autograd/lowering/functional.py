@@ -1,8 +1,8 @@
-"""In-place operators of an ATen graph -> operators that give a new tensor.
+"""In-place operators of an ATen graph -> operators that return a new tensor.
 
-What was written through a view is put back in place (``slice`` -> ``slice_scatter``), up to the tensor that owns the
-memory, and what is used later is taken anew from there. ``torch.func.functionalize`` does the same by tracing the graph
-once more, which takes five times as long as the trace; it remains for what is not understood here.
+A write through a view is written back into the tensor that owns the memory (``slice`` -> ``slice_scatter``). Later uses
+read from that tensor. ``torch.func.functionalize`` does the same by tracing the graph once more, which takes five times
+as long as the trace. It remains for graphs that this module does not understand.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ _aten = torch.ops.aten
 
 
 def mutates(node: fx.Node) -> bool:
-    """Whether a node of an ATen graph writes into one of its arguments."""
+    """Return whether a node of an ATen graph writes into one of its arguments."""
     return isinstance(node.target, torch._ops.OpOverload) and node.target._schema.is_mutable
 
 
@@ -61,10 +61,10 @@ class _Seen:
     """A tensor in such memory.
 
     Attributes:
-        memory: where it lies.
-        parent: what it is a view of; None for what owns the memory.
-        view: the node that makes it of ``parent``, or None where that is not understood.
-        value: the node that has what is in it, as of ``version``.
+        memory: the memory in which it lies.
+        parent: the tensor that it is a view of; None for the owner of the memory.
+        view: the node that makes it of ``parent``, or None if that node is not understood.
+        value: the node with its contents, as of ``version``.
         version: of the memory.
     """
 
@@ -76,7 +76,7 @@ class _Seen:
 
 
 class _Writes:
-    """What is done to a graph."""
+    """The changes of one graph."""
 
     def __init__(self, graph: fx.Graph) -> None:
         self._graph = graph
@@ -133,7 +133,7 @@ class _Writes:
         return seen.value
 
     def _see(self, node: fx.Node, parent: _Seen | None) -> None:
-        """What a node gives may be a tensor in memory that is written to."""
+        """Record the result of a node, if it may be a tensor in memory that is written to."""
         memory = self._memories.get(_storage(node))
         if memory is None:
             return
@@ -198,7 +198,7 @@ def _storage(node: fx.Node) -> int | None:
 
 
 def _is_view(node: fx.Node, parent: _Seen) -> bool:
-    """Whether a node is a view of its first argument that can be taken again of another tensor like that."""
+    """Return whether a node is a view of its first argument that can be made again of another tensor like it."""
     if not isinstance(node.target, torch._ops.OpOverload):
         return False
     if any(isinstance(each.meta.get("val"), torch.Tensor) for each in node.all_input_nodes if each is not node.args[0]):

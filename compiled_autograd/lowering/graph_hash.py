@@ -1,4 +1,4 @@
-"""When two ATen graphs are one: a region that says the same of inputs of the same kinds is compiled once."""
+"""Equality of ATen graphs: equal code on inputs of the same kinds is compiled once."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import torch
 from torch import fx
 
 InputKind = tuple[list[int], list[int], str, str]
-"""Of a tensor: sizes, strides, dtype and device."""
+"""Sizes, strides, dtype and device of a tensor."""
 
 
 def kinds_of_inputs(graph_module: fx.GraphModule, examples: Sequence[Any]) -> list[InputKind] | None:
-    """What a graph's code does not say and a compiler asks: its inputs' kinds.
+    """Return the kinds of a graph's inputs, which a compiler asks for beside the graph's code.
 
-    None where the two are not all there is to it: there are constants in the graph, sizes or strides that are symbols,
-    or tensors that are not strided. Where a tensor's memory begins is nothing to the code: it is given an address.
+    None if code and kinds do not say everything: the graph has constants, symbolic sizes or strides, or tensors that
+    are not strided. The place of a tensor in its memory does not count, since code gets an address.
     """
     if graph_module.graph.find_nodes(op="get_attr"):
         return None
@@ -31,7 +31,8 @@ def kinds_of_inputs(graph_module: fx.GraphModule, examples: Sequence[Any]) -> li
 
 
 def graph_hash(graph_module: fx.GraphModule, examples: Sequence[Any]) -> Hashable | None:
-    """Equal for graphs that a backend makes the same of, in one state of the process; None where it is not known."""
+    """Return a hash that is equal if a backend makes the same code of two graphs, in one state of the process. None if
+    unknown."""
     kinds = kinds_of_inputs(graph_module, examples)
     if kinds is None:
         return None

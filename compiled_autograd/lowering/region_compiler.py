@@ -57,11 +57,11 @@ class RegionCompiler:
     """Compiles regions.
 
     Args:
-        backend: what compiles them.
-        passes: functions over each region's ATen graph; each gives a new one, or None where it changed it in place.
-        specs: for placeholders, what they are made for; where another program was there before, also for what its
-            steps hand on.
-        dynamic: some of the specs have a history: what changes becomes a symbol.
+        backend: the compiler of the regions' graphs.
+        passes: functions over each region's ATen graph; each returns a new graph, or None if it changed the graph in
+            place.
+        specs: of placeholders; after an earlier program, also of the values that its steps handed on.
+        dynamic: some of the specs have a history, and each changing size becomes a symbol.
     """
 
     def __init__(
@@ -85,7 +85,7 @@ class RegionCompiler:
     # ---- looking up ------------------------------------------------------------------------------------------------
 
     def kind(self, step: RegionStep, slots: Slots) -> tuple[Any, ...]:
-        """What compiled code depends on, of what earlier steps hand on; what changes is left to the guards."""
+        """Return the kinds of earlier steps' values, on which compiled code depends. Guards check changing sizes."""
         if not self.dynamic:
             kind = tuple([kind_of_value(slots[slot]) for slot in step.handed_on])
         else:
@@ -94,7 +94,8 @@ class RegionCompiler:
         return with_depended_on(kind, step, slots) if step.asks_again else kind
 
     def find(self, step: RegionStep, slots: Slots) -> tuple[bool, CompiledRegion | None]:
-        """What was compiled for the values in hand, if anything was; None where its calls are to run one by one."""
+        """Return whether code exists for the values at hand, and the code; None instead of code if the calls run one by
+        one."""
         quickly = step.known_quickly(slots)
         for compiled in step.known(self.kind(step, slots), slots, self.dynamic) if quickly is None else quickly:
             if (
@@ -203,10 +204,10 @@ class RegionCompiler:
     # ---- what the proofs ask ---------------------------------------------------------------------------------------
 
     def drop(self, step: RegionStep, compiled: CompiledRegion, form: str) -> str:
-        """Never run a form of something compiled again, nor where a like region has it too.
+        """Drop a form of a compiled region permanently, also from regions that share its code.
 
         Returns:
-            What runs instead, in words.
+            The form that runs instead, in words.
         """
         alike = self._alike(step, compiled)
         for _, made in made_with(compiled.call):
@@ -249,12 +250,12 @@ class RegionCompiler:
         return [(self, step, compiled), *others]
 
     def where(self, step: RegionStep, form: str) -> str:
-        """Which region of which tape it is, in words."""
+        """Return the name of a region and its tape, in words."""
         calls = [node.meta["call"] for node in step.region.nodes]
         return f"{form} of {self.title()}: {len(calls)} calls, of its nodes #{min(calls)} to #{max(calls)}"
 
     def _guard_miss(self, step: RegionStep, compiled: CompiledRegion, slots: Slots) -> Miss:
-        """What was found to hold of the symbols when the region was compiled does not hold now."""
+        """Make the miss of a guard: a condition on symbols held when the region was compiled, and does not hold now."""
         assert compiled.guard is not None
         nodes = [step.region.inputs[position] for position in compiled.wiring.taken]
         arguments = [slots[slot] for slot in compiled.arguments]
@@ -262,7 +263,8 @@ class RegionCompiler:
         return guard_miss(compiled.guard, arguments, list(map(self.name_of, nodes)))
 
     def _other_kind(self, step: RegionStep, new: tuple[Any, ...], old: tuple[Any, ...]) -> Miss:
-        """What an earlier step handed on differs in shape, strides, dtype or definedness from what was compiled for."""
+        """Make the miss of an earlier step's value, whose shape, strides, dtype or definedness differs from the
+        compiled one."""
         for (node, _), one, other in zip(step.asked(), old, new, strict=False):
             if one != other:
                 return handed_on_miss(self.name_of(node), one, other)

@@ -1,5 +1,4 @@
-"""What was made of regions: in this process, and by another one, of which the store on disk has it; and ATen graphs as
-text."""
+"""Compiled regions: made in this process, or loaded from the store on disk; and ATen graphs as text."""
 
 from __future__ import annotations
 
@@ -38,14 +37,14 @@ class _Graph(Graph):
 
 @dataclass(slots=True, eq=False)
 class Made(WeaklyReferred):
-    """What was compiled.
+    """Compiled code of a region.
 
     Attributes:
-        artifact: what it was loaded from, where another process has compiled it for this one, since what was loaded
-            cannot be saved again; None once it was to be stored.
+        artifact: the bytes that it was loaded from, if another process compiled it for this one, since loaded code
+            cannot be saved again. None once storing was tried.
         digest: that of the artifact, once it is stored.
-        dropped: forms of it that were found to be wrong.
-        taken_by: the region compilers, of several variants, that have regions which run it.
+        dropped: forms of the code that were found to be wrong.
+        taken_by: the region compilers, of several variants, that have regions with this code.
     """
 
     call: Compiled
@@ -56,13 +55,13 @@ class Made(WeaklyReferred):
 
 
 MADE: weakref.WeakValueDictionary[Hashable, Made] = weakref.WeakValueDictionary()
-"""What backends made, by backend, state of the process and graph hash, while a variant has it. Structures that differ
-in their leaves alone have equal graphs: those with and without a ``.grad`` to add to, as gradients are accumulated."""
+"""Compiled code by backend, state of the process and graph hash, as long as a variant has it. Structures that differ
+only in their leaves have equal graphs: with and without a ``.grad`` to add to, as in gradient accumulation."""
 PROCESS.register(MADE, reset=MADE.clear)
 
 
 def made_with(call: Compiled) -> list[tuple[Hashable, Made]]:
-    """Where other regions may have taken code from, or may yet; looked up at once, since other threads add to it."""
+    """Return the entries of :data:`MADE` with this code, and their keys, at once: other threads add entries."""
     return [(each.key, made) for each in MADE.valuerefs() if (made := each()) is not None and made.call is call]
 
 
@@ -118,7 +117,7 @@ class StoredRegion:
 
 @dataclass(slots=True)
 class StoredRegions:
-    """What the store has of one variant, by the span of the region; and what gives a file of the store."""
+    """The stored regions of one variant by the region's span, and a function that reads a file of the store."""
 
     regions: Mapping[tuple[int, int], Sequence[StoredRegion]]
     read: Callable[[str], bytes]

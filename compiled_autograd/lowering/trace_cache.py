@@ -1,9 +1,9 @@
-"""What the engine's functions were traced to, remembered for the next region that calls them alike.
+"""Traces of the engine's functions, kept for the next region with an equal call.
 
-What comes of a call depends on the function, on the metadata of its tensors and on how these share memory, on its other
-arguments, on the table of decompositions, and on the state of the process (``guards/ambient.py``). All of
-that is in the key; a call whose arguments have anything else in them (a symbol, a constant that is known by value) is
-run. A call is remembered only if it made nothing but operators on its own arguments and did not write into these.
+A trace depends on the function, the metadata of its tensors and their shared memory, the other arguments, the table of
+decompositions, and the state of the process (``guards/ambient.py``). The key has all of these. A call whose arguments
+have anything else in them (a symbol, a constant that is known by value) runs. A trace is kept only if the call made
+nothing but operators on its own arguments, and wrote into none of them.
 """
 
 from __future__ import annotations
@@ -26,8 +26,8 @@ _MAX_TABLES = 4
 _PURE = frozenset({ir.sum_gradients, ir.copy_slices_prologue, ir.copy_slices_epilogue})
 Table = Mapping[Any, Callable[..., Any]] | None
 TRACED: OrderedDict[int, tuple[Table, OrderedDict[Hashable, TracedCall]]] = OrderedDict()
-"""By the ``id`` of a table of decompositions, the table, which is held so that its ``id`` stays its own, and calls that
-were traced with it."""
+"""By the ``id`` of a table of decompositions: the table, kept alive so that the ``id`` stays unique, and the calls
+traced with it."""
 PROCESS.register(TRACED, reset=TRACED.clear)
 
 
@@ -49,11 +49,11 @@ class TracedCalls:
         self._tracer: Any = mode.tracer
 
     def call(self, target: Any, arguments: Sequence[Any], run: Callable[..., Any]) -> Any:
-        """What ``run(*arguments)`` gives, whose operators become part of the graph that is being traced.
+        """Return ``run(*arguments)``, and add its operators to the graph that is being traced.
 
         Args:
             target: of the tape graph's call.
-            arguments: fake tensors, and whatever else the call takes.
+            arguments: fake tensors, and all other arguments of the call.
             run: makes the call; may raise.
         """
         if not _is_pure(target):
@@ -85,7 +85,7 @@ def last_of(graph: fx.Graph) -> fx.Node:
 
 
 def nodes_after(last: fx.Node, graph: fx.Graph) -> Iterator[fx.Node]:
-    """What came after the node that was last."""
+    """Yield the nodes after the node that was last."""
     node = last._next
     while node is not graph._root:
         yield node
@@ -93,5 +93,5 @@ def nodes_after(last: fx.Node, graph: fx.Graph) -> Iterator[fx.Node]:
 
 
 def _is_pure(target: Any) -> bool:
-    """Whether a call does the same for the same arguments; what a user wrote, in whatever language, may do anything."""
+    """Return whether equal arguments give equal results. Code of users, in any language, may do anything."""
     return target in _PURE or (isinstance(target, ir.OpaqueOp) and target.traceable and not target.custom)

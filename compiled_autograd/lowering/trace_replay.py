@@ -1,7 +1,8 @@
-"""What one call was traced to: its arguments as a key, the nodes that it made, and how these are made of others.
+"""The trace of one call: its arguments as a key, the nodes that it made, and how to copy these nodes.
 
-A call is kept without its tensors: of those that came in, what the key says; of those that were made, their metadata
-and which of them share memory. Nodes and memories are numbered: those of the arguments, and then those that were made.
+A call is kept without its tensors. The key has the properties of the arguments. Of the tensors that the call made, the
+metadata is kept, and which of them share memory. Nodes and memories are numbered: first those of the arguments, then
+those that the call made.
 """
 
 from __future__ import annotations
@@ -44,10 +45,10 @@ class Arguments:
         self.positions: dict[int, int] = {}  # by the tensors' ids
 
     def key(self, value: Any) -> Hashable:
-        """What a call depends on, of an argument.
+        """Return a key for the properties of an argument on which a call depends.
 
         Raises:
-            NotAKeyError: it may depend on more.
+            NotAKeyError: the call may depend on more.
         """
         kind = type(value)
         if kind is FakeTensor:
@@ -115,12 +116,12 @@ class _Node:
 
 @dataclass(slots=True, frozen=True)
 class TracedCall:
-    """What a call was traced to.
+    """The trace of a call.
 
     Attributes:
         nodes: those that it made, in their order.
         memories: the sizes, in bytes, of the memory that it made.
-        result: with what stands for tensors in it.
+        result: the call's result, with placeholders for tensors.
     """
 
     nodes: Sequence[_Node]
@@ -159,10 +160,10 @@ class TracedCall:
 
 
 def recorded(made: Sequence[fx.Node], result: Any, given: Arguments) -> TracedCall:
-    """What is to be remembered of a call.
+    """Return the trace of a call.
 
     Raises:
-        NotACopyError: it did what copying its nodes would not do.
+        NotACopyError: copying the call's nodes would not do the same as the call.
     """
     if not given.tensors:
         raise NotACopyError
@@ -192,7 +193,7 @@ class _Recorder:
         return _Node(name, node.target, args, kwargs, {**node.meta, "val": value})
 
     def result(self, value: Any) -> Any:
-        """What stands for a tensor that the call gave, or a number."""
+        """Return the placeholder of a tensor that the call gave, or a number."""
         if not isinstance(value, torch.Tensor):
             return self._value(value)
         position = self.given.positions.get(id(value))
@@ -205,7 +206,7 @@ class _Recorder:
         return _Result(number, self._value(value))
 
     def _input(self, value: Any) -> Any:
-        """What stands for a node among a node's arguments, or a constant."""
+        """Return the placeholder of a node among a node's arguments, or a constant."""
         if not isinstance(value, fx.Node):
             if isinstance(value, (torch.Tensor, torch.SymInt, torch.SymFloat, torch.SymBool, slice)):
                 raise NotACopyError
@@ -216,7 +217,7 @@ class _Recorder:
         return _Numbered(found)
 
     def _value(self, value: Any) -> Any:
-        """What stands for a tensor that is a node's value, or a number."""
+        """Return the placeholder of a tensor that is a node's value, or a number."""
         if not isinstance(value, torch.Tensor):
             if isinstance(value, (int, float, bool, type(None))):
                 return value
@@ -232,5 +233,5 @@ class _Recorder:
 
 
 def _is_ordinary(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is what its metadata says, and nothing more is known of it."""
+    """Return whether a tensor has no properties beside its metadata."""
     return tensor.layout is torch.strided and not tensor._is_zerotensor() and tensor.constant is None  # type: ignore[attr-defined]

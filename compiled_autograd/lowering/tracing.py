@@ -1,9 +1,9 @@
 """Runs a function on fake tensors, and records the operators that it calls as an ATen graph.
 
-The parts are those of ``make_fx`` (``torch/fx/experimental/proxy_tensor.py``, 2.13), and so is the graph. What is left
-out is ``fx.Tracer.trace``. It replaces ``__getattr__`` and ``__call__`` of ``torch.nn.Module`` while it runs, to see
-modules; there are none here, and to change a class takes time for each of its subclasses, one of which comes with every
-``GraphModule``. In a process with some thousand graphs that alone took four fifths of a trace.
+The parts and the graph are those of ``make_fx`` (``torch/fx/experimental/proxy_tensor.py``, 2.13), but without
+``fx.Tracer.trace``. That function replaces ``__getattr__`` and ``__call__`` of ``torch.nn.Module`` while it runs, to
+see modules. There are none here, and changing a class takes time for each of its subclasses: every ``GraphModule`` has
+one. In a process with some thousand graphs that alone took four fifths of a trace.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ def trace(
     """
     making = _MakefxTracer(
         None if decompositions is None else dict(decompositions),
-        "real",  # what is given is fake already
+        "real",  # the arguments are fake already
         True,
         False,
         False,
@@ -81,13 +81,13 @@ def plain_tracing() -> Iterator[None]:
 
 
 def modes_on() -> tuple[int, int]:
-    """How many modes of PyTorch's the thread is in: of operators, and of functions."""
+    """Return how many modes of PyTorch the thread is in: of operators, and of functions."""
     return torch._C._len_torch_dispatch_stack(), torch._C._len_torch_function_stack()
 
 
 def leave_modes(before: tuple[int, int]) -> None:
-    """Leave modes that are on since then: those of PyTorch's are entered and left by functions of Python's, in which
-    Ctrl-C may come. The thread would stay in them, and have fake tensors for ever."""
+    """Leave modes that were entered since then. Python functions enter and leave PyTorch's modes, and Ctrl-C may arrive
+    in them. Otherwise the thread would stay in the modes, and make fake tensors from then on."""
     while torch._C._len_torch_dispatch_stack() > before[0]:
         torch._C._pop_torch_dispatch_stack(None)
     while torch._C._len_torch_function_stack() > before[1]:

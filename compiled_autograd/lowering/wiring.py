@@ -23,15 +23,16 @@ def owned(
     leaves: Sequence[Any],
     specs: Sequence[Spec | None],
 ) -> Wiring:
-    """The same, once it was seen which gradients the backend gives in memory that something else sees, or with other
-    strides than the trace had (its ``native_layer_norm_backward`` follows the input, and the CPU's does not).
+    """Return a wiring that copies gradients whose memory something else sees, and gradients with other strides than in
+    the trace. Inductor's ``native_layer_norm_backward`` follows the input's strides, for example, and the CPU's does
+    not.
 
     Args:
-        results: what the backend's code gave.
-        arguments: what it was given.
+        results: of the backend's code.
+        arguments: of the backend's code.
         leaves: the region's fresh leaves.
-        specs: what these are made for. Where it has a history no guard asks for the leaf's strides: then whether the
-            leaf can keep a gradient is asked each time.
+        specs: of the leaves. If a spec has a history, no guard asks for the leaf's strides. Then each run checks
+            whether the leaf can keep a gradient.
     """
     shared = _not_owned(results, [index for _, index in (*wiring.apart, *wiring.fresh)], arguments)
     obeying = [
@@ -50,7 +51,7 @@ def owned(
 
 
 def all_copied(wiring: Wiring) -> Wiring:
-    """The same for results of which nobody has seen whose memory they lie in: each that is to be apart is copied."""
+    """Return a wiring for results whose memory was never examined: each that must not share memory is copied."""
     elsewhere = {position for position, _, _ in wiring.permuted}
     return msgspec.structs.replace(
         wiring,
@@ -96,7 +97,7 @@ def _order(tensor: torch.Tensor) -> tuple[int, ...]:
 
 
 def _not_owned(results: Sequence[Any], fresh: Sequence[int], arguments: Sequence[Any]) -> set[int]:
-    """Which results a backend gave in memory that something else sees, against what the graph says."""
+    """Return the indices of results whose memory something else sees, against the graph."""
     seen = {memory_of(value) for value in arguments}
     seen.update(memory_of(value) for index, value in enumerate(results) if index not in set(fresh))
     shared = set()

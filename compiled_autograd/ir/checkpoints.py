@@ -17,8 +17,8 @@ from .operations import USERS_CODE, unpack_hook
 from .tape_graph import TapeGraph
 
 Frames = tuple[tuple[int, int], ...]
-"""Of a tape's unpack hooks, in the tape graph's order, the checkpointed call that each belongs to: pairs of its number,
-in the order in which they first come, and of how many hooks in a row are its own. -1 is for hooks of other kinds."""
+"""The checkpointed call of each unpack hook of a tape, in the tape graph's order. A pair has the call's number, in
+order of first occurrence, and how many hooks in a row belong to it. -1 is for hooks of other kinds."""
 
 
 def numbered(frames: Iterable[object | None]) -> Frames:
@@ -29,7 +29,7 @@ def numbered(frames: Iterable[object | None]) -> Frames:
 
 
 def unpacks(tape: TapeGraph) -> tuple[int, ...]:
-    """Which of the lifted objects are unpack hooks that the tape graph calls, in its order."""
+    """Return the indices of the lifted objects that are unpack hooks and that the tape graph calls, in its order."""
     hooks = [node.args[0] for node in tape.graph.nodes if node.target is unpack_hook]
     return tuple(hook.meta["lifted"].index for hook in hooks if isinstance(hook, fx.Node))
 

@@ -1,4 +1,4 @@
-"""What each kind of call in a tape graph may take and give, and the check of a whole graph against that."""
+"""The legality table: arguments and results of each kind of call in a tape graph, and the check of a whole graph."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ from .operations import (
 )
 
 ARITHMETIC = frozenset({operator.add, operator.sub, operator.mul, operator.floordiv, operator.mod})
-"""What sizes are computed with."""
+"""Functions that compute sizes."""
 
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """What one kind of call may take and give. Kinds of values: see :func:`value_kind`."""
+    """The arguments and the result that one kind of call may have. Kinds of values: see :func:`value_kind`."""
 
     takes: tuple[frozenset[str], ...]
     gives: str
@@ -80,7 +80,7 @@ RULES: dict[Any, Rule] = {
     operator.getitem: Rule((_TENSORS, _kinds("constant")), gives="tensor"),
     **{function: Rule((_SIZE, _SIZE), gives="size") for function in ARITHMETIC},
 }
-"""The legality table: for each kind of call, what it may take and what it gives."""
+"""The legality table: a rule for each kind of call."""
 
 
 def rule_of(node: fx.Node) -> Rule | None:
@@ -90,7 +90,7 @@ def rule_of(node: fx.Node) -> Rule | None:
 
 
 def is_validation(call: fx.Node) -> bool:
-    """Whether a call fits what a node gives to the nodes after it: their shapes, dtypes and devices."""
+    """Return whether a call fits the results of a node to the next nodes: to their shapes, dtypes and devices."""
     return isinstance(call.target, OpaqueOp) and "validate_outputs" in call.target.__name__
 
 
@@ -111,7 +111,7 @@ def verify(graph: fx.Graph) -> None:
     """Check every call of a tape graph against :data:`RULES`.
 
     Raises:
-        IllegalGraphError: naming the node, the argument, what was found and what is allowed there.
+        IllegalGraphError: naming the node, the argument, the kind found and the kinds allowed.
     """
     graph.lint()
     for node in graph.nodes:

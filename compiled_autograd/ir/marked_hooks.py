@@ -1,7 +1,7 @@
-"""A tape graph in which calls of hooks that are marked as traceable may be traced.
+"""A tape graph whose calls of hooks that are marked as traceable may be traced.
 
-The engine's key says of hooks how many there are, and not which. So a capture takes none for marked; which are is found
-at each run, and is part of the state that a form of the tape graph is for.
+The engine's key has the number of hooks, but not which hooks. So a capture treats no hook as marked. Each run finds the
+marked hooks, and they are part of the state of a form of the tape graph.
 """
 
 from __future__ import annotations

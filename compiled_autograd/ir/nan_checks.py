@@ -1,7 +1,7 @@
-"""What anomaly mode does in a backward: the node that gave a NaN is named, and where its forward was called is told.
+"""Anomaly mode in a backward: an error names the node that gave a NaN, and a warning the place of its forward.
 
-The rules are those of ``Engine::evaluate_function`` (``torch/csrc/autograd/engine.cpp``, 2.13), which looks at whatever
-a node gives after its post-hooks, and of ``PyAnomalyMetadata::print_stack``
+The rules are those of ``Engine::evaluate_function`` (``torch/csrc/autograd/engine.cpp``, 2.13), which looks at a node's
+results after its post-hooks, and of ``PyAnomalyMetadata::print_stack``
 (``torch/csrc/autograd/python_anomaly_mode.cpp``).
 """
 
@@ -18,7 +18,7 @@ _WHOLE_NAMES = {"CopySlices": "torch::autograd::CopySlices"}
 
 
 def looked_for() -> bool:
-    """Whether anomaly mode is on, and checks for NaNs."""
+    """Return whether anomaly mode is on, and checks for NaNs."""
     return torch.is_anomaly_enabled() and torch.is_anomaly_check_nan_enabled()
 
 
@@ -36,7 +36,7 @@ def with_nan_checks(tape: ir.TapeGraph) -> ir.TapeGraph:
 
 
 def in_the_engines_words(error: ir.NaNFoundError, name: str) -> RuntimeError:
-    """What the user sees.
+    """Return the error that the engine would raise.
 
     Args:
         name: of the node.

@@ -20,7 +20,7 @@ PLAIN_TENSORS = (torch.Tensor, torch.nn.Parameter, torch.nn.Buffer)
 
 
 def is_plain(tensor: torch.Tensor) -> bool:
-    """Whether a tensor is a strided one of a class whose operators are its own: what can be traced."""
+    """Return whether a tensor can be traced: a strided tensor of a class with PyTorch's own operators."""
     return type(tensor) in PLAIN_TENSORS and attributes.layout(tensor) is torch.strided
 
 
@@ -70,9 +70,9 @@ def sum_gradients(*gradients: torch.Tensor | None) -> torch.Tensor | None:
 
 
 def accumulate_grad(leaf: torch.Tensor, old: torch.Tensor | None, gradient: torch.Tensor | None) -> torch.Tensor:
-    """Vocabulary only: :mod:`compiled_autograd.steps.accumulate` does it for all leaves of a region at once.
+    """Name the call only: :mod:`compiled_autograd.steps.accumulate` runs it for all leaves of a region at once.
 
-    Gives the gradient, which is what the leaf keeps if it can.
+    The result is the gradient. The leaf keeps it if it can.
     """
     raise NotImplementedError
 
@@ -110,9 +110,9 @@ def copy_slices_epilogue(
     view_offset: int,
     base_offset: int,
 ) -> list[torch.Tensor | None]:
-    """The second half: what was written over gets the written function's gradient, the rest keeps the base's.
+    """Run the second half: the written slice gets the written function's gradient, the rest keeps the base's.
 
-    An undefined gradient of the written function leaves the base's undefined too, as the engine does. The slice is
+    If the written function's gradient is undefined, the base's becomes undefined too, as in the engine. The slice is
     written out of place, since the written function may lie in another region than the prologue.
     """
     gradients: list[torch.Tensor | None] = [None] * len(needs_input_grad)
@@ -176,10 +176,10 @@ USERS_CODE = frozenset(
 
 
 def runs_users_code(target: Any) -> bool:
-    """Whether a call runs what a user wrote, where it runs as it is; what is marked as traceable may be compiled."""
+    """Return whether a call runs a user's function uncompiled. A marked function may be compiled."""
     return target in USERS_CODE or isinstance(target, Marked)
 
 
 def hook_kind(target: Any) -> Any:
-    """What calls a hook, also of one that may be traced; other targets as they are."""
+    """Return the kind of a hook's call, also of a traceable one; other targets unchanged."""
     return target.kind if isinstance(target, TracedHook) else target

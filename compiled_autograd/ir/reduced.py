@@ -10,11 +10,11 @@ from .tape_graph import TapeGraph
 
 
 def runs_of_leaves(tape: TapeGraph) -> list[list[int]]:
-    """Which of the lifted tensors are written to, in order; a run for each stretch in which nothing but PyTorch's own
-    functions runs.
+    """Return the lifted tensors that are written to, in order: one list for each stretch in which only PyTorch's own
+    functions run.
 
-    What users wrote may communicate, and ranks match their communication by its order alone. One rank may run a
-    backward compiled that another leaves to eager, so the reducer's may not come later than that.
+    Users' code may communicate, and ranks match their communication by order alone. One rank may run a backward
+    compiled, and another one on eager. So the reducer may not communicate after such code.
     """
     runs: list[list[int]] = [[]]
     for node in tape.graph.nodes if tape.accumulates else ():

@@ -1,7 +1,7 @@
-"""What a structure consists of, as records: lifted values, calls and their arguments; and the text of each for people.
+"""The records of a structure: lifted values, calls and their arguments; and the text of each for people.
 
-The key of one node of the tape is a tuple: the node's name, and then parts. Two keys are equal where every part is. The
-records are frozen and hashable, and msgspec writes and reads them, so that what the store keeps can be compared too.
+The key of one node of the tape is a tuple: the node's name, and then parts. Two keys are equal if every part is. The
+records are frozen and hashable. msgspec writes and reads them, so stored keys can be compared too.
 """
 
 from __future__ import annotations
@@ -19,11 +19,11 @@ from torch import fx
 
 
 class Lifted(msgspec.Struct, frozen=True, gc=False, array_like=True, tag="lifted"):
-    """What a placeholder stands for: ``node.meta["lifted"]``.
+    """The meaning of a placeholder: ``node.meta["lifted"]``.
 
     Attributes:
         kind: one of :data:`operations.PLACEHOLDERS`.
-        index: which of all that the engine hands over of that kind.
+        index: among all values of that kind that the engine hands over.
     """
 
     kind: str
@@ -52,7 +52,7 @@ class LiftedTensor(msgspec.Struct, frozen=True, gc=False, array_like=True, tag="
 
     @property
     def properties(self) -> str:
-        """What it is beside dtype and device; empty where it is nothing else."""
+        """Return the properties beside dtype and device; empty if there are none."""
         return ", ".join(filter(None, ("requires_grad" if self.requires_grad else "", self.kind)))
 
     def __str__(self) -> str:
@@ -60,12 +60,12 @@ class LiftedTensor(msgspec.Struct, frozen=True, gc=False, array_like=True, tag="
 
 
 class Value(msgspec.Struct, frozen=True, gc=False, array_like=True, tag="value"):
-    """What a call gave.
+    """A result of a call.
 
     Attributes:
-        call: the index of the node of the tape that the call belongs to.
+        call: the index of the tape's node that the call belongs to.
         number: of the call among those of that node, counted from 0.
-        edge: which of the values that the call gave; None for the call's whole result.
+        edge: the index among the call's results; None for the whole result.
     """
 
     call: int
@@ -103,7 +103,7 @@ class Listed(msgspec.Struct, frozen=True, gc=False, array_like=True, tag="list")
 
 
 Argument = Lifted | Value | Constant | Listed | int | None
-"""What a call takes."""
+"""An argument of a call."""
 
 
 class CallPart(msgspec.Struct, frozen=True, gc=False, array_like=True, tag="call", cache_hash=True):
@@ -145,7 +145,7 @@ class RunOrder(msgspec.Struct, frozen=True, gc=False, array_like=True, tag="orde
 
 
 class SavedValue(msgspec.Struct, frozen=True, gc=False):
-    """What a node of the tape saved under a name: a constant, or a tensor, which has no ``value`` here."""
+    """A constant or tensor that a node of the tape saved under a name. A tensor has no ``value`` here."""
 
     name: str
     is_tensor: bool
@@ -184,7 +184,7 @@ def _device(value: torch.device) -> Constant:
 
 
 def leaves(arguments: Sequence[Argument]) -> Iterator[Lifted | Value | Constant | int | None]:
-    """What arguments consist of, lists opened."""
+    """Yield the parts of arguments, lists opened."""
     for argument in arguments:
         if type(argument) is Listed:
             yield from leaves(argument.items)
@@ -193,7 +193,7 @@ def leaves(arguments: Sequence[Argument]) -> Iterator[Lifted | Value | Constant 
 
 
 def values_of(arguments: Sequence[Argument]) -> list[Lifted | Value]:
-    """What is handed over or computed, of all that arguments consist of."""
+    """Return all parts of arguments that are handed over or computed."""
     return [leaf for leaf in leaves(arguments) if isinstance(leaf, (Lifted, Value))]
 
 
@@ -203,7 +203,7 @@ def encode_keys(keys: Sequence[StructureKey]) -> bytes:
 
 
 def decode_keys(data: bytes) -> list[StructureKey] | None:
-    """What :func:`encode_keys` wrote; None where it is damaged, or where another version wrote other records."""
+    """Return the keys that :func:`encode_keys` wrote; None if damaged, or if another version wrote other records."""
     try:
         return _decoder.decode(data)
     except (msgspec.DecodeError, RecursionError):

@@ -42,7 +42,7 @@ _NO_PARAMETER = Named()
 
 @dataclass(slots=True)
 class TapeCall:
-    """One node of the tape, as the engine reported it, with what was read of it from Python.
+    """One node of the tape, as the engine reported it, with facts that were read from Python.
 
     Attributes:
         index: its place in the engine's walk; 0 is the root.
@@ -51,8 +51,8 @@ class TapeCall:
         edges: indices of the nodes that its gradients go to, edge by edge; None where they could not be read.
         named: the parameter of a leaf: :attr:`parameter`, :attr:`module` and :attr:`model`.
         source: ``file:line in function`` of the forward, where anomaly mode recorded it.
-        saved: what the node saved, by its names for it. Only for people: nothing is decided by it.
-        look_up: finds out what it is named, where nobody has asked yet; None where somebody has.
+        saved: values that the node saved, by name. Only for people: no decision depends on them.
+        look_up: finds its names, at the first request; None afterwards.
     """
 
     index: int
@@ -93,18 +93,18 @@ class TapeCall:
 
 @dataclass(slots=True)
 class TapeGraph:
-    """A capture: the graph, the nodes of the tape it was made of, and what the lifted tensors are.
+    """A capture: the graph, the nodes of its tape, and the lifted tensors.
 
     Attributes:
         graph: calls in the order in which they run; ``node.meta["call"]`` is the index into ``calls``, and a
-            placeholder's ``node.meta["lifted"]`` says what it stands for.
+            placeholder's ``node.meta["lifted"]`` has its meaning.
         calls: the tape's nodes in the engine's walk; index 0 is the root.
         inputs: for each lifted tensor, all that the structure says of it.
         order: indices into ``calls`` in the order in which the eager engine would run them.
         accumulates: True for ``backward``, False for ``autograd.grad``.
         needs_engine: it has calls that can be run only while the engine's own call is under way.
         cuda_device: the index of the CUDA device that it lies on; None where it lies on none.
-        hook_places: of the runtime's, see ``runtime.late_hooks.HookPlaces``; found when somebody asks.
+        hook_places: of the runtime, see ``runtime.late_hooks.HookPlaces``; found at the first request.
     """
 
     graph: fx.Graph
@@ -126,11 +126,11 @@ class TapeGraph:
 
     @property
     def runs_users_code(self) -> bool:
-        """Whether it has hooks or Python functions."""
+        """Return whether the graph has hooks or Python functions."""
         return any(node.target in USERS_CODE for node in self.graph.nodes)
 
     def added_to(self) -> frozenset[int]:
-        """Which of the lifted tensors are nothing but ``.grad`` of leaves: their strides are nobody's concern."""
+        """Return the lifted tensors that are only ``.grad`` of leaves: their strides do not matter."""
         return frozenset(
             node.meta["lifted"].index
             for node in self.graph.find_nodes(op="placeholder")
@@ -139,7 +139,7 @@ class TapeGraph:
         )
 
     def is_unnamed(self) -> bool:
-        """Whether names of parameters were not asked for yet."""
+        """Return whether the names of parameters were not looked up yet."""
         return any(call.look_up is not None for call in self.calls)
 
     def copy(self, calls: list[TapeCall]) -> TapeGraph:
@@ -149,7 +149,7 @@ class TapeGraph:
         return replace(self, graph=graph, calls=calls)
 
     def readable(self) -> str:
-        """The one text form: stable, and complete but for tensors, sizes and scalars, which are no part of it."""
+        """Return the one text form: stable, and complete except for tensors, sizes and scalars."""
         return "".join(f"{line}\n" for line, _ in self.lines())
 
     def lines(self) -> Iterator[tuple[str, fx.Node | TapeCall | None]]:
@@ -225,7 +225,8 @@ class TapeGraph:
         return [*keys, ("end", returned, *first_used(output), *self._seen_order(), *unused)]
 
     def _seen_order(self) -> list[RunOrder]:
-        """Where users' code runs, the order of nodes that have some, or write to a leaf; unless it is the walk's."""
+        """Return the order of nodes with users' code or a write to a leaf, if the tape has users' code. Empty for the
+        walk's."""
         if not self.runs_users_code:
             return []
         shows = {

@@ -1,10 +1,10 @@
-"""What AccumulateGrad does with ``.grad``, for all leaves of a step at once (``docs/internals/steps.md`` has a table).
+"""``AccumulateGrad`` for all leaves of a step at once (``docs/internals/steps.md`` has a table).
 
 The rules are those of ``torch/csrc/autograd/functions/accumulate_grad.h`` and ``utils/grad_layout_contract.h`` (2.13),
-for grad mode off. We are stricter in one point: what a leaf keeps never shares memory with a tensor of the user's.
+for grad mode off. One rule is stricter here: a kept gradient never shares memory with a tensor of the user.
 
-Between the last look at a leaf's ``.grad`` and the writing of another there is no call: there Python may run a signal's
-handler or what ``gc`` has found, and in it another backward that gives to this leaf.
+Nothing is called between the last read of a leaf's ``.grad`` and the write of another one. In a call, Python may run a
+signal's handler or a finalizer of ``gc``, and they may run another backward that gives to this leaf.
 """
 
 from __future__ import annotations
@@ -33,7 +33,7 @@ _BATCH = 4
 
 
 def is_dense(tensor: torch.Tensor) -> bool:
-    """Whether a strided tensor's elements lie side by side, in whatever order."""
+    """Return whether a strided tensor's elements lie side by side, in any order."""
     if isinstance(tensor, FakeTensor):  # sizes may be symbols
         # Private in torch 2.13. It imports sympy, which takes half a second: traces have done so before.
         from torch._prims_common import is_non_overlapping_and_dense_or_false
@@ -44,7 +44,7 @@ def is_dense(tensor: torch.Tensor) -> bool:
 
 
 def obeys_layout(grad: torch.Tensor, leaf: torch.Tensor) -> bool:
-    """Whether ``grad`` has the layout that ``leaf`` wants its ``.grad`` to have; False for anything but strided."""
+    """Return whether ``grad`` has the layout that ``leaf`` wants for its ``.grad``; False if one is not strided."""
     if attributes.layout(leaf) is not torch.strided or attributes.layout(grad) is not torch.strided:
         return False
     if not is_dense(leaf):
@@ -63,7 +63,7 @@ def own_copy(grad: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
 
 
 def copy_laid_out_as(grad: torch.Tensor, leaf: torch.Tensor) -> torch.Tensor:
-    """What :func:`own_copy` gives, without the leaf's sizes: a trace with symbols knows no products of them."""
+    """Copy as :func:`own_copy` does, without the leaf's sizes: a trace with symbols knows no products of them."""
     if not is_dense(leaf):
         return grad.clone(memory_format=torch.contiguous_format)
     order = outermost_first(leaf)
@@ -77,8 +77,8 @@ def outermost_first(dense: torch.Tensor) -> tuple[int, ...]:
 
 
 def stealable(only: list[torch.Tensor], leaf: torch.Tensor) -> bool:
-    """Whether ``leaf`` can keep a gradient that users' code made: nobody else holds it, or other views of its memory.
-    Of ours, the list ``only`` alone refers to it."""
+    """Return whether ``leaf`` can keep a gradient that users' code made. Nothing else may hold the gradient, or another
+    view of its memory. In this package, only the list ``only`` may refer to the gradient."""
     if references(only, 0) > COUNT_OF_UNSHARED:
         return False
     (grad,) = only
@@ -96,7 +96,7 @@ def stealable(only: list[torch.Tensor], leaf: torch.Tensor) -> bool:
 
 
 def _holds_its_base_alone(grad: torch.Tensor) -> bool:
-    """Whether a tensor is a view of something that nothing but the view keeps: as ``sum`` and ``view`` leave one."""
+    """Return whether a tensor is a view of a base that only the view keeps alive, as ``sum`` and ``view`` make them."""
     base = [attributes.base(grad)]
     if base[0] is None or attributes.numel(base[0]) != attributes.numel(grad):
         return False  # the leaf would keep more memory than it needs
@@ -105,10 +105,11 @@ def _holds_its_base_alone(grad: torch.Tensor) -> bool:
 
 
 def _kept(grad: torch.Tensor) -> torch.Tensor:
-    """What becomes ``.grad``: no view, for it may be detached in place; nor a sparse tensor that is somebody's.
+    """Return the tensor that becomes ``.grad``. It is no view, for it may be detached in place, and no user's sparse
+    tensor.
 
-    The engine keeps ``grad.detach()``; ``data`` is the same in less time, for what has no history. A sparse gradient,
-    which cannot be detached, is another tensor of the same parts.
+    The engine keeps ``grad.detach()``. ``data`` does the same in less time for a tensor without history. A sparse
+    gradient cannot be detached, so another tensor of the same parts is made.
     """
     if attributes.layout(grad) is torch.sparse_coo:
         return torch.sparse_coo_tensor(grad._indices(), grad._values(), attributes.shape(grad), check_invariants=False)
@@ -145,8 +146,8 @@ def keep(step: AccumulateStep, slots: list[Any], kept: dict[int, Any]) -> None:
 
 
 def give(leaves: Sequence[torch.Tensor], grads: list[torch.Tensor | None], context: RunContext) -> None:
-    """Give leaves what the eager engine has computed for them, as it would. ``grads`` is emptied: what nobody else
-    holds a leaf can keep. A leaf that requires no gradient any more gets none."""
+    """Give leaves their gradients from the eager engine, as the engine would, and empty ``grads``. A leaf can keep a
+    gradient that nothing else holds. A leaf that no longer requires a gradient gets none."""
     count = len(leaves)
     numbers = list(range(3 * count))
     shared = numbers[2 * count :]
@@ -200,11 +201,11 @@ def _write_all(step: AccumulateStep, slots: list[Any]) -> None:
 
 
 def _write_one_by_one(step: AccumulateStep, slots: list[Any], claim: Claim) -> None:
-    """The same while another thread is in the eager engine. Ends with a claim on the last leaf.
+    """Write leaves while another thread is in the eager engine. Ends with a claim on the last leaf.
 
-    Each leaf is claimed by itself: one that the engine's node has locked must not keep others from anybody. A leaf with
-    post-accumulate hooks is written by us, since its node would call them: if a thread without a session writes it at
-    the same time, nobody keeps the two apart.
+    Each leaf is claimed by itself: a leaf that the engine's node has locked must not block other leaves. A leaf with
+    post-accumulate hooks is written here, since its node would call them. Nothing prevents a thread without a session
+    from writing that leaf at the same time.
     """
     for leaf, own, shared in zip(step.leaves, step.owned, step.shared, strict=True):
         CLAIMS.change(claim, (leaf,))
@@ -224,7 +225,7 @@ def _give_through_node(leaf: torch.Tensor, grad: torch.Tensor) -> None:
 
 
 def accumulate_into(leaf: torch.Tensor, grad: torch.Tensor | None) -> None:
-    """Give one leaf its gradient, which somebody else may hold."""
+    """Give one leaf its gradient, which other code may hold too."""
     claim = Claim([leaf], (0,))
     try:
         CLAIMS.enter(claim)

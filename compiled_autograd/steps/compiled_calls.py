@@ -18,7 +18,7 @@ _Results = TypeVar("_Results")
 
 
 def arguments_of(compiled: CompiledRegion, slots: Slots) -> list[Any]:
-    """What a compiled region is to be given of its slots: some of it without conjugate and negative bit."""
+    """Return the arguments of a compiled region, some of them without conjugate and negative bit."""
     arguments = [slots[slot] for slot in compiled.arguments]
     for position in compiled.plain:
         arguments[position] = made_plain(arguments[position])
@@ -31,7 +31,7 @@ def sizes_of(compiled: CompiledRegion, arguments: Sequence[Any]) -> Sizes | None
 
 
 def is_due(compiled: CompiledRegion, slots: Slots, context: RunContext) -> bool:
-    """Whether a run of something compiled is to be compared with the real calls."""
+    """Return whether a run of compiled code has to be compared with the real calls."""
     proof = compiled.proof
     if context.compare_all:
         return True
@@ -83,7 +83,7 @@ def put_results(compiled: CompiledRegion, results: Sequence[Any], slots: Slots) 
 
 
 _MAX_CALLS_THROUGH = 8
-"""Of a region with more calls nobody looks whether they compute anything."""
+"""Regions with more calls are not examined for whether they compute anything."""
 
 
 def handed_through(compiled: CompiledRegion, calls: int) -> list[tuple[int, int]]:

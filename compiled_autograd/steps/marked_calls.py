@@ -1,4 +1,4 @@
-"""What a region's calls of marked functions and hooks depend on, asked for when the region is reached."""
+"""Dependencies of a region's calls of marked functions and hooks, read when the region is reached."""
 
 from __future__ import annotations
 
@@ -13,21 +13,22 @@ from .steps import RegionStep, Slots
 
 _MARKED = "marked"  # begins that part of a kind
 _MAX_MEANWHILE = 8
-"""Of what users' code of the same backward changes it to, the number of forms that one region is compiled for."""
+"""Maximum number of forms that one region is compiled for, if users' code of the same backward changes dependencies."""
 
 
 def depended_on(step: RegionStep, slots: Slots) -> tuple[Any, ...]:
-    """For each of its marked calls, what it depends on beside tensors."""
+    """Return the dependencies of each marked call, except tensors."""
     return tuple([marked.described(slots[slot]) for marked, slot in step.marked])
 
 
 def with_depended_on(kind: tuple[Any, ...], step: RegionStep, slots: Slots) -> tuple[Any, ...]:
-    """What a region is compiled for, with what its marked calls depend on where that may have changed."""
+    """Return the kind that a region is compiled for, with the dependencies of its marked calls if they may have
+    changed."""
     return (*kind, (_MARKED, *depended_on(step, slots))) if step.asks_again else kind
 
 
 def meanwhile(kind: tuple[Any, ...]) -> tuple[Any, ...] | None:
-    """That part of what a region is compiled for; None where it has none."""
+    """Return the part of a kind that has the dependencies; None if there is none."""
     last = kind[-1] if kind else None
     return last[1:] if isinstance(last, tuple) and last and last[0] is _MARKED else None
 
@@ -53,8 +54,8 @@ def to_be_traced(step: RegionStep, slots: Slots) -> tuple[Any, ...]:
 def was_traced(
     step: RegionStep, slots: Slots, depends_on: tuple[Any, ...], state: Mapping[ir.Marked, Any], report: RunReport
 ) -> bool:
-    """Whether that still is what they depend on, and, where nobody asks again, what a variant's ``state`` says of them.
-    Another thread, or a pass, may have changed it: then the report says so."""
+    """Return whether dependencies are unchanged since the trace and, unless they are read again, equal those of a
+    variant's ``state``. Another thread, or a pass, may have changed them. Then the report has a failure."""
     now = depended_on(step, slots)
     if now == depends_on and (step.asks_again or now == tuple([state.get(marked) for marked, _ in step.marked])):
         return True

@@ -1,4 +1,4 @@
-"""What a run has to look after between the steps of a program: hooks of leaves, and saved tensors that may change."""
+"""Checks between the steps of a program: hooks of leaves, and saved tensors that may change."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def saved_by(call: fx.Node) -> list[fx.Node]:
 
 
 def watched(calls: Iterable[fx.Node]) -> set[fx.Node]:
-    """What calls that run after users' code, or are such, have saved: it may have been changed in place."""
+    """Return the values that users' code, or calls after it, have saved: they may have been changed in place."""
     after = itertools.dropwhile(lambda call: not ir.runs_users_code(call.target), calls)
     return {saved for call in after for saved in saved_by(call)}
 

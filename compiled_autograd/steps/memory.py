@@ -1,4 +1,4 @@
-"""Which memory a tensor lies in and how; copies that lie otherwise; whether there was none left."""
+"""Memory of tensors and their layout in it, copies with another layout, and errors for lack of memory."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from ..torch_api import attributes
 
 
 def memory_of(value: Any) -> int | None:
-    """Which memory a tensor lies in; None for one without any."""
+    """Return the id of the memory of a tensor; None for a value without memory."""
     if not isinstance(value, torch.Tensor) or not ir.is_plain(value):
         return None
     if value.numel() == 0 or value._is_zerotensor():  # zeros without memory
@@ -25,15 +25,15 @@ _NO_MEMORY = ("can't allocate memory", "CUDA error: out of memory", "STATUS_ALLO
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether an allocation failed, on whatever device."""
+    """Return whether an allocation failed, on any device."""
     return isinstance(error, (torch.OutOfMemoryError, MemoryError)) or any(each in str(error) for each in _NO_MEMORY)
 
 
 def give_back_if_tight(values: Iterable[Any]) -> None:
-    """Let CUDA's allocator give back what nobody uses of the devices of some tensors, where these are rather full.
+    """Have CUDA's allocator return unused memory of the devices of some tensors, if these devices are rather full.
 
-    What a comparison needs for a moment is larger than what a step allocates. Small results that are made next would
-    lie in these pieces of memory, and keep all of them from the next step.
+    A comparison needs more memory for a moment than a step allocates. Small results that are made next would lie in
+    these pieces of memory, and keep all of them from the next step.
     """
     for device in {value.device for value in values if isinstance(value, torch.Tensor) and attributes.is_cuda(value)}:
         free, total = torch.cuda.mem_get_info(device)
@@ -45,14 +45,14 @@ def give_back_if_tight(values: Iterable[Any]) -> None:
 
 
 def extent(tensor: torch.Tensor) -> int:
-    """How many elements lie between the first and the last of a tensor, in the order of memory, both counted."""
+    """Return the number of elements from the first to the last of a tensor in memory, both included."""
     if not tensor.numel():
         return 0
     return 1 + sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
 
 
 def has_bit(value: object) -> bool:
-    """Whether a value is a tensor that :func:`made_plain` makes another one of."""
+    """Return whether a value is a tensor that :func:`made_plain` replaces."""
     return isinstance(value, torch.Tensor) and (value.is_conj() or value.is_neg() or value._is_zerotensor())
 
 

@@ -1,7 +1,7 @@
-"""The user's passes over the ATen graph of a region, which are told what becomes a gradient of a leaf.
+"""The user's passes over the ATen graph of a region, with the outputs that become gradients of leaves.
 
-A pass may compute other values for the graph's outputs, and append outputs of its own, which nobody takes: so what is
-called for what it does, such as an operator of the user's that notes a value, is not left out as unused.
+A pass may compute other values for the graph's outputs, and append outputs, which nothing uses. So an operator with a
+side effect, such as a user's operator that notes a value, is not removed as unused.
 """
 
 from __future__ import annotations
@@ -76,7 +76,7 @@ def _fill_in_one(node: fx.Node, given: Iterator[Any]) -> None:
 
 
 def _gradients(step: RegionStep, wiring: Wiring) -> Iterator[tuple[int, int]]:
-    """Which outputs of the graph become gradients of which leaves, by the nodes of the tape that write these."""
+    """Yield pairs: an output of the graph that becomes a leaf's gradient, and the tape's node that writes the leaf."""
     for position, index in wiring.fresh:
         yield index, step.fresh[position].call.meta["call"]
     for position, index in wiring.values:

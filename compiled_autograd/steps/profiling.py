@@ -1,7 +1,7 @@
-"""What a profiler shows of a compiled backward.
+"""Events of a compiled backward in a profiler.
 
-What is one event, and what runs node by node, stands in ``docs/internals/steps.md``. The nodes that are made for the
-engine are a chain, on which the eager engine is called. The chain ends at a leaf, as each tape does; so there is one
+``docs/internals/steps.md`` says which parts are one event, and which run node by node. The nodes that are made for the
+engine are a chain, on which the eager engine is called. The chain ends at a leaf, as each tape does. So there is one
 ``AccumulateGrad`` event for each region, not for each parameter.
 """
 

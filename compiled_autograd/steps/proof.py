@@ -9,31 +9,31 @@ import torch
 from ..backends.protocol import PROVING_RUNS
 
 PROVING_SIZES = 3
-"""Where sizes are symbols: the number of sets of them, beside the first, that are compared too."""
+"""Number of sets of sizes, beside the first, that are compared if sizes are symbols."""
 MAX_WEAK = 8
-"""The number of runs that show little, since a gradient was zero or not finite, before such runs count all the same."""
+"""Number of uncounted runs with a gradient that is zero or not finite; further such runs count."""
 Sizes = tuple[int, ...]
 """The values of the symbols that something was compiled with."""
 
 
 @dataclass(slots=True)
 class Proof:
-    """What was shown of one compiled region, and what is still to be.
+    """The state of the comparisons of one compiled region.
 
     Attributes:
         left: by form, how many runs are still to be compared.
         sizes: the sets of sizes that were compared.
-        weak: how many runs have shown little.
-        unjudged: how many runs since the last that was compared could not be compared.
-        unfit: how many of a form that had proved itself could not, by sizes.
-        settled: nothing more is to be shown: the next run need not ask.
-        refuted: no form of it is right, or could be compared: the region's calls run one by one.
+        weak: the number of runs that have shown little.
+        unjudged: the number of runs that could not be compared, since the last comparison.
+        unfit: by sizes, the number of such runs of a form that had proved itself.
+        settled: no more comparisons are needed, so the next run need not ask.
+        refuted: no form is right, or none could be compared, and the region's calls run one by one.
         dropped: forms that were found to be wrong.
-        noise: by the names of results that float64 has shown to be zero but for rounding, how large that may make them,
-            by the largest value beside them.
+        noise: for results that float64 has shown to be zero but for rounding, by name: the limit of the rounding,
+            relative to the largest value beside them.
         overwritten: arguments that the region's own calls write into: where there are some, both ways run on copies.
-        draws: whether the region draws random numbers; None as long as nobody has asked.
-        held: small results of the last run that was compared, and copies of them: no later run may write there.
+        draws: whether the region draws random numbers; None before the first request.
+        held: small results of the last compared run, and copies of them: no later run may write there.
     """
 
     left: dict[str, int] = field(default_factory=dict)
@@ -50,13 +50,13 @@ class Proof:
     held: list[tuple[torch.Tensor, torch.Tensor]] = field(default_factory=list)
 
     def due(self, form: str, runs: int, sizes: Sizes | None, final: bool = True) -> bool:
-        """Whether the next run is to be compared.
+        """Return whether the next run has to be compared.
 
         Args:
-            form: what it will execute.
-            runs: how many of such are compared.
-            sizes: where some are symbols, those at hand; None where all are numbers.
-            final: no other form will take over from this one by itself; where one may, nothing is settled.
+            form: the form that the run will execute.
+            runs: the number of runs of a form that are compared.
+            sizes: the values of symbolic sizes in this run; None if all sizes are numbers.
+            final: no other form will replace this one by itself. Otherwise nothing is settled.
         """
         if self.left.setdefault(form, runs) > 0:
             return True
@@ -67,11 +67,12 @@ class Proof:
         return False
 
     def waits(self) -> bool:
-        """Whether runs have shown little, and one more such is not to count yet."""
+        """Return whether runs have shown little, and one more such run must not count yet."""
         return 0 < self.weak < MAX_WEAK
 
     def is_given_up(self, form: str, sizes: Sizes | None) -> bool:
-        """Whether one more run that could not be compared is one too many. Never of a form that has proved itself."""
+        """Count a run that could not be compared, and return whether to give the form up. False for a form that proved
+        itself."""
         if self.left.get(form) == 0:
             self.unfit[sizes] = self.unfit.get(sizes, 0) + 1
             return False
@@ -79,7 +80,8 @@ class Proof:
         return self.unjudged >= MAX_WEAK
 
     def fits(self, form: str, sizes: Sizes | None) -> bool:
-        """Whether it is worth a try to compare, as it no more is of some sizes where runs of this form did not fit."""
+        """Return whether a comparison is worth a try: False for sizes at which runs of this form did not fit into
+        memory."""
         return self.left.get(form) != 0 or self.unfit.get(sizes, 0) < MAX_WEAK
 
     def shown(self, form: str, sizes: Sizes | None, telling: bool) -> None:

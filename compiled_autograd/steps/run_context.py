@@ -1,4 +1,4 @@
-"""What one run is told, and what it did besides computing."""
+"""Settings and state of one run, and its side results."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class RunReport:
-    """What one run did besides computing: seconds by stage, regions compiled, and what failed on the way."""
+    """Side results of one run: seconds by stage, compiled regions, and failures."""
 
     seconds: dict[str, float] = field(default_factory=dict)
     compiles: int = 0
     background: int = 0
-    """How many of them were compiled in the background before this run."""
+    """The number of regions that were compiled in the background before this run."""
     loads: int = 0
     """Regions found in the store on disk."""
     uncompiled: int = 0
@@ -41,12 +41,12 @@ class RunReport:
     zeros: int = 0
     """Regions that gave zeros alone where they were to be compared with the real calls."""
     compared: bool = False
-    """``check`` had it compared, be it whole or region by region: what it took says nothing of a hit."""
+    """``check`` compared the whole run, or each region: its time says nothing about a hit."""
     mismatches: list[Failure] = field(default_factory=list)
     failures: list[Failure] = field(default_factory=list)
     misses: list[Miss] = field(default_factory=list)
     compile_id: CompileId | None = None
-    """What the structured trace has it under (:mod:`structured_trace`)."""
+    """The run's id in the structured trace (:mod:`structured_trace`)."""
 
     def take(self, other: RunReport) -> None:
         """Add what was done in the background since the last run."""
@@ -68,7 +68,7 @@ class RunReport:
 
     @contextlib.contextmanager
     def timed(self, stage: str) -> Iterator[None]:
-        """What is done inside is a stage."""
+        """Measure the block as a stage."""
         self.stage, started = stage, time.perf_counter()
         try:
             yield
@@ -78,7 +78,7 @@ class RunReport:
 
 @dataclass(slots=True)
 class RunContext:
-    """What one run is told, where it is, and its report."""
+    """Settings and state of one run, and its report."""
 
     report: RunReport = field(default_factory=RunReport)
     may_compile: bool = True
@@ -86,38 +86,39 @@ class RunContext:
     left: Callable[[], float] = lambda: math.inf
     """Gives the seconds that tracing may take yet."""
     prove: bool = True
-    """What was not yet compared with the real calls is."""
+    """Compare code that was not yet compared with the real calls."""
     compare_all: bool = False
     """Every region is compared with its real calls, whatever was compared before."""
     rounding: dict[int, float] = field(default_factory=dict)
-    """Where all are compared and found to be right, how far from the real calls' each result is, by its slot."""
+    """If all regions are compared and right: the distance of each result from the real calls', by slot."""
     kept: dict[int, Any] | None = None
-    """Where leaves are not to be written, what is told of the gradient that each would be given, by the leaf's slot."""
+    """If leaves are not written: a record of the gradient that each leaf would get, by the leaf's slot."""
     outer: RunContext | None = None
-    """That of the compiled backward whose users' code calls this one."""
+    """The context of the compiled backward whose users' code calls this one."""
     nested: list[Failure] = field(default_factory=list)
-    """Mismatches of backwards inside this one, which are raised when it has run."""
+    """Mismatches of nested backwards, raised at the end of this one."""
     call: int = 0
-    """Which node of the tape runs users' code now: an index into ``TapeGraph.calls``."""
+    """The node of the tape whose users' code runs now: an index into ``TapeGraph.calls``."""
     ends: Any = None
-    """Of the tape: see ``runtime.running_backward.Ends``."""
+    """The ends of the tape: see ``runtime.running_backward.Ends``."""
     changes: list[HookChange] = field(default_factory=list)
-    """Which hooks users' code has registered and removed, until somebody looks what that changes."""
+    """Hooks that users' code has registered and removed, until their effect is determined."""
     late: Any = None
-    """What it has changed: see ``runtime.late_hooks.LateHooks``."""
+    """The effect of these changes: see ``runtime.late_hooks.LateHooks``."""
     added_to: frozenset[int | None] | None = None
     """The memory of each ``.grad`` that is added to, once something has asked for it."""
     claim: Claim | None = None
     """On the leaf whose post-accumulate hooks run now."""
     profile: Profile | None = None
-    """Where a profiler looks on, what shows it the events."""
+    """Under a profiler, the object that makes its events."""
     progress: bool | None = False
-    """Whether a line says what is being compiled while this run waits for it; None where somebody looks."""
+    """Show a line while the run waits for a compile; None: only on a terminal or in a notebook."""
     wait: Wait | None = None
-    """What it has waited for so far."""
+    """The waits of the run so far."""
     log: NodeLog | None = None
-    """Where the log has each node as it runs, what writes them there."""
+    """If the log has each node as it runs, the writer of the log."""
     module: Module | None = None
     """The extension, where it has walked the tape: it tells of most results at once that they are the same."""
     submit: Callable[[Any, Any, list[Any]], None] | None = None
-    """With ``on_miss="background"``, what is told of a program's region that is not compiled for the values in hand."""
+    """With ``on_miss="background"``, a function that takes a region without compiled code for its values, and the
+    values."""

@@ -19,17 +19,16 @@ class Schedule:
 
     Args:
         tape: the tape graph, in the engine's order.
-        counts: how many values of each kind of placeholder the engine hands over.
-        bitwise: what is compiled must be bit for bit what the engine would compute.
-        untraceable: calls that stay opaque beside those that always do, and why.
+        counts: the number of values that the engine hands over, for each kind of placeholder.
+        bitwise: compiled code must compute the engine's results bit for bit.
+        untraceable: further calls that stay opaque, and the reasons.
         max_calls: the largest number of calls of a region; None for any number.
 
     Attributes:
-        steps: what runs, in order.
-        size: how many slots there are; the first of them are filled by the engine, with ``tensors`` tensors before all
-            else.
+        steps: the steps, in order.
+        size: the number of slots. The engine fills the first ones, beginning with ``tensors`` tensors.
         slot_of: the slot of each value that has one.
-        outputs: slots of what the caller asked for; None for what stays undefined.
+        outputs: slots of the gradients that the caller asked for; None for undefined ones.
         watched: slots of saved tensors that are used after users' code has run.
     """
 

@@ -44,25 +44,25 @@ class Lowering(Protocol):
 
 
 class Wiring(msgspec.Struct, frozen=True):
-    """How a compiled region is fed, in terms of the region alone: indices into its inputs, its outputs, its fresh
-    leaves, and into what the compiled function gives.
+    """Inputs and results of a compiled region, as indices into the region's inputs, outputs and fresh leaves, and into
+    the results of the compiled function.
 
     Attributes:
         taken: the inputs that it takes, in order.
-        values: outputs of the region, and which result each of them is.
-        fresh: fresh leaves, and which result is the gradient that each of them keeps.
-        copied: likewise, where the backend gave it in memory that something else sees: the leaf keeps a copy.
-        other_strides: likewise, where it has other strides than the leaf wants, or may have at other sizes: the leaf
-            copies such a one.
-        apart: which of ``values`` share memory with nothing, as the graph has it.
-        copied_values: those of them that the backend gave in memory that something else sees: a copy is handed on.
-        passed: fresh leaves, and the input that goes there as it is.
-        flags: where NaNs are looked for: calls of the region, and numbers of what they give. What was found is the
-            last result.
-        permuted: outputs of the region, which result each is, and the order of dimensions in memory that the real calls
-            give it, outermost first, without those that they repeat: a copy that has it is handed on.
-        plain: which of ``taken`` are given as copies, because the compiled function would ignore their conjugate or
-            negative bits, or that they are zeros without memory.
+        values: outputs of the region, and the index of the result of each.
+        fresh: fresh leaves, and the index of the result that each of them keeps.
+        copied: fresh leaves that keep a copy, because something else sees the result's memory.
+        other_strides: fresh leaves whose result has, or may have at other sizes, other strides than the leaf wants; the
+            leaf copies such a result.
+        apart: those of ``values`` that share memory with nothing, according to the graph.
+        copied_values: those of ``apart`` that are handed on as copies, because something else sees the result's memory.
+        passed: fresh leaves, and the input that each gets unchanged.
+        flags: if NaNs are looked for, calls of the region and the numbers of their results. The last result says which
+            are NaN.
+        permuted: outputs of the region that are handed on as copies: the index of the result, and the order of its
+            dimensions in memory as the real calls make it, outermost first, without repeated ones.
+        plain: those of ``taken`` that are passed as copies, because the compiled function would ignore conjugate or
+            negative bits, or zeros without memory.
     """
 
     taken: tuple[int, ...]
@@ -79,12 +79,12 @@ class Wiring(msgspec.Struct, frozen=True):
 
 
 def lies_apart(wiring: Wiring, output: int) -> bool:
-    """Whether an output of the region is handed on as it is, and shares memory with nothing."""
+    """Return whether an output of the region is handed on unchanged, and shares memory with nothing."""
     return (output, dict(wiring.values).get(output)) in wiring.apart
 
 
 class RegionRecord(msgspec.Struct, frozen=True):
-    """Which region was compiled, for what, and how it is fed; which forms of it were found to be wrong."""
+    """A compiled region in the store: its span and kind, its wiring, and its forms that were found to be wrong."""
 
     span: tuple[int, int]
     kind: str
@@ -95,7 +95,7 @@ class RegionRecord(msgspec.Struct, frozen=True):
     dropped: tuple[str, ...] = ()
 
     def guard(self) -> Guard | None:
-        """Whether it holds for its arguments; None where nothing changes."""
+        """Return the guard of the region's arguments; None if no size changes."""
         return None if self.origins is None else Guard(self.origins, self.conditions)
 
 
@@ -105,15 +105,15 @@ class CompiledRegion:
 
     Attributes:
         aten: the graph that the backend was given.
-        call: what it made of it.
-        kind: what it was compiled for, of what earlier steps hand on.
-        arguments, plain, results, copied, permuted, passed, flags: what ``wiring`` says, in slots of the step and nodes
-            of the tape.
+        call: the compiled function.
+        kind: the kinds of earlier steps' values that it was compiled for.
+        arguments, plain, results, copied, permuted, passed, flags: the contents of ``wiring``, as slots of the step and
+            nodes of the tape.
         keeps_inputs: it leaves its arguments in their list.
-        guard: says of the arguments whether their sizes are such that this holds; None where nothing changes.
-        checked: it has run, and what it gives in memory that something else sees is known.
-        proof: which of its forms were compared with the real calls.
-        through: slots that get what lies in others as it is, where it does nothing else; None until somebody has asked.
+        guard: the condition on the arguments' sizes; None if no size changes.
+        checked: it has run, and it is known which results share memory.
+        proof: the state of the comparisons with the real calls.
+        through: if the code only passes values on, pairs of slots, target and source; None before the first request.
     """
 
     aten: Lowering
@@ -147,8 +147,8 @@ class FreshLeaf:
 
 @dataclass(slots=True)
 class Spent:
-    """What a step took while a profiler looked on: how often it ran so, the seconds of all these runs, and those of the
-    shortest one. Compiling is not among them."""
+    """Time of a step under a profiler: the number of runs, the seconds of all runs, and those of the shortest.
+    Compiling is excluded."""
 
     runs: int = 0
     seconds: float = 0.0
@@ -156,7 +156,7 @@ class Spent:
 
     @contextlib.contextmanager
     def timed(self) -> Iterator[None]:
-        """What is done inside is one run; nothing is counted of one that raises."""
+        """Measure the block as one run. A run that raises does not count."""
         started = time.perf_counter()
         yield
         seconds = time.perf_counter() - started
@@ -202,8 +202,8 @@ class RegionStep:
         return ((node, slot) for node, slot in zip(self.region.inputs, self.inputs, strict=True) if not is_given(node))
 
     def asked(self) -> list[tuple[fx.Node, int]]:
-        """The inputs whose kinds decide what serves, and their slots: the same; or all, where each set of shapes is
-        compiled by itself, but for objects, which are others at each step."""
+        """Return the inputs whose kinds select compiled code, and their slots: those that earlier steps made. If each
+        set of shapes is compiled by itself, all inputs except objects, which differ at each step."""
         if not self.each_shape:
             return list(self.made())
         pairs = zip(self.region.inputs, self.inputs, strict=True)
@@ -219,15 +219,15 @@ class RegionStep:
         self.quick = None
 
     def known_quickly(self, slots: Slots) -> list[CompiledRegion | None] | None:
-        """What was compiled for the kind that came last, where this is it again, as a check in C++ says; None where it
-        is not, or that cannot be told."""
+        """Return the compiled code for the last kind, if a check in C++ says that the kind is the same; None if it
+        differs, or if the check cannot say."""
         quick = self.quick
         if quick is None or self.asks_again or not quick.check(*[slots[slot] for slot in self.handed_on]):
             return None
         return quick.compiled
 
     def known(self, kind: tuple[Any, ...], slots: Slots, changes: bool) -> list[CompiledRegion | None]:
-        """What was compiled for a kind; the next run asks for it quickly, unless something of it ``changes``."""
+        """Return the compiled code for a kind. The next run finds it by the quick check, unless a size ``changes``."""
         found = self.compiled.get(kind, [])
         if found and not changes and not self.asks_again:
             check = check_of([slots[slot] for slot in self.handed_on])
@@ -306,7 +306,7 @@ class OpaqueStep:
     spent: Spent = field(default_factory=Spent)
     added_to: list[int] = field(default_factory=list)
     ways: list[tuple[Any, Any]] | None = None
-    """How each of ``arguments`` is had, once somebody has asked."""
+    """The access path of each of ``arguments``; None before the first run."""
 
 
 @dataclass(slots=True, eq=False)

@@ -1,4 +1,4 @@
-"""Where in a tape graph hooks are, and where there can be more."""
+"""Places in a tape graph with hooks, and places where hooks can be added."""
 
 from __future__ import annotations
 
@@ -15,20 +15,20 @@ from ..user_code.inlined import InlinedBackward
 HOOKS = (tensor_hook, pre_hook, post_hook, post_accumulate_hook)
 _VALIDATES = "validate_outputs"
 UNDEFINED = -1
-"""Which gradient of a node a hook sees, where that is an undefined one: these do not show in the tape graph."""
+"""Index of a gradient that is undefined and that a hook sees: the tape graph does not show such gradients."""
 _BETWEEN = (operator.getitem, ir.check_nan, ir.sum_gradients)
-"""What stands between nodes of the tape, though it is told of one."""
+"""Calls between nodes of the tape, although their ``call`` is a node's."""
 
 
 class HookPlaces:
-    """Where the hooks of a tape graph are, and where there can be more.
+    """The places of a tape graph's hooks, and places where hooks can be added.
 
     Attributes:
-        place: of each call, where in the graph it is.
-        given: what ``autograd.grad`` is to give.
+        place: by call, its position in the graph.
+        given: the results of ``autograd.grad``.
         calls: by node of the tape, its calls.
-        functions: of those, what the node itself runs, or the first part of it.
-        leaves: of those, what writes to a leaf.
+        functions: by node of the tape, the call that runs the node itself, or its first part.
+        leaves: by node of the tape, the call that writes to a leaf.
         hooks: all calls of hooks.
     """
 
@@ -55,14 +55,14 @@ class HookPlaces:
 
     @classmethod
     def of(cls, tape: ir.TapeGraph) -> HookPlaces:
-        """Those of a tape graph, found once."""
+        """Return the places of a tape graph, found once."""
         found: HookPlaces | None = tape.hook_places
         if found is None:
             found = tape.hook_places = cls(tape)
         return found
 
     def is_made(self, output: int, before: fx.Node) -> bool:
-        """Whether all nodes of the tape that add to what is to be given have run before that of a call does."""
+        """Return whether all nodes of the tape that contribute to a requested gradient ran before that of a call."""
         return self._made_by[output] < self._turn[before.meta["call"]]
 
     def is_given(self, output: int, before: fx.Node) -> bool:
@@ -104,7 +104,7 @@ def chain(value: Any) -> Iterator[fx.Node]:
 
 
 def is_function(node: fx.Node) -> bool:
-    """Whether a call runs a node of the tape, or the first part of it."""
+    """Return whether a call runs a node of the tape, or the first part of it."""
     if isinstance(node.target, ir.OpaqueOp):
         return node.target.__name__ != _VALIDATES
     return node.target in (ir.call_backward, ir.accumulate_grad, ir.copy_slices_prologue) or isinstance(
@@ -113,7 +113,7 @@ def is_function(node: fx.Node) -> bool:
 
 
 def entering(node: fx.Node) -> int | slice | None:
-    """Where among the arguments of a call the gradients are that enter its node of the tape."""
+    """Return the position of the gradients that enter a node of the tape, among the arguments of a call."""
     kind = ir.hook_kind(node.target)
     if kind is pre_hook:
         return 1

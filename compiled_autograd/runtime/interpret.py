@@ -22,7 +22,7 @@ from .late_hooks import LateHooks
 from .opaque_calls import looked_after
 
 ONE_BY_ONE = "the rest ran call by call"
-"""What a :class:`~shadow_cache.Failure` says that was done instead, where the rest was finished here."""
+"""Text of a :class:`~shadow_cache.Failure` for the slower way, if the rest was finished here."""
 
 
 def interpret(
@@ -62,8 +62,8 @@ def finish(
 
     Args:
         last: the call that was run last.
-        known: what is known of the values before it, as far as the rest needs them.
-        context: is told what runs; has the hooks that have come or gone meanwhile.
+        known: the values before it that the rest needs.
+        context: gets the running node; has the hooks that were registered or removed meanwhile.
         versions: of saved tensors, at the handover.
 
     Raises:
@@ -86,7 +86,7 @@ def _run_all(
 ) -> list[torch.Tensor | None]:
     for node in calls:
         if node.target is operator.getitem and node.args[0] not in known:
-            continue  # of a call that ran before: what was taken from it is known
+            continue  # of an earlier call, whose items are known
         if context.claim is not None and node.meta["call"] != context.call:  # the leaf's hooks have run
             claim, context.claim = context.claim, None
             claim.token.release()

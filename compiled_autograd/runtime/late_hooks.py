@@ -24,17 +24,17 @@ from .running_backward import Ends
 
 _WHILE_IT_RAN = 1
 _Late = tuple[int, Any, HookChange]
-"""Of a tensor's hook, of which gradient that enters a node; of one after a node, whether it came while that ran. Then
-the hook, and how it came."""
+"""For a tensor's hook, the index of the gradient that enters the node. For a hook after a node, whether it was
+registered while the node ran. Then the hook, and its change."""
 
 
 class LateHooks:
-    """What has changed among the hooks of calls that are still to run, in one run of a tape graph.
+    """Changes to the hooks of calls that have not run yet, in one run of a tape graph.
 
     Args:
         places: of the tape graph.
         ends: of the tape; its nodes are read only when something has changed.
-        value_of: what a call has given, or a placeholder stands for.
+        value_of: returns the result of a call, or the value of a placeholder.
     """
 
     def __init__(self, places: HookPlaces, ends: Ends, value_of: Callable[[fx.Node], Any]) -> None:
@@ -48,16 +48,16 @@ class LateHooks:
         self._last = next(iter(places.place))
         self._dicts: dict[int, tuple[int, Any]] | None = None
 
-    # ---- what has changed ------------------------------------------------------------------------------------------
+    # ---- changes -----------------------------------------------------------------------------------------------------
 
     def take(self, changes: list[HookChange], last: fx.Node) -> bool:
-        """Take what users' code in a call has changed; the list is emptied.
+        """Take the changes that users' code in a call has made, and empty the list.
 
         Returns:
-            Whether a call after ``last`` is to run otherwise than the tape graph says.
+            True if a call after ``last`` must run otherwise than the tape graph says.
 
         Raises:
-            RuntimeError: a hook was removed, and which of several it was cannot be told.
+            RuntimeError: a hook was removed, and it is unknown which of several.
         """
         self._last, matters = last, False
         for change in changes:
@@ -111,15 +111,16 @@ class LateHooks:
         return bool(found)
 
     def _has_begun(self, call: int) -> bool:
-        """Whether a node of the tape has begun to run, as eager runs it: hooks that unpack what it saved may be called
-        before others here."""
+        """Return whether a node of the tape has begun to run on eager. Here, hooks that unpack its saved tensors may
+        run before others."""
         last, function = self._last, self._places.functions.get(call)
         if function is None or self._places.place[function] <= self._places.place[last]:
             return True
         return last.target is ir.unpack_hook and last.meta["call"] == call
 
     def _is_looked_at(self, late: Any, index: int) -> bool:
-        """Whether a dict is that of the hook that has just run: it was read, and what it had then is called."""
+        """Return whether a dict belongs to the hook that has just run. Such a dict was read, and all of its hooks are
+        called."""
         last, places = self._last, self._places
         if ir.hook_kind(last.target) not in HOOKS:
             return False
@@ -128,20 +129,20 @@ class LateHooks:
         return last in chain(places.given[late])
 
     def _is_output_to_come(self, place: int) -> bool:
-        """Whether the hooks of a node that does not run, of a gradient that was asked for, are still to be looked at.
-        The engine comes to such a node once what leads to it has run."""
+        """Return whether the engine has yet to read the hooks of a requested gradient whose node does not run. The
+        engine comes to such a node once all nodes that lead to it have run."""
         last, places = self._last, self._places
         return last not in chain(places.given[place]) and not places.is_made(place, before=last)
 
     def _is_after_last(self, node: fx.Node) -> bool:
-        """Whether the dict that a hook was in is still to be looked at."""
+        """Return whether the engine has yet to read the dict of a hook."""
         last, places = self._last, self._places
         if places.place[node] <= places.place[last]:
             return False
         return ir.hook_kind(last.target) not in HOOKS or places.group(node) != places.group(last)
 
     def _is_to_come(self, call: int, kind: Any, index: int) -> bool:
-        """Whether such hooks of a node are still to be looked at."""
+        """Return whether the engine has yet to read such hooks of a node."""
         last, places = self._last, self._places
         if ir.hook_kind(last.target) is kind and places.group(last) == (call, kind, index):
             return False
@@ -194,7 +195,7 @@ class LateHooks:
         return ir.hook_kind(node.target) is tensor_hook and node.meta["call"] not in self._places.leaves
 
     def _may_be_in(self, node: fx.Node, hooks: Any, tensors: Sequence[torch.Tensor]) -> bool:
-        """Whether a hook of the tape graph can be one of a dict, which these tensors have."""
+        """Return whether a hook of the tape graph can be in a dict of these tensors."""
         call, kind, index = self._places.group(node)
         if kind in (pre_hook, post_hook):
             return self._hooks_of(call, kind) is hooks
@@ -207,13 +208,13 @@ class LateHooks:
         return not owners or (call, index) in owners or (not self._places.accumulates and owners[0][0] is None)
 
     def _is_undefined(self, call: int | None, index: int) -> bool:
-        """Whether a gradient that enters a node of the tape is an undefined one in the tape graph."""
+        """Return whether a gradient that enters a node of the tape is undefined in the tape graph."""
         function = self._places.functions.get(call or 0)
         where = None if function is None else entering(function)
         value = None if function is None or where is None else at(function.args, where)[index]
         return value is None or _is_made_up(value, call or 0)
 
-    # ---- what runs otherwise -----------------------------------------------------------------------------------------
+    # ---- calls with changed hooks ------------------------------------------------------------------------------------
 
     def run(self, node: fx.Node, arguments: Sequence[Any], run: Callable[[Sequence[Any]], Any]) -> Any:
         """Run a call with the hooks that there are now; ``run`` does it with such arguments."""
@@ -261,7 +262,7 @@ class LateHooks:
         return grad
 
     def _now_entering(self, call: int, is_function: bool, given: Sequence[Any]) -> list[Any] | None:
-        """What enters a node of the tape, or its next hook; None where it is what the graph says."""
+        """Return the gradients that enter a node of the tape, or its next hook; None if the graph has them."""
         late = self._added.pop((call, tensor_hook), ())
         before = self._added.pop((call, pre_hook), ()) if is_function else ()
         after = any(index != _WHILE_IT_RAN for index, _, _ in self._added.get((call, post_hook), ()))
@@ -313,14 +314,14 @@ class LateHooks:
         return value.target(*map(self._value, value.args)) if value.target is ir.sum_gradients else None
 
     def outputs(self, results: list[Any]) -> list[Any]:
-        """What ``autograd.grad`` gives, of what the tape graph gives."""
+        """Return the results of ``autograd.grad``, from those of the tape graph."""
         self._give()
         return [self._given.get(place, result) for place, result in enumerate(results)]
 
 
 def _is_made_up(value: Any, call: int) -> bool:
-    """Whether a gradient that enters a node is zeros that the engine made for it, after all hooks before the node:
-    they see an undefined one."""
+    """Return whether a gradient that enters a node is zeros that the engine made after all hooks before the node. These
+    hooks see an undefined gradient."""
     return isinstance(value, fx.Node) and value.target is ir.zeros and value.meta["call"] == call
 
 

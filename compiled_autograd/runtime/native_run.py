@@ -1,6 +1,6 @@
-"""A program of one region and its leaves, run in C++ on what was taken from a tape, without objects of Python.
+"""A program of one region and its leaves, run in C++ on values taken from a tape, without Python objects.
 
-The Python way beside it is :meth:`Program.run`, which does the same wherever this cannot.
+:meth:`Program.run` is the Python way. It runs all programs that this module cannot run.
 """
 
 from __future__ import annotations
@@ -22,15 +22,15 @@ from ..threads.claims import CLAIMS
 from .program import Program
 
 _MAX_TRIES = 32
-"""Hits of a program after which nobody looks any more whether it can be run without Python."""
+"""Hits of a program after which it is no longer examined for a run without Python."""
 
 
 @dataclass(slots=True, eq=False)
 class NativeRun:
-    """What runs a program.
+    """The C++ form of a program.
 
     Attributes:
-        function: what its region calls.
+        function: the function that its region calls.
         times_handed: how often it was handed to the fast path.
     """
 
@@ -44,11 +44,11 @@ class NativeRun:
     times_handed: int = 0
 
     def is_current(self) -> bool:
-        """Whether it is still made of what the program is made of."""
+        """Return whether the parts of the program are still those that this was made from."""
         return self.program.schedule.steps is self.steps and _called_by(self.compiled) is self.function
 
     def is_usable(self, prove: bool) -> bool:
-        """Whether the program would now do no more than this does, where nobody looks on."""
+        """Return whether the program would now do no more than this, if nothing observes the run."""
         compiled, compiler = self.compiled, self.program.region_compiler
         (found, *others) = self.region.compiled.get((), (None,))
         return (
@@ -61,7 +61,7 @@ class NativeRun:
         )
 
     def questions(self, prove: bool) -> list[Question]:
-        """What tells without Python whether both still hold."""
+        """Return questions with which C++ checks both conditions without Python."""
         compiled, call = self.compiled, self.compiled.call
         asked: list[Question] = [
             (self.program.schedule, "steps", self.steps),
@@ -82,8 +82,8 @@ class NativeRun:
             self.write(*left)
 
     def write(self, results: list[torch.Tensor | None], tensors: list[torch.Tensor | None]) -> None:
-        """Give the leaves, which are among ``tensors``, what C++ has left to Python, with grad mode off. Both lists are
-        emptied."""
+        """Give leaves, which are among ``tensors``, the results that C++ left to Python, with grad mode off. Both lists
+        are emptied."""
         slots: Slots = [*tensors, *[None] * (self.program.schedule.size - len(tensors))]
         for slot, index in self.compiled.results:
             slots[slot] = results[index]
@@ -95,7 +95,7 @@ class NativeRun:
 
 @dataclass(slots=True)
 class NativeRuns:
-    """What runs one program without Python, once there is such a thing; ``tries`` is how often it was looked for."""
+    """The C++ form of one program, if it exists; ``tries`` is the number of attempts to make it."""
 
     current: NativeRun | None = None
     tries: int = 0
@@ -148,7 +148,7 @@ def _called_by(compiled: CompiledRegion, now: bool = False) -> Compiled:
 
 
 def _is_plain(program: Program, region: RegionStep, leaves: AccumulateStep, compiled: CompiledRegion) -> bool:
-    """Whether nothing is asked for but a region on tensors, and what it gives for the leaves."""
+    """Return whether the program only runs a region on tensors and writes its results to leaves."""
     more = (compiled.copied, compiled.permuted, compiled.passed, compiled.flags, compiled.plain, region.saved)
     return (
         compiled.checked

@@ -47,7 +47,7 @@ def run_calls(
         else:
             for node in itertools.takewhile(lambda node: node is not until, region.nodes):
                 calls.run(node)
-    finally:  # of a NaN, what came before it goes to its leaves
+    finally:  # after a NaN, earlier leaves are written
         for node, slot in step.outputs:
             slots[slot] = known.get(node)
 

@@ -51,11 +51,11 @@ from .interpret import ONE_BY_ONE, finish, heed
 from .opaque_calls import drop, run_calls, run_opaque
 
 CALLED = "it is called at each step, like an unmarked one"
-"""What a :class:`~shadow_cache.Failure` says that is done instead of tracing what is marked as traceable."""
+"""Text of a :class:`~shadow_cache.Failure` for the way that replaces tracing of a function marked as traceable."""
 
 
 class _CalledBetweenLeavesError(BaseException):
-    """What is marked as traceable is called, since nothing is compiled: it sees the leaves that are written by then."""
+    """A marked function is called, because the region is not compiled: it sees the leaves that are written by then."""
 
 
 class Program:
@@ -215,7 +215,7 @@ class Program:
                 write(after[0].of(before), slots, context)
 
     def _untraceable(self, error: UntraceableError, failures: list[Failure]) -> dict[fx.Node, str]:
-        """The calls that cannot be traced, and why. Whoever has marked one as traceable is told."""
+        """Return the calls that cannot be traced, and the reasons. Record a failure for marked functions."""
         reason = f"{type(error.cause).__name__}: {error.cause}"
         for node in error.nodes:
             if error.always:  # then the next variants know it too

@@ -1,4 +1,4 @@
-"""A compiled backward that is under way: what it answers in the engine's place."""
+"""A compiled backward that is under way, and its answers in the engine's place."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ _task_ids = PROCESS.register(itertools.count(1 << 62))  # far above the engine's
 
 @dataclass(eq=False)
 class Ends:
-    """What a backward was asked for: the roots of its tape, and what it leads to, if that was said."""
+    """The arguments of a backward: the roots of its tape, and the requested inputs, if any."""
 
     outputs: Sequence[Any]
     inputs: Sequence[Any]
@@ -29,7 +29,7 @@ class Ends:
 
     @property
     def nodes(self) -> list[Any]:
-        """The tape's nodes in the order of the walk; read only when somebody asks."""
+        """The tape's nodes in the order of the walk; read at the first request."""
         if self._nodes is None:
             self._nodes = [each.node for each in tape.walk(self.outputs, self.inputs)]
         return self._nodes
@@ -61,19 +61,19 @@ class Running:
         return self.ends.nodes
 
     def profile(self, tape_graph: ir.TapeGraph) -> Profile:
-        """What shows the events of this backward to a profiler."""
+        """Return the object that makes the events of this backward in a profiler."""
         short = len(tape_graph.calls) <= tape.MAX_NODES_READ
         sequences = [type(node)._sequence_nr(node) for node in self.nodes] if short else []
         return Profile([call.name for call in tape_graph.calls], sequences)
 
     @property
     def checkpoint_valid(self) -> bool:
-        """Whether reentrant checkpointing may run its own backward meanwhile."""
+        """Return whether reentrant checkpointing may run its own backward meanwhile."""
         return self.accumulates and not self.ends.inputs
 
     @property
     def node_set(self) -> set[Any]:
-        """Those that the engine says it will run: of an only root it does not (``compute_dependencies``, 2.13)."""
+        """The nodes that the engine says it will run. It leaves out an only root (``compute_dependencies``, 2.13)."""
         if self._node_set is None:
             found = set(self.nodes)
             if len(self.ends.outputs) == 1:
@@ -91,7 +91,7 @@ class Running:
         return [self.nodes[index - 1] for index in self.order if index]
 
     def will_execute(self, node: Any) -> bool:
-        """Whether a node runs in this backward."""
+        """Return whether a node runs in this backward."""
         if not self.accumulates and type(node).name(node).endswith(tape.LEAF):
             raise RuntimeError(
                 "A leaf node was passed to _will_engine_execute_node but we are currently running autograd.grad(). "

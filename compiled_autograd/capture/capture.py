@@ -4,8 +4,8 @@ The engine calls the methods of :class:`Capture` (the protocol of ``torch/csrc/d
 2.13; PyTorch's own user of it is ``torch/_dynamo/compiled_autograd.py``).
 
 Nothing here raises into the engine but :meth:`Capture.set_node_origin` and :meth:`Capture.end_capture`
-(``docs/internals/capture.md`` says why). What cannot be kept until then is Ctrl-C at the very beginning of a method:
-stand-ins stay in the tape, and :meth:`Capture.spoil` sees that nobody takes them for what was saved.
+(``docs/internals/capture.md`` says why). Only Ctrl-C at the very beginning of a method cannot be postponed: stand-ins
+stay in the tape, and :meth:`Capture.spoil` ensures that they are never used as saved tensors.
 """
 
 from __future__ import annotations
@@ -124,7 +124,7 @@ class Capture(HookReports):
         """The engine hands over the function of a kind of node, once in a process: also when we have given up."""
         known = name
         try:
-            if not is_custom:  # first: if this is interrupted, what has this kind of node is not left to eager for ever
+            if not is_custom:  # first: after an interruption here, such tapes can still be captured
                 OPS[name] = ir.OpaqueOp(name, function, traceable)
             known = share_op(name, function, is_custom, traceable)
             if is_custom:
@@ -239,7 +239,8 @@ class Capture(HookReports):
         """The engine's own account of why it missed; ours is made from the structures."""
 
     def end_capture(self, outputs: Sequence[Any]) -> tuple[Callable[..., Any], Any]:
-        """Every node has reported: the last safe point, after which the engine lets go of what it saved."""
+        """Finish the capture, once every node has reported: the last safe point before the engine releases saved
+        tensors."""
         self._leave_mode()
         self.reporting = False
         self._raise_failure()
@@ -298,7 +299,7 @@ class Capture(HookReports):
 
 
 def described(index: int, tensor: torch.Tensor) -> ir.LiftedTensor:
-    """What the structure says of a lifted tensor."""
+    """Return the description of a lifted tensor in the structure."""
     kind = ""
     if type(tensor) not in ir.PLAIN_TENSORS:
         kind = type(tensor).__qualname__

@@ -34,8 +34,8 @@ _LOCK = free_in_child(threading.RLock())
 
 
 class _Lines:
-    """What one thread has noted: of each call that made nodes the number of the first and the one behind the last, in
-    ascending order, and which line it was."""
+    """Lines of one thread's calls. Each call that made nodes has the number of the first node, the number after the
+    last, in ascending order, and its line."""
 
     def __init__(self) -> None:
         self.first, self.end, self.line = array("q"), array("q"), array("i")
@@ -58,7 +58,7 @@ class _Lines:
 
 
 class _Noted:
-    """Of all threads."""
+    """Lines of all threads."""
 
     def __init__(self) -> None:
         self.forget()

@@ -51,8 +51,8 @@ _Edge = tuple[fx.Node, int]
 
 
 class GradDtypes:
-    """Those that a tape graph was captured with, for each leaf that it writes, or for each result that it gives; and
-    which dtypes these tensors had when their tape was made, which the engine's key has."""
+    """Gradient dtypes of a captured tape graph, for each leaf that it writes, or for each result; and the dtypes of
+    these tensors when their tape was made, which the engine's key has."""
 
     __slots__ = ("accumulates", "captured", "leaves", "made")
 
@@ -202,18 +202,18 @@ def _gradients(tape: ir.TapeGraph) -> list[tuple[int, Any]]:
 
 
 def dtype_of(gradient: Any) -> torch.dtype | None:
-    """That of what becomes a gradient, where the tape says it."""
+    """Return the dtype of a gradient, if the tape has it."""
     return _dtypes_of(gradient)[1]
 
 
 def _dtypes_of(gradient: Any) -> tuple[torch.dtype | None, torch.dtype | None]:
-    """That of the tensor whose gradient it becomes, when the tape was made, and that of the gradient."""
+    """Return the dtype that the gradient's tensor had when the tape was made, and the dtype of the gradient."""
     told = next(map(metadata_of, edges(gradient)), None)
     return (None, None) if told is None else (_DTYPES.get(told[0][_DTYPE_IN_OPTIONS]), _DTYPES.get(told[-1]))
 
 
 def edges(value: Any) -> Iterator[_Edge]:
-    """Where what becomes a gradient was handed on by the nodes before: the call, and which of its results."""
+    """Yield the edges that a gradient comes from: a call, and the index of its result."""
     worklist = [value]
     while worklist:
         value = worklist.pop()
@@ -275,7 +275,7 @@ def dtype_of_number(number: int | None) -> torch.dtype | None:
 
 
 def metadata_of(edge: _Edge) -> Any:
-    """What the engine says of an edge: ``[options, sizes, is nested, dtype]``."""
+    """Return the engine's metadata of an edge: ``[options, sizes, is nested, dtype]``."""
     call, index = edge
     return call.args[1][index]  # type: ignore[index]
 

@@ -1,4 +1,4 @@
-"""What the engine reports of hooks: those on tensors, on nodes and on leaves, and those that packed saved tensors.
+"""Methods of the capture for hooks: those on tensors, on nodes and on leaves, and those that packed saved tensors.
 
 The protocol is that of :mod:`compiled_autograd.capture.capture`.
 """
@@ -34,7 +34,7 @@ class HookReports(Recording):
         return self._stand_in(self._call(ir.unpack_hook, (self._placeholder("object", hook), packed)))
 
     def _partly_packed(self, saved: Sequence[Any], kind: type) -> bool:
-        """Whether hooks have packed some of what the node saved and not all: the engine's key does not say which."""
+        """Return whether hooks have packed only some of a node's saved tensors: the engine's key does not say which."""
         if self._packed_in != self.calls[-1].index:
             return False
         values = itertools.chain(*[each if isinstance(each, (list, tuple)) else (each,) for each in saved])

@@ -20,14 +20,14 @@ from ..backends.signal_handlers import raise_what_a_handler_raised
 from ..process_state import PROCESS
 
 _KINDS: dict[str, type[Any]] = {"_modules": torch.nn.Module, "_parameters": torch.Tensor, "_buffers": torch.Tensor}
-"""Where a module has its parts, and what each of them is."""
+"""The dicts of a module's parts, and the class of the parts in each."""
 _STRINGS = {str}
 _DICT = torch.nn.Module.__dict__["__dict__"]
 
 
 @dataclass(frozen=True, slots=True)
 class ParameterName:
-    """Where a parameter was found: the outermost module and its class, and the names from there to the parameter."""
+    """The path to a parameter: the outermost module and its class, and the names from there to the parameter."""
 
     path: tuple[str, ...]
     outermost: str
@@ -43,7 +43,7 @@ class ParameterName:
         return ir.Named(self.name, self.outermost, self.model)
 
     def parameter(self) -> torch.Tensor | None:
-        """What is there now."""
+        """Return the parameter that is at this path now."""
         *modules, attribute = self.path
         found: Any = self.model()
         for kind, name in [*(("_modules", each) for each in modules), ("_parameters", attribute)]:
@@ -52,15 +52,15 @@ class ParameterName:
 
 
 class Trace:
-    """Tells whether a tensor is a parameter that lived once, and keeps neither that nor its values.
+    """Recognises a parameter, without keeping the parameter or its values alive.
 
-    What is kept is a reference to its memory, as weak as those of C++ are: as long as that is there, no other memory is
-    taken for that one. A weak reference to the parameter itself would be noticed (:class:`_Search`). One that was given
-    other memory is not known again. One that was made of just the memory of one that has died may be taken for it: it
-    is what has become of that.
+    The trace has a weak reference to the parameter's memory, as C++ has them. As long as the reference exists, no other
+    memory can be mistaken for that memory. PyTorch would notice a weak reference to the parameter itself
+    (:class:`_Search`). A parameter that got other memory is not recognised. A new parameter made of the memory of one
+    that died may be recognised as the old one, since it replaced it.
 
     Raises:
-        RuntimeError: it has no memory of its own.
+        RuntimeError: the parameter has no memory of its own.
     """
 
     __slots__ = ("_described", "_memory", "key")
@@ -78,7 +78,7 @@ class Trace:
         raise TypeError("what is known of a parameter in memory is of no use elsewhere")
 
     def is_of(self, tensor: torch.Tensor | None) -> bool:
-        """Whether that parameter is still this one."""
+        """Return whether a tensor is the parameter of this trace."""
         if tensor is None or id(tensor) != self.key:
             return False
         with torch._C.DisableTorchFunction():
@@ -93,9 +93,10 @@ def _described(tensor: torch.Tensor) -> tuple[Any, ...]:
 
 @dataclass(slots=True)
 class _Search:
-    """What was found of parameters, by ``id``, and those that were looked for in vain, by ``id`` and memory: to search
-    all living objects takes as long as hundreds of captures, and is done once for each model. No parameter is referred
-    to, not even weakly: ``torch.utils.swap_tensors``, by which ``Module.to`` may move them, refuses one that is.
+    """Results of searches, by ``id`` of the parameter, and parameters that no module has, by ``id`` and memory. A
+    search of all living objects takes as long as hundreds of captures, and runs once for each model. Nothing refers to
+    a parameter, not even weakly: ``torch.utils.swap_tensors``, with which ``Module.to`` may move parameters, refuses
+    one that is.
 
     ``next`` is the process's time, in seconds, before which no search begins.
     """
@@ -157,7 +158,7 @@ def names_of_traces(traces: Iterable[Trace]) -> dict[int, ParameterName]:
 
 
 def is_known(parameter: torch.Tensor) -> bool:
-    """Whether it was looked for already."""
+    """Return whether a parameter was searched for already."""
     return _known(parameter) is not None or _is_in_no_module(parameter)
 
 
@@ -178,7 +179,7 @@ def _place(parameter: torch.Tensor) -> tuple[int, int]:
 
 
 def _searched() -> dict[int, ParameterName] | None:
-    """What a search finds; None where none may begin yet."""
+    """Search all modules, and return the names by ``id``; None if no search may begin yet."""
     started = time.process_time()
     if started < _search.next:
         return None
@@ -258,8 +259,7 @@ def _inside(module: torch.nn.Module, kind: str) -> Any:
 
 
 def _items(inside: dict[Any, Any]) -> list[tuple[str, Any]]:
-    """Those with a string for a key; where all are plain strings, in the order in which ``named_parameters`` has
-    them."""
+    """Return the items whose key is a string. If all keys are plain strings, in the order of ``named_parameters``."""
     keys, values = _keys_and_values(inside)
     if not keys:
         return []
@@ -277,7 +277,8 @@ def _items(inside: dict[Any, Any]) -> list[tuple[str, Any]]:
 
 
 def _keys_and_values(inside: dict[Any, Any]) -> tuple[list[Any], list[Any]]:
-    """Of one moment: a list of items would be made of tuples, and ``gc`` lets other threads on between them."""
+    """Read keys and values at one moment. A list of items would be made of tuples, and ``gc`` may switch threads
+    meanwhile."""
     while True:
         try:
             both = list(itertools.chain(iter(dict.keys(inside)), iter(dict.values(inside))))
@@ -288,10 +289,10 @@ def _keys_and_values(inside: dict[Any, Any]) -> tuple[list[Any], list[Any]]:
 
 
 def _living_modules() -> list[torch.nn.Module]:
-    """All modules, found in one call of C: no other thread runs meanwhile.
+    """Return all modules, found in one call of C: no other thread runs meanwhile.
 
-    Among all objects are tuples that other threads are making, which Python can finish only where nobody else refers to
-    them (``_PyTuple_Resize``): if a list of all objects lived for longer, ``tuple(...)`` would raise there.
+    Among all objects are tuples that other threads are making. Python can finish such a tuple only if nothing else
+    refers to it (``_PyTuple_Resize``). If a list of all objects lived longer, ``tuple(...)`` would raise there.
     """
     was_enabled = gc.isenabled()
     gc.disable()  # a collection would run destructors in the midst of it

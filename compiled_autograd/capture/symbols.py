@@ -1,9 +1,8 @@
 """Stand-ins for sizes and scalars while the engine reports a capture.
 
-All that is asked of a symbol is to be recognised when it comes back, and to be multiplied once or twice (the engine
-computes the number of elements of a view). So instead of a ``ShapeEnv`` with its symbolic algebra, a symbol here is an
-object that knows where it comes from. PyTorch takes any Python object with these methods as the node of a
-``torch.SymInt`` (``torch/csrc/utils/python_symnode.h``, 2.13).
+The engine only returns symbols, and multiplies some (to get the number of elements of a view). So a symbol here is an
+object that knows its origin, instead of a ``ShapeEnv`` with its symbolic algebra. PyTorch takes any Python object with
+these methods as the node of a ``torch.SymInt`` (``torch/csrc/utils/python_symnode.h``, 2.13).
 """
 
 from __future__ import annotations

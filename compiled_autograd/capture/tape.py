@@ -1,7 +1,7 @@
 """Reads the tape from Python, without running it: names, sequence numbers, parameters, source lines.
 
-What is read here gives names and an order of execution; which order is legal, and what is computed, the capture alone
-says. The walk is the engine's own: a worklist, last in first out, over ``next_functions`` with dependency counts
+This module gives names and an order of execution. Only the capture decides which order is legal, and which operations
+run. The walk is the engine's own: a worklist, last in first out, over ``next_functions`` with dependency counts
 (``_compiled_autograd_impl`` in ``torch/csrc/dynamo/python_compiled_autograd.cpp``, 2.13). So its nodes come in the
 order of the seam's report, and can be joined to it.
 """
@@ -32,7 +32,7 @@ LEAF_NUMBER = 2**64 - 1
 """The sequence number of all leaves, which makes them go first."""
 _FRAME = re.compile(r'File "(?P<file>[^"]+)", line (?P<line>\d+), in (?P<function>\S+)')
 Ends = Sequence[torch.Tensor | GradientEdge]
-"""What ``backward`` is called on, or what ``autograd.grad`` is asked for."""
+"""The tensors that ``backward`` is called on, or the inputs of ``autograd.grad``."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,9 +94,9 @@ class KnowsLastRoot(Protocol):
 
 
 def sketch(outputs: Ends, inputs: Ends, thread: KnowsLastRoot) -> Hashable:
-    """What the first root says of a tape: its kind, and how many nodes the thread has made for it: those since the last
-    tape that was asked for its sketch, by the number of tapes that they were for. None for a leaf or no output. In a
-    loop, tapes of one structure have one sketch, but not only they."""
+    """Return a hint to a tape from its first root: the root's kind, and the number of nodes that the thread made since
+    the last tape that was sketched, divided by the number of tapes since. None for a leaf or no output. In a loop,
+    tapes of one structure have one sketch, but other tapes may have it too."""
     if not outputs:
         return None
     output = outputs[0]
@@ -111,9 +111,9 @@ def sketch(outputs: Ends, inputs: Ends, thread: KnowsLastRoot) -> Hashable:
 
 
 def fingerprint(outputs: Ends, inputs: Ends = ()) -> int:
-    """Of the names of a tape's nodes: tapes with one structure have one fingerprint, but not only they.
+    """Hash the names of a tape's nodes: tapes of one structure have one fingerprint, but other tapes may have it too.
 
-    Read before the engine is asked, at each step: some 0.4 microseconds a node.
+    The engine is called afterwards, at each step. This takes some 0.4 microseconds a node.
     """
     names = [type(node).name(node) for node in first_nodes(outputs)]
     return hash((len(inputs), *names))
@@ -157,8 +157,8 @@ def _edges(roots: Iterable[Any]) -> Iterator[tuple[Any, Any]]:
 
 
 def freed_at_the_end(inputs: Ends) -> bool:
-    """Whether a walk for the gradients of ``inputs`` ends at a node inside the tape, below which nothing is asked for,
-    and which would lose something if it were released. More than :data:`MAX_NODES_READ` nodes there count."""
+    """Return whether a walk for the gradients of ``inputs`` ends at a node inside the tape that would lose something if
+    it were released, with no requested gradient below. True for more than :data:`MAX_NODES_READ` nodes below."""
     with torch._C.DisableTorchFunctionSubclass():
         inside = [*map(attributes.entered, inputs)]
     asked = {node for node in inside if node is not None and not type(node).name(node).endswith(LEAF)}
@@ -196,7 +196,7 @@ def all_freed_at_the_end(inputs: Ends) -> bool:
 
 
 def _above(targets: Iterable[Any], roots: Iterable[Any]) -> set[Any]:
-    """Of ``roots`` and the nodes below them, those from which an edge or more lead to one of ``targets``."""
+    """Return the nodes, among ``roots`` and the nodes below, from which one or more edges lead to ``targets``."""
     came_from: dict[Any, list[Any]] = {}
     for node, following in _edges(roots):
         came_from.setdefault(following, []).append(node)
@@ -229,7 +229,7 @@ def _leading_to(inputs: Ends, roots: Sequence[Any]) -> set[Any]:
 
 
 def _belongs_to(inputs: Ends) -> Callable[[Any], bool]:
-    """Whether a node is that of one of ``inputs``."""
+    """Return a function that says whether a node is that of one of ``inputs``."""
     with torch._C.DisableTorchFunctionSubclass():  # for leaves the tensors: to ask for a leaf's node runs an operator
         targets = {id(attributes.entered(each) or each) for each in inputs}
     return lambda node: id(node) in targets or (type(node).name(node).endswith(LEAF) and id(node.variable) in targets)
@@ -278,9 +278,9 @@ _saved_names: dict[type, tuple[tuple[str, bool], ...]] = PROCESS.register({})
 
 
 def saved_by(node: Any) -> tuple[ir.SavedValue, ...]:
-    """What a built-in node saved, by its names for it, in its order.
+    """Return the values that a built-in node saved, with the node's names for them, in the node's order.
 
-    Tensors are not read: that would run the hooks that pack them.
+    Tensors are not read, since reading would run the hooks that pack them.
     """
     return tuple(
         ir.SavedValue(

@@ -1,4 +1,4 @@
-"""Parameters on tapes whose names nobody has asked for yet."""
+"""Parameters on tapes whose names were not requested yet."""
 
 from __future__ import annotations
 
@@ -14,10 +14,11 @@ from .parameter_names import Trace, is_known, is_parameter, names_of_traces, par
 
 
 class Unnamed:
-    """Parameters on a tape whose names are looked for when somebody asks.
+    """Parameters on a tape whose names are looked up at the first request.
 
-    While the backward runs, it holds them, so that they are found as what they were; from then on traces of them, by
-    which those are known again that are still there. The nodes that are to be named refer to it, and it to nothing.
+    While the backward runs, this object holds the parameters, so that they are found unchanged. Afterwards it holds
+    their traces, which recognise parameters that still exist. The nodes without a name refer to this object, but not
+    conversely.
     """
 
     def __init__(self, parameters: Sequence[torch.Tensor]) -> None:
@@ -77,11 +78,11 @@ def name_leaves(calls: Sequence[ir.TapeCall], leaves: Sequence[torch.Tensor]) ->
 
 
 def name_again(tape: ir.TapeGraph, tensors: Sequence[torch.Tensor]) -> None:
-    """A structure has come again, and is to be told of. Where no name of it was found so far (the model has died before
-    anybody asked), they are looked for of the leaves that it has now.
+    """Look up names again for a structure that occurred again and will be described, if no name was found before: the
+    model died before the first request. The leaves of the current tape are used.
 
     Args:
-        tensors: what was handed over.
+        tensors: the tensors that were handed over.
     """
     if tape.calls[0].edges is None or any(call.named.parameter is not None for call in tape.calls):
         return  # of what was not read from Python there are none
@@ -92,7 +93,7 @@ def name_again(tape: ir.TapeGraph, tensors: Sequence[torch.Tensor]) -> None:
 
 
 def name_the_unnamed() -> None:
-    """Look for all names of this thread's tapes that nobody has asked for yet."""
+    """Look up all names of this thread's tapes that were not requested yet."""
     _with_each(Unnamed.look_up)
 
 

@@ -1,13 +1,12 @@
-"""Tells apart what the engine's key does not: by which function a part of a tensor was written in place.
+"""The function that wrote a part of a tensor in place, which the engine's key lacks.
 
-The engine's node for a write into a view (``CopySlices``) has the function that wrote as a member, and its key says
-what that function saved, but not which one it is (``CopySlices::compiled_args``,
+The engine's node for a write into a view (``CopySlices``) has the function that wrote as a member. Its key has the
+function's saved values, but not the function (``CopySlices::compiled_args``,
 ``torch/csrc/autograd/functions/tensor.cpp``, 2.13): ``part.sin_()`` and ``part.cos_()`` have one key. Nor does Python
-show the function. So its C++ class is read from the node's memory, where the pointer to the class's table of methods is
-what stands for it.
+show the function. So its C++ class is read from the node's memory, where a pointer to the class's table of methods
+identifies it.
 
-It has to be read before the engine is asked, which lets go of the tape when it has the key. When that is done, and what
-it costs, stands in ``docs/internals/capture.md``.
+The function has to be read before the engine is called, since the engine releases the tape once it has the key.
 """
 
 from __future__ import annotations
@@ -27,7 +26,7 @@ from . import tape
 NAME = "CopySlices"
 _POINTER = ctypes.sizeof(ctypes.c_void_p)
 _NODE_IN_OBJECT = object.__basicsize__
-"""Where a Python object of a node of C++ has the pointer to it (``THPCppFunction``)."""
+"""Offset of the pointer to the C++ node in the node's Python object (``THPCppFunction``)."""
 _LARGEST = 2048
 
 
@@ -39,7 +38,7 @@ class ViewWrites:
         self._roots: set[Any] = set()
 
     def keep(self, outputs: Sequence[Any], inputs: Sequence[Any]) -> bool:
-        """A tape with such writes is about to be kept by the engine; False where its functions cannot be told."""
+        """Note a captured tape with such writes, before the engine keeps it. False if the functions are unknown."""
         described = _described(outputs, inputs)
         if described is None:
             return False
@@ -48,7 +47,8 @@ class ViewWrites:
         return True
 
     def differ(self, outputs: Sequence[Any], inputs: Sequence[Any]) -> bool:
-        """Whether the engine may take a tape for one that was captured, and other functions may have written in it."""
+        """Return whether the engine may confuse a tape with a captured one, though other functions may have written in
+        it."""
         if not self._classes or self._roots.isdisjoint(map(_kind, tape.root_nodes(outputs))):
             return False
         described = _described(outputs, inputs)
@@ -103,7 +103,8 @@ def _place_of_function() -> int | None:
 
 
 def _places(memory: Any, name: str) -> set[int]:
-    """Where a node may have the pointer to a function, read so that a wrong address is an error and not the end."""
+    """Return the possible offsets of the pointer to a function, read so that a wrong address gives an error, not a
+    crash."""
     leaf = torch.zeros(2, 2, device="cpu", requires_grad=True)
     whole, other = leaf * 1, getattr(leaf, name)()
     getattr(whole[0], f"{name}_")()

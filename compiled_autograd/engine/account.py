@@ -1,4 +1,4 @@
-"""What one backward that was handed over did, entered into the account of its session: once, however it ended."""
+"""The account of one backward that was handed over: entered into its session once, however the backward ended."""
 
 from __future__ import annotations
 
@@ -61,8 +61,8 @@ class Account:
 
 @dataclass(slots=True)
 class RunAccount:
-    """What is known of a backward that was handed over, while it runs. ``ambient_state`` is the ambient state once it
-    was asked for."""
+    """Facts about a backward that was handed over, while it runs. ``ambient_state`` is the ambient state once it was
+    read."""
 
     account: Account
     call: Call
@@ -90,7 +90,7 @@ class RunAccount:
         return ADMISSION.left(self.account.settings) - taken - self.report.seconds.get("lower", 0.0)
 
     def close_after(self, error: BaseException) -> None:
-        """It has raised ``error``, which is the user's, and not to be replaced by one of ours."""
+        """Close the account after ``error``, which is the user's. An error of this package must not replace it."""
         try:
             self.close(failed=True)
         except Exception as own:  # noqa: BLE001  it is logged
@@ -183,11 +183,11 @@ class RunAccount:
         return is_new and bool(variant.regions) and not self.report.uncompiled
 
     def _gave_zeros_alone(self, variant: Variant | None) -> bool:
-        """Whether each region of what has run has, beside its real calls: nothing was learnt."""
+        """Return whether each region that was compared with its real calls gave only zeros, which prove nothing."""
         return variant is not None and self.report.zeros == len(variant.regions)
 
     def _charge(self) -> None:
-        """What it took to make what has run, or to load it, is part of what compiling has cost."""
+        """Add the seconds of making or loading the code to the cost of compiling."""
         report, variant, settings = self.report, self.selection.variant, self.account.settings
         stages = ["load"]
         stages += [] if report.background else ["lower", "compile"]  # what was compiled there was charged there

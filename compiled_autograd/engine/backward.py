@@ -34,7 +34,7 @@ from .whole.beside import may_run_twice
 from .whole.checks import CHECKS
 
 _TRIES = 4
-"""Where another thread changes what is reported each time, eager runs it then."""
+"""Maximum number of walks, if another thread changes the tape in each. Eager runs the backward then."""
 
 
 def run(session: Session, call: Call) -> Any:
@@ -100,14 +100,14 @@ def resume(
 
 
 def _ended(call: Call, account: Account, began: float = 0.0) -> None:
-    """What is left to do once it has; ``began`` is when it did where it is one of a trial, by what trials go by."""
+    """Finish a backward. ``began`` is its start on the clock of trials, if it belongs to a trial."""
     let_go_of_the_unnamed()
     if call.timed is not None:
         AUTOTUNE.took(call.timed, now() - began if call.trial else time.perf_counter() - account.started)
 
 
 def interrupted(session: Session, started: float, error: BaseException, account: Account | None = None) -> None:
-    """A backward has ended with an error; the session is told, unless it was."""
+    """Enter a backward that ended with an error into its session, unless that was done."""
     account = Account(session, session.settings, started) if account is None else account
     if not account.told:
         account.bypass(*reason_of_end(error))
@@ -126,10 +126,10 @@ def _left_to_eager(session: Session, call: Call, found: Found, verdict: Bypass) 
 
 
 def _handed_over(call: Call, account: Account, looked: HandedOver | None = None) -> HandedOver | RanInside | Refused:
-    """What the tape was found to be.
+    """Have the tape walked, in C++ or by the engine.
 
     Args:
-        looked: what it was found to be a moment ago, when it was not released.
+        looked: the result of an earlier walk that did not release the tape.
     """
     settings = account.settings
     given = NATIVE_HITS.hand_over(call, settings) or _engine_hands_over(call, settings, account, looked)
@@ -166,7 +166,7 @@ def _release(call: Call, settings: Settings) -> None:
 def _engine_hands_over(
     call: Call, settings: Settings, account: Account | None, looked: HandedOver | None = None
 ) -> HandedOver | RanInside | Refused:
-    """What the engine says of it; without an account it is only looked at."""
+    """Have the engine walk the tape. Without an account, the tape is not run."""
     plan = NATIVE_HITS.learn(call, settings)
     run_inside = None if account is None else functools.partial(_execute_inside, call, account, looked)
     for _ in range(_TRIES):
@@ -217,7 +217,7 @@ def _refused(call: Call, account: Account, refused: Refused) -> Any:
 
 
 def eager(call: Call) -> Any:
-    """The eager engine, as if nobody came between."""
+    """Run a backward on the eager engine, without this package."""
     if STREAMS.in_use and call.create_graph:
         STREAMS.differentiable(call.outputs)
     here = thread.here

@@ -35,15 +35,15 @@ class Call:
     allow_unreachable: bool
     accumulate_grad: bool
     trial: Trial | None = None
-    """That of its tape, where this was asked for and there is one."""
+    """The tuning trial of this tape; None if not looked up or none exists."""
     timed: Trial | None = None
-    """That for which it was timed as a hit."""
+    """The trial that this call's time as a hit counts for."""
     known: Tape | None = None
-    """What is known of its tape where compiling has cost too much, and this was asked for."""
+    """The record of this tape, if compiling has cost too much and the record was looked up."""
     admitted: bool = False
-    """It may be compiled all the same."""
+    """True: compile although the budget is spent."""
     looked_at: bool = False
-    """What is known of it was not taken from its sketch."""
+    """True if the record was not found by the sketch."""
     taken_from: Hashable = None
     """The key of the sketch that it was taken from, else."""
     sketched: Hashable = None
@@ -63,7 +63,8 @@ class Call:
         return self.sketched
 
     def description(self) -> int:
-        """Of what can be read of the tape from Python: tapes with one structure have one, but not only they."""
+        """Hash the properties of the tape that Python can read. Tapes of one structure have one hash, but other tapes
+        may have it too."""
         return tape.description(self.outputs, self.inputs, self.accumulate_grad)
 
 
@@ -75,14 +76,14 @@ class CountsHits(Protocol):
 
 @dataclass(slots=True)
 class KnownShapes:
-    """Shapes, scalars and kinds of tensors that a tape was met with before.
+    """Shapes, scalars and kinds of tensors that a tape had before.
 
     Attributes:
-        module: what found them.
-        plan: that of the tape, which has this ``number`` for them.
-        hand_over: what a tape that was found with them is.
-        counter: counts these.
-        served_by: the variants that served them last, under the settings and states that take turns, unless they went.
+        module: the extension that found them.
+        plan: the plan of the tape, which has this ``number`` for them.
+        hand_over: makes the :class:`HandedOver` of a tape with them.
+        counter: counts such hits.
+        served_by: the variants that served them last, under alternating settings and states, as weak references.
     """
 
     module: Module
@@ -93,7 +94,7 @@ class KnownShapes:
     served_by: tuple[weakref.ref[Variant], ...] = ()
 
     def variants(self) -> Iterator[Variant]:
-        """Those variants, the last one first."""
+        """Yield the variants that still exist, the last one first."""
         return filter(None, (each() for each in self.served_by))
 
     def last(self) -> Variant | None:
@@ -131,11 +132,11 @@ class HandedOver:
 
     Attributes:
         graph: the structure.
-        given: what was found: by the engine, or in C++, where it may go to a program as it is.
-        miss: how the structure differs from those that were known before; None where it was known.
+        given: the handed-over values, from the engine, or from C++, where a program may take them unchanged.
+        miss: the difference from the structures known before; None for a known structure.
         captured: whether the engine had to report the tape.
-        shapes: all that a variant is asked for besides settings and state; None where nobody has compared it.
-        whole: the tape, where it was not released, since its gradients may be compared with the eager engine's.
+        shapes: the properties that select a variant, beside settings and state; None if not compared.
+        whole: the tape, if it was not released, so that its gradients can be compared with eager's.
     """
 
     graph: CompiledGraph
@@ -147,12 +148,12 @@ class HandedOver:
 
     @property
     def is_reduced(self) -> bool:
-        """Whether leaves have hooks of DDP's reducer."""
+        """Return whether leaves have hooks of DDP's reducer."""
         return isinstance(self.given, Handover) and bool(self.given.reduced or self.given.unwritten)
 
     @property
     def handover(self) -> Handover:
-        """What was found, as objects of Python."""
+        """Return the handed-over values as Python objects."""
         if not isinstance(self.given, Handover):
             self.given = Handover(*self.given.lists(), ())
         return self.given

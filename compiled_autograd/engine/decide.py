@@ -1,4 +1,4 @@
-"""What leaves a backward to the eager engine before the engine is asked to walk its tape: policies, in order."""
+"""Policies that leave a backward to the eager engine before the engine walks its tape, in order."""
 
 from __future__ import annotations
 
@@ -49,8 +49,7 @@ _NOT_UNSUPPORTED = (TRACING, ON_MISS, TURNED_OFF, UNTESTED_TORCH, COMPILING, OVE
 
 
 def look(call: Call, session: Session) -> Found | None:
-    """What is known of a tape that may be better left to the eager engine, before anybody has walked it: most are not
-    even looked at."""
+    """Look up a tape that may be better left to the eager engine, before its walk. Most tapes are not looked at."""
     settings, sketch = session.settings, call.sketch(thread.here)
     key = None if sketch is None else (session.number, sketch)
     before = None if key is None else SKETCHES.known.get(key)
@@ -88,7 +87,7 @@ def look(call: Call, session: Session) -> Found | None:
 
 
 def looks(settings: Settings) -> bool:
-    """Return whether tapes have to be told apart before the engine is asked."""
+    """Return whether tapes have to be recognised before the engine is called."""
     return AUTOTUNE.active or ADMISSION.closed or REFUSALS.active or _compiles_beside(settings)
 
 
@@ -97,7 +96,7 @@ def _compiles_beside(settings: Settings) -> bool:
 
 
 def _taken_for(call: Call, found: Found | None) -> Found | None:
-    """What a sketch has led to."""
+    """Return the result that a sketch had before, and note it in the call."""
     if isinstance(found, Trial):
         call.trial = found
         found.idle += 1
@@ -135,7 +134,7 @@ def decide(call: Call, settings: Settings) -> Bypass | None:
 
 
 def is_policy(reason: Bypass) -> bool:
-    """Whether a backward is left to eager by choice, and not since it cannot be captured."""
+    """Return whether a backward is left to eager by choice, and not because it cannot be captured."""
     return reason in _NOT_UNSUPPORTED or AUTOTUNE.sent(reason)
 
 

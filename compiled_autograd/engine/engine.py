@@ -44,7 +44,7 @@ from .session import BYPASS, Here, Outcome, Session, thread
 from .traced import trace
 
 _TOLD = 64
-"""One in so many backwards that are left to eager for what their arguments say asks whether the log wants to know."""
+"""Sampling interval, in backwards that are left to eager by their arguments: one in 64 checks whether the log is on."""
 
 
 class Engine(_ImperativeEngine):
@@ -120,7 +120,7 @@ class Engine(_ImperativeEngine):
             state.callbacks.append(callback)
 
     def is_checkpoint_valid(self) -> bool:
-        """Whether reentrant checkpointing may run its own backward now."""
+        """Return whether reentrant checkpointing may run its own backward now."""
         state = running()
         return super().is_checkpoint_valid() if state is None else state.checkpoint_valid
 
@@ -174,7 +174,7 @@ def _left(session: Session, verdict: Bypass, seconds: float | None) -> None:
 
 
 def _runner(here: Here, session: Session) -> Callable[..., Any]:
-    """What runs one that accumulates: see :func:`running.runner`."""
+    """Return the function that runs a backward that accumulates: see :func:`running.runner`."""
     if not session.may_loop or not here.known.tries.is_time():
         return on_eager
     here.tries = here.known.tries
@@ -214,18 +214,20 @@ def install() -> None:
 
 
 def _fast_path(fallback: Callable[..., Any], module: Module) -> FastPath:
-    """What C++ is called by in the place of :meth:`Engine.run_backward`, which it calls for what it does not serve."""
+    """Make the callable that replaces :meth:`Engine.run_backward`, and calls it for backwards that C++ cannot serve."""
     return module.fast_path(fallback, backward.resume, backward.interrupted, thread, USES)
 
 
 def _come_first(engine: Engine, path: FastPath) -> None:
-    """Have it called so. Where somebody else has put something there, that stays, and all goes through Python."""
+    """Put the callable in place. If other code has replaced ``run_backward``, that stays, and all backwards go through
+    Python."""
     if getattr(engine.run_backward, "__func__", None) is Engine.run_backward or hasattr(engine.run_backward, "served"):
         engine.run_backward = path  # type: ignore[method-assign]
 
 
 def _reducer_hooks(number: torch.Tensor) -> None:
-    """Run what calls hooks of DDP's reducer: on the eager engine, which they ask to call them back at its end."""
+    """Run a function that calls hooks of DDP's reducer on the eager engine, since the hooks register callbacks for its
+    end."""
     on_eager(thread.here, (number,), (torch.zeros(()),), False, False, (), True, True)
 
 
@@ -239,7 +241,7 @@ def _answering(original: Callable[..., Any], answer: Callable[..., Any]) -> Call
 
 
 def _key_of_function(original: Callable[[Any], tuple[int, ...]]) -> Callable[[Any], tuple[int, ...]]:
-    """What the engine asks of each Python function that it walks over, PyTorch's own captures included."""
+    """Wrap the function that the engine calls for the key of each Python function, in PyTorch's own captures too."""
     of_classes = torch.autograd.Function._compiled_autograd_key
 
     @functools.wraps(original)

@@ -52,7 +52,7 @@ from .whole.checks import CHECKS
 
 _run_backward: Any = _ImperativeEngine.run_backward
 _OTHER_WORK = (RARELY.search_now, name_the_unnamed, versions)
-"""What a first step needs besides, and can do while it waits for a compiler."""
+"""Work for a first step to do while it waits for a compiler."""
 _NO_OTHER_WORK = contextlib.nullcontext()
 
 
@@ -62,7 +62,7 @@ def running() -> Running | None:
 
 
 def depth() -> int:
-    """How many compiled backwards the calling thread is in, those around an eager one included."""
+    """Return how many compiled backwards the calling thread is in, including those around an eager one."""
     return thread.here.depth
 
 
@@ -76,9 +76,9 @@ def on_eager(
     allow_unreachable: bool,
     accumulate_grad: bool,
 ) -> Any:
-    """Have the eager engine run a backward: the gate knows of it, and nobody asks us about it.
+    """Have the eager engine run a backward. The gate counts the backward, and no policy is asked.
 
-    It is called for backwards of some ten microseconds too, so that each call in here counts.
+    Backwards of some ten microseconds take this way too, so each call in here counts.
 
     Args:
         here: the calling thread.
@@ -240,7 +240,7 @@ def _compared(run: RunAccount, variant: Variant, ambient_state: Ambient, context
 
 
 def _runs_native(handed: HandedOver, variant: Variant, shapes: KnownShapes, context: RunContext) -> bool:
-    """Whether it could be run without Python, and was."""
+    """Run a backward without Python if possible, and return whether it ran."""
     taken = handed.given
     if isinstance(taken, Handover):
         return False
@@ -253,8 +253,8 @@ def _runs_native(handed: HandedOver, variant: Variant, shapes: KnownShapes, cont
 
 
 def _ran_alone(call: Call, account: Account, handed: HandedOver, shapes: KnownShapes) -> bool:
-    """Whether it was a hit that could be run without Python, and so without what only users' code, reports and misses
-    need: the state of the thread, a context and its report. Then it was."""
+    """Run a hit without Python if possible, and return whether it ran. Such a hit needs no thread state, context or
+    report: these are only for users' code, reports and misses."""
     taken, settings, variant = handed.given, account.settings, shapes.last()
     native = None if variant is None else variant.native.current
     if native is None or not native.made.is_straight_line or not native.is_current() or isinstance(taken, Handover):
@@ -291,7 +291,7 @@ def _ran_alone(call: Call, account: Account, handed: HandedOver, shapes: KnownSh
 
 
 def _allow(run: RunAccount, context: RunContext) -> None:
-    """Whether regions that are not compiled are, and where: always those of a variant that was just made."""
+    """Decide whether, and where, missing regions are compiled. Those of a variant that was just made always are."""
     settings, context.left = run.account.settings, run.left
     if not run.selection.reasons and not run.call.admitted and settings.compiles and ADMISSION.is_closed_for(settings):
         run.report.over_budget = True
@@ -303,7 +303,7 @@ def _allow(run: RunAccount, context: RunContext) -> None:
 
 
 def _select(run: RunAccount, ambient_state: Ambient) -> Selection:
-    """What serves the backward: without asking for shapes, where these were found to be ones that were met before."""
+    """Select the code that serves the backward. Known shapes are not compared again."""
     settings, graph, shapes = run.account.settings, run.handed.graph, run.handed.shapes
     if shapes is not None:
         for known in shapes.variants():

@@ -1,4 +1,4 @@
-"""What the engine keeps for a structure, and the graph that it stands for."""
+"""The engine's objects for structures, and the graphs of these structures."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ _MAX_OTHERS = 64
 
 
 class Handle:
-    """What the engine keeps for a structure, the same for each tape that has it. It never lets go of it, even when it
-    forgets (2.13): so this lets go.
+    """The engine's object for a structure, shared by all tapes of the structure. The engine never releases it, even
+    when it clears its cache (2.13). So this object releases its contents.
 
-    The engine does not ask in which order the nodes of a tape were made, on which the order depends in which they run,
-    nor which dtypes the leaves want: ``others`` has the graph for each order and dtypes that are not those of
-    ``graph``. ``outputs`` is how many results the engine is to be given.
+    The engine's key lacks the order in which nodes were made, which decides the order of execution, and the dtypes that
+    leaves want. ``others`` has the graphs for orders and dtypes other than those of ``graph``. ``outputs`` is the
+    number of results that the engine expects.
     """
 
     __slots__ = ("dtypes", "graph", "others", "outputs", "shows", "shows_bitwise")
@@ -45,7 +45,7 @@ class Handle:
         self.shows_bitwise = order_shows(graph.tape, bitwise=True)
 
     def forget(self) -> None:
-        """Let go."""
+        """Release the graphs."""
         self.graph = None
         del self.others, self.dtypes
 
@@ -81,14 +81,15 @@ class Handle:
 
 
 class Kept:
-    """What the engine was given since it last forgot, and what is known of tapes that it need not be asked about.
+    """Objects that the engine holds since its cache was last cleared, and tapes for which it need not be called.
 
     Attributes:
-        handles: what it calls at a hit, and with what. It keeps the pair too.
+        handles: for each graph, the pair of a function and its handle, which the engine calls at a hit and also holds.
         left_to_eager: descriptions of tapes that ``on_miss="eager"`` found not to be in the cache.
-        reports: how many tapes it has reported.
-        must_forget: it is to be made to forget before it walks again, since it cannot be told to forget some.
-        captures_of_others: how many structures PyTorch's own compiled autograd had captured when that was last asked.
+        reports: the number of tapes that the engine has reported.
+        must_forget: the engine's cache is cleared before the next walk, since single entries cannot be removed.
+        captures_of_others: the number of structures that PyTorch's own compiled autograd had captured at the last
+            check.
     """
 
     def __init__(self) -> None:
@@ -145,7 +146,7 @@ def _of_other_tape(
 
 
 def may_be_kept(settings: Settings, ordered: ir.TapeGraph, keys: Sequence[Key], may_compile: bool = True) -> bool:
-    """Whether something will be made of a new structure: compiled, or taken from the store on disk."""
+    """Return whether a new structure will be compiled, or loaded from the store on disk."""
     compiles = settings.compiles and may_compile
     disk = None if compiles else disk_for(settings)
     return compiles or (disk is not None and disk.knows(ordered, keys))

@@ -1,8 +1,8 @@
-"""Backwards whose tape was learnt: walked in C++ (:mod:`compiled_autograd.native`) where the engine would walk it.
+"""Backwards whose tape was learnt: walked in C++ (:mod:`compiled_autograd.native`) instead of by the engine.
 
-A tape is learnt when the engine hands it over and need not report it. From then on one that is the same is found
-without the engine, and is a hit of the structure that the engine would have found: what nodes say of themselves has all
-that its key has. What is not known here takes the way through the engine (:mod:`seam`).
+A tape is learnt when the engine hands it over without a report. From then on an equal tape is found without the engine,
+and is a hit of the structure that the engine would have found: the nodes' own bytes have all parts of the engine's key.
+Unknown tapes go through the engine (:mod:`seam`).
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ from .handles import KEPT
 _MAX_PLANS = 64
 """The largest number of plans; then the one that was used least recently goes."""
 _MAX_TRIED = 8
-"""A tape is compared with so many plans before the engine is asked, as long as it need not be learnt."""
+"""Maximum number of plans that a tape is compared with before the engine is called, unless the tape must be learnt."""
 _MAX_WANTED = 8
-"""Of hits of the engine's, so many are owed a try to learn their tape when it comes again."""
+"""Maximum number of the engine's hits that wait for a try to learn their tape at its next backward."""
 _MAX_REFUSED = 3
-"""A tape of a structure that so many times could not be learnt is not tried again."""
+"""Number of failed tries after which the tapes of a structure are no longer learnt."""
 
 
 @dataclass(slots=True, eq=False)
@@ -57,15 +57,15 @@ class _Learnt(WeaklyReferred):
     graph: weakref.ref[CompiledGraph]
     shapes: dict[int, KnownShapes] = field(default_factory=dict)
     next: weakref.ref[_Learnt] | None = None
-    """Whose tape came after this one's: where several take turns, it comes after it again."""
+    """The plan that matched next last time; tried first."""
 
 
 class NativeHits:
     """The plans of a process, the one that served last first.
 
     Attributes:
-        library: where the extension is; None as long as nobody has asked.
-        hits: how many tapes were found.
+        library: the library of the extension; None before the first request.
+        hits: the number of tapes found.
     """
 
     def __init__(self) -> None:
@@ -85,7 +85,7 @@ class NativeHits:
         self._wanted = 0
 
     def hand_over(self, call: Call, settings: Settings) -> HandedOver | None:
-        """What the engine would hand over, if the tape is one that was learnt. None: it is whole, and not known."""
+        """Hand over a tape that was learnt, as the engine would. None: the tape is whole, and unknown."""
         if not self._learnt or not _may_be_known(call, settings) or others_walk():
             return None
         bitwise = get_backend(settings.backend_in_mode).bitwise
@@ -117,8 +117,8 @@ class NativeHits:
         return self._handed_over(learnt, graph, found)
 
     def _likely(self) -> list[_Learnt]:
-        """Those that a tape is compared with: the one that came next the last time, and those that served last; all of
-        them where the tape would be learnt else."""
+        """Return the plans to compare a tape with: the one that came next last time, and those that served last. All
+        plans if the tape would be learnt otherwise."""
         likely = self._learnt[: _MAX_PLANS if self._wanted else _MAX_TRIED]
         last = self._last
         follows = None if last is None or last.next is None else last.next()
@@ -205,7 +205,7 @@ class NativeHits:
 
 
 def _with_reducer(graph: CompiledGraph, taken: Taken) -> Handover:
-    """What was taken from a tape whose leaves have hooks of DDP's reducer: these are called by steps of Python."""
+    """Return the values of a tape whose leaves have hooks of DDP's reducer; steps of Python call these hooks."""
     leaves = taken.reduced
     handover = Handover(*taken.lists(), ())
     handover.reduced, handover.unwritten = graph.forms.reduced(handover.tensors, leaves)
@@ -213,15 +213,15 @@ def _with_reducer(graph: CompiledGraph, taken: Taken) -> Handover:
 
 
 def others_walk() -> bool:
-    """Whether the engine walks a tape for another thread. While it captures, nodes below an edge have symbols for
-    sizes (``SwapSavedVariables::before``, ``torch/csrc/dynamo/compiled_autograd.h``, 2.13): also those of leaves,
-    which tapes of other threads have too."""
+    """Return whether the engine walks a tape for another thread. During a capture, nodes below an edge have symbols for
+    sizes (``SwapSavedVariables::before``, ``torch/csrc/dynamo/compiled_autograd.h``, 2.13). Leaves' nodes are among
+    them, and tapes of other threads have them too."""
     return bool(GATE.line) and not GATE.is_free(get_ident())
 
 
 def _is_what_was_given(found: Found, given: Handover) -> bool:
-    """Whether a plan was made of the tape as the engine has found it: a leaf may have got a ``.grad`` meanwhile, or
-    lost it, by another thread or what ``gc`` runs."""
+    """Return whether a plan was made of the same tape that the engine found: meanwhile another thread or ``gc`` may
+    have changed the ``.grad`` of a leaf."""
     _, tensors, sizes, scalars, objects = found
     if (len(tensors), len(scalars), len(objects)) != (len(given.tensors), len(given.scalars), len(given.objects)):
         return False
@@ -231,12 +231,12 @@ def _is_what_was_given(found: Found, given: Handover) -> bool:
 
 
 def _are_one(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Whether two tensors are one, as far as its memory says: what nodes have saved becomes a new one each time."""
+    """Return whether two tensors are one, by memory and shape: a node's saved value is a new tensor at each access."""
     return one is other or (memory_of(one) == memory_of(other) and one.shape == other.shape)
 
 
 def _may_be_known(call: Call, settings: Settings) -> bool:
-    """Whether a plan may serve a backward; microseconds."""
+    """Return, in microseconds, whether a plan may serve a backward."""
     return (
         settings.native is not False
         and not call.create_graph
@@ -250,7 +250,7 @@ NATIVE_HITS = PROCESS.register(NativeHits())
 
 
 def may_move_aside(call: Call, settings: Settings) -> bool:
-    """Whether hooks of DDP's reducer may be moved aside for a walk: each leaf that has some is written then."""
+    """Return whether hooks of DDP's reducer may be silenced for a walk: all leaves with such hooks are written then."""
     return settings.native is not False and call.accumulate_grad and not call.inputs
 
 

@@ -1,9 +1,9 @@
-"""Has the engine walk a tape and hand it over. What is private about the seam is used here, and here alone but for the
-C++ hooks that :mod:`compiled_autograd.user_code.hooks` calls. Written against torch 2.13.
+"""Has the engine walk a tape and hand it over. Only this module uses the private API of the seam, except for the C++
+hooks that :mod:`compiled_autograd.user_code.hooks` calls. Written against torch 2.13.
 
-The engine's seam (``torch._C._dynamo.compiled_autograd``) is set for one call only, and used for nothing but to hand
-over (``docs/internals/engine.md``): what was handed over runs after the engine has returned, without its locks, so that
-a backward inside a backward is captured too.
+The engine's seam (``torch._C._dynamo.compiled_autograd``) is set for one call only, and only hands over
+(``docs/internals/engine.md``). The backward runs after the engine has returned, without the engine's locks. So a
+backward inside a backward is captured too.
 """
 
 from __future__ import annotations
@@ -58,8 +58,8 @@ from .handles import KEPT, Handle, may_be_kept
 from .native_hits import NATIVE_HITS, learns_of_reducers, may_move_aside
 
 MAX_REPORTS = 8 * MAX_STRUCTURES
-"""After this many reports the engine is made to forget, and captures anew what comes back. It keeps something of each
-tape that it has reported, also where nothing was made of it, or where it is another to the engine alone."""
+"""Number of reports after which the engine's cache is cleared, so that tapes are captured again. The engine keeps data
+of each tape that it reported, also if nothing was made of it, or if only the engine calls it different."""
 
 RunInside = Callable[[HandedOver], Results]
 _LEAF = "AccumulateGrad"
@@ -102,7 +102,7 @@ class _Walk:
         return REDUCERS.module.put_back(aside)
 
     def told(self) -> Miss | None:
-        """How the structure is new, for whoever is told why eager runs it."""
+        """Return the difference of the structure from known ones, with its title, for the reason why eager runs it."""
         return self.miss if self.miss is None or self.tape is None else with_title(self.miss, self.tape)
 
     def begin_report(self, capture: Capture) -> None:
@@ -124,15 +124,15 @@ _thread = _Thread()
 
 
 def walking() -> bool:
-    """Whether the engine walks a tape for us, in this thread."""
+    """Return whether the engine walks a tape for this package, in this thread."""
     return _thread.walk is not None
 
 
 def forget() -> None:
     """Drop the engine's own cache of structures, which is shared with PyTorch's compiled autograd.
 
-    Walks of other threads, which hold what is in it, are waited for. Inside a call of the engine's there is no waiting:
-    then it is dropped before the next walk.
+    Walks of other threads, which hold parts of the cache, are waited for. Inside a call of the engine waiting is
+    impossible: the cache is dropped before the next walk.
     """
     KEPT.must_forget = True
     turn = Turn()
@@ -161,11 +161,11 @@ PROCESS.register(_thread, reset=forget)
 def hand_over(call: Call, settings: Settings, run_inside: RunInside | None) -> HandedOver | RanInside | Refused:
     """Let the engine walk the tape and hand it over, or give the reason why it stays with the eager engine.
 
-    What is set here is put back after Ctrl-C too: :mod:`gate` says how.
+    All state is restored after Ctrl-C too: :mod:`gate` says how.
 
     Args:
-        run_inside: runs a tape that has hooks made by C++ while the engine has not returned, since they can be called
-            no later; None hands that over like any other, to be looked at and not to be run.
+        run_inside: runs a tape with C++ hooks before the engine returns, since they cannot be called later. None hands
+            such a tape over without running it.
 
     Raises:
         BrokenCaptureError: the engine failed while it reported a node.
@@ -329,7 +329,7 @@ def _finish(captured: ir.TapeGraph, capture: Capture) -> tuple[Callable[..., Any
 def _hand_over(
     handle: Handle, tensors: list[torch.Tensor], sizes: Any, scalars: Any, objects: Any, packed: Any
 ) -> list[Any]:
-    """What the engine calls once it has walked a tape whose structure it knows."""
+    """Take the values of a tape. The engine calls this after the walk of a known structure."""
     handover = Handover(tensors, sizes, scalars, objects, packed)
     walk = _thread.walk
     if walk is None:  # PyTorch's own compiled autograd met a structure that we captured before it

@@ -112,12 +112,13 @@ class Session:
 
     @property
     def last(self) -> Outcome | None:
-        """What became of the last backward; None where there was none."""
+        """The outcome of the last backward; None if there was none."""
         self.count_left()
         return self._latest()
 
     def _latest(self) -> Outcome | None:
-        """Of a hit of the fast path there is the structure and the seconds of walk and run, until somebody asks."""
+        """Return the last outcome. For a hit of the fast path it is made now, from the structure and the seconds of
+        walk and run."""
         last = self._last
         if not isinstance(last, tuple):
             return last
@@ -135,7 +136,7 @@ class Session:
 
     @property
     def own_loop(self) -> str:
-        """Whether the own loop runs what is left to eager, where the tape allows it: ``"on"``; else why not."""
+        """``"on"`` if the own loop runs bypasses whose tape allows it; else the reason why not."""
         return OWN_LOOPS.state(self.settings)
 
     @property
@@ -159,9 +160,9 @@ class Session:
         return BACKGROUND.wait(timeout)
 
     def graphs(self) -> list[CompiledGraph]:
-        """The structures that this session captured or compiled, in the order in which it met them.
+        """Return the structures that this session captured or compiled, in the order in which it met them.
 
-        Those that the process has let go of since are not among them, see :data:`graphs.MAX_STRUCTURES`.
+        Structures that the process has evicted since are not among them, see :data:`graphs.MAX_STRUCTURES`.
         """
         return list(self._graphs.values())
 
@@ -192,10 +193,9 @@ class Session:
     def trace(self, path: str | os.PathLike[str]) -> Path:
         """Write the session's times so far as a trace that https://ui.perfetto.dev and ``chrome://tracing`` open.
 
-        Each backward is a slice with its outcome and reasons; the seconds of its stages are slices inside it: the
-        walk of the tape (``capture``), tracing, compiling, loading, comparing, and the whole ``run``. What was compiled
-        in the background has a track of its own. Of hits there are the last 2048; of a session's first backward that
-        is a hit there is none.
+        Each backward is a slice with its outcome and reasons; the seconds of its stages are slices inside it: the walk
+        of the tape (``capture``), tracing, compiling, loading, comparing, and the whole ``run``. Background compiles
+        have a track of their own. The trace has the last 2048 hits, but no hit that is a session's first backward.
 
         Takes, returns and raises what :meth:`report` does.
         """
@@ -206,8 +206,8 @@ class Session:
         return page.write_file(trace_of(events, hits, list(self._steps.beside), graphs), path)
 
     def summary(self) -> Summary:
-        """Return what became of the backwards so far: counts, seconds saved and lost, what was left to eager and why,
-        what to do next. ``print`` shows it in a few lines. Nothing is run for it."""
+        """Return a summary of the backwards so far: counts, seconds saved and lost, bypasses with reasons, and a next
+        step. ``print`` shows it in a few lines. Nothing is run for it."""
         stats, events, _, graphs = self._all()
         return Summary.of(stats, events, graphs, self.settings)
 
@@ -357,14 +357,14 @@ class Disabled:
 
 
 class Here(Looks):
-    """What is known of one thread: in one object, since it takes a while to ask for what is a thread's own.
+    """State of one thread, in one object, since each access to thread-local data takes a while.
 
     Attributes:
-        stack: the sessions that it is in, None for ``disable``.
+        stack: the sessions that the thread is in, None for ``disable``.
         running: its innermost compiled backward; None where an eager one was called inside it.
-        depth: in how many compiled backwards it is.
-        ident: what ``threading`` calls it.
-        tries: those of the tape that the own loop is asked to run.
+        depth: the number of compiled backwards that the thread is in.
+        ident: the thread's identifier in ``threading``.
+        tries: tries of the own loop on the current tape.
     """
 
     __slots__ = ("depth", "ident", "running", "stack", "tries")

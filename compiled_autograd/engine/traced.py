@@ -1,5 +1,5 @@
-"""What the structured trace has of one backward: why it was no hit, its tape graph, and of each region the ATen graph
-and the backend's code."""
+"""The structured trace of one backward: the reasons why it was no hit, its tape graph, and for each region the ATen
+graph and the backend's code."""
 
 from __future__ import annotations
 

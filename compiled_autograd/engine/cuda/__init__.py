@@ -1,1 +1,1 @@
-"""Whether a tape may run on the CUDA device and stream that backward is called on."""
+"""Checks whether a tape may run on the CUDA device and stream on which backward is called."""

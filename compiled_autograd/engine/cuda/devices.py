@@ -1,8 +1,8 @@
-"""On which CUDA device a tape lies, which is made the current one for its backward. Written against torch 2.13.
+"""The CUDA device of a tape, made current for its backward. Written against torch 2.13.
 
-The eager engine has a thread for each device, in which that device is the current one
-(``torch/csrc/autograd/engine.cpp``). PyTorch's own operators go to the device of their tensors, but
-``torch.empty(3, device="cuda")`` in a hook does not, nor do kernels that a Python function launches by itself.
+The eager engine has a thread for each device, in which that device is current (``torch/csrc/autograd/engine.cpp``).
+PyTorch's own operators go to the device of their tensors. But ``torch.empty(3, device="cuda")`` in a hook does not, nor
+do kernels that a Python function launches by itself.
 """
 
 from __future__ import annotations
@@ -36,6 +36,6 @@ def cuda_device(tape: TapeGraph) -> int | None:
 
 
 def lie_apart(outputs: Sequence[Any]) -> bool:
-    """Whether some of what a backward is called on lies on a CUDA device, and some on the CPU."""
+    """Return whether some outputs lie on a CUDA device, and some on the CPU."""
     kinds = {device.type for each in outputs if (device := getattr(each, "device", None)) is not None}
     return {"cpu", "cuda"} <= kinds

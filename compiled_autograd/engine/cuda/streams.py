@@ -1,20 +1,20 @@
-"""On which CUDA streams the nodes of a tape were recorded: may it run on the stream that backward is called on?
-Private API of torch; written against 2.13, tried on a GPU with 2.11 alone, and on the CPU with 2.11 to 2.15.
+"""The CUDA streams on which the nodes of a tape were recorded: the tape may run only on the same streams. Private API
+of torch; written against 2.13, tried on a GPU with 2.11 alone, and on the CPU with 2.11 to 2.15.
 
-Why it matters, and how it is found out, stands in ``docs/internals/engine.md``: whatever changes the current streams is
-watched, and for each thread is kept which numbers of nodes it recorded under which streams. The engine's own rules are
-in ``torch/csrc/autograd/engine.cpp`` and ``input_buffer.cpp``.
+``docs/internals/engine.md`` has the reasons. All functions that change the current streams are watched. For each
+thread, the numbers of nodes recorded under each set of streams are kept. The engine's own rules are in
+``torch/csrc/autograd/engine.cpp`` and ``input_buffer.cpp``.
 
-Nothing here happens before CUDA is in use. What stays unknown:
+Nothing here happens before CUDA is in use. Not known are:
 
-- streams that C++ code of others sets and sets back while it records nodes, and ``GreenContext``; with a Python that
-  does not let go of the dictionary of a class made by C++, so does ``with stream:`` (``torch.cuda.stream`` does not);
-- of the nodes recorded before the first ``enable``, those of a program that had no memory on another stream than the
-  default one then: they count as the default stream's. Where there is such memory, they count as unknown;
-- nodes that another thread recorded on a default stream, where backward is called on another stream; nodes that a hook
+- streams that C++ code of others sets and resets while it records nodes, and ``GreenContext``. Some Pythons do not give
+  access to the dictionary of a class made by C++; there also ``with stream:`` (``torch.cuda.stream`` is known);
+- nodes recorded before the first ``enable``, in a program whose memory was all on the default stream then: they count
+  as the default stream's. With memory on another stream, they count as unknown;
+- nodes that another thread recorded on a default stream, if backward is called on another stream; nodes that a hook
   recorded inside a backward of the eager engine; and nodes with a number of the user's own (``_set_sequence_nr``);
-- the stream of an ``AccumulateGrad`` node: ``.grad`` is written on the stream that backward is called on. The eager
-  engine makes that stream wait for the write, so the two differ only for who reads ``.grad`` on a third one.
+- the stream of an ``AccumulateGrad`` node: ``.grad`` is written on the stream on which backward is called. The eager
+  engine makes that stream wait for the write, so only a reader of ``.grad`` on a third stream sees a difference.
 """
 
 from __future__ import annotations
@@ -37,23 +37,23 @@ from ...process_state import PROCESS
 from ...shadow_cache import Bypass
 
 Streams = tuple[tuple[int, int], ...] | None
-"""Of each device whose current stream is not its default one: its index, and the stream's number. None: not known."""
+"""Index and stream number of each device whose current stream is not its default one. None: unknown."""
 DEFAULT: Streams = ()
 UNKNOWN: Streams = None
 
 _MAX_CHANGES = 1024
 """The largest number of changes kept of one thread; of older nodes it is then not known where they were recorded."""
 _MAX_THREADS = 64
-"""The largest number of threads that are told apart, of those that recorded on other streams than the default ones."""
+"""Maximum number of threads with separate accounts, among those that recorded on other streams than default ones."""
 _SETTERS = ("_cuda_setStream", "_accelerator_setStream")
-"""What ``torch.cuda.stream``, ``torch.cuda.set_stream`` and ``torch.accelerator.set_stream`` end in."""
+"""The functions that ``torch.cuda.stream``, ``torch.cuda.set_stream`` and ``torch.accelerator.set_stream`` call."""
 
 _engines_task = torch._C._current_graph_task_id
 """The engine's own: -1 outside of its backwards, those that are compiled among them."""
 
 
 def _recorded() -> int:
-    """How many nodes the calling thread has recorded so far: the number of the next."""
+    """Return how many nodes the calling thread has recorded so far: the number of the next node."""
     return torch._C._autograd._get_sequence_nr()
 
 
@@ -63,7 +63,7 @@ def _current_streams() -> Streams:
 
 
 def _memory_on_other_streams() -> bool:
-    """Whether memory was ever allocated on another stream than the default one, and not given back to CUDA."""
+    """Return whether memory was allocated on another stream than the default one, and not returned to CUDA."""
     try:
         return any(segment["stream"] for segment in torch.cuda.memory_snapshot())
     except RuntimeError:  # an allocator that gives no account
@@ -71,12 +71,12 @@ def _memory_on_other_streams() -> bool:
 
 
 class _Thread:
-    """Which nodes a thread recorded under which streams.
+    """The streams under which a thread recorded its nodes.
 
     Attributes:
         changes: the number of the first node, and the streams that were current from then on.
-        seen: the number of the next node when the thread was last looked at.
-        listed: whether other threads look at this account: only where it has more than default streams.
+        seen: the number of the next node at the last look at the thread.
+        listed: whether other threads look at this account: only if it has more than default streams.
     """
 
     def __init__(self, before: Streams, seen: int, streams: Streams) -> None:
@@ -113,7 +113,7 @@ class _Thread:
         return bisect.bisect_right(self.changes, number, key=lambda change: change[0]) - 1
 
     def only(self, streams: Streams) -> bool:
-        """Whether all was recorded under these."""
+        """Return whether all nodes were recorded under these streams."""
         return len(self.changes) == 1 and self.changes[0][1] == streams
 
 
@@ -211,7 +211,7 @@ class StreamWatch:
         if mine is not None:
             mine.look(number, streams)
         else:
-            # Nobody set this thread's streams since we began to watch, but the engine sets those of its own unseen.
+            # The watch saw no change of this thread's streams, but does not see those that the engine sets.
             unsure = _engines_task() != -1 or threading.get_ident() in self._unsure
             before = UNKNOWN if unsure else streams
             mine = self._local.thread = _Thread(before, number, streams)
@@ -228,7 +228,8 @@ class StreamWatch:
                 self._merge_threads()
 
     def _merge_threads(self) -> None:
-        """Of the older half, those that are back on default streams become one, of which nothing is known."""
+        """Merge the older half of the threads that are back on default streams into one account, whose streams are
+        unknown."""
         older, newer = self._threads[: _MAX_THREADS // 2], self._threads[_MAX_THREADS // 2 :]
         done = [each for each in older if each.changes[-1][1] == DEFAULT]
         if done:
@@ -258,7 +259,7 @@ class StreamWatch:
 
 
 def _set(owner: Any, name: str, value: Any) -> None:
-    """``setattr``, also on a class that C++ made and that lets nobody change it."""
+    """Set an attribute, also of a class that C++ made and that allows no change."""
     try:
         setattr(owner, name, value)
     except TypeError:

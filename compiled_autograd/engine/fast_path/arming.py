@@ -1,12 +1,11 @@
-"""The fast path: what Python has served without Python in its middle, C++ serves from then on from end to end.
+"""The fast path: C++ serves a whole hit, once Python has served such hits without Python in their middle.
 
-A hit that runs alone (:func:`execution.execute`) is decided in Python, by questions that nearly always have the answer
-that they had the last time. Those questions go to C++ with their answers (``native/fast_path``), the hit's plan and
-its program. C++ then comes first in each ``run_backward``: where all answers are as they were and the tape is the
-plan's, it runs the program, and counts the hit. Anything else goes the way through Python, which stays the reference:
-before the tape is taken from its beginning, and after that from :func:`backward.resume` on. Where policies have to
-look at the tape, as they do while one is on trial, or was found to be better left to eager, they do it in Python, and
-C++ serves what they let go on (:meth:`FastPaths.serve`).
+Python decides about a hit that runs alone (:func:`execution.execute`) by questions that nearly always have the same
+answers as before. C++ gets these questions and answers (``native/fast_path``), the hit's plan and its program. C++ then
+comes first in each ``run_backward``. If all answers are unchanged and the tape matches the plan, C++ runs the program
+and counts the hit. All other backwards go through Python, the reference: from the beginning if the tape is whole, else
+from :func:`backward.resume` on. If policies have to look at the tape (during a trial, or for tapes left to eager), they
+do it in Python, and C++ serves the backwards that they allow (:meth:`FastPaths.serve`).
 """
 
 from __future__ import annotations
@@ -44,7 +43,7 @@ from ..session import thread
 _MAX_HITS = 32
 """The largest number of hits that C++ knows; then the one that was handed to it first goes."""
 _MAX_TIMES = 64
-"""So many times a program is handed to C++ at most: where answers change all the time, Python serves it."""
+"""Maximum number of times that a program is handed to C++. If answers change all the time, Python serves it."""
 _POLICIES = ("compile", "background")
 """The values of ``on_miss`` whose policies ask nothing of the tape itself."""
 
@@ -60,11 +59,11 @@ class _Handed:
 
 @dataclass(slots=True, eq=False)
 class FastPaths:
-    """What C++ serves.
+    """The hits that C++ serves.
 
     Attributes:
-        make: makes what an extension is called by.
-        put: has that called as ``run_backward``.
+        make: makes the callable of an extension.
+        put: installs the callable as ``run_backward``.
     """
 
     make: Callable[[Module], FastPath] | None = None
@@ -76,7 +75,7 @@ class FastPaths:
 
     @property
     def served(self) -> int:
-        """How many backwards it has served."""
+        """Return how many backwards C++ has served."""
         return 0 if self._path is None else self._path.served
 
     @property
@@ -134,10 +133,10 @@ class FastPaths:
         self._keep([_Handed(hit, settings, reference), *others[: _MAX_HITS - 1]])
 
     def serve(self, call: Call, account: Account) -> HandedOver | RanInside | None:
-        """Have C++ serve a backward that policies have looked at, which is why it did not.
+        """Have C++ serve a backward that policies have looked at. (C++ did not come first, for that reason.)
 
         Returns:
-            What it was found to be, if it is not run yet. None: the tape is whole.
+            The handed-over tape, if it has not run yet. None: the tape is whole.
         """
         path = self._path
         if path is None or not path.hits or not _is_left_to_policies(account.settings):
@@ -171,19 +170,19 @@ class FastPaths:
 
 
 def _is_left_to_policies(settings: Settings) -> bool:
-    """Whether C++ does not come first, since a policy may have to look at the tape."""
+    """Return whether Python comes first, since a policy may have to look at the tape."""
     others = AUTOTUNE.active or REFUSALS.active or ADMISSION.closed or bool(SKETCHES.known)
     return others or (settings.on_miss == "background" and BACKGROUND.busy)
 
 
 def _of_policies(settings: Settings) -> list[Question]:
-    """What tells the same without Python."""
+    """Return questions with which C++ checks the same without Python."""
     asked: list[Question] = [*AUTOTUNE.questions(), *REFUSALS.questions(), (ADMISSION, "closed", False)]
     return asked + (BACKGROUND.questions() if settings.on_miss == "background" else [])
 
 
 def _before_the_walk() -> list[Question]:
-    """What :func:`backward.run` asks besides while the tape is whole; of C++ itself there is more (``hit.cpp``)."""
+    """Return the other conditions of :func:`backward.run` on a whole tape; C++ itself has more (``hit.cpp``)."""
     return [
         *questions_about_dynamo(),
         *bypass.questions(),
@@ -195,7 +194,7 @@ def _before_the_walk() -> list[Question]:
 
 
 def _of_the_run(variant: Variant, native: NativeRun) -> list[Question]:
-    """What :func:`execution.execute` asks of a hit that may run alone."""
+    """Return the conditions of :func:`execution.execute` on a hit that may run alone."""
     return [
         (variant.native, "current", native),
         (torch.autograd._profiler_enabled, None, False),

@@ -1,8 +1,8 @@
-"""Runs a backward that is left to eager: on the eager engine, or, where there is an extension, node by node in it.
+"""Runs a backward that is left to eager: on the eager engine, or, with the extension, node by node in the own loop.
 
-There the nodes of a tape are the same, in the same order, and so is each number that comes of them. What is not there
-is the engine's queue, and the state of the thread that it sets for each node. The engine calls it all as one node of
-its own (``native/own_loop/loop.h``): what depends on the engine is as ever, but for the node that is under way.
+The loop runs the same nodes in the same order, so all numbers are the same. It lacks the engine's queue, and the thread
+state that the engine sets for each node. The engine calls the whole loop as one node (``native/own_loop/loop.h``). So
+all that depends on the engine is unchanged, except the current node.
 """
 
 from __future__ import annotations
@@ -30,14 +30,15 @@ from .self_check import NOT_NOW, why_wrong
 LEAST_NODES = 16
 """Tapes of fewer nodes take the engine less than it takes to call it for another node, some ten microseconds."""
 LEFT_WORTH_LOADING = 16
-"""Where nobody asked for it and nothing was compiled, the extension is loaded and checked, which takes as long as ten
-steps of a small model, once it was looked for so many times: of one tape, that is at each 17th backward."""
+"""Number of searches after which the extension is loaded and checked, if no setting asks for it and nothing was
+compiled. That takes as long as ten steps of a small model. For a single tape, this is at each 17th backward."""
 LEFT_WORTH_BUILDING = 1000
-"""Where nobody asked for the extension, it is built once so many backwards of a process were left to eager."""
+"""Number of backwards left to eager after which the extension is built, if no setting asks for it."""
 
 
 def runner(here: Here, call: Call) -> Callable[..., Any]:
-    """What runs a backward that the session of the calling thread leaves to eager: called as :func:`on_eager`."""
+    """Return the function that runs a backward that the calling thread's session leaves to eager. Its arguments are
+    those of :func:`on_eager`."""
     session = here.stack[-1] if here.stack else None
     if session is None or not session.may_loop or call.create_graph or call.inputs or not call.accumulate_grad:
         return on_eager
@@ -58,8 +59,8 @@ def in_own_loop(
     allow_unreachable: bool,
     accumulate_grad: bool,
 ) -> Any:
-    """As :func:`on_eager`, without the engine's queue where all leaves are asked for and the tape allows it. What
-    becomes of it is told to ``here.tries``."""
+    """Run a backward as :func:`on_eager` does, without the engine's queue if all leaves are requested and the tape
+    allows it. ``here.tries`` gets the result."""
     session, tries = here.stack[-1], here.tries
     assert session is not None
     if accumulate_grad and not inputs and not create_graph:
@@ -91,7 +92,7 @@ def _number(
 
 
 def find(settings: Settings) -> Module | None:
-    """The extension, if it was found to run tapes as the engine does; :data:`OWN_LOOPS` is told why there is none."""
+    """Return the extension, if it runs tapes as the engine does; else :data:`OWN_LOOPS` has the reason."""
     return _find(settings, left=False)
 
 
@@ -130,7 +131,7 @@ def _first(settings: Settings, module: Module | None) -> Module | None:
     return module
 
 
-# ---- what is asked meanwhile ----------------------------------------------------------------------------------------
+# ---- answers during the loop ----------------------------------------------------------------------------------------
 
 
 def _node() -> Any:

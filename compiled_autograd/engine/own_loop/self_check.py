@@ -1,5 +1,5 @@
-"""Whether the extension, as it was built here, runs small tapes as the engine does: each is run by both, once in a
-process, before the first one of anybody else's."""
+"""Self-check of the own loop: the extension, as built here, runs small tapes as the engine does. Both run each tape,
+once in a process, before the first tape of a user."""
 
 from __future__ import annotations
 

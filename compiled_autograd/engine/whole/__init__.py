@@ -1,1 +1,1 @@
-"""Whole backwards beside the eager engine's own: which are compared, and how."""
+"""Whole backwards beside the eager engine's: the selection, and the comparison."""

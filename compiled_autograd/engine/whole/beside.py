@@ -40,7 +40,7 @@ _WRITES_WHAT_IT_SAVED = "Rnn"
 
 
 def may_run_twice(graph: CompiledGraph) -> bool:
-    """Whether a tape has nothing but PyTorch's own nodes, none of which changes anything."""
+    """Return whether a tape has only PyTorch's own nodes, and none of them changes anything."""
     if graph.runs_twice is None:
         tape = graph.tape
         targets = [node.target for node in tape.graph.nodes]
@@ -55,15 +55,15 @@ def may_run_twice(graph: CompiledGraph) -> bool:
 
 
 def may_run_beside(variant: Variant, ambient: Ambient, context: RunContext) -> bool:
-    """Whether whole gradients say anything, and nobody looks on who would take two runs for one: a profiler, a log of
-    nodes, or anomaly mode."""
+    """Return whether whole gradients can be compared, and nothing observes the run that would count it twice: a
+    profiler, a log of nodes, or anomaly mode."""
     looked_at = context.profile is not None or context.log is not None or dict(ambient)["check_nan"]
     return not looked_at and not variant.program.region_compiler.passes  # which change gradients on purpose
 
 
 def asked_for(call: Call, program: Program, slots: Slots) -> list[Any] | None:
-    """What the eager engine is to be asked for, so that it gives what compiled code gives; None where that is not one
-    gradient for each leaf, or what ``autograd.grad`` asked for."""
+    """Return the inputs for which the eager engine gives the same gradients as compiled code. None if these are not one
+    gradient for each leaf, or the results of ``autograd.grad``."""
     leaves = [slots[slot] for slot in _leaves(program)]
     if not call.accumulate_grad:
         return None if leaves else list(call.inputs)
@@ -98,8 +98,8 @@ class Beside:
     slots: Slots
     context: RunContext
     eager_writes: bool = field(init=False)
-    """The eager engine gives leaves their gradients: where none has one yet. What it has added to one that was there
-    could not be told."""
+    """True if the eager engine writes leaves: only if no leaf has a ``.grad``, since the amount added to an existing
+    one would be unknown."""
 
     def __post_init__(self) -> None:
         self.eager_writes = self.call.accumulate_grad and all(attributes.grad(leaf) is None for leaf in self.asked)
@@ -167,8 +167,8 @@ class Beside:
         return real if any(undefined) else wanted
 
     def _compiled(self, start: Draws) -> Gradients | str:
-        """What compiled code gives, or what it has raised, in words: its frames, which the caller's is behind, would be
-        kept with the error, and with those that it was made of."""
+        """Return the gradients of compiled code, or the text of its error. The error itself would keep its frames
+        alive, and those of its causes: the caller's are among them."""
         start.restore()
         try:
             return self._kept()
@@ -190,7 +190,7 @@ class Beside:
         return [kept[leaf] for leaf in _leaves(program)] if self.call.accumulate_grad else results
 
     def _region_by_region(self, start: Draws) -> Gradients:
-        """What the real calls of each region give, which compiled code is compared with."""
+        """Return the results of the real calls of each region, compared with compiled code."""
         start.restore()
         self.context.compare_all = True
         try:
@@ -207,8 +207,9 @@ class Beside:
         return tolerance([*{tensor.dtype for tensor in self.slots[: self.variant.program.schedule.tensors]}])
 
     def _settle(self, real: Gradients, found: Gradients, start: Draws) -> None:
-        """Each region was found to be right, and yet whole gradients differ. What does so again is rounding, and need
-        not be looked into so closely the next time; what does not, or is too large for it, nobody can explain."""
+        """Judge whole gradients that differ although each region is right. A difference that repeats is rounding,
+        and sets the limit for later runs. A difference that does not repeat, or is too large for rounding, is
+        unexplained."""
         again, known = self._compiled(start), self.variant.rounding
         if not isinstance(again, list):
             return
@@ -236,8 +237,8 @@ class Beside:
         return most_of_rounding(real, index, self._tolerance(), known)
 
     def _doubt_the_tape(self, wanted: Gradients, real: Gradients) -> None:
-        """What the real calls give is eager's, unless they were given something else: then it is no compiled code that
-        is wrong, but what the tape was taken for; or another thread has written into ``.grad``."""
+        """Report real calls that differ from eager. Then not compiled code is wrong, but the tape graph; or another
+        thread has written into ``.grad``."""
         for index in self._apart(wanted, real):
             error = distance(wanted[index], real[index])
             alike = is_like(wanted[index], real[index])
@@ -246,11 +247,11 @@ class Beside:
                 self._tell("unproved", what, "eager's gradients were used")
 
     def _see_what_was_written(self, slots: set[int]) -> None:
-        """Somebody has written into tensors while compiled code ran that was given these. What it does always is found
-        where regions are compared.
+        """Report writes into the inputs of compiled code while it ran. The comparison of regions finds writes of each
+        run.
 
         Raises:
-            GradientMismatchError: they were given to a region.
+            GradientMismatchError: a region had such an input.
         """
         program, report = self.variant.program, self.context.report
         given = {slot for step in program.schedule.steps if isinstance(step, RegionStep) for slot in step.inputs}

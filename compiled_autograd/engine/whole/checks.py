@@ -1,4 +1,4 @@
-"""Which backwards ``check`` has compared: every Nth one of each variant."""
+"""Selection of the backwards that ``check`` compares: every Nth one of each variant."""
 
 from __future__ import annotations
 
@@ -9,8 +9,8 @@ from ...process_state import PROCESS
 from ...settings import Settings
 
 _PATIENCE = 64
-"""So many backwards are handed over whole for a variant whose next run is to be compared, before it is given up: that
-run is then compared region by region, for which nobody needs the tape."""
+"""Maximum number of backwards whose tape is kept for a variant whose next run has to be compared. Afterwards that run
+is compared region by region, without the tape."""
 
 
 class Checks:
@@ -25,7 +25,7 @@ class Checks:
         self._next.clear()
 
     def may_be_next(self, settings: Settings) -> bool:
-        """Whether a backward may be one to compare, as far as can be said before it is known which variant serves."""
+        """Return whether a backward may have to be compared, before the variant that serves it is known."""
         every = settings.check_every
         if every <= 1:
             return every == 1
@@ -37,7 +37,7 @@ class Checks:
         return True
 
     def is_next(self, variant: Variant, settings: Settings) -> bool:
-        """Whether the next run of a variant is to be compared."""
+        """Return whether the next run of a variant has to be compared."""
         every = settings.check_every
         return every > 0 and (variant.served + 1) % every == 0
 

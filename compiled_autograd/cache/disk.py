@@ -91,7 +91,7 @@ class Disk:
         return None, self._damaged(_id(graph)) or other_shapes or nearest
 
     def _damaged(self, structure: str) -> Miss | None:
-        """What was found damaged since this was asked last, if it can have been of this structure."""
+        """Return the miss for damage found since the last call, if the damage can concern this structure."""
         found, self._told = self.store.damage[self._told :], len(self.store.damage)
         return next((each.miss for each in found if each.structure in (structure, "")), None)
 
@@ -123,7 +123,7 @@ class Disk:
         return variant
 
     def knows(self, tape_graph: ir.TapeGraph, keys: Sequence[Key]) -> bool:
-        """Whether it has anything of a structure."""
+        """Return whether the store has an entry of a structure."""
         return bool(self._find(structure_id(tape_graph, keys)))
 
     def explain(self, graph: CompiledGraph, miss: Miss, shapes: Sequence[Sequence[int]] = ()) -> Miss:
@@ -160,9 +160,9 @@ class Disk:
         return structure_miss(graph.tape, keys, depth, nearest, shapes)
 
     def lost(self, graph: CompiledGraph) -> Miss | None:
-        """Whether the store had something of a structure that was removed, or found to be damaged; None if it had not.
+        """Return the reason why entries of a structure are gone: removed, or found damaged; None if there were none.
 
-        What is said last of a structure counts: the store keeps such reasons among its misses.
+        The newest reason for a structure counts: the store keeps such reasons among its misses.
         """
         try:
             said = next((each for each in self.store.misses(_LATEST) if each.structure == _id(graph)), None)
@@ -238,9 +238,9 @@ class Disk:
     def _region(
         self, step: RegionStep, compiled: CompiledRegion, backend: Storing, files: dict[str, bytes]
     ) -> Sequence[Region]:
-        """What is to be stored of a compiled region; puts its files into ``files``.
+        """Return the stored form of a compiled region, and put its files into ``files``.
 
-        Empty where it was loaded, and nothing was found out about it since: then the entry has it as it is.
+        Empty if the region was loaded and nothing new was found out about it: the entry then has it already.
 
         Raises:
             _NotStoredError: it cannot be stored.
@@ -263,7 +263,7 @@ class Disk:
         return [Region(len(step.region.nodes), digests[0], digests[1], encoded)]
 
     def _artifact(self, made: Made, compiled: CompiledRegion, backend: Storing) -> bytes:
-        """What is to be stored of a region that was compiled for this process.
+        """Return the bytes of a region that was compiled for this process.
 
         Raises:
             _NotStoredError: it cannot be stored.
@@ -283,9 +283,10 @@ class Disk:
     def _kept(
         self, structure: str, identity: str, variant: Variant, records: set[RegionRecord], files: dict[str, bytes]
     ) -> Iterator[Region]:
-        """What the store has of a variant beside what was compiled of it here; puts its files into ``files``.
+        """Yield the regions of a variant that are in the store but were not compiled here, and put their files into
+        ``files``.
 
-        That may be what this process loaded, or did not come to need, or what another one has added meanwhile.
+        This process may have loaded them, or not needed them, or another process may have added them meanwhile.
         """
         room = {step.span: MAX_GUARDED for step in variant.regions}
         for entry in self._find(structure):
@@ -296,7 +297,7 @@ class Disk:
                 try:
                     kept = {digest: self.store.read(digest) for digest in (region.artifact, region.lowered)}
                 except StoreError:
-                    continue  # who needs it compiles it
+                    continue  # compiled again when needed
                 files.update(kept)
                 room[record.span] -= 1
                 yield region
@@ -311,7 +312,7 @@ class Disk:
             return ()
 
     def _write(self, work: Callable[[], object]) -> None:
-        """Write what nobody will miss."""
+        """Write data that no step depends on."""
         if self.usable and self.writable:
             try:
                 work()
@@ -328,7 +329,7 @@ class _NotStoredError(Exception):
 
 
 def made_in_memory(variant: Variant) -> list[Made]:
-    """What was compiled of a variant for this process."""
+    """Return the code of a variant that was compiled for this process."""
     compiled = [each for step in variant.regions for each in step.compiled_regions()]
     return [each.aten.made for each in compiled if isinstance(each.aten, InMemoryGraph)]
 

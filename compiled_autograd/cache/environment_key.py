@@ -1,4 +1,4 @@
-"""What an entry of the store depends on beside its tape and its shapes: settings, ambient state, versions, machine."""
+"""Conditions of a stored entry beside its tape and its shapes: settings, ambient state, versions, machine."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def why_not_stored(tape: ir.TapeGraph, settings: Settings) -> str:
 
 
 def is_repeatable(kind: Any) -> bool:
-    """Whether what a step handed on can be told by its text in another process."""
+    """Return whether the text of a step's value identifies its kind in another process."""
     if isinstance(kind, tuple):
         if kind and isinstance(kind[0], type):  # a tensor, as kind_of_value has it
             return kind[0] in ir.PLAIN_TENSORS
@@ -76,7 +76,7 @@ def is_repeatable(kind: Any) -> bool:
 
 @functools.cache
 def versions() -> Mapping[str, str]:
-    """Of this package, to the last byte of its source; of torch and Python."""
+    """Return the versions of this package (every byte of its source), torch and Python."""
     return {
         "package": f"{VERSION} {digest_of_source([Path(__file__).parents[1]])[:12]}",
         "torch": f"{torch.__version__} {torch.version.git_version}",
@@ -85,7 +85,7 @@ def versions() -> Mapping[str, str]:
 
 
 def digest_of_source(roots: Sequence[Path]) -> str:
-    """Of all source files in some folders and what is below them: of their names, and of all that is in them."""
+    """Hash the names and contents of all source files in some folders, subfolders included."""
     digest = hashlib.sha256()
     for number, root in enumerate(roots):
         for name, path in sorted(_source_files(str(root))):

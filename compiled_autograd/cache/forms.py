@@ -22,7 +22,7 @@ from .variants import Handover
 
 _MAX_KEPT = 32
 _MAX_PASSING = 8
-"""Of what marked calls depend on, the number of values that may come and not come back."""
+"""Maximum number of unused values of a marked call's dependencies."""
 _MAKING = free_in_child(threading.RLock())  # milliseconds
 
 
@@ -67,8 +67,8 @@ class Forms:
         return (*state, (REDUCED, handover.reduced)) if handover.reduced else state
 
     def reduced(self, tensors: Sequence[torch.Tensor], leaves: Sequence[torch.Tensor]) -> tuple[Groups, list[Any]]:
-        """Of leaves with hooks of DDP's reducer those that this tape writes to, among its lifted tensors in groups; and
-        the others, which an undefined gradient reaches."""
+        """Return the leaves with hooks of DDP's reducer: those that this tape writes, as lifted tensors in groups, and
+        those whose gradient is undefined."""
         if self._runs is None:  # two threads find the same; no lock that a forked child could find taken
             self._runs = reduced.runs_of_leaves(self._tape)
         rest = {id(leaf): leaf for leaf in leaves}
@@ -79,7 +79,7 @@ class Forms:
         return grouped(runs), list(rest.values())
 
     def _depended_on(self, objects: Sequence[Any]) -> list[Any]:
-        """For each call that may be traced, what it depends on. One hook may be that of many tensors."""
+        """Return the dependencies of each call that may be traced. Several tensors may share one hook."""
         known: dict[int, Any] = {}
         found: list[Any] = []
         for call, index in self.marked:
@@ -93,11 +93,11 @@ class Forms:
         return found
 
     def called(self) -> frozenset[ir.Marked]:
-        """Which of the marked calls have shown that they cannot be traced."""
+        """Return the marked calls that could not be traced."""
         return frozenset(call for call, _ in self.marked if call.called)
 
     def described_in(self, state: Ambient) -> dict[ir.Marked, Any]:
-        """What a state says of marked calls, as far as they are traced."""
+        """Return a state's part for each marked call that is traced."""
         parts = dict(state).get(TRACED, ())
         return {call: part for (call, _), part in zip(self.marked, parts, strict=False) if part is not None}
 
@@ -148,7 +148,7 @@ class Forms:
             return _keep(self._reduced, key, reduced.with_reducer_hooks(form, groups))
 
     def _key(self, state: Ambient) -> tuple[tuple[ir.TracedHook, ...], bool, checkpoints.Frames]:
-        """Which hooks are traced, whether NaNs are looked for, and which unpack hooks belong together."""
+        """Return the hooks that are traced, whether NaNs are looked for, and which unpack hooks belong together."""
         parts, traced = dict(state), self.described_in(state)
         hooks = tuple(hook for hook in self._hooks.values() if hook in traced)
         checked = bool(parts["check_nan"])

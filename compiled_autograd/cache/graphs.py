@@ -64,16 +64,16 @@ class CompiledGraph(WeaklyReferred):
 
     Attributes:
         tape: the tape graph, in the order in which it runs.
-        forms: those in which it runs.
-        variants: what was compiled of it, for each set of shapes, ambient state and settings.
+        forms: the forms in which it runs.
+        variants: its compiled code, for each set of shapes, ambient state and settings.
         number: counts the structures of the process.
         used: orders the structures by their last use.
-        structure: its id in the store on disk, once somebody has asked for it.
-        identity: the hash of its keys; ``keys`` are these, until somebody has asked for ``structure``.
-        saving: where the next backward is to be written, with its values.
-        evicted: its variants were let go of, because there were too many structures.
-        runs_twice: its tape can run twice: no user's code is in it, and nothing is changed. None before it was asked.
-        met: how often it was met again after it was captured.
+        structure: its id in the store on disk, after the first request.
+        identity: the hash of its keys; ``keys`` has the keys until the first request for ``structure``.
+        saving: the file to which the next backward is written, with its values.
+        evicted: its variants were released, because there were too many structures.
+        runs_twice: its tape can run twice: it has no users' code, and changes nothing. None before the first request.
+        met: how often it occurred again after its capture.
         line: the user's line that called the backward that was captured.
     """
 
@@ -110,7 +110,7 @@ class CompiledGraph(WeaklyReferred):
         called = self.forms.called() if self.forms.marked else frozenset()
         if called != self._called:
             self._called = called
-            for variant in self.variants:  # of those that call one, what it depends on is none of their concern now
+            for variant in self.variants:  # variants that call one no longer depend on its state
                 opaque = called.intersection(node.target for node in variant.program.schedule.untraceable)
                 variant.key = replace(variant.key, ambient=self.forms.without(variant.key.ambient, opaque))
         return self.forms.state(handover, get_backend(settings.backend_in_mode).bitwise)
@@ -124,7 +124,8 @@ class CompiledGraph(WeaklyReferred):
         return None
 
     def uses(self, variant: Variant, settings: tuple[Any, ...], ambient: Ambient) -> bool:
-        """Whether a variant, which fits the shapes of a backward, is one that still serves under these; it is used."""
+        """Return whether a variant that fits a backward's shapes serves under these settings and this state. It then
+        counts as used."""
         serves = variant.key.ambient == ambient and variant.key.settings == settings and variant in self.variants
         if serves:
             self.used = variant.used = next(USES)
@@ -189,7 +190,7 @@ class CompiledGraph(WeaklyReferred):
         return [Miss("variant_limit", title(self.tape), f"{MAX_VARIANTS} variants", new, hint)]
 
     def evict(self) -> None:
-        """Let go of everything that was compiled. In a walk too, where no lock is waited for."""
+        """Release all compiled code. No lock is taken, since this also runs during a walk."""
         self.evicted = bool(self.variants) or self.evicted
         self.variants = []
 
@@ -264,8 +265,8 @@ class CompiledGraph(WeaklyReferred):
         write_sample(path, self.tape, variant.sample, handed_on(variant), about(self.tape, variant.key))
 
     def save_now(self, key: VariantKey, handover: Handover) -> None:
-        """Write what :meth:`save` was to write with its values. What fails is told in a warning. What users' code gives
-        is of the kinds that it gave to the newest variant that serves."""
+        """Write the reproduction that :meth:`save` requested, with values. An error gives a warning. Results of users'
+        code have the kinds that they had for the newest variant that serves."""
         path, self.saving = self.saving, None
         if path is None:
             return
@@ -333,7 +334,7 @@ class Graphs:
         return added.payload, True
 
     def _too_many(self) -> list[CompiledGraph]:
-        """Those that are to go; never the newest."""
+        """Return the graphs to evict; never the newest."""
         newest_first = sorted(self, key=lambda graph: graph.used, reverse=True)
         until = list(itertools.accumulate(len(graph.tape.calls) for graph in newest_first))
         if len(until) <= MAX_STRUCTURES and until[-1] <= MAX_NODES:

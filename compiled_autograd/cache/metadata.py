@@ -1,4 +1,4 @@
-"""What people see of an entry in the store: its nodes, its inputs, its guards, where it came from."""
+"""Facts of an entry in the store, for people: its nodes, its inputs, its guards, its origin."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def inputs_of(tape_graph: ir.TapeGraph, variant: Variant) -> tuple[Input, ...]:
 
 
 def guards_of(variant: Variant) -> tuple[str, ...]:
-    """What must hold of the symbols; not what only says where one comes from."""
+    """Return the conditions on the symbols, without those that only name a symbol's source."""
     guards = [each.guard for step in variant.regions for each in step.compiled_regions() if each.guard is not None]
     conditions = [condition for guard in guards for condition in guard.conditions if condition.origin is None]
     return tuple(dict.fromkeys(map(str, conditions)))

@@ -1,5 +1,5 @@
-"""What the store on disk is told of a variant and of its regions, beside the compiled code: enough to find again what
-serves a backward, and to feed it, in another process that captured the same tape.
+"""The store's records of a variant and of its regions, beside the compiled code. They suffice to find the code for a
+backward, and to run it, in another process that captured the same tape.
 
 Calls and values are named by their position in the tape graph, which is a part of the structure's id.
 """
@@ -26,14 +26,14 @@ from .variants import Handover, Shapes, TensorRecord, Variant, fits
 
 
 class VariantRecord(msgspec.Struct, frozen=True):
-    """What a variant serves, and what was found out for it.
+    """The values that a variant serves, and facts found out for it.
 
     Attributes:
         tensors: the lifted tensors.
         sizes: the spec of all sizes.
         scalars: the scalars.
-        specs: for values that steps hand on, by position, what the steps after them were made for.
-        untraceable: calls that cannot be traced, by position, and why.
+        specs: the specs of values that steps hand on, by position.
+        untraceable: calls that cannot be traced, by position, and the reasons.
     """
 
     tensors: tuple[TensorRecord, ...]
@@ -43,7 +43,7 @@ class VariantRecord(msgspec.Struct, frozen=True):
     untraceable: tuple[tuple[int, str], ...] = ()
 
     def serves(self, handover: Handover) -> bool:
-        """Whether this is the variant for a backward; what symbols must obey is left to each region's guard."""
+        """Return whether this is the variant for a backward. Each region's guard checks the symbols."""
         if self.scalars != tuple(handover.scalars) or not fits(self.sizes, handover.sizes):
             return False
         if len(self.tensors) != len(handover.tensors):
@@ -76,13 +76,13 @@ def entry_of(
     misses: Sequence[Miss],
     seconds: float,
 ) -> Entry:
-    """What the store is told of a variant that has run.
+    """Make the store's entry of a variant that has run.
 
     Args:
         identity: the entry's id; ``structure`` is that of its structure.
         state: settings, ambient state and environment.
-        misses: why it was made, the first reason first.
-        seconds: what making it cost.
+        misses: the reasons why it was made, the first one first.
+        seconds: the cost of making it.
     """
     settings, ambient, environment = state
     return Entry(

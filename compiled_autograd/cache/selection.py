@@ -19,14 +19,14 @@ from .variants import Handover, Variant
 
 @dataclass(slots=True)
 class Selection:
-    """What serves a backward.
+    """The code that serves a backward.
 
     Attributes:
-        variant: None where the tape graph's calls run one by one.
-        reasons: why the backward is no hit; empty where it is one.
-        new_structure: neither this process nor the store had met the structure.
+        variant: None if the tape graph's calls run one by one.
+        reasons: the reasons why the backward is no hit; empty for a hit.
+        new_structure: neither this process nor the store knew the structure.
         bypassed: nothing serves, and nothing may be compiled.
-        failures: what of ours failed on the way.
+        failures: parts of this package that failed on the way.
     """
 
     variant: Variant | None = None
@@ -39,7 +39,7 @@ class Selection:
 def find_variant(
     settings: Settings, graph: CompiledGraph, ambient_state: Ambient, handover: Handover
 ) -> tuple[Variant | None, Miss | None]:
-    """What serves a backward, in memory or in the store on disk; or None, and why what the store has does not."""
+    """Return the variant for a backward, from memory or from the store; or None, and why stored variants do not fit."""
     variant = graph.find(settings.key, ambient_state, handover)
     disk = None if variant is not None else disk_for(settings)
     return (variant, None) if disk is None else disk.find(graph, settings, ambient_state, handover)

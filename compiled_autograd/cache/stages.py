@@ -22,7 +22,7 @@ from .variants import Variant
 STAGES = ("tape", "aten", "regions", "code")
 _TITLE = re.compile(r"#(\d+) ")
 _MAX_NAMES = 6
-"""The largest number of modules, or of other names, that are told of one step."""
+"""Maximum number of modules, or of other names, that the text of one step shows."""
 
 
 def readable(tape: ir.TapeGraph, variant: Variant | None, stage: str) -> str:
@@ -57,7 +57,7 @@ def _commented_tape(tape: ir.TapeGraph) -> Iterator[str]:
 
 
 def _of(tape: ir.TapeGraph, step: RegionStep) -> str:
-    """Which calls a region has, and of which layers."""
+    """Return the calls of a region and their layers, in words."""
     calls = calls_of(step)
     names = list(dict.fromkeys(filter(None, (layer_of(tape, call) for call in calls))))
     named = f", {some_of(names)}" if names else ""
@@ -95,7 +95,7 @@ def _aten(tape: ir.TapeGraph, compiled: CompiledRegion) -> str:
 
 
 def _code(tape: ir.TapeGraph, step: RegionStep, compiled: CompiledRegion) -> str:
-    """What the backend has generated, below a list of what it computes."""
+    """Return the backend's generated code, below a list of the calls that it computes."""
     heading = "".join(f"# {call_name(tape, call)}\n" for call in calls_of(step))
     source = source_of(compiled.call)
     return heading + (source or "# its backend does not say what it has generated").strip("\n")
@@ -131,7 +131,7 @@ def _step(tape: ir.TapeGraph, step: Executor, regions: Iterator[int]) -> Iterato
 
 
 def about(tape: ir.TapeGraph, key: VariantKey) -> About:
-    """Where a reproduction comes from."""
+    """Return the origin of a reproduction."""
     settings = dict(key.settings)
     backend = settings["backend"]
     name, _, mode = (backend if isinstance(backend, str) else backend.__name__).partition(":")
@@ -140,8 +140,8 @@ def about(tape: ir.TapeGraph, key: VariantKey) -> About:
 
 
 def handed_on(variant: Variant | None) -> Kinds:
-    """What users' code gave between the regions of a variant, as the newest of what was compiled was made for it; of
-    none, nothing is known."""
+    """Return a function that says the kind of users' values between the regions of a variant, from the newest compiled
+    code. Without a variant all kinds are unknown."""
     found: dict[fx.Node, TensorRecord | None] = {}
     if variant is None:
         return lambda _: ""

@@ -25,10 +25,10 @@ _OTHER_SIZES = "the stored code serves other sizes; one more variant"
 def values_miss(
     tape: ir.TapeGraph, old: Shapes, scalars: Sequence[Any], handover: Handover, comparable: bool, dynamic: bool = False
 ) -> Miss:
-    """Why a variant that was made under the same state does not serve a backward.
+    """Return why a variant that was made under the same state does not serve a backward.
 
     Args:
-        old: what it was made for, as are the ``scalars``.
+        old: the shapes of the variant, as ``scalars`` are its scalars.
         comparable: as many tensors of as many dimensions were handed over, so sizes and strides can be compared too.
         dynamic: whether sizes that changed are symbols from now on.
     """
@@ -66,5 +66,5 @@ def stored_miss(tape: ir.TapeGraph, entry: str, record: VariantRecord, handover:
 
 
 def corrupt_entry(entry: str, error: Exception) -> Miss:
-    """What the store has of a structure cannot be read."""
+    """Make the miss of a stored entry that cannot be read."""
     return Miss("corrupt", f"entry {entry}", "stored", f"{type(error).__name__}: {error}", "it is compiled again")

@@ -1,4 +1,4 @@
-"""What the engine handed over for one backward, and what a structure was made ready for: shapes, state and settings."""
+"""The handed-over values of one backward, and the shapes, state and settings of a variant."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ HITS_BEFORE_TIMING = 4
 
 @dataclass(slots=True)
 class Handover:
-    """What the engine gave for one backward, in the order of the tape graph's placeholders.
+    """The engine's values for one backward, in the order of the tape graph's placeholders.
 
     ``reduced`` are the leaves with hooks of DDP's reducer; ``unwritten`` others with such hooks, whose gradient is
     undefined.
@@ -50,7 +50,7 @@ class Handover:
     unwritten: Sequence[torch.Tensor] = ()
 
     def kinds(self) -> tuple[Sequence[Any], ...]:
-        """What was given for each kind of placeholder, in the order of :data:`ir.PLACEHOLDERS`."""
+        """Return the values for each kind of placeholder, in the order of :data:`ir.PLACEHOLDERS`."""
         return (self.tensors, self.sizes, self.scalars, self.objects, self.packed)
 
     def by_kind(self) -> dict[str, Sequence[Any]]:
@@ -58,7 +58,7 @@ class Handover:
         return dict(zip(ir.PLACEHOLDERS, self.kinds(), strict=True))
 
     def slots(self) -> list[Any]:
-        """All of it in one list, which is then the only holder: what users packed can be as large as any tensor."""
+        """Move all values into one list, which is then the only holder: packed values can be as large as any tensor."""
         slots = list(itertools.chain(*self.kinds()))
         self.tensors.clear()
         self.objects = self.packed = ()
@@ -67,10 +67,10 @@ class Handover:
 
 @dataclass(slots=True)
 class Shapes:
-    """What one variant was made for: a spec for each lifted tensor, and one for all sizes.
+    """The shapes that one variant serves: a spec for each lifted tensor, and one for all sizes.
 
-    ``strides`` are those of the tensors that it was made with, None for one that has none; ``kinds`` say for people
-    what else those tensors were.
+    ``strides`` are those of the tensors that it was made with, None for one that has none; ``kinds`` has their other
+    properties, for people.
     """
 
     tensors: list[Spec]
@@ -101,7 +101,7 @@ class Shapes:
         return Shapes(tensors, sizes, strides, [tensor_kind(tensor) for tensor in handover.tensors])
 
     def fits(self, handover: Handover) -> bool:
-        """Whether as many tensors of as many dimensions were handed over."""
+        """Return whether as many tensors of as many dimensions were handed over."""
         return [len(spec) for spec in self.tensors] == [attributes.dim(tensor) for tensor in handover.tensors]
 
     def widened(self, handover: Handover, added_to: Container[int]) -> Shapes:
@@ -118,7 +118,7 @@ class Shapes:
         return replace(Shapes.of(handover), tensors=tensors, sizes=sizes)
 
     def serves(self, sizes: list[int]) -> bool:
-        """Whether the sizes that do not change are as they were."""
+        """Return whether all sizes that do not change are equal."""
         if not self.dynamic:
             return self._sizes == sizes
         return all(sizes[index] == size for index, size in self._static_sizes)
@@ -136,8 +136,8 @@ class Shapes:
 
 
 class TensorRecord(msgspec.Struct, frozen=True, array_like=True):
-    """A lifted tensor: its spec, its strides where they matter and nothing of it changes, what operators on it depend
-    on, and what of that people are told (:class:`TensorKind`)."""
+    """A lifted tensor: its spec, its strides if they matter and no size changes, the properties that operators depend
+    on, and the properties shown to people (:class:`TensorKind`)."""
 
     spec: Spec
     strides: tuple[int, ...] | None
@@ -146,13 +146,13 @@ class TensorRecord(msgspec.Struct, frozen=True, array_like=True):
 
     @staticmethod
     def of(spec: Spec, tensor: torch.Tensor) -> TensorRecord:
-        """That of a plain tensor."""
+        """Make the record of a plain tensor."""
         kind = f"{type(tensor).__name__} {tensor.dtype} {tensor.device} {torch._C._dispatch_keys(tensor)}"
         strides = tuple(tensor.stride()) if is_static(spec) else None
         return TensorRecord(spec, strides, kind, tensor_kind(tensor).properties)
 
     def serves(self, tensor: torch.Tensor) -> bool:
-        """Whether a tensor is like the one that this was made of."""
+        """Return whether a tensor is like the one that this record was made of."""
         if not ir.is_plain(tensor) or not fits(self.spec, tensor.shape):
             return False
         made = TensorRecord.of(self.spec, tensor)
@@ -162,8 +162,8 @@ class TensorRecord(msgspec.Struct, frozen=True, array_like=True):
 def tensor_records(
     shapes: Shapes, tensors: Sequence[torch.Tensor], added_to: Container[int]
 ) -> list[TensorRecord] | None:
-    """Of all lifted tensors; None where one is of a kind that is not stored. The strides of those in ``added_to`` do
-    not matter (:meth:`ir.TapeGraph.added_to`)."""
+    """Return the records of all lifted tensors; None if one has a kind that is not stored. The strides of those in
+    ``added_to`` do not matter (:meth:`ir.TapeGraph.added_to`)."""
     if not all(map(ir.is_plain, tensors)):
         return None
     records = [TensorRecord.of(spec, tensor) for spec, tensor in zip(shapes.tensors, tensors, strict=True)]
@@ -174,7 +174,7 @@ def tensor_records(
 
 
 def fits(spec: Spec, sizes: Sequence[int]) -> bool:
-    """Whether sizes are as many as those of ``spec``, and those that do not change as they were."""
+    """Return whether there are as many sizes as in ``spec``, and those that do not change are equal."""
     pairs = zip(static_parts(spec), sizes, strict=False)
     return len(spec) == len(sizes) and all(part is None or part == size for part, size in pairs)
 
@@ -234,7 +234,8 @@ class Variant(WeaklyReferred):
         return tape.graph
 
     def serves(self, settings: tuple[Any, ...], ambient: Ambient, handover: Handover) -> bool:
-        """Whether this variant is the one for a backward; microseconds, and no Python work for each tensor."""
+        """Return whether this variant is the one for a backward. This takes microseconds, and no Python for each
+        tensor."""
         return (
             self.shapes.serves(handover.sizes)
             and self.scalars == handover.scalars

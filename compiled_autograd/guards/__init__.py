@@ -1,1 +1,1 @@
-"""What reuse depends on: sizes and symbols, the state of the process."""
+"""Conditions for reuse: sizes and symbols, the state of the process."""

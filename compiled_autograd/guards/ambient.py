@@ -22,7 +22,7 @@ Ambient = tuple[tuple[str, Any], ...]
 CHECKPOINTED = "checkpointed"
 """A part that a tape with several unpack hooks adds: which of these belong to one checkpointed call."""
 REDUCED = "ddp_reducer"
-"""A part that a tape adds whose leaves have hooks of DDP's reducer: which have them."""
+"""A part of the state of a tape whose leaves have hooks of DDP's reducer: these leaves."""
 TRACED = "traceable_functions"
 """A part that a tape with functions marked as traceable adds: what their backwards depend on beside tensors."""
 INDUCTOR_SETTINGS = "inductor_settings"
@@ -50,9 +50,9 @@ def ambient() -> Ambient:
 
 
 def questions() -> list[Question] | None:
-    """What tells without Python whether :func:`ambient` would still give what it gives now, beside the keys of dispatch
-    that are set for the thread, of which autocast sets some; None where autocast or checks for NaNs are on, or CUDA is
-    in use, of which there is more to ask."""
+    """Return questions with which C++ checks whether :func:`ambient` would still return the same, except for the
+    thread's dispatch keys, some of which autocast sets. None if autocast or checks for NaNs are on, or CUDA is in use:
+    there the questions would not suffice."""
     if _C._is_any_autocast_enabled() or torch.is_anomaly_enabled() or torch.cuda._initialized:
         return None
     asked: list[Callable[[], Any]] = [
@@ -76,13 +76,14 @@ def questions() -> list[Question] | None:
 
 
 def compile_state(state: Ambient) -> Ambient:
-    """What of it the compiling of a lowered graph depends on."""
+    """Return the part of a state on which the compiling of a lowered graph depends."""
     return tuple(part for part in state if part[0] not in ("autocast", "check_nan", CHECKPOINTED, REDUCED, TRACED))
 
 
 def _precision(backend: str) -> tuple[str, ...]:
-    """How products, convolutions and recurrent layers of float32 are rounded; what is set for all backends, or for all
-    of one backend, is in it (``fp32_precision`` in ``torch/backends/__init__.py``, 2.13). Unset is as "ieee"."""
+    """Return the rounding of products, convolutions and recurrent layers of float32. It includes settings for all
+    backends, and for all operators of one backend (``fp32_precision`` in ``torch/backends/__init__.py``, 2.13). Unset
+    means "ieee"."""
     get = _C._get_fp32_precision_getter
     found = (get(backend, "matmul"), get(backend, "conv"), get(backend, "rnn"))
     return _IEEE if found == _UNSET else tuple("ieee" if each == "none" else each for each in found)
@@ -93,8 +94,8 @@ _IEEE = ("ieee", "ieee", "ieee")
 
 
 def _matmul_precision() -> str:
-    """What ``torch.set_float32_matmul_precision`` set. It cannot be asked for where backends differ from it, which
-    :func:`_precision` then says."""
+    """Return the value that ``torch.set_float32_matmul_precision`` set. If backends differ from it, PyTorch raises, and
+    :func:`_precision` has the values."""
     try:
         return _C._get_float32_matmul_precision()
     except RuntimeError:

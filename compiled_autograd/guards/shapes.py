@@ -1,11 +1,11 @@
-"""Which sizes a program is made for, and which it takes as they come.
+"""The sizes that a program serves, and those that may change.
 
-A *spec* says of one value what a program was made for: of a tensor its dimensions, of a size the one number. Each is a
-number, or a *history*: the two values that were seen when it was found to change, or one value twice where it was said
-to change from the beginning. Dimensions with one history share a symbol (:mod:`symbolic`); what holds of it is a guard.
+A *spec* describes one value of a program: the dimensions of a tensor, or one number for a size. Each part is a number,
+or a *history*: the two values seen when the size first changed, or one value twice if it was declared as changing from
+the beginning. Dimensions with one history share a symbol (:mod:`symbolic`). A condition on the symbol is a guard.
 
-Strides are products of sizes, or numbers. Where one is neither, as that of ``hidden[:, 0]``, which has the length that
-the slice has not, the history of its dimension ends with the two strides that were seen.
+Strides are products of sizes, or numbers. Some are neither, such as that of ``hidden[:, 0]``: it has the length that
+the slice lacks. Then the history of the dimension ends with the two strides that were seen.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ SPECIAL = (0, 1)
 
 
 def spec_of(value: Any) -> Spec | None:
-    """What a program that takes ``value`` as it is now is made for; None for what has no size."""
+    """Return the spec of a program that takes ``value`` unchanged; None for a value without a size."""
     if isinstance(value, torch.Tensor):
         return tuple(attributes.shape(value))
     if type(value) is tuple:
@@ -70,7 +70,7 @@ def outwards(tensor: torch.Tensor) -> list[int]:
 
 
 def size_in(part: int | History) -> int | History:
-    """Of a part of a spec: the size, or the two that were seen."""
+    """Return the size in a part of a spec, or the two that were seen."""
     return part if isinstance(part, int) else part[0] if len(part) == 3 else part[:2]
 
 
@@ -101,7 +101,7 @@ def _is_parameter(tensor: torch.Tensor) -> bool:
 
 
 def is_static(spec: Spec | None) -> bool:
-    """Whether nothing in it changes."""
+    """Return whether no size changes."""
     return spec is None or all(isinstance(each, int) for each in spec)
 
 
@@ -111,7 +111,7 @@ def static_parts(spec: Spec) -> list[int | None]:
 
 
 class Origin(msgspec.Struct, frozen=True):
-    """Where a number is found among arguments: a size that is one itself, or a size or a stride of a tensor."""
+    """The place of a number among arguments: a size that is an argument itself, or a size or a stride of a tensor."""
 
     argument: int
     what: str = ""
@@ -127,12 +127,12 @@ class Origin(msgspec.Struct, frozen=True):
 
 
 class Condition(msgspec.Struct, frozen=True):
-    """What must hold of symbols.
+    """A condition on symbols.
 
     Attributes:
         expression: Python, with each symbol in braces.
-        symbols: those in it.
-        origin: the number that it must equal; None where it must be true.
+        symbols: those in the expression.
+        origin: the number that the expression must equal; None if the expression must be true.
     """
 
     expression: str
@@ -149,13 +149,13 @@ class Condition(msgspec.Struct, frozen=True):
 
 
 class Guard:
-    """Whether something compiled holds for its arguments.
+    """A check whether compiled code serves its arguments.
 
     Attributes:
-        origins: the symbols, and where each is found.
-        conditions: what must hold.
-        function: says so of the arguments, in microseconds; it is generated, and so is the next.
-        values: gives the values of the symbols.
+        origins: the symbols, and the place of each.
+        conditions: the conditions on the symbols.
+        function: checks the arguments, in microseconds. This function is generated, and so is the next.
+        values: returns the values of the symbols.
     """
 
     __slots__ = ("conditions", "function", "origins", "values")

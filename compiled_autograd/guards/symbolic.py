@@ -33,7 +33,8 @@ class Symbols:
     def tensor(
         self, mode: FakeTensorMode, tensor: torch.Tensor, spec: Spec, plain: bool, position: int | None
     ) -> torch.Tensor:
-        """A fake tensor for argument number ``position``; None for a leaf, which is none of the arguments.
+        """Make a fake tensor for an argument. ``position`` is the argument's number; None for a leaf, which is not an
+        argument.
 
         Args:
             plain: without conjugate and negative bit.

@@ -1,4 +1,4 @@
-"""What compiled code depends on, of one value that it takes."""
+"""The properties of one value on which compiled code depends."""
 
 from __future__ import annotations
 
@@ -17,10 +17,11 @@ _PLAIN = (torch.Tensor, torch.nn.Parameter)
 
 
 def kind_of_value(value: Any, spec: Spec | None = None) -> Any:
-    """What compiled code depends on, of one of its inputs; of one with a history, without what changes.
+    """Return the properties of an input on which compiled code depends; with a history in the spec, without changing
+    sizes.
 
-    The strides of dimensions of one element are part of it: they decide in which order operators lay out their results
-    (``TensorIteratorBase::reorder_dimensions``, ``suggest_memory_format``), and generated code has that layout in it.
+    The strides of dimensions of one element are included. They decide the order in which operators lay out their
+    results (``TensorIteratorBase::reorder_dimensions``, ``suggest_memory_format``), and generated code has that layout.
     """
     if not isinstance(value, torch.Tensor):
         return value

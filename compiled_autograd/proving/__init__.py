@@ -1,1 +1,1 @@
-"""Every compiled form proves itself: before it is trusted, what it gives is compared with what the real calls give."""
+"""Proofs of compiled forms: before a form is trusted, its results are compared with those of the real calls."""

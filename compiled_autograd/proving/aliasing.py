@@ -18,10 +18,10 @@ _HELD_BYTES = 1 << 20
 
 @dataclass(frozen=True, slots=True)
 class Result:
-    """One result of a region: what it is, where the real calls leave it, and what the compiled code gave for it.
+    """One result of a region: its node, its slot, the real calls' value, and the compiled code's.
 
     ``slot`` is that of the result, or of the leaf that the compiled code made it for. ``leaf`` is the leaf that may
-    keep it, where the compiled code made it for that: then it must be nobody else's.
+    keep a result made for it. Such a result must share memory with nothing.
     """
 
     node: fx.Node
@@ -56,7 +56,8 @@ def newly_shared(results: Sequence[Result], given: set[int | None]) -> tuple[Res
 
 
 def kept_from_before(proof: Proof, results: Sequence[Result], given: set[int | None]) -> tuple[Result, str] | None:
-    """Results in memory that the run before gave out and somebody still holds; small ones of this run are held then."""
+    """Return a result in memory that the run before gave out and that is still held; then hold small results of this
+    run."""
     held = {memory_of(tensor) for tensor, _ in proof.held}
     for result in results:
         if memory_of(result.found) in held - {None}:

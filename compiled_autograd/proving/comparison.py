@@ -1,7 +1,7 @@
-"""Two results of one computation: are they the same, within rounding, in everything that anybody can see?
+"""Compares two results of one computation: are they equal within rounding, in everything that a program can see?
 
-A plain tolerance settles nearly all. Where it does not, the caller is asked for the same values computed in float64:
-an ill-conditioned result is as far from these as the real calls' own, a wrong one is further.
+A plain tolerance settles nearly all results. Otherwise the caller computes the same values in float64. An
+ill-conditioned result is as far from these as the real calls' result, and a wrong one is further.
 """
 
 from __future__ import annotations
@@ -22,11 +22,12 @@ _TOLERANCES = {
     torch.bfloat16: 2e-2,
     torch.float16: 5e-3,
 }
-"""Relative to a value and to the root mean square of all values beside it. What lies below is taken for rounding."""
+"""Tolerance relative to a value and to the root mean square of all values beside it. Smaller differences count as
+rounding."""
 _EIGHT_BIT_TOLERANCE = 1e-1
 """For dtypes of eight bits."""
 _CANCELLED_SHARE = 1e-2
-"""Of the largest value beside a result: such a part of it, by the tolerance, is what terms leave that cancel."""
+"""Fraction of the largest value beside a result. Terms that cancel may leave this fraction times the tolerance."""
 _ERROR_FACTOR = 4.0
 """A result may be this many times further from the float64 values than the real calls' own result, or than rounding of
 the inputs alone moves them."""
@@ -36,19 +37,20 @@ _PERTURBATIONS = 4, 16
 asked about more often before it counts as wrong."""
 
 _JUMP = 0.5
-"""A value of which inputs that hardly move make such a part of its move jumps there. What is smooth moves far less."""
+"""Threshold of a jump: the move of a value if its inputs hardly move, relative to its move if they move by rounding.
+Smooth functions stay far below."""
 
 _NOISE_SHARE = 0.5
 """A result has no digits of its own where float64 is such a part of its root mean square away."""
 _NOISE_FACTOR = 16.0
-"""What is zero but for rounding may be this many times larger another time: rounding is a matter of chance."""
+"""Factor by which a result that is zero but for rounding may grow in other runs, by chance."""
 
 _TIED_SHARE = 1e-3
 """Such a part of many whole numbers may be what rounding alone decides, and float64 decides otherwise."""
 
 
 def tolerance(dtypes: Sequence[torch.dtype]) -> float:
-    """That of the coarsest of the dtypes that a computation goes through."""
+    """Return the tolerance of the coarsest of the dtypes in a computation."""
     floating = [dtype for dtype in dtypes if dtype.is_floating_point or dtype.is_complex]
     return max((_TOLERANCES.get(dtype, _EIGHT_BIT_TOLERANCE) for dtype in floating), default=0.0)
 
@@ -72,22 +74,22 @@ def _text(value: object) -> str:
 
 
 def _strides(tensor: torch.Tensor) -> list[int]:
-    """Without those that nobody can see: of dimensions of one element, and of tensors without any."""
+    """Return the strides that a program can see: not those of dimensions of one element, and none of empty tensors."""
     if tensor.numel() == 0:
         return []
     return [stride for stride, size in zip(tensor.stride(), tensor.shape, strict=True) if size != 1]
 
 
 def has_other_format(want: torch.Tensor, found: torch.Tensor) -> bool:
-    """Whether nothing but strides of dimensions of one element says that the channels come last in one of the two
-    alone. Nobody sees these, but operators give their results such a layout."""
+    """Return whether only one of two tensors is channels-last, and only the strides of dimensions of one element show
+    it. No program sees these, but operators give their results such a layout."""
     if want.layout is not torch.strided or 1 not in want.shape or _strides(want) != _strides(found):
         return False
     return _is_channels_last(want.shape, want.stride()) != _is_channels_last(found.shape, found.stride())
 
 
 def _is_channels_last(shape: Sequence[int], strides: Sequence[int]) -> bool:
-    """Whether operators that keep a memory format take it that the channels come last.
+    """Return whether operators that keep a memory format treat a tensor as channels-last.
 
     As ``is_channels_last_strides_2d_s4`` and its like in ``c10/core/MemoryFormat.h`` (2.13).
     """
@@ -109,20 +111,20 @@ def value_difference(
     beside: float = 0.0,
     coarse: Callable[[], float] = lambda: 0.0,
 ) -> str | None:
-    """The same for what lies in two tensors of one dtype and shape.
+    """Return the difference of the values of two tensors of one dtype and shape, in words; None if there is none.
 
     Args:
-        want: what the real calls gave.
-        found: what is to be judged.
+        want: the real calls' result.
+        found: the result to judge.
         relative: the tolerance; 0 asks for the same bits.
-        in_double: gives the same value computed in float64; None where that cannot be done. With a number
-            above 0 the inputs are moved first, by their own rounding and in another way for each number; with its
-            opposite in the same way, but hardly at all.
-        beside: the largest value of all that was computed together. What is zero but for rounding (a bias before a
-            normalisation) has no scale of its own: its terms had that of the others, and cancelled. Where float64 is
-            wider than what was computed, it shows that; else it is taken for so.
-        coarse: gives the tolerance of what rounds further than its dtype says, or 0: it holds where float64 cannot be
-            computed.
+        in_double: returns the same value computed in float64; None if that is impossible. For a number above 0 the
+            inputs are moved first by their own rounding, differently for each number. The opposite number moves them in
+            the same way, but hardly at all.
+        beside: the largest of all values computed together. A result that is zero but for rounding (a bias before a
+            normalisation) has no scale of its own: its terms had the scale of the others, and cancelled. If float64 is
+            wider than the computation, it shows that; else the result is assumed to be such a zero.
+        coarse: returns the tolerance of operators that round more coarsely than their dtype, or 0. It applies if
+            float64 cannot be computed.
     """
     if plainly_alike(want, found, relative, beside):
         return None
@@ -150,7 +152,7 @@ def value_difference(
 
 
 def plainly_alike(want: torch.Tensor, found: torch.Tensor, relative: float, beside: float = 0.0) -> bool:
-    """Whether :func:`value_difference` finds that there is none without anything in float64."""
+    """Return whether :func:`value_difference` finds no difference, without computing in float64."""
     want, found = plain(want), plain(found)
     if torch.equal(want, found) or want.numel() == 0:
         return True
@@ -204,7 +206,7 @@ def plain(tensor: torch.Tensor) -> torch.Tensor:
 
 
 def root_mean_square(tensor: torch.Tensor) -> float:
-    """Of the finite values; not finite where a value is not."""
+    """Return the root mean square of the finite values; not finite if a value is not."""
     dtype = torch.float64 if tensor.dtype is torch.float64 else torch.float32
     size = float(torch.linalg.vector_norm(tensor, dtype=dtype)) / math.sqrt(max(1, tensor.numel()))
     if math.isfinite(size):
@@ -237,7 +239,7 @@ def sizes_up(tensor: torch.Tensor) -> tuple[float, bool]:
 
 
 def are_zeros(values: Sequence[object]) -> bool:
-    """Whether all of some results are floating-point tensors without a value other than zero."""
+    """Return whether all results are floating-point tensors whose values are all zero."""
     if not all(isinstance(each, torch.Tensor) and each.layout is torch.strided for each in values):
         return False
     found = [plain(each) for each in values if isinstance(each, torch.Tensor)]
@@ -245,10 +247,11 @@ def are_zeros(values: Sequence[object]) -> bool:
 
 
 def noise_of(want: torch.Tensor, found: torch.Tensor, double: torch.Tensor, most: float) -> float | None:
-    """How large rounding alone makes a result, where it makes most of it: None where it has digits of its own.
+    """Return a bound for a result that is mostly rounding; None if the result has correct digits.
 
     Args:
-        most: what is larger is none. One value may be far from float64 for another reason: it jumps, or has overflowed.
+        most: a larger bound is discarded. One value may be far from float64 for another reason, such as a jump or
+            overflow.
     """
     want, found, exact = (plain(each) for each in (want, found, double))
     if not want.is_floating_point() or want.numel() == 0:
@@ -262,14 +265,14 @@ def noise_of(want: torch.Tensor, found: torch.Tensor, double: torch.Tensor, most
 
 
 def at_most(bound: float, *tensors: torch.Tensor) -> bool:
-    """Whether no value is larger, without regard to sign, and none is a NaN."""
+    """Return whether the absolute values are at most ``bound``, and none is a NaN."""
     found = [_exact(plain(each)) for each in tensors]
     return all(each.numel() == 0 or _largest_of_all(each) <= bound for each in found)
 
 
 @dataclass(frozen=True)
 class Worst:
-    """Where two results differ most: the index, by how much, and what either has there."""
+    """The place of the largest difference of two results: its index, the difference, and both values."""
 
     index: tuple[int, ...]
     error: float
@@ -282,7 +285,7 @@ class Worst:
 
 
 def worst(want: Optional, found: Optional) -> Worst | None:
-    """Where two results differ most; None where no two of their values can be compared."""
+    """Return the place of the largest difference of two results; None if no values can be compared."""
     if want is None or found is None or metadata_difference(want, found, strides=False) is not None:
         return None
     if want.numel() == 0 or want.layout is not torch.strided:
@@ -312,11 +315,12 @@ def _as_near(
     rounding: torch.Tensor | float,
     relative: float,
 ) -> bool:
-    """Whether ``found`` is no further from the float64 values than a few times ``rounding``: one number, or for each.
+    """Return whether ``found`` is at most a few times ``rounding`` away from the float64 values. ``rounding`` is one
+    number, or one for each value.
 
-    Where the real calls overflow, what is computed with less rounding may not; but what is not finite where neither the
-    real calls nor float64 have it so is wrong. In 16 bits what cancels after an overflow is noise: where the real calls
-    overflow there, nothing is said, and :func:`sizes_up` has the run not count.
+    If the real calls overflow, a computation with less rounding may not. But a value that is not finite is wrong if
+    both the real calls and float64 have a finite one. In 16 bits, values that cancel after an overflow are noise. If
+    the real calls overflow there, nothing is judged, and :func:`sizes_up` does not count the run.
     """
     error = (found.to(torch.float64) - double).abs()
     scale = root_mean_square(double[double.isfinite()]) if bool(double.isfinite().any()) else 0.0
@@ -329,9 +333,9 @@ def _as_near(
 
 
 def _as_good(want: torch.Tensor, found: torch.Tensor, double: Optional) -> bool:
-    """Whether whole numbers and masks that were computed from rounded numbers differ by rounding alone.
+    """Return whether integers and masks that were computed from rounded numbers differ by rounding alone.
 
-    Where they differ, float64 sides with what was found; but for a few, since that was rounded as well.
+    If they differ, float64 must agree with the compiled code, except for a few values, since those are rounded as well.
     """
     if double is None or double.dtype != want.dtype:
         return False

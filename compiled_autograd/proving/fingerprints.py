@@ -1,4 +1,4 @@
-"""What must be as it was after something compiled has run: its inputs, and the state of the random generators."""
+"""Checks that compiled code leaves unchanged: its inputs, and the state of the random generators."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ _WHOLE = {1: torch.uint8, 2: torch.int16, 4: torch.int32, 8: torch.int64}
 
 
 def fingerprints(values: Sequence[Any]) -> list[Fingerprint]:
-    """Of what lies in each tensor among ``values``: after a write it is another, all but certainly."""
+    """Return a fingerprint of each tensor among ``values``. A write changes it, with near certainty."""
     return [each.clone() if is_whole else each for each, is_whole in _looked_at(values)]
 
 
@@ -76,7 +76,7 @@ def _places(numbers: torch.Tensor) -> list[torch.Tensor]:
 
 
 def written(before: Sequence[Fingerprint], values: Sequence[Any]) -> list[int]:
-    """Which of the values have changed since their fingerprints were taken."""
+    """Return the indices of the values that have changed since their fingerprints were taken."""
     pairs = zip(before, _looked_at(values), strict=True)
     return [index for index, (old, (new, _)) in enumerate(pairs) if old is not None and not torch.equal(old, new)]
 
@@ -110,7 +110,7 @@ def twins(values: Sequence[Any], other: Sequence[int] = ()) -> list[Any]:
 
 
 def taken(compiled: CompiledRegion, slots: Slots) -> list[Any]:
-    """What a region is given of its slots, as it lies there."""
+    """Return the arguments of a region, as they lie in its slots."""
     return [slots[slot] for slot in compiled.arguments]
 
 
@@ -126,8 +126,8 @@ def copied(step: RegionStep, compiled: CompiledRegion, slots: Slots, other: Sequ
 
 @dataclass(frozen=True, slots=True)
 class Apart:
-    """Where the real calls write into what they are given: copies of that as it was, what they ran on, and what they
-    gave. The compiled code then runs on other copies."""
+    """If the real calls write into their arguments: copies of the original arguments, the arguments that the real calls
+    ran on, and their results. The compiled code then runs on other copies."""
 
     given: Slots
     written: Slots
@@ -137,10 +137,11 @@ class Apart:
 def written_by(
     run: Callable[[Slots], object], step: RegionStep, compiled: CompiledRegion, slots: Slots, changed: Sequence[int]
 ) -> frozenset[int]:
-    """Which of the arguments something writes into, that runs on copies, or until it raises (but for want of memory).
+    """Return the arguments that a function writes into. It runs on copies, until it returns or raises (but not for lack
+    of memory).
 
-    It runs with other values where something has changed, and then with those that lie there: it may write the same
-    again, or take no others.
+    The first run has other values in the changed arguments, the second has the original ones: the function may write
+    equal values, or accept no others.
     """
     found: frozenset[int] = frozenset()
     for other in (changed, ()):
@@ -149,7 +150,7 @@ def written_by(
             before = fingerprints(arguments)
             try:
                 run(copies)
-            except Exception as error:  # what it has written by then is what is asked
+            except Exception as error:  # its writes until then are examined
                 raise_what_a_handler_raised(error)
                 if is_out_of_memory(error):
                     raise
@@ -158,7 +159,8 @@ def written_by(
 
 
 def is_clean(before: Sequence[Fingerprint], compiled: CompiledRegion, slots: Slots) -> bool:
-    """Whether nothing has written but where the real calls are known to. False where nobody can look."""
+    """Return whether only those arguments changed that the real calls are known to write. False if that cannot be
+    checked."""
     try:
         return compiled.proof.overwritten.issuperset(written(before, taken(compiled, slots)))
     except Exception as error:  # noqa: BLE001
@@ -192,12 +194,12 @@ _RANDOM = re.compile(
 
 
 def names_random(text: str) -> bool:
-    """Whether operators that draw random numbers are named in a text."""
+    """Return whether a text names operators that draw random numbers."""
     return _RANDOM.search(text) is not None
 
 
 def may_draw(compiled: CompiledRegion) -> bool:
-    """Whether an operator of a region draws random numbers, as far as its name says, or its tag."""
+    """Return whether an operator of a region draws random numbers, by its name or its tag."""
     proof = compiled.proof
     if proof.draws is None:
         text = compiled.aten.functions()
@@ -209,8 +211,8 @@ _OPERATOR = re.compile(r"\bops\.(\w+)\.(\w+)(?:\.(\w+))?")
 
 
 def is_seeded(text: str) -> bool:
-    """Whether operators in the text of a graph draw random numbers. A tag says so (``nondeterministic_seeded``), which
-    PyTorch's own have; of others, which may not know of it, the names do too."""
+    """Return whether operators in the text of a graph draw random numbers. PyTorch's own operators have a tag that says
+    so (``nondeterministic_seeded``). Others may lack the tag, so their names count too."""
     return any(_draws(*operator) for operator in set(_OPERATOR.findall(text)))
 
 

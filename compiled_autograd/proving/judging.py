@@ -1,4 +1,4 @@
-"""What compiled code gave, held against what the real calls gave: everything that anybody could see."""
+"""Compares the results of compiled code with those of the real calls, in everything that a program could see."""
 
 from __future__ import annotations
 
@@ -56,11 +56,11 @@ class Judge:
     rounding: dict[int, float] | None = None
 
     def compare(self, wanted: Slots, found: Slots) -> tuple[Result | None, str | None, bool]:
-        """What differs, how, and whether the run could have shown much.
+        """Return the result that differs, its difference in words, and whether the run could have shown much.
 
         Args:
             wanted: the slots as the real calls have filled them.
-            found: as the compiled code has.
+            found: the slots as the compiled code has filled them.
         """
         results = self._results(wanted, found)
         wants = [result.want for result in results if result.want is not None]
@@ -134,7 +134,7 @@ class Judge:
         return None
 
     def _strides_at_most(self, result: Result) -> int | None:
-        """The number of an output of the region that differs in its strides at most, where somebody sees these."""
+        """Return the number of a region's output whose strides matter, if nothing but its strides can differ."""
         want = result.want
         if result.leaf is not None or want is None or want.layout is not torch.strided or _only_added(result.node):
             return None
@@ -158,10 +158,10 @@ class Judge:
         return plainly_alike(result.want, result.found, relative, beside)
 
     def _in_float64(self, doubtful: Sequence[Result], relative: float, beside: float) -> tuple[Result, str] | None:
-        """The first of some results, and how it differs, that is no rounding.
+        """Return the first result whose difference is not rounding, and the difference in words.
 
-        Of all the same is computed in float64, by one run of the calls. Of those that this does not settle, each is
-        computed from moved inputs, in turn, until one is wrong.
+        One run of the calls computes all values in float64. Each result that this does not settle is computed from
+        moved inputs, in turn, until one is wrong.
         """
         unsettled: set[int] = set()
         for node, double in self._each_in_double(doubtful):
@@ -218,7 +218,7 @@ class Judge:
         return tolerance_of(self.compiled.aten.text(), operators) if operators else 0.0
 
     def _given(self) -> dict[fx.Node, Any]:
-        """What the region is given, for another run of its calls: copies, where these write into it."""
+        """Return the inputs of the region for another run of its calls: copies, if the calls write into them."""
         region = self.step.region
         values = [self.inputs[slot] for slot in self.step.inputs]
         if self.compiled.proof.overwritten:
@@ -236,7 +236,7 @@ class Judge:
         return in_double(self.step.region.nodes, self._given(), node, moved) if self._has_float64() else None
 
     def _shared(self, results: Sequence[Result]) -> tuple[Result, str] | None:
-        """What shares memory that does not where the real calls run."""
+        """Return a result that shares memory, if the real calls' result does not."""
         difference = newly_shared(results, self.given)
         if difference is not None or self.region_compiler.backend.allocates:
             return difference
@@ -244,10 +244,11 @@ class Judge:
 
 
 def shows_nothing(step: RegionStep, slots: Slots) -> bool:
-    """Whether a region has given zeros alone, as for a loss with a margin that is reached. False where nobody can say.
+    """Return whether a region gave only zeros, as for a loss with a margin that is reached. False if that cannot be
+    checked.
 
     Args:
-        slots: as it has filled them.
+        slots: the slots as the region has filled them.
     """
     leaves = [each.shared if slots[each.owned] is None else each.owned for each in step.fresh]
     try:
@@ -258,5 +259,5 @@ def shows_nothing(step: RegionStep, slots: Slots) -> bool:
 
 
 def _only_added(node: fx.Node) -> bool:
-    """Whether a gradient goes nowhere but into leaves, which take no notice of its strides."""
+    """Return whether a gradient is only added into leaves, for which its strides do not matter."""
     return all(user.target is ir.accumulate_grad for user in node.users)

@@ -81,10 +81,11 @@ class RoundedOperators(TorchDispatchMode):
     """Move the result of each operator; that of a sum by the rounding of its terms, which may cancel.
 
     Composite operators, such as the backward of a softmax, run as the core operators that PyTorch decomposes them into.
-    In comparisons, values that were equal before they were moved are equal: tied values keep their parts of a gradient.
+    In comparisons, values that were equal before the move count as equal, so tied values keep their parts of a
+    gradient.
 
     Args:
-        move: how results are moved.
+        move: the size and kind of the moves.
         most: the largest move of any value so far, relative to the value.
     """
 

@@ -125,7 +125,7 @@ class _Run:
             try:
                 raise failure
             finally:
-                del failure  # which has this frame now, and that all inputs
+                del failure  # whose frames now include this one, with all inputs
         self._unproved(failure)
         self.start.restore()
         if self.apart is not None:
@@ -173,7 +173,7 @@ class _Run:
             self._set_apart()
         except GradientMismatchError:
             raise
-        except Exception as error:  # noqa: BLE001  what was to be judged is not what the step goes on with
+        except Exception as error:  # noqa: BLE001  the step does not use these results
             raise_what_a_handler_raised(error)
             cause, found = error.with_traceback(None), None
             more = self._seen_without_results(inputs)
@@ -184,12 +184,13 @@ class _Run:
             return False
         finally:
             self.end.restore()
-            del failure  # which may have this frame, and that all inputs
+            del failure  # whose frames may include this one, with all inputs
         return self._compared()
 
     def _goes_on_with_another_form(self) -> bool:
-        """Whether another form has taken over, as the faster one does when generated code has run once: then it is
-        compared at once with what the real calls have given. What draws has its states for one form alone."""
+        """Return whether another form has taken over, as the faster one does after one run of generated code. It is
+        compared at once with the real calls' results. Regions that draw random numbers have the generators' states for
+        one form only."""
         proof = self.compiled.proof
         in_use = any(each is self.compiled for each in self.step.compiled_regions())
         if not in_use or proof.refuted or may_draw(self.compiled):
@@ -212,17 +213,17 @@ class _Run:
             self.context.report.failures.append(msgspec.structs.replace(failure, instead=instead + more))
 
     def _judge(self, inputs: Slots, found: Slots | None) -> bool:
-        """Compare what the compiled code left behind.
+        """Compare the results and effects of the compiled code.
 
         Args:
-            inputs: what it was given.
-            found: the slots as it filled them; None where it has failed.
+            inputs: the arguments of the compiled code.
+            found: the slots as it filled them; None if it failed.
 
         Returns:
-            False where that is to be done on copies, since somebody else has written into what it was given.
+            False if the comparison has to be repeated on copies, since other code has written into the arguments.
 
         Raises:
-            GradientMismatchError: it has written into what it was given.
+            GradientMismatchError: the compiled code has written into its arguments.
         """
         overwritten = written(self.before, taken(self.compiled, inputs))
         if overwritten and (wrong := self._written_by_ours_alone(overwritten)) is not None:
@@ -238,7 +239,7 @@ class _Run:
         return True
 
     def _set_apart(self) -> None:
-        """The real calls once more, where nobody else writes."""
+        """Run the real calls once more, on copies into which nothing else writes."""
         given = copied(self.step, self.compiled, self.inputs)
         theirs = copied(self.step, self.compiled, given)  # the same, whoever writes meanwhile
         wanted = list(theirs)
@@ -283,7 +284,7 @@ class _Run:
             raise_what_a_handler_raised(error)
 
     def _run_form(self, call: Compiled, arguments: list[Any]) -> Sequence[Any]:
-        """Fresh memory is poisoned in all of the runs that are compared but the last, which is as later ones are."""
+        """Run a form, with fresh memory poisoned in all compared runs but the last, which is like the later ones."""
         if self.compiled.proof.left.get(self.form) == 1 and self.compiled.checked:
             results = run_compiled(call, arguments)
         else:
@@ -298,11 +299,11 @@ class _Run:
         self.context.report.mismatched(refuted.mismatch())
 
     def _written_by_ours_alone(self, overwritten: Sequence[int]) -> int | None:
-        """One of the arguments that the compiled code writes into, and the real calls do not. Where nobody can tell,
-        and it is the user's own memory, that is taken for so.
+        """Return an argument that only the compiled code writes into. If that cannot be determined and the memory is
+        the user's, the compiled code is assumed to be the writer.
 
         Args:
-            overwritten: where something has written meanwhile: the compiled code, or the real calls, or somebody else.
+            overwritten: arguments written meanwhile, by the compiled code, the real calls, or other code.
         """
         proof, ours = self.compiled.proof, frozenset(overwritten)
         if proof.overwritten.issuperset(overwritten):
@@ -335,8 +336,8 @@ class _Run:
         return ""
 
     def _unproved(self, error: BaseException, more: str = "") -> None:
-        """There was no memory to compare in, or what is to be compared is of a kind that cannot be. The real calls give
-        the results; if that goes on, they alone run: what was never judged is not trusted."""
+        """Record a run that could not be compared, for lack of memory or for a kind of value. The real calls give the
+        results. After several such runs, only the real calls run: code that was never judged is not trusted."""
         if is_out_of_memory(error):
             RARELY.search_now()  # what tracing has left has tensors too
         compiler = self.region_compiler

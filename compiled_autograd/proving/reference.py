@@ -1,4 +1,4 @@
-"""What a compiled region is compared with: its calls, run for real, one by one; and the same in float64."""
+"""The reference for a compiled region: its calls, run for real, one by one; and the same in float64."""
 
 from __future__ import annotations
 
@@ -85,13 +85,12 @@ class RealCalls:
 def in_double(
     nodes: Sequence[fx.Node], given: Mapping[fx.Node, Any], wanted: fx.Node, moved: int = 0
 ) -> torch.Tensor | None:
-    """What the calls of a region give for ``wanted`` where every value is computed in float64.
+    """Return the value that the calls of a region give for ``wanted`` in float64. None if a call cannot be computed so.
 
-    With a number above 0 the inputs are moved first, by the rounding of the dtypes that they had. The results of each
-    call and of each operator within it are moved too, since terms may cancel whatever the inputs are: see
-    :class:`RoundedOperators`. Each number moves them in another way. A number below 0 moves them as its opposite does,
-    but hardly at all. What the settings of CUDA have rounded further is moved by that, too. None where a call cannot be
-    computed so.
+    With a number above 0, the inputs are moved first by the rounding of their original dtypes. The results of each
+    call, and of each operator within it, are moved too, since terms may cancel for any inputs: see
+    :class:`RoundedOperators`. Each number moves them differently. A number below 0 moves them as its opposite does, but
+    hardly at all. Values that the settings of CUDA round more coarsely are moved by that rounding too.
     """
     return dict(each_in_double(nodes, given, [wanted], moved))[wanted]
 
@@ -140,7 +139,7 @@ def each_in_double(
 
 
 def _modes(given: Iterable[Any], moved: int) -> list[AbstractContextManager[Any]]:
-    """What float64 is computed in."""
+    """Return the modes in which float64 is computed."""
     values = [value for value in given if isinstance(value, torch.Tensor)]
     modes: list[AbstractContextManager[Any]] = []
     if any(value.is_cuda for value in values):
@@ -151,7 +150,7 @@ def _modes(given: Iterable[Any], moved: int) -> list[AbstractContextManager[Any]
 
 
 def once_more(nodes: Sequence[fx.Node], given: Mapping[fx.Node, Any], wanted: fx.Node) -> torch.Tensor | None:
-    """What the calls of a region give for ``wanted``."""
+    """Run the calls of a region again, and return the value of ``wanted``."""
     nodes, given = _leading_to([wanted], nodes, given)
     calls = RealCalls(nodes, [wanted], dict(given), again=True)
     for node in nodes:
@@ -229,7 +228,7 @@ def _rounding(dtype: torch.dtype) -> float:
 
 
 def _rounded(result: Any, by: Move, place: int) -> Any:
-    """What a call gave, moved."""
+    """Return a call's result, moved."""
     if isinstance(result, (list, tuple)):
         return [_rounded(each, by, place) for each in result]
     floating = isinstance(result, torch.Tensor) and (result.is_floating_point() or result.is_complex())

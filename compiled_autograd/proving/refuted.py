@@ -1,4 +1,4 @@
-"""What is said of a form that was found to be wrong: what differs, where, by how much, and how to see it again."""
+"""The report of a form that was found to be wrong: the difference, its place and size, and a reproduction."""
 
 from __future__ import annotations
 
@@ -25,10 +25,10 @@ class Refuted:
     """A form of a compiled region that differs from the real calls.
 
     Attributes:
-        inputs: the slots as the region was given them.
-        wrong: the result that differs; None where it is something else.
-        difference: what differs, in words.
-        instead: what runs from now on, in words.
+        inputs: the slots before the region's run.
+        wrong: the result that differs; None for another difference.
+        difference: the difference, in words.
+        instead: the form that runs from now on, in words.
     """
 
     region_compiler: RegionCompiler
@@ -73,12 +73,12 @@ class Refuted:
 def reproduction_of(
     region_compiler: RegionCompiler, step: RegionStep, slots: Slots, where: str, difference: str
 ) -> Kept:
-    """Write a reproduction of one region, with values that are made up.
+    """Write a reproduction of one region, with made-up values.
 
     Args:
-        slots: what it was given.
-        where: which region of which tape it is, in words.
-        difference: what was found.
+        slots: the slots before the region's run.
+        where: the names of the region and its tape, in words.
+        difference: the difference, in words.
     """
     if region_compiler.tape is None:
         return Kept(None, "there is no reproduction of it")

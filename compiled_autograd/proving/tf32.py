@@ -22,10 +22,10 @@ _DEVICE = "cuda"
 _UNIT = 2.0**-11
 """By how much rounding to the nearest number of ten bits moves a number at most."""
 TOLERANCE = 2.0**-9
-"""What is taken for rounding, relative to a value and to the root mean square of all beside it, where float64 is not to
-be had: two operands that one side cuts off, and the other does not."""
+"""Limit of rounding, relative to a value and to the root mean square of all values beside it, if float64 is not
+available: one side truncates two operands, and the other does not."""
 _BITS = 13
-"""How many bits fewer than float32's TF32 has."""
+"""Number of bits that TF32 lacks, compared with float32."""
 
 _PRODUCTS = {"mm": (0, 1), "bmm": (0, 1), **dict.fromkeys(("addmm", "baddbmm", "addbmm", "_addmm_activation"), (1, 2))}
 _CONVOLUTIONS = {"convolution": (0, 1), "convolution_backward": (0, 1, 2), "cudnn_convolution": (0, 1)}

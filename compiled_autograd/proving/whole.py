@@ -1,7 +1,7 @@
-"""Whole gradients of compiled code beside those of the eager engine: which of them are not plainly the same?
+"""Whole gradients of compiled code beside those of the eager engine: are they plainly the same?
 
-This settles nothing by itself. What is not plainly the same may be rounding that went through many regions, and is left
-to who compares region by region (:mod:`prover`).
+This settles nothing by itself. Other differences may be rounding that accumulated over many regions. They are judged by
+a comparison region by region (:mod:`prover`).
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from ..native.interface import Module
 from .comparison import Optional, largest, plain, value_difference
 
 _AGAIN = 4.0
-"""A gradient may be so many times further from eager's than it was where its regions were found to be right."""
+"""Factor by which a gradient's distance from eager's may grow, relative to its distance when its regions were right."""
 
 _MOST = 0.1
 """Such a part of a gradient's largest value may be rounding that went through many regions; or ten times the tolerance,
@@ -31,14 +31,14 @@ def apart(
     known: Mapping[int, float],
     module: Module | None = None,
 ) -> list[int]:
-    """Which gradients are not plainly the same, by their number.
+    """Return the numbers of the gradients that are not plainly the same.
 
     Args:
-        wanted: eager's.
-        found: what compiled code gave.
+        wanted: eager's gradients.
+        found: the gradients of compiled code.
         relative: the tolerance, by the root mean square of each gradient alone; 0 asks for the same bits.
-        known: for some of them, how far from eager's they were where their regions were found to be right.
-        module: the extension, where it is there: it settles most of them at once.
+        known: for some gradients, the distance from eager's when their regions were found to be right.
+        module: the extension, if available: it settles most gradients at once.
     """
     unclear: Iterable[int] = range(len(wanted)) if module is None else module.unlike(wanted, found, relative)
     doubtful: list[int] = []
@@ -65,7 +65,7 @@ def apart(
 
 
 def is_like(want: Optional, got: Optional) -> bool:
-    """Whether the values of two gradients can be compared; of strides nothing is asked."""
+    """Return whether the values of two gradients can be compared; strides do not count."""
     if want is None or got is None:
         return False
     same = want.dtype is got.dtype and want.shape == got.shape and want.device == got.device
@@ -91,7 +91,7 @@ def most_of_rounding(wanted: list[Optional], index: int, relative: float, known:
 
 
 def _unclear(wants: list[torch.Tensor], gots: list[torch.Tensor], relative: float) -> list[int]:
-    """Of gradients of one dtype on one device, those of which a look at norms does not tell that they are the same."""
+    """Return the gradients, all of one dtype on one device, whose norms do not show that they are the same."""
     if relative == 0 or not wants[0].is_floating_point():
         return [index for index, (want, got) in enumerate(zip(wants, gots, strict=True)) if not torch.equal(want, got)]
     counts = [want.numel() for want in wants]

@@ -1,9 +1,9 @@
-"""Calls whose kernels for CUDA take no float64 where float32 was, computed so that they do.
+"""Calls whose CUDA kernels take no float64 instead of float32, computed in another way.
 
-What cuDNN's batch norm leaves for its backward is laid out for the dtype of the forward, so that cuDNN takes no other;
-the operator of PyTorch's own computes the same from the mean and the inverse deviation (``native_batch_norm_backward``
-in ``ATen/native/cuda/Normalization.cu``, 2.13). The backward of a softmax is told which dtype the forward was given,
-which the node has noted, and compares it with that of the gradient (``ATen/native/cuda/SoftMax.cu``).
+cuDNN's batch norm saves data for its backward in a layout for the forward's dtype, and takes no other dtype. PyTorch's
+own operator computes the same from the mean and the inverse deviation (``native_batch_norm_backward`` in
+``ATen/native/cuda/Normalization.cu``, 2.13). The backward of a softmax gets the dtype of the forward's input, which the
+node saved, and compares it with the gradient's dtype (``ATen/native/cuda/SoftMax.cu``).
 """
 
 from __future__ import annotations

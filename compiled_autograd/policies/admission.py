@@ -1,7 +1,7 @@
-"""Tapes that hardly ever come back: once compiling them has cost more than is likely to come of it, what is new is left
-to the eager engine, unless it runs there for as long as compiling it would take.
+"""Tapes that rarely repeat: once compiling them has cost more than its likely gain, new tapes stay on the eager engine,
+unless they run there for as long as compiling would take.
 
-What a tape is, is told by its fingerprint, before the engine is asked. Most backwards are not even looked at: see
+A tape is recognised by its fingerprint, before the engine is called. Most backwards are not even looked at: see
 :mod:`sketches`.
 """
 
@@ -20,16 +20,15 @@ from .sketches import BELIEVED, FIRST_SPACING, SKETCHES, Known
 from .spending import RETURNS, SPENDING, Balance, by_clock
 
 LOOKS_AT_ONCE, LAST_LOOK = 8, 64
-"""Of tapes whose sketch is not known, each is looked at until so many were new; then one in two for as many, and so on,
-down to one in this many."""
+"""Sampling of tapes with an unknown sketch: each is looked at until 8 were new, then one in two until 8 more, and so
+on, at least one in 64."""
 LEFT_UNSAID = 8
-"""So many backwards are known to be left to eager before that is warned of: a training with several losses has seen
-each come back by then, and compiles again. Those that are taken for others by their sketch are known of at the next
-look."""
+"""Number of backwards left to eager before the warning. A training with several losses has seen each repeat by then,
+and compiles again. Backwards recognised by a wrong sketch are counted at the next look."""
 DEARER = 4
-"""Each time that a tape was compiled in vain, it has to run on eager for so many times as long before it is again."""
+"""Factor by which the required eager time grows after an unused compile."""
 STORE_SECONDS, STORE_SHARE = 0.5, 0.01
-"""To capture tapes only to ask the store for them may take so many seconds, and this part of the time."""
+"""Limit of the time for captures that only search the store: seconds, plus a fraction of the process's time."""
 _MAX_TAPES, _MAX_CAPTURED = 4096, 100_000
 
 
@@ -62,12 +61,12 @@ class Tape:
         self.left_to_eager(1)
 
     def left_to_eager(self, times: int) -> None:
-        """So many more were."""
+        """Count further backwards on eager."""
         self.seen += times
         self.seconds += times * self.takes
 
     def has_paid(self, likely: float) -> bool:
-        """Whether they have run on eager for as long as it is likely to take to compile them."""
+        """Return whether these tapes have run on eager for as long as compiling them is likely to take."""
         return self.seen >= RETURNS and self.seconds >= self.needed * likely
 
     def hold(self, likely: float) -> None:
@@ -77,12 +76,12 @@ class Tape:
 
 
 class Admission:
-    """Which tapes are compiled.
+    """The decision which tapes are compiled.
 
     Attributes:
-        closed: the budget of some session was spent when something was compiled last; so tapes must be told apart
-            before the engine is asked.
-        budget: that session's.
+        closed: the budget of some session was spent at the last compile, so tapes must be recognised before the engine
+            is called.
+        budget: the budget of that session.
     """
 
     def __init__(self) -> None:
@@ -107,7 +106,7 @@ class Admission:
         self._captured.add(fingerprint)
 
     def has_captured(self, fingerprint: int) -> bool:
-        """Whether a structure of a tape with this fingerprint was captured."""
+        """Return whether a structure of a tape with this fingerprint was captured."""
         return fingerprint in self._captured
 
     def review(self, settings: Settings) -> Miss | None:
@@ -122,7 +121,7 @@ class Admission:
         return Miss("over_budget", "the next new structure", f"{allowed:.1f} s may be lost", new, counted(balance))
 
     def refuses(self, settings: Settings) -> bool:
-        """Whether something that would have to be compiled now shall not be."""
+        """Return whether compiling is refused now."""
         if not self.closed:
             return False
         return SPENDING.balance().is_over(settings.compile_budget)
@@ -141,15 +140,15 @@ class Admission:
         return self.closed and self._last.is_over(settings.compile_budget)
 
     def may_ask_store(self) -> bool:
-        """Whether a tape may be captured only to see whether the store has it."""
+        """Return whether a tape may be captured only to search the store for it."""
         return not by_clock() or self._in_store <= STORE_SECONDS + STORE_SHARE * SPENDING.elapsed
 
     def asked_store(self, seconds: float) -> None:
-        """That took so long, and the store did not have it."""
+        """Count the seconds of a search in the store without a result."""
         self._in_store += seconds
 
     def skips(self) -> Tape | None:
-        """What a tape whose sketch is not known is taken for without a look; None where it is to be looked at."""
+        """Return the record for a tape with an unknown sketch that is not looked at; None if it must be looked at."""
         self._skipped += 1
         if self._skipped < min(LAST_LOOK, 1 << (self._new // LOOKS_AT_ONCE)):
             self._leave(1)
@@ -160,11 +159,11 @@ class Admission:
     def look(
         self, fingerprint: int, settings: Settings, has_store: bool, before: Known | None = None
     ) -> tuple[Tape | None, bool]:
-        """What is known of a tape while :attr:`closed`; and whether it is to be compiled now, if it is no hit.
+        """Return the record of a tape while :attr:`closed`, and whether it is compiled now if it is no hit.
 
         Args:
             has_store: there is a store on disk, which may have it.
-            before: what its sketch has led to until now.
+            before: the result of its sketch until now.
         """
         balance = self._last = SPENDING.balance()
         if not balance.is_over(self.budget):
@@ -201,11 +200,11 @@ class Admission:
         return tape, False
 
     def missed(self, tape: Tape | None, taken_from: Hashable = None) -> None:
-        """A tape was no hit, and was not compiled.
+        """Count a tape that was no hit, and was not compiled.
 
         Args:
-            tape: what it was taken for.
-            taken_from: the sketch by which it was, and may be another; None where it was looked at.
+            tape: its record.
+            taken_from: the sketch that led to the record, which may be another tape's; None if the tape was looked at.
         """
         self._leave(1)
         if tape is None or tape.verdict is not None:
@@ -216,7 +215,7 @@ class Admission:
             SKETCHES.is_mixed(taken_from)
 
     def _leave(self, times: int) -> None:
-        """So many are left to eager, or were."""
+        """Count backwards that are left to eager, and warn once."""
         self._left += times
         if self._left >= LEFT_UNSAID and not self._said:
             self._said = True
@@ -228,7 +227,7 @@ class Admission:
 
 
 def counted(balance: Balance) -> str:
-    """What was lost on how much, in words."""
+    """Return the lost seconds and their cause, in words."""
     return (
         f"compiling took {balance.lost:.1f} s for {balance.made} structures or shapes, only {balance.returned} of "
         f"which repeated {RETURNS} times, and hits have not saved as much"

@@ -1,9 +1,9 @@
 """Never slower than eager: a variant that has served for a while is timed against the eager engine, and the faster one
-goes on. Deterministic algorithms turn it off, since it would make rounding depend on the clock. What CUDA devices do is
-waited for, before and after a backward that is timed; on other devices that compute asynchronously nothing is timed.
+is used. Deterministic algorithms turn this off, since it would make rounding depend on the clock. CUDA devices are
+synchronised before and after a timed backward. Nothing is timed on other devices that compute asynchronously.
 
-A trial lets backwards of one tape run on either in turn. Which tape it is must be known before the engine is asked, so
-tapes are told apart by their fingerprint alone: variants of one structure for several shapes share a decision.
+A trial runs backwards of one tape on both in turn. The tape must be known before the engine is called, so tapes are
+recognised by their fingerprint alone: variants of one structure for several shapes share a decision.
 """
 
 from __future__ import annotations
@@ -34,19 +34,19 @@ from .sketches import SKETCHES, Known, Round, still_holds
 SAMPLES_PER_SIDE = 8
 """Backwards that count, each way."""
 CLOSE, SAMPLES_OF_CLOSE = (0.9, 1.15), 3
-"""Where the compiled ones take so much of eager's it is close, and so many times as many count: medians of eight are
-off by a tenth now and then. As many count where they are far apart."""
+"""Range of the ratio, compiled by eager, that is close, and the factor of the number of samples then. Medians of eight
+are off by a tenth now and then. The same number is taken if the times spread."""
 IN_A_ROW, COLD = 5, 1
-"""So many in a row are timed one way. The first of these finds the caches as the other way has left them, which costs a
-small backward more than the two ways differ by, and does not count."""
+"""Number of consecutive backwards on one side, and how many of them do not count. The first finds the other side's data
+in the caches, which costs a small backward more than the two sides differ by."""
 PLAIN_SAMPLES, PLAINLY_SLOWER = 4, 1.25
-"""Of so many each way, where each compiled one took longer than each of eager's, and the median so much of eager's,
-eager goes on without any more: hits that lose are what a small model's first steps cost. One more that is compiled
-shows that they did so before and after eager's: else it may be the machine or the sizes that have changed."""
+"""Early decision for eager: the number of samples on each side, and the least ratio of the medians, if each compiled
+backward took longer than each of eager's. A small model would lose time in more hits. One more compiled backward shows
+that the order does not matter: else the machine or the sizes may have changed."""
 MAX_TIME_RATIO = 1.02
 """A compiled backward may take this much of eager's: below, clocks tell nothing."""
 PATIENCE = 32
-"""A trial that gets no further for so many backwards of its tape ends: what it times has not come again."""
+"""Number of backwards without progress after which a trial ends, because its tape did not repeat."""
 BACKWARDS_BEFORE_RETRIAL, LAST_BEFORE_RETRIAL = 2000, 32_000
 """Backwards after which a decision for eager is tried again, at first and at last: the number doubles with each trial
 that says the same, which costs a small model as much as a hundred backwards. One for the compiled graph is tried again
@@ -65,16 +65,16 @@ class Trial:
 
     Attributes:
         key: the tape's fingerprint, the settings, and whether the own loop runs what is left to eager.
-        held: what is timed against eager, while it is a variant of its graph. A verdict for eager may outlive it.
+        held: the variant that is timed against eager. A verdict for eager may outlive it.
         eager: seconds of the eager engine's backwards.
-        compiled: of the variant's.
-        verdict: why eager goes on; None while both are timed.
-        holds: for how many backwards the last verdict does, or did; ``left`` is for how many it still does.
-        takes: seconds of eager's, once it was decided.
-        ratio: the time of the compiled ones by eager's, once it was decided.
-        turn: how many were timed, those that do not count among them.
-        idle: how many backwards of the tape came since then.
-        last_turn: ``turn``, when all trials were last gone through.
+        compiled: seconds of the variant's backwards.
+        verdict: the reason why eager runs the tape; None while both are timed.
+        holds: the number of backwards that the last verdict is valid for; ``left`` is the rest.
+        takes: seconds of eager's backward, after the decision.
+        ratio: the compiled time by eager's, after the decision.
+        turn: the number of timed backwards, including those that do not count.
+        idle: the number of the tape's backwards since then.
+        last_turn: ``turn`` at the last pass over all trials.
     """
 
     key: tuple[int, Any, bool]
@@ -104,19 +104,20 @@ class Trial:
         self.idle = 0
 
     def last_counts(self) -> bool:
-        """Whether the one that was timed last counts."""
+        """Return whether the last timed backward counts."""
         return (self.turn - 1) % IN_A_ROW >= COLD
 
     def doubts(self, timed: Trial | None, reason: Bypass | None) -> bool:
-        """Whether to compare a tape that was taken for this one, when it has run: ``reason`` says why eager had it,
-        and ``timed`` is the trial that it was timed for as a hit. Where tapes take turns one of two is another: so the
-        last two of eager's first row are compared. What comes after a look finds other code in the caches."""
+        """Return whether to check, after its run, that a backward really was of this tape. ``reason`` says why eager
+        ran it, and ``timed`` is the trial that it was timed for as a hit. If tapes alternate, one of two is another
+        one. So the last two of eager's first five are checked. A check displaces data in the caches for the next
+        backward."""
         if reason is None:
             return timed is not self
         return reason is TIMED and 2 * IN_A_ROW - 2 < self.turn <= 2 * IN_A_ROW
 
     def is_decided(self) -> bool:
-        """Whether both were timed often enough."""
+        """Return whether both were timed often enough."""
         eager, compiled = self.eager, self.compiled  # another thread may decide, and begin other lists
         samples = min(len(eager), len(compiled))
         if samples >= SAMPLES_PER_SIDE:
@@ -129,11 +130,10 @@ class Trial:
         return statistics.median(compiled) > PLAINLY_SLOWER * statistics.median(eager)
 
     def decide(self, before: float | None = None) -> Timing | None:
-        """Once both were timed often enough: which goes on. None where another thread, or what ``gc`` runs, was
-        quicker.
+        """Decide for the faster side. None if another thread, or ``gc``, decided meanwhile.
 
         Args:
-            before: the :attr:`ratio` of the trial before this one, which has its say too.
+            before: the :attr:`ratio` of the trial before this one, which counts too.
         """
         timed = [each for each in (self.eager, self.compiled) if each]
         if len(timed) < 2:
@@ -163,11 +163,11 @@ class Autotune:
 
     @property
     def active(self) -> bool:
-        """Whether any tape must be told apart before the engine is asked."""
+        """Return whether any tape must be recognised before the engine is called."""
         return bool(self._trials)
 
     def questions(self) -> list[Question]:
-        """What tells without Python that none must be."""
+        """Return questions with which C++ checks that none must be."""
         return [(self._trials.__len__, None, 0), (SKETCHES.known.__len__, None, 0)]
 
     def find(self, fingerprint: int, settings: Settings, before: Known | None = None) -> Trial | None:
@@ -202,7 +202,7 @@ class Autotune:
 
     @staticmethod
     def sent(reason: Bypass) -> bool:
-        """Whether it is for a trial, or for its verdict, that a backward was left to the eager engine."""
+        """Return whether a trial, or its verdict, left a backward to the eager engine."""
         return reason is TIMED or reason.kind == _NOT_WORTH_IT
 
     def hit(
@@ -213,14 +213,14 @@ class Autotune:
         settings: Settings,
         known: Trial | None = None,
     ) -> Trial | None:
-        """A variant has served a backward, and counts it. Microseconds, but when a trial begins.
+        """Count a hit of a variant. This takes microseconds, except when a trial begins.
 
         Args:
-            tape: gives the tape's fingerprint.
-            known: the trial that the tape was taken for.
+            tape: returns the tape's fingerprint.
+            known: the trial that the tape was recognised for.
 
         Returns:
-            The trial that this is timed for: :meth:`took` is to be told how long it was in all.
+            The trial that this hit is timed for: :meth:`took` gets the whole time.
         """
         if known is not None and self._trials.get(known.key) is known:
             held = known.held()
@@ -255,8 +255,8 @@ class Autotune:
 
     @staticmethod
     def took(trial: Trial, seconds: float) -> None:
-        """The hit that was timed last took so long with what is done before and after it, which is part of the price:
-        ten microseconds are a tenth of a small backward."""
+        """Set the time of the last timed hit, with the work before and after it, which is part of the cost: ten
+        microseconds are a tenth of a small backward."""
         compiled = trial.compiled  # another thread may decide, and begin another list
         if compiled and trial.last_counts():
             compiled[-1] = seconds
@@ -268,8 +268,8 @@ class Autotune:
             self._judge(trial)
 
     def compare(self, trial: Trial, sketch: Hashable, fingerprint: int) -> None:
-        """A tape was taken for one on trial. Where it is another it is not to be taken for it again, and some may have
-        been timed for it."""
+        """Check the fingerprint of a tape that was recognised for a trial. If it differs, its sketch is ambiguous, and
+        the trial may have wrong times."""
         if fingerprint != trial.key[0]:
             SKETCHES.is_mixed(sketch)
             if self._trials.get(trial.key) is trial and trial.verdict is None:

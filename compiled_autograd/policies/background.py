@@ -46,8 +46,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True, eq=False)
 class Job:
-    """A region to be compiled, and what stands for the values that it was met with. ``charge`` is told the seconds that
-    it took."""
+    """A region to compile, and stand-ins for its values. ``charge`` gets the seconds of the compile."""
 
     program: Program
     step: RegionStep
@@ -70,7 +69,7 @@ class BeingCompiled:
 
 BEING_COMPILED = PROCESS.register(BeingCompiled())
 _IMPORTING = compiles_under(threading.RLock())
-"""A child that is forked meanwhile compiles nothing: it would wait for the rest of some module for ever."""
+"""A child that is forked meanwhile compiles nothing: it would wait forever for the rest of some module."""
 _LAST_SECONDS = 2.0
 """Seconds that the process waits for the thread when it ends."""
 
@@ -88,16 +87,16 @@ class Background:
         self._imported: set[str] = set()
 
     def busy_with(self, tape: int) -> bool:
-        """Whether something of the tapes with this fingerprint is being compiled."""
+        """Return whether a region of the tapes with this fingerprint is being compiled."""
         return tape in self._tapes
 
     @property
     def busy(self) -> bool:
-        """Whether anything is being compiled."""
+        """Return whether any region is being compiled."""
         return bool(self._tapes)
 
     def questions(self) -> list[Question]:
-        """What tells without Python that nothing is."""
+        """Return questions with which C++ checks that no region is."""
         return [(self._tapes.__len__, None, 0)]
 
     def submit(
@@ -150,13 +149,14 @@ class Background:
         """End the process that compiles; the thread too, if it is idle or nearly so: one that is in the midst of C++ at
         exit ends the process."""
         WORKER.end()
-        with self._lock:  # a job that comes before it is let go, and none comes after it
+        with self._lock:  # earlier jobs are discarded, and no job follows
             self._jobs.put(None)
         if self._thread is not None:
             self._thread.join(_LAST_SECONDS)
 
     def reset_after_fork(self) -> None:
-        """In a forked child the thread does not live on; what it had to do is met again."""
+        """Forget all jobs in a forked child, which has no such thread. Their regions are submitted again when they
+        occur."""
         tapes = self._tapes  # the fast path asks this very one
         tapes.clear()
         SKETCHES.forget()
@@ -170,7 +170,7 @@ class Background:
             if job is None:
                 return
             try:
-                if not WORKER.ended:  # else nobody waits for it
+                if not WORKER.ended:  # else the process ends
                     with _yielding():
                         job.context.run(_compile, job)
             finally:
@@ -203,13 +203,12 @@ def _yielding() -> Iterator[None]:
 
 
 def _import_first(backend: Backend) -> None:
-    """Import what is imported when something is first traced: in the thread that asks for it, which imports nothing
-    else meanwhile.
+    """Import the modules of a first trace, in the calling thread, which imports nothing else meanwhile.
 
-    The modules of ``torch._dynamo`` and ``torch._inductor`` import one another. Of two threads that import some of them
-    at the same time one would get a module that is not finished, instead of waiting for ever
-    (``_ModuleLock.has_deadlock`` in ``importlib/_bootstrap.py``): and users' code may import some at any time, as
-    ``torch.use_deterministic_algorithms`` does.
+    The modules of ``torch._dynamo`` and ``torch._inductor`` import one another. If two threads import some of them at
+    the same time, one gets an unfinished module, instead of a deadlock (``_ModuleLock.has_deadlock`` in
+    ``importlib/_bootstrap.py``). Users' code may import some at any time, as ``torch.use_deterministic_algorithms``
+    does.
     """
     prepare_fake_tensors()
     FakeTensorMode()
@@ -218,8 +217,8 @@ def _import_first(backend: Backend) -> None:
 
 
 class _OtherStateError(BaseException):
-    """The process is in another state than what is compiled is for. No failure, and nobody who records such catches it:
-    a later step that finds the state of this one submits it again."""
+    """The process is in another state than that of the job. This is no failure, and no handler of failures catches it:
+    a later step in the job's state submits the region again."""
 
 
 def _compile(job: Job) -> None:
@@ -246,7 +245,7 @@ def _compile(job: Job) -> None:
     except Exception as error:  # noqa: BLE001  the thread must live on; the region's calls go on one by one
         context.report.failures.append(failure_of("compile", region_compiler.backend.name, job.step.region, error))
         job.step.add(job.kind, [None])
-    if WORKER.ended:  # half of the interpreter is gone: what failed is none of the graph's fault, and nobody runs it
+    if WORKER.ended:  # half of the interpreter is gone: the failure is not the graph's, and no step follows
         return
     for failure in context.report.failures:
         warn_of(failure)
@@ -255,10 +254,10 @@ def _compile(job: Job) -> None:
 
 
 def _in_same_state(job: Job) -> bool:
-    """Whether what is compiled now belongs to the variant that it is for: the process may be in another state by now.
+    """Return whether the process is still in the state of the job's variant.
 
-    Autocast and anomaly mode are the calling thread's, and the graph's own: nothing asks for them while it is compiled.
-    How many threads there are is known to each thread since its own first question.
+    Autocast and anomaly mode belong to the calling thread and to the graph: the compile does not read them. Each thread
+    keeps the number of threads that its first query returned, so a new thread reads the number.
     """
     asked: list[int] = []
     asking = threading.Thread(target=lambda: asked.append(torch.get_num_threads()))
@@ -270,7 +269,8 @@ def _in_same_state(job: Job) -> bool:
 
 
 def memoryless(value: Any) -> Any:
-    """A tensor with everything that a trace asks for, but no memory; what is no plain tensor, or a parameter, stays."""
+    """Return a tensor with all properties that a trace reads, but no memory. Other values, and parameters, are
+    unchanged."""
     if type(value) is not torch.Tensor or not ir.is_plain(value) or has_bit(value):
         return value
     twin = torch.empty_strided(value.shape, value.stride(), dtype=value.dtype, device=value.device)

@@ -9,7 +9,7 @@ import torch
 from torch import distributed
 
 WIDE = 1.5
-"""Where the quartiles of one way are so far apart, as where sizes change, a few have no median."""
+"""Ratio of the quartiles of one side above which a few times have no median, as when sizes change."""
 COLDER = 15e-6
 """Seconds that eager is given for what decides between two backwards of a trial, some hundred microseconds of Python
 that are not timed: they take the engine's code and the tape out of the caches. An ODE solver's backward took 60 us of
@@ -19,7 +19,8 @@ LEAST = 1e-9
 
 
 def out_of_a_trial(eager: list[float]) -> float:
-    """What eager's would take there: at least half of what was timed. Of two rows one may have come in a slow while."""
+    """Return eager's time outside of a trial: at least half of the timed one, since one of two groups may have been
+    slow."""
     plain = middle(eager)
     return max(plain - COLDER, plain / 2, LEAST)
 
@@ -30,7 +31,7 @@ def time_ratio(eager: list[float], compiled: list[float]) -> float:
 
 
 def is_wide(times: list[float]) -> bool:
-    """Whether they are too far apart for a few of them to have a median."""
+    """Return whether times are too far apart for a few of them to have a median."""
     ordered = sorted(times)
     return ordered[3 * len(ordered) // 4] > WIDE * ordered[len(ordered) // 4]
 
@@ -41,10 +42,10 @@ def middle(times: list[float]) -> float:
 
 
 def now() -> float:
-    """Seconds by what trials go by: the processor time of the thread where it computes alone, so that others on the
-    machine decide nothing; else the clock. What waits for other ranks is timed by the clock.
+    """Return seconds on the clock of trials. This is the processor time of the thread if it computes alone, so that
+    other programs do not matter; else wall time. Backwards that wait for other ranks use wall time.
 
-    What was sent to a GPU is waited for: else only the sending would be timed.
+    CUDA is synchronised first: else only the launch would be timed.
     """
     wait_for_devices()
     alone = torch.get_num_threads() == 1 and not (distributed.is_available() and distributed.is_initialized())
@@ -52,7 +53,7 @@ def now() -> float:
 
 
 def wait_for_devices() -> None:
-    """Until all is done that was sent to CUDA devices, where CUDA is in use and nobody captures a graph."""
+    """Wait for all CUDA devices, if CUDA is in use and no graph is being captured."""
     if torch.cuda.is_initialized() and not torch.cuda.is_current_stream_capturing():
         for index in range(torch.cuda.device_count()):
             if torch.cuda.memory_reserved(index):  # else nothing was ever done there

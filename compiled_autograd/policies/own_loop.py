@@ -11,16 +11,16 @@ from ..settings import Settings
 from ..torch_api.version_differences import why_own_loop_is_unchecked
 
 FIRST_REST, LAST_REST = 16, 1030
-"""Tapes of a sketch that was refused are not tried for so many backwards, at first and at last; the number doubles with
-each refusal. One more than the last is a prime, so that of tapes that take turns it is not always the same one."""
+"""Number of backwards without a try after a refusal, at first and at most. It doubles with each refusal. The largest
+number plus one is a prime, so that for alternating tapes the try is not always of the same one."""
 FIRST_REST_OF_NEW, LAST_REST_OF_NEW = 1 / 8, 64
-"""The same of tapes whose sketches are new: none for the first refusals."""
+"""The same for tapes with new sketches: no pause after the first refusals."""
 _MAX_KEPT = 4096
 
 
 class Tries:
-    """Of some tapes: for how many backwards more (``rest``) the own loop is not asked. What becomes of the first one
-    that it is asked for is told to ``of_new`` too."""
+    """Tries of the own loop on some tapes: ``rest`` is the number of backwards without a try. The result of the first
+    try goes to ``of_new`` too."""
 
     __slots__ = ("first", "last", "next", "of_new", "rest")
 
@@ -30,7 +30,7 @@ class Tries:
         self.rest = 0
 
     def is_time(self) -> bool:
-        """Whether it is asked for the next one."""
+        """Return whether the own loop is tried on the next backward."""
         if not self.rest:
             return True
         self.rest -= 1
@@ -77,7 +77,7 @@ class OwnLoops:
         self._new: dict[int, Tries] = {}
 
     def on(self, settings: Settings) -> bool:
-        """Whether it runs what a session leaves to eager, where the tape allows it."""
+        """Return whether the own loop runs bypasses of a session whose tape allows it."""
         return self.module is not None and not why_off(settings)
 
     def state(self, settings: Settings) -> str:
@@ -89,8 +89,8 @@ class OwnLoops:
         return f"off: {reason}" if reason else "on"
 
     def tries(self, session: int, sketch: Hashable) -> Tries | None:
-        """Those of the tapes with one sketch, under settings of some number. None where the own loop is not asked: of
-        sketches that are new not all are tried, once it was refused for some."""
+        """Return the tries on tapes with one sketch, under the settings of a number. None for no try: once the loop
+        refused some, it is not tried on all new sketches."""
         tries = self._tries.get((session, sketch))
         if tries is None:
             new = self._new.setdefault(session, Tries(FIRST_REST_OF_NEW, LAST_REST_OF_NEW))

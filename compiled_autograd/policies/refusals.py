@@ -1,13 +1,13 @@
-"""Tapes that are tried in vain: they are left to the eager engine before it is asked to report them, and are tried
-again from time to time.
+"""Back-off for failed tries: such tapes are left to the eager engine before it is called, and are tried again from time
+to time.
 
-Three kinds of tapes are tried in vain. Some cannot be captured: each try has the engine walk the tape until it finds
-a node that it cannot report, which takes as long as a small backward. Some have gradients that are all zero, as of a
-loss with a margin that is reached, while the code compiled for them is still to be compared with the real calls: these
-run, and nothing is learnt. And some run call by call, since hooks that are called in the backward register others.
+Three kinds of tries fail. Some tapes cannot be captured: in each try the engine walks the tape to a node that it cannot
+report, which takes as long as a small backward. Some tapes have only zero gradients, as of a loss with a margin that is
+reached, while their code is still to be compared with the real calls: these runs prove nothing. And some tapes run call
+by call, since hooks that are called in the backward register others.
 
-What a tape is, is told by its fingerprint, as for the other policies; one that was ever captured is always tried, but
-for zeros.
+A tape is recognised by its fingerprint, as for the other policies. A fingerprint that was ever captured is always
+tried, except after zeros.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .sketches import SKETCHES, Known, Round, still_holds
 TRIES = 2
 """Refusals of one tape before it is left to eager: some can be captured when they are met again."""
 FIRST_SPACING, LAST_SPACING = 256, 4096
-"""For so many backwards it is, at first and at last; the number doubles with each try that was in vain."""
+"""Number of backwards on eager after failed tries, at first and at most. It doubles with each failed try."""
 FIRST_SPACING_OF_ZEROS = 32
 """At first, after gradients that were all zero: the next ones may be others, and eager may be slower then. And where
 DDP's reducer has hooks: the extension that can call them may have been built meanwhile."""
@@ -58,7 +58,7 @@ class Refusal:
 
 
 class Refusals:
-    """Those of the process."""
+    """The refusals of the process."""
 
     def __init__(self) -> None:
         self._refusals: dict[Hashable, Refusal] = {}
@@ -66,18 +66,18 @@ class Refusals:
 
     @property
     def active(self) -> bool:
-        """Whether any tape must be told apart before the engine is asked."""
+        """Return whether any tape must be recognised before the engine is called."""
         return bool(self._refusals)
 
     def questions(self) -> list[Question]:
-        """What tells without Python that none must be."""
+        """Return questions with which C++ checks that none must be."""
         return [(self._refusals.__len__, None, 0)]
 
     def find(self, fingerprint: int, settings: Settings, before: Known | None = None) -> Refusal | None:
-        """What leaves a tape to eager, of which this is one backward.
+        """Return the refusal that leaves a tape to eager, and count this backward.
 
         Args:
-            before: what the tape's sketch has led to until now.
+            before: the result of the tape's sketch until now.
         """
         if self._round.is_over(before):
             self._forget_those_of_no_tape()
@@ -93,7 +93,7 @@ class Refusals:
                 return refusal
             refusal.verdict = None
             SKETCHES.forget()
-        elif refusal.tried:  # and not in vain
+        elif refusal.tried:  # successfully
             self._refusals.pop(key, None)
         refusal.tried = True
         return None
@@ -132,7 +132,7 @@ class Refusals:
         SKETCHES.forget()
 
     def _leave(self, fingerprint: int, settings: Settings, reason: Bypass, spacing: int, tries: int) -> None:
-        """After so many tries tapes are left to eager."""
+        """Count a failed try, and leave the tapes to eager after enough of them."""
         if len(self._refusals) >= _MAX_REFUSALS:
             self.clear()
         refusal = self._refusals.setdefault(_key(fingerprint, settings), Refusal(spacing))

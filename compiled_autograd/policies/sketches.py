@@ -1,5 +1,5 @@
-"""What was found of tapes, found again by what their roots alone say. That takes a microsecond; a look at each node
-takes longer than a small backward may lose."""
+"""Results of looks at tapes, found again by a sketch of their roots alone. A sketch takes a microsecond. A look at each
+node takes longer than the time that a small backward may lose."""
 
 from __future__ import annotations
 
@@ -15,34 +15,35 @@ from .own_loop import Tries
 from .spending import by_clock
 
 FIRST_SPACING, FURTHER, LAST_SPACING = 16, 4, 4092
-"""After so many backwards a tape is looked at all the same: at first, and at last; each number is so many times the one
-before. A look takes as long as two small backwards. One more than the last is a prime, so that of tapes that take turns
-it is not always the same one."""
+"""Interval between looks at a tape, in backwards: at first, the factor of its growth, and at most. A look takes as long
+as two small backwards. The largest interval plus one is a prime, so that for alternating tapes it is not always the
+same one that is looked at."""
 BELIEVED = 1030
-"""What is not left to eager is looked at after so many at most, and so is what runs there until it has paid for being
-compiled: policies count backwards at looks."""
+"""Maximum interval between looks at tapes that are not left to eager, and at tapes on eager until they have paid for a
+compile: policies count backwards at looks."""
 LEFT_BEFORE_LOOKING_AWAY, LOOKS_AWAY, LOOKS_AWAY_OF, LOOKS_AWAY_FOR = 32, (16, 66), 4, 3e-3
-"""Once so many tapes of a thread were left to eager one after the other, not even the roots of some more are read
-before that of the next one: the least and the largest number. It takes ten microseconds to read one, a tenth of a small
-backward: so it may be one for each so many that were left, as long as eager takes so many seconds for all of them. Else
-hits that come in phases would be missed. It is up to three fewer, as by dice (:attr:`Looks.dice`): else of tapes that
-take turns it would be always the same one that is read."""
+"""Skipping of roots: the number of consecutive tapes of a thread on eager before it begins, the least and the largest
+number of skipped roots, the divisor of the streak that gives that number, and the limit in seconds. Reading a root
+takes ten microseconds, a tenth of a small backward. The skipped backwards may take only as many seconds as the limit on
+eager: else hits that occur in phases would be missed. A pseudo-random 0 to 3 is subtracted (:attr:`Looks.dice`), so
+that for alternating tapes it is not always the same root that is read."""
 SECONDS_FOR_A_ROOT, MOST_ROOTS, MOST_LET_GO = 2e-4, 1024, 255
-"""Where another tape was among those whose roots were not read, those of the next ones are: as many as before the first
-were not, or, where these have taken longer than usual, one for each so many seconds of that, up to so many. What a hit
-saves is taken for a tenth of what its step takes: to read so many roots takes less than half of that. Where no hit is
-among these, the next time is let go, then the next three, up to so many."""
+"""Search for a missed tape: seconds for each root that is read, the maximum number of roots, and of pauses. If another
+tape was among the skipped ones, the next roots are read: as many as before the first skip, or more if the skipped
+backwards took longer than usual. A hit is assumed to save a tenth of its step's time, so the reading takes less than
+half of the savings. Without a hit among these roots, the next search is left out, then the next three, up to the
+maximum."""
 PATIENCE_OF_ALL = 4096
-"""A policy forgets what it knows of a tape that has not come again among so many backwards: while it knows something of
-any, all tapes are looked at, which keeps small hits from the fast path."""
+"""Number of backwards after which a policy forgets a tape that did not repeat. While a policy has any record, all tapes
+are looked at, which keeps small hits from the fast path."""
 _MAX_KEPT = 4096
 _MAX_NUMBERS = 1024
 _numbers = PROCESS.register(itertools.count(1))
 
 
 class Found(Protocol):
-    """What a look at the whole of a tape has found: ``verdict`` says why it is left to eager, None where it is not;
-    ``left`` for how many backwards at most; ``takes`` how many seconds each takes there, 0 where nobody knows."""
+    """The result of a look at a whole tape. ``verdict`` is the reason to leave it to eager, or None. ``left`` is the
+    maximum number of backwards for which the verdict holds. ``takes`` is the seconds of each on eager, 0 if unknown."""
 
     verdict: Bypass | None
     left: int
@@ -50,17 +51,16 @@ class Found(Protocol):
 
 
 class Known:
-    """What a sketch has led to.
+    """The result of a sketch.
 
     Attributes:
-        found: by the last look.
-        verdict: that of what was found.
-        left: for how many backwards it still holds; ``given`` is for how many it did at first.
-        spacing: the number of backwards that it may hold for; 0 where it never will, since tapes of one sketch were two
-            things.
-        away: so many at most may be taken for the same without a sketch.
-        timed: what was found is a trial that is under way.
-        tries: when the own loop is asked to run one that is left to eager.
+        found: the result of the last look.
+        verdict: the verdict of that result.
+        left: the number of backwards for which it still holds; ``given`` is the number at first.
+        spacing: the maximum number of backwards for which it may hold; 0 if the sketch is ambiguous.
+        away: the maximum number of backwards that may have the same result without a sketch.
+        timed: the result is a trial that is under way.
+        tries: tries of the own loop on such backwards.
     """
 
     __slots__ = ("away", "found", "given", "left", "spacing", "timed", "tries", "verdict")
@@ -81,13 +81,13 @@ class Known:
 
     @property
     def used(self) -> int:
-        """How many backwards it was believed for."""
+        """The number of backwards for which the result was used."""
         return self.given - self.left
 
 
 def still_holds(found: Found, before: Known | None) -> bool:
-    """Whether a verdict holds for one more backward, which is counted; and so are those since the last look, where
-    ``before``, what the tape's sketch has led to until now, was that verdict."""
+    """Return whether a verdict holds for one more backward, and count this one. If ``before``, the result of the tape's
+    sketch until now, is that verdict, the backwards since the last look are counted too."""
     if before is not None and before.found is found:
         found.left -= before.used
     holds = found.left > 0
@@ -111,18 +111,18 @@ class Round:
 
 
 UNKNOWN = PROCESS.register(Known(None))
-"""What is taken for what a sketch has led to that has led to nothing yet."""
+"""The result of a sketch that has no result yet."""
 UNKNOWN.left = 0
 
 
 class Doubts:
-    """Whether another tape was among those of a thread whose roots were not read, which may be a hit.
+    """The question whether the skipped roots of a thread included another tape, which may be a hit.
 
     Attributes:
-        began: when the first of the last such came.
-        usual: how many seconds each took, from one to the next, the last time that all were alike.
-        first: what the streak (:attr:`Looks.streak`) begins at then, and after a tape that is not left.
-        let_go, spared: how often another tape among them may come to be let go, and how often it has to be yet.
+        began: the time of the first of the last skipped tapes.
+        usual: the seconds of each, from one to the next, the last time that all were equal.
+        first: the value from which the streak (:attr:`Looks.streak`) then starts, also after a tape that is not left.
+        let_go, spared: the number of searches to leave out, and how many of them are left.
     """
 
     __slots__ = ("began", "first", "let_go", "spared", "usual")
@@ -132,15 +132,15 @@ class Doubts:
         self.first = self.let_go = self.spared = 0
 
     def begin(self, alike: int) -> None:
-        """The roots of the next ones are not read; those before were so many, all alike, or 0."""
+        """Begin to skip roots. ``alike`` is the number of equal tapes skipped before, or 0."""
         now = perf_counter()
         if alike:
             self.usual = (now - self.began) / alike
         self.began = now
 
     def looks_for_it(self, length: int) -> bool:
-        """So many have made other numbers of nodes than one would think: whether the roots of the next ones are read.
-        The streak begins at ``first`` then."""
+        """Return whether to read the next roots, after skipped tapes with an unexpected number of nodes. The streak
+        then starts from ``first``."""
         if self.spared:
             self.spared -= 1
             return False
@@ -161,18 +161,18 @@ class Doubts:
 
 
 class Looks:
-    """Which tapes of one thread are looked at.
+    """The looks at tapes of one thread.
 
     Attributes:
         last_root, away: see :func:`tape.sketch`.
-        streak: how many tapes were taken for one that is left to eager, since the last that was not, nor was timed.
-        known, verdict: what the last sketch has led to, under the settings of that ``number``.
-        unseen: so many more are taken for the same without a sketch.
-        length: how many these were, with the next one; 0 where something else has come since.
-        looped: the own loop may be asked for some of these.
-        dice: a number of 16 bits, another one each time that some are to be taken without a sketch.
-        doubts: whether another was among them. It is an object of its own to keep this one, which each backward reads,
-            in few lines of memory.
+        streak: the number of tapes left to eager since the last one that was not, or was timed.
+        known, verdict: the result of the last sketch, under the settings of that ``number``.
+        unseen: the number of next tapes with the same result without a sketch.
+        length: their number at first, plus one for the next; 0 if another tape came since.
+        looped: the own loop may be tried on some of these.
+        dice: a pseudo-random number of 16 bits, renewed each time that roots are skipped.
+        doubts: whether another tape was among them. This is its own object, so that this one, which each backward
+            reads, has few lines of memory.
     """
 
     __slots__ = (
@@ -197,13 +197,13 @@ class Looks:
         self.doubts = Doubts()
 
     def took_for(self, known: Known, number: int, looks_away: bool = True) -> Bypass | None:
-        """A tape was sketched under the settings of some number, which has led to that.
+        """Use the result of a tape's sketch, under the settings of a number.
 
         Args:
-            looks_away: those after it may be taken for the same without a sketch.
+            looks_away: the next tapes may have the same result without a sketch.
 
         Returns:
-            Why it is left to eager; None where it is not known to be, or has to be looked at.
+            The reason to leave it to eager; None if there is none, or the tape must be looked at.
         """
         verdict, unseen = known.verdict, 0
         if looks_away and self.streak + 1 >= LEFT_BEFORE_LOOKING_AWAY:
@@ -233,7 +233,7 @@ class Looks:
         return verdict
 
     def were_not_alike(self) -> None:
-        """Those without a sketch and the next one have made other numbers of nodes."""
+        """Note that the tapes without a sketch and the next one have made an unexpected number of nodes."""
         length, self.length = self.length, 0
         if length and self.doubts.looks_for_it(length):
             self.streak = self.doubts.first
@@ -244,12 +244,12 @@ class Looks:
 
 
 class Sketches:
-    """By sketch (:func:`tape.sketch`) and settings, what a look at the whole tape has found. It only advises: tapes
-    that are not the same may have one sketch.
+    """Results of looks at whole tapes, by sketch (:func:`tape.sketch`) and settings. They are only hints: different
+    tapes may have one sketch.
 
     Attributes:
-        known: what was found, by number of the settings and sketch; empty as long as no policy needs to know.
-        mixed: the sketches that tapes had of which one is left to eager and another is not: they say nothing.
+        known: the results, by number of the settings and sketch; empty while no policy has a record.
+        mixed: ambiguous sketches: one of their tapes is left to eager and another is not.
     """
 
     def __init__(self) -> None:
@@ -258,7 +258,7 @@ class Sketches:
         self._numbers: dict[Hashable, int] = {}
 
     def number(self, settings: Settings) -> int:
-        """That of settings under which the same is found: they are long to compare."""
+        """Return a number for settings with the same results, since settings take long to compare."""
         loop = (settings.own_loop, settings.native is False)
         may = (settings.tune, settings.check, settings.on_unsupported, settings.on_miss)
         key = (settings.key, *may, settings.compile_budget, *loop)
@@ -287,8 +287,8 @@ class Sketches:
         known.hold(found)
 
     def keep_on_trial(self, sketch: Hashable, trial: Found, backwards: int) -> None:
-        """The tape was looked at, and is timed: the next few with its sketch are taken for it, since a look takes as
-        long as a small backward and puts the engine's code out of the caches, and no later backward is looked at."""
+        """Use a trial for the next backwards with a tape's sketch. A look takes as long as a small backward and
+        displaces the engine's code in the caches, and no later backward will be looked at."""
         known = self.known.get(sketch)
         if known is not None and known.found not in (None, trial):
             self.is_mixed(sketch)
@@ -301,7 +301,7 @@ class Sketches:
         known.left, known.given, known.timed = backwards, backwards, True
 
     def is_mixed(self, sketch: Hashable) -> None:
-        """A tape with this sketch was taken for another, which is not to go the same way."""
+        """Note that a sketch is ambiguous: a tape with this sketch was mistaken for another one."""
         if len(self.mixed) >= _MAX_KEPT:
             self.mixed.clear()
         self.mixed.add(sketch)
@@ -311,7 +311,7 @@ class Sketches:
             known.left = 0
 
     def forget(self) -> None:
-        """What was found may not hold any more."""
+        """Drop all results, which may no longer hold."""
         for each in list(self.known.values()):  # threads may have some of it at hand
             each.left = 0
         self.known.clear()

@@ -1,7 +1,7 @@
-"""What compiling has cost this process, and how much of it hits have made up for: in seconds.
+"""Balance of compiling in this process: the seconds spent, and those that hits have made up for.
 
-Under deterministic algorithms the clock decides nothing: what is compiled counts as one second, and
-:data:`RETURNS` hits make up for it.
+Under deterministic algorithms the clock decides nothing: a compile counts as one second, and :data:`RETURNS` hits make
+up for it.
 """
 
 from __future__ import annotations
@@ -19,37 +19,38 @@ from ..cache.variants import Variant
 from ..process_state import PROCESS
 
 SECONDS, SHARE = 30.0, 0.05
-"""By default so many seconds may be lost on what does not come back, or this part of the time that the process has run,
-whichever is more."""
+"""Default limit of the seconds lost on variants that do not repeat, and the fraction of the process's time that
+replaces it if it is more."""
 UNRETURNED = 4
-"""With each variant more that has not come back the seconds become fewer: a half, a third, and so on."""
+"""Number of unrepeated variants from which the limit falls: to a half with one more, to a third with two more, and so
+on."""
 RETURNS = 3
-"""A variant that served so often has come back."""
+"""Number of hits after which a variant counts as repeated."""
 FIRST = 2
 """The number of variants that are compiled at any cost, and the maximum number of further ones: one for each that came
 back. Neither holds once a capture or a trace was ended for the budget."""
 GRACE = 1.0
 """The seconds that each of these may take to be captured and traced under a smaller budget."""
 SAVED, AS_OFTEN_AGAIN = 0.2, 5
-"""A hit that nobody has timed is taken to save this part of the time that it takes; and what came back, to come back so
-many times as often in all. So hits have made up for a compile when they have run for as long as it took."""
+"""Fraction of its time that an untimed hit is assumed to save, and the factor by which hits are assumed to repeat. So
+hits make up for a compile when they have run for as long as the compile took."""
 _LATEST = 8
 _MAX_KEPT = 512
 
 
 @dataclass(slots=True, eq=False)
 class Cost:
-    """Of one variant, which may be gone by now.
+    """The cost of one variant, which may no longer exist.
 
     Attributes:
-        structure: the graph of the tape that it was made of, which other variants have too; None where nothing was.
-        seconds: what it took to capture, lower, compile and prove it, or to load it.
+        structure: the graph of its tape, which other variants have too; None if nothing was made.
+        seconds: of capturing, lowering, compiling and proving it, or of loading it.
         stored: it was loaded.
-        hits: how often it served.
+        hits: the number of its hits.
         worth: seconds that these hits have saved and may save.
         lost: seconds that nothing has made up for yet.
-        returned: it has come back.
-        ended: nothing came of it, since its capture or trace was ended for the budget.
+        returned: it counts as repeated.
+        ended: nothing was made, since its capture or trace was ended for the budget.
     """
 
     variant: weakref.ref[Variant] | None = None
@@ -73,14 +74,14 @@ class Cost:
 
 @dataclass(frozen=True, slots=True)
 class Balance:
-    """Where the process stands.
+    """The balance of the process.
 
     Attributes:
-        made: how many variants were compiled whose cost is not made up for; ``returned`` of them have come back.
+        made: the number of compiled variants whose cost is not made up for; ``returned`` of them count as repeated.
         lost: seconds that nothing has made up for.
-        likely: what it is likely to take to compile one more; what it may take, where none has come back.
-        allowed: seconds that may be lost by default.
-        ended: how many captures and traces were ended for the budget.
+        likely: the likely seconds of one more compile; the largest recent ones if no variant was repeated.
+        allowed: the default limit of lost seconds.
+        ended: the number of captures and traces that were ended for the budget.
     """
 
     made: int
@@ -96,7 +97,7 @@ class Balance:
         return not self.ended and self.made < FIRST + min(self.returned, FIRST)
 
     def is_over(self, budget: float | None) -> bool:
-        """Whether one more variant would be too much; ``budget`` is in seconds, None for the default."""
+        """Return whether one more variant would exceed ``budget``, in seconds; None for the default."""
         return not self.is_compiled_anyway and self.lost + self.likely > (self.allowed if budget is None else budget)
 
     def left(self, budget: float | None) -> float:
@@ -150,7 +151,7 @@ class Spending:
         return self.clock() - self._since
 
     def balance(self) -> Balance:
-        """Where the process stands now; microseconds for each variant."""
+        """Return the balance now. This takes microseconds for each variant."""
         _settle(self._costs)
         made = [each for each in self._costs if each.lost and not each.stored]
         returned = sum(each.returned for each in made)
@@ -165,11 +166,11 @@ class Spending:
 
 
 def _settle(costs: Sequence[Cost]) -> None:
-    """Say of each what is lost, and whether it has come back.
+    """Set the lost seconds of each cost, and whether its variant counts as repeated.
 
-    What hits have saved beyond the cost of their variant makes up for others of its structure, and such hits count for
-    these too: the last batch of an epoch, which is smaller, has a variant of its own, and comes once where the others
-    come a hundred times.
+    Savings of hits beyond the cost of their variant make up for other variants of the structure, and such hits count
+    for these too. So the last, smaller batch of an epoch, with its own variant, pays although it occurs once where the
+    others occur a hundred times.
     """
     of_structures: dict[object, list[Cost]] = {}
     for each in costs:
@@ -186,7 +187,7 @@ def _settle(costs: Sequence[Cost]) -> None:
 
 
 def by_clock() -> bool:
-    """Whether seconds are those of the clock."""
+    """Return whether seconds are those of the clock."""
     return not torch.are_deterministic_algorithms_enabled()
 
 

@@ -51,8 +51,8 @@ _MILLISECONDS_BETWEEN_LOOKS = 1000
 
 
 def _end_with(parent: int) -> None:
-    """Whoever asks may be killed while something is compiled for him, or run another program; and children of his may
-    keep his end of the pipe. On Windows it ends when what it compiles is done, and nobody takes it."""
+    """End this process when its parent is gone. The parent may be killed during a compile, or run another program, and
+    its children may keep the pipe open. On Windows this process ends after its compile, whose result is not read."""
     if sys.platform == "win32":
         return
     pipe = select.poll()
@@ -63,7 +63,7 @@ def _end_with(parent: int) -> None:
 
 
 def main(parent: int) -> None:
-    """Answer until nobody asks, or the parent, the process with that number, is gone."""
+    """Answer requests until the pipe is closed, or ``parent``, a process id, is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # that of a terminal does not reach it, and may be sent to it
     threading.Thread(target=_end_with, args=(parent,), daemon=True).start()
     if hasattr(os, "nice"):

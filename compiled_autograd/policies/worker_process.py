@@ -1,7 +1,6 @@
-"""Compiles a region in another process, so that this one's interpreter and cores are left to the training.
+"""Compiles a region in another process, so that this process's interpreter and cores remain for the training.
 
-The graph goes there as text with the shapes of its inputs, and comes back as an artifact. What cannot go that way is
-compiled here.
+The graph is sent as text with the shapes of its inputs, and returns as an artifact. Other graphs are compiled here.
 """
 
 from __future__ import annotations
@@ -45,7 +44,7 @@ class Request(msgspec.Struct):
 
 
 class Reply(msgspec.Struct):
-    """What was made of it, and in what environment; else the error."""
+    """The artifact and its environment; else the error."""
 
     artifact: bytes | None
     environment: dict[str, str]
@@ -53,7 +52,7 @@ class Reply(msgspec.Struct):
 
 
 class ProcessEndsError(BaseException):
-    """This process ends: what it would compile, nobody will run. No failure, and nobody who records such catches it."""
+    """This process ends, and its code will not run. This is no failure, and no handler of failures catches it."""
 
 
 def compile_elsewhere(
@@ -105,12 +104,12 @@ def _request(
 
 
 def told(state: Ambient) -> str:
-    """What the two processes must agree on. The other one has never used CUDA, nor compiles for it."""
+    """Return the state that the two processes must share. The other process never uses CUDA, nor compiles for it."""
     return repr([part for part in compile_state(state) if not part[0].startswith("cuda")])
 
 
 def _without_cuda(environment: Mapping[str, str]) -> dict[str, str]:
-    """For the same reason; what comes back is code for the CPU."""
+    """Return an environment without CUDA, since the artifact is code for the CPU."""
     return {name: value for name, value in environment.items() if not name.startswith("cuda")}
 
 
@@ -123,12 +122,12 @@ class Worker:
         self._lock, self._stopping = threading.Lock(), threading.Lock()
 
     def ask(self, request: Request) -> Reply:
-        """Have something compiled; takes as long as that takes. Where it fails the process is ended: what it answers
-        later would be taken for the answer to the next request.
+        """Have a request compiled, and wait for the reply. After an error the process is ended: its late reply would be
+        mistaken for that to the next request.
 
         Raises:
             OSError, EOFError: the process could not be started, or ended.
-            msgspec.DecodeError: what came is no answer.
+            msgspec.DecodeError: the reply is damaged.
         """
         process = None
         with self._lock:
@@ -160,7 +159,7 @@ class Worker:
         _close(process)
 
     def end(self) -> None:
-        """End the process for good, since this one ends."""
+        """End the process permanently, since this process ends."""
         self.ended = True
         self.stop()
 
@@ -203,16 +202,16 @@ def _start() -> subprocess.Popen[bytes]:
 
 
 def command(code: str) -> list[str]:
-    """What runs Python code that imports modules from where this process would, but for the current folder.
+    """Return a command that runs Python code with this process's import path, except the current folder.
 
-    ``-m`` and ``-c`` alone look there first, and so does an empty part of ``PYTHONPATH``: code of whoever wrote into
-    that folder would run. ``-I`` keeps Python from that.
+    ``-m`` and ``-c`` alone search that folder first, and so does an empty part of ``PYTHONPATH``: code that any user
+    wrote there would run. ``-I`` prevents that.
     """
     return [sys.executable, "-I", "-c", _BEGIN + code, *_paths()]
 
 
 def _paths() -> list[str]:
-    """Where modules are found: what is absolute in ``sys.path``; first, what is found elsewhere by now."""
+    """Return the import path: the absolute entries of ``sys.path``, after folders of modules now found elsewhere."""
     paths = [path for path in sys.path if Path(path).is_absolute()]
     for name in ("msgspec", "torch", "compiled_autograd"):
         file = str(sys.modules[name].__file__)
@@ -223,7 +222,7 @@ def _paths() -> list[str]:
 
 
 _WORD = b"\0compiled_autograd\n"
-"""What a message begins with: something that Python or PyTorch imports may print before it is kept from that."""
+"""First bytes of a message. Imports of Python or PyTorch may print other text before output is redirected."""
 READY = b"ready"
 """The first message of the process that is asked."""
 
@@ -235,7 +234,7 @@ def send(stream: IO[bytes], data: bytes) -> None:
 
 
 def receive(stream: IO[bytes]) -> bytes:
-    """Read a message; what comes before it is none.
+    """Read a message, and skip all text before it.
 
     Raises:
         EOFError: the other end was closed.

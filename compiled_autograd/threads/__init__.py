@@ -1,1 +1,1 @@
-"""Which thread may do what: the gate to the engine, leaves that are being written, forks."""
+"""Threads: the gate to the engine, locks on leaves, forks."""

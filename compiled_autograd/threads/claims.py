@@ -1,10 +1,10 @@
-"""Which leaves each thread is writing, so that two threads that give to one leaf lose nothing.
+"""Write locks on leaves, so that no gradient is lost if two threads give to one leaf.
 
-Between threads that run compiled, a claim takes the place of the lock in C++ that the engine's node for a leaf has
-(``AccumulateGrad::apply``, ``torch/csrc/autograd/functions/accumulate_grad.cpp``, 2.13; ``docs/internals/threads.md``).
+Between compiled threads, a claim replaces the C++ lock of the engine's node for a leaf (``AccumulateGrad::apply``,
+``torch/csrc/autograd/functions/accumulate_grad.cpp``, 2.13; ``docs/internals/threads.md``).
 
-A claim that meets no other costs two operations on a list. Both kinds of waiting are for as long as additions take:
-claims held while hooks run are waited for only by those who want the same leaf, as under eager.
+An undisputed claim costs two operations on a list. Both kinds of waiting last as long as additions take. Claims held
+while hooks run block only threads that want the same leaf, as under eager.
 """
 
 from __future__ import annotations
@@ -26,13 +26,13 @@ _SECONDS = 0.02
 class Claim:
     """The leaves that a thread writes: ``slots[index]`` for each of ``indices``.
 
-    ``through_nodes`` says that no thread that enters the eager engine need wait for it; ``waiting`` that it has nothing
-    yet: nobody waits for such a one, or two that each have what the other wants would wait for ever.
+    ``through_nodes`` says that threads that enter the eager engine need not wait for this claim. ``waiting`` says that
+    the claim has no leaves yet. No thread waits for such a claim: two threads that each have the other's leaves would
+    wait forever.
 
-    It stands for something while its token is locked, as in :mod:`gate`: who claims unlocks it in the first call of a
-    ``finally``, so that Ctrl-C leaves no claim for ever. Those who wait look again from time to time, as nobody may be
-    left to tell them. They wait for a lock of their own: a ``Condition`` is locked by functions of Python's, and would
-    stay so.
+    A claim is valid while its token is locked, as in :mod:`gate`. Its thread unlocks the token in the first call of a
+    ``finally``, so Ctrl-C leaves no claim behind. Waiting threads check again from time to time, as no notification may
+    come. Each waits for its own lock: Python functions lock a ``Condition``, and after Ctrl-C it would stay locked.
     """
 
     slots: Sequence[Any]
@@ -77,14 +77,14 @@ class Claims:
             self._let_pass(claim)
 
     def made_here(self) -> bool:
-        """Whether the calling thread has some, in the midst of which Python runs it."""
+        """Return whether the calling thread has claims, while Python runs other code inside its writes."""
         me = threading.get_ident()
         return any(each.thread == me and each.token.locked() for each in [*self.made]) if self.made else False
 
     def none_needed(self) -> bool:
-        """Whether nobody has to be asked before leaves are written: for who lets no other thread run meanwhile.
+        """Return whether leaves may be written without a claim. The caller must let no other thread run meanwhile.
 
-        No other thread comes in between the two questions, nor between them and the caller: no function is called.
+        No thread runs between the checks, or before the return: no function is called.
         """
         return not self.made and not GATE.idents and not GATE.in_eager
 
@@ -126,7 +126,7 @@ class Claims:
             self._entering.pop(me, None)
 
     def _may_enter(self, me: int, earlier: list[Claim]) -> bool:
-        """Whether a thread need not wait for these writers any more."""
+        """Return whether a thread need not wait for these writers any more."""
         self._entering.pop(me, None)  # before it is asked: see :meth:`_obtains`
         for each in earlier:
             written = each.through_nodes or each.waiting or each not in self.made or not each.token.locked()
@@ -136,10 +136,10 @@ class Claims:
         return True
 
     def _obtains(self, claim: Claim) -> bool:
-        """Whether a claim that waits has its leaves now: no other thread has one of them.
+        """Return whether a waiting claim has its leaves now: no other thread has one of them.
 
-        It first says that it has them, and then looks who else does. So of two that are asked at once one sees the
-        other, or both do: then both wait, and ask again.
+        The claim is first marked as valid, then compared with the others. So of two concurrent claims at least one sees
+        the other. If both do, both wait, and try again.
         """
         claim.waiting = False
         others = [
@@ -151,9 +151,9 @@ class Claims:
         return not claim.waiting
 
     def _waits_for(self, thread: int, me: int) -> bool:
-        """Whether a thread waits until another one has written its leaves or given back the seam, in what Python runs
-        in the midst of writing: then that other one must not wait for it. Nor need it, as what it was about to write is
-        looked at again."""
+        """Return whether ``thread`` waits for ``me`` to write its leaves or to release the seam, inside a write of its
+        own. Then ``me`` must not wait for ``thread``. That is safe, as ``thread`` reads its leaves again before it
+        writes them."""
         made = [each for each in [*self.made] if each.token.locked()]
         found, worklist = {thread}, [thread]
         while worklist:

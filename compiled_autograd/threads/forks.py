@@ -1,13 +1,12 @@
-"""Whether a thread may compile now.
+"""Decides whether a thread may compile now.
 
-Of all threads, only the one that forked lives on in a forked child, and a lock that another one held would never be
-free again.
+In a forked child only the thread that forked exists. A lock that another thread held would stay locked forever.
 
-A lock that guards a few lines is made free in the child: at worst such a line was half done, and these are written so
-that nothing needs the other half. Compiling takes too long for that: Inductor, fake tensors and the modules that are
-imported meanwhile have state and locks of their own (:data:`bypass.FORKED`). For the same reason nothing is compiled by
-what Python runs in the midst of it (:data:`bypass.INSIDE_COMPILE`); nor in the midst of waiting for the engine's seam,
-which others wait for that compile.
+A lock that guards a few lines is made free in the child. At worst such a line was half done, and the code is written so
+that nothing needs the other half. Compiling takes too long for that: Inductor, fake tensors and imports have state and
+locks of their own (:data:`bypass.FORKED`). For the same reason, code that Python runs inside a compile compiles nothing
+(:data:`bypass.INSIDE_COMPILE`). Nor does code that runs inside a wait for the engine's seam, for which other threads
+wait too.
 """
 
 from __future__ import annotations
@@ -55,9 +54,9 @@ def _compiles() -> bool:
 
 
 def unless_inside(lock: Any) -> Any:
-    """A lock that guards a few lines; nothing in its place in the midst of a walk, of compiling or of writing leaves.
-    Who has the lock may be waiting for the end of these, in what Python runs there, and must not be waited for: two
-    threads in those lines are the lesser evil."""
+    """Return a lock that guards a few lines; a null context inside a walk, a compile or a write of leaves. Another
+    thread may hold the lock and wait for the end of these, so waiting for it would be a deadlock. Two threads in those
+    lines are less harmful."""
     inside = (GATE.line and GATE.stands_in_line()) or (CLAIMS.made and CLAIMS.made_here()) or _compiles()
     return _NOTHING if inside else lock
 

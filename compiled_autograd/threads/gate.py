@@ -1,21 +1,21 @@
-"""Who may use the engine's seam, and when: it belongs to the process.
+"""The lock of the engine's seam, which belongs to the process.
 
-Who waits for whom, and who bypasses, stands in ``docs/internals/threads.md``. A backward inside one that the eager
-engine runs in the same thread is captured; one that Python runs while the engine walks a tape is left to eager.
+``docs/internals/threads.md`` says which thread waits for which, and which bypasses. A backward inside one that the
+eager engine runs in the same thread is captured; one that Python runs while the engine walks a tape is left to eager.
 
 **Nothing is stuck after Ctrl-C.** Python may raise ``KeyboardInterrupt`` in the main thread after any call, at the
 beginning of any function of Python's, and at a jump back (the "eval breaker" of CPython 3.10 to 3.14), but nowhere
 else: not between an assignment and what follows it, not within a function of C, nor between the beginning of a
-``finally`` and the end of the first call of C in it. So what a thread has taken is a *token*: a lock of its own, that
-it has locked before anybody knows of it. It lets go of all that the token stands for by unlocking it, which is one call
-of C; whoever uses the gate has it as the first call of a ``finally``. Tokens that are listed here and not locked are
-nobody's: they are passed over, and dropped when somebody looks.
+``finally`` and the end of the first call of C in it. So a thread holds a *token*: its own lock, locked before any other
+thread sees it. Unlocking the token, one call of C, releases all that the token stands for. Users of the gate unlock it
+in the first call of a ``finally``. Unlocked tokens in the lists here belong to no thread: they are skipped, and dropped
+at the next look.
 
-**No lock is held while anything is looked at.** A signal's handler, a ``__del__`` or what ``gc`` calls may run a
-backward between any two calls here, in the same thread: whatever it would wait for, the thread that it stopped must not
-have. So the seam is had by whoever is first in a list, that calls of C alone change, and who waits for another waits
-for that one's token, while it holds nothing but its own place behind it. Whoever looks through a list takes ``[*list]``
-first: ``list.copy()`` asks for the size and then for memory, and until Python 3.11 ``gc`` may run in between.
+**No lock is held while lists are read.** A signal's handler, a ``__del__`` or a finalizer of ``gc`` may run a backward
+between any two calls here, in the same thread. The interrupted thread must not hold a lock for which this backward
+would wait. So the first thread in a list has the seam, and only calls of C change the list. A thread that waits for
+another waits for that thread's token, and holds only its own place in the line. A reader of a list takes ``[*list]``
+first: ``list.copy()`` reads the size and then allocates memory, and until Python 3.11 ``gc`` may run in between.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class Turn:
         self.token = take()
 
     def stands(self) -> bool:
-        """Whether it was not left."""
+        """Return whether the place was not left."""
         return not self.over and self.token.locked()
 
 
@@ -66,17 +66,17 @@ class _Forking(local):
 
 
 class Gate:
-    """Knows the threads that are in the eager engine, and lets one at a time set the seam.
+    """Knows the threads in the eager engine, and lets one at a time set the seam.
 
     Attributes:
-        in_eager: the threads that go into the eager engine by :meth:`enter_eager`, by token.
-        idents: those that go there themselves, as ``execution.on_eager`` does, each as often as it is inside of itself:
-            a thread puts itself there in the first call of a ``try``, and takes itself out in the first one of its
-            ``finally``. To take a token and to keep it would take longer than a small backward may lose.
-        line: those who want the seam, in the order in which they came. The first that :meth:`stands <Turn.stands>` has
-            it. A thread may be there more than once: what runs while it waits or walks takes part in what it has.
-        waiting: threads that wait until they may go into the eager engine, each as often as it does.
-        after_entering: called by a thread that is counted as one that enters the eager engine.
+        in_eager: the threads that enter the eager engine by :meth:`enter_eager`, by token.
+        idents: the threads that enter it directly, as ``execution.on_eager`` does, once for each nested call. A thread
+            adds itself in the first call of a ``try``, and removes itself in the first call of the ``finally``. A token
+            would take longer than the time that a small backward may lose.
+        line: the threads that want the seam, in order of arrival. The first that :meth:`stands <Turn.stands>` has it. A
+            thread may be there more than once: code that runs while it waits or walks shares its seam.
+        waiting: threads that wait to enter the eager engine, once for each wait.
+        after_entering: called by a thread that is counted as entering the eager engine.
     """
 
     def __init__(self) -> None:
@@ -105,7 +105,7 @@ class Gate:
         self.after_entering()
 
     def enter_again(self, me: int) -> None:
-        """The calling thread is among :attr:`idents`, and has found that somebody captures or writes leaves."""
+        """Wait, for a thread among :attr:`idents` that has found another thread that captures or writes leaves."""
         while not self.is_free(me):
             try:
                 self.idents.remove(me)
@@ -115,21 +115,21 @@ class Gate:
         self.after_entering()
 
     def is_free(self, me: int) -> bool:
-        """Whether no other thread holds the seam.
+        """Return whether no other thread holds the seam.
 
-        It first says that it is there, and then looks whether somebody captures, who first says that he does, and then
-        looks who is there (:meth:`enter_capture`). So one of two sees the other, or both do.
+        The caller is registered first, then looks for a capture. A capturing thread registers first, then looks for
+        threads in the engine (:meth:`enter_capture`). So at least one of two sees the other.
         """
         first = self._first()
         return first is None or first.thread == me
 
     def has_seam(self) -> bool:
-        """Whether the calling thread has it."""
+        """Return whether the calling thread has the seam."""
         first = self._first() if self.line else None
         return first is not None and first.thread == get_ident()
 
     def stands_in_line(self) -> bool:
-        """Whether the calling thread has it, or waits for it: then it may have it at any time."""
+        """Return whether the calling thread has the seam or waits for it: then it may get it at any time."""
         if not self.line:
             return False
         me = get_ident()
@@ -168,7 +168,7 @@ class Gate:
             self.waiting.remove(me)
 
     def others_in_eager(self) -> bool:
-        """Whether another thread is in the eager engine."""
+        """Return whether another thread is in the eager engine."""
         return bool(self.idents or self.in_eager) and self._others_than(get_ident())
 
     def _others_than(self, me: int) -> bool:
@@ -177,13 +177,13 @@ class Gate:
         return bool(self.in_eager) and any(ident != me for ident in _holders(self.in_eager))
 
     def forget(self, token: Token) -> None:
-        """The calling thread, which has released the token, is out of the eager engine."""
+        """Remove the calling thread, which has released the token, from the eager engine."""
         self.in_eager.pop(token, None)
         self._in_call.pop(token, None)
 
     def enter_capture(self, turn: Turn) -> Bypass | None:
-        """Take the seam; gives the reason where it cannot be had, else None. What runs while the engine walks for this
-        thread shares its seam. The caller leaves its place, whatever it is told."""
+        """Take the seam; return the reason if that is impossible, else None. Code that runs during this thread's walk
+        shares the seam. The caller leaves its place in either case."""
         self._come_first(turn)  # before it is asked who is in the eager engine
         return self._reason(turn.thread)
 
@@ -220,7 +220,7 @@ class Gate:
         self.in_eager[token] = self._in_call[token] = get_ident()
 
     def idle(self) -> bool:
-        """Whether no thread captures, and none is in the eager engine."""
+        """Return whether no thread captures, and none is in the eager engine."""
         return self._first() is None and not self.idents and not _holders(self.in_eager)
 
     def hold_over_fork(self) -> None:
@@ -253,10 +253,10 @@ class Gate:
 
 
 def _holders(tokens: dict[Token, int]) -> set[int]:
-    """The threads whose tokens stand for something; the others are dropped.
+    """Return the threads whose tokens are locked, and drop the other tokens.
 
-    Threads come and go meanwhile, without a lock: so it is a copy that is looked through, which is made by one call of
-    C that no other thread comes into.
+    Threads come and go meanwhile, without a lock. So the loop reads a copy, made by one call of C during which no other
+    thread runs.
     """
     found = set()
     for token, ident in tokens.copy().items():

@@ -1,9 +1,9 @@
-"""What others do with the engine's seam waits while one of our walks has it.
+"""Other uses of the engine's seam: they wait while a walk of this package has it.
 
-PyTorch itself turns its own compiled autograd off and on again around what must not be captured: ``torch.func.grad``,
-AOTAutograd and Inductor do at each call (``torch._dynamo.compiled_autograd._disable``, 2.13). It notes what is set and
-puts that back, and the seam is the process's. In another thread, while we walk, it would note what we have set, and put
-that back when we are gone; or take away what we have set before the engine looks at it.
+PyTorch itself turns its own compiled autograd off and on again around code that must not be captured.
+``torch.func.grad``, AOTAutograd and Inductor do so at each call (``torch._dynamo.compiled_autograd._disable``, 2.13).
+That saves and restores the seam, which belongs to the process. In another thread, during a walk of ours, it would save
+our setting and restore it when the walk has ended, or remove our setting before the engine reads it.
 """
 
 from __future__ import annotations
@@ -28,8 +28,8 @@ def have_them_wait() -> None:
 
 
 def out_of_walk(run: Callable[..., Any]) -> Callable[..., Any]:
-    """What asks the engine for a backward, so that the engine runs it itself: also where Python has come to it in the
-    midst of a walk of the calling thread, by a signal's handler or a ``__del__``."""
+    """Wrap a function that calls the engine for a backward, so that the engine runs it even inside a walk of the
+    calling thread: a signal's handler or a ``__del__`` may call it there."""
     if not GATE.has_seam():
         return run
 

@@ -1,8 +1,8 @@
-"""Which saved-tensor hooks are those of checkpointing without reentrance, and of which checkpointed call.
+"""Saved-tensor hooks of checkpointing without reentrance, and their checkpointed calls.
 
 Written against torch 2.13 (``_checkpoint_hook`` in ``torch/utils/checkpoint.py``): of the hooks of a checkpointed call,
-the first that unpacks in a backward computes the forward again. Each of the others gives one of the tensors that this
-has saved, and does nothing else: it reads no state but that of the call, and runs no code of the user's.
+the first that unpacks in a backward computes the forward again. Each of the others returns one of the tensors that this
+forward saved, and does nothing else: it reads only the call's state, and runs no users' code.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ _PLACES = _places()
 
 
 def frame_of(hook: object) -> object | None:
-    """What stands for the checkpointed call that an unpack hook belongs to; None where it is another kind of hook."""
+    """Return an object that identifies the checkpointed call of an unpack hook; None for another kind of hook."""
     if type(hook) is not FunctionType:
         return None
     place = _PLACES.get(id(hook.__code__))

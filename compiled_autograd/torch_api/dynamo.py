@@ -1,4 +1,4 @@
-"""What ``torch.compile`` is to leave alone."""
+"""Functions that ``torch.compile`` must not trace."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ def keep_from_dynamo(code: Any) -> None:
 
 
 def questions_about_dynamo() -> list[tuple[Any, str | None, Any]]:
-    """What tells without Python that Dynamo does not look at frames of the calling thread, as it does in what a
-    function that ``torch.compile`` compiled runs as Python: it would at each that C++ calls, since no frame of ours is
-    around them that :func:`keep_from_dynamo` has it skip. As ``native.interface.Question`` has them."""
+    """Return questions with which C++ checks that Dynamo does not look at frames of the calling thread, as it does for
+    Python code called by a compiled function. It would look at each function that C++ calls, since no frame of this
+    package is around them that :func:`keep_from_dynamo` has it skip. For the form see ``native.interface.Question``."""
     return [(torch._C._dynamo.eval_frame.get_eval_frame_callback, None, None)]
 
 

@@ -1,5 +1,5 @@
-"""Which hooks users' code registers and removes while a backward runs. PyTorch does not say that they have changed: so
-the handles do (``torch.utils.hooks.RemovableHandle``, 2.13), of which each registration makes one."""
+"""Hooks that users' code registers and removes while a backward runs. PyTorch does not announce such changes. So the
+handles do (``torch.utils.hooks.RemovableHandle``, 2.13), of which each registration makes one."""
 
 from __future__ import annotations
 
@@ -22,14 +22,14 @@ ON_TENSOR, ON_LEAF, ON_NODE, REMOVED = "tensor", "leaf", "node", "removed"
 
 @dataclass(slots=True, eq=False)
 class HookChange:
-    """A hook came, or went.
+    """A hook that was registered or removed.
 
     Attributes:
-        kind: by which function it was registered: ``register_hook`` of a tensor, ``register_post_accumulate_grad_hook``
-            of a leaf, or one of a node's; or that it was removed.
-        hooks: the dict that it is in, or was, under a ``number``; tensors and nodes have one for each kind of hooks.
-        tensor: which was given it; None of nodes.
-        hook: that was removed.
+        kind: the function that registered it: ``register_hook`` of a tensor, ``register_post_accumulate_grad_hook`` of
+            a leaf, or one of a node's; or that it was removed.
+        hooks: its dict, with its ``number`` as key; tensors and nodes have one dict for each kind of hooks.
+        tensor: the tensor with the hook; None for nodes.
+        hook: the removed hook.
     """
 
     kind: str
@@ -94,10 +94,10 @@ def _telling_of_removal(original: Callable[..., None]) -> Callable[..., None]:
 
 
 def hooks_of_node(node: Any, before: bool) -> Any:
-    """The dict of a node's hooks, which is to be had in no other way.
+    """Return the dict of a node's hooks, which has no other access.
 
     Args:
-        before: of those that run before it, else of those after it.
+        before: the hooks that run before the node, else those after it.
     """
     outer = HANDLES.told
     try:

@@ -1,8 +1,9 @@
-"""Shares what the engine hands out once in a process with PyTorch's own compiled autograd (``torch._dynamo``, 2.13).
+"""Functions and structures that the engine hands out once in a process, shared with PyTorch's own compiled autograd
+(``torch._dynamo``, 2.13).
 
-The engine binds each of its functions once, to whoever captures first, and keeps one cache of structures for all. So
-PyTorch's own is told of the functions that were bound for us, and we look up those that were bound for it. Its module
-takes more than a second to import; until somebody else imports it, what it must be told is kept for it.
+The engine binds each of its functions once, to the first capture, and keeps one cache of structures for all. So this
+module registers functions bound here with PyTorch's own, and looks up those that were bound there. PyTorch's module
+takes more than a second to import. Until other code imports it, the registrations are kept here.
 """
 
 from __future__ import annotations
@@ -56,7 +57,7 @@ def find_op(name: str) -> Callable[..., Any] | None:
 
 
 def others_are_on() -> bool:
-    """Whether PyTorch's own compiled autograd takes the backwards of the process."""
+    """Return whether PyTorch's own compiled autograd runs the backwards of the process."""
     others = _others()
     return others is not None and bool(others.compiled_autograd_enabled)
 
@@ -71,8 +72,8 @@ _others_if_imported = functools.partial(sys.modules.get, _OTHERS)
 
 
 def questions_about_others() -> list[tuple[Any, str | None, Any]]:
-    """What tells without Python that neither of these two has changed: pairs of a question and its answer now, as
-    ``native.interface.Question`` has them."""
+    """Return questions with which C++ checks that neither of these two has changed. For the form see
+    ``native.interface.Question``."""
     others = _others()
     if others is None:
         return [(_others_if_imported, None, None)]  # does not hold while it is imported

@@ -13,14 +13,14 @@ SCALARS = frozenset(
     ]
 )
 _LONGEST = 256
-"""What has more items, those of its items included, is no plain value: it is looked at in each backward."""
+"""Maximum number of items of a plain value, nested ones included: each backward reads them."""
 _DEEPEST = 8
-"""Of values inside one another."""
+"""Maximum depth of nested values."""
 
 
 def is_plain(value: Any) -> bool:
-    """Whether it is a number, a string, None, a dtype or the like, or a sequence or dictionary of these: no large one,
-    and none with an end that is far."""
+    """Return whether a value is a number, a string, None, a dtype or the like, or a small and shallow sequence or
+    dictionary of these."""
     return type(value) in SCALARS or (
         type(value) in (tuple, list, dict, torch.Size) and _is_plain(value, 0, [_LONGEST])
     )
@@ -41,8 +41,8 @@ def _is_plain(value: Any, depth: int, left: list[int]) -> bool:
 
 
 def key(value: Any) -> Any:
-    """What stands for a plain value, with its type, since 1, 1.0 and True are equal. A NaN, and the sign of a zero, are
-    told apart."""
+    """Return a key of a plain value, with its type, since 1, 1.0 and True are equal. NaNs and the signs of zeros are
+    distinguished."""
     kind = type(value)
     if kind is float:
         return "float", value.hex()

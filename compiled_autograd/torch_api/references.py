@@ -1,7 +1,7 @@
-"""Whether anybody else refers to an object, counted in a way that every version of Python counts alike.
+"""Counts other references to an object, in a way that is the same in each version of Python.
 
-How many references a call has to its arguments differs: an interpreter may lend them (since 3.14 it does). So an object
-is looked at where it lies in a list, and what an object counts there that is nobody else's is measured.
+The number of references from a call to its arguments differs: an interpreter may lend them (since 3.14 it does). So an
+object is examined inside a list, and the count of an unshared object there is measured.
 """
 
 from __future__ import annotations
@@ -17,4 +17,4 @@ def references(values: Sequence[Any], index: int) -> int:
 
 
 COUNT_OF_UNSHARED = references([object()], 0)
-"""What is counted of an object that only the list refers to."""
+"""The count of an object to which only the list refers."""

@@ -47,12 +47,13 @@ def reports_leaf(method: _Method) -> _Method:
 
 
 def has_aot_prologue(function: Any) -> bool:
-    """Whether the ``autograd.Function`` that AOTAutograd made has what :func:`aot_prologue` uses."""
+    """Return whether AOTAutograd's ``autograd.Function`` has the attributes that :func:`aot_prologue` uses."""
     return not has("aot_generated_wrappers") or hasattr(function, "_bw_prologue_fn")
 
 
 def aot_prologue(function: Any, saved: Sequence[Any], tangents: Sequence[Any]) -> Sequence[Any]:
-    """What the graph of a compiled forward's backward takes, from what was saved and the gradients that come in.
+    """Return the inputs of the graph of a compiled forward's backward, from the saved values and the incoming
+    gradients.
 
     Since 2.13 AOTAutograd generates a function for each graph, which takes the gradients in a list. Before, one
     function reads the metadata of all graphs (``torch/_functorch/_aot_autograd/runtime_wrappers.py``).
@@ -66,7 +67,7 @@ def aot_prologue(function: Any, saved: Sequence[Any], tangents: Sequence[Any]) -
 
 
 def aot_epilogue(function: Any, results: Any) -> Sequence[Any]:
-    """What the backward gives, from what its graph gives; versions as for :func:`aot_prologue`."""
+    """Return the results of the backward from those of its graph; versions as for :func:`aot_prologue`."""
     if has("aot_generated_wrappers"):
         return function._bw_epilogue_fn(results)
     from torch._functorch._aot_autograd import runtime_wrappers
@@ -76,10 +77,10 @@ def aot_epilogue(function: Any, results: Any) -> Sequence[Any]:
 
 
 def decomposing(table: Mapping[Any, Callable[..., Any]]) -> AbstractContextManager[Any]:
-    """To be entered while operators are recorded, for ``table`` to be heeded.
+    """Return a context in which recorded operators use the decompositions of ``table``.
 
-    Since 2.13 the mode that records them has the table of its tracer. Before, the table stands in a variable; in 2.11
-    it is one for all threads, of which only one may trace at a time (``torch/fx/experimental/proxy_tensor.py``).
+    Since 2.13 the mode that records them has the table of its tracer. Before, the table is in a variable. In 2.11 all
+    threads share the variable, and only one may trace at a time (``torch/fx/experimental/proxy_tensor.py``).
     """
     if has("decompositions_of_mode"):
         return contextlib.nullcontext()
@@ -121,8 +122,8 @@ of the dimension where it sees a tensor subclass, as a fake tensor is one; other
 
 
 def words_for_unused(index: int) -> str:
-    """What ``torch.autograd.grad`` says of a tensor without a gradient, from ``THPEngine_run_backward``
-    (``torch/csrc/autograd/python_engine.cpp``); before 2.13 it does not say which tensor."""
+    """Return the error of ``torch.autograd.grad`` for a tensor without a gradient, from ``THPEngine_run_backward``
+    (``torch/csrc/autograd/python_engine.cpp``). Before 2.13 it does not name the tensor."""
     which = f"The differentiated Tensor at index {index}"
     if not has("unused_input_index"):
         which = "One of the differentiated Tensors"

@@ -1,7 +1,7 @@
 """The backward of a forward that ``torch.compile`` compiled: its graph, to be inlined into the region around it.
 
-Inlined, hooks, accumulation and its neighbours fuse with it. What is read of AOTAutograd here is private
-(``torch/_functorch/_aot_autograd/runtime_wrappers.py``, 2.13).
+The inlined graph fuses with hooks, accumulation and its neighbours. The attributes of AOTAutograd that are read here
+are private (``torch/_functorch/_aot_autograd/runtime_wrappers.py``, 2.13).
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""Calls the ``backward`` of a Python ``autograd.Function`` with its real ``ctx``, after the engine let go of the tape.
+"""Calls the ``backward`` of a Python ``autograd.Function`` with its real ``ctx``, after the engine released the tape.
 
-For the length of the call ``ctx`` has another class (``docs/internals/user_code.md``). Of a graph that is kept, several
-threads may be in one function at once, as under eager: so ``ctx`` has a list of the calls that it is in.
+During the call ``ctx`` has another class (``docs/internals/user_code.md``). Several threads may be in one function of a
+kept graph at once, as under eager: so ``ctx`` has a list of its current calls.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .hooks import Grad, unpacked, with_requires_grad
 from .in_place import Watched
 
 TRACEABLE = "_compiled_autograd_traceable"
-"""What a class has that :func:`compiled_autograd.traceable` has marked."""
+"""The attribute of a class that :func:`compiled_autograd.traceable` has marked."""
 _CALLS = "_compiled_autograd_calls"  # of a ctx: the calls that it is in
 _WITH_SAVED = "_compiled_autograd_class"  # of its class: that which it has meanwhile
 _FIRST_NUMBER = 1 << 40  # far above those that PyTorch counts
@@ -38,10 +38,10 @@ _changing = free_in_child(threading.RLock())
 
 
 def number_of(ctx: Any) -> int:
-    """What stands for a function's class in the engine's key: a number of its name.
+    """Return a number of a function's name, for the class in the engine's key.
 
-    PyTorch numbers the classes themselves, so that one which is made anew at each step would never be met again. A
-    capture needs no more than the name: it gets the ``ctx`` at each run, and its class with it.
+    PyTorch numbers the classes themselves, so a class made anew at each step would never give a hit. A capture needs
+    only the name: each run gets the ``ctx``, with its class.
     """
     function = type(ctx)._forward_cls
     name: tuple[Any, ...] = (function.__module__, function.__qualname__)
@@ -112,7 +112,7 @@ Saved = Grad | Packed | Watched
 
 @dataclass(slots=True, eq=False)
 class _Call:
-    """One call of a function's ``backward``: the thread that made it, the class of the ``ctx``, what was saved."""
+    """One call of a function's ``backward``: its thread, the class of the ``ctx``, the saved values."""
 
     thread: int
     own_class: Any
@@ -146,12 +146,12 @@ def _place_of_flag() -> int | None:
 
 
 def wants_zeros(ctx: Any) -> bool:
-    """Whether a function sees zeros for undefined gradients: not after ``ctx.set_materialize_grads(False)``.
+    """Return whether a function sees zeros for undefined gradients: not after ``ctx.set_materialize_grads(False)``.
 
     The engine's key has it, so it is the same for all tapes of a structure.
 
     Raises:
-        RuntimeError: it cannot be told.
+        RuntimeError: it is unknown.
     """
     place = _place_of_flag()
     if place is None:
@@ -269,17 +269,19 @@ def _saved(ctx: Any) -> tuple[Grad, ...]:
         if not isinstance(packed, Packed):
             continue
         of_somebody_else = packed.packed is not values[index] and references(values, index) > COUNT_OF_UNSHARED
-        if not of_somebody_else:  # a tensor of the user's that comes back as it was saved stays the object that it is
+        if not of_somebody_else:  # a user's tensor that is returned unchanged stays the same object
             values[index] = with_requires_grad(values[index], required)
     return tuple(values)
 
 
 def _required_grad(ctx: Any, values: Sequence[Grad]) -> list[bool]:
-    """Which saved tensors required grad when they were saved, where users' hooks gave them back without it.
+    """Return, for each saved tensor, whether it required grad when it was saved. Users' hooks may have returned it
+    without.
 
-    The engine remembers it (``SavedVariable::unpack``, ``torch/csrc/autograd/saved_variable.cpp``) and does not report
-    it. A function that saved its arguments in their order tells by its edges; of another, what looks like an argument
-    or output that requires grad is taken for one. Reentrant checkpointing goes by it.
+    The engine remembers this (``SavedVariable::unpack``, ``torch/csrc/autograd/saved_variable.cpp``) but does not
+    report it. For a function that saved its arguments in their order, the edges say it. For another function, a tensor
+    that looks like an argument or output that requires grad is assumed to be one. Reentrant checkpointing depends on
+    it.
     """
     inputs = [None if node is None else node._input_metadata[index] for node, index in ctx.next_functions]
     if len(inputs) == len(values) and all(
@@ -313,14 +315,14 @@ def _saved_deprecated(ctx: Any) -> tuple[Grad, ...]:
 
 
 def _clear(ctx: Any) -> None:
-    """As the engine has it, nothing is let go of where the graph is kept."""
+    """Release the saved values, as the engine does, unless the graph is kept."""
     call = _call_of(ctx)
     if call is not None and not torch._C._autograd._get_current_graph_task_keep_graph():
         call.saved = ()
 
 
 def checked(name: str, results: Any, expected: Sequence[bool]) -> list[Grad]:
-    """What a function gave, as the engine takes it; see :func:`call_backward` for what it refuses."""
+    """Check a function's results as the engine does, and return them; :func:`call_backward` lists the errors."""
     grads = list(results) if isinstance(results, tuple) else [results]
     if len(grads) > len(expected) and all(grad is None for grad in grads[len(expected) :]):
         grads = grads[: len(expected)]

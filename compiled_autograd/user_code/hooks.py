@@ -75,7 +75,7 @@ def with_requires_grad(value: torch.Tensor, required: bool) -> torch.Tensor:
 
 
 def unpacked(hook: Callable[[Any], Any], packed: Any) -> torch.Tensor:
-    """What the user's hook gives for what it packed."""
+    """Call the user's unpack hook on a packed value, and check the result."""
     result = hook(packed)
     if not isinstance(result, torch.Tensor):
         raise TypeError(

@@ -1,7 +1,7 @@
-"""Whether a saved tensor was changed in place since the engine handed it over, and what the engine says of it.
+"""Checks whether a saved tensor was changed in place since the handover, and raises the engine's error.
 
-The rules and the words are those of ``SavedVariable::unpack`` (``torch/csrc/autograd/saved_variable.cpp``, 2.13); when
-it is looked at stands in ``docs/internals/steps.md``.
+The rules and texts are those of ``SavedVariable::unpack`` (``torch/csrc/autograd/saved_variable.cpp``, 2.13);
+``docs/internals/steps.md`` says when tensors are checked.
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ def _counted(places: Iterable[_Place], values: Any) -> Iterator[tuple[_Place, in
 
 
 def all_versions(tensors: Iterable[torch.Tensor]) -> list[int]:
-    """The same of all of some tensors; 0 for inference tensors."""
+    """Return the version of each tensor; 0 for inference tensors."""
     with torch._C.DisableTorchFunctionSubclass():
         try:
             return [*map(attributes.version, tensors)]
@@ -43,7 +43,7 @@ def all_versions(tensors: Iterable[torch.Tensor]) -> list[int]:
 
 
 def changed(places: Iterable[_Place], values: Any, versions: Mapping[_Place, int]) -> bool:
-    """Whether a tensor at one of some places was changed since."""
+    """Return whether a tensor at one of some places was changed since."""
     with torch._C.DisableTorchFunctionSubclass():
         return any(
             attributes.version(values[place]) != version
@@ -108,7 +108,7 @@ _WORDS = (
 
 @dataclass(frozen=True, slots=True)
 class Watched:
-    """A saved tensor of a Python function, which is looked at each time the function asks for it."""
+    """A saved tensor of a Python function, checked at each access by the function."""
 
     tensor: torch.Tensor
     version: int

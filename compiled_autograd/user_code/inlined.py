@@ -53,7 +53,7 @@ class Marked(Inlined):
     called: str | None = None
 
     def described(self, owner: Any) -> tuple[Any, Any, tuple[Any, ...]] | None:
-        """What it depends on beside tensors; None where it is not marked, and so is called.
+        """Return the dependencies beside tensors; None if it is not marked, and so is called.
 
         Args:
             owner: the function's ``ctx``, or the hook.

@@ -1,4 +1,4 @@
-"""Code that its author has marked as traceable: what it consists of, what it depends on, and what else it may do."""
+"""Code marked as traceable by its author: its parts, its dependencies, and its possible side effects."""
 
 from __future__ import annotations
 
@@ -15,22 +15,22 @@ from ..torch_api.plain_values import is_plain, key
 from .functions import TRACEABLE
 
 _DEEPEST = 8
-"""Of functions that call one another."""
+"""Maximum depth of functions that call one another."""
 
 
 class NotPlainError(TypeError):
     """Marked code has to do with something that is no plain value, or may do more than compute."""
 
 
-# ---- what it depends on ----------------------------------------------------------------------------------------------
+# ---- dependencies ----------------------------------------------------------------------------------------------
 
 
 class Code:
-    """What functions consist of, each looked at once. With ``strictly``, what is not plain of closures, defaults and
-    attributes raises :class:`NotPlainError`.
+    """The parts of functions, each read once. With ``strictly``, values in closures, defaults and attributes that are
+    not plain raise :class:`NotPlainError`.
 
     Attributes:
-        whole: whether no function lies so deep in others that it was left out.
+        whole: whether no function was left out because of its depth.
     """
 
     def __init__(self, strictly: bool) -> None:
@@ -85,8 +85,8 @@ _DEVICES = ("cpu", "cuda", "xpu", "mps", "mtia", "hpu")
 
 
 def asked_of_the_thread() -> tuple[Any, ...]:
-    """What marked code may ask PyTorch for that the state of the process (:mod:`compiled_autograd.guards.ambient`) has
-    not, since no operator asks: such as the dtype that autocast would have, which is off in most backwards."""
+    """Return thread state that marked code may read from PyTorch, and that :mod:`compiled_autograd.guards.ambient`
+    lacks since no operator reads it: such as the dtype that autocast would have, which is off in most backwards."""
     return (
         *map(torch.get_autocast_dtype, _DEVICES),
         torch.is_warn_always_enabled(),
@@ -103,7 +103,7 @@ def _owner_of(function: types.BuiltinFunctionType) -> str:
 
 
 def around(function: types.FunctionType) -> list[Any]:
-    """What lies in a function's defaults, attributes and closure."""
+    """Return the values in a function's defaults, attributes and closure."""
     values: list[Any] = [*(function.__defaults__ or ())]
     attributes = [pair for pair in vars(function).items() if pair[0] != TRACEABLE]
     for pair in (*(function.__kwdefaults__ or {}).items(), *attributes):
@@ -117,12 +117,11 @@ def around(function: types.FunctionType) -> list[Any]:
 
 
 class Taken:
-    """What code may take of modules that marked code may use: all in them that has one of its names. Somebody may put
-    something else there.
+    """Attributes of modules that marked code may read: all whose name occurs in the code. Other code may replace them.
 
     Attributes:
         values: by name.
-        key: what stands for them.
+        key: a key of the values.
     """
 
     def __init__(self, code: types.CodeType, modules: Sequence[types.ModuleType]) -> None:
@@ -140,7 +139,7 @@ class Taken:
         self.key = tuple([(name, _of_module(value)) for name, value in self.values])
 
     def still(self) -> bool:
-        """Whether all is as it was."""
+        """Return whether all attributes are unchanged."""
         return all([module.get(name, _NOTHING) is value for module, name, value in self._places])
 
 
@@ -150,7 +149,7 @@ _MOST_TAKEN = 1000
 
 
 def taken_of(code: types.CodeType, modules: Sequence[types.ModuleType]) -> Taken:
-    """What code may take of modules."""
+    """Return the attributes of modules that code may read."""
     ids = (id(code), *map(id, modules))
     found = _taken.get(ids)
     if found is None or not found.still():
@@ -181,7 +180,8 @@ def named_by(code: types.CodeType, known: dict[str, Any]) -> list[str]:
 
 
 def of_torch(function: types.FunctionType) -> bool:
-    """Whether a function was written in PyTorch. A wrapper takes over the name of the module of what it wraps."""
+    """Return whether a function was written in PyTorch. A wrapper takes over the module name of the function that it
+    wraps."""
     return str(function.__globals__.get("__name__")).partition(".")[0] == "torch"
 
 
@@ -205,8 +205,8 @@ _NOT_OF_TORCH = frozenset(
         *("__builtins__", "__setattr__", "__delattr__", "__subclasses__", "is_autocast_cache_enabled"),
     ]
 )
-"""What marked code does not take of PyTorch: what communicates, writes files, or has to do with the state of the
-process; or has another answer while it is traced. And what leads past all that is looked at here."""
+"""Names of PyTorch that marked code may not use: those that communicate, write files, read or set the state of the
+process, or differ during a trace. Also names that lead around the checks here."""
 _FUNCTIONS = frozenset(
     [
         *("abs", "all", "any", "bool", "complex", "dict", "divmod", "enumerate", "filter", "float", "frozenset"),
@@ -214,15 +214,15 @@ _FUNCTIONS = frozenset(
         *("range", "reversed", "round", "set", "slice", "sorted", "str", "sum", "super", "tuple", "type", "zip"),
     ]
 )
-"""Those of Python's own functions that change nothing."""
+"""Python's own functions without side effects."""
 
 
 def refuse_more_than_computing(marked: Any) -> None:
-    """Look through a function and those that it calls.
+    """Check a function and those that it calls for side effects.
 
     Raises:
-        NotPlainError: one sets what may be seen elsewhere, or takes or calls what is not known to change nothing; or
-            what they depend on is not all in :class:`Code`.
+        NotPlainError: one sets a value that other code can see, or uses anything that may have side effects; or their
+            dependencies are not all in :class:`Code`.
     """
     seen: set[int] = set()
     left = [marked]
@@ -280,7 +280,7 @@ def _called_through(name: str, value: Any) -> list[types.FunctionType]:
 
 
 def _is_harmless(module: str, name: str) -> bool:
-    """Whether something of PyTorch or of Python's mathematics does nothing but compute."""
+    """Return whether a name of PyTorch or of Python's mathematics only computes."""
     parts = module.split(".")
     return (parts[0] == "torch" or module in _MODULES) and _not_harmless((*parts, name)) is None
 
@@ -321,7 +321,7 @@ def _read_by(code: types.CodeType, known: dict[str, Any]) -> list[tuple[str, Any
 
 
 def _is_exception(name: str, found: Any = None) -> bool:
-    """Whether it is one of Python's own: one of others may count, or have attributes that change."""
+    """Return whether a name is one of Python's own exceptions: others may count, or have attributes that change."""
     value = getattr(builtins, name, None)
     return isinstance(value, type) and issubclass(value, Exception) and found in (None, value)
 

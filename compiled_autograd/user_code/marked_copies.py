@@ -1,6 +1,5 @@
-"""Copies of marked code, to be traced: what it changes of what lies around it, nobody else sees. And what its operators
-may not be.
-"""
+"""Copies of marked code for a trace, so that other code does not see its changes; and a mode that refuses operators
+with side effects."""
 
 from __future__ import annotations
 
@@ -24,8 +23,8 @@ class Copies:
         self._before: list[tuple[Any, Any]] = []
 
     def of(self, value: Any) -> Any:
-        """A list or dictionary, also in a tuple; a function with such around it. Other plain values are as they are,
-        and so is what PyTorch has written. What was one object is one again."""
+        """Copy a list or dictionary, also in a tuple, or a function with such values around it. Other plain values, and
+        functions of PyTorch, are unchanged. One object has one copy."""
         if id(value) in self._made:
             return self._made[id(value)]
         if type(value) is types.FunctionType:
@@ -67,7 +66,7 @@ class Copies:
         return copy
 
     def _variables(self, function: types.FunctionType) -> dict[str, Any]:
-        """Those of its module; functions of one module share them."""
+        """Return a copy of the variables of a function's module; functions of one module share the copy."""
         known = function.__globals__
         if id(known) not in self._made:
             self._keep(known, dict(known))

@@ -17,8 +17,8 @@ from ..native.interface import Module
 from ..process_state import PROCESS
 
 Groups = tuple[tuple[int, ...], ...]
-"""Of a tape's lifted tensors those that are leaves with such hooks, in the order in which they are written; those of
-one group have their hooks called together."""
+"""Indices of a tape's lifted tensors that are leaves with such hooks, in the order in which they are written. The hooks
+of one group are called together."""
 
 FIRST_GROUP = 1 << 20
 GROUP = 25 << 20
@@ -26,7 +26,7 @@ GROUP = 25 << 20
 
 
 class Reducers:
-    """What calls such hooks.
+    """Calls hooks of DDP's reducer.
 
     Attributes:
         module: the extension, once a tape had such hooks.
@@ -42,8 +42,8 @@ class Reducers:
         self.module = None
 
     def backward_of_hooks(self, leaves: Sequence[torch.Tensor]) -> None:
-        """Call the hooks of these leaves. What they queue for the end of the backward, such as the reducer's waiting
-        for its communication, is queued with what hooks in Python have queued."""
+        """Call the hooks of these leaves. Callbacks that they queue for the end of the backward, such as the wait for
+        the reducer's communication, join those of hooks in Python."""
         module, backward = self.module, self.backward
         assert module is not None and backward is not None
         number = module.tape_of_hooks(leaves)

@@ -1,7 +1,7 @@
-"""Functions of the engine that get one gradient for each piece into which their forward cut a tensor.
+"""Functions of the engine that get one gradient for each piece into which their forward split a tensor.
 
-How many pieces there were is not in the engine's key of a structure (2.13): where some are not used, a tensor of three
-rows and one of five make the same tape. But it follows from sizes, which are handed in at each run.
+The engine's key of a structure lacks the number of pieces (2.13). If some are not used, a tensor of three rows and one
+of five make the same tape. But the number follows from sizes, which are passed at each run.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def _of_unbind(grads: Grads, needed: Any, dim: int, size: int | None = None) -> 
 
 
 def _fitted(grads: Grads, count: int) -> list[torch.Tensor | None]:
-    """As many gradients as there were pieces; those that are missing or too many belong to pieces that nobody used."""
+    """Return as many gradients as there are pieces; missing or additional ones belong to unused pieces."""
     return [*grads[:count], *[None] * (count - len(grads))]
 
 

@@ -1,8 +1,7 @@
 """``traceable``: an ``autograd.Function`` or a hook whose author says that it may be traced instead of called.
 
-What it is taken to depend on is found anew at each run (:meth:`Marked.described`), and is part of the state that a
-variant is for, or of what a region is compiled for. What it may not touch raises while it is traced; then it is called
-at each step, as any other.
+Its dependencies are read at each run (:meth:`Marked.described`), and are part of the state of a variant, or of the kind
+of a region. Access to forbidden values raises during a trace. Then the function is called at each step, like any other.
 """
 
 from __future__ import annotations
@@ -71,7 +70,7 @@ def traced_backward(ctx: Any) -> TracedBackward | None:
 
 
 class TracedBackward(InlinedBackward, Marked):
-    """The ``backward`` of a marked function, at one place of a tape: no two places are taken for alike."""
+    """The ``backward`` of a marked function, at one place of a tape: no two places are equal."""
 
     def __init__(self) -> None:
         super().__init__("traced_backward")
@@ -105,7 +104,7 @@ class TracedBackward(InlinedBackward, Marked):
 
 
 class _Context:
-    """What a ``backward`` sees of its ``ctx`` while it is traced."""
+    """The ``ctx`` that a ``backward`` gets while it is traced."""
 
     __slots__ = ("_compiled_autograd_buffers", "_compiled_autograd_rest", "needs_input_grad", "saved_tensors")
 
@@ -136,10 +135,9 @@ class _Context:
 
 
 def described(ctx: Any) -> tuple[Any, Any, tuple[Any, ...]]:
-    """What the ``backward`` of a marked function depends on beside tensors: its code with what is plain of closures and
-    defaults, and numbers and the like among the module's variables that it names; which inputs need a gradient; plain
-    attributes of ``ctx``, and which others there are; and what it may ask PyTorch for.
-    """
+    """Return the dependencies of a marked function's ``backward``, beside tensors. These are its code, with the plain
+    values of closures and defaults and of the module's variables that it names; the inputs that need a gradient; the
+    plain attributes of ``ctx``, and the names of the others; and the thread state that it may read from PyTorch."""
     attributes = sorted(_attributes(ctx), key=_name)
     parts = tuple([(name, key(value) if is_plain(value) else _OTHER) for name, value in attributes])
     code = Code(strictly=False).of(_backward_of(type(ctx)._forward_cls), 0)

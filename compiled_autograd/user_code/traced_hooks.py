@@ -1,4 +1,4 @@
-"""Hooks that their author has marked as traceable: which they are, what they depend on, and how they are traced."""
+"""Hooks marked as traceable by their author: how they are recognised, their dependencies, and how they are traced."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def mark_hook(hook: types.FunctionType) -> None:
 
 
 def is_marked(hook: Any) -> bool:
-    """Whether a hook was marked itself."""
+    """Return whether a hook itself was marked."""
     return type(hook) is types.FunctionType and hook.__dict__.get(TRACEABLE) is hook.__code__
 
 
@@ -39,7 +39,7 @@ class TracedHook(Marked):
         return self.kind(*args)
 
     def described(self, owner: Any) -> tuple[Any, Any, tuple[Any, ...]] | None:
-        """What a marked hook depends on beside its gradients; None for one that is not marked."""
+        """Return the dependencies of a marked hook beside its gradients; None for a hook that is not marked."""
         return (Code(strictly=False).of(owner, 0), asked_of_the_thread(), ()) if is_marked(owner) else None
 
     def trace(self, hook: Any, *args: Any) -> Any:

@@ -41,9 +41,9 @@ bool values_alike(const T* wanted, const T* found, int64_t count, double relativ
   return true;
 }
 
-// Whether no value of `found` is further from that of `wanted` than `relative` times the root mean square of `wanted`.
-// False also where that cannot be told here: for anything but floats of one dtype on the CPU that lie in memory without
-// gaps and in one order, and where a value is not finite. Needs no GIL.
+// Whether each value of `found` is at most `relative` times the root mean square of `wanted` away from that of
+// `wanted`. False also if that is unknown here: for anything but floats of one dtype on the CPU that lie in memory
+// without gaps and in one order, and if a value is not finite. Needs no GIL.
 inline bool surely_alike(const at::Tensor& wanted, const at::Tensor& found, double relative) {
   const auto is_ours = [](const at::Tensor& tensor) {
     return tensor.layout() == at::kStrided && tensor.device().is_cpu() && !tensor.is_conj() && !tensor.is_neg() &&

@@ -1,9 +1,9 @@
-"""Compiles the extension, in a process of its own that outlives the one that asked: ``build.py TARGET COMMAND...``.
+"""Compiles the extension, in a process of its own that outlives its parent: ``build.py TARGET COMMAND...``.
 
-The command writes its result where ``-o`` says, which is added here. The result takes its place only when all of it is
-there. Of several processes with one target, one compiles. The others end at once, or wait. Where the compiler fails, a
-file beside the target says why. Where something ended it, another time may do better, but not for ever: where memory is
-what lacks, it lacks again.
+The command writes its result to the path after ``-o``, which is added here. The complete result then replaces the
+target. Of several processes with one target, one compiles. The others end at once, or wait. If the compiler fails, a
+file beside the target has the reason. A compiler that was killed is started again in a later process, but only a few
+times: if memory is short, it stays short.
 
 It is run by itself, and imports nothing but Python's own modules.
 """
@@ -19,9 +19,9 @@ from pathlib import Path
 
 FAILED = ".failed"
 MOST_ENDED = 3
-"""So many times a compiler may be ended; then that is its failure."""
+"""Number of times that a compiler may be killed; then this counts as a failure."""
 _ENDED = re.compile(r"\b(Killed|Terminated)\b")
-"""What g++ and clang say of a program of theirs that was ended by a signal; the exit status does not tell."""
+"""Text of g++ and clang if a signal ended one of their programs; the exit status does not show it."""
 _LEAST_PRIORITY = 19
 _LONGEST = 2000
 

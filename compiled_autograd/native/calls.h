@@ -18,9 +18,8 @@ std::pair<edge_list, variable_list> asked_for(const Call& call);
 // Begin a walk over the tape of some outputs. Throws Refused, PythonError, and what the engine raises.
 void begin(Walk& walk, const Call& call);
 
-// A `Taken`, of a tape that is the plan's: unless it is to be kept, the tape lets go of what it has saved, once nothing
-// can go wrong any more. A string, the reason, if it is another; null with the error set, if one is raised that a step
-// does not go on after.
+// A `Taken`, of a tape that is the plan's. Unless the tape is kept, it releases its saved values, once nothing can fail
+// any more. A string, the reason, if it is another tape; null with the error set, for an error that ends the step.
 PyObject* take_tape(Plan& plan, const Call& call, bool keeps);
 
 // The plan of a `Plan` of Python's; null for any other object.

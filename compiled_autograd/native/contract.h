@@ -1,9 +1,9 @@
-// What holds in every file of this room, and what the files need of PyTorch. Written against torch 2.13,
+// The rules for all files of this room, and the parts of PyTorch that they need. Written against torch 2.13,
 // tried on 2.11 to 2.15.
 //
-// The GIL. Whoever calls into the room holds it. The nodes of Python functions run Python while they are asked for
-// their key, and programs let go of it during long products and now and then: there other threads may come in between,
-// and this thread may come in again. A tape is freed without it. So working memory belongs to one walk (`Lease` in
+// The GIL. Callers of the room hold it. Nodes of Python functions run Python while they give their key, and programs
+// release the GIL during long products and now and then. There other threads may run, and this thread may enter the
+// room again. A tape is freed without the GIL. So working memory belongs to one walk (`Lease` in
 // walk/walk.h), and nothing is kept in a global variable but idle memory.
 //
 // Errors. `Refused` says why a tape is left to the engine, in words for people. Any other exception comes from PyTorch
@@ -16,7 +16,7 @@
 // so nodes are plain pointers. Another thread may run or free the same tape meanwhile: each node is read under its own
 // lock.
 //
-// What was found belongs to the walk, and moves to whoever takes it (`Walk::take`). A plan owns bytes, and no tensors.
+// The values of a tape belong to the walk until `Walk::take` moves them. A plan owns bytes, and no tensors.
 
 #pragma once
 

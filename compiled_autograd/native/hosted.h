@@ -1,5 +1,5 @@
-// What a region was compiled to, with tensors of C++ as arguments and results. A straight-line program
-// (`backends/inductor/straight_line`) takes them as they are; anything else is called in Python.
+// The compiled code of a region, with C++ tensors as arguments and results. A straight-line program
+// (`backends/inductor/straight_line`) takes them unchanged; other code is called in Python.
 
 #pragma once
 
@@ -12,12 +12,12 @@ namespace native {
 
 class HostedProgram {
  public:
-  // function: takes a list, which it empties, and gives a sequence. arguments: which of a handover's tensors it takes.
-  // gives: what leaves are to be given, which are among these tensors.
+  // function: takes a list, which it empties, and returns a sequence. arguments: indices into a handover's tensors.
+  // gives: the results for leaves, which are among these tensors.
   HostedProgram(PyObject* function, std::vector<size_t> arguments, std::vector<Gives> gives);
 
-  // Appends the program's results. Of the tensors, those that are arguments and no leaves are let go as they are not
-  // needed any more, and the others at once. Throws what the function does.
+  // Appends the program's results. Tensors that are arguments and no leaves are released after their last use, and the
+  // others at once. Throws what the function does.
   void run(variable_list& tensors, variable_list& results) const;
 
   const std::vector<Gives>& gives() const { return gives_; }

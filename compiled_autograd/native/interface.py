@@ -1,4 +1,4 @@
-"""What the extension has for Python, as types. Each function that C++ has is described here."""
+"""Types of the extension, for Python. Each function of C++ is described here."""
 
 from __future__ import annotations
 
@@ -11,19 +11,19 @@ import torch
 _Result = TypeVar("_Result")
 
 Found = tuple[int, list[torch.Tensor], list[int], list[int | float], list[Any]]
-"""What a tape holds: the number of the variant that serves or -1, tensors, sizes, scalars, users' objects."""
+"""The values of a tape: the number of the variant that serves or -1, tensors, sizes, scalars, users' objects."""
 
 
 class HostedProgram(Protocol):
-    """What a region was compiled to, with tensors of C++ as arguments and results; ``is_straight_line`` says whether it
+    """The compiled code of a region, with C++ tensors as arguments and results; ``is_straight_line`` says whether it
     runs without Python."""
 
     is_straight_line: bool
 
 
 class Taken(Protocol):
-    """What a tape held that was taken; ``variant`` is the number of the one that serves, or -1; ``reduced`` are the
-    leaves that have hooks of DDP's reducer."""
+    """The values of a tape that was taken. ``variant`` is the number of the variant that serves, or -1. ``reduced`` are
+    the leaves with hooks of DDP's reducer."""
 
     variant: int
     reduced: list[torch.Tensor]
@@ -45,14 +45,14 @@ class Taken(Protocol):
 
 
 class Plan(Protocol):
-    """What was learnt of a tape. Methods give the reason where they refuse a tape, or where it is another."""
+    """A tape that was learnt. Methods return a reason if they refuse a tape, or if it is another one."""
 
     nodes: int
 
     def compare(
         self, outputs: Sequence[Any], gradients: Sequence[Any], inputs: Sequence[Any] = (), captures: bool = False
     ) -> Found | str:
-        """What a tape holds, if it is the one that was learnt."""
+        """Return the values of a tape, if it is the one that was learnt."""
 
     def add_variant(
         self, outputs: Sequence[Any], gradients: Sequence[Any], inputs: Sequence[Any] = (), captures: bool = False
@@ -71,8 +71,8 @@ class Plan(Protocol):
 
 
 Question = tuple[Any, str | None, Any]
-"""What C++ asks as Python would: (object, name, answer), where the attribute is to be that very object; (function,
-None, answer), where a call without arguments is to give something equal."""
+"""A condition that C++ checks: (object, name, answer) if the attribute must be that very object, (function, None,
+answer) if a call without arguments must return an equal value."""
 
 
 class FastHit(Protocol):
@@ -80,7 +80,7 @@ class FastHit(Protocol):
 
 
 class FastPath(Protocol):
-    """Called as ``run_backward``. What is none of its ``hits`` goes to Python; ``served`` is how many did not."""
+    """Called as ``run_backward``. Other backwards than its ``hits`` go to Python; ``served`` counts the hits."""
 
     hits: tuple[FastHit, ...]
     served: int
@@ -95,16 +95,16 @@ class FastPath(Protocol):
         account: Any,
         is_timed: bool,
     ) -> Any:
-        """The same for ``loss.backward()``, where Python has asked policies what they ask before.
+        """Serve a ``loss.backward()`` that Python's policies have looked at.
 
         Args:
-            account: has ``started``, when it was asked for, by ``time.perf_counter``; and ``told``, which is set in the
-                same moment as the session counts it.
-            is_timed: Python times what is run.
+            account: has ``started``, the time of the call by ``time.perf_counter``; and ``told``, which is set together
+                with the session's count.
+            is_timed: Python times the run.
 
         Returns:
-            The variant that has run it, and the seconds that it took in all; else what :meth:`Module.fast_hit` was
-            given as ``hand_over`` says of the tape, if that is taken; else None.
+            The variant that has run it, and the seconds in all. If the tape was taken but not run: the result of
+            ``hand_over``, see :meth:`Module.fast_hit`. Else None.
         """
 
 
@@ -138,15 +138,15 @@ class Module(Protocol):
         write: Callable[[list[torch.Tensor | None], list[torch.Tensor | None]], None],
         counter: Any,
     ) -> FastHit:
-        """A hit that Python is serving, in this thread and state.
+        """Make a hit that Python is serving known, in this thread and state.
 
         Args:
-            shapes: the number that the plan has for them.
-            tunes: a hit at which the variant may be timed is left to Python.
-            questions: those of policies, which are not asked where Python has; those asked before the tape is walked;
-                and those asked once it is taken.
-            hand_over: what it is in Python, where Python has to go on.
-            may_write, write: of :meth:`Taken.run`: what is asked, and what is done with what it gives.
+            shapes: the number that the plan has for the hit's shapes.
+            tunes: leave a hit to Python if the variant may be timed.
+            questions: those of policies, which are not checked if Python has done so; those checked before the walk;
+                and those checked once the tape is taken.
+            hand_over: makes the Python object for a tape with which Python has to go on.
+            may_write, write: of :meth:`Taken.run`: the check before, and the function for its results.
             counter: counts hits in its attribute of that name.
         """
 
@@ -158,15 +158,15 @@ class Module(Protocol):
         thread: Any,
         uses: Iterator[int],
     ) -> FastPath:
-        """What serves them.
+        """Make the callable that serves known hits.
 
         Args:
             fallback: the way through Python.
-            resume: the same once the tape is taken: (session, arguments, named arguments, when it was asked for,
-                hand_over, taken).
-            interrupted: told of a backward that was ended before anything ran: (session, when, error).
-            thread: what is a thread's own, with ``here``.
-            uses: numbers of uses, by which it is known what was used least recently.
+            resume: the way through Python once the tape is taken: (session, arguments, named arguments, time of the
+                call, hand_over, taken).
+            interrupted: records a backward that ended before anything ran: (session, time, error).
+            thread: the thread's state, as attribute ``here``.
+            uses: numbers uses, to find the least recently used.
         """
 
     def in_own_loop(
@@ -188,7 +188,8 @@ class Module(Protocol):
         """
 
     def show_own_loop(self) -> None:
-        """Where it is such a one, the engine knows of all nodes that it runs from then on."""
+        """Have the engine know all nodes that the own loop runs from then on, if the innermost backward runs in the
+        loop."""
 
     def order_in_own_loop(self) -> list[Any] | None:
         """The nodes of such a one in the order in which they run, as the engine tells it; else None."""
@@ -210,12 +211,12 @@ class Module(Protocol):
         """
 
     def program(self, function: Any, arguments: Sequence[int], gives: Sequence[int]) -> HostedProgram:
-        """What a region was compiled to, as a step has it.
+        """Make the compiled code of a region.
 
         Args:
-            function: takes a list of arguments, which it empties, and gives a sequence of results.
-            arguments: which of a handover's tensors it takes.
-            gives: for each leaf the number of its tensor, that of its result, and 1 where it can keep that.
+            function: takes a list of arguments, which it empties, and returns a sequence of results.
+            arguments: the indices of a handover's tensors that it takes.
+            gives: for each leaf the index of its tensor, that of its result, and 1 if it can keep the result.
         """
 
     def move_aside(self, outputs: Sequence[Any]) -> object | None:
@@ -230,8 +231,8 @@ class Module(Protocol):
         backward calls what they have queued for the end of a backward."""
 
     def has_queued(self, number: torch.Tensor) -> bool:
-        """Whether they have queued something."""
+        """Return whether the hooks have queued callbacks."""
 
     def unlike(self, wanted: list[torch.Tensor | None], found: list[torch.Tensor | None], relative: float) -> list[int]:
-        """Of which pairs of two lists it cannot be told here that no value of the one is further from that of the other
-        than ``relative`` times the root mean square: by their number. It can be for plain floats on the CPU alone."""
+        """Return the numbers of the pairs of two lists that may differ. All other pairs differ by at most ``relative``
+        times the root mean square, in each value. Only plain floats on the CPU can be compared here."""

@@ -148,7 +148,7 @@ def _compiler() -> str | None:
 
 
 def _make_private(folder: Path) -> None:
-    """What is in there is run as code: nobody else may be able to write it. Raises OSError."""
+    """Make a folder private: it has code that is run, so no other user may write it. Raises OSError."""
     for each in (folder.parent, folder):  # the first is the store's, which refuses a folder that others can read
         each.mkdir(mode=0o700, parents=True, exist_ok=True)
     status = folder.lstat()

@@ -175,7 +175,7 @@ PyType_Spec plan_spec = {
     "compiled_autograd_native.Plan", sizeof(PlanObject), 0, Py_TPFLAGS_DEFAULT | Py_TPFLAGS_DISALLOW_INSTANTIATION,
     plan_slots};
 
-// The numbers of those pairs of tensors of which it cannot be told here that they are alike.
+// The numbers of the pairs of tensors that may differ.
 PyObject* unlike(PyObject*, PyObject* arguments) {
   PyObject *wanted, *found;
   double relative;

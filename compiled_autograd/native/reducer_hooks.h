@@ -21,13 +21,13 @@ using Hook = torch::autograd::utils::LambdaPostHook;
 using Answer = std::function<void(CompiledNodeArgs&)>;
 using torch::autograd::AccumulateGrad;
 
-// What a hook answers when the engine asks whether its tape can be reported: the reducer's hooks, and they alone, have
-// an answer of their own, which is to refuse.
+// A hook's answer to the engine's question whether its tape can be reported. Only the reducer's hooks have an answer of
+// their own: they refuse.
 struct Answers : Hook {
   static Answer& of(Hook& hook) { return hook.*&Answers::compiled_fn_; }
 };
 
-// Null for a hook of anybody else. By name: each library may have a type_info of its own for a class of a header.
+// Null for any other hook. By name: each library may have a type_info of its own for a class of a header.
 Hook* of_reducer(torch::autograd::FunctionPostHook& hook) {
   if (std::strcmp(typeid(hook).name(), typeid(Hook).name()) != 0) return nullptr;
   auto* found = static_cast<Hook*>(&hook);

@@ -1,4 +1,4 @@
-"""Whether the extension, as it was built here, walks as the engine does: on a small tape of which all is known."""
+"""Self-check of the walk: the extension, as built here, walks as the engine does, on a small known tape."""
 
 from __future__ import annotations
 

@@ -14,7 +14,7 @@ class SpareList {
   // Empty, with the memory of one that ended in this thread.
   SpareList() : list_(take()) {}
   explicit SpareList(variable_list list) : list_(std::move(list)) {}
-  // Lets go of its tensors, which may run any code.
+  // Releases its tensors, which may run any code.
   ~SpareList() {
     list_.clear();
     if (list_.capacity() && list_.capacity() <= kLarge && spare().size() < kKept) spare().push_back(std::move(list_));

@@ -1,5 +1,5 @@
-// `Taken`, of Python: what a tape held that was taken. It becomes objects of Python when somebody asks for these, or
-// goes to a program as it is. And `Program`, of Python: a `HostedProgram`.
+// The Python class `Taken`: the values of a tape that was taken. They become Python objects on request, or go to a
+// program unchanged. And the Python class `Program`: a `HostedProgram`.
 
 #pragma once
 
@@ -17,7 +17,7 @@ PyObject* new_taken(int variant, Handover found);
 bool is_taken(PyObject* object);
 int shapes_of(PyObject* taken);  // the number of the variant of a plan's
 
-// Run a program on what was taken, which is used up, whatever comes: None, where the leaves have their gradients; else
+// Run a program on the values of a tape, which are used up in any case. None if the leaves have their gradients; else
 // (results, tensors), those of leaves. Throws PythonError, and what the program does.
 PyObject* run_taken(PyObject* taken, const HostedProgram& program, PyObject* may_write);
 

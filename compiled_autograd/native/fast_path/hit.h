@@ -1,4 +1,4 @@
-// A hit that Python has served and that may come again: the plan of its tape, the program that ran, and what was asked.
+// A hit that Python has served and that may repeat: the plan of its tape, the program that ran, and the questions.
 // It keeps neither the structure nor the variant alive, and nothing that it keeps leads back to it.
 
 #pragma once

@@ -11,7 +11,7 @@ namespace {
 // Which object it is: it is compared, and never looked into.
 int64_t number_of(PyObject* object) { return static_cast<int64_t>(reinterpret_cast<intptr_t>(object)); }
 
-// Whether what is equal to it now is so for ever.
+// Whether an object that equals it now always will.
 bool is_for_ever(PyObject* object) {
   return object == Py_None || PyBool_Check(object) || PyLong_CheckExact(object) || PyBytes_CheckExact(object) ||
          PyUnicode_CheckExact(object);

@@ -1,5 +1,5 @@
-// What Python asks before it serves a hit, asked without running Python code. Each question comes with the answer that
-// it had when Python served such a hit.
+// Conditions that Python checks before it serves a hit, checked without running Python code. Each question has the
+// answer that it had when Python served such a hit.
 
 #pragma once
 
@@ -22,8 +22,8 @@ class Questions {
  private:
   struct Question {
     Owned object, name, answer;
-    Reader reader;  // comes before Python, which is asked only where it says something else
-    int64_t read;   // what it says while the question has its answer
+    Reader reader;  // read first; Python is asked only if the number differs
+    int64_t read;   // the number while the question has its answer
   };
   static Reader reader_of(const Question& question);
   static bool holds(const Question& question);

@@ -8,7 +8,7 @@
 
 namespace native {
 
-// It keeps nothing alive: what is asked about has to be there as long as it is.
+// It keeps nothing alive: the object that it reads has to live as long.
 struct Reader {
   int64_t (*read)(const Reader&) = nullptr;
   PyObject* object = nullptr;
@@ -16,7 +16,7 @@ struct Reader {
   int64_t number = 0;
 
   explicit operator bool() const { return read != nullptr; }
-  // A number that was read before comes again only where Python would give the same again. It may leave an error set.
+  // If the number is unchanged, Python would give the same answer. It may leave an error set.
   int64_t operator()() const { return read(*this); }
 };
 

@@ -109,7 +109,7 @@ class Run {
   PyObject *session_, *structure_, *variant_;
 };
 
-// The session is told of a backward that was ended before anything ran, by the error that is set, and stays so.
+// Record in the session a backward that ended before anything ran, by the error that is set. The error stays set.
 void tell_of_end(const FastPathState& path, PyObject* session, double started) {
   ErrorKept error;
   const Owned when(checked(PyFloat_FromDouble(started)));
@@ -117,7 +117,7 @@ void tell_of_end(const FastPathState& path, PyObject* session, double started) {
       checked(PyObject_CallFunctionObjArgs(path.interrupted, session, when.get(), error.value(), nullptr)));
 }
 
-// Those that are known: the one that came next the last time, since tapes often take turns, then the others.
+// The known hits: first the one that came next last time, since tapes often alternate, then the others.
 std::vector<const FastHit*> likely_first(const FastPathState& path, PyObject* hits) {
   std::vector<const FastHit*> all;
   for (Py_ssize_t index = 0; index < PyTuple_GET_SIZE(hits); ++index)

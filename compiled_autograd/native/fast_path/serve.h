@@ -19,11 +19,11 @@ struct FastPathState {
   PyObject* hits;         // a tuple of FastHit, in whose place Python puts another one
   PyObject* fallback;     // the way through Python
   PyObject* resume;       // the same, once the tape is taken
-  PyObject* interrupted;  // told of a backward that was ended before anything ran
-  PyObject* thread;       // what is a thread's own
-  PyObject* uses;         // counts what is used
+  PyObject* interrupted;  // records a backward that ended before anything ran
+  PyObject* thread;       // the thread's state
+  PyObject* uses;         // numbers uses
   Py_ssize_t served;
-  const FastHit* last;  // what served last: it may be gone
+  const FastHit* last;  // the hit that served last: it may no longer exist
 };
 
 // How it was asked for.
@@ -39,8 +39,8 @@ struct Asked {
 struct Served {
   Owned session;           // null where nothing here can serve the thread
   Owned variant;           // it has run it,
-  double seconds = 0;      // and it took so many in all
-  Owned taken, hand_over;  // else, where the tape is taken: what it held, and what says what that is in Python
+  double seconds = 0;      // in this time
+  Owned taken, hand_over;  // else, if the tape is taken: its values, and the function that makes them Python's
 };
 
 // Throws PythonError; then the session knows of it, or, where there is an account, what that says.

@@ -130,7 +130,7 @@ class Loop {
     }
   }
 
-  // For each edge of the running node, which is no leaf, the sum of gradients at its target.
+  // The sum of gradients at the target of each edge of the running node, which must be no leaf.
   variable_list buffers() {
     variable_list sums;
     for (uint32_t edge = tape_.places()[served_].first_edge; edge < tape_.places()[served_ + 1].first_edge; ++edge) {
@@ -194,7 +194,7 @@ class Loop {
   uint32_t& served_;
   const ThreadState state_;
   torch::autograd::InputBuffer inputs_;  // of all nodes
-  std::vector<uint32_t> waits_for_;      // of each leaf: for so many edges
+  std::vector<uint32_t> waits_for_;      // of each leaf: the number of edges left
 };
 
 // It takes no sequence number, by which others count what a thread has recorded.
@@ -257,7 +257,7 @@ bool has_names(const Tensor& tensor) {
   return false;
 }
 
-// What the engine does for each node, and only where somebody wants it.
+// Refuse backwards for which the engine does more for each node.
 void refuse_onlookers() {
   if (torch::autograd::AnomalyMode::is_enabled()) throw Refused{"anomaly mode"};
   for (const auto scope : {at::RecordScope::FUNCTION, at::RecordScope::BACKWARD_FUNCTION})

@@ -62,7 +62,7 @@ Kind check(Node& node) {
   if (kind == Kind::kOther) throw Refused{node.name() + " is no function of PyTorch's own, nor of Python"};
   if (const char* special = what_is_special(node)) throw Refused{node.name() + special};
   if (kind == Kind::kWrite) {
-    // Another thread that runs this tape lets go of it under the lock, and without the GIL.
+    // Another thread that runs this tape releases its values under the lock, and without the GIL.
     const std::unique_lock lock(node.*pointer_to(NodeLock()), std::try_to_lock);
     if (!lock) throw Refused{"another thread runs " + node.name()};
     Node* inner = static_cast<CopySlices&>(node).fn.get();  // none, once it was freed

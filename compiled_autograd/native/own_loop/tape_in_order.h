@@ -13,7 +13,7 @@
 
 namespace native {
 
-// Whether a tape has so many nodes, a small number.
+// Whether a tape has at least `count` nodes, a small number.
 bool has_nodes(const edge_list& roots, size_t count);
 
 class TapeInOrder {

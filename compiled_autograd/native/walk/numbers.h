@@ -1,6 +1,6 @@
 // Numbers of addresses, in the order in which they are first asked for. An open hash table: a tape asks for each of its
-// edges and tensors once, which is too often for a map that allocates. Its slots are small, since what is not in the
-// processor's caches costs more than all else here.
+// edges and tensors once, which is too often for a map that allocates. Its slots are small, since memory outside
+// the processor's caches costs more than all else here.
 
 #pragma once
 
@@ -23,7 +23,7 @@ class Numbers {
     return {count() - 1, true};
   }
 
-  // The same of an address that was asked for before; else a number that none has.
+  // The number of an address that was asked for before; else a number that none has.
   uint32_t known(const void* address) {
     if (slots_.empty()) return kNone;
     const Slot& slot = slot_of(address);

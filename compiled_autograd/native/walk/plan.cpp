@@ -104,7 +104,7 @@ void Plan::learn(Walk& walk, uint32_t number, Role role) {
   visits_.push_back({number, role, key_.size()});
 }
 
-// What does not run decides what runs: whether it leads to an input. So its edges are part of the plan.
+// Nodes that do not run decide which nodes run, by whether they lead to an input. So their edges are part of the plan.
 void Plan::learn_beside(Walk& walk) {
   std::vector<bool> is_known;
   for (const Visit& visit : visits_) {

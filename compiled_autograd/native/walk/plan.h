@@ -1,6 +1,6 @@
-// What was learnt of one tape: the order of the engine's walk, and what each node said of itself. A tape whose nodes
-// say the same in the same order is the same to the engine: what a node says has the numbers of the nodes that its
-// edges lead to, so by induction the two walks come to corresponding nodes, and no count of dependencies is needed.
+// A learnt tape: the order of the engine's walk, and the bytes of each node. A tape with the same bytes in the same
+// order is the same to the engine. The bytes have the numbers of the nodes that edges lead to. So by induction the two
+// walks come to corresponding nodes, and no count of dependencies is needed.
 
 #pragma once
 
@@ -23,7 +23,7 @@ class Plan {
   // order_shows: tapes whose nodes were made in another order are others.
   Plan(Walk& walk, const Inputs& inputs, bool order_shows);
 
-  // Walk another tape, which has begun. What differs, in words; nothing where it is the same. Throws as the walk does.
+  // Compare another tape, whose walk has begun. The difference in words; nothing if it is the same. Throws as the walk.
   std::optional<std::string> difference(Walk& walk, const Inputs& inputs) const;
 
   // The number of the variant whose guards hold, or -1.
@@ -31,8 +31,8 @@ class Plan {
   // Its number; a new one where none held, or -1 where there are many. Throws Refused.
   int add_variant(const Handover& found);
 
-  // Let go of what the nodes that run have saved, as the engine does. Without the GIL: another thread may hold
-  // a node's lock and wait for it.
+  // Release the saved values of the nodes that run, as the engine does. Without the GIL: another thread may hold
+  // a node's lock and wait for the GIL.
   void release(const Walk& walk) const;
 
   size_t nodes() const { return visits_.size(); }
@@ -58,9 +58,9 @@ class Plan {
   void learn_ages(const Walk& walk);
   bool same_ages(const Walk& walk) const;
 
-  size_t tensors_, sizes_, scalars_;  // how many it held
-  std::vector<Visit> visits_;         // in the order of the walk; what does not run comes last
-  std::string key_;                   // what the nodes said
+  size_t tensors_, sizes_, scalars_;  // their numbers
+  std::vector<Visit> visits_;         // in the order of the walk; nodes that do not run come last
+  std::string key_;                   // the nodes' bytes
   std::vector<Asked> asked_;          // for each input
   bool captures_;
   std::vector<uint32_t> by_age_;       // numbers of nodes, the oldest first; empty where the order does not show

@@ -52,7 +52,7 @@ class Walk {
   const Handover& found() const { return found_; }
   Handover take();
 
-  // Forget all of it. Lets go of tensors and of users' objects, which may run any code.
+  // Forget all of it. Releases tensors and users' objects, which may run any code.
   void clear();
   bool is_large() const { return nodes_.capacity() > kLarge; }
 
